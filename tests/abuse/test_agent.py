@@ -197,7 +197,7 @@ def test_variables_of_a_trainer_reach_the_job_and_not_the_process_that_watches_i
     hostile = {"LD_PRELOAD": "/tmp/evil.so", "PYTHONPATH": "/tmp", "STRATA_JOB": "another", "STRATA_OUTPUT": "/etc"}
     with a_host() as site:
         given = lease(a_trainer(directory="/", env=hostile))
-        run = prepare_attempt(site, given, a_place(site, given), None)
+        run = prepare_attempt(site, given, a_place(site, given), None).spec
         assert run.env["STRATA_JOB"] == given.job_id
         assert run.env["STRATA_OUTPUT"].startswith(str(site.attempts))
     trial.start("import time; print('up', flush=True); time.sleep(300)", env=hostile | {"PATH": "/usr/bin:/bin"})

@@ -30,6 +30,8 @@ CORE_CALLS: Final = (
     "print", "random", "secrets", "threading", "time", "uuid.uuid1", "uuid.uuid4", "__import__",
 )  # fmt: skip
 ENVIRONMENT: Final = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv")
+READS_ENVIRONMENT: Final = {"src/strata/base/settings.py", "src/strata/fleet/trainer/settings.py"}
+"""The settings; those of a trainer in an environment of its own have the standard library alone."""
 
 BASE_THIRD_PARTY: Final = {"msgspec", "rfc8785"}
 CLI_TOP_LEVEL: Final = ("click", "strata.base", "strata.cli")
@@ -108,8 +110,8 @@ def core_calls(source: Source) -> list[str]:
 
 
 def environment(source: Source) -> list[str]:
-    """The environment is read in one place."""
-    if not source.within("src") or source.path == PurePosixPath("src/strata/base/settings.py"):
+    """The environment is read by the settings."""
+    if not source.within("src") or str(source.path) in READS_ENVIRONMENT:
         return []
     tree, names = source.tree, aliases(source.tree)
     found = [at(source, node, f"imports {name}") for node, name in imports(tree) if _under(name, ENVIRONMENT)]

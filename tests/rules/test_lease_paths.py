@@ -29,7 +29,20 @@ ALLOWED: Final = {
         "Path(trainer.directory)": "the host's own folder: the job's user enters it, and the agent does not",
     },
     "environment.py": {
-        "Path(trainer.venv)": "for the PATH of the job; the agent opens nothing there",
+        "Path(venv)": "for the PATH of the job; the agent opens nothing there",
+    },
+    "environment_cache.py": {
+        "cache.folder / name": "path_names.environment_name, or a name that the agent has read there",
+        "cache.folder / f'{name}.lock'": "path_names.environment_name",
+        "cache.folder / f'{folder.name}.lock'": "a name that the agent has read there",
+        "folder / 'users' / key": "path_names.attempt_name",
+        "cache.attempts / user.name": "a name that the agent has written",
+        "Path(strata.__file__)": "our own program",
+        "Path(sys.executable)": "our own program",
+    },
+    "uv.py": {
+        "folder / file": "in the process of the job's user, by a path that has no `..`",
+        "scratch / name": "in the process of the job's user: the name of a file that it has read",
     },
     "unpack.py": {
         "folder / _relative_path(member.target)": "in the process of the job's user; nothing leads outside",
@@ -38,6 +51,8 @@ ALLOWED: Final = {
         "PurePosixPath(target)": "in the process of the job's user",
     },
     "privsep_worker.py": {
+        "Path(request.folder)": "in the process of the job's user",
+        "Path(request.scratch)": "in the process of the job's user",
         "Path(request.target)": "in the process of the job's user",
         "Path(tempfile.mkdtemp(prefix='source-', dir=request.scratch))": "in the process of the job's user",
     },

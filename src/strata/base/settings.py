@@ -41,7 +41,6 @@ SECTIONS: Final = (
     "hub",
     "agent",
     "client",
-    "trainer",
     "coordinator",
     "gang",
     "worker",

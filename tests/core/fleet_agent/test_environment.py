@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from strata.fleet.agent.attempt_folder import AttemptPaths
-from strata.fleet.agent.environment import inherited_by_jobs, job_command, job_environment
+from strata.fleet.agent.environment import JobInputs, inherited_by_jobs, job_command, job_environment
 from tests.core.fleet_agent.leases import a_trainer, lease
 
 PLACE = AttemptPaths(Path("/w/a"))
@@ -58,8 +58,9 @@ def test_another_user_gets_his_own_home_and_none_of_the_agents() -> None:
 
 
 def test_cards_are_named_or_hidden() -> None:
-    shown = job_environment(lease(), a_trainer(), PLACE, inherited={}, devices=(1, 3))
-    hidden = job_environment(lease(), a_trainer(), PLACE, inherited={"CUDA_VISIBLE_DEVICES": "0"}, devices=())
+    shown = job_environment(lease(), a_trainer(), PLACE, inherited={}, inputs=JobInputs(devices=(1, 3)))
+    inherited = {"CUDA_VISIBLE_DEVICES": "0"}
+    hidden = job_environment(lease(), a_trainer(), PLACE, inherited=inherited, inputs=JobInputs(devices=()))
     assert shown["CUDA_VISIBLE_DEVICES"] == "1,3"
     assert hidden["CUDA_VISIBLE_DEVICES"] == ""
 

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from strata.base.errors import StrataError
-from strata.cli.fleet import bundle as bundling
-from strata.cli.fleet.bundle import make_bundle
+from strata.sdk import bundle as bundling
+from strata.sdk.bundle import make_bundle
 
 
 def files(folder: Path) -> list[str]:

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from strata.base.errors import Code, StrataError
 from strata.cli.exit_codes import ExitCode
+from strata.sdk.submit import NONE, RunOptions, submit
 from tests.shell.cli_fleet.driving import HostByHand, Person
 from tests.shell.fleet_agent.running import HubProcess, agent
+from tests.support.wheels import make_wheel
 
 
 @pytest.fixture
@@ -88,3 +91,60 @@ def test_a_name_that_several_jobs_have_means_the_newest_and_says_so(person: Pers
     refused = person.says("cancel", "my-project")
     assert refused.status == ExitCode.USAGE, "nothing by guess"
     assert f"choose one by its id: {newer}, {older}" in refused.err
+
+
+def test_the_packages_that_a_folder_lists_are_installed_on_the_host(
+    person: Person, hub: HubProcess, here: Path, tmp_path: Path
+) -> None:
+    make_wheel(tmp_path / "wheels", "greeting", "1.0", "TEXT = 'installed'\n")
+    (here / "requirements.txt").write_text("greeting==1.0\n")
+    (here / "train.py").write_text("import greeting\nprint(greeting.TEXT)\n")
+    index = {"UV_OFFLINE": "1", "UV_FIND_LINKS": str(tmp_path / "wheels")}
+    with agent(hub, tmp_path, "here", variables=index):
+        first = person.says("run", "--", "python", "train.py")
+        assert (first.status, first.out) == (ExitCode.OK, "installed\n")
+        assert "sent; packages from requirements.txt)" in first.err
+        person.says("run", "--seed", "1", "--", "python", "train.py")
+        bare = person.says("run", "--environment", "none", "--", "python", "train.py")
+        assert (bare.status, "No module named 'greeting'" in bare.err) == (ExitCode.FAILED, True)
+        (here / "requirements.txt").write_text("nosuchpackage\n")
+        failed = person.says("run", "--", "python", "train.py")
+        assert failed.status == ExitCode.FAILED
+        assert "the environment cannot be built: " in failed.err
+        assert "nosuchpackage" in person.says("show", "my-project").out
+    jobs = [each["id"] for each in person.says("list", "-o", "json").value if each["status"] == "completed"]
+    attempts = [person.says("show", each, "-o", "json").value["attempts"][0] for each in jobs]
+    facts = [each["facts"]["environment"] for each in attempts]
+    assert [each["packages"] for each in facts] == [["greeting==1.0"]] * 2
+    assert sorted(each["cached"] for each in facts) == [False, True]
+
+
+def test_options_of_run_reach_the_job(person: Person, host: HostByHand, here: Path) -> None:
+    (here / "pyproject.toml").write_text("[tool.ruff]\n")
+    words = ("--env", "A=1=2", "--timeout", "2h", "--priority", "7", "--name", "mine")
+    assert person.says("run", "-d", *words, "--", "python", "train.py").status == ExitCode.OK
+    lease = host.claim()
+    assert lease.trainer is not None
+    assert (lease.trainer.env, lease.trainer.environment) == ({"A": "1=2"}, None)
+    assert (lease.spec.timeout_s, lease.spec.priority, lease.spec.name) == (7200.0, 7, "mine")
+    assert person.says("run", "-d", "--env", "A=2", "--", "python", "train.py").status == ExitCode.OK
+    other = host.claim()
+    assert other.job_id != lease.job_id
+    assert person.says("run", "-d", "--gpus", "3", "--", "python", "train.py", "--big").status == ExitCode.OK
+    assert "min_gpus: needs 3" in person.says("why", "my-project").out
+    for wrong in (("--timeout", "soon"), ("--env", "novalue"), ("--env", "HF_TOKEN=x"), ("--environment", "no.txt")):
+        assert person.says("run", "-d", *wrong, "--", "python", "train.py").status == ExitCode.USAGE
+
+
+def test_a_program_submits_a_job_and_waits_for_it(person: Person, hub: HubProcess, here: Path, tmp_path: Path) -> None:
+    del person
+    with submit(["python", "train.py"], here, RunOptions(environment=NONE)) as job:
+        assert job.new
+        with pytest.raises(StrataError) as raised:
+            job.wait(timeout_s=0.1)
+        assert raised.value.code is Code.DEADLINE
+        with agent(hub, tmp_path, "here"):
+            assert job.wait(60.0).status == "completed"
+        assert job.log() == "hello\n"
+    with submit(["python", "train.py"], here, RunOptions(environment=NONE, seed=1)) as job:
+        assert job.cancel("enough").status == "cancelled"

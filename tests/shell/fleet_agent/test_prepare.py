@@ -30,7 +30,7 @@ def test_a_job_is_told_what_it_is(tmp_path: Path) -> None:
     place = AttemptPaths(site.attempts / "a")
     trainer = a_trainer("./go", directory=str(tmp_path), data={"episodes": {"source": "/data", "digest": "d"}})
     given = lease(trainer, hyper={"lr": 0.1}, seed=7, timeout_s=60.0)
-    run = prepare_attempt(site, given, place, None)
+    run = prepare_attempt(site, given, place, None).spec
     assert run.cwd == str(tmp_path)
     assert run.timeout_s == 60.0
     assert json.loads(Path(run.env["STRATA_HYPER"]).read_text()) == {"lr": 0.1}
@@ -55,7 +55,7 @@ def test_a_trainer_that_was_removed_meanwhile_is_said_so(tmp_path: Path) -> None
 def test_the_jobs_user_owns_what_it_writes_to_and_not_the_folder_around_it(tmp_path: Path) -> None:
     site = a_site(tmp_path, "nobody")
     place = AttemptPaths(site.attempts / "a")
-    run = prepare_attempt(site, lease(a_trainer(directory="/")), place, None)
+    run = prepare_attempt(site, lease(a_trainer(directory="/")), place, None).spec
     nobody = pwd.getpwnam("nobody")
     assert (run.uid, run.gid) == (nobody.pw_uid, nobody.pw_gid)
     assert run.env["HOME"] == nobody.pw_dir

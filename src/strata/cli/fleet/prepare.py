@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from strata.base.errors import Code, StrataError
-from strata.cli.fleet.bundle import Bundle, make_bundle
 
 if TYPE_CHECKING:
     from strata.fleet.core.hyper import HyperSchema
     from strata.fleet.core.jobspec import TrainerSpec
     from strata.fleet.core.manifest import JobManifest, ManifestDraft
+    from strata.sdk.bundle import Bundle
 
 DESCRIBE_S: Final = 60.0
 MAX_SOURCE: Final = 1024
@@ -57,6 +57,7 @@ def prepare_manifest(
     from msgspec.structs import replace
 
     from strata.fleet.core.manifest import parse_manifest
+    from strata.sdk.bundle import make_bundle
 
     draft = parse_manifest(_read(path), str(path)[-MAX_SOURCE:])
     schemas: dict[str, Any] = {}
@@ -145,6 +146,8 @@ def _mentions(path: Path) -> bool:
 
 def _describe_in_copy(folder: Path, trainer: TrainerSpec) -> tuple[Any, str]:
     """The JSON Schema that the trainer prints for `--describe` in a copy of its folder, or why there is none."""
+    from strata.sdk.bundle import make_bundle
+
     with tempfile.TemporaryDirectory(prefix="strata-describe-") as copy:
         try:
             make_bundle(folder).unpack(Path(copy))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -14,19 +13,57 @@ from strata.cli.fleet.client import error_line, find_job, format_bytes, format_c
 from strata.cli.output import print_error, printable, write
 
 if TYPE_CHECKING:
-    from strata.cli.fleet.bundle import Bundle
-    from strata.fleet import wire
-    from strata.fleet.core.requirement import Needs
+    from strata.fleet.core.jobspec import EnvironmentSpec
 
 _ENDS = {"completed": ExitCode.OK, "failed": ExitCode.FAILED, "cancelled": ExitCode.CANCELLED}
+_DURATION: Final = re.compile(r"([0-9]{1,9})([smhd]?)")
+_UNITS: Final = {"": 1, "s": 1, "m": 60, "h": 3_600, "d": 86_400}
+
+
+class DurationOption(click.ParamType[float]):
+    """`90s`, `30m`, `2h`, `7d`, as seconds."""
+
+    name = "time"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        match = _DURATION.fullmatch(str(value))
+        if match is None:
+            self.fail(f"{value!r} is not a time: write 90s, 30m, 2h or 7d", param, ctx)
+        return float(int(match[1]) * _UNITS[match[2]])
+
+
+class EnvVariableOption(click.ParamType[tuple[str, str]]):
+    """`NAME=VALUE`."""
+
+    name = "variable"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+        if isinstance(value, tuple):
+            return value
+        name, equals, text = str(value).partition("=")
+        if not equals or not name:
+            self.fail(f"{name!r} is not NAME=VALUE", param, ctx)
+        return name, text
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
-@click.option("--name", metavar="NAME", help="Name of the job (default: the name of the folder).")
+@click.option("--name", default="", metavar="NAME", help="Name of the job (default: the name of the folder).")
 @click.option(
     "--seed", type=click.IntRange(min=0), default=0, help="Seed of the job (default 0); another seed is another job."
 )
+@click.option(
+    "--environment",
+    default="auto",
+    metavar="FILE",
+    help="Install the packages of FILE: uv.lock, pyproject.toml or requirements. 'auto' (default) takes the one in the"
+    " folder, 'none' uses the host's Python.",
+)
+@click.option("--python", default="", metavar="VERSION", help="Python of the environment, such as 3.12.")
+@click.option(
+    "--env", "env", type=EnvVariableOption(), multiple=True, metavar="NAME=VALUE", help="Set a variable; repeatable."
+)
+@click.option("--gpus", type=click.IntRange(min=0), default=0, metavar="N", help="Require a host with N GPUs.")
 @click.option("--cuda", is_flag=True, help="Require a host with CUDA.")
 @click.option(
     "--vram", type=click.FloatRange(min=0), default=0.0, metavar="GIB", help="Require a GPU with this much memory."
@@ -35,43 +72,62 @@ _ENDS = {"completed": ExitCode.OK, "failed": ExitCode.FAILED, "cancelled": ExitC
     "--ram", type=click.FloatRange(min=0), default=0.0, metavar="GIB", help="Require a host with this much memory."
 )
 @click.option("--host", "hosts", multiple=True, metavar="HOST", help="Run only on HOST; repeatable.")
+@click.option(
+    "--timeout", type=DurationOption(), default="0", metavar="TIME", help="End an attempt after TIME: 90s, 30m, 2h."
+)
+@click.option("--priority", type=int, default=0, help="Jobs with a higher priority run first (default 0).")
 @click.option("-d", "--detach", is_flag=True, help="Print the id of the job and exit; do not follow its log.")
 @hub_option
 def run(  # noqa: PLR0913 (the options of the command)
     *,
     command: tuple[str, ...],
-    name: str | None,
+    name: str,
     seed: int,
+    environment: str,
+    python: str,
+    env: tuple[tuple[str, str], ...],
+    gpus: int,
     cuda: bool,
     vram: float,
     ram: float,
     hosts: tuple[str, ...],
+    timeout: float,
+    priority: int,
     detach: bool,
     context: str | None,
 ) -> None:
     """Run COMMAND in a copy of the current folder on a host of the fleet.
 
-    The folder is uploaded as by 'strata apply'. The same command in the same folder is the same job, which runs once:
-    to run it again, use 'strata requeue' or another --seed. Exit status: 0 completed, 100 failed, 103 cancelled. Ctrl-C
-    (130) leaves the job running; 'strata cancel' ends it.
+    The folder is uploaded as by 'strata apply'. The host installs the packages that the folder lists in uv.lock,
+    requirements.txt or pyproject.toml. The same command in the same folder is the same job, which runs once: to run it
+    again, use 'strata requeue' or another --seed. Exit status: 0 completed, 100 failed, 103 cancelled. Ctrl-C (130)
+    leaves the job running; 'strata cancel' ends it.
     """
-    from strata.cli.fleet.bundle import make_bundle
+    from strata.fleet.core.requirement import Needs
+    from strata.sdk.bundle import make_bundle
+    from strata.sdk.submit import RunOptions, run_request, send_job
 
+    needs = Needs(require_cuda=cuda, min_vram_gib=vram, min_ram_gib=ram, min_gpus=gpus, allowed_hosts=hosts)
+    options = RunOptions(
+        name=name,
+        seed=seed,
+        needs=needs,
+        environment=environment,
+        python=python,
+        env=dict(env),
+        timeout_s=timeout,
+        priority=priority,
+    )
     bundle = make_bundle(Path.cwd())
-    label = _name(name or Path.cwd().name)
+    request = run_request(command, Path.cwd(), bundle, options)
+    label = request.spec.name
+    environment_of = request.trainer.environment if request.trainer else None
     with hub_client(context, timeout_s=120.0) as client:
-        from strata.fleet import wire
-        from strata.fleet.core.requirement import Needs
-
-        needs = Needs(require_cuda=cuda, min_vram_gib=vram, min_ram_gib=ram, allowed_hosts=hosts)
-        client.send("PUT", f"/v1/source/{bundle.sha256}", bundle.content, wire.CommitReply)
-        submitted = client.call(
-            "POST", "/v1/jobs", wire.SubmitReply, body=_request(command, label, seed, needs, bundle)
-        )
+        submitted = send_job(client, bundle, request)
         job = submitted.job
         sent = f"{format_count(bundle.files, 'file')}, {format_bytes(len(bundle.content))}"
         if submitted.new:
-            print_error(f"strata: {label} is job {short_id(job.id)} ({sent} sent)")
+            print_error(f"strata: {label} is job {short_id(job.id)} ({sent} sent{_environment_note(environment_of)})")
         else:
             print_error(
                 f"strata: this is job {short_id(job.id)}, which is {job.status}", hint="strata requeue, or --seed N"
@@ -96,17 +152,5 @@ def run(  # noqa: PLR0913 (the options of the command)
     click.get_current_context().exit(_ENDS.get(ended.status, ExitCode.UNFINISHED))
 
 
-def _request(command: tuple[str, ...], label: str, seed: int, needs: Needs, bundle: Bundle) -> wire.SubmitRequest:
-    from strata.base.digest import canonical_json
-    from strata.fleet import wire
-    from strata.fleet.core.jobspec import JobSpec, TrainerSpec
-
-    # The command is part of what the trainer is, so it names the trainer, and the trainer's name is the job's mode.
-    how = hashlib.sha256(canonical_json([list(command), bundle.sha256])).hexdigest()[:12]
-    trainer = TrainerSpec(name=f"run-{how}", command=command, bundle=bundle.sha256)
-    spec = JobSpec(model=label, mode=trainer.name, trainer=trainer.name, name=label, seed=seed, needs=needs)
-    return wire.SubmitRequest(spec=spec, trainer=trainer)
-
-
-def _name(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:64] or "run"
+def _environment_note(environment: EnvironmentSpec | None) -> str:
+    return "" if environment is None else f"; packages from {environment.file}"

@@ -153,8 +153,13 @@ class Attempt:
     async def _prepare(self) -> None:
         lease = self.record.lease
         try:
-            spec = await self._retry(
-                "prepare", lambda: prepare_attempt(self._host, lease, self._paths, self.record.devices)
+            prepared = await retry(
+                self._pools.prepare,
+                "prepare",
+                lambda: prepare_attempt(
+                    self._host, lease, self._paths, self.record.devices, lambda: self.record.stop is None
+                ),
+                cancelled=self._dropped,
             )
         except StrataError as error:
             # A hub or network that is away is retried; everything else is missing on this host.
@@ -171,8 +176,9 @@ class Attempt:
         if self.record.stop is not None:
             self._finish(self._unless_stopped(AttemptOutcome(cause=Cause.INFRA)))
             return
-        supervised.write_spec(self._folder, spec)
-        self._save(phase=AttemptPhase.STARTING, code=code_version(lease.trainer) if lease.trainer else "")
+        supervised.write_spec(self._folder, prepared.spec)
+        code = code_version(lease.trainer) if lease.trainer else ""
+        self._save(phase=AttemptPhase.STARTING, code=code, prepared=prepared.facts)
         failpoint("agent.attempt.starting")
         self._process = supervised.start_supervisor(self._folder)
         failpoint("agent.attempt.started")
@@ -328,7 +334,7 @@ class Attempt:
 
     def _facts(self, outcome: AttemptOutcome) -> dict[str, Any]:
         lineage = {"code": self.record.code, "checkpoint": self.record.checkpoint}
-        return outcome.facts | {name: value for name, value in lineage.items() if value}
+        return outcome.facts | self.record.prepared | {name: value for name, value in lineage.items() if value}
 
     def _upload_folder(
         self, inside: tuple[str, ...], kind: ArtifactKind, metrics: dict[str, float] | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fnmatch
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +24,16 @@ PASSED: Final = (
     "HF_HOME", "HF_HUB_OFFLINE", "TORCH_HOME", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE",
     "SYSTEMROOT", "SYSTEMDRIVE", "WINDIR", "COMSPEC", "PATHEXT", "USERPROFILE", "LOCALAPPDATA", "NUMBER_OF_PROCESSORS",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobInputs:
+    """What this host has provided for one attempt."""
+
+    devices: tuple[int, ...] | None = None
+    """GPU numbers; None: all GPUs of the host."""
+    venv: str = ""
+    """The environment that this host built for the job."""
 
 
 def inherited_by_jobs(environ: Mapping[str, str], extra: Sequence[str] = ()) -> dict[str, str]:
@@ -42,16 +53,18 @@ def job_environment(
     *,
     inherited: Mapping[str, str],
     home: str = "",
-    devices: Sequence[int] | None = None,
+    inputs: JobInputs | None = None,
 ) -> dict[str, str]:
     """`inherited` comes from `inherited_by_jobs`; `home` is set if the job runs as another user."""
+    inputs = inputs or JobInputs()
     environ = for_user(inherited, home)
     environ |= {"TMPDIR": str(paths.tmp), "PYTHONUNBUFFERED": "1"}
-    if devices is not None:
-        environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
-    if trainer.venv:
-        programs = Path(trainer.venv) / ("Scripts" if os.name == "nt" else "bin")
-        environ["VIRTUAL_ENV"] = trainer.venv
+    if inputs.devices is not None:
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, inputs.devices))
+    venv = inputs.venv or trainer.venv
+    if venv:
+        programs = Path(venv) / ("Scripts" if os.name == "nt" else "bin")
+        environ["VIRTUAL_ENV"] = venv
         environ["PATH"] = os.pathsep.join(filter(None, (str(programs), environ.get("PATH", ""))))
     environ |= {name: value for name, value in trainer.env.items() if not name.startswith("STRATA_")}
     return environ | strata_variables(lease, paths)
@@ -89,6 +102,7 @@ def strata_variables(lease: LeaseGiven, paths: AttemptPaths) -> dict[str, str]:
 def job_command(trainer: TrainerSpec, interpreter: str) -> list[str]:
     """`python` becomes the trainer's interpreter, or the host's; any other program is found in the job's PATH."""
     first, *rest = trainer.command
-    if first in ("python", "python3") and not (trainer.venv and not trainer.interpreter):
+    has_own = trainer.environment is not None or (trainer.venv and not trainer.interpreter)
+    if first in ("python", "python3") and not has_own:
         return [trainer.interpreter or interpreter, *rest]
     return [first, *rest]

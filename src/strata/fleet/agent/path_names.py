@@ -18,6 +18,7 @@ _JOB: Final = re.compile(r"job[0-9]{1,4}_([0-9a-f]{16})[0-9a-f]{48}")
 _ARTIFACT: Final = re.compile(r"artifact1_[0-9a-f]{64}")
 _BLOB: Final = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _MAX_EPOCH: Final = 2**53
 
 
@@ -53,3 +54,11 @@ def commit_name(url: str, commit: str) -> PathName:
     if match is None:
         raise StrataError(Code.INVALID, f"{url[:200]!r} at {commit[:80]!r} is no commit of a repository")
     return PathName(f"{hashlib.sha256(url.encode()).hexdigest()[:16]}-{match[0]}.tar")
+
+
+def environment_name(digest: str) -> PathName:
+    """The name of the folder of an environment."""
+    match = _DIGEST.fullmatch(digest)
+    if match is None:
+        raise StrataError(Code.INVALID, f"{digest[:80]!r} is not the digest of an environment")
+    return PathName(match[0][:32])

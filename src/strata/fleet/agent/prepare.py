@@ -6,18 +6,24 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from strata.base.errors import Code, StrataError
 from strata.fleet.agent import environment, trainer_source
 from strata.fleet.agent.artifact_transfer import download_as_tar
 from strata.fleet.agent.attempt_folder import AttemptPaths, JobUser, create_attempt_folder, remove_folder
+from strata.fleet.agent.environment_cache import (
+    EnvironmentCache,
+    evict_environments,
+    find_uv,
+    provide_environment,
+)
 from strata.fleet.agent.hub_api import HubApi
-from strata.fleet.agent.path_names import artifact_id
+from strata.fleet.agent.path_names import artifact_id, attempt_name
 from strata.fleet.agent.privsep import run_with_input
 from strata.fleet.agent.settings import AgentSettings
 from strata.fleet.agent.supervised import SupervisorSpec
@@ -25,6 +31,7 @@ from strata.fleet.core.jobspec import TrainerSpec
 from strata.fleet.wire import LeaseGiven
 
 MIB: Final = 1024 * 1024
+GIB: Final = 1024 * MIB
 SOURCE_TTL_S: Final = 30 * 86_400.0
 PARTIAL_TTL_S: Final = 86_400.0
 _NO_LIMIT: Final = 2**63 - 1
@@ -40,6 +47,8 @@ class HostContext:
     environ: Mapping[str, str]
     """The agent's own variables that jobs inherit."""
     job_user: JobUser | None
+    build_environ: Mapping[str, str] = field(default_factory=dict)
+    """The agent's own variables that uv gets and jobs do not."""
 
     @property
     def uid(self) -> int | None:
@@ -53,6 +62,25 @@ class HostContext:
     @property
     def cache(self) -> Path:
         return self.settings.work_folder / "sources"
+
+    @property
+    def environments(self) -> EnvironmentCache:
+        return EnvironmentCache(
+            self.settings.work_folder / "environments",
+            self.attempts,
+            find_uv(self.build_environ),
+            self.settings.interpreter or sys.executable,
+            self.build_environ,
+            int(self.settings.environments_gib * GIB),
+            self.job_user,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedAttempt:
+    spec: SupervisorSpec
+    facts: dict[str, Any]
+    """What the hub keeps with the attempt."""
 
 
 def create_work_folder(settings: AgentSettings) -> None:
@@ -68,8 +96,13 @@ def create_work_folder(settings: AgentSettings) -> None:
 
 
 def prepare_attempt(
-    host: HostContext, lease: LeaseGiven, paths: AttemptPaths, devices: tuple[int, ...] | None
-) -> SupervisorSpec:
+    host: HostContext,
+    lease: LeaseGiven,
+    paths: AttemptPaths,
+    devices: tuple[int, ...] | None,
+    wanted: Callable[[], bool] = lambda: True,
+) -> PreparedAttempt:
+    """`wanted` is called now and then: when the attempt was stopped, its preparation ends with STALE."""
     trainer = lease.trainer
     if trainer is None:
         raise StrataError(
@@ -89,7 +122,13 @@ def prepare_attempt(
         checkpoint = download_as_tar(host.hub, artifact_id(lease.checkpoint))
         request = trainer_source.unpack_request(paths.resume, max_bytes=_NO_LIMIT, max_members=_NO_LIMIT)
         run_with_input(request, job_user, checkpoint)
-    return _supervisor_spec(host, lease, trainer, paths, cwd, devices)
+    venv, facts = "", {}
+    if trainer.environment is not None:
+        key = attempt_name(lease.job_id, lease.epoch)
+        built = provide_environment(host.environments, trainer.environment, cwd, key, wanted)
+        venv, facts = built.path, {"environment": built.facts}
+    inputs = environment.JobInputs(devices=devices, venv=venv)
+    return PreparedAttempt(_supervisor_spec(host, lease, trainer, paths, cwd, inputs), facts)
 
 
 def _supervisor_spec(
@@ -98,7 +137,7 @@ def _supervisor_spec(
     trainer: TrainerSpec,
     paths: AttemptPaths,
     cwd: Path,
-    devices: tuple[int, ...] | None,
+    inputs: environment.JobInputs,
 ) -> SupervisorSpec:
     settings, job_user = host.settings, host.job_user
     return SupervisorSpec(
@@ -110,7 +149,7 @@ def _supervisor_spec(
             paths,
             inherited=host.environ,
             home="" if job_user is None else job_user.home,
-            devices=devices,
+            inputs=inputs,
         ),
         max_log_bytes=int(settings.max_log_mib * MIB),
         timeout_s=lease.spec.timeout_s,
@@ -122,7 +161,7 @@ def _supervisor_spec(
 
 
 def prune_work_folder(host: HostContext, keep: set[str], now_s: float) -> None:
-    """Remove folders of attempts that have no record, and cached sources whose TTL has passed since their last use."""
+    """Remove folders of attempts that have no record, and cached sources and environments not used for long."""
     for folder in host.attempts.iterdir():
         if folder.name not in keep:
             with suppress(StrataError):
@@ -134,3 +173,4 @@ def prune_work_folder(host: HostContext, keep: set[str], now_s: float) -> None:
                 shutil.rmtree(cached, ignore_errors=True)
             else:
                 cached.unlink(missing_ok=True)
+    evict_environments(host.environments, now_s)

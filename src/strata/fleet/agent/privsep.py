@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, Final
 
@@ -22,13 +22,15 @@ from strata.base.errors import Code, StrataError
 from strata.fleet.agent import privsep_worker
 from strata.fleet.agent.attempt_folder import JobUser
 from strata.fleet.agent.git import GIT_S
-from strata.fleet.agent.privsep_worker import CheckoutCommit, WorkerError, WorkerRequest
+from strata.fleet.agent.privsep_worker import BuildEnvironment, OutputRequest, WorkerError, WorkerRequest
+from strata.fleet.agent.uv import BUILD_S
 
 WAIT_S: Final = GIT_S + 60.0
 """Time limit for one process, plus the time its bytes take at `_MIN_BYTES_PER_S`. Waiting for the hub does not count:
 other jobs of the same user can stop this process, but not the hub."""
 _MIN_BYTES_PER_S: Final = 4 << 20
 _PIECE: Final = 1 << 20
+_WANTED_POLL_S: Final = 0.2
 _MAX_REASON: Final = 64 * 1024
 _ENV: Final = {"SYSTEMROOT": r"C:\Windows"} if sys.platform == "win32" else {"LC_ALL": "C.UTF-8"}
 
@@ -46,17 +48,46 @@ def run_with_input(request: WorkerRequest, job_user: JobUser | None, pieces: Ite
         process.finish()
 
 
-def stream_output(request: CheckoutCommit, job_user: JobUser | None, max_bytes: int) -> Generator[bytes]:
-    """Run the request and yield what it writes, at most `max_bytes`; raises its error if it fails."""
+def stream_output(
+    request: OutputRequest, job_user: JobUser | None, max_bytes: int, wanted: Callable[[], bool] = lambda: True
+) -> Generator[bytes]:
+    """Run the request and yield what it writes, at most `max_bytes`; raises its error if it fails.
+
+    STALE when the output is no longer `wanted`: the process is killed.
+    """
     with _start_worker(request, job_user, stdout=subprocess.PIPE) as process:
         process.end_input()
         received = 0
-        while piece := process.read():
-            received += len(piece)
-            if received > max_bytes:
-                raise StrataError(Code.PRECONDITION, f"the source has more than {max_bytes} bytes")
-            yield piece
+        with _killed_unless(process, wanted):
+            while piece := process.read():
+                received += len(piece)
+                if received > max_bytes:
+                    raise StrataError(Code.PRECONDITION, f"the source has more than {max_bytes} bytes")
+                yield piece
+        if not wanted():
+            raise StrataError(Code.STALE, "the attempt was stopped while it was prepared")
         process.finish()
+
+
+@contextmanager
+def _killed_unless(worker: _WorkerProcess, wanted: Callable[[], bool]) -> Iterator[None]:
+    """Kill the worker as soon as its output is no longer wanted."""
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(_WANTED_POLL_S):
+            if not wanted():
+                worker.kill()
+                return
+
+    watcher = threading.Thread(target=watch, name="wanted", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        # Before the pid can be reused.
+        watcher.join()
 
 
 @contextmanager
@@ -75,7 +106,8 @@ def _start_worker(request: WorkerRequest, job_user: JobUser | None, *, stdout: i
             start_new_session=sys.platform != "win32",
         )
         try:
-            worker = _WorkerProcess(process, stderr)
+            limit_s = WAIT_S + (BUILD_S if isinstance(request, BuildEnvironment) else 0.0)
+            worker = _WorkerProcess(process, stderr, limit_s)
             worker.write(msgspec.json.encode(request) + b"\n")
             yield worker
         finally:
@@ -90,10 +122,13 @@ def _start_worker(request: WorkerRequest, job_user: JobUser | None, *, stdout: i
 class _WorkerProcess:
     """A worker with a total time limit for all waits; then it is killed."""
 
-    def __init__(self, process: subprocess.Popen[bytes], stderr: IO[bytes]) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], stderr: IO[bytes], limit_s: float) -> None:
         self._process = process
         self._stderr = stderr
-        self._allowed_s = self._left_s = WAIT_S
+        self._allowed_s = self._left_s = limit_s
+
+    def kill(self) -> None:
+        _kill(self._process)
 
     def write(self, piece: bytes) -> bool:
         """Whether the worker still reads."""

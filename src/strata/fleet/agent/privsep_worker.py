@@ -1,4 +1,4 @@
-"""The unprivileged worker of privilege separation: unpacks a source or a checkpoint, or runs git, as the job's user.
+"""The unprivileged worker of privilege separation: unpacks archives and runs git and uv, as the job's user.
 
 `privsep` starts one process for each request. With `run_as` it begins as root, loads its own program, switches to the
 job's user for good, and only then reads the request: an archive that breaks a parser breaks a process without
@@ -25,14 +25,14 @@ from typing import BinaryIO, Final, cast
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.fleet.agent import git
+from strata.fleet.agent import git, uv
 from strata.fleet.agent.unpack import UnpackLimits, unpack
 
 # All modules are loaded here, by root: the job's user may not be able to read the installation.
 if sys.platform != "win32":
     import resource
 
-MAX_REQUEST: Final = 1 << 20
+MAX_REQUEST: Final = 64 << 20
 MEMORY_BYTES: Final = 1 << 30
 """Memory limit of an unpacking: compressed streams may demand a window of any size."""
 _MAX_OPEN_FILES: Final = 256
@@ -67,7 +67,25 @@ class CheckFolderExists(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     path: str
 
 
-WorkerRequest = UnpackArchive | CheckoutCommit | CheckFolderExists
+class ReadSourceFiles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """Write the files that describe an environment to stdout, as a JSON object by name."""
+
+    folder: str
+    file: str
+
+
+class BuildEnvironment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """Build a virtual environment and write a `BuiltEnvironment` to stdout."""
+
+    program: str
+    target: str
+    scratch: str
+    plan: uv.EnvironmentPlan
+    environ: Mapping[str, str]
+
+
+WorkerRequest = UnpackArchive | CheckoutCommit | CheckFolderExists | ReadSourceFiles | BuildEnvironment
+OutputRequest = CheckoutCommit | ReadSourceFiles | BuildEnvironment
 
 
 class WorkerError(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,7 +139,8 @@ def _limit_resources(request: WorkerRequest) -> None:
     if sys.platform == "win32":
         return
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_OPEN_FILES, _MAX_OPEN_FILES))
+    if not isinstance(request, BuildEnvironment):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_OPEN_FILES, _MAX_OPEN_FILES))
     if isinstance(request, UnpackArchive) and sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
 
@@ -141,6 +160,11 @@ def _handle(request: WorkerRequest) -> None:
         case CheckFolderExists():
             if not os.path.isdir(request.path):  # noqa: PTH112 - Path.is_dir raises where a parent may not be entered
                 raise StrataError(Code.PRECONDITION, f"the trainer's folder {request.path} is not on this host")
+        case ReadSourceFiles():
+            sys.stdout.buffer.write(msgspec.json.encode(uv.read_source_files(Path(request.folder), request.file)))
+        case BuildEnvironment():
+            folders = Path(request.target), Path(request.scratch)
+            sys.stdout.buffer.write(uv.build_environment(request.program, *folders, request.plan, request.environ))
 
 
 def _write_tar(tree: Path, output: BinaryIO) -> None:

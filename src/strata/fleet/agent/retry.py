@@ -31,10 +31,12 @@ _log = log.get(__name__)
 class ThreadPools:
     heartbeats: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "heartbeat"))
     claims: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "claim"))
+    prepare: Executor = field(default_factory=lambda: ThreadPoolExecutor(64, "prepare"))
+    """A build of an environment takes minutes, and other attempts wait for it."""
     work: Executor = field(default_factory=lambda: ThreadPoolExecutor(8, "work"))
 
     def close(self) -> None:
-        for pool in (self.heartbeats, self.claims, self.work):
+        for pool in (self.heartbeats, self.claims, self.prepare, self.work):
             pool.shutdown(wait=False, cancel_futures=True)
 
 

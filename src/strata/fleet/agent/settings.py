@@ -40,6 +40,8 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     """While a person is logged in or another program uses a GPU: claim nothing, or also preempt running jobs."""
     min_free_gib: NotNegative = 2.0
     """With less free space in the work folder nothing is claimed."""
+    environments_gib: NotNegative = 50.0
+    """Of more, the environments that were not used for longest are removed; never one that a job uses."""
     max_log_mib: Positive = 256.0
     """Limit of the log of one attempt; the middle of a longer log is left out, its end is kept."""
     max_skew_s: Positive = 300.0

@@ -12,6 +12,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.private import private_folder, set_private_umask
 from strata.fleet.agent import environment, identity
 from strata.fleet.agent.attempt_folder import find_job_user
+from strata.fleet.agent.environment_cache import build_variables
 from strata.fleet.agent.file_lock import try_lock
 from strata.fleet.agent.hub_api import HubApi
 from strata.fleet.agent.loop import Agent, handle_signals
@@ -47,7 +48,8 @@ def run(settings: AgentSettings, environ: Mapping[str, str], announce: Callable[
         probed = probe_capability(settings, allowed)
         for problem in probed.problems:
             _log.warning("host_probe_incomplete", reason=problem)
-        host = HostContext(settings, HubApi(client), allowed, find_job_user(settings.run_as))
+        job_user, build_environ = find_job_user(settings.run_as), build_variables(environ)
+        host = HostContext(settings, HubApi(client), allowed, job_user, build_environ)
         if host.job_user is None and hasattr(os, "geteuid") and os.geteuid() == 0:
             _log.warning("jobs_run_as_root", hint="set run_as: jobs can read this host's credentials")
         announce(f"{member.name} works for {member.url}, {settings.slots} slots, work in {settings.work_folder}")

@@ -59,6 +59,8 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     phase: AttemptPhase = AttemptPhase.PREPARING
     code: str = ""
     """The commit or the bundle that runs."""
+    prepared: dict[str, Any] = {}
+    """Facts of the preparation, which the report carries."""
     devices: tuple[int, ...] | None = None
     """GPU numbers; None: all GPUs of the host."""
     stop: StopOrder | None = None

@@ -43,6 +43,9 @@ Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Commit = Annotated[str, msgspec.Meta(pattern=r"\A([0-9a-f]{40}|[0-9a-f]{64})?\Z")]
 Bundle = Annotated[str, msgspec.Meta(pattern=r"\A((sha256:)?[0-9a-f]{64}|artifact1_[0-9a-f]{64})?\Z")]
 """A file or an artifact that was uploaded. Hosts make names of files of it: it can be nothing else."""
+SourcePath = Annotated[str, msgspec.Meta(max_length=256, pattern=r"\A(?!.*(^|/)\.\.?(/|$))[A-Za-z0-9_.][^\0\\\n]*\Z")]
+"""A file below the source of a trainer."""
+PythonVersion = Annotated[str, msgspec.Meta(pattern=r"\A([0-9]{1,2}\.[0-9]{1,3}(\.[0-9]{1,3})?)?\Z")]
 VariableName = Annotated[str, msgspec.Meta(max_length=256, pattern=r"\A[A-Za-z_][A-Za-z0-9_]*\Z")]
 
 
@@ -129,6 +132,19 @@ class DataSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     digest: Text = ""
 
 
+class EnvironmentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The Python packages of a job, which its host installs with uv; they are built once for each content."""
+
+    file: SourcePath
+    """In the trainer's source: `uv.lock` (with `pyproject.toml` beside it), `pyproject.toml`, or requirements."""
+    python: PythonVersion = ""
+    """Empty: the Python that the host uses for trainers."""
+    extras: tuple[Name, ...] = ()
+    """Extras of the project, for `uv.lock` and `pyproject.toml`."""
+    groups: tuple[Name, ...] = ()
+    """Dependency groups of the project, for `uv.lock` and `pyproject.toml`."""
+
+
 class TrainerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How a job is run. Exactly one of `directory`, `git` and `bundle` says where the source comes from."""
 
@@ -145,6 +161,8 @@ class TrainerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The Python of the trainer: a path, or empty for the agent's own. It is what is probed for torch and CUDA."""
     venv: Text = ""
     """A virtual environment; its Python is the interpreter."""
+    environment: EnvironmentSpec | None = None
+    """Packages that the host installs for this trainer, in the place of `interpreter` and `venv`."""
     env: dict[str, Text] = {}
     data: dict[Label, DataSource] = {}
     params: Text = ""
@@ -196,6 +214,8 @@ def check_trainer(trainer: TrainerSpec) -> None:
         msgspec.convert({"commit": trainer.commit, "bundle": trainer.bundle, "env": dict(trainer.env)}, _Checked)
     except msgspec.ValidationError as error:
         raise StrataError(Code.INVALID, f"the trainer {trainer.name!r} cannot be run: {error}") from error
+    if trainer.environment is not None and (trainer.interpreter or trainer.venv):
+        raise StrataError(Code.INVALID, "environment installs a Python of its own: leave interpreter and venv out")
     texts = (*trainer.command, *trainer.env.values(), trainer.directory, trainer.interpreter, trainer.venv)
     if any("\0" in text for text in texts):
         raise StrataError(Code.INVALID, f"the trainer {trainer.name!r} cannot be run: a NUL character is in it")

@@ -26,6 +26,8 @@ def read_trainers(problems: Problems, value: Any) -> dict[str, TrainerSpec]:
             problems.add((*place, "command"), 'expected at least one word, as in ["python", "train.py"]')
         if "interpreter" in table and "venv" in table:
             problems.add((*place, "venv"), "interpreter is given too; only one of them can be meant")
+        if "environment" in table and ("interpreter" in table or "venv" in table):
+            problems.add((*place, "environment"), "it installs a Python of its own: leave interpreter and venv out")
         fields["data"] = {
             key: DataSource(source=each) if isinstance(each, str) else each
             for key, each in fields.get("data", {}).items()

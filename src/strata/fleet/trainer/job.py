@@ -22,10 +22,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, SupportsFloat
+from typing import Any, NamedTuple, SupportsFloat
 
-if TYPE_CHECKING:
-    from strata.fleet.trainer.settings import TrainerSettings
+from strata.fleet.trainer.settings import read_settings
 
 _MAX_FRACTION = 1.0
 
@@ -39,25 +38,25 @@ class AssignedJob(NamedTuple):
 
 
 def assigned() -> AssignedJob:
-    settings = _load_settings()
+    settings = read_settings()
     return AssignedJob(settings.model, settings.mode, settings.seed)
 
 
 def hyper() -> dict[str, Any]:
     """The hyper-parameters of the job; empty outside of an agent."""
-    path = _load_settings().hyper
+    path = read_settings().hyper
     parameters: dict[str, Any] = json.loads(Path(path).read_bytes()) if path else {}
     return parameters
 
 
 def output_folder() -> Path:
     """The folder whose content is the result when the trainer exits with code 0."""
-    return Path(_load_settings().output or ".")
+    return Path(read_settings().output or ".")
 
 
 def resume_from() -> Path | None:
     """The newest checkpoint of an earlier attempt, as it was saved; None for a fresh start."""
-    path = _load_settings().checkpoint_in
+    path = read_settings().checkpoint_in
     return Path(path) if path else None
 
 
@@ -66,7 +65,7 @@ def new_checkpoint(name: str) -> Iterator[Path]:
     """A folder to write a checkpoint to. Renamed to its final name at the end of the block, removed if that fails."""
     if not name or name.startswith(".") or name.endswith((".tmp", ".partial")) or os.sep in name:
         raise ValueError(f"{name!r} cannot be the name of a checkpoint")
-    folder = Path(_load_settings().checkpoint or "checkpoints")
+    folder = Path(read_settings().checkpoint or "checkpoints")
     temporary, final = folder / f".{name}", folder / name
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -111,17 +110,9 @@ def _write(line: dict[str, Any]) -> None:
 
 @lru_cache(maxsize=1)
 def _descriptor() -> int | None:
-    target = _load_settings().metrics
+    target = read_settings().metrics
     if not target:
         return None
     if target.startswith("fd:"):
         return int(target.removeprefix("fd:"))
     return os.open(target, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
-
-
-def _load_settings() -> TrainerSettings:
-    # Only the settings read the environment; imported late, because describing needs the standard library alone.
-    from strata.base.settings import load
-    from strata.fleet.trainer.settings import SECTION, VARIABLES, TrainerSettings
-
-    return load(TrainerSettings, section=SECTION, file=None, flags={}, aliases=VARIABLES)

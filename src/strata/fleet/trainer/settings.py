@@ -1,27 +1,17 @@
-"""The variables that the agent sets for a trainer: STRATA_METRICS, STRATA_HYPER, STRATA_OUTPUT, STRATA_CHECKPOINT…"""
+"""The variables that the agent sets for a trainer: STRATA_METRICS, STRATA_HYPER, STRATA_OUTPUT, STRATA_CHECKPOINT…
+
+The standard library alone: the environment of a job has the packages that its file lists, and not those of the agent.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Final
-
-import msgspec
-
-SECTION: Final = "trainer"
-VARIABLES: Final = {
-    "STRATA_METRICS": "metrics",
-    "STRATA_HYPER": "hyper",
-    "STRATA_OUTPUT": "output",
-    "STRATA_CHECKPOINT": "checkpoint",
-    "STRATA_CHECKPOINT_IN": "checkpoint_in",
-    "STRATA_MODEL": "model",
-    "STRATA_MODE": "mode",
-    "STRATA_SEED": "seed",
-}
-"""The variables of the contract between agent and trainer, and their settings."""
+import os
+from dataclasses import dataclass
 
 
-class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    metrics: Annotated[str, msgspec.Meta(pattern=r"\A(?:fd:[0-9]{1,9}|(?!fd:).*)\Z")] = ""
+@dataclass(frozen=True, slots=True)
+class TrainerSettings:
+    metrics: str = ""
     """Where the JSON lines are written: the path of a file, or `fd:N` for an open descriptor. Empty: nowhere."""
     hyper: str = ""
     """The JSON file of the hyper-parameters."""
@@ -34,3 +24,18 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     mode: str = ""
     seed: int = 0
+
+
+def read_settings() -> TrainerSettings:
+    """The contract between agent and trainer."""
+    variables = os.environ  # noqa: TID251 - strata.base.settings needs packages that this process may not have
+    return TrainerSettings(
+        metrics=variables.get("STRATA_METRICS", ""),
+        hyper=variables.get("STRATA_HYPER", ""),
+        output=variables.get("STRATA_OUTPUT", ""),
+        checkpoint=variables.get("STRATA_CHECKPOINT", ""),
+        checkpoint_in=variables.get("STRATA_CHECKPOINT_IN", ""),
+        model=variables.get("STRATA_MODEL", ""),
+        mode=variables.get("STRATA_MODE", ""),
+        seed=int(variables.get("STRATA_SEED", "0")),
+    )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from strata.base.errors import Code, StrataError
-from strata.cli.fleet.ignore_rules import IgnoreRules, read_ignore_rules
+from strata.sdk.ignore_rules import IgnoreRules, read_ignore_rules
 
 MAX_BYTES: Final = 48 << 20
 """A source is code. A host fetches it whole, in one reply."""

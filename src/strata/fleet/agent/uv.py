@@ -1,0 +1,162 @@
+"""Builds a virtual environment with uv from a lock file, a project file or requirements.
+
+uv runs in a folder that holds these files and nothing else, so the content of the files is all that the environment
+depends on: another file that they name is an error of uv. The variables of a job have no influence. This runs in the
+process of the job's user (`privsep_worker`), never in the agent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from strata.base.errors import Code, StrataError
+
+BUILD_S: Final = 3600.0
+"""Time limit for one build."""
+LOCK: Final = "uv.lock"
+PROJECT: Final = "pyproject.toml"
+MAX_FILE: Final = 16 << 20
+_LINES: Final = 20
+_MAX_PACKAGES: Final = 1000
+_CREDENTIALS: Final = re.compile(r"(://)[^/@\s]+@")
+_PR_SET_PDEATHSIG: Final = 1
+
+
+class BuiltEnvironment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    packages: tuple[str, ...]
+    """As `uv pip freeze` lists them."""
+    took_s: float
+
+
+class EnvironmentPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the content of an environment depends on, on one host."""
+
+    file: str
+    """The name of the file that uv is given; one of `files`."""
+    files: Mapping[str, str]
+    python: str
+    """A version, or the path of an interpreter."""
+    extras: Sequence[str] = ()
+    groups: Sequence[str] = ()
+    library: str
+    """The package `strata` of the agent, which trainers may import."""
+
+
+def read_source_files(folder: Path, file: str) -> dict[str, str]:
+    """The files that uv is given for this file of a source, by name; PRECONDITION if one is missing."""
+    path = folder / file
+    paths = [path, path.with_name(PROJECT)] if path.name == LOCK else [path]
+    texts = {}
+    for each in paths:
+        try:
+            with each.open("rb") as source:
+                content = source.read(MAX_FILE + 1)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            raise StrataError(Code.PRECONDITION, f"the source has no file {each.relative_to(folder)}") from None
+        if len(content) > MAX_FILE:
+            raise StrataError(Code.PRECONDITION, f"{each.name} has more than {MAX_FILE} bytes")
+        texts[each.name] = content.decode(errors="replace")
+    return texts
+
+
+def build_environment(
+    program: str, target: Path, scratch: Path, plan: EnvironmentPlan, environ: Mapping[str, str]
+) -> bytes:
+    """Build `target` and return a `BuiltEnvironment`. Both folders are empty and belong to this user."""
+    began_s = time.monotonic()
+    # Other users run what is installed here.
+    os.umask(0o022)
+    for name, text in plan.files.items():
+        (scratch / name).write_text(text, encoding="utf-8")
+    run = _Uv(program, scratch, environ, target)
+    run("venv", "--quiet", "--no-project", "--allow-existing", "--python", plan.python, str(target))
+    options = [word for extra in plan.extras for word in ("--extra", extra)]
+    if plan.file == LOCK:
+        options += [word for group in plan.groups for word in ("--group", group)]
+        skipped = ("--no-install-project", "--no-install-workspace", "--no-install-local", "--no-dev")
+        run("sync", "--quiet", "--frozen", "--compile-bytecode", *skipped, *options)
+    else:
+        options += [word for group in plan.groups for word in ("--group", f"{PROJECT}:{group}")]
+        run("pip", "install", "--quiet", "--compile-bytecode", "--python", str(target), "-r", plan.file, *options)
+    packages = run("pip", "freeze", "--quiet", "--python", str(target)).split("\n")
+    _link_library(target, plan.library)
+    took_s = time.monotonic() - began_s
+    listed = tuple(_CREDENTIALS.sub(r"\1***@", each) for each in packages if each)[:_MAX_PACKAGES]
+    return msgspec.json.encode(BuiltEnvironment(packages=listed, took_s=took_s))
+
+
+class _Uv:
+    def __init__(self, uv: str, folder: Path, environ: Mapping[str, str], target: Path) -> None:
+        self._uv = uv
+        self._folder = folder
+        self._deadline_s = time.monotonic() + BUILD_S
+        self._environ = dict(environ) | {
+            "UV_PROJECT_ENVIRONMENT": str(target),
+            "UV_NO_PROGRESS": "1",
+            "NO_COLOR": "1",
+            "TMPDIR": str(folder),
+            "GIT_TERMINAL_PROMPT": "0",
+        }
+
+    def __call__(self, *args: str) -> str:
+        """What uv wrote to stdout; PRECONDITION with its last lines if it fails."""
+        try:
+            process = subprocess.Popen(
+                [self._uv, *args],
+                env=self._environ,
+                cwd=self._folder,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                preexec_fn=_die_with_parent(),  # noqa: PLW1509 - this process has no threads
+            )
+        except OSError as error:
+            raise StrataError(Code.PRECONDITION, f"uv cannot be run on this host: {error}") from None
+        try:
+            stdout, stderr = process.communicate(timeout=max(0.0, self._deadline_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise StrataError(Code.PRECONDITION, f"uv took more than {BUILD_S:.0f} s") from None
+        if process.returncode:
+            raise _build_error(args[0], process.returncode, stderr.decode(errors="replace"))
+        return stdout.decode(errors="replace")
+
+
+def _build_error(command: str, status: int, output: str) -> StrataError:
+    """The last lines of uv. The line that says what is wrong comes last: it is what lists of jobs show."""
+    lines = _CREDENTIALS.sub(r"\1***@", output).strip().splitlines()[-_LINES:] or [f"status {status}"]
+    reason = next((line for line in lines if "hint:" not in line and line.strip()), lines[0]).strip(
+        " \N{MULTIPLICATION SIGN}"
+    )
+    details = "\n".join(lines)
+    return StrataError(Code.PRECONDITION, f"uv {command} failed:\n{details}\nthe environment cannot be built: {reason}")
+
+
+def _link_library(target: Path, library: str) -> None:
+    """Let trainers import `strata`, unless the environment has a version of its own."""
+    for packages in (*target.glob("lib/python*/site-packages"), *target.glob("Lib/site-packages")):
+        if not (packages / "strata").exists():
+            try:
+                (packages / "strata").symlink_to(library, target_is_directory=True)
+            except OSError:
+                shutil.copytree(library, packages / "strata")
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """On Linux: uv ends with the process that started it, also when that is killed."""
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None).prctl
+    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

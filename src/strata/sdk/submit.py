@@ -1,0 +1,192 @@
+"""Submits a command and its folder as a job, from a program or from `strata run`, and waits for its end.
+
+import strata.sdk.submit as fleet
+
+job = fleet.submit(["python", "train.py"], environment="auto", gpus=1)
+ended = job.wait()
+print(ended.status, job.log())
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import msgspec
+
+from strata.base.digest import canonical_json
+from strata.base.errors import Code, StrataError
+from strata.fleet import wire
+from strata.fleet.client import HubClient
+from strata.fleet.core.job import TERMINAL
+from strata.fleet.core.jobspec import EnvironmentSpec, JobSpec, TrainerSpec
+from strata.fleet.core.manifest_tables import env_problem
+from strata.fleet.core.requirement import Needs
+from strata.sdk.bundle import Bundle, make_bundle
+from strata.sdk.fleet import client_settings, connect
+
+AUTO: Final = "auto"
+NONE: Final = "none"
+_POLL_S: Final = 0.5
+_DETECTED: Final = ("uv.lock", "requirements.txt", "pyproject.toml")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How a command runs as a job."""
+
+    name: str = ""
+    """Empty: the name of the folder."""
+    seed: int = 0
+    needs: Needs = field(default_factory=Needs)
+    environment: str = AUTO
+    """A file of the folder that lists packages; `auto`: the first of uv.lock, requirements.txt and pyproject.toml that
+    is there; `none`: the Python of the host."""
+    python: str = ""
+    """The version of Python of the environment; empty: the one of the host."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    timeout_s: float = 0.0
+    priority: int = 0
+
+
+class SubmittedJob:
+    """A job at the hub."""
+
+    def __init__(self, client: HubClient, job: wire.Job, *, new: bool) -> None:
+        self._client = client
+        self.id = job.id
+        self.new = new
+        """Whether this call queued it; the same command in the same folder is the same job."""
+
+    def refresh(self) -> wire.JobReply:
+        """The job as it is now, with its attempts."""
+        return self._client.call("GET", f"/v1/job/{self.id}", wire.JobReply)
+
+    def wait(self, timeout_s: float | None = None) -> wire.Job:
+        """The job when it has ended; DEADLINE after `timeout_s`."""
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while (job := self.refresh().job).status not in TERMINAL:
+            if until_s is not None and time.monotonic() >= until_s:
+                raise StrataError(Code.DEADLINE, f"the job is {job.status} after {timeout_s} s")
+            time.sleep(_POLL_S)
+        return job
+
+    def log(self) -> str:
+        """The log of the last attempt."""
+        query = wire.StreamQuery(limit=4 << 20)
+        return self._client.fetch(f"/v1/job/{self.id}/log", query=query).content.decode(errors="replace")
+
+    def cancel(self, reason: str = "") -> wire.Job:
+        return self._client.call("POST", f"/v1/job/{self.id}/cancel", wire.Job, body=wire.CancelRequest(reason=reason))
+
+    def close(self) -> None:
+        self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def submit(
+    command: Sequence[str], folder: Path | str = ".", options: RunOptions | None = None, *, context: str | None = None
+) -> SubmittedJob:
+    """Upload the folder and queue the command as a job of the hub that `strata login` chose, or of `context`."""
+    client = connect(client_settings(context=context), timeout_s=120.0)
+    try:
+        bundle = make_bundle(Path(folder))
+        reply = send_job(client, bundle, run_request(command, Path(folder), bundle, options or RunOptions()))
+    except BaseException:
+        client.close()
+        raise
+    return SubmittedJob(client, reply.job, new=reply.new)
+
+
+def send_job(client: HubClient, bundle: Bundle, request: wire.SubmitRequest) -> wire.SubmitReply:
+    client.send("PUT", f"/v1/source/{bundle.sha256}", bundle.content, wire.CommitReply)
+    return client.call("POST", "/v1/jobs", wire.SubmitReply, body=request)
+
+
+def run_request(command: Sequence[str], folder: Path, bundle: Bundle, options: RunOptions) -> wire.SubmitRequest:
+    environment = choose_environment(folder, options)
+    for name in options.env:
+        problem = env_problem(name)
+        if problem:
+            raise StrataError(Code.INVALID, f"{name}: {problem}")
+    # What runs is part of what the trainer is, so it names the trainer, and the trainer's name is the job's mode.
+    what: list[object] = [list(command), bundle.sha256]
+    if environment is not None or options.env:
+        what += [msgspec.to_builtins(environment), dict(options.env)]
+    how = hashlib.sha256(canonical_json(what)).hexdigest()[:12]
+    trainer = TrainerSpec(
+        name=f"run-{how}",
+        command=tuple(command),
+        bundle=bundle.sha256,
+        environment=environment,
+        env=dict(options.env),
+    )
+    label = job_name(options.name or folder.resolve().name)
+    spec = JobSpec(
+        model=label,
+        mode=trainer.name,
+        trainer=trainer.name,
+        name=label,
+        seed=options.seed,
+        needs=options.needs,
+        timeout_s=options.timeout_s,
+        priority=options.priority,
+    )
+    return wire.SubmitRequest(spec=spec, trainer=trainer)
+
+
+def choose_environment(folder: Path, options: RunOptions) -> EnvironmentSpec | None:
+    """The environment of a job in this folder; INVALID if the file that the options name is not there."""
+    if options.environment == NONE:
+        if options.python:
+            raise StrataError(Code.INVALID, "a version of Python needs an environment")
+        return None
+    file = detect_environment(folder) if options.environment == AUTO else options.environment
+    if not file:
+        if options.python:
+            raise StrataError(
+                Code.INVALID, "a version of Python needs an environment", hint=f"one of {', '.join(_DETECTED)}"
+            )
+        return None
+    if not (folder / file).is_file():
+        raise StrataError(Code.INVALID, f"there is no file {file} in {folder}")
+    values = {"file": file, "python": options.python}
+    try:
+        return msgspec.convert(values, EnvironmentSpec)
+    except msgspec.ValidationError as error:
+        raise StrataError(Code.INVALID, f"{file} cannot describe an environment: {error}") from None
+
+
+def detect_environment(folder: Path) -> str:
+    """The first file in the folder that lists packages; empty if none does."""
+    for file in _DETECTED:
+        if (folder / file).is_file() and (file != "pyproject.toml" or _lists_packages(folder / file)):
+            return file
+    return ""
+
+
+def _lists_packages(project: Path) -> bool:
+    """Whether a project file has dependencies: many of them only configure tools."""
+    try:
+        table = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {})
+    except (OSError, ValueError):
+        return False
+    return isinstance(table, dict) and bool(table.get("dependencies"))
+
+
+def job_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:64] or "run"

@@ -1,0 +1,226 @@
+"""Environments that a host builds with uv: from requirements, a lock file and a project, once for each content."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from strata.base.errors import Code, StrataError
+from strata.fleet.agent import environment_cache
+from strata.fleet.agent.attempt_folder import find_job_user
+from strata.fleet.agent.environment_cache import (
+    EnvironmentCache,
+    JobEnvironment,
+    build_variables,
+    evict_environments,
+    provide_environment,
+)
+from strata.fleet.agent.path_names import PathName
+from strata.fleet.core.jobspec import EnvironmentSpec
+from tests.shell.fleet_agent.waiting import eventually
+from tests.support.wheels import make_wheel
+
+UV = Path(sys.executable).with_name("uv")
+SYSTEM_PYTHON = "/usr/bin/python3"
+
+
+@pytest.fixture
+def wheels(tmp_path: Path) -> Path:
+    folder = tmp_path / "wheels"
+    make_wheel(folder, "greeting", "1.0", "TEXT = 'hello'\n")
+    make_wheel(folder, "greeting", "2.0", "TEXT = 'hello again'\n")
+    return folder
+
+
+def offline(wheels: Path) -> dict[str, str]:
+    return {"UV_OFFLINE": "1", "UV_FIND_LINKS": str(wheels), "PATH": os.environ["PATH"]}  # noqa: TID251 - of the test
+
+
+def a_cache(tmp_path: Path, wheels: Path, **changes: Any) -> EnvironmentCache:
+    values: dict[str, Any] = {
+        "folder": tmp_path / "environments",
+        "attempts": tmp_path / "attempts",
+        "program": str(UV),
+        "interpreter": sys.executable,
+        "variables": offline(wheels),
+        "max_bytes": 1 << 30,
+        "job_user": None,
+    }
+    return EnvironmentCache(**values | changes)
+
+
+def a_source(tmp_path: Path, name: str = "source", **files: str) -> Path:
+    folder = tmp_path / name
+    folder.mkdir()
+    for file, text in files.items():
+        (folder / file.replace("_", ".", 1)).write_text(text)
+    return folder
+
+
+def provide(cache: EnvironmentCache, source: Path, file: str, key: str = "a", **more: Any) -> JobEnvironment:
+    (cache.attempts / key).mkdir(parents=True, exist_ok=True)
+    return provide_environment(cache, EnvironmentSpec(file=file, **more), source, PathName(key))
+
+
+def says(environment: JobEnvironment, program: str) -> str:
+    python = Path(environment.path) / "bin" / "python"
+    done = subprocess.run([python, "-I", "-c", program], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_requirements_are_installed_once_and_again_when_they_change(tmp_path: Path, wheels: Path) -> None:
+    cache = a_cache(tmp_path, wheels)
+    source = a_source(tmp_path, requirements_txt="greeting==1.0\n")
+    first = provide(cache, source, "requirements.txt")
+    assert says(first, "import greeting; print(greeting.TEXT)") == "hello"
+    assert (first.facts["cached"], first.facts["packages"]) == (False, ["greeting==1.0"])
+    second = provide(cache, source, "requirements.txt", "b")
+    assert (second.path, second.facts["cached"]) == (first.path, True)
+    (source / "requirements.txt").write_text("greeting==2.0\n")
+    third = provide(cache, source, "requirements.txt", "c")
+    assert says(third, "import greeting; print(greeting.TEXT)") == "hello again"
+    assert third.path != first.path
+
+
+def test_a_trainer_in_an_environment_can_import_the_helpers_of_trainers(tmp_path: Path, wheels: Path) -> None:
+    made = provide(a_cache(tmp_path, wheels), a_source(tmp_path, requirements_txt=""), "requirements.txt")
+    program = "import strata.fleet.trainer as t; t.report(loss=1.0); print('ok')"
+    assert says(made, program) == "ok"
+
+
+def test_a_lock_file_is_installed_as_it_is_locked(tmp_path: Path, wheels: Path) -> None:
+    project = '[project]\nname = "mine"\nversion = "0"\nrequires-python = ">=3.11"\ndependencies = ["greeting<2"]\n'
+    source = a_source(tmp_path, pyproject_toml=project)
+    subprocess.run([UV, "lock", "--quiet"], cwd=source, env=offline(wheels), check=True)
+    cache = a_cache(tmp_path, wheels)
+    locked = provide(cache, source, "uv.lock")
+    assert locked.facts["packages"] == ["greeting==1.0"]
+    (source / "pyproject.toml").write_text(project.replace("greeting<2", "greeting"))
+    assert provide(cache, source, "pyproject.toml", "b").facts["packages"] == ["greeting==2.0"]
+
+
+def test_a_failed_build_says_what_uv_said_and_leaves_nothing(tmp_path: Path, wheels: Path) -> None:
+    index = {"UV_INDEX_URL": "https://person:secret@127.0.0.1:1/simple", "UV_HTTP_RETRIES": "0"}
+    cache = a_cache(tmp_path, wheels, variables=index)
+    with pytest.raises(StrataError) as raised:
+        provide(cache, a_source(tmp_path, requirements_txt="nosuchpackage\n"), "requirements.txt")
+    assert raised.value.code is Code.PRECONDITION
+    assert "nosuchpackage" in raised.value.message
+    assert "secret" not in raised.value.message
+    assert [each for each in cache.folder.iterdir() if each.is_dir()] == []
+
+
+@pytest.mark.parametrize("file", ["requirements.txt", "uv.lock"])
+def test_a_file_that_the_source_does_not_have_is_named(tmp_path: Path, wheels: Path, file: str) -> None:
+    with pytest.raises(StrataError, match=f"the source has no file {file}"):
+        provide(a_cache(tmp_path, wheels), a_source(tmp_path), file)
+
+
+def test_attempts_at_once_build_it_once(tmp_path: Path, wheels: Path) -> None:
+    cache, source = a_cache(tmp_path, wheels), a_source(tmp_path, requirements_txt="greeting\n")
+    made: list[JobEnvironment] = []
+    threads = [
+        threading.Thread(target=lambda key=key: made.append(provide(cache, source, "requirements.txt", key)))
+        for key in ("a", "b", "c", "d")
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(each.facts["cached"] for each in made) == [False, True, True, True]
+
+
+def test_eviction_takes_the_least_recently_used_and_never_one_in_use(tmp_path: Path, wheels: Path) -> None:
+    cache = a_cache(tmp_path, wheels, max_bytes=1)
+    one = a_source(tmp_path, "one", requirements_txt="greeting==1.0\n")
+    two = a_source(tmp_path, "two", requirements_txt="greeting==2.0\n")
+    old, new = (Path(provide(cache, each, "requirements.txt", each.name).path) for each in (one, two))
+    now_s = new.parent.stat().st_mtime
+    evict_environments(cache, now_s)
+    assert old.exists()
+    assert new.exists()
+    (cache.attempts / "one").rmdir()
+    evict_environments(cache, now_s)
+    assert (old.exists(), new.exists()) == (False, True)
+    (cache.attempts / "two").rmdir()
+    roomy = a_cache(tmp_path, wheels)
+    evict_environments(roomy, now_s)
+    assert new.exists()
+    evict_environments(roomy, now_s + environment_cache.MAX_IDLE_S + 60)
+    assert not new.exists()
+
+
+def slow_uv(tmp_path: Path) -> str:
+    """A uv that writes its process id to `uv.pid` and sleeps, as a long download does."""
+    program = tmp_path / "uv"
+    pid = tmp_path / "uv.pid"
+    program.write_text(f"#!/bin/sh\necho $$ > {pid}.new; mv {pid}.new {pid}\nexec sleep 300\n")
+    program.chmod(0o755)
+    return str(program)
+
+
+def uv_has_ended(tmp_path: Path) -> bool:
+    return not Path(f"/proc/{(tmp_path / 'uv.pid').read_text().strip()}").exists()
+
+
+def test_a_stopped_attempt_ends_its_build(tmp_path: Path, wheels: Path) -> None:
+    cache = a_cache(tmp_path, wheels, program=slow_uv(tmp_path))
+    source, spec = a_source(tmp_path, requirements_txt="greeting\n"), EnvironmentSpec(file="requirements.txt")
+    with pytest.raises(StrataError) as raised:
+        provide_environment(cache, spec, source, PathName("a"), lambda: not (tmp_path / "uv.pid").exists())
+    assert raised.value.code is Code.STALE
+    eventually(lambda: uv_has_ended(tmp_path))
+    assert [each for each in cache.folder.iterdir() if each.is_dir()] == []
+
+
+BUILDER: Final = """\
+import sys
+from pathlib import Path
+from strata.fleet.agent.environment_cache import EnvironmentCache, provide_environment
+from strata.fleet.core.jobspec import EnvironmentSpec
+folder, attempts, program, interpreter, source = sys.argv[1:]
+cache = EnvironmentCache(Path(folder), Path(attempts), program, interpreter, {}, 1, None)
+provide_environment(cache, EnvironmentSpec(file="requirements.txt"), Path(source), "a")
+"""
+
+
+def test_what_an_agent_that_was_killed_left_half_is_never_used(tmp_path: Path, wheels: Path) -> None:
+    cache, source = a_cache(tmp_path, wheels), a_source(tmp_path, requirements_txt="greeting==1.0\n")
+    words = [str(cache.folder), str(cache.attempts), slow_uv(tmp_path), cache.interpreter, str(source)]
+    with subprocess.Popen([sys.executable, "-c", BUILDER, *words]) as builder:
+        eventually((tmp_path / "uv.pid").exists)
+        builder.kill()
+    eventually(lambda: uv_has_ended(tmp_path))
+    assert [each for each in cache.folder.iterdir() if each.is_dir()] != []
+    made = provide(cache, source, "requirements.txt")
+    assert (says(made, "import greeting; print(greeting.TEXT)"), made.facts["cached"]) == ("hello", False)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_an_environment_of_another_user_belongs_to_the_agent_when_it_is_complete(tmp_path: Path, wheels: Path) -> None:
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        folder.chmod(0o755)
+    user = find_job_user("nobody")
+    cache = a_cache(tmp_path, wheels, job_user=user, interpreter=SYSTEM_PYTHON)
+    made = provide(cache, a_source(tmp_path, requirements_txt="greeting==1.0\n"), "requirements.txt")
+    owners = {path.lstat().st_uid for path in (Path(made.path), *Path(made.path).rglob("*"))}
+    assert owners == {0}
+    done = subprocess.run(
+        [Path(made.path) / "bin" / "python", "-I", "-c", "import greeting; print(greeting.TEXT)"],
+        user="nobody",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "hello\n"
+
+
+def test_only_what_uv_needs_of_the_agents_variables_reaches_a_build() -> None:
+    given = {"UV_INDEX_URL": "x", "HTTPS_PROXY": "p", "PATH": "/bin", "AWS_SECRET_ACCESS_KEY": "s", "UV_PROJECT": "y"}
+    assert build_variables(given) == {"UV_INDEX_URL": "x", "HTTPS_PROXY": "p", "PATH": "/bin"}
