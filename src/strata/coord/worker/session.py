@@ -444,9 +444,9 @@ class WorkerSession:
             attempt += 1
 
 
-def _too_few_members(count: int, wait_for: int, patience_s: float) -> StrataError:
+def _too_few_members(count: int, wait_for: int, waited_s: float) -> StrataError:
     there = f"{count} of {wait_for} members" if wait_for else "not enough members"
-    return StrataError(Code.DEADLINE, f"{there} in {patience_s:g} s")
+    return StrataError(Code.DEADLINE, f"{there} in {waited_s:g} s")
 
 
 def _registration_message(settings: WorkerSettings, job: str, incarnation: str, held: Iterable[int]) -> pb.WorkerInfo:
