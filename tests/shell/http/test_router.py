@@ -1,7 +1,8 @@
-"""The router that hub and training server share: which route takes a request, and what is refused."""
+"""The router that hub and training server share: which route takes a request, what is refused, when a body is gone."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import AsyncIterator
 
 import httpx
@@ -12,10 +13,11 @@ from starlette.types import Scope
 from strata.base.errors import Code, StrataError
 from strata.http.app import Router, Serving, build_app
 from strata.http.authentication import ANONYMOUS, FirstHeaders
+from strata.http.budget import BodyBudget
 from strata.http.openapi import BINARY, DocumentSpec, build_document, with_document
-from strata.http.reading import ReadingRules
+from strata.http.reading import BudgetRules, ReadingRules
 from strata.http.root import ROUTE
-from strata.http.route import PUBLIC, HttpCall, RawBody, Route
+from strata.http.route import PUBLIC, HttpCall, RawBody, RawReply, Route
 from strata.identity.roles import Principal
 
 SPEC = DocumentSpec(title="a server", security_schemes={}, security=lambda _: (), raw_body={"*/*": BINARY})
@@ -118,3 +120,39 @@ def test_a_route_that_is_declared_twice_is_a_defect() -> None:
     with pytest.raises(StrataError) as refused:
         Router([*ROUTES, ROUTES[0]], serving)
     assert refused.value.code is Code.INTERNAL
+
+
+class Batch(msgspec.Struct, frozen=True, weakref=True):
+    numbers: list[int]
+
+
+async def test_a_body_is_gone_when_its_reply_is_sent_because_nothing_counts_it_any_more() -> None:
+    """A client that reads its reply slowly would keep the body in memory, beside the budget of all bodies."""
+    budget = BodyBudget()
+    bodies: list[weakref.ref[Batch]] = []
+    while_sending: list[tuple[bool, int]] = []
+
+    async def send_slowly() -> AsyncIterator[bytes]:
+        while_sending.append((bodies[0]() is None, budget.held))
+        yield b"done"
+
+    async def take(call: HttpCall[str], body: Batch) -> RawReply:
+        """Take a batch."""
+        del call
+        bodies.append(weakref.ref(body))
+        while_handling.append(budget.held)
+        return RawReply(send_slowly())
+
+    async def owner(caller: Principal) -> str:
+        del caller
+        return ""
+
+    while_handling: list[int] = []
+    limits = BudgetRules(budget=budget, owner=owner, max_json=1 << 20, binary=frozenset())
+    serving = Serving(context="", server="server", document_path="", rules=ReadingRules(budget=limits))
+    app = build_app((Route("POST", "/batches", PUBLIC, take),), serving, anybody)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+        reply = await client.post("/batches", json={"numbers": [1, 2, 3]})
+    assert reply.content == b"done"
+    assert while_handling[0] > 0
+    assert while_sending == [(True, 0)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import shutil
 import signal
 import subprocess
@@ -141,9 +142,28 @@ async def test_a_disk_that_takes_nothing_fails_what_asks_for_the_copy_and_nothin
     storage = CheckpointReplicator(
         await leading(MemoryJournal(SystemClock())), store, tmp_path / "there", tmp_path / "file" / "b"
     )
-    with pytest.raises(StrataError, match="cannot bring back") as refused:
+    with pytest.raises(StrataError, match=r"cannot bring back") as refused:
         await storage.fetch(NAME)
     assert refused.value.code is Code.NOT_FOUND
+
+
+async def test_a_disk_that_is_full_for_a_while_is_tried_again_and_leaves_nothing(s3: S3Server, tmp_path: Path) -> None:
+    store = CheckpointStore(Bucket(s3.store(s3.create_bucket()), "p"))
+    folder, there = made(tmp_path / "here" / "a"), tmp_path / "there"
+    await store.put(folder, NAME)
+    storage = CheckpointReplicator(await leading(MemoryJournal(SystemClock())), store, there, tmp_path / "beside")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # The kernel refuses to write more of any file: the same error that a full disk is for the writer.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(FILES[ADAPTER]) // 2, before[1]))
+    try:
+        with pytest.raises(StrataError, match=r"cannot bring back .* cannot write a copy") as refused:
+            await storage.fetch(NAME)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert refused.value.code is Code.UNAVAILABLE
+    assert not there.exists()
+    await storage.fetch(NAME)
+    assert checkpoint.read(there / NAME) == checkpoint.read(folder)
 
 
 async def test_a_store_that_does_not_answer_is_out_of_reach_and_not_empty(tmp_path: Path) -> None:
@@ -156,7 +176,7 @@ async def test_a_store_that_does_not_answer_is_out_of_reach_and_not_empty(tmp_pa
         retry_config={"max_retries": 0},
     )
     store = await leading(MemoryJournal(SystemClock()))
-    with pytest.raises(StrataError, match="cannot bring back") as refused:
+    with pytest.raises(StrataError, match=r"cannot bring back") as refused:
         await CheckpointReplicator(
             store, CheckpointStore(Bucket(nobody, "p")), tmp_path / "there", tmp_path / "beside"
         ).fetch(NAME)

@@ -16,7 +16,7 @@ import msgspec
 from strata.base.atomic import sync_folder, sync_tree
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
-from strata.objects import Bucket, S3Access, connect, static_credentials, translate_errors
+from strata.objects import Bucket, S3Access, connect, static_credentials
 from strata.train.checkpoints import checkpoint
 from strata.train.checkpoints.checkpoint import CheckpointFile, is_allowed_name
 from strata.train.settings import CheckpointSettings
@@ -84,14 +84,17 @@ class CheckpointStore:
         stored = await self._bucket.open(key)
         if stored is None:
             raise StrataError(Code.CORRUPT, f"{key} is missing in the object store")
-        # A disk that is full for a while is UNAVAILABLE like the store, and retried.
-        with translate_errors(key), to.open("wb") as opened:
-            async for piece in stored.stream():
-                size += len(piece)
-                if size > expected.size:
-                    break
-                digest.update(piece)
-                await asyncio.to_thread(opened.write, piece)
+        try:
+            with to.open("wb") as opened:
+                async for piece in stored.stream():
+                    size += len(piece)
+                    if size > expected.size:
+                        break
+                    digest.update(piece)
+                    await asyncio.to_thread(opened.write, piece)
+        except OSError as error:
+            # A disk may be full for a while only: UNAVAILABLE like the store, and retried.
+            raise StrataError(Code.UNAVAILABLE, f"cannot write a copy of {key}: {error.strerror}") from error
         if size != expected.size or f"sha256:{digest.hexdigest()}" != expected.digest:
             raise StrataError(Code.CORRUPT, f"{key} in the object store is not what was written")
 
