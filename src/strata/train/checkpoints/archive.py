@@ -24,6 +24,8 @@ OPTIMIZER: Final = "optimizer"
 SHARD: Final = "shard-"
 MEMBERS: Final = 16
 _BLOCK: Final = 512
+_TOP: Final = ("", ".", "/")
+"""Names of the folder that an archive was made of."""
 _PIECE: Final = 1 << 20
 
 
@@ -93,17 +95,18 @@ def _head(name: str, size: int) -> bytes:
 def read_members(raw: bytes, wanted: Collection[str], ignored: Collection[str] = ()) -> Mapping[str, bytes]:
     """The plain files of a tar that is not compressed. INVALID if anything else is in it, or something missing."""
     found: dict[str, bytes] = {}
+    names, allowed = ", ".join(sorted(wanted)), {*wanted, *ignored}
     archive = TarReader(io.BytesIO(raw))
     for count, member in enumerate(archive):
         name = member.name.removeprefix("./")
         if count >= MEMBERS or name in found:
-            raise StrataError(Code.INVALID, f"the archive has more files than {', '.join(sorted(wanted))}")
-        if member.kind is TarKind.FOLDER and name in ("", ".", "/"):
+            raise StrataError(Code.INVALID, f"the archive has more files than {names}")
+        if member.kind is TarKind.FOLDER and name in _TOP:
             continue
         if member.size > len(raw):
             raise StrataError(Code.INVALID, f"{name[:200]!r} would be longer than the archive")
-        if member.kind is not TarKind.FILE or name not in (*wanted, *ignored):
-            raise StrataError(Code.INVALID, f"{name[:200]!r} is none of {', '.join(sorted(wanted))}")
+        if member.kind is not TarKind.FILE or name not in allowed:
+            raise StrataError(Code.INVALID, f"{name[:200]!r} is none of {names}")
         if name in wanted:
             found[name] = b"".join(archive.pieces())
     if missing := sorted(set(wanted) - found.keys()):

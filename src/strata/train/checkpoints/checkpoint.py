@@ -146,6 +146,19 @@ def read(folder: Path, *, share: tuple[int, int] = (0, 1)) -> CheckpointManifest
     manifest = _read_manifest(folder)
     if manifest is None:
         raise StrataError(Code.NOT_FOUND, f"there is no checkpoint {folder.name!r}")
+    _check_files(folder, manifest)
+    rank, ranks = share
+    own = sorted(manifest.files)[rank::ranks]
+    for name, digest in zip(own, file_digests([folder / name for name in own]), strict=True):
+        if digest != manifest.files[name].digest:
+            raise StrataError(Code.CORRUPT, f"the checkpoint {folder.name!r} is not as it was written: {name}")
+    for name in own:
+        check_header(folder / name)
+    return manifest
+
+
+def _check_files(folder: Path, manifest: CheckpointManifest) -> None:
+    """CORRUPT unless the folder holds the files of the manifest with their sizes, and no other."""
     names = {file.name for file in folder.iterdir()}
     if names != {MANIFEST, *manifest.files}:
         strange = sorted(names ^ {MANIFEST, *manifest.files})[0]
@@ -158,14 +171,6 @@ def read(folder: Path, *, share: tuple[int, int] = (0, 1)) -> CheckpointManifest
             raise StrataError(Code.CORRUPT, f"in the checkpoint {folder.name!r}, {name} is not a plain file")
         if found.st_size != expected.size:
             raise StrataError(Code.CORRUPT, f"the checkpoint {folder.name!r} is not as it was written: {name}")
-    rank, ranks = share
-    own = sorted(manifest.files)[rank::ranks]
-    for name, digest in zip(own, file_digests([folder / name for name in own]), strict=True):
-        if digest != manifest.files[name].digest:
-            raise StrataError(Code.CORRUPT, f"the checkpoint {folder.name!r} is not as it was written: {name}")
-    for name in own:
-        check_header(folder / name)
-    return manifest
 
 
 def _is_intact(folder: Path) -> bool:

@@ -108,15 +108,19 @@ def _accept(state: TrainState, fact: OperationAccepted) -> None:
             state.models[model_id].unloading = True
             _enqueue(state, fact.future_id)
         case _:
-            model = state.models[model_id]
-            model.last_request_at_s = fact.at_s
-            if isinstance(operation, ops.SaveSampler):
-                _add_sampler(state, fact, operation.sampler_id, model.create.base_model, None)
-            if operation.seq_id == 0:
-                _enqueue(state, fact.future_id)
-                return
-            for seq in model.line.release(operation.seq_id):
-                _enqueue(state, f"{model_id}:{seq}")
+            _accept_sequenced(state, fact, operation)
+
+
+def _accept_sequenced(state: TrainState, fact: OperationAccepted, operation: ops.Sequenced) -> None:
+    model = state.models[operation.model_id]
+    model.last_request_at_s = fact.at_s
+    if isinstance(operation, ops.SaveSampler):
+        _add_sampler(state, fact, operation.sampler_id, model.create.base_model, None)
+    if operation.seq_id == 0:
+        _enqueue(state, fact.future_id)
+        return
+    for seq in model.line.release(operation.seq_id):
+        _enqueue(state, f"{model.model_id}:{seq}")
 
 
 def _add_sampler(
@@ -136,7 +140,7 @@ def _enqueue(state: TrainState, future_id: str) -> None:
         state.scheduler.add(queued_operation(future))
 
 
-def _dispatch(state: TrainState, fact: Dispatched) -> None:  # noqa: C901 - one arm per kind
+def _dispatch(state: TrainState, fact: Dispatched) -> None:
     state.dispatched = fact.number
     state.dispatches[fact.number] = Dispatch(
         fact.number, fact.future_ids, fact.rows, fact.path, fact.close, fact.quantum, fact.snapshot
@@ -151,26 +155,30 @@ def _dispatch(state: TrainState, fact: Dispatched) -> None:  # noqa: C901 - one 
     for sampler_id in fact.close:
         state.samplers.pop(sampler_id, None)
     for future_id in fact.future_ids:
-        state.scheduler.remove(future_id)
-        operation = state.futures.dispatch(future_id, fact.number).operation
-        match operation:
-            case ops.SaveWeights() | ops.SyncWeights():
-                saving = publishing.as_save(operation)
-                state.saving[key_of(saving)] = ModelCheckpoint(saving, fact.path, number=fact.number)
-            case ops.LoadWeights():
-                checkpoint_retention.record_read(state, fact, operation)
-            case ops.OpenSampler() if operation.weights is not None:
-                checkpoint_retention.record_read(state, fact, operation.weights)
-                state.samplers[operation.sampler_id].status = SamplerStatus.OPEN
-                state.samplers[operation.sampler_id].folder = fact.path
-            case ops.SaveSampler() | ops.OpenSampler():
-                state.samplers[operation.sampler_id].status = SamplerStatus.OPEN
-            case SampleOperation():
-                state.sampling[future_id] = state.waiting.pop(future_id)
-            case ops.Sleep() | ops.Wake():
-                state.asleep = isinstance(operation, ops.Sleep)
-            case _:
-                pass
+        _dispatch_operation(state, fact, future_id)
+
+
+def _dispatch_operation(state: TrainState, fact: Dispatched, future_id: str) -> None:
+    state.scheduler.remove(future_id)
+    operation = state.futures.dispatch(future_id, fact.number).operation
+    match operation:
+        case ops.SaveWeights() | ops.SyncWeights():
+            saving = publishing.as_save(operation)
+            state.saving[key_of(saving)] = ModelCheckpoint(saving, fact.path, number=fact.number)
+        case ops.LoadWeights():
+            checkpoint_retention.record_read(state, fact, operation)
+        case ops.OpenSampler() if operation.weights is not None:
+            checkpoint_retention.record_read(state, fact, operation.weights)
+            state.samplers[operation.sampler_id].status = SamplerStatus.OPEN
+            state.samplers[operation.sampler_id].folder = fact.path
+        case ops.SaveSampler() | ops.OpenSampler():
+            state.samplers[operation.sampler_id].status = SamplerStatus.OPEN
+        case SampleOperation():
+            state.sampling[future_id] = state.waiting.pop(future_id)
+        case ops.Sleep() | ops.Wake():
+            state.asleep = isinstance(operation, ops.Sleep)
+        case _:
+            pass
 
 
 def _attach_ranks(state: TrainState, group: str) -> None:
@@ -197,26 +205,34 @@ def _finish(state: TrainState, future_id: str, result: ops.Result, at_s: float) 
         _end_in_dispatch(state, dispatch, future_id, result)
     match operation:
         case ops.SaveWeights() if future.number:
-            checkpoint_retention.end_save(
-                state, operation, future.number, None if isinstance(result, ops.Failed) else at_s
-            )
-        case ops.SyncWeights() if isinstance(result, ops.Failed):
-            checkpoint_retention.end_save(state, operation.save(), future.number, None)
-        case ops.CreateModel() if isinstance(result, ops.Failed):
-            state.models[operation.model_id].refused = True
+            saved_at_s = None if isinstance(result, ops.Failed) else at_s
+            checkpoint_retention.end_save(state, operation, future.number, saved_at_s)
         case ops.UnloadModel():
             state.models[operation.model_id].unloaded = True
             publishing.retract_published(state, operation.model_id)
-        case ops.SaveSampler() | ops.OpenSampler() if isinstance(result, ops.Failed):
-            _fail_sampler(state, operation.sampler_id, dispatched=future.number > 0)
-        case ops.Sleep() | ops.Wake() if isinstance(result, ops.Failed):
-            state.asleep = isinstance(operation, ops.Wake)
         case SampleOperation():
             _finish_sample(state, future_id, result)
+        case _ if isinstance(result, ops.Failed):
+            _undo_failed(state, operation, future.number)
         case _:
             pass
     if isinstance(operation, ops.Sequenced):
         _advance_done(state, state.models[operation.model_id])
+
+
+def _undo_failed(state: TrainState, operation: ops.Operation | None, number: int) -> None:
+    """Undo what was assumed when the operation was accepted or dispatched."""
+    match operation:
+        case ops.SyncWeights():
+            checkpoint_retention.end_save(state, operation.save(), number, None)
+        case ops.CreateModel():
+            state.models[operation.model_id].refused = True
+        case ops.SaveSampler() | ops.OpenSampler():
+            _fail_sampler(state, operation.sampler_id, dispatched=number > 0)
+        case ops.Sleep() | ops.Wake():
+            state.asleep = isinstance(operation, ops.Wake)
+        case _:
+            pass
 
 
 def _end_in_dispatch(state: TrainState, dispatch: Dispatch, future_id: str, result: ops.Result) -> None:

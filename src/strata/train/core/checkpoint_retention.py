@@ -100,7 +100,7 @@ def _needed_for_replay(reading: CheckpointRead, replay_start: int) -> bool:
 def retained_folders(state: TrainState) -> set[str]:
     """Folders of all checkpoints whose files must stay, wherever a replay may start."""
     found = {each.path for each in (*state.checkpoints.values(), *state.saving.values())}
-    found |= {each.path for each in state.dispatches.values() if each.path}
+    found |= _folders_in_flight(state)
     # A restarted endpoint gets these again, and reads the files.
     found |= state.pushes.keys() | state.published.keys()
     starts = replay_starts(state)
@@ -117,15 +117,14 @@ def expired(checkpoint: ModelCheckpoint, now_s: float) -> bool:
 
 def delete_expired(state: TrainState, request: DeleteExpiredCheckpoints) -> Decision:
     """Delete all beyond their TTL, and those that are not among the newest of their run and kind."""
-    in_flight = {each.path for each in state.dispatches.values() if each.path}
+    in_flight = _folders_in_flight(state)
     facts: dict[CheckpointKey, CheckpointDeleted] = {}
     for key, checkpoint in state.checkpoints.items():
         # Without its files a load in flight would fail, and succeed in a replay that saves the checkpoint again.
         if expired(checkpoint, request.at_s) and checkpoint.path not in in_flight and not _is_initial(checkpoint):
             facts[key] = _deleted(checkpoint, EXPIRED)
     if state.rules.keep_checkpoints is not None:
-        in_use = in_flight | state.pushes.keys() | state.published.keys()
-        in_use |= {state.checkpoints[key].path for key in _referenced(state) if key in state.checkpoints}
+        in_use = in_flight | _folders_in_use(state)
         for checkpoint in _surplus(state, state.rules.keep_checkpoints, set(facts)):
             if checkpoint.path not in in_use:
                 facts[key_of(checkpoint.operation)] = _deleted(checkpoint, SUPERSEDED)
@@ -151,6 +150,17 @@ def _surplus(state: TrainState, keep: int, leaving: Set[CheckpointKey]) -> Itera
     for group in groups.values():
         newest_first = sorted(group, key=lambda each: (each.saved_at_s, each.number), reverse=True)
         yield from newest_first[keep:]
+
+
+def _folders_in_flight(state: TrainState) -> set[str]:
+    """Of checkpoints that dispatches without results read or write."""
+    return {each.path for each in state.dispatches.values() if each.path}
+
+
+def _folders_in_use(state: TrainState) -> set[str]:
+    """Of checkpoints that endpoints have or get, and that samplers and waiting operations refer to."""
+    referenced = {state.checkpoints[key].path for key in _referenced(state) if key in state.checkpoints}
+    return referenced | state.pushes.keys() | state.published.keys()
 
 
 def _referenced(state: TrainState) -> Iterator[CheckpointKey]:

@@ -10,6 +10,7 @@ from strata.train.core.facts import Dispatched, OperationFinished
 from strata.train.core.inputs import Decision, Dispatching, DispatchNext
 from strata.train.core.messages import Done
 from strata.train.core.pack import Packed, check_lengths, pack
+from strata.train.core.scheduler import Charges
 from strata.train.core.state import (
     Dispatch,
     ModelCheckpoint,
@@ -40,21 +41,27 @@ def dispatch_next(state: TrainState, request: DispatchNext) -> Decision:
     budget = request.ranks * state.rules.max_tokens_per_row
     rules = state.rules
     selection = state.scheduler.select(budget_tokens=budget, coalesce=rules.pack_tenants, most=rules.slots)
-    chosen = []
-    for entry in selection.operations:
-        future = state.futures.get(entry.future_id)
-        assert future is not None, "the scheduler has an operation that does not exist"
-        assert future.operation is not None, "the scheduler has an operation that has ended"
-        chosen.append(_Chosen(future.future_id, future.operation, future.tenant))
+    chosen = [_chosen(state, entry.future_id) for entry in selection.operations]
     if not chosen:
         return Decision(Done())
     for each in chosen:
-        obstacle = _asleep_obstacle(state, each.operation) or _obstacle(state, each, request)
+        obstacle = _obstacle(state, each, request)
         if obstacle is not None:
             # Only its own tenant is charged: else a tenant whose operations cannot run would have others charged.
             charges = selection.charges(only={each.future_id})
             failed = OperationFinished(each.future_id, ops.Failed("user", obstacle), request.at_s)
             return Decision(Done(), (failed,), (each.future_id,), charges=charges)
+    return _dispatch(state, chosen, request, selection.charges())
+
+
+def _chosen(state: TrainState, future_id: str) -> _Chosen:
+    future = state.futures.get(future_id)
+    assert future is not None, "the scheduler has an operation that does not exist"
+    assert future.operation is not None, "the scheduler has an operation that has ended"
+    return _Chosen(future.future_id, future.operation, future.tenant)
+
+
+def _dispatch(state: TrainState, chosen: list[_Chosen], request: DispatchNext, charges: Charges) -> Decision:
     packed = _packed(state, chosen, request)
     number = state.dispatched + 1
     ids = tuple(each.future_id for each in chosen)
@@ -64,7 +71,7 @@ def dispatch_next(state: TrainState, request: DispatchNext) -> Decision:
     )
     dispatch = Dispatch(number, ids, packed.rows, path, close)
     fact = Dispatched(number, ids, packed.rows, path, close, at_s=request.at_s)
-    return Decision(Dispatching(dispatch, packed.efficiency), (fact,), charges=selection.charges())
+    return Decision(Dispatching(dispatch, packed.efficiency), (fact,), charges=charges)
 
 
 def _packed(state: TrainState, chosen: list[_Chosen], request: DispatchNext) -> Packed:
@@ -75,14 +82,12 @@ def _packed(state: TrainState, chosen: list[_Chosen], request: DispatchNext) -> 
     return pack(items, ranks=request.ranks, max_tokens_per_row=capacity, max_context=request.max_context)
 
 
-def _asleep_obstacle(state: TrainState, operation: ops.Operation) -> str | None:
-    """Decided here, not by the ranks: in a replay others might be awake where these were asleep."""
-    return ops.ASLEEP if state.asleep and not isinstance(operation, ops.WHILE_ASLEEP) else None
-
-
-def _obstacle(state: TrainState, chosen: _Chosen, request: DispatchNext) -> str | None:
+def _obstacle(state: TrainState, chosen: _Chosen, request: DispatchNext) -> str | None:  # noqa: PLR0911 - one arm per kind
     """Why this operation cannot be dispatched."""
     operation = chosen.operation
+    if state.asleep and not isinstance(operation, ops.WHILE_ASLEEP):
+        # Decided here, not by the ranks: in a replay others might be awake where these were asleep.
+        return ops.ASLEEP
     match operation:
         case ops.MalformedOperation():
             return operation.message

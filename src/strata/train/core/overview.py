@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
-
-import msgspec
 
 from strata.train.core.future import OperationFuture
 from strata.train.core.state import Dispatch, ModelRecord, TrainState
@@ -14,7 +12,8 @@ from strata.train.core.status import OTHER_TENANTS, RECENT, RunningStatus, Tenan
 from strata.train.core.throughput import ThroughputEstimate, in_flight_s
 from strata.train.core.views import tokens_of
 
-IDLE_TENANT: Final = TenantStatus(tenant="")
+_COUNTS: Final = ("waiting", "held", "tokens", "running", "samples", "models")
+"""The fields of a row that add up."""
 
 
 def fold_tenants(rows: Sequence[TenantStatus], *, most: int, own: str | None = None) -> list[TenantStatus]:
@@ -23,52 +22,43 @@ def fold_tenants(rows: Sequence[TenantStatus], *, most: int, own: str | None = N
     rest = [each for each in rows if each not in kept]
     if not rest:
         return kept
-    known = [each.eta_s for each in rest if each.waiting]
-    return [
-        *kept,
-        TenantStatus(
-            tenant=OTHER_TENANTS,
-            waiting=sum(each.waiting for each in rest),
-            held=sum(each.held for each in rest),
-            tokens=sum(each.tokens for each in rest),
-            running=sum(each.running for each in rest),
-            samples=sum(each.samples for each in rest),
-            models=sum(each.models for each in rest),
-            eta_s=max((each for each in known if each is not None), default=None) if None not in known else None,
-        ),
-    ]
+    summed = {name: sum(getattr(each, name) for each in rest) for name in _COUNTS}
+    return [*kept, TenantStatus(tenant=OTHER_TENANTS, eta_s=_latest_eta_s(rest), **summed)]
+
+
+def _latest_eta_s(rows: Iterable[TenantStatus]) -> float | None:
+    """None if there is no estimate for a tenant that waits."""
+    of_waiting = [row.eta_s for row in rows if row.waiting]
+    known = [eta_s for eta_s in of_waiting if eta_s is not None]
+    return max(known, default=None) if len(known) == len(of_waiting) else None
 
 
 def tenant_rows(state: TrainState, throughput: ThroughputEstimate) -> list[TenantStatus]:
     """A row for every tenant that has work or models here, the busiest first."""
-    rows: dict[str, TenantStatus] = {}
-
-    def add(tenant: str, **more: int) -> None:
-        row = rows.get(tenant) or msgspec.structs.replace(IDLE_TENANT, tenant=tenant)
-        changed = {name: getattr(row, name) + number for name, number in more.items()}
-        rows[tenant] = msgspec.structs.replace(row, **changed)
-
-    for tenant, waiting in state.futures.pending_by_tenant.items():
-        add(tenant, waiting=waiting, held=waiting)
-    for model in resident_models(state):
-        add(model.tenant, models=1)
-    for future in _existing(state, (each for one in state.dispatches.values() for each in one.future_ids)):
-        add(future.tenant, running=not is_sampling(state, future))
-    for future in _existing(state, [*state.waiting, *state.sampling, *state.routed]):
-        add(future.tenant, samples=1)
+    counts = _count_by_tenant(state)
+    etas_s: dict[str, float | None] = {}
     running_s, order = in_flight_s(state, throughput), state.scheduler.forecast().order
-    queued: Counter[str] = Counter(entry.tenant for entry in order)
-    tokens: Counter[str] = Counter()
-    last_s: dict[str, float | None] = {}
     for entry, begins_s in zip(order, throughput.start_times_s(order), strict=True):
-        tokens[entry.tenant] += entry.tokens
-        last_s[entry.tenant] = begins_s
-    for tenant, begins_s in last_s.items():
-        add(tenant, tokens=tokens[tenant], held=-queued[tenant])
-        eta_s = None if begins_s is None or running_s is None else running_s + begins_s
-        rows[tenant] = msgspec.structs.replace(rows[tenant], eta_s=eta_s)
-    busy = [each for each in rows.values() if each != msgspec.structs.replace(IDLE_TENANT, tenant=each.tenant)]
+        counts[entry.tenant]["tokens"] += entry.tokens
+        counts[entry.tenant]["held"] -= 1
+        etas_s[entry.tenant] = None if begins_s is None or running_s is None else running_s + begins_s
+    rows = [TenantStatus(tenant=tenant, eta_s=etas_s.get(tenant), **numbers) for tenant, numbers in counts.items()]
+    busy = [row for row in rows if row != TenantStatus(tenant=row.tenant)]
     return sorted(busy, key=lambda each: (-each.waiting - each.running - each.samples, each.tenant))
+
+
+def _count_by_tenant(state: TrainState) -> defaultdict[str, Counter[str]]:
+    """All that waits counts as held; the queue of the scheduler is not subtracted yet."""
+    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for tenant, waiting in state.futures.pending_by_tenant.items():
+        counts[tenant].update(waiting=waiting, held=waiting)
+    for model in resident_models(state):
+        counts[model.tenant]["models"] += 1
+    for future in _existing(state, (each for one in state.dispatches.values() for each in one.future_ids)):
+        counts[future.tenant]["running"] += not is_sampling(state, future)
+    for future in _existing(state, [*state.waiting, *state.sampling, *state.routed]):
+        counts[future.tenant]["samples"] += 1
+    return counts
 
 
 def is_sampling(state: TrainState, future: OperationFuture) -> bool:

@@ -86,24 +86,27 @@ def push_after_save(
         return None
     future = state.futures.get(dispatch.future_ids[0])
     operation = future.operation if future else None
-    if not isinstance(operation, ops.SyncWeights | ops.SaveWeights):
-        return None
-    named: Sequence[str] = ()
-    synced = False
     if isinstance(operation, ops.SyncWeights):
-        named, synced = operation.endpoints, True
-    elif not (state.rules.push and operation.kind == "sampler_weights" and state.endpoints):
+        endpoints, future_id = operation.endpoints or state.endpoints, dispatch.future_ids[0]
+    elif isinstance(operation, ops.SaveWeights) and _is_pushed(state, operation):
+        endpoints, future_id = state.endpoints, ""
+    else:
         return None
     return PushBegun(
         path=dispatch.path,
         version=version_of(operation.model_id, operation.seq_id),
         model_id=operation.model_id,
         seq_id=operation.seq_id,
-        endpoints=tuple(named or state.endpoints),
-        future_id=dispatch.future_ids[0] if synced else "",
+        endpoints=tuple(endpoints),
+        future_id=future_id,
         number=dispatch.number,
         at_s=at_s,
     )
+
+
+def _is_pushed(state: TrainState, operation: ops.SaveWeights) -> bool:
+    """Whether the settings push what this operation saves, without a request of the client."""
+    return state.rules.push and operation.kind == "sampler_weights" and bool(state.endpoints)
 
 
 def _complete_push(state: TrainState, request: CompletePush) -> Decision:
@@ -129,14 +132,21 @@ def routable(state: TrainState, future_id: str, sample: SampleOperation) -> str 
     """
     if not state.rules.route or not state.published or future_id in state.unroutable:
         return None
-    params, sampler = sample.params, state.samplers.get(sample.sampler_id)
-    unmodified = params.temperature == 0 or (params.temperature == 1 and params.top_k <= 0 and params.top_p == 1)
-    extra = sample.wants_prompt or sample.topk_sample_logprobs
-    if sampler is None or not unmodified or extra or params.max_tokens is None or params.stop_strings:
+    sampler = state.samplers.get(sample.sampler_id)
+    if sampler is None or not _engines_can_sample(sample):
         return None
     publication = state.published.get(sampler.folder)
-    if publication is None:
-        return None
+    return None if publication is None else _least_loaded(state, publication)
+
+
+def _engines_can_sample(sample: SampleOperation) -> bool:
+    params = sample.params
+    unmodified = params.temperature == 0 or (params.temperature == 1 and params.top_k <= 0 and params.top_p == 1)
+    extra = sample.wants_prompt or sample.topk_sample_logprobs or params.stop_strings
+    return unmodified and not extra and params.max_tokens is not None
+
+
+def _least_loaded(state: TrainState, publication: Publication) -> str | None:
     able = [
         name
         for name in publication.endpoints
@@ -166,10 +176,7 @@ def apply(state: TrainState, fact: EndpointFact) -> None:
         case PushBegun():
             _begin_push(state, fact)
         case PushEnded():
-            push = state.pushes.pop(fact.path)
-            endpoints = tuple(each.endpoint for each in fact.outcomes if each.ok)
-            if endpoints and not state.models[push.model_id].unloaded:
-                _publish(state, push, endpoints)
+            _end_push(state, fact)
         case SampleRouted():
             sample = state.waiting.pop(fact.future_id)
             state.futures.dispatch(fact.future_id, 0)
@@ -191,6 +198,13 @@ def _begin_push(state: TrainState, fact: PushBegun) -> None:
     future = state.futures.get(fact.future_id)
     if future is not None and isinstance(future.operation, ops.SyncWeights):
         checkpoint_retention.end_save(state, future.operation.save(), fact.number, fact.at_s)
+
+
+def _end_push(state: TrainState, fact: PushEnded) -> None:
+    push = state.pushes.pop(fact.path)
+    endpoints = tuple(each.endpoint for each in fact.outcomes if each.ok)
+    if endpoints and not state.models[push.model_id].unloaded:
+        _publish(state, push, endpoints)
 
 
 def _publish(state: TrainState, push: Push, endpoints: tuple[str, ...]) -> None:

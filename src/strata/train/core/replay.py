@@ -63,10 +63,8 @@ def divergence(past: CompletedDispatch, results: Sequence[ops.Result]) -> Strata
         wrong = f"the ranks gave {len(results)} results for {len(past.operations)} operations"
         results = [ops.Failed("server", wrong)] * len(past.operations)
     for operation, failed, result in zip(past.operations, past.failed, results, strict=True):
-        fails = isinstance(result, ops.Failed)
-        # Any other operation that failed once and succeeds now has changed no model, or would have been skipped.
-        matters = fails if not failed else not fails and isinstance(operation, ops.ForwardBackward | ops.OptimStep)
-        if not matters or (remedy := _remedy(operation, dispatch.path)) is None:
+        remedy = _remedy(operation, dispatch.path)
+        if remedy is None or not _differs(operation, result, failed=failed):
             continue
         if isinstance(result, ops.Failed) and result.memory:
             return StrataError(Code.EXHAUSTED, f"dispatch {dispatch.number} once succeeded: {result.message}")
@@ -80,6 +78,13 @@ def divergence(past: CompletedDispatch, results: Sequence[ops.Result]) -> Strata
             hint=f"{remedy}; it is tried again whenever the server or its ranks start",
         )
     return None
+
+
+def _differs(operation: ops.Operation, result: ops.Result, *, failed: bool) -> bool:
+    """Whether this outcome may leave another model than the first one, which `failed` or did not."""
+    fails = isinstance(result, ops.Failed)
+    # Any other operation that failed once and succeeds now has changed no model, or would have been skipped.
+    return fails if not failed else not fails and isinstance(operation, ops.ForwardBackward | ops.OptimStep)
 
 
 def _remedy(operation: ops.Operation, path: str) -> str | None:

@@ -7,7 +7,7 @@ it is never replayed: the running samples of a lost group start again on the nex
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence, Set
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops, publishing
@@ -17,7 +17,7 @@ from strata.train.core.future import OperationFuture
 from strata.train.core.inputs import CompleteSlice, Decision, Dispatching, RanksAttached
 from strata.train.core.messages import Accepted, Done
 from strata.train.core.sampling import SampleOperation, SlicePlan
-from strata.train.core.state import Dispatch, SamplerStatus, TrainState
+from strata.train.core.state import Dispatch, SamplerState, SamplerStatus, TrainState
 from strata.train.core.views import find_sampler, find_session
 
 
@@ -147,11 +147,15 @@ def samplers_to_evict(state: TrainState) -> tuple[str, ...] | None:
     finished = [each.sampler_id for each in opened if state.sessions[each.session_id].finished is not None]
     if len(opened) - len(finished) < state.rules.max_samplers:
         return (*failed, *finished)
-    busy = {sample.sampler_id for queue in (state.waiting, state.sampling) for sample in queue.values()}
-    busy |= {sample.sampler_id for _, sample in state.routed.values()}
-    idle = [each for each in opened if each.sampler_id not in busy and each.sampler_id not in finished]
-    if not idle:
-        return None
+    least_recent = _least_recently_used(state, opened, set(finished))
+    return None if least_recent is None else (*failed, *finished, least_recent)
+
+
+def _least_recently_used(state: TrainState, opened: Sequence[SamplerState], finished: Set[str]) -> str | None:
+    """Of the tenant that has the most samplers; None if all of them have open samples, or are of finished sessions."""
+    in_use = {sample.sampler_id for queue in (state.waiting, state.sampling) for sample in queue.values()}
+    in_use |= {sample.sampler_id for _, sample in state.routed.values()}
+    idle = [each for each in opened if each.sampler_id not in in_use and each.sampler_id not in finished]
     share = Counter(each.tenant for each in opened)
-    least_recent = min(idle, key=lambda each: (-share[each.tenant], each.used))
-    return (*failed, *finished, least_recent.sampler_id)
+    chosen = min(idle, key=lambda each: (-share[each.tenant], each.used), default=None)
+    return None if chosen is None else chosen.sampler_id

@@ -212,11 +212,7 @@ class Scheduler:
         """
         selected = [first]
         free_tokens = budget_tokens - first.tokens
-        candidates = [
-            head
-            for head in self._eligible_heads(account)
-            if head.batch_key == first.batch_key and head.model_id != first.model_id
-        ]
+        candidates = self._joinable(account, first)
         for on_credit in (True, False):
             without_credit = []
             for head in candidates:
@@ -232,6 +228,14 @@ class Scheduler:
             if not {operation.tenant for operation in (*selected, *candidates)}.issuperset(account.ring):
                 break
         return tuple(selected)
+
+    def _joinable(self, account: _Account, first: QueuedOperation) -> list[QueuedOperation]:
+        """Heads of other models that may run in the same dispatch."""
+        return [
+            head
+            for head in self._eligible_heads(account)
+            if head.batch_key == first.batch_key and head.model_id != first.model_id
+        ]
 
     def _steps_before(
         self, account: _Account, batch_key: str, free_tokens: int, slots: int

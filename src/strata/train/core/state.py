@@ -214,9 +214,9 @@ class TrainState:
         self.sessions = {each.session_id: each for each in saved.sessions}
         self.models = {each.model_id: each for each in saved.models}
         self.futures = FutureStore(saved.futures, saved.ended)
-        self.checkpoints = {key_of(each.operation): each for each in saved.checkpoints}
+        self.checkpoints = _by_key(saved.checkpoints)
         """Complete ones, the newest of each name."""
-        self.saving = {key_of(each.operation): each for each in saved.saving}
+        self.saving = _by_key(saved.saving)
         self.checkpoint_reads = dict(saved.readings)
         """By folder, of checkpoints that a dispatch reads."""
         self.dispatches = {each.number: each for each in saved.dispatches}
@@ -260,9 +260,13 @@ class TrainState:
         self.truncated_through = saved.cut
         """The journal is truncated up to this dispatch: there is a snapshot of it or a later one. 0: it is complete."""
         self.scheduler = Scheduler(rules.max_tokens_per_row)
+        self._requeue(saved.routed)
+
+    def _requeue(self, routed: Mapping[str, str]) -> None:
+        """Put every open future back into its queue. `routed` are samples with the endpoint that samples them."""
         for future in sorted(self.futures, key=lambda each: each.turn):
-            if isinstance(future.operation, SampleOperation) and future.future_id in saved.routed:
-                self.routed[future.future_id] = saved.routed[future.future_id], future.operation
+            if isinstance(future.operation, SampleOperation) and future.future_id in routed:
+                self.routed[future.future_id] = routed[future.future_id], future.operation
             elif isinstance(future.operation, SampleOperation):
                 queue = self.waiting if future.status is FutureStatus.PENDING else self.sampling
                 queue[future.future_id] = future.operation
@@ -357,6 +361,10 @@ def is_name(text: str) -> bool:
 
 def key_of(operation: ops.SaveWeights) -> CheckpointKey:
     return operation.model_id, operation.kind, operation.name
+
+
+def _by_key(checkpoints: Sequence[ModelCheckpoint]) -> dict[CheckpointKey, ModelCheckpoint]:
+    return {key_of(each.operation): each for each in checkpoints}
 
 
 def run_folder(model_id: str) -> str:

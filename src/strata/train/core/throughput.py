@@ -70,6 +70,10 @@ def describe_wait(
         wanted = state.models[future.model_id].line.wanted
         # Clients show the reason only of what is paused, and this one waits for something that may never come.
         return QueuePosition(QueueState.PAUSED_CAPACITY, f"held until operation {wanted} of this model comes")
+    return _describe_queued(state, future, throughput)
+
+
+def _describe_queued(state: TrainState, future: OperationFuture, throughput: ThroughputEstimate) -> QueuePosition:
     forecast = state.scheduler.forecast()
     position = forecast.positions[future.future_id]
     phrases = [f"{_ordinal(position + 1)} in queue"]

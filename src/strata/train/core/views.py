@@ -85,8 +85,11 @@ def _existed(state: TrainState, tenant: str, future_id: str) -> bool:
         session = state.sessions.get(session_id)
         return session is not None and session.tenant == tenant
     model = state.models.get(owner)
-    if model is None or model.tenant != tenant:
-        return False
+    return model is not None and model.tenant == tenant and _was_accepted(model, which)
+
+
+def _was_accepted(model: ModelRecord, which: str) -> bool:
+    """Whether the model ever had the operation that this last part of a future's id names."""
     if which in ("create", INITIAL, INITIAL_LOAD):
         return True
     if which == "unload":

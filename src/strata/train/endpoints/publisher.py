@@ -95,7 +95,11 @@ class Publisher:
         for name, task in self._tasks.items():
             if name.startswith("sample ") and name.removeprefix("sample ") not in state.routed:
                 task.cancel()
-        for name in [name for name in self._engines if name not in state.endpoints]:
+        await self._close_removed()
+
+    async def _close_removed(self) -> None:
+        """Close the clients of endpoints that were removed."""
+        for name in [name for name in self._engines if name not in self._store.state.endpoints]:
             _, engine = self._engines.pop(name)
             await engine.close()
 
@@ -147,7 +151,7 @@ class Publisher:
         """Load the new version and whatever a restarted engine has lost; then unload the stale ones."""
         engine = self._engine(name)
         loaded = await engine.versions()
-        lost = [publication for publication in self._newest(name, push) if publication.version not in loaded]
+        lost = self._lost(name, push, loaded)
         if push.version not in loaded:
             await engine.load_version(self._version(push))
         for publication in lost:
@@ -158,6 +162,9 @@ class Publisher:
             await engine.unload_version(old)
         message = f"it had lost {', '.join(publication.version for publication in lost)}" if lost else ""
         return message, retired
+
+    def _lost(self, name: str, push: Push, loaded: Sequence[str]) -> list[Publication]:
+        return [publication for publication in self._newest(name, push) if publication.version not in loaded]
 
     def _newest(self, name: str, push: Push) -> list[Publication]:
         """The newest version of every other model on this endpoint. A full model occupies an engine alone."""

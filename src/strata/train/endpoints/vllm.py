@@ -176,15 +176,17 @@ def result(completion: _Completion, model: str, sample: SampleOperation) -> Samp
     wanted = 1 if sample.params.temperature == 0 else sample.num_samples
     if completion.model != model or len(choices) != wanted:
         raise StrataError(Code.UNAVAILABLE, f"the engine replied with {len(choices)} samples of {completion.model!r}")
-    sequences = []
-    for choice in choices:
-        tokens, logprobs = list(choice.token_ids), list(choice.logprobs.token_logprobs)
-        if not tokens or len(tokens) != len(logprobs) or not np.isfinite(logprobs).all():
-            raise StrataError(Code.UNAVAILABLE, "the engine's log probabilities are not those of its tokens")
-        try:
-            packed = np.asarray(tokens, "<i4").tobytes()
-        except OverflowError:
-            raise StrataError(Code.UNAVAILABLE, "the engine's tokens are out of range") from None
-        stopped: Literal["stop", "length"] = "length" if choice.finish_reason == "length" else "stop"
-        sequences.append(SampledSequence(packed, np.asarray(logprobs, "<f4").tobytes(), stopped))
+    sequences = [_sequence(choice) for choice in choices]
     return SampleResult(sequences * (sample.num_samples if wanted == 1 and sample.num_samples > 1 else 1))
+
+
+def _sequence(choice: _Choice) -> SampledSequence:
+    tokens, logprobs = list(choice.token_ids), list(choice.logprobs.token_logprobs)
+    if not tokens or len(tokens) != len(logprobs) or not np.isfinite(logprobs).all():
+        raise StrataError(Code.UNAVAILABLE, "the engine's log probabilities are not those of its tokens")
+    try:
+        packed = np.asarray(tokens, "<i4").tobytes()
+    except OverflowError:
+        raise StrataError(Code.UNAVAILABLE, "the engine's tokens are out of range") from None
+    stopped: Literal["stop", "length"] = "length" if choice.finish_reason == "length" else "stop"
+    return SampledSequence(packed, np.asarray(logprobs, "<f4").tobytes(), stopped)

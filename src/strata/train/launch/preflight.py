@@ -93,15 +93,15 @@ def estimate(settings: ServerSettings, shapes: dict[str, tuple[int, ...]]) -> Me
     if settings.model.training == "full":
         weights = parameters * (TRAINED_BYTES + (itemsize if itemsize == 2 else 0))
         return MemoryEstimate(processes + weights, processes + weights + ranks * logits)
-    adapter = (
-        TRAINED_BYTES
-        * settings.model.max_lora_rank
-        * sum(shape[0] + shape[1] for name, shape in shapes.items() if len(shape) == 2 and "embed" not in name)
-    )
     weights = parameters * itemsize
     # The base is sharded over the ranks; every rank holds all adapters.
-    adapters = ranks * settings.model.slots * adapter
+    adapters = ranks * settings.model.slots * _adapter_bytes(settings, shapes)
     return MemoryEstimate(processes + weights, processes + weights + adapters + ranks * logits)
+
+
+def _adapter_bytes(settings: ServerSettings, shapes: dict[str, tuple[int, ...]]) -> int:
+    matrices = [shape for name, shape in shapes.items() if len(shape) == 2 and "embed" not in name]
+    return TRAINED_BYTES * settings.model.max_lora_rank * sum(rows + columns for rows, columns in matrices)
 
 
 def available_bytes(settings: ServerSettings) -> int | None:

@@ -230,27 +230,33 @@ class Orchestrator:
     async def _validate_group(self, context: OrchestratorContext, attached: commands.AttachReply) -> str | None:
         """Why this group must not be used. Also decides about the dispatch that the last group may have died of."""
         state = context.store.state
-        reason = "it was quarantined" if attached.group in self._quarantined_groups else None
-        reason = reason or reject_reason(state, attached.group, attached.applied)
+        if attached.group in self._quarantined_groups:
+            return "it was quarantined"
+        reason = reject_reason(state, attached.group, attached.applied)
         if reason is not None:
             return reason
         suspect, self._suspect = self._suspect, None
-        if suspect is not None and suspect[1] != attached.group and suspect[0] in state.dispatches:
-            number = suspect[0]
-            if attached.exhausted is not None and await self._fail_oversized(context, number, attached.exhausted):
-                return None
-            # A sampling slice is not replayed but composed again: slices that groups die of in a row count as one.
-            is_slice = state.dispatches[number].quantum is not None
-            counted = ALL_SLICES if is_slice else number
-            if is_slice and state.last_slice > self._last_deadly:
-                self._deaths.pop(ALL_SLICES, None)
-            self._last_deadly = number
-            self._deaths[counted] = self._deaths.get(counted, 0) + 1
-            if self._deaths[counted] >= MAX_GROUP_DEATHS:
-                self._deaths.pop(counted)
-                reason = f"{MAX_GROUP_DEATHS} groups of ranks died in this operation"
-                await context.store.commit(FailDispatch(number, reason, self._clock.wall_s()))
+        if suspect is None or suspect[1] == attached.group or suspect[0] not in state.dispatches:
+            return None
+        number, exhausted = suspect[0], attached.exhausted
+        if exhausted is None or not await self._fail_oversized(context, number, exhausted):
+            await self._count_death(context, number)
         return None
+
+    async def _count_death(self, context: OrchestratorContext, number: int) -> None:
+        """A group of ranks died in this dispatch, and nothing says why. It fails when too many groups have."""
+        state = context.store.state
+        # A sampling slice is not replayed but composed again: slices that groups die of in a row count as one.
+        is_slice = state.dispatches[number].quantum is not None
+        counted = ALL_SLICES if is_slice else number
+        if is_slice and state.last_slice > self._last_deadly:
+            self._deaths.pop(ALL_SLICES, None)
+        self._last_deadly = number
+        self._deaths[counted] = self._deaths.get(counted, 0) + 1
+        if self._deaths[counted] >= MAX_GROUP_DEATHS:
+            self._deaths.pop(counted)
+            reason = f"{MAX_GROUP_DEATHS} groups of ranks died in this operation"
+            await context.store.commit(FailDispatch(number, reason, self._clock.wall_s()))
 
     async def _fail_oversized(
         self, context: OrchestratorContext, number: int, exhausted: commands.RowOutOfMemory

@@ -314,16 +314,17 @@ class RankSession:
             return
         self._oldest_since_s = store.clock.monotonic_s()
         self._progressed.set()
-        if reply.number > self._replay_through:
+        replayed = reply.number <= self._replay_through
+        if not replayed:
             store.telemetry.record_reply(reply)
-        if reply.number > self._replay_through and sent.kind == SNAPSHOT:
-            failures = [result.message for result in reply.results if isinstance(result, ops.Failed)]
-            store.submit_nowait(CompleteSnapshotCopy(reply.number, failures[0] if failures else None))
+        failure = _first_failure(reply.results)
+        if sent.kind == SNAPSHOT and not replayed:
+            store.submit_nowait(CompleteSnapshotCopy(reply.number, failure))
             return
         context.throughput.record(sent.kind, sent.tokens, reply.timing.total_s)
-        if sent.longest_row and not any(isinstance(result, ops.Failed) for result in reply.results):
+        if sent.longest_row and failure is None:
             self._rows.succeeded(sent.longest_row)
-        if reply.number <= self._replay_through:
+        if replayed:
             return
         free_bytes = MAX_INLINE_RESULT_BYTES - store.state.futures.result_bytes
         inline_bytes = min(ops.INLINE_BYTES, max(free_bytes, 0))
@@ -390,6 +391,10 @@ def _longest(work: commands.Work, operations: Sequence[ops.Operation]) -> int:
 
 def _results(reply: commands.DispatchReply) -> Sequence[ops.Result]:
     return reply.results if reply.sampled is None else [sample_result(ended.outcome) for ended in reply.sampled.ended]
+
+
+def _first_failure(results: Sequence[ops.Result]) -> str | None:
+    return next((result.message for result in results if isinstance(result, ops.Failed)), None)
 
 
 def _completion(

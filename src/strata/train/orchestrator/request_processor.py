@@ -38,35 +38,25 @@ class RequestProcessor:
         self._checkpoints = checkpoints
         self._fetch = fetch
 
-    async def work(  # noqa: PLR0911 - one arm per kind
+    async def work(
         self, dispatch: Dispatch, operations: Sequence[ops.Operation], ranks: int, tenants: Sequence[str] = ()
     ) -> commands.Work:
         """Deterministic: the same for the same dispatch. NOT_FOUND or CORRUPT if a payload is lost."""
-        passes = [each for each in operations if isinstance(each, ops.ForwardBackward)]
-        if passes:
+        if passes := [each for each in operations if isinstance(each, ops.ForwardBackward)]:
             return await self._pass(dispatch, passes, ranks)
         if dispatch.quantum is not None:
             return _sampling_slice(dispatch, dispatch.quantum, operations, tenants)
-        steps = [each for each in operations if isinstance(each, ops.OptimStep)]
-        if steps:
+        if steps := [each for each in operations if isinstance(each, ops.OptimStep)]:
             return commands.StepsCommand(steps)
         (operation,) = operations
-        path = str(self._checkpoints / dispatch.path)
-        if self._fetch is not None and dispatch.path and isinstance(operation, ops.LoadWeights | ops.OpenSampler):
-            await self._fetch(dispatch.path)
-        match operation:
-            case ops.SaveWeights():
-                return commands.SaveState(operation, path)
-            case ops.SyncWeights():
-                return commands.SaveState(operation.save(), path)
-            case ops.LoadWeights():
-                return commands.LoadState(operation, path)
-            case ops.SaveSampler() | ops.OpenSampler():
-                return commands.MakeSampler(operation, path, dispatch.close)
-            case ops.ForwardBackward() | ops.OptimStep() | ops.MalformedOperation() | SampleOperation():
-                raise AssertionError(f"{type(operation).__name__} is not dispatched alone")
-            case _:
-                return commands.ManageModel(operation)
+        if isinstance(operation, ops.LoadWeights | ops.OpenSampler):
+            await self._restore_files(dispatch.path)
+        return _single(dispatch, operation, str(self._checkpoints / dispatch.path))
+
+    async def _restore_files(self, path: str) -> None:
+        """Of the checkpoint at this path, if it is only in the object store."""
+        if self._fetch is not None and path:
+            await self._fetch(path)
 
     async def _pass(
         self, dispatch: Dispatch, passes: Sequence[ops.ForwardBackward], ranks: int
@@ -104,6 +94,23 @@ async def retry_unavailable(make: Callable[[], Awaitable[T]], clock: Clock, limi
         chance=no_jitter,
         on_retry=lambda error, _: _log.warning("dispatch_input_unavailable", reason=str(error)),
     )
+
+
+def _single(dispatch: Dispatch, operation: ops.Operation, path: str) -> commands.Work:
+    """The work of an operation that is dispatched alone."""
+    match operation:
+        case ops.SaveWeights():
+            return commands.SaveState(operation, path)
+        case ops.SyncWeights():
+            return commands.SaveState(operation.save(), path)
+        case ops.LoadWeights():
+            return commands.LoadState(operation, path)
+        case ops.SaveSampler() | ops.OpenSampler():
+            return commands.MakeSampler(operation, path, dispatch.close)
+        case ops.ForwardBackward() | ops.OptimStep() | ops.MalformedOperation() | SampleOperation():
+            raise AssertionError(f"{type(operation).__name__} is not dispatched alone")
+        case _:
+            return commands.ManageModel(operation)
 
 
 def _sampling_slice(

@@ -85,6 +85,11 @@ def _check_sparse(path: str, tensor: Sparse, count: int) -> None:
         raise invalid_field(f"{path}.crow_indices", f"has {crow.size} entries for {rows} rows, not {rows + 1}")
     if crow[0] != 0 or crow[-1] != count or (np.diff(crow) < 0).any():
         raise invalid_field(f"{path}.crow_indices", f"does not go up from 0 to the {count} values")
+    _check_columns(path, crow, col, columns)
+
+
+def _check_columns(path: str, crow: npt.NDArray[Any], col: npt.NDArray[Any], columns: int) -> None:
+    count = int(crow[-1])
     if col.size != count:
         raise invalid_field(f"{path}.col_indices", f"has {col.size} entries for {count} values")
     if count and not (col.min() >= 0 and col.max() < columns):

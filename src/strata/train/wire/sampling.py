@@ -59,15 +59,15 @@ class SamplingParamsBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
 
     def to_core(self) -> SampleParams:
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        if stop is not None and len(stop) > MAX_STOPS:
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
+        if len(stop) > MAX_STOPS:
             raise invalid_field("sampling_params.stop", f"has {len(stop)} entries; at most {MAX_STOPS} are looked for")
         return SampleParams(
             max_tokens=self.max_tokens,
             seed=self.seed,
-            stop_tokens=tuple(each for each in stop or () if isinstance(each, int)),
-            stop_strings=tuple(each for each in stop or () if isinstance(each, str)),
-            end_tokens=stop is None or len(stop) > 0,
+            stop_tokens=tuple(each for each in stop if isinstance(each, int)),
+            stop_strings=tuple(each for each in stop if isinstance(each, str)),
+            end_tokens=self.stop is None or len(stop) > 0,
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
