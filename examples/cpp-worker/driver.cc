@@ -242,7 +242,7 @@ class Driver {
       {"follow", [this](const json&) { return worker().follow(), identity(); }},
       {"commands", [this](const json& given) { return take_commands(given); }},
       {"leave", does([this](const json&) {
-         // Whatever comes of it, this life is over.
+         // Whatever comes of it, this incarnation is over.
          const auto leaving = std::move(worker_);
          if (!leaving) throw Error(grpc::StatusCode::FAILED_PRECONDITION, "the worker is not joined");
          leaving->leave();

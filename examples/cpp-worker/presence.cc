@@ -1,7 +1,7 @@
-// Signs of life: the threads of heartbeats and of the presence stream, and the commands that both bring.
+// The threads of heartbeats and of the presence stream, and the commands that both bring.
 #include <algorithm>
 
-#include "life.h"
+#include "session.h"
 
 namespace strata {
 namespace {
@@ -10,12 +10,12 @@ using Stub = v1::Coordinator::Stub;
 
 }  // namespace
 
-void Life::beat_forever() {
+void Session::heartbeat_loop() {
   int failures = 0;
   while (!background_.stopped()) {
     Milliseconds wait;
     try {
-      beat_once();
+      send_heartbeat();
       failures = 0;
       const std::lock_guard lock(mutex_);
       wait = interval_;
@@ -29,11 +29,11 @@ void Life::beat_forever() {
   }
 }
 
-v1::HeartbeatRequest Life::heartbeat() {
+v1::HeartbeatRequest Session::heartbeat() {
   v1::HeartbeatRequest request;
   const auto progress = leases.progress();
   const std::lock_guard lock(mutex_);
-  // What a life that failed made of its samples is nothing to count on.
+  // What an incarnation that failed made of its samples is nothing to count on.
   if (status_ != v1::WORKER_STATUS_ERROR) *request.mutable_progress() = {progress.begin(), progress.end()};
   *request.mutable_resources() = telemetry_.usage();
   request.set_job_id(identity_.job);
@@ -48,7 +48,7 @@ v1::HeartbeatRequest Life::heartbeat() {
   return request;
 }
 
-void Life::beat_once() {
+void Session::send_heartbeat() {
   Milliseconds interval;
   bool joined = false;
   {
@@ -76,13 +76,13 @@ void Life::beat_once() {
     interval_ = Milliseconds(reply.heartbeat_interval_ms());
   }
   if (!reply.token().empty()) link_.use_token(reply.token());
-  hear(reply.generation(), reply.leader_epoch(), reply.commands());
+  on_job_update(reply.generation(), reply.leader_epoch(), reply.commands());
   // A call that is under way may bring a lease that would not be named, and so go to somebody else: then later.
   const std::unique_lock lock(asking, std::try_to_lock);
   if (lock.owns_lock()) reattach(&background_);
 }
 
-void Life::reattach(Background* background) {
+void Session::reattach(Background* background) {
   {
     const std::lock_guard lock(mutex_);
     if (heard_epoch_ <= leader_epoch_) return;
@@ -90,10 +90,10 @@ void Life::reattach(Background* background) {
   register_worker(false, background);
 }
 
-void Life::attach_forever() {
+void Session::presence_loop() {
   for (int failures = 0; !background_.stopped(); ++failures) {
     const auto began = std::chrono::steady_clock::now();
-    attach_once();
+    open_presence();
     if (std::chrono::steady_clock::now() - began > std::chrono::seconds(1)) failures = 0;
     {
       const std::lock_guard lock(mutex_);
@@ -104,7 +104,7 @@ void Life::attach_forever() {
   }
 }
 
-grpc::Status Life::attach_once() {
+grpc::Status Session::open_presence() {
   const Identity me = identity();
   v1::AttachRequest request;
   request.set_job_id(me.job);
@@ -121,7 +121,7 @@ grpc::Status Life::attach_once() {
       attached_ = true;
     }
     attached_changed_.notify_all();
-    hear(news.generation(), news.leader_epoch(), news.commands());
+    on_job_update(news.generation(), news.leader_epoch(), news.commands());
   }
   const grpc::Status status = stream->Finish();
   background_.leave(&context);
@@ -133,8 +133,8 @@ grpc::Status Life::attach_once() {
   return status;
 }
 
-void Life::hear(std::uint64_t generation, std::uint32_t leader_epoch,
-                const google::protobuf::RepeatedPtrField<v1::Command>& commands) {
+void Session::on_job_update(std::uint64_t generation, std::uint32_t leader_epoch,
+                            const google::protobuf::RepeatedPtrField<v1::Command>& commands) {
   const std::lock_guard lock(mutex_);
   current_ = std::max(current_, generation);
   const bool another_leads = leader_epoch > heard_epoch_;
@@ -144,7 +144,7 @@ void Life::hear(std::uint64_t generation, std::uint32_t leader_epoch,
 }
 
 // A command that is known was not acknowledged yet, or its ack got lost: it is carried out once.
-void Life::receive(const v1::Command& message) {
+void Session::receive(const v1::Command& message) {
   const auto same = [&](const Command& each) { return each.command_id == message.command_id(); };
   if (!seen_.insert(message.command_id()).second) {
     if (std::none_of(waiting_.begin(), waiting_.end(), same)) to_ack_.insert(message.command_id());
@@ -172,22 +172,22 @@ void Life::receive(const v1::Command& message) {
   }
 }
 
-bool Life::stopping() const {
+bool Session::stopping() const {
   const std::lock_guard lock(mutex_);
   return stopping_;
 }
 
-bool Life::draining() const {
+bool Session::draining() const {
   const std::lock_guard lock(mutex_);
   return draining_;
 }
 
-bool Life::waits(CommandKind kind) const {
+bool Session::waits(CommandKind kind) const {
   const std::lock_guard lock(mutex_);
   return std::any_of(waiting_.begin(), waiting_.end(), [&](const Command& each) { return each.kind == kind; });
 }
 
-std::vector<Command> Life::take_commands(std::optional<CommandKind> kind) {
+std::vector<Command> Session::take_commands(std::optional<CommandKind> kind) {
   const std::lock_guard lock(mutex_);
   std::vector<Command> taken, left;
   for (const auto& each : waiting_) {

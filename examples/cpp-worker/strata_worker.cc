@@ -8,7 +8,7 @@
 
 #include "files.h"
 #include "leases.h"
-#include "life.h"
+#include "session.h"
 
 namespace strata {
 namespace {
@@ -75,9 +75,9 @@ struct Worker::Known {
   std::uint64_t num_shards = 0;
 };
 
-Worker::Worker(const Settings& settings) : life_(std::make_unique<Life>(settings)) {
-  life_->begin();
-  if (!life_->recover_first()) return;
+Worker::Worker(const Settings& settings) : session_(std::make_unique<Session>(settings)) {
+  session_->begin();
+  if (!session_->recover_first()) return;
   start_ = recover("start");
   start_taken_ = !start_;
 }
@@ -85,7 +85,7 @@ Worker::Worker(const Settings& settings) : life_(std::make_unique<Life>(settings
 Worker::~Worker() {
   if (left_) return;
   try {
-    life_->fail();
+    session_->fail();
   } catch (const Error&) {
     // The coordinator will notice the silence.
   }
@@ -105,14 +105,14 @@ void Worker::check_started() const {
 
 void Worker::leave(const std::string& reason) {
   left_ = true;
-  life_->leave(reason);
+  session_->leave(reason);
 }
 
-Identity Worker::identity() const { return life_->identity(); }
-std::map<std::string, std::string> Worker::parameters() const { return life_->parameters(); }
-bool Worker::should_stop() const { return life_->stopping() || life_->draining(); }
-bool Worker::should_checkpoint() const { return life_->waits(CommandKind::kCheckpointNow); }
-std::vector<Command> Worker::commands() { return life_->take_commands(); }
+Identity Worker::identity() const { return session_->identity(); }
+std::map<std::string, std::string> Worker::parameters() const { return session_->parameters(); }
+bool Worker::should_stop() const { return session_->stopping() || session_->draining(); }
+bool Worker::should_checkpoint() const { return session_->waits(CommandKind::kCheckpointNow); }
+std::vector<Command> Worker::commands() { return session_->take_commands(); }
 
 // Data
 
@@ -124,7 +124,7 @@ std::uint64_t Worker::dataset(const Dataset& dataset) {
 
 void Worker::confirm(const std::string& dataset_id) {
   Known& known = datasets_[dataset_id];
-  const auto ack = life_->call<v1::DatasetInfo, v1::DatasetAck>(&Stub::AckDataset, [&](const Identity& me) {
+  const auto ack = session_->call<v1::DatasetInfo, v1::DatasetAck>(&Stub::AckDataset, [&](const Identity& me) {
     auto request = from<v1::DatasetInfo>(me);
     request.MergeFrom(known.message);
     return request;
@@ -141,60 +141,60 @@ void Worker::for_each_shard(const std::string& dataset_id, std::uint32_t epoch,
   }
 }
 
-void Worker::restart(const std::string& dataset_id, std::uint32_t epoch) { life_->leases.restart(dataset_id, epoch); }
+void Worker::restart(const std::string& dataset_id, std::uint32_t epoch) { session_->leases.restart(dataset_id, epoch); }
 
 std::optional<Shard> Worker::next_shard(const std::string& dataset_id, std::uint32_t epoch, std::uint32_t at_once) {
   check_started();
   for (;;) {
-    life_->settle();
+    session_->sync_generation();
     // Leaving acks what is consumed.
-    if (life_->stopping()) return std::nullopt;
-    if (const auto held = life_->leases.next_unread(dataset_id, epoch)) {
-      life_->set_status(v1::WORKER_STATUS_TRAINING);
+    if (session_->stopping()) return std::nullopt;
+    if (const auto held = session_->leases.next_unread(dataset_id, epoch)) {
+      session_->set_status(v1::WORKER_STATUS_TRAINING);
       return shard_of(dataset_id, epoch, held->shard, held->at);
     }
-    if (life_->draining()) return std::nullopt;
-    life_->set_status(v1::WORKER_STATUS_LOADING_DATA);
+    if (session_->draining()) return std::nullopt;
+    session_->set_status(v1::WORKER_STATUS_LOADING_DATA);
     if (ask(dataset_id, epoch, std::max(at_once, 1u), kWaitForShards)) return std::nullopt;
   }
 }
 
 // Acks, and asks for `count` shards or none; whether the epoch is over.
 bool Worker::ask(const std::string& dataset_id, std::uint32_t epoch, std::uint32_t count, Milliseconds wait) {
-  const std::lock_guard lock(life_->asking);
-  life_->reattach();
+  const std::lock_guard lock(session_->asking);
+  session_->reattach();
   std::vector<Sent> sent;
-  const auto reply = life_->call<v1::ShardRequest, v1::ShardAssignment>(
+  const auto reply = session_->call<v1::ShardRequest, v1::ShardAssignment>(
       &Stub::GetNextShards,
       [&](const Identity& me) {
-        sent = life_->leases.acks(dataset_id);
+        sent = session_->leases.acks(dataset_id);
         auto request = from<v1::ShardRequest>(me);
         request.set_dataset_id(dataset_id);
         request.set_epoch(epoch);
         request.set_generation(me.generation);
         request.set_explicit_acks(true);
         for (const auto& each : sent) *request.add_acks() = each.message;
-        for (const std::uint64_t lease_id : life_->leases.ids(dataset_id)) request.add_held_leases(lease_id);
+        for (const std::uint64_t lease_id : session_->leases.ids(dataset_id)) request.add_held_leases(lease_id);
         request.set_max_shards(count);
         request.set_acks_only(count == kAcksOnly);
         request.set_wait_ms(static_cast<std::uint32_t>(wait.count()));
         return request;
       },
       wait + kAttempt);
-  life_->leases.confirm(sent, reply.rejected_leases());
-  life_->leases.take(dataset_id, epoch, reply.shards());
+  session_->leases.confirm(sent, reply.rejected_leases());
+  session_->leases.take(dataset_id, epoch, reply.shards());
   return reply.end_of_epoch();
 }
 
-void Worker::done(const Shard& shard) { life_->leases.consume(shard.lease_id, std::nullopt); }
-void Worker::progress(const Shard& shard, std::uint64_t until) { life_->leases.consume(shard.lease_id, until); }
-void Worker::fail(const Shard& shard, const std::string& reason) { life_->leases.fail(shard.lease_id, reason); }
+void Worker::done(const Shard& shard) { session_->leases.consume(shard.lease_id, std::nullopt); }
+void Worker::progress(const Shard& shard, std::uint64_t until) { session_->leases.consume(shard.lease_id, until); }
+void Worker::fail(const Shard& shard, const std::string& reason) { session_->leases.fail(shard.lease_id, reason); }
 
 void Worker::flush() {
-  for (const auto& [dataset_id, epoch] : life_->leases.unacked()) ask(dataset_id, epoch, kAcksOnly, Milliseconds(0));
+  for (const auto& [dataset_id, epoch] : session_->leases.unacked()) ask(dataset_id, epoch, kAcksOnly, Milliseconds(0));
   // A heartbeat may have learned of the eviction before us; then nothing is left to ack, and nothing counts.
-  life_->throw_failure();
-  life_->check_leases();
+  session_->throw_failure();
+  session_->check_leases();
 }
 
 std::vector<Shard> Worker::step_shards(const std::string& dataset_id, std::uint64_t step) {
@@ -207,7 +207,7 @@ std::vector<Shard> Worker::step_shards(const std::string& dataset_id, std::uint6
   const std::uint64_t batch = known->second.message.global_batch_shards();
   const std::uint64_t steps = (known->second.num_shards + batch - 1) / batch;
   const auto epoch = static_cast<std::uint32_t>(step / steps);
-  const auto reply = life_->call<v1::ShardRequest, v1::ShardAssignment>(&Stub::GetNextShards, [&](const Identity& me) {
+  const auto reply = session_->call<v1::ShardRequest, v1::ShardAssignment>(&Stub::GetNextShards, [&](const Identity& me) {
     auto request = from<v1::ShardRequest>(me);
     request.set_dataset_id(dataset_id);
     request.set_epoch(epoch);
@@ -225,14 +225,14 @@ std::vector<Shard> Worker::step_shards(const std::string& dataset_id, std::uint6
 
 void Worker::barrier(const std::string& barrier_id, Milliseconds timeout, std::uint32_t expected) {
   flush();
-  life_->set_status(v1::WORKER_STATUS_IDLE);
+  session_->set_status(v1::WORKER_STATUS_IDLE);
   for (;;) {
-    const auto reply = life_->call<v1::BarrierRequest, v1::BarrierResponse>(
+    const auto reply = session_->call<v1::BarrierRequest, v1::BarrierResponse>(
         &Stub::Barrier,
         [&](const Identity& me) {
           auto request = from<v1::BarrierRequest>(me);
           request.set_barrier_id(barrier_id);
-          request.set_step(life_->step().value_or(0));
+          request.set_step(session_->step().value_or(0));
           request.set_expected_participants(expected);
           request.set_generation(me.generation);
           request.set_timeout_ms(static_cast<std::uint32_t>(timeout.count()));
@@ -240,22 +240,22 @@ void Worker::barrier(const std::string& barrier_id, Milliseconds timeout, std::u
         },
         std::nullopt);
     if (reply.released()) return;
-    life_->outdate(reply.generation());
+    session_->mark_stale(reply.generation());
   }
 }
 
 void Worker::step(std::uint64_t number) {
-  life_->set_step(number);
-  life_->check();
+  session_->set_step(number);
+  session_->check();
 }
 
 // Checkpoints
 
 std::shared_ptr<const Capture> Worker::begin_checkpoint(std::uint64_t step) {
-  life_->check();
-  life_->take_commands(CommandKind::kCheckpointNow);
-  auto capture = std::make_shared<const Capture>(life_->leases.begin(random_name("checkpoint"), step));
-  life_->set_status(v1::WORKER_STATUS_CHECKPOINTING);
+  session_->check();
+  session_->take_commands(CommandKind::kCheckpointNow);
+  auto capture = std::make_shared<const Capture>(session_->leases.begin(random_name("checkpoint"), step));
+  session_->set_status(v1::WORKER_STATUS_CHECKPOINTING);
   return capture;
 }
 
@@ -268,7 +268,7 @@ Reported Worker::report_checkpoint(const Capture& capture, const std::string& pa
 
 Reported Worker::report_checkpoint(const Capture& capture, const std::string& uri, std::uint64_t size,
                                    const std::string& digest) {
-  const auto ack = life_->call<v1::CheckpointInfo, v1::CheckpointAck>(&Stub::ReportCheckpoint, [&](const Identity& me) {
+  const auto ack = session_->call<v1::CheckpointInfo, v1::CheckpointAck>(&Stub::ReportCheckpoint, [&](const Identity& me) {
     auto request = from<v1::CheckpointInfo>(me);
     request.set_checkpoint_id(capture.checkpoint_id);
     request.set_path(uri);
@@ -282,23 +282,23 @@ Reported Worker::report_checkpoint(const Capture& capture, const std::string& ur
     request.set_explicit_consumed(true);
     return request;
   });
-  life_->leases.end(capture);
-  life_->set_status(v1::WORKER_STATUS_TRAINING);
+  session_->leases.end(capture);
+  session_->set_status(v1::WORKER_STATUS_TRAINING);
   return {ack.step(),
           ack.committed(),
           {ack.missing_ranks().begin(), ack.missing_ranks().end()},
           {ack.tombstones().begin(), ack.tombstones().end()}};
 }
 
-void Worker::give_up_checkpoint(const Capture& capture) { life_->leases.end(capture); }
+void Worker::give_up_checkpoint(const Capture& capture) { session_->leases.end(capture); }
 
 std::optional<Manifest> Worker::recover(const std::string& reason, const std::string& bad_checkpoint_id) {
-  life_->set_status(v1::WORKER_STATUS_RECOVERING);
-  life_->leases.clear();
+  session_->set_status(v1::WORKER_STATUS_RECOVERING);
+  session_->leases.clear();
   const std::uint64_t observed = identity().generation;
   v1::RecoveryResponse reply;
   for (;;) {
-    reply = life_->call<v1::RecoveryRequest, v1::RecoveryResponse>(
+    reply = session_->call<v1::RecoveryRequest, v1::RecoveryResponse>(
         &Stub::RequestRecovery,
         [&](const Identity& me) {
           auto request = from<v1::RecoveryRequest>(me);
@@ -311,12 +311,12 @@ std::optional<Manifest> Worker::recover(const std::string& reason, const std::st
     if (reply.retry_after_ms() == 0) break;
     std::this_thread::sleep_for(Milliseconds(reply.retry_after_ms()));
   }
-  life_->adopt(reply.generation(), reply.rank(), reply.world_size());
+  session_->adopt(reply.generation(), reply.rank(), reply.world_size());
   start_taken_ = true;
   for (const auto& [dataset_id, known] : datasets_) confirm(dataset_id);
   return reply.has_checkpoint() ? std::optional(manifest_of(reply.checkpoint())) : std::nullopt;
 }
 
-void Worker::follow() { life_->follow(); }
+void Worker::follow() { session_->follow(); }
 
 }  // namespace strata

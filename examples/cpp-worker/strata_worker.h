@@ -99,12 +99,12 @@ struct Manifest {
 };
 
 struct Capture;
-class Life;
+class Session;
 
 class Worker {
  public:
   explicit Worker(const Settings& settings);
-  // Tells that this life failed, unless it left.
+  // Tells that this incarnation failed, unless it left.
   ~Worker();
   Worker(const Worker&) = delete;
 
@@ -166,7 +166,7 @@ class Worker {
   void confirm(const std::string& dataset_id);
   bool ask(const std::string& dataset_id, std::uint32_t epoch, std::uint32_t count, Milliseconds wait);
 
-  std::unique_ptr<Life> life_;
+  std::unique_ptr<Session> session_;
   std::map<std::string, Known> datasets_;
   std::optional<Manifest> start_;
   bool start_taken_ = true;

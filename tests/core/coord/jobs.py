@@ -36,7 +36,7 @@ from strata.coord.core.state import CoordState, JobIndexes, JobState, SoftState
 
 JOB: Final = "job"
 CORPUS: Final = "corpus"
-LIFE: Final = "life-1"
+INCARNATION: Final = "incarnation-1"
 SETTLE_S: Final = 0.2
 
 R = TypeVar("R", bound=Reply)
@@ -79,7 +79,7 @@ class Job:
         return self.submit(Tick()).facts
 
     def run(self, seconds: float, *, beating: Iterable[str] = ()) -> list[Fact]:
-        """Time goes by in small ticks while some workers give signs of life."""
+        """Time goes by in small ticks while some workers send heartbeats."""
         facts: list[Fact] = []
         end_s = self.now_s + seconds
         while self.now_s < end_s:
@@ -124,7 +124,7 @@ class Job:
 
     # Members
 
-    def register(self, worker_id: str, incarnation: str = LIFE, **fields: Any) -> Outcome:
+    def register(self, worker_id: str, incarnation: str = INCARNATION, **fields: Any) -> Outcome:
         return self.submit(Register(JOB, RegisteredWorker(worker_id=worker_id, incarnation=incarnation, **fields)))
 
     def join(self, *worker_ids: str, **fields: Any) -> None:

@@ -87,7 +87,7 @@ def test_whoever_goes_those_who_wait_hear_it_with_the_next_tick(how: str) -> Non
     elif how == "fails":
         job.submit(Heartbeat(job.caller("w1"), failed=True))
     else:
-        job.register("w1", "life-2")
+        job.register("w1", "incarnation-2")
     assert BarrierDecided(JOB, 1, "b", BarrierVerdict.MEMBERSHIP_CHANGED) in job.tick(after_s=0.1)
 
 

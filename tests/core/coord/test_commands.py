@@ -74,8 +74,8 @@ def test_a_command_is_dropped_for_a_worker_that_is_lost() -> None:
     job.submit(IssueCommand(JOB, CommandKind.RELOAD))
     job.submit(Leave(job.caller("w1")))
     assert list(job.job.commands) == [2]
-    job.register("w1", "life-2")
-    assert kinds(job, "w1") == [], "its next life did nothing to be told"
+    job.register("w1", "incarnation-2")
+    assert kinds(job, "w1") == [], "its next incarnation did nothing to be told"
     job.beat("w0", acked_commands=(2,))
     assert job.job.commands == {}
 

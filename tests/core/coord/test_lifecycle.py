@@ -77,7 +77,7 @@ def test_a_deterministic_job_is_finished_when_its_workers_say_so() -> None:
 def test_a_finished_job_takes_no_worker_and_says_what_to_do() -> None:
     job = finished()
     for worker_id in ("w0", "w1"):
-        refused = job.refusal(Register(JOB, RegisteredWorker(worker_id=worker_id, incarnation="life-2")))
+        refused = job.refusal(Register(JOB, RegisteredWorker(worker_id=worker_id, incarnation="incarnation-2")))
         assert (refused.code, refused.detail["reason"]) == (Code.PRECONDITION, "job-finished")
         assert "strata gang reset job" in str(refused)
 
@@ -89,7 +89,7 @@ def test_a_reset_begins_the_next_run_from_the_beginning() -> None:
     generation = job.job.generation
     job.submit(ResetJob(JOB))
     assert (job.job.status, job.job.run, job.job.checkpoints) == (GangStatus.CREATED, 2, [])
-    job.register("w0", "life-2")
+    job.register("w0", "incarnation-2")
     job.settle()
     assert job.job.generation > generation, "fencing outlives runs"
     job.register_dataset()
@@ -99,7 +99,7 @@ def test_a_reset_begins_the_next_run_from_the_beginning() -> None:
 def test_a_process_of_the_old_run_does_not_come_back_in_the_new_one() -> None:
     job = finished()
     job.submit(ResetJob(JOB))
-    refused = job.refusal(Register(JOB, RegisteredWorker(worker_id="w0", incarnation="life-1")))
+    refused = job.refusal(Register(JOB, RegisteredWorker(worker_id="w0", incarnation="incarnation-1")))
     assert (refused.code, refused.detail["reason"]) == (Code.STALE, "stale-incarnation")
 
 
@@ -107,7 +107,7 @@ def test_a_reset_that_is_sent_again_ends_no_other_run() -> None:
     job = finished()
     for _ in range(2):
         job.submit(ResetJob(JOB, run=1))
-    job.register("w0", "life-2")
+    job.register("w0", "incarnation-2")
     assert job.submit(ResetJob(JOB, run=1)).facts == ()
     assert job.job.run == 2
 
@@ -131,9 +131,9 @@ def test_a_deleted_job_is_forgotten_and_its_name_is_free() -> None:
 
 def test_no_more_workers_join_than_the_job_may_have() -> None:
     job = Job(JobConfig(max_workers=2), workers=2)
-    refused = job.refusal(Register(JOB, RegisteredWorker(worker_id="w2", incarnation="life-1")))
+    refused = job.refusal(Register(JOB, RegisteredWorker(worker_id="w2", incarnation="incarnation-1")))
     assert refused.code is Code.EXHAUSTED
-    job.register("w1", "life-2")
+    job.register("w1", "incarnation-2")
     leave(job, "w0")
     job.register("w2")
     assert set(job.job.members) == {"w1", "w2"}

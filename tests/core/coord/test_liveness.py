@@ -1,4 +1,4 @@
-"""Signs of life: every call is one, silence is measured by what workers were told, ended lives stay ended."""
+"""Liveness: every call shows it, silence is measured by what workers were told, incarnations that ended stay ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from strata.base.errors import Code
 from strata.coord.core.facts import Fact, JobConfig, RegisteredWorker, ShardAcked, WorkerLost
 from strata.coord.core.inputs import Ack, CallClosed, CallOpened, Detached, Heartbeat, Leave, NextShards, Register
 from strata.coord.core.liveness import interval_s
-from tests.core.coord.jobs import CORPUS, JOB, LIFE, Job
+from tests.core.coord.jobs import CORPUS, INCARNATION, JOB, Job
 
 LIMIT_S = 15.0
 
@@ -40,17 +40,17 @@ def test_a_worker_lives_that_calls(call: str) -> None:
     assert list(lost(job.run(2.0, beating=["w1"]))) == ["w0"]
 
 
-def test_a_refused_call_is_a_sign_of_life_too() -> None:
+def test_a_refused_call_shows_liveness_too() -> None:
     job = Job(workers=2)
     job.run(LIMIT_S - 1.0, beating=["w1"])
     job.refusal(NextShards(job.caller("w0"), "no such dataset", 0))
     assert lost(job.run(2.0, beating=["w1"])) == {}
 
 
-def test_a_call_of_a_life_that_is_over_says_nothing_about_the_next() -> None:
+def test_a_call_of_an_incarnation_that_is_over_says_nothing_about_the_next() -> None:
     job = Job(workers=2)
     first = job.caller("w0")
-    job.register("w0", "life-2")
+    job.register("w0", "incarnation-2")
     job.settle()
     job.run(LIMIT_S - 1.0, beating=["w1"])
     job.refusal(NextShards(first, CORPUS, 0))
@@ -81,10 +81,10 @@ def test_who_waits_for_our_answer_is_there_until_the_call_ends() -> None:
     assert job.soft.open_calls == {}
 
 
-def test_the_open_call_of_an_earlier_life_does_not_keep_the_next_one_alive() -> None:
+def test_the_open_call_of_an_earlier_incarnation_does_not_keep_the_next_one_alive() -> None:
     job = Job(workers=2)
     job.submit(CallOpened(job.caller("w0")))
-    job.register("w0", "life-2")
+    job.register("w0", "incarnation-2")
     job.settle()
     assert list(lost(job.run(LIMIT_S + 1.0, beating=["w1"]))) == ["w0"]
 
@@ -120,7 +120,7 @@ def test_the_interval_grows_with_the_fleet_so_that_the_beats_stay_below_the_rate
 def test_all_jobs_of_a_coordinator_are_one_fleet() -> None:
     job = fleet(30, heartbeats_per_s=10.0)
     for number in range(70):
-        job.submit(Register("other", RegisteredWorker(worker_id=f"x{number}", incarnation=LIFE)))
+        job.submit(Register("other", RegisteredWorker(worker_id=f"x{number}", incarnation=INCARNATION)))
     job.tick()
     assert interval_s(job.state, job.job) == 10.0
 
@@ -148,19 +148,19 @@ def test_after_the_fleet_shrank_those_who_know_the_longer_interval_only_are_not_
 # Lives
 
 
-def test_a_life_that_another_one_followed_never_comes_back() -> None:
+def test_an_incarnation_that_another_one_followed_never_comes_back() -> None:
     job = Job(workers=2)
-    job.register("w0", "life-2")
-    refused = job.refusal(Register(JOB, RegisteredWorker(worker_id="w0", incarnation=LIFE)))
+    job.register("w0", "incarnation-2")
+    refused = job.refusal(Register(JOB, RegisteredWorker(worker_id="w0", incarnation=INCARNATION)))
     assert (refused.code, refused.detail["reason"]) == (Code.STALE, "stale-incarnation")
     job.submit(Leave(job.caller("w0")))
     job.restart()
-    assert job.refusal(Register(JOB, RegisteredWorker(worker_id="w0", incarnation=LIFE))).code is Code.STALE
-    job.register("w0", "life-2")
+    assert job.refusal(Register(JOB, RegisteredWorker(worker_id="w0", incarnation=INCARNATION))).code is Code.STALE
+    job.register("w0", "incarnation-2")
     assert "w0" in job.job.members
 
 
-def test_an_evicted_life_whose_place_is_free_may_come_back_and_one_whose_place_was_taken_may_not() -> None:
+def test_an_evicted_incarnation_whose_place_is_free_may_come_back_and_one_whose_place_was_taken_may_not() -> None:
     job = Job(workers=2)
     job.run(LIMIT_S + 1.0, beating=["w1"])
     assert job.refusal(Heartbeat(job.caller("w0"))).detail["reason"] == "evicted"
@@ -168,11 +168,11 @@ def test_an_evicted_life_whose_place_is_free_may_come_back_and_one_whose_place_w
     job.settle()
     assert "w0" in job.job.ranks
     job.run(LIMIT_S + 1.0, beating=["w1"])
-    job.register("w0", "life-2")
-    assert job.refusal(Register(JOB, RegisteredWorker(worker_id="w0", incarnation=LIFE))).code is Code.STALE
+    job.register("w0", "incarnation-2")
+    assert job.refusal(Register(JOB, RegisteredWorker(worker_id="w0", incarnation=INCARNATION))).code is Code.STALE
 
 
-def test_a_life_that_comes_back_is_known_by_what_it_acked() -> None:
+def test_an_incarnation_that_comes_back_is_known_by_what_it_acked() -> None:
     job = Job(workers=2)
     job.register_dataset()
     (lease,) = job.take("w0")
@@ -183,7 +183,7 @@ def test_a_life_that_comes_back_is_known_by_what_it_acked() -> None:
     job.settle()
     assert lease in job.job.members["w0"].acked
     assert job.ack("w0", Ack(lease)).stale == ()
-    job.register("w0", "life-2")
+    job.register("w0", "incarnation-2")
     assert job.job.members["w0"].acked == []
 
 

@@ -144,7 +144,7 @@ def test_a_field_that_a_later_version_adds_does_not_stop_this_one() -> None:
 
 
 def test_a_snapshot_and_facts_of_an_earlier_version_still_load() -> None:
-    """As they were written before shares, requests, arguments and ended lives were known."""
+    """As they were written before shares, requests, arguments and incarnations that are over were known."""
     config = {"heartbeat_interval_s": 5.0, "missed_beats": 3, "min_workers": 1}
     worker = {"worker_id": "w0", "incarnation": "a", "weight": 1.0}
     saved = msgspec.msgpack.encode(

@@ -36,7 +36,7 @@ from strata.coord.core.machine import CoordMachine
 from strata.coord.core.members import rank_of
 from strata.coord.core.state import EVICTED_KEPT
 from strata.journal.port import MAX_FACT_BYTES
-from tests.core.coord.jobs import CORPUS, JOB, LIFE, Job
+from tests.core.coord.jobs import CORPUS, INCARNATION, JOB, Job
 
 LIMIT_S = 15.0
 """Silence that the default configuration allows."""
@@ -52,7 +52,7 @@ def lost(facts: Any) -> dict[str, str]:
 def test_the_first_registration_creates_its_job_with_the_default_configuration() -> None:
     machine = CoordMachine()
     state = machine.initial()
-    worker = RegisteredWorker(worker_id="w0", incarnation=LIFE)
+    worker = RegisteredWorker(worker_id="w0", incarnation=INCARNATION)
     _, outcome = machine.decide(state, Register("default", worker), 0.0)
     assert outcome.facts == (JobCreated("default", JobConfig()), WorkerJoined("default", worker))
 
@@ -88,13 +88,13 @@ def test_a_configuration_nobody_could_work_with_is_refused_when_the_job_is_made(
 def test_a_worker_with_an_impossible_weight_is_refused_and_not_everybody_else_later(weight: float) -> None:
     job = Job(workers=1)
     job.register_dataset()
-    refused = job.refusal(Register(JOB, RegisteredWorker(worker_id="w1", incarnation=LIFE, weight=weight)))
+    refused = job.refusal(Register(JOB, RegisteredWorker(worker_id="w1", incarnation=INCARNATION, weight=weight)))
     assert (refused.code, "weight" in refused.message) == (Code.INVALID, True)
     assert job.next("w0").leases
 
 
 def test_a_worker_without_a_name_is_refused() -> None:
-    assert Job().refusal(Register(JOB, RegisteredWorker(worker_id="", incarnation=LIFE))).code is Code.INVALID
+    assert Job().refusal(Register(JOB, RegisteredWorker(worker_id="", incarnation=INCARNATION))).code is Code.INVALID
 
 
 def test_workers_without_weight_own_nothing_and_read_all_the_same() -> None:
@@ -104,15 +104,15 @@ def test_workers_without_weight_own_nothing_and_read_all_the_same() -> None:
     assert sorted(job.read("w0")) == list(range(40))
 
 
-def test_the_same_life_again_is_no_fact() -> None:
+def test_the_same_incarnation_again_is_no_fact() -> None:
     job = Job(workers=1)
     assert job.register("w0").facts == ()
 
 
-def test_a_second_life_fences_the_first() -> None:
+def test_a_second_incarnation_fences_the_first() -> None:
     job = Job(workers=2)
     first = job.caller("w0")
-    facts = job.register("w0", "life-2").facts
+    facts = job.register("w0", "incarnation-2").facts
     assert [type(fact) for fact in facts] == [WorkerLost, WorkerJoined]
     job.settle()
     assert list(job.job.ranks) == ["w0", "w1"], "the id keeps its rank"
@@ -130,7 +130,7 @@ def test_a_worker_that_states_no_incarnation_is_the_current_one() -> None:
 def test_a_place_is_told_only_in_a_settled_generation() -> None:
     job = Job(workers=2)
     place = rank_of(job.job, "w1")
-    assert (place.generation, place.rank, place.world_size, place.incarnation) == (1, 1, 2, LIFE)
+    assert (place.generation, place.rank, place.world_size, place.incarnation) == (1, 1, 2, INCARNATION)
     job.register("w2")
     assert rank_of(job.job, "w1").generation == 0
 
@@ -196,7 +196,7 @@ def test_a_broken_presence_is_a_loss_after_half_a_second() -> None:
 
 
 @pytest.mark.parametrize("sign", [Attached, Heartbeat])
-def test_a_sign_of_life_in_time_ends_the_suspicion(sign: type[Attached] | type[Heartbeat]) -> None:
+def test_a_heartbeat_or_stream_in_time_ends_the_suspicion(sign: type[Attached] | type[Heartbeat]) -> None:
     job = Job(workers=2)
     job.submit(Detached(job.caller("w0")))
     job.tick(after_s=0.4)
@@ -204,10 +204,10 @@ def test_a_sign_of_life_in_time_ends_the_suspicion(sign: type[Attached] | type[H
     assert lost(job.tick(after_s=1.0)) == {}
 
 
-def test_the_broken_stream_of_an_earlier_life_says_nothing_about_this_one() -> None:
+def test_the_broken_stream_of_an_earlier_incarnation_says_nothing_about_this_one() -> None:
     job = Job(workers=1)
     first = job.caller("w0")
-    job.register("w0", "life-2")
+    job.register("w0", "incarnation-2")
     job.submit(Detached(first))
     job.submit(Detached(Caller(JOB, "stranger")))
     assert lost(job.tick(after_s=1.0)) == {}
@@ -282,7 +282,7 @@ def test_who_keeps_coming_does_not_keep_the_others_from_starting() -> None:
     job = Job(JobConfig(settle_s=0.2))
     formed: list[GenerationFormed] = []
     for number in range(100):
-        job.submit(Register(JOB, RegisteredWorker(worker_id=f"w{number}", incarnation=LIFE)))
+        job.submit(Register(JOB, RegisteredWorker(worker_id=f"w{number}", incarnation=INCARNATION)))
         formed += [fact for fact in job.tick(after_s=0.1) if isinstance(fact, GenerationFormed)]
     assert [fact.generation for fact in formed] == [1, 2]
 

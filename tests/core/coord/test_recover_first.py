@@ -31,7 +31,7 @@ def training(workers: int = 2) -> Job:
 
 def restarted(job: Job, worker_id: str = "w0") -> None:
     """Its process was killed, and another one has taken its name."""
-    job.register(worker_id, "life-2")
+    job.register(worker_id, "incarnation-2")
     job.settle()
 
 
@@ -101,7 +101,7 @@ def test_a_whole_job_that_is_restarted_rewinds_once_and_everybody_starts_from_th
     job.checkpoint(1)
     job.next("w0", held=None)
     for worker_id in ("w0", "w1"):
-        job.register(worker_id, "life-2")
+        job.register(worker_id, "incarnation-2")
     job.settle()
     generation = job.job.generation
     starts = [job.recover(worker_id, generation).checkpoint for worker_id in ("w0", "w1")]
@@ -141,7 +141,7 @@ def test_an_elastic_worker_goes_on_where_the_ledger_stands() -> None:
     job = training(1)
     first = samples_of(job.next("w0", held=None))
     job.next("w0", count=0, held=None)
-    job.register("w0", "life-2", elastic=True)
+    job.register("w0", "incarnation-2", elastic=True)
     job.settle()
     assert sorted(first + job.read("w0")) == list(range(40))
 
@@ -164,7 +164,7 @@ def test_a_worker_that_cannot_read_its_first_checkpoint_takes_everybody_further_
     job = training(2)
     job.checkpoint(1)
     for worker_id in ("w0", "w1"):
-        job.register(worker_id, "life-2")
+        job.register(worker_id, "incarnation-2")
     job.settle()
     job.recover("w0")
     found = job.recover("w1", bad="c1")

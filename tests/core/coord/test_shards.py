@@ -298,7 +298,7 @@ def test_more_acks_than_could_be_recognised_again_are_refused() -> None:
 def test_an_ack_from_before_a_loss_does_not_count() -> None:
     job = reading(workers=2)
     (lease,) = job.take("w0")
-    job.register("w0", "life-2", elastic=True)
+    job.register("w0", "incarnation-2", elastic=True)
     job.settle()
     assert job.ack("w0", Ack(lease)).stale == (lease,)
 
@@ -357,7 +357,7 @@ def test_whatever_fails_every_sample_is_acked_once_or_shown_as_put_aside(seed: i
         assert not (ended and found.leases), "an end is an end"
         ended = ended or found.end_of_epoch
         if chance.random() < 0.1:
-            job.register(worker, f"life-{len(job.journal)}", elastic=True)
+            job.register(worker, f"incarnation-{len(job.journal)}", elastic=True)
             job.settle()
         if chance.random() < 0.05:
             job.restart()

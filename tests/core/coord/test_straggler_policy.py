@@ -73,12 +73,12 @@ def test_workers_that_say_nothing_of_steps_are_never_judged() -> None:
     assert steps.job.soft.stragglers.samples == {}
 
 
-def test_the_next_life_of_a_worker_begins_below() -> None:
+def test_the_next_incarnation_of_a_worker_begins_below() -> None:
     steps = Steps()
     steps.times_s["w1"] = 4.0
     steps.run(18)
     assert steps.job.job.members["w1"].share < 1.0
-    steps.job.register("w1", "life-2")
+    steps.job.register("w1", "incarnation-2")
     steps.job.settle()
     member = steps.job.job.members["w1"]
     assert (member.share, member.level) == (1.0, EscalationLevel.NONE)

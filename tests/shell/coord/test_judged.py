@@ -1,4 +1,4 @@
-"""Slow workers, open calls, ended lives and operators' requests, over real connections."""
+"""Slow workers, open calls, incarnations that are over and operators' requests, over real connections."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ async def test_an_acked_lease_is_not_lost_when_its_worker_comes_back(running: Ru
     assert list(again.lost_leases) == [77]
 
 
-async def test_a_life_that_was_replaced_cannot_register_again(running: Running) -> None:
+async def test_an_incarnation_that_was_replaced_cannot_register_again(running: Running) -> None:
     for incarnation in ("one", "two"):
         await running.stub.RegisterWorker(pb.WorkerInfo(worker_id="a", incarnation=incarnation))
     error = await refused(running.stub.RegisterWorker(pb.WorkerInfo(worker_id="a", incarnation="one")))

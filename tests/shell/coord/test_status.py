@@ -60,7 +60,7 @@ async def test_a_stale_generation_is_told_the_current_one(running: Running) -> N
     assert trailing(error)["strata-generation"] == str(second.generation)
 
 
-async def test_a_replaced_life_is_told_to_stop(running: Running) -> None:
+async def test_a_replaced_incarnation_is_told_to_stop(running: Running) -> None:
     await running.stub.RegisterWorker(pb.WorkerInfo(worker_id="a", incarnation="one"))
     await running.stub.RegisterWorker(pb.WorkerInfo(worker_id="a", incarnation="two"))
     for call in (

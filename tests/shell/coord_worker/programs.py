@@ -161,7 +161,7 @@ def train(given: dict[str, Any]) -> None:
 
 
 def come_and_go(given: dict[str, Any]) -> None:
-    """What is left of threads and connections after several lives."""
+    """What is left of threads and connections after several incarnations."""
     left = []
     for _ in range(4):
         with strata.join(**given["join"]) as worker:

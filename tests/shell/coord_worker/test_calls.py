@@ -165,7 +165,7 @@ async def test_a_failed_body_counts_as_a_lost_worker_and_acks_nothing() -> None:
         assert job.datasets[0].open_epochs[0].done_shards == 0
 
 
-async def test_a_second_life_of_a_worker_id_ends_the_first() -> None:
+async def test_a_second_incarnation_of_a_worker_id_ends_the_first() -> None:
     async with in_process() as running, worker(running, elastic=True) as old, worker(running, elastic=True):
         with pytest.raises(strata.StrataError) as caught:
             await old.barrier("here")

@@ -169,7 +169,7 @@ async def test_prefetching_neither_hears_what_is_for_the_loop_nor_moves_it_on() 
             assert strata.reason_of(caught.value) is strata.Reason.LEASE_LOST
 
 
-async def test_a_replaced_life_acks_nothing_of_what_it_prefetched() -> None:
+async def test_a_replaced_incarnation_acks_nothing_of_what_it_prefetched() -> None:
     async with in_process() as running, worker(running, elastic=True) as old:
         await old.dataset("corpus", samples=100, shard_size=10)
         shard = await first(old, prefetch=2)

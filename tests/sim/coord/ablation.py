@@ -20,7 +20,7 @@ def _any_generation(job: JobState, caller: Caller) -> Member:
     return _settled_member(job, Caller(caller.job, caller.worker_id, caller.incarnation))
 
 
-def _any_life(job: JobState, caller: Caller) -> Member:
+def _any_incarnation(job: JobState, caller: Caller) -> Member:
     return _member_of(job, Caller(caller.job, caller.worker_id, "", caller.generation))
 
 
@@ -127,7 +127,7 @@ EVERY: dict[str, list[Ablation]] = {
         (shards, "settled_member", _any_generation),
         (shards, "check_recovered", _anybody_starts),
     ],
-    "a life that is over may speak": [(members, "member_of", _any_life)],
+    "an incarnation that is over may speak": [(members, "member_of", _any_incarnation)],
     "anybody may ack any lease": [(shards, "_decide_acks", _anybodys_lease)],
     "a lost worker's shard is read again from its start": [(ledger, "give_back", _rest_from_the_start)],
     "a lost worker keeps its leases": [(ledger, "give_back_all", _leases_stay)],

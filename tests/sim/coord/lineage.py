@@ -400,7 +400,7 @@ class History:
     def _register(self, worker_id: str) -> None:
         """A process starts. What the answer says of it is lost now and then; it goes on as if nothing had been said."""
         self.next_worker += 1
-        worker = SimWorker(worker_id, f"life-{self.next_worker}")
+        worker = SimWorker(worker_id, f"incarnation-{self.next_worker}")
         self.workers[worker.worker_id] = worker
         self._send(
             inputs.Register(

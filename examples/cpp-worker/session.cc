@@ -1,4 +1,4 @@
-#include "life.h"
+#include "session.h"
 
 #include <unistd.h>
 
@@ -33,15 +33,15 @@ std::string random_name(const std::string& kind) {
   return name;
 }
 
-Life::Life(const Settings& settings) : settings_(settings), link_(settings) {
+Session::Session(const Settings& settings) : settings_(settings), link_(settings) {
   identity_.job = settings.job;
   identity_.worker_id = settings.worker_id;
-  identity_.incarnation = random_name("life");
+  identity_.incarnation = random_name("incarnation");
 }
 
-Life::~Life() { end_threads(); }
+Session::~Session() { end_threads(); }
 
-void Life::begin() {
+void Session::begin() {
   register_worker(true, nullptr);
   set_status(v1::WORKER_STATUS_IDLE);
   // From here on a death is noticed at once. It may take a coordinator that is just being replaced to say so.
@@ -49,13 +49,13 @@ void Life::begin() {
   attached_changed_.wait_for(lock, kPresence, [&] { return attached_; });
 }
 
-void Life::end_threads() {
+void Session::end_threads() {
   background_.stop();
   if (beating_.joinable()) beating_.join();
   if (attaching_.joinable()) attaching_.join();
 }
 
-void Life::leave(const std::string& reason) {
+void Session::leave(const std::string& reason) {
   end_threads();
   throw_failure();
   const Identity me = identity();
@@ -74,7 +74,7 @@ void Life::leave(const std::string& reason) {
   check_leases();
 }
 
-void Life::fail() {
+void Session::fail() {
   end_threads();
   set_status(v1::WORKER_STATUS_ERROR);
   link_.call<v1::HeartbeatRequest, v1::HeartbeatResponse>(&Stub::Heartbeat, heartbeat(), {kGoodbye, kGoodbye});
@@ -82,12 +82,12 @@ void Life::fail() {
 
 // Calls under the current identity
 
-void Life::throw_failure() const {
+void Session::throw_failure() const {
   const std::lock_guard lock(mutex_);
   if (failure_) throw *failure_;
 }
 
-void Life::check_leases() {
+void Session::check_leases() {
   const auto lost = leases.take_lost();
   if (lost.empty()) return;
   Error error(grpc::StatusCode::FAILED_PRECONDITION,
@@ -96,7 +96,7 @@ void Life::check_leases() {
   throw error;
 }
 
-void Life::check() {
+void Session::check() {
   throw_failure();
   check_leases();
   const std::lock_guard lock(mutex_);
@@ -110,7 +110,7 @@ void Life::check() {
   }
 }
 
-void Life::settle() {
+void Session::sync_generation() {
   check();
   const auto is_behind = [&] {
     const std::lock_guard lock(mutex_);
@@ -122,18 +122,18 @@ void Life::settle() {
   }
 }
 
-void Life::follow() {
+void Session::follow() {
   throw_failure();
   catch_up();
   check();
 }
 
-void Life::catch_up() {
-  // Registering would revive an evicted life unnoticed: ask first.
+void Session::catch_up() {
+  // Registering would revive an evicted incarnation unnoticed: ask first.
   if (is_member()) register_worker(true, nullptr);
 }
 
-void Life::adopt(std::uint64_t generation, std::uint32_t rank, std::uint32_t world_size) {
+void Session::adopt(std::uint64_t generation, std::uint32_t rank, std::uint32_t world_size) {
   const std::lock_guard lock(mutex_);
   identity_.generation = generation;
   identity_.rank = rank;
@@ -141,15 +141,15 @@ void Life::adopt(std::uint64_t generation, std::uint32_t rank, std::uint32_t wor
   current_ = std::max(current_, generation);
 }
 
-void Life::outdate(std::uint64_t generation) {
+void Session::mark_stale(std::uint64_t generation) {
   const std::lock_guard lock(mutex_);
   current_ = std::max({current_, generation, identity_.generation + 1});
 }
 
 // Returns if it makes sense to call again, or if the next check tells why not.
-void Life::overcome(const Error& error, bool settled) {
+void Session::handle_call_error(const Error& error, bool settled) {
   if (error.reason == Reason::kMembershipChanged && settled) {
-    outdate(error.generation);
+    mark_stale(error.generation);
   } else if (error.reason == Reason::kReplaced) {
     set_failure(error);
   } else if (error.reason == Reason::kNotRegistered || error.reason == Reason::kEvicted) {
@@ -159,12 +159,12 @@ void Life::overcome(const Error& error, bool settled) {
   }
 }
 
-// Whether this life still counts; if not, the next check tells.
-bool Life::is_member() {
+// Whether this incarnation still counts; if not, the next check tells.
+bool Session::is_member() {
   try {
     const auto reply = link_.call<v1::HeartbeatRequest, v1::HeartbeatResponse>(&Stub::Heartbeat, heartbeat(),
                                                                                {kAttempt, settings_.patience});
-    hear(reply.generation(), reply.leader_epoch(), reply.commands());
+    on_job_update(reply.generation(), reply.leader_epoch(), reply.commands());
     return true;
   } catch (const Error& error) {
     if (error.reason == Reason::kReplaced) {
@@ -178,39 +178,39 @@ bool Life::is_member() {
   }
 }
 
-void Life::set_failure(const Error& error) {
+void Session::set_failure(const Error& error) {
   const std::lock_guard lock(mutex_);
   if (!failure_) failure_ = error;
 }
 
-void Life::evicted(const Error& error) {
+void Session::evicted(const Error& error) {
   // The failure first: whoever finds no lease left must also find why.
   set_failure(Error(grpc::StatusCode::FAILED_PRECONDITION, std::string("this worker was taken for dead: ") + error.what(),
                     Reason::kEvicted));
   leases.clear();
 }
 
-Identity Life::identity() const {
+Identity Session::identity() const {
   const std::lock_guard lock(mutex_);
   return identity_;
 }
 
-std::map<std::string, std::string> Life::parameters() const {
+std::map<std::string, std::string> Session::parameters() const {
   const std::lock_guard lock(mutex_);
   return parameters_;
 }
 
-bool Life::recover_first() const {
+bool Session::recover_first() const {
   const std::lock_guard lock(mutex_);
   return recover_first_;
 }
 
-void Life::set_status(v1::WorkerStatus status) {
+void Session::set_status(v1::WorkerStatus status) {
   const std::lock_guard lock(mutex_);
   status_ = status;
 }
 
-void Life::set_step(std::uint64_t step) {
+void Session::set_step(std::uint64_t step) {
   const std::lock_guard lock(mutex_);
   const auto now = std::chrono::steady_clock::now();
   if (step_) step_time_ms_ = std::chrono::duration<double, std::milli>(now - stepped_at_).count();
@@ -219,7 +219,7 @@ void Life::set_step(std::uint64_t step) {
   status_ = v1::WORKER_STATUS_TRAINING;
 }
 
-std::optional<std::uint64_t> Life::step() const {
+std::optional<std::uint64_t> Session::step() const {
   const std::lock_guard lock(mutex_);
   return step_;
 }
@@ -227,7 +227,7 @@ std::optional<std::uint64_t> Life::step() const {
 // Registering
 
 // `adopt_place`: take the place in the current generation; else only learn that there is one.
-void Life::register_worker(bool adopt_place, Background* background) {
+void Session::register_worker(bool adopt_place, Background* background) {
   const std::lock_guard one_at_a_time(registering_);
   const auto until = std::chrono::steady_clock::now() + settings_.patience;
   for (;;) {
@@ -244,7 +244,7 @@ void Life::register_worker(bool adopt_place, Background* background) {
       heard_epoch_ = std::max(heard_epoch_, found.leader_epoch());
       current_ = std::max(current_, found.generation());
     }
-    show_life();
+    start_threads();
     if (!adopt_place) return;
     if (found.generation() != 0) return adopt(found.generation(), found.rank(), found.world_size());
     if (std::chrono::steady_clock::now() > until) {
@@ -253,7 +253,7 @@ void Life::register_worker(bool adopt_place, Background* background) {
   }
 }
 
-v1::WorkerConfig Life::registered(Background* background) {
+v1::WorkerConfig Session::registered(Background* background) {
   const Identity me = identity();
   v1::WorkerInfo info;
   info.set_job_id(me.job);
@@ -280,9 +280,9 @@ v1::WorkerConfig Life::registered(Background* background) {
 }
 
 // From the first registration on, also while there are too few members for a generation.
-void Life::show_life() {
-  if (!beating_.joinable()) beating_ = std::thread(&Life::beat_forever, this);
-  if (!attaching_.joinable()) attaching_ = std::thread(&Life::attach_forever, this);
+void Session::start_threads() {
+  if (!beating_.joinable()) beating_ = std::thread(&Session::heartbeat_loop, this);
+  if (!attaching_.joinable()) attaching_ = std::thread(&Session::presence_loop, this);
 }
 
 }  // namespace strata

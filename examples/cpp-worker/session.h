@@ -1,4 +1,4 @@
-// One worker's life with the coordinator: joining, heartbeats, presence, commands, and every call under the right identity.
+// The session of a worker with the coordinator: registration, heartbeats, presence, commands, and calls under the right identity.
 // Decides whether a refusal can be overcome or is for the loop that trains; data and checkpoints are in strata_worker.
 #pragma once
 
@@ -21,15 +21,15 @@ namespace strata {
 
 constexpr Milliseconds kAttempt{10'000};  // an answer that takes longer got lost
 
-class Life {
+class Session {
  public:
-  explicit Life(const Settings& settings);
-  ~Life();
-  Life(const Life&) = delete;
+  explicit Session(const Settings& settings);
+  ~Session();
+  Session(const Session&) = delete;
 
   // Register and wait until there are enough members for a generation.
   void begin();
-  // Ends heartbeats and presence; then either goodbye, with the last acks, or tell that this life failed.
+  // Ends heartbeats and presence; then either goodbye, with the last acks, or tell that this incarnation failed.
   void leave(const std::string& reason);
   void fail();
 
@@ -38,32 +38,32 @@ class Life {
   void throw_failure() const;
   void check_leases();
   // The same, and in an elastic job goes on to the current generation.
-  void settle();
+  void sync_generation();
   // Take the current generation without going back.
   void follow();
   void adopt(std::uint64_t generation, std::uint32_t rank, std::uint32_t world_size);
   // Tell a coordinator that took over what we hold, and hear what of it is lost. With `asking` held.
   void reattach(Background* background = nullptr);
   // Our generation is over, though the next one may not have begun.
-  void outdate(std::uint64_t generation);
+  void mark_stale(std::uint64_t generation);
 
   // Ask as who we are now; `make` is asked again when that changed. Not `settled`: in any generation.
   template <class Request, class Reply>
   Reply call(Link::Method<Request, Reply> method, const std::function<Request(const Identity&)>& make,
              std::optional<Milliseconds> attempt = kAttempt, bool settled = true) {
     for (;;) {
-      settled ? settle() : throw_failure();
+      settled ? sync_generation() : throw_failure();
       try {
         return link_.call<Request, Reply>(method, make(identity()), {attempt, settings_.patience});
       } catch (const Error& error) {
-        overcome(error, settled);
+        handle_call_error(error, settled);
       }
     }
   }
 
   Identity identity() const;
   std::map<std::string, std::string> parameters() const;
-  // Whether the last registration said that this life has to ask where to start.
+  // Whether the last registration said that this incarnation has to ask where to start.
   bool recover_first() const;
   bool stopping() const;
   bool draining() const;
@@ -79,7 +79,7 @@ class Life {
   std::mutex asking;
 
  private:
-  void overcome(const Error& error, bool settled);
+  void handle_call_error(const Error& error, bool settled);
   bool is_member();
   void set_failure(const Error& error);
   void evicted(const Error& error);
@@ -87,15 +87,15 @@ class Life {
   void register_worker(bool adopt_place, Background* background);
   v1::WorkerConfig registered(Background* background);
   v1::HeartbeatRequest heartbeat();
-  void show_life();
+  void start_threads();
   void end_threads();
 
-  void beat_forever();
-  void beat_once();
-  void attach_forever();
-  grpc::Status attach_once();
-  void hear(std::uint64_t generation, std::uint32_t leader_epoch,
-            const google::protobuf::RepeatedPtrField<v1::Command>& commands);
+  void heartbeat_loop();
+  void send_heartbeat();
+  void presence_loop();
+  grpc::Status open_presence();
+  void on_job_update(std::uint64_t generation, std::uint32_t leader_epoch,
+                     const google::protobuf::RepeatedPtrField<v1::Command>& commands);
   void receive(const v1::Command& message);
 
   const Settings settings_;
