@@ -28,7 +28,7 @@ from bench.report import Report
 from strata.train.core.ops import LoraConfig
 from strata.train.core.sampling import AddedSample, SampleOperation, SampleParams, SampleResult, SamplingSlice
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora.adapter import Adapter, targets_of
+from strata.train.runner.lora import Adapter, targets_of
 from strata.train.runner.model.base import BaseModel
 from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.runner.sampling.engine import SamplingEngine

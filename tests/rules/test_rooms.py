@@ -65,7 +65,7 @@ ROOMS: Final = (
     Room("add a loss", "train.runner.passes.losses", "RULES"),
     Room("how log probabilities are computed", "train.runner.passes.logprobs", "GatherLogprobs"),
     Room("the parameters of AdamW", "train.runner.passes.optimizer", "Optimizer"),
-    Room("an adapter leaves the device because others are used", "train.runner.lora.slots", "Slots"),
+    Room("an adapter leaves the device because others are used", "train.runner.model.offload", "Slots"),
     Room(
         "a sequence is admitted when the KV cache has room",
         "train.runner.sampling.continuous_batching",

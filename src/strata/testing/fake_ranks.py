@@ -132,11 +132,13 @@ class FakeRanks:
             return f"these ranks belong to the run {self.run_id!r}" if other else None
         if message.generation > self.generation:
             return "attach first"
-        if isinstance(message, commands.Restore) and self.applied:
-            return f"dispatch {self.applied} was applied already: there is nothing to restore"
-        if isinstance(message, commands.DispatchCommand) and message.number <= self.applied:
-            return None if message.number in self.replies else f"the reply of dispatch {message.number} is not kept"
-        return None
+        match message:
+            case commands.Restore() if self.applied:
+                return f"dispatch {self.applied} was applied already: there is nothing to restore"
+            case commands.DispatchCommand(number=number) if number <= self.applied and number not in self.replies:
+                return f"the reply of dispatch {number} is not kept"
+            case _:
+                return None
 
     def _info(self) -> commands.ModelInfo:
         model = self.settings.model
@@ -197,29 +199,30 @@ class FakeRanks:
 
     def _pass(self, work: commands.PassCommand) -> tuple[Sequence[ops.Result], int]:
         batches = [ops.decode_pass_data(item.data).datums for item in work.items]
-        lengths = [[datum.length for datum in datums] for datums in batches]
+        problem = self._rows_problem(work, batches)
+        if problem:
+            return [ops.Failed("server", problem)] * len(work.items), 0
+        for item in work.items:
+            _inject_fault(item)
+
+        def row_outputs(row: commands.Row) -> list[array.array[float]]:
+            return [
+                self._logprobs(work.items[segment.item].model_id, batches[segment.item][segment.datum])
+                for segment in row
+            ]
+
+        # Outputs are in the order of the rows, as on the real ranks, and are then unpacked.
+        ordered = unpack(work.rows, [[row_outputs(row) for row in rank] for rank in work.rows])
+        results = [self._result(item, ordered[number], work) for number, item in enumerate(work.items)]
+        return results, sum(datum.length for datums in batches for datum in datums)
+
+    def _rows_problem(self, work: commands.PassCommand, batches: Sequence[Sequence[ops.Datum]]) -> str:
+        """Why the rows are not a packing of the batch; empty if they are."""
         expected = sorted((item, datum) for item, datums in enumerate(batches) for datum in range(len(datums)))
         packed = sorted((segment.item, segment.datum) for rank in work.rows for row in rank for segment in row)
         if expected != packed or len({len(rank) for rank in work.rows}) != 1:
-            return [ops.Failed("server", "the rows are not those of the batch")] * len(work.items), 0
-        if len(work.rows) != self.settings.ranks.nproc:
-            return [ops.Failed("server", f"rows for {len(work.rows)} ranks")] * len(work.items), 0
-        for item in work.items:
-            _inject_fault(item)
-        # Outputs are in the order of the rows, as on the real ranks, and are then unpacked.
-        outputs = [
-            [
-                [
-                    self._logprobs(work.items[segment.item].model_id, batches[segment.item][segment.datum])
-                    for segment in row
-                ]
-                for row in rank
-            ]
-            for rank in work.rows
-        ]
-        ordered = unpack(work.rows, outputs)
-        results = [self._result(item, ordered[number], work) for number, item in enumerate(work.items)]
-        return results, sum(map(sum, lengths))
+            return "the rows are not those of the batch"
+        return f"rows for {len(work.rows)} ranks" if len(work.rows) != self.settings.ranks.nproc else ""
 
     def _logprobs(self, model_id: str, datum: ops.Datum) -> array.array[float]:
         weight = self.models[model_id].weight if model_id in self.models else 0.0

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import socket
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -22,6 +23,9 @@ from starlette.routing import Route
 BASE: Final = "tiny"
 VOCABULARY: Final = 500
 _starts: Final = itertools.count(1)
+
+Body = dict[str, Any]
+Handler = Callable[[Body], Awaitable[Response]]
 
 
 class FakeVllm:
@@ -42,24 +46,22 @@ class FakeVllm:
         self._paused = False
         self.url = ""
         self.authorization: set[str] = set()
+        self._handlers: dict[str, Handler] = {
+            "/v1/load_lora_adapter": self._load,
+            "/v1/unload_lora_adapter": self._unload,
+            "/v1/completions": self._complete,
+            "/collective_rpc": self._replace_weights,
+            "/reset_prefix_cache": self._reset_cache,
+            "/pause": self._pause,
+            "/resume": self._resume,
+        }
 
     async def __aenter__(self) -> Self:
         routes = [
             Route("/health", self._health),
             Route("/v1/models", self._models),
             Route("/metrics", self._metrics),
-            *(
-                Route(path, self._post, methods=["POST"])
-                for path in (
-                    "/v1/load_lora_adapter",
-                    "/v1/unload_lora_adapter",
-                    "/v1/completions",
-                    "/pause",
-                    "/resume",
-                    "/reset_prefix_cache",
-                    "/collective_rpc",
-                )
-            ),
+            *(Route(path, self._post, methods=["POST"]) for path in self._handlers),
         ]
         config = uvicorn.Config(Starlette(routes=routes), log_level="error", lifespan="off", loop="asyncio")
         self._server = uvicorn.Server(config)
@@ -104,31 +106,13 @@ class FakeVllm:
         return PlainTextResponse(f"# TYPE x gauge\nprocess_start_time_seconds {self._started}.5e+09\n")
 
     async def _post(self, request: Request) -> Response:
-        body: dict[str, Any] = json.loads(await request.body() or b"{}")
+        body: Body = json.loads(await request.body() or b"{}")
         path = request.url.path
         self.requests.append(f"{path} {body.get('lora_name') or body.get('model') or ''}".strip())
-        match path:
-            case "/v1/load_lora_adapter":
-                return await self._load(body["lora_name"], Path(body["lora_path"]))
-            case "/v1/unload_lora_adapter":
-                adapter = self.adapters.pop(body["lora_name"], None)
-                return _error(404, "cannot be found") if adapter is None else PlainTextResponse("Success")
-            case "/v1/completions":
-                return self._complete(body)
-            case "/collective_rpc":
-                assert self._paused, "weights are replaced only while nothing runs"
-                self.load_requested.set()
-                await self._unblocked.wait()
-                self.full_weights = _digest(Path(body["kwargs"]["weights_path"]))
-                self.replaced.set()
-                return JSONResponse({"results": [None]})
-            case "/reset_prefix_cache":
-                return JSONResponse({"success": True})
-            case _:
-                self._paused = path == "/pause"
-                return JSONResponse({"status": path.strip("/")})
+        return await self._handlers[path](body)
 
-    async def _load(self, name: str, folder: Path) -> Response:
+    async def _load(self, body: Body) -> Response:
+        name, folder = body["lora_name"], Path(body["lora_path"])
         self.load_requested.set()
         await self._unblocked.wait()
         if name in self.adapters:
@@ -138,7 +122,33 @@ class FakeVllm:
         self.adapters[name] = folder
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
-    def _complete(self, body: dict[str, Any]) -> Response:
+    async def _unload(self, body: Body) -> Response:
+        adapter = self.adapters.pop(body["lora_name"], None)
+        return _error(404, "cannot be found") if adapter is None else PlainTextResponse("Success")
+
+    async def _replace_weights(self, body: Body) -> Response:
+        assert self._paused, "weights are replaced only while nothing runs"
+        self.load_requested.set()
+        await self._unblocked.wait()
+        self.full_weights = _digest(Path(body["kwargs"]["weights_path"]))
+        self.replaced.set()
+        return JSONResponse({"results": [None]})
+
+    async def _reset_cache(self, body: Body) -> Response:
+        del body
+        return JSONResponse({"success": True})
+
+    async def _pause(self, body: Body) -> Response:
+        del body
+        self._paused = True
+        return JSONResponse({"status": "pause"})
+
+    async def _resume(self, body: Body) -> Response:
+        del body
+        self._paused = False
+        return JSONResponse({"status": "resume"})
+
+    async def _complete(self, body: Body) -> Response:
         model = body["model"]
         if self.broken:
             return _error(500, "EngineDeadError")

@@ -21,11 +21,10 @@ from transformers.utils import logging as transformers_logging
 from strata.base.errors import Code, StrataError
 from strata.train.core.ops import LoraConfig
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora.adapter import targets_of
+from strata.train.runner.lora import targets_of
 from strata.train.runner.model.base import BaseModel
 from strata.train.runner.passes.logprobs import PackedRow
-from strata.train.runner.sampling.inference_model import InferenceModel
-from strata.train.runner.sampling.self_check import verify_decode_matches_training
+from strata.train.runner.sampling.inference_model import InferenceModel, verify_decode_matches_training
 from strata.train.runner.settings import RunnerSettings
 from tests.shell.train_runner import tiny_families
 from tests.shell.train_runner.single_rank import one_rank

@@ -20,7 +20,7 @@ from strata.base.errors import Code, StrataError
 from strata.train.core.ops import CreateModel, LoraConfig
 from strata.train.runner.checkpoint.formats import adapter_writer, to_peft
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora.adapter import Adapter, Span, targets_of
+from strata.train.runner.lora import Adapter, Span, targets_of
 from strata.train.runner.model.attention import Reach, describe_mask, document_attention, terms_of
 from strata.train.runner.model.base import BaseModel, load_base
 from strata.train.runner.model.trained import LoraModel

@@ -15,10 +15,11 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from strata.base.errors import Code, StrataError
 from strata.train.checkpoints import checkpoint
-from strata.train.checkpoints.checkpoint import read_header
+from strata.train.checkpoints.checkpoint import TensorEntry, read_header
 from strata.train.core import ops
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG, EXPERTS, HEAD, PREFIX, Kind, kind_of, target_of
 
@@ -165,21 +166,27 @@ def _shapes(file: Path) -> Mapping[str, Shape]:
     except StrataError as error:
         raise _invalid(ADAPTER, error.message) from error
     data = np.memmap(file, np.uint8, "r")
-    offset = start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    numbers = data[8 + int.from_bytes(data[:8].tobytes(), "little") :]
+    size = 0
     for name, tensor in sorted(tensors.items(), key=lambda entry: entry[1].data_offsets):
-        kind, exponent = _EXPONENTS.get(tensor.dtype, ("<u2", 0))
-        count = math.prod(tensor.shape)
-        begin, end = (start + relative for relative in tensor.data_offsets)
-        fits = (begin, end) == (offset, offset + count * np.dtype(kind).itemsize) and end <= len(data)
-        if not exponent or not fits or any(side <= 0 for side in tensor.shape):
-            raise _invalid(ADAPTER, f"{name[:200]!r} is not a contiguous tensor of {', '.join(_EXPONENTS)}")
-        bits = np.frombuffer(data, kind, count, begin)
-        if bool(((bits & exponent) == exponent).any()):
-            raise _invalid(ADAPTER, f"{name[:200]!r} holds a number that is not finite")
-        offset = end
-    if len(data) != offset:
+        size += _check_numbers(name, tensor, numbers, size)
+    if len(numbers) != size:
         raise _invalid(ADAPTER, "its tensors do not fill it")
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _check_numbers(name: str, tensor: TensorEntry, numbers: NDArray[np.uint8], begin: int) -> int:
+    """Check a tensor that has to begin at this byte of the numbers; returns its bytes."""
+    kind, exponent = _EXPONENTS.get(tensor.dtype, ("<u2", 0))
+    count = math.prod(tensor.shape)
+    size = count * np.dtype(kind).itemsize
+    fits = tuple(tensor.data_offsets) == (begin, begin + size) and begin + size <= len(numbers)
+    if not exponent or not fits or any(side <= 0 for side in tensor.shape):
+        raise _invalid(ADAPTER, f"{name[:200]!r} is not a contiguous tensor of {', '.join(_EXPONENTS)}")
+    bits = np.frombuffer(numbers, kind, count, begin)
+    if bool(((bits & exponent) == exponent).any()):
+        raise _invalid(ADAPTER, f"{name[:200]!r} holds a number that is not finite")
+    return size
 
 
 def _layer(name: str) -> tuple[str, str]:
@@ -202,21 +209,9 @@ def _read_base(base: Path) -> _Base | None:
     """The layers in the base's files; None if only the ranks can check: it is no folder, or its format is unknown."""
     targets: dict[str, tuple[int, int, int]] = {}
     other_experts = False
-    try:
-        stored = {
-            name.removesuffix(".weight"): tuple(tensor.shape)
-            for file in sorted(base.glob("*.safetensors"))
-            for name, tensor in read_header(file).tensors.items()
-        }
-    except StrataError:
-        return None
-    for name, shape in stored.items():
+    for name, shape in _stored_shapes(base).items():
         if expert := _EXPERT.fullmatch(name):
-            # The ranks have one fused weight for all experts, with the gate and up matrices in one.
-            above, number, part = expert.groups()
-            target = f"{above}.{'down' if part == 'down' else 'gate_up'}_proj"
-            count, rows, _ = targets.get(target, (0, 0, 0))
-            targets[target] = (count + (part != "up"), rows + (shape[0] if number == "0" else 0), shape[1])
+            _fuse_expert(targets, expert, shape)
         elif len(shape) == 3:
             targets[name] = (shape[0], shape[1], shape[2])
         elif len(shape) == 2:
@@ -226,6 +221,26 @@ def _read_base(base: Path) -> _Base | None:
         if embedding in targets:
             targets.setdefault(HEAD, targets[embedding])
     return _Base(targets, other_experts) if targets else None
+
+
+def _stored_shapes(base: Path) -> Mapping[str, Shape]:
+    """The shapes of the weights in the base's files; none if a file cannot be read."""
+    try:
+        return {
+            name.removesuffix(".weight"): tuple(tensor.shape)
+            for file in sorted(base.glob("*.safetensors"))
+            for name, tensor in read_header(file).tensors.items()
+        }
+    except StrataError:
+        return {}
+
+
+def _fuse_expert(targets: dict[str, tuple[int, int, int]], expert: re.Match[str], shape: Shape) -> None:
+    """The ranks have one fused weight for all experts, with the gate and up matrices in one."""
+    above, number, part = expert.groups()
+    target = f"{above}.{'down' if part == 'down' else 'gate_up'}_proj"
+    count, rows, _ = targets.get(target, (0, 0, 0))
+    targets[target] = (count + (part != "up"), rows + (shape[0] if number == "0" else 0), shape[1])
 
 
 def _check_shapes(target: str, parts: Mapping[str, Shape], base: _Base, rank: int) -> None:

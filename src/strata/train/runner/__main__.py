@@ -19,6 +19,6 @@ def end_with_parent() -> None:
 if __name__ == "__main__":
     # Before the engine is imported: that takes seconds, in which torchrun can be killed too.
     end_with_parent()
-    from strata.train.runner.rank import main
+    from strata.train.runner.runner_dispatcher import main
 
     sys.exit(main())

@@ -1,6 +1,7 @@
-"""Collectives of the rank group: broadcast, scatter, gather, all-reduce, and errors that all ranks raise together.
+"""The rank group: joining it, broadcast, scatter, gather, all-reduce, and errors that all ranks raise together.
 
-Only tensors of bytes and numbers travel. Nothing here pickles, unlike torch's object collectives.
+torch.distributed finds a rank and its peers in the environment that torchrun sets. Only tensors of bytes and numbers
+travel. Nothing here pickles, unlike torch's object collectives.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -17,7 +19,11 @@ from safetensors import SafetensorError
 
 from strata.base.errors import Code, StrataError
 from strata.base.settings import process_environment
+from strata.train.runner.settings import RunnerSettings
 
+SINGLE_NODE: Final = "strata-single-node"
+"""The name of the rendezvous backend and of its run on a single node (`single_node`). A rank recognises by it that it
+runs on a single node."""
 IDLE: Final = timedelta(days=3650)
 """How long a rank waits for the next command: practically for ever. A rank 0 that dies closes its connections, which
 ends the wait."""
@@ -32,6 +38,25 @@ class RankError(msgspec.Struct, frozen=True, array_like=True):
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(list[RankError]).decode
+
+
+def join_process_group(settings: RunnerSettings, rendezvous_file: Path) -> torch.device:
+    """Rendezvous with the other ranks: through a file on a single node, else as torchrun says. Returns the device."""
+    with_cuda = settings.backend == "nccl" or (settings.backend == "auto" and torch.cuda.is_available())
+    environment = process_environment()
+    single_node = environment.get("TORCHELASTIC_RUN_ID") == SINGLE_NODE
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if with_cuda else "gloo",
+        init_method=f"file://{rendezvous_file}" if single_node else "env://",
+        rank=int(environment["RANK"]),
+        world_size=int(environment["WORLD_SIZE"]),
+        timeout=timedelta(seconds=settings.collective_timeout_s),
+    )
+    if not with_cuda:
+        return torch.device("cpu")
+    device = torch.device("cuda", dist.get_node_local_rank())
+    torch.cuda.set_device(device)
+    return device
 
 
 class RankGroup:

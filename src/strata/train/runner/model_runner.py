@@ -24,11 +24,10 @@ from strata.train.checkpoints.checkpoint import CheckpointManifest
 from strata.train.core import commands, ops
 from strata.train.runner.checkpoint import formats, save_load
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora.adapter import Adapter, targets_of
-from strata.train.runner.lora.slots import Slots
+from strata.train.runner.lora import Adapter, targets_of
 from strata.train.runner.model.base import DTYPES, load_base
 from strata.train.runner.model.memory import RowMemory
-from strata.train.runner.model.offload import SleepOffload
+from strata.train.runner.model.offload import SleepOffload, Slots
 from strata.train.runner.model.trained import FullModel, LoraModel, TrainedModel, local, sharded
 from strata.train.runner.passes.partition import ItemFailure, RankPass, RankReport, failed
 from strata.train.runner.passes.pass_runner import PassRunner, PassTimes

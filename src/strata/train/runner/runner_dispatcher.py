@@ -1,12 +1,17 @@
-"""RunnerDispatcher: executes the orchestrator's commands on rank 0 and broadcasts them to the other ranks.
+"""The process of a rank: rank 0 executes the orchestrator's commands (`RunnerDispatcher`), the others follow it.
 
 Dispatches are idempotent: each is executed once. Its reply is kept until the orchestrator says that it is durable, and
 a dispatch that arrives again gets the kept reply. A message of an earlier leader generation is fenced off.
+
+A rank reads the settings file of the server. Keys of the link are read from the file that the settings name; a key is
+never an argument.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import os
 from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
@@ -14,16 +19,22 @@ from time import perf_counter
 from typing import Protocol, assert_never
 
 import msgspec
+import torch.distributed as dist
 
 from strata.base import log
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
+from strata.base.settings import process_environment
 from strata.train.core import commands, ops
 from strata.train.core.sampling import SamplingSlice, SliceResult
-from strata.train.runner.collectives import RankGroup
+from strata.train.link.rank import RankLink
+from strata.train.link.sockets import load_keys
+from strata.train.runner.collectives import RankGroup, join_process_group
 from strata.train.runner.model_runner import BroadcastWork, Executed, ModelRunner
 from strata.train.runner.passes import partition
 from strata.train.runner.sampling import scatter
+from strata.train.runner.settings import RunnerSettings, runner_settings
+from strata.train.settings import ServerSettings, load_settings
 
 _log = log.get(__name__)
 
@@ -122,23 +133,19 @@ class RunnerDispatcher:
         """Why this message is not handled; None if it is."""
         if message.generation < self._generation:
             return f"generation {message.generation} is over, it is {self._generation} now"
+        if isinstance(message, commands.Attach):
+            other = self._applied and message.run_id != self._run_id
+            return f"these ranks belong to the run {self._run_id!r}" if other else None
+        if message.generation > self._generation:
+            return "attach first"
         match message:
-            case commands.Attach(_, run_id):
-                if self._applied and run_id != self._run_id:
-                    return f"these ranks belong to the run {self._run_id!r}"
+            case commands.Restore() if self._applied:
+                return f"dispatch {self._applied} was applied already: there is nothing to restore"
+            # Numbers may have gaps: an aborted dispatch is not replayed to ranks that restart.
+            case commands.DispatchCommand(number=number) if number <= self._applied and number not in self._replies:
+                return f"the reply of dispatch {number} was durable, and is not kept any longer"
             case _:
-                if message.generation > self._generation:
-                    return "attach first"
-                if isinstance(message, commands.Restore) and self._applied:
-                    return f"dispatch {self._applied} was applied already: there is nothing to restore"
-        # Numbers may have gaps: an aborted dispatch is not replayed to ranks that restart.
-        if (
-            isinstance(message, commands.DispatchCommand)
-            and message.number <= self._applied
-            and message.number not in self._replies
-        ):
-            return f"the reply of dispatch {message.number} was durable, and is not kept any longer"
-        return None
+                return None
 
     def _attached(self) -> commands.AttachReply:
         return commands.AttachReply(
@@ -155,32 +162,40 @@ class RunnerDispatcher:
         for number in [number for number in self._replies if number <= command.durable]:
             del self._replies[number]
         if command.number > self._applied:
-            started = perf_counter()
-            sampled: SliceResult | None = None
-            results: Sequence[ops.Result] = ()
-            if isinstance(command.work, SamplingSlice):
-                sampled = self._sample(command.work)
-                tokens = sampled.sampled_tokens
-            elif isinstance(command.work, commands.TakeSnapshot):
-                results, tokens = self._take_snapshot(command.number, command.work), 0
-            else:
-                results, tokens = self._execute(command.work)
-            times = self._runner.times
-            is_pass = isinstance(command.work, commands.PassCommand)
-            timing = commands.Timing(
-                total_s=perf_counter() - started,
-                forward_s=times.forward_s if is_pass else 0.0,
-                backward_s=times.backward_s if is_pass else 0.0,
-                tokens=tokens,
-                optimizer_s=self._executed_s if isinstance(command.work, commands.StepsCommand) else 0.0,
-                publish_s=self._executed_s if isinstance(command.work, commands.Publishing) else 0.0,
-            )
-            self._replies[command.number] = commands.DispatchReply(
-                self._generation, command.number, results, timing, sampled
-            )
+            self._replies[command.number] = self._dispatch(command)
             self._applied = command.number
         reply = self._replies[command.number]
         return msgspec.structs.replace(reply, generation=self._generation)
+
+    def _dispatch(self, command: commands.DispatchCommand) -> commands.DispatchReply:
+        started = perf_counter()
+        sampled: SliceResult | None = None
+        results: Sequence[ops.Result] = ()
+        tokens = 0
+        match command.work:
+            case SamplingSlice() as work:
+                sampled = self._sample(work)
+                tokens = sampled.sampled_tokens
+            case commands.TakeSnapshot() as work:
+                results = self._take_snapshot(command.number, work)
+            case commands.PassCommand() as work:
+                results, tokens = self._pass(work)
+            case work:
+                results = self._execute(work)
+        timing = self._timing(command.work, perf_counter() - started, tokens)
+        return commands.DispatchReply(self._generation, command.number, results, timing, sampled)
+
+    def _timing(self, work: commands.Work, total_s: float, tokens: int) -> commands.Timing:
+        times = self._runner.times
+        is_pass = isinstance(work, commands.PassCommand)
+        return commands.Timing(
+            total_s=total_s,
+            forward_s=times.forward_s if is_pass else 0.0,
+            backward_s=times.backward_s if is_pass else 0.0,
+            tokens=tokens,
+            optimizer_s=self._executed_s if isinstance(work, commands.StepsCommand) else 0.0,
+            publish_s=self._executed_s if isinstance(work, commands.Publishing) else 0.0,
+        )
 
     def _restore(self, message: commands.Restore) -> commands.Restored:
         self._broadcast(message)
@@ -202,14 +217,12 @@ class RunnerDispatcher:
         self._ranks.broadcast_header(BroadcastKind.WORK, [len(data)] * self._ranks.size)
         self._ranks.broadcast(data)
 
-    def _execute(self, work: commands.PassCommand | Executed) -> tuple[Sequence[ops.Result], int]:
-        if isinstance(work, commands.PassCommand):
-            return self._pass(work)
+    def _execute(self, work: Executed) -> Sequence[ops.Result]:
         self._broadcast(work)
         started = perf_counter()
         results = self._runner.execute(work)
         self._executed_s = perf_counter() - started
-        return results, 0
+        return results
 
     def _sample(self, work: SamplingSlice) -> SliceResult:
         """Scatter the sequences of the requests over the ranks, and merge what they sampled."""
@@ -270,3 +283,40 @@ def follow(runner: ModelRunner, ranks: RankGroup) -> None:
                 return
             case unknown:
                 assert_never(unknown)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m strata.train.runner", description="One rank of a training server.")
+    parser.add_argument("--settings", type=Path, required=True, metavar="FILE", help="The server's settings, TOML.")
+    arguments = parser.parse_args()
+    settings = load_settings(arguments.settings)
+    log.configure(settings.server.log_format or "json", settings.server.log_level, colour=False)
+    own = runner_settings(settings)
+    try:
+        device = join_process_group(own, settings.rendezvous_file)
+        serve(settings, own, RankGroup(device))
+    except StrataError as error:
+        _log.error("rank_start_failed", reason=str(error), code=error.code.value)
+        return 1
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+def serve(settings: ServerSettings, own: RunnerSettings, ranks: RankGroup) -> None:
+    if ranks.is_rank0:
+        # Missing keys are reported before the model is loaded, which may take long.
+        load_keys(settings)
+    runner = ModelRunner(own, ranks)
+    if not ranks.is_rank0:
+        follow(runner, ranks)
+        return
+    # Only now: an address that accepts connections means that the model is loaded on every rank.
+    # The master address of torchrun is that of rank 0's machine.
+    link = RankLink(settings, process_environment().get("MASTER_ADDR", ""))
+    try:
+        _log.info("ranks_ready", endpoint=link.endpoint, ranks=ranks.size, model=own.name)
+        RunnerDispatcher(runner, ranks, link, os.urandom(8).hex()).run()
+    finally:
+        link.close()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Final
 
 from torch.distributed import HashStore, run  # type: ignore[attr-defined]  # documented, and not in __all__
 from torch.distributed.elastic.rendezvous import (
@@ -19,17 +18,15 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
+from strata.train.runner.collectives import SINGLE_NODE
 from strata.train.settings import load_settings
-
-RENDEZVOUS: Final = "strata-single-node"
-"""The name of the rendezvous backend and of its run. A rank recognises by it that it runs on a single node."""
 
 
 class _SingleNode(RendezvousHandler):
     """A rendezvous of one node, which never waits for others."""
 
     def get_backend(self) -> str:
-        return RENDEZVOUS
+        return SINGLE_NODE
 
     def next_rendezvous(self) -> RendezvousInfo:
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
@@ -44,7 +41,7 @@ class _SingleNode(RendezvousHandler):
         return 0
 
     def get_run_id(self) -> str:
-        return RENDEZVOUS
+        return SINGLE_NODE
 
     def shutdown(self) -> bool:
         return True
@@ -60,11 +57,11 @@ def main() -> None:
     # The file of an earlier group would be mistaken for this one's.
     settings.rendezvous_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     settings.rendezvous_file.unlink(missing_ok=True)
-    rendezvous_handler_registry.register(RENDEZVOUS, lambda _: _SingleNode())
+    rendezvous_handler_registry.register(SINGLE_NODE, lambda _: _SingleNode())
     run.main(
         [
             *("--nnodes=1", f"--nproc-per-node={settings.ranks.nproc}", "--max-restarts=0"),
-            *(f"--rdzv-backend={RENDEZVOUS}", f"--rdzv-id={RENDEZVOUS}", "--local-addr=127.0.0.1"),
+            *(f"--rdzv-backend={SINGLE_NODE}", f"--rdzv-id={SINGLE_NODE}", "--local-addr=127.0.0.1"),
             *("-m", "strata.train.runner", "--settings", str(file)),
         ]
     )

@@ -25,7 +25,7 @@ from strata.train.peft import importer
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG, HEADS
 from strata.train.runner.checkpoint import shards
 from strata.train.runner.checkpoint.formats import copy_tokenizer, read_flat
-from strata.train.runner.lora.adapter import Adapter, is_transposed, targets_of
+from strata.train.runner.lora import Adapter, is_transposed, targets_of
 from strata.train.runner.model.base import load_lm
 from strata.train.runner.passes.optimizer import MOMENTS
 

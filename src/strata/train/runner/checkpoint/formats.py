@@ -22,7 +22,7 @@ from strata.train.core.ops import LoraConfig
 from strata.train.core.state import IMPORTED
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG, PREFIX, peft_layer
 from strata.train.runner.checkpoint import shards
-from strata.train.runner.lora.adapter import Adapter, linear_shape
+from strata.train.runner.lora import Adapter, linear_shape
 from strata.train.runner.model.base import BaseModel, load_lm, tokenizer_files
 from strata.train.runner.model.trained import FullModel, LoraModel, local, sharded, sharded_like
 from strata.train.runner.passes.logprobs import PackedModel

@@ -20,7 +20,7 @@ from strata.train.checkpoints.checkpoint import CheckpointFile, CheckpointManife
 from strata.train.core import ops
 from strata.train.runner.checkpoint import formats, shards
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora.adapter import Adapter, targets_of
+from strata.train.runner.lora import Adapter, targets_of
 from strata.train.runner.model.base import BaseModel
 from strata.train.runner.model.trained import FullModel, LoraModel, TrainedModel
 

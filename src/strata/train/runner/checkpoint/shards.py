@@ -130,15 +130,20 @@ def chunks_of(folder: Path) -> Mapping[str, Sequence[ShardChunk]]:
 def check_complete(name: str, chunks: Sequence[ShardChunk], shape: Sequence[int]) -> None:
     """Check that the chunks leave no gap and do not overlap. torch does not check; it would leave a gap unfilled."""
     ordered = sorted((chunk for chunk in chunks if math.prod(chunk.shape)), key=lambda chunk: list(chunk.offsets))
-    offset = 0
+    covered = 0
     for chunk in ordered:
         # Tensors are sharded along the first dimension only.
-        first = [offset, *[0] * (len(shape) - 1)] if shape else []
-        if list(chunk.offsets) != first or list(chunk.shape[1:]) != list(shape[1:]):
+        expected = [covered, *[0] * (len(shape) - 1)] if shape else []
+        if list(chunk.offsets) != expected or list(chunk.shape[1:]) != list(shape[1:]):
             raise _damaged(name, "its shards do not fit together")
-        offset += chunk.shape[0] if shape else 1
-    if not ordered or offset != (shape[0] if shape else 1):
+        covered += _rows(chunk.shape)
+    if not ordered or covered != _rows(shape):
         raise StrataError(Code.INVALID, f"{name} in the checkpoint does not fit the model")
+
+
+def _rows(shape: Sequence[int]) -> int:
+    """A number without dimensions is one row."""
+    return shape[0] if shape else 1
 
 
 def _ends(chunk: ShardChunk) -> list[int]:

@@ -1,1 +1,1 @@
-"""The base model on a rank: loading, sharding, attention, start-up check, memory of a row, offload, trained models."""
+"""The base model on a rank: loading, sharding, attention, start-up check, memory of a row, trained models, offload."""

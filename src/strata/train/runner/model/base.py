@@ -16,8 +16,7 @@ from transformers.utils import logging as transformers_logging
 from strata.base.errors import Code, StrataError
 from strata.train.core.commands import ModelInfo
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora.adapter import Adapters
-from strata.train.runner.lora.experts import adapt_experts
+from strata.train.runner.lora import Adapters, adapt_experts
 from strata.train.runner.model.attention import ATTENTION
 from strata.train.runner.model.startup_check import compute_reference, unsupported_errors, verify_packing
 from strata.train.runner.passes.logprobs import PackedModel, PackedRow

@@ -27,7 +27,7 @@ from strata.train.core.commands import RowOutOfMemory
 from strata.train.core.memory import most_likely_cause
 from strata.train.core.ops import LoraConfig
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora.adapter import Adapter, Span, targets_of
+from strata.train.runner.lora import Adapter, Span, targets_of
 from strata.train.runner.passes.logprobs import PackedRow
 
 if TYPE_CHECKING:

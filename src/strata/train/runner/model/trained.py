@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from strata.train.core import ops
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora.adapter import Adapter
+from strata.train.runner.lora import Adapter
 from strata.train.runner.passes.logprobs import PackedModel
 from strata.train.runner.passes.optimizer import Optimizer, StepResult
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from strata.base.errors import Code, StrataError
-from strata.train.runner.lora.adapter import Adapters, Span, slice_spans
+from strata.train.runner.lora import Adapters, Span, slice_spans
 
 
 @dataclass(frozen=True)

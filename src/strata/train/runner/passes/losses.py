@@ -1,4 +1,7 @@
-"""The loss functions. Each is a sum over the tokens of a datum: a client that wants a mean divides itself.
+"""The loss functions, the inputs that they read from a datum, and their metrics.
+
+Each is a sum over the tokens of a datum: a client that wants a mean divides it. A malformed input is rejected by
+its name.
 
 Notation: p is the model, q the sampler the tokens came from, x the target tokens, w the weights (1 unless given, any
 real number), A the advantages, r = p(x) / q(x) token by token, sg[·] stops the gradient, clip(v) = v clipped
@@ -9,20 +12,25 @@ Position i of a datum predicts target i: the client has already shifted the targ
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
+import numpy as np
 import torch
 
+from strata.base.errors import Code, StrataError
 from strata.train.core import ops
 from strata.train.core.ops import LossName
-from strata.train.runner.passes.tensors import invalid, read_tokens, to_tensor
 
 LOW: Final = "clip_low_threshold"
 HIGH: Final = "clip_high_threshold"
 MASK: Final = "sequence_ratio_mask"
 KNOWN_INPUTS: Final = frozenset({"target_tokens", "weights", "logprobs", "advantages", LOW, HIGH, MASK})
+DENSE_LIMIT: Final = 1 << 26
+"""The most numbers of one input. A sparse matrix can claim any shape in a few bytes, so the shape is limited."""
+_NUMPY: Final = {ops.DType.F32: "<f4", ops.DType.I64: "<i8", ops.DType.I32: "<i4", ops.DType.BF16: "<i2"}
 
 
 @dataclass(frozen=True)
@@ -141,6 +149,11 @@ class LossRule:
     config: Mapping[str, float]
     masked: bool = False
 
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The inputs that a datum must have, besides `target_tokens`."""
+        return (("logprobs", "advantages") if self.sampled else ()) + ((MASK,) if self.masked else ())
+
 
 RULES: Final[Mapping[LossName, LossRule]] = {
     LossName.CROSS_ENTROPY: LossRule(cross_entropy, sampled=False, config={}),
@@ -157,53 +170,110 @@ def check_config(name: LossName, config: Mapping[str, float]) -> None:
     unknown = sorted(set(config) - set(defaults))
     if unknown:
         allowed = ", ".join(defaults) or "nothing"
-        raise invalid(f"the loss {name.value} knows no {unknown[0]!r} in its config; it takes {allowed}")
+        raise _invalid(f"the loss {name.value} knows no {unknown[0]!r} in its config; it takes {allowed}")
 
 
 def read_inputs(name: LossName, config: Mapping[str, float], datum: ops.Datum, vocabulary: int) -> LossInputs:
     """The inputs of a loss, validated. An INVALID error names the input that does not fit."""
     rule = RULES[name]
     settings = {**rule.config, **config}
-    inputs = {key: to_tensor(key, tensor) for key, tensor in datum.inputs.items() if key in KNOWN_INPUTS}
-    tokens = _token_ids("tokens", read_tokens(datum), vocabulary)
-    if not len(tokens):
-        raise invalid("it has no tokens")
-    if "target_tokens" not in inputs:
-        raise invalid("target_tokens is missing")
-    targets = _token_ids("target_tokens", inputs.pop("target_tokens"), vocabulary)
-    if targets.shape[:1] != tokens.shape or targets.ndim > (1 if rule.sampled else 2):
-        raise invalid(f"target_tokens has the shape {tuple(targets.shape)} where there are {len(tokens)} tokens")
+    inputs = {key: _to_tensor(key, tensor) for key, tensor in datum.inputs.items() if key in KNOWN_INPUTS}
+    tokens = _token_ids("tokens", _numbers(datum.tokens, ops.DType.I32), vocabulary)
+    targets = _read_targets(tokens, inputs.pop("target_tokens", None), rule, vocabulary)
     per_token = {key: _per_token(key, tensor, targets) for key, tensor in inputs.items()}
-    for key in (("logprobs", "advantages") if rule.sampled else ()) + ((MASK,) if rule.masked else ()):
+    for key in rule.required:
         if key not in per_token:
-            raise invalid(f"{key} is missing, which the loss {name.value} needs")
-    if rule.masked and not bool((per_token[MASK] != 0).any()):
-        raise invalid(f"{MASK} marks no token")
+            raise _invalid(f"{key} is missing, which the loss {name.value} needs")
+    needed = {key: per_token[key] for key in rule.required}
+    if rule.masked and not bool((needed[MASK] != 0).any()):
+        raise _invalid(f"{MASK} marks no token")
     return LossInputs(
         tokens=tokens,
         targets=targets,
         weights=per_token.get("weights", torch.ones(targets.shape)),
-        logprobs=per_token.get("logprobs") if rule.sampled else None,
-        advantages=per_token.get("advantages") if rule.sampled else None,
+        logprobs=needed.get("logprobs"),
+        advantages=needed.get("advantages"),
         low=per_token.get(LOW, settings.get(LOW, 0.0)),
         high=per_token.get(HIGH, settings.get(HIGH, 0.0)),
         beta=settings.get("beta", 0.0),
-        mask=per_token.get(MASK) if rule.masked else None,
+        mask=needed.get(MASK),
     )
+
+
+def _read_targets(tokens: torch.Tensor, targets: torch.Tensor | None, rule: LossRule, vocabulary: int) -> torch.Tensor:
+    if not len(tokens):
+        raise _invalid("it has no tokens")
+    if targets is None:
+        raise _invalid("target_tokens is missing")
+    ids = _token_ids("target_tokens", targets, vocabulary)
+    if ids.shape[:1] != tokens.shape or ids.ndim > (1 if rule.sampled else 2):
+        raise _invalid(f"target_tokens has the shape {tuple(ids.shape)} where there are {len(tokens)} tokens")
+    return ids
 
 
 def _token_ids(name: str, ids: torch.Tensor, vocabulary: int) -> torch.Tensor:
     if ids.is_floating_point():
-        raise invalid(f"{name} are numbers of tokens, not real numbers")
+        raise _invalid(f"{name} are numbers of tokens, not real numbers")
     if bool(((ids < 0) | (ids >= vocabulary)).any()):
-        raise invalid(f"{name} holds a token that is not one of the {vocabulary} of the vocabulary")
+        raise _invalid(f"{name} holds a token that is not one of the {vocabulary} of the vocabulary")
     return ids
 
 
 def _per_token(name: str, tensor: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     if tensor.shape != targets.shape:
-        raise invalid(f"{name} has the shape {tuple(tensor.shape)} where target_tokens has {tuple(targets.shape)}")
+        raise _invalid(f"{name} has the shape {tuple(tensor.shape)} where target_tokens has {tuple(targets.shape)}")
     return tensor.to(torch.float32)
+
+
+def _invalid(message: str) -> StrataError:
+    return StrataError(Code.INVALID, message)
+
+
+def _to_tensor(name: str, tensor: ops.Tensor) -> torch.Tensor:
+    """A dense tensor of float32 or int64."""
+    size = math.prod(tensor.shape)
+    if any(length < 0 for length in tensor.shape) or size > DENSE_LIMIT:
+        raise _invalid(f"{name} has the shape {tuple(tensor.shape)}, which is not one of at most {DENSE_LIMIT} numbers")
+    try:
+        values = _numbers(tensor.data, tensor.dtype)
+        dense = values.reshape(tensor.shape) if isinstance(tensor, ops.Dense) else _densify(name, tensor, values)
+    except (ValueError, RuntimeError) as error:
+        raise _invalid(f"{name} does not hold what its shape {tuple(tensor.shape)} says") from error
+    if dense.is_floating_point() and not bool(torch.isfinite(dense).all()):
+        raise _invalid(f"{name} holds a number that is not finite")
+    return dense
+
+
+def _numbers(data: bytes, dtype: ops.DType) -> torch.Tensor:
+    # frombuffer alone would share read-only memory, which torch warns of.
+    plain = torch.from_numpy(np.frombuffer(data, dtype=_NUMPY[dtype]).copy())
+    match dtype:
+        case ops.DType.BF16:
+            return plain.view(torch.bfloat16).to(torch.float32)
+        case ops.DType.I32:
+            return plain.to(torch.int64)
+        case _:
+            return plain
+
+
+def _densify(name: str, tensor: ops.Sparse, values: torch.Tensor) -> torch.Tensor:
+    rows, columns = tensor.shape
+    crow = _numbers(tensor.crow, ops.DType.I64)
+    col = _numbers(tensor.col, ops.DType.I64)
+    counts = crow.diff()
+    well_formed = (
+        crow.shape == (rows + 1,)
+        and col.shape == values.shape
+        and int(crow[0]) == 0
+        and int(crow[-1]) == len(values)
+        and bool((counts >= 0).all())
+        and bool(((col >= 0) & (col < columns)).all())
+    )
+    if not well_formed:
+        raise _invalid(f"{name} is not a matrix in compressed row format (CSR)")
+    dense = torch.zeros((rows, columns), dtype=values.dtype)
+    dense[torch.arange(rows).repeat_interleave(counts), col] = values
+    return dense
 
 
 def metrics_of(terms: LossTerms, datum: LossInputs, logprobs: torch.Tensor) -> dict[str, float]:
@@ -240,18 +310,19 @@ def _sampler_gap(logprobs: torch.Tensor, datum: LossInputs) -> dict[str, float]:
 
 def combine_metrics(of_datums: list[Mapping[str, float]]) -> dict[str, float]:
     """Reduce the metrics of datums, in their order, as their names say. Rows and ranks make no difference."""
-    total: dict[str, float] = {}
-    for name in dict.fromkeys(key for metrics in of_datums for key in metrics):
-        having = [metrics for metrics in of_datums if name in metrics]
-        values = [metrics[name] for metrics in having]
-        match name.rpartition(":")[2]:
-            case "sum":
-                total[name] = sum(values)
-            case "min":
-                total[name] = min(values)
-            case "max":
-                total[name] = max(values)
-            case _:
-                tokens = [metrics["tokens:sum"] for metrics in having]
-                total[name] = sum(value * count for value, count in zip(values, tokens, strict=True)) / sum(tokens)
-    return total
+    names = dict.fromkeys(key for metrics in of_datums for key in metrics)
+    return {name: _reduce(name, [metrics for metrics in of_datums if name in metrics]) for name in names}
+
+
+def _reduce(name: str, of_datums: list[Mapping[str, float]]) -> float:
+    values = [metrics[name] for metrics in of_datums]
+    match name.rpartition(":")[2]:
+        case "sum":
+            return sum(values)
+        case "min":
+            return min(values)
+        case "max":
+            return max(values)
+        case _:
+            tokens = [metrics["tokens:sum"] for metrics in of_datums]
+            return sum(value * count for value, count in zip(values, tokens, strict=True)) / sum(tokens)

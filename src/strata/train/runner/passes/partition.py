@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Final
 
 import msgspec
@@ -11,7 +12,6 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.train.core import commands, ops
 from strata.train.runner.passes.losses import combine_metrics
-from strata.train.runner.passes.tensors import decode_pass_data
 
 
 class RankPassItem(msgspec.Struct, frozen=True, array_like=True):
@@ -54,9 +54,9 @@ class ItemFailure(msgspec.Struct, frozen=True, array_like=True):
     memory: bool = False
     """It does not fit into the memory that the ranks have now."""
 
-    @property
-    def sentence(self) -> str:
-        return self.message if self.datum < 0 else f"datum {self.datum}: {self.message}"
+    def result(self) -> ops.Failed:
+        sentence = self.message if self.datum < 0 else f"datum {self.datum}: {self.message}"
+        return ops.Failed("user", sentence, memory=True) if self.memory else failed(self.code, sentence)
 
 
 class RankReport(msgspec.Struct, frozen=True, array_like=True):
@@ -80,34 +80,37 @@ class PartitionedPass(msgspec.Struct, frozen=True):
 
 def partition_pass(command: commands.PassCommand, ranks: int) -> PartitionedPass:
     """The rows of each rank. The orchestrator has packed them; a packing that is not sound fails the whole pass."""
-    contents: list[Sequence[ops.Datum]] = []
-    failures: list[ItemFailure] = []
-    for number, item in enumerate(command.items):
-        try:
-            contents.append(decode_pass_data(item.data).datums)
-        except StrataError as error:
-            contents.append(())
-            failures.append(ItemFailure(number, -1, error.code, error.message))
+    contents, failures = _decode_items(command.items)
     _check_packing(command, contents, {failure.item for failure in failures}, ranks)
     items = [RankPassItem(item.model_id, item.loss, item.config) for item in command.items]
     of_ranks = [
-        RankPass(
-            command.forward_only,
-            items,
-            [
-                [
-                    PackedDatum(segment.item, segment.datum, contents[segment.item][segment.datum])
-                    for segment in row
-                    if contents[segment.item]
-                ]
-                for row in rows
-            ],
-            command.replayed,
-        )
+        RankPass(command.forward_only, items, [_packed_datums(row, contents) for row in rows], command.replayed)
         for rows in command.rows
     ]
     tokens = sum(datum.length for datums in contents for datum in datums)
     return PartitionedPass(of_ranks, failures, [len(datums) for datums in contents], tokens)
+
+
+def _decode_items(items: Sequence[commands.PassItem]) -> tuple[list[Sequence[ops.Datum]], list[ItemFailure]]:
+    """The datums of each item; none of an item that cannot be decoded."""
+    contents: list[Sequence[ops.Datum]] = []
+    failures: list[ItemFailure] = []
+    for number, item in enumerate(items):
+        try:
+            contents.append(ops.decode_pass_data(item.data).datums)
+        except msgspec.MsgspecError as error:
+            contents.append(())
+            message = f"the payload cannot be decoded as the data of a pass: {error}"
+            failures.append(ItemFailure(number, -1, Code.INVALID, message))
+    return contents, failures
+
+
+def _packed_datums(row: commands.Row, contents: Sequence[Sequence[ops.Datum]]) -> list[PackedDatum]:
+    return [
+        PackedDatum(segment.item, segment.datum, contents[segment.item][segment.datum])
+        for segment in row
+        if contents[segment.item]
+    ]
 
 
 def _check_packing(
@@ -115,31 +118,39 @@ def _check_packing(
 ) -> None:
     if len(command.rows) != ranks or len({len(rows) for rows in command.rows}) != 1:
         raise StrataError(Code.INTERNAL, f"the pass does not have equally many rows for each of {ranks} ranks")
-    packed = Counter((segment.item, segment.datum) for rows in command.rows for row in rows for segment in row)
+    segments = chain.from_iterable(chain.from_iterable(command.rows))
+    packed = Counter((segment.item, segment.datum) for segment in segments)
+    decoded = {place for place in packed if place[0] not in undecoded}
     expected = {(item, datum) for item, datums in enumerate(contents) for datum in range(len(datums))}
-    if {place for place in packed if place[0] not in undecoded} != expected or any(n > 1 for n in packed.values()):
+    if decoded != expected or packed.total() != len(packed):
         raise StrataError(Code.INTERNAL, "the rows of the pass do not hold each datum once")
 
 
 def merge_reports(partitioned: PartitionedPass, reports: Sequence[RankReport]) -> list[ops.Result]:
     """The results in the order of the items, each with its outputs in the order of its datums."""
-    failures: dict[int, ItemFailure] = {}
-    reported = (*partitioned.failures, *(failure for report in reports for failure in report.failures))
-    for failure in sorted(reported, key=lambda failure: failure.datum):
-        failures.setdefault(failure.item, failure)
+    failures = _first_failures([*partitioned.failures, *chain.from_iterable(report.failures for report in reports)])
     computed = {(datum.item, datum.datum): datum for report in reports for datum in report.computed}
     results: list[ops.Result] = []
     for item, count in enumerate(partitioned.datums):
         if item in failures:
-            failure = failures[item]
-            out_of_memory = ops.Failed("user", failure.sentence, memory=True)
-            results.append(out_of_memory if failure.memory else failed(failure.code, failure.sentence))
-            continue
-        datums = [computed[item, datum] for datum in range(count)]
-        metrics = combine_metrics([datum.metrics for datum in datums])
-        result = ops.PassResult([datum.output for datum in datums], metrics)
-        results.append(ops.PassDone(ops.InlinePayload(encode(result))))
+            results.append(failures[item].result())
+        else:
+            results.append(_merge_datums([computed[item, datum] for datum in range(count)]))
     return results
+
+
+def _first_failures(failures: Iterable[ItemFailure]) -> dict[int, ItemFailure]:
+    """Of each failed item the failure at its first datum."""
+    first: dict[int, ItemFailure] = {}
+    for failure in sorted(failures, key=lambda failure: failure.datum):
+        first.setdefault(failure.item, failure)
+    return first
+
+
+def _merge_datums(datums: Sequence[ComputedDatum]) -> ops.PassDone:
+    metrics = combine_metrics([datum.metrics for datum in datums])
+    result = ops.PassResult([datum.output for datum in datums], metrics)
+    return ops.PassDone(ops.InlinePayload(encode(result)))
 
 
 SERVER_ERRORS: Final = frozenset(

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import TypeVar
 
 import torch
 
@@ -16,14 +17,22 @@ from strata.base.errors import Code, StrataError
 from strata.train.core import ops
 from strata.train.core.memory import out_of_memory_message
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora.adapter import Adapter, Span
+from strata.train.runner.lora import Adapter, Span
 from strata.train.runner.model.base import BaseModel
 from strata.train.runner.model.memory import RowMemory, is_out_of_memory
 from strata.train.runner.model.trained import LoraModel, TrainedModel
 from strata.train.runner.passes.logprobs import PackedRow
 from strata.train.runner.passes.losses import RULES, LossInputs, check_config, metrics_of, read_inputs
-from strata.train.runner.passes.partition import ComputedDatum, ItemFailure, RankPass, RankPassItem, RankReport
-from strata.train.runner.passes.tensors import to_dense
+from strata.train.runner.passes.partition import (
+    ComputedDatum,
+    ItemFailure,
+    PackedDatum,
+    RankPass,
+    RankPassItem,
+    RankReport,
+)
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -73,9 +82,9 @@ class PassRunner:
         rows, failures = self._prepare(work)
         if not work.replayed:
             failures += self._reject_oversized(rows)
-        rejected = {failure.item for failure in failures}
-        flags = self._ranks.all_reduce_any([item in rejected for item in range(len(work.items))])
-        items = [item for item, flag in enumerate(flags) if not flag]
+        numbers = range(len(work.items))
+        rejected = self._on_any_rank(numbers, {failure.item for failure in failures})
+        items = [item for item in numbers if item not in rejected]
         if not items:
             return RankReport((), failures)
         outcome = self._compute(work, rows, items)
@@ -90,38 +99,30 @@ class PassRunner:
 
     def _prepare(self, work: RankPass) -> tuple[list[list[PackedDocument]], list[ItemFailure]]:
         """Validate the whole request here, before the first collective of the pass."""
-        failures: list[ItemFailure] = []
-        for number, item in enumerate(work.items):
-            try:
-                self._check(item)
-            except StrataError as error:
-                failures.append(ItemFailure(number, -1, error.code, error.message))
+        failures = self._check_items(work.items)
         rejected = {failure.item for failure in failures}
         rows: list[list[PackedDocument]] = []
         for row in work.rows:
-            documents: list[PackedDocument] = []
-            for packed in row:
-                item = work.items[packed.item]
-                if packed.item in rejected:
-                    continue
-                try:
-                    inputs = read_inputs(item.loss, item.config, packed.content, self._base.vocabulary)
-                    self._check_length(len(inputs.tokens))
-                    on_device = inputs.to(self._ranks.device)
-                except StrataError as error:
-                    failures.append(ItemFailure(packed.item, packed.datum, error.code, error.message))
-                    continue
-                except (RuntimeError, MemoryError) as error:
-                    if not is_out_of_memory(error):
-                        raise
-                    message = out_of_memory_message(packed.content.length, self._memory.limit)
-                    failures.append(ItemFailure(packed.item, -1, Code.EXHAUSTED, message, memory=True))
-                    continue
-                model = self._models[item.model_id]
-                adapter = model.adapter if isinstance(model, LoraModel) else None
-                documents.append(PackedDocument(packed.item, packed.datum, item.loss, on_device, adapter))
-            rows.append(documents)
+            read = [self._read(packed, work.items[packed.item]) for packed in row if packed.item not in rejected]
+            rows.append([document for document in read if isinstance(document, PackedDocument)])
+            failures += [failure for failure in read if isinstance(failure, ItemFailure)]
         return rows, failures
+
+    def _read(self, packed: PackedDatum, item: RankPassItem) -> PackedDocument | ItemFailure:
+        """Validate one datum and move it to the device."""
+        try:
+            inputs = read_inputs(item.loss, item.config, packed.content, self._base.vocabulary)
+            self._check_length(len(inputs.tokens))
+            on_device = inputs.to(self._ranks.device)
+        except StrataError as error:
+            return ItemFailure(packed.item, packed.datum, error.code, error.message)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return self._too_large(packed.item, packed.content.length)
+        model = self._models[item.model_id]
+        adapter = model.adapter if isinstance(model, LoraModel) else None
+        return PackedDocument(packed.item, packed.datum, item.loss, on_device, adapter)
 
     def _reject_oversized(self, rows: Sequence[Sequence[PackedDocument]]) -> list[ItemFailure]:
         """Of each row that does not fit into memory now, reject the item with the most tokens until the rest fits."""
@@ -129,10 +130,21 @@ class PassRunner:
         for row in rows:
             remaining = _tokens_by_item(row)
             while (tokens := sum(remaining.values())) and not self._memory.fits(tokens):
-                largest = max(remaining, key=lambda item: remaining[item])
-                message = out_of_memory_message(tokens, self._memory.limit)
-                failures.append(ItemFailure(largest, -1, Code.EXHAUSTED, message, memory=True))
+                largest = max(remaining, key=remaining.__getitem__)
+                failures.append(self._too_large(largest, tokens))
                 del remaining[largest]
+        return failures
+
+    def _too_large(self, item: int, tokens: int) -> ItemFailure:
+        return ItemFailure(item, -1, Code.EXHAUSTED, out_of_memory_message(tokens, self._memory.limit), memory=True)
+
+    def _check_items(self, items: Sequence[RankPassItem]) -> list[ItemFailure]:
+        failures: list[ItemFailure] = []
+        for number, item in enumerate(items):
+            try:
+                self._check(item)
+            except StrataError as error:
+                failures.append(ItemFailure(number, -1, error.code, error.message))
         return failures
 
     def _check(self, item: RankPassItem) -> None:
@@ -146,36 +158,46 @@ class PassRunner:
 
     def _compute(self, work: RankPass, rows: Sequence[Sequence[PackedDocument]], items: Sequence[int]) -> PassOutcome:
         """Compute these items, on all ranks together, and commit the gradients that are finite on all of them."""
-        models = {} if work.forward_only else {name: self._models[name] for name in _model_ids(work.items, items)}
+        models = {} if work.forward_only else self._begin(work, items)
         outcome = PassOutcome()
-        for model in models.values():
-            model.begin()
         for documents in rows:
             wanted = _group_by_adapter([document for document in documents if document.item in items])
             tokens = _tokens_by_item(wanted)
-            longest = max(tokens, key=lambda item: tokens[item], default=None)
-            name = "" if longest is None else work.items[longest].model_id
+            name = work.items[max(tokens, key=tokens.__getitem__)].model_id if tokens else ""
             with self._memory.computing(name, sum(tokens.values())):
                 self._compute_row(wanted, outcome, backward=not work.forward_only)
-        failed = {failure.item for failure in outcome.failures}
-        flags = self._ranks.all_reduce_any([item in failed for item in items])
-        outcome.tainted = frozenset(item for item, flag in zip(items, flags, strict=True) if flag)
-        tainted = self._tainted_models(models, {work.items[item].model_id for item in outcome.tainted})
+        failed = self._on_any_rank(items, {failure.item for failure in outcome.failures})
+        tainted = self._commit(models, {work.items[item].model_id for item in failed})
+        outcome.tainted = failed | {item for item in items if work.items[item].model_id in tainted}
+        return outcome
+
+    def _begin(self, work: RankPass, items: Sequence[int]) -> dict[str, TrainedModel]:
+        """Begin to stage the gradients of the models of these items."""
+        names = dict.fromkeys(work.items[number].model_id for number in items)
+        models = {name: self._models[name] for name in names}
+        for model in models.values():
+            model.begin()
+        return models
+
+    def _commit(self, models: Mapping[str, TrainedModel], failed: Set[str]) -> Set[str]:
+        """Commit the gradients of this pass, or discard those that cannot be used and return their models: those of a
+        failed item, because a model's gradients are one sum, and any other that a value which is not finite reached in
+        the backward pass."""
+        tainted: Set[str] = frozenset()
+        if models and failed:
+            own = {name for name, model in models.items() if name in failed or not model.is_finite()}
+            tainted = self._on_any_rank(list(models), own)
         for name, model in models.items():
             if name in tainted:
                 model.discard()
             else:
                 model.commit()
-        outcome.tainted |= {item for item in items if work.items[item].model_id in tainted}
-        return outcome
+        return tainted
 
-    def _tainted_models(self, models: Mapping[str, TrainedModel], failed: Set[str]) -> Set[str]:
-        """The models whose gradients of this pass cannot be used: those of a failed item, because a model's gradients
-        are one sum, and any other that a value which is not finite reached in the backward pass."""
-        if not models or not failed:
-            return frozenset()
-        flags = self._ranks.all_reduce_any([name in failed or not model.is_finite() for name, model in models.items()])
-        return {name for name, flag in zip(models, flags, strict=True) if flag}
+    def _on_any_rank(self, all_of: Sequence[T], own: Set[T]) -> frozenset[T]:
+        """Those of `all_of` that are in `own` on any rank. All ranks call it with the same `all_of`."""
+        flags = self._ranks.all_reduce_any([each in own for each in all_of])
+        return frozenset(each for each, flag in zip(all_of, flags, strict=True) if flag)
 
     def _compute_row(self, documents: Sequence[PackedDocument], outcome: PassOutcome, *, backward: bool) -> None:
         """One micro-batch. An empty row is computed too: the other ranks wait in the collectives of every layer."""
@@ -208,9 +230,15 @@ class PassRunner:
                 message = f"its loss is {metrics['loss:sum']}"
                 outcome.failures.append(ItemFailure(document.item, document.datum, Code.INVALID, message))
                 continue
-            output = ops.DatumOutput({"logprobs": to_dense(shaped)})
+            output = ops.DatumOutput({"logprobs": _to_dense(shaped)})
             outcome.computed.append(ComputedDatum(document.item, document.datum, output, metrics))
         return torch.stack(losses).sum()
+
+
+def _to_dense(tensor: torch.Tensor) -> ops.Dense:
+    """Encode a tensor as float32."""
+    plain = tensor.detach().to("cpu", torch.float32).contiguous()
+    return ops.Dense(ops.DType.F32, tuple(plain.shape), plain.numpy().tobytes())
 
 
 def _tokens_by_item(documents: Sequence[PackedDocument]) -> dict[int, int]:
@@ -218,11 +246,6 @@ def _tokens_by_item(documents: Sequence[PackedDocument]) -> dict[int, int]:
     for document in documents:
         tokens[document.item] = tokens.get(document.item, 0) + len(document.inputs.tokens)
     return tokens
-
-
-def _model_ids(items: Sequence[RankPassItem], numbers: Sequence[int]) -> list[str]:
-    """The models of these items, each once."""
-    return list(dict.fromkeys(items[number].model_id for number in numbers))
 
 
 def _group_by_adapter(documents: list[PackedDocument]) -> list[PackedDocument]:

@@ -16,10 +16,9 @@ from itertools import groupby
 import torch
 
 from strata.train.core.sampling import SampledSequence
-from strata.train.runner.lora.adapter import Span
-from strata.train.runner.sampling.attention import DecodePlan, KVPoolRows, PrefillPlan, Prompt
+from strata.train.runner.lora import Span
 from strata.train.runner.sampling.inference_model import InferenceModel
-from strata.train.runner.sampling.kv_cache import KVCache, KVPool
+from strata.train.runner.sampling.kv_cache import DecodePlan, KVCache, KVPool, KVPoolRows, PrefillPlan, Prompt
 from strata.train.runner.sampling.prompt_logprobs import PromptLogprobs, compute_prompt_logprobs
 from strata.train.runner.sampling.sampling_ops import LogitsProcessor, SampledTokens, sample_tokens
 from strata.train.runner.sampling.sequences import RunningSequence, SequenceGroup, top_of
@@ -151,38 +150,40 @@ class RunningBatch:
 
     def _prefill(self, admitted: Admitted, outcomes: SliceOutcomes) -> None:
         """Compute the prompts into the KV cache, and sample the first token of each sequence."""
-        # Groups of one adapter are adjacent, by first appearance: the same order when this is replayed.
-        order: dict[int, int] = {}
-        for group, _ in admitted:
-            order.setdefault(id(group.adapter), len(order))
-        admitted = sorted(admitted, key=lambda entry: order[id(entry[0].adapter)])
-        groups = [group for group, _ in admitted]
-        lengths = [len(group.prompt) for group in groups]
-        device = groups[0].prompt.device
-        plan = PrefillPlan(
-            [
-                Prompt(len(group.prompt), [(sequence.pool, sequence.slot) for sequence in sequences])
-                for group, sequences in admitted
-            ]
-        )
-        hidden = self._model.hidden(
-            torch.cat([group.prompt for group in groups]),
-            torch.cat([torch.arange(length, device=device) for length in lengths]),
-            spans_of(zip(groups, lengths, strict=True)),
-            plan,
-        )
-        for group, prompt_hidden in zip(groups, torch.split(hidden, lengths), strict=True):
+        admitted = _group_by_adapter(admitted)
+        hidden = self._prompt_hidden(admitted)
+        lengths = [len(group.prompt) for group, _ in admitted]
+        for (group, _), prompt_hidden in zip(admitted, torch.split(hidden, lengths), strict=True):
             if group.wants_prompt:
                 outcomes.prompts.append((group.request_id, compute_prompt_logprobs(self._model, group, prompt_hidden)))
-        last = hidden[torch.tensor(lengths, device=device).cumsum(0) - 1]
-        logits = self._model.logits(last, spans_of((group, 1) for group in groups))
+        outcomes.prompt_tokens += sum(lengths)
+        last = torch.tensor(lengths, device=hidden.device).cumsum(0) - 1
+        self._sample_first(admitted, hidden[last], outcomes)
+
+    def _prompt_hidden(self, admitted: Admitted) -> torch.Tensor:
+        """The hidden states of all prompts, one after the other."""
+        prompts = [group.prompt for group, _ in admitted]
+        plan = [
+            Prompt(len(group.prompt), [(sequence.pool, sequence.slot) for sequence in sequences])
+            for group, sequences in admitted
+        ]
+        return self._model.hidden(
+            torch.cat(prompts),
+            torch.cat([torch.arange(len(prompt), device=prompt.device) for prompt in prompts]),
+            spans_of((group, len(group.prompt)) for group, _ in admitted),
+            PrefillPlan(plan),
+        )
+
+    def _sample_first(self, admitted: Admitted, hidden: torch.Tensor, outcomes: SliceOutcomes) -> None:
+        """Sample the first token of each sequence from the hidden state of its prompt's last token."""
+        device = hidden.device
+        logits = self._model.logits(hidden, spans_of((group, 1) for group, _ in admitted))
         counts = torch.tensor([len(sequences) for _, sequences in admitted], device=device)
         sequences = [sequence for _, of_group in admitted for sequence in of_group]
         params = [sequence.group.sample.params for sequence in sequences]
         processor = LogitsProcessor(params, self._model.vocabulary, device)
         uniform = _draw_uniform(sequences, processor, device)
         sampled = sample_tokens(logits.repeat_interleave(counts, 0), processor, uniform)
-        outcomes.prompt_tokens += sum(lengths)
         self._accept(sequences, sampled, outcomes)
 
     def _decode(self, outcomes: SliceOutcomes) -> None:
@@ -241,6 +242,14 @@ class RunningBatch:
             del self._by_pool[sequence.pool]
         self.running.remove(sequence)
         self._rows = None
+
+
+def _group_by_adapter(admitted: Admitted) -> Admitted:
+    """Groups of one adapter are adjacent, by first appearance: the same order when this is replayed."""
+    order: dict[int, int] = {}
+    for group, _ in admitted:
+        order.setdefault(id(group.adapter), len(order))
+    return sorted(admitted, key=lambda entry: order[id(entry[0].adapter)])
 
 
 def spans_of(lengths: Iterable[tuple[SequenceGroup, int]]) -> list[Span]:

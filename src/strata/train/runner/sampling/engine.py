@@ -2,27 +2,37 @@
 
 Sequences with the same base weights run in one batch, each with its own adapter or none. The batches and the KV cache
 stay as they are between two time slices.
+
+The weights of an open sampler never change, whatever is trained meanwhile. They are the base itself, a copy of an
+adapter (as large as the adapter), or in full fine-tuning a copy of the full model, of which each rank holds its shards.
+The live weights of a full fine-tune are never sampled from: a sequence that began before an optimizer step would be
+continued by another model after it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
 
 import torch
+from transformers import PreTrainedModel
 
 from strata.base.errors import Code, StrataError
 from strata.train.core.sampling import SampleOperation
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora.adapter import Adapter
+from strata.train.runner.lora import Adapter, targets_of
 from strata.train.runner.model.base import DTYPES, BaseModel
+from strata.train.runner.model.trained import local
 from strata.train.runner.sampling.continuous_batching import RunningBatch, SliceOutcomes
-from strata.train.runner.sampling.inference_model import InferenceModel, gather_weights
+from strata.train.runner.sampling.inference_model import InferenceModel, gather_weights, verify_decode_matches_training
 from strata.train.runner.sampling.kv_cache import KVCache
 from strata.train.runner.sampling.request_validator import RequestValidator, SamplerLimits
-from strata.train.runner.sampling.sampler_weights import SamplerWeights
 from strata.train.runner.sampling.scatter import RankSequences, RankSlice, RankSliceResult, SampleScatter
-from strata.train.runner.sampling.self_check import verify_decode_matches_training
 from strata.train.runner.sampling.sequences import SequenceGroup, tokens_from
+
+LIVE: Final = ""
+"""The key of the live base's weights. No sampler has this name."""
 
 
 class SamplingEngine:
@@ -155,3 +165,85 @@ def _run_steps(batch: RunningBatch, work: RankSlice, outcomes: SliceOutcomes) ->
         batch.step(outcomes)
         if work.eager and outcomes.ended > ended:
             return
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """An adapter or none on the live base, or all parameters of a full model, sharded as the live ones are."""
+
+    adapter: Adapter | None = None
+    full: Mapping[str, torch.Tensor] | None = None
+
+
+class SamplerWeights:
+    """The open samplers. All ranks open and close the same ones, at the same place among their commands."""
+
+    def __init__(self, base: BaseModel, capacity: int) -> None:
+        self._base = base
+        self._capacity = capacity
+        self._samplers: dict[str, _Weights] = {}
+
+    def __contains__(self, sampler_id: str) -> bool:
+        return sampler_id in self._samplers
+
+    def open_base(self, sampler_id: str) -> None:
+        if self._base.settings.full:
+            raise StrataError(Code.UNSUPPORTED, "this server trains the full model and keeps no copy of its base")
+        self._check_capacity(sampler_id)
+        self._samplers[sampler_id] = _Weights()
+
+    def open_adapter(self, sampler_id: str, adapter: Adapter) -> None:
+        """A copy of the adapter as it is now."""
+        self._check_capacity(sampler_id)
+        self._samplers[sampler_id] = _Weights(adapter=_copy_adapter(adapter, self._base.lm))
+
+    def open_full(self, sampler_id: str, parameters: Mapping[str, torch.Tensor] | None = None) -> None:
+        """A copy of these parameters, or of the live ones as they are now."""
+        self._check_capacity(sampler_id)
+        source = dict(self._base.lm.named_parameters()) if parameters is None else parameters
+        self._samplers[sampler_id] = _Weights(full=_copy_weights(source, DTYPES[self._base.settings.dtype]))
+
+    def close(self, sampler_id: str) -> None:
+        if self._samplers.pop(sampler_id, None) is None:
+            raise StrataError(Code.NOT_FOUND, f"there is no sampler {sampler_id!r}")
+
+    def key(self, sampler_id: str) -> str:
+        """Which base weights the sampler has. Sequences with the same key run in one batch."""
+        return LIVE if self._samplers[sampler_id].full is None else sampler_id
+
+    def adapter(self, sampler_id: str) -> Adapter | None:
+        return self._samplers[sampler_id].adapter
+
+    def parameters(self, key: str) -> Mapping[str, torch.Tensor]:
+        full = None if key == LIVE else self._samplers[key].full
+        return dict(self._base.lm.named_parameters()) if full is None else full
+
+    def entries(self) -> Iterator[tuple[str, Adapter | None, Mapping[str, torch.Tensor] | None]]:
+        """Every sampler with its adapter or its full model, in the order in which they were opened."""
+        yield from ((name, weights.adapter, weights.full) for name, weights in self._samplers.items())
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        for weights in self._samplers.values():
+            if weights.adapter is not None:
+                yield weights.adapter.flat
+            yield from (local(shard) for shard in (weights.full or {}).values())
+
+    def _check_capacity(self, sampler_id: str) -> None:
+        if not sampler_id or sampler_id in self._samplers:
+            raise StrataError(Code.CONFLICT, f"there is a sampler {sampler_id!r} already")
+        if len(self._samplers) >= self._capacity:
+            raise StrataError(
+                Code.EXHAUSTED, f"{self._capacity} samplers are open, which is the limit; close one first"
+            )
+
+
+def _copy_weights(parameters: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Copy this rank's shards in the dtype of the arithmetic."""
+    return {name: parameter.detach().to(dtype, copy=True) for name, parameter in parameters.items()}
+
+
+def _copy_adapter(adapter: Adapter, lm: PreTrainedModel) -> Adapter:
+    """A copy that no optimizer step changes."""
+    fixed = Adapter(adapter.config, targets_of(lm, adapter.config), adapter.flat.device)
+    fixed.flat.copy_(adapter.flat)
+    return fixed

@@ -4,11 +4,15 @@ The trained model is sharded and hooked for passes in which all ranks meet in th
 is the opposite: each rank decodes by itself, as many steps as its sequences need. So it has modules of its own. At the
 start of a time slice all ranks together gather the full weights for them (on one rank there is nothing to gather). The
 weights are those of the live base, which adapters never change, or a copy of a full fine-tune.
+
+A self-check at start-up compares the two: decoding with the KV cache must give the log probabilities that training
+computes.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Protocol
@@ -18,12 +22,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from strata.train.runner.lora.adapter import Adapter, Adapters, Span, targets_of
-from strata.train.runner.lora.experts import adapt_experts
+from strata.base.errors import StrataError
+from strata.train.runner.lora import Adapters, Span, adapt_experts
 from strata.train.runner.model.attention import AttentionTerms, States, describe_mask, terms_of
-from strata.train.runner.passes.logprobs import DecoderAndHead
+from strata.train.runner.model.base import BaseModel
+from strata.train.runner.model.startup_check import FAILURES, TOLERANCE, first_line
+from strata.train.runner.passes.logprobs import DecoderAndHead, PackedRow
+from strata.train.runner.sampling.kv_cache import SHORTEST_SLOT, DecodePlan, KVCache, KVPoolRows, PrefillPlan, Prompt
 
 ATTENTION: Final = "strata_sampling"
+CHECKED_PROMPT: Final = 7
+CHECKED_LENGTH: Final = 12
+"""Tokens of the self-check that are prefilled, and all of its tokens."""
 
 
 class AttentionPlan(Protocol):
@@ -107,11 +117,6 @@ def _parent(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     return model.get_submodule(path), last
 
 
-def copy_weights(parameters: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Copy this rank's shards in the dtype of the arithmetic."""
-    return {name: parameter.detach().to(dtype, copy=True) for name, parameter in parameters.items()}
-
-
 def gather_weights(parameters: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """All-gather the full weights from the shards. All ranks call it together; an unsharded weight is not copied."""
     weights = {}
@@ -121,8 +126,41 @@ def gather_weights(parameters: Mapping[str, torch.Tensor], dtype: torch.dtype) -
     return weights
 
 
-def copy_adapter(adapter: Adapter, lm: PreTrainedModel) -> Adapter:
-    """A copy that no optimizer step changes."""
-    fixed = Adapter(adapter.config, targets_of(lm, adapter.config), adapter.flat.device)
-    fixed.flat.copy_(adapter.flat)
-    return fixed
+def verify_decode_matches_training(model: InferenceModel, base: BaseModel, device: torch.device) -> str:
+    """Why this architecture cannot be sampled, or an empty string. All ranks call this together.
+
+    A layer that keeps state other than keys and values, or keeps it elsewhere, would silently sample from another
+    distribution than the one that is trained.
+    """
+    tokens = torch.randint(base.vocabulary, (CHECKED_LENGTH,), generator=torch.Generator().manual_seed(1)).to(device)
+    indices = torch.arange(CHECKED_LENGTH - 1, device=device)
+    row = PackedRow(tokens=tokens, documents=[CHECKED_LENGTH], spans=(), logit_indices=indices, targets=tokens[1:])
+    with torch.no_grad():
+        trained = base.logprobs(row)
+        weights = gather_weights(dict(base.lm.named_parameters()), model.dtype)
+    try:
+        with model.with_weights(weights), torch.inference_mode():
+            logits = _prefill_and_decode(model, tokens)
+    except StrataError as error:
+        return f"{base.arch} cannot be sampled here: {error.message}"
+    except FAILURES as error:
+        return f"{base.arch} cannot be sampled here: its code fails with {type(error).__name__}: {first_line(error)}"
+    decoded = torch.log_softmax(logits[:-1], dim=-1, dtype=torch.float32)[indices, tokens[1:]]
+    difference = float((trained - decoded).abs().max())
+    if math.isfinite(difference) and difference <= TOLERANCE[base.settings.dtype]:
+        return ""
+    reason = f"decoding gives other log probabilities than training (off by {difference:.2g} nats)"
+    return f"{base.arch} cannot be sampled here: {reason}"
+
+
+def _prefill_and_decode(model: InferenceModel, tokens: torch.Tensor) -> torch.Tensor:
+    """The logits of every token: the first ones by a prefill, the others by a decode step each."""
+    device = tokens.device
+    pool, slot = KVCache(1, SHORTEST_SLOT).allocate("", SHORTEST_SLOT)
+    prefill = PrefillPlan([Prompt(CHECKED_PROMPT, [(pool, slot)])])
+    hidden = [model.hidden(tokens[:CHECKED_PROMPT], torch.arange(CHECKED_PROMPT, device=device), (), prefill)]
+    decode = DecodePlan([KVPoolRows(pool, [0], [CHECKED_PROMPT], device)])
+    for index in range(CHECKED_PROMPT, CHECKED_LENGTH):
+        hidden.append(model.hidden(tokens[index : index + 1], torch.tensor([index], device=device), (), decode))
+        decode.advance()
+    return model.logits(torch.cat(hidden), ())

@@ -1,17 +1,23 @@
-"""KV cache: the keys and values of the running sequences' tokens, in slots that are allocated once and used again.
+"""The KV cache and attention over it: keys and values of the running sequences, in slots that are allocated once.
 
 A sequence gets its slot at admission, as long as the sequence can ever become; slots of one length form a pool, those
 in use first, so that a decode step computes over a plain view of them. The cache has a capacity in sequences and in
-tokens, which admission respects: a sequence that was admitted never runs out of cache.
+tokens, which admission respects: a sequence that was admitted never runs out of cache. Prefill writes the
+keys and values of whole prompts. Decode appends those of one token of each sequence, and attends to all of its slot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final
 
 import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from strata.train.runner.model.attention import AttentionTerms, Reach, States, attend_documents, softmax_attention
 
 SHORTEST_SLOT: Final = 64
 """Slot lengths are powers of two from here: few pools, and at most half of a slot is never used."""
@@ -121,3 +127,132 @@ class KVCache:
         for pool in self._pools.values():
             for layer in pool.layers.values():
                 yield from layer
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A document of a prefill: its length, and the slots of the sequences that continue it."""
+
+    length: int
+    slots: Sequence[tuple[KVPool, int]]
+
+
+class PrefillPlan:
+    """Each prompt attends to itself alone; its keys and values are written to the slots of all its sequences."""
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self._prompts = prompts
+        self._lengths = [prompt.length for prompt in prompts]
+
+    def attend(self, module: nn.Module, states: States, terms: AttentionTerms) -> torch.Tensor:
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        computed = [torch.split(part[0].transpose(0, 1), self._lengths) for part in states[1:]]
+        for prompt, keys, values in zip(self._prompts, *computed, strict=True):
+            for pool, slot in prompt.slots:
+                for cached, new in zip(pool.of_layer(layer, keys, values), (keys, values), strict=True):
+                    cached[slot, : prompt.length] = new
+        return attend_documents(module, states, self._lengths, terms)
+
+
+class KVPoolRows:
+    """The rows of a decode step whose slots are in one pool, in the order of their slots.
+
+    Lengths are those before the step: the new token is written at the index of that number.
+    """
+
+    def __init__(self, pool: KVPool, rows: Sequence[int], lengths: Sequence[int], device: torch.device) -> None:
+        self.pool = pool
+        self.count = len(rows)
+        contiguous = list(rows) == list(range(rows[0], rows[0] + len(rows)))
+        self._slice = slice(rows[0], rows[0] + len(rows)) if contiguous else None
+        self.rows = torch.tensor(rows, dtype=torch.int64, device=device)
+        starts = torch.arange(self.count, device=device) * pool.length
+        self.newest = torch.tensor(lengths, dtype=torch.int64, device=device)
+        """The index of each row's newest token in its slot."""
+        self.flat = starts + self.newest
+        """The same in the pool, all slots one after the other."""
+        self.longest = max(lengths)
+        self._equal_lengths = min(lengths) == max(lengths)
+        self._masks: dict[Reach, torch.Tensor | None] = {}
+
+    def advance(self) -> None:
+        self.newest += 1
+        self.flat += 1
+        self.longest += 1
+        self._masks = {}
+
+    def pick(self, states: torch.Tensor) -> torch.Tensor:
+        return states[self._slice] if self._slice is not None else states.index_select(0, self.rows)
+
+    def put(self, target: torch.Tensor, part: torch.Tensor) -> None:
+        if self._slice is not None:
+            target[self._slice] = part
+        else:
+            target.index_copy_(0, self.rows, part)
+
+    def mask(self, reach: Reach) -> torch.Tensor | None:
+        """Which cached tokens each row attends to: all of its own, or those in reach. None if that is everything."""
+        if reach.covers(self.longest + 1):
+            reach = Reach()
+        if reach not in self._masks:
+            self._masks[reach] = self._build_mask(reach)
+        return self._masks[reach]
+
+    def _build_mask(self, reach: Reach) -> torch.Tensor | None:
+        if self._equal_lengths and reach == Reach():
+            return None
+        keys = torch.arange(self.longest + 1, device=self.newest.device)
+        return reach.allows(self.newest[:, None], keys)[:, None, None]
+
+    @property
+    def contiguous(self) -> bool:
+        return self._slice is not None
+
+
+class DecodePlan:
+    """One token of each sequence, which attends to everything in the sequence's slot."""
+
+    def __init__(self, pools: Sequence[KVPoolRows]) -> None:
+        self.pools = pools
+
+    def advance(self) -> None:
+        for rows in self.pools:
+            rows.advance()
+
+    @cached_property
+    def _single_pool(self) -> KVPoolRows | None:
+        only = self.pools[0]
+        return only if len(self.pools) == 1 and only.contiguous else None
+
+    def attend(self, module: nn.Module, states: States, terms: AttentionTerms) -> torch.Tensor:
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        query, key, value = (part[0].transpose(0, 1) for part in states)
+        if self._single_pool is not None:
+            return _attend(self._single_pool, layer, (query, key, value), terms)[None]
+        out = value.new_empty((*query.shape[:2], value.shape[-1]))
+        for rows in self.pools:
+            picked = (rows.pick(query), rows.pick(key), rows.pick(value))
+            rows.put(out, _attend(rows, layer, picked, terms))
+        return out[None]
+
+
+def _attend(rows: KVPoolRows, layer: int, states: States, terms: AttentionTerms) -> torch.Tensor:
+    """Queries are (row, head, dimension). Query heads that share a key head (grouped-query attention) are passed to
+    the kernel as several queries of that head, so the keys need not be repeated."""
+    query, key, value = states
+    keys, values = rows.pool.of_layer(layer, key, value)
+    keys.flatten(0, 1).index_copy_(0, rows.flat, key)
+    values.flatten(0, 1).index_copy_(0, rows.flat, value)
+    until = rows.longest + 1
+    keys, values = (part[: rows.count, :until].transpose(1, 2) for part in (keys, values))
+    mask = rows.mask(terms.reach)
+    if not terms.fits_kernel:
+        return softmax_attention((query[:, :, None], keys, values), mask, terms)[:, 0]
+    attended = scaled_dot_product_attention(
+        query.reshape(rows.count, key.shape[1], -1, query.shape[-1]),
+        keys,
+        values,
+        attn_mask=mask,
+        scale=terms.scaling,
+    )
+    return attended.reshape(rows.count, -1, value.shape[-1])

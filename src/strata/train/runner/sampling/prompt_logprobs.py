@@ -5,6 +5,8 @@ All of them are the model's own, at temperature 1, except that the draws are mad
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import msgspec
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ from strata.train.core.sampling import (
     Targets,
     TopLogprobs,
 )
-from strata.train.runner.lora.adapter import Span
+from strata.train.runner.lora import Span
 from strata.train.runner.sampling.inference_model import InferenceModel
 from strata.train.runner.sampling.sampling_ops import SeededRng, draw, is_greedy
 from strata.train.runner.sampling.sequences import SequenceGroup, rng_name, tokens_from, top_logprobs, top_of
@@ -33,61 +35,82 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 def compute_prompt_logprobs(model: InferenceModel, group: SequenceGroup, hidden: torch.Tensor) -> PromptLogprobs:
     """From the hidden states of the prompt. The first token has no predecessor, so it has no log probability."""
-    sample = group.sample
-    scores = _PromptScores(sample) if sample.prompt_logprobs or sample.topk_prompt_logprobs else None
-    targets = _TargetScores(sample.targets) if sample.targets is not None else None
-    draws = _PromptDraws(sample) if sample.prompt_draws else None
-    all_rows = targets is not None or draws is not None
-    first = 0 if all_rows or scores is None else scores.first
+    all_scores = _wanted_scores(group)
+    first = min((scores.first for scores in all_scores), default=0)
     step = max(1, model.logits_bytes // (4 * model.vocabulary))
     for start in range(first, len(hidden) - 1, step):
         end = min(start + step, len(hidden) - 1)
         logits = model.logits(hidden[start:end], [Span(group.adapter, end - start)])
         logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-        if scores is not None:
-            scores.append(logprobs, group.prompt[start + 1 : end + 1], start)
-        if targets is not None:
-            targets.append(logprobs, start)
-        if draws is not None:
-            draws.append(logprobs)
-    return PromptLogprobs(
-        scores.logprobs() if scores is not None and sample.prompt_logprobs else None,
-        scores.top() if scores is not None and sample.topk_prompt_logprobs else None,
-        targets.result() if targets is not None else None,
-        draws.result() if draws is not None else None,
-    )
+        for scores in all_scores:
+            scores.append(logprobs, start)
+    result = PromptLogprobs()
+    for scores in all_scores:
+        result = scores.add_to(result)
+    return result
+
+
+class _Scores(Protocol):
+    """One kind of log probabilities, collected chunk by chunk."""
+
+    @property
+    def first(self) -> int:
+        """The first row that it needs."""
+        ...
+
+    def append(self, logprobs: torch.Tensor, start: int) -> None:
+        """Take what it needs of the distributions after the tokens of the prompt from `start` on."""
+        ...
+
+    def add_to(self, result: PromptLogprobs) -> PromptLogprobs: ...
+
+
+def _wanted_scores(group: SequenceGroup) -> list[_Scores]:
+    sample = group.sample
+    wanted: list[_Scores] = []
+    if sample.prompt_logprobs or sample.topk_prompt_logprobs:
+        wanted.append(_PromptScores(sample, group.prompt))
+    if sample.targets is not None:
+        wanted.append(_TargetScores(sample.targets))
+    if sample.prompt_draws:
+        wanted.append(_PromptDraws(sample))
+    return wanted
 
 
 class _PromptScores:
     """Log probabilities of the prompt's own tokens, and of the likeliest at each position, from the row `first` on."""
 
-    def __init__(self, sample: SampleOperation) -> None:
+    def __init__(self, sample: SampleOperation, prompt: torch.Tensor) -> None:
         last = sample.prompt_logprobs_last_n
         self.first = 0 if last is None else sample.length - 1 - last
+        self._prompt = prompt
+        self._wants_own = sample.prompt_logprobs
         self._k = sample.topk_prompt_logprobs
         unscored = 1 + self.first
         self._logprobs = [torch.full((unscored,), torch.nan)]
         self._tokens = [torch.zeros((unscored, self._k), dtype=torch.int32)]
         self._values = [torch.full((unscored, self._k), MISSING_LOGPROB)]
 
-    def append(self, logprobs: torch.Tensor, tokens: torch.Tensor, start: int) -> None:
-        skipped = max(self.first - start, 0)
-        logprobs, tokens = logprobs[skipped:], tokens[skipped:]
+    def append(self, logprobs: torch.Tensor, start: int) -> None:
+        end = start + len(logprobs)
+        logprobs = logprobs[max(self.first - start, 0) :]
+        tokens = self._prompt[end + 1 - len(logprobs) : end + 1]
         self._logprobs.append(logprobs.gather(1, tokens[:, None])[:, 0].cpu())
         if self._k:
             top = top_of(logprobs, self._k)
             self._tokens.append(top[0])
             self._values.append(top[1])
 
-    def logprobs(self) -> bytes:
-        return torch.cat(self._logprobs).numpy().tobytes()
-
-    def top(self) -> TopLogprobs:
-        return top_logprobs(torch.cat(self._tokens), torch.cat(self._values))
+    def add_to(self, result: PromptLogprobs) -> PromptLogprobs:
+        own = torch.cat(self._logprobs).numpy().tobytes() if self._wants_own else None
+        top = top_logprobs(torch.cat(self._tokens), torch.cat(self._values)) if self._k else None
+        return msgspec.structs.replace(result, logprobs=own, top=top)
 
 
 class _TargetScores:
     """Log probabilities of the tokens that the client named."""
+
+    first = 0
 
     def __init__(self, targets: Targets) -> None:
         self._layout = targets.layout
@@ -103,8 +126,9 @@ class _TargetScores:
         values = logprobs[rows.to(logprobs.device), tokens.clamp(min=0).to(logprobs.device)].cpu()
         self._logprobs[chunk] = values.masked_fill(tokens < 0, 0.0)
 
-    def result(self) -> TargetLogprobs:
-        return TargetLogprobs(self._logprobs.numpy().tobytes(), self._layout)
+    def add_to(self, result: PromptLogprobs) -> PromptLogprobs:
+        scored = TargetLogprobs(self._logprobs.numpy().tobytes(), self._layout)
+        return msgspec.structs.replace(result, targets=scored)
 
 
 def row_starts(layout: Layout) -> torch.Tensor:
@@ -118,6 +142,8 @@ def row_starts(layout: Layout) -> torch.Tensor:
 class _PromptDraws:
     """Alternative tokens drawn at each position of the prompt."""
 
+    first = 0
+
     def __init__(self, sample: SampleOperation) -> None:
         self._k = sample.prompt_draws
         self._temperature = sample.params.temperature
@@ -127,7 +153,8 @@ class _PromptDraws:
         self._tokens: list[torch.Tensor] = [torch.zeros((0, self._k), dtype=torch.int32)]
         self._values: list[torch.Tensor] = [torch.zeros((0, self._k))]
 
-    def append(self, logprobs: torch.Tensor) -> None:
+    def append(self, logprobs: torch.Tensor, start: int) -> None:
+        del start
         if self._greedy:
             tokens = logprobs.argmax(-1, keepdim=True).expand(-1, self._k)
         else:
@@ -137,6 +164,7 @@ class _PromptDraws:
         self._tokens.append(tokens.to("cpu", torch.int32))
         self._values.append(logprobs.gather(1, tokens).cpu())
 
-    def result(self) -> Draws:
+    def add_to(self, result: PromptLogprobs) -> PromptLogprobs:
         tokens, values = torch.cat(self._tokens), torch.cat(self._values)
-        return Draws(tokens.numpy().tobytes(), values.numpy().tobytes(), self._k, len(tokens))
+        draws = Draws(tokens.numpy().tobytes(), values.numpy().tobytes(), self._k, len(tokens))
+        return msgspec.structs.replace(result, draws=draws)

@@ -50,23 +50,29 @@ class LogitsProcessor:
     def __init__(self, params: Sequence[SampleParams], vocabulary: int, device: torch.device) -> None:
         self.greedy = [is_greedy(row) for row in params]
         self.draws = not all(self.greedy)
-        temperatures = [(1.0 if greedy else row.temperature) for row, greedy in zip(params, self.greedy, strict=True)]
+        temperatures = [_temperature(row) for row in params]
         warm = any(temperature != 1.0 for temperature in temperatures)
         self.temperature = torch.tensor(temperatures, device=device)[:, None] if warm else None
         self.is_greedy = torch.tensor(self.greedy, device=device)
-        truncated: list[int] = []
-        top_k: list[int] = []
-        top_p: list[float] = []
-        for number, (row, greedy) in enumerate(zip(params, self.greedy, strict=True)):
-            limit = row.top_k if 0 < row.top_k < vocabulary else vocabulary
-            if not greedy and (limit < vocabulary or row.top_p < 1.0):
-                truncated.append(number)
-                top_k.append(limit)
-                top_p.append(row.top_p)
+        truncated = [number for number, row in enumerate(params) if _is_truncated(row, vocabulary)]
+        top_k = [_top_k(params[number], vocabulary) for number in truncated]
+        top_p = [params[number].top_p for number in truncated]
         self.truncated = torch.tensor(truncated, dtype=torch.int64, device=device) if truncated else None
         """The rows with top-k or top-p."""
         self.top_k = torch.tensor(top_k, dtype=torch.int64, device=device)
         self.top_p = torch.tensor(top_p, dtype=torch.float64, device=device)
+
+
+def _temperature(params: SampleParams) -> float:
+    return 1.0 if is_greedy(params) else params.temperature
+
+
+def _top_k(params: SampleParams, vocabulary: int) -> int:
+    return params.top_k if 0 < params.top_k < vocabulary else vocabulary
+
+
+def _is_truncated(params: SampleParams, vocabulary: int) -> bool:
+    return not is_greedy(params) and (_top_k(params, vocabulary) < vocabulary or params.top_p < 1.0)
 
 
 @dataclass(frozen=True)

@@ -108,15 +108,18 @@ class SampleScatter:
         for request_id in time_slice.cancel:
             if request_id in self._requests:
                 self._end(request_id, SampleFailed("cancelled", "it was cancelled"))
-        cancels = [
-            [request_id for request_id, ranks in self._dropped.items() if rank in ranks]
-            for rank in range(len(self._load))
-        ]
-        self._dropped = {}
+        cancels = self._take_dropped()
         samplers = sorted({request.sample.sampler_id for request in self._requests.values()})
         return [
             RankSlice(time_slice.steps, time_slice.eager, samplers, add, cancel)
             for add, cancel in zip(adds, cancels, strict=True)
+        ]
+
+    def _take_dropped(self) -> list[list[str]]:
+        """The requests that each rank is to drop."""
+        dropped, self._dropped = self._dropped, {}
+        return [
+            [request_id for request_id, ranks in dropped.items() if rank in ranks] for rank in range(len(self._load))
         ]
 
     def _add(self, added: AddedSample, adds: list[list[RankSequences]]) -> None:

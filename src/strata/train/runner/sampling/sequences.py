@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from strata.train.core.sampling import MISSING_LOGPROB, SampledSequence, SampleOperation, TopLogprobs
-from strata.train.runner.lora.adapter import Adapter
+from strata.train.runner.lora import Adapter
 from strata.train.runner.sampling.kv_cache import KVPool
 from strata.train.runner.sampling.sampling_ops import SeededRng, is_greedy
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
-from strata.train.runner.lora.adapter import Adapter
+from strata.train.runner.lora import Adapter
 from strata.train.runner.model.trained import FullModel, LoraModel, TrainedModel, local, sharded_like
 from strata.train.runner.passes.optimizer import MOMENTS
 from strata.train.runner.snapshot.files import (
@@ -47,6 +47,16 @@ class SamplerTensors:
             return SnapshotSampler(self.sampler_id, "adapter", self.adapter.config)
         return SnapshotSampler(self.sampler_id, "base" if self.full is None else "whole")
 
+    def shared(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What is the same on all ranks."""
+        if self.adapter is not None:
+            yield WEIGHTS, self.adapter.flat
+
+    def own(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's shards."""
+        if self.full is not None:
+            yield from ((f"{WEIGHTS}.{name}", local(shard)) for name, shard in self.full.items())
+
 
 def copy_state(
     manifest: SnapshotManifest, models: Iterable[TrainedModel], samplers: Sequence[SamplerTensors], *, is_rank0: bool
@@ -58,22 +68,13 @@ def copy_state(
     shared: dict[str, torch.Tensor] = {}
     own: dict[str, torch.Tensor] = {}
     for number, model in enumerate(models):
-        prefix = f"models.{number}"
-        if isinstance(model, FullModel):
-            own |= _copies(_prefixed(prefix, _full_tensors(model)))
-        else:
-            assert isinstance(model, LoraModel)
-            if is_rank0:
-                shared |= _copies(_prefixed(prefix, _lora_tensors(model)))
-            if model.adapter.gradient is not None:
-                own |= _copies({f"{prefix}.{GRADIENT}": model.adapter.gradient})
+        if is_rank0:
+            shared |= _copies(f"models.{number}", _shared_tensors(model))
+        own |= _copies(f"models.{number}", _own_tensors(model))
     for number, sampler in enumerate(samplers):
-        prefix = f"samplers.{number}"
-        if sampler.adapter is not None and is_rank0:
-            shared |= _copies({f"{prefix}.{WEIGHTS}": sampler.adapter.flat})
-        if sampler.full is not None:
-            shards = ((name, local(shard)) for name, shard in sampler.full.items())
-            own |= _copies(_prefixed(f"{prefix}.{WEIGHTS}", shards))
+        if is_rank0:
+            shared |= _copies(f"samplers.{number}", sampler.shared())
+        own |= _copies(f"samplers.{number}", sampler.own())
     return SnapshotCopy(manifest, shared, own)
 
 
@@ -81,10 +82,22 @@ def model_entries(models: Sequence[TrainedModel]) -> list[SnapshotModel]:
     return [SnapshotModel(model.created, model.optimizer.steps) for model in models]
 
 
-def _lora_tensors(model: LoraModel) -> Iterator[tuple[str, torch.Tensor]]:
-    yield WEIGHTS, model.adapter.flat
-    if model.optimizer.steps:
-        yield from model.optimizer.moments()[0].items()
+def _shared_tensors(model: TrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """What all ranks have: the weights and moments of an adapter."""
+    if isinstance(model, LoraModel):
+        yield WEIGHTS, model.adapter.flat
+        if model.optimizer.steps:
+            yield from model.optimizer.moments()[0].items()
+
+
+def _own_tensors(model: TrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """What this rank alone has: the accumulated gradients of an adapter, the shards of a full model."""
+    if isinstance(model, FullModel):
+        yield from _full_tensors(model)
+        return
+    assert isinstance(model, LoraModel)
+    if model.adapter.gradient is not None:
+        yield GRADIENT, model.adapter.gradient
 
 
 def _full_tensors(model: FullModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -97,12 +110,8 @@ def _full_tensors(model: FullModel) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{GRADIENT}.{name}", local(parameter.grad)
 
 
-def _prefixed(prefix: str, tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {f"{prefix}.{name}": tensor for name, tensor in tensors}
-
-
-def _copies(tensors: Tensors) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+def _copies(prefix: str, tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {f"{prefix}.{name}": tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
 
 
 class SnapshotReader:

@@ -3,24 +3,29 @@
 An adapter's parameters are the same on every rank and stand outside the model's module tree: sharding, saving and
 freezing of the base never see them. Each adapted layer has one forward hook, which adds the output of the span's
 adapter to every span of the row. Gradients accumulate on each rank and are all-reduced at an optimizer step.
+
+The experts of a mixture are one module with one fused weight. Their loop in transformers is repeated here because an
+adapter acts between its two matrices: on the tokens of a span, and on the matrix of their expert. What a family does
+between and after the matrices (its gate with or without a clamp, biases, a norm) is called as its module defines it.
+Experts of another form keep their own loop and get no adapter (`is_experts`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, one_hot
 from transformers.pytorch_utils import Conv1D
 
 from strata.base.errors import Code, StrataError
 from strata.train.core.ops import LoraConfig
-from strata.train.peft.layers import ATTENTION, kind_of
+from strata.train.peft.layers import ATTENTION, Kind, kind_of
 
 
 @dataclass(frozen=True)
@@ -32,29 +37,41 @@ class LoraTarget:
     columns: int
     experts: int = 0
 
+    @property
+    def kind(self) -> Kind | None:
+        return "mlp" if self.experts else kind_of(self.name)
+
 
 def targets_of(model: nn.Module, config: LoraConfig) -> list[LoraTarget]:
     """The weights that `config` selects, in the order of the model: all of a kind, or an error."""
-    targets: list[LoraTarget] = []
+    selected = _selected_kinds(config)
+    targets = [target for target in _adaptable_weights(model) if target.kind in selected]
+    kinds = {target.kind for target in targets}
+    for kind in selected:
+        if weight := _unadaptable_weight(model, kind):
+            raise StrataError(Code.INVALID, f"train_{kind} must be off: {weight} cannot be adapted")
+    for kind in selected:
+        if kind not in kinds:
+            raise StrataError(Code.INVALID, f"this base has no layers for train_{kind}")
+    return targets
+
+
+def _selected_kinds(config: LoraConfig) -> list[Kind]:
+    trained: dict[Kind, bool] = {"attn": config.train_attn, "mlp": config.train_mlp, "unembed": config.train_unembed}
+    selected = [kind for kind, is_trained in trained.items() if is_trained]
+    if not selected:
+        raise StrataError(Code.INVALID, "nothing is to be trained: set train_attn, train_mlp or train_unembed")
+    return selected
+
+
+def _adaptable_weights(model: nn.Module) -> Iterator[LoraTarget]:
     for name, module in model.named_modules():
-        kind = kind_of(name)
-        if kind is not None and getattr(config, f"train_{kind}") and (shape := linear_shape(module)) is not None:
-            targets.append(LoraTarget(name, *shape))
-        if is_experts(module) and config.train_mlp:
+        if kind_of(name) is not None and (shape := linear_shape(module)) is not None:
+            yield LoraTarget(name, *shape)
+        if is_experts(module):
             for weight in ("gate_up_proj", "down_proj"):
                 count, rows, columns = getattr(module, weight).shape
-                targets.append(LoraTarget(f"{name}.{weight}", rows, columns, count))
-    if config.train_attn and (weight := _unadaptable_attention(model)):
-        raise StrataError(Code.INVALID, f"train_attn must be off: {weight} cannot be adapted")
-    if config.train_mlp and (weight := _unadaptable_experts(model)):
-        raise StrataError(Code.INVALID, f"train_mlp must be off: {weight} cannot be adapted")
-    kinds = {"mlp" if target.experts else kind_of(target.name) for target in targets}
-    for kind in ("attn", "mlp", "unembed"):
-        if getattr(config, f"train_{kind}") and kind not in kinds:
-            raise StrataError(Code.INVALID, f"this base has no layers for train_{kind}")
-    if not targets:
-        raise StrataError(Code.INVALID, "nothing is to be trained: set train_attn, train_mlp or train_unembed")
-    return targets
+                yield LoraTarget(f"{name}.{weight}", rows, columns, count)
 
 
 def linear_shape(module: nn.Module) -> tuple[int, int] | None:
@@ -70,8 +87,19 @@ def is_transposed(model: nn.Module, target: str) -> bool:
     return isinstance(getattr(model.get_submodule(above), last), Conv1D)
 
 
+def _unadaptable_weight(model: nn.Module, kind: Kind) -> str:
+    """A weight of this kind that no adapter can be added to; empty if there is none."""
+    match kind:
+        case "attn":
+            return _unadaptable_attention(model)
+        case "mlp":
+            return _unadaptable_experts(model)
+        case "unembed":
+            return ""
+
+
 def _unadaptable_attention(model: nn.Module) -> str:
-    """A matrix of attention that no adapter can be added to, or an attention module under an unknown name."""
+    """A matrix of attention, or an attention module under an unknown name."""
     for name, module in model.named_modules():
         if type(module).__name__.endswith("Attention") and not ATTENTION.intersection(name.split(".")):
             return str(name)
@@ -293,3 +321,76 @@ def slice_spans(spans: Sequence[Span], start: int, end: int) -> list[Span]:
             sliced.append(Span(span.adapter, length))
         offset += span.length
     return sliced
+
+
+# Mixtures of experts
+
+
+def adapt_experts(model: nn.Module, adapters: Adapters) -> None:
+    for name, module in model.named_modules():
+        if is_experts(module):
+            module.forward = _experts_forward(name, module, adapters)
+
+
+def _experts_forward(name: str, experts: Any, adapters: Adapters) -> Any:
+    biased = experts.has_bias
+
+    def forward(hidden: torch.Tensor, routed: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """`hidden` is (tokens, dimensions); `routed` and `weights` are (tokens, experts per token)."""
+        total = torch.zeros_like(hidden)
+        with torch.no_grad():
+            mask = one_hot(routed, num_classes=experts.gate_up_proj.shape[0]).permute(2, 1, 0)
+            active = mask.sum(dim=(-1, -2)).nonzero().flatten().tolist()
+        span_of = _span_numbers(adapters.row, hidden)
+        first = _expert_matrices(f"{name}.gate_up_proj", adapters.row)
+        second = _expert_matrices(f"{name}.down_proj", adapters.row)
+        for expert in active:
+            which, token = torch.where(mask[expert])
+            spans = span_of[token]
+            state = hidden[token]
+            up = linear(state, experts.gate_up_proj[expert], experts.gate_up_proj_bias[expert] if biased else None)
+            inner = experts._apply_gate(_add_to_experts(first, expert, state, up, spans))
+            down = linear(inner, experts.down_proj[expert], experts.down_proj_bias[expert] if biased else None)
+            down = _add_to_experts(second, expert, inner, down, spans)
+            if experts.has_post_expert_norm:
+                down = experts.post_expert_norm(down)
+            total.index_add_(0, token, (down * weights[token, which, None]).to(total.dtype))
+        return total
+
+    return forward
+
+
+def _span_numbers(spans: Sequence[Span], hidden: torch.Tensor) -> torch.Tensor:
+    """The number of each token's span."""
+    lengths = torch.tensor([span.length for span in spans] or [len(hidden)], device=hidden.device)
+    return torch.arange(len(lengths), device=hidden.device).repeat_interleave(lengths)
+
+
+@dataclass(frozen=True)
+class _ExpertMatrices:
+    """A and B of each expert for one span, and the scale. Unbound once, so that the gradient is stacked once."""
+
+    number: int
+    a: Sequence[torch.Tensor]
+    b: Sequence[torch.Tensor]
+    scale: float
+
+
+def _expert_matrices(name: str, spans: Sequence[Span]) -> list[_ExpertMatrices]:
+    matrices = []
+    for number, span in enumerate(spans):
+        if span.adapter is not None and name in span.adapter.pairs:
+            a, b = span.adapter.pairs[name]
+            matrices.append(_ExpertMatrices(number, a.unbind(), b.unbind(), span.adapter.scale))
+    return matrices
+
+
+def _add_to_experts(
+    matrices: Sequence[_ExpertMatrices], expert: int, inputs: torch.Tensor, output: torch.Tensor, spans: torch.Tensor
+) -> torch.Tensor:
+    for of_span in matrices:
+        tokens = (spans == of_span.number).nonzero().flatten()
+        if len(tokens):
+            added = delta(inputs[tokens], of_span.a[expert], of_span.b[expert], of_span.scale)
+            output = output.index_add(0, tokens, added)
+    return output
