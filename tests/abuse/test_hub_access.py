@@ -168,7 +168,7 @@ async def test_a_hub_does_not_start_with_a_token_that_can_be_guessed(tmp_path: P
             pass
 
 
-@pytest.mark.attack("hub: roles", "viewers and hosts read the environment of trainers", known_open="M9")
+@pytest.mark.attack("hub: roles", "viewers and hosts read the environment of trainers")
 async def test_secrets_of_a_trainer_are_for_its_owner_alone(tmp_path: Path) -> None:
     async with running(tmp_path / "local") as plain:
         trainer = {"name": "t", "command": ["x"], "directory": "/d", "env": {"TOKEN": "very-secret"}}

@@ -16,7 +16,7 @@ UNPICKLERS: Final = {"_pickle", "cloudpickle", "dill", "joblib", "jsonpickle", "
 
 CORE_IMPORTS: Final = (
     "__future__", "bisect", "collections", "dataclasses", "enum", "fnmatch", "heapq", "itertools", "math", "msgspec",
-    "typing", "strata.base.digest", "strata.base.errors", "strata.base.ids", "strata.base.retry",
+    "re", "typing", "strata.base.digest", "strata.base.errors", "strata.base.ids", "strata.base.retry",
     "strata.base.suggest", "strata.base.toml",
 )  # fmt: skip
 CORE_NUMPY: Final = {

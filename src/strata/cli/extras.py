@@ -29,6 +29,7 @@ DISTRIBUTION_OF: Final[Mapping[str, str]] = {
     "tokenizers": "tokenizers",
     "torch": "torch",
     "transformers": "transformers",
+    "uv": "uv",
     "uvicorn": "uvicorn",
     "uvloop": "uvloop",
     "zmq": "pyzmq",

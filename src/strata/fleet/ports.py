@@ -197,6 +197,16 @@ class JobFilter:
     limit: int = 100
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredSecret:
+    """A secret without its value."""
+
+    scope: str
+    name: str
+    changed_at_s: float
+    changed_by: str
+
+
 class Store(Protocol):
     """The tables of the fleet. Unknown ids raise NOT_FOUND."""
 

@@ -87,6 +87,8 @@ class LeaseGiven(HubReply, frozen=True, kw_only=True):
     checkpoint: Annotated[str, msgspec.Meta(pattern=r"\A(artifact1_[0-9a-f]{64})?\Z")] = ""
     """The artifact to resume from, if there is one."""
     trainer_digest: str = ""
+    secrets: dict[str, str] = {}
+    """The values of the secrets that the trainer names and the hub has for this job."""
 
 
 class ClaimReply(HubReply, frozen=True, kw_only=True):
@@ -282,6 +284,35 @@ class Trainer(HubReply, frozen=True, kw_only=True):
 class TrainersReply(HubReply, frozen=True, kw_only=True):
     trainers: dict[str, Trainer]
     """By name; those of other projects than the default one by `project/name`."""
+
+
+# Secrets
+
+SecretName = Annotated[str, msgspec.Meta(max_length=256, pattern=r"\A(?!STRATA_)[A-Za-z_][A-Za-z0-9_]*\Z")]
+
+
+class SecretQuery(Message, frozen=True, kw_only=True):
+    project: Annotated[str, msgspec.Meta(pattern=r"\A([A-Za-z0-9][A-Za-z0-9._-]{0,63})?\Z")] = ""
+    """For all jobs of this project. Empty: for the jobs of the caller."""
+
+
+class SecretRequest(Message, frozen=True, kw_only=True):
+    value: Annotated[str, msgspec.Meta(min_length=8, max_length=65_536, pattern=r"\A[^\0]*\Z")]
+    """Shorter values could not be removed from logs without damage."""
+
+
+class StoredSecretReply(HubReply, frozen=True, kw_only=True):
+    name: str
+    project: str = ""
+    """Empty: of the caller."""
+    changed_at_s: float
+    changed_by: str
+
+
+class SecretsReply(HubReply, frozen=True, kw_only=True):
+    """Names only: no request reads a value."""
+
+    secrets: tuple[StoredSecretReply, ...]
 
 
 # Hosts, for people

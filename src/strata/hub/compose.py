@@ -30,6 +30,7 @@ from strata.http.root import RootApp, RootLimits
 from strata.hub.disk import CHECK_S, DiskGuard
 from strata.hub.online_backup import INTERVAL_S, OnlineBackup
 from strata.hub.outbound import WebhookTarget
+from strata.hub.secret_store import KEY_FILE, SecretVault, load_key
 from strata.hub.settings import BucketSettings, HubSettings
 from strata.hub.tables import Tables, open_tables
 from strata.hub.webhooks import WebhookDispatcher
@@ -79,6 +80,7 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
             authenticator=Authenticator(tables.identity, clock, authority=authority, operator_token=token),
             authority=authority,
             schemas=tables.cursors,
+            secrets=SecretVault(tables.secrets, load_key(settings.secrets_key or data / KEY_FILE)),
             feed=Feed(tables.fleet.events, tables.newest_event),
             clock=clock,
             tls=settings.tls.enabled,

@@ -64,6 +64,9 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     tls: HubTlsSettings = HubTlsSettings()
     operator_token: Secret | None = None
     """None: the one in `operator.token` of the data folder, which is made at the first start."""
+    secrets_key: Path | None = None
+    """The file of the key that encrypts secrets of jobs; several hubs on one database need the same. None:
+    `secrets.key` in the data folder, which is made at the first start."""
     manifest: Path | None = None
     """The file that `strata reload` applies."""
     public_read: bool = False

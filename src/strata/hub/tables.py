@@ -21,7 +21,7 @@ from strata.fleet.ports import Store
 from strata.fleet.store.backup import backup_sqlite
 from strata.fleet.store.sqlite import tables as fleet_sqlite
 from strata.fleet.store.sqlite.store import SqliteStore
-from strata.hub import cursor_store
+from strata.hub import cursor_store, secret_store
 from strata.identity import sqlite as identity_sqlite
 from strata.identity.ports import IdentityStore
 
@@ -38,6 +38,7 @@ SQLITE: Final = (
     fleet_sqlite.COMPONENT,
     artifact_tables.SQLITE,
     cursor_store.SQLITE,
+    secret_store.SQLITE,
 )
 
 
@@ -47,6 +48,7 @@ class Tables:
     identity: IdentityStore
     index: ArtifactIndex
     cursors: cursor_store.CursorStore
+    secrets: secret_store.SecretRows
     newest_event: Callable[[], Awaitable[str]]
     copy: Callable[[Path, float], Awaitable[int]] | None = None
     """Copies the database into a new file; PostgreSQL has tools of its own."""
@@ -78,6 +80,7 @@ async def _open_sqlite(path: Path) -> AsyncIterator[Tables]:
             identity=identity_sqlite.SqliteIdentity(thread),
             index=SqliteIndex(thread),
             cursors=cursor_store.SqliteCursorStore(thread),
+            secrets=secret_store.SqliteSecretRows(thread),
             newest_event=partial(events.newest_sqlite, thread),
             copy=partial(backup_sqlite, thread),
         )
@@ -103,6 +106,7 @@ async def _open_postgres(url: str) -> AsyncIterator[Tables]:
             identity=identity_postgres.PostgresIdentity(connections),
             index=PostgresIndex(connections),
             cursors=cursor_store.PostgresCursorStore(connections),
+            secrets=secret_store.PostgresSecretRows(connections),
             newest_event=partial(events.newest_postgres, connections),
         )
     finally:
@@ -124,6 +128,7 @@ def postgres_components() -> Sequence[Component]:
         fleet_postgres.COMPONENT,
         artifact_tables.POSTGRES,
         cursor_store.POSTGRES,
+        secret_store.POSTGRES,
     )
 
 

@@ -52,6 +52,8 @@ class RunOptions:
     python: str = ""
     """The version of Python of the environment; empty: the one of the host."""
     env: Mapping[str, str] = field(default_factory=dict)
+    secrets: Sequence[str] = ()
+    """Names of secrets, which the job gets as environment variables."""
     timeout_s: float = 0.0
     priority: int = 0
 
@@ -125,8 +127,8 @@ def run_request(command: Sequence[str], folder: Path, bundle: Bundle, options: R
             raise StrataError(Code.INVALID, f"{name}: {problem}")
     # What runs is part of what the trainer is, so it names the trainer, and the trainer's name is the job's mode.
     what: list[object] = [list(command), bundle.sha256]
-    if environment is not None or options.env:
-        what += [msgspec.to_builtins(environment), dict(options.env)]
+    if environment is not None or options.env or options.secrets:
+        what += [msgspec.to_builtins(environment), dict(options.env), list(options.secrets)]
     how = hashlib.sha256(canonical_json(what)).hexdigest()[:12]
     trainer = TrainerSpec(
         name=f"run-{how}",
@@ -134,6 +136,7 @@ def run_request(command: Sequence[str], folder: Path, bundle: Bundle, options: R
         bundle=bundle.sha256,
         environment=environment,
         env=dict(options.env),
+        secrets=tuple(options.secrets),
     )
     label = job_name(options.name or folder.resolve().name)
     spec = JobSpec(

@@ -147,8 +147,8 @@ seed = nan
         (USED + 'git = "g"\ncommit = "main"', 'trainers.u.commit: expected the full hash of a commit, found "main"'),
         (
             USED + HERE + 'env = { HF_TOKEN = "a" }',
-            "trainers.u.env.HF_TOKEN: it looks like a secret; put it into a file on the host and name that in "
-            "HF_TOKEN_FILE",
+            'trainers.u.env.HF_TOKEN: it looks like a secret: "strata secrets set HF_TOKEN", and secrets = '
+            '["HF_TOKEN"] in its place',
         ),
         (
             USED + HERE + 'env = { STRATA_URL = "a" }',

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
@@ -148,3 +149,26 @@ def test_a_program_submits_a_job_and_waits_for_it(person: Person, hub: HubProces
         assert job.log() == "hello\n"
     with submit(["python", "train.py"], here, RunOptions(environment=NONE, seed=1)) as job:
         assert job.cancel("enough").status == "cancelled"
+
+
+def test_a_job_gets_a_secret_and_its_log_does_not_show_it(
+    person: Person, hub: HubProcess, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value = "hf_0123456789abcdef"
+    program = "import os\nassert len(os.environ['HF_TOKEN']) == 19\nprint('token', os.environ['HF_TOKEN'])\n"
+    (here / "train.py").write_text(program + "raise ValueError(os.environ['HF_TOKEN'])\n")
+    refused = person.says("run", "-d", "--secret", "HF_TOKEN", "--", "python", "train.py")
+    assert (refused.status, "strata secrets set HF_TOKEN" in refused.err) == (ExitCode.FAILED, True)
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{value}\n"))
+    assert person.says("secrets", "set", "HF_TOKEN").status == ExitCode.OK
+    assert person.says("secrets", "list", "-o", "json").value[0]["name"] == "HF_TOKEN"
+    with agent(hub, tmp_path, "here") as running:
+        job = person.says("run", "-d", "--secret", "HF_TOKEN", "--", "python", "train.py").out.strip()
+        hub.until_tried(job)
+        stars = "*" * len(value)
+        assert f"token {stars}" in hub.log(job)
+        shown = person.says("show", job)
+        assert f"ValueError: {stars}" in shown.out
+        assert value not in running.said() + hub.log(job) + shown.out
+    assert person.says("secrets", "rm", "HF_TOKEN").status == ExitCode.OK
+    assert person.says("secrets", "rm", "HF_TOKEN").status == ExitCode.NOT_FOUND

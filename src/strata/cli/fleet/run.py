@@ -63,6 +63,9 @@ class EnvVariableOption(click.ParamType[tuple[str, str]]):
 @click.option(
     "--env", "env", type=EnvVariableOption(), multiple=True, metavar="NAME=VALUE", help="Set a variable; repeatable."
 )
+@click.option(
+    "--secret", "secrets", multiple=True, metavar="NAME", help="Pass the secret NAME of 'strata secrets'; repeatable."
+)
 @click.option("--gpus", type=click.IntRange(min=0), default=0, metavar="N", help="Require a host with N GPUs.")
 @click.option("--cuda", is_flag=True, help="Require a host with CUDA.")
 @click.option(
@@ -86,6 +89,7 @@ def run(  # noqa: PLR0913 (the options of the command)
     environment: str,
     python: str,
     env: tuple[tuple[str, str], ...],
+    secrets: tuple[str, ...],
     gpus: int,
     cuda: bool,
     vram: float,
@@ -115,6 +119,7 @@ def run(  # noqa: PLR0913 (the options of the command)
         environment=environment,
         python=python,
         env=dict(env),
+        secrets=secrets,
         timeout_s=timeout,
         priority=priority,
     )

@@ -26,6 +26,7 @@ from strata.fleet.agent.attempt_folder import AttemptPaths, newest_checkpoint, r
 from strata.fleet.agent.log_uploader import StreamUploader, last_metrics, read_log_tail
 from strata.fleet.agent.outcome import classify_exit
 from strata.fleet.agent.prepare import HostContext, prepare_attempt
+from strata.fleet.agent.redaction import Redactor
 from strata.fleet.agent.retry import BACKOFF, TRANSIENT, ThreadPools, retry, run_in, wait_or_timeout
 from strata.fleet.agent.state import AgentState, AttemptOutcome, AttemptPhase, AttemptRecord, StopOrder
 from strata.fleet.agent.trainer_source import code_version
@@ -82,8 +83,9 @@ class Attempt:
         self._dropped = asyncio.Event()
         """The hub expects no report: retries are cancelled."""
         lease = record.lease
-        self._log = StreamUploader(host.hub, lease, "log", self._folder / supervised.LOG)
-        self._metrics = StreamUploader(host.hub, lease, "metrics", self._paths.metrics)
+        self._redactor = Redactor(lease.secrets.values())
+        self._log = StreamUploader(host.hub, lease, "log", self._folder / supervised.LOG, self._redactor)
+        self._metrics = StreamUploader(host.hub, lease, "metrics", self._paths.metrics, self._redactor)
 
     @property
     def running(self) -> bool:
@@ -325,7 +327,7 @@ class Attempt:
             await self._upload_checkpoint()
         except (StrataError, OSError) as error:
             _log.warning("last_checkpoint_not_uploaded", job=lease.job_id, reason=str(error))
-        error_text = outcome.error[:_MAX_ERROR]
+        error_text = self._redactor.redact_text(outcome.error)[:_MAX_ERROR]
         facts = self._facts(outcome)
         failpoint("agent.fail.before")
         await self._retry("fail", lambda: self._host.hub.fail(lease, cause, error_text, facts))

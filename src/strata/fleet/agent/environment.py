@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -34,6 +34,8 @@ class JobInputs:
     """GPU numbers; None: all GPUs of the host."""
     venv: str = ""
     """The environment that this host built for the job."""
+    secrets: Mapping[str, str] = field(default_factory=dict)
+    """Values by the names of variables."""
 
 
 def inherited_by_jobs(environ: Mapping[str, str], extra: Sequence[str] = ()) -> dict[str, str]:
@@ -67,6 +69,7 @@ def job_environment(
         environ["VIRTUAL_ENV"] = venv
         environ["PATH"] = os.pathsep.join(filter(None, (str(programs), environ.get("PATH", ""))))
     environ |= {name: value for name, value in trainer.env.items() if not name.startswith("STRATA_")}
+    environ |= {name: value for name, value in inputs.secrets.items() if not name.startswith("STRATA_")}
     return environ | strata_variables(lease, paths)
 
 

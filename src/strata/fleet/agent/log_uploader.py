@@ -11,6 +11,7 @@ from typing import BinaryIO, Final
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.fleet.agent.hub_api import PIECE, HubApi, Stream
+from strata.fleet.agent.redaction import Redactor
 from strata.fleet.artifacts.files import Tree, open_regular
 from strata.fleet.core.report import MAX_LINE_BYTES, MetricsReport, parse_lines
 from strata.fleet.wire import LeaseGiven
@@ -22,11 +23,14 @@ _LINES_PER_READ: Final = 16
 class StreamUploader:
     """One stream of one attempt. `sent` is how many bytes the hub has acknowledged; unknown until the first reply."""
 
-    def __init__(self, hub: HubApi, lease: LeaseGiven, stream: Stream, path: Path) -> None:
+    def __init__(
+        self, hub: HubApi, lease: LeaseGiven, stream: Stream, path: Path, redactor: Redactor | None = None
+    ) -> None:
         self._hub = hub
         self._lease = lease
         self._stream: Stream = stream
         self._path = path
+        self._redactor = redactor or Redactor()
         self.sent: int | None = None
         self.full = False
         """The hub accepts no more bytes of this stream."""
@@ -38,14 +42,14 @@ class StreamUploader:
         if self.sent is None:
             # An empty piece first: the reply says how much an earlier agent process has sent.
             self.sent = self._send(0, b"", last=False)
-        piece = self._read(self.sent)
+        piece = self._read(self.sent, last=last)
         has_new = bool(piece)
         while piece or last:
             self.sent = self._send(self.sent, piece, last=last and len(piece) < PIECE)
             failpoint("agent.ship.sent")
             if not last or len(piece) < PIECE or self.full:
                 break
-            piece = self._read(self.sent)
+            piece = self._read(self.sent, last=last)
         return has_new
 
     def _send(self, offset: int, piece: bytes, *, last: bool) -> int:
@@ -61,13 +65,19 @@ class StreamUploader:
                 return size
             raise
 
-    def _read(self, offset: int) -> bytes:
+    def _read(self, offset: int, *, last: bool) -> bytes:
+        """The next piece, redacted. Unless it is the `last`, a value that is not written to its end yet waits."""
+        reach = self._redactor.reach
+        start = max(0, offset - reach)
+        size = offset - start + PIECE + reach
         try:
             with _open_stream(self._path) as file:
-                file.seek(offset)
-                return file.read(PIECE)
+                file.seek(start)
+                content = file.read(size)
         except FileNotFoundError:
             return b""
+        end = len(content) if last or len(content) == size else len(content) - self._redactor.unfinished(content)
+        return self._redactor.redact(content)[offset - start : min(end, offset - start + PIECE)]
 
 
 def read_log_tail(path: Path) -> str:

@@ -108,6 +108,13 @@ def prepare_attempt(
         raise StrataError(
             Code.PRECONDITION, f"the trainer {lease.spec.trainer!r} was removed since the job was claimed"
         )
+    missing = [name for name in trainer.secrets if name not in lease.secrets]
+    if missing:
+        raise StrataError(
+            Code.PRECONDITION,
+            f"the hub has no secret {missing[0]} for this job",
+            hint=f"strata secrets set {missing[0]}",
+        )
     job_user = host.job_user
     create_attempt_folder(paths, lease, trainer, job_user)
     cwd = trainer_source.provide_source(
@@ -127,7 +134,7 @@ def prepare_attempt(
         key = attempt_name(lease.job_id, lease.epoch)
         built = provide_environment(host.environments, trainer.environment, cwd, key, wanted)
         venv, facts = built.path, {"environment": built.facts}
-    inputs = environment.JobInputs(devices=devices, venv=venv)
+    inputs = environment.JobInputs(devices=devices, venv=venv, secrets=lease.secrets)
     return PreparedAttempt(_supervisor_spec(host, lease, trainer, paths, cwd, inputs), facts)
 
 

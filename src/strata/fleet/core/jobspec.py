@@ -164,6 +164,8 @@ class TrainerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     environment: EnvironmentSpec | None = None
     """Packages that the host installs for this trainer, in the place of `interpreter` and `venv`."""
     env: dict[str, Text] = {}
+    secrets: tuple[VariableName, ...] = ()
+    """Secrets of the hub that the job gets as environment variables of these names."""
     data: dict[Label, DataSource] = {}
     params: Text = ""
     """The file with the JSON Schema of `hyper`, beside the manifest; or empty."""
@@ -216,6 +218,9 @@ def check_trainer(trainer: TrainerSpec) -> None:
         raise StrataError(Code.INVALID, f"the trainer {trainer.name!r} cannot be run: {error}") from error
     if trainer.environment is not None and (trainer.interpreter or trainer.venv):
         raise StrataError(Code.INVALID, "environment installs a Python of its own: leave interpreter and venv out")
+    for name in trainer.secrets:
+        if name.startswith("STRATA_") or name in trainer.env:
+            raise StrataError(Code.INVALID, f"secrets: {name} is set by the agent or by env already")
     texts = (*trainer.command, *trainer.env.values(), trainer.directory, trainer.interpreter, trainer.venv)
     if any("\0" in text for text in texts):
         raise StrataError(Code.INVALID, f"the trainer {trainer.name!r} cannot be run: a NUL character is in it")

@@ -75,7 +75,7 @@ def env_problem(name: str) -> str:
         return "names that begin with STRATA_ belong to the agent"
     if any(word in name.upper() for word in _SECRET_WORDS) and not name.upper().endswith(("_FILE", "_PATH")):
         # The manifest is stored, shown and logged, and what is in a child's environment is in its children's too.
-        return f"it looks like a secret; put it into a file on the host and name that in {name}_FILE"
+        return f'it looks like a secret: "strata secrets set {name}", and secrets = ["{name}"] in its place'
     return ""
 
 

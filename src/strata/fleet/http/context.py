@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
@@ -17,7 +17,7 @@ from strata.fleet.artifacts.service import Artifacts
 from strata.fleet.core.lease_status import unknown_job
 from strata.fleet.http.feed import Feed
 from strata.fleet.http.long_poll import AttemptHosts
-from strata.fleet.ports import AttemptKey, HostRow
+from strata.fleet.ports import AttemptKey, HostRow, StoredSecret
 from strata.fleet.service import Fleet
 from strata.fleet.streams import AttemptStreams
 from strata.http.body import BodyPace
@@ -41,6 +41,18 @@ class TrainerSchemas(Protocol):
     async def put_schemas(self, schemas: Mapping[str, Any]) -> None: ...
 
 
+class Secrets(Protocol):
+    """The secrets of jobs, by scope (a caller's actor, or `project:NAME`) and name."""
+
+    async def put(self, scope: str, name: str, value: str, *, actor: str, now_s: float) -> None: ...
+
+    async def names(self, scopes: Sequence[str]) -> Sequence[StoredSecret]: ...
+
+    async def remove(self, scope: str, name: str) -> bool: ...
+
+    async def reveal(self, scopes: Sequence[str], names: Sequence[str]) -> Mapping[str, str]: ...
+
+
 @dataclass
 class WriteProbe:
     """Whether the last probe write to the database failed."""
@@ -58,6 +70,7 @@ class HubContext:
     authenticator: Authenticator
     authority: Authority
     schemas: TrainerSchemas
+    secrets: Secrets
     feed: Feed
     clock: Clock
     tls: bool = False

@@ -12,6 +12,7 @@ from strata.fleet.core.jobspec import DEFAULT_PROJECT, JobSpec, TrainerSpec, che
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.why import Why
 from strata.fleet.http.context import HubCall, HubContext, resolve_job_id
+from strata.fleet.http.secrets import check_secrets
 from strata.fleet.ports import AttemptRow, JobFilter, JobRow
 from strata.identity.roles import Role
 
@@ -67,6 +68,8 @@ async def submit(call: HubCall, body: wire.SubmitRequest) -> wire.SubmitReply:
     spec = body.spec
     trainers, seen = await _trainers(context, spec, body.trainer)
     await _check_hyper(context, spec)
+    trainer = body.trainer or (await context.fleet.store.trainers())[spec.project, spec.trainer].spec
+    await check_secrets(context, call.actor, spec.project, trainer.secrets)
     for needed in spec.after:
         await context.fleet.store.job(needed)
     job_id = spec.id

@@ -13,6 +13,7 @@ from strata.fleet.artifacts.manifest import ArtifactKind
 from strata.fleet.artifacts.ports import LineageFilter
 from strata.fleet.core.lease import RENEW_S
 from strata.fleet.core.requirement import Label, LabelValue
+from strata.fleet.http import secrets
 from strata.fleet.http.context import HubCall, HubContext, own_hold, resolve_job_id
 from strata.fleet.http.jobs import job_reply
 from strata.fleet.http.long_poll import until_disconnect
@@ -62,7 +63,7 @@ async def claim(call: HubCall, body: wire.ClaimRequest) -> wire.ClaimReply:
     if not leases and body.wait_s:
         waiting = context.fleet.claim(host_id, body.claim_id, count=body.count, slots=body.slots, wait_s=body.wait_s)
         leases = await until_disconnect(call, context.stopping, waiting)
-    return wire.ClaimReply(leases=tuple(_lease_reply(context, lease) for lease in leases))
+    return wire.ClaimReply(leases=tuple([await _lease_reply(context, lease) for lease in leases]))
 
 
 async def heartbeats(call: HubCall, body: wire.HeartbeatsRequest) -> wire.HeartbeatsReply:
@@ -125,7 +126,7 @@ def _verdict(renewed: RenewalResult, now_s: float) -> wire.LeaseVerdict:
     )
 
 
-def _lease_reply(context: HubContext, lease: JobLease) -> wire.LeaseGiven:
+async def _lease_reply(context: HubContext, lease: JobLease) -> wire.LeaseGiven:
     return wire.LeaseGiven(
         job_id=lease.job_id,
         epoch=lease.epoch,
@@ -134,6 +135,7 @@ def _lease_reply(context: HubContext, lease: JobLease) -> wire.LeaseGiven:
         trainer=lease.trainer,
         checkpoint=lease.checkpoint,
         trainer_digest=lease.trainer_digest,
+        secrets=dict(await secrets.for_lease(context, lease.job_id, lease.trainer)),
     )
 
 

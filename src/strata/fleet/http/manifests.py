@@ -8,13 +8,18 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from strata.base.errors import Code, StrataError
+from strata.base.secret import MASK
 from strata.fleet import wire
 from strata.fleet.core.hyper import HyperSchema
-from strata.fleet.core.jobspec import qualified_trainer
+from strata.fleet.core.jobspec import TrainerSpec, qualified_trainer
 from strata.fleet.core.manifest import MAX_BYTES, ManifestDraft, parse_manifest, validate_manifest
 from strata.fleet.core.plan import ApplyOptions, ApplyPlan
 from strata.fleet.http.context import HubCall, HubContext
+from strata.fleet.http.secrets import check_secrets
+from strata.identity.roles import Role
 
 
 async def apply(call: HubCall, body: wire.ManifestRequest) -> wire.ManifestReply:
@@ -41,7 +46,7 @@ async def reload(call: HubCall) -> wire.ManifestReply:
 
 
 async def trainers(call: HubCall) -> wire.TrainersReply:
-    """How jobs are run, and the hyper-parameters that each trainer takes."""
+    """How jobs are run, and the hyper-parameters that each trainer takes; values of `env` for operators only."""
     context = call.context
     params = await context.schemas.schemas()
     specs = {
@@ -50,10 +55,17 @@ async def trainers(call: HubCall) -> wire.TrainersReply:
     }
     return wire.TrainersReply(
         trainers={
-            name: wire.Trainer(spec=each.spec, digest=each.digest, params=params.get(name))
+            name: wire.Trainer(spec=_for_caller(call, each.spec), digest=each.digest, params=params.get(name))
             for name, each in sorted(specs.items())
         }
     )
+
+
+def _for_caller(call: HubCall, spec: TrainerSpec) -> TrainerSpec:
+    """People put credentials into `env`, whatever the documents say: only operators read the values."""
+    if call.caller.role is not None and call.caller.role >= Role.OPERATOR:
+        return spec
+    return msgspec.structs.replace(spec, env=dict.fromkeys(spec.env, MASK))
 
 
 async def _schemas(
@@ -68,6 +80,8 @@ async def _schemas(
 
 async def _apply(context: HubContext, call: HubCall, body: wire.ManifestRequest) -> wire.ManifestReply:
     manifest = body.manifest
+    for trainer in manifest.trainers.values():
+        await check_secrets(context, call.actor, manifest.project, trainer.secrets)
     options = ApplyOptions(accept=body.accept, retrain=body.retrain, take_over=body.take_over)
     plan = await context.fleet.plan_manifest(manifest, options)
     if not body.dry_run:

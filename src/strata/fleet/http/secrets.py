@@ -1,0 +1,82 @@
+"""Routes of secrets: set, list and remove. A value leaves the hub in the lease of a job whose trainer names it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from strata.base.errors import Code, StrataError
+from strata.fleet import wire
+from strata.fleet.core.jobspec import TrainerSpec
+from strata.fleet.http.context import HubCall, HubContext
+from strata.identity.roles import Role
+
+_PROJECT = "project:"
+
+
+async def put(call: HubCall, query: wire.SecretQuery, body: wire.SecretRequest) -> None:
+    """Set a secret: for the caller's own jobs, or by an operator for all jobs of a project."""
+    context = call.context
+    now_s = context.fleet.now_s()
+    await context.secrets.put(_scope(call, query), _name(call), body.value, actor=call.actor, now_s=now_s)
+
+
+async def listed(call: HubCall, query: wire.SecretQuery) -> wire.SecretsReply:
+    """The names of the caller's own secrets, or of those of a project."""
+    scope = f"{_PROJECT}{query.project}" if query.project else call.actor
+    return wire.SecretsReply(
+        secrets=tuple(
+            wire.StoredSecretReply(
+                name=each.name, project=query.project, changed_at_s=each.changed_at_s, changed_by=each.changed_by
+            )
+            for each in await call.context.secrets.names([scope])
+        )
+    )
+
+
+async def remove(call: HubCall, query: wire.SecretQuery) -> None:
+    """Remove a secret; jobs that name it cannot start any more."""
+    name = _name(call)
+    if not await call.context.secrets.remove(_scope(call, query), name):
+        raise StrataError(Code.NOT_FOUND, f"there is no secret {name}", hint="strata secrets list")
+
+
+async def for_lease(context: HubContext, job_id: str, trainer: TrainerSpec | None) -> Mapping[str, str]:
+    """The values that the trainer of a job names: those of the job's owner first, then those of its project."""
+    if trainer is None or not trainer.secrets:
+        return {}
+    row = await context.fleet.store.job(job_id)
+    return await context.secrets.reveal(_scopes(row.submitted_by, row.spec.project), trainer.secrets)
+
+
+async def check_secrets(context: HubContext, actor: str, project: str, names: Sequence[str]) -> None:
+    """PRECONDITION if a job of this caller would not get one of these."""
+    if not names:
+        return
+    known = {each.name for each in await context.secrets.names(_scopes(actor, project))}
+    for name in names:
+        if name not in known:
+            raise StrataError(
+                Code.PRECONDITION, f"there is no secret {name} for this job", hint=f"strata secrets set {name}"
+            )
+
+
+def _scopes(actor: str, project: str) -> tuple[str, str]:
+    return actor, f"{_PROJECT}{project}"
+
+
+def _scope(call: HubCall, query: wire.SecretQuery) -> str:
+    if not query.project:
+        return call.actor
+    call.caller.require_role(Role.OPERATOR)
+    return f"{_PROJECT}{query.project}"
+
+
+def _name(call: HubCall) -> str:
+    try:
+        return msgspec.convert(call.path["name"], wire.SecretName)
+    except msgspec.ValidationError:
+        raise StrataError(
+            Code.INVALID, "the name of a secret is that of a variable: letters, digits and _, not STRATA_"
+        ) from None

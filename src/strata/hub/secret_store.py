@@ -1,0 +1,169 @@
+"""Secrets of jobs: encrypted in the database, with a key that lies beside it in a file of its own.
+
+A secret belongs to one caller (its scope is the caller's actor, as in `key:7f3a`) or to a project (`project:NAME`).
+Each value is sealed with AES-256-GCM under its scope and name, so that a row cannot be passed off as another one. The
+key is not part of a backup.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+import secrets
+import sqlite3
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from strata.base.atomic import write_file
+from strata.base.errors import Code, StrataError
+from strata.base.secret import Secret, read_secret
+from strata.database.migrations import Component
+from strata.database.sqlite import SqliteThread
+from strata.fleet.ports import StoredSecret
+
+if TYPE_CHECKING:
+    from strata.database.postgres import Connections
+
+KEY_FILE: Final = "secrets.key"
+MAX_SECRETS: Final = 1000
+"""In one scope."""
+_NONCE: Final = 12
+_KEY: Final = re.compile(r"[0-9a-f]{64}")
+SQLITE: Final = Component(
+    "secret",
+    (
+        """
+        CREATE TABLE secret (
+          scope TEXT NOT NULL, name TEXT NOT NULL, sealed TEXT NOT NULL, changed_at REAL NOT NULL,
+          changed_by TEXT NOT NULL, PRIMARY KEY (scope, name)
+        ) WITHOUT ROWID, STRICT;
+        """,
+    ),
+)
+POSTGRES: Final = Component(
+    "secret",
+    (
+        """
+        CREATE TABLE secret (
+          scope text NOT NULL, name text NOT NULL, sealed text NOT NULL, changed_at double precision NOT NULL,
+          changed_by text NOT NULL, PRIMARY KEY (scope, name)
+        );
+        """,
+    ),
+)
+_COLUMNS: Final = "scope, name, sealed, changed_at, changed_by"
+
+
+class SecretRows(Protocol):
+    """The table, of sealed values."""
+
+    async def select(self, scopes: Sequence[str]) -> Sequence[tuple[Any, ...]]: ...
+
+    async def upsert(self, row: tuple[Any, ...]) -> None: ...
+
+    async def delete(self, scope: str, name: str) -> bool: ...
+
+
+class SqliteSecretRows:
+    def __init__(self, thread: SqliteThread) -> None:
+        self._thread = thread
+
+    async def select(self, scopes: Sequence[str]) -> Sequence[tuple[Any, ...]]:
+        places = ", ".join("?" for _ in scopes)
+        query = f"SELECT {_COLUMNS} FROM secret WHERE scope IN ({places}) ORDER BY scope, name"
+        return await self._thread.read(lambda db: db.execute(query, tuple(scopes)).fetchall())
+
+    async def upsert(self, row: tuple[Any, ...]) -> None:
+        statement = f"INSERT OR REPLACE INTO secret ({_COLUMNS}) VALUES (?, ?, ?, ?, ?)"
+        await self._thread.write(lambda db: db.execute(statement, row))
+
+    async def delete(self, scope: str, name: str) -> bool:
+        def delete(db: sqlite3.Connection) -> bool:
+            return db.execute("DELETE FROM secret WHERE scope = ? AND name = ?", (scope, name)).rowcount > 0
+
+        return await self._thread.write(delete)
+
+
+class PostgresSecretRows:
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+
+    async def select(self, scopes: Sequence[str]) -> Sequence[tuple[Any, ...]]:
+        query = f"SELECT {_COLUMNS} FROM secret WHERE scope = ANY(%(scopes)s) ORDER BY scope, name"
+        return await self._connections.run(query, {"scopes": list(scopes)})
+
+    async def upsert(self, row: tuple[Any, ...]) -> None:
+        async with self._connections.transaction() as connection:
+            await connection.execute(
+                f"INSERT INTO secret ({_COLUMNS}) VALUES (%s, %s, %s, %s, %s) ON CONFLICT (scope, name) DO UPDATE SET"
+                " sealed = excluded.sealed, changed_at = excluded.changed_at, changed_by = excluded.changed_by",
+                row,
+            )
+
+    async def delete(self, scope: str, name: str) -> bool:
+        query = "DELETE FROM secret WHERE scope = %(scope)s AND name = %(name)s RETURNING name"
+        return bool(await self._connections.run(query, {"scope": scope, "name": name}))
+
+
+class SecretVault:
+    """The secrets of a hub: values go in and come out, and the database sees neither."""
+
+    def __init__(self, rows: SecretRows, key: Secret) -> None:
+        self._rows = rows
+        self._cipher = AESGCM(bytes.fromhex(key.reveal()))
+
+    async def put(self, scope: str, name: str, value: str, *, actor: str, now_s: float) -> None:
+        there = await self._rows.select([scope])
+        if len(there) >= MAX_SECRETS and name not in {row[1] for row in there}:
+            raise StrataError(Code.EXHAUSTED, f"there are {MAX_SECRETS} secrets already", hint="strata secrets rm NAME")
+        nonce = secrets.token_bytes(_NONCE)
+        sealed = nonce + self._cipher.encrypt(nonce, value.encode(), _context(scope, name))
+        await self._rows.upsert((scope, name, base64.b64encode(sealed).decode(), now_s, actor))
+
+    async def names(self, scopes: Sequence[str]) -> Sequence[StoredSecret]:
+        return [
+            StoredSecret(scope=scope, name=name, changed_at_s=changed_at, changed_by=changed_by)
+            for scope, name, _, changed_at, changed_by in await self._rows.select(scopes)
+        ]
+
+    async def remove(self, scope: str, name: str) -> bool:
+        return await self._rows.delete(scope, name)
+
+    async def reveal(self, scopes: Sequence[str], names: Sequence[str]) -> Mapping[str, str]:
+        """The values by name, each from the first of the scopes that has it; a name that no scope has is left out."""
+        rows = {(scope, name): sealed for scope, name, sealed, *_ in await self._rows.select(scopes)}
+        values = {}
+        for name in names:
+            scope = next((each for each in scopes if (each, name) in rows), None)
+            if scope is not None:
+                values[name] = self._open(scope, name, rows[scope, name])
+        return values
+
+    def _open(self, scope: str, name: str, sealed: str) -> str:
+        content = base64.b64decode(sealed)
+        try:
+            return self._cipher.decrypt(content[:_NONCE], content[_NONCE:], _context(scope, name)).decode()
+        except InvalidTag:
+            raise StrataError(
+                Code.CORRUPT,
+                f"the secret {name} was encrypted with another key than the hub has now",
+                hint=f"restore {KEY_FILE}, or set the secret again",
+            ) from None
+
+
+def _context(scope: str, name: str) -> bytes:
+    return f"{scope}\0{name}".encode()
+
+
+def load_key(path: Path) -> Secret:
+    """The key in this file, made at the first start."""
+    if not path.exists():
+        write_file(path, f"{secrets.token_hex(32)}\n".encode())
+    key = read_secret(path)
+    if not _KEY.fullmatch(key.reveal()):
+        raise StrataError(Code.INVALID, f"{path} does not hold a key of 64 hexadecimal digits")
+    return key
