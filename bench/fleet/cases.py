@@ -91,7 +91,7 @@ class Claimer:
 
     def _claim(self, client: int) -> Claim:
         name = f"{self._prefix}{next(self._names)}"
-        return Claim(host_id=f"host_{client % HOSTS}", claim_id=name, classes=self._classes, slots=1)
+        return Claim(host_id=f"host_{client % HOSTS}", claim_id=name, classes=self._classes, capacity=CAPACITY)
 
     async def one(self) -> list[JobLease]:
         (leases,) = await self._store.claim([self._claim(0)], LEASE_S, 1.0)

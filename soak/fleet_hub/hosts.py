@@ -151,7 +151,7 @@ class SimulatedHost:
                 self._expected.problem(f"{self.name} hangs")
 
     def register(self) -> None:
-        capability = Capability(hostname=self.name, os="linux", cores=8, ram_bytes=2**35)
+        capability = Capability(hostname=self.name, os="linux", cores=8, ram_bytes=2**35, slots=8)
         reply = self._caller.call("register", lambda: self._api.register(capability))
         if reply.lease_s != self._lease_s:
             self._expected.problem(f"a lease lasts {reply.lease_s:g} s, not {self._lease_s:g}")
@@ -173,7 +173,7 @@ class SimulatedHost:
 
     def _claim(self) -> dict[Key, tuple[LeaseGiven, HeldAttempt]]:
         count = self._behaviour.count
-        claiming = PendingClaim(claim_id=f"{self.name}-{next(_names)}", count=count, slots=count)
+        claiming = PendingClaim(claim_id=f"{self.name}-{next(_names)}", count=count)
         held = self._keep(self._caller.call("claim", lambda: self._api.claim(claiming, WAIT_S)))
         if held and self._chance(self._behaviour.repeats):
             again = self._caller.call("claim again", lambda: self._api.claim(claiming, 0.0))

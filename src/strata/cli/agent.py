@@ -34,7 +34,7 @@ _work: Final = click.option(
 @_config
 @_state
 @_work
-@click.option("--slots", metavar="N", help="Run up to N one-slot jobs at once (default 1).")
+@click.option("--slots", metavar="N", help="Run at most N one-slot jobs at once (default: as many as fit).")
 @click.option(
     "--interpreter",
     metavar="PYTHON",

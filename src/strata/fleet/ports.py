@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from strata.database.events import StoredEvent
+from strata.fleet.core.amounts import UNKNOWN, Amounts, Capacity, Taken
 from strata.fleet.core.capability import Capability
 from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
@@ -79,6 +80,8 @@ class AttemptRow:
     """Recorded by the agent for the lineage: code commit, lock hash, data digest, versions."""
     trainer_digest: str = ""
     """The trainer that the host was given for this attempt."""
+    taken: Taken = UNKNOWN
+    """What it has of its host, or had."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,16 +96,18 @@ class JobLease:
     checkpoint: str = ""
     """The newest checkpoint of any earlier attempt."""
     trainer_digest: str = ""
+    taken: Taken = UNKNOWN
+    """What the attempt has of its host: the cards it may use, and how much of the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A host requests jobs. `classes` maps the ids of the classes it may take to the slots a job of it needs."""
+    """A host requests jobs. `classes` maps the ids of the classes it may take to what a job of it takes of the host."""
 
     host_id: str
     claim_id: str
-    classes: Mapping[int, int]
-    slots: int
+    classes: Mapping[int, Amounts]
+    capacity: Capacity
     count: int = 1
     held_back: Mapping[int, float] = field(default_factory=dict)
     """Classes that would rather run elsewhere: of these only jobs that have waited since this time, or longer."""
@@ -250,6 +255,8 @@ class Store(Protocol):
     async def claim(self, claims: Sequence[Claim], lease_s: float, now_s: float) -> Sequence[Sequence[JobLease]]:
         """For each claim the leases it gets, best priority first, then oldest: all claims in one transaction.
 
+        A host gets what fits beside the leases that it holds; which cards, is decided here. Its leases that have
+        expired give way: those that no longer fit beside the new ones end.
         A claim_id that was answered before gets the same leases, as far as they are still held, and no others.
         A host that is not active gets none.
         """
@@ -298,6 +305,9 @@ class Store(Protocol):
     async def jobs(self, wanted: JobFilter) -> Sequence[JobRow]: ...
 
     async def attempts(self, job_id: str) -> Sequence[AttemptRow]: ...
+
+    async def held(self) -> Mapping[str, Sequence[Taken]]:
+        """What the leases that have not expired take, by host."""
 
     async def refusals(self, job_id: str) -> Sequence[str]:
         """The hosts that could not set this job up."""

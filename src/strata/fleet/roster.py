@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from strata.fleet.core.amounts import Amounts, Capacity, Taken, job_amounts
 from strata.fleet.core.capability import Profile, in_quiet_hours, profile
 from strata.fleet.core.jobspec import HostSpec
 from strata.fleet.core.lease import SUSPECT_S
@@ -26,8 +27,9 @@ FRESH_S: Final = 2.0
 class ClaimOptions:
     """The classes from which a host may claim jobs now."""
 
-    classes: Mapping[int, int]
-    """Ids of classes and the slots a job of each takes."""
+    classes: Mapping[int, Amounts]
+    """Ids of classes and what a job of each takes."""
+    capacity: Capacity
     held_back: Mapping[int, float]
     refusing: bool = False
     """The host is excluded for some jobs of these classes."""
@@ -42,7 +44,7 @@ class Roster:
         self._hosts: dict[str, HostRow] = {}
         self._policies: Mapping[str, HostSpec] = {}
         self._refusing: Collection[str] = ()
-        self._served: dict[str, tuple[Profile, int, Mapping[int, int]]] = {}
+        self._served: dict[str, tuple[Profile, int, Capacity, Mapping[int, Amounts]]] = {}
         self._profiles: dict[str, tuple[HostRow, Profile]] = {}
         self._read_at_s = float("-inf")
         self._invalidations = 0
@@ -89,21 +91,29 @@ class Roster:
     def requirement(self, class_id: int) -> RequirementClass:
         return self._classes[class_id]
 
-    def serves(self, host: HostRow) -> Mapping[int, int]:
-        """The classes that this host is eligible for by its capability and policy, with the slots of each."""
+    def serves(self, host: HostRow) -> Mapping[int, Amounts]:
+        """The classes that this host is eligible for by its capability and policy, with what a job of each takes."""
+        return self._serving(host)[1]
+
+    def _serving(self, host: HostRow) -> tuple[Capacity, Mapping[int, Amounts]]:
         own, known = self.profile(host), len(self._classes)
         cached = self._served.get(host.id)
         # The profile itself is compared: its key is a digest, which costs more than all the rest of a claim.
         if cached is None or cached[:2] != (own, known):
-            slots = {id_: self._classes[id_].needs.slots for id_ in eligible_classes(own, self._classes)}
-            cached = self._served[host.id] = (own, known, slots)
-        return cached[2]
+            capacity, equal = own.capacity, dict[Amounts, Amounts]()
+            amounts = {
+                id_: job_amounts(self._classes[id_].needs, capacity) for id_ in eligible_classes(own, self._classes)
+            }
+            # Equal amounts are one object: `Room.fitting` relies on it.
+            classes = {id_: equal.setdefault(each, each) for id_, each in amounts.items()}
+            cached = self._served[host.id] = (own, known, capacity, classes)
+        return cached[2:]
 
     def claim_options(self, host_id: str, now_s: float) -> ClaimOptions:
         host = self._hosts.get(host_id)
         if host is None or self.quiet(host, now_s):
-            return ClaimOptions({}, {})
-        classes = self.serves(host)
+            return ClaimOptions({}, Capacity(), {})
+        capacity, classes = self._serving(host)
         own = self.profile(host)
         held_back = {
             id_: now_s - requirement.needs.prefer_wait_s
@@ -112,7 +122,7 @@ class Roster:
             # As for a job that was queued just now; `held_back` lets those through that have waited long enough.
             and holds_back(requirement, own, waited_s=0.0, best_online=self._best_online(id_, requirement, now_s))
         }
-        return ClaimOptions(classes, held_back, refusing=host_id in self._refusing)
+        return ClaimOptions(classes, capacity, held_back, refusing=host_id in self._refusing)
 
     def quiet(self, host: HostRow, now_s: float) -> str:
         """The quiet hours this host is in; empty when it is not."""
@@ -123,7 +133,7 @@ class Roster:
     def online(self, host: HostRow, now_s: float) -> bool:
         return now_s - host.seen_at_s < self._online_s
 
-    def state(self, host: HostRow, now_s: float, held_slots: int, *, refused: str = "") -> HostState:
+    def state(self, host: HostRow, now_s: float, held: Sequence[Taken], *, refused: str = "") -> HostState:
         own = self.profile(host)
         return HostState(
             profile=own,
@@ -131,7 +141,7 @@ class Roster:
             paused=host.state in ("paused", "draining"),
             quarantined=(host.state_reason or "quarantined") if host.state == "quarantined" else "",
             quiet=self.quiet(host, now_s),
-            free_slots=max(0, own.slots - held_slots),
+            held=tuple(held),
             refused=refused,
         )
 

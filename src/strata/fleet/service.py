@@ -21,7 +21,7 @@ from strata.base.errors import StrataError
 from strata.base.failpoint import failpoint
 from strata.base.notify import Broadcast
 from strata.fleet.claims import ClaimQueue
-from strata.fleet.core.job import HELD, Cause, JobStatus
+from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.lease import LEASE_S, may_expire_leases, quarantine
 from strata.fleet.core.manifest import JobManifest
 from strata.fleet.core.plan import ApplyOptions, ApplyPlan, plan
@@ -32,7 +32,6 @@ from strata.fleet.ports import (
     HostRow,
     JobCompletion,
     JobFailure,
-    JobFilter,
     JobLease,
     JobRow,
     Renewal,
@@ -88,12 +87,10 @@ class Fleet:
         self._changes.notify()
         return registered
 
-    async def claim(
-        self, host_id: str, claim_id: str, *, count: int = 1, slots: int | None = None, wait_s: float = 0.0
-    ) -> Sequence[JobLease]:
-        """Leases on jobs this host may take: at once, or when there are some, at most `wait_s` later.
+    async def claim(self, host_id: str, claim_id: str, *, count: int = 1, wait_s: float = 0.0) -> Sequence[JobLease]:
+        """Leases on jobs that this host may take and that fit on it.
 
-        `slots` is what the host has free; without it the host is taken at its word that `count` jobs fit.
+        At once, or when there are some, at most `wait_s` later.
         """
         self.touch_host(host_id)
         until_s = self.now_s() + min(wait_s, MAX_WAIT_S)
@@ -105,7 +102,7 @@ class Fleet:
                 host_id=host_id,
                 claim_id=claim_id,
                 classes=options.classes,
-                slots=sum(sorted(options.classes.values())[-1:]) * count if slots is None else slots,
+                capacity=options.capacity,
                 count=count,
                 held_back=options.held_back,
                 refusing=options.refusing,
@@ -214,10 +211,10 @@ class Fleet:
                 if each.status is not JobStatus.COMPLETED
             ),
         )
-        held = await self.held_slots()
+        held = await self.store.held()
         refused = await self._exclusion_reasons(job_id)
         states = [
-            self._roster.state(host, self.now_s(), held.get(host.id, 0), refused=refused.get(host.id, ""))
+            self._roster.state(host, self.now_s(), held.get(host.id, ()), refused=refused.get(host.id, ""))
             for host in self._roster.hosts()
             if host.state != "left"
         ]
@@ -228,16 +225,6 @@ class Fleet:
         hosts = await self.store.refusals(job_id)
         errors = {each.host_id: each.error for each in await self.store.attempts(job_id)} if hosts else {}
         return {host: (errors.get(host) or "").strip().partition("\n")[0] or "unknown" for host in hosts}
-
-    async def held_slots(self) -> Mapping[str, int]:
-        """How many slots of each host are taken."""
-        taken: dict[str, int] = {}
-        after = ""
-        while page := await self.store.jobs(JobFilter(status=tuple(HELD), after_id=after, limit=1000)):
-            for row in page:
-                taken[row.host_id] = taken.get(row.host_id, 0) + row.spec.needs.slots
-            after = page[-1].id
-        return taken
 
     # The hub's loop
 

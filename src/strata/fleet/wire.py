@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from strata.fleet.artifacts.manifest import ArtifactId, ArtifactKind, ArtifactManifest, Lineage, Sha256, Size, Word
+from strata.fleet.core.amounts import UNKNOWN, Taken
 from strata.fleet.core.capability import Capability
 from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.jobspec import JobId, JobSpec, TrainerSpec
@@ -71,8 +72,8 @@ class ClaimRequest(Message, frozen=True, kw_only=True):
     claim_id: ClaimId
     """Of the sender's choice. Sent again after a lost reply, it gets the same leases and no others."""
     count: Annotated[int, msgspec.Meta(ge=1, le=MAX_CLAIM)] = 1
-    slots: Annotated[int, msgspec.Meta(ge=0, le=65_536)] | None = None
-    """What the host has free; without it, `count` jobs of any size it may take are taken to fit."""
+    slots: Annotated[int, msgspec.Meta(ge=1, le=65_536)] | None = None
+    """Of agents that count their own slots: no more jobs than these. The hub counts what fits on the host."""
     wait_s: WaitS = 0.0
 
 
@@ -89,6 +90,8 @@ class LeaseGiven(HubReply, frozen=True, kw_only=True):
     trainer_digest: str = ""
     secrets: dict[str, str] = {}
     """The values of the secrets that the trainer names and the hub has for this job."""
+    taken: Taken = UNKNOWN
+    """What the attempt has of the host: the cards it may use, and how much of the rest."""
 
 
 class ClaimReply(HubReply, frozen=True, kw_only=True):

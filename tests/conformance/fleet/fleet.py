@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from strata.base.errors import StrataError
+from strata.fleet.core.amounts import Amounts, Capacity, Card, job_amounts
 from strata.fleet.core.capability import Capability
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.plan import ApplyPlan
@@ -17,6 +18,7 @@ from strata.fleet.ports import AttemptKey, Claim, HostRow, JobLease, Store
 from tests.support.feed import told_before
 
 LEASE_S = 45.0
+ROOMY = Capacity(cards=(Card("0", 24.0),), cores=64, ram_gib=64.0, slots=64)
 _markers = itertools.count()
 
 
@@ -41,8 +43,10 @@ async def add_host(store: Store, host_id: str = "host_a", now_s: float = 0.0) ->
     return host_id
 
 
-async def all_classes(store: Store) -> Mapping[int, int]:
-    return {row.id: row.requirement.needs.slots for row in await store.classes()}
+async def all_classes(store: Store, capacity: Capacity = ROOMY) -> Mapping[int, Amounts]:
+    known: dict[Amounts, Amounts] = {}
+    amounts = {row.id: job_amounts(row.requirement.needs, capacity) for row in await store.classes()}
+    return {class_id: known.setdefault(each, each) for class_id, each in amounts.items()}
 
 
 async def claim(
@@ -52,12 +56,12 @@ async def claim(
     now_s: float = 0.0,
     claim_id: str = "c1",
     count: int = 1,
-    slots: int = 64,
-    classes: Mapping[int, int] | None = None,
+    capacity: Capacity = ROOMY,
+    classes: Mapping[int, Amounts] | None = None,
 ) -> Sequence[JobLease]:
     if classes is None:
-        classes = await all_classes(store)
-    wanted = Claim(host_id=host_id, claim_id=claim_id, classes=classes, slots=slots, count=count)
+        classes = await all_classes(store, capacity)
+    wanted = Claim(host_id=host_id, claim_id=claim_id, classes=classes, capacity=capacity, count=count)
     (leases,) = await store.claim([wanted], LEASE_S, now_s)
     return leases
 

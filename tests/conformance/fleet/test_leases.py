@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 
 from strata.base.errors import Code
+from strata.fleet.core.amounts import Amounts
 from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.plan import ApplyPlan, JobChange
 from strata.fleet.ports import AttemptKey, Claim, JobCompletion, JobFailure, Renewal, Store
 from tests.conformance.fleet.fleet import (
     LEASE_S,
+    ROOMY,
     add,
     add_host,
     all_classes,
@@ -44,7 +46,7 @@ async def test_the_best_priority_is_claimed_first_and_then_the_oldest(store: Sto
 async def test_a_claim_takes_only_from_the_classes_it_names(store: Store) -> None:
     await add_host(store)
     await add(store, job("cpu"), job("gpu", needs=needs(require_cuda=True), priority=9))
-    cpu = {row.id: 1 for row in await store.classes() if row.requirement.model == "cpu"}
+    cpu = {row.id: Amounts() for row in await store.classes() if row.requirement.model == "cpu"}
     assert [lease.spec.model for lease in await claim(store, count=5, classes=cpu)] == ["cpu"]
     assert await claim(store, claim_id="c2", classes={}) == []
 
@@ -55,18 +57,11 @@ async def test_a_job_that_would_rather_run_elsewhere_is_left_for_a_while(store: 
     await add(store, job("any"), now_s=100.0)
     classes = await all_classes(store)
     (picky,) = [row.id for row in await store.classes() if row.requirement.model == "picky"]
-    asked = Claim(host_id="host_a", claim_id="c1", classes=classes, slots=9, count=1, held_back={picky: 99.0})
+    asked = Claim(host_id="host_a", claim_id="c1", classes=classes, capacity=ROOMY, count=1, held_back={picky: 99.0})
     ((lease,),) = await store.claim([asked], LEASE_S, 110.0)
     assert lease.spec.model == "any"
     ((lease,),) = await store.claim([replace(asked, claim_id="c2", held_back={picky: 100.0})], LEASE_S, 110.0)
     assert lease.spec.model == "picky"
-
-
-async def test_a_claim_takes_no_more_slots_than_it_has(store: Store) -> None:
-    await add_host(store)
-    await add(store, job("big", needs=needs(slots=3), priority=1), job("small"), job("small", seed=1))
-    got = await claim(store, count=5, slots=4)
-    assert [lease.spec.model for lease in got] == ["big", "small"]
 
 
 async def test_a_lost_reply_to_a_claim_is_answered_with_the_same_leases(store: Store) -> None:
@@ -85,7 +80,7 @@ async def test_one_transaction_answers_many_claims_and_gives_no_job_twice(store:
         await add_host(store, f"host_{n}")
     await add(store, *(job("m", seed=n) for n in range(3)))
     classes = await all_classes(store)
-    claims = [Claim(host_id=f"host_{n}", claim_id=f"c{n}", classes=classes, slots=1, count=1) for n in range(4)]
+    claims = [Claim(host_id=f"host_{n}", claim_id=f"c{n}", classes=classes, capacity=ROOMY, count=1) for n in range(4)]
     given = await store.claim(claims, LEASE_S, 0.0)
     jobs = [lease.job_id for leases in given for lease in leases]
     assert len(jobs) == len(set(jobs)) == 3
@@ -283,7 +278,7 @@ async def test_an_excluded_host_is_passed_over_in_a_batch_and_the_others_are_ser
     classes = await all_classes(store)
     refusing = await store.refusing_hosts()
     asked = [
-        Claim(host_id=host, claim_id="c2", classes=classes, slots=1, count=1, refusing=host in refusing)
+        Claim(host_id=host, claim_id="c2", classes=classes, capacity=ROOMY, count=1, refusing=host in refusing)
         for host in hosts
     ]
     given = await store.claim(asked, LEASE_S, 2.0)
@@ -357,7 +352,7 @@ async def test_pending_jobs_fail_when_no_eligible_host_is_left_that_did_not_refu
         (refused, "host_a"),
         (held, "host_a"),
     }
-    await claim(store, "host_b", classes={(await store.job(held)).class_id: 1}, now_s=2.0)
+    await claim(store, "host_b", classes={(await store.job(held)).class_id: Amounts()}, now_s=2.0)
     assert [each.job_id for each in await store.refused_jobs()] == [refused]
     assert await store.fail_refused({refused: ["host_a", "host_b"]}, 3.0) == []
     (row,) = await store.fail_refused({refused: ["host_a"], held: ["host_a"], fresh: []}, 3.0)

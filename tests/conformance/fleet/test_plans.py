@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from strata.base.errors import Code
+from strata.fleet.core.amounts import Amounts
 from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.jobspec import HostSpec, JobSpec, TrainerSpec
 from strata.fleet.core.plan import ApplyPlan, HostPolicy, JobChange, RegisteredTrainer
@@ -57,7 +58,7 @@ async def test_a_changed_job_moves_to_its_new_place_in_the_queue(store: Store) -
     risen = job("second", priority=5, needs=needs(require_cuda=True))
     change = JobChange(job_id=second.id, spec=risen, kinds=("priority",), reclassed=True, deferred=False)
     await store.apply(ApplyPlan(changed=(change,)), "operator", 1.0, source="m")
-    cuda = {row.id: 1 for row in await store.classes() if row.requirement.needs.require_cuda}
+    cuda = {row.id: Amounts() for row in await store.classes() if row.requirement.needs.require_cuda}
     assert [lease.job_id for lease in await claim(store, count=5, classes=cuda)] == [second.id]
     assert [lease.job_id for lease in await claim(store, claim_id="c2", count=5)] == [first.id]
 

@@ -8,19 +8,21 @@ from contextlib import asynccontextmanager
 
 import psycopg
 
+from strata.fleet.core.amounts import Amounts
 from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.jobspec import TrainerSpec
 from strata.fleet.core.plan import ApplyPlan, JobChange
 from strata.fleet.ports import Claim, JobCompletion, JobFailure, Renewal, Store
-from tests.conformance.fleet.fleet import LEASE_S, add, add_host, all_classes, claim, hold, job, needs, plan
+from tests.conformance.fleet.fleet import LEASE_S, ROOMY, add, add_host, all_classes, claim, hold, job, needs, plan
 
 DONE = JobCompletion(artifact="art1")
+ONE = Amounts()
 
 
 async def test_a_claim_that_is_in_one_batch_twice_gets_one_set_of_leases(store: Store) -> None:
     await add_host(store)
     await add(store, *(job("m", seed=n) for n in range(4)))
-    asked = Claim(host_id="host_a", claim_id="c1", classes=await all_classes(store), slots=9, count=2)
+    asked = Claim(host_id="host_a", claim_id="c1", classes=await all_classes(store), capacity=ROOMY, count=2)
     first, again = await store.claim([asked, asked], LEASE_S, 0.0)
     assert list(again) == list(first)
     assert (await store.counts()).ready == 2
@@ -31,7 +33,7 @@ async def test_claims_of_one_batch_are_answered_in_their_order(store: Store) -> 
     await add_host(store, "host_z")
     await add(store, job("low"), job("high", priority=5))
     classes = await all_classes(store)
-    claims = [Claim(host_id=host, claim_id="c1", classes=classes, slots=1) for host in ("host_z", "host_a")]
+    claims = [Claim(host_id=host, claim_id="c1", classes=classes, capacity=ROOMY) for host in ("host_z", "host_a")]
     (first,), (second,) = await store.claim(claims, LEASE_S, 0.0)
     assert (first.spec.model, second.spec.model) == ("high", "low")
 
@@ -41,7 +43,7 @@ async def test_a_claim_may_be_called_anything(store: Store) -> None:
     await add_host(store)
     await add(store, *(job("m", seed=n) for n in range(len(names))))
     classes = await all_classes(store)
-    claims = [Claim(host_id="host_a", claim_id=name, classes=classes, slots=1) for name in names]
+    claims = [Claim(host_id="host_a", claim_id=name, classes=classes, capacity=ROOMY) for name in names]
     first = await store.claim(claims, LEASE_S, 0.0)
     assert len({lease.job_id for (lease,) in first}) == len(names)
     assert [list(each) for each in await store.claim(claims, LEASE_S, 1.0)] == [list(each) for each in first]
@@ -54,7 +56,7 @@ async def test_a_batch_of_hosts_with_different_menus_gives_each_the_best_it_may_
     classes = sorted(await all_classes(store))
     menus = {"host_a": classes, "host_b": classes[:1], "host_c": classes[:2]}
     claims = [
-        Claim(host_id=host, claim_id=f"c{n}", classes=dict.fromkeys(menu, 1), slots=1)
+        Claim(host_id=host, claim_id=f"c{n}", classes=dict.fromkeys(menu, ONE), capacity=ROOMY)
         for n in range(3)
         for host, menu in menus.items()
     ]
@@ -73,8 +75,10 @@ async def test_a_job_that_does_not_fit_lets_a_smaller_one_pass(store: Store) -> 
     await add_host(store)
     big = [job("big", needs=needs(slots=3), priority=1, seed=n) for n in range(2)]
     await add(store, *big, job("small"))
-    got = await claim(store, count=5, slots=4)
+    four = ROOMY._replace(slots=4)
+    got = [*await claim(store, count=5, capacity=four), *await claim(store, claim_id="c2", count=5, capacity=four)]
     assert [lease.spec.model for lease in got] == ["big", "small"]
+    assert await claim(store, claim_id="c3", capacity=four) == []
 
 
 async def test_an_expired_job_joins_the_queue_when_what_it_comes_after_ends(store: Store) -> None:

@@ -32,6 +32,7 @@ def needs(draw: st.DrawFn) -> Needs:
         min_ram_gib=draw(st.just(0.0) | gib),
         min_cores=draw(st.integers(0, 16)),
         min_gpus=draw(st.integers(0, 2)),
+        gpu_share=draw(st.sampled_from([0.0, 0.0, 0.25, 0.5])),
         allowed_hosts=tuple(draw(st.lists(names | st.just("gpu-*"), max_size=2))),
         require_labels=draw(st.dictionaries(st.just("room"), st.sampled_from(["a", "*"]), max_size=1)),
         slots=draw(st.integers(1, 3)),

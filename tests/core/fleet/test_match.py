@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from strata.fleet.core.amounts import Taken
 from strata.fleet.core.capability import GIB, Capability, Gpu, Profile, bucket_gib, in_quiet_hours, profile
 from strata.fleet.core.job import JobStatus
 from strata.fleet.core.jobspec import HostSpec, QuietHours
@@ -37,7 +38,6 @@ def constraints(requirement: RequirementClass, host: Profile) -> list[str]:
         ({"min_ram_gib": 8}, []),
         ({"min_ram_gib": 8.5}, ["min_ram_gib"]),
         ({"min_cores": 5}, ["min_cores"]),
-        ({"slots": 2}, ["slots"]),
         ({"allowed_hosts": ("p*",)}, []),
         ({"allowed_hosts": ("gpu-*",)}, ["allowed_hosts"]),
         ({"require_os": "Linux", "require_arch": "x86_64"}, ["require_arch"]),
@@ -47,6 +47,11 @@ def constraints(requirement: RequirementClass, host: Profile) -> list[str]:
 )
 def test_every_constraint_that_fails_is_named(fields: dict[str, Any], refused: list[str]) -> None:
     assert constraints(asking(**fields), PI) == refused
+
+
+def test_slots_are_asked_of_a_host_that_has_some() -> None:
+    assert constraints(asking(slots=2), PI) == []
+    assert constraints(asking(slots=3), GPU) == ["slots"]
 
 
 def test_memory_is_asked_of_one_card_and_not_of_all_together() -> None:
@@ -209,7 +214,7 @@ def test_why_counts_hosts_per_constraint_and_names_the_nearest_fix() -> None:
         ({"paused": True}, "paused"),
         ({"quarantined": "infra"}, "quarantined"),
         ({"quiet": "22:00-07:00"}, "in quiet hours"),
-        ({"free_slots": 0}, "busy"),
+        ({"held": (Taken(slots=2),)}, "busy"),
     ],
 )
 def test_why_tells_eligible_hosts_that_cannot_take_it_now(state: dict[str, Any], what: str) -> None:
@@ -232,7 +237,10 @@ def test_why_tells_what_is_not_about_hosts() -> None:
 def test_a_job_that_waits_always_has_an_obstacle_or_a_free_host(
     fleet: list[tuple[Capability, bool, int]], asked: Needs
 ) -> None:
-    hosts = [HostState(profile=profile(each), online=online, free_slots=free) for each, online, free in fleet]
+    hosts = [
+        HostState(profile=profile(each), online=online, held=tuple(Taken(cores=1) for _ in range(busy)))
+        for each, online, busy in fleet
+    ]
     answer = why(question(RequirementClass("mlp", "a", asked)), hosts, now_s=0)
     assert answer.obstacles or "could take it now" in answer.headline
 

@@ -1,13 +1,10 @@
-"""What nvidia-smi prints, and which card a job gets."""
+"""What nvidia-smi prints, and how a job is shown its cards."""
 
 from __future__ import annotations
 
-from strata.fleet.agent.gpu import MIB, assign_gpus, parse_gpus
+from strata.fleet.agent.gpu import MIB, parse_gpus, visible_devices
 from strata.fleet.agent.preemption import LocalUse, local_use_reason, parse_who
 from strata.fleet.core.capability import Gpu
-from strata.fleet.core.requirement import Needs
-
-CARDS = tuple(Gpu(name=f"card {n}", vram_bytes=size * 1024**3) for n, size in enumerate((24, 24, 80)))
 
 
 def test_cards_are_read_from_the_table_and_anything_else_is_not() -> None:
@@ -20,28 +17,11 @@ def test_cards_are_read_from_the_table_and_anything_else_is_not() -> None:
     assert parse_gpus("NVIDIA GB10, [N/A]\n") == ()
 
 
-def test_a_host_with_one_job_at_a_time_shows_it_everything() -> None:
-    assert assign_gpus(CARDS, [], Needs(require_cuda=True), slots=1) is None
-    assert assign_gpus((), [], Needs(), slots=4) is None
-
-
-def test_jobs_beside_each_other_get_different_cards() -> None:
-    needs = Needs(require_cuda=True)
-    first = assign_gpus(CARDS, [], needs, slots=4)
-    assert first is not None
-    second = assign_gpus(CARDS, [first], needs, slots=4)
-    assert second is not None
-    assert not set(first) & set(second)
-
-
-def test_a_job_gets_cards_that_are_large_enough_and_as_many_as_it_needs() -> None:
-    assert assign_gpus(CARDS, [], Needs(min_vram_gib=40), slots=2) == (2,)
-    assert assign_gpus(CARDS, [(0,)], Needs(min_gpus=2, min_vram_gib=24), slots=2) == (1, 2)
-
-
-def test_a_job_that_wants_no_card_sees_none_where_others_run_too() -> None:
-    assert assign_gpus(CARDS, [], Needs(), slots=2) == ()
-    assert assign_gpus(CARDS, [], Needs(prefer_cuda=True), slots=2) == (0,)
+def test_a_job_sees_just_its_cards_by_the_variable_of_their_maker() -> None:
+    nvidia, amd = "GPU-8f2c1d3e-0000-4b4b-9c9c-0123456789ab", "GPU-00a1b2c3d4e5f607"
+    assert visible_devices([nvidia, 2]) == {"CUDA_VISIBLE_DEVICES": f"{nvidia},2"}
+    assert visible_devices([amd]) == {"ROCR_VISIBLE_DEVICES": amd}
+    assert visible_devices([]) == {"CUDA_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": ""}
 
 
 def test_the_machine_is_wanted_back_by_strangers_on_a_card_or_people_at_it() -> None:

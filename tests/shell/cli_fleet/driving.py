@@ -71,7 +71,7 @@ class HostByHand:
 
     def claim(self) -> wire.LeaseGiven:
         self._claims += 1
-        (lease,) = self.hub.claim(PendingClaim(claim_id=f"{self.name}-{self._claims}", count=1, slots=1), 5.0)
+        (lease,) = self.hub.claim(PendingClaim(claim_id=f"{self.name}-{self._claims}", count=1), 5.0)
         return lease
 
     def completes(self) -> wire.LeaseGiven:

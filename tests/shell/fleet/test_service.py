@@ -15,6 +15,7 @@ from strata.database import events
 from strata.database.migrations import SqliteComponents
 from strata.database.sqlite import SqliteThread
 from strata.fleet.claims import BATCH, ClaimQueue
+from strata.fleet.core.amounts import Capacity
 from strata.fleet.core.capability import Capability, Gpu
 from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.jobspec import HostSpec, JobSpec
@@ -58,7 +59,7 @@ class Site:
 
     async def host(self, name: str, *, cuda: bool = False) -> str:
         gpus = (Gpu(name="card", vram_bytes=24 * GIB),) if cuda else ()
-        capability = Capability(hostname=name, cuda="12.4" if cuda else "", gpus=gpus, ram_bytes=8 * GIB)
+        capability = Capability(hostname=name, cuda="12.4" if cuda else "", gpus=gpus, ram_bytes=8 * GIB, slots=8)
         row = HostRow(id=f"host_{name}", name=name, capability=capability, registered_at_s=self.fleet.now_s())
         await self.fleet.register(row, f"host:{name}")
         return row.id
@@ -424,7 +425,7 @@ async def test_a_defect_of_the_store_leaves_nobody_waiting() -> None:
     queue = ClaimQueue(Broken(), LEASE_S, lambda: 0.0)  # type: ignore[arg-type]
     with pytest.raises(StrataError) as refused:
         async with asyncio.timeout(5):
-            await queue.submit(Claim(host_id="h", claim_id="c", classes={}, slots=1))
+            await queue.submit(Claim(host_id="h", claim_id="c", classes={}, capacity=Capacity()))
     assert refused.value.code is Code.INTERNAL
 
 
@@ -432,7 +433,7 @@ async def test_a_defect_of_the_store_leaves_nobody_of_a_later_batch_waiting_eith
     failed: list[BaseException] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context["exception"]))
     queue = ClaimQueue(Broken(), LEASE_S, lambda: 0.0)  # type: ignore[arg-type]
-    claims = [Claim(host_id=f"h{n}", claim_id="c", classes={}, slots=1) for n in range(2 * BATCH + 1)]
+    claims = [Claim(host_id=f"h{n}", claim_id="c", classes={}, capacity=Capacity()) for n in range(2 * BATCH + 1)]
     async with asyncio.timeout(5):
         answers = await asyncio.gather(*(queue.submit(claim) for claim in claims), return_exceptions=True)
     assert {answer.code for answer in answers if isinstance(answer, StrataError)} == {Code.INTERNAL}

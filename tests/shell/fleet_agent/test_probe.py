@@ -8,13 +8,16 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from strata.fleet.agent import gpu
 from strata.fleet.agent.attempt_folder import find_job_user
 from strata.fleet.agent.probe import commit_of, hostname, probe_host, query_interpreter
 from strata.fleet.agent.selftest import check_disk_space, run_self_test
+from strata.fleet.agent.settings import AgentSettings
 
+PLAIN = AgentSettings(interpreter="/usr/bin/python3")
 PRINTS = """#!/bin/sh
 case "$1" in
   --query-gpu*) echo "NVIDIA GeForce RTX 4090, 24564" ;;
@@ -32,12 +35,12 @@ def a_program(folder: Path, name: str, text: str) -> dict[str, str]:
 
 
 def test_this_machine_is_described() -> None:
-    found = probe_host({"PATH": "/usr/bin:/bin"}, interpreter="/usr/bin/python3", labels={"a": "b"}).capability
+    found = probe_host({"PATH": "/usr/bin:/bin"}, msgspec.structs.replace(PLAIN, labels={"a": "b"}, slots=3)).capability
     assert found.hostname == hostname()
     assert found.os == "linux"
     assert 1 <= found.cores <= (os.cpu_count() or 1)
     assert found.ram_bytes > 1 << 28
-    assert found.labels == {"a": "b"}
+    assert (found.labels, found.slots) == ({"a": "b"}, 3)
     assert (found.gpus, found.cuda) == ((), "")
 
 
@@ -61,12 +64,12 @@ def test_cards_and_their_users_are_found(tmp_path: Path) -> None:
     assert seen.driver_cuda == "12.4"
     assert gpu.compute_pids(environ) == {4711}
     # No torch in that interpreter: the driver has the word.
-    assert probe_host(environ, interpreter="/usr/bin/python3").capability.cuda == "12.4"
+    assert probe_host(environ, PLAIN).capability.cuda == "12.4"
 
 
 def test_a_broken_driver_is_a_problem_and_no_card(tmp_path: Path) -> None:
     environ = a_program(tmp_path, "nvidia-smi", "#!/bin/sh\necho 'Failed to initialize NVML'\nexit 9\n")
-    found = probe_host(environ, interpreter="/usr/bin/python3")
+    found = probe_host(environ, PLAIN)
     assert found.capability.gpus == ()
     assert any("Failed to initialize NVML" in problem for problem in found.problems)
 

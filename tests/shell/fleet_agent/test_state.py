@@ -15,7 +15,7 @@ from strata.fleet.agent.state import AgentState, AttemptOutcome, AttemptPhase, A
 from strata.fleet.core.job import Cause
 from tests.core.fleet_agent.leases import lease
 
-CLAIMING = PendingClaim(claim_id="claim-1", count=1, slots=1)
+CLAIMING = PendingClaim(claim_id="claim-1", count=1)
 
 
 def a_record() -> AttemptRecord:

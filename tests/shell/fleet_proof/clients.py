@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Final, TypeVar
 
 from strata.base.errors import Code, StrataError
+from strata.fleet.core.amounts import Amounts
 from strata.fleet.core.job import Cause
 from strata.fleet.ports import AttemptKey, Claim, JobCompletion, JobFailure, JobLease, Renewal, Store
 from strata.testing.history import Operation, Outcome, Returned, Unknown
-from tests.conformance.fleet.fleet import add_host
+from tests.conformance.fleet.fleet import ROOMY, add_host
 from tests.shell.fleet_proof import model
 from tests.shell.fleet_proof.model import CHANCE, LEASE_S, Answer, Call
 
@@ -43,7 +44,7 @@ class Site:
     store: Store
     rng: random.Random
     jobs: Sequence[str]
-    classes: dict[int, int]
+    classes: Mapping[int, Amounts]
     now_s: float
     operations: list[Op] = field(default_factory=list)
     claims: list[ClaimTry] = field(default_factory=list)
@@ -94,7 +95,7 @@ class Site:
 
 async def claim(site: Site, host: str, count: int = 1) -> Sequence[JobLease]:
     """Under one name until it is answered; sometimes two tries are under way at once."""
-    wanted = Claim(host_id=host, claim_id=site.name("c"), classes=site.classes, slots=9, count=count)
+    wanted = Claim(host_id=host, claim_id=site.name("c"), classes=site.classes, capacity=ROOMY, count=count)
     for _ in range(4):
         tries = 2 if site.faults and site.rng.random() < 0.3 else 1
         answers = await asyncio.gather(*(_claim_once(site, wanted) for _ in range(tries)))

@@ -21,7 +21,7 @@ from strata.fleet.store.postgres.store import PostgresStore
 from strata.fleet.store.sqlite.store import SqliteStore
 from strata.testing.history import Operation, Returned, Unknown
 from strata.testing.linearizable import Linearizable, check
-from tests.conformance.fleet.fleet import add, add_host, job
+from tests.conformance.fleet.fleet import add, add_host, all_classes, job
 from tests.shell.fleet_proof import clients
 from tests.shell.fleet_proof.clients import Op, Site
 from tests.shell.fleet_proof.model import BUDGET, LEASE_S, FleetModel, Take
@@ -77,7 +77,7 @@ async def _found(store: Store, seed: int) -> Site:
     budget = {"max_attempts": BUDGET.max_attempts, "max_lost": BUDGET.max_lost, "max_infra": BUDGET.max_infra}
     specs = [job(f"m{n % 2}", seed=n, priority=rng.randrange(2), **budget) for n in range(rng.randrange(2, 5))]
     jobs = await add(store, *specs)
-    return Site(store, rng, jobs, {row.id: row.requirement.needs.slots for row in await store.classes()}, 1000.0)
+    return Site(store, rng, jobs, await all_classes(store), 1000.0)
 
 
 async def _heal(site: Site) -> list[str]:

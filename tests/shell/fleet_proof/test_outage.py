@@ -16,7 +16,7 @@ from strata.fleet.ports import JobCompletion, Store
 from strata.testing.postgres import PostgresServer
 from strata.testing.proxy import ChaosProxy
 from tests.conformance.fleet.fleet import LEASE_S as LONG_S
-from tests.conformance.fleet.fleet import add, add_host, claim, hold, job, refusal
+from tests.conformance.fleet.fleet import add, add_host, all_classes, claim, hold, job, refusal
 from tests.shell.fleet_proof.histories import disagreements, read_tables, rows
 from tests.shell.fleet_proof.outage import LEASE_S, Hub
 from tests.shell.fleet_proof.stores import open_postgres
@@ -134,7 +134,7 @@ async def test_a_claim_whose_reply_was_lost_after_the_commit_is_answered_again(p
     async with store_behind_a_proxy(postgres_url) as (store, proxy):
         await add_host(store)
         await add(store, *(job("m", seed=n) for n in range(3)))
-        classes = {row.id: 1 for row in await store.classes()}
+        classes = await all_classes(store)
         assert (await lost_reply(proxy, claim(store, count=2, classes=classes))).code is Code.UNAVAILABLE
         given = await store_again(lambda: claim(store, count=2, classes=classes))
         assert [lease.epoch for lease in given] == [1, 1]

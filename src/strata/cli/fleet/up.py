@@ -43,9 +43,7 @@ CONTEXT: Final = "local"
 @click.option(
     "--slots",
     type=click.IntRange(1, 1024),
-    default=1,
-    show_default=True,
-    help="Run up to this many one-slot jobs at once.",
+    help="Run at most this many one-slot jobs at once (default: as many as fit).",
 )
 @click.option("--name", metavar="NAME", help="Name of this machine in the fleet (default: its host name).")
 @click.option(
@@ -56,7 +54,7 @@ def up(
     *,
     data: Path | None,
     listen: str | None,
-    slots: int,
+    slots: int | None,
     name: str | None,
     interpreter: str | None,
     verbose: bool,
@@ -99,7 +97,7 @@ def up(
         flags={
             "state": str(folder / "agent"),
             "work": str(folder / "work"),
-            "slots": str(slots),
+            "slots": None if slots is None else str(slots),
             "interpreter": interpreter,
         },
     )
@@ -259,5 +257,6 @@ def _print_ready(settings: AgentSettings, name: str, capability: Capability) -> 
 
     graphics = f", {format_count(len(capability.gpus), 'GPU')}" if capability.gpus else ""
     what = f"{format_count(capability.cores, 'core')}, {format_bytes(capability.ram_bytes)}{graphics}"
-    print_error(f"strata up: this machine is the host {name} ({what}), {format_count(settings.slots, 'slot')}")
+    slots = "" if settings.slots is None else f", {format_count(settings.slots, 'slot')}"
+    print_error(f"strata up: this machine is the host {name} ({what}){slots}")
     print_error("strata up: ready. In another terminal: strata apply MANIFEST, strata status. Ctrl-C stops it.")

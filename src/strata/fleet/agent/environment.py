@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from strata.fleet.agent.attempt_folder import AttemptPaths
+from strata.fleet.agent.gpu import visible_devices
 from strata.fleet.core.jobspec import TrainerSpec
 from strata.fleet.wire import LeaseGiven
 
@@ -62,7 +63,7 @@ def job_environment(
     environ = for_user(inherited, home)
     environ |= {"TMPDIR": str(paths.tmp), "PYTHONUNBUFFERED": "1"}
     if inputs.devices is not None:
-        environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, inputs.devices))
+        environ |= visible_devices(inputs.devices)
     venv = inputs.venv or trainer.venv
     if venv:
         programs = Path(venv) / ("Scripts" if os.name == "nt" else "bin")

@@ -1,19 +1,20 @@
-"""Queries `nvidia-smi` for GPUs and for the processes on them, and assigns GPUs to jobs. Without it: no GPUs."""
+"""Queries `nvidia-smi` for GPUs and for the processes on them, and shows jobs their cards. Without it: no GPUs."""
 
 from __future__ import annotations
 
 import csv
 import re
 import subprocess
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from strata.fleet.core.capability import Gpu
-from strata.fleet.core.requirement import Needs
 
 MIB: Final = 1024 * 1024
 NVIDIA_SMI_TIMEOUT_S: Final = 20.0
+_AMD_UUID: Final = re.compile(r"GPU-[0-9a-f]{16}")
+"""How ROCm writes one; NVIDIA's have dashes."""
 _CUDA: Final = re.compile(r"CUDA Version:\s*([0-9.]+)")
 
 
@@ -50,25 +51,12 @@ def parse_gpus(listing: str) -> tuple[Gpu, ...]:
     )
 
 
-def assign_gpus(
-    gpus: Sequence[Gpu], held: Collection[Sequence[int]], needs: Needs, *, slots: int
-) -> tuple[int, ...] | None:
-    """The GPUs for a job: those that the fewest other jobs hold. None: all GPUs, on a host with one job at a time.
-
-    On a host with several slots a job that neither needs nor prefers a GPU gets none.
-    """
-    if slots <= 1 or not gpus:
-        return None
-    # A GPU that is sold as 24 GiB reports a little less, so matching has rounded already.
-    use = [sum(number in devices for devices in held) for number in range(len(gpus))]
-    fits = [number for number, gpu in enumerate(gpus) if gpu.vram_bytes >= (needs.min_vram_gib - 0.5) * 1024**3]
-    fits.sort(key=lambda number: (use[number], number))
-    return tuple(sorted(fits[: _wanted_gpus(needs)]))
-
-
-def _wanted_gpus(needs: Needs) -> int:
-    one = needs.require_cuda or needs.prefer_cuda or needs.min_vram_gib > 0
-    return needs.min_gpus or int(one)
+def visible_devices(cards: Sequence[int | str]) -> dict[str, str]:
+    """The variables that show a job just these cards: by UUID, which stays the same when another card is lost."""
+    amd = [str(card) for card in cards if _AMD_UUID.fullmatch(str(card))]
+    others = [str(card) for card in cards if str(card) not in amd]
+    variables = {"ROCR_VISIBLE_DEVICES": ",".join(amd)} if amd or not cards else {}
+    return variables | ({"CUDA_VISIBLE_DEVICES": ",".join(others)} if others or not cards else {})
 
 
 def _run_nvidia_smi(args: list[str], environ: Mapping[str, str]) -> tuple[str, str]:

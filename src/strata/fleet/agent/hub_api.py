@@ -27,7 +27,7 @@ class HubApi:
         return self.client.call("POST", "/v1/host/register", wire.RegisterReply, body=body)
 
     def claim(self, claim: PendingClaim, wait_s: float) -> tuple[LeaseGiven, ...]:
-        body = wire.ClaimRequest(claim_id=claim.claim_id, count=claim.count, slots=claim.slots, wait_s=wait_s)
+        body = wire.ClaimRequest(claim_id=claim.claim_id, count=claim.count, wait_s=wait_s)
         reply = self.client.call("POST", "/v1/job/claim", wire.ClaimReply, body=body, timeout_s=wait_s + 15.0)
         return reply.leases
 

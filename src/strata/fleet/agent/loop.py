@@ -16,14 +16,15 @@ from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.base.loop import every
 from strata.fleet import wire
-from strata.fleet.agent import gpu, identity, preemption
+from strata.fleet.agent import identity, preemption
 from strata.fleet.agent.attempt import Attempt
 from strata.fleet.agent.prepare import HostContext, prune_work_folder
 from strata.fleet.agent.probe import ProbeResult, probe_host
 from strata.fleet.agent.retry import BACKOFF, TRANSIENT, ThreadPools, retry, run_in, wait_or_timeout
 from strata.fleet.agent.selftest import check_disk_space
 from strata.fleet.agent.state import AgentState, AttemptRecord, PendingClaim, StopOrder
-from strata.fleet.core.capability import Capability
+from strata.fleet.core.amounts import Room
+from strata.fleet.core.capability import Capability, profile
 from strata.fleet.core.job import Cause
 
 MAINTENANCE_EVERY_S: Final = 10.0
@@ -49,7 +50,7 @@ class Agent:
         """Stopped a second time."""
         self._on_stop = host.settings.on_stop
         self._changed = asyncio.Event()
-        """There may be free slots: an attempt is over, or the machine is no longer in local use."""
+        """There may be room for a job: an attempt is over, or the machine is no longer in local use."""
         self._heartbeat_now = asyncio.Event()
         self._renew_every_s = 10.0
         self._probed_at_s = clock.monotonic_s()
@@ -145,15 +146,14 @@ class Agent:
         self._state.clear_claim()
 
     def _next_claim(self) -> PendingClaim | None:
-        free = self._settings.slots - sum(attempt.record.lease.spec.needs.slots for attempt in self._attempts.values())
-        if free <= 0 or self._claims_paused:
+        # The hub counts what fits; an agent that has no room for any job whatever does not bother it.
+        held = (attempt.record.lease.taken for attempt in self._attempts.values())
+        if self._claims_paused or Room(profile(self._capability).capacity, held).full:
             return None
-        claim_id = f"claim-{secrets.token_hex(12)}"
-        return PendingClaim(claim_id=claim_id, count=min(free, _MAX_CLAIM_COUNT), slots=free)
+        return PendingClaim(claim_id=f"claim-{secrets.token_hex(12)}", count=_MAX_CLAIM_COUNT)
 
     def _accept_lease(self, lease: wire.LeaseGiven) -> None:
-        held = [attempt.record.devices or () for attempt in self._attempts.values()]
-        devices = gpu.assign_gpus(self._capability.gpus, held, lease.spec.needs, slots=self._settings.slots)
+        devices = None if lease.taken.whole else lease.taken.cards
         record = AttemptRecord(lease=lease, claimed_at_s=self._clock.wall_s(), devices=devices)
         if self._state.add(record):
             _log.info("job_claimed", job=lease.job_id, epoch=lease.epoch, label=lease.spec.label)
@@ -248,10 +248,7 @@ class Agent:
                 attempt.stop(StopOrder(cause=Cause.PREEMPTED, reason=local_use), self._settings.grace_s)
 
     def probe(self) -> ProbeResult:
-        settings = self._settings
-        return probe_host(
-            self._host.environ, interpreter=settings.interpreter, source=settings.source, labels=settings.labels
-        )
+        return probe_host(self._host.environ, self._settings)
 
     # Draining
 

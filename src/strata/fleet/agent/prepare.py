@@ -99,7 +99,7 @@ def prepare_attempt(
     host: HostContext,
     lease: LeaseGiven,
     paths: AttemptPaths,
-    devices: tuple[int, ...] | None,
+    devices: tuple[int | str, ...] | None,
     wanted: Callable[[], bool] = lambda: True,
 ) -> PreparedAttempt:
     """`wanted` is called now and then: when the attempt was stopped, its preparation ends with STALE."""

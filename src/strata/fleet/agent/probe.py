@@ -16,6 +16,7 @@ from typing import Final
 import msgspec
 
 from strata.fleet.agent import cgroup, gpu
+from strata.fleet.agent.settings import AgentSettings
 from strata.fleet.core.capability import Capability
 
 INTERPRETER_TIMEOUT_S: Final = 120.0
@@ -52,16 +53,10 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
     """What could not be determined, and why."""
 
 
-def probe_host(
-    environ: Mapping[str, str],
-    *,
-    interpreter: str = "",
-    source: Path | None = None,
-    labels: Mapping[str, str] | None = None,
-) -> ProbeResult:
+def probe_host(environ: Mapping[str, str], settings: AgentSettings) -> ProbeResult:
     """`environ` is the environment of jobs. Takes seconds where there are GPUs and torch."""
     inventory = gpu.query_gpus(environ)
-    python = query_interpreter(interpreter or sys.executable, environ, with_cuda=bool(inventory.gpus))
+    python = query_interpreter(settings.interpreter or sys.executable, environ, with_cuda=bool(inventory.gpus))
     # What torch reports counts; without torch, what the driver reports.
     cuda = python.cuda if python.queried else inventory.driver_cuda
     capability = Capability(
@@ -74,8 +69,9 @@ def probe_host(
         gpus=inventory.gpus,
         torch=python.torch[:256],
         python=python.python[:256],
-        git_commit=commit_of(source, environ) if source is not None else "",
-        labels=dict(labels or {}),
+        git_commit=commit_of(settings.source, environ) if settings.source is not None else "",
+        labels=settings.labels,
+        slots=settings.slots,
         utc_offset_min=utc_offset_min(),
     )
     return ProbeResult(capability=capability, problems=tuple(filter(None, (inventory.problem, python.problem))))

@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from strata.fleet.core.requirement import Label, LabelValue
+from strata.fleet.core.requirement import Label, LabelValue, Slots
 
 SECTION: Final = "agent"
 
@@ -21,8 +21,8 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Folder with credentials, attempts and logs, readable by the agent only. None: `~/.local/state/strata/agent`."""
     work: Path | None = None
     """Folder in which jobs run. None: `work` beside the state folder."""
-    slots: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
-    """How many one-slot jobs run at once; the policy of the host in the manifest should have the same number."""
+    slots: Slots | None = None
+    """How many one-slot jobs run at once at most; the host's policy can lower it. None: as many as fit by amounts."""
     labels: dict[Label, LabelValue] = {}
     interpreter: str = ""
     """The Python that runs trainers which name none, and is queried for torch and CUDA. Empty: the agent's own."""

@@ -52,7 +52,7 @@ def run(settings: AgentSettings, environ: Mapping[str, str], announce: Callable[
         host = HostContext(settings, HubApi(client), allowed, job_user, build_environ)
         if host.job_user is None and hasattr(os, "geteuid") and os.geteuid() == 0:
             _log.warning("jobs_run_as_root", hint="set run_as: jobs can read this host's credentials")
-        announce(f"{member.name} works for {member.url}, {settings.slots} slots, work in {settings.work_folder}")
+        announce(f"{member.name} works for {member.url}, work in {settings.work_folder}")
         asyncio.run(_run(host, probed))
     finally:
         os.close(lock)
@@ -81,7 +81,7 @@ def check_host(settings: AgentSettings, client: HubClient | None) -> list[SelfTe
 
 
 def probe_capability(settings: AgentSettings, allowed: Mapping[str, str]) -> ProbeResult:
-    return probe_host(allowed, interpreter=settings.interpreter, source=settings.source, labels=settings.labels)
+    return probe_host(allowed, settings)
 
 
 async def _run(host: HostContext, probed: ProbeResult) -> None:

@@ -61,8 +61,8 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The commit or the bundle that runs."""
     prepared: dict[str, Any] = {}
     """Facts of the preparation, which the report carries."""
-    devices: tuple[int, ...] | None = None
-    """GPU numbers; None: all GPUs of the host."""
+    devices: tuple[int | str, ...] | None = None
+    """UUIDs or numbers of GPUs; None: all GPUs of the host."""
     stop: StopOrder | None = None
     outcome: AttemptOutcome | None = None
     sent: tuple[str, ...] = ()
@@ -75,10 +75,11 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return attempt_name(self.lease.job_id, self.lease.epoch)
 
 
-class PendingClaim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PendingClaim(msgspec.Struct, frozen=True, kw_only=True):
+    """An agent of an earlier version may have written more."""
+
     claim_id: str
     count: int
-    slots: int
 
 
 class AgentState:

@@ -17,8 +17,9 @@ from typing import Annotated, Final, TypeVar
 import msgspec
 
 from strata.base.ids import content_id
+from strata.fleet.core.amounts import Capacity, Card
 from strata.fleet.core.jobspec import HostSpec, QuietHours
-from strata.fleet.core.requirement import Count, Label, LabelValue, Name, without_defaults
+from strata.fleet.core.requirement import Count, Label, LabelValue, Name, Slots, without_defaults
 
 GIB: Final = 1024**3
 _BUCKETS_PER_GIB: Final = 2
@@ -31,6 +32,8 @@ Text = Annotated[str, msgspec.Meta(max_length=256)]
 class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: Text
     vram_bytes: Bytes
+    uuid: Text = ""
+    """As CUDA_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES take it; empty: the device goes by its number."""
 
 
 class Capability(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,6 +54,8 @@ class Capability(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     git_commit: Text = ""
     labels: dict[Label, LabelValue] = {}
     """Of the agent's own settings."""
+    slots: Slots | None = None
+    """Of the agent's own settings; None: as many jobs at once as fit by their amounts."""
     utc_offset_min: Annotated[int, msgspec.Meta(ge=-1440, le=1440)] = 0
     """Of the host's wall clock at this moment: quiet hours are the owner's hours."""
 
@@ -66,11 +71,14 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     cuda: bool = False
     vram_gib: tuple[float, ...] = ()
     """One per GPU, the largest first."""
+    cards: tuple[str, ...] = ()
+    """How the hub names each GPU of `vram_gib`: its UUID, or its number on the host."""
     labels: dict[Label, LabelValue] = {}
     """Given by an operator."""
     own_labels: dict[Label, LabelValue] = {}
     """Of the agent's own settings: good for wishes only."""
-    slots: int = 1
+    slots: int | None = None
+    """None: as many jobs at once as fit by their amounts."""
     allow_jobs: tuple[str, ...] | None = None
     deny_jobs: tuple[str, ...] = ()
 
@@ -78,17 +86,26 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def key(self) -> str:
         return content_id("profile", 1, without_defaults(self))
 
+    @property
+    def capacity(self) -> Capacity:
+        names = self.cards or tuple(map(str, range(len(self.vram_gib))))
+        cards = tuple(Card(name, vram_gib) for name, vram_gib in zip(names, self.vram_gib, strict=True))
+        return Capacity(cards, max(1, self.cores), self.ram_gib, self.slots)
+
 
 def profile(
     capability: Capability, policy: HostSpec | None = None, granted: Mapping[str, str] | None = None
 ) -> Profile:
-    """The profile of a host with this policy; without one, everything is allowed and there is one slot.
+    """The profile of a host with this policy; without one, everything is allowed.
 
     `granted` are the labels of its invitation.
     """
     name = capability.hostname if policy is None else policy.name
     policy = policy or HostSpec(name=name)
-    cards = sorted((bucket_gib(gpu.vram_bytes) for gpu in capability.gpus), reverse=True)
+    cards = sorted(
+        ((bucket_gib(gpu.vram_bytes), gpu.uuid or str(number)) for number, gpu in enumerate(capability.gpus)),
+        key=lambda card: -card[0],
+    )
     return Profile(
         host=name,
         os=str.lower(capability.os),
@@ -96,10 +113,11 @@ def profile(
         cores=_at_most(capability.cores, policy.cores),
         ram_gib=_at_most(bucket_gib(capability.ram_bytes), policy.ram_gib),
         cuda=bool(capability.cuda) and policy.cuda is not False,
-        vram_gib=tuple(_at_most(card, policy.vram_gib) for card in cards),
+        vram_gib=tuple(_at_most(vram_gib, policy.vram_gib) for vram_gib, _ in cards),
+        cards=tuple(card for _, card in cards),
         labels={**(granted or {}), **policy.labels},
         own_labels=capability.labels,
-        slots=policy.slots,
+        slots=policy.slots if capability.slots is None else _at_most(capability.slots, policy.slots),
         allow_jobs=policy.allow_jobs,
         deny_jobs=policy.deny_jobs,
     )

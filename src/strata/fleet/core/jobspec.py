@@ -294,7 +294,8 @@ class HostSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     allow_jobs: tuple[JobPattern, ...] | None = None
     """Models, `model-mode` or globs of these. None: everything that is not denied; an empty list: nothing."""
     deny_jobs: tuple[JobPattern, ...] = ()
-    slots: Slots = 1
+    slots: Slots | None = None
+    """How many one-slot jobs run at once at most. None: as many as fit by their amounts."""
     quiet_hours: tuple[QuietHours, ...] = ()
     labels: dict[Label, LabelValue] = {}
     cuda: bool | None = None

@@ -7,7 +7,7 @@ properties are matched here; whether the host is busy, paused or offline is for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Final
 
@@ -53,19 +53,6 @@ def eligible_classes(host: Profile, classes: Mapping[int, RequirementClass]) -> 
         for number, requirement in classes.items()
         if not any(next(check(requirement, host), None) for check in _CHECKS)
     )
-
-
-def fit_slots(offers: Iterable[tuple[int, int]], *, slots: int, count: int) -> list[int]:
-    """Of `(job, slots it takes)`, best first: the jobs that a host with `slots` free slots takes, at most `count`.
-
-    A job that does not fit lets a smaller one pass.
-    """
-    taken: list[int] = []
-    for job, takes in offers:
-        if len(taken) < count and takes <= slots:
-            taken.append(job)
-            slots -= takes
-    return taken
 
 
 def score(requirement: RequirementClass, host: Profile) -> float:
@@ -148,6 +135,8 @@ def _gpus(requirement: RequirementClass, host: Profile) -> Iterator[MismatchReas
     enough = sum(card >= needs.min_vram_gib for card in host.vram_gib)
     if needs.min_gpus > enough:
         yield _short("min_gpus", needs.min_gpus, enough, "")
+    if needs.gpu_share and not host.vram_gib:
+        yield MismatchReason(constraint="gpu_share", needed="a GPU", has="no GPU", fix="remove gpu_share")
 
 
 def _amounts(requirement: RequirementClass, host: Profile) -> Iterator[MismatchReason]:
@@ -156,7 +145,7 @@ def _amounts(requirement: RequirementClass, host: Profile) -> Iterator[MismatchR
         yield _short("min_ram_gib", needs.min_ram_gib, host.ram_gib, " GiB")
     if needs.min_cores > host.cores:
         yield _short("min_cores", needs.min_cores, host.cores, "")
-    if needs.slots > host.slots:
+    if host.slots is not None and needs.slots > host.slots:
         yield MismatchReason(
             constraint="slots",
             needed=str(needs.slots),

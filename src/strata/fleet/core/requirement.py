@@ -24,6 +24,7 @@ LabelValue = Annotated[str, msgspec.Meta(max_length=128)]
 Gib = Annotated[float, msgspec.Meta(ge=0, le=1_048_576)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=65_536)]
 Slots = Annotated[int, msgspec.Meta(ge=1, le=1024)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=31_536_000)]
 
 
@@ -46,7 +47,10 @@ def _sort(struct: msgspec.Struct, field: str, values: tuple[str, ...]) -> None:
 
 
 class Needs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The constraints of a job (`require_*`, `min_*`, …) and its wishes (`prefer_*`)."""
+    """The constraints of a job (`require_*`, `min_*`, …) and its wishes (`prefer_*`).
+
+    What it needs at least of a host (`min_*`) is also what it takes of it while it runs (`core.amounts`).
+    """
 
     require_cuda: bool = False
     min_vram_gib: Gib = 0.0
@@ -55,6 +59,8 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     min_cores: Count = 0
     min_gpus: Count = 0
     """GPUs that have at least `min_vram_gib` each."""
+    gpu_share: Share = 0.0
+    """The share of each card that the job takes, so that others may have the rest. 0: whole cards."""
     allowed_hosts: tuple[HostPattern, ...] = ()
     """Names or globs; empty: any host."""
     require_labels: dict[Label, LabelValue] = {}
@@ -62,7 +68,7 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     require_os: str = ""
     require_arch: str = ""
     slots: Slots = 1
-    """How much of a host the job takes; a host offers `slots` of its policy."""
+    """How many of a host's slots the job takes, where the host has slots."""
     prefer_cuda: bool = False
     prefer_hosts: tuple[HostPattern, ...] = ()
     prefer_labels: dict[Label, LabelValue] = {}
@@ -72,6 +78,11 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def __post_init__(self) -> None:
         _sort(self, "allowed_hosts", self.allowed_hosts)
         _sort(self, "prefer_hosts", self.prefer_hosts)
+
+    @property
+    def gpus(self) -> int:
+        """How many GPUs the job takes."""
+        return self.min_gpus or int(self.require_cuda or self.min_vram_gib > 0 or self.gpu_share > 0)
 
 
 class RequirementClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

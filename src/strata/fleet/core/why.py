@@ -7,12 +7,14 @@ from typing import Final
 
 import msgspec
 
+from strata.fleet.core.amounts import Room, Taken, job_amounts
 from strata.fleet.core.capability import Profile
 from strata.fleet.core.job import HELD, TERMINAL, JobStatus
 from strata.fleet.core.match import MatchResult, MismatchReason, eligible
 from strata.fleet.core.requirement import RequirementClass
 
 _REFUSED: Final = "excluded"
+_BUSY: Final = "busy"
 
 
 class HostState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,7 +28,8 @@ class HostState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The reason, if it is."""
     quiet: str = ""
     """The quiet hours it is in, if it is."""
-    free_slots: int = 1
+    held: tuple[Taken, ...] = ()
+    """What its jobs take of it."""
     refused: str = ""
     """Why it could not set this job up, if it could not: it is excluded for it."""
 
@@ -117,23 +120,35 @@ def _own_reasons(job: WhyQuery, now_s: float) -> Iterable[Obstacle]:
 
 
 def _availability(requirement: RequirementClass, fitting: Sequence[HostState]) -> Iterable[Obstacle]:
-    stopped: dict[str, list[str]] = {}
+    stopped: dict[str, list[HostState]] = {}
     for host in fitting:
         reason = unavailable(requirement, host)
         if reason:
-            stopped.setdefault(reason, []).append(host.profile.host)
+            stopped.setdefault(reason, []).append(host)
     fixes = {"paused": "resume it", "quarantined": "mend it, then resume it", "offline": "start its agent"}
     refused = stopped.pop(_REFUSED, [])
     if refused:
         what = "eligible host" if len(refused) == 1 else "eligible hosts"
         errors = sorted({host.refused for host in fitting if host.refused})
-        detail = f"{len(refused)} {what} could not set it up: {_some(refused)}: {errors[0]}"
+        detail = f"{len(refused)} {what} could not set it up: {_some(_names(refused))}: {errors[0]}"
         fix = "mend the trainer and requeue the job, or mend the host and restart its agent"
         yield Obstacle(what="setup_error", detail=detail, hosts=len(refused), of=len(fitting), fix=fix)
-    for reason, names in sorted(stopped.items()):
-        what = "eligible host is" if len(names) == 1 else "eligible hosts are"
-        detail = f"{len(names)} {what} {reason}: {_some(names)}"
-        yield Obstacle(what=reason, detail=detail, hosts=len(names), of=len(fitting), fix=fixes.get(reason, ""))
+    for reason, states in sorted(stopped.items()):
+        what = "eligible host is" if len(states) == 1 else "eligible hosts are"
+        names = _names(states)
+        if reason == _BUSY:
+            names = [f"{host.profile.host} ({_shortage(requirement, host)})" for host in states]
+        detail = f"{len(states)} {what} {reason}: {_some(names)}"
+        yield Obstacle(what=reason, detail=detail, hosts=len(states), of=len(fitting), fix=fixes.get(reason, ""))
+
+
+def _names(hosts: Sequence[HostState]) -> list[str]:
+    return [host.profile.host for host in hosts]
+
+
+def _shortage(requirement: RequirementClass, host: HostState) -> str:
+    capacity = host.profile.capacity
+    return Room(capacity, host.held).shortage(job_amounts(requirement.needs, capacity))
 
 
 def unavailable(requirement: RequirementClass, host: HostState) -> str:
@@ -148,7 +163,7 @@ def unavailable(requirement: RequirementClass, host: HostState) -> str:
         return "paused"
     if host.quiet:
         return "in quiet hours"
-    return "busy" if host.free_slots < requirement.needs.slots else ""
+    return _BUSY if _shortage(requirement, host) else ""
 
 
 def _unschedulable(verdicts: Sequence[MatchResult], own: list[Obstacle]) -> Why:

@@ -59,9 +59,10 @@ async def claim(call: HubCall, body: wire.ClaimRequest) -> wire.ClaimReply:
     """Ask for jobs this host may take, and wait for some."""
     context = call.context
     host_id = call.caller.require_host()
-    leases = await context.fleet.claim(host_id, body.claim_id, count=body.count, slots=body.slots)
+    count = body.count if body.slots is None else min(body.count, body.slots)
+    leases = await context.fleet.claim(host_id, body.claim_id, count=count)
     if not leases and body.wait_s:
-        waiting = context.fleet.claim(host_id, body.claim_id, count=body.count, slots=body.slots, wait_s=body.wait_s)
+        waiting = context.fleet.claim(host_id, body.claim_id, count=count, wait_s=body.wait_s)
         leases = await until_disconnect(call, context.stopping, waiting)
     return wire.ClaimReply(leases=tuple([await _lease_reply(context, lease) for lease in leases]))
 
@@ -136,6 +137,7 @@ async def _lease_reply(context: HubContext, lease: JobLease) -> wire.LeaseGiven:
         checkpoint=lease.checkpoint,
         trainer_digest=lease.trainer_digest,
         secrets=dict(await secrets.for_lease(context, lease.job_id, lease.trainer)),
+        taken=lease.taken,
     )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from strata.base.errors import Code, StrataError
+from strata.fleet.core.amounts import UNKNOWN, Room, Taken
 from strata.fleet.core.capability import Capability
 from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.jobspec import HostSpec, JobSpec, TrainerSpec
@@ -22,7 +24,7 @@ JOB: Final = (
 )
 ATTEMPT: Final = (
     "job_id, number, epoch, host_id, claimed_at, started_at, ended_at, outcome, cause, error, artifact, checkpoint,"
-    " facts, trainer_digest"
+    " facts, trainer_digest, taken"
 )
 HOST: Final = "id, name, capability, registered_at, state, state_reason, coalesce(seen, 0), agent_version, pool, labels"
 
@@ -35,6 +37,11 @@ REFUSED: Final = (
     " AND NOT EXISTS (SELECT 1 FROM lease WHERE job_id = j.id) ORDER BY j.id"
 )
 
+HELD: Final = (
+    "SELECT a.host_id, a.taken FROM lease l JOIN attempt a ON a.job_id = l.job_id AND a.epoch = l.epoch"
+    " WHERE NOT l.expired"
+)
+
 encode: Final = msgspec.json.Encoder().encode
 decode_spec: Final = msgspec.json.Decoder(JobSpec).decode
 decode_trainer: Final = msgspec.json.Decoder(TrainerSpec).decode
@@ -42,6 +49,7 @@ _policy: Final = msgspec.json.Decoder(HostSpec).decode
 _capability: Final = msgspec.json.Decoder(Capability).decode
 _labels: Final = msgspec.json.Decoder(dict[str, str]).decode
 _facts: Final = msgspec.json.Decoder(dict[str, Any]).decode
+_taken: Final = msgspec.json.Decoder(Taken).decode
 
 
 def class_keys(specs: Iterable[JobSpec]) -> dict[bytes, str]:
@@ -86,7 +94,7 @@ def decode_job(row: Sequence[Any]) -> JobRow:
 
 def decode_attempt(row: Sequence[Any]) -> AttemptRow:
     (job_id, number, epoch, host, claimed, started, ended, outcome, cause, error, artifact, checkpoint, facts,
-     trainer_digest) = row  # fmt: skip
+     trainer_digest, taken) = row  # fmt: skip
     return AttemptRow(
         job_id=job_id,
         number=number,
@@ -102,7 +110,21 @@ def decode_attempt(row: Sequence[Any]) -> AttemptRow:
         checkpoint=checkpoint,
         facts=_facts(facts),
         trainer_digest=trainer_digest,
+        taken=decode_taken(taken),
     )
+
+
+def decode_taken(text: bytes) -> Taken:
+    """Empty for an attempt that began before amounts were counted."""
+    return _taken(text) if text else UNKNOWN
+
+
+def decode_held(rows: Iterable[Sequence[Any]]) -> dict[str, list[Taken]]:
+    """From `HELD`."""
+    held: dict[str, list[Taken]] = {}
+    for host_id, taken in rows:
+        held.setdefault(host_id, []).append(decode_taken(taken))
+    return held
 
 
 def decode_existing_job(row: Sequence[Any]) -> ExistingJob:
@@ -148,7 +170,7 @@ def decode_host(row: Sequence[Any]) -> HostRow:
 
 def decode_lease(job_id: str, epoch: int, row: Sequence[Any]) -> JobLease:
     """From `LEASE`."""
-    host_id, expires_at_s, spec, checkpoint, digest, trainer = row
+    host_id, expires_at_s, spec, checkpoint, digest, trainer, taken = row
     return JobLease(
         job_id=job_id,
         epoch=epoch,
@@ -158,7 +180,48 @@ def decode_lease(job_id: str, epoch: int, row: Sequence[Any]) -> JobLease:
         trainer=None if trainer is None else decode_trainer(trainer),
         checkpoint=checkpoint,
         trainer_digest=digest,
+        taken=taken if isinstance(taken, Taken) else decode_taken(taken),
     )
+
+
+def take_turns(claims: Iterable[tuple[str, str]]) -> list[list[tuple[str, str]]]:
+    """Host and name of each claim: every host once in a turn, so that its second claim sees what its first one took."""
+    turns: list[list[tuple[str, str]]] = []
+    before: Counter[str] = Counter()
+    for host_id, claim_id in claims:
+        if before[host_id] == len(turns):
+            turns.append([])
+        turns[before[host_id]].append((host_id, claim_id))
+        before[host_id] += 1
+    return turns
+
+
+class OpenAttempt(NamedTuple):
+    """An attempt that has not ended."""
+
+    host_id: str
+    job_id: str
+    epoch: int
+    taken: Taken
+
+
+def displaced_attempts(
+    rooms: Mapping[str, Room], expired: Iterable[OpenAttempt], granted: Sequence[JobLease]
+) -> list[tuple[str, int]]:
+    """Job and epoch of the attempts that have expired and do not fit any more beside what was granted now.
+
+    A late heartbeat would otherwise revive them on cards that another job has by then.
+    """
+    hosts, jobs = {lease.host_id for lease in granted}, {lease.job_id for lease in granted}
+    displaced: list[tuple[str, int]] = []
+    for attempt in expired:
+        if attempt.host_id not in hosts or attempt.job_id in jobs:
+            continue
+        if rooms[attempt.host_id].admits(attempt.taken):
+            rooms[attempt.host_id].hold(attempt.taken)
+        else:
+            displaced.append((attempt.job_id, attempt.epoch))
+    return displaced
 
 
 class HeldJob(NamedTuple):

@@ -1,8 +1,8 @@
-"""Claims in PostgreSQL: a batch of claims is one round trip, and hosts with the same options share one statement.
+"""Claims in PostgreSQL: a batch of claims is two round trips, and hosts with the same options share one statement.
 
-Claims are idempotent. `new_claims` tells a new claim from a repeated one: under an advisory lock on the claim's name,
-so that a retry that overtakes its first try waits for it, and by a query of its own after the lock, because the
-statement around it still sees the snapshot from before the lock. It leaves out hosts that are not active.
+The first round trip locks the hosts and reads what they hold (`open_claims`): what a host has left cannot change until
+the claim is committed, whichever hub serves it. The lock also makes claims idempotent: a retry that overtakes its first
+try waits for it. `open_claims` leaves out claims that were answered before, and hosts that are not active.
 
 Joins are written so that the planner cannot choose a full scan: a plan made while a table is empty is cached, and would
 read the whole table once it is full.
@@ -11,32 +11,46 @@ read the whole table once it is full.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final, Literal
 
 from strata.base.failpoint import failpoint
 from strata.database.postgres import Connections
+from strata.fleet.core.amounts import Room, Taken, distinct_amounts
 from strata.fleet.core.job import JobEvent, target
-from strata.fleet.core.match import fit_slots
 from strata.fleet.ports import Claim, JobLease
-from strata.fleet.store.rows import decode_lease
+from strata.fleet.store.postgres.leases import Connection
+from strata.fleet.store.rows import OpenAttempt, decode_lease, decode_taken, displaced_attempts, encode, take_turns
 
 _ClaimName = tuple[str, str]
 """The host, and the claim id that the host chose."""
-_Options = tuple[tuple[int, ...], tuple[float, ...], str]
-"""Classes; since when at the latest a job of each has to wait; and the host, if it is excluded for any job."""
+_Options = tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...], str]
+"""Classes; since when at the latest a job of each has to wait; which of the amounts of the claim a job of each takes;
+and the host, if it is excluded for any job."""
 
-LOCK: Final = """
-SELECT pg_advisory_xact_lock(key) FROM (
-  SELECT DISTINCT hashtextextended(host || ' ' || claim, 7) AS key
-  FROM unnest(%(hosts)s::text[], %(claims)s::text[]) AS w (host, claim) ORDER BY key
-) AS ordered
+OPEN: Final = """
+SELECT host, claim, job_id, epoch, taken, expired FROM open_claims(%(hosts)s::text[], %(claims)s::text[])
 """
-"""Before several statements of one transaction: transactions lock the same names in the same order, no deadlock."""
+"""The claims that are new; then, without a claim, the attempts of their hosts that have not ended."""
 
-IS_NEW: Final = "SELECT is_new_claim(%(host)s, %(claim)s)"
-NEW: Final = "SELECT place, host, claim FROM new_claims(%(hosts)s::text[], %(claims)s::text[])"
+LOCK_EXPIRED: Final = """
+SELECT id FROM job WHERE id = ANY(%(jobs)s::text[]) AND status = 'pending' FOR UPDATE SKIP LOCKED
+"""
+"""Jobs whose leases have expired, and that nobody revives meanwhile."""
+
+END_DISPLACED: Final = """
+WITH displaced AS (
+  SELECT w.job_id, w.epoch FROM unnest(%(jobs)s::text[], %(epochs)s::bigint[]) AS w (job_id, epoch)
+), ended AS (
+  UPDATE attempt SET ended_at = %(now)s, outcome = 'lost', cause = 'host_lost'
+  FROM displaced d WHERE attempt.job_id = d.job_id AND attempt.epoch = d.epoch
+), counted AS (
+  UPDATE job SET lost = lost + 1 FROM displaced d WHERE job.id = d.job_id
+)
+DELETE FROM lease USING displaced d WHERE lease.job_id = d.job_id
+"""
+"""End attempts whose lease had expired, and whose place on the host goes to another now."""
 
 MINE: Final = """
 (SELECT count(*) FROM job_refusal x WHERE x.seq = r.seq AND x.host_id = ANY(%(hosts)s::text[])) = 0
@@ -44,30 +58,39 @@ MINE: Final = """
 """Jobs that no host of this statement is excluded for."""
 
 ONE: Final = """
-  SELECT r.seq, 1 AS place, %(host)s::text AS host, %(claim)s::text AS claim FROM ready r JOIN job j USING (seq)
-  WHERE r.class_id = %(class)s AND r.since <= %(latest)s AND ({new})
+  SELECT r.seq, 1 AS place, %(host)s::text AS host, %(claim)s::text AS claim, %(taken)s::text AS taken
+  FROM ready r JOIN job j USING (seq)
+  WHERE r.class_id = %(class)s AND r.since <= %(latest)s
     AND (SELECT count(*) FROM job_refusal x WHERE x.seq = r.seq AND x.host_id = %(host)s) = 0
   ORDER BY r.priority DESC, r.seq LIMIT 1 FOR UPDATE OF r, j SKIP LOCKED
 """
 """The most frequent claim: one job of one class, without arrays and without sorting."""
 
 SEVERAL: Final = """
-  WITH asking AS MATERIALIZED ({new}), chosen AS MATERIALIZED ({chosen})
-  SELECT chosen.seq, asking.place, asking.host, asking.claim FROM chosen JOIN asking USING (place)
+  WITH asking AS MATERIALIZED (
+    SELECT host, claim, place FROM unnest(%(hosts)s::text[], %(claims)s::text[])
+      WITH ORDINALITY AS w (host, claim, place)
+  ), chosen AS MATERIALIZED (
+    SELECT seq, kind, row_number() OVER (ORDER BY priority DESC, seq) AS place FROM ({best}) AS best
+  )
+  SELECT chosen.seq, asking.place, asking.host, asking.claim,
+    (%(takes)s::text[])[(asking.place - 1) * %(kinds)s::int + chosen.kind] AS taken
+  FROM chosen JOIN asking USING (place)
 """
+"""`takes` has for each place and each kind of amounts what a job of that kind gets of the host."""
 
 FIRST: Final = f"""
-    SELECT r.seq, r.priority FROM ready r JOIN job j USING (seq)
+    SELECT r.seq, r.priority, 1 AS kind FROM ready r JOIN job j USING (seq)
     WHERE r.class_id = (%(classes)s::bigint[])[1] AND r.since <= (%(latest)s::float8[])[1] AND {MINE}
     ORDER BY r.priority DESC, r.seq LIMIT {{count}} FOR UPDATE OF r, j SKIP LOCKED
 """
 """Of one class: the index is scanned until enough jobs are found that no other transaction has locked."""
 
 BEST: Final = f"""
-    SELECT b.seq, b.priority FROM (
-      SELECT o.seq, o.priority, o.class_id FROM (
-        SELECT wanted.class_id, wanted.latest
-        FROM unnest(%(classes)s::bigint[], %(latest)s::float8[]) AS wanted (class_id, latest)
+    SELECT b.seq, b.priority, b.kind FROM (
+      SELECT o.seq, o.priority, o.class_id, ahead.kind FROM (
+        SELECT wanted.class_id, wanted.latest, wanted.kind
+        FROM unnest(%(classes)s::bigint[], %(latest)s::float8[], %(kind)s::int[]) AS wanted (class_id, latest, kind)
         CROSS JOIN LATERAL (
           SELECT r.seq, r.priority FROM ready r
           WHERE r.class_id = wanted.class_id AND r.since <= wanted.latest AND {MINE}
@@ -87,20 +110,6 @@ BEST: Final = f"""
 them from everybody else. The best n jobs are in the n classes with the best heads, so only those are looked into. The
 spare ones make up for those that others have locked meanwhile."""
 
-OFFERED: Final = f"""
-SELECT r.seq, wanted.slots
-FROM unnest(%(classes)s::bigint[], %(slots)s::int[], %(latest)s::float8[]) AS wanted (class_id, slots, latest)
-CROSS JOIN LATERAL (
-  SELECT r.seq, r.priority FROM ready r JOIN job j USING (seq)
-  WHERE r.class_id = wanted.class_id AND r.since <= wanted.latest AND {MINE}
-  ORDER BY r.priority DESC, r.seq LIMIT %(count)s FOR UPDATE SKIP LOCKED
-) AS r
-ORDER BY r.priority DESC, r.seq
-"""
-"""For one claim of several jobs that need different numbers of slots: `fit_slots` chooses which of them fit."""
-
-THESE: Final = "SELECT seq, place FROM unnest(%(seqs)s::bigint[]) WITH ORDINALITY AS s (seq, place)"
-
 TAKE: Final = f"""
 WITH given AS MATERIALIZED ({{given}}), gone AS (
   DELETE FROM ready USING given WHERE ready.seq = given.seq
@@ -109,7 +118,8 @@ WITH given AS MATERIALIZED ({{given}}), gone AS (
     host_id = given.host, reason = '',
     lost = lost + CASE epoch WHEN 0 THEN 0 ELSE (SELECT count(*) FROM lease WHERE job_id = job.id) END
   FROM given WHERE job.seq = given.seq
-  RETURNING id, epoch, attempts, spec, checkpoint, trainer_digest, given.place, given.host, given.claim
+  RETURNING id, epoch, attempts, spec, checkpoint, trainer_digest, given.place, given.host, given.claim,
+    convert_to(given.taken, 'UTF8') AS taken
 ), replaced AS (
   UPDATE attempt SET ended_at = %(now)s, outcome = 'lost', cause = 'host_lost'
   WHERE job_id = ANY (ARRAY(SELECT id FROM moved WHERE moved.epoch > 1))
@@ -120,20 +130,20 @@ WITH given AS MATERIALIZED ({{given}}), gone AS (
   ON CONFLICT (job_id) DO UPDATE SET host_id = excluded.host_id, epoch = excluded.epoch,
     expires_at = excluded.expires_at, expired = false
 ), tried AS (
-  INSERT INTO attempt (job_id, epoch, host_id, claim_id, claimed_at, number, trainer_digest,
+  INSERT INTO attempt (job_id, epoch, host_id, claim_id, claimed_at, number, trainer_digest, taken,
     outcome, cause, error, artifact, checkpoint, facts)
-  SELECT id, epoch, host, claim, %(now)s, attempts, trainer_digest, '', '', '', '', '', '{{{{}}}}' FROM moved
+  SELECT id, epoch, host, claim, %(now)s, attempts, trainer_digest, taken, '', '', '', '', '', '{{{{}}}}' FROM moved
 ), told AS (
   INSERT INTO event (at, actor, kind, subject, body)
   SELECT %(now)s, 'host:' || host, 'job.claimed', id, convert_to('{{{{"epoch":' || epoch || '}}}}', 'UTF8') FROM moved
 )
-SELECT host, claim, id, epoch, %(until)s::float8, moved.spec, checkpoint, trainer_digest, trainer.spec
+SELECT host, claim, id, epoch, %(until)s::float8, moved.spec, checkpoint, trainer_digest, trainer.spec, taken
 FROM moved LEFT JOIN trainer ON trainer.digest = moved.trainer_digest ORDER BY place
 """
 """In one statement: remove the job from the queue, and begin a lease and an attempt."""
 
 PREVIOUS_LEASES: Final = """
-SELECT a.host_id, a.claim_id, a.job_id, a.epoch, l.expires_at, j.spec, j.checkpoint, a.trainer_digest, t.spec
+SELECT a.host_id, a.claim_id, a.job_id, a.epoch, l.expires_at, j.spec, j.checkpoint, a.trainer_digest, t.spec, a.taken
 FROM unnest(%(hosts)s::text[], %(claims)s::text[]) AS w (host, claim)
 JOIN attempt a ON a.claim_id = w.claim AND a.host_id = w.host
 JOIN lease l ON l.job_id = a.job_id AND l.epoch = a.epoch
@@ -148,99 +158,120 @@ async def claim_jobs(
 ) -> Sequence[Sequence[JobLease]]:
     named = {(each.host_id, each.claim_id): each for each in claims}
     times = {"now": now_s, "until": now_s + lease_s}
-    alike: dict[_Options, list[_ClaimName]] = {}
     found: list[tuple[Any, ...]] = []
-    for name, each in named.items():
-        slots = {class_id: takes for class_id, takes in each.classes.items() if takes <= each.slots}
-        if each.count > 1 and len(set(slots.values())) > 1:
-            found += await _claim_fitting_jobs(connections, each, slots, times)
-        elif slots:
-            latest = each.held_back.get
-            alone = name[0] if each.refusing else ""
-            menu = (tuple(slots), tuple([latest(class_id, math.inf) for class_id in slots]), alone)
-            alike.setdefault(menu, []).extend([name] * _count(each, slots))
-    found += await _lease_jobs(connections, alike, times)
+    # What is sent in a pipeline is one transaction, also when an answer is read in between.
+    async with connections.pipeline() as connection:
+        cursor = await connection.execute(OPEN, _names(list(named)), prepare=True, binary=True)
+        asking, rooms, expired = await _read_rooms(connection, await cursor.fetchall(), named)
+        turns = take_turns(asking)
+        cursors: list[Any] = []
+        for number, turn in enumerate(turns):
+            statements = _claim_statements([(name, named[name]) for name in turn], rooms, times)
+            cursors = [await connection.execute(*each, prepare=True, binary=True) for each in statements]
+            failpoint("fleet.claim.written")
+            if expired or number + 1 < len(turns):
+                # The next claim of a host sees what this one took, and expired leases give way to it.
+                taken = [row for each in cursors for row in await each.fetchall()]
+                for host_id, *_, each in taken:
+                    rooms[host_id].hold(decode_taken(each))
+                found += taken
+                cursors = []
+        if expired and found:
+            granted = [_decode_lease(row) for row in found]
+            displaced = displaced_attempts(rooms, expired, granted)
+            jobs, epochs = [job_id for job_id, _ in displaced], [epoch for _, epoch in displaced]
+            await connection.execute(END_DISPLACED, {"jobs": jobs, "epochs": epochs, "now": now_s})
+    found += [row for each in cursors for row in await each.fetchall()]
+    answered = named.keys() - set(asking)
+    if answered:
+        found += await connections.run(PREVIOUS_LEASES, _names(list(answered)))
     given: dict[_ClaimName, list[JobLease]] = {name: [] for name in named}
-    for host_id, claim_id, job_id, epoch, *rest in found:
-        given[host_id, claim_id].append(decode_lease(job_id, epoch, (host_id, *rest)))
-    unanswered = [name for name, leases in given.items() if not leases]
-    if unanswered:
-        for host_id, claim_id, job_id, epoch, *rest in await connections.run(PREVIOUS_LEASES, _names(unanswered)):
-            given[host_id, claim_id].append(decode_lease(job_id, epoch, (host_id, *rest)))
+    for row in found:
+        given[row[0], row[1]].append(_decode_lease(row))
     return [given[each.host_id, each.claim_id] for each in claims]
 
 
-def _count(wanted: Claim, slots: dict[int, int]) -> int:
-    """How many jobs the claim can take; if it asks for several, all of them need the same number of slots."""
-    if wanted.count == 1:
-        return 1
-    each = max(1, next(iter(slots.values())))
-    return max(1, min(wanted.count, wanted.slots // each))
+def _decode_lease(row: Sequence[Any]) -> JobLease:
+    host_id, _, job_id, epoch, *rest = row
+    return decode_lease(job_id, epoch, (host_id, *rest))
 
 
-async def _lease_jobs(
-    connections: Connections, alike: dict[_Options, list[_ClaimName]], times: dict[str, float]
-) -> list[Any]:
-    asked = [_claim_statement(menu, places, times) for menu, places in alike.items()]
-    if len(asked) == 1:
-        # One statement is written and committed at once: a crash in between is a crash before it.
-        failpoint("fleet.claim.written")
-        return await connections.run(*asked[0])
-    if not asked:
-        return []
-    cursors = []
-    everybody = [name for places in alike.values() for name in places]
-    async with connections.pipeline() as connection:
-        await connection.execute(LOCK, _names(everybody), prepare=True)
-        for statement, values in asked:
-            cursors.append(await connection.execute(statement, values, prepare=True, binary=True))
-        failpoint("fleet.claim.written")
-    return [row for cursor in cursors for row in await cursor.fetchall()]
+async def _read_rooms(
+    connection: Connection, rows: Sequence[Any], named: Mapping[_ClaimName, Claim]
+) -> tuple[list[_ClaimName], dict[str, Room], list[OpenAttempt]]:
+    """The claims that are new, what their hosts have left beside their leases, and their attempts that have expired."""
+    asking = [(host, claim) for host, claim, *_ in rows if claim is not None]
+    rooms = {name[0]: Room(named[name].capacity) for name in reversed(asking)}
+    open_attempts = [
+        (OpenAttempt(host, job_id, epoch, decode_taken(taken)), over)
+        for host, claim, job_id, epoch, taken, over in rows
+        if claim is None and host in rooms
+    ]
+    expired = [attempt for attempt, over in open_attempts if over]
+    gone: set[str] = set()
+    if expired:
+        values = {"jobs": [attempt.job_id for attempt in expired]}
+        gone = {job_id for (job_id,) in await (await connection.execute(LOCK_EXPIRED, values)).fetchall()}
+    for attempt, _ in open_attempts:
+        if attempt.job_id not in gone:
+            rooms[attempt.host_id].hold(attempt.taken)
+    return asking, rooms, [attempt for attempt in expired if attempt.job_id in gone]
+
+
+def _claim_statements(
+    asking: Sequence[tuple[_ClaimName, Claim]], rooms: Mapping[str, Room], times: dict[str, float]
+) -> list[tuple[str, dict[str, Any]]]:
+    """For claims of different hosts: one statement for those with the same options."""
+    alike: dict[_Options, list[tuple[_ClaimName, list[Taken]]]] = {}
+    for name, wanted in asking:
+        room, latest = rooms[wanted.host_id], wanted.held_back.get
+        fits = room.fitting(wanted.classes)
+        if not fits:
+            continue
+        kinds = distinct_amounts(wanted.classes, fits)
+        numbers = {id(amounts): number for number, amounts in enumerate(kinds, start=1)}
+        menu = (
+            fits,
+            tuple([latest(class_id, math.inf) for class_id in fits]),
+            tuple([numbers[id(wanted.classes[class_id])] for class_id in fits]),
+            wanted.host_id if wanted.refusing else "",
+        )
+        takes = [[taken] for taken in room.plan(kinds[0], wanted.count)]
+        if len(kinds) > 1:
+            takes = [[room.plan(amounts)[0] for amounts in kinds]]
+        alike.setdefault(menu, []).extend([(name, each) for each in takes])
+    return [_claim_statement(menu, places, times) for menu, places in alike.items()]
 
 
 def _claim_statement(
-    menu: _Options, places: Sequence[_ClaimName], times: dict[str, float]
+    menu: _Options, places: Sequence[tuple[_ClaimName, list[Taken]]], times: dict[str, float]
 ) -> tuple[str, dict[str, Any]]:
     """The statement for claims with the same options, each named as often as it may take a job, and its values."""
-    classes, latest, _ = menu
+    classes, latest, kind, _ = menu
+    takes = [encode(taken).decode() for _, each in places for taken in each]
     if len(places) == len(classes) == 1:
-        ((host, claim),) = places
-        return _statement(1, "one"), {"class": classes[0], "latest": latest[0], "host": host, "claim": claim, **times}
-    values = {"classes": _numbers(classes), "latest": _numbers(latest), **_names(places), **times}
+        (((host, claim), _),) = places
+        one = {"class": classes[0], "latest": latest[0], "host": host, "claim": claim, "taken": takes[0]}
+        return _statement(1, "one"), {**one, **times}
+    values = {
+        "classes": _numbers(classes),
+        "latest": _numbers(latest),
+        "kind": _numbers(kind),
+        "kinds": max(kind),
+        "takes": _texts(takes),
+        **_names([name for name, _ in places]),
+        **times,
+    }
     return _statement(len(places), "best" if len(classes) > 1 else "first"), values
 
 
 @lru_cache(256)
-def _statement(count: int, how: Literal["one", "first", "best", "these"]) -> str:
+def _statement(count: int, how: Literal["one", "first", "best"]) -> str:
     if how == "one":
-        return TAKE.format(given=ONE.format(new=IS_NEW))
-    if how == "these":
-        return TAKE.format(given=SEVERAL.format(new=NEW, chosen=THESE))
+        return TAKE.format(given=ONE)
     # A limit that is a parameter is planned as a tenth of the table: a sort of millions.
     best = (BEST if how == "best" else FIRST).format(count=count, spare=2 * count + 16)
-    placed = f"SELECT seq, row_number() OVER (ORDER BY priority DESC, seq) AS place FROM ({best}) AS best"
-    return TAKE.format(given=SEVERAL.format(new=NEW, chosen=placed))
-
-
-async def _claim_fitting_jobs(
-    connections: Connections, wanted: Claim, slots: dict[int, int], times: dict[str, float]
-) -> list[Any]:
-    name = [(wanted.host_id, wanted.claim_id)]
-    offer = {
-        "classes": _numbers(list(slots)),
-        "slots": _numbers(list(slots.values())),
-        "latest": _numbers([wanted.held_back.get(class_id, math.inf) for class_id in slots]),
-        "count": wanted.count,
-        **_names(name),
-    }
-    async with connections.transaction() as connection:
-        await connection.execute(LOCK, _names(name))
-        offered = await (await connection.execute(OFFERED, offer)).fetchall()
-        seqs = fit_slots(offered, slots=wanted.slots, count=wanted.count)
-        values = {"seqs": seqs, **_names(name * len(seqs)), **times}
-        cursor = await connection.execute(_statement(len(seqs), "these"), values, binary=True)
-        rows: list[Any] = await cursor.fetchall()
-        return rows
+    return TAKE.format(given=SEVERAL.format(best=best))
 
 
 def _names(names: Sequence[_ClaimName]) -> dict[str, str]:

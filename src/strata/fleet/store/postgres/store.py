@@ -10,6 +10,7 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.database import events
 from strata.database.postgres import Connections
+from strata.fleet.core.amounts import Taken
 from strata.fleet.core.job import UNFINISHED, JobStatus
 from strata.fleet.core.jobspec import TrainerSpec
 from strata.fleet.core.plan import ApplyPlan, ExistingJob, HostPolicy, RegisteredTrainer
@@ -37,6 +38,7 @@ from strata.fleet.store.postgres.plan import apply_plan
 from strata.fleet.store.rows import (
     ATTEMPT,
     EXISTING_JOB,
+    HELD,
     HOST,
     JOB,
     POLICIES,
@@ -44,6 +46,7 @@ from strata.fleet.store.rows import (
     TRAINERS,
     decode_attempt,
     decode_existing_job,
+    decode_held,
     decode_host,
     decode_job,
     decode_known_trainer,
@@ -243,6 +246,9 @@ class PostgresStore:
         await self.job(job_id)
         select = f"SELECT {ATTEMPT} FROM attempt WHERE job_id = %(id)s ORDER BY epoch"
         return [decode_attempt(row) for row in await self._connections.run(select, {"id": job_id})]
+
+    async def held(self) -> Mapping[str, Sequence[Taken]]:
+        return decode_held(await self._connections.run(HELD, {}))
 
     async def refusals(self, job_id: str) -> Sequence[str]:
         select = "SELECT r.host_id FROM job_refusal r JOIN job j ON j.seq = r.seq WHERE j.id = %(id)s ORDER BY 1"

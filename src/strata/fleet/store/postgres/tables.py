@@ -116,6 +116,31 @@ COMPONENT: Final = Component(
         CREATE TABLE job_refusal (host_id text NOT NULL, seq bigint NOT NULL, PRIMARY KEY (host_id, seq));
         CREATE INDEX job_refusal_job ON job_refusal (seq);
         """,
+        # What an attempt takes of its host; empty for those that began before amounts were counted. `open_claims` reads
+        # by a query of its own after the lock, because the statement around it sees the snapshot from before the lock.
+        """
+        ALTER TABLE attempt ADD COLUMN taken bytea NOT NULL DEFAULT '';
+        CREATE INDEX attempt_open ON attempt (host_id) WHERE ended_at IS NULL;
+        DROP FUNCTION new_claims;
+        DROP FUNCTION is_new_claim;
+        CREATE FUNCTION open_claims(hosts text[], claims text[])
+        RETURNS TABLE (host text, claim text, job_id text, epoch bigint, taken bytea, expired boolean)
+        LANGUAGE plpgsql VOLATILE ROWS 64 AS $$
+        BEGIN
+          PERFORM pg_advisory_xact_lock(key) FROM (
+            SELECT DISTINCT hashtextextended(w.h, 7) AS key FROM unnest(hosts) AS w (h) ORDER BY key
+          ) AS ordered;
+          RETURN QUERY SELECT w.h, w.c, '', 0::bigint, ''::bytea, false
+            FROM unnest(hosts, claims) WITH ORDINALITY AS w (h, c, n)
+            WHERE (SELECT state FROM host WHERE id = w.h) = 'active'
+              AND (SELECT count(*) FROM attempt a WHERE a.claim_id = w.c AND a.host_id = w.h) = 0
+            ORDER BY w.n;
+          RETURN QUERY SELECT a.host_id, NULL, a.job_id, a.epoch, a.taken, l.expired
+            FROM (SELECT DISTINCT h FROM unnest(hosts) AS w (h)) AS w
+            JOIN attempt a ON a.host_id = w.h AND a.ended_at IS NULL
+            JOIN lease l ON l.job_id = a.job_id AND l.epoch = a.epoch;
+        END $$;
+        """,
     ),
 )
 

@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import math
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
 from strata.base.failpoint import failpoint
 from strata.database.events import EventRecord as Record
 from strata.database.events import record_sqlite
+from strata.fleet.core.amounts import Capacity, Room, Taken, distinct_amounts
 from strata.fleet.core.job import Cause, JobEvent, target
 from strata.fleet.core.lease import attempt_counter
-from strata.fleet.core.match import fit_slots
 from strata.fleet.ports import Claim, JobLease
-from strata.fleet.store.rows import decode_lease, encode
+from strata.fleet.store.rows import OpenAttempt, decode_lease, decode_taken, displaced_attempts, encode, take_turns
 
 _ClaimName = tuple[str, str]
 """The host, and the claim id that the host chose."""
 _Options = tuple[tuple[int, ...], tuple[tuple[int, float], ...], str]
 """Classes; of some of them since when at the latest a job has to wait; and the host, if it is excluded for any job."""
+_Grant = tuple[_ClaimName, int, Taken]
+"""A job for a claim, and what it takes of the host."""
 
 _CLAIMED: Final = target(JobEvent.CLAIM)
 
@@ -38,12 +40,19 @@ CROSS JOIN host AS h ON h.id = w.host
 host is excluded for any job."""
 
 PREVIOUS_LEASES: Final = """
-SELECT a.job_id, a.epoch, l.host_id, l.expires_at, j.spec, j.checkpoint, a.trainer_digest, t.spec
+SELECT a.job_id, a.epoch, l.host_id, l.expires_at, j.spec, j.checkpoint, a.trainer_digest, t.spec, a.taken
 FROM attempt a JOIN job j ON j.id = a.job_id JOIN lease l ON l.job_id = a.job_id AND l.epoch = a.epoch
 LEFT JOIN trainer t ON t.digest = a.trainer_digest WHERE a.host_id = ? AND a.claim_id = ?
 ORDER BY j.priority DESC, j.seq
 """
 """The leases that a claim was granted before and still holds."""
+
+OPEN: Final = """
+SELECT a.host_id, a.job_id, a.epoch, a.taken, l.expired FROM json_each(?) AS h
+CROSS JOIN attempt AS a INDEXED BY attempt_open ON a.host_id = h.value AND a.ended_at IS NULL
+JOIN lease AS l ON l.job_id = a.job_id AND l.epoch = a.epoch
+"""
+"""The attempts of these hosts that have not ended, and whether their leases have expired."""
 
 OFFERED: Final = """
 SELECT -priority, seq FROM ready WHERE class_id = :class AND since <= :latest {mine}
@@ -71,45 +80,81 @@ SET host_id = excluded.host_id, epoch = excluded.epoch, expires_at = excluded.ex
 """
 
 ATTEMPT: Final = """
-INSERT INTO attempt (job_id, epoch, host_id, claim_id, claimed_at, number, trainer_digest,
+INSERT INTO attempt (job_id, epoch, host_id, claim_id, claimed_at, number, trainer_digest, taken,
   outcome, cause, error, artifact, checkpoint, facts)
-VALUES (?, ?, ?, ?, ?, ?, ?, '', '', '', '', '', x'7b7d')
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, '', '', '', '', '', x'7b7d')
 """
 
 
 def claim_jobs(db: sqlite3.Connection, claims: Sequence[Claim], lease_s: float, now_s: float) -> list[list[JobLease]]:
     named = {(each.host_id, each.claim_id): each for each in claims}
     given: dict[_ClaimName, list[JobLease]] = {name: [] for name in named}
-    alike: dict[_Options, list[_ClaimName]] = {}
+    asking: dict[_ClaimName, str] = {}
     for host_id, claim_id, active, answered, refusing in db.execute(CLAIMANTS, (encode(list(named)),)).fetchall():
-        host = host_id if refusing else ""
         name = (host_id, claim_id)
-        wanted = named[name]
         if answered:
             given[name] = _previous_leases(db, name)
-        elif active and wanted.count == 1:
-            alike.setdefault(_options(wanted, host), []).append(name)
         elif active:
-            given[name] = _lease_jobs(db, [(name, seq) for seq in _fitting_jobs(db, wanted, host)], lease_s, now_s)
-    for menu, names in alike.items():
-        taken = list(zip(names, _best_jobs(db, menu, len(names)), strict=False))
-        for (name, _), lease in zip(taken, _lease_jobs(db, taken, lease_s, now_s), strict=True):
-            given[name].append(lease)
+            asking[name] = host_id if refusing else ""
+    hosts = {name[0]: named[name].capacity for name in reversed(asking)}
+    rooms, expired = _read_rooms(db, hosts)
+    granted: list[JobLease] = []
+    for turn in take_turns(asking):
+        for taken in _choose_jobs(db, [(name, named[name], asking[name]) for name in turn], rooms):
+            leases = _lease_jobs(db, taken, lease_s, now_s)
+            for (name, _, _), lease in zip(taken, leases, strict=True):
+                given[name].append(lease)
+            granted += leases
+    if granted and expired:
+        displaced = displaced_attempts(rooms, expired, granted)
+        _end_lost_attempts(db, displaced, now_s)
+        db.executemany("DELETE FROM lease WHERE job_id = ?", [(job_id,) for job_id, _ in displaced])
     return [given[each.host_id, each.claim_id] for each in claims]
+
+
+def _read_rooms(db: sqlite3.Connection, hosts: Mapping[str, Capacity]) -> tuple[dict[str, Room], list[OpenAttempt]]:
+    """What each host has left beside its leases, and its attempts whose leases have expired."""
+    rooms = {host_id: Room(capacity) for host_id, capacity in hosts.items()}
+    expired: list[OpenAttempt] = []
+    for host_id, job_id, epoch, taken, over in db.execute(OPEN, (encode(list(hosts)),)):
+        if over:
+            expired.append(OpenAttempt(host_id, job_id, epoch, decode_taken(taken)))
+        else:
+            rooms[host_id].hold(decode_taken(taken))
+    return rooms, expired
+
+
+def _choose_jobs(
+    db: sqlite3.Connection, asking: Sequence[tuple[_ClaimName, Claim, str]], rooms: Mapping[str, Room]
+) -> Iterator[list[_Grant]]:
+    """Claims of different hosts: which job each gets, and what of its host goes with it.
+
+    What was chosen leaves the queue before the next is asked for.
+    """
+    alike: dict[_Options, list[tuple[_ClaimName, Claim, Taken | None]]] = {}
+    for name, wanted, host in asking:
+        room, held_back = rooms[wanted.host_id], wanted.held_back
+        fits = room.fitting(wanted.classes)
+        if fits:
+            latest = tuple([(class_id, held_back[class_id]) for class_id in fits if class_id in held_back])
+            kinds = distinct_amounts(wanted.classes, fits)
+            planned: Sequence[Taken | None] = room.plan(kinds[0], wanted.count) if len(kinds) == 1 else [None]
+            alike.setdefault((fits, latest, host), []).extend([(name, wanted, taken) for taken in planned])
+    for menu, places in alike.items():
+        granted: list[_Grant] = []
+        for (name, wanted, fixed), (seq, class_id) in zip(places, _best_jobs(db, menu, len(places)), strict=False):
+            taken = fixed or rooms[wanted.host_id].plan(wanted.classes[class_id])[0]
+            rooms[wanted.host_id].hold(taken)
+            granted.append((name, seq, taken))
+        yield granted
 
 
 def _previous_leases(db: sqlite3.Connection, name: _ClaimName) -> list[JobLease]:
     return [decode_lease(job_id, epoch, rest) for job_id, epoch, *rest in db.execute(PREVIOUS_LEASES, name)]
 
 
-def _options(wanted: Claim, host: str) -> _Options:
-    classes, slots, held_back = wanted.classes, wanted.slots, wanted.held_back
-    fits = tuple([class_id for class_id, takes in classes.items() if takes <= slots])
-    return fits, tuple([(class_id, held_back[class_id]) for class_id in fits if class_id in held_back]), host
-
-
-def _best_jobs(db: sqlite3.Connection, menu: _Options, count: int) -> list[int]:
-    """The best `count` pending jobs: they are in at most `count` classes, namely those with the best heads."""
+def _best_jobs(db: sqlite3.Connection, menu: _Options, count: int) -> list[tuple[int, int]]:
+    """The best `count` pending jobs, each with its class: they are in the `count` classes with the best heads."""
     classes, held_back, host = menu
     latest = dict(held_back)
     if len(classes) > 1:
@@ -119,27 +164,20 @@ def _best_jobs(db: sqlite3.Connection, menu: _Options, count: int) -> list[int]:
             heads += [(*head, class_id) for head in _class_offers(db, class_id, latest_s, 1, host)]
         best = sorted(heads)[:count]
         if count == 1:
-            return [seq for _, seq, _ in best]
+            return [(seq, class_id) for _, seq, class_id in best]
         classes = tuple([class_id for _, _, class_id in best])
-    offers = sorted(_offers(db, dict.fromkeys(classes, 0), latest, count, host))
-    return [seq for _, seq, _ in offers[:count]]
-
-
-def _fitting_jobs(db: sqlite3.Connection, wanted: Claim, host: str) -> list[int]:
-    """For a claim of several jobs: a job that does not fit lets a smaller one pass."""
-    classes = {class_id: takes for class_id, takes in wanted.classes.items() if takes <= wanted.slots}
-    offers = sorted(_offers(db, classes, wanted.held_back, wanted.count, host))
-    return fit_slots(((seq, takes) for _, seq, takes in offers), slots=wanted.slots, count=wanted.count)
+    offers = sorted(_offers(db, classes, latest, count, host))
+    return [(seq, class_id) for _, seq, class_id in offers[:count]]
 
 
 def _offers(
-    db: sqlite3.Connection, classes: Mapping[int, int], held_back: Mapping[int, float], count: int, host: str
+    db: sqlite3.Connection, classes: Sequence[int], held_back: Mapping[int, float], count: int, host: str
 ) -> list[tuple[int, int, int]]:
-    """The best few jobs of each class: order, job, slots."""
+    """The best few jobs of each class: order, job, class."""
     offers: list[tuple[int, int, int]] = []
-    for class_id, takes in classes.items():
+    for class_id in classes:
         rows = _class_offers(db, class_id, held_back.get(class_id, math.inf), count, host)
-        offers += [(order, seq, takes) for order, seq in rows]
+        offers += [(order, seq, class_id) for order, seq in rows]
     return offers
 
 
@@ -160,26 +198,24 @@ def _statement_for(host: str, text: str) -> str:
     return _statement(text, mine=bool(host))
 
 
-def _lease_jobs(
-    db: sqlite3.Connection, taken: Sequence[tuple[_ClaimName, int]], lease_s: float, now_s: float
-) -> list[JobLease]:
+def _lease_jobs(db: sqlite3.Connection, grants: Sequence[_Grant], lease_s: float, now_s: float) -> list[JobLease]:
     """Grant each of these jobs to its claim: remove it from the queue, and begin a lease and an attempt."""
-    if not taken:
+    if not grants:
         return []
-    seqs = [seq for _, seq in taken]
+    seqs = [seq for _, seq, _ in grants]
     rows = {seq: rest for seq, *rest in db.execute(LOAD, (encode(seqs),))}
     until_s = now_s + lease_s
     leases: list[JobLease] = []
     moves: list[tuple[Any, ...]] = []
     attempts: list[tuple[Any, ...]] = []
-    replaced: list[tuple[int, str, int]] = []
-    for (host_id, claim_id), seq in taken:
+    replaced: list[tuple[str, int]] = []
+    for (host_id, claim_id), seq, taken in grants:
         job_id, epoch, attempts_before, spec, checkpoint, digest, trainer, leased = rows[seq]
         if leased:
-            replaced.append((seq, job_id, epoch))
-        leases.append(decode_lease(job_id, epoch + 1, (host_id, until_s, spec, checkpoint, digest, trainer)))
+            replaced.append((job_id, epoch))
+        leases.append(decode_lease(job_id, epoch + 1, (host_id, until_s, spec, checkpoint, digest, trainer, taken)))
         moves.append((_CLAIMED, epoch + 1, now_s, host_id, seq))
-        attempts.append((job_id, epoch + 1, host_id, claim_id, now_s, attempts_before + 1, digest))
+        attempts.append((job_id, epoch + 1, host_id, claim_id, now_s, attempts_before + 1, digest, encode(taken)))
     db.executemany("DELETE FROM ready WHERE seq = ?", [(seq,) for seq in seqs])
     db.executemany(
         "UPDATE job SET status = ?, epoch = ?, attempts = attempts + 1, changed_at = ?, host_id = ?, reason = ''"
@@ -187,7 +223,7 @@ def _lease_jobs(
         moves,
     )
     if replaced:
-        _end_replaced_attempts(db, replaced, now_s)
+        _end_lost_attempts(db, replaced, now_s)
     db.executemany(LEASE, [(each.job_id, each.host_id, each.epoch, until_s) for each in leases])
     db.executemany(ATTEMPT, attempts)
     record_sqlite(
@@ -198,11 +234,11 @@ def _lease_jobs(
     return leases
 
 
-def _end_replaced_attempts(db: sqlite3.Connection, replaced: Sequence[tuple[int, str, int]], now_s: float) -> None:
-    """End the attempts whose lease had expired and whose job is claimed by another host now."""
+def _end_lost_attempts(db: sqlite3.Connection, lost: Sequence[tuple[str, int]], now_s: float) -> None:
+    """End the attempts whose lease had expired, and whose job or whose place on the host goes to another now."""
     db.executemany(
         "UPDATE attempt SET ended_at = ?, outcome = 'lost', cause = ? WHERE job_id = ? AND epoch = ?",
-        [(now_s, Cause.HOST_LOST, job_id, epoch) for _, job_id, epoch in replaced],
+        [(now_s, Cause.HOST_LOST, job_id, epoch) for job_id, epoch in lost],
     )
     column = attempt_counter(Cause.HOST_LOST)
-    db.executemany(f"UPDATE job SET {column} = {column} + 1 WHERE seq = ?", [(seq,) for seq, _, _ in replaced])
+    db.executemany(f"UPDATE job SET {column} = {column} + 1 WHERE id = ?", [(job_id,) for job_id, _ in lost])

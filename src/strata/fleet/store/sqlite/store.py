@@ -11,6 +11,7 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.database import events
 from strata.database.sqlite import SqliteThread
+from strata.fleet.core.amounts import Taken
 from strata.fleet.core.job import UNFINISHED
 from strata.fleet.core.jobspec import TrainerSpec
 from strata.fleet.core.plan import ApplyPlan, ExistingJob, HostPolicy, RegisteredTrainer
@@ -34,6 +35,7 @@ from strata.fleet.ports import (
 from strata.fleet.store.rows import (
     ATTEMPT,
     EXISTING_JOB,
+    HELD,
     HOST,
     JOB,
     POLICIES,
@@ -41,6 +43,7 @@ from strata.fleet.store.rows import (
     TRAINERS,
     decode_attempt,
     decode_existing_job,
+    decode_held,
     decode_host,
     decode_job,
     decode_known_trainer,
@@ -193,6 +196,9 @@ class SqliteStore:
         await self.job(job_id)
         select = f"SELECT {ATTEMPT} FROM attempt WHERE job_id = ? ORDER BY epoch"
         return [decode_attempt(row) for row in await self._rows(select, (job_id,))]
+
+    async def held(self) -> Mapping[str, Sequence[Taken]]:
+        return decode_held(await self._rows(HELD, ()))
 
     async def refusals(self, job_id: str) -> Sequence[str]:
         select = "SELECT r.host_id FROM job_refusal r JOIN job j ON j.seq = r.seq WHERE j.id = ? ORDER BY 1"

@@ -94,5 +94,10 @@ COMPONENT: Final = Component(
         ) WITHOUT ROWID, STRICT;
         CREATE INDEX job_refusal_job ON job_refusal (seq);
         """,
+        # What an attempt takes of its host; empty for those that began before amounts were counted.
+        """
+        ALTER TABLE attempt ADD COLUMN taken BLOB NOT NULL DEFAULT x'';
+        CREATE INDEX attempt_open ON attempt (host_id) WHERE ended_at IS NULL;
+        """,
     ),
 )

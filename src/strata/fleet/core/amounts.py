@@ -1,0 +1,233 @@
+"""What a job takes of a host: cards, VRAM, memory, cores; and what is left beside the jobs that run there.
+
+The hub is the only accountant. Both stores call these functions in the transaction of a claim, on the attempts of the
+host that have not ended; each attempt is stored with what it took. So no card is given twice, also by two hubs.
+
+- A job takes what it declares. A card is exclusive unless the job declares `gpu_share`: then it takes that share of
+  each of its cards, and of the card's VRAM what `min_vram_gib` says, or else the same share.
+- A job that declares no amount takes the whole host.
+- A host with `slots` is divided by them: a job that declares no amount takes its `slots` and nothing else. Amounts that
+  jobs declare count there as well.
+- Where there are no slots, a job takes at least one core: so there are never more jobs than cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from copy import copy
+from typing import Final, NamedTuple
+
+import msgspec
+
+from strata.fleet.core.requirement import Needs
+
+_TOLERANCE: Final = 1e-6
+"""Shares are sums of fractions: ten tenths are a card."""
+
+
+class Amounts(NamedTuple):
+    """What a job of one requirement class takes of a host."""
+
+    whole: bool = False
+    slots: int = 1
+    cores: int = 0
+    ram_gib: float = 0.0
+    gpus: int = 0
+    gpu_share: float = 1.0
+    vram_gib: float = 0.0
+    """Of each card; what the share is of a card's VRAM if it is 0."""
+    prefers_gpu: bool = False
+    """It takes a free card if there is one, and runs without otherwise."""
+
+
+class Card(NamedTuple):
+    id: str
+    """The UUID of the device, or its number where there is none."""
+    vram_gib: float
+
+
+class Capacity(NamedTuple):
+    """What a host has for jobs, by its capability and its policy."""
+
+    cards: tuple[Card, ...] = ()
+    cores: int = 1
+    ram_gib: float = 0.0
+    slots: int | None = None
+    """How many one-slot jobs at once; None: as many as fit by their amounts."""
+
+
+class Taken(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one attempt has of its host; stored with it."""
+
+    whole: bool = False
+    """Nothing else runs there meanwhile."""
+    slots: int = 1
+    cores: int = 0
+    ram_gib: float = 0.0
+    cards: tuple[str, ...] = ()
+    gpu_share: float = 1.0
+    vram_gib: float = 0.0
+    """Of each card that is shared."""
+
+    @property
+    def gpus(self) -> float:
+        """Cards, in whole ones."""
+        return len(self.cards) * self.gpu_share
+
+
+UNKNOWN: Final = Taken(whole=True)
+"""Of an attempt that began before amounts were counted."""
+
+
+def job_amounts(needs: Needs, capacity: Capacity) -> Amounts:
+    """What a job with these needs takes of a host with this capacity."""
+    gpus = needs.gpus
+    divided = capacity.slots is not None
+    if not divided and not (gpus or needs.min_ram_gib or needs.min_cores):
+        return Amounts(whole=True, slots=needs.slots)
+    return Amounts(
+        slots=needs.slots,
+        cores=needs.min_cores if divided else max(1, needs.min_cores),
+        ram_gib=needs.min_ram_gib,
+        gpus=gpus,
+        gpu_share=needs.gpu_share or 1.0,
+        vram_gib=needs.min_vram_gib,
+        prefers_gpu=needs.prefer_cuda and not gpus,
+    )
+
+
+def distinct_amounts(classes: Mapping[int, Amounts], wanted: Iterable[int]) -> list[Amounts]:
+    """Of these classes, in order. Equal amounts of one host are one object."""
+    return list({id(classes[class_id]): classes[class_id] for class_id in wanted}.values())
+
+
+class Room:
+    """What is left of a host."""
+
+    def __init__(self, capacity: Capacity, held: Iterable[Taken] = ()) -> None:
+        self._capacity = capacity
+        self._jobs = 0
+        self._whole = False
+        self._slots = capacity.slots
+        self._cores = max(1, capacity.cores)
+        self._ram_gib = capacity.ram_gib
+        self._cards = {card.id: (1.0, card.vram_gib) for card in capacity.cards}
+        """Of each card the share and the VRAM that are left."""
+        for taken in held:
+            self.hold(taken)
+
+    @property
+    def full(self) -> bool:
+        """Whether no job whatever fits."""
+        return self._whole or (self._cores < 1 if self._slots is None else self._slots < 1)
+
+    def fits(self, amounts: Amounts) -> bool:
+        return not self.shortage(amounts)
+
+    def fitting(self, classes: Mapping[int, Amounts]) -> tuple[int, ...]:
+        """Of these classes those of which a job fits."""
+        kinds = distinct_amounts(classes, classes)
+        fits = {id(amounts) for amounts in kinds if self.fits(amounts)}
+        if len(fits) == len(kinds):
+            return tuple(classes)
+        return tuple([class_id for class_id, amounts in classes.items() if id(amounts) in fits])
+
+    def shortage(self, amounts: Amounts) -> str:
+        """What is missing just now, in words; empty if a job with these amounts fits."""
+        if self._whole:
+            return "another job has the whole host"
+        if amounts.whole:
+            return "it takes the whole host, and other jobs run there" if self._jobs else ""
+        for needed, left, what in (
+            (amounts.slots, self._slots, "slots"),
+            (amounts.cores, self._cores, "cores"),
+            (amounts.ram_gib, self._ram_gib, "GiB of memory"),
+        ):
+            if left is not None and needed > left + _TOLERANCE:
+                return f"needs {needed:g} {what}, {max(0, left):g} free"
+        if amounts.gpus and self._choose_cards(amounts, amounts.gpus) is None:
+            return self._card_shortage(amounts)
+        return ""
+
+    def plan(self, amounts: Amounts, count: int = 1) -> list[Taken]:
+        """What each of so many jobs with these amounts would get, as far as they fit beside each other."""
+        room, planned = (self if count == 1 else copy(self)), list[Taken]()
+        while len(planned) < count and room.fits(amounts):
+            planned.append(room._taken(amounts))
+            if count > 1:
+                room.hold(planned[-1])
+        return planned
+
+    def _taken(self, amounts: Amounts) -> Taken:
+        capacity = self._capacity
+        if amounts.whole:
+            cards = tuple(self._cards)
+            return Taken(whole=True, slots=amounts.slots, cores=capacity.cores, ram_gib=capacity.ram_gib, cards=cards)
+        count = amounts.gpus or int(amounts.prefers_gpu)
+        return Taken(
+            slots=amounts.slots,
+            cores=amounts.cores,
+            ram_gib=amounts.ram_gib,
+            cards=(self._choose_cards(amounts, count) or ()) if count else (),
+            gpu_share=amounts.gpu_share,
+            vram_gib=amounts.vram_gib if amounts.gpu_share < 1 else 0.0,
+        )
+
+    def admits(self, taken: Taken) -> bool:
+        """Whether an attempt could go on with just this."""
+        if self._whole or (taken.whole and self._jobs):
+            return False
+        return (
+            taken.whole
+            or (
+                (self._slots is None or taken.slots <= self._slots)
+                and taken.cores <= self._cores
+                and taken.ram_gib <= self._ram_gib + _TOLERANCE
+            )
+        ) and all(self._card_has(card, taken.gpu_share, taken.vram_gib) for card in taken.cards)
+
+    def hold(self, taken: Taken) -> None:
+        self._jobs += 1
+        self._whole = self._whole or taken.whole
+        if self._slots is not None:
+            self._slots -= taken.slots
+        self._cores -= taken.cores
+        self._ram_gib -= taken.ram_gib
+        for card in taken.cards:
+            if card in self._cards:
+                share, vram_gib = self._cards[card]
+                needed = taken.vram_gib or taken.gpu_share * self._size(card)
+                self._cards[card] = (share - taken.gpu_share, vram_gib - needed)
+
+    def __copy__(self) -> Room:
+        room = Room(self._capacity)
+        vars(room).update(vars(self), _cards=self._cards.copy())
+        return room
+
+    def _size(self, card: str) -> float:
+        return next((each.vram_gib for each in self._capacity.cards if each.id == card), 0.0)
+
+    def _card_has(self, card: str, share: float, vram_gib: float) -> bool:
+        if card not in self._cards:
+            return False
+        left, vram_left = self._cards[card]
+        needed = vram_gib or share * self._size(card)
+        return share <= left + _TOLERANCE and needed <= vram_left + _TOLERANCE
+
+    def _choose_cards(self, amounts: Amounts, count: int) -> tuple[str, ...] | None:
+        """The fullest cards that suffice, then the smallest: larger ones stay free for jobs that need them."""
+        suffice = [
+            (*self._cards[card.id], number, card.id)
+            for number, card in enumerate(self._capacity.cards)
+            if self._card_has(card.id, amounts.gpu_share, amounts.vram_gib)
+        ]
+        if len(suffice) < count:
+            return None
+        return tuple([id_ for *_, id_ in sorted(sorted(suffice)[:count], key=lambda each: each[2])])
+
+    def _card_shortage(self, amounts: Amounts) -> str:
+        suffice = sum(self._card_has(card, amounts.gpu_share, amounts.vram_gib) for card in self._cards)
+        each = f" with {amounts.vram_gib:g} GiB" if amounts.vram_gib else ""
+        share = f"{amounts.gpu_share:g} of " if amounts.gpu_share < 1 else ""
+        cards = "1 card" if amounts.gpus == 1 else f"{amounts.gpus} cards"
+        return f"needs {share}{cards}{each}, {suffice} free"

@@ -1,0 +1,144 @@
+"""What a job takes of a host, and what is left beside others."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strata.fleet.core.amounts import UNKNOWN, Amounts, Capacity, Card, Room, Taken, job_amounts
+from strata.fleet.core.capability import GIB, Capability, Gpu, profile
+from strata.fleet.core.jobspec import HostSpec
+from strata.fleet.core.match import eligible
+from strata.fleet.core.requirement import Needs, RequirementClass
+from tests.core.fleet.jobs import capabilities, needs, policies
+
+SERVER = Capacity(
+    cards=tuple(Card(f"GPU-{n}", size) for n, size in enumerate((24.0, 24.0, 80.0, 24.0))), cores=32, ram_gib=128.0
+)
+DIVIDED = SERVER._replace(slots=2)
+
+
+def fill(capacity: Capacity, *jobs: Needs) -> list[Taken | str]:
+    """What each of these jobs gets, one after the other, or what it lacks."""
+    room, got = Room(capacity), list[Taken | str]()
+    for each in jobs:
+        amounts = job_amounts(each, capacity)
+        shortage = room.shortage(amounts)
+        if not shortage:
+            (taken,) = room.plan(amounts)
+            room.hold(taken)
+        got.append(shortage or taken)
+    return got
+
+
+def test_a_job_that_declares_nothing_takes_the_whole_host() -> None:
+    whole, second = fill(SERVER, Needs(), Needs(min_cores=1))
+    cards = tuple(card.id for card in SERVER.cards)
+    assert whole == Taken(whole=True, cores=32, ram_gib=128.0, cards=cards)
+    assert second == "another job has the whole host"
+    assert fill(SERVER, Needs(min_cores=1), Needs())[1] == "it takes the whole host, and other jobs run there"
+
+
+def test_on_a_host_with_slots_a_job_that_declares_nothing_takes_a_slot_and_no_card() -> None:
+    assert fill(DIVIDED, Needs(), Needs(), Needs()) == [Taken(), Taken(), "needs 1 slots, 0 free"]
+    assert fill(DIVIDED, Needs(slots=2), Needs())[1] == "needs 1 slots, 0 free"
+    assert fill(DIVIDED, Needs(prefer_cuda=True))[0] == Taken(cards=("GPU-0",))
+
+
+def test_every_job_gets_cards_of_its_own_and_the_large_one_is_kept_for_who_needs_it() -> None:
+    one = Needs(require_cuda=True)
+    got = fill(SERVER, one, one, one, Needs(min_vram_gib=40), one)
+    assert [each.cards for each in got if isinstance(each, Taken)] == [("GPU-0",), ("GPU-1",), ("GPU-3",), ("GPU-2",)]
+    assert got[-1] == "needs 1 card, 0 free"
+    assert fill(SERVER, Needs(min_gpus=2, min_vram_gib=24), Needs(min_gpus=3))[1] == "needs 3 cards, 2 free"
+
+
+def test_two_jobs_of_twenty_gib_do_not_share_a_card_of_24() -> None:
+    one_card = Capacity(cards=(Card("0", 24.0),), cores=8, ram_gib=32.0, slots=2)
+    assert fill(one_card, Needs(min_vram_gib=20), Needs(min_vram_gib=20))[1] == "needs 1 card with 20 GiB, 0 free"
+    share = Needs(min_vram_gib=20, gpu_share=0.5)
+    assert fill(one_card, share, share)[1] == "needs 0.5 of 1 card with 20 GiB, 0 free"
+    half = Needs(gpu_share=0.5)
+    assert fill(one_card, half, half) == [Taken(cards=("0",), gpu_share=0.5)] * 2
+
+
+def test_ten_tenths_are_a_card_and_sharers_meet_on_one() -> None:
+    tenth = Needs(gpu_share=0.1)
+    got = fill(SERVER, *[tenth] * 11)
+    cards = Counter(card for each in got if isinstance(each, Taken) for card in each.cards)
+    assert cards == {"GPU-0": 10, "GPU-1": 1}
+
+
+def test_memory_and_cores_are_divided_and_a_job_takes_a_core_at_least() -> None:
+    small = Capacity(cores=2, ram_gib=8.0)
+    assert fill(small, Needs(min_ram_gib=5), Needs(min_ram_gib=5))[1] == "needs 5 GiB of memory, 3 free"
+    assert fill(small, Needs(min_ram_gib=1), Needs(min_ram_gib=1), Needs(min_ram_gib=1))[2] == "needs 1 cores, 0 free"
+    assert fill(small, Needs(min_cores=2), Needs(min_cores=1))[1] == "needs 1 cores, 0 free"
+
+
+def test_a_room_is_full_when_no_job_whatever_fits() -> None:
+    assert not Room(SERVER).full
+    assert Room(SERVER, [UNKNOWN]).full
+    assert Room(SERVER, [Taken(cores=32)]).full
+    assert Room(DIVIDED, [Taken(slots=2)]).full
+    assert not Room(DIVIDED, [Taken(cores=32)]).full
+
+
+@pytest.mark.parametrize(
+    ("own", "policy", "slots"), [(None, None, None), (3, None, 3), (None, 2, 2), (3, 2, 2), (1, 2, 1)]
+)
+def test_slots_are_set_in_one_place_and_need_no_second(own: int | None, policy: int | None, slots: int | None) -> None:
+    host = profile(Capability(hostname="h", slots=own), HostSpec(name="h", slots=policy))
+    assert (host.slots, host.capacity.slots) == (slots, slots)
+
+
+def test_a_card_goes_by_its_uuid_and_without_one_by_its_number() -> None:
+    gpus = (Gpu(name="a", vram_bytes=8 * GIB), Gpu(name="b", vram_bytes=24 * GIB, uuid="GPU-b"))
+    assert profile(Capability(hostname="h", gpus=gpus)).capacity.cards == (Card("GPU-b", 24.0), Card("0", 8.0))
+
+
+@given(capabilities(), needs(), st.data())
+def test_a_job_that_a_host_is_eligible_for_fits_on_it_when_it_is_empty(
+    capability: Capability, asked: Needs, data: st.DataObject
+) -> None:
+    host = profile(capability, data.draw(policies(capability.hostname)))
+    if eligible(RequirementClass("mlp", "a", asked), host).eligible:
+        assert Room(host.capacity).shortage(job_amounts(asked, host.capacity)) == ""
+
+
+@given(capabilities(), st.lists(needs(), max_size=12), st.none() | st.integers(1, 6))
+def test_nothing_is_given_twice(capability: Capability, jobs: list[Needs], slots: int | None) -> None:
+    capacity = profile(capability, HostSpec(name=capability.hostname, slots=slots)).capacity
+    held = [each for each in fill(capacity, *jobs) if isinstance(each, Taken)]
+    exceeded(capacity, held)
+
+
+def exceeded(capacity: Capacity, held: list[Taken]) -> None:
+    """Fails where these attempts together have more than there is."""
+    if any(taken.whole for taken in held):
+        assert len(held) == 1
+    assert sum(taken.cores for taken in held) <= capacity.cores
+    assert sum(taken.ram_gib for taken in held) <= capacity.ram_gib + 1e-6
+    assert capacity.slots is None or sum(taken.slots for taken in held) <= capacity.slots
+    for card in capacity.cards:
+        users = [taken for taken in held if card.id in taken.cards]
+        assert sum(taken.gpu_share for taken in users) <= 1 + 1e-6
+        assert sum(taken.vram_gib or taken.gpu_share * card.vram_gib for taken in users) <= card.vram_gib + 1e-6
+
+
+@given(
+    st.lists(st.builds(Amounts, cores=st.integers(0, 3), ram_gib=st.integers(0, 8).map(float)), min_size=1),
+    st.integers(1, 9),
+)
+def test_what_is_planned_for_several_jobs_is_what_one_after_the_other_gets(amounts: list[Amounts], count: int) -> None:
+    capacity = Capacity(cores=8, ram_gib=16.0, slots=6)
+    room = Room(capacity)
+    planned = room.plan(amounts[0], count)
+    one_by_one = list[Taken]()
+    while len(one_by_one) < count and room.fits(amounts[0]):
+        one_by_one += room.plan(amounts[0])
+        room.hold(one_by_one[-1])
+    assert planned == one_by_one
