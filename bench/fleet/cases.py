@@ -12,8 +12,8 @@ database of its own with the same pending jobs and the same durability:
   one commit for as many claims as ours.
 
 In `.claim` so many hosts ask at once as a fleet has; ours go through the queue in which the hub coalesces them, theirs
-each make a statement of their own, on as many connections as ours may use. In `.one` a single host asks again and
-again, so it is a matter of latency. Neither looks at what ours must: whether the host may take anything, and whether
+each make a statement of their own, on as many connections as ours may use. In `.one` one host asks after the
+other, so it is a matter of latency. Neither looks at what ours must: whether the host may take anything, and whether
 this claim was answered before.
 
 What a claim costs must not depend on how many jobs wait, nor on how many classes there are, nor on how rare those are
@@ -26,7 +26,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -35,11 +35,12 @@ from typing import Final
 import uvloop
 
 from bench.fleet import hub_http
-from bench.fleet.rows import HOSTS, RARE, BarePostgres, BareSqlite, postgres_store, sqlite_store
+from bench.fleet.rows import FLEET, HOSTS, RARE, BarePostgres, BareSqlite, postgres_store, sqlite_store
 from bench.interleave import Comparison, Measure, interleave
 from bench.percentiles import percentile
 from bench.report import Report
 from strata.fleet.claims import ClaimQueue
+from strata.fleet.core.amounts import Amounts, Capacity
 from strata.fleet.ports import Claim, JobLease, Renewal, Store
 from strata.testing.postgres import PostgresServer
 
@@ -51,6 +52,8 @@ BATCH: Final = 64
 CONNECTIONS: Final = 8
 CLASSES: Final = 300
 LEASE_S: Final = 45.0
+CAPACITY: Final = Capacity(slots=256)
+ONE_SLOT: Final = Amounts()
 Call = Callable[[], Awaitable[object]]
 loop_factory: Final = uvloop.new_event_loop
 """The hub's."""
@@ -75,34 +78,36 @@ LONG: Final = Turns(
 
 
 class Claimer:
-    """Claims under ever new names, for one host after the other.
+    """Claims under ever new names, for one host of the fleet after the other.
 
     A name that was used before would be answered with the job it was given then, which costs nothing: so every claimer
     of a store has a prefix of its own, and a job that comes a second time ends the bench.
     """
 
-    def __init__(self, store: Store, classes: dict[int, int], prefix: str = "c") -> None:
+    def __init__(self, store: Store, classes: Iterable[int] = (1,), prefix: str = "c") -> None:
         self._store = store
-        self._classes = classes
+        self._classes = dict.fromkeys(classes, ONE_SLOT)
         self._prefix = prefix
         self._names: Iterator[int] = itertools.count(1)
         self._given: set[str] = set()
         self._queue = ClaimQueue(store, LEASE_S, lambda: 1.0)
 
-    def _claim(self, client: int) -> Claim:
-        name = f"{self._prefix}{next(self._names)}"
-        return Claim(host_id=f"host_{client % HOSTS}", claim_id=name, classes=self._classes, capacity=CAPACITY)
+    def _claim(self, host: int | None = None) -> Claim:
+        number = next(self._names)
+        host_id = f"host_{number % FLEET if host is None else host}"
+        return Claim(host_id=host_id, claim_id=f"{self._prefix}{number}", classes=self._classes, capacity=CAPACITY)
 
-    async def one(self) -> list[JobLease]:
-        (leases,) = await self._store.claim([self._claim(0)], LEASE_S, 1.0)
+    async def one(self, host: int | None = None) -> list[JobLease]:
+        (leases,) = await self._store.claim([self._claim(host)], LEASE_S, 1.0)
         self._check([leases])
         return list(leases)
 
     async def queued(self, client: int) -> None:
-        self._check([await self._queue.submit(self._claim(client))])
+        del client
+        self._check([await self._queue.submit(self._claim())])
 
     async def batch(self) -> None:
-        given = await self._store.claim([self._claim(number) for number in range(BATCH)], LEASE_S, 1.0)
+        given = await self._store.claim([self._claim() for _ in range(BATCH)], LEASE_S, 1.0)
         self._check(given)
 
     def _check(self, given: Sequence[Sequence[JobLease]]) -> None:
@@ -144,20 +149,22 @@ async def _sqlite(report: Report, folder: Path, turns: Turns) -> None:
     async def bare_batch() -> None:
         bare.claim(BATCH)
 
-    claims, of_few = Claimer(lots, {1: 1}), Claimer(few, {1: 1})
+    claims, of_few = Claimer(lots), Claimer(few)
     few_each = max(2, each // 10)
     found = await interleave(_at_once(claims.queued, few_each), _at_once(bare_claim, few_each), turns.rounds)
     note = f"{many:,} pending, {HOSTS} hosts at once; bare: the same writes, a commit each"
     report.add("sqlite.claim", "claims/s", found, goal=GOAL, note=note)
     found = await interleave(_rate(claims.one, each), _rate(bare_claim, each), turns.rounds)
-    report.add("sqlite.claim.one", "claims/s", found, goal=GOAL, note="one host; bare: the same writes, no thread")
+    report.add(
+        "sqlite.claim.one", "claims/s", found, goal=GOAL, note="one host at a time; bare: the same writes, no thread"
+    )
     found = await interleave(
         _rate(claims.batch, few_each, BATCH), _rate(bare_batch, few_each, BATCH), turns.rounds, better="higher"
     )
     note = f"{BATCH} hosts in one transaction; bare: the same writes, no thread"
     report.add("sqlite.claim.batch", "claims/s", found, goal=GOAL, note=note)
     await _flat(report, "sqlite", (claims.one, of_few.one), many, turns)
-    jobs = [(await claims.one())[0].job_id for _ in range(BATCH)]
+    jobs = [(await claims.one(0))[0].job_id for _ in range(BATCH)]
     bare_jobs = bare.leased(BATCH)
 
     async def bare_renew() -> None:
@@ -177,7 +184,7 @@ async def _postgres(report: Report, server: PostgresServer, turns: Turns) -> Non
     bare = await BarePostgres.open(server.create_database(), many, CONNECTIONS, queue_only=True)
     records = await BarePostgres.open(server.create_database(), min(many, 20 * FEW), CONNECTIONS)
     few = await postgres_store(server.create_database(), FEW)
-    claims, of_few = Claimer(lots, {1: 1}), Claimer(few, {1: 1})
+    claims, of_few = Claimer(lots), Claimer(few)
 
     async def compare(case: str, ours: Measure, theirs: Measure, note: str, *, goal: float | None = GOAL) -> None:
         report.add(case, "claims/s", await interleave(ours, theirs, turns.rounds), goal=goal, note=note)
@@ -191,7 +198,10 @@ async def _postgres(report: Report, server: PostgresServer, turns: Turns) -> Non
     theirs = _at_once(lambda _: records.claim_with_records(), few_each)
     await compare("postgres.claim.records", queued, theirs, "bare: also job, attempt and event")
     await compare(
-        "postgres.claim.one", one, _rate(bare.claim, each), "one host; bare: SKIP LOCKED, delete, insert a lease"
+        "postgres.claim.one",
+        one,
+        _rate(bare.claim, each),
+        "one host at a time; bare: SKIP LOCKED, delete, insert a lease",
     )
     theirs = _rate(records.claim_with_records, each)
     await compare("postgres.claim.one.records", one, theirs, "bare: also job, attempt and event")
@@ -202,7 +212,7 @@ async def _postgres(report: Report, server: PostgresServer, turns: Turns) -> Non
     await compare("postgres.claim.batch", batch, theirs, note, goal=None)
     theirs = _rate(lambda: records.claim_with_records(BATCH), few_each, BATCH)
     await compare("postgres.claim.batch.records", batch, theirs, "bare: also job, attempt and event")
-    jobs = [(await claims.one())[0].job_id for _ in range(BATCH)]
+    jobs = [(await claims.one(0))[0].job_id for _ in range(BATCH)]
     await _renewals(report, "postgres", lots, jobs, lambda: bare.renew(jobs), turns)
     await _classes(report, "postgres", await postgres_store(server.create_database(), FEW, CLASSES), of_few.one, turns)
     rare = await postgres_store(server.create_database(), min(many, 10**6), RARE)
@@ -272,7 +282,7 @@ async def _renewals(report: Report, name: str, store: Store, jobs: list[str], ba
 
 async def _classes(report: Report, name: str, store: Store, plain: Call, turns: Turns) -> None:
     """A host that may take one class of many, and one that may take all."""
-    for case, classes in (("alone", {CLASSES: 1}), ("many", dict.fromkeys(range(1, CLASSES + 1), 1))):
+    for case, classes in (("alone", [CLASSES]), ("many", range(1, CLASSES + 1))):
         what = "one class" if case == "alone" else "all classes"
         # The one class has few jobs of the whole.
         found = await _medians(Claimer(store, classes, f"{case}.").one, plain, turns, 3)
@@ -283,7 +293,7 @@ async def _classes(report: Report, name: str, store: Store, plain: Call, turns: 
 
 async def _rare(report: Report, name: str, store: Store, plain: Call, turns: Turns) -> None:
     """The worst host: without a GPU, while nearly all jobs need one and are ahead of the few it may take."""
-    found = await _medians(Claimer(store, {RARE: 1}).one, plain, turns, 10)
+    found = await _medians(Claimer(store, [RARE]).one, plain, turns, 10)
     note = "median; a host without GPU, 99 of 100 jobs need one; bare: ours with 1 class"
     report.add(f"{name}.claim.cpu_only", "ms", found, goal=FLAT, note=note)
     await store.close()

@@ -30,6 +30,9 @@ from strata.testing.ports import port_of, reserve_port
 
 GOAL: Final = 0.7
 HOSTS: Final = 64
+"""At once."""
+FLEET: Final = 1024
+"""Hosts that claim in turn, so that each holds few leases."""
 LEASES: Final = 64
 START_S: Final = 30.0
 _QUIET: Final = {"STRATA_HUB_LOG_LEVEL": "error"}
@@ -52,8 +55,8 @@ async def run(report: Report, name: str, folder: Path, database: str, turns: Tur
         hosts = await _enrol(address, data)
         async with started(sys.executable, "-m", "bench.fleet.load", settings=_QUIET) as process:
             load = Clients(process)
-            await load.carry_out(Hold(address, hosts, LEASES))
-            claim_size = (await load.carry_out(Claims(address, hosts, 0.2)))[1]
+            await load.carry_out(Hold(address, hosts[:HOSTS], LEASES))
+            claim_size = (await load.carry_out(Claims(address, hosts[HOSTS:], HOSTS, 0.2)))[1]
             beat_size = (await load.carry_out(Beats(address, hosts[:1], 0.2)))[1]
             bare = str(folder / f"bare-{name}.sock")
             sizes = (bare, f"/v1/job/claim={claim_size:.0f}", f"/v1/heartbeats={beat_size:.0f}")
@@ -73,7 +76,7 @@ async def _compare(
 ) -> None:
     def claims(address: str, *, checked: bool) -> Measure:
         async def turn() -> float:
-            rate, _, wrong = await load.carry_out(Claims(address, hosts, turns.seconds))
+            rate, _, wrong = await load.carry_out(Claims(address, hosts[HOSTS:], HOSTS, turns.seconds))
             assert not (checked and wrong), "a claim was answered with nothing, or with the job of another"
             return rate
 
@@ -81,7 +84,7 @@ async def _compare(
 
     def beats(address: str, *, checked: bool) -> Measure:
         async def turn() -> float:
-            calls, _, held = await load.carry_out(Beats(address, hosts, turns.seconds))
+            calls, _, held = await load.carry_out(Beats(address, hosts[:HOSTS], turns.seconds))
             assert not checked or held == calls * LEASES, "a lease was lost"
             return calls * LEASES
 
@@ -100,13 +103,13 @@ async def _enrol(address: str, data: Path) -> list[Host]:
     hosts = []
     transport = httpx.AsyncHTTPTransport(uds=address)
     async with httpx.AsyncClient(base_url="http://hub", timeout=START_S, transport=transport) as client:
-        for number in range(HOSTS):
+        for number in range(HOSTS + FLEET):
             made = await client.post(
                 "/v1/hosts/local", json={"name": f"host-{number}"}, headers={"X-Operator-Token": token}
             )
             reply = msgspec.json.decode(made.raise_for_status().content, type=wire.LocalHostReply)
             known = {"Authorization": f"Bearer {reply.secret}"}
-            body = {"capability": {"hostname": f"host-{number}"}}
+            body = {"capability": {"hostname": f"host-{number}", "slots": 256}}
             (await client.post("/v1/host/register", json=body, headers=known)).raise_for_status()
             hosts.append(Host(reply.host_id, reply.secret))
     return hosts

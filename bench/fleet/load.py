@@ -32,10 +32,14 @@ class Host(msgspec.Struct, frozen=True):
 
 
 class Claims(msgspec.Struct, frozen=True, tag=True):
-    """Every host claims one job after the other. Figures: claims a second, bytes of a reply, jobs that came twice."""
+    """One host after the other claims a job, `at_once` of them at a time.
+
+    Figures: claims a second, bytes of a reply, jobs that came twice.
+    """
 
     address: str
     hosts: list[Host]
+    at_once: int
     seconds: float
 
 
@@ -103,8 +107,9 @@ class Load:
 
     async def carry_out(self, order: Order) -> list[float]:
         match order:
-            case Claims(address, hosts, seconds):
-                replies = await self._repeat(address, "/v1/job/claim", hosts, seconds, self._new_claim)
+            case Claims(address, hosts, at_once, seconds):
+                turns = [hosts[start::at_once] for start in range(at_once)]
+                replies = await self._repeat(address, "/v1/job/claim", turns, seconds, self._new_claim)
                 twice = self._count_twice(replies)
                 return [len(replies) / seconds, len(replies[0]), twice]
             case Hold(address, hosts, leases):
@@ -112,7 +117,9 @@ class Load:
                     await self._hold(address, host, leases)
                 return []
             case Beats(address, hosts, seconds):
-                replies = await self._repeat(address, "/v1/heartbeats", hosts, seconds, self._renewals)
+                replies = await self._repeat(
+                    address, "/v1/heartbeats", [[each] for each in hosts], seconds, self._renewals
+                )
                 return [len(replies) / seconds, len(replies[0]), sum(r.count(b'"continue"') for r in replies) / seconds]
             case _:
                 assert_never(order)
@@ -140,19 +147,21 @@ class Load:
         await connection.send(_head("/v1/heartbeats", host), self._held[host.id])
 
     async def _repeat(
-        self, address: str, path: str, hosts: list[Host], seconds: float, body: Callable[[Host], bytes]
+        self, address: str, path: str, turns: list[list[Host]], seconds: float, body: Callable[[Host], bytes]
     ) -> list[bytes]:
-        connections = [await self._connect(address, host) for host in hosts]
+        """On one connection for each list of hosts, who take turns on it."""
+        connections = [await self._connect(address, hosts[0]) for hosts in turns]
         replies: list[bytes] = []
         until_s = perf_counter() + seconds
 
-        async def ask(host: Host, connection: Connection) -> None:
-            head = _head(path, host)
+        async def ask(hosts: list[Host], connection: Connection) -> None:
+            heads = itertools.cycle([(_head(path, host), host) for host in hosts])
             while perf_counter() < until_s:
+                head, host = next(heads)
                 replies.append(await connection.send(head, body(host)))
 
         async with asyncio.timeout(seconds + WAIT_S):
-            await asyncio.gather(*map(ask, hosts, connections))
+            await asyncio.gather(*map(ask, turns, connections))
         return replies
 
     async def _connect(self, address: str, host: Host) -> Connection:

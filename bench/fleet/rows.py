@@ -14,9 +14,7 @@ from strata.database import events
 from strata.database.migrations import SqliteComponents, upgrade_postgres
 from strata.database.postgres import Connections
 from strata.database.sqlite import SqliteThread
-from strata.fleet.core.capability import Capability
 from strata.fleet.core.requirement import RequirementClass
-from strata.fleet.ports import HostRow, Store
 from strata.fleet.store.postgres import tables as postgres_tables
 from strata.fleet.store.postgres.store import PostgresStore
 from strata.fleet.store.rows import encode
@@ -25,6 +23,8 @@ from strata.fleet.store.sqlite.store import SqliteStore
 from strata.hub.tables import open_tables
 
 HOSTS: Final = 64
+FLEET: Final = 4096
+"""Hosts that claim in turn: each has room for one job in the end, and holds as few leases as a host does."""
 FILL_S: Final = 3600.0
 _COLUMNS: Final = (
     "id, spec, class_id, status, epoch, created_at, changed_at, not_before, host_id, reason, artifact, declared,"
@@ -48,19 +48,23 @@ SELECT printf('job1_%064x', n), CAST('{{"model":"m' || c || '","seed":' || n || 
   0, 0, 0, ''
 FROM (SELECT n, CASE WHEN :classes = {RARE} THEN n % 100 = 0 ELSE n % :classes END AS c FROM numbers)
 """
+_HOST_COLUMNS: Final = "id, name, capability, registered_at, state, state_reason, agent_version, pool"
+_SQLITE_HOSTS: Final = f"""
+WITH RECURSIVE numbers (n) AS (SELECT 0 UNION ALL SELECT n + 1 FROM numbers WHERE n < {FLEET - 1})
+INSERT INTO host ({_HOST_COLUMNS})
+SELECT 'host_' || n, 'h' || n, CAST('{{"hostname":"h","slots":64}}' AS BLOB), 0.0, 'active', '', '', '' FROM numbers
+"""
+_POSTGRES_HOSTS: Final = f"""
+INSERT INTO host ({_HOST_COLUMNS})
+SELECT 'host_' || n, 'h' || n, convert_to('{{"hostname":"h","slots":64}}', 'UTF8'), 0, 'active', '', '', ''
+FROM generate_series(0, {FLEET - 1}) AS n
+"""
 _READY: Final = "INSERT INTO ready SELECT seq, class_id, priority, 0 FROM job"
 
 
 def _classes(count: int) -> list[tuple[str, bytes]]:
     made = [RequirementClass(f"m{number}", "default") for number in range(count)]
     return [(each.key, encode(each)) for each in made]
-
-
-async def _hosts(store: Store) -> None:
-    for number in range(HOSTS):
-        capability = Capability(hostname=f"h{number}")
-        row = HostRow(id=f"host_{number}", name=f"h{number}", capability=capability, registered_at_s=0.0)
-        await store.register_host(row, "bench")
 
 
 async def fill(database: str, jobs: int) -> None:
@@ -95,7 +99,7 @@ async def sqlite_store(path: Path, jobs: int, classes: int = 1) -> SqliteStore:
     thread = await SqliteThread.open(path, SqliteComponents([events.SQLITE, sqlite_tables.COMPONENT]))
     store = SqliteStore(thread)
     await thread.write(lambda db: _fill_sqlite(db, jobs, classes))
-    await _hosts(store)
+    await thread.write(lambda db: db.execute(_SQLITE_HOSTS))
     return store
 
 
@@ -105,11 +109,10 @@ async def postgres_store(url: str, jobs: int, classes: int = 1) -> PostgresStore
         await upgrade_postgres(connection, [events.POSTGRES, postgres_tables.COMPONENT])
     async with connections.transaction() as connection:
         await _fill_postgres(connection, jobs, classes)
+        await connection.execute(_POSTGRES_HOSTS)
     async with connections.acquire() as connection:
         await connection.execute("VACUUM ANALYZE")
-    store = PostgresStore(connections)
-    await _hosts(store)
-    return store
+    return PostgresStore(connections)
 
 
 class BareSqlite:
@@ -149,7 +152,7 @@ class BareSqlite:
             ).fetchone()
             db.execute("INSERT INTO lease VALUES (?, ?, ?, 45.0, 0)", (job_id, host, epoch))
             db.execute(
-                "INSERT INTO attempt VALUES (?, ?, ?, ?, 1.0, NULL, NULL, '', '', '', '', '', x'7b7d', 1)",
+                "INSERT INTO attempt VALUES (?, ?, ?, ?, 1.0, NULL, NULL, '', '', '', '', '', x'7b7d', 1, '', x'7b7d')",
                 (job_id, epoch, host, f"c{self._number}"),
             )
             db.execute(

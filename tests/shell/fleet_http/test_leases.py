@@ -52,7 +52,7 @@ async def test_a_claim_that_waits_is_answered_when_a_job_comes(site: Running) ->
 
 
 async def test_a_claim_gives_several_jobs_and_no_more_than_asked(site: Running) -> None:
-    host = await site.host("anna")
+    host = await site.host("anna", slots=8)
     await site.add(*(JobSpec(model="m", seed=n) for n in range(5)))
     assert len(await host.claim("c1", count=3)) == 3
     assert len(await host.claim("c1", count=3)) == 3

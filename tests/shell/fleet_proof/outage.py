@@ -38,7 +38,7 @@ class Hub:
         self.fleet = Fleet(self.store, SystemClock(), FleetSettings(stale_after_s=LEASE_S))
 
     async def register(self, host_id: str) -> None:
-        capability = Capability(hostname=host_id)
+        capability = Capability(hostname=host_id, slots=2)
         await self.fleet.register(
             HostRow(id=host_id, name=host_id, capability=capability, registered_at_s=self.fleet.now_s()), "test"
         )

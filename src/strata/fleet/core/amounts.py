@@ -96,11 +96,6 @@ def job_amounts(needs: Needs, capacity: Capacity) -> Amounts:
     )
 
 
-def distinct_amounts(classes: Mapping[int, Amounts], wanted: Iterable[int]) -> list[Amounts]:
-    """Of these classes, in order. Equal amounts of one host are one object."""
-    return list({id(classes[class_id]): classes[class_id] for class_id in wanted}.values())
-
-
 class Room:
     """What is left of a host."""
 
@@ -122,22 +117,34 @@ class Room:
         return self._whole or (self._cores < 1 if self._slots is None else self._slots < 1)
 
     def fits(self, amounts: Amounts) -> bool:
-        return not self.shortage(amounts)
+        if self._whole:
+            return False
+        if amounts.whole:
+            return not self._jobs
+        return (
+            (self._slots is None or amounts.slots <= self._slots)
+            and amounts.cores <= self._cores
+            and amounts.ram_gib <= self._ram_gib + _TOLERANCE
+            and (not amounts.gpus or self._choose_cards(amounts, amounts.gpus) is not None)
+        )
 
-    def fitting(self, classes: Mapping[int, Amounts]) -> tuple[int, ...]:
-        """Of these classes those of which a job fits."""
-        kinds = distinct_amounts(classes, classes)
-        fits = {id(amounts) for amounts in kinds if self.fits(amounts)}
+    def fitting(self, classes: Mapping[int, Amounts]) -> tuple[tuple[int, ...], list[Amounts]]:
+        """Of these classes those of which a job fits, and the different amounts that their jobs take."""
+        # By identity: equal amounts of one host are one object, and a claim may name hundreds of classes.
+        kinds = {id(amounts): amounts for amounts in classes.values()}
+        fits = {key: amounts for key, amounts in kinds.items() if self.fits(amounts)}
         if len(fits) == len(kinds):
-            return tuple(classes)
-        return tuple([class_id for class_id, amounts in classes.items() if id(amounts) in fits])
+            return tuple(classes), list(fits.values())
+        return tuple([id_ for id_, amounts in classes.items() if id(amounts) in fits]), list(fits.values())
 
     def shortage(self, amounts: Amounts) -> str:
         """What is missing just now, in words; empty if a job with these amounts fits."""
+        if self.fits(amounts):
+            return ""
         if self._whole:
             return "another job has the whole host"
         if amounts.whole:
-            return "it takes the whole host, and other jobs run there" if self._jobs else ""
+            return "it takes the whole host, and other jobs run there"
         for needed, left, what in (
             (amounts.slots, self._slots, "slots"),
             (amounts.cores, self._cores, "cores"),
@@ -145,9 +152,7 @@ class Room:
         ):
             if left is not None and needed > left + _TOLERANCE:
                 return f"needs {needed:g} {what}, {max(0, left):g} free"
-        if amounts.gpus and self._choose_cards(amounts, amounts.gpus) is None:
-            return self._card_shortage(amounts)
-        return ""
+        return self._card_shortage(amounts)
 
     def plan(self, amounts: Amounts, count: int = 1) -> list[Taken]:
         """What each of so many jobs with these amounts would get, as far as they fit beside each other."""

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.fleet.core.amounts import UNKNOWN, Room, Taken
+from strata.fleet.core.amounts import UNKNOWN, Capacity, Room, Taken
 from strata.fleet.core.capability import Capability
 from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.jobspec import HostSpec, JobSpec, TrainerSpec
@@ -186,6 +186,9 @@ def decode_lease(job_id: str, epoch: int, row: Sequence[Any]) -> JobLease:
 
 def take_turns(claims: Iterable[tuple[str, str]]) -> list[list[tuple[str, str]]]:
     """Host and name of each claim: every host once in a turn, so that its second claim sees what its first one took."""
+    claims = list(claims)
+    if len({host_id for host_id, _ in claims}) == len(claims):
+        return [claims] if claims else []
     turns: list[list[tuple[str, str]]] = []
     before: Counter[str] = Counter()
     for host_id, claim_id in claims:
@@ -202,7 +205,26 @@ class OpenAttempt(NamedTuple):
     host_id: str
     job_id: str
     epoch: int
-    taken: Taken
+    taken: bytes
+    """A `Taken`, as it is stored."""
+    expired: bool
+    """Its lease."""
+
+
+def open_rooms(
+    hosts: Mapping[str, Capacity], attempts: Iterable[OpenAttempt]
+) -> tuple[dict[str, Room], list[OpenAttempt]]:
+    """What each host has left beside its leases, and its attempts whose leases have expired."""
+    rooms = {host_id: Room(capacity) for host_id, capacity in hosts.items()}
+    expired: list[OpenAttempt] = []
+    for attempt in attempts:
+        if attempt.host_id not in rooms:
+            continue
+        if attempt.expired:
+            expired.append(attempt)
+        else:
+            rooms[attempt.host_id].hold(decode_taken(attempt.taken))
+    return rooms, expired
 
 
 def displaced_attempts(
@@ -217,8 +239,9 @@ def displaced_attempts(
     for attempt in expired:
         if attempt.host_id not in hosts or attempt.job_id in jobs:
             continue
-        if rooms[attempt.host_id].admits(attempt.taken):
-            rooms[attempt.host_id].hold(attempt.taken)
+        taken = decode_taken(attempt.taken)
+        if rooms[attempt.host_id].admits(taken):
+            rooms[attempt.host_id].hold(taken)
         else:
             displaced.append((attempt.job_id, attempt.epoch))
     return displaced

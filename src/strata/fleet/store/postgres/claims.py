@@ -17,11 +17,19 @@ from typing import Any, Final, Literal
 
 from strata.base.failpoint import failpoint
 from strata.database.postgres import Connections
-from strata.fleet.core.amounts import Room, Taken, distinct_amounts
+from strata.fleet.core.amounts import Room, Taken
 from strata.fleet.core.job import JobEvent, target
 from strata.fleet.ports import Claim, JobLease
 from strata.fleet.store.postgres.leases import Connection
-from strata.fleet.store.rows import OpenAttempt, decode_lease, decode_taken, displaced_attempts, encode, take_turns
+from strata.fleet.store.rows import (
+    OpenAttempt,
+    decode_lease,
+    decode_taken,
+    displaced_attempts,
+    encode,
+    open_rooms,
+    take_turns,
+)
 
 _ClaimName = tuple[str, str]
 """The host, and the claim id that the host chose."""
@@ -201,21 +209,14 @@ async def _read_rooms(
 ) -> tuple[list[_ClaimName], dict[str, Room], list[OpenAttempt]]:
     """The claims that are new, what their hosts have left beside their leases, and their attempts that have expired."""
     asking = [(host, claim) for host, claim, *_ in rows if claim is not None]
-    rooms = {name[0]: Room(named[name].capacity) for name in reversed(asking)}
-    open_attempts = [
-        (OpenAttempt(host, job_id, epoch, decode_taken(taken)), over)
-        for host, claim, job_id, epoch, taken, over in rows
-        if claim is None and host in rooms
-    ]
-    expired = [attempt for attempt, over in open_attempts if over]
-    gone: set[str] = set()
-    if expired:
-        values = {"jobs": [attempt.job_id for attempt in expired]}
-        gone = {job_id for (job_id,) in await (await connection.execute(LOCK_EXPIRED, values)).fetchall()}
-    for attempt, _ in open_attempts:
-        if attempt.job_id not in gone:
-            rooms[attempt.host_id].hold(attempt.taken)
-    return asking, rooms, [attempt for attempt in expired if attempt.job_id in gone]
+    attempts = [OpenAttempt(host, *rest) for host, claim, *rest in rows if claim is None]
+    revocable = [attempt.job_id for attempt in attempts if attempt.expired]
+    if revocable:
+        cursor = await connection.execute(LOCK_EXPIRED, {"jobs": revocable})
+        locked = {job_id for (job_id,) in await cursor.fetchall()}
+        # What somebody else has locked may be revived at this moment: it counts as held.
+        attempts = [each._replace(expired=each.expired and each.job_id in locked) for each in attempts]
+    return asking, *open_rooms({name[0]: named[name].capacity for name in reversed(asking)}, attempts)
 
 
 def _claim_statements(
@@ -225,10 +226,9 @@ def _claim_statements(
     alike: dict[_Options, list[tuple[_ClaimName, list[Taken]]]] = {}
     for name, wanted in asking:
         room, latest = rooms[wanted.host_id], wanted.held_back.get
-        fits = room.fitting(wanted.classes)
+        fits, kinds = room.fitting(wanted.classes)
         if not fits:
             continue
-        kinds = distinct_amounts(wanted.classes, fits)
         numbers = {id(amounts): number for number, amounts in enumerate(kinds, start=1)}
         menu = (
             fits,

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import math
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
 from strata.base.failpoint import failpoint
 from strata.database.events import EventRecord as Record
 from strata.database.events import record_sqlite
-from strata.fleet.core.amounts import Capacity, Room, Taken, distinct_amounts
+from strata.fleet.core.amounts import Room, Taken
 from strata.fleet.core.job import Cause, JobEvent, target
 from strata.fleet.core.lease import attempt_counter
 from strata.fleet.ports import Claim, JobLease
-from strata.fleet.store.rows import OpenAttempt, decode_lease, decode_taken, displaced_attempts, encode, take_turns
+from strata.fleet.store.rows import OpenAttempt, decode_lease, displaced_attempts, encode, open_rooms, take_turns
 
 _ClaimName = tuple[str, str]
 """The host, and the claim id that the host chose."""
@@ -32,12 +32,14 @@ _CLAIMED: Final = target(JobEvent.CLAIM)
 
 CLAIMANTS: Final = """
 SELECT h.id, w.claim, h.state = 'active', EXISTS (SELECT 1 FROM attempt WHERE host_id = h.id AND claim_id = w.claim),
-  EXISTS (SELECT 1 FROM job_refusal WHERE host_id = h.id)
+  EXISTS (SELECT 1 FROM job_refusal WHERE host_id = h.id), a.job_id, a.epoch, a.taken, l.expired
 FROM (SELECT json_extract(value, '$[0]') AS host, json_extract(value, '$[1]') AS claim FROM json_each(?)) AS w
 CROSS JOIN host AS h ON h.id = w.host
+LEFT JOIN attempt AS a INDEXED BY attempt_open ON a.host_id = h.id AND a.ended_at IS NULL
+LEFT JOIN lease AS l ON l.job_id = a.job_id AND l.epoch = a.epoch
 """
 """Per claim: whether its host is active, whether the claim was answered before (claims are idempotent), and whether its
-host is excluded for any job."""
+host is excluded for any job; once for each attempt of the host that has not ended, and that attempt."""
 
 PREVIOUS_LEASES: Final = """
 SELECT a.job_id, a.epoch, l.host_id, l.expires_at, j.spec, j.checkpoint, a.trainer_digest, t.spec, a.taken
@@ -46,13 +48,6 @@ LEFT JOIN trainer t ON t.digest = a.trainer_digest WHERE a.host_id = ? AND a.cla
 ORDER BY j.priority DESC, j.seq
 """
 """The leases that a claim was granted before and still holds."""
-
-OPEN: Final = """
-SELECT a.host_id, a.job_id, a.epoch, a.taken, l.expired FROM json_each(?) AS h
-CROSS JOIN attempt AS a INDEXED BY attempt_open ON a.host_id = h.value AND a.ended_at IS NULL
-JOIN lease AS l ON l.job_id = a.job_id AND l.epoch = a.epoch
-"""
-"""The attempts of these hosts that have not ended, and whether their leases have expired."""
 
 OFFERED: Final = """
 SELECT -priority, seq FROM ready WHERE class_id = :class AND since <= :latest {mine}
@@ -89,15 +84,8 @@ VALUES (?, ?, ?, ?, ?, ?, ?, ?, '', '', '', '', '', x'7b7d')
 def claim_jobs(db: sqlite3.Connection, claims: Sequence[Claim], lease_s: float, now_s: float) -> list[list[JobLease]]:
     named = {(each.host_id, each.claim_id): each for each in claims}
     given: dict[_ClaimName, list[JobLease]] = {name: [] for name in named}
-    asking: dict[_ClaimName, str] = {}
-    for host_id, claim_id, active, answered, refusing in db.execute(CLAIMANTS, (encode(list(named)),)).fetchall():
-        name = (host_id, claim_id)
-        if answered:
-            given[name] = _previous_leases(db, name)
-        elif active:
-            asking[name] = host_id if refusing else ""
-    hosts = {name[0]: named[name].capacity for name in reversed(asking)}
-    rooms, expired = _read_rooms(db, hosts)
+    asking, attempts = _read_claimants(db, named, given)
+    rooms, expired = open_rooms({name[0]: named[name].capacity for name in reversed(asking)}, attempts)
     granted: list[JobLease] = []
     for turn in take_turns(asking):
         for taken in _choose_jobs(db, [(name, named[name], asking[name]) for name in turn], rooms):
@@ -112,16 +100,29 @@ def claim_jobs(db: sqlite3.Connection, claims: Sequence[Claim], lease_s: float, 
     return [given[each.host_id, each.claim_id] for each in claims]
 
 
-def _read_rooms(db: sqlite3.Connection, hosts: Mapping[str, Capacity]) -> tuple[dict[str, Room], list[OpenAttempt]]:
-    """What each host has left beside its leases, and its attempts whose leases have expired."""
-    rooms = {host_id: Room(capacity) for host_id, capacity in hosts.items()}
-    expired: list[OpenAttempt] = []
-    for host_id, job_id, epoch, taken, over in db.execute(OPEN, (encode(list(hosts)),)):
-        if over:
-            expired.append(OpenAttempt(host_id, job_id, epoch, decode_taken(taken)))
-        else:
-            rooms[host_id].hold(decode_taken(taken))
-    return rooms, expired
+def _read_claimants(
+    db: sqlite3.Connection, named: Collection[_ClaimName], given: dict[_ClaimName, list[JobLease]]
+) -> tuple[dict[_ClaimName, str], Iterable[OpenAttempt]]:
+    """The claims that are new, each with its host if that is excluded for any job; and what their hosts hold.
+
+    Claims that were answered before are `given` the same leases.
+    """
+    asking: dict[_ClaimName, str] = {}
+    answered: set[_ClaimName] = set()
+    attempts: dict[str, OpenAttempt] = {}
+    for host_id, claim_id, active, known, refusing, job_id, epoch, taken, over in db.execute(
+        CLAIMANTS, (encode(list(named)),)
+    ).fetchall():
+        name = (host_id, claim_id)
+        if known:
+            answered.add(name)
+        elif active:
+            asking[name] = host_id if refusing else ""
+        if job_id is not None and not known:
+            attempts[job_id] = OpenAttempt(host_id, job_id, epoch, taken, over)
+    for name in answered:
+        given[name] = [decode_lease(job_id, epoch, rest) for job_id, epoch, *rest in db.execute(PREVIOUS_LEASES, name)]
+    return asking, attempts.values()
 
 
 def _choose_jobs(
@@ -134,10 +135,9 @@ def _choose_jobs(
     alike: dict[_Options, list[tuple[_ClaimName, Claim, Taken | None]]] = {}
     for name, wanted, host in asking:
         room, held_back = rooms[wanted.host_id], wanted.held_back
-        fits = room.fitting(wanted.classes)
+        fits, kinds = room.fitting(wanted.classes)
         if fits:
-            latest = tuple([(class_id, held_back[class_id]) for class_id in fits if class_id in held_back])
-            kinds = distinct_amounts(wanted.classes, fits)
+            latest = tuple([(class_id, held_back[class_id]) for class_id in held_back if class_id in fits])
             planned: Sequence[Taken | None] = room.plan(kinds[0], wanted.count) if len(kinds) == 1 else [None]
             alike.setdefault((fits, latest, host), []).extend([(name, wanted, taken) for taken in planned])
     for menu, places in alike.items():
@@ -147,10 +147,6 @@ def _choose_jobs(
             rooms[wanted.host_id].hold(taken)
             granted.append((name, seq, taken))
         yield granted
-
-
-def _previous_leases(db: sqlite3.Connection, name: _ClaimName) -> list[JobLease]:
-    return [decode_lease(job_id, epoch, rest) for job_id, epoch, *rest in db.execute(PREVIOUS_LEASES, name)]
 
 
 def _best_jobs(db: sqlite3.Connection, menu: _Options, count: int) -> list[tuple[int, int]]:
