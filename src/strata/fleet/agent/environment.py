@@ -31,7 +31,7 @@ PASSED: Final = (
 class JobInputs:
     """What this host has provided for one attempt."""
 
-    devices: tuple[int, ...] | None = None
+    devices: tuple[int | str, ...] | None = None
     """GPU numbers; None: all GPUs of the host."""
     venv: str = ""
     """The environment that this host built for the job."""

@@ -14,7 +14,6 @@ host that have not ended; each attempt is stored with what it took. So no card i
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from copy import copy
 from typing import Final, NamedTuple
 
 import msgspec
@@ -156,7 +155,7 @@ class Room:
 
     def plan(self, amounts: Amounts, count: int = 1) -> list[Taken]:
         """What each of so many jobs with these amounts would get, as far as they fit beside each other."""
-        room, planned = (self if count == 1 else copy(self)), list[Taken]()
+        room, planned = (self if count == 1 else self._copied()), list[Taken]()
         while len(planned) < count and room.fits(amounts):
             planned.append(room._taken(amounts))
             if count > 1:
@@ -204,7 +203,7 @@ class Room:
                 needed = taken.vram_gib or taken.gpu_share * self._size(card)
                 self._cards[card] = (share - taken.gpu_share, vram_gib - needed)
 
-    def __copy__(self) -> Room:
+    def _copied(self) -> Room:
         room = Room(self._capacity)
         vars(room).update(vars(self), _cards=self._cards.copy())
         return room

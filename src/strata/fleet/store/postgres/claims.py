@@ -75,15 +75,15 @@ ONE: Final = """
 """The most frequent claim: one job of one class, without arrays and without sorting."""
 
 SEVERAL: Final = """
-  WITH asking AS MATERIALIZED (
+  WITH fresh AS MATERIALIZED (
     SELECT host, claim, place FROM unnest(%(hosts)s::text[], %(claims)s::text[])
       WITH ORDINALITY AS w (host, claim, place)
   ), chosen AS MATERIALIZED (
     SELECT seq, kind, row_number() OVER (ORDER BY priority DESC, seq) AS place FROM ({best}) AS best
   )
-  SELECT chosen.seq, asking.place, asking.host, asking.claim,
-    (%(takes)s::text[])[(asking.place - 1) * %(kinds)s::int + chosen.kind] AS taken
-  FROM chosen JOIN asking USING (place)
+  SELECT chosen.seq, fresh.place, fresh.host, fresh.claim,
+    (%(takes)s::text[])[(fresh.place - 1) * %(kinds)s::int + chosen.kind] AS taken
+  FROM chosen JOIN fresh USING (place)
 """
 """`takes` has for each place and each kind of amounts what a job of that kind gets of the host."""
 
@@ -170,8 +170,8 @@ async def claim_jobs(
     # What is sent in a pipeline is one transaction, also when an answer is read in between.
     async with connections.pipeline() as connection:
         cursor = await connection.execute(OPEN, _names(list(named)), prepare=True, binary=True)
-        asking, rooms, expired = await _read_rooms(connection, await cursor.fetchall(), named)
-        turns = take_turns(asking)
+        fresh, rooms, expired = await _read_rooms(connection, await cursor.fetchall(), named)
+        turns = take_turns(fresh)
         cursors: list[Any] = []
         for number, turn in enumerate(turns):
             statements = _claim_statements([(name, named[name]) for name in turn], rooms, times)
@@ -190,7 +190,7 @@ async def claim_jobs(
             jobs, epochs = [job_id for job_id, _ in displaced], [epoch for _, epoch in displaced]
             await connection.execute(END_DISPLACED, {"jobs": jobs, "epochs": epochs, "now": now_s})
     found += [row for each in cursors for row in await each.fetchall()]
-    answered = named.keys() - set(asking)
+    answered = named.keys() - set(fresh)
     if answered:
         found += await connections.run(PREVIOUS_LEASES, _names(list(answered)))
     given: dict[_ClaimName, list[JobLease]] = {name: [] for name in named}
@@ -208,7 +208,7 @@ async def _read_rooms(
     connection: Connection, rows: Sequence[Any], named: Mapping[_ClaimName, Claim]
 ) -> tuple[list[_ClaimName], dict[str, Room], list[OpenAttempt]]:
     """The claims that are new, what their hosts have left beside their leases, and their attempts that have expired."""
-    asking = [(host, claim) for host, claim, *_ in rows if claim is not None]
+    fresh = [(host, claim) for host, claim, *_ in rows if claim is not None]
     attempts = [OpenAttempt(host, *rest) for host, claim, *rest in rows if claim is None]
     revocable = [attempt.job_id for attempt in attempts if attempt.expired]
     if revocable:
@@ -216,15 +216,15 @@ async def _read_rooms(
         locked = {job_id for (job_id,) in await cursor.fetchall()}
         # What somebody else has locked may be revived at this moment: it counts as held.
         attempts = [each._replace(expired=each.expired and each.job_id in locked) for each in attempts]
-    return asking, *open_rooms({name[0]: named[name].capacity for name in reversed(asking)}, attempts)
+    return fresh, *open_rooms({name[0]: named[name].capacity for name in reversed(fresh)}, attempts)
 
 
 def _claim_statements(
-    asking: Sequence[tuple[_ClaimName, Claim]], rooms: Mapping[str, Room], times: dict[str, float]
+    fresh: Sequence[tuple[_ClaimName, Claim]], rooms: Mapping[str, Room], times: dict[str, float]
 ) -> list[tuple[str, dict[str, Any]]]:
     """For claims of different hosts: one statement for those with the same options."""
     alike: dict[_Options, list[tuple[_ClaimName, list[Taken]]]] = {}
-    for name, wanted in asking:
+    for name, wanted in fresh:
         room, latest = rooms[wanted.host_id], wanted.held_back.get
         fits, kinds = room.fitting(wanted.classes)
         if not fits:

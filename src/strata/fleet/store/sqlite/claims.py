@@ -84,11 +84,11 @@ VALUES (?, ?, ?, ?, ?, ?, ?, ?, '', '', '', '', '', x'7b7d')
 def claim_jobs(db: sqlite3.Connection, claims: Sequence[Claim], lease_s: float, now_s: float) -> list[list[JobLease]]:
     named = {(each.host_id, each.claim_id): each for each in claims}
     given: dict[_ClaimName, list[JobLease]] = {name: [] for name in named}
-    asking, attempts = _read_claimants(db, named, given)
-    rooms, expired = open_rooms({name[0]: named[name].capacity for name in reversed(asking)}, attempts)
+    fresh, attempts = _read_claimants(db, named, given)
+    rooms, expired = open_rooms({name[0]: named[name].capacity for name in reversed(fresh)}, attempts)
     granted: list[JobLease] = []
-    for turn in take_turns(asking):
-        for taken in _choose_jobs(db, [(name, named[name], asking[name]) for name in turn], rooms):
+    for turn in take_turns(fresh):
+        for taken in _choose_jobs(db, [(name, named[name], fresh[name]) for name in turn], rooms):
             leases = _lease_jobs(db, taken, lease_s, now_s)
             for (name, _, _), lease in zip(taken, leases, strict=True):
                 given[name].append(lease)
@@ -107,7 +107,7 @@ def _read_claimants(
 
     Claims that were answered before are `given` the same leases.
     """
-    asking: dict[_ClaimName, str] = {}
+    fresh: dict[_ClaimName, str] = {}
     answered: set[_ClaimName] = set()
     attempts: dict[str, OpenAttempt] = {}
     for host_id, claim_id, active, known, refusing, job_id, epoch, taken, over in db.execute(
@@ -117,23 +117,23 @@ def _read_claimants(
         if known:
             answered.add(name)
         elif active:
-            asking[name] = host_id if refusing else ""
+            fresh[name] = host_id if refusing else ""
         if job_id is not None and not known:
             attempts[job_id] = OpenAttempt(host_id, job_id, epoch, taken, over)
     for name in answered:
         given[name] = [decode_lease(job_id, epoch, rest) for job_id, epoch, *rest in db.execute(PREVIOUS_LEASES, name)]
-    return asking, attempts.values()
+    return fresh, attempts.values()
 
 
 def _choose_jobs(
-    db: sqlite3.Connection, asking: Sequence[tuple[_ClaimName, Claim, str]], rooms: Mapping[str, Room]
+    db: sqlite3.Connection, fresh: Sequence[tuple[_ClaimName, Claim, str]], rooms: Mapping[str, Room]
 ) -> Iterator[list[_Grant]]:
     """Claims of different hosts: which job each gets, and what of its host goes with it.
 
     What was chosen leaves the queue before the next is asked for.
     """
     alike: dict[_Options, list[tuple[_ClaimName, Claim, Taken | None]]] = {}
-    for name, wanted, host in asking:
+    for name, wanted, host in fresh:
         room, held_back = rooms[wanted.host_id], wanted.held_back
         fits, kinds = room.fitting(wanted.classes)
         if fits:
