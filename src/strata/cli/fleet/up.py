@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from strata.fleet.agent.loop import Agent
     from strata.fleet.agent.settings import AgentSettings
-    from strata.fleet.client import HubClient
     from strata.fleet.core.capability import Capability
     from strata.hub.compose import Hub
     from strata.hub.settings import HubSettings
@@ -101,6 +100,7 @@ def up(
             "interpreter": interpreter,
         },
     )
+    agent = for_one_person(agent, hub.data)
     if not is_loopback_address(hub.listen) or hub.tls.enabled:
         raise StrataError(
             Code.INVALID,
@@ -116,6 +116,16 @@ def up(
     style: log.Format = "console" if sys.stderr.isatty() else "json"
     log.configure(style, "info" if verbose else "warning", colour=log.colour_wanted(sys.stderr, no_color=no_color()))
     asyncio.run(_run(hub, agent, name))
+
+
+def for_one_person(settings: AgentSettings, hub_data: Path) -> AgentSettings:
+    """Without `run_as` jobs run as their owner, who may still ask for a sandbox: then it hides the hub's data too."""
+    from msgspec.structs import replace
+
+    sandbox = settings.sandbox
+    mode = sandbox.mode or ("auto" if settings.run_as else "off")
+    hidden = (*sandbox.hidden, str(hub_data.expanduser().absolute()))
+    return replace(settings, sandbox=replace(sandbox, mode=mode, hidden=hidden))
 
 
 async def _run(hub_settings: HubSettings, agent_settings: AgentSettings, name: str | None) -> None:
@@ -178,12 +188,17 @@ async def _run_agent(settings: AgentSettings, serving: asyncio.Task[None]) -> No
     import asyncio
     import os
 
+    from strata.base.clock import SystemClock
     from strata.base.private import private_folder
     from strata.base.settings import process_environment
     from strata.fleet.agent import environment, identity
+    from strata.fleet.agent.environment_cache import build_variables
     from strata.fleet.agent.file_lock import try_lock
-    from strata.fleet.agent.loop import handle_signals
-    from strata.fleet.agent.start import check_host, probe_capability
+    from strata.fleet.agent.hub_api import HubApi
+    from strata.fleet.agent.loop import Agent, handle_signals
+    from strata.fleet.agent.prepare import HostContext
+    from strata.fleet.agent.start import check_host, find_sandbox, probe_capability
+    from strata.fleet.agent.state import AgentState
 
     folder = private_folder(settings.state_folder)
     lock = try_lock(folder / "lock")
@@ -192,30 +207,21 @@ async def _run_agent(settings: AgentSettings, serving: asyncio.Task[None]) -> No
     try:
         allowed = environment.inherited_by_jobs(process_environment(), settings.pass_env)
         client = identity.connect_to_hub(folder)
-        results = await asyncio.to_thread(check_host, settings, client)
+        sandbox = await asyncio.to_thread(find_sandbox, settings, process_environment())
+        results = await asyncio.to_thread(check_host, settings, client, sandbox)
         failed = [f"{result.check}: {result.reason}" for result in results if not result.ok]
         if failed:
             raise StrataError(Code.PRECONDITION, f"the self-test of this machine failed: {'; '.join(failed)}")
-        probed = await asyncio.to_thread(probe_capability, settings, allowed)
-        agent = _agent(settings, client, allowed, probed.capability)
+        probed = await asyncio.to_thread(probe_capability, settings, allowed, sandbox)
+        builds = build_variables(process_environment())
+        host = HostContext(settings, HubApi(client), allowed, sandbox.job_user, builds, sandbox)
+        agent = Agent(host, AgentState(settings.state_folder), SystemClock(), probed.capability)
         # Before it says that it is ready: from then on Ctrl-C has to end it in order.
         handle_signals(agent)
         _print_ready(settings, identity.load_membership(folder).name, probed.capability)
         await _until_stopped(agent, serving)
     finally:
         os.close(lock)
-
-
-def _agent(settings: AgentSettings, client: HubClient, allowed: dict[str, str], capability: Capability) -> Agent:
-    from strata.base.clock import SystemClock
-    from strata.fleet.agent.attempt_folder import find_job_user
-    from strata.fleet.agent.hub_api import HubApi
-    from strata.fleet.agent.loop import Agent
-    from strata.fleet.agent.prepare import HostContext
-    from strata.fleet.agent.state import AgentState
-
-    host = HostContext(settings, HubApi(client), allowed, find_job_user(settings.run_as))
-    return Agent(host, AgentState(settings.state_folder), SystemClock(), capability)
 
 
 async def _until_stopped(agent: Agent, serving: asyncio.Task[None]) -> None:

@@ -63,6 +63,11 @@ class AttemptPaths:
         return self.folder / "tmp"
 
     @property
+    def home(self) -> Path:
+        """The home of a job in a sandbox, for this attempt alone."""
+        return self.folder / "home"
+
+    @property
     def spec(self) -> Path:
         return self.folder / "job.json"
 
@@ -85,7 +90,7 @@ def create_attempt_folder(
     """
     remove_folder(paths.folder)
     paths.folder.mkdir(mode=0o700, parents=True)
-    folders = [paths.output, paths.checkpoints, paths.tmp]
+    folders = [paths.output, paths.checkpoints, paths.tmp, paths.home]
     folders += [paths.source] if not trainer.directory else []
     folders += [paths.resume] if lease.checkpoint else []
     for folder in folders:

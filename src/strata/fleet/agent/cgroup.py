@@ -1,14 +1,25 @@
-"""CPU and memory limits of this process's control group and of its ancestors: the tightest counts."""
+"""Control groups, versions 1 and 2: the limits of this process's own group, and a group with limits for each job.
+
+Of the limits of its own group and of the groups above it, the tightest counts. Standard library only, because the
+supervisor loads this file by its path.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
 
 ROOT: Final = Path("/sys/fs/cgroup")
 OWN: Final = Path("/proc/self/cgroup")
+AGENT_GROUP: Final = "strata-agent"
+_REMOVE_ROUNDS: Final = 50
+_REMOVE_S: Final = 0.02
 
 
 def cpu_quota(root: Path = ROOT, own: Path = OWN) -> float | None:
@@ -55,3 +66,137 @@ def _groups(controller: str, own: Path) -> Iterator[PurePosixPath]:
             yield PurePosixPath(path)
     # In a container the groups may have the names of the host, while the files are the container's own.
     yield PurePosixPath("/")
+
+
+# The groups of jobs: one in every hierarchy that has a limit for them
+
+
+@dataclass(frozen=True)
+class JobParents:
+    """The groups below which each job gets a group of its own, one for each hierarchy."""
+
+    groups: tuple[Path, ...] = ()
+    limits: frozenset[str] = frozenset()
+    """Of `memory` and `processes`, those that they can limit."""
+
+
+def job_parents(root: Path = ROOT, own: Path = OWN) -> JobParents:
+    """Without permission to create groups: none.
+
+    Version 1 has a hierarchy for each controller, and beside them version 2 may have one without controllers, which is
+    still good for finding and killing all processes of a job.
+    """
+    unified = root if (root / "cgroup.controllers").exists() else root / "unified"
+    parents, limits = [], set()
+    for mount, controller in ((root / "memory", "memory"), (root / "pids", "pids"), (unified, "")):
+        parent = mount / next(_groups(controller, own)).relative_to("/")
+        parent = parent if parent.is_dir() else mount
+        if not controller and unified == root:
+            parent = _delegate(parent)
+        found = _limits_below(parent)
+        if found is not None:
+            parents.append(parent)
+            limits |= found
+    return JobParents(tuple(parents), frozenset(limits))
+
+
+def create_groups(groups: Sequence[Path], *, memory_bytes: int, processes: int) -> None:
+    """Create the groups of one job with its limits; 0 is no limit. OSError if a limit cannot be set."""
+    for group in groups:
+        group.mkdir(exist_ok=True)
+        if memory_bytes:
+            _write_limit(group / "memory.limit_in_bytes", memory_bytes)
+            _write_limit(group / "memory.memsw.limit_in_bytes", memory_bytes)
+            _write_limit(group / "memory.max", memory_bytes)
+            _write_limit(group / "memory.swap.max", 0)
+            _write_limit(group / "memory.oom.group", 1)
+        if processes:
+            _write_limit(group / "pids.max", processes)
+
+
+def join_groups(groups: Sequence[Path]) -> None:
+    """Move this process, and what it will start, into the groups."""
+    for group in groups:
+        (group / "cgroup.procs").write_text("0")
+
+
+def oom_kills(groups: Sequence[Path]) -> int:
+    """How many processes the kernel killed in these groups because they were out of memory."""
+    for group in groups:
+        for name in ("memory.events", "memory.oom_control"):
+            with suppress(OSError, ValueError):
+                for line in (group / name).read_text().splitlines():
+                    key, _, count = line.partition(" ")
+                    if key == "oom_kill":
+                        return int(count)
+    return 0
+
+
+def kill_groups(groups: Sequence[Path]) -> bool:
+    """Kill every process in the groups; whether there was one."""
+    found = False
+    for group in groups:
+        pids = _words(group / "cgroup.procs")
+        found = found or bool(pids)
+        with suppress(OSError):
+            (group / "cgroup.kill").write_text("1")
+            continue
+        for pid in pids:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(int(pid), signal.SIGKILL)
+    return found
+
+
+def remove_groups(groups: Sequence[Path]) -> None:
+    """Remove the groups of a job that has ended. One that is still in use for a moment is left to the next agent."""
+    for group in groups:
+        for _ in range(_REMOVE_ROUNDS):
+            try:
+                group.rmdir()
+            except FileNotFoundError:
+                break
+            except OSError:
+                time.sleep(_REMOVE_S)
+            else:
+                break
+
+
+def _delegate(parent: Path) -> Path:
+    """Let groups below `parent` have limits. Version 2 allows that only to a group without processes of its own."""
+    if parent.name == AGENT_GROUP:
+        parent = parent.parent
+    if not {"memory", "pids"} <= set(_words(parent / "cgroup.subtree_control")):
+        with suppress(OSError):
+            if (parent / "cgroup.type").exists():
+                (parent / AGENT_GROUP).mkdir(exist_ok=True)
+                (parent / AGENT_GROUP / "cgroup.procs").write_text("0")
+            (parent / "cgroup.subtree_control").write_text("+memory +pids")
+    return parent
+
+
+def _limits_below(parent: Path) -> set[str] | None:
+    """What a group below this one can limit; None if this process cannot create one."""
+    probe = parent / f"strata-probe-{os.getpid()}"
+    try:
+        probe.mkdir()
+    except OSError:
+        return None
+    files = {"memory.max": "memory", "memory.limit_in_bytes": "memory", "pids.max": "processes"}
+    limits = {limit for name, limit in files.items() if os.access(probe / name, os.W_OK)}
+    # A process moves only if this one may write to the group that both have in common as well.
+    joinable = os.access(probe / "cgroup.procs", os.W_OK) and os.access(parent / "cgroup.procs", os.W_OK)
+    probe.rmdir()
+    return limits if joinable else None
+
+
+def _write_limit(path: Path, value: int) -> None:
+    # A hierarchy of version 1 has the files of its own controller only, and few systems account for swap.
+    if path.exists():
+        path.write_text(str(value))
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []

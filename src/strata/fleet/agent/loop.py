@@ -248,7 +248,7 @@ class Agent:
                 attempt.stop(StopOrder(cause=Cause.PREEMPTED, reason=local_use), self._settings.grace_s)
 
     def probe(self) -> ProbeResult:
-        return probe_host(self._host.environ, self._settings)
+        return probe_host(self._host.environ, self._settings, self._host.sandbox.level)
 
     # Draining
 

@@ -11,6 +11,7 @@ from strata.fleet.agent.supervised import ChildExit, SupervisorLost
 from strata.fleet.core.job import Cause
 
 ERROR_BYTES: Final = 8192
+GIB: Final = 1024**3
 _KILL: Final = 9
 """SIGKILL as a number: Windows has no such name."""
 _OUT_OF_MEMORY: Final = re.compile(
@@ -47,6 +48,8 @@ def _cause(child: ChildExit, tail: str, timeout_s: float) -> tuple[Cause | None,
     ended = describe_exit_status(child.status)
     rules: tuple[tuple[bool, Cause | None, str], ...] = (
         (not child.started, Cause.SETUP_ERROR if child.setup else Cause.INFRA, child.error),
+        (child.exceeded == "disk", Cause.USER_ERROR, _exceeded(child)),
+        (child.exceeded == "memory", Cause.OOM, _exceeded(child)),
         (child.timed_out, Cause.TIMEOUT, f"ran longer than timeout_s = {timeout_s:g}"),
         # SIGTERM reached the supervisor without the agent's request: the system is going down.
         (child.stopped, Cause.PREEMPTED, "the host is stopping"),
@@ -56,6 +59,12 @@ def _cause(child: ChildExit, tail: str, timeout_s: float) -> tuple[Cause | None,
         (True, Cause.USER_ERROR, ended),
     )
     return next((cause, message) for applies, cause, message in rules if applies)
+
+
+def _exceeded(child: ChildExit) -> str:
+    if child.exceeded_bytes < 0:
+        return "the folders of the attempt are nested too deeply for its limit of disk to be checked"
+    return f"took more {child.exceeded} than this host gives to a job: {child.exceeded_bytes / GIB:.2f} GiB"
 
 
 def _import_failed(child: ChildExit, tail: str) -> bool:

@@ -25,6 +25,7 @@ from strata.fleet.agent.environment_cache import (
 from strata.fleet.agent.hub_api import HubApi
 from strata.fleet.agent.path_names import artifact_id, attempt_name
 from strata.fleet.agent.privsep import run_with_input
+from strata.fleet.agent.sandbox import UNCONFINED, HostSandbox, job_user_of
 from strata.fleet.agent.settings import AgentSettings
 from strata.fleet.agent.supervised import SupervisorSpec
 from strata.fleet.core.jobspec import TrainerSpec
@@ -49,6 +50,7 @@ class HostContext:
     job_user: JobUser | None
     build_environ: Mapping[str, str] = field(default_factory=dict)
     """The agent's own variables that uv gets and jobs do not."""
+    sandbox: HostSandbox = UNCONFINED
 
     @property
     def uid(self) -> int | None:
@@ -87,7 +89,7 @@ def create_work_folder(settings: AgentSettings) -> None:
     """Create the work folder: other users can enter their own folders below it, and cannot list it."""
     for folder in (settings.work_folder, settings.work_folder / "attempts"):
         folder.mkdir(mode=0o711, parents=True, exist_ok=True)
-        if settings.run_as and os.name == "posix":
+        if os.name == "posix" and job_user_of(settings) is not None:
             status = folder.lstat()
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
                 raise StrataError(
@@ -135,7 +137,9 @@ def prepare_attempt(
         built = provide_environment(host.environments, trainer.environment, cwd, key, wanted)
         venv, facts = built.path, {"environment": built.facts}
     inputs = environment.JobInputs(devices=devices, venv=venv, secrets=lease.secrets)
-    return PreparedAttempt(_supervisor_spec(host, lease, trainer, paths, cwd, inputs), facts)
+    spec = _supervisor_spec(host, lease, trainer, paths, cwd, inputs)
+    readable = [Path(venv)] if venv else []
+    return PreparedAttempt(host.sandbox.confine(spec, paths, readable=readable, gpus=devices != ()), facts)
 
 
 def _supervisor_spec(

@@ -18,6 +18,7 @@ import msgspec
 from strata.fleet.agent import cgroup, gpu
 from strata.fleet.agent.settings import AgentSettings
 from strata.fleet.core.capability import Capability
+from strata.fleet.core.requirement import SandboxLevel
 
 INTERPRETER_TIMEOUT_S: Final = 120.0
 _NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9._-]+")
@@ -53,7 +54,7 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
     """What could not be determined, and why."""
 
 
-def probe_host(environ: Mapping[str, str], settings: AgentSettings) -> ProbeResult:
+def probe_host(environ: Mapping[str, str], settings: AgentSettings, sandbox: SandboxLevel = "none") -> ProbeResult:
     """`environ` is the environment of jobs. Takes seconds where there are GPUs and torch."""
     inventory = gpu.query_gpus(environ)
     python = query_interpreter(settings.interpreter or sys.executable, environ, with_cuda=bool(inventory.gpus))
@@ -70,6 +71,7 @@ def probe_host(environ: Mapping[str, str], settings: AgentSettings) -> ProbeResu
         torch=python.torch[:256],
         python=python.python[:256],
         git_commit=commit_of(settings.source, environ) if settings.source is not None else "",
+        sandbox=sandbox,
         labels=settings.labels,
         slots=settings.slots,
         utc_offset_min=utc_offset_min(),

@@ -13,10 +13,13 @@ from typing import Final
 
 import msgspec
 
-from strata.base.errors import StrataError
+from strata.base.errors import Code, StrataError
 from strata.base.private import private_folder
 from strata.fleet.agent import supervised
-from strata.fleet.agent.attempt_folder import JobUser
+from strata.fleet.agent.attempt_folder import AttemptPaths, JobUser
+from strata.fleet.agent.privsep import run_with_input
+from strata.fleet.agent.privsep_worker import CheckFolderExists
+from strata.fleet.agent.sandbox import UNCONFINED, HostSandbox
 
 GIB: Final = 1024**3
 CHILD_TIMEOUT_S: Final = 20.0
@@ -36,14 +39,15 @@ def run_self_test(
     min_free_gib: float,
     max_skew_s: float,
     ahead_s: float | None = None,
-    job_user: JobUser | None = None,
+    sandbox: HostSandbox = UNCONFINED,
 ) -> list[SelfTestResult]:
     """Every check with its result; `ahead_s` is this clock's lead over the hub's, if the hub was reached."""
     return [
         _check_writable("state folder", state),
         _check_writable("work folder", work),
         check_disk_space(work, min_free_gib),
-        _check_child_process(state, work, job_user),
+        _check_child_process(state, work, sandbox),
+        SelfTestResult(check="sandbox", ok=True, reason=sandbox.describe()),
         *([] if ahead_s is None else [check_clock_skew(ahead_s, max_skew_s)]),
     ]
 
@@ -80,21 +84,24 @@ def _check_writable(check: str, folder: Path) -> SelfTestResult:
     return SelfTestResult(check=check, ok=True, reason=str(folder))
 
 
-def _check_child_process(state: Path, work: Path, job_user: JobUser | None) -> SelfTestResult:
+def _check_child_process(state: Path, work: Path, sandbox: HostSandbox) -> SelfTestResult:
     """Start and stop a real child as a job would be."""
+    job_user = sandbox.job_user
     name = f".selftest-{secrets.token_hex(4)}"
     check = "child process"
     process: subprocess.Popen[bytes] | None = None
-    cwd = work / name
+    paths = AttemptPaths(work / name)
     folder = state / name
     try:
         private_folder(folder)
-        cwd.mkdir(mode=0o700)
-        if job_user is not None:
-            os.lchown(cwd, job_user.uid, job_user.gid)
+        for each in (paths.folder, paths.tmp, paths.home):
+            each.mkdir(mode=0o700)
+            if job_user is not None:
+                os.lchown(each, job_user.uid, job_user.gid)
+        _check_reachable(work, paths.folder, job_user)
         spec = supervised.SupervisorSpec(
             command=[sys.executable, "-I", "-S", "-c", _SLEEPER],
-            cwd=str(cwd),
+            cwd=str(paths.folder),
             env={},
             max_log_bytes=4096,
             timeout_s=CHILD_TIMEOUT_S,
@@ -103,7 +110,7 @@ def _check_child_process(state: Path, work: Path, job_user: JobUser | None) -> S
             gid=None if job_user is None else job_user.gid,
             groups=() if job_user is None else job_user.groups,
         )
-        supervised.write_spec(folder, spec)
+        supervised.write_spec(folder, sandbox.confine(spec, paths))
         process = supervised.start_supervisor(folder)
         status = _stop_when_running(folder, process)
     except (OSError, StrataError) as error:
@@ -112,10 +119,21 @@ def _check_child_process(state: Path, work: Path, job_user: JobUser | None) -> S
         if process is not None:
             _wait(process)
         shutil.rmtree(folder, ignore_errors=True)
-        shutil.rmtree(cwd, ignore_errors=True)
+        shutil.rmtree(paths.folder, ignore_errors=True)
     if isinstance(status, supervised.ChildExit) and status.stopped:
         return SelfTestResult(check=check, ok=True, reason="starts and ends")
     return SelfTestResult(check=check, ok=False, reason=_describe(status))
+
+
+def _check_reachable(work: Path, folder: Path, job_user: JobUser | None) -> None:
+    """PRECONDITION unless the jobs' user, who prepares attempts outside of a sandbox, can enter the work folder."""
+    try:
+        run_with_input(CheckFolderExists(path=str(folder)), job_user)
+    except StrataError:
+        raise StrataError(
+            Code.PRECONDITION,
+            f"the jobs' user cannot enter {work}: set work to a folder below which it may go, or run_as",
+        ) from None
 
 
 def _stop_when_running(folder: Path, process: subprocess.Popen[bytes]) -> supervised.ChildStatus:

@@ -16,6 +16,30 @@ NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Word = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_]+\*?\Z")]
 
 
+class SandboxSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What confines the jobs of this host: `[agent.sandbox]`."""
+
+    mode: Literal["auto", "required", "off"] | None = None
+    """`auto`: the strongest that the host can do; `required`: namespaces, or the agent does not start; `off`: jobs run
+    as the agent's user or as `run_as`, without limits. None: `auto`, and `off` for `strata up` without `run_as`."""
+    memory_gib: NotNegative = 0.0
+    """Of one job, with all its processes. 0: nine tenths of the host's memory."""
+    processes: Annotated[int, msgspec.Meta(ge=0)] = 16_384
+    """Processes and threads of one job. 0: no limit."""
+    disk_gib: NotNegative = 0.0
+    """Of the folder of one attempt: its source, output, checkpoints, temporary files and home. 0: no limit."""
+    network: Literal["host", "none", "allow"] = "host"
+    """`none`: a job reaches itself only; `allow`: also the networks in `allow`, which needs root and nftables."""
+    allow: tuple[str, ...] = ()
+    """Addresses and networks, as in `10.1.0.0/16`; name resolution needs the address of the resolver."""
+    readable: tuple[str, ...] = ()
+    """Folders that jobs may read although they lie in a home or below /tmp."""
+    writable: tuple[str, ...] = ()
+    """Folders that jobs may write, such as a cache of models; all jobs of the host share them."""
+    hidden: tuple[str, ...] = ()
+    """More folders that jobs do not see."""
+
+
 class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     state: Path | None = None
     """Folder with credentials, attempts and logs, readable by the agent only. None: `~/.local/state/strata/agent`."""
@@ -29,7 +53,9 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     source: Path | None = None
     """A checkout whose commit is reported to the hub as this host's."""
     run_as: str = ""
-    """The user whom jobs run as, if the agent is root. Empty: the agent's own, which can read its credentials."""
+    """The user whom jobs run as, if the agent is root. Empty: `strata-job` or `nobody`; for an agent that is not root,
+    and with `sandbox.mode = "off"`, the agent's own."""
+    sandbox: SandboxSettings = SandboxSettings()
     pass_env: tuple[Word, ...] = ()
     """More variables of the agent that jobs inherit (`HTTP_PROXY`, `NCCL_*`)."""
     on_stop: Literal["preempt", "finish", "leave"] = "preempt"

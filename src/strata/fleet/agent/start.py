@@ -10,14 +10,14 @@ from strata.base import log
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.base.private import private_folder, set_private_umask
-from strata.fleet.agent import environment, identity
-from strata.fleet.agent.attempt_folder import find_job_user
+from strata.fleet.agent import cgroup, environment, identity
 from strata.fleet.agent.environment_cache import build_variables
 from strata.fleet.agent.file_lock import try_lock
 from strata.fleet.agent.hub_api import HubApi
 from strata.fleet.agent.loop import Agent, handle_signals
 from strata.fleet.agent.prepare import HostContext, create_work_folder
-from strata.fleet.agent.probe import ProbeResult, probe_host
+from strata.fleet.agent.probe import ProbeResult, probe_host, ram_bytes
+from strata.fleet.agent.sandbox import UNCONFINED, HostSandbox, detect_sandbox
 from strata.fleet.agent.selftest import SelfTestResult, run_self_test
 from strata.fleet.agent.settings import AgentSettings
 from strata.fleet.agent.state import AgentState
@@ -37,7 +37,8 @@ def run(settings: AgentSettings, environ: Mapping[str, str], announce: Callable[
         raise StrataError(Code.CONFLICT, f"another agent uses the state folder {folder}")
     try:
         client = identity.connect_to_hub(folder)
-        results = check_host(settings, client)
+        sandbox = find_sandbox(settings, environ)
+        results = check_host(settings, client, sandbox)
         failed = [result for result in results if not result.ok]
         if failed:
             reasons = "; ".join(f"{result.check}: {result.reason}" for result in failed)
@@ -45,24 +46,29 @@ def run(settings: AgentSettings, environ: Mapping[str, str], announce: Callable[
                 Code.PRECONDITION, f"the self-test of this host failed: {reasons}", hint="strata agent check"
             )
         allowed = environment.inherited_by_jobs(environ, settings.pass_env)
-        probed = probe_capability(settings, allowed)
+        probed = probe_capability(settings, allowed, sandbox)
         for problem in probed.problems:
             _log.warning("host_probe_incomplete", reason=problem)
-        job_user, build_environ = find_job_user(settings.run_as), build_variables(environ)
-        host = HostContext(settings, HubApi(client), allowed, job_user, build_environ)
-        if host.job_user is None and hasattr(os, "geteuid") and os.geteuid() == 0:
+        host = HostContext(settings, HubApi(client), allowed, sandbox.job_user, build_variables(environ), sandbox)
+        if sandbox.job_user is None and hasattr(os, "geteuid") and os.geteuid() == 0:
             _log.warning("jobs_run_as_root", hint="set run_as: jobs can read this host's credentials")
+        _log.info("sandbox", level=sandbox.level, reason=sandbox.describe())
         announce(f"{member.name} works for {member.url}, work in {settings.work_folder}")
         asyncio.run(_run(host, probed))
     finally:
         os.close(lock)
 
 
-def check_host(settings: AgentSettings, client: HubClient | None) -> list[SelfTestResult]:
+def find_sandbox(settings: AgentSettings, environ: Mapping[str, str]) -> HostSandbox:
+    """What confines jobs on this host. PRECONDITION if it cannot do what the settings require."""
+    create_work_folder(settings)
+    return detect_sandbox(settings, environ, ram_bytes(cgroup.memory_limit()))
+
+
+def check_host(settings: AgentSettings, client: HubClient | None, sandbox: HostSandbox) -> list[SelfTestResult]:
     """The self-test, with the hub's clock if the hub is reachable: an agent may start while the hub is away."""
     results: list[SelfTestResult] = []
     ahead_s = None
-    create_work_folder(settings)
     if client is not None:
         try:
             client.call("GET", "/v1/health", HubHealth, timeout_s=10.0)
@@ -76,12 +82,14 @@ def check_host(settings: AgentSettings, client: HubClient | None) -> list[SelfTe
         min_free_gib=settings.min_free_gib,
         max_skew_s=settings.max_skew_s,
         ahead_s=ahead_s,
-        job_user=find_job_user(settings.run_as),
+        sandbox=sandbox,
     )
 
 
-def probe_capability(settings: AgentSettings, allowed: Mapping[str, str]) -> ProbeResult:
-    return probe_host(allowed, settings)
+def probe_capability(
+    settings: AgentSettings, allowed: Mapping[str, str], sandbox: HostSandbox = UNCONFINED
+) -> ProbeResult:
+    return probe_host(allowed, settings, sandbox.level)
 
 
 async def _run(host: HostContext, probed: ProbeResult) -> None:

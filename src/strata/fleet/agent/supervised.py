@@ -14,18 +14,36 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
 from strata.base.atomic import read_json, write_json
-from strata.fleet.agent import supervisor
+from strata.fleet.agent import cgroup, job_limits, supervisor
 from strata.fleet.agent.file_lock import is_locked
 
 LOG: Final = "log"
 _NEW_GROUP: Final = 0x200
 """CREATE_NEW_PROCESS_GROUP: the subprocess module has the name only on Windows."""
 _SUPERVISOR_ENV: Final = {"SYSTEMROOT": r"C:\Windows"} if sys.platform == "win32" else {}
+
+
+class LimitsSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The limits of a job; 0 and empty: none. `job_limits` applies them."""
+
+    memory_bytes: int = 0
+    processes: int = 0
+    disk_bytes: int = 0
+    disk_folder: str = ""
+    groups: Sequence[str] = ()
+    """Control groups of this job alone, which its supervisor creates and removes."""
+    watch_memory: bool = False
+    """No control group limits the memory: the supervisor measures it."""
+    limit_user: bool = False
+    """No control group limits the processes: their number is limited for the job's user."""
+    network_rules: str = ""
+    """For nft, while the job runs."""
+    network_table: str = ""
 
 
 class SupervisorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,6 +59,11 @@ class SupervisorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """None: the agent's own user."""
     gid: int | None = None
     groups: Sequence[int] = ()
+    wrapper: Sequence[str] = ()
+    """The program that makes the sandbox, with its options; the command is executed inside. Empty: no sandbox."""
+    switch_inside: bool = False
+    """The wrapper starts as root, and the command inside becomes the job's user."""
+    limits: LimitsSpec = LimitsSpec()
 
 
 class ChildExit(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +84,10 @@ class ChildExit(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of output that the log does not hold."""
     ran_s: float = 0.0
     max_rss_bytes: int = 0
+    exceeded: Literal["", "memory", "disk"] = ""
+    """The supervisor killed the child because it took more of this than its limit."""
+    exceeded_bytes: int = 0
+    """What it took; -1: its folders are nested too deeply to be measured."""
 
 
 class ProcessIds(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,7 +167,18 @@ def request_stop(folder: Path, grace_s: float) -> None:
 
 
 def kill_orphans(folder: Path) -> None:
-    """After the supervisor was lost: kill the child's process group, if the pid still belongs to that child."""
+    """After the supervisor was lost: kill all that is in the job's control groups, and the child's process group.
+
+    The process group only if the pid still belongs to that child.
+    """
+    spec = read_json(folder / "waiter.json", SupervisorSpec)
+    if spec is not None:
+        groups = [Path(group) for group in spec.limits.groups]
+        cgroup.kill_groups(groups)
+        cgroup.remove_groups(groups)
+        if spec.limits.network_table:
+            with suppress(OSError):
+                job_limits.run_nft(f"delete table inet {spec.limits.network_table}")
     pids = read_pids(folder)
     if pids is None or not pids.child or sys.platform == "win32":
         return

@@ -39,6 +39,7 @@ _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _PR_SET_NO_NEW_PRIVS: Final = 38
 _KILL_TIMEOUT_S: Final = 10.0
+_SHELL_SIGNAL: Final = 128
 _SETUP_ERRNOS: Final = frozenset(
     {
         errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.ENOTDIR, errno.EISDIR, errno.ELOOP,
@@ -61,13 +62,15 @@ def main(folder: Path) -> int:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     write_json(folder / "pid.json", {"waiter": os.getpid(), "waiter_started": started_at(os.getpid())})
     log = BoundedLog((folder / "log").open("ab", buffering=0), spec["max_log_bytes"])
-    oom_before = oom_kills()
+    limits = _load_sibling("job_limits").JobLimits(spec.get("limits") or {}, _load_sibling("cgroup"), oom_kills)
     began_s = time.monotonic()
     try:
-        child = _start(spec)
+        limits.apply()
+        child, status = _start(spec, limits)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         # ValueError: an environment variable whose name or value no process can have.
         log.finish()
+        limits.remove()
         message = f"cannot start {spec['command'][0]!r}: {error}"
         write_json(folder / "exit.json", {"started": False, "error": message, "setup": _is_setup_error(error)})
         return 0
@@ -82,20 +85,21 @@ def main(folder: Path) -> int:
     )
     copier = threading.Thread(target=_copy_output, args=(child.stdout, log), daemon=True)
     copier.start()
-    stop_reason = ChildMonitor(child, folder, spec).run(sigterm)
+    stop_reason = ChildMonitor(child, folder, spec, limits).run(sigterm)
     copier.join(_KILL_TIMEOUT_S)
     left_out = log.finish()
+    kills = limits.remove()
     write_json(
         folder / "exit.json",
         stop_reason
         | {
-            "started": True,
             "status": child.returncode,
-            "oom_kills": oom_kills() - oom_before,
+            "oom_kills": kills,
             "left_out": left_out,
             "ran_s": time.monotonic() - began_s,
             "max_rss_bytes": _max_rss(),
-        },
+        }
+        | (_sandbox_status(spec, status, child.returncode) if status is not None else {"started": True}),
     )
     return 0
 
@@ -103,8 +107,10 @@ def main(folder: Path) -> int:
 class ChildMonitor:
     """Waits for the child, ends it on request or at its timeout, and leaves none of its processes behind."""
 
-    def __init__(self, child: subprocess.Popen[bytes], folder: Path, spec: dict[str, Any]) -> None:
+    def __init__(self, child: subprocess.Popen[bytes], folder: Path, spec: dict[str, Any], limits: Any) -> None:
         self._child = child
+        self._limits = limits
+        self._wrapped = bool(spec.get("wrapper"))
         self._stop_file = folder / "stop.json"
         self._timeout_s: float = spec["timeout_s"]
         self._grace_s: float = spec["grace_s"]
@@ -115,6 +121,7 @@ class ChildMonitor:
 
     def run(self, sigterm: threading.Event) -> dict[str, Any]:
         stopped = timed_out = False
+        exceeded: dict[str, Any] = {}
         while self._child.poll() is None:
             now_s = time.monotonic()
             grace_s = self._requested_grace_s(sigterm)
@@ -123,12 +130,16 @@ class ChildMonitor:
                 if self._kill_at_s is None:
                     stopped, timed_out = grace_s is not None, grace_s is None
                 self._stop_child(now_s, self._grace_s if grace_s is None else grace_s)
+            elif not exceeded:
+                exceeded = self._limits.exceeded(now_s, _rss_of_descendants)
+            if exceeded:
+                self._kill()
             if now_s >= self._reap_at_s:
                 self._reap_zombies()
                 self._reap_at_s = now_s + REAP_S
             time.sleep(POLL_S)
         self._kill_descendants()
-        return {"stopped": stopped, "timed_out": timed_out}
+        return {"stopped": stopped, "timed_out": timed_out} | exceeded
 
     def _requested_grace_s(self, sigterm: threading.Event) -> float | None:
         """None: no stop was requested."""
@@ -153,8 +164,11 @@ class ChildMonitor:
             self._child.terminate()
             return
         pids = descendants(os.getpid())
+        if self._wrapped:
+            # Bubblewrap would end at once, and with it the job. Its process inside, the first there, ignores SIGTERM.
+            pids = [pid for pid in pids if pid != self._child.pid]
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            if not pids:
+            if not pids and not self._wrapped:
                 os.killpg(self._child.pid, signal.SIGTERM)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -169,12 +183,13 @@ class ChildMonitor:
         for pid in descendants(os.getpid()):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
+        self._limits.kill()
 
     def _kill_descendants(self) -> None:
         """Kill the processes that outlived the child; repeatedly, because a process may start another while it dies."""
         until_s = time.monotonic() + _KILL_TIMEOUT_S
         self._kill()
-        while descendants(os.getpid()) and time.monotonic() < until_s:
+        while (descendants(os.getpid()) or self._limits.kill()) and time.monotonic() < until_s:
             self._kill()
             self._reap_zombies()
             time.sleep(0.01)
@@ -232,27 +247,68 @@ class BoundedLog:
                 rest = rest[os.write(self._file.fileno(), rest) :]
 
 
-def _start(spec: dict[str, Any]) -> subprocess.Popen[bytes]:
+def _start(spec: dict[str, Any], limits: Any) -> tuple[subprocess.Popen[bytes], int | None]:
+    """The child, and with a wrapper the descriptor that says whether the job's command was executed in it."""
     options: dict[str, Any] = {}
+    command, env, cwd, status = spec["command"], spec["env"], spec["cwd"], None
+    to_close: list[int] = []
     if sys.platform == "win32":
         options["creationflags"] = subprocess.CREATE_NEW_PROCESS_GROUP
     else:
         options["start_new_session"] = True
         options["umask"] = 0o077
         # No thread exists yet, so the code between fork and exec is safe.
-        options["preexec_fn"] = _before_exec()
-        if spec.get("uid") is not None:
-            options |= {"user": spec["uid"], "group": spec["gid"], "extra_groups": spec["groups"]}
-    return subprocess.Popen(
-        spec["command"],
-        cwd=spec["cwd"],
-        env=spec["env"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        bufsize=0,
-        **options,
-    )
+        options["preexec_fn"] = _before_exec(spec, limits)
+        if spec.get("wrapper"):
+            request, (status, status_in) = _request_pipe(spec), os.pipe()
+            to_close = [request, status_in]
+            script = Path(__file__).with_name("enter.py").read_text(encoding="utf-8")
+            enter = [sys.executable, "-I", "-S", "-c", script, str(request), str(status_in)]
+            command, env, cwd = [*spec["wrapper"], "--", *enter], {}, "/"
+            options["pass_fds"] = to_close
+    try:
+        child = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            bufsize=0,
+            **options,
+        )
+    finally:
+        for descriptor in to_close:
+            os.close(descriptor)
+    return child, status
+
+
+def _request_pipe(spec: dict[str, Any]) -> int:
+    """A file without a name that `enter` reads: the environment of a job belongs neither in arguments nor on a disk."""
+    inside = {key: spec.get(key) for key in ("command", "env", "cwd", "uid", "gid", "groups")}
+    if not spec.get("switch_inside"):
+        inside |= {"uid": None}
+    request = os.memfd_create("request")
+    with os.fdopen(os.dup(request), "wb") as file:
+        file.write(json.dumps(inside).encode())
+    os.lseek(request, 0, os.SEEK_SET)
+    return request
+
+
+def _sandbox_status(spec: dict[str, Any], status: int, returncode: int) -> dict[str, Any]:
+    """Whether the job's command was executed, and how it ended. All writers of the descriptor have ended."""
+    with os.fdopen(status, "rb") as file:
+        entered, _, failure = file.read().partition(b"\n")
+    if entered != b"entered":
+        # Killed by a stop before it came so far, or the sandbox cannot be made, which the log explains.
+        return {"started": returncode < 0, "status": returncode, "error": "the sandbox of the job could not be made"}
+    if failure:
+        reason = json.loads(failure)
+        message = f"cannot start {spec['command'][0]!r}: {reason['error']}"
+        return {"started": False, "error": message, "setup": reason["errno"] in (None, *_SETUP_ERRNOS)}
+    # Bubblewrap ends like a shell: 128 and the number of the signal.
+    signalled = returncode - _SHELL_SIGNAL
+    return {"started": True, "status": -signalled if 0 < signalled < signal.NSIG else returncode}
 
 
 def _is_setup_error(error: Exception) -> bool:
@@ -260,17 +316,24 @@ def _is_setup_error(error: Exception) -> bool:
     return isinstance(error, ValueError) or getattr(error, "errno", None) in _SETUP_ERRNOS
 
 
-def _before_exec() -> Callable[[], None]:
+def _before_exec(spec: dict[str, Any], limits: Any) -> Callable[[], None]:
     prctl = ctypes.CDLL(None).prctl if _LINUX else None
+    switch = spec.get("uid") is not None and not spec.get("switch_inside")
 
     def prepare() -> None:
+        if prctl is not None:
+            # The kernel's OOM killer takes the job and not the agent. Another user may not write this any more.
+            with contextlib.suppress(OSError):
+                Path("/proc/self/oom_score_adj").write_text("500")
+        limits.enter()
+        if switch:
+            os.setgroups(spec["groups"])
+            os.setgid(spec["gid"])
+            os.setuid(spec["uid"])
         if prctl is not None:
             # The child dies with a killed supervisor: no other process would learn how it ended.
             prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-            # The kernel's OOM killer takes the job and not the agent.
-            with contextlib.suppress(OSError):
-                Path("/proc/self/oom_score_adj").write_text("500")
 
     return prepare
 
@@ -304,6 +367,11 @@ def descendants(pid: int) -> list[int]:
             if state not in ("Z", "X"):
                 living.append(descendant)
     return living
+
+
+def _rss_of_descendants() -> int:
+    stats = [fields for pid in descendants(os.getpid()) if (fields := _stat(pid))]
+    return sum(int(fields[21]) for fields in stats) * os.sysconf("SC_PAGE_SIZE")
 
 
 def started_at(pid: int) -> str:
@@ -382,15 +450,22 @@ def _job_object(child: subprocess.Popen[bytes]) -> Callable[[], None] | None:
     """On Windows: the function that ends the child and all it started."""
     if os.name != "nt":
         return None
+    terminate: Callable[[], None] = _load_sibling("windows").job_object_of(child.pid).terminate
+    return terminate
+
+
+def _load_sibling(name: str) -> Any:
+    """A module beside this file, by its path: this program runs without its package."""
     from importlib.util import module_from_spec, spec_from_file_location
 
-    spec = spec_from_file_location("windows", Path(__file__).with_name("windows.py"))
+    spec = spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     assert spec is not None
     assert spec.loader is not None
-    windows = module_from_spec(spec)
-    spec.loader.exec_module(windows)
-    terminate: Callable[[], None] = windows.job_object_of(child.pid).terminate
-    return terminate
+    module = module_from_spec(spec)
+    # A dataclass looks up its own module.
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ import msgspec
 from strata.base.ids import content_id
 from strata.fleet.core.amounts import Capacity, Card
 from strata.fleet.core.jobspec import HostSpec, QuietHours
-from strata.fleet.core.requirement import Count, Label, LabelValue, Name, Slots, without_defaults
+from strata.fleet.core.requirement import Count, Label, LabelValue, Name, SandboxLevel, Slots, without_defaults
 
 GIB: Final = 1024**3
 _BUCKETS_PER_GIB: Final = 2
@@ -52,6 +52,8 @@ class Capability(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     torch: Text = ""
     python: Text = ""
     git_commit: Text = ""
+    sandbox: SandboxLevel = "none"
+    """What confines the jobs of this host."""
     labels: dict[Label, LabelValue] = {}
     """Of the agent's own settings."""
     slots: Slots | None = None
@@ -77,6 +79,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Given by an operator."""
     own_labels: dict[Label, LabelValue] = {}
     """Of the agent's own settings: good for wishes only."""
+    sandbox: SandboxLevel = "none"
     slots: int | None = None
     """None: as many jobs at once as fit by their amounts."""
     allow_jobs: tuple[str, ...] | None = None
@@ -117,6 +120,7 @@ def profile(
         cards=tuple(card for _, card in cards),
         labels={**(granted or {}), **policy.labels},
         own_labels=capability.labels,
+        sandbox=capability.sandbox,
         slots=policy.slots if capability.slots is None else _at_most(capability.slots, policy.slots),
         allow_jobs=policy.allow_jobs,
         deny_jobs=policy.deny_jobs,

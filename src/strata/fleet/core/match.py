@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from strata.fleet.core.capability import Profile
-from strata.fleet.core.requirement import RequirementClass
+from strata.fleet.core.requirement import SANDBOX_LEVELS, RequirementClass
 
 _FAR: Final = 1.0
 """The distance of what cannot be nearly fulfilled: a name, a yes or no."""
@@ -120,6 +120,17 @@ def _system(requirement: RequirementClass, host: Profile) -> Iterator[MismatchRe
             )
 
 
+def _sandbox(requirement: RequirementClass, host: Profile) -> Iterator[MismatchReason]:
+    needed = requirement.needs.require_sandbox
+    if SANDBOX_LEVELS.index(host.sandbox) < SANDBOX_LEVELS.index(needed):
+        yield MismatchReason(
+            constraint="require_sandbox",
+            needed=needed,
+            has=host.sandbox,
+            fix=f"see 'strata agent check' on {host.host}, or set require_sandbox = \"{host.sandbox}\"",
+        )
+
+
 def _gpus(requirement: RequirementClass, host: Profile) -> Iterator[MismatchReason]:
     needs = requirement.needs
     if needs.require_cuda and not host.cuda:
@@ -159,6 +170,7 @@ _CHECKS: Final[tuple[Callable[[RequirementClass, Profile], Iterator[MismatchReas
     _policy,
     _names,
     _system,
+    _sandbox,
     _gpus,
     _amounts,
 )

@@ -7,7 +7,7 @@ difference. Fields at their defaults are left out of the key: a field added late
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -26,6 +26,9 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=65_536)]
 Slots = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=31_536_000)]
+SandboxLevel = Literal["none", "user", "namespaces"]
+SANDBOX_LEVELS: Final[tuple[SandboxLevel, ...]] = ("none", "user", "namespaces")
+"""What confines the jobs of a host, the weakest first."""
 
 
 def without_defaults(struct: msgspec.Struct) -> dict[str, Any]:
@@ -67,6 +70,8 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Labels with the values they must have; `*` stands for any value."""
     require_os: str = ""
     require_arch: str = ""
+    require_sandbox: SandboxLevel = "none"
+    """How well the host must confine the job, at least."""
     slots: Slots = 1
     """How many of a host's slots the job takes, where the host has slots."""
     prefer_cuda: bool = False

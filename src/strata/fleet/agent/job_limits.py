@@ -1,0 +1,123 @@
+"""The limits of one job, as its supervisor sets and watches them: memory, processes, disk, network.
+
+Standard library only, because the supervisor loads this file by its path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+MEASURE_S: Final = 1.0
+"""Seconds between two measurements of disk and memory."""
+
+
+class JobLimits:
+    """The limits of the job: control groups and rules for the network, and watchers for what the kernel does not limit.
+
+    Without control groups the memory is watched, and the number of processes is limited for the whole user.
+    """
+
+    def __init__(self, limits: Mapping[str, Any], cgroup: Any, oom_kills: Callable[[], int]) -> None:
+        """`limits` as the agent wrote them, `cgroup` the module, `oom_kills` counts in the supervisor's own group."""
+        self._memory_bytes: int = limits.get("memory_bytes", 0)
+        self._processes: int = limits.get("processes", 0)
+        self._disk_bytes: int = limits.get("disk_bytes", 0)
+        self._disk_folder = Path(limits.get("disk_folder", ""))
+        self._network_rules: str = limits.get("network_rules", "")
+        self._network_table: str = limits.get("network_table", "")
+        self._watch_memory: bool = limits.get("watch_memory", False)
+        self._limit_user: bool = limits.get("limit_user", False)
+        self._groups = [Path(group) for group in limits.get("groups", ())]
+        self._cgroup = cgroup if self._groups else None
+        self._watched_kills = 0
+        self._count_kills = oom_kills
+        self._kills_before = oom_kills()
+        self._measure_at_s = 0.0
+
+    def apply(self) -> None:
+        """Before the child starts. OSError: the host cannot limit it, and it must not start."""
+        if self._cgroup is not None:
+            self._cgroup.create_groups(self._groups, memory_bytes=self._memory_bytes, processes=self._processes)
+        if self._network_rules:
+            run_nft(self._network_rules)
+
+    def enter(self) -> None:
+        """In the child, before it executes its program and before it becomes another user."""
+        if self._cgroup is not None:
+            self._cgroup.join_groups(self._groups)
+        if self._limit_user and self._processes:
+            import resource
+
+            resource.setrlimit(resource.RLIMIT_NPROC, (self._processes, self._processes))
+
+    def exceeded(self, now_s: float, rss_bytes: Callable[[], int]) -> dict[str, Any]:
+        """What the child exceeds, for `exit.json`; empty if nothing."""
+        if now_s < self._measure_at_s:
+            return {}
+        reason: dict[str, Any] = {}
+        if self._disk_bytes:
+            used = disk_usage(self._disk_folder)
+            if used is None or used > self._disk_bytes:
+                reason = {"exceeded": "disk", "exceeded_bytes": -1 if used is None else used}
+        if self._watch_memory and self._memory_bytes:
+            used = rss_bytes()
+            if used > self._memory_bytes:
+                self._watched_kills = 1
+                reason = {"exceeded": "memory", "exceeded_bytes": used}
+        # A measurement takes at most a tenth of the time.
+        self._measure_at_s = now_s + max(MEASURE_S, 10 * (time.monotonic() - now_s))
+        return reason
+
+    def kill(self) -> bool:
+        """Kill every process in the groups; whether there was one."""
+        return self._cgroup is not None and bool(self._cgroup.kill_groups(self._groups))
+
+    def remove(self) -> int:
+        """After the child: how many of its processes were killed because they were out of memory."""
+        if self._cgroup is None:
+            kills = self._watched_kills or self._count_kills() - self._kills_before
+        else:
+            kills = self._watched_kills or self._cgroup.oom_kills(self._groups)
+            self._cgroup.remove_groups(self._groups)
+        if self._network_table:
+            with contextlib.suppress(OSError):
+                run_nft(f"delete table inet {self._network_table}")
+        return int(kills)
+
+
+def disk_usage(folder: Path) -> int | None:
+    """Bytes on the disk below the folder; None if it is nested so deeply that it cannot be measured."""
+    total = 0
+    to_visit = [str(folder)]
+    while to_visit:
+        try:
+            with os.scandir(to_visit.pop()) as entries:
+                for entry in entries:
+                    with contextlib.suppress(FileNotFoundError):
+                        total += entry.stat(follow_symlinks=False).st_blocks * 512
+                        if entry.is_dir(follow_symlinks=False):
+                            to_visit.append(entry.path)
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                return None
+    return total
+
+
+def run_nft(rules: str) -> None:
+    """OSError if the rules are not in force."""
+    done = subprocess.run(
+        ["nft", "-f", "-"],
+        input=rules.encode(),
+        env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
+        capture_output=True,
+        check=False,
+    )
+    if done.returncode:
+        raise OSError(f"the network rules of the job cannot be set: {done.stderr.decode(errors='replace').strip()}")

@@ -1,0 +1,326 @@
+"""What confines the jobs of this host: a user of their own, namespaces by bubblewrap, control groups, network rules.
+
+`detect_sandbox` finds out once, by trying it, what the host can do, and `HostSandbox.confine` turns the plain spec of
+a job into a confined one. A container runtime would be a second such function: from here on a supervisor runs a spec
+and does not know what confines it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from strata.base.errors import Code, StrataError
+from strata.fleet.agent import cgroup, job_limits
+from strata.fleet.agent.attempt_folder import AttemptPaths, JobUser, find_job_user
+from strata.fleet.agent.bubblewrap import MountView, namespace_options
+from strata.fleet.agent.settings import AgentSettings, SandboxSettings
+from strata.fleet.agent.supervised import LimitsSpec, SupervisorSpec
+from strata.fleet.core.requirement import SandboxLevel
+
+GIB: Final = 1024**3
+TRY_S: Final = 30.0
+_MEMORY_SHARE: Final = 0.9
+PROGRAMS: Final = "/usr/sbin:/usr/bin:/sbin:/bin:/usr/local/bin"
+"""Where bubblewrap and nft are found, whatever the agent has in its environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostSandbox:
+    """How jobs are confined on this host. Without arguments: not at all."""
+
+    level: SandboxLevel = "none"
+    missing: tuple[str, ...] = ()
+    """What the host cannot do, and why."""
+    settings: SandboxSettings = field(default_factory=SandboxSettings)
+    job_user: JobUser | None = None
+    bwrap: str = ""
+    """Empty: no namespaces."""
+    as_root: bool = False
+    """Bubblewrap starts as root, without a user namespace; otherwise as the job's user, in one."""
+    parents: cgroup.JobParents = field(default_factory=cgroup.JobParents)
+    memory_bytes: int = 0
+    view: MountView = field(default_factory=MountView)
+
+    def describe(self) -> str:
+        """For people, in one line."""
+        words = {
+            "none": "none: jobs run as the agent's user and can read its credentials",
+            "user": "user: jobs run as a user of their own and see the host's files and processes",
+            "namespaces": "namespaces: jobs see their own files and processes only",
+        }
+        limits = [f"{name} by {self._limited_by(name)}" for name in ("memory", "processes") if self._is_limited(name)]
+        limits += ["disk by a watcher"] if self.settings.disk_gib else []
+        network = f"network {self.settings.network}"
+        return "; ".join((words[self.level], *limits, network, *self.missing))
+
+    def confine(
+        self,
+        spec: SupervisorSpec,
+        paths: AttemptPaths,
+        *,
+        readable: Sequence[Path] = (),
+        gpus: bool = False,
+    ) -> SupervisorSpec:
+        """The spec with all that confines it. `readable` are caches of the agent that this job may see."""
+        limits = self._limits(paths.folder)
+        if not self.bwrap:
+            return msgspec.structs.replace(spec, limits=limits)
+        self.view.check_visible(Path(spec.cwd), (paths.folder, *readable))
+        return msgspec.structs.replace(
+            spec,
+            env={**spec.env, "HOME": str(paths.home)},
+            wrapper=self.wrapper(paths, readable=readable, gpus=gpus),
+            switch_inside=self.as_root,
+            limits=limits,
+        )
+
+    def wrapper(self, paths: AttemptPaths, *, readable: Sequence[Path] = (), gpus: bool = False) -> tuple[str, ...]:
+        return (
+            self.bwrap,
+            *namespace_options(as_root=self.as_root, network=self.settings.network != "none"),
+            *self.view.mount_options(paths.folder, tmp=paths.tmp, readable=readable, gpus=gpus),
+        )
+
+    def _limits(self, folder: Path) -> LimitsSpec:
+        if self.settings.mode == "off" or sys.platform != "linux":
+            return LimitsSpec()
+        # Two agents of one machine must not share a group.
+        name = f"strata-{hashlib.sha256(bytes(self.view.state)).hexdigest()[:8]}-{folder.name}"
+        groups = tuple(str(parent / name) for parent in self.parents.groups)
+        table = f"strata_{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+        restricted = self.settings.network == "allow"
+        return LimitsSpec(
+            memory_bytes=self.memory_bytes,
+            processes=self.settings.processes,
+            disk_bytes=int(self.settings.disk_gib * GIB),
+            disk_folder=str(folder) if self.settings.disk_gib else "",
+            groups=groups,
+            watch_memory="memory" not in self.parents.limits,
+            # Of the agent's own user it would count what has nothing to do with the job.
+            limit_user="processes" not in self.parents.limits and self.job_user is not None,
+            network_rules=network_rules(table, Path(groups[-1]), self.settings.allow) if restricted else "",
+            network_table=table if restricted else "",
+        )
+
+    def _is_limited(self, name: str) -> bool:
+        if self.settings.mode == "off":
+            return False
+        return name == "memory" or name in self.parents.limits or self.job_user is not None
+
+    def _limited_by(self, name: str) -> str:
+        if name in self.parents.limits:
+            return "control group"
+        return "a watcher" if name == "memory" else "the user's limit"
+
+
+UNCONFINED: Final = HostSandbox()
+
+
+def job_user_of(settings: AgentSettings) -> JobUser | None:
+    """The user whom jobs run as. An agent of root runs none as root, unless its owner has turned the sandbox off."""
+    if settings.run_as or settings.sandbox.mode == "off" or not _is_root():
+        return find_job_user(settings.run_as)
+    import pwd
+
+    for name in ("strata-job", "nobody"):
+        try:
+            pwd.getpwnam(name)
+        except KeyError:
+            continue
+        return find_job_user(name)
+    raise StrataError(Code.PRECONDITION, "the agent is root, and there is no user for its jobs", hint="set run_as")
+
+
+def detect_sandbox(settings: AgentSettings, environ: Mapping[str, str], ram_bytes: int) -> HostSandbox:
+    """Try what the settings ask for. PRECONDITION if the host cannot do what they require."""
+    wanted = settings.sandbox
+    networks(wanted.allow)
+    job_user = job_user_of(settings)
+    plain = HostSandbox(
+        level="none" if job_user is None else "user",
+        settings=wanted,
+        job_user=job_user,
+        view=MountView(
+            state=settings.state_folder,
+            work=settings.work_folder,
+            homes=_homes(environ, job_user),
+            programs=_program_folders(settings.interpreter),
+            readable=tuple(map(Path, wanted.readable)),
+            writable=tuple(map(Path, wanted.writable)),
+            hidden=tuple(map(Path, wanted.hidden)),
+        ),
+        memory_bytes=int(wanted.memory_gib * GIB) or int(_MEMORY_SHARE * ram_bytes),
+    )
+    if wanted.mode == "off" or sys.platform != "linux":
+        missing = ("it is turned off",) if wanted.mode == "off" else ("this system has no namespaces",)
+        found = replace(plain, missing=missing)
+    else:
+        found = _with_namespaces(replace(plain, parents=cgroup.job_parents()))
+    _require(found)
+    return found
+
+
+def networks(texts: Sequence[str]) -> list[ipaddress.IPv4Network | ipaddress.IPv6Network]:
+    try:
+        return [ipaddress.ip_network(text) for text in texts]
+    except ValueError as error:
+        raise StrataError(Code.INVALID, f"agent.sandbox.allow: {error}", hint='as in ["10.1.0.0/16"]') from None
+
+
+def network_rules(table: str, group: Path, allow: Sequence[str]) -> str:
+    """Rules for nft: sockets of this control group reach these networks and, on this machine, each other.
+
+    What a job sends to this machine itself is marked, and accepted only by a socket of the same job. Of TCP only the
+    first packet is checked: for the third one the kernel has no socket yet whose group could be compared.
+    """
+    root = cgroup.ROOT
+    mount = root if (root / "cgroup.controllers").exists() else root / "unified"
+    level = len(group.relative_to(mount).parts)
+    of_job = f'socket cgroupv2 level {level} "{group.relative_to(root)}"'
+    mark = int(hashlib.sha256(table.encode()).hexdigest()[:8], 16) or 1
+    accepted = "\n".join(
+        f"    {'ip' if network.version == 4 else 'ip6'} daddr {network} accept" for network in networks(allow)
+    )
+    return f"""
+table inet {table}
+delete table inet {table}
+table inet {table} {{
+  chain job {{
+{accepted}
+    oifname "lo" meta mark set {mark} accept
+    reject
+  }}
+  chain output {{
+    type filter hook output priority filter; policy accept;
+    {of_job} jump job
+  }}
+  chain input {{
+    type filter hook input priority filter; policy accept;
+    meta mark {mark} tcp flags & (syn | ack) != syn accept
+    meta mark {mark} {of_job} accept
+    meta mark {mark} reject
+  }}
+}}
+"""
+
+
+def _with_namespaces(plain: HostSandbox) -> HostSandbox:
+    bwrap = shutil.which("bwrap", path=PROGRAMS)
+    if bwrap is None:
+        return replace(plain, missing=("no namespaces: bubblewrap is not installed",))
+    reasons = []
+    for as_root in (True, False) if plain.job_user is not None else (False,):
+        tried = replace(plain, level="namespaces", bwrap=bwrap, as_root=as_root)
+        reason = _try(tried)
+        if not reason:
+            return tried
+        reasons.append(reason)
+    return replace(plain, missing=(f"no namespaces: {reasons[0]}",))
+
+
+def _try(sandbox: HostSandbox) -> str:
+    """Run a program in the sandbox, as a job would be; why it fails, or empty."""
+    job_user = sandbox.job_user
+    # None: subprocess keeps what this process has.
+    user = None if job_user is None or sandbox.as_root else job_user
+    with tempfile.TemporaryDirectory(prefix=".sandbox-", dir=sandbox.view.work) as name:
+        paths = AttemptPaths(Path(name))
+        paths.tmp.mkdir()
+        paths.folder.chmod(0o711)
+        if job_user is not None:
+            os.lchown(paths.tmp, job_user.uid, job_user.gid)
+        try:
+            done = subprocess.run(
+                [*sandbox.wrapper(paths), "--", sys.executable, "-I", "-S", "-c", "pass"],
+                env={},
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=TRY_S,
+                check=False,
+                user=None if user is None else user.uid,
+                group=None if user is None else user.gid,
+                extra_groups=None if user is None else user.groups,
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            return str(error)
+    return done.stderr.decode(errors="replace").strip()[-300:] if done.returncode else ""
+
+
+def _require(found: HostSandbox) -> None:
+    wanted = found.settings
+    if wanted.mode == "required" and found.level != "namespaces":
+        reason = "; ".join(found.missing)
+        raise StrataError(Code.PRECONDITION, f"agent.sandbox.mode is required, and this host has {reason}")
+    if wanted.network == "none" and found.level != "namespaces":
+        reason = "; ".join(found.missing)
+        raise StrataError(Code.PRECONDITION, f'agent.sandbox.network = "none" needs namespaces: {reason}')
+    if wanted.network == "allow":
+        reason = _try_network_rules(found)
+        if reason:
+            raise StrataError(Code.PRECONDITION, f'agent.sandbox.network = "allow" is not possible here: {reason}')
+
+
+def _try_network_rules(found: HostSandbox) -> str:
+    """Whether rules hold: a process in a group without allowed networks must not reach this one. Empty: they do."""
+    if not _is_root() or shutil.which("nft", path=PROGRAMS) is None or not found.parents.groups:
+        return "it needs an agent of root, nftables and control groups of version 2"
+    group = found.parents.groups[-1] / f"strata-try-{os.getpid()}"
+    table = f"strata_try_{os.getpid()}"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        join = f"open({str(group / 'cgroup.procs')!r}, 'w').write('0')"
+        connect = f"socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 5)"
+        try:
+            group.mkdir()
+            job_limits.run_nft(network_rules(table, group, ()))
+            done = subprocess.run(
+                [sys.executable, "-I", "-S", "-c", f"import socket; {join}; {connect}"],
+                capture_output=True,
+                timeout=TRY_S,
+                check=False,
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            return str(error)
+        finally:
+            with suppress(OSError):
+                job_limits.run_nft(f"delete table inet {table}")
+            cgroup.remove_groups([group])
+    return "" if b"ConnectionRefused" in done.stderr else "the kernel does not match the sockets of a control group"
+
+
+def _homes(environ: Mapping[str, str], job_user: JobUser | None) -> tuple[Path, ...]:
+    """The homes of the agent's user and of the jobs' user, if they are real ones."""
+    texts = {environ.get("HOME", ""), "" if job_user is None else job_user.home}
+    if sys.platform != "win32":
+        import pwd
+
+        with suppress(KeyError):
+            texts.add(pwd.getpwuid(os.geteuid()).pw_dir)
+    homes = {Path(text).resolve() for text in texts if text}
+    return tuple(sorted(home for home in homes if home.is_dir() and home != Path("/")))
+
+
+def _program_folders(interpreter: str) -> tuple[Path, ...]:
+    folders = {Path(sys.prefix), Path(sys.base_prefix), Path(sys.executable).resolve().parents[1]}
+    if interpreter:
+        path = Path(interpreter).absolute()
+        folders |= {path.parents[1], path.resolve().parents[1]} if len(path.parents) > 2 else set()
+    return tuple(sorted(folder for folder in folders if folder.is_dir()))
+
+
+def _is_root() -> bool:
+    return hasattr(os, "geteuid") and os.geteuid() == 0

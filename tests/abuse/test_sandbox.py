@@ -1,0 +1,534 @@
+"""What a job may try in the sandbox of its host: real processes of another user, in namespaces and control groups.
+
+The network is the test's own: hosts in network namespaces that it makes, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from strata.base.errors import Code, StrataError
+from strata.base.private import private_folder
+from strata.fleet.agent import supervised
+from strata.fleet.agent.attempt_folder import AttemptPaths
+from strata.fleet.agent.cgroup import JobParents
+from strata.fleet.agent.hub_api import HubApi
+from strata.fleet.agent.outcome import classify_exit
+from strata.fleet.agent.path_names import attempt_name
+from strata.fleet.agent.prepare import HostContext, create_work_folder, prepare_attempt
+from strata.fleet.agent.sandbox import detect_sandbox, job_user_of
+from strata.fleet.agent.settings import AgentSettings, SandboxSettings
+from strata.fleet.agent.supervised import ChildExit
+from strata.fleet.client import HubClient
+from strata.fleet.core.job import Cause
+from tests.core.fleet_agent.leases import a_trainer, lease
+from tests.shell.fleet_agent.waiting import eventually, is_alive
+
+AREA = "agent: sandbox"
+KEY = "-----BEGIN PRIVATE KEY----- of the host"
+MIB = 1 << 20
+RAM_BYTES = 8 << 30
+PLACE = "/usr/share"
+"""A folder of the host that every job sees."""
+
+
+class Host:
+    """An agent's folders, and jobs that run as its attempts would."""
+
+    def __init__(self, folder: Path, agent: AgentSettings) -> None:
+        self.folder = folder
+        self.settings = agent
+        create_work_folder(agent)
+        self.key = agent.state_folder / "identity" / "host.key"
+        private_folder(agent.state_folder)
+        private_folder(self.key.parent)
+        self.key.write_text(KEY)
+        self.key.chmod(0o600)
+        self.sandbox = detect_sandbox(agent, {"HOME": str(folder / "home")}, RAM_BYTES)
+        hub = HubApi(HubClient("http://127.0.0.1:1"))
+        self.context = HostContext(agent, hub, {"PATH": "/usr/bin:/bin"}, self.sandbox.job_user, sandbox=self.sandbox)
+        self._jobs: list[Job] = []
+
+    def start(self, code: str, **trainer: Any) -> Job:
+        job = Job(self.context, textwrap.dedent(code), seed=len(self._jobs), **trainer)
+        self._jobs.append(job)
+        return job
+
+    def close(self) -> None:
+        for job in self._jobs:
+            job.end()
+
+
+class Job:
+    def __init__(self, host: HostContext, code: str, *, seed: int, **trainer: Any) -> None:
+        given = lease(a_trainer("python", "-c", code, directory=PLACE, **trainer), seed=seed)
+        name = attempt_name(given.job_id, given.epoch)
+        self.paths = AttemptPaths(host.attempts / name)
+        self.state = private_folder(host.settings.state_folder / name)
+        self.spec = prepare_attempt(host, given, self.paths, ()).spec
+        supervised.write_spec(self.state, self.spec)
+        self.supervisor = supervised.start_supervisor(self.state)
+
+    @property
+    def log(self) -> str:
+        path = self.state / supervised.LOG
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def says(self, text: str) -> str:
+        return eventually(lambda: self.log if text in self.log else None)
+
+    def exit(self) -> ChildExit:
+        self.supervisor.wait(60)
+        seen = supervised.read_status(self.state, self.supervisor)
+        assert isinstance(seen, ChildExit), (seen, (self.state / "waiter.err").read_text())
+        return seen
+
+    def end(self) -> None:
+        if self.supervisor.poll() is None:
+            supervised.request_stop(self.state, 0.0)
+            self.supervisor.wait(30)
+
+
+@contextmanager
+def a_host(**sandbox: Any) -> Iterator[Host]:
+    assert os.geteuid() == 0, "only root can become another user: run this as root"
+    assert shutil.which("bwrap"), "apt-get install bubblewrap"
+    folder = Path(tempfile.mkdtemp(prefix="strata-abuse-"))
+    folder.chmod(0o711)
+    (folder / "home").mkdir()
+    wanted = SandboxSettings(mode="required", **sandbox)
+    site = Host(folder, AgentSettings(state=folder / "state", work=folder / "work", sandbox=wanted))
+    try:
+        yield site
+    finally:
+        site.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def host() -> Iterator[Host]:
+    with a_host(memory_gib=0.25, processes=60, disk_gib=0.125) as site:
+        yield site
+
+
+# What a job sees
+
+
+@pytest.mark.attack(AREA, "read the key and the environment of the agent, the files and environment of another job")
+def test_a_job_reads_nothing_of_the_agent_and_of_other_jobs(host: Host, tries: Callable[[int], None]) -> None:
+    marker = secrets.token_hex(8)
+    other = host.start(
+        f"""
+        import os, pathlib, time
+        pathlib.Path(os.environ["STRATA_OUTPUT"], "own").write_text("{marker}")
+        print("up", flush=True)
+        time.sleep(300)
+        """,
+        env={"PRIVATE": marker},
+    )
+    other.says("up")
+    files = [
+        str(path) for path in (host.key, other.paths.output / "own", other.paths.spec, other.state / "waiter.json")
+    ]
+    pids = [os.getpid(), other.supervisor.pid, eventually(lambda: supervised.read_pids(other.state)).child]
+    files += [f"/proc/{pid}/environ" for pid in pids] + [f"/proc/{pid}/root{host.key}" for pid in pids]
+    spy = host.start(
+        f"""
+        import glob, os
+        print("uid", os.getuid())
+        for path in {files!r} + glob.glob("/proc/[0-9]*/environ") + glob.glob("{host.folder}/**", recursive=True):
+            try:
+                content = open(path, "rb").read()
+            except OSError as error:
+                print("no", path, type(error).__name__)
+            else:
+                print("READ", path, content)
+        print("processes", len(glob.glob("/proc/[0-9]*")))
+        """
+    )
+    assert spy.exit().status == 0
+    assert "uid 65534" in spy.log
+    # Its own environment is there, so the search would have found the others.
+    assert f"STRATA_OUTPUT={spy.paths.output}" in spy.log
+    assert marker not in spy.log
+    assert "PRIVATE KEY" not in spy.log
+    assert "processes 2" in spy.log
+    tries(len(spy.log.splitlines()))
+
+
+@pytest.mark.attack(AREA, "change the system, another job or the agent through a path that is writable for all")
+def test_a_job_writes_to_its_own_attempt_only(host: Host, tries: Callable[[int], None]) -> None:
+    shared = host.folder / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    places = [
+        "/usr",
+        "/etc",
+        "/var/lib",
+        "/",
+        str(host.folder),
+        str(shared),
+        str(host.settings.work_folder),
+        "/dev/shm",
+    ]
+    job = host.start(
+        f"""
+        import os, pathlib
+        for place in {places!r} + ["/tmp", "/var/tmp", os.environ["HOME"], os.environ["STRATA_OUTPUT"]]:
+            try:
+                pathlib.Path(place, "planted").write_text("x")
+            except OSError:
+                continue
+            print("wrote", place)
+        """
+    )
+    assert job.exit().status == 0
+    wrote = {line.partition(" ")[2] for line in job.log.splitlines()}
+    assert wrote == {"/tmp", "/var/tmp", "/dev/shm", str(job.paths.home), str(job.paths.output)}
+    for path in ("/tmp/planted", "/var/tmp/planted", "/dev/shm/planted", shared / "planted"):
+        assert not Path(path).exists()
+    assert (job.paths.tmp / "planted").exists()
+    tries(len(places))
+
+
+@pytest.mark.attack(AREA, "load code of the job into the program that makes its sandbox, as root")
+def test_the_environment_of_a_trainer_does_not_reach_the_program_that_makes_the_sandbox(host: Host) -> None:
+    loud = {"LD_DEBUG": "files", "LD_PRELOAD": "/nonexistent.so", "PYTHONSTARTUP": "/x", "LD_AUDIT": "/nonexistent.so"}
+    show = "import os; print('env', os.environ['LD_PRELOAD'])"
+    job = host.start(show, interpreter="/usr/bin/python3", env=loud)
+    assert job.exit().status == 0
+    assert "env /nonexistent.so" in job.log
+    # The loader of every program that has the variables names that program: the job's own does.
+    assert "needed by /usr/bin/python3" in job.log
+    assert "bwrap" not in job.log
+
+
+@pytest.mark.attack(AREA, "name a folder of the host that is hidden as the folder of a trainer")
+def test_a_trainer_cannot_open_a_hidden_folder(host: Host, tries: Callable[[int], None]) -> None:
+    hidden = (host.folder / "home", host.settings.state_folder, Path("/run"), Path(pwd.getpwuid(0).pw_dir))
+    for folder in hidden:
+        with pytest.raises(StrataError) as refused:
+            host.sandbox.view.check_visible(folder, ())
+        assert refused.value.code is Code.PRECONDITION
+    # Also one that an owner opens stays without what must be hidden.
+    with a_host(readable=(str(host.folder),)) as open_host:
+        job = open_host.start(f"import os; print(os.listdir({str(open_host.settings.state_folder)!r}))")
+        assert job.exit().status == 0
+        assert "[]" in job.log
+    tries(len(hidden) + 1)
+
+
+@pytest.mark.attack(AREA, "read the agent's key as the agent's own user, in a user namespace")
+def test_an_agent_without_root_hides_its_key_from_jobs_of_its_own_user(host: Host) -> None:
+    """All belongs to one user who is not root, as on a host whose agent is none."""
+    user = host.context.job_user
+    assert user is not None
+    paths = AttemptPaths(host.folder / "work" / "attempts" / "own")
+    for folder in (paths.folder, paths.tmp):
+        folder.mkdir(mode=0o700)
+    for path in (paths.folder, paths.tmp, host.key, host.key.parent, host.settings.state_folder, host.folder / "home"):
+        os.chown(path, user.uid, user.gid)
+    sandbox = replace(host.sandbox, as_root=False, view=replace(host.sandbox.view, homes=(host.folder / "home",)))
+    code = f"""
+import os, pathlib
+print("uid", os.getuid(), "processes", len([name for name in os.listdir("/proc") if name.isdigit()]))
+pathlib.Path("{paths.folder}/x").write_text("x")
+print(open("{host.key}").read())
+"""
+    for wrapper in ((), sandbox.wrapper(paths, gpus=False)):
+        done = subprocess.run(
+            [*wrapper, *(["--"] if wrapper else []), "/usr/bin/python3", "-c", code],
+            env={},
+            cwd="/",
+            user=user.uid,
+            group=user.gid,
+            extra_groups=[],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert "uid 65534" in done.stdout, done.stderr
+        assert (KEY in done.stdout) == (not wrapper)
+        assert ("processes 2" in done.stdout) == bool(wrapper)
+
+
+# What a job takes
+
+
+@pytest.mark.attack(AREA, "allocate past the limit of memory")
+def test_memory_ends_at_the_limit_and_the_kill_is_known(host: Host) -> None:
+    job = host.start(f"block = bytearray({600 * MIB})\nfor at in range(0, len(block), 4096): block[at] = 1")
+    seen = job.exit()
+    assert (seen.status, seen.oom_kills) == (-signal.SIGKILL, 1)
+    assert seen.max_rss_bytes < 300 * MIB
+    outcome = classify_exit(seen, job.log, stop=None, timeout_s=0)
+    assert (outcome.cause, outcome.facts["oom_kills"]) == (Cause.OOM, 1)
+
+
+@pytest.mark.attack(AREA, "allocate past the limit of memory with many processes, without control groups")
+def test_memory_is_watched_where_there_are_no_control_groups(host: Host) -> None:
+    _without_groups(host)
+    job = host.start(
+        f"""
+        import os, time
+        for _ in range(4):
+            if os.fork() == 0:
+                break
+        block = bytearray({100 * MIB})
+        for at in range(0, len(block), 4096):
+            block[at] = 1
+        time.sleep(300)
+        """
+    )
+    seen = job.exit()
+    assert (seen.status, seen.exceeded, seen.oom_kills) == (-signal.SIGKILL, "memory", 1)
+    assert classify_exit(seen, "", stop=None, timeout_s=0).cause is Cause.OOM
+
+
+@pytest.mark.attack(AREA, "fork without end")
+@pytest.mark.parametrize("groups", [True, False], ids=["control group", "user's limit"])
+def test_processes_end_at_the_limit(host: Host, groups: bool) -> None:
+    if not groups:
+        _without_groups(host)
+    job = host.start(
+        """
+        import os, time
+        made = 0
+        try:
+            while True:
+                if os.fork() == 0:
+                    time.sleep(300)
+                made += 1
+        except OSError as error:
+            print("made", made, error.errno, flush=True)
+        """
+    )
+    assert job.exit().status == 0
+    made = int(job.log.split()[1])
+    assert 10 < made <= 60
+
+
+@pytest.mark.attack(AREA, "fill the disk of the host")
+def test_a_job_that_fills_the_disk_is_ended_with_the_reason(host: Host) -> None:
+    job = host.start(
+        f"""
+        import os, time
+        for number in range(3):
+            open(f"/tmp/{{number}}", "wb").write(os.urandom({100 * MIB}))
+        time.sleep(300)
+        """
+    )
+    seen = job.exit()
+    assert (seen.exceeded, seen.status) == ("disk", -signal.SIGKILL)
+    outcome = classify_exit(seen, job.log, stop=None, timeout_s=0)
+    assert outcome.cause is Cause.USER_ERROR
+    assert "took more disk than this host gives to a job" in outcome.error
+
+
+def _without_groups(host: Host) -> None:
+    """As on a host where the agent may not create control groups."""
+    host.sandbox = replace(host.sandbox, parents=JobParents())
+    host.context = replace(host.context, sandbox=host.sandbox)
+
+
+# When a job ends
+
+
+FAMILY = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+for _ in range(3):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            time.sleep(300)
+        os._exit(0)
+print("up", flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.mark.attack(AREA, "outlive the lease with processes that left the tree and ignore SIGTERM")
+@pytest.mark.parametrize("lost", [False, True], ids=["stopped", "supervisor killed"])
+def test_no_process_of_a_job_outlives_its_lease(host: Host, lost: bool) -> None:
+    job = host.start(FAMILY)
+    job.says("up")
+    groups = [Path(group) for group in job.spec.limits.groups]
+    pids = [int(pid) for pid in (groups[-1] / "cgroup.procs").read_text().split()]
+    assert len(pids) >= 5
+    if lost:
+        job.supervisor.send_signal(signal.SIGKILL)
+        job.supervisor.wait(30)
+        supervised.kill_orphans(job.state)
+    else:
+        supervised.request_stop(job.state, 0.0)
+        assert job.exit().stopped
+    eventually(lambda: not any(is_alive(pid) for pid in pids))
+    eventually(lambda: not any(group.exists() for group in groups))
+
+
+@pytest.mark.attack(AREA, "be killed at once although the job has time to save")
+def test_a_job_in_a_sandbox_still_gets_its_grace(host: Host) -> None:
+    job = host.start(
+        """
+        import signal, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: (print("saved", flush=True), sys.exit(3)))
+        print("up", flush=True)
+        time.sleep(300)
+        """
+    )
+    job.says("up")
+    supervised.request_stop(job.state, 20.0)
+    seen = job.exit()
+    assert (seen.status, seen.stopped) == (3, True)
+    assert "saved" in job.log
+
+
+@pytest.mark.attack(AREA, "a command that is not there, in the sandbox")
+def test_a_command_that_is_not_there_is_a_fault_of_the_setup(host: Host) -> None:
+    job = host.start("", interpreter="/usr/bin/no-such-python")
+    seen = job.exit()
+    assert (seen.started, seen.setup) == (False, True)
+    assert "no-such-python" in seen.error
+
+
+# The network
+
+
+@contextmanager
+def two_machines() -> Iterator[str]:
+    """A namespace with 10.99.0.1, where a job runs, and behind it one with 10.99.0.2 and 10.99.0.3, which listen."""
+    mark = secrets.token_hex(3)
+    near, far = f"strata-n-{mark}", f"strata-f-{mark}"
+    server = None
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    try:
+        for name in (near, far):
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        ip("link", "add", f"n{mark}", "netns", near, "type", "veth", "peer", "name", f"f{mark}", "netns", far)
+        for name, device, addresses in ((near, f"n{mark}", (1,)), (far, f"f{mark}", (2, 3))):
+            for last in addresses:
+                ip("-n", name, "address", "add", f"10.99.0.{last}/24", "dev", device)
+            ip("-n", name, "link", "set", device, "up")
+        listen = "import socket; s = socket.create_server(('0.0.0.0', 7)); print('up', flush=True)\nwhile 1: s.accept()"
+        server = subprocess.Popen(
+            ["nsenter", f"--net=/run/netns/{far}", sys.executable, "-c", listen], stdout=subprocess.PIPE
+        )
+        assert server.stdout is not None
+        assert server.stdout.readline() == b"up\n"
+        yield near
+    finally:
+        if server is not None:
+            server.kill()
+            server.communicate()
+        for name in (near, far):
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+REACH = """
+import socket
+own = socket.create_server(("127.0.0.1", 0))
+targets = {"allowed": ("10.99.0.2", 7), "forbidden": ("10.99.0.3", 7)}
+targets |= {"own": own.getsockname(), "agent": ("127.0.0.1", PORT)}
+for name, address in targets.items():
+    try:
+        socket.create_connection(address, 3).close()
+        print(name, "reached", flush=True)
+    except OSError as error:
+        print(name, "refused", flush=True)
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagram:
+    try:
+        datagram.sendto(b"x", ("10.99.0.3", 9))
+        print("datagram reached")
+    except OSError:
+        print("datagram refused")
+"""
+# Runs a job of this test in the network namespace it is started in, with a service of the host on its loopback.
+INSIDE = """
+import json, socket, sys
+from tests.abuse.test_sandbox import REACH, a_host
+with socket.create_server(("127.0.0.1", 0)) as service, a_host(**json.loads(sys.argv[1])) as host:
+    job = host.start(REACH.replace("PORT", str(service.getsockname()[1])))
+    assert job.exit().status == 0, job.log
+    print(job.log)
+"""
+
+
+@pytest.mark.attack(AREA, "reach a forbidden address, or a service of the host on its loopback")
+@pytest.mark.parametrize(
+    ("network", "reached"),
+    [
+        ({"network": "host"}, {"allowed", "forbidden", "own", "agent", "datagram"}),
+        ({"network": "allow", "allow": ["10.99.0.2"]}, {"allowed", "own"}),
+        ({"network": "none"}, {"own"}),
+    ],
+    ids=["host", "allow", "none"],
+)
+def test_a_job_reaches_only_what_its_host_allows(network: dict[str, Any], reached: set[str]) -> None:
+    with two_machines() as near:
+        done = subprocess.run(
+            ["nsenter", f"--net=/run/netns/{near}", sys.executable, "-c", INSIDE, json.dumps(network)],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        rules = subprocess.run(
+            ["nsenter", f"--net=/run/netns/{near}", "nft", "list", "tables"], capture_output=True, text=True, check=True
+        )
+    assert done.returncode == 0, done.stderr
+    found = dict(line.split() for line in done.stdout.splitlines() if line)
+    assert {name for name, result in found.items() if result == "reached"} == reached
+    # No rule of a job is left behind.
+    assert "strata" not in rules.stdout
+
+
+# What the host says when it cannot
+
+
+@pytest.mark.attack(AREA, "a root agent without a user for its jobs runs them as root")
+def test_an_agent_of_root_runs_no_job_as_root_unless_its_owner_says_so(tmp_path: Path) -> None:
+    found = job_user_of(AgentSettings(state=tmp_path / "state"))
+    assert found is not None
+    assert found.uid != 0
+    assert job_user_of(AgentSettings(sandbox=SandboxSettings(mode="off"))) is None
+
+
+@pytest.mark.attack(AREA, "a host that cannot confine jobs starts as if it could")
+def test_what_the_settings_require_is_refused_where_the_host_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("strata.fleet.agent.sandbox.PROGRAMS", str(tmp_path))
+    agent = AgentSettings(state=tmp_path / "state", work=tmp_path / "work")
+    for sandbox in (
+        SandboxSettings(mode="required"),
+        SandboxSettings(network="none"),
+        SandboxSettings(network="allow", allow=("10.0.0.0/8",)),
+    ):
+        with pytest.raises(StrataError) as refused:
+            detect_sandbox(msgspec.structs.replace(agent, sandbox=sandbox), {}, RAM_BYTES)
+        assert refused.value.code is Code.PRECONDITION
+    weaker = detect_sandbox(agent, {}, RAM_BYTES)
+    assert (weaker.level, weaker.bwrap) == ("user", "")
+    assert "bubblewrap is not installed" in weaker.describe()
