@@ -7,7 +7,6 @@ every byte is verified before torch reads any: DCP's own table of contents is a 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -69,35 +68,15 @@ def is_intact(manifest: strata.Manifest) -> bool:
     return True
 
 
-def gather_and_go_back(worker: strata.Worker) -> strata.Manifest | None:
-    """All ranks in one generation and back at the same checkpoint, of which every byte is as it was written.
-
-    Ranks join one after the other, and an earlier life of one may not be known as dead yet: who finds itself in an
-    older generation than another asks again, and is told of the recovery that the other one began.
-    """
-    manifest = _recover(worker)
+def agree_on_start(worker: strata.Worker) -> strata.Manifest | None:
+    """The last checkpoint of which every rank finds every byte as it was written. All ranks start from the same one."""
+    manifest = worker.start
     while True:
-        mine = torch.tensor([worker.generation, worker.world_size, manifest is None or is_intact(manifest)])
-        everybody = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(everybody, mine)
-        newest = max(int(generation) for generation, _, _ in everybody)
-        if any(int(generation) != newest for generation, _, _ in everybody):
-            if worker.generation < newest:
-                manifest = _recover(worker)
-        elif worker.world_size != dist.get_world_size():
-            manifest = _recover(worker)
-        elif not all(intact for _, _, intact in everybody):
-            manifest = worker.recover("damaged", bad_checkpoint_id=manifest.checkpoint_id if manifest else "")
-        else:
+        intact = torch.tensor(manifest is None or is_intact(manifest), dtype=torch.long)
+        dist.all_reduce(intact, dist.ReduceOp.MIN)
+        if intact:
             return manifest
-
-
-def _recover(worker: strata.Worker) -> strata.Manifest | None:
-    """As soon as the members are as many as the ranks: nothing has begun, so to follow undoes nothing."""
-    while worker.world_size != dist.get_world_size():
-        time.sleep(0.05)
-        worker.follow()
-    return worker.recover("the ranks were started")
+        manifest = worker.recover("damaged", bad_checkpoint_id=manifest.checkpoint_id if manifest else "")
 
 
 def bury(out: Path, tombstones: Iterable[str]) -> None:

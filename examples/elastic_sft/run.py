@@ -64,7 +64,7 @@ class Site:
             self.ranks = subprocess.Popen(
                 [
                     *(_program("torchrun"), "--nproc-per-node", str(count), "--max-restarts", str(given.max_restarts)),
-                    *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"),
+                    *("--rdzv-backend", "strata", "--rdzv-endpoint", self.address, "--rdzv-id", "elastic-sft"),
                     *("--monitor-interval", "0.2", str(HERE / "train.py")),
                     *("--corpus", str(given.out / "corpus.jsonl"), "--out", str(given.out)),
                     *("--epochs", str(given.epochs), "--checkpoint-every", str(given.checkpoint_every)),
@@ -73,10 +73,6 @@ class Site:
                     "PATH": os.defpath,
                     "OMP_NUM_THREADS": "1",
                     "GLOO_SOCKET_IFNAME": "lo",
-                    # Without it a restart can hang: the store would belong to a process that is gone.
-                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-                    "STRATA_WORKER_ADDRESS": self.address,
-                    "STRATA_WORKER_JOB": "elastic-sft",
                 },
                 stdout=log,
                 stderr=log,

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from checkpoints import Saved, bury, gather_and_go_back, load, save
+from checkpoints import Saved, agree_on_start, bury, load, save
 from model import PADDING, LanguageModel, Shape
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -115,7 +115,7 @@ class Training:
         self.log.flush()
 
     def run(self) -> None:
-        manifest = gather_and_go_back(self.worker)
+        manifest = agree_on_start(self.worker)
         if manifest is not None:
             load(manifest, self.state)
             self.step = self.saved = manifest.step
@@ -183,10 +183,12 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    dist.init_process_group("gloo", timeout=SILENCE)
-    with strata.join(id=f"rank-{dist.get_rank()}", patience_s=SILENCE.seconds) as worker:
+    # First the coordinator: it lets all ranks in together, and its ranks are torch's.
+    with strata.join(patience_s=SILENCE.seconds) as worker:
+        dist.init_process_group("gloo", timeout=SILENCE)
+        assert (worker.rank, worker.world_size) == (dist.get_rank(), dist.get_world_size())
         Training(worker, given).run()
-    dist.destroy_process_group()
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

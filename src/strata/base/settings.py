@@ -33,6 +33,7 @@ __all__ = [
     "no_color",
     "pop_secret",
     "process_environment",
+    "put_variables",
 ]
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -154,6 +155,11 @@ def no_color(environ: Mapping[str, str] | None = None) -> bool:
 def process_environment() -> Mapping[str, str]:
     """All variables of this process, for one that starts others and decides what those get. Not for settings."""
     return dict(os.environ)  # noqa: TID251 - this is the one place
+
+
+def put_variables(variables: Mapping[str, str]) -> None:
+    """For the processes that this one will start and does not start itself. Not for secrets."""
+    os.environ.update(variables)  # noqa: TID251 - this is the one place
 
 
 def pop_secret(name: str) -> Secret | None:

@@ -73,3 +73,13 @@ def test_whoever_sends_other_metadata_every_time_does_not_fill_the_memory(monkey
     for number in range(10):
         assert authenticator.identify((("strata-worker", f"w{number}"),), WORKER).worker_id == f"w{number}"
         assert len(authenticator._cache) <= 4
+
+
+def test_a_token_is_for_its_job_and_for_the_launchers_of_that_job() -> None:
+    authenticator, tokens, clock = guarded()
+    identity = authenticator.identify(bearing(tokens, clock), WORKER)
+    assert [identity.job_of(job) for job in ("a", "a/nodes")] == ["a", "a/nodes"]
+    for other in ("b", "a/nodes/nodes", "b/nodes", "a/node"):
+        with pytest.raises(StrataError) as refused:
+            identity.job_of(other)
+        assert refused.value.code is Code.FORBIDDEN

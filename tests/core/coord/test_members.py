@@ -416,3 +416,22 @@ def test_the_same_inputs_make_the_same_facts_in_every_process() -> None:
         for seed in ("1", "2", "3")
     }
     assert len(found) == 1
+
+
+# Ranks that a launcher gave
+
+
+def test_members_whose_launcher_ranked_them_have_its_ranks_whoever_joined_first() -> None:
+    job = Job()
+    for worker_id, rank in (("c", 2), ("any", None), ("a", 0), ("b", 1)):
+        worker = RegisteredWorker(worker_id=worker_id, incarnation=INCARNATION, expected_rank=rank)
+        job.submit(Register(JOB, worker))
+    job.settle()
+    assert list(job.job.ranks.items()) == [("a", 0), ("b", 1), ("c", 2), ("any", 3)]
+    # A later incarnation of one, in a job that went on without it.
+    job.submit(Leave(Caller(JOB, "a", INCARNATION), "restarted"))
+    job.settle()
+    assert list(job.job.ranks) == ["b", "c", "any"]
+    job.submit(Register(JOB, RegisteredWorker(worker_id="a", incarnation="incarnation-2", expected_rank=0)))
+    job.settle()
+    assert list(job.job.ranks) == ["a", "b", "c", "any"]

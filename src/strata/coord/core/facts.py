@@ -99,6 +99,11 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """System-wide training parameters, handed to every worker as they are."""
 
 
+def nodes_job(job: str) -> str:
+    """The job whose members are the launchers of a job's workers, one on each host. A token of `job` is for both."""
+    return f"{job}/nodes"
+
+
 class DataFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: str
     samples: int
@@ -140,6 +145,8 @@ class RegisteredWorker(msgspec.Struct, frozen=True, kw_only=True):
     labels: dict[str, str] = {}
     elastic: bool = False
     """Its results survive it: it needs no checkpoint to continue at the ledger's position."""
+    expected_rank: int | None = None
+    """The rank that its launcher gave it; None: any."""
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):

@@ -186,7 +186,13 @@ def form_if_settled(job: JobState, soft: SoftState, now_s: float) -> list[Fact]:
         return []
     stay = [worker for worker in job.ranks if worker in job.members]
     come = [worker for worker in job.members if worker not in job.ranks]
-    return form_generation(job, stay + come)
+    return form_generation(job, sorted(stay + come, key=lambda worker: _expected_rank(job, worker)))
+
+
+def _expected_rank(job: JobState, worker_id: str) -> float:
+    """Members whose launcher has ranked them come first and in that order, whoever of them joined first."""
+    expected = job.members[worker_id].worker.expected_rank
+    return inf if expected is None else expected
 
 
 def _is_unsettled(job: JobState, soft: SoftState, now_s: float) -> bool:

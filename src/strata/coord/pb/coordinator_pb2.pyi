@@ -482,6 +482,7 @@ class WorkerInfo(_message.Message):
     SDK_VERSION_FIELD_NUMBER: _builtins.int
     INCLUDE_MEMBERS_FIELD_NUMBER: _builtins.int
     ELASTIC_FIELD_NUMBER: _builtins.int
+    EXPECTED_RANK_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Unique in the job, the same after a restart of the worker."""
     ip: _builtins.str
@@ -505,6 +506,10 @@ class WorkerInfo(_message.Message):
     elastic: _builtins.bool
     """What the worker makes of a shard outlives the worker, and members may come and go without anybody going back. Such a worker
     goes on where the data stands; it is never asked to recover first. False: it has state in memory that a restart loses.
+    """
+    expected_rank: _builtins.int
+    """The rank that a launcher gave the worker, such as torchrun's RANK. Members that name one have the lowest ranks of a generation,
+    in that order: the ranks agree as soon as exactly the workers of the launcher are members. The worker compares.
     """
     @_builtins.property
     def held_leases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -532,13 +537,19 @@ class WorkerInfo(_message.Message):
         sdk_version: _builtins.str = ...,
         include_members: _builtins.bool = ...,
         elastic: _builtins.bool = ...,
+        expected_rank: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "weight", b"weight"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_rank", b"_expected_rank", "_weight", b"_weight", "expected_rank", b"expected_rank", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "elastic", b"elastic", "gpu_count", b"gpu_count", "held_leases", b"held_leases", "hostname", b"hostname", "incarnation", b"incarnation", "include_members", b"include_members", "ip", b"ip", "job_id", b"job_id", "labels", b"labels", "port", b"port", "sdk_version", b"sdk_version", "weight", b"weight", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_rank", b"_expected_rank", "_weight", b"_weight", "elastic", b"elastic", "expected_rank", b"expected_rank", "gpu_count", b"gpu_count", "held_leases", b"held_leases", "hostname", b"hostname", "incarnation", b"incarnation", "include_members", b"include_members", "ip", b"ip", "job_id", b"job_id", "labels", b"labels", "port", b"port", "sdk_version", b"sdk_version", "weight", b"weight", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__expected_rank: _TypeAlias = _typing.Literal["expected_rank"]  # noqa: Y015
+    _WhichOneofArgType__expected_rank: _TypeAlias = _typing.Literal["_expected_rank", b"_expected_rank"]  # noqa: Y015
     _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
     _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__expected_rank) -> _WhichOneofReturnType__expected_rank | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__weight) -> _WhichOneofReturnType__weight | None: ...
 
 Global___WorkerInfo: _TypeAlias = WorkerInfo  # noqa: Y015

@@ -19,6 +19,7 @@ from strata.coord.core.facts import (
     Dataset,
     DatasetMode,
     RegisteredWorker,
+    nodes_job,
 )
 from strata.coord.core.inputs import Ack, Caller
 from strata.coord.core.ledger import DatasetLedger, progress
@@ -60,7 +61,7 @@ class Identity:
     token_worker_id: str = ""
 
     def job_of(self, field: str) -> str:
-        if self.token_job and field not in ("", self.token_job):
+        if self.token_job and field not in ("", self.token_job, nodes_job(self.token_job)):
             raise StrataError(Code.FORBIDDEN, f"the token is not for job {field!r}")
         if 0 < len(field) <= MAX_NAME:
             return field
@@ -116,6 +117,7 @@ def worker(message: pb.WorkerInfo, identity: Identity, incarnation: str) -> inpu
             weight=weight,
             labels=dict(message.labels),
             elastic=message.elastic,
+            expected_rank=message.expected_rank if message.HasField("expected_rank") else None,
         ),
     )
 

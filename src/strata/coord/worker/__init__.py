@@ -14,7 +14,9 @@ rewinds all workers to the last checkpoint and returns it. With `elastic=True` t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
+
+import msgspec
 
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
@@ -27,10 +29,12 @@ from strata.coord.worker.commands import Command
 from strata.coord.worker.garbage_collector import Swept
 from strata.coord.worker.readers import count_samples
 from strata.coord.worker.reasons import Reason, reason_of
-from strata.coord.worker.session import OnCommand
+from strata.coord.worker.session import MemberAddress, OnCommand
 from strata.coord.worker.settings import SECTION, Tls, WorkerSettings
 from strata.coord.worker.shard import DatasetOptions, FileSlice, Shard
 from strata.coord.worker.stores import S3Settings
+
+TORCHRUN_VARIABLES: Final = {"RANK": "rank", "WORLD_SIZE": "wait_for"}
 
 __all__ = [
     "AsyncWorker",
@@ -40,6 +44,7 @@ __all__ = [
     "DatasetOptions",
     "FileSlice",
     "Manifest",
+    "MemberAddress",
     "Part",
     "Reason",
     "Reported",
@@ -75,4 +80,8 @@ def join_async(*, on_command: OnCommand | None = None, s3: S3Settings | None = N
 
 def _settings(given: dict[str, Any]) -> WorkerSettings:
     flags = {name.replace("tls_", "tls.", 1): value for name, value in given.items()}
-    return load(WorkerSettings, section=SECTION, file=None, flags=flags)
+    found = load(WorkerSettings, section=SECTION, file=None, flags=flags)
+    if not found.torchrun:
+        return found
+    ranked = load(WorkerSettings, section=SECTION, file=None, flags=flags, aliases=TORCHRUN_VARIABLES)
+    return msgspec.structs.replace(ranked, id=ranked.id or f"rank-{ranked.rank}")

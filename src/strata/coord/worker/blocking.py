@@ -16,6 +16,7 @@ from strata.coord.worker.commands import Command
 from strata.coord.worker.garbage_collector import Swept
 from strata.coord.worker.leases import Capture
 from strata.coord.worker.reasons import RECOVERABLE, reason_of
+from strata.coord.worker.session import MemberAddress
 from strata.coord.worker.shard import DatasetOptions, Shard
 
 Result = TypeVar("Result")
@@ -110,6 +111,13 @@ class Worker:
     @property
     def world_size(self) -> int:
         return self._open().world_size
+
+    @property
+    def is_stale(self) -> bool:
+        return self._open().is_stale
+
+    def members(self) -> tuple[MemberAddress, ...]:
+        return self._run(self._open().members())
 
     @property
     def run_id(self) -> int:

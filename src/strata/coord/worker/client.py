@@ -21,14 +21,15 @@ from strata.coord.worker.garbage_collector import GarbageCollector, Swept
 from strata.coord.worker.leases import Capture, HeldLease
 from strata.coord.worker.prefetch import Prefetch
 from strata.coord.worker.readers import Readers
-from strata.coord.worker.reasons import RECOVERABLE, reason_of
-from strata.coord.worker.session import ATTEMPT_S, OnCommand, WorkerSession
+from strata.coord.worker.reasons import RECOVERABLE, Reason, reason_of
+from strata.coord.worker.session import ATTEMPT_S, MemberAddress, OnCommand, WorkerSession
 from strata.coord.worker.settings import WorkerSettings
 from strata.coord.worker.shard import DatasetOptions, Shard, pieces
 from strata.coord.worker.stores import S3Settings
 
 WAIT_S: Final = 2.0
 """How long one call waits for a shard that others may give back."""
+START_BARRIER: Final = "strata/start"
 
 Result = TypeVar("Result")
 
@@ -65,14 +66,30 @@ class AsyncWorker:
         begun = False
         try:
             await self._session.start()
-            if self._session.recover_first:
-                self._start = await self.recover("start")
-                self._start_taken = self._start is None
+            await self._recover_at_start()
             begun = True
         finally:
             if not begun:
                 await self._session.close(failed=False, reason="did not join")
         return self
+
+    async def _recover_at_start(self) -> None:
+        """Ranked workers also meet, so that all of them start in one generation and from one checkpoint."""
+        is_ranked = self._session.settings.rank is not None
+        while True:
+            try:
+                if self._session.recover_first:
+                    self._start = await self.recover("start")
+                    self._start_taken = self._start is None
+                if is_ranked:
+                    await self.barrier(START_BARRIER, timeout_s=self._session.settings.patience_s)
+            except StrataError as error:
+                if not is_ranked or reason_of(error) not in (Reason.MEMBERSHIP_CHANGED, Reason.RANK_DIFFERS):
+                    raise
+            else:
+                return
+            # Of an earlier life of a rank, which was not known as dead yet, or of one that was started again.
+            await self._session.rejoin_generation()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -106,6 +123,15 @@ class AsyncWorker:
     @property
     def world_size(self) -> int:
         return self._session.world_size
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether members are known to have come or gone: the next call raises that, or follows if it is elastic."""
+        return self._session.is_stale
+
+    async def members(self) -> tuple[MemberAddress, ...]:
+        """The workers of the generation with their addresses, in order of rank."""
+        return await self._session.members()
 
     @property
     def run_id(self) -> int:

@@ -22,6 +22,8 @@ class Reason(StrEnum):
     """The coordinator evicted this worker. All its leases belong to others; it has to join again."""
     REPLACED = "stale-incarnation"
     """Another process of the same worker id has joined: this one must end."""
+    RANK_DIFFERS = "rank-differs"
+    """The generation has other members than the launcher started: this process must end and be started again."""
 
 
 RECOVERABLE: Final = frozenset({Reason.MEMBERSHIP_CHANGED, Reason.RECOVER_FIRST, Reason.LEASE_LOST})
@@ -43,6 +45,16 @@ def membership_changed(ours: int, current: int) -> StrataError:
         hint="recover() to rewind all workers, or follow() to continue as it is",
         reason=Reason.MEMBERSHIP_CHANGED.value,
         generation=current,
+    )
+
+
+def rank_differs(found: tuple[int, int], expected: tuple[int, int]) -> StrataError:
+    return StrataError(
+        Code.STALE,
+        f"rank {found[0]} of {found[1]} workers in the generation is not rank {expected[0]} of {expected[1]},"
+        " as the launcher said",
+        hint="end this process: the launcher starts all ranks again",
+        reason=Reason.RANK_DIFFERS.value,
     )
 
 

@@ -10,6 +10,7 @@ import asyncio
 import inspect
 import socket
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from typing import Final
 
 import grpc
@@ -25,7 +26,7 @@ from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
 from strata.coord.worker.commands import Command, Commands
 from strata.coord.worker.leases import LeaseTracker
 from strata.coord.worker.link import CoordinatorLink, Deadline, Reply, Request, UnaryCall, to_strata_error
-from strata.coord.worker.reasons import Reason, evicted, lease_lost, membership_changed, reason_of
+from strata.coord.worker.reasons import Reason, evicted, lease_lost, membership_changed, rank_differs, reason_of
 from strata.coord.worker.settings import WorkerSettings
 from strata.coord.worker.telemetry import Telemetry
 
@@ -39,6 +40,19 @@ WAIT_FOR_POLL_S: Final = 0.1
 _log = log.get(__name__)
 
 OnCommand = Callable[[Command], Awaitable[None] | None]
+
+
+@dataclass(frozen=True)
+class MemberAddress:
+    """One worker of the generation, and where the others reach it."""
+
+    worker_id: str
+    rank: int
+    ip: str
+    """Empty and port 0: it has not said."""
+    port: int
+    gpus: int
+    hostname: str
 
 
 class WorkerSession:
@@ -268,13 +282,43 @@ class WorkerSession:
 
     async def follow(self) -> None:
         """Take the current generation without a rewind."""
-        self.check_failure()
-        await self._join_current_generation()
+        await self.rejoin_generation()
         self.check()
 
+    async def rejoin_generation(self) -> None:
+        """The same; the generation after it may have begun."""
+        self.check_failure()
+        await self._join_current_generation()
+
     def adopt(self, generation: int, rank: int, world_size: int) -> None:
-        self.generation, self.rank, self.world_size = generation, rank, world_size
+        """Raises if a launcher gave this worker another rank: collectives would mix up what belongs to whom."""
         self._job_generation = max(self._job_generation, generation)
+        if not self._is_expected(rank, world_size):
+            raise self._rank_differs(rank, world_size)
+        self.generation, self.rank, self.world_size = generation, rank, world_size
+
+    def _is_expected(self, rank: int, world_size: int) -> bool:
+        return self.settings.rank is None or (rank, world_size) == (self.settings.rank, self.settings.wait_for)
+
+    def _rank_differs(self, rank: int, world_size: int) -> StrataError:
+        assert self.settings.rank is not None
+        return rank_differs((rank, world_size), (self.settings.rank, self.settings.wait_for))
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the job is known to have gone on from this worker's generation."""
+        return self._job_generation > self.generation
+
+    async def members(self) -> tuple[MemberAddress, ...]:
+        while True:
+            await self.sync_generation()
+            found = await self._register_incarnation(self.incarnation, include_members=True)
+            if found.generation == self.generation:
+                return tuple(
+                    MemberAddress(each.worker_id, each.rank, each.ip, each.port, each.gpu_count, each.hostname)
+                    for each in found.members
+                )
+            self.mark_stale(found.generation)
 
     async def _register(self, *, adopt: bool, instead_of: str | None = None, wait_for: int = 0) -> None:
         """`adopt`: take the rank in the new generation, of at least `wait_for` members; else only learn its number.
@@ -293,9 +337,12 @@ class WorkerSession:
             while True:
                 found = await self._register_incarnation(incarnation)
                 self._on_registered(found)
-                if (found.generation and found.world_size >= wait_for) or not adopt:
+                is_formed = found.generation and found.world_size >= wait_for
+                if (is_formed and self._is_expected(found.rank, found.world_size)) or not adopt:
                     break
                 if self.clock.monotonic_s() > until_s:
+                    if is_formed:
+                        raise self._rank_differs(found.rank, found.world_size)
                     raise _too_few_members(found.world_size, wait_for, self.settings.patience_s)
                 if found.generation:
                     await asyncio.sleep(WAIT_FOR_POLL_S)
@@ -313,13 +360,15 @@ class WorkerSession:
         self.leases.mark_unless_finished(found.lost_leases)
         self._job_generation = max(self._job_generation, found.generation)
 
-    async def _register_incarnation(self, incarnation: str) -> pb.WorkerConfig:
+    async def _register_incarnation(self, incarnation: str, *, include_members: bool = False) -> pb.WorkerConfig:
         until_s = self.clock.monotonic_s() + self.settings.patience_s
         while True:
+            message = _registration_message(self.settings, self.job, incarnation, self.leases.ids())
+            message.include_members = include_members
             try:
                 return await self._link.call(
                     lambda stub: stub.RegisterWorker,
-                    _registration_message(self.settings, self.job, incarnation, self.leases.ids()),
+                    message,
                     Deadline(ATTEMPT_S, self.settings.patience_s),
                 )
             except StrataError as error:
@@ -460,6 +509,7 @@ def _registration_message(settings: WorkerSettings, job: str, incarnation: str, 
         weight=settings.weight,
         held_leases=held,
         elastic=settings.elastic,
+        expected_rank=settings.rank,
         hostname=socket.gethostname(),
         sdk_version=f"strata-python/{strata.__version__}",
     )

@@ -45,7 +45,11 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     elastic: bool = False
     """Members may come and go: go on in the new generation. Else every change is raised, for all to go back."""
     wait_for: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Join when the generation has so many members, this one counted."""
+    """Join when the generation has so many members, this one counted; with `rank`, exactly so many."""
+    rank: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """The rank that a launcher gave this worker: it joins when its rank in the generation is the same."""
+    torchrun: bool = False
+    """Started by torchrun with the backend `strata`, which sets this: `rank` is RANK, `wait_for` is WORLD_SIZE."""
     rejoin: bool = False
     """Once evicted, join again as a new incarnation instead of raising."""
     checkpoint_root: str = ""
@@ -56,6 +60,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.addresses:
             raise StrataError(Code.INVALID, "the address of the coordinator is empty")
+        if self.rank is not None and self.rank >= self.wait_for:
+            raise StrataError(Code.INVALID, f"there is no rank {self.rank} of {self.wait_for}", hint="set wait_for")
         clear = [each for each in self.addresses if not _stays_here(each)]
         if self.token is not None and self.tls is None and clear:
             raise StrataError(

@@ -1,0 +1,18 @@
+"""The entry point of torchrun's backend `strata`. torch loads it in every process that uses elastic: it imports nothing
+before the backend is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def backend() -> Callable[[Any], Any]:
+    """From `RendezvousParameters` to a `RendezvousHandler`; torch is not imported for their types."""
+    return _create
+
+
+def _create(parameters: Any) -> Any:
+    from strata.coord.worker.torch_rendezvous import StrataRendezvous
+
+    return StrataRendezvous(parameters)

@@ -1,0 +1,172 @@
+"""Two torchruns on two loopback addresses, two ranks each, meet through the coordinator.
+
+One host dies in mid-epoch, the other goes on from the committed checkpoint, and when the host is back the gang grows.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from examples.elastic_sft.check import Run, judge, lines
+from examples.elastic_sft.corpus import write_corpus
+from strata.base.atomic import write_file
+from strata.base.settings import process_environment
+from strata.testing.ports import port_of, reserve_port
+
+PROGRAM: Final = Path(__file__).with_name("gated_sft.py")
+STRATA: Final = str(Path(sys.executable).with_name("strata"))
+TORCHRUN: Final = str(Path(sys.executable).with_name("torchrun"))
+JOB: Final = "gang"
+EPOCHS: Final = 2
+SAMPLES: Final = 128
+EVERY: Final = 4
+"""Steps between two checkpoints."""
+WITHIN_S: Final = 280
+
+pytestmark = pytest.mark.timeout(WITHIN_S + 20)
+Line = dict[str, Any]
+
+
+class Host:
+    """A torchrun and its workers, which die together."""
+
+    def __init__(self, folder: Path, coordinator: str, ip: str) -> None:
+        self.name = f"host {ip}"
+        self.log = folder / f"{ip}.log"
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [
+                    *(TORCHRUN, "--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "20"),
+                    *("--rdzv-backend", "strata", "--rdzv-endpoint", coordinator, "--rdzv-id", JOB),
+                    *("--rdzv-conf", "last_call_timeout=30", "--local-addr", ip, "--monitor-interval", "0.2"),
+                    *(PROGRAM, "--corpus", folder / "corpus.jsonl", "--out", folder),
+                    *("--epochs", str(EPOCHS), "--checkpoint-every", str(EVERY)),
+                ],
+                env={**process_environment(), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+                stdout=log,
+                stderr=log,
+            )
+
+    def die(self) -> None:
+        """As when the power fails: nobody gets to say a word."""
+        try:
+            found = [psutil.Process(self.process.pid)]
+            found += found[0].children(recursive=True)
+        except psutil.NoSuchProcess:
+            return
+        for each in found:
+            each.suspend()
+        for each in found:
+            each.kill()
+        self.process.wait()
+
+
+class Site:
+    def __init__(self, folder: Path, port: int) -> None:
+        self.folder = folder
+        self.address = f"127.0.0.1:{port}"
+        self.hosts: list[Host] = []
+        command = [STRATA, "coordinator", "--listen", self.address]
+        with (folder / "coordinator.log").open("wb") as log:
+            self.coordinator = subprocess.Popen(
+                [*command, "--database", f"sqlite:{folder / 'coordinator.db'}"], stdout=log, stderr=log
+            )
+
+    def start(self, ip: str) -> Host:
+        self.hosts.append(Host(self.folder, self.address, ip))
+        return self.hosts[-1]
+
+    def hold_at(self, step: int) -> None:
+        write_file(self.folder / "gate", str(step).encode())
+
+    def wait(self, condition: Callable[[list[Line]], bool], what: str) -> list[Line]:
+        until_s = time.monotonic() + WITHIN_S / 3
+        while not condition(said := lines(self.folder, "rank-*.jsonl")):
+            for host in self.hosts:
+                assert host.process.poll() in (None, -9), f"{host.name} ended: {host.log.read_text('utf-8')[-3000:]}"
+            assert time.monotonic() < until_s, f"not in time: {what}; {said[-4:]}"
+            time.sleep(0.05)
+        return said
+
+    def started(self, world_size: int, after: int = 0) -> int:
+        """Wait until all ranks have begun in one generation, later than `after`: that generation."""
+
+        def newest(said: list[Line]) -> tuple[int, set[int]]:
+            found = [each for each in said if each["event"] == "started" and each["world_size"] == world_size]
+            last = max((each["generation"] for each in found), default=0)
+            return last, {each["rank"] for each in found if each["generation"] == last}
+
+        what = f"{world_size} ranks in a generation after {after}"
+        said = self.wait(lambda said: newest(said)[0] > after and newest(said)[1] == {*range(world_size)}, what)
+        return newest(said)[0]
+
+    def trained(self, generation: int, step: int, world_size: int) -> None:
+        """Wait until all ranks of a generation have done a step."""
+
+        def at(said: list[Line]) -> int:
+            done = [each for each in said if each["event"] == "step" and each["step"] == step]
+            return len([each for each in done if each["generation"] == generation])
+
+        self.wait(lambda said: at(said) == world_size, f"step {step} of generation {generation}")
+
+    def show(self, job: str) -> Any:
+        command = [STRATA, "gang", "show", job, "--address", self.address, "-o", "json"]
+        return json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+
+    def close(self) -> None:
+        for host in self.hosts:
+            host.die()
+            print(host.name, host.log.read_text("utf-8")[-3000:])
+        self.coordinator.terminate()
+        self.coordinator.wait(20)
+
+
+@contextmanager
+def site(folder: Path) -> Iterator[Site]:
+    with reserve_port() as guard:
+        found = Site(folder, port_of(guard))
+        try:
+            yield found
+        finally:
+            found.close()
+
+
+def test_a_gang_over_two_hosts_shrinks_when_one_dies_and_grows_when_it_is_back(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus.jsonl", SAMPLES)
+    with site(tmp_path) as gang:
+        gang.hold_at(EVERY + 2)
+        gang.start("127.0.0.1")
+        second = gang.start("127.0.0.2")
+        both = gang.started(world_size=4)
+        gang.trained(both, EVERY + 2, world_size=4)
+        nodes = gang.show(f"{JOB}/nodes")["workers"]
+        assert {each["ip"] for each in nodes} == {"127.0.0.1", "127.0.0.2"}
+        assert all(each["port"] for each in nodes)
+        ranks = {each["worker_id"]: each["rank"] for each in gang.show(JOB)["workers"]}
+        assert ranks == {f"rank-{rank}": rank for rank in range(4)}
+
+        second.die()
+        alone = gang.started(world_size=2, after=both)
+        gang.hold_at(2 * EVERY + 1)
+        gang.trained(alone, 2 * EVERY + 1, world_size=2)
+
+        returned = gang.start("127.0.0.2")
+        again = gang.started(world_size=4, after=alone)
+        (tmp_path / "gate").unlink()
+        for host in (gang.hosts[0], returned):
+            assert host.process.wait(WITHIN_S / 3) == 0, host.log.read_text("utf-8")[-3000:]
+
+    run = Run.read(tmp_path)
+    assert judge(run, epochs=EPOCHS, loss_below=5.0).problems == []
+    starts = {line["generation"]: line["step"] for line in run.log if line["event"] == "started"}
+    assert [starts[each] for each in (both, alone, again)] == [0, EVERY, 2 * EVERY]

@@ -1,0 +1,80 @@
+"""Workers with ranks of a launcher: the coordinator's are the same, or the worker does not join."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+import strata.coord.worker as strata
+from strata.base.errors import Code, StrataError
+from tests.shell.coord.running import Running, in_process
+from tests.shell.coord_worker.test_calls import worker
+from tests.shell.coord_worker.test_start import checkpointed
+
+
+async def together(running: Running, ranks: int) -> list[strata.AsyncWorker]:
+    """The last one first: the order of joining must not matter."""
+    found = [
+        strata.join_async(address=running.address, id=f"r{rank}", rank=rank, wait_for=ranks, ip="10.0.0.1", port=rank)
+        for rank in range(ranks)
+    ]
+    joining = []
+    for each in reversed(found):
+        joining.append(asyncio.create_task(each.__aenter__()))
+        await asyncio.sleep(0)
+    await asyncio.gather(*joining)
+    return found
+
+
+async def test_ranks_are_those_of_the_launcher_and_members_know_each_others_address() -> None:
+    async with in_process() as running:
+        found = await together(running, 3)
+        assert [(each.rank, each.world_size) for each in found] == [(0, 3), (1, 3), (2, 3)]
+        assert len({each.generation for each in found}) == 1
+        members = await found[0].members()
+        assert [(each.worker_id, each.rank, each.ip, each.port) for each in members] == [
+            (f"r{rank}", rank, "10.0.0.1", rank) for rank in range(3)
+        ]
+        for each in found:
+            await each.__aexit__(None, None, None)
+
+
+async def test_ranks_that_were_started_again_start_in_one_generation_from_one_checkpoint(tmp_path: Path) -> None:
+    async with in_process() as running, worker(running, "r1") as before:
+        await checkpointed(before, tmp_path)
+        # An incarnation that is not known as dead yet.
+        found = await together(running, 2)
+        assert len({each.generation for each in found}) == 1
+        starts = [each.start for each in found]
+        assert [start and start.step for start in starts] == [1, 1]
+        assert not any(each.is_stale for each in found)
+        for each in found:
+            await each.__aexit__(None, None, None)
+        with pytest.raises(StrataError):
+            await before.flush()
+
+
+async def test_a_worker_whose_rank_is_taken_by_others_says_so_and_does_not_join() -> None:
+    async with in_process() as running, worker(running, "other"):
+        with pytest.raises(StrataError, match="rank 0 of 2 workers in the generation is not rank 0 of 1") as refused:
+            async with worker(running, "r0", rank=0, wait_for=1, patience_s=0.5):
+                pass
+        assert strata.reason_of(refused.value) is strata.Reason.RANK_DIFFERS
+
+
+def test_under_torchrun_the_rank_and_the_number_of_workers_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"STRATA_WORKER_TORCHRUN": "yes", "RANK": "3", "WORLD_SIZE": "8"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    found = strata._settings({})
+    assert (found.id, found.rank, found.wait_for) == ("rank-3", 3, 8)
+    monkeypatch.delenv("STRATA_WORKER_TORCHRUN")
+    assert strata._settings({}).rank is None
+
+
+def test_a_rank_without_the_number_of_workers_is_refused() -> None:
+    with pytest.raises(StrataError, match="there is no rank 2 of 0") as refused:
+        strata.join_async(rank=2)
+    assert refused.value.code is Code.INVALID
