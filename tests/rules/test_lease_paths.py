@@ -31,12 +31,18 @@ ALLOWED: Final = {
     "environment.py": {
         "Path(venv)": "for the PATH of the job; the agent opens nothing there",
     },
+    "host_cache.py": {
+        "self.folder / name": "a PathName of path_names, or a name that the agent has read there",
+        "self.folder / f'{name}.lock'": "a PathName of path_names",
+        "self.folder / f'{folder.name}.lock'": "a name that the agent has read there",
+        "self.folder / name / 'users' / key": "path_names.attempt_name",
+        "self.attempts / user.name": "a name that the agent has written",
+    },
+    "data_cache.py": {
+        "Path(place)": "a folder that the agent has written",
+        "Path(place, name)": "a file that the agent has written",
+    },
     "environment_cache.py": {
-        "cache.folder / name": "path_names.environment_name, or a name that the agent has read there",
-        "cache.folder / f'{name}.lock'": "path_names.environment_name",
-        "cache.folder / f'{folder.name}.lock'": "a name that the agent has read there",
-        "folder / 'users' / key": "path_names.attempt_name",
-        "cache.attempts / user.name": "a name that the agent has written",
         "Path(strata.__file__)": "our own program",
         "Path(sys.executable)": "our own program",
     },
@@ -57,7 +63,7 @@ ALLOWED: Final = {
         "Path(tempfile.mkdtemp(prefix='source-', dir=request.scratch))": "in the process of the job's user",
     },
     "prepare.py": {
-        "Path(venv)": "an environment of the cache, by path_names.environment_name",
+        "Path(folder)": "an environment of the cache, by path_names.environment_name",
     },
     "sandbox.py": {
         "parent / name": "path_names.attempt_name, behind a prefix of our own",

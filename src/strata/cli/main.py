@@ -32,6 +32,7 @@ COMMANDS: Final[Mapping[str, CommandEntry]] = {
     "coordinator": CommandEntry(
         "strata.cli.coordinator:coordinator", "Run the coordinator that keeps the workers of a job together."
     ),
+    "data": CommandEntry("strata.cli.fleet.data:data", "Upload, download and list the data of jobs."),
     "doctor": CommandEntry("strata.cli.doctor.command:doctor", "Diagnose this machine, the agent and the hub."),
     "drain": CommandEntry(
         "strata.cli.fleet.control:drain", "Let each HOST finish its jobs, and assign it no new ones."

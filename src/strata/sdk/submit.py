@@ -30,6 +30,7 @@ from strata.fleet.core.jobspec import EnvironmentSpec, JobSpec, TrainerSpec
 from strata.fleet.core.manifest_tables import env_problem
 from strata.fleet.core.requirement import Needs
 from strata.sdk.bundle import Bundle, make_bundle
+from strata.sdk.datasets import named_data
 from strata.sdk.fleet import client_settings, connect
 
 AUTO: Final = "auto"
@@ -54,6 +55,8 @@ class RunOptions:
     env: Mapping[str, str] = field(default_factory=dict)
     secrets: Sequence[str] = ()
     """Names of secrets, which the job gets as environment variables."""
+    data: Sequence[str] = ()
+    """Names of datasets of the hub; the variable STRATA_DATA_NAME says where each is."""
     timeout_s: float = 0.0
     priority: int = 0
 
@@ -107,7 +110,8 @@ def submit(
     client = connect(client_settings(context=context), timeout_s=120.0)
     try:
         bundle = make_bundle(Path(folder))
-        reply = send_job(client, bundle, run_request(command, Path(folder), bundle, options or RunOptions()))
+        request = run_request(client, command, Path(folder), bundle, options or RunOptions())
+        reply = send_job(client, bundle, request)
     except BaseException:
         client.close()
         raise
@@ -119,16 +123,20 @@ def send_job(client: HubClient, bundle: Bundle, request: wire.SubmitRequest) -> 
     return client.call("POST", "/v1/jobs", wire.SubmitReply, body=request)
 
 
-def run_request(command: Sequence[str], folder: Path, bundle: Bundle, options: RunOptions) -> wire.SubmitRequest:
+def run_request(
+    client: HubClient, command: Sequence[str], folder: Path, bundle: Bundle, options: RunOptions
+) -> wire.SubmitRequest:
     environment = choose_environment(folder, options)
     for name in options.env:
         problem = env_problem(name)
         if problem:
             raise StrataError(Code.INVALID, f"{name}: {problem}")
     # What runs is part of what the trainer is, so it names the trainer, and the trainer's name is the job's mode.
+    data = named_data(client, options.data)
     what: list[object] = [list(command), bundle.sha256]
-    if environment is not None or options.env or options.secrets:
-        what += [msgspec.to_builtins(environment), dict(options.env), list(options.secrets)]
+    more = [environment, dict(options.env), list(options.secrets), data]
+    if any(more):
+        what.append(msgspec.to_builtins(more))
     how = hashlib.sha256(canonical_json(what)).hexdigest()[:12]
     trainer = TrainerSpec(
         name=f"run-{how}",
@@ -137,6 +145,7 @@ def run_request(command: Sequence[str], folder: Path, bundle: Bundle, options: R
         environment=environment,
         env=dict(options.env),
         secrets=tuple(options.secrets),
+        data=data,
     )
     label = job_name(options.name or folder.resolve().name)
     spec = JobSpec(

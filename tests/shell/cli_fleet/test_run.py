@@ -124,12 +124,12 @@ def test_options_of_run_reach_the_job(person: Person, host: HostByHand, here: Pa
     (here / "pyproject.toml").write_text("[tool.ruff]\n")
     words = ("--env", "A=1=2", "--timeout", "2h", "--priority", "7", "--name", "mine")
     assert person.says("run", "-d", *words, "--", "python", "train.py").status == ExitCode.OK
-    lease = host.claim()
+    lease = host.completes()
     assert lease.trainer is not None
     assert (lease.trainer.env, lease.trainer.environment) == ({"A": "1=2"}, None)
     assert (lease.spec.timeout_s, lease.spec.priority, lease.spec.name) == (7200.0, 7, "mine")
     assert person.says("run", "-d", "--env", "A=2", "--", "python", "train.py").status == ExitCode.OK
-    other = host.claim()
+    other = host.completes()
     assert other.job_id != lease.job_id
     assert person.says("run", "-d", "--gpus", "3", "--", "python", "train.py", "--big").status == ExitCode.OK
     assert "min_gpus: needs 3" in person.says("why", "my-project").out

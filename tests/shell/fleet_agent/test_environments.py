@@ -12,15 +12,15 @@ from typing import Any, Final
 import pytest
 
 from strata.base.errors import Code, StrataError
-from strata.fleet.agent import environment_cache
+from strata.fleet.agent import host_cache
 from strata.fleet.agent.attempt_folder import find_job_user
 from strata.fleet.agent.environment_cache import (
     EnvironmentCache,
     JobEnvironment,
     build_variables,
-    evict_environments,
     provide_environment,
 )
+from strata.fleet.agent.host_cache import HostCache
 from strata.fleet.agent.path_names import PathName
 from strata.fleet.core.jobspec import EnvironmentSpec
 from tests.shell.fleet_agent.waiting import eventually
@@ -43,13 +43,12 @@ def offline(wheels: Path) -> dict[str, str]:
 
 
 def a_cache(tmp_path: Path, wheels: Path, **changes: Any) -> EnvironmentCache:
+    entries = HostCache(tmp_path / "environments", tmp_path / "attempts", changes.pop("max_bytes", 1 << 30))
     values: dict[str, Any] = {
-        "folder": tmp_path / "environments",
-        "attempts": tmp_path / "attempts",
+        "entries": entries,
         "program": str(UV),
         "interpreter": sys.executable,
         "variables": offline(wheels),
-        "max_bytes": 1 << 30,
         "job_user": None,
     }
     return EnvironmentCache(**values | changes)
@@ -64,7 +63,7 @@ def a_source(tmp_path: Path, name: str = "source", **files: str) -> Path:
 
 
 def provide(cache: EnvironmentCache, source: Path, file: str, key: str = "a", **more: Any) -> JobEnvironment:
-    (cache.attempts / key).mkdir(parents=True, exist_ok=True)
+    (cache.entries.attempts / key).mkdir(parents=True, exist_ok=True)
     return provide_environment(cache, EnvironmentSpec(file=file, **more), source, PathName(key))
 
 
@@ -113,7 +112,7 @@ def test_a_failed_build_says_what_uv_said_and_leaves_nothing(tmp_path: Path, whe
     assert raised.value.code is Code.PRECONDITION
     assert "nosuchpackage" in raised.value.message
     assert "secret" not in raised.value.message
-    assert [each for each in cache.folder.iterdir() if each.is_dir()] == []
+    assert [each for each in cache.entries.folder.iterdir() if each.is_dir()] == []
 
 
 @pytest.mark.parametrize("file", ["requirements.txt", "uv.lock"])
@@ -142,17 +141,17 @@ def test_eviction_takes_the_least_recently_used_and_never_one_in_use(tmp_path: P
     two = a_source(tmp_path, "two", requirements_txt="greeting==2.0\n")
     old, new = (Path(provide(cache, each, "requirements.txt", each.name).path) for each in (one, two))
     now_s = new.parent.stat().st_mtime
-    evict_environments(cache, now_s)
+    cache.entries.evict(now_s)
     assert old.exists()
     assert new.exists()
-    (cache.attempts / "one").rmdir()
-    evict_environments(cache, now_s)
+    (cache.entries.attempts / "one").rmdir()
+    cache.entries.evict(now_s)
     assert (old.exists(), new.exists()) == (False, True)
-    (cache.attempts / "two").rmdir()
+    (cache.entries.attempts / "two").rmdir()
     roomy = a_cache(tmp_path, wheels)
-    evict_environments(roomy, now_s)
+    roomy.entries.evict(now_s)
     assert new.exists()
-    evict_environments(roomy, now_s + environment_cache.MAX_IDLE_S + 60)
+    roomy.entries.evict(now_s + host_cache.MAX_IDLE_S + 60)
     assert not new.exists()
 
 
@@ -176,28 +175,29 @@ def test_a_stopped_attempt_ends_its_build(tmp_path: Path, wheels: Path) -> None:
         provide_environment(cache, spec, source, PathName("a"), lambda: not (tmp_path / "uv.pid").exists())
     assert raised.value.code is Code.STALE
     eventually(lambda: uv_has_ended(tmp_path))
-    assert [each for each in cache.folder.iterdir() if each.is_dir()] == []
+    assert [each for each in cache.entries.folder.iterdir() if each.is_dir()] == []
 
 
 BUILDER: Final = """\
 import sys
 from pathlib import Path
 from strata.fleet.agent.environment_cache import EnvironmentCache, provide_environment
+from strata.fleet.agent.host_cache import HostCache
 from strata.fleet.core.jobspec import EnvironmentSpec
 folder, attempts, program, interpreter, source = sys.argv[1:]
-cache = EnvironmentCache(Path(folder), Path(attempts), program, interpreter, {}, 1, None)
+cache = EnvironmentCache(HostCache(Path(folder), Path(attempts), 1), program, interpreter, {}, None)
 provide_environment(cache, EnvironmentSpec(file="requirements.txt"), Path(source), "a")
 """
 
 
 def test_what_an_agent_that_was_killed_left_half_is_never_used(tmp_path: Path, wheels: Path) -> None:
     cache, source = a_cache(tmp_path, wheels), a_source(tmp_path, requirements_txt="greeting==1.0\n")
-    words = [str(cache.folder), str(cache.attempts), slow_uv(tmp_path), cache.interpreter, str(source)]
+    words = [str(cache.entries.folder), str(cache.entries.attempts), slow_uv(tmp_path), cache.interpreter, str(source)]
     with subprocess.Popen([sys.executable, "-c", BUILDER, *words]) as builder:
         eventually((tmp_path / "uv.pid").exists)
         builder.kill()
     eventually(lambda: uv_has_ended(tmp_path))
-    assert [each for each in cache.folder.iterdir() if each.is_dir()] != []
+    assert [each for each in cache.entries.folder.iterdir() if each.is_dir()] != []
     made = provide(cache, source, "requirements.txt")
     assert (says(made, "import greeting; print(greeting.TEXT)"), made.facts["cached"]) == ("hello", False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from strata.cli.fleet.prepare import PreparedManifest
     from strata.fleet import wire
     from strata.fleet.client import HubClient
+    from strata.fleet.core.jobspec import DataSource
 
 MOST_SHOWN: Final = 10
 """How many changes the confirmation lists."""
@@ -62,8 +64,14 @@ def apply(  # noqa: PLR0913 (the options of the command)
     """
     from strata.cli.fleet.prepare import prepare_manifest
 
+    def find_artifacts(sources: Mapping[str, DataSource]) -> dict[str, DataSource]:
+        from strata.sdk.datasets import resolve_data
+
+        with hub_client(context) as client:
+            return resolve_data(client, sources)
+
     prepared = prepare_manifest(
-        manifest, lambda line: print_error(f"strata: {line}"), describe=describe, dry_run=dry_run
+        manifest, lambda line: print_error(f"strata: {line}"), find_artifacts, describe=describe, dry_run=dry_run
     )
     options = {"accept": accept, "retrain": retrain, "take_over": take_over}
     with hub_client(context, timeout_s=120.0) as client:

@@ -50,7 +50,7 @@ def artifacts() -> None:
 @click.option("--model", default="", metavar="NAME", help="Show only artifacts of this model.")
 @click.option(
     "--kind",
-    type=click.Choice(["result", "checkpoint", "source", "all"]),
+    type=click.Choice(["result", "checkpoint", "source", "data", "all"]),
     default="result",
     show_default=True,
     help="Show only artifacts of this kind.",

@@ -15,7 +15,7 @@ from strata.base.errors import Code, StrataError
 
 if TYPE_CHECKING:
     from strata.fleet.core.hyper import HyperSchema
-    from strata.fleet.core.jobspec import TrainerSpec
+    from strata.fleet.core.jobspec import DataSource, TrainerSpec
     from strata.fleet.core.manifest import JobManifest, ManifestDraft
     from strata.sdk.bundle import Bundle
 
@@ -47,12 +47,17 @@ class PreparedManifest:
 
 
 def prepare_manifest(
-    path: Path, warn: Callable[[str], None], *, describe: bool | None = None, dry_run: bool = False
+    path: Path,
+    warn: Callable[[str], None],
+    find_artifacts: Callable[[Mapping[str, DataSource]], dict[str, DataSource]],
+    *,
+    describe: bool | None = None,
+    dry_run: bool = False,
 ) -> PreparedManifest:
     """Parse the manifest once, describe its trainers, bundle their relative folders, and check all of it.
 
-    Without `describe`, a trainer is run for its parameters if its program mentions that it knows how; never for a dry
-    run.
+    `find_artifacts` is called for trainers that name datasets of the hub. Without `describe`, a trainer is run for its
+    parameters if its program mentions that it knows how; never for a dry run.
     """
     from msgspec.structs import replace
 
@@ -74,6 +79,8 @@ def prepare_manifest(
         if folder is not None and is_relative:
             bundles[name] = make_bundle(folder)
             resolved[name] = replace(trainer, directory="", bundle=bundles[name].sha256)
+        if any(source.dataset and not source.digest for source in trainer.data.values()):
+            resolved[name] = replace(resolved.get(name, trainer), data=find_artifacts(trainer.data))
     manifest = draft.resolve(trainers=resolved, schemas=_compile(schemas))
     return PreparedManifest(draft, manifest, schemas, bundles)
 

@@ -66,6 +66,9 @@ class EnvVariableOption(click.ParamType[tuple[str, str]]):
 @click.option(
     "--secret", "secrets", multiple=True, metavar="NAME", help="Pass the secret NAME of 'strata secrets'; repeatable."
 )
+@click.option(
+    "--data", "data", multiple=True, metavar="NAME", help="Give the job the data NAME of 'strata data'; repeatable."
+)
 @click.option("--gpus", type=click.IntRange(min=0), default=0, metavar="N", help="Require a host with N GPUs.")
 @click.option("--cuda", is_flag=True, help="Require a host with CUDA.")
 @click.option(
@@ -90,6 +93,7 @@ def run(  # noqa: PLR0913 (the options of the command)
     python: str,
     env: tuple[tuple[str, str], ...],
     secrets: tuple[str, ...],
+    data: tuple[str, ...],
     gpus: int,
     cuda: bool,
     vram: float,
@@ -109,7 +113,7 @@ def run(  # noqa: PLR0913 (the options of the command)
     """
     from strata.fleet.core.requirement import Needs
     from strata.sdk.bundle import make_bundle
-    from strata.sdk.submit import RunOptions, run_request, send_job
+    from strata.sdk.submit import RunOptions, choose_environment, run_request, send_job
 
     needs = Needs(require_cuda=cuda, min_vram_gib=vram, min_ram_gib=ram, min_gpus=gpus, allowed_hosts=hosts)
     options = RunOptions(
@@ -120,14 +124,15 @@ def run(  # noqa: PLR0913 (the options of the command)
         python=python,
         env=dict(env),
         secrets=secrets,
+        data=data,
         timeout_s=timeout,
         priority=priority,
     )
     bundle = make_bundle(Path.cwd())
-    request = run_request(command, Path.cwd(), bundle, options)
-    label = request.spec.name
-    environment_of = request.trainer.environment if request.trainer else None
+    environment_of = choose_environment(Path.cwd(), options)
     with hub_client(context, timeout_s=120.0) as client:
+        request = run_request(client, command, Path.cwd(), bundle, options)
+        label = request.spec.name
         submitted = send_job(client, bundle, request)
         job = submitted.job
         sent = f"{format_count(bundle.files, 'file')}, {format_bytes(len(bundle.content))}"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from strata.fleet.agent.attempt_folder import AttemptPaths
+from strata.fleet.agent.data_cache import variable_name
 from strata.fleet.agent.gpu import visible_devices
 from strata.fleet.core.jobspec import TrainerSpec
 from strata.fleet.wire import LeaseGiven
@@ -37,6 +38,8 @@ class JobInputs:
     """The environment that this host built for the job."""
     secrets: Mapping[str, str] = field(default_factory=dict)
     """Values by the names of variables."""
+    data: Mapping[str, str] = field(default_factory=dict)
+    """Folders of datasets, by the names that the trainer gives them."""
 
 
 def inherited_by_jobs(environ: Mapping[str, str], extra: Sequence[str] = ()) -> dict[str, str]:
@@ -71,6 +74,7 @@ def job_environment(
         environ["PATH"] = os.pathsep.join(filter(None, (str(programs), environ.get("PATH", ""))))
     environ |= {name: value for name, value in trainer.env.items() if not name.startswith("STRATA_")}
     environ |= {name: value for name, value in inputs.secrets.items() if not name.startswith("STRATA_")}
+    environ |= {variable_name(label): folder for label, folder in inputs.data.items()}
     return environ | strata_variables(lease, paths)
 
 

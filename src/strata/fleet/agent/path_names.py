@@ -56,6 +56,11 @@ def commit_name(url: str, commit: str) -> PathName:
     return PathName(f"{hashlib.sha256(url.encode()).hexdigest()[:16]}-{match[0]}.tar")
 
 
+def artifact_name(text: str) -> PathName:
+    """The name of the folder that caches an artifact."""
+    return PathName(artifact_id(text))
+
+
 def environment_name(digest: str) -> PathName:
     """The name of the folder of an environment."""
     match = _DIGEST.fullmatch(digest)

@@ -16,12 +16,13 @@ from strata.base.errors import Code, StrataError
 from strata.fleet.agent import environment, trainer_source
 from strata.fleet.agent.artifact_transfer import download_as_tar
 from strata.fleet.agent.attempt_folder import AttemptPaths, JobUser, create_attempt_folder, remove_folder
+from strata.fleet.agent.data_cache import provide_data
 from strata.fleet.agent.environment_cache import (
     EnvironmentCache,
-    evict_environments,
     find_uv,
     provide_environment,
 )
+from strata.fleet.agent.host_cache import HostCache
 from strata.fleet.agent.hub_api import HubApi
 from strata.fleet.agent.path_names import artifact_id, attempt_name
 from strata.fleet.agent.privsep import run_with_input
@@ -67,15 +68,18 @@ class HostContext:
 
     @property
     def environments(self) -> EnvironmentCache:
+        folder, max_bytes = self.settings.work_folder / "environments", int(self.settings.environments_gib * GIB)
         return EnvironmentCache(
-            self.settings.work_folder / "environments",
-            self.attempts,
+            HostCache(folder, self.attempts, max_bytes),
             find_uv(self.build_environ),
             self.settings.interpreter or sys.executable,
             self.build_environ,
-            int(self.settings.environments_gib * GIB),
             self.job_user,
         )
+
+    @property
+    def data(self) -> HostCache:
+        return HostCache(self.settings.work_folder / "data", self.attempts, int(self.settings.data_gib * GIB))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +135,15 @@ def prepare_attempt(
         checkpoint = download_as_tar(host.hub, artifact_id(lease.checkpoint))
         request = trainer_source.unpack_request(paths.resume, max_bytes=_NO_LIMIT, max_members=_NO_LIMIT)
         run_with_input(request, job_user, checkpoint)
-    venv, facts = "", {}
+    key = attempt_name(lease.job_id, lease.epoch)
+    data = provide_data(host.data, host.hub, trainer.data, key, wanted)
+    venv, facts = "", {"data": data.facts} if data.facts else {}
     if trainer.environment is not None:
-        key = attempt_name(lease.job_id, lease.epoch)
         built = provide_environment(host.environments, trainer.environment, cwd, key, wanted)
-        venv, facts = built.path, {"environment": built.facts}
-    inputs = environment.JobInputs(devices=devices, venv=venv, secrets=lease.secrets)
+        venv, facts = built.path, facts | {"environment": built.facts}
+    inputs = environment.JobInputs(devices=devices, venv=venv, secrets=lease.secrets, data=data.folders)
     spec = _supervisor_spec(host, lease, trainer, paths, cwd, inputs)
-    readable = [Path(venv)] if venv else []
+    readable = [Path(folder) for folder in (*filter(None, [venv]), *data.folders.values())]
     return PreparedAttempt(host.sandbox.confine(spec, paths, readable=readable, gpus=devices != ()), facts)
 
 
@@ -184,4 +189,5 @@ def prune_work_folder(host: HostContext, keep: set[str], now_s: float) -> None:
                 shutil.rmtree(cached, ignore_errors=True)
             else:
                 cached.unlink(missing_ok=True)
-    evict_environments(host.environments, now_s)
+    for caches in (host.environments.entries, host.data):
+        caches.evict(now_s)

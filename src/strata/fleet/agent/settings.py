@@ -68,6 +68,8 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     """With less free space in the work folder nothing is claimed."""
     environments_gib: NotNegative = 50.0
     """Of more, the environments that were not used for longest are removed; never one that a job uses."""
+    data_gib: NotNegative = 100.0
+    """Of more, the datasets that were not used for longest are removed from this host; never one that a job uses."""
     max_log_mib: Positive = 256.0
     """Limit of the log of one attempt; the middle of a longer log is left out, its end is kept."""
     max_skew_s: Positive = 300.0

@@ -88,6 +88,7 @@ class ArtifactKind(StrEnum):
     RESULT = "result"
     CHECKPOINT = "checkpoint"
     SOURCE = "source"
+    DATA = "data"
 
 
 class Lineage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

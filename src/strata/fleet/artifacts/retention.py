@@ -67,6 +67,8 @@ def _by_row(newest: Sequence[LineageRow], policy: RetentionPolicy, now_s: float)
     for row in newest:
         if row.pinned:
             yield row.artifact_id, f"pinned: {row.pinned}"
+        elif row.lineage.kind is ArtifactKind.DATA:
+            yield row.artifact_id, "data, which people remove"
         elif row.committed_at_s > now_s - policy.min_age_s:
             yield row.artifact_id, "new"
 

@@ -30,6 +30,8 @@ from strata.fleet.core.requirement import Count, Gib, Label, LabelValue, Name, N
 MAX_PRIORITY: Final = 1_000_000
 DEFAULT_PROJECT: Final = "default"
 """The project of a manifest that names none, and of jobs that were submitted one by one."""
+DATASET: Final = "strata:"
+"""How a trainer names a dataset of the hub among its data."""
 DAYS: Final = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 _DAY_MIN: Final = 24 * 60
 _CLOCK: Final = re.compile(r"([0-9]{1,2}):([0-5][0-9])")
@@ -128,8 +130,14 @@ def job_id(spec: JobSpec) -> str:
 
 class DataSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     source: Text
-    """A path on the host or an address; the trainer's business."""
+    """`strata:NAME` for a dataset of the hub; else a path on the host or an address, the trainer's business."""
     digest: Text = ""
+    """Of a dataset: the artifact that the name stood for when the trainer was declared."""
+
+    @property
+    def dataset(self) -> str:
+        """The name of the dataset of the hub; empty for any other source."""
+        return self.source.removeprefix(DATASET) if self.source.startswith(DATASET) else ""
 
 
 class EnvironmentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -221,6 +229,9 @@ def check_trainer(trainer: TrainerSpec) -> None:
     for name in trainer.secrets:
         if name.startswith("STRATA_") or name in trainer.env:
             raise StrataError(Code.INVALID, f"secrets: {name} is set by the agent or by env already")
+    for label, source in trainer.data.items():
+        if source.dataset and not source.digest.startswith("artifact1_"):
+            raise StrataError(Code.INVALID, f"data: {label} names a dataset of the hub without its artifact")
     texts = (*trainer.command, *trainer.env.values(), trainer.directory, trainer.interpreter, trainer.venv)
     if any("\0" in text for text in texts):
         raise StrataError(Code.INVALID, f"the trainer {trainer.name!r} cannot be run: a NUL character is in it")

@@ -217,19 +217,19 @@ def _hold(call: HubCall, job_id: str | None, epoch: int | None) -> AttemptKey | 
 
 def _personal_lineage(given: Lineage) -> Lineage:
     """What a person may say of an upload: nothing that attributes it to a job or a host."""
-    if given.kind is not ArtifactKind.SOURCE:
+    if given.kind not in (ArtifactKind.SOURCE, ArtifactKind.DATA):
         raise StrataError(
             Code.FORBIDDEN,
             f"a {given.kind} is made by an attempt of a job, and committed by its host",
-            hint="commit it as kind source",
+            hint="commit it as kind source or data",
         )
     return msgspec.structs.replace(given, job_id="", epoch=0, host_id="")
 
 
 async def _attempt_lineage(context: HubContext, given: Lineage, held: AttemptKey) -> Lineage:
     """What was trained, with which code and on which data is what the job says, whatever its host writes."""
-    if given.kind is ArtifactKind.SOURCE:
-        raise StrataError(Code.FORBIDDEN, "an attempt has results and checkpoints; sources come from people")
+    if given.kind in (ArtifactKind.SOURCE, ArtifactKind.DATA):
+        raise StrataError(Code.FORBIDDEN, "an attempt has results and checkpoints; sources and data come from people")
     spec = (await context.fleet.store.job(held.job_id)).spec
     attempts = [each for each in await context.fleet.store.attempts(held.job_id) if each.epoch == held.epoch]
     digest = attempts[0].trainer_digest if attempts else ""

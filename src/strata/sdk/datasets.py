@@ -1,0 +1,89 @@
+"""Datasets of the hub: folders that are stored by content under a name, for jobs to read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from strata.base.errors import Code, StrataError
+from strata.fleet import wire
+from strata.fleet.agent.artifact_transfer import send_missing_chunks
+from strata.fleet.agent.hub_api import HubApi
+from strata.fleet.artifacts.files import materialise, scan
+from strata.fleet.artifacts.manifest import ArtifactKind, Lineage
+from strata.fleet.client import HubClient
+from strata.fleet.core.jobspec import DATASET, DataSource
+from strata.fleet.core.requirement import Label
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushedData:
+    artifact_id: str
+    files: int
+    size: int
+    sent: int
+    """Bytes that the hub did not have."""
+
+
+def push_data(client: HubClient, folder: Path, name: str) -> PushedData:
+    """Upload a folder; from now on the name stands for it."""
+    try:
+        msgspec.convert(name, Label)
+    except msgspec.ValidationError:
+        raise StrataError(
+            Code.INVALID, f"{name!r} cannot be the name of data", hint="strata data push FOLDER NAME"
+        ) from None
+    hub = HubApi(client)
+    manifest = scan(folder)
+    sent = sum(chunk.size - chunk.received for chunk in hub.missing(manifest.chunks()))
+    send_missing_chunks(hub, folder, manifest, lambda: True)
+    # An upload is a record of its own, also of content that was uploaded before: the name stands for the newest.
+    upload = f"{time.time_ns():x}"
+    body = wire.CommitRequest(manifest=manifest, lineage=Lineage(kind=ArtifactKind.DATA, model=name, mode=upload))
+    reply = client.call("POST", "/v1/artifacts", wire.CommitReply, body=body, timeout_s=120.0)
+    size = sum(file.size for file in manifest.files)
+    return PushedData(artifact_id=reply.artifact_id, files=len(manifest.files), size=size, sent=sent)
+
+
+def list_uploads(client: HubClient, name: str = "") -> tuple[wire.Made, ...]:
+    """The newest first."""
+    query = wire.ArtifactsQuery(model=name, kind=ArtifactKind.DATA, limit=wire.MAX_PAGE)
+    return client.call("GET", "/v1/artifacts", wire.MadeReply, query=query).artifacts
+
+
+def find_data(client: HubClient, name: str) -> str:
+    """The artifact that a name stands for; NOT_FOUND if nothing was uploaded under it."""
+    query = wire.LatestQuery(model=name, kind=ArtifactKind.DATA)
+    try:
+        return client.call("GET", "/v1/artifacts/latest", wire.Made, query=query).artifact_id
+    except StrataError as error:
+        if error.code is not Code.NOT_FOUND:
+            raise
+        raise StrataError(Code.NOT_FOUND, f"there is no data {name!r}", hint="strata data push FOLDER NAME") from None
+
+
+def pull_data(client: HubClient, artifact_id: str, target: Path) -> tuple[int, int]:
+    """Download into a new folder; the number of files and bytes."""
+    hub = HubApi(client)
+    reply = hub.artifact(artifact_id)
+    materialise(reply.manifest, lambda digest, _: hub.chunk(digest, reply.urls.get(digest, "")), target)
+    return len(reply.manifest.files), reply.size
+
+
+def named_data(client: HubClient, names: Iterable[str]) -> dict[str, DataSource]:
+    """Datasets by name, as a trainer declares them."""
+    return {name: DataSource(source=f"{DATASET}{name}", digest=find_data(client, name)) for name in names}
+
+
+def resolve_data(client: HubClient, sources: Mapping[str, DataSource]) -> dict[str, DataSource]:
+    """The sources of a trainer, with the artifact of each dataset that does not name one."""
+    return {
+        label: msgspec.structs.replace(source, digest=find_data(client, source.dataset))
+        if source.dataset and not source.digest
+        else source
+        for label, source in sources.items()
+    }
