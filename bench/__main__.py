@@ -1,5 +1,7 @@
 """`python -m bench NAME [--quick] [--json-only]`: one JSON line per case on stdout, a table on stderr.
 
+With `--against REV` an older commit and this one take turns, and a line compares their ratios to the bare engine.
+
 A missed goal is a result, not an error: the exit status is 0.
 """
 
@@ -11,6 +13,9 @@ import importlib
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
+import msgspec
+
+from bench.against import compare
 from bench.report import Report
 
 BENCHES: Final = {
@@ -41,7 +46,13 @@ def main() -> None:
     parser.add_argument("name", choices=BENCHES, metavar="NAME", help="which bench, from the list below")
     parser.add_argument("--quick", action="store_true", help="about a minute; documents quote the long version")
     parser.add_argument("--json-only", action="store_true", help="no table and no progress on stderr")
+    parser.add_argument("--against", metavar="REV", help="compare this commit with an older one, run by run")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each commit with --against (default 3)")
     given = parser.parse_args()
+    if given.against:
+        for line in compare(given.name, given.against, rounds=given.rounds, quick=given.quick):
+            print(msgspec.json.encode(line).decode(), flush=True)
+        return
     report = Report(given.name, quiet=given.json_only)
     bench = importlib.import_module(f"bench.{given.name}.cases" if given.name in PACKAGES else f"bench.{given.name}")
     run: Run = bench.run
