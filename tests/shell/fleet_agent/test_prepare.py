@@ -15,6 +15,7 @@ from strata.fleet.agent.hub_api import HubApi
 from strata.fleet.agent.prepare import SOURCE_TTL_S, HostContext, create_work_folder, prepare_attempt, prune_work_folder
 from strata.fleet.agent.settings import AgentSettings
 from strata.fleet.client import HubClient
+from strata.fleet.core.jobspec import DataSource
 from tests.core.fleet_agent.leases import a_trainer, lease
 
 
@@ -28,7 +29,7 @@ def a_site(tmp_path: Path, run_as: str = "") -> HostContext:
 def test_a_job_is_told_what_it_is(tmp_path: Path) -> None:
     site = a_site(tmp_path)
     place = AttemptPaths(site.attempts / "a")
-    trainer = a_trainer("./go", directory=str(tmp_path), data={"episodes": {"source": "/data", "digest": "d"}})
+    trainer = a_trainer("./go", directory=str(tmp_path), data={"episodes": DataSource(source="/data", digest="d")})
     given = lease(trainer, hyper={"lr": 0.1}, seed=7, timeout_s=60.0)
     run = prepare_attempt(site, given, place, None).spec
     assert run.cwd == str(tmp_path)
