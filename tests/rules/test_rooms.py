@@ -36,7 +36,7 @@ ROOMS: Final = (
     # The coordinator of gang-scheduled training.
     Room("a worker is evicted because it is silent", "coord.core.liveness", "evict_expired"),
     Room("a barrier times out", "coord.core.barriers", "time_out"),
-    Room("a slow worker counts as a straggler", "coord.core.stragglers", "judge"),
+    Room("a slow worker counts as a straggler", "coord.core.straggler_detection", "judge"),
     Room("the order of samples in an epoch", "coord.core.permutation", "Order"),
     Room("a heartbeat is received", "coord.server.heartbeat", "HeartbeatHandler"),
     # Shared below the layers.

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strata.coord.core.facts import CommandKind, EscalationLevel, StragglerFinding
-from strata.coord.core.stragglers import (
+from strata.coord.core.straggler_detection import (
     COMMAND,
     NEXT,
     StepSample,

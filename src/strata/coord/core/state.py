@@ -24,7 +24,7 @@ from strata.coord.core.facts import (
 from strata.coord.core.ledger import DatasetLedger, DatasetPosition, Late
 from strata.coord.core.picker import Picker
 from strata.coord.core.placement import BucketAssignment
-from strata.coord.core.stragglers import StepSample, StragglerIncident, StragglerStanding
+from strata.coord.core.straggler_detection import StepSample, StragglerIncident, StragglerStanding
 
 EVICTED_KEPT: Final = 10_000
 VERDICTS_KEPT: Final = 4_096

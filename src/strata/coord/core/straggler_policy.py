@@ -1,8 +1,9 @@
 """What follows from slow and hung workers: their step times are recorded, evaluated now and then, and acted upon.
 
-`stragglers` finds slow and hung workers. This module selects the workers that are compared, and turns a finding into
-facts: a smaller share of the data, a command, and for a worker that ignores a stop command its eviction. Levels and
-shares are facts; the samples are soft state, so a new leader collects new ones and continues at the same level.
+`straggler_detection` finds slow and hung workers. This module selects the workers that are compared, and turns a
+finding into facts: a smaller share of the data, a command, and for a worker that ignores a stop command its eviction.
+Levels and shares are facts; the samples are soft state, so a new leader collects new ones and continues at the same
+level.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Final
 
 from strata.coord.core.facts import CommandIssued, EscalationLevel, Fact, StragglerFinding, WorkerJudged, parts_of
 from strata.coord.core.state import JobState, SoftState, StragglerState
-from strata.coord.core.stragglers import (
+from strata.coord.core.straggler_detection import (
     COMMAND,
     StragglerIncident,
     StragglerLimits,
