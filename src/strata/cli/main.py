@@ -18,6 +18,7 @@ from strata.cli.output import print_error
 COMMANDS: Final[Mapping[str, CommandEntry]] = {
     "agent": CommandEntry("strata.cli.agent:agent", "Run the agent of this host: claim jobs, run them, report."),
     "apply": CommandEntry("strata.cli.fleet.apply:apply", "Queue the jobs of MANIFEST, and update those that differ."),
+    "archive": CommandEntry("strata.cli.fleet.control:archive", "Hide each ended JOB from lists and counts."),
     "artifacts": CommandEntry(
         "strata.cli.fleet.artifacts:artifacts", "List and download the results and checkpoints of jobs."
     ),

@@ -19,6 +19,7 @@ from strata.fleet.core.amounts import UNKNOWN, Amounts, Capacity, Taken
 from strata.fleet.core.capability import Capability
 from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
+from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.core.plan import ApplyPlan, ExistingJob, HostPolicy, RegisteredTrainer
 from strata.fleet.core.requirement import RequirementClass
 
@@ -57,6 +58,13 @@ class JobRow:
     """The trainer of its next attempt; of a completed job, the one that made its result. Empty: it is not known."""
     submitted_by: str = ""
     """Who queued it, as events name the caller: the key that submitted it, or that applied its manifest."""
+    owner: str = ""
+    """Whose job it is: the name of that key, so that a renewed key keeps its jobs."""
+    archived: bool = False
+    superseded: bool = False
+    """A later job has its name, and no manifest has it any more."""
+    newer: int = 0
+    """How many later jobs of its project have its name; counted in lists only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +194,8 @@ class HostRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
+    """Without the jobs that lists hide."""
+
     by_status: Mapping[str, int]
     ready: int
     hosts: int
@@ -197,6 +207,12 @@ class JobFilter:
     model: str = ""
     host_id: str = ""
     sweep: str = ""
+    project: str = ""
+    owner: str = ""
+    label: str = ""
+    """The name of the job, as people call it."""
+    hidden: bool = True
+    """Also jobs that are archived, or ended and superseded."""
     after_id: str = ""
     """Paging: the last id of the page before."""
     limit: int = 100
@@ -215,7 +231,16 @@ class StoredSecret:
 class Store(Protocol):
     """The tables of the fleet. Unknown ids raise NOT_FOUND."""
 
-    async def apply(self, plan: ApplyPlan, actor: str, now_s: float, *, source: str, declared: bool = True) -> None:
+    async def apply(
+        self,
+        plan: ApplyPlan,
+        actor: str,
+        now_s: float,
+        *,
+        source: str,
+        declared: bool = True,
+        submitter: Submitter = OPERATOR,
+    ) -> None:
         """All of the plan or nothing of it. A new job is pending; a changed one keeps its status and its attempts, and
         moves to its new class and priority if it waits. An empty plan changes nothing and writes no event.
 
@@ -224,10 +249,16 @@ class Store(Protocol):
         and the plan does not take it over, and when a trainer was changed since the plan was made (`ApplyPlan.seen`).
 
         `declared` is False for jobs that were submitted one by one: no manifest misses those.
+
+        New jobs belong to the submitter, and so does a project that had no owner. A job that was submitted one by one
+        belongs to the submitter of the manifest that has it now. FORBIDDEN when the project is another owner's.
         """
 
     async def existing_jobs(self) -> Mapping[str, ExistingJob]:
         """All jobs, for a plan."""
+
+    async def projects(self) -> Mapping[str, str]:
+        """The owner of each project that has one."""
 
     async def classes(self, after_id: int = 0) -> Sequence[ClassRow]: ...
 
@@ -289,6 +320,9 @@ class Store(Protocol):
 
         Unfinished jobs after it wait for it again; a host that holds one keeps it.
         """
+
+    async def archive(self, job_id: str, actor: str, now_s: float) -> JobRow:
+        """Lists and counts leave an ended job out from now on; requeueing it brings it back."""
 
     async def expire_leases(self, now_s: float, limit: int = 1000) -> Sequence[JobRow]:
         """Expire leases that ran out (`core.lease.after_expiry`). Whether it may run is for the service to know."""

@@ -24,6 +24,7 @@ from strata.fleet.claims import ClaimQueue
 from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.lease import LEASE_S, may_expire_leases, quarantine
 from strata.fleet.core.manifest import JobManifest
+from strata.fleet.core.ownership import OPERATOR, Submitter, check_project
 from strata.fleet.core.plan import ApplyOptions, ApplyPlan, plan
 from strata.fleet.core.why import UnmetDependency, Why, WhyQuery, why
 from strata.fleet.ports import (
@@ -154,8 +155,11 @@ class Fleet:
 
     # Requests of people
 
-    async def plan_manifest(self, manifest: JobManifest, options: ApplyOptions | None = None) -> ApplyPlan:
-        """What applying this manifest would change."""
+    async def plan_manifest(
+        self, manifest: JobManifest, options: ApplyOptions | None = None, submitter: Submitter = OPERATOR
+    ) -> ApplyPlan:
+        """What applying this manifest would change; FORBIDDEN if the submitter may not change it."""
+        check_project(submitter, manifest.project, (await self.store.projects()).get(manifest.project, ""))
         registered = await self.store.trainers()
         return plan(
             manifest,
@@ -163,10 +167,13 @@ class Fleet:
             trainers={name: each for (project, name), each in registered.items() if project == manifest.project},
             hosts=await self.store.policies(),
             options=options,
+            submitter=submitter,
         )
 
-    async def apply(self, wanted: ApplyPlan, actor: str, *, source: str, declared: bool = True) -> None:
-        await self.store.apply(wanted, actor, self.now_s(), source=source, declared=declared)
+    async def apply(
+        self, wanted: ApplyPlan, actor: str, *, source: str, declared: bool = True, submitter: Submitter = OPERATOR
+    ) -> None:
+        await self.store.apply(wanted, actor, self.now_s(), source=source, declared=declared, submitter=submitter)
         failpoint("fleet.apply.committed")
         self._roster.invalidate()
         if wanted.hosts:
@@ -182,6 +189,9 @@ class Fleet:
         row = await self.store.requeue(job_id, actor, self.now_s())
         self._changes.notify()
         return row
+
+    async def archive(self, job_id: str, actor: str) -> JobRow:
+        return await self.store.archive(job_id, actor, self.now_s())
 
     async def set_host_state(self, host_id: str, state: str, reason: str, actor: str) -> HostRow:
         row = await self.store.set_host_state(host_id, state, reason, actor, self.now_s())

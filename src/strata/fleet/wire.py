@@ -167,6 +167,12 @@ class Job(HubReply, frozen=True, kw_only=True):
     trainer_digest: str = ""
     """The trainer of its next attempt; of a completed job, the one that made its result."""
     submitted_by: str = ""
+    owner: str = ""
+    archived: bool = False
+    superseded: bool = False
+    """A later job has its name, and no manifest has it any more."""
+    newer: int = 0
+    """How many later jobs of its project have its name: `name@2` has one. Counted in lists only."""
 
 
 class JobAttempt(HubReply, frozen=True, kw_only=True):
@@ -197,6 +203,12 @@ class JobsQuery(Message, frozen=True, kw_only=True):
     model: Word = ""
     host: Prefix = ""
     sweep: Text = ""
+    project: Word = ""
+    owner: Word = ""
+    name: Text = ""
+    """What people call the job."""
+    hidden: bool = True
+    """Also jobs that are archived, or ended and superseded."""
     after: Prefix = ""
     limit: Page = 100
 
@@ -601,6 +613,8 @@ class CallerReply(HubReply, frozen=True, kw_only=True):
     name: str = ""
     role: RoleName | None = None
     """None: a host."""
+    owner: str = ""
+    """The owner of the jobs that the caller queues."""
     expires_at_s: float | None = None
     """Of the key, or of the host's certificate; None: it does not."""
 

@@ -64,7 +64,7 @@ class Authenticator:
             raise _unauthenticated(present=True)
         if not row.valid(self._clock.wall_s()):
             raise StrataError(Code.UNAUTHENTICATED, f"the key {row.id} was revoked or has expired")
-        return Principal(CallerKind.KEY, row.id, row.role)
+        return Principal(CallerKind.KEY, row.id, row.role, row.name)
 
     async def _host_secret(self, bearer: Bearer) -> Principal:
         row = await self._cached_row("host", bearer.id)

@@ -14,9 +14,9 @@ class Role(IntEnum):
     VIEWER = 1
     """Reads jobs, hosts, logs and artifacts."""
     RESEARCHER = 2
-    """Submits jobs and sources, trains models through a training server."""
+    """Submits jobs and sources, changes jobs and projects of her own, trains models through a training server."""
     OPERATOR = 3
-    """Applies manifests, cancels and requeues jobs, invites, drains and revokes hosts."""
+    """Changes the jobs and projects of all, sets quotas, invites, drains and revokes hosts."""
     ADMIN = 4
     """Makes and revokes keys."""
 
@@ -41,6 +41,13 @@ class Principal:
     id: str
     role: Role | None
     """None for a host: what it may do follows from the leases it holds."""
+    name: str = ""
+    """Of a key: whom it was made for. Keys of one name are of one owner."""
+
+    @property
+    def owner(self) -> str:
+        """Who owns what the caller queues: it stays the same when a key is renewed under its name."""
+        return self.name or self.id or str(self.kind)
 
     @property
     def actor(self) -> str:

@@ -12,7 +12,7 @@ from strata.database.migrations import Component, SqliteComponents, upgrade_post
 from strata.database.postgres import Connections
 from strata.database.sqlite import SqliteThread
 from strata.fleet.core.jobspec import JobSpec
-from strata.fleet.ports import Store
+from strata.fleet.ports import JobFilter, Store
 from strata.fleet.store.postgres import tables as postgres_tables
 from strata.fleet.store.postgres.store import PostgresStore
 from strata.fleet.store.rows import encode
@@ -23,6 +23,7 @@ BEFORE_NUMBERS: Final = 2
 """Steps of `fleet` before attempts had numbers."""
 TRIED: Final = JobSpec(model="tried")
 NEW: Final = JobSpec(model="new")
+NAMED: Final = JobSpec(model="named", name="my job")
 _JOB: Final = (
     "INSERT INTO job (id, spec, class_id, status, epoch, created_at, changed_at, not_before, host_id, reason, artifact,"
     " declared, orphaned, waits_for, model, sweep, priority, trainer, charged, lost, excused, checkpoint)"
@@ -35,6 +36,7 @@ _ROWS: Final[list[tuple[str, tuple[Any, ...]]]] = [
     ("INSERT INTO req_class (key, spec) VALUES ({mark}, {mark})", ("k", encode(TRIED.requirement))),
     (_JOB, (TRIED.id, encode(TRIED), 1_000_001)),
     (_JOB, (NEW.id, encode(NEW), 0)),
+    (_JOB, (NAMED.id, encode(NAMED), 0)),
     (_ATTEMPT, (TRIED.id, 1, "c1", b"{}")),
     (_ATTEMPT, (TRIED.id, 2, "c2", b"{}")),
     (_ATTEMPT, (TRIED.id, 1_000_001, "c3", b"{}")),
@@ -81,5 +83,6 @@ async def test_attempts_of_older_tables_are_numbered_in_their_order(
         attempts = await store.attempts(TRIED.id)
         assert [(each.number, each.epoch) for each in attempts] == [(1, 1), (2, 2), (3, 1_000_001)]
         assert ((await store.job(TRIED.id)).attempts, (await store.job(NEW.id)).attempts) == (3, 0)
+        assert [row.id for row in await store.jobs(JobFilter(label=NAMED.label))] == [NAMED.id]
     finally:
         await store.close()

@@ -109,3 +109,39 @@ def test_a_key_works_until_it_is_revoked(person: Person, hub: HubProcess, monkey
     monkeypatch.setenv("STRATA_URL", hub.url)
     monkeypatch.setenv("STRATA_OPERATOR_TOKEN", made["secret"])
     assert person.says("status").status == ExitCode.AUTH
+
+
+def test_an_archived_job_is_shown_only_when_all_are_asked_for(applied: Person, host: HostByHand) -> None:
+    host.fails(TRACEBACK)
+    assert applied.says("archive", "tree-large").status == ExitCode.FAILED
+    assert applied.says("archive", "tree-small", "-o", "json").value[0]["archived"] is True
+    assert applied.says("status").out.splitlines()[0] == "1 job: 1 pending"
+    assert [row["job"] for row in applied.says("list", "-o", "json").value] == ["tree-large"]
+    assert len(applied.says("list", "--all", "-o", "json").value) == 2
+    assert "hidden    archived" in applied.says("show", "tree-small").out
+    assert applied.says("requeue", "tree-small", "-o", "json").value[0]["archived"] is False
+
+
+def test_of_jobs_with_one_name_the_newest_wins_and_older_ones_have_a_number(person: Person, manifest: Path) -> None:
+    text = manifest.read_text()
+    ids = []
+    for seed in (1, 2, 3):
+        manifest.write_text(text.replace('mode = "small"', f'mode = "small"\nseed = {seed}'))
+        assert person.says("apply", str(manifest)).status == 0
+        ids.append(person.says("show", "tree-small", "-o", "json").value["id"])
+        assert person.says("show", "tree-small@1", "-o", "json").value["id"] == ids[-1]
+    assert len(set(ids)) == 3
+    assert person.says("show", "tree-small@2", "-o", "json").value["id"] == ids[1]
+    assert person.says("show", "tree-small@4").status == ExitCode.NOT_FOUND
+    assert "tree-small@3" in person.says("list").out
+    assert person.says("cancel", "tree-small@2", "tree-small@3").status == ExitCode.OK
+    assert "tree-small@" not in person.says("list").out
+    assert "tree-small@3" in person.says("list", "--all").out
+    assert person.says("cancel", "tree-small", "-o", "json").value[0]["id"] == ids[2]
+
+
+def test_jobs_are_listed_by_owner_and_project(applied: Person) -> None:
+    assert len(applied.says("list", "--mine", "-o", "json").value) == 2
+    assert {row["owner"] for row in applied.says("list", "--owner", "operator", "-o", "json").value} == {"operator"}
+    assert applied.says("list", "--owner", "anna", "-o", "json").value == []
+    assert applied.says("list", "--project", "elsewhere", "-o", "json").value == []

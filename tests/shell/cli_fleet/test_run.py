@@ -113,7 +113,7 @@ def test_the_packages_that_a_folder_lists_are_installed_on_the_host(
         assert failed.status == ExitCode.FAILED
         assert "the environment cannot be built: " in failed.err
         assert "nosuchpackage" in person.says("show", "my-project").out
-    jobs = [each["id"] for each in person.says("list", "-o", "json").value if each["status"] == "completed"]
+    jobs = [each["id"] for each in person.says("list", "--all", "-o", "json").value if each["status"] == "completed"]
     attempts = [person.says("show", each, "-o", "json").value["attempts"][0] for each in jobs]
     facts = [each["facts"]["environment"] for each in attempts]
     assert [each["packages"] for each in facts] == [["greeting==1.0"]] * 2

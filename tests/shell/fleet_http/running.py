@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
@@ -59,6 +60,7 @@ class Running:
     verify: Any = True
     stack: AsyncExitStack = field(default_factory=AsyncExitStack)
     stop: asyncio.Event = field(default_factory=asyncio.Event)
+    names: Iterator[int] = field(default_factory=itertools.count)
 
     async def client(self, **headers: str) -> httpx.AsyncClient:
         """Over TCP, as SDKs and browsers reach it."""
@@ -76,8 +78,10 @@ class Running:
     async def operator(self) -> httpx.AsyncClient:
         return await self.private_client(**{"X-Operator-Token": (self.data / TOKEN_FILE).read_text().strip()})
 
-    async def with_role(self, role: str) -> httpx.AsyncClient:
-        made = await (await self.operator()).post("/v1/keys", json={"name": role, "role": role})
+    async def with_role(self, role: str, name: str = "") -> httpx.AsyncClient:
+        """A client with a key of its own. Without a name it is an owner of its own, too."""
+        name = name or f"{role}-{next(self.names)}"
+        made = await (await self.operator()).post("/v1/keys", json={"name": name, "role": role})
         client = self.private_client if role in ("operator", "admin") else self.client
         return await client(Authorization=f"Bearer {ok(made, wire.HubKeyReply).secret}")
 

@@ -37,6 +37,8 @@ REQUIRED = {
     ("GET", "/v1/workers"): "viewer or host",
     ("POST", "/v1/job/{id}/cancel"): "researcher",
     ("POST", "/v1/job/{id}/requeue"): "researcher",
+    ("POST", "/v1/job/{id}/archive"): "researcher",
+    ("POST", "/v1/manifest"): "researcher",
     ("POST", "/v1/manifest/reload"): "operator",
     ("GET", "/v1/health"): "anybody",
 }

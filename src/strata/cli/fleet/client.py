@@ -22,6 +22,7 @@ SHORT: Final = 10
 _LABEL_PAGES: Final = 20
 _RAISED: Final = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning)(?::|$)")
 _ID: Final = re.compile(r"[0-9a-z_]{1,80}")
+_OLDER: Final = re.compile(r"(.+)@([1-9][0-9]{0,3})")
 
 
 def hub_option(function: _Function) -> _Function:
@@ -65,7 +66,8 @@ def print_value(value: Mapping[str, Any], output: Format) -> None:
 def find_job(client: HubClient, text: str, *, newest: bool = True) -> wire.JobReply:
     """Find a job by id, by a prefix of an id, or by name, with or without its project before it.
 
-    Of several jobs with that name it is the newest, with a note about the others; without `newest` that is an error.
+    Of several jobs with that name it is the newest, with a note about the others; without `newest` that is an error,
+    unless lists hide the others. `NAME@2` is the newest but one.
     """
     from strata.fleet import wire
 
@@ -75,14 +77,14 @@ def find_job(client: HubClient, text: str, *, newest: bool = True) -> wire.JobRe
         except StrataError as error:
             if error.code is not Code.NOT_FOUND:
                 raise
-    matches = [
-        job
-        for job in all_jobs(client, pages=_LABEL_PAGES)
-        if text in (job.spec.label, f"{job.spec.project}/{job.spec.label}")
-    ]
+    matches = _named_jobs(client, text)
+    older = _OLDER.fullmatch(text)
+    if not matches and older is not None:
+        matches = _named_jobs(client, older[1])[int(older[2]) - 1 :][:1]
     if not matches:
         raise StrataError(Code.NOT_FOUND, f"there is no job {text[:100]!r}", hint="strata list")
-    matches.sort(key=lambda job: -job.created_at_s)
+    if not newest:
+        matches = [job for job in matches if not is_hidden(job)] or matches
     if len(matches) > 1:
         first, *others = (short_id(job.id) for job in matches[:5])
         several = f"{len(matches)} jobs are called {printable(text)}"
@@ -90,6 +92,23 @@ def find_job(client: HubClient, text: str, *, newest: bool = True) -> wire.JobRe
             raise StrataError(Code.INVALID, several, hint=f"choose one by its id: {', '.join((first, *others))}")
         print_error(f"strata: {several}; this is the newest, {first}; before it: {', '.join(others)}")
     return client.call("GET", f"/v1/job/{matches[0].id}", wire.JobReply)
+
+
+def _named_jobs(client: HubClient, text: str) -> list[wire.Job]:
+    """The jobs that have this name, with or without a project before it, the newest first."""
+    from strata.fleet import wire
+
+    project, slash, name = text.partition("/")
+    queries = [wire.JobsQuery(name=text)] + ([wire.JobsQuery(name=name, project=project)] if slash else [])
+    named = [job for query in queries for job in all_jobs(client, query, pages=_LABEL_PAGES)]
+    return sorted(named, key=lambda job: (-job.created_at_s, job.newer))
+
+
+def is_hidden(job: wire.Job) -> bool:
+    """Whether lists leave the job out unless they are asked for all."""
+    from strata.fleet.core.job import TERMINAL
+
+    return (job.archived or job.superseded) and job.status in TERMINAL
 
 
 def all_jobs(client: HubClient, query: wire.JobsQuery | None = None, *, pages: int | None = None) -> Iterator[wire.Job]:

@@ -1,4 +1,4 @@
-"""`strata cancel`, `requeue`, `drain`, `pause`, `resume`, `revoke`: manual control of jobs and hosts."""
+"""`strata cancel`, `requeue`, `archive`, `drain`, `pause`, `resume`, `revoke`: manual control of jobs and hosts."""
 
 from __future__ import annotations
 
@@ -31,6 +31,18 @@ def cancel(jobs: tuple[str, ...], reason: str, context: str | None, output: Form
 def requeue(jobs: tuple[str, ...], context: str | None, output: Format) -> None:
     """Run each ended JOB again, or let excluded hosts try a pending one."""
     _each_job(jobs, "requeue", context, output)
+
+
+@click.command()
+@click.argument("jobs", nargs=-1, required=True, metavar="JOB...")
+@hub_option
+@output_option
+def archive(jobs: tuple[str, ...], context: str | None, output: Format) -> None:
+    """Hide each ended JOB from lists and counts.
+
+    'strata list --all' shows it, and 'strata requeue' brings it back.
+    """
+    _each_job(jobs, "archive", context, output)
 
 
 def _each_job(

@@ -16,6 +16,7 @@ from strata.cli.fleet.client import (
     format_duration,
     hub_client,
     hub_option,
+    is_hidden,
     print_rows,
     print_value,
     short_id,
@@ -35,6 +36,7 @@ _LIST: Final = (
     Column("id"),
     Column("job", cut=28),
     Column("project", cut=16),
+    Column("owner", cut=16),
     Column("status"),
     Column("attempt", number=True),
     Column("host", cut=16),
@@ -117,7 +119,11 @@ def _failures(client: HubClient, status: str, by_status: Mapping[str, int]) -> l
     from strata.fleet import wire
     from strata.fleet.core.job import JobStatus
 
-    tried = [job for job in all_jobs(client, wire.JobsQuery(status=(JobStatus(status),)), pages=1) if job.attempt]
+    tried = [
+        job
+        for job in all_jobs(client, wire.JobsQuery(status=(JobStatus(status),), hidden=False), pages=1)
+        if job.attempt
+    ]
     jobs = sorted(tried, key=lambda job: -job.changed_at_s)
     failures = []
     for job in jobs[:FAILURES]:
@@ -149,12 +155,29 @@ def _failures(client: HubClient, status: str, by_status: Mapping[str, int]) -> l
 @click.option("--model", default="", metavar="NAME", help="Show only jobs of this model.")
 @click.option("--sweep", default="", metavar="NAME", help="Show only jobs of this sweep.")
 @click.option("--host", default="", metavar="HOST", help="Show only jobs on this host.")
+@click.option("--project", default="", metavar="NAME", help="Show only jobs of this project.")
+@click.option("--owner", default="", metavar="NAME", help="Show only jobs of this owner.")
+@click.option("--mine", is_flag=True, help="Show only your own jobs.")
+@click.option("-a", "--all", "hidden", is_flag=True, help="Show archived and superseded jobs as well.")
 @hub_option
 @output_option
-def list_jobs(
-    statuses: tuple[str, ...], model: str, sweep: str, host: str, context: str | None, output: Format
+def list_jobs(  # noqa: PLR0913 (the options of the command)
+    *,
+    statuses: tuple[str, ...],
+    model: str,
+    sweep: str,
+    host: str,
+    project: str,
+    owner: str,
+    mine: bool,
+    hidden: bool,
+    context: str | None,
+    output: Format,
 ) -> None:
-    """List jobs with their status and host."""
+    """List jobs with their status and host. Of several jobs with one name, NAME@2 is the newest but one.
+
+    Jobs that were archived are left out, and so are ended jobs whose name a later job has.
+    """
     with hub_client(context) as client:
         from strata.fleet import wire
         from strata.fleet.core.job import JobStatus
@@ -162,16 +185,26 @@ def list_jobs(
         names = {each.id: each.name for each in all_hosts(client)}
         ids = {name: host_id for host_id, name in names.items()}
         now_s = client.call("GET", "/v1/status", wire.StatusReply).now_s
+        if mine:
+            owner = client.call("GET", "/v1/caller", wire.CallerReply).owner
         query = wire.JobsQuery(
-            status=tuple(map(JobStatus, statuses)), model=model, sweep=sweep, host=ids.get(host, host)
+            status=tuple(map(JobStatus, statuses)),
+            model=model,
+            sweep=sweep,
+            host=ids.get(host, host),
+            project=project,
+            owner=owner,
+            hidden=hidden,
         )
         jobs: Iterable[wire.Job] = all_jobs(client, query)
-        columns = [column for column in _LIST if column.key != "project"]
+        left_out: set[str] = set()
         if output is not Format.JSONL:
             order = {name: number for number, name in enumerate(STATUSES)}
             jobs = sorted(jobs, key=lambda job: (order[job.status], -job.spec.priority, job.spec.label))
-            # The column is useless when all jobs belong to the default project.
-            columns = list(_LIST) if any(map(_project, jobs)) else columns
+            # A column is useless when all jobs belong to the default project, or to one owner.
+            left_out |= set() if any(map(_project, jobs)) else {"project"}
+            left_out |= set() if len({job.owner for job in jobs}) > 1 else {"owner"}
+        columns = [column for column in _LIST if column.key not in left_out]
         print_rows(output, columns, ((job_row(job, names), _job_shown(job, now_s)) for job in jobs))
 
 
@@ -201,6 +234,9 @@ def job_row(job: wire.Job, hosts: Mapping[str, str]) -> dict[str, Any]:
         "trainer": job.spec.trainer,
         "trainer_digest": job.trainer_digest or None,
         "submitted_by": job.submitted_by or None,
+        "owner": job.owner or None,
+        "archived": job.archived,
+        "superseded": job.superseded,
         "reason": job.reason or None,
         "artifact": job.artifact or None,
         "orphaned": job.orphaned,
@@ -210,7 +246,13 @@ def job_row(job: wire.Job, hosts: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _job_shown(job: wire.Job, now_s: float) -> dict[str, Any]:
-    return {"id": short_id(job.id), "age": format_duration(now_s - job.changed_at_s), "attempt": job.attempt or None}
+    label = f"{job.spec.label}@{job.newer + 1}" if job.newer else job.spec.label
+    return {
+        "id": short_id(job.id),
+        "job": label,
+        "age": format_duration(now_s - job.changed_at_s),
+        "attempt": job.attempt or None,
+    }
 
 
 @click.command()
@@ -251,8 +293,10 @@ def _show_job(job: wire.Job, now_s: float) -> None:
         ("priority", str(spec.priority) if spec.priority else ""),
         ("after", ", ".join(map(short_id, spec.after))),
         ("artifact", job.artifact),
+        ("owner", job.owner),
         ("by", job.submitted_by),
         ("kept", "it is in no manifest any more" if job.orphaned else ""),
+        ("hidden", "archived" if job.archived else "a later job has its name" if is_hidden(job) else ""),
     ]
     for name, value in lines:
         if value:

@@ -55,6 +55,15 @@ def already_ended(job_id: str, status: JobStatus) -> StrataError:
     )
 
 
+def not_ended(job_id: str, status: JobStatus) -> StrataError:
+    return StrataError(
+        Code.PRECONDITION,
+        f"{job_id} is {status}: only an ended job can be archived",
+        hint="strata cancel ends it",
+        status=status.value,
+    )
+
+
 def not_refused(job_id: str) -> StrataError:
     return StrataError(
         Code.PRECONDITION,

@@ -30,6 +30,7 @@ from strata.fleet.core.job import HELD, TERMINAL, JobStatus
 from strata.fleet.core.jobspec import DEFAULT_PROJECT, HostSpec, JobSpec, TrainerSpec, find_cycle
 from strata.fleet.core.lease_status import outdated_plan
 from strata.fleet.core.manifest import JobManifest
+from strata.fleet.core.ownership import OPERATOR, Submitter, check_owners
 
 KINDS: Final = {
     "priority": ("priority",),
@@ -77,6 +78,7 @@ class ExistingJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """It came from a manifest. Others were submitted one by one, and no manifest misses them."""
     trainer: str = ""
     """The digest of the trainer that its next attempt is run with; of a completed job, of the one that made it."""
+    owner: str = ""
 
 
 class JobChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,6 +101,9 @@ class ApplyPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     unchanged: tuple[str, ...] = ()
     orphaned: tuple[str, ...] = ()
     """Unfinished jobs of an earlier manifest that this one does not have; kept."""
+    superseded: tuple[str, ...] = ()
+    """Jobs that are not in the manifest any more and whose names new jobs have; lists hide them once they have ended.
+    """
     trainers: dict[str, TrainerSpec] = {}
     """New or changed. Those the manifest does not have stay, for the jobs that name them."""
     seen: dict[str, str] = {}
@@ -163,11 +168,16 @@ def plan(
     trainers: Mapping[str, RegisteredTrainer],
     hosts: Mapping[str, HostPolicy],
     options: ApplyOptions | None = None,
+    submitter: Submitter = OPERATOR,
 ) -> ApplyPlan:
-    """The difference between `manifest` and the jobs, policies and trainers (of its project) that are there."""
+    """The difference between `manifest` and the jobs, policies and trainers (of its project) that are there.
+
+    FORBIDDEN if it would change what the submitter may not change.
+    """
     options = options or ApplyOptions()
     _check_order(manifest, jobs)
-    _check_owners(manifest, jobs, hosts, options)
+    _check_projects(manifest, jobs, hosts, options)
+    _check_rights(manifest, jobs, submitter)
     digests = {name: _digest(spec, trainers.get(name)) for name, spec in manifest.trainers.items()}
     compared = _compare_jobs(manifest, jobs, digests, options)
     return ApplyPlan(
@@ -176,6 +186,7 @@ def plan(
         changed=tuple(compared.changed),
         unchanged=tuple(compared.unchanged),
         orphaned=_orphaned(manifest, jobs),
+        superseded=_superseded(manifest, jobs),
         trainers={name: spec for name, spec in manifest.trainers.items() if not _same(spec, trainers.get(name))},
         seen={name: trainers[name].digest if name in trainers else "" for name in manifest.trainers},
         requeued=compared.requeued,
@@ -248,6 +259,20 @@ def _orphaned(manifest: JobManifest, jobs: Mapping[str, ExistingJob]) -> tuple[s
     )
 
 
+def _superseded(manifest: JobManifest, jobs: Mapping[str, ExistingJob]) -> tuple[str, ...]:
+    labels = {spec.label for job_id, spec in manifest.jobs.items() if job_id not in jobs}
+    return tuple(
+        sorted(
+            job_id
+            for job_id, here in jobs.items()
+            if here.spec.label in labels
+            and here.spec.project == manifest.project
+            and here.declared
+            and job_id not in manifest.jobs
+        )
+    )
+
+
 def _policies(manifest: JobManifest, hosts: Mapping[str, HostPolicy], options: ApplyOptions) -> dict[str, HostSpec]:
     changed = {}
     for name, spec in manifest.hosts.items():
@@ -258,7 +283,17 @@ def _policies(manifest: JobManifest, hosts: Mapping[str, HostPolicy], options: A
     return changed
 
 
-def _check_owners(
+def _check_rights(manifest: JobManifest, jobs: Mapping[str, ExistingJob], submitter: Submitter) -> None:
+    if manifest.hosts and not submitter.operator:
+        raise StrataError(
+            Code.FORBIDDEN,
+            f"{manifest.source}: only an operator may write policies of hosts",
+            hint="leave [hosts.…] out of the manifest",
+        )
+    check_owners(submitter, ((jobs[id_].spec.label, jobs[id_].owner) for id_ in manifest.jobs if id_ in jobs))
+
+
+def _check_projects(
     manifest: JobManifest, jobs: Mapping[str, ExistingJob], hosts: Mapping[str, HostPolicy], options: ApplyOptions
 ) -> None:
     """A manifest changes nothing that belongs to another project."""

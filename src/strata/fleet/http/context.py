@@ -15,6 +15,7 @@ from strata.base.ids import resolve_prefix
 from strata.base.notify import KeyedNotifier
 from strata.fleet.artifacts.service import Artifacts
 from strata.fleet.core.lease_status import unknown_job
+from strata.fleet.core.ownership import Submitter
 from strata.fleet.http.feed import Feed
 from strata.fleet.http.long_poll import AttemptHosts
 from strata.fleet.ports import AttemptKey, HostRow, StoredSecret
@@ -27,6 +28,7 @@ from strata.identity.authenticate import Authenticator
 from strata.identity.ca import Authority
 from strata.identity.enroll import Enrollment
 from strata.identity.ports import IdentityStore
+from strata.identity.roles import Role
 
 _JOB: Final = re.compile(r"job1_[0-9a-f]{64}")
 _ARTIFACT: Final = re.compile(r"artifact1_[0-9a-f]{64}")
@@ -101,6 +103,12 @@ async def resolve_job_id(call: HubCall) -> str:
     if not _PREFIX.fullmatch(text):
         raise unknown_job(text[:100])
     return resolve_prefix(text, await call.context.fleet.store.find(text))
+
+
+def submitter_of(call: HubCall) -> Submitter:
+    """Whose the jobs are that the caller queues."""
+    role = call.caller.role
+    return Submitter(owner=call.caller.owner, operator=role is not None and role >= Role.OPERATOR)
 
 
 async def resolve_artifact_id(call: HubCall) -> str:

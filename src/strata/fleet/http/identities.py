@@ -93,6 +93,7 @@ async def caller(call: HubCall) -> wire.CallerReply:
         id=who.id,
         name="" if identity is None else identity.name,
         role=role,
+        owner="" if role is None else who.owner,
         expires_at_s=key.expires_at_s if key else (host.certificate_until_s or None) if host else None,
     )
 

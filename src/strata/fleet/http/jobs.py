@@ -1,4 +1,4 @@
-"""Routes of jobs for people: list, submit, cancel, requeue, and why a job is not running."""
+"""Routes of jobs for people: list, submit, cancel, requeue, archive, and why a job is not running."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from strata.base.errors import Code, StrataError
 from strata.fleet import wire
 from strata.fleet.core.hyper import HyperSchema
 from strata.fleet.core.jobspec import DEFAULT_PROJECT, JobSpec, TrainerSpec, check_trainer, qualified_trainer
+from strata.fleet.core.ownership import Submitter, check_owners
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.why import Why
-from strata.fleet.http.context import HubCall, HubContext, resolve_job_id
+from strata.fleet.http.context import HubCall, HubContext, resolve_job_id, submitter_of
 from strata.fleet.http.secrets import check_secrets
 from strata.fleet.ports import AttemptRow, JobFilter, JobRow
-from strata.identity.roles import Role
 
 
 async def listed(call: HubCall, query: wire.JobsQuery) -> wire.JobsReply:
@@ -26,6 +26,10 @@ async def listed(call: HubCall, query: wire.JobsQuery) -> wire.JobsReply:
             model=query.model,
             host_id=query.host,
             sweep=query.sweep,
+            project=query.project,
+            owner=query.owner,
+            label=query.name,
+            hidden=query.hidden,
             after_id=query.after,
             limit=query.limit,
         )
@@ -75,8 +79,10 @@ async def submit(call: HubCall, body: wire.SubmitRequest) -> wire.SubmitReply:
     job_id = spec.id
     new = not await _exists(context, job_id)
     if new:
-        plan = ApplyPlan(project=spec.project, new={job_id: spec}, trainers=trainers, seen=seen)
-        await context.fleet.apply(plan, call.actor, source="submitted", declared=False)
+        submitter = submitter_of(call)
+        superseded = await _superseded(context, spec, submitter)
+        plan = ApplyPlan(project=spec.project, new={job_id: spec}, trainers=trainers, seen=seen, superseded=superseded)
+        await context.fleet.apply(plan, call.actor, source="submitted", declared=False, submitter=submitter)
     return wire.SubmitReply(job=job_reply(await context.fleet.store.job(job_id)), new=new)
 
 
@@ -84,7 +90,7 @@ async def cancel(call: HubCall, body: wire.CancelRequest) -> wire.Job:
     """End a job; a host that has it learns so with its next heartbeat. A researcher may end a job of her own."""
     context = call.context
     job_id = await resolve_job_id(call)
-    await _check_may_end(context, call, job_id)
+    await _check_may_change(context, call, job_id)
     return job_reply(await context.fleet.cancel(job_id, body.reason, call.actor))
 
 
@@ -92,21 +98,41 @@ async def requeue(call: HubCall) -> wire.Job:
     """Let an ended job run again, or hosts try again that could not set it up. A researcher: only a job of her own."""
     context = call.context
     job_id = await resolve_job_id(call)
-    await _check_may_end(context, call, job_id)
+    await _check_may_change(context, call, job_id)
     return job_reply(await context.fleet.requeue(job_id, call.actor))
 
 
-async def _check_may_end(context: HubContext, call: HubCall, job_id: str) -> None:
-    """An operator any job; a researcher one that she submitted, as long as no manifest has it."""
-    if call.caller.role is not None and call.caller.role >= Role.OPERATOR:
+async def archive(call: HubCall) -> wire.Job:
+    """Leave an ended job out of lists and counts. A researcher may archive a job of her own."""
+    context = call.context
+    job_id = await resolve_job_id(call)
+    await _check_may_change(context, call, job_id)
+    return job_reply(await context.fleet.archive(job_id, call.actor))
+
+
+async def _check_may_change(context: HubContext, call: HubCall, job_id: str) -> None:
+    """An operator any job, others a job of their own."""
+    submitter = submitter_of(call)
+    if submitter.operator:
         return
     row = await context.fleet.store.job(job_id)
-    if row.declared or row.submitted_by != call.actor:
-        raise StrataError(
-            Code.FORBIDDEN,
-            f"{row.spec.label} was not submitted with this key",
-            hint="its owner or an operator may cancel and requeue it",
-        )
+    # Jobs from before jobs had owners carry the key that submitted them.
+    if row.declared or row.owner != call.caller.actor:
+        check_owners(submitter, [(row.spec.label, row.owner)])
+
+
+async def _superseded(context: HubContext, spec: JobSpec, submitter: Submitter) -> tuple[str, ...]:
+    """The jobs of the same owner, name and seed that were submitted before this one: an edit-run loop makes many."""
+    if not spec.name:
+        return ()
+    named = await context.fleet.store.jobs(
+        JobFilter(label=spec.label, project=spec.project, owner=submitter.owner, limit=wire.MAX_PAGE)
+    )
+    return tuple(
+        row.id
+        for row in named
+        if not row.declared and not row.superseded and row.spec.name and row.spec.seed == spec.seed
+    )
 
 
 def job_reply(row: JobRow) -> wire.Job:
@@ -127,6 +153,10 @@ def job_reply(row: JobRow) -> wire.Job:
         waits_for=row.waits_for,
         trainer_digest=row.trainer_digest,
         submitted_by=row.submitted_by,
+        owner=row.owner,
+        archived=row.archived,
+        superseded=row.superseded,
+        newer=row.newer,
     )
 
 

@@ -17,7 +17,7 @@ from strata.fleet.core.hyper import HyperSchema
 from strata.fleet.core.jobspec import TrainerSpec, qualified_trainer
 from strata.fleet.core.manifest import MAX_BYTES, ManifestDraft, parse_manifest, validate_manifest
 from strata.fleet.core.plan import ApplyOptions, ApplyPlan
-from strata.fleet.http.context import HubCall, HubContext
+from strata.fleet.http.context import HubCall, HubContext, submitter_of
 from strata.fleet.http.secrets import check_secrets
 from strata.identity.roles import Role
 
@@ -83,12 +83,13 @@ async def _apply(context: HubContext, call: HubCall, body: wire.ManifestRequest)
     for trainer in manifest.trainers.values():
         await check_secrets(context, call.actor, manifest.project, trainer.secrets)
     options = ApplyOptions(accept=body.accept, retrain=body.retrain, take_over=body.take_over)
-    plan = await context.fleet.plan_manifest(manifest, options)
+    submitter = submitter_of(call)
+    plan = await context.fleet.plan_manifest(manifest, options, submitter)
     if not body.dry_run:
         if body.schemas:
             schemas = {qualified_trainer(manifest.project, name): schema for name, schema in body.schemas.items()}
             await context.schemas.put_schemas(schemas)
-        await context.fleet.apply(plan, call.actor, source=manifest.source)
+        await context.fleet.apply(plan, call.actor, source=manifest.source, submitter=submitter)
     return _manifest_reply(plan, applied=not body.dry_run)
 
 

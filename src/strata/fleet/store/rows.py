@@ -20,15 +20,22 @@ from strata.fleet.ports import AttemptKey, AttemptRow, HostRow, JobLease, JobRow
 
 JOB: Final = (
     "id, spec, class_id, status, epoch, created_at, changed_at, not_before, host_id, reason, artifact, declared,"
-    " orphaned, waits_for, attempts, trainer_digest, submitted_by"
+    " orphaned, waits_for, attempts, trainer_digest, submitted_by, owner, archived, superseded"
 )
 ATTEMPT: Final = (
     "job_id, number, epoch, host_id, claimed_at, started_at, ended_at, outcome, cause, error, artifact, checkpoint,"
     " facts, trainer_digest, taken"
 )
+NEWER: Final = (
+    "(SELECT count(*) FROM (SELECT 1 FROM job n WHERE n.label = job.label AND n.project = job.project"
+    " AND n.seq > job.seq LIMIT 99) AS newer)"
+)
+"""How many later jobs of its project have the name of the job: at most so many are counted."""
+HIDDEN: Final = "((archived OR superseded) AND status IN ('completed', 'failed', 'cancelled'))"
+"""Jobs that a list leaves out unless it is asked for all."""
 HOST: Final = "id, name, capability, registered_at, state, state_reason, coalesce(seen, 0), agent_version, pool, labels"
 
-EXISTING_JOB: Final = "spec, status, declared, trainer_digest"
+EXISTING_JOB: Final = "spec, status, declared, trainer_digest, owner"
 POLICIES: Final = "SELECT host, spec, project FROM policy"
 TRAINERS: Final = "SELECT n.project, n.name, n.digest, t.spec FROM trainer_name n JOIN trainer t ON t.digest = n.digest"
 
@@ -70,7 +77,7 @@ def decode_refused_jobs(rows: Iterable[Sequence[Any]]) -> list[RefusedJob]:
 
 def decode_job(row: Sequence[Any]) -> JobRow:
     (id_, spec, class_id, status, epoch, created, changed, not_before, host, reason, artifact, declared, orphaned,
-     waits_for, attempts, trainer_digest, submitted_by) = row  # fmt: skip
+     waits_for, attempts, trainer_digest, submitted_by, owner, archived, superseded, *newer) = row  # fmt: skip
     return JobRow(
         id=id_,
         spec=decode_spec(spec),
@@ -89,6 +96,10 @@ def decode_job(row: Sequence[Any]) -> JobRow:
         waits_for=waits_for,
         trainer_digest=trainer_digest,
         submitted_by=submitted_by,
+        owner=owner,
+        archived=bool(archived),
+        superseded=bool(superseded),
+        newer=newer[0] if newer else 0,
     )
 
 
@@ -129,8 +140,9 @@ def decode_held(rows: Iterable[Sequence[Any]]) -> dict[str, list[Taken]]:
 
 def decode_existing_job(row: Sequence[Any]) -> ExistingJob:
     """From `EXISTING_JOB`."""
-    spec, status, declared, digest = row
-    return ExistingJob(spec=decode_spec(spec), status=JobStatus(status), declared=bool(declared), trainer=digest)
+    spec, status, declared, digest, owner = row
+    status = JobStatus(status)
+    return ExistingJob(spec=decode_spec(spec), status=status, declared=bool(declared), trainer=digest, owner=owner)
 
 
 def decode_policies(rows: Iterable[Sequence[Any]]) -> dict[str, HostPolicy]:

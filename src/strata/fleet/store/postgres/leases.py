@@ -11,7 +11,15 @@ from strata.database.events import EventRecord as Record
 from strata.database.events import record_postgres
 from strata.fleet.core.job import TERMINAL, Cause, JobEvent, JobStatus, advance
 from strata.fleet.core.lease import RetryDecision, after_expiry, after_failure, after_setup_error, attempt_counter
-from strata.fleet.core.lease_status import ALIVE, LeaseStatus, already_ended, not_refused, stale_attempt, unknown_job
+from strata.fleet.core.lease_status import (
+    ALIVE,
+    LeaseStatus,
+    already_ended,
+    not_ended,
+    not_refused,
+    stale_attempt,
+    unknown_job,
+)
 from strata.fleet.ports import AttemptKey, JobCompletion, JobFailure, JobRow, Renewal, RenewalResult
 from strata.fleet.store.postgres import tables as sql
 from strata.fleet.store.rows import (
@@ -232,12 +240,23 @@ async def requeue(connection: Connection, job_id: str, actor: str, now_s: float)
     await _advance_status(connection, job, JobEvent.REQUEUE, now_s, "requeued")
     await connection.execute("DELETE FROM ripening WHERE seq = %s", (job.seq,))
     await connection.execute(
-        "UPDATE job SET charged = 0, lost = 0, infra = 0, excused = 0, not_before = 0, artifact = '' WHERE seq = %s",
+        "UPDATE job SET charged = 0, lost = 0, infra = 0, excused = 0, not_before = 0, artifact = '', archived = false,"
+        " superseded = false WHERE seq = %s",
         (job.seq,),
     )
     await enqueue(connection, [job.seq], now_s)
     await recount_dependents(connection, job_id, now_s)
     await record(connection, now_s, actor, "job.requeued", job_id)
+    return await read_job(connection, job_id)
+
+
+async def archive(connection: Connection, job_id: str, actor: str, now_s: float) -> JobRow:
+    job = await require_job(connection, job_id)
+    if job.status not in TERMINAL:
+        raise not_ended(job_id, job.status)
+    changed = await connection.execute("UPDATE job SET archived = true WHERE seq = %s AND NOT archived", (job.seq,))
+    if changed.rowcount:
+        await record(connection, now_s, actor, "job.archived", job_id)
     return await read_job(connection, job_id)
 
 

@@ -9,8 +9,9 @@ from strata.base.failpoint import failpoint
 from strata.database.events import EventRecord as Record
 from strata.database.events import record_postgres
 from strata.fleet.core.job import JobStatus
-from strata.fleet.core.jobspec import JobSpec
+from strata.fleet.core.jobspec import DEFAULT_PROJECT, JobSpec
 from strata.fleet.core.lease_status import outdated_plan
+from strata.fleet.core.ownership import Submitter, check_project, check_submission
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.store.postgres import tables as sql
 from strata.fleet.store.postgres.leases import Connection, enqueue, record, requeue
@@ -20,11 +21,19 @@ PLAN_LOCK: Final = 0x5354_5241_5441_0004
 """Plans are applied one at a time: each is the difference to what the one before left."""
 
 
-async def apply_plan(
-    connection: Connection, plan: ApplyPlan, actor: str, now_s: float, *, source: str, declared: bool
+async def apply_plan(  # noqa: PLR0913 (what a plan is applied with)
+    connection: Connection,
+    plan: ApplyPlan,
+    actor: str,
+    now_s: float,
+    *,
+    source: str,
+    declared: bool,
+    submitter: Submitter,
 ) -> None:
     await connection.execute("SELECT pg_advisory_xact_lock(%s)", (PLAN_LOCK,))
     await _check_current(connection, plan)
+    await _take_project(connection, plan, submitter, now_s, declared=declared)
     changed = plan.requeued | {change.job_id: change.spec for change in plan.changed}
     takers = [*plan.requeued, *(change.job_id for change in plan.changed if "trainer" in change.kinds)]
     needed = {needed for spec in [*plan.new.values(), *changed.values()] for needed in spec.after}
@@ -32,7 +41,7 @@ async def apply_plan(
     await _put_trainers(connection, plan)
     await _put_policies(connection, plan)
     classes = await _class_ids(connection, class_keys([*plan.new.values(), *changed.values()]))
-    await _insert_jobs(connection, plan, classes, actor, now_s, declared=declared)
+    await _insert_jobs(connection, plan, classes, (actor, submitter.owner), now_s, declared=declared)
     await _update_jobs(connection, changed, classes, now_s)
     for job_id in sorted(plan.requeued):
         await requeue(connection, job_id, actor, now_s)
@@ -42,7 +51,8 @@ async def apply_plan(
     # Only now is every job there that another one may come after.
     await _write_dependencies(connection, plan.new, changed, now_s)
     if declared:
-        await _mark_declared(connection, [*plan.unchanged, *changed], plan.orphaned)
+        await _mark_declared(connection, [*plan.unchanged, *changed], plan.orphaned, submitter.owner)
+    await connection.execute("UPDATE job SET superseded = true WHERE id = ANY(%s)", (list(plan.superseded),))
     # With another command, source or class, a host that could not set a job up may do so now.
     await connection.execute(
         "DELETE FROM job_refusal USING job WHERE job.seq = job_refusal.seq AND id = ANY(%s)", (list(changed),)
@@ -61,6 +71,17 @@ async def _check_current(connection: Connection, plan: ApplyPlan) -> None:
         raise outdated_plan(there[0])
     cursor = await connection.execute("SELECT name, digest FROM trainer_name WHERE project = %s", (plan.project,))
     plan.check_trainers(dict(await cursor.fetchall()))
+
+
+async def _take_project(
+    connection: Connection, plan: ApplyPlan, submitter: Submitter, now_s: float, *, declared: bool
+) -> None:
+    """FORBIDDEN when the project is another owner's; a project without an owner becomes the submitter's."""
+    row = await (await connection.execute("SELECT owner FROM project WHERE name = %s", (plan.project,))).fetchone()
+    (check_project if declared else check_submission)(submitter, plan.project, row[0] if row else "")
+    if row is None and plan.project != DEFAULT_PROJECT:
+        insert = "INSERT INTO project VALUES (%s, %s, %s)"
+        await connection.execute(insert, (plan.project, submitter.owner, now_s))
 
 
 async def _record_jobs(connection: Connection, plan: ApplyPlan, actor: str, now_s: float) -> None:
@@ -102,8 +123,15 @@ async def _existing_class_ids(connection: Connection, keys: list[str]) -> dict[s
 
 
 async def _insert_jobs(
-    connection: Connection, plan: ApplyPlan, classes: Mapping[bytes, int], actor: str, now_s: float, *, declared: bool
+    connection: Connection,
+    plan: ApplyPlan,
+    classes: Mapping[bytes, int],
+    by: tuple[str, str],
+    now_s: float,
+    *,
+    declared: bool,
 ) -> None:
+    """`by` is the actor, as events name it, and the owner."""
     if not plan.new:
         return
     rows = [
@@ -114,13 +142,14 @@ async def _insert_jobs(
     await connection.execute(
         "INSERT INTO job (id, spec, class_id, status, epoch, created_at, changed_at, not_before, host_id, reason,"
         " artifact, declared, orphaned, waits_for, model, sweep, priority, trainer, charged, lost, excused, checkpoint,"
-        " submitted_by, project, trainer_digest)"
+        " submitted_by, owner, project, label, trainer_digest)"
         f" SELECT n.id, n.spec, n.class_id, '{JobStatus.PENDING}', 0, %s, %s, 0, '', '', '', %s, false, 0,"
-        " n.model, n.sweep, n.priority, n.trainer, 0, 0, 0, '', %s, n.project, coalesce(t.digest, '')"
-        " FROM unnest(%s::text[], %s::bytea[], %s::bigint[], %s::text[], %s::text[], %s::int[], %s::text[], %s::text[])"
-        " WITH ORDINALITY AS n (id, spec, class_id, model, sweep, priority, trainer, project, place)"
+        " n.model, n.sweep, n.priority, n.trainer, 0, 0, 0, '', %s, %s, n.project, n.label, coalesce(t.digest, '')"
+        " FROM unnest(%s::text[], %s::bytea[], %s::bigint[], %s::text[], %s::text[], %s::int[], %s::text[], %s::text[],"
+        "  %s::text[])"
+        " WITH ORDINALITY AS n (id, spec, class_id, model, sweep, priority, trainer, label, project, place)"
         " LEFT JOIN trainer_name t ON t.project = n.project AND t.name = n.trainer ORDER BY n.place",
-        (now_s, now_s, declared, actor, *(list(column) for column in zip(*rows, strict=True))),
+        (now_s, now_s, declared, *by, *(list(column) for column in zip(*rows, strict=True))),
     )
 
 
@@ -131,13 +160,13 @@ async def _update_jobs(
     for id_, spec in sorted(jobs.items()):
         await connection.execute(
             "UPDATE job SET spec = %s, class_id = %s, changed_at = %s, model = %s, sweep = %s, priority = %s,"
-            " trainer = %s WHERE id = %s",
+            " trainer = %s, label = %s WHERE id = %s",
             (encode(spec), classes[encode(spec.requirement)], now_s, *_sorted_by(spec), id_),
         )
 
 
 def _sorted_by(spec: JobSpec) -> tuple[Any, ...]:
-    return spec.model, spec.sweep, spec.priority, spec.trainer
+    return spec.model, spec.sweep, spec.priority, spec.trainer, spec.label
 
 
 async def _write_dependencies(
@@ -170,13 +199,15 @@ async def _assign_trainers(connection: Connection, jobs: Iterable[str]) -> None:
     )
 
 
-async def _mark_declared(connection: Connection, kept: Iterable[str], orphaned: Iterable[str]) -> None:
+async def _mark_declared(connection: Connection, kept: Iterable[str], orphaned: Iterable[str], owner: str) -> None:
     """The manifest has these jobs from now on. An attempt from before may still end in a result that is not its own."""
     await connection.execute(
-        "UPDATE job SET declared = true, orphaned = false, checkpoint = CASE WHEN declared THEN checkpoint ELSE '' END"
-        " WHERE id = ANY(%s) AND (orphaned OR NOT declared)"
+        "UPDATE job SET declared = true, orphaned = false, superseded = false,"
+        " owner = CASE WHEN declared THEN owner ELSE %s END,"
+        " checkpoint = CASE WHEN declared THEN checkpoint ELSE '' END"
+        " WHERE id = ANY(%s) AND (orphaned OR superseded OR NOT declared)"
         " AND (declared OR NOT EXISTS (SELECT 1 FROM lease WHERE lease.job_id = job.id))",
-        (list(kept),),
+        (owner, list(kept)),
     )
     await connection.execute("UPDATE job SET orphaned = true WHERE id = ANY(%s)", (list(orphaned),))
 

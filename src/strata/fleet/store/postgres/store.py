@@ -13,6 +13,7 @@ from strata.database.postgres import Connections
 from strata.fleet.core.amounts import Taken
 from strata.fleet.core.job import UNFINISHED, JobStatus
 from strata.fleet.core.jobspec import TrainerSpec
+from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.core.plan import ApplyPlan, ExistingJob, HostPolicy, RegisteredTrainer
 from strata.fleet.core.requirement import RequirementClass
 from strata.fleet.ports import (
@@ -39,8 +40,10 @@ from strata.fleet.store.rows import (
     ATTEMPT,
     EXISTING_JOB,
     HELD,
+    HIDDEN,
     HOST,
     JOB,
+    NEWER,
     POLICIES,
     REFUSED,
     TRAINERS,
@@ -67,13 +70,25 @@ class PostgresStore:
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
 
-    async def apply(self, plan: ApplyPlan, actor: str, now_s: float, *, source: str, declared: bool = True) -> None:
+    async def apply(
+        self,
+        plan: ApplyPlan,
+        actor: str,
+        now_s: float,
+        *,
+        source: str,
+        declared: bool = True,
+        submitter: Submitter = OPERATOR,
+    ) -> None:
         async with self._connections.transaction(APPLY_S) as connection:
-            await apply_plan(connection, plan, actor, now_s, source=source, declared=declared)
+            await apply_plan(connection, plan, actor, now_s, source=source, declared=declared, submitter=submitter)
 
     async def existing_jobs(self) -> Mapping[str, ExistingJob]:
         rows = await self._connections.run(f"SELECT id, {EXISTING_JOB} FROM job", {})
         return {id_: decode_existing_job(rest) for id_, *rest in rows}
+
+    async def projects(self) -> Mapping[str, str]:
+        return dict(await self._connections.run("SELECT name, owner FROM project", {}))
 
     async def classes(self, after_id: int = 0) -> Sequence[ClassRow]:
         select = "SELECT id, spec FROM req_class WHERE id > %(after)s ORDER BY id"
@@ -186,6 +201,10 @@ class PostgresStore:
         async with self._connections.transaction() as connection:
             return await leases.requeue(connection, job_id, actor, now_s)
 
+    async def archive(self, job_id: str, actor: str, now_s: float) -> JobRow:
+        async with self._connections.transaction() as connection:
+            return await leases.archive(connection, job_id, actor, now_s)
+
     async def expire_leases(self, now_s: float, limit: int = 1000) -> Sequence[JobRow]:
         select = (
             "SELECT job_id FROM lease WHERE NOT expired AND expires_at <= %(now)s ORDER BY expires_at LIMIT %(limit)s"
@@ -228,17 +247,14 @@ class PostgresStore:
         where = ["id > %(after)s"]
         if wanted.status:
             where.append("status = ANY(%(status)s)")
-        where += [f"{column} = %({column})s" for column in ("model", "host_id", "sweep") if getattr(wanted, column)]
+        if not wanted.hidden:
+            where.append(f"NOT {HIDDEN}")
+        columns = ("model", "host_id", "sweep", "project", "owner", "label")
+        equal = {column: getattr(wanted, column) for column in columns if getattr(wanted, column)}
+        where += [f"{column} = %({column})s" for column in equal]
         rows = await self._connections.run(
-            f"SELECT {JOB} FROM job WHERE {' AND '.join(where)} ORDER BY id LIMIT %(limit)s",
-            {
-                "after": wanted.after_id,
-                "status": list(wanted.status),
-                "model": wanted.model,
-                "host_id": wanted.host_id,
-                "sweep": wanted.sweep,
-                "limit": wanted.limit,
-            },
+            f"SELECT {JOB}, {NEWER} FROM job WHERE {' AND '.join(where)} ORDER BY id LIMIT %(limit)s",
+            {"after": wanted.after_id, "status": list(wanted.status), "limit": wanted.limit, **equal},
         )
         return [decode_job(row) for row in rows]
 
@@ -279,7 +295,8 @@ class PostgresStore:
         return [job_id for (job_id,) in rows]
 
     async def counts(self) -> Counts:
-        by_status = dict(await self._connections.run("SELECT status, count(*) FROM job GROUP BY status", {}))
+        select = f"SELECT status, count(*) FROM job WHERE NOT {HIDDEN} GROUP BY status"
+        by_status = dict(await self._connections.run(select, {}))
         ((ready, hosts),) = await self._connections.run(
             "SELECT (SELECT count(*) FROM ready), (SELECT count(*) FROM host)", {}
         )

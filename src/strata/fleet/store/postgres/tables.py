@@ -141,6 +141,19 @@ COMPONENT: Final = Component(
             JOIN lease l ON l.job_id = a.job_id AND l.epoch = a.epoch;
         END $$;
         """,
+        # Owners of jobs and projects, and what lists hide.
+        """
+        ALTER TABLE job ADD COLUMN owner text NOT NULL DEFAULT '';
+        ALTER TABLE job ADD COLUMN label text NOT NULL DEFAULT '';
+        ALTER TABLE job ADD COLUMN archived boolean NOT NULL DEFAULT false;
+        ALTER TABLE job ADD COLUMN superseded boolean NOT NULL DEFAULT false;
+        UPDATE job SET owner = submitted_by, label = coalesce(nullif(convert_from(spec, 'UTF8')::json->>'name', ''),
+          model || '-' || coalesce(convert_from(spec, 'UTF8')::json->>'mode', 'default'));
+        CREATE INDEX job_label ON job (label, project, seq);
+        CREATE INDEX job_owner ON job (owner) WHERE status IN ('pending', 'claimed', 'running');
+        CREATE TABLE project (name text PRIMARY KEY, owner text NOT NULL, made_at double precision NOT NULL);
+        INSERT INTO project SELECT DISTINCT project, 'operator', 0.0 FROM job WHERE project <> 'default';
+        """,
     ),
 )
 

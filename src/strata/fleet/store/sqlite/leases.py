@@ -16,7 +16,15 @@ from strata.database.events import EventRecord as Record
 from strata.database.events import record_sqlite
 from strata.fleet.core.job import TERMINAL, Cause, JobEvent, JobStatus, advance
 from strata.fleet.core.lease import RetryDecision, after_expiry, after_failure, after_setup_error, attempt_counter
-from strata.fleet.core.lease_status import ALIVE, LeaseStatus, already_ended, not_refused, stale_attempt, unknown_job
+from strata.fleet.core.lease_status import (
+    ALIVE,
+    LeaseStatus,
+    already_ended,
+    not_ended,
+    not_refused,
+    stale_attempt,
+    unknown_job,
+)
 from strata.fleet.ports import AttemptKey, JobCompletion, JobFailure, JobRow, Renewal, RenewalResult
 from strata.fleet.store.rows import (
     HELD_JOB,
@@ -245,12 +253,23 @@ def requeue(db: sqlite3.Connection, job_id: str, actor: str, now_s: float) -> Jo
     db.execute("DELETE FROM job_refusal WHERE seq = ?", (job.seq,))
     db.execute("DELETE FROM ripening WHERE seq = ?", (job.seq,))
     db.execute(
-        "UPDATE job SET charged = 0, lost = 0, infra = 0, excused = 0, not_before = 0, artifact = '' WHERE seq = ?",
+        "UPDATE job SET charged = 0, lost = 0, infra = 0, excused = 0, not_before = 0, artifact = '', archived = 0,"
+        " superseded = 0 WHERE seq = ?",
         (job.seq,),
     )
     enqueue(db, job.seq, now_s)
     recount_dependents(db, job_id, now_s)
     record(db, now_s, actor, "job.requeued", job_id)
+    return read_job(db, job_id)
+
+
+def archive(db: sqlite3.Connection, job_id: str, actor: str, now_s: float) -> JobRow:
+    row = read_job(db, job_id)
+    if row.status not in TERMINAL:
+        raise not_ended(job_id, row.status)
+    if not row.archived:
+        db.execute("UPDATE job SET archived = 1 WHERE id = ?", (job_id,))
+        record(db, now_s, actor, "job.archived", job_id)
     return read_job(db, job_id)
 
 

@@ -7,23 +7,33 @@ from collections.abc import Iterable, Mapping
 
 from strata.base.failpoint import failpoint
 from strata.fleet.core.job import JobStatus
-from strata.fleet.core.jobspec import JobSpec
+from strata.fleet.core.jobspec import DEFAULT_PROJECT, JobSpec
 from strata.fleet.core.lease_status import outdated_plan
+from strata.fleet.core.ownership import Submitter, check_project, check_submission
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.store.rows import class_keys, encode
 from strata.fleet.store.sqlite.leases import enqueue, record, requeue
 
 
-def apply_plan(
-    db: sqlite3.Connection, plan: ApplyPlan, actor: str, now_s: float, *, source: str, declared: bool
+def apply_plan(  # noqa: PLR0913 (what a plan is applied with)
+    db: sqlite3.Connection,
+    plan: ApplyPlan,
+    actor: str,
+    now_s: float,
+    *,
+    source: str,
+    declared: bool,
+    submitter: Submitter,
 ) -> None:
     _check_current(db, plan)
+    _take_project(db, plan, submitter, now_s, declared=declared)
     _put_trainers(db, plan)
     _put_policies(db, plan)
     written = plan.new | plan.requeued | {change.job_id: change.spec for change in plan.changed}
     classes = _class_ids(db, class_keys(written.values()))
     for job_id, spec in plan.new.items():
-        _insert_job(db, job_id, spec, classes[encode(spec.requirement)], now_s, actor, declared=declared)
+        class_id = classes[encode(spec.requirement)]
+        _insert_job(db, job_id, spec, class_id, now_s, (actor, submitter.owner), declared=declared)
         record(db, now_s, actor, "job.created", job_id, model=spec.model, mode=spec.mode)
     for change in plan.changed:
         _update_job(db, change.job_id, change.spec, classes[encode(change.spec.requirement)], now_s)
@@ -39,9 +49,9 @@ def apply_plan(
     # Only now is every job there that another one may come after.
     _write_dependencies(db, written, now_s)
     if declared:
-        _mark_declared(
-            db, [*plan.unchanged, *plan.requeued, *(change.job_id for change in plan.changed)], plan.orphaned
-        )
+        kept = [*plan.unchanged, *plan.requeued, *(change.job_id for change in plan.changed)]
+        _mark_declared(db, kept, plan.orphaned, submitter.owner)
+    db.executemany("UPDATE job SET superseded = 1 WHERE id = ?", ((job_id,) for job_id in plan.superseded))
     # With another command, source or class, a host that could not set a job up may do so now.
     mended = ((change.job_id,) for change in plan.changed)
     db.executemany("DELETE FROM job_refusal WHERE seq = (SELECT seq FROM job WHERE id = ?)", mended)
@@ -60,6 +70,16 @@ def _check_current(db: sqlite3.Connection, plan: ApplyPlan) -> None:
     )
 
 
+def _take_project(
+    db: sqlite3.Connection, plan: ApplyPlan, submitter: Submitter, now_s: float, *, declared: bool
+) -> None:
+    """FORBIDDEN when the project is another owner's; a project without an owner becomes the submitter's."""
+    row = db.execute("SELECT owner FROM project WHERE name = ?", (plan.project,)).fetchone()
+    (check_project if declared else check_submission)(submitter, plan.project, row[0] if row else "")
+    if row is None and plan.project != DEFAULT_PROJECT:
+        db.execute("INSERT INTO project VALUES (?, ?, ?)", (plan.project, submitter.owner, now_s))
+
+
 def _class_ids(db: sqlite3.Connection, keys: Mapping[bytes, str]) -> dict[bytes, int]:
     """The ids of these classes by how they are written; new ones are added."""
     found: dict[bytes, int] = {}
@@ -72,13 +92,21 @@ def _class_ids(db: sqlite3.Connection, keys: Mapping[bytes, str]) -> dict[bytes,
 
 
 def _insert_job(  # noqa: PLR0913 (the columns of a job that are not in its spec)
-    db: sqlite3.Connection, job_id: str, spec: JobSpec, class_id: int, now_s: float, actor: str, *, declared: bool
+    db: sqlite3.Connection,
+    job_id: str,
+    spec: JobSpec,
+    class_id: int,
+    now_s: float,
+    by: tuple[str, str],
+    *,
+    declared: bool,
 ) -> None:
+    """`by` is the actor, as events name it, and the owner."""
     db.execute(
         "INSERT INTO job (id, spec, class_id, status, epoch, created_at, changed_at, not_before, host_id, reason,"
         " artifact, declared, orphaned, waits_for, model, sweep, priority, trainer, charged, lost, excused, checkpoint,"
-        " project, submitted_by, trainer_digest)"
-        " VALUES (?, ?, ?, ?, 0, ?, ?, 0, '', '', '', ?, 0, 0, ?, ?, ?, ?, 0, 0, 0, '', ?, ?,"
+        " project, submitted_by, owner, label, trainer_digest)"
+        " VALUES (?, ?, ?, ?, 0, ?, ?, 0, '', '', '', ?, 0, 0, ?, ?, ?, ?, 0, 0, 0, '', ?, ?, ?, ?,"
         "  coalesce((SELECT digest FROM trainer_name WHERE project = ? AND name = ?), ''))",
         (
             job_id,
@@ -93,7 +121,8 @@ def _insert_job(  # noqa: PLR0913 (the columns of a job that are not in its spec
             spec.priority,
             spec.trainer,
             spec.project,
-            actor,
+            *by,
+            spec.label,
             spec.project,
             spec.trainer,
         ),
@@ -102,7 +131,8 @@ def _insert_job(  # noqa: PLR0913 (the columns of a job that are not in its spec
 
 def _update_job(db: sqlite3.Connection, job_id: str, spec: JobSpec, class_id: int, now_s: float) -> None:
     db.execute(
-        "UPDATE job SET spec = ?, class_id = ?, changed_at = ?, sweep = ?, priority = ?, trainer = ? WHERE id = ?",
+        "UPDATE job SET spec = ?, class_id = ?, changed_at = ?, sweep = ?, priority = ?, trainer = ?, label = ?"
+        " WHERE id = ?",
         (
             encode(spec),
             class_id,
@@ -110,6 +140,7 @@ def _update_job(db: sqlite3.Connection, job_id: str, spec: JobSpec, class_id: in
             spec.sweep,
             spec.priority,
             spec.trainer,
+            spec.label,
             job_id,
         ),
     )
@@ -141,13 +172,15 @@ def _write_dependencies(db: sqlite3.Connection, jobs: Mapping[str, JobSpec], now
             enqueue(db, seq, now_s)
 
 
-def _mark_declared(db: sqlite3.Connection, kept: Iterable[str], orphaned: Iterable[str]) -> None:
+def _mark_declared(db: sqlite3.Connection, kept: Iterable[str], orphaned: Iterable[str], owner: str) -> None:
     """The manifest has these jobs from now on. An attempt from before may still end in a result that is not its own."""
     db.executemany(
-        "UPDATE job SET declared = 1, orphaned = 0, checkpoint = CASE declared WHEN 1 THEN checkpoint ELSE '' END"
-        " WHERE id = ? AND (orphaned OR NOT declared)"
+        "UPDATE job SET declared = 1, orphaned = 0, superseded = 0,"
+        " owner = CASE declared WHEN 1 THEN owner ELSE ? END,"
+        " checkpoint = CASE declared WHEN 1 THEN checkpoint ELSE '' END"
+        " WHERE id = ? AND (orphaned OR superseded OR NOT declared)"
         " AND (declared OR NOT EXISTS (SELECT 1 FROM lease WHERE lease.job_id = job.id))",
-        ((job_id,) for job_id in kept),
+        ((owner, job_id) for job_id in kept),
     )
     db.executemany("UPDATE job SET orphaned = 1 WHERE id = ?", ((job_id,) for job_id in orphaned))
 

@@ -14,6 +14,7 @@ from strata.database.sqlite import SqliteThread
 from strata.fleet.core.amounts import Taken
 from strata.fleet.core.job import UNFINISHED
 from strata.fleet.core.jobspec import TrainerSpec
+from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.core.plan import ApplyPlan, ExistingJob, HostPolicy, RegisteredTrainer
 from strata.fleet.core.requirement import RequirementClass
 from strata.fleet.ports import (
@@ -36,8 +37,10 @@ from strata.fleet.store.rows import (
     ATTEMPT,
     EXISTING_JOB,
     HELD,
+    HIDDEN,
     HOST,
     JOB,
+    NEWER,
     POLICIES,
     REFUSED,
     TRAINERS,
@@ -63,13 +66,27 @@ class SqliteStore:
     def __init__(self, thread: SqliteThread) -> None:
         self._thread = thread
 
-    async def apply(self, plan: ApplyPlan, actor: str, now_s: float, *, source: str, declared: bool = True) -> None:
-        await self._thread.write(lambda db: apply_plan(db, plan, actor, now_s, source=source, declared=declared))
+    async def apply(
+        self,
+        plan: ApplyPlan,
+        actor: str,
+        now_s: float,
+        *,
+        source: str,
+        declared: bool = True,
+        submitter: Submitter = OPERATOR,
+    ) -> None:
+        await self._thread.write(
+            lambda db: apply_plan(db, plan, actor, now_s, source=source, declared=declared, submitter=submitter)
+        )
 
     async def existing_jobs(self) -> Mapping[str, ExistingJob]:
         return {
             id_: decode_existing_job(rest) for id_, *rest in await self._rows(f"SELECT id, {EXISTING_JOB} FROM job", ())
         }
+
+    async def projects(self) -> Mapping[str, str]:
+        return dict(await self._rows("SELECT name, owner FROM project", ()))
 
     async def classes(self, after_id: int = 0) -> Sequence[ClassRow]:
         rows = await self._rows("SELECT id, spec FROM req_class WHERE id > ? ORDER BY id", (after_id,))
@@ -150,6 +167,9 @@ class SqliteStore:
     async def requeue(self, job_id: str, actor: str, now_s: float) -> JobRow:
         return await self._thread.write(lambda db: leases.requeue(db, job_id, actor, now_s))
 
+    async def archive(self, job_id: str, actor: str, now_s: float) -> JobRow:
+        return await self._thread.write(lambda db: leases.archive(db, job_id, actor, now_s))
+
     async def expire_leases(self, now_s: float, limit: int = 1000) -> Sequence[JobRow]:
         def expire(db: sqlite3.Connection) -> list[JobRow]:
             select = "SELECT job_id FROM lease WHERE NOT expired AND expires_at <= ? ORDER BY expires_at LIMIT ?"
@@ -185,11 +205,13 @@ class SqliteStore:
         if wanted.status:
             where.append(f"status IN ({', '.join('?' * len(wanted.status))})")
             values += wanted.status
-        for column in ("model", "host_id", "sweep"):
+        if not wanted.hidden:
+            where.append(f"NOT {HIDDEN}")
+        for column in ("model", "host_id", "sweep", "project", "owner", "label"):
             if getattr(wanted, column):
                 where.append(f"{column} = ?")
                 values.append(getattr(wanted, column))
-        select = f"SELECT {JOB} FROM job WHERE {' AND '.join(where)} ORDER BY id LIMIT ?"
+        select = f"SELECT {JOB}, {NEWER} FROM job WHERE {' AND '.join(where)} ORDER BY id LIMIT ?"
         return [decode_job(row) for row in await self._rows(select, (*values, wanted.limit))]
 
     async def attempts(self, job_id: str) -> Sequence[AttemptRow]:
@@ -227,7 +249,8 @@ class SqliteStore:
         return [job_id for (job_id,) in rows]
 
     async def counts(self) -> Counts:
-        by_status = dict(await self._rows("SELECT status, count(*) FROM job GROUP BY status", ()))
+        select = f"SELECT status, count(*) FROM job WHERE NOT {HIDDEN} GROUP BY status"
+        by_status = dict(await self._rows(select, ()))
         ((ready, hosts),) = await self._rows("SELECT (SELECT count(*) FROM ready), (SELECT count(*) FROM host)", ())
         return Counts(by_status=by_status, ready=ready, hosts=hosts)
 

@@ -99,5 +99,18 @@ COMPONENT: Final = Component(
         ALTER TABLE attempt ADD COLUMN taken BLOB NOT NULL DEFAULT x'';
         CREATE INDEX attempt_open ON attempt (host_id) WHERE ended_at IS NULL;
         """,
+        # Owners of jobs and projects, and what lists hide.
+        """
+        ALTER TABLE job ADD COLUMN owner TEXT NOT NULL DEFAULT '';
+        ALTER TABLE job ADD COLUMN label TEXT NOT NULL DEFAULT '';
+        ALTER TABLE job ADD COLUMN archived INTEGER NOT NULL DEFAULT 0;
+        ALTER TABLE job ADD COLUMN superseded INTEGER NOT NULL DEFAULT 0;
+        UPDATE job SET owner = submitted_by, label = coalesce(nullif(json_extract(CAST(spec AS TEXT), '$.name'), ''),
+          model || '-' || coalesce(json_extract(CAST(spec AS TEXT), '$.mode'), 'default'));
+        CREATE INDEX job_label ON job (label, project, seq);
+        CREATE INDEX job_owner ON job (owner) WHERE status IN ('pending', 'claimed', 'running');
+        CREATE TABLE project (name TEXT PRIMARY KEY, owner TEXT NOT NULL, made_at REAL NOT NULL) WITHOUT ROWID, STRICT;
+        INSERT INTO project SELECT DISTINCT project, 'operator', 0.0 FROM job WHERE project <> 'default';
+        """,
     ),
 )

@@ -1,0 +1,59 @@
+"""Who owns a job and a project, and who may change them.
+
+An owner is a person or a program by name: the name of the API key, so that a renewed key keeps its jobs. A project
+belongs to the owner who used it first. Operators may change everything; others change their own jobs, and apply
+manifests to projects of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from strata.base.errors import Code, StrataError
+from strata.fleet.core.jobspec import DEFAULT_PROJECT
+
+
+class Submitter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The person or program for whom a plan is applied."""
+
+    owner: str
+    operator: bool = False
+    """May change the jobs, projects and host policies of all owners."""
+
+    def may_change(self, owner: str) -> bool:
+        return self.operator or owner == self.owner
+
+
+OPERATOR: Final = Submitter(owner="operator", operator=True)
+"""Owns the jobs that were queued with the operator token."""
+
+
+def check_project(submitter: Submitter, project: str, owner: str) -> None:
+    """FORBIDDEN unless the submitter may apply a manifest to `project`; `owner` is empty for a project without one."""
+    if submitter.operator or (project != DEFAULT_PROJECT and owner in ("", submitter.owner)):
+        return
+    if project == DEFAULT_PROJECT:
+        message, hint = "the project 'default' belongs to all", 'write project = "NAME" into the manifest'
+    else:
+        message, hint = f"the project {project!r} belongs to {owner}", "choose another name for the project"
+    raise StrataError(Code.FORBIDDEN, f"{message}; only an operator may apply a manifest to it", hint=hint)
+
+
+def check_submission(submitter: Submitter, project: str, owner: str) -> None:
+    """FORBIDDEN unless the submitter may queue single jobs in `project`: all may do so in the default project."""
+    if project != DEFAULT_PROJECT:
+        check_project(submitter, project, owner)
+
+
+def check_owners(submitter: Submitter, jobs: Iterable[tuple[str, str]]) -> None:
+    """FORBIDDEN if one of these jobs, given as label and owner, is another owner's."""
+    for label, owner in jobs:
+        if not submitter.may_change(owner):
+            raise StrataError(
+                Code.FORBIDDEN,
+                f"{label} belongs to {owner or 'nobody'}",
+                hint="only its owner or an operator may change it",
+            )

@@ -1,0 +1,103 @@
+"""Owners of jobs and projects, and what lists hide."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from strata.base.errors import Code
+from strata.fleet.core.job import Cause, JobStatus
+from strata.fleet.core.jobspec import JobSpec
+from strata.fleet.core.ownership import Submitter
+from strata.fleet.core.plan import ApplyPlan
+from strata.fleet.ports import JobFailure, JobFilter, Store
+from tests.conformance.fleet.fleet import add, add_host, claim, hold, job, kinds, plan, refusal
+
+ANNA = Submitter(owner="anna")
+BERT = Submitter(owner="bert")
+
+
+async def apply(store: Store, submitter: Submitter, wanted: ApplyPlan, **more: Any) -> None:
+    await store.apply(wanted, f"key:{submitter.owner}", 1.0, source="m", submitter=submitter, **more)
+
+
+def of_project(*specs: JobSpec, **fields: Any) -> ApplyPlan:
+    return plan(*specs, project="p", **fields)
+
+
+async def test_a_job_belongs_to_its_submitter_and_is_found_by_owner_and_project(store: Store) -> None:
+    hers, his = job("hers", project="p"), job("his")
+    await apply(store, ANNA, of_project(hers))
+    await apply(store, BERT, plan(his), declared=False)
+    assert [(await store.job(spec.id)).owner for spec in (hers, his)] == ["anna", "bert"]
+    assert [row.id for row in await store.jobs(JobFilter(owner="anna"))] == [hers.id]
+    assert [row.id for row in await store.jobs(JobFilter(project="default"))] == [his.id]
+    assert {id_: each.owner for id_, each in (await store.existing_jobs()).items()} == {hers.id: "anna", his.id: "bert"}
+
+
+async def test_a_project_belongs_to_the_first_who_uses_it(store: Store) -> None:
+    await apply(store, ANNA, of_project(job("a", project="p")))
+    assert await store.projects() == {"p": "anna"}
+    for declared in (True, False):
+        refused = await refusal(apply(store, BERT, of_project(job("b", project="p")), declared=declared))
+        assert refused.code is Code.FORBIDDEN
+    assert [row.spec.model for row in await store.jobs(JobFilter())] == ["a"]
+    await add(store, job("c"))
+    await store.apply(of_project(job("d", project="p")), "operator", 1.0, source="m")
+    assert await store.projects() == {"p": "anna"}
+
+
+async def test_a_manifest_of_the_default_project_is_for_operators(store: Store) -> None:
+    refused = await refusal(apply(store, ANNA, plan(job("a"))))
+    assert refused.code is Code.FORBIDDEN
+    assert await store.jobs(JobFilter()) == []
+
+
+async def test_a_submitted_job_that_a_manifest_takes_gets_the_owner_of_the_manifest(store: Store) -> None:
+    spec = job("a")
+    await apply(store, ANNA, plan(spec), declared=False)
+    await store.apply(ApplyPlan(unchanged=(spec.id,)), "operator", 2.0, source="m")
+    assert (await store.job(spec.id)).owner == "operator"
+
+
+async def ended_job(store: Store, spec: JobSpec, claim_id: str = "c1") -> str:
+    await apply(store, ANNA, plan(spec, project=spec.project), declared=False)
+    (lease,) = await claim(store, await add_host(store), claim_id=claim_id)
+    assert lease.job_id == spec.id
+    await store.fail(hold(lease), JobFailure(cause=Cause.USER_ERROR), 1.0, chance=0.5)
+    return spec.id
+
+
+async def test_an_archived_job_leaves_lists_and_counts_until_it_is_requeued(store: Store) -> None:
+    spec = job("a", max_attempts=1)
+    job_id = await ended_job(store, spec)
+    assert (await store.archive(job_id, "key:anna", 2.0)).archived
+    assert (await store.archive(job_id, "key:anna", 3.0)).archived
+    assert await store.jobs(JobFilter(hidden=False)) == []
+    assert [row.id for row in await store.jobs(JobFilter())] == [job_id]
+    assert (await store.counts()).by_status == {}
+    assert (await kinds(store, job_id)).count("job.archived") == 1
+    assert not (await store.requeue(job_id, "key:anna", 4.0)).archived
+    assert (await store.counts()).by_status == {"pending": 1}
+    refused = await refusal(store.archive(job_id, "key:anna", 5.0))
+    assert (refused.code, refused.detail["status"]) == (Code.PRECONDITION, "pending")
+
+
+async def test_a_superseded_job_is_hidden_once_it_has_ended(store: Store) -> None:
+    old, new = job("a", name="x", max_attempts=1), job("b", name="x")
+    await apply(store, ANNA, plan(old), declared=False)
+    await apply(store, ANNA, plan(new, superseded=(old.id,)), declared=False)
+    shown = {row.id: row.newer for row in await store.jobs(JobFilter(hidden=False, label="x"))}
+    assert shown == {old.id: 1, new.id: 0}
+    assert (await store.cancel(old.id, "", "key:anna", 2.0)).status is JobStatus.CANCELLED
+    assert [row.id for row in await store.jobs(JobFilter(hidden=False))] == [new.id]
+    assert (await store.counts()).by_status == {"pending": 1}
+    assert not (await store.requeue(old.id, "key:anna", 3.0)).superseded
+
+
+async def test_a_superseded_job_that_a_manifest_has_again_is_shown(store: Store) -> None:
+    old, new = job("a", name="x"), job("b", name="x")
+    await add(store, old)
+    await store.apply(plan(new, superseded=(old.id,)), "operator", 1.0, source="m")
+    await store.cancel(old.id, "", "operator", 2.0)
+    await store.apply(ApplyPlan(unchanged=(old.id,)), "operator", 3.0, source="m")
+    assert len(await store.jobs(JobFilter(hidden=False))) == 2
