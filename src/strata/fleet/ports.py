@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from strata.database.events import StoredEvent
-from strata.fleet.core.amounts import UNKNOWN, Amounts, Capacity, Taken
+from strata.fleet.core.amounts import UNKNOWN, Amounts, Capacity, MoreMemory, Taken
 from strata.fleet.core.capability import Capability
 from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
@@ -167,6 +167,8 @@ class JobFailure:
     cause: Cause
     error: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
+    memory: MoreMemory | None = None
+    """What the next attempt needs; set by the hub for one that ran out of memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,6 +311,9 @@ class Store(Protocol):
         After a setup error the host is excluded: its claims pass over the job until that has ended or is requeued, or
         the host registers again.
         `eligible` are the hosts that may take the job by what they are; when all have refused it, it fails.
+
+        With `failure.memory` the job moves to the class with those needs, until it is requeued or changed. `eligible`
+        is of that class, and without such a host it fails.
         """
 
     async def record_checkpoint(self, attempt: AttemptKey, artifact: str, now_s: float) -> None: ...

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -21,9 +22,11 @@ from strata.base.errors import StrataError
 from strata.base.failpoint import failpoint
 from strata.base.notify import Broadcast
 from strata.fleet.claims import ClaimQueue
+from strata.fleet.core.amounts import more_memory
 from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.lease import LEASE_S, may_expire_leases, quarantine
 from strata.fleet.core.manifest import JobManifest
+from strata.fleet.core.match import eligible
 from strata.fleet.core.ownership import OPERATOR, Submitter, check_project
 from strata.fleet.core.plan import ApplyOptions, ApplyPlan, plan
 from strata.fleet.core.why import UnmetDependency, Why, WhyQuery, why
@@ -134,8 +137,12 @@ class Fleet:
 
     async def fail(self, attempt: AttemptKey, failure: JobFailure) -> JobRow:
         self.touch_host(attempt.host_id)
-        eligible = await self._eligible_for_job(attempt.job_id) if failure.cause is Cause.SETUP_ERROR else ()
-        row = await self.store.fail(attempt, failure, self.now_s(), chance=self._chance(), eligible=eligible)
+        takers: Sequence[str] = ()
+        if failure.cause is Cause.SETUP_ERROR:
+            takers = await self._eligible_for_job(attempt.job_id)
+        elif failure.cause is Cause.OOM:
+            failure, takers = await self._with_more_memory(attempt, failure)
+        row = await self.store.fail(attempt, failure, self.now_s(), chance=self._chance(), eligible=takers)
         failpoint("fleet.fail.committed")
         if failure.cause is Cause.INFRA:
             await self._quarantine_if_faulty(attempt.host_id)
@@ -212,7 +219,7 @@ class Fleet:
         waiting = [await self.store.job(needed) for needed in row.spec.after]
         question = WhyQuery(
             status=row.status,
-            requirement=row.spec.requirement,
+            requirement=self._roster.requirement(row.class_id),
             not_before_s=row.not_before_s,
             last_failure=row.reason,
             after=tuple(
@@ -280,6 +287,25 @@ class Fleet:
         """The hosts that are eligible for this job by capability and policy, also those that are offline now."""
         row = await self.store.job(job_id)
         return (await self._eligible_hosts([row.class_id]))[row.class_id]
+
+    async def _with_more_memory(self, attempt: AttemptKey, failure: JobFailure) -> tuple[JobFailure, Sequence[str]]:
+        """What the next attempt needs if this one really ran out of memory, and the hosts that have it."""
+        kind = failure.facts.get("out_of_memory")
+        row = await self.store.job(attempt.job_id)
+        tried = [each for each in await self.store.attempts(attempt.job_id) if each.epoch == attempt.epoch]
+        self._roster.invalidate()
+        await self._roster.refresh(self.now_s())
+        hosts = {host.id: host for host in self._roster.hosts() if host.state != "left"}
+        if kind not in ("host", "gpu") or not tried or attempt.host_id not in hosts:
+            return failure, ()
+        requirement = self._roster.requirement(row.class_id)
+        capacity = self._roster.profile(hosts[attempt.host_id]).capacity
+        memory = more_memory(kind, requirement.needs, tried[0].taken, capacity)
+        if memory is None:
+            return failure, ()
+        raised = msgspec.structs.replace(requirement, needs=memory.needs)
+        larger = [host.id for host in hosts.values() if eligible(raised, self._roster.profile(host)).eligible]
+        return replace(failure, memory=memory), larger
 
     async def _eligible_hosts(self, classes: Iterable[int]) -> Mapping[int, Sequence[str]]:
         self._roster.invalidate()

@@ -17,7 +17,7 @@ from strata.base.errors import StrataError
 from strata.database import events
 from strata.database.migrations import SqliteComponents
 from strata.database.sqlite import SqliteThread
-from strata.fleet.core.amounts import Capacity, Card, Taken
+from strata.fleet.core.amounts import Capacity, Card, MoreMemory, Taken
 from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.requirement import Needs
 from strata.fleet.ports import Claim, JobCompletion, JobFailure, JobLease, Renewal, Store
@@ -109,6 +109,29 @@ async def test_a_host_that_lost_its_job_may_take_it_again(store: Store) -> None:
     await store.expire_leases(LEASE_S)
     (again,) = await claim(store, claim_id="c2", now_s=LEASE_S, capacity=DESK)
     assert (again.job_id, again.epoch) == (first.job_id, 2)
+
+
+async def test_a_job_that_ran_out_of_memory_moves_to_a_class_that_needs_more(store: Store) -> None:
+    await add_host(store)
+    await add(store, job("m"))
+    before = await all_classes(store, DESK)
+    memory = MoreMemory(needs(above_ram_gib=32.0), "32 GiB of memory")
+    failure = JobFailure(cause=Cause.OOM, memory=memory)
+    (lease,) = await claim(store, capacity=DESK)
+    row = await store.fail(hold(lease), failure, 1.0, chance=0.0, eligible=["host_z"])
+    assert row.status is JobStatus.PENDING
+    assert "needs more than 32 GiB of memory" in row.reason
+    await store.release_backoffs(1e6)
+    assert await claim(store, claim_id="c2", capacity=DESK, classes=before) == []
+    (moved,) = [each for each in await store.classes() if each.id not in before]
+    assert (moved.id, moved.requirement.needs) == (row.class_id, memory.needs)
+    (lease,) = await claim(store, claim_id="c3", capacity=DESK)
+    row = await store.fail(hold(lease), failure, 2e6, chance=0.0, eligible=[])
+    assert (row.status, row.reason) == (
+        JobStatus.FAILED,
+        "oom: it ran out of 32 GiB of memory, and no eligible host has more",
+    )
+    assert (await store.requeue(row.id, "operator", 3e6)).class_id in before
 
 
 class History:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.fleet.core.amounts import UNKNOWN, Amounts, Capacity, Card, Room, Taken, job_amounts
+from strata.fleet.core.amounts import UNKNOWN, Amounts, Capacity, Card, Room, Taken, job_amounts, more_memory
 from strata.fleet.core.capability import GIB, Capability, Gpu, profile
 from strata.fleet.core.jobspec import HostSpec
 from strata.fleet.core.match import eligible
@@ -129,3 +129,19 @@ def test_what_is_planned_for_several_jobs_is_what_one_after_the_other_gets(amoun
         one_by_one += room.plan(amounts[0])
         room.hold(one_by_one[-1])
     assert planned == one_by_one
+
+
+def test_a_job_that_ran_out_of_memory_needs_more_than_it_had() -> None:
+    whole, declared = Taken(whole=True, ram_gib=128.0, cards=("GPU-0", "GPU-2")), Taken(ram_gib=8.0, cores=1)
+    assert more_memory("host", Needs(), whole, SERVER) == (Needs(above_ram_gib=128), "128 GiB of memory")
+    asked = Needs(min_ram_gib=8)
+    assert more_memory("host", asked, declared, SERVER) == (Needs(min_ram_gib=16), "8 GiB of memory")
+    assert more_memory("gpu", Needs(), whole, SERVER) == (Needs(above_vram_gib=80), "80 GiB of VRAM")
+    card = Needs(require_cuda=True)
+    assert more_memory("gpu", card, Taken(cards=("GPU-0",)), SERVER) == (
+        Needs(require_cuda=True, min_vram_gib=24.5),
+        "24 GiB of VRAM",
+    )
+    share = Taken(cards=("GPU-0",), gpu_share=0.5)
+    assert more_memory("gpu", Needs(gpu_share=0.5), share, SERVER) == (Needs(min_gpus=1), "12 GiB of VRAM")
+    assert more_memory("gpu", asked, declared, SERVER) is None

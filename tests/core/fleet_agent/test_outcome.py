@@ -75,3 +75,14 @@ def test_signals_are_spelled_by_name() -> None:
         "killed by SIGKILL",
         "killed by signal 250",
     ]
+
+
+def test_memory_that_ran_out_is_told_as_the_hosts_by_the_kernel_and_as_a_cards_by_the_trainer() -> None:
+    def told(child: ChildExit, tail: str = "") -> object:
+        return classify_exit(child, tail, stop=None, timeout_s=0).facts.get("out_of_memory")
+
+    assert told(ChildExit(started=True, status=137, oom_kills=1)) == "host"
+    assert told(ChildExit(started=True, status=1), "torch.OutOfMemoryError: CUDA out of memory. Tried") == "gpu"
+    assert told(ChildExit(started=True, status=137)) is None, "somebody killed it, perhaps not for memory"
+    assert told(ChildExit(started=True, status=1), "MemoryError") is None
+    assert told(ChildExit(started=True, status=0), "CUDA out of memory, smaller batch") is None

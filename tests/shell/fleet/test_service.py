@@ -57,9 +57,9 @@ class Site:
     fleet: Fleet
     clock: SteppingClock
 
-    async def host(self, name: str, *, cuda: bool = False) -> str:
+    async def host(self, name: str, *, cuda: bool = False, ram_gib: int = 8) -> str:
         gpus = (Gpu(name="card", vram_bytes=24 * GIB),) if cuda else ()
-        capability = Capability(hostname=name, cuda="12.4" if cuda else "", gpus=gpus, ram_bytes=8 * GIB, slots=8)
+        capability = Capability(hostname=name, cuda="12.4" if cuda else "", gpus=gpus, ram_bytes=ram_gib * GIB, slots=8)
         row = HostRow(id=f"host_{name}", name=name, capability=capability, registered_at_s=self.fleet.now_s())
         await self.fleet.register(row, f"host:{name}")
         return row.id
@@ -438,3 +438,46 @@ async def test_a_defect_of_the_store_leaves_nobody_of_a_later_batch_waiting_eith
         answers = await asyncio.gather(*(queue.submit(claim) for claim in claims), return_exceptions=True)
     assert {answer.code for answer in answers if isinstance(answer, StrataError)} == {Code.INTERNAL}
     assert len(answers) == len(claims)
+
+
+async def test_a_job_that_ran_out_of_memory_moves_to_a_larger_host_and_fails_without_one(site: Site) -> None:
+    small, large = await site.host("small"), await site.host("large", ram_gib=16)
+    spec = JobSpec(model="m")
+    await site.add(spec)
+    killed = JobFailure(cause=Cause.OOM, error="killed", facts={"out_of_memory": "host"})
+    (lease,) = await site.fleet.claim(small, "c1")
+    row = await site.fleet.fail(hold(lease), killed)
+    assert row.status is JobStatus.PENDING
+    assert row.reason.endswith("it needs more than 8 GiB of memory")
+    await site.pass_time(600)
+    assert await site.fleet.claim(small, "c2") == []
+    (lease,) = await site.fleet.claim(large, "c3")
+    row = await site.fleet.fail(hold(lease), killed)
+    assert (row.status, row.reason) == (
+        JobStatus.FAILED,
+        "oom: it ran out of 16 GiB of memory, and no eligible host has more",
+    )
+    await site.fleet.requeue(spec.id, "operator")
+    assert len(await site.fleet.claim(small, "c4")) == 1, "requeued, it is open to all hosts again"
+
+
+async def test_why_names_the_memory_that_a_job_ran_out_of(site: Site) -> None:
+    small, large = await site.host("small"), await site.host("large", ram_gib=16)
+    spec = JobSpec(model="m")
+    await site.add(spec)
+    (lease,) = await site.fleet.claim(small, "c1")
+    await site.fleet.fail(hold(lease), JobFailure(cause=Cause.OOM, facts={"out_of_memory": "host"}))
+    await site.fleet.set_host_state(large, "left", "gone", "operator")
+    told = await site.fleet.why(spec.id)
+    (above,) = [each for each in told.obstacles if each.what == "above_ram_gib"]
+    assert above.detail == "needs more than 8 GiB, with which it ran out of memory, small has 8 GiB"
+
+
+async def test_memory_that_only_the_trainer_says_it_lacked_is_tried_again_anywhere(site: Site) -> None:
+    small = await site.host("small")
+    await site.add(JobSpec(model="m"))
+    (lease,) = await site.fleet.claim(small, "c1")
+    row = await site.fleet.fail(hold(lease), JobFailure(cause=Cause.OOM, error="MemoryError"))
+    assert row.status is JobStatus.PENDING
+    await site.pass_time(600)
+    assert len(await site.fleet.claim(small, "c2")) == 1

@@ -19,6 +19,11 @@ _OUT_OF_MEMORY: Final = re.compile(
     r"|Cannot allocate memory|std::bad_alloc|CUBLAS_STATUS_ALLOC_FAILED",
     re.MULTILINE,
 )
+_OUT_OF_VRAM: Final = re.compile(
+    r"CUDA out of memory|CUDA error: out of memory|HIP out of memory|CUBLAS_STATUS_ALLOC_FAILED"
+    r"|torch\.(cuda\.)?OutOfMemoryError"
+)
+"""The trainer's word: nobody else sees how a card's memory ended."""
 
 _TRACEBACK: Final = "Traceback (most recent call last):"
 _IMPORT: Final = re.compile(r"(?:ModuleNotFoundError|ImportError): ")
@@ -31,7 +36,7 @@ def classify_exit(
     if isinstance(status, SupervisorLost):
         message = "the supervisor of the child was killed, or the host restarted"
         return _stopped(stop, {}) if stop is not None else AttemptOutcome(cause=Cause.INFRA, error=message)
-    facts = _facts(status)
+    facts = _facts(status, tail)
     if stop is not None and (status.stopped or stop.drop):
         return _stopped(stop, facts)
     cause, message = _cause(status, tail, timeout_s)
@@ -93,12 +98,15 @@ def _with_tail(message: str, tail: str) -> str:
     return f"{message}\n{last}" if last else message
 
 
-def _facts(child: ChildExit) -> dict[str, Any]:
+def _facts(child: ChildExit, tail: str) -> dict[str, Any]:
     facts: dict[str, Any] = {"ran_s": round(child.ran_s, 3), "max_rss_bytes": child.max_rss_bytes}
     if child.started:
         facts["exit"] = child.status
     if child.oom_kills:
-        facts["oom_kills"] = child.oom_kills
+        # The kernel's word: it had more memory than the host, or its limit there.
+        facts |= {"oom_kills": child.oom_kills, "out_of_memory": "host"}
+    elif child.status != 0 and _OUT_OF_VRAM.search(tail):
+        facts["out_of_memory"] = "gpu"
     if child.left_out:
         facts["log_left_out_bytes"] = child.left_out
     return facts

@@ -14,7 +14,7 @@ host that have not ended; each attempt is stored with what it took. So no card i
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
@@ -93,6 +93,39 @@ def job_amounts(needs: Needs, capacity: Capacity) -> Amounts:
         vram_gib=needs.min_vram_gib,
         prefers_gpu=needs.prefer_cuda and not gpus,
     )
+
+
+class MoreMemory(NamedTuple):
+    """What the next attempt of a job needs that ran out of memory."""
+
+    needs: Needs
+    had: str
+    """What it ran out of, in words."""
+
+
+def more_memory(kind: Literal["host", "gpu"], needs: Needs, taken: Taken, capacity: Capacity) -> MoreMemory | None:
+    """More than the attempt had, of the host's memory or of its cards'. None: there were no cards.
+
+    A job that took the whole host needs a larger one. One that declared its memory needs twice as much. One that shared
+    a card needs a card for itself; one that had it for itself needs a larger card.
+    """
+    if kind == "host":
+        if taken.whole or not taken.ram_gib:
+            raised = msgspec.structs.replace(needs, above_ram_gib=capacity.ram_gib)
+            return MoreMemory(raised, f"{capacity.ram_gib:g} GiB of memory")
+        raised = msgspec.structs.replace(needs, min_ram_gib=2 * taken.ram_gib)
+        return MoreMemory(raised, f"{taken.ram_gib:g} GiB of memory")
+    sizes = [card.vram_gib for card in capacity.cards if card.id in taken.cards]
+    if not sizes:
+        return None
+    if taken.gpu_share < 1:
+        had = taken.vram_gib or taken.gpu_share * min(sizes)
+        return MoreMemory(
+            msgspec.structs.replace(needs, gpu_share=0.0, min_gpus=max(1, needs.min_gpus)), f"{had:g} GiB of VRAM"
+        )
+    had = max(sizes) if taken.whole else min(sizes)
+    above = {"above_vram_gib": had} if taken.whole else {"min_vram_gib": had + 0.5}
+    return MoreMemory(msgspec.structs.replace(needs, **above), f"{had:g} GiB of VRAM")
 
 
 class Room:

@@ -109,6 +109,16 @@ def after_failure(
     return RetryDecision(event=JobEvent.RETRY, cause=cause, not_before_s=now_s + wait_s, reason=reason)
 
 
+def with_more_memory(decision: RetryDecision, had: str, hosts_left: int) -> RetryDecision:
+    """The attempt ran out of what it had, and the next one needs more; `hosts_left` counts the hosts that have it."""
+    if decision.event is not JobEvent.RETRY:
+        return decision
+    if hosts_left:
+        return msgspec.structs.replace(decision, reason=f"{decision.reason}; it needs more than {had}")
+    reason = f"{decision.cause}: it ran out of {had}, and no eligible host has more"
+    return msgspec.structs.replace(decision, event=JobEvent.FAIL, reason=reason)
+
+
 def after_setup_error(hosts_left: int, now_s: float) -> RetryDecision:
     """There is no backoff: the host is excluded for the job, and one of `hosts_left` may do better at once."""
     if hosts_left == 0:

@@ -150,6 +150,23 @@ def _gpus(requirement: RequirementClass, host: Profile) -> Iterator[MismatchReas
         yield MismatchReason(constraint="gpu_share", needed="a GPU", has="no GPU", fix="remove gpu_share")
 
 
+def _memory(requirement: RequirementClass, host: Profile) -> Iterator[MismatchReason]:
+    """Hosts at most as large as one on which the job ran out of memory."""
+    needs = requirement.needs
+    for constraint, above, has in (
+        ("above_ram_gib", needs.above_ram_gib, host.ram_gib),
+        ("above_vram_gib", needs.above_vram_gib, max(host.vram_gib, default=0.0)),
+    ):
+        if above and has <= above:
+            yield MismatchReason(
+                constraint=constraint,
+                needed=f"more than {above:g} GiB, with which it ran out of memory",
+                has=f"{has:g} GiB",
+                fix="add a host with more memory, or make the job smaller and requeue it",
+                distance=1 - has / (above + 1),
+            )
+
+
 def _amounts(requirement: RequirementClass, host: Profile) -> Iterator[MismatchReason]:
     needs = requirement.needs
     if needs.min_ram_gib > host.ram_gib:
@@ -172,6 +189,7 @@ _CHECKS: Final[tuple[Callable[[RequirementClass, Profile], Iterator[MismatchReas
     _system,
     _sandbox,
     _gpus,
+    _memory,
     _amounts,
 )
 

@@ -64,6 +64,10 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """GPUs that have at least `min_vram_gib` each."""
     gpu_share: Share = 0.0
     """The share of each card that the job takes, so that others may have the rest. 0: whole cards."""
+    above_ram_gib: Gib = 0.0
+    """Only hosts with more memory than this. The hub sets it when the job ran out of memory with the whole host."""
+    above_vram_gib: Gib = 0.0
+    """Only hosts with a GPU that has more memory than this; likewise."""
     allowed_hosts: tuple[HostPattern, ...] = ()
     """Names or globs; empty: any host."""
     require_labels: dict[Label, LabelValue] = {}

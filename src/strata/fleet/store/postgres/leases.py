@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from strata.base.errors import StrataError
 from strata.base.failpoint import failpoint
 from strata.database.events import EventRecord as Record
 from strata.database.events import record_postgres
 from strata.fleet.core.job import TERMINAL, Cause, JobEvent, JobStatus, advance
-from strata.fleet.core.lease import RetryDecision, after_expiry, after_failure, after_setup_error, attempt_counter
+from strata.fleet.core.lease import (
+    RetryDecision,
+    after_expiry,
+    after_failure,
+    after_setup_error,
+    attempt_counter,
+    with_more_memory,
+)
 from strata.fleet.core.lease_status import (
     ALIVE,
     LeaseStatus,
@@ -20,6 +29,7 @@ from strata.fleet.core.lease_status import (
     stale_attempt,
     unknown_job,
 )
+from strata.fleet.core.requirement import Needs
 from strata.fleet.ports import AttemptKey, JobCompletion, JobFailure, JobRow, Renewal, RenewalResult
 from strata.fleet.store.postgres import tables as sql
 from strata.fleet.store.rows import (
@@ -27,6 +37,7 @@ from strata.fleet.store.rows import (
     JOB,
     REFUSED,
     HeldJob,
+    class_keys,
     decode_held_job,
     decode_job,
     decode_refused_jobs,
@@ -179,6 +190,9 @@ async def fail(
         hosts_left=len(set(eligible) - {host for (host,) in await cursor.fetchall()}),
     )
     await _update_attempt(connection, attempt, error=failure.error, facts=encode(dict(failure.facts)))
+    if failure.memory is not None:
+        decision = with_more_memory(decision, failure.memory.had, len(eligible))
+        await _move_to_class(connection, job, failure.memory.needs)
     await _apply_decision(connection, attempt.job_id, job, decision, now_s, f"host:{attempt.host_id}")
     failpoint("fleet.fail.written")
     return await read_job(connection, attempt.job_id)
@@ -238,6 +252,7 @@ async def requeue(connection: Connection, job_id: str, actor: str, now_s: float)
     if job.status is JobStatus.PENDING and not refused.rowcount:
         raise not_refused(job_id)
     await _advance_status(connection, job, JobEvent.REQUEUE, now_s, "requeued")
+    await _move_to_class(connection, job, job.spec.needs)
     await connection.execute("DELETE FROM ripening WHERE seq = %s", (job.seq,))
     await connection.execute(
         "UPDATE job SET charged = 0, lost = 0, infra = 0, excused = 0, not_before = 0, artifact = '', archived = false,"
@@ -284,6 +299,31 @@ async def _apply_decision(
     kinds = {JobEvent.FAIL: "job.failed", JobEvent.RETRY: "job.retried", JobEvent.CANCEL: "job.cancelled"}
     body = {"epoch": job.epoch, "cause": decision.cause, "reason": decision.reason}
     await record(connection, now_s, actor, kinds[decision.event], job_id, **body)
+
+
+async def _move_to_class(connection: Connection, job: HeldJob, needs: Needs) -> None:
+    """Let hosts with these needs claim it next, whatever its spec says."""
+    (class_id,) = (await class_ids(connection, class_keys([msgspec.structs.replace(job.spec, needs=needs)]))).values()
+    await connection.execute("UPDATE job SET class_id = %s WHERE seq = %s", (class_id, job.seq))
+
+
+async def class_ids(connection: Connection, keys: Mapping[bytes, str]) -> dict[bytes, int]:
+    """The ids of these classes by how they are written; new ones are added."""
+    by_key = {key: written for written, key in keys.items()}
+    known = await _existing_class_ids(connection, list(by_key))
+    new = sorted(by_key.keys() - known.keys())
+    if new:
+        await connection.cursor().executemany(
+            "INSERT INTO req_class (key, spec) VALUES (%s, %s) ON CONFLICT (key) DO NOTHING",
+            [(key, by_key[key]) for key in new],
+        )
+        known |= await _existing_class_ids(connection, new)
+    return {written: known[key] for written, key in keys.items()}
+
+
+async def _existing_class_ids(connection: Connection, keys: list[str]) -> dict[str, int]:
+    cursor = await connection.execute("SELECT key, id FROM req_class WHERE key = ANY(%s)", (keys,))
+    return dict(await cursor.fetchall())
 
 
 async def enqueue(connection: Connection, seqs: Sequence[int], now_s: float) -> None:

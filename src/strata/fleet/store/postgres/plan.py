@@ -14,7 +14,7 @@ from strata.fleet.core.lease_status import outdated_plan
 from strata.fleet.core.ownership import Submitter, check_project, check_submission
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.store.postgres import tables as sql
-from strata.fleet.store.postgres.leases import Connection, enqueue, record, requeue
+from strata.fleet.store.postgres.leases import Connection, class_ids, enqueue, record, requeue
 from strata.fleet.store.rows import class_keys, encode
 
 PLAN_LOCK: Final = 0x5354_5241_5441_0004
@@ -40,7 +40,7 @@ async def apply_plan(  # noqa: PLR0913 (what a plan is applied with)
     await _lock_dependencies(connection, needed, plan.requeued)
     await _put_trainers(connection, plan)
     await _put_policies(connection, plan)
-    classes = await _class_ids(connection, class_keys([*plan.new.values(), *changed.values()]))
+    classes = await class_ids(connection, class_keys([*plan.new.values(), *changed.values()]))
     await _insert_jobs(connection, plan, classes, (actor, submitter.owner), now_s, declared=declared)
     await _update_jobs(connection, changed, classes, now_s)
     for job_id in sorted(plan.requeued):
@@ -101,25 +101,6 @@ async def _lock_dependencies(connection: Connection, needed: set[str], requeued:
         " JOIN job_after o USING (job_id) WHERE r.needs = ANY(%s))) ORDER BY id FOR SHARE"
     )
     await connection.execute(select, (sorted(needed), list(requeued)))
-
-
-async def _class_ids(connection: Connection, keys: Mapping[bytes, str]) -> dict[bytes, int]:
-    """The ids of these classes by how they are written; new ones are added."""
-    by_key = {key: written for written, key in keys.items()}
-    known = await _existing_class_ids(connection, list(by_key))
-    new = sorted(by_key.keys() - known.keys())
-    if new:
-        await connection.cursor().executemany(
-            "INSERT INTO req_class (key, spec) VALUES (%s, %s) ON CONFLICT (key) DO NOTHING",
-            [(key, by_key[key]) for key in new],
-        )
-        known |= await _existing_class_ids(connection, new)
-    return {written: known[key] for written, key in keys.items()}
-
-
-async def _existing_class_ids(connection: Connection, keys: list[str]) -> dict[str, int]:
-    cursor = await connection.execute("SELECT key, id FROM req_class WHERE key = ANY(%s)", (keys,))
-    return dict(await cursor.fetchall())
 
 
 async def _insert_jobs(

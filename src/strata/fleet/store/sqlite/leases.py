@@ -10,12 +10,21 @@ import sqlite3
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
+import msgspec
+
 from strata.base.errors import StrataError
 from strata.base.failpoint import failpoint
 from strata.database.events import EventRecord as Record
 from strata.database.events import record_sqlite
 from strata.fleet.core.job import TERMINAL, Cause, JobEvent, JobStatus, advance
-from strata.fleet.core.lease import RetryDecision, after_expiry, after_failure, after_setup_error, attempt_counter
+from strata.fleet.core.lease import (
+    RetryDecision,
+    after_expiry,
+    after_failure,
+    after_setup_error,
+    attempt_counter,
+    with_more_memory,
+)
 from strata.fleet.core.lease_status import (
     ALIVE,
     LeaseStatus,
@@ -25,12 +34,14 @@ from strata.fleet.core.lease_status import (
     stale_attempt,
     unknown_job,
 )
+from strata.fleet.core.requirement import Needs
 from strata.fleet.ports import AttemptKey, JobCompletion, JobFailure, JobRow, Renewal, RenewalResult
 from strata.fleet.store.rows import (
     HELD_JOB,
     JOB,
     REFUSED,
     HeldJob,
+    class_keys,
     decode_held_job,
     decode_job,
     decode_refused_jobs,
@@ -202,6 +213,9 @@ def fail(
         hosts_left=len(set(eligible) - refused),
     )
     _update_attempt(db, attempt, error=failure.error, facts=encode(dict(failure.facts)))
+    if failure.memory is not None:
+        decision = with_more_memory(decision, failure.memory.had, len(eligible))
+        _move_to_class(db, job, failure.memory.needs)
     _apply_decision(db, attempt.job_id, job, decision, now_s, f"host:{attempt.host_id}")
     failpoint("fleet.fail.written")
     return read_job(db, attempt.job_id)
@@ -250,6 +264,7 @@ def requeue(db: sqlite3.Connection, job_id: str, actor: str, now_s: float) -> Jo
     if job.status is JobStatus.PENDING and refused is None:
         raise not_refused(job_id)
     _advance_status(db, job, JobEvent.REQUEUE, now_s, "requeued")
+    _move_to_class(db, job, job.spec.needs)
     db.execute("DELETE FROM job_refusal WHERE seq = ?", (job.seq,))
     db.execute("DELETE FROM ripening WHERE seq = ?", (job.seq,))
     db.execute(
@@ -298,6 +313,23 @@ def _apply_decision(
     record(
         db, now_s, actor, kinds[decision.event], job_id, epoch=job.epoch, cause=decision.cause, reason=decision.reason
     )
+
+
+def _move_to_class(db: sqlite3.Connection, job: HeldJob, needs: Needs) -> None:
+    """Let hosts with these needs claim it next, whatever its spec says."""
+    (class_id,) = class_ids(db, class_keys([msgspec.structs.replace(job.spec, needs=needs)])).values()
+    db.execute("UPDATE job SET class_id = ? WHERE seq = ?", (class_id, job.seq))
+
+
+def class_ids(db: sqlite3.Connection, keys: Mapping[bytes, str]) -> dict[bytes, int]:
+    """The ids of these classes by how they are written; new ones are added."""
+    found: dict[bytes, int] = {}
+    for written, key in keys.items():
+        row = db.execute("SELECT id FROM req_class WHERE key = ?", (key,)).fetchone()
+        if row is None:
+            row = db.execute("INSERT INTO req_class (key, spec) VALUES (?, ?) RETURNING id", (key, written)).fetchone()
+        found[written] = row[0]
+    return found
 
 
 def enqueue(db: sqlite3.Connection, seq: int, now_s: float) -> None:

@@ -12,7 +12,7 @@ from strata.fleet.core.lease_status import outdated_plan
 from strata.fleet.core.ownership import Submitter, check_project, check_submission
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.store.rows import class_keys, encode
-from strata.fleet.store.sqlite.leases import enqueue, record, requeue
+from strata.fleet.store.sqlite.leases import class_ids, enqueue, record, requeue
 
 
 def apply_plan(  # noqa: PLR0913 (what a plan is applied with)
@@ -30,7 +30,7 @@ def apply_plan(  # noqa: PLR0913 (what a plan is applied with)
     _put_trainers(db, plan)
     _put_policies(db, plan)
     written = plan.new | plan.requeued | {change.job_id: change.spec for change in plan.changed}
-    classes = _class_ids(db, class_keys(written.values()))
+    classes = class_ids(db, class_keys(written.values()))
     for job_id, spec in plan.new.items():
         class_id = classes[encode(spec.requirement)]
         _insert_job(db, job_id, spec, class_id, now_s, (actor, submitter.owner), declared=declared)
@@ -78,17 +78,6 @@ def _take_project(
     (check_project if declared else check_submission)(submitter, plan.project, row[0] if row else "")
     if row is None and plan.project != DEFAULT_PROJECT:
         db.execute("INSERT INTO project VALUES (?, ?, ?)", (plan.project, submitter.owner, now_s))
-
-
-def _class_ids(db: sqlite3.Connection, keys: Mapping[bytes, str]) -> dict[bytes, int]:
-    """The ids of these classes by how they are written; new ones are added."""
-    found: dict[bytes, int] = {}
-    for written, key in keys.items():
-        row = db.execute("SELECT id FROM req_class WHERE key = ?", (key,)).fetchone()
-        if row is None:
-            row = db.execute("INSERT INTO req_class (key, spec) VALUES (?, ?) RETURNING id", (key, written)).fetchone()
-        found[written] = row[0]
-    return found
 
 
 def _insert_job(  # noqa: PLR0913 (the columns of a job that are not in its spec)
