@@ -98,10 +98,12 @@ def probe(config: Path | None, interpreter: str | None) -> None:
 @_state
 @_work
 def check(config: Path | None, state: str | None, work: str | None) -> None:
-    """Run the self-test of this host: folders, disk space, child processes, the sandbox, the hub and its clock."""
+    """Run the self-test of this host: folders, disk, child processes, sandbox, hub and clock, torch on GPUs."""
     from strata.base.settings import process_environment
+    from strata.fleet.agent.environment import inherited_by_jobs
     from strata.fleet.agent.identity import connect_to_hub
-    from strata.fleet.agent.start import check_host, find_sandbox
+    from strata.fleet.agent.selftest import check_gpus
+    from strata.fleet.agent.start import check_host, find_sandbox, probe_capability
 
     settings = _settings(config, {"state": state, "work": work})
     joined = (settings.state_folder / "identity" / "hub.json").exists()
@@ -109,6 +111,7 @@ def check(config: Path | None, state: str | None, work: str | None) -> None:
     results = check_host(settings, connect_to_hub(settings.state_folder) if joined else None, sandbox)
     if not joined:
         print_error("strata agent: this host has not joined a hub; the hub and its clock are not tested")
+    results += check_gpus(probe_capability(settings, inherited_by_jobs(process_environment(), settings.pass_env)))
     for result in results:
         write(f"{'ok ' if result.ok else 'BAD'}  {result.check}: {result.reason}")
     if not all(result.ok for result in results):

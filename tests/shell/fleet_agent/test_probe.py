@@ -15,13 +15,13 @@ from strata.fleet.agent import gpu
 from strata.fleet.agent.attempt_folder import find_job_user
 from strata.fleet.agent.probe import commit_of, hostname, probe_host, query_interpreter
 from strata.fleet.agent.sandbox import HostSandbox
-from strata.fleet.agent.selftest import check_disk_space, run_self_test
+from strata.fleet.agent.selftest import check_disk_space, check_gpus, run_self_test
 from strata.fleet.agent.settings import AgentSettings
 
 PLAIN = AgentSettings(interpreter="/usr/bin/python3")
 PRINTS = """#!/bin/sh
 case "$1" in
-  --query-gpu*) echo "NVIDIA GeForce RTX 4090, 24564" ;;
+  --query-gpu*) echo "0, GPU-8f2c1d3e, NVIDIA GeForce RTX 4090, 24564, 37, 1024, 61, 212.50" ;;
   --query-compute-apps*) echo 4711; echo "[N/A]" ;;
   *) echo "| NVIDIA-SMI 550.54   Driver Version: 550.54   CUDA Version: 12.4 |" ;;
 esac
@@ -64,8 +64,19 @@ def test_cards_and_their_users_are_found(tmp_path: Path) -> None:
     assert [card.name for card in seen.gpus] == ["NVIDIA GeForce RTX 4090"]
     assert seen.driver_cuda == "12.4"
     assert gpu.compute_pids(environ) == {4711}
-    # No torch in that interpreter: the driver has the word.
-    assert probe_host(environ, PLAIN).capability.cuda == "12.4"
+    probed = probe_host(environ, PLAIN)
+    assert probed.capability.cuda == "", "no torch in that interpreter: the driver's word is not enough"
+    assert [each.ok for each in check_gpus(probed)] == [False]
+    assert "no torch" in probed.unproven
+
+
+def test_a_host_whose_torch_computes_on_too_few_cards_offers_no_cuda(tmp_path: Path) -> None:
+    """The torch of this environment is real and sees no card, while the driver's program names one."""
+    environ = a_program(tmp_path, "nvidia-smi", PRINTS)
+    probed = probe_host(environ, AgentSettings(interpreter=sys.executable))
+    assert len(probed.capability.gpus) == 1
+    assert probed.capability.cuda == ""
+    assert "computes on 0 of 1 cards" in probed.unproven
 
 
 def test_a_broken_driver_is_a_problem_and_no_card(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +17,7 @@ import msgspec
 
 from strata.fleet.agent import cgroup, gpu
 from strata.fleet.agent.settings import AgentSettings
-from strata.fleet.core.capability import Capability
+from strata.fleet.core.capability import Capability, Gpu
 from strata.fleet.core.requirement import SandboxLevel
 
 INTERPRETER_TIMEOUT_S: Final = 120.0
@@ -25,26 +25,34 @@ _NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9._-]+")
 _TORCH: Final = """
 import json, platform, sys
 from importlib import metadata
-result = {"python": platform.python_version(), "torch": "", "cuda": "", "queried": False}
+result = {"python": platform.python_version(), "torch": "", "cuda": "", "cards": [], "problem": ""}
 try:
     result["torch"] = metadata.version("torch")
 except metadata.PackageNotFoundError:
     pass
 if result["torch"] and sys.argv[1] == "cuda":
     import torch
-    result["queried"] = True
-    result["cuda"] = (torch.version.cuda or "") if torch.cuda.is_available() else ""
+    if torch.cuda.is_available():
+        result["cuda"] = torch.version.cuda or ""
+    for number in range(torch.cuda.device_count()):
+        try:
+            ones = torch.ones(64, 64, device=f"cuda:{number}")
+            assert float((ones @ ones).sum()) == 64 ** 3, "it computes wrongly"
+            uuid = getattr(torch.cuda.get_device_properties(number), "uuid", "")
+            result["cards"].append(str(uuid))
+        except Exception as error:
+            result["problem"] = f"torch cannot use card {number}: {str(error)[:200]}"
 print(json.dumps(result))
 """
-"""Importing torch takes seconds, so it happens only where there is a GPU."""
+"""Importing torch takes seconds, so it happens only where there is a GPU. Each card has to multiply two matrices."""
 
 
 class InterpreterProbe(msgspec.Struct, frozen=True, kw_only=True):
     python: str = ""
     torch: str = ""
     cuda: str = ""
-    queried: bool = False
-    """There is a torch, and it was queried for CUDA."""
+    cards: tuple[str, ...] = ()
+    """The cards that torch computed on, by UUID; an older torch does not tell it."""
     problem: str = ""
 
 
@@ -52,21 +60,22 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
     capability: Capability
     problems: tuple[str, ...] = ()
     """What could not be determined, and why."""
+    unproven: str = ""
+    """Why CUDA is not offered although there are cards."""
 
 
 def probe_host(environ: Mapping[str, str], settings: AgentSettings, sandbox: SandboxLevel = "none") -> ProbeResult:
     """`environ` is the environment of jobs. Takes seconds where there are GPUs and torch."""
     inventory = gpu.query_gpus(environ)
     python = query_interpreter(settings.interpreter or sys.executable, environ, with_cuda=bool(inventory.gpus))
-    # What torch reports counts; without torch, what the driver reports.
-    cuda = python.cuda if python.queried else inventory.driver_cuda
+    unproven = _unproven(inventory.gpus, python)
     capability = Capability(
         hostname=hostname(),
         os=platform.system().lower(),
         arch=platform.machine().lower().replace("amd64", "x86_64"),
         cores=cores(cgroup.cpu_quota()),
         ram_bytes=ram_bytes(cgroup.memory_limit()),
-        cuda=cuda if inventory.gpus else "",
+        cuda=python.cuda if inventory.gpus and not unproven else "",
         gpus=inventory.gpus,
         torch=python.torch[:256],
         python=python.python[:256],
@@ -76,7 +85,19 @@ def probe_host(environ: Mapping[str, str], settings: AgentSettings, sandbox: San
         slots=settings.slots,
         utc_offset_min=utc_offset_min(),
     )
-    return ProbeResult(capability=capability, problems=tuple(filter(None, (inventory.problem, python.problem))))
+    problems = tuple(filter(None, (*inventory.problems, python.problem, unproven)))
+    return ProbeResult(capability=capability, problems=problems, unproven=unproven)
+
+
+def _unproven(gpus: Sequence[Gpu], python: InterpreterProbe) -> str:
+    """Why this host does not offer CUDA although it has cards: no torch, or one that computes on too few of them."""
+    if not gpus:
+        return ""
+    if not python.torch:
+        return "the interpreter has no torch that could use the cards: this host offers no CUDA"
+    if len(python.cards) < len(gpus):
+        return f"torch {python.torch} computes on {len(python.cards)} of {len(gpus)} cards: this host offers no CUDA"
+    return ""
 
 
 def hostname() -> str:

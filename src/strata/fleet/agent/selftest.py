@@ -19,6 +19,7 @@ from strata.fleet.agent import supervised
 from strata.fleet.agent.attempt_folder import AttemptPaths, JobUser
 from strata.fleet.agent.privsep import run_with_input
 from strata.fleet.agent.privsep_worker import CheckFolderExists
+from strata.fleet.agent.probe import ProbeResult
 from strata.fleet.agent.sandbox import UNCONFINED, HostSandbox
 
 GIB: Final = 1024**3
@@ -70,6 +71,15 @@ def check_clock_skew(ahead_s: float, max_skew_s: float) -> SelfTestResult:
     side = "ahead of" if ahead_s > 0 else "behind"
     reason = f"this clock is {abs(ahead_s):.0f} s {side} the hub's"
     return SelfTestResult(check="clock", ok=abs(ahead_s) <= max_skew_s, reason=reason)
+
+
+def check_gpus(probed: ProbeResult) -> list[SelfTestResult]:
+    """Nothing for a host without cards."""
+    gpus = probed.capability.gpus
+    if not gpus:
+        return []
+    computes = f"torch {probed.capability.torch} computes on all {len(gpus)}"
+    return [SelfTestResult(check="GPUs", ok=not probed.unproven, reason=probed.unproven or computes)]
 
 
 def _check_writable(check: str, folder: Path) -> SelfTestResult:
