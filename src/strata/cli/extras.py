@@ -11,6 +11,7 @@ from strata.base.errors import Code, StrataError
 DISTRIBUTION: Final = "strata-train"
 
 DISTRIBUTION_OF: Final[Mapping[str, str]] = {
+    "apprise": "apprise",
     "backports": "backports-zstd",
     "cryptography": "cryptography",
     "google": "protobuf",

@@ -59,6 +59,9 @@ COMMANDS: Final[Mapping[str, CommandEntry]] = {
     "models": CommandEntry(
         "strata.cli.models:models", "Create models for the training server, or fetch its tokenizer."
     ),
+    "notify": CommandEntry(
+        "strata.cli.fleet.notify:notify", "Send yourself messages about jobs: Slack, ntfy, e-mail and others."
+    ),
     "pause": CommandEntry("strata.cli.fleet.control:pause", "Assign no new jobs to each HOST until it is resumed."),
     "reload": CommandEntry(
         "strata.cli.fleet.apply:reload", "Apply the manifest in the hub's settings, as the file is now."

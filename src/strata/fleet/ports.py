@@ -22,6 +22,7 @@ from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.core.plan import ApplyPlan, ExistingJob, HostPolicy, RegisteredTrainer
 from strata.fleet.core.requirement import RequirementClass
+from strata.fleet.core.subscription import Subscription
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +229,14 @@ class StoredSecret:
     name: str
     changed_at_s: float
     changed_by: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredSubscription:
+    owner: str
+    """As events name the caller."""
+    name: str
+    subscription: Subscription
 
 
 class Store(Protocol):

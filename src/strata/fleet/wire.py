@@ -17,6 +17,7 @@ from strata.fleet.core.capability import Capability
 from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.jobspec import JobId, JobSpec, TrainerSpec
 from strata.fleet.core.manifest import JobManifest
+from strata.fleet.core.subscription import DEFAULT_EVENTS, SubscribedEvent
 
 MAX_WAIT_S: Final = 60.0
 MAX_CLAIM: Final = 256
@@ -328,6 +329,37 @@ class SecretsReply(HubReply, frozen=True, kw_only=True):
     """Names only: no request reads a value."""
 
     secrets: tuple[StoredSecretReply, ...]
+
+
+# Subscriptions
+
+SubscriptionName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
+
+
+class SubscriptionRequest(Message, frozen=True, kw_only=True):
+    url: Annotated[str, msgspec.Meta(min_length=4, max_length=2048, pattern=r"\A[!-~]+\Z")]
+    """Of Apprise, as in `ntfy://TOPIC`. No reply has it."""
+    events: Annotated[tuple[SubscribedEvent, ...], msgspec.Meta(min_length=1, max_length=16)] = DEFAULT_EVENTS
+    project: Annotated[str, msgspec.Meta(pattern=r"\A([A-Za-z0-9][A-Za-z0-9._-]{0,63})?\Z")] = ""
+    """The jobs of this project; empty: the caller's own."""
+    all_jobs: bool = False
+
+
+class SubscriptionReply(HubReply, frozen=True, kw_only=True):
+    name: str
+    service: str
+    events: tuple[str, ...]
+    project: str = ""
+    all_jobs: bool = False
+
+
+class SubscriptionsReply(HubReply, frozen=True, kw_only=True):
+    subscriptions: tuple[SubscriptionReply, ...]
+
+
+class SubscriptionTestReply(HubReply, frozen=True, kw_only=True):
+    service: str
+    """It accepted a message."""
 
 
 # Hosts, for people

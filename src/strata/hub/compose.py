@@ -32,6 +32,7 @@ from strata.hub.online_backup import INTERVAL_S, OnlineBackup
 from strata.hub.outbound import WebhookTarget
 from strata.hub.secret_store import KEY_FILE, SecretVault, load_key
 from strata.hub.settings import BucketSettings, HubSettings
+from strata.hub.subscriptions import AppriseSender, SubscriptionDispatcher, SubscriptionStore
 from strata.hub.tables import Tables, open_tables
 from strata.hub.webhooks import WebhookDispatcher
 from strata.identity.authenticate import Authenticator
@@ -42,6 +43,7 @@ HOUR_S: Final = 3600.0
 SCRUB_BYTES: Final = 4 << 30
 SCRUB_BYTES_PER_S: Final = 20e6
 WEBHOOK_S: Final = 0.5
+SUBSCRIPTION_S: Final = 1.0
 TOKEN_FILE: Final = "operator.token"  # noqa: S105 - the name of a file
 
 
@@ -71,6 +73,10 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
     tls = _server_certificate(settings, authority, data / "ca", clock.wall_s()) if settings.tls.enabled else None
     async with open_tables(settings.database or f"sqlite:{data / 'hub.db'}") as tables:
         chunks = await _chunks(settings, data)
+        feed = Feed(tables.fleet.events, tables.newest_event)
+        vault = SecretVault(tables.secrets, load_key(settings.secrets_key or data / KEY_FILE))
+        sender = AppriseSender()
+        subscriptions = SubscriptionStore(vault, tables.cursors, feed, sender, clock.wall_s)
         context = HubContext(
             fleet=Fleet(tables.fleet, clock, FleetSettings(stale_after_s=settings.stale_after_s)),
             artifacts=Artifacts(tables.index, chunks, clock),
@@ -80,8 +86,9 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
             authenticator=Authenticator(tables.identity, clock, authority=authority, operator_token=token),
             authority=authority,
             schemas=tables.cursors,
-            secrets=SecretVault(tables.secrets, load_key(settings.secrets_key or data / KEY_FILE)),
-            feed=Feed(tables.fleet.events, tables.newest_event),
+            secrets=vault,
+            subscriptions=subscriptions,
+            feed=feed,
             clock=clock,
             tls=settings.tls.enabled,
             address=format_unix_address(settings.socket),
@@ -91,10 +98,15 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
             pace=BodyPace(grace_s=settings.body_grace_s),
             limits=RootLimits(send_s=settings.send_s, failures=AuthFailures(settings.max_failures)),
         )
-        loops = _loops(settings, context, tables, tls)
+        dispatcher = SubscriptionDispatcher(subscriptions, sender, context=context, cursors=tables.cursors)
+        loops = [
+            *_loops(settings, context, tables, tls),
+            Loop(interval_s=SUBSCRIPTION_S, run_once=dispatcher.run_once),
+        ]
         try:
             yield Hub(context=context, app=application(context), tls=tls, loops=loops)
         finally:
+            sender.close()
             await chunks.close()
 
 

@@ -16,9 +16,10 @@ from strata.base.notify import KeyedNotifier
 from strata.fleet.artifacts.service import Artifacts
 from strata.fleet.core.lease_status import unknown_job
 from strata.fleet.core.ownership import Submitter
+from strata.fleet.core.subscription import SubscribedEvent
 from strata.fleet.http.feed import Feed
 from strata.fleet.http.long_poll import AttemptHosts
-from strata.fleet.ports import AttemptKey, HostRow, StoredSecret
+from strata.fleet.ports import AttemptKey, HostRow, StoredSecret, StoredSubscription
 from strata.fleet.service import Fleet
 from strata.fleet.streams import AttemptStreams
 from strata.http.body import BodyPace
@@ -28,7 +29,7 @@ from strata.identity.authenticate import Authenticator
 from strata.identity.ca import Authority
 from strata.identity.enroll import Enrollment
 from strata.identity.ports import IdentityStore
-from strata.identity.roles import Role
+from strata.identity.roles import Principal, Role
 
 _JOB: Final = re.compile(r"job1_[0-9a-f]{64}")
 _ARTIFACT: Final = re.compile(r"artifact1_[0-9a-f]{64}")
@@ -55,6 +56,20 @@ class Secrets(Protocol):
     async def reveal(self, scopes: Sequence[str], names: Sequence[str]) -> Mapping[str, str]: ...
 
 
+class Subscriptions(Protocol):
+    """The subscriptions of people to events of jobs."""
+
+    async def add(
+        self, caller: Principal, name: str, url: str, events: Sequence[SubscribedEvent], *, project: str, all_jobs: bool
+    ) -> StoredSubscription: ...
+
+    async def listed(self, owner: str = "") -> Sequence[StoredSubscription]: ...
+
+    async def remove(self, owner: str, name: str) -> None: ...
+
+    async def send_test(self, owner: str, name: str) -> str: ...
+
+
 @dataclass
 class WriteProbe:
     """Whether the last probe write to the database failed."""
@@ -73,6 +88,7 @@ class HubContext:
     authority: Authority
     schemas: TrainerSchemas
     secrets: Secrets
+    subscriptions: Subscriptions
     feed: Feed
     clock: Clock
     tls: bool = False

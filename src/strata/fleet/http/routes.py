@@ -12,7 +12,18 @@ from strata import __version__
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.fleet import wire
-from strata.fleet.http import artifacts, events, hosts, identities, jobs, leases, logs, manifests, secrets
+from strata.fleet.http import (
+    artifacts,
+    events,
+    hosts,
+    identities,
+    jobs,
+    leases,
+    logs,
+    manifests,
+    secrets,
+    subscriptions,
+)
 from strata.fleet.http.context import HubCall, HubContext
 from strata.http.app import Serving, build_app
 from strata.http.authentication import RequestAuthenticator
@@ -86,6 +97,10 @@ _ROUTES: Final = (
     Route("PUT", "/v1/secret/{name}", RESEARCHER, secrets.put, 128 * KIB),
     Route("DELETE", "/v1/secret/{name}", RESEARCHER, secrets.remove),
     Route("GET", "/v1/secrets", RESEARCHER, secrets.listed),
+    Route("GET", "/v1/subscriptions", RESEARCHER, subscriptions.listed),
+    Route("PUT", "/v1/subscription/{name}", RESEARCHER, subscriptions.put),
+    Route("DELETE", "/v1/subscription/{name}", RESEARCHER, subscriptions.remove),
+    Route("POST", "/v1/subscription/{name}/test", RESEARCHER, subscriptions.send_test),
     # Hosts, for people
     Route("GET", "/v1/workers", READER, hosts.listed, public_read=True),
     Route("POST", "/v1/hosts/local", OPERATOR, identities.add_local),

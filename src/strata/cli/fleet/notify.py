@@ -1,0 +1,124 @@
+"""`strata notify`: subscriptions to events of jobs, sent to a service of the caller's choice."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from strata.base.errors import Code, StrataError
+from strata.cli.fleet.client import hub_client, hub_option, print_rows
+from strata.cli.output import Column, Format, output_option, print_error
+
+if TYPE_CHECKING:
+    from strata.fleet import wire
+
+EVENTS: Final = ("completed", "failed", "cancelled", "retried", "host_lost", "started")
+_COLUMNS: Final = (Column("name"), Column("service"), Column("events"), Column("jobs"))
+
+
+@click.group()
+def notify() -> None:
+    """Send yourself messages about jobs: Slack, ntfy, e-mail and others.
+
+    The hub sends them through Apprise. Each message has the job, its host, the reason, the metrics and the last lines
+    of the log.
+    """
+
+
+@notify.command()
+@click.argument("name")
+@click.option(
+    "--events",
+    metavar="EVENT,…",
+    help=f"Which events, separated by commas: {', '.join(EVENTS)} (default: completed,failed,host_lost).",
+)
+@click.option("--mine", is_flag=True, help="Only your own jobs (the default).")
+@click.option("--project", metavar="PROJECT", default="", help="The jobs of PROJECT.")
+@click.option("--all", "all_jobs", is_flag=True, help="All jobs.")
+@hub_option
+def add(*, name: str, events: str | None, mine: bool, project: str, all_jobs: bool, context: str | None) -> None:
+    """Subscribe under NAME, or change that subscription.
+
+    The URL of the service is read from a prompt or from standard input, for it holds a token: ntfy://TOPIC,
+    slack://TOKEN_A/TOKEN_B/TOKEN_C, discord://ID/TOKEN, mailto://USER:PASSWORD@HOST and all that Apprise knows. Where a
+    URL can name any address, as of e-mail and Matrix, the subscription needs the role operator.
+    """
+    if mine + bool(project) + all_jobs > 1:
+        raise StrataError(Code.INVALID, "--mine, --project and --all exclude each other")
+    url = _read_url()
+    with hub_client(context) as client:
+        import msgspec
+
+        from strata.fleet import wire
+
+        wanted: dict[str, Any] = {"url": url, "project": project, "all_jobs": all_jobs}
+        if events is not None:
+            wanted["events"] = _check_events(events)
+        try:
+            body = msgspec.convert(wanted, wire.SubscriptionRequest)
+        except msgspec.ValidationError as error:
+            # The message quotes no value, and the URL must not be shown.
+            raise StrataError(Code.INVALID, f"the subscription is not valid: {error}") from None
+        added = client.call("PUT", _path(name), wire.SubscriptionReply, body=body)
+    print_error(f"strata: {name} gets {', '.join(added.events)} through {added.service}")
+
+
+@notify.command("list")
+@hub_option
+@output_option
+def list_subscriptions(context: str | None, output: Format) -> None:
+    """List your subscriptions, without their URLs."""
+    with hub_client(context) as client:
+        from strata.fleet import wire
+
+        listed = client.call("GET", "/v1/subscriptions", wire.SubscriptionsReply).subscriptions
+    print_rows(output, _COLUMNS, ((_row(each), {"events": ", ".join(each.events)}) for each in listed))
+
+
+@notify.command("rm")
+@click.argument("name")
+@hub_option
+def remove(name: str, context: str | None) -> None:
+    """Remove the subscription NAME."""
+    with hub_client(context) as client:
+        client.call("DELETE", _path(name), type(None))
+    print_error(f"strata: the subscription {name} is removed")
+
+
+@notify.command()
+@click.argument("name")
+@hub_option
+def test(name: str, context: str | None) -> None:
+    """Send a message with the subscription NAME now."""
+    with hub_client(context) as client:
+        from strata.fleet import wire
+
+        sent = client.call("POST", f"{_path(name)}/test", wire.SubscriptionTestReply)
+    print_error(f"strata: {sent.service} accepted a message")
+
+
+def _row(each: wire.SubscriptionReply) -> dict[str, Any]:
+    jobs = "all" if each.all_jobs else f"project {each.project}" if each.project else "mine"
+    return {"name": each.name, "service": each.service, "events": list(each.events), "jobs": jobs}
+
+
+def _check_events(text: str) -> list[str]:
+    events = [part.strip() for part in text.split(",") if part.strip()]
+    for event in events:
+        if event not in EVENTS:
+            raise StrataError(Code.INVALID, f"{event!r} is not an event", hint=f"one of {', '.join(EVENTS)}")
+    return events
+
+
+def _path(name: str) -> str:
+    from urllib.parse import quote
+
+    return f"/v1/subscription/{quote(name, safe='')}"
+
+
+def _read_url() -> str:
+    if sys.stdin.isatty():
+        return str(click.prompt("URL", hide_input=True, err=True))
+    return sys.stdin.read().strip()

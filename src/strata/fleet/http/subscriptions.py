@@ -1,0 +1,57 @@
+"""Routes of subscriptions: add, list, remove and test. A URL goes in and never comes out."""
+
+from __future__ import annotations
+
+import msgspec
+
+from strata.base.errors import Code, StrataError
+from strata.fleet import wire
+from strata.fleet.http.context import HubCall
+from strata.fleet.ports import StoredSubscription
+
+
+async def put(call: HubCall, body: wire.SubscriptionRequest) -> wire.SubscriptionReply:
+    """Subscribe to events of jobs, or change a subscription. Operators with any service, others with public ones."""
+    if body.project and body.all_jobs:
+        raise StrataError(Code.INVALID, "a subscription covers the jobs of a project or all jobs, not both")
+    added = await call.context.subscriptions.add(
+        call.caller, _name(call), body.url, body.events, project=body.project, all_jobs=body.all_jobs
+    )
+    return _reply(added)
+
+
+async def listed(call: HubCall) -> wire.SubscriptionsReply:
+    """The caller's own, without their URLs."""
+    return wire.SubscriptionsReply(
+        subscriptions=tuple(map(_reply, await call.context.subscriptions.listed(call.actor)))
+    )
+
+
+async def remove(call: HubCall) -> None:
+    """End one."""
+    await call.context.subscriptions.remove(call.actor, _name(call))
+
+
+async def send_test(call: HubCall) -> wire.SubscriptionTestReply:
+    """Send a message with it now."""
+    return wire.SubscriptionTestReply(service=await call.context.subscriptions.send_test(call.actor, _name(call)))
+
+
+def _reply(row: StoredSubscription) -> wire.SubscriptionReply:
+    subscription = row.subscription
+    return wire.SubscriptionReply(
+        name=row.name,
+        service=subscription.service,
+        events=subscription.events,
+        project=subscription.project,
+        all_jobs=subscription.all_jobs,
+    )
+
+
+def _name(call: HubCall) -> str:
+    try:
+        return msgspec.convert(call.path["name"], wire.SubscriptionName)
+    except msgspec.ValidationError:
+        raise StrataError(
+            Code.INVALID, "the name of a subscription has up to 64 letters, digits, dots, hyphens and underscores"
+        ) from None
