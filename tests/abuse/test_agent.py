@@ -663,12 +663,12 @@ def test_folders_without_end_are_refused_as_a_result_and_removed(host: HostConte
     assert not place.folder.exists()
 
 
-@pytest.mark.attack(AREA, "a job without run_as reads the host's key", by_design=(
+@pytest.mark.attack(AREA, "a job without a sandbox reads the host's key", by_design=(
     "docs/operations.md",
-    "**By default they run as the agent's user and can read its credentials**: whoever may submit jobs can act as that"
-    " host.",
+    "**Where a host has no sandbox, jobs run as the agent's user and can read its credentials**: whoever may submit"
+    " jobs can act as that host.",
 ))  # fmt: skip
-def test_a_job_without_run_as_is_its_host(hub: HubProcess, tmp_path: Path) -> None:
+def test_a_job_without_a_sandbox_is_its_host(hub: HubProcess, tmp_path: Path) -> None:
     with agent(hub, tmp_path, "opal") as opal:
         identity = opal.state / "identity"
         code = f"import os; print('read', sorted(os.listdir({str(identity)!r})))"
@@ -678,7 +678,7 @@ def test_a_job_without_run_as_is_its_host(hub: HubProcess, tmp_path: Path) -> No
         assert "read [" in hub.log(job)
 
 
-@pytest.mark.attack(AREA, "M2: a host reads artifacts that none of its leases names", known_open="M2")
+@pytest.mark.attack(AREA, "M2: a host reads artifacts that none of its leases names")
 def test_a_host_reads_only_what_its_leases_name(hub: HubProcess, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()

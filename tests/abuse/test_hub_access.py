@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -11,13 +12,14 @@ import pytest
 from strata.base.errors import StrataError
 from strata.base.secret import Secret
 from strata.fleet import wire
+from strata.fleet.core.requirement import SandboxLevel
 from strata.fleet.http.routes import ROUTES
 from strata.http.route import Route
 from strata.hub.compose import TOKEN_FILE
 from strata.hub.settings import HubTlsSettings
 from strata.identity.roles import Role
 from strata.identity.tokens import check_strength
-from tests.shell.fleet_http.running import Running, ok, running
+from tests.shell.fleet_http.running import Running, manifest_body, ok, refused, running
 from tests.shell.fleet_http.test_access import METHODS, url
 
 Tries = Callable[[int], None]
@@ -146,6 +148,83 @@ async def test_a_revoked_host_is_refused_everywhere(tmp_path: Path, tries: Tries
         anna = await plain.host("anna")
         assert (await (await plain.operator()).post("/v1/host/anna/revoke")).status_code == 204
         await assert_all(anna.http, 403, tries, CLOSED)
+
+
+async def sent_source(person: httpx.AsyncClient, content: bytes) -> tuple[str, str, str]:
+    """A source artifact of one file: its id, its chunk, and the same bytes as a blob."""
+    digest = hashlib.sha256(content).hexdigest()
+    assert (await person.put(f"/v1/chunk/{digest}?size={len(content)}", content=content)).status_code == 204
+    file = {"path": "train.py", "sha256": digest, "size": len(content), "chunks": [digest]}
+    body = {"manifest": {"files": [file]}, "lineage": {"kind": "source"}}
+    made = ok(await person.post("/v1/artifacts", json=body), wire.CommitReply)
+    ok(await person.put(f"/v1/source/{digest}", content=content), wire.CommitReply)
+    return made.artifact_id, digest, digest
+
+
+@pytest.mark.attack(AREA, "M2: a host reads jobs, trainers, sources, artifacts and hosts that no lease of it names")
+async def test_a_host_reads_only_what_its_live_leases_name(tmp_path: Path, tries: Tries) -> None:
+    async with running(tmp_path / "local") as plain:
+        anna, eve, person = (
+            await plain.host("anna", slots=2),
+            await plain.host("eve"),
+            await plain.with_role("researcher"),
+        )
+        artifact, chunk, _ = await sent_source(person, b"print(1)")
+        _, _, blob = await sent_source(person, b"print(2)")
+        for number, bundle in enumerate((artifact, blob)):
+            trainer = {"name": f"t{number}", "command": ["true"], "bundle": bundle}
+            body = {"spec": {"model": f"m{number}", "trainer": f"t{number}"}, "trainer": trainer}
+            ok(await person.post("/v1/jobs", json=body), wire.SubmitReply)
+        (first,), (second,) = await anna.claim("c1", slots=2), await anna.claim("c2", slots=1)
+        named = [f"/v1/artifact/{artifact}", f"/v1/chunk/{chunk}", f"/v1/source/{blob}"]
+        named += [f"/v1/job/{lease.job_id}" for lease in (first, second)]
+        for path in named:
+            assert (await anna.http.get(path)).status_code == 200, path
+            assert refused(await eve.http.get(path)) == (403, "forbidden"), path
+            # In the same words as for what never was.
+            unknown = await eve.http.get(path[:-8] + "00000000")
+            assert refused(unknown) == (403, "forbidden"), path
+        # The lease that is live named the chunk of the artifact, and not the blob's.
+        assert refused(await anna.http.get(f"/v1/chunk/{blob}")) == (403, "forbidden")
+        for host, jobs in ((anna, {first.job_id, second.job_id}), (eve, set())):
+            seen = ok(await host.http.get(f"/v1/jobs?host={anna.id}"), wire.JobsReply).jobs
+            assert {job.id for job in seen} == jobs
+            assert [each.id for each in ok(await host.http.get("/v1/workers"), wire.HostsReply).hosts] == [host.id]
+        for lease in (first, second):
+            body = {"epoch": lease.epoch, "cause": "user_error", "error": "x"}
+            assert (await anna.http.post(f"/v1/job/{lease.job_id}/fail", json=body)).status_code == 200
+        assert refused(await anna.http.get(f"/v1/job/{first.job_id}")) == (403, "forbidden")
+        assert ok(await anna.http.get("/v1/jobs"), wire.JobsReply).jobs == ()
+        tries(3 * len(named) + 7)
+
+
+@pytest.mark.attack(AREA, "a job of a project that must be confined, for a host that cannot confine it")
+async def test_jobs_of_a_project_run_only_where_the_operator_wants_them(tmp_path: Path, tries: Tries) -> None:
+    trainer = {"name": "t", "command": ["true"], "bundle": "0" * 64}
+    required: dict[str, SandboxLevel] = {"*": "namespaces", "trusted": "none"}
+    async with running(tmp_path / "local", require_sandbox=required) as plain:
+        weak = await plain.host("weak", sandbox="user")
+        person, operator = await plain.with_role("researcher"), await plain.operator()
+        # Also the least that the job asks for itself does not lower it.
+        spec = {"model": "m", "trainer": "t", "needs": {"require_sandbox": "none"}}
+        job = ok(await person.post("/v1/jobs", json={"spec": spec, "trainer": trainer}), wire.SubmitReply).job
+        text = '[trainers.t]\ncommand = ["true"]\nbundle = "' + "0" * 64 + '"\n[[jobs]]\nmodel = "n"\ntrainer = "t"\n'
+        applied = ok(
+            await operator.post("/v1/manifest", json=manifest_body(f'project = "other"\n{text}')), wire.ManifestReply
+        )
+        assert await weak.claim() == ()
+        why = (await person.get(f"/v1/job/{job.id}/why")).text
+        assert "require_sandbox" in why
+        trusted = ok(
+            await operator.post("/v1/manifest", json=manifest_body(f'project = "trusted"\n{text}')), wire.ManifestReply
+        )
+        assert [lease.job_id for lease in await weak.claim("c2")] == [trusted.new[0].id]
+        (first,) = await (await plain.host("strong", sandbox="namespaces")).claim("c3")
+        assert first.job_id in {job.id, applied.new[0].id}
+        # Applied again it is the same: the level is no change of the manifest.
+        again = await operator.post("/v1/manifest", json=manifest_body(f'project = "other"\n{text}'))
+        assert ok(again, wire.ManifestReply).changed == ()
+        tries(3)
 
 
 @pytest.mark.attack(AREA, "paths that do not exist, to find out what does")

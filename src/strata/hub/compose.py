@@ -21,6 +21,7 @@ from strata.fleet.artifacts.ports import ChunkStore
 from strata.fleet.artifacts.service import Artifacts
 from strata.fleet.http.context import HubContext
 from strata.fleet.http.feed import GAP_S, Feed
+from strata.fleet.http.leased_reads import LeasedReads
 from strata.fleet.http.routes import application
 from strata.fleet.service import TICK_S, Fleet, FleetSettings
 from strata.fleet.streams import AttemptStreams
@@ -73,13 +74,15 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
     tls = _server_certificate(settings, authority, data / "ca", clock.wall_s()) if settings.tls.enabled else None
     async with open_tables(settings.database or f"sqlite:{data / 'hub.db'}") as tables:
         chunks = await _chunks(settings, data)
+        artifacts = Artifacts(tables.index, chunks, clock)
         feed = Feed(tables.fleet.events, tables.newest_event)
         vault = SecretVault(tables.secrets, load_key(settings.secrets_key or data / KEY_FILE))
         sender = AppriseSender()
         subscriptions = SubscriptionStore(vault, tables.cursors, feed, sender, clock.wall_s)
         context = HubContext(
             fleet=Fleet(tables.fleet, clock, FleetSettings(stale_after_s=settings.stale_after_s)),
-            artifacts=Artifacts(tables.index, chunks, clock),
+            artifacts=artifacts,
+            leased=LeasedReads(tables.fleet, artifacts, clock),
             streams=AttemptStreams(data / "streams", keep_free_bytes=settings.keep_free_bytes),
             identity=tables.identity,
             enrollment=Enrollment(tables.identity, authority, clock),
@@ -93,6 +96,7 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
             tls=settings.tls.enabled,
             address=format_unix_address(settings.socket),
             public_read=settings.public_read,
+            require_sandbox=settings.require_sandbox,
             owner_only=owner_only,
             manifest=settings.manifest,
             pace=BodyPace(grace_s=settings.body_grace_s),

@@ -12,6 +12,7 @@ from strata.base.loopback import is_loopback_address
 from strata.base.settings import Secret
 from strata.fleet.artifacts.retention import RetentionPolicy
 from strata.fleet.core.lease import LEASE_S
+from strata.fleet.core.requirement import SandboxLevel
 from strata.http.auth_failures import BURST
 from strata.http.root import SEND_S
 
@@ -71,6 +72,8 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The file that `strata reload` applies."""
     public_read: bool = False
     """Let anybody who can reach the hub read the lists of jobs and hosts."""
+    require_sandbox: dict[str, SandboxLevel] = {}
+    """By project, `*` for the others: how well a host must confine their jobs, at least."""
     stale_after_s: Positive = LEASE_S
     """A lease that was not renewed for so long may go to another host."""
     drain_s: Annotated[float, msgspec.Meta(ge=0)] = 5.0

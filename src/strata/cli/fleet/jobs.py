@@ -353,6 +353,7 @@ _HOSTS: Final = (
     Column("cuda", wide=True),
     Column("python", wide=True),
     Column("agent", wide=True),
+    Column("sandbox", wide=True),
     Column("pool", wide=True),
     Column("reason", wide=True),
     Column("id", wide=True),
@@ -393,6 +394,7 @@ def host_row(host: wire.Host, jobs: int) -> dict[str, Any]:
         "torch": has.torch or None,
         "python": has.python or None,
         "agent": host.agent_version or None,
+        "sandbox": has.sandbox,
         "pool": host.pool or None,
         "labels": has.labels | host.labels,
     }

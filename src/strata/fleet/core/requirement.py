@@ -7,6 +7,7 @@ difference. Fields at their defaults are left out of the key: a field added late
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -92,6 +93,12 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def gpus(self) -> int:
         """How many GPUs the job takes."""
         return self.min_gpus or int(self.require_cuda or self.min_vram_gib > 0 or self.gpu_share > 0)
+
+
+def with_sandbox(needs: Needs, required: Mapping[str, SandboxLevel], project: str) -> Needs:
+    """The needs with at least the sandbox that the hub requires of this project; `*` stands for the other projects."""
+    level = max(needs.require_sandbox, required.get(project, required.get("*", "none")), key=SANDBOX_LEVELS.index)
+    return msgspec.structs.replace(needs, require_sandbox=level)
 
 
 class RequirementClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -14,7 +14,7 @@ from strata.fleet.artifacts import export
 from strata.fleet.artifacts.manifest import ArtifactChunk, ArtifactKind, Lineage
 from strata.fleet.artifacts.ports import CommitResult, LineageFilter, LineageRow
 from strata.fleet.artifacts.service import BLOB_PATH
-from strata.fleet.http.context import HubCall, HubContext, own_hold, resolve_artifact_id
+from strata.fleet.http.context import HubCall, HubContext, calling_host, own_hold, resolve_artifact_id
 from strata.fleet.ports import AttemptKey
 from strata.http.route import RawReply, Upload
 from strata.identity.roles import CallerKind
@@ -45,8 +45,10 @@ async def put_chunk(call: HubCall, body: Upload, query: wire.ChunkQuery) -> None
 
 
 async def get_chunk(call: HubCall) -> RawReply:
-    """The bytes of a chunk, verified."""
+    """The bytes of a chunk, verified. A host reads those that its leases name."""
     context = call.context
+    if host := calling_host(call):
+        await context.leased.check_chunk(host, call.path["digest"])
     return RawReply(await context.artifacts.read_chunk(call.path["digest"]), media_type=_BYTES)
 
 
@@ -84,8 +86,10 @@ async def get_model(call: HubCall) -> RawReply:
 
 
 async def get_source(call: HubCall) -> RawReply:
-    """The source of a trainer as it was uploaded."""
+    """The source of a trainer as it was uploaded. A host reads those that its leases name."""
     context = call.context
+    if host := calling_host(call):
+        await context.leased.check_source(host, call.path["id"])
     return await _blob(context, call)
 
 
@@ -134,8 +138,10 @@ async def best(call: HubCall, query: wire.BestQuery) -> wire.Made:
 
 
 async def show(call: HubCall) -> wire.ArtifactReply:
-    """The files of an artifact and their chunks."""
+    """The files of an artifact and their chunks. A host reads those that its leases name."""
     context = call.context
+    if host := calling_host(call):
+        await context.leased.check_artifact(host, call.path["id"])
     download = await context.artifacts.download(await resolve_artifact_id(call))
     row = download.artifact
     return wire.ArtifactReply(

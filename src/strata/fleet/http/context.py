@@ -16,8 +16,10 @@ from strata.base.notify import KeyedNotifier
 from strata.fleet.artifacts.service import Artifacts
 from strata.fleet.core.lease_status import unknown_job
 from strata.fleet.core.ownership import Submitter
+from strata.fleet.core.requirement import SandboxLevel
 from strata.fleet.core.subscription import SubscribedEvent
 from strata.fleet.http.feed import Feed
+from strata.fleet.http.leased_reads import LeasedReads
 from strata.fleet.http.long_poll import AttemptHosts
 from strata.fleet.ports import AttemptKey, HostRow, StoredSecret, StoredSubscription
 from strata.fleet.service import Fleet
@@ -29,7 +31,7 @@ from strata.identity.authenticate import Authenticator
 from strata.identity.ca import Authority
 from strata.identity.enroll import Enrollment
 from strata.identity.ports import IdentityStore
-from strata.identity.roles import Principal, Role
+from strata.identity.roles import CallerKind, Principal, Role
 
 _JOB: Final = re.compile(r"job1_[0-9a-f]{64}")
 _ARTIFACT: Final = re.compile(r"artifact1_[0-9a-f]{64}")
@@ -81,6 +83,8 @@ class WriteProbe:
 class HubContext:
     fleet: Fleet
     artifacts: Artifacts
+    leased: LeasedReads
+    """What hosts may read."""
     streams: AttemptStreams
     identity: IdentityStore
     enrollment: Enrollment
@@ -95,6 +99,8 @@ class HubContext:
     address: str = "the hub's Unix socket"
     """Where the hub's own user reaches it, for hints."""
     public_read: bool = False
+    require_sandbox: Mapping[str, SandboxLevel] = field(default_factory=dict)
+    """By project: the sandbox that its jobs get at least."""
     owner_only: bool = False
     """Jobs run as the hub's own user and can read its operator token, so only the hub's owner may submit one."""
     manifest: Path | None = None
@@ -145,6 +151,11 @@ async def resolve_host(call: HubCall) -> HostRow:
     if not matches:
         raise StrataError(Code.NOT_FOUND, f"there is no host {text[:100]!r}")
     return matches[0]
+
+
+def calling_host(call: HubCall) -> str:
+    """The id of the host that calls; empty if a person does."""
+    return call.caller.require_host() if call.caller.kind is CallerKind.HOST else ""
 
 
 def own_hold(call: HubCall, job_id: str, epoch: int) -> AttemptKey:

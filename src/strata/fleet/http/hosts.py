@@ -7,14 +7,16 @@ from typing import Literal
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
 from strata.fleet.core.lease import SUSPECT_S
-from strata.fleet.http.context import HubCall, HubContext, resolve_host
+from strata.fleet.http.context import HubCall, HubContext, calling_host, resolve_host
 from strata.fleet.ports import HostRow
 
 
 async def listed(call: HubCall) -> wire.HostsReply:
-    """All hosts that ever registered."""
+    """All hosts that ever registered. A host sees itself."""
     context = call.context
-    return wire.HostsReply(hosts=tuple(_host_reply(context, row) for row in await context.fleet.hosts()))
+    host = calling_host(call)
+    rows = [row for row in await context.fleet.hosts() if host in ("", row.id)]
+    return wire.HostsReply(hosts=tuple(_host_reply(context, row) for row in rows))
 
 
 async def show(call: HubCall) -> wire.Host:

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from strata import __version__
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
 from strata.fleet.core.hyper import HyperSchema
+from strata.fleet.core.job import HELD
 from strata.fleet.core.jobspec import DEFAULT_PROJECT, JobSpec, TrainerSpec, check_trainer, qualified_trainer
 from strata.fleet.core.ownership import Submitter, check_owners
 from strata.fleet.core.plan import ApplyPlan
+from strata.fleet.core.requirement import with_sandbox
 from strata.fleet.core.why import Why
-from strata.fleet.http.context import HubCall, HubContext, resolve_job_id, submitter_of
+from strata.fleet.http.context import HubCall, HubContext, calling_host, resolve_job_id, submitter_of
 from strata.fleet.http.secrets import check_secrets
 from strata.fleet.ports import AttemptRow, JobFilter, JobRow
 
 
 async def listed(call: HubCall, query: wire.JobsQuery) -> wire.JobsReply:
-    """Jobs by id, a page at a time."""
+    """Jobs by id, a page at a time. A host sees those of its leases."""
     context = call.context
+    host = calling_host(call)
     rows = await context.fleet.store.jobs(
         JobFilter(
-            status=query.status,
+            status=tuple(HELD) if host else query.status,
             model=query.model,
-            host_id=query.host,
+            host_id=host or query.host,
             sweep=query.sweep,
             project=query.project,
             owner=query.owner,
@@ -39,8 +44,10 @@ async def listed(call: HubCall, query: wire.JobsQuery) -> wire.JobsReply:
 
 
 async def show(call: HubCall) -> wire.JobReply:
-    """One job and its attempts."""
+    """One job and its attempts. A host sees those of its leases."""
     context = call.context
+    if host := calling_host(call):
+        await context.leased.check_job(host, call.path["id"])
     job_id = await resolve_job_id(call)
     row = await context.fleet.store.job(job_id)
     attempts = await context.fleet.store.attempts(job_id)
@@ -69,7 +76,9 @@ async def status(call: HubCall) -> wire.StatusReply:
 async def submit(call: HubCall, body: wire.SubmitRequest) -> wire.SubmitReply:
     """Queue one job that no manifest has. The same job again is the same job."""
     context = call.context
-    spec = body.spec
+    spec = msgspec.structs.replace(
+        body.spec, needs=with_sandbox(body.spec.needs, context.require_sandbox, body.spec.project)
+    )
     trainers, seen = await _trainers(context, spec, body.trainer)
     await _check_hyper(context, spec)
     trainer = body.trainer or (await context.fleet.store.trainers())[spec.project, spec.trainer].spec

@@ -15,8 +15,9 @@ from strata.base.secret import MASK
 from strata.fleet import wire
 from strata.fleet.core.hyper import HyperSchema
 from strata.fleet.core.jobspec import TrainerSpec, qualified_trainer
-from strata.fleet.core.manifest import MAX_BYTES, ManifestDraft, parse_manifest, validate_manifest
+from strata.fleet.core.manifest import MAX_BYTES, JobManifest, ManifestDraft, parse_manifest, validate_manifest
 from strata.fleet.core.plan import ApplyOptions, ApplyPlan
+from strata.fleet.core.requirement import with_sandbox
 from strata.fleet.http.context import HubCall, HubContext, submitter_of
 from strata.fleet.http.secrets import check_secrets
 from strata.identity.roles import Role
@@ -79,7 +80,7 @@ async def _schemas(
 
 
 async def _apply(context: HubContext, call: HubCall, body: wire.ManifestRequest) -> wire.ManifestReply:
-    manifest = body.manifest
+    manifest = _with_sandbox(context, body.manifest)
     for trainer in manifest.trainers.values():
         await check_secrets(context, call.actor, manifest.project, trainer.secrets)
     options = ApplyOptions(accept=body.accept, retrain=body.retrain, take_over=body.take_over)
@@ -91,6 +92,17 @@ async def _apply(context: HubContext, call: HubCall, body: wire.ManifestRequest)
             await context.schemas.put_schemas(schemas)
         await context.fleet.apply(plan, call.actor, source=manifest.source, submitter=submitter)
     return _manifest_reply(plan, applied=not body.dry_run)
+
+
+def _with_sandbox(context: HubContext, manifest: JobManifest) -> JobManifest:
+    """With the sandbox that this hub requires of the project's jobs; what a job needs of a host is not in its id."""
+    if not context.require_sandbox:
+        return manifest
+    jobs = {
+        job_id: msgspec.structs.replace(spec, needs=with_sandbox(spec.needs, context.require_sandbox, manifest.project))
+        for job_id, spec in manifest.jobs.items()
+    }
+    return msgspec.structs.replace(manifest, jobs=jobs)
 
 
 def _manifest_reply(plan: ApplyPlan, *, applied: bool) -> wire.ManifestReply:

@@ -1,0 +1,93 @@
+"""What a host may read: the jobs of its live leases, and the artifacts that these name, and nothing else of its hub."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from strata.base.clock import Clock
+from strata.base.errors import Code, StrataError
+from strata.fleet.artifacts.service import Artifacts
+from strata.fleet.core.job import HELD
+from strata.fleet.ports import JobFilter, JobRow, Store
+
+REMEMBER_S: Final = 10.0
+"""How long a host may go on reading what a lease named: a download asks for every chunk."""
+_MAX_LEASES: Final = 1024
+_MAX_HOSTS: Final = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    until_s: float
+    artifacts: frozenset[str]
+    blobs: frozenset[str]
+    """SHA-256 of sources that were uploaded as one file."""
+    chunks: frozenset[str]
+
+
+class LeasedReads:
+    def __init__(self, store: Store, artifacts: Artifacts, clock: Clock) -> None:
+        self._store = store
+        self._artifacts = artifacts
+        self._clock = clock
+        self._named: dict[str, _Named] = {}
+
+    async def check_artifact(self, host_id: str, artifact_id: str) -> None:
+        """FORBIDDEN unless a live lease of the host names it; whether it exists is not told."""
+        if not self._known(host_id) or artifact_id not in self._named[host_id].artifacts:
+            _refuse_unless(artifact_id in (await self._look_up(host_id)).artifacts, "artifact")
+
+    async def check_chunk(self, host_id: str, digest: str) -> None:
+        if not self._known(host_id) or digest not in self._named[host_id].chunks:
+            _refuse_unless(digest in (await self._look_up(host_id)).chunks, "chunk")
+
+    async def check_source(self, host_id: str, sha256: str) -> None:
+        if not self._known(host_id) or sha256 not in self._named[host_id].blobs:
+            _refuse_unless(sha256 in (await self._look_up(host_id)).blobs, "source")
+
+    async def check_job(self, host_id: str, job_id: str) -> None:
+        _refuse_unless(job_id in {row.id for row in await self._leased_jobs(host_id)}, "job")
+
+    def _known(self, host_id: str) -> bool:
+        named = self._named.get(host_id)
+        return named is not None and self._clock.monotonic_s() < named.until_s
+
+    async def _leased_jobs(self, host_id: str) -> list[JobRow]:
+        return list(await self._store.jobs(JobFilter(status=tuple(HELD), host_id=host_id, limit=_MAX_LEASES)))
+
+    async def _look_up(self, host_id: str) -> _Named:
+        artifacts: set[str] = set()
+        blobs: set[str] = set()
+        for row in await self._leased_jobs(host_id):
+            for attempt in await self._store.attempts(row.id):
+                artifacts |= {attempt.checkpoint} - {""}
+                if attempt.epoch == row.epoch and attempt.trainer_digest:
+                    bundle = (await self._store.trainer(attempt.trainer_digest)).bundle
+                    (artifacts if bundle.startswith("artifact1_") else blobs).add(bundle.removeprefix("sha256:"))
+        named = _Named(
+            until_s=self._clock.monotonic_s() + REMEMBER_S,
+            artifacts=frozenset(artifacts),
+            blobs=frozenset(blobs),
+            chunks=await self._chunks(artifacts),
+        )
+        if len(self._named) >= _MAX_HOSTS:
+            self._named.clear()
+        self._named[host_id] = named
+        return named
+
+    async def _chunks(self, artifacts: set[str]) -> frozenset[str]:
+        chunks: set[str] = set()
+        for artifact_id in artifacts:
+            try:
+                chunks |= set((await self._artifacts.open(artifact_id)).manifest.chunks())
+            except StrataError as error:
+                # Removed since: then nobody can read it.
+                if error.code not in (Code.NOT_FOUND, Code.GONE):
+                    raise
+        return frozenset(chunks)
+
+
+def _refuse_unless(allowed: bool, what: str) -> None:  # noqa: FBT001 - the decision itself
+    if not allowed:
+        raise StrataError(Code.FORBIDDEN, f"no lease of this host names this {what}")
