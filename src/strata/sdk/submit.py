@@ -52,6 +52,8 @@ class RunOptions:
     is there; `none`: the Python of the host."""
     python: str = ""
     """The version of Python of the environment; empty: the one of the host."""
+    image: str = ""
+    """An OCI image to run in, in the place of an environment."""
     env: Mapping[str, str] = field(default_factory=dict)
     secrets: Sequence[str] = ()
     """Names of secrets, which the job gets as environment variables."""
@@ -163,6 +165,10 @@ def run_request(
 
 def choose_environment(folder: Path, options: RunOptions) -> EnvironmentSpec | None:
     """The environment of a job in this folder; INVALID if the file that the options name is not there."""
+    if options.image:
+        if options.environment not in (AUTO, NONE) or options.python:
+            raise StrataError(Code.INVALID, "an image brings its own packages and Python: name no environment")
+        return _checked({"image": options.image})
     if options.environment == NONE:
         if options.python:
             raise StrataError(Code.INVALID, "a version of Python needs an environment")
@@ -176,11 +182,14 @@ def choose_environment(folder: Path, options: RunOptions) -> EnvironmentSpec | N
         return None
     if not (folder / file).is_file():
         raise StrataError(Code.INVALID, f"there is no file {file} in {folder}")
-    values = {"file": file, "python": options.python}
+    return _checked({"file": file, "python": options.python})
+
+
+def _checked(values: Mapping[str, str]) -> EnvironmentSpec:
     try:
         return msgspec.convert(values, EnvironmentSpec)
     except msgspec.ValidationError as error:
-        raise StrataError(Code.INVALID, f"{file} cannot describe an environment: {error}") from None
+        raise StrataError(Code.INVALID, f"this cannot be an environment: {error}") from None
 
 
 def detect_environment(folder: Path) -> str:

@@ -59,6 +59,7 @@ class EnvVariableOption(click.ParamType[tuple[str, str]]):
     help="Install the packages of FILE: uv.lock, pyproject.toml or requirements. 'auto' (default) takes the one in the"
     " folder, 'none' uses the host's Python.",
 )
+@click.option("--image", default="", metavar="IMAGE", help="Run in this OCI image, on a host with podman or apptainer.")
 @click.option("--python", default="", metavar="VERSION", help="Python of the environment, such as 3.12.")
 @click.option(
     "--env", "env", type=EnvVariableOption(), multiple=True, metavar="NAME=VALUE", help="Set a variable; repeatable."
@@ -90,6 +91,7 @@ def run(  # noqa: PLR0913 (the options of the command)
     name: str,
     seed: int,
     environment: str,
+    image: str,
     python: str,
     env: tuple[tuple[str, str], ...],
     secrets: tuple[str, ...],
@@ -122,6 +124,7 @@ def run(  # noqa: PLR0913 (the options of the command)
         needs=needs,
         environment=environment,
         python=python,
+        image=image,
         env=dict(env),
         secrets=secrets,
         data=data,
@@ -163,4 +166,6 @@ def run(  # noqa: PLR0913 (the options of the command)
 
 
 def _environment_note(environment: EnvironmentSpec | None) -> str:
-    return "" if environment is None else f"; packages from {environment.file}"
+    if environment is None:
+        return ""
+    return f"; in image {environment.image}" if environment.image else f"; packages from {environment.file}"

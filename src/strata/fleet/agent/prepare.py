@@ -16,6 +16,7 @@ from strata.base.errors import Code, StrataError
 from strata.fleet.agent import environment, trainer_source
 from strata.fleet.agent.artifact_transfer import download_as_tar
 from strata.fleet.agent.attempt_folder import AttemptPaths, JobUser, create_attempt_folder, remove_folder
+from strata.fleet.agent.containers import ContainerView, contain, ensure_image, find_runtime
 from strata.fleet.agent.data_cache import provide_data
 from strata.fleet.agent.environment_cache import (
     EnvironmentCache,
@@ -121,7 +122,7 @@ def prepare_attempt(
             f"the hub has no secret {missing[0]} for this job",
             hint=f"strata secrets set {missing[0]}",
         )
-    job_user = host.job_user
+    settings, job_user = host.settings, host.job_user
     create_attempt_folder(paths, lease, trainer, job_user)
     cwd = trainer_source.provide_source(
         trainer,
@@ -138,12 +139,25 @@ def prepare_attempt(
     key = attempt_name(lease.job_id, lease.epoch)
     data = provide_data(host.data, host.hub, trainer.data, key, wanted)
     venv, facts = "", {"data": data.facts} if data.facts else {}
-    if trainer.environment is not None:
-        built = provide_environment(host.environments, trainer.environment, cwd, key, wanted)
+    wanted_environment = trainer.environment
+    if wanted_environment is not None and wanted_environment.file:
+        built = provide_environment(host.environments, wanted_environment, cwd, key, wanted)
         venv, facts = built.path, facts | {"environment": built.facts}
     inputs = environment.JobInputs(devices=devices, venv=venv, secrets=lease.secrets, data=data.folders)
     spec = _supervisor_spec(host, lease, trainer, paths, cwd, inputs)
     readable = [Path(folder) for folder in (*filter(None, [venv]), *data.folders.values())]
+    if wanted_environment is not None and wanted_environment.image:
+        runtime = ensure_image(find_runtime(settings.containers, host.environ), wanted_environment.image, wanted)
+        view = ContainerView(
+            readable=readable,
+            writable=[cwd] if trainer.directory else [],
+            devices=devices,
+            sandbox=settings.sandbox,
+            memory_bytes=host.sandbox.memory_bytes,
+            job_user=job_user,
+        )
+        facts |= {"environment": {"image": wanted_environment.image, "runtime": runtime.kind}}
+        return PreparedAttempt(contain(runtime, wanted_environment.image, spec, paths, view), facts)
     return PreparedAttempt(host.sandbox.confine(spec, paths, readable=readable, gpus=devices != ()), facts)
 
 

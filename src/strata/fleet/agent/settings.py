@@ -40,6 +40,17 @@ class SandboxSettings(msgspec.Struct, frozen=True, kw_only=True):
     """More folders that jobs do not see."""
 
 
+class ContainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What runs jobs in OCI images: `[agent.containers]`."""
+
+    program: Literal["podman", "apptainer"] | None = None
+    """None: the one that is installed, podman first."""
+    options: tuple[str, ...] = ()
+    """For the runtime, before its command: `--runtime runc`, `--root`."""
+    run_options: tuple[str, ...] = ()
+    """For each container: `--ulimit nofile=1024:1024`."""
+
+
 class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     state: Path | None = None
     """Folder with credentials, attempts and logs, readable by the agent only. None: `~/.local/state/strata/agent`."""
@@ -56,6 +67,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The user whom jobs run as, if the agent is root. Empty: `strata-job` or `nobody`; for an agent that is not root,
     and with `sandbox.mode = "off"`, the agent's own."""
     sandbox: SandboxSettings = SandboxSettings()
+    containers: ContainerSettings = ContainerSettings()
     pass_env: tuple[Word, ...] = ()
     """More variables of the agent that jobs inherit (`HTTP_PROXY`, `NCCL_*`)."""
     on_stop: Literal["preempt", "finish", "leave"] = "preempt"

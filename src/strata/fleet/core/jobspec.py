@@ -47,6 +47,7 @@ Bundle = Annotated[str, msgspec.Meta(pattern=r"\A((sha256:)?[0-9a-f]{64}|artifac
 """A file or an artifact that was uploaded. Hosts make names of files of it: it can be nothing else."""
 SourcePath = Annotated[str, msgspec.Meta(max_length=256, pattern=r"\A(?!.*(^|/)\.\.?(/|$))[A-Za-z0-9_.][^\0\\\n]*\Z")]
 """A file below the source of a trainer."""
+Image = Annotated[str, msgspec.Meta(max_length=512, pattern=r"\A([a-z0-9][A-Za-z0-9._/:@-]*)?\Z")]
 PythonVersion = Annotated[str, msgspec.Meta(pattern=r"\A([0-9]{1,2}\.[0-9]{1,3}(\.[0-9]{1,3})?)?\Z")]
 VariableName = Annotated[str, msgspec.Meta(max_length=256, pattern=r"\A[A-Za-z_][A-Za-z0-9_]*\Z")]
 
@@ -141,9 +142,11 @@ class DataSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class EnvironmentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The Python packages of a job, which its host installs with uv; they are built once for each content."""
+    """What a job runs in: Python packages that its host installs with uv, once for each content, or an image."""
 
-    file: SourcePath
+    image: Image = ""
+    """An OCI image, in the place of `file`: the command runs in it, with podman or apptainer."""
+    file: SourcePath = ""
     """In the trainer's source: `uv.lock` (with `pyproject.toml` beside it), `pyproject.toml`, or requirements."""
     python: PythonVersion = ""
     """Empty: the Python that the host uses for trainers."""
@@ -224,17 +227,28 @@ def check_trainer(trainer: TrainerSpec) -> None:
         msgspec.convert({"commit": trainer.commit, "bundle": trainer.bundle, "env": dict(trainer.env)}, _Checked)
     except msgspec.ValidationError as error:
         raise StrataError(Code.INVALID, f"the trainer {trainer.name!r} cannot be run: {error}") from error
-    if trainer.environment is not None and (trainer.interpreter or trainer.venv):
-        raise StrataError(Code.INVALID, "environment installs a Python of its own: leave interpreter and venv out")
+    _check_inputs(trainer)
+    texts = (*trainer.command, *trainer.env.values(), trainer.directory, trainer.interpreter, trainer.venv)
+    if any("\0" in text for text in texts):
+        raise StrataError(Code.INVALID, f"the trainer {trainer.name!r} cannot be run: a NUL character is in it")
+
+
+def _check_inputs(trainer: TrainerSpec) -> None:
+    """Packages or image, secrets and data."""
+    environment = trainer.environment
+    if environment is not None:
+        if bool(environment.file) == bool(environment.image):
+            raise StrataError(Code.INVALID, "environment has exactly one of file and image")
+        if environment.image and (environment.python or environment.extras or environment.groups):
+            raise StrataError(Code.INVALID, "environment: an image has no python, extras and groups")
+        if trainer.interpreter or trainer.venv:
+            raise StrataError(Code.INVALID, "environment installs a Python of its own: leave interpreter and venv out")
     for name in trainer.secrets:
         if name.startswith("STRATA_") or name in trainer.env:
             raise StrataError(Code.INVALID, f"secrets: {name} is set by the agent or by env already")
     for label, source in trainer.data.items():
         if source.dataset and not source.digest.startswith("artifact1_"):
             raise StrataError(Code.INVALID, f"data: {label} names a dataset of the hub without its artifact")
-    texts = (*trainer.command, *trainer.env.values(), trainer.directory, trainer.interpreter, trainer.venv)
-    if any("\0" in text for text in texts):
-        raise StrataError(Code.INVALID, f"the trainer {trainer.name!r} cannot be run: a NUL character is in it")
 
 
 class QuietHours(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

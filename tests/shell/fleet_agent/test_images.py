@@ -1,0 +1,99 @@
+"""A job in an OCI image, with a real podman; its image is made of programs of this machine, without a registry."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from strata.fleet.core.jobspec import EnvironmentSpec, JobSpec, TrainerSpec
+from strata.fleet.core.requirement import Needs
+from tests.shell.fleet_agent.running import HubProcess, agent
+from tests.shell.fleet_agent.waiting import eventually
+
+IMAGE: Final = "localhost/strata-test:1"
+PROGRAMS: Final = ("dash", "cat", "id", "sleep", "tee")
+OPTIONS: Final = ("--cgroup-manager", "cgroupfs", "--runtime", "runc")
+RUN_OPTIONS: Final = ("--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1024:1024")
+"""A machine without the right to raise limits needs these."""
+
+pytestmark = pytest.mark.skipif(
+    not (shutil.which("podman") and shutil.which("runc")) or os.geteuid() != 0, reason="needs podman, runc and root"
+)
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
+    """Options of podman for a storage of its own, in which the image is."""
+    folder = tmp_path_factory.mktemp("podman")
+    options = ("--root", str(folder / "root"), "--runroot", str(folder / "run"), *OPTIONS)
+    files = {f"bin/{name}": Path(str(shutil.which(name))).resolve() for name in PROGRAMS}
+    listed = subprocess.run(["ldd", *map(str, files.values())], capture_output=True, text=True, check=True).stdout
+    libraries = {word for word in listed.split() if word.startswith("/") and not word.endswith(":")}
+    with tarfile.open(folder / "image.tar", "w") as image:
+        for name, path in (
+            files | {"bin/sh": files["bin/dash"]} | {each[1:]: Path(each) for each in libraries}
+        ).items():
+            image.add(path.resolve(), arcname=name)
+    command = ["podman", *options, "import", "--quiet", str(folder / "image.tar"), IMAGE]
+    subprocess.run(command, check=True, capture_output=True)
+    yield options
+    subprocess.run(["podman", *options, "rm", "--all", "--force"], check=False, capture_output=True)
+    subprocess.run(["umount", str(folder / "root" / "overlay")], check=False, capture_output=True)
+
+
+def submit(hub: HubProcess, script: str, host: str, *, image: str = IMAGE, **trainer: object) -> str:
+    name = f"in-image-{abs(hash(script)) % 10**8}"
+    spec = JobSpec(model=name, trainer=name, needs=Needs(allowed_hosts=(host,)), max_attempts=1)
+    values = {"command": ("sh", "-c", script), "directory": "/usr/share", "env": {"GREETING": "hello"}}
+    made = TrainerSpec(name=name, environment=EnvironmentSpec(image=image), **values | trainer)  # type: ignore[arg-type]
+    return hub.submit_with(made, spec)
+
+
+def settings(storage: tuple[str, ...]) -> dict[str, str]:
+    return {
+        "STRATA_AGENT_CONTAINERS_OPTIONS": json.dumps(storage),
+        "STRATA_AGENT_CONTAINERS_RUN_OPTIONS": json.dumps(RUN_OPTIONS),
+    }
+
+
+def test_a_job_runs_in_its_image_and_its_result_is_kept(
+    hub: HubProcess, tmp_path: Path, storage: tuple[str, ...]
+) -> None:
+    with agent(hub, tmp_path, "boat", variables=settings(storage)):
+        script = 'echo "$GREETING from $0"; echo trained | tee $STRATA_OUTPUT/model; id; cat /etc/passwd'
+        job = submit(hub, script, "boat")
+        ended = hub.until(job, "failed")
+        text = hub.log(job)
+        assert "hello from sh" in text
+        assert "/etc/passwd: No such file" in text, "the files are those of the image"
+        facts = ended.attempts[0].facts
+        assert facts["environment"] == {"image": IMAGE, "runtime": "podman"}
+        done = hub.until(submit(hub, "echo trained | tee $STRATA_OUTPUT/model", "boat"), "completed")
+        assert hub.file(done.job.artifact, "model") == "trained\n"
+
+
+def test_a_cancelled_job_leaves_no_container(hub: HubProcess, tmp_path: Path, storage: tuple[str, ...]) -> None:
+    with agent(hub, tmp_path, "ship", variables=settings(storage)) as running:
+        job = submit(hub, "echo up; sleep 300", "ship")
+        hub.says(job, "up")
+        hub.cancel(job)
+        listing = ["podman", *storage, "ps", "--quiet"]
+        eventually(lambda: not subprocess.run(listing, capture_output=True, text=True, check=True).stdout)
+        eventually(lambda: not running.children())
+
+
+def test_an_image_that_no_registry_has_is_a_setup_error(
+    hub: HubProcess, tmp_path: Path, storage: tuple[str, ...]
+) -> None:
+    with agent(hub, tmp_path, "raft", variables=settings(storage)):
+        job = submit(hub, "echo never", "raft", image="127.0.0.1:1/nothing:1")
+        attempt = hub.until(job, "failed").attempts[0]
+        assert (attempt.cause, "cannot be pulled" in attempt.error) == ("setup_error", True)
