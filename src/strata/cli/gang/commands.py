@@ -1,4 +1,4 @@
-"""`strata gang`: the workers of one job, at a glance or live, and commands for them."""
+"""`strata gang`: the workers of one job, at a glance or live, and commands for them. Starting them is in `run`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import click
 
 from strata.base.errors import Code, StrataError
 from strata.cli.exit_codes import ExitCode
+from strata.cli.gang.run import run
 from strata.cli.gang.screen import screen
 from strata.cli.gang.watch import follow
 from strata.cli.groups import DefaultGroup
@@ -73,6 +74,9 @@ def gang() -> None:
     token, else 'default'. Every option can also be set in FILE or in the environment (STRATA_GANG_ADDRESS,
     STRATA_GANG_TOKEN_FILE, …).
     """
+
+
+gang.add_command(run)
 
 
 @gang.command()
@@ -282,14 +286,14 @@ def _ask(job: str | None, given: dict[str, Any], use: Callable[[Operator], Await
 
     settings = _settings(job, given)
 
-    async def run() -> T:
+    async def connect() -> T:
         from strata.base.clock import SystemClock
         from strata.coord.operator import Operator
 
         async with Operator(settings, SystemClock()) as operator:
             return await use(operator)
 
-    return asyncio.run(run())
+    return asyncio.run(connect())
 
 
 def _settings(job: str | None, given: dict[str, Any]) -> OperatorSettings:

@@ -14,12 +14,15 @@ rewinds all workers to the last checkpoint and returns it. With `elastic=True` t
 
 from __future__ import annotations
 
+import faulthandler
+import signal
 from typing import Any, Final
 
 import msgspec
 
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
+from strata.base.parent import end_with_parent
 from strata.base.settings import load
 from strata.coord.core.facts import CommandKind
 from strata.coord.worker.blocking import Worker
@@ -83,5 +86,8 @@ def _settings(given: dict[str, Any]) -> WorkerSettings:
     found = load(WorkerSettings, section=SECTION, file=None, flags=flags)
     if not found.torchrun:
         return found
+    # A torchrun that is killed leaves its workers, and a signal is how `strata gang run` asks for their stacks.
+    end_with_parent(signal.SIGKILL)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     ranked = load(WorkerSettings, section=SECTION, file=None, flags=flags, aliases=TORCHRUN_VARIABLES)
     return msgspec.structs.replace(ranked, id=ranked.id or f"rank-{ranked.rank}")

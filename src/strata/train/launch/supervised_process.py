@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Final
 from strata.base import log
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
+from strata.base.parent import end_with_parent
 from strata.base.retry import Backoff, no_jitter
 
 EVENTS: Final = "{events}"
@@ -25,7 +24,6 @@ STEADY_S: Final = 30.0
 """A process that ran so long before it died is restarted without backoff."""
 MAX_FAILED_STARTS: Final = 2
 """How often a process that never became ready is started."""
-_PR_SET_PDEATHSIG: Final = 1
 
 _log = log.get(__name__)
 
@@ -85,7 +83,7 @@ class SupervisedProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(writing,),
                 start_new_session=True,
-                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+                preexec_fn=end_with_parent,
             )
         except OSError as error:
             os.close(reading)
@@ -169,8 +167,3 @@ def descendants(pid: int) -> list[int]:
 def _signal(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-def _die_with_parent() -> None:
-    """A launcher that is killed takes its processes with it: nothing would restart or stop them any more."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

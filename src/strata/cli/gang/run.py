@@ -1,0 +1,123 @@
+"""`strata gang run`: a training program on this host, as many workers as it is told, alone or with other hosts."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from strata.cli.exit_codes import ExitCode
+from strata.cli.output import print_error
+
+if TYPE_CHECKING:
+    from strata.coord.view import JobView
+
+_HOSTS: Final = re.compile(r"[1-9]\d*(:[1-9]\d*)?")
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option(
+    "--nproc", "workers", type=click.IntRange(min=1), required=True, metavar="N", help="Start N workers on this host."
+)
+@click.option(
+    "--nnodes",
+    "hosts",
+    default="1",
+    metavar="MIN:MAX",
+    help="Train on MIN to MAX hosts, on each with this command (default 1).",
+)
+@click.option(
+    "--coordinator", metavar="HOST:PORT", help="Address of the coordinator (default: start one for this run)."
+)
+@click.option("--job", metavar="NAME", help="Name of the job (default: that of the program).")
+@click.option(
+    "--data",
+    "folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="FOLDER",
+    help="Keep the coordinator's journal and the stacks of hung workers here (default: gang-NAME).",
+)
+@click.option(
+    "--local-addr", "local_address", metavar="IP", help="Address of this host for other hosts (default: detected)."
+)
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=10,
+    show_default=True,
+    metavar="N",
+    help="Give up when workers have failed more than N times.",
+)
+@click.option(
+    "--hang-after",
+    "hang_after_s",
+    type=click.FloatRange(min=10),
+    metavar="SECONDS",
+    help="Kill workers that train and finish no step for SECONDS; they start again (default: never).",
+)
+@click.option("--reset", is_flag=True, help="Run the job again from the beginning.")
+@click.argument("program", nargs=-1, type=click.UNPROCESSED, required=True, metavar="PROGRAM [ARGUMENT]...")
+@click.pass_context
+def run(ctx: click.Context, /, program: tuple[str, ...], **given: Any) -> None:
+    """Train with PROGRAM, a Python file, on N workers of this host.
+
+    PROGRAM runs under torchrun and calls strata.join(). Failed workers start again from the last committed checkpoint;
+    a second run of the same job does too. With --nnodes, run the same command with the same --coordinator on each host.
+    Token and TLS are those of workers (STRATA_WORKER_TOKEN_FILE, STRATA_WORKER_TLS_CA). Ctrl-C ends it.
+    """
+    hosts = given["hosts"]
+    if not _HOSTS.fullmatch(hosts):
+        raise click.UsageError(f"--nnodes {hosts} is neither a number nor MIN:MAX")
+    if hosts != "1" and given["coordinator"] is None:
+        raise click.UsageError("several hosts need one coordinator: name its address with --coordinator")
+    import asyncio
+
+    from strata.base.clock import SystemClock
+    from strata.cli.extras import require
+
+    require("grpc", extra="coordinator")
+    require("psutil", extra="worker")
+    require("torch", extra="train")
+    from strata.coord.gang import INTERRUPTED, GangLauncher, GangOptions
+
+    job = given.pop("job") or PurePath(program[0]).stem
+    folder = (given.pop("folder") or Path(f"gang-{job}")).absolute()
+    options = GangOptions(job=job, folder=folder, program=program, **given)
+    own_coordinator = (sys.executable, "-c", "from strata.cli.main import main; main()", "coordinator")
+    status = asyncio.run(GangLauncher(options, SystemClock(), _say, _Changes().show).run(own_coordinator))
+    if status == INTERRUPTED:
+        _say("interrupted; the same command goes on from the last checkpoint")
+        ctx.exit(ExitCode.INTERRUPTED)
+    if status:
+        _say(f"the training failed: torchrun ended with status {status}")
+        ctx.exit(ExitCode.FAILED)
+    _say(f"job {job} has ended")
+
+
+def _say(line: str) -> None:
+    print_error(f"strata gang: {line}")
+
+
+class _Changes:
+    """Prints what a person waits for: who takes part, what is committed, what went wrong."""
+
+    def __init__(self) -> None:
+        self._generation = 0
+        self._step = -1
+        self._incidents_ms = 0
+
+    def show(self, job: JobView) -> None:
+        if job.generation != self._generation:
+            self._generation = job.generation
+            _say(f"generation {job.generation}, workers: {job.world_size}")
+        committed = [each.manifest.step for each in job.checkpoints if each.committed]
+        if max(committed, default=-1) > self._step:
+            self._step = max(committed)
+            _say(f"the checkpoint of step {self._step} is committed")
+        for each in sorted(job.incidents, key=lambda each: each.at_unix_ms):
+            if each.at_unix_ms > self._incidents_ms:
+                self._incidents_ms = each.at_unix_ms
+                _say(f"{each.kind} {each.worker_id} {each.message}".replace("  ", " "))

@@ -1,0 +1,335 @@
+"""`strata gang run`: the workers of one host under torchrun, and for a run on one host its coordinator.
+
+torchrun starts failed workers again, all hosts together (`torch_rendezvous`). Here is what it cannot do: start a
+coordinator and torchrun again when one of them dies, and see to workers that hang.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import psutil  # type: ignore[import-untyped]
+
+from strata.base.clock import Clock
+from strata.base.errors import Code, StrataError
+from strata.base.parent import end_with_parent
+from strata.base.retry import Backoff, no_jitter
+from strata.base.settings import load, process_environment
+from strata.coord.operator import Operator, OperatorSettings
+from strata.coord.view import JobView
+from strata.coord.worker.settings import SECTION, WorkerSettings
+
+BACKOFF: Final = Backoff(first_s=1.0, most_s=30.0)
+READY_S: Final = 60.0
+"""How long the coordinator may take to answer at first."""
+STOP_S: Final = 45.0
+"""torchrun gives its workers 30 s to end."""
+STACK_S: Final = 20.0
+SIGNAL_S: Final = 2.0
+"""How long a worker gets to print its stacks itself."""
+LOOK_S: Final = 1.0
+INTERRUPTED: Final = -signal.SIGINT
+
+
+class GangOptions(msgspec.Struct, frozen=True, kw_only=True):
+    job: str
+    workers: int
+    """On this host."""
+    hosts: str = "1"
+    """MIN:MAX, or a number."""
+    folder: Path
+    """The private coordinator's journal and log, and the stacks of hung workers."""
+    coordinator: str | None = None
+    """Its address; None: start one for this run alone."""
+    local_address: str | None = None
+    max_restarts: int = 10
+    hang_after_s: float | None = None
+    """Kill the workers of this host whose step has stood still for so long; None: only keep their stacks."""
+    reset: bool = False
+    program: tuple[str, ...] = ()
+
+
+@dataclass
+class _Standstill:
+    incarnation: str
+    step: int
+    since_s: float
+
+
+@dataclass
+class HangWatch:
+    """Which workers hang: the coordinator has said so, or the step of one that trains has stood still too long."""
+
+    after_s: float | None
+    _steps: dict[str, _Standstill] = field(default_factory=dict)
+    _reported: set[tuple[str, int]] = field(default_factory=set)
+
+    def reported(self, job: JobView) -> set[str]:
+        """Named by the coordinator for the first time in this generation."""
+        named = {(each.worker_id, each.generation) for each in job.incidents if each.kind == "HANG"}
+        new = {(worker_id, generation) for worker_id, generation in named if generation == job.generation}
+        new -= self._reported
+        self._reported |= new
+        return {worker_id for worker_id, _ in new}
+
+    def overdue(self, job: JobView, now_s: float) -> set[str]:
+        """Those that stand still for longer than allowed; each is named once for a standstill."""
+        training = {
+            each.worker_id: _Standstill(each.incarnation, each.step, now_s)
+            for each in job.members
+            if each.status == "TRAINING" and each.step is not None
+        }
+        for worker_id, seen in training.items():
+            before = self._steps.get(worker_id)
+            if before is not None and (before.incarnation, before.step) == (seen.incarnation, seen.step):
+                training[worker_id] = before
+        self._steps = training
+        if self.after_s is None:
+            return set()
+        found = {worker_id for worker_id, each in training.items() if now_s - each.since_s >= self.after_s}
+        for worker_id in found:
+            training[worker_id].since_s = now_s
+        return found
+
+
+class GangLauncher:
+    """One host's part of a gang from start to end. `say` gets lines for a person, `show` every state of the job."""
+
+    def __init__(
+        self, options: GangOptions, clock: Clock, say: Callable[[str], None], show: Callable[[JobView], None]
+    ) -> None:
+        self._options = options
+        self._clock = clock
+        self._say = say
+        self._show = show
+        self._hangs = HangWatch(options.hang_after_s)
+        self._torchrun: asyncio.subprocess.Process | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def run(self, coordinator_command: Sequence[str]) -> int:
+        """The exit status of torchrun; INTERRUPTED if a signal ended the run."""
+        options = self._options
+        options.folder.mkdir(parents=True, exist_ok=True)
+        stop = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        async with AsyncExitStack() as stack:
+            address = options.coordinator
+            if address is None:
+                guard = stack.enter_context(_free_port())
+                address = f"127.0.0.1:{guard.getsockname()[1]}"
+                stack.push_async_callback(self._stop_tasks)
+                self._tasks.append(asyncio.create_task(self._keep_coordinator([*coordinator_command], address)))
+                await self._wait_for_coordinator(guard.getsockname())
+            operator = await stack.enter_async_context(Operator(_operator_settings(address, options.job), self._clock))
+            await self._check_job(operator, address)
+            watching = asyncio.create_task(self._watch(operator))
+            running = asyncio.create_task(self._keep_torchrun(address))
+            stopping = asyncio.create_task(stop.wait())
+            try:
+                await asyncio.wait({watching, running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                if watching.done():
+                    # It ends only by an error.
+                    watching.result()
+                return running.result() if running.done() else INTERRUPTED
+            finally:
+                await self._end(running, watching, stopping)
+
+    async def _check_job(self, operator: Operator, address: str) -> None:
+        jobs = {each.job_id: each for each in await operator.jobs()}
+        self._say(f"the coordinator is at {address}")
+        known = jobs.get(self._options.job)
+        if known is not None and self._options.reset:
+            known = await operator.reset()
+        if known is not None and known.status == "FINISHED":
+            raise StrataError(
+                Code.PRECONDITION,
+                f"job {known.job_id!r} is finished: run {known.run} has consumed all its data",
+                hint="--reset runs it again from the beginning",
+            )
+        if known is not None and known.checkpoint_step is not None:
+            self._say(f"job {known.job_id} goes on from the checkpoint of step {known.checkpoint_step}")
+
+    # Processes
+
+    async def _keep_coordinator(self, command: Sequence[str], address: str) -> None:
+        database = f"sqlite:{self._options.folder / 'coordinator.db'}"
+        log_file = self._options.folder / "coordinator.log"
+        failures = 0
+        while True:
+            with log_file.open("ab") as log:
+                process = await asyncio.create_subprocess_exec(
+                    *(*command, "--listen", address, "--database", database, "--log-format", "json"),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    preexec_fn=end_with_parent,
+                )
+            try:
+                status = await process.wait()
+            finally:
+                await _stop(process, STOP_S)
+            failures += 1
+            self._say(f"the coordinator ended with status {status} (see {log_file}): starting it again")
+            await self._clock.sleep(BACKOFF.delay_s(failures, no_jitter()))
+
+    async def _wait_for_coordinator(self, place: tuple[str, int]) -> None:
+        until_s = self._clock.monotonic_s() + READY_S
+        while True:
+            try:
+                _, writer = await asyncio.open_connection(*place)
+            except OSError:
+                if self._clock.monotonic_s() > until_s:
+                    raise StrataError(
+                        Code.UNAVAILABLE,
+                        f"the coordinator did not start in {READY_S:g} s",
+                        hint=f"its log is in {self._options.folder}",
+                    ) from None
+                await self._clock.sleep(0.1)
+            else:
+                writer.close()
+                await writer.wait_closed()
+                return
+
+    async def _keep_torchrun(self, address: str) -> int:
+        """Start it again if a signal killed it; any other end is the result of the training."""
+        for failures in range(1, self._options.max_restarts + 2):
+            self._torchrun = process = await asyncio.create_subprocess_exec(
+                *_torchrun_command(self._options, address),
+                env=process_environment(),
+                start_new_session=True,
+                preexec_fn=end_with_parent,
+            )
+            status = await process.wait()
+            if status >= 0 or failures > self._options.max_restarts:
+                return status
+            self._say(f"torchrun was killed by signal {-status}: starting it again")
+            await self._clock.sleep(BACKOFF.delay_s(failures, no_jitter()))
+        raise AssertionError("the last attempt returns")
+
+    async def _end(self, *tasks: asyncio.Task[int] | asyncio.Task[None] | asyncio.Task[bool]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        if self._torchrun is not None:
+            await _stop(self._torchrun, STOP_S)
+
+    async def _stop_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    # Hung workers
+
+    async def _watch(self, operator: Operator) -> None:
+        while True:
+            try:
+                async with aclosing(operator.watch()) as states:
+                    async for state in states:
+                        if isinstance(state, JobView):
+                            self._show(state)
+                            await self._see_to_hung(state)
+            except StrataError as error:
+                # Before its first worker has registered there is no job.
+                if error.code not in (Code.NOT_FOUND, Code.UNAVAILABLE):
+                    raise
+            await self._clock.sleep(LOOK_S)
+
+    async def _see_to_hung(self, job: JobView) -> None:
+        overdue = self._hangs.overdue(job, self._clock.monotonic_s())
+        suspects = overdue | self._hangs.reported(job)
+        here = {worker_id: process for worker_id, process in self._workers_here().items() if worker_id in suspects}
+        for worker_id, process in here.items():
+            file = self._options.folder / "stacks" / f"generation-{job.generation}-{worker_id}.txt"
+            how = await dump_stacks(process.pid, file)
+            self._say(f"{worker_id} hangs: {how}")
+        for worker_id in overdue & here.keys():
+            with suppress(psutil.NoSuchProcess):
+                here[worker_id].kill()
+            self._say(f"{worker_id} was killed after {self._options.hang_after_s:g} s without a step")
+
+    def _workers_here(self) -> dict[str, psutil.Process]:
+        found = {}
+        with suppress(psutil.Error):
+            children = psutil.Process(self._torchrun.pid).children() if self._torchrun else ()
+            for child in children:
+                with suppress(psutil.Error):
+                    found[f"rank-{child.environ()['RANK']}"] = child
+        return found
+
+
+async def dump_stacks(pid: int, file: Path) -> str:
+    """Where the stacks of a process are: py-spy wrote them to the file, or the process itself to its stderr."""
+    program = shutil.which("py-spy") or shutil.which("py-spy", path=Path(sys.executable).parent)
+    if program is not None:
+        process = await asyncio.create_subprocess_exec(
+            program, "dump", "--pid", str(pid), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+        )
+        try:
+            async with asyncio.timeout(STACK_S):
+                stacks, _ = await process.communicate()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+        else:
+            if process.returncode == 0:
+                await asyncio.to_thread(_write, file, stacks)
+                return f"its stacks are in {file}"
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGUSR1)
+    await asyncio.sleep(SIGNAL_S)
+    return "its stacks are above, if it could still print them"
+
+
+def _write(file: Path, content: bytes) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(content)
+
+
+def _torchrun_command(options: GangOptions, address: str) -> list[str]:
+    local = ("--local-addr", options.local_address) if options.local_address else ()
+    return [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--rdzv-backend", "strata", "--rdzv-endpoint", address, "--rdzv-id", options.job),
+        *("--nnodes", options.hosts, "--nproc-per-node", str(options.workers)),
+        *("--max-restarts", str(options.max_restarts), *local, *options.program),
+    ]
+
+
+def _operator_settings(address: str, job: str) -> OperatorSettings:
+    """With the token and the certificates of the workers: to look at a job needs no other role."""
+    found = load(WorkerSettings, section=SECTION, file=None, flags={"address": address, "job": job})
+    return OperatorSettings(address=address, job=job, token=found.token, tls=found.tls, patience_s=READY_S)
+
+
+def _free_port() -> socket.socket:
+    """Bound and never listening: the port stays ours while the coordinator is down, and it can bind it too."""
+    guard = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    guard.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    guard.bind(("127.0.0.1", 0))
+    return guard
+
+
+async def _stop(process: asyncio.subprocess.Process, within_s: float) -> None:
+    if process.returncode is not None:
+        return
+    process.terminate()
+    try:
+        async with asyncio.timeout(within_s):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
