@@ -256,7 +256,7 @@ async def test_secrets_of_a_trainer_are_for_its_owner_alone(tmp_path: Path) -> N
         assert "very-secret" not in (await (await plain.with_role("viewer")).get("/v1/trainers")).text
 
 
-@pytest.mark.attack("hub: resources", "a researcher sets the priority of a job to a million", known_open="M12")
+@pytest.mark.attack("hub: resources", "M12: a researcher sets the priority of a job to a million")
 async def test_a_researcher_cannot_put_a_job_before_all_others(tmp_path: Path) -> None:
     async with running(tmp_path / "local") as plain:
         trainer = {"name": "t", "command": ["x"], "directory": "/d"}

@@ -63,6 +63,7 @@ COMMANDS: Final[Mapping[str, CommandEntry]] = {
         "strata.cli.fleet.notify:notify", "Send yourself messages about jobs: Slack, ntfy, e-mail and others."
     ),
     "pause": CommandEntry("strata.cli.fleet.control:pause", "Assign no new jobs to each HOST until it is resumed."),
+    "quota": CommandEntry("strata.cli.fleet.quota:quota", "Show what each owner may use of the fleet, or change it."),
     "reload": CommandEntry(
         "strata.cli.fleet.apply:reload", "Apply the manifest in the hub's settings, as the file is now."
     ),

@@ -21,6 +21,7 @@ from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.core.plan import ApplyPlan, ExistingJob, HostPolicy, RegisteredTrainer
+from strata.fleet.core.quota import OwnerUsage, Quota
 from strata.fleet.core.requirement import RequirementClass
 from strata.fleet.core.subscription import Subscription
 
@@ -263,6 +264,7 @@ class Store(Protocol):
 
         New jobs belong to the submitter, and so does a project that had no owner. A job that was submitted one by one
         belongs to the submitter of the manifest that has it now. FORBIDDEN when the project is another owner's.
+        EXHAUSTED, or FORBIDDEN for a priority, when the quota of the submitter does not allow all jobs of the plan.
         """
 
     async def existing_jobs(self) -> Mapping[str, ExistingJob]:
@@ -270,6 +272,17 @@ class Store(Protocol):
 
     async def projects(self) -> Mapping[str, str]:
         """The owner of each project that has one."""
+
+    async def quotas(self) -> Mapping[str, Quota]:
+        """The quotas that were set, by owner; `core.quota.EVERYBODY` is the one of those who have none."""
+
+    async def set_quota(self, owner: str, quota: Quota | None, actor: str, now_s: float) -> None:
+        """None: the owner has the quota of everybody again."""
+
+    async def usage(self, owner: str, window_s: float, now_s: float) -> OwnerUsage: ...
+
+    async def owners(self) -> Collection[str]:
+        """The owners of jobs that have not ended."""
 
     async def classes(self, after_id: int = 0) -> Sequence[ClassRow]: ...
 
@@ -329,8 +342,9 @@ class Store(Protocol):
 
     async def cancel(self, job_id: str, reason: str, actor: str, now_s: float) -> JobRow: ...
 
-    async def requeue(self, job_id: str, actor: str, now_s: float) -> JobRow:
+    async def requeue(self, job_id: str, actor: str, now_s: float, *, submitter: Submitter = OPERATOR) -> JobRow:
         """An ended job, or a pending one for which hosts are excluded, with a new budget and open to all hosts.
+        EXHAUSTED when the quota of the submitter is full.
 
         Unfinished jobs after it wait for it again; a host that holds one keeps it.
         """

@@ -192,8 +192,8 @@ class Fleet:
         failpoint("fleet.cancel.committed")
         return row
 
-    async def requeue(self, job_id: str, actor: str) -> JobRow:
-        row = await self.store.requeue(job_id, actor, self.now_s())
+    async def requeue(self, job_id: str, actor: str, submitter: Submitter = OPERATOR) -> JobRow:
+        row = await self.store.requeue(job_id, actor, self.now_s(), submitter=submitter)
         self._changes.notify()
         return row
 

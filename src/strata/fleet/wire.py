@@ -17,6 +17,7 @@ from strata.fleet.core.capability import Capability
 from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.jobspec import JobId, JobSpec, TrainerSpec
 from strata.fleet.core.manifest import JobManifest
+from strata.fleet.core.quota import OwnerUsage, Quota
 from strata.fleet.core.subscription import DEFAULT_EVENTS, SubscribedEvent
 
 MAX_WAIT_S: Final = 60.0
@@ -241,6 +242,28 @@ class StatusReply(HubReply, frozen=True, kw_only=True):
     hosts: int
     version: str
     now_s: float
+
+
+# Quotas
+
+
+class OwnerQuota(HubReply, frozen=True, kw_only=True):
+    owner: str
+    own: bool
+    """False: it is the quota of everybody who has none."""
+    quota: Quota
+    usage: OwnerUsage
+
+
+class QuotasReply(HubReply, frozen=True, kw_only=True):
+    quotas: tuple[OwnerQuota, ...]
+
+
+class QuotaRequest(Message, frozen=True, kw_only=True):
+    owner: Annotated[Word, msgspec.Meta(min_length=1)]
+    """`*`: everybody who has none."""
+    quota: Quota | None
+    """Null: the quota of everybody again."""
 
 
 # Manifest

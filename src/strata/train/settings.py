@@ -96,6 +96,11 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Save every new model as `000000` before anything is trained."""
 
     @property
+    def places(self) -> int:
+        """How many models there can be at a time."""
+        return 1 if self.training == "full" else max(self.max_models, self.slots)
+
+    @property
     def base_model(self) -> str:
         return self.name or self._folder
 
@@ -143,7 +148,9 @@ class LimitSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_pending_per_tenant: Count | None = None
     """Pending operations of one tenant; half of all unless set, because those behind a gap may wait for long."""
     max_models_per_tenant: Count | None = None
-    """Models of one tenant; `max_models` unless set."""
+    """Models of one tenant; half of `max_models` unless set, so that one tenant cannot take all places."""
+    max_sessions_per_tenant: Count = 1000
+    """Sessions of one tenant that have not ended."""
     operation_timeout_s: Positive = 1800.0
     """A dispatch that takes longer fails, and the ranks, which are stuck, are restarted."""
     result_ttl_s: Positive = 86_400.0

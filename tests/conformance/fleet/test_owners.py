@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from strata.base.errors import Code
+from strata.fleet.core.amounts import Capacity, Card, job_amounts
 from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.ownership import Submitter
 from strata.fleet.core.plan import ApplyPlan
-from strata.fleet.ports import JobFailure, JobFilter, Store
-from tests.conformance.fleet.fleet import add, add_host, claim, hold, job, kinds, plan, refusal
+from strata.fleet.core.quota import HOUR_S, OwnerUsage, Quota
+from strata.fleet.ports import Claim, JobFailure, JobFilter, Store
+from tests.conformance.fleet.fleet import add, add_host, claim, hold, job, kinds, needs, plan, refusal
 
 ANNA = Submitter(owner="anna")
 BERT = Submitter(owner="bert")
@@ -101,3 +103,50 @@ async def test_a_superseded_job_that_a_manifest_has_again_is_shown(store: Store)
     await store.cancel(old.id, "", "operator", 2.0)
     await store.apply(ApplyPlan(unchanged=(old.id,)), "operator", 3.0, source="m")
     assert len(await store.jobs(JobFilter(hidden=False))) == 2
+
+
+async def test_a_plan_beyond_the_quota_changes_nothing(store: Store) -> None:
+    await store.set_quota("anna", Quota(jobs=2, max_priority=5), "operator", 0.0)
+    assert await store.quotas() == {"anna": Quota(jobs=2, max_priority=5)}
+    await apply(store, ANNA, plan(job("a")), declared=False)
+    for wanted in (plan(job("b"), job("c"), project="p"), plan(job("d", priority=6), project="p")):
+        refused = await refusal(apply(store, ANNA, wanted))
+        assert refused.detail["quota"] in ("jobs", "priority")
+    assert (await store.projects(), list(await store.existing_jobs())) == ({}, [job("a").id])
+    assert await store.usage("anna", 60.0, 1.0) == OwnerUsage(jobs=1)
+    await apply(store, BERT, plan(job("e"), job("f"), job("g")), declared=False)
+    assert sorted(await store.owners()) == ["anna", "bert"]
+    await store.set_quota("anna", None, "operator", 0.0)
+    await apply(store, ANNA, plan(job("b"), job("c")), declared=False)
+
+
+async def test_requeued_jobs_count_and_ended_ones_do_not(store: Store) -> None:
+    await store.set_quota("*", Quota(jobs=1), "operator", 0.0)
+    first = job("a")
+    await apply(store, ANNA, plan(first), declared=False)
+    await store.cancel(first.id, "", "key:anna", 1.0)
+    await apply(store, ANNA, plan(job("b")), declared=False)
+    refused = await refusal(store.requeue(first.id, "key:anna", 2.0, submitter=ANNA))
+    assert refused.code is Code.EXHAUSTED
+    assert (await store.requeue(first.id, "operator", 2.0)).status is JobStatus.PENDING
+
+
+async def test_gpu_hours_are_counted_from_attempts_within_the_window(store: Store) -> None:
+    await apply(store, ANNA, plan(job("a", needs=needs(min_gpus=2), max_attempts=1)), declared=False)
+    await add_host(store)
+    capacity = Capacity(cards=(Card("g0", 24.0), Card("g1", 24.0)), cores=8, ram_gib=64.0)
+    classes = {row.id: job_amounts(row.requirement.needs, capacity) for row in await store.classes()}
+    wanted = Claim(host_id="host_a", claim_id="c1", classes=classes, capacity=capacity)
+    ((lease,),) = await store.claim([wanted], 1e6, 1000.0)
+    running = await store.usage("anna", 86_400.0, 1000.0 + HOUR_S)
+    assert (running.jobs, round(running.gpu_hours, 6)) == (1, 2.0)
+    await store.fail(hold(lease), JobFailure(cause=Cause.USER_ERROR), 1000.0 + 2 * HOUR_S, chance=0.5)
+    for later_s, hours in ((3 * HOUR_S, 4.0), (25 * HOUR_S, 2.0), (27 * HOUR_S, 0.0)):
+        assert round((await store.usage("anna", 24 * HOUR_S, 1000.0 + later_s)).gpu_hours, 6) == hours
+    await store.set_quota("anna", Quota(gpu_hours=4.0, window_s=86_400.0), "operator", 0.0)
+    later = plan(job("b"))
+    refused = await refusal(
+        store.apply(later, "key:anna", 1000.0 + 3 * HOUR_S, source="m", declared=False, submitter=ANNA)
+    )
+    assert refused.detail["quota"] == "gpu_hours"
+    await store.apply(later, "key:anna", 1000.0 + 25 * HOUR_S, source="m", declared=False, submitter=ANNA)

@@ -16,7 +16,7 @@ from strata.train.core.inputs import (
     ExpireResults,
     RanksAttached,
 )
-from strata.train.core.messages import OpenSession, SubmitOperation
+from strata.train.core.messages import FinishSession, OpenSession, SubmitOperation
 from strata.train.core.sampling import SampleOperation, SampleParams
 from strata.train.core.state import Dispatch
 from tests.core.train.servers import LORA, Server, forward_backward
@@ -118,6 +118,19 @@ def test_models_of_one_tenant_are_no_more_than_it_may_have(from_snapshot: bool) 
     server.accept(ops.UnloadModel(models[0]), tenant="many")
     server.run_all()
     assert server.ask(third).facts
+
+
+def test_sessions_of_one_tenant_are_no_more_than_it_may_have() -> None:
+    server = Shared(max_sessions_per_tenant=2)
+
+    def opening(number: int, tenant: str = "many") -> ClientCommand:
+        return ClientCommand(tenant, OpenSession(f"{tenant}-{number}"), server.now_s)
+
+    assert all(server.ask(opening(number)).facts for number in range(2))
+    assert server.refusal(opening(2)).code is Code.PRECONDITION
+    assert server.ask(opening(0, "other")).facts
+    server.ask(ClientCommand("many", FinishSession("many-0", "done"), server.now_s))
+    assert server.ask(opening(2)).facts
 
 
 @pytest.mark.parametrize("from_snapshot", [False, True])

@@ -145,3 +145,26 @@ def test_jobs_are_listed_by_owner_and_project(applied: Person) -> None:
     assert {row["owner"] for row in applied.says("list", "--owner", "operator", "-o", "json").value} == {"operator"}
     assert applied.says("list", "--owner", "anna", "-o", "json").value == []
     assert applied.says("list", "--project", "elsewhere", "-o", "json").value == []
+
+
+def test_quotas_are_shown_and_set(applied: Person) -> None:
+    assert applied.says("quota", "set", "anna", "--jobs", "5", "--priority=-1:10").status == ExitCode.OK
+    assert applied.says("quota", "set", "anna", "--gpu-hours", "500/7d").status == ExitCode.OK
+    rows = {row["owner"]: row for row in applied.says("quota", "-o", "json").value}
+    assert rows["anna"] == {
+        "owner": "anna",
+        "jobs": 0,
+        "max_jobs": 5,
+        "min_priority": -1,
+        "max_priority": 10,
+        "gpu_hours": 0.0,
+        "max_gpu_hours": 500.0,
+        "window_s": 7 * 86_400.0,
+        "set": True,
+    }
+    assert (rows["operator"]["jobs"], rows["operator"]["set"]) == (2, False)
+    assert "-1:10" in applied.says("quota").out
+    assert applied.says("quota", "set", "anna", "--jobs", "any").status == ExitCode.OK
+    assert applied.says("quota", "set", "anna").status == ExitCode.USAGE
+    assert applied.says("quota", "remove", "anna").status == ExitCode.OK
+    assert "anna" not in applied.says("quota").out

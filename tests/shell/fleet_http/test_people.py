@@ -89,3 +89,22 @@ async def test_the_same_name_again_supersedes_the_job_before_unless_the_seed_dif
     shown = ok(await anna.get("/v1/jobs", params={"name": "x", "hidden": "false"}), wire.JobsReply).jobs
     assert {each.spec.model: each.newer for each in shown} == {"b": 2, "c": 1, "d": 0}
     assert newest.id in {each.id for each in shown}
+
+
+async def test_a_full_quota_is_named_and_an_operator_can_raise_it(site: Running) -> None:
+    anna, operator = await site.with_role("researcher", "anna"), await site.operator()
+    change_quota = {"owner": "anna", "quota": {"jobs": 1, "max_priority": 3}}
+    assert refused(await anna.post("/v1/quotas", json=change_quota)) == (403, "forbidden")
+    assert (await operator.post("/v1/quotas", json=change_quota)).status_code == 204
+    await submit(anna, "a")
+    body = {"spec": {"model": "b", "trainer": "t"}, "trainer": TRAINER}
+    reply = await anna.post("/v1/jobs", json=body)
+    assert refused(reply) == (429, "exhausted")
+    assert "the quota of anna is full: 1 jobs wait or run" in reply.text
+    assert refused(await anna.post("/v1/manifest", json=manifest_body(f'project = "p"\n{TEXT}'))) == (429, "exhausted")
+    quotas = {each.owner: each for each in ok(await anna.get("/v1/quotas"), wire.QuotasReply).quotas}
+    assert (quotas["anna"].own, quotas["anna"].usage.jobs, quotas["*"].own) == (True, 1, False)
+    wrong = {"owner": "anna", "quota": {"min_priority": 4, "max_priority": 3}}
+    assert refused(await operator.post("/v1/quotas", json=wrong)) == (400, "invalid")
+    assert (await operator.post("/v1/quotas", json={"owner": "anna", "quota": None})).status_code == 204
+    assert (await submit(anna, "b")).owner == "anna"

@@ -92,6 +92,12 @@ async def test_a_number_that_cannot_be_written_down_is_refused_with_its_place(al
         assert reply.json()["error"]["message"].startswith(f"{place}: ")
 
 
+async def test_metadata_that_would_fill_the_memory_is_refused(alone: Reached) -> None:
+    reply = await alone.ask("POST", "/api/v1/create_session", json={"user_metadata": {"a": "b" * 5000}})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"] == "user_metadata: it has 5008 bytes as JSON, at most 4096 are kept"
+
+
 async def test_a_media_type_that_no_batch_has_is_refused(alone: Reached) -> None:
     reply = await alone.ask("POST", "/api/v1/forward_backward", content=b"x", headers={"Content-Type": "text/csv"})
     assert reply.status_code == 415

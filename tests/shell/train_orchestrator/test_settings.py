@@ -33,6 +33,7 @@ def test_a_file_with_only_a_model_is_a_server_on_loopback_with_everything_in_one
     assert settings.model.base_model == "tiny-1"
     assert rules_of(settings).base_models == ("tiny-1", "/models/tiny-1")
     assert rules_of(settings).tenant_quota == settings.limits.max_pending_requests // 2
+    assert rules_of(settings).max_models_per_tenant == settings.model.max_models // 2
     assert settings.database == f"sqlite:{tmp_path}/journal.db"
     assert settings.stream == "train/default"
     assert settings.requests == f"ipc://{tmp_path}/run/requests"

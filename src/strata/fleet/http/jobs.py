@@ -108,7 +108,7 @@ async def requeue(call: HubCall) -> wire.Job:
     context = call.context
     job_id = await resolve_job_id(call)
     await _check_may_change(context, call, job_id)
-    return job_reply(await context.fleet.requeue(job_id, call.actor))
+    return job_reply(await context.fleet.requeue(job_id, call.actor, submitter_of(call)))
 
 
 async def archive(call: HubCall) -> wire.Job:

@@ -21,6 +21,7 @@ from strata.fleet.http import (
     leases,
     logs,
     manifests,
+    quotas,
     secrets,
     subscriptions,
 )
@@ -91,6 +92,8 @@ _ROUTES: Final = (
     Route("GET", "/v1/status", VIEWER, jobs.status),
     Route("POST", "/v1/manifest", RESEARCHER, manifests.apply, 128 * MIB),
     Route("POST", "/v1/manifest/reload", OPERATOR, manifests.reload),
+    Route("GET", "/v1/quotas", VIEWER, quotas.listed),
+    Route("POST", "/v1/quotas", OPERATOR, quotas.change),
     Route("GET", "/v1/trainers", VIEWER, manifests.trainers),
     Route("GET", "/v1/events", VIEWER, events.events),
     # Secrets

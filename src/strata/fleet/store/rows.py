@@ -16,6 +16,7 @@ from strata.fleet.core.jobspec import HostSpec, JobSpec, TrainerSpec
 from strata.fleet.core.lease import AttemptCounts
 from strata.fleet.core.lease_status import LeaseStatus, lease_status
 from strata.fleet.core.plan import ExistingJob, HostPolicy, RegisteredTrainer
+from strata.fleet.core.quota import HOUR_S, Quota
 from strata.fleet.ports import AttemptKey, AttemptRow, HostRow, JobLease, JobRow, RefusedJob
 
 JOB: Final = (
@@ -39,6 +40,9 @@ EXISTING_JOB: Final = "spec, status, declared, trainer_digest, owner"
 POLICIES: Final = "SELECT host, spec, project FROM policy"
 TRAINERS: Final = "SELECT n.project, n.name, n.digest, t.spec FROM trainer_name n JOIN trainer t ON t.digest = n.digest"
 
+QUOTAS: Final = "SELECT owner, spec FROM quota"
+OWNERS: Final = "SELECT DISTINCT owner FROM job WHERE status IN ('pending', 'claimed', 'running')"
+
 REFUSED: Final = (
     "SELECT j.id, j.class_id, r.host_id FROM job_refusal r JOIN job j ON j.seq = r.seq WHERE j.status = 'pending'"
     " AND NOT EXISTS (SELECT 1 FROM lease WHERE job_id = j.id) ORDER BY j.id"
@@ -53,6 +57,7 @@ encode: Final = msgspec.json.Encoder().encode
 decode_spec: Final = msgspec.json.Decoder(JobSpec).decode
 decode_trainer: Final = msgspec.json.Decoder(TrainerSpec).decode
 _policy: Final = msgspec.json.Decoder(HostSpec).decode
+_quota: Final = msgspec.json.Decoder(Quota).decode
 _capability: Final = msgspec.json.Decoder(Capability).decode
 _labels: Final = msgspec.json.Decoder(dict[str, str]).decode
 _facts: Final = msgspec.json.Decoder(dict[str, Any]).decode
@@ -148,6 +153,20 @@ def decode_existing_job(row: Sequence[Any]) -> ExistingJob:
 def decode_policies(rows: Iterable[Sequence[Any]]) -> dict[str, HostPolicy]:
     """From `POLICIES`."""
     return {host: HostPolicy(spec=_policy(spec), project=project) for host, spec, project in rows}
+
+
+def decode_quotas(rows: Iterable[Sequence[Any]]) -> dict[str, Quota]:
+    """From `QUOTAS`."""
+    return {owner: _quota(spec) for owner, spec in rows}
+
+
+def used_gpu_hours(rows: Iterable[Sequence[Any]], since_s: float, now_s: float) -> float:
+    """Card hours of attempts, given as what they took, when they were claimed, and when they ended."""
+    used_s = 0.0
+    for taken, claimed_at_s, ended_at_s in rows:
+        until_s = now_s if ended_at_s is None else ended_at_s
+        used_s += decode_taken(taken).gpus * max(0.0, until_s - max(claimed_at_s, since_s))
+    return used_s / HOUR_S
 
 
 def decode_trainers(rows: Iterable[Sequence[Any]]) -> dict[tuple[str, str], RegisteredTrainer]:

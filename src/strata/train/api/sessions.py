@@ -11,7 +11,7 @@ from strata.train.wire import bodies, replies
 async def create(call: ApiCall, body: bodies.CreateSessionBody) -> replies.SessionReply:
     """A new session."""
     session_id = call.context.ids.new("session")
-    metadata = dict(bodies.check_int64(body.user_metadata or {}))
+    metadata = dict(bodies.check_metadata(body.user_metadata or {}))
     if body.display_name is not None:
         metadata["display_name"] = body.display_name
     opening = messages.OpenSession(session_id, body.tags, metadata, body.sdk_version)

@@ -35,5 +35,13 @@ def admit_model(state: TrainState, tenant: str) -> None:
         )
 
 
+def admit_session(state: TrainState, tenant: str) -> None:
+    most = state.rules.max_sessions_per_tenant
+    if sum(each.tenant == tenant and each.finished is None for each in state.sessions.values()) >= most:
+        raise StrataError(
+            Code.PRECONDITION, f"the quota of {tenant} is full: it has {most} sessions", hint="finish one first"
+        )
+
+
 def _over_quota(message: str) -> StrataError:
     return StrataError(Code.EXHAUSTED, message, hint="send it again later")

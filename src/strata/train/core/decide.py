@@ -14,7 +14,7 @@ import msgspec
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.train.core import checkpoint_retention, dispatching, memory, ops, publishing, sampling_slices, snapshots
-from strata.train.core.admission import admit, admit_model
+from strata.train.core.admission import admit, admit_model, admit_session
 from strata.train.core.facts import (
     DispatchFailed,
     Fact,
@@ -136,6 +136,7 @@ def _open_session(state: TrainState, tenant: str, command: OpenSession, at_s: fl
         return Decision(Done())
     if existing is not None or not is_name(command.session_id):
         raise StrataError(Code.INVALID, f"{command.session_id!r} cannot name a session")
+    admit_session(state, tenant)
     fact = SessionOpened(
         command.session_id, tenant, at_s, tuple(command.tags), dict(command.user_metadata), command.sdk_version
     )

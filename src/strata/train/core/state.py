@@ -42,6 +42,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     max_kept_results: int = 200_000
     max_samplers: int = 64
     max_models_per_tenant: int | None = None
+    max_sessions_per_tenant: int = 1000
+    """Of those that have not ended."""
     max_pending_samples: int = 2048
     """Sample requests that are accepted and not yet dispatched."""
     max_running_samples: int = 256

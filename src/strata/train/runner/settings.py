@@ -63,7 +63,7 @@ def runner_settings(settings: ServerSettings) -> RunnerSettings:
         dtype=model.dtype,
         backend=settings.ranks.backend,
         slots=1 if model.training == "full" else model.slots,
-        max_models=1 if model.training == "full" else max(model.max_models, model.slots),
+        max_models=model.places,
         models_in_memory=model.models_in_memory,
         max_lora_rank=model.max_lora_rank,
         max_tokens_per_row=model.max_tokens_per_row,

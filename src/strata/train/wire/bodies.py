@@ -16,6 +16,8 @@ from strata.base.errors import Code, StrataError
 from strata.train.core import messages, ops
 from strata.train.core.ops import MAX_NAME
 
+MAX_METADATA: Final = 4096
+"""Bytes of the metadata of a session, as JSON: the server keeps it as long as the session's record."""
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
 Seq = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -304,8 +306,9 @@ def tinker_path(text: str) -> tuple[str, Kind, str]:
     return parts[0], kind, name
 
 
-def check_int64(metadata: Mapping[str, Any], path: str = "user_metadata") -> Mapping[str, Any]:
-    """The same metadata; INVALID if it has an integer of more than 64 bits, which msgpack cannot encode."""
+def check_metadata(metadata: Mapping[str, Any], path: str = "user_metadata") -> Mapping[str, Any]:
+    """The same metadata; INVALID if it is longer than the server keeps, or has an integer of more than 64 bits, which
+    msgpack cannot encode."""
     pending: list[tuple[str, Any]] = [(path, metadata)]
     while pending:
         field, value = pending.pop()
@@ -315,6 +318,9 @@ def check_int64(metadata: Mapping[str, Any], path: str = "user_metadata") -> Map
             pending += [(f"{field}[{index}]", each) for index, each in enumerate(value)]
         elif isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise StrataError(Code.INVALID, f"{field}: the number has more than 64 bits", hint="send it as a text")
+    size = len(msgspec.json.encode(metadata))
+    if size > MAX_METADATA:
+        raise StrataError(Code.INVALID, f"{path}: it has {size} bytes as JSON, at most {MAX_METADATA} are kept")
     return metadata
 
 

@@ -13,9 +13,10 @@ from strata.fleet.core.jobspec import DEFAULT_PROJECT, JobSpec
 from strata.fleet.core.lease_status import outdated_plan
 from strata.fleet.core.ownership import Submitter, check_project, check_submission
 from strata.fleet.core.plan import ApplyPlan
+from strata.fleet.core.quota import OwnerUsage, check_specs, check_usage, quota_of
 from strata.fleet.store.postgres import tables as sql
 from strata.fleet.store.postgres.leases import Connection, class_ids, enqueue, record, requeue
-from strata.fleet.store.rows import class_keys, encode
+from strata.fleet.store.rows import QUOTAS, class_keys, decode_quotas, encode, used_gpu_hours
 
 PLAN_LOCK: Final = 0x5354_5241_5441_0004
 """Plans are applied one at a time: each is the difference to what the one before left."""
@@ -31,9 +32,10 @@ async def apply_plan(  # noqa: PLR0913 (what a plan is applied with)
     declared: bool,
     submitter: Submitter,
 ) -> None:
-    await connection.execute("SELECT pg_advisory_xact_lock(%s)", (PLAN_LOCK,))
+    await lock_plans(connection)
     await _check_current(connection, plan)
     await _take_project(connection, plan, submitter, now_s, declared=declared)
+    await check_quota(connection, plan, submitter, now_s)
     changed = plan.requeued | {change.job_id: change.spec for change in plan.changed}
     takers = [*plan.requeued, *(change.job_id for change in plan.changed if "trainer" in change.kinds)]
     needed = {needed for spec in [*plan.new.values(), *changed.values()] for needed in spec.after}
@@ -63,6 +65,10 @@ async def apply_plan(  # noqa: PLR0913 (what a plan is applied with)
     failpoint("fleet.apply.written")
 
 
+async def lock_plans(connection: Connection) -> None:
+    await connection.execute("SELECT pg_advisory_xact_lock(%s)", (PLAN_LOCK,))
+
+
 async def _check_current(connection: Connection, plan: ApplyPlan) -> None:
     """CONFLICT when a job or a trainer is there that was not when this was planned."""
     cursor = await connection.execute("SELECT id FROM job WHERE id = ANY(%s) LIMIT 1", (list(plan.new),))
@@ -82,6 +88,34 @@ async def _take_project(
     if row is None and plan.project != DEFAULT_PROJECT:
         insert = "INSERT INTO project VALUES (%s, %s, %s)"
         await connection.execute(insert, (plan.project, submitter.owner, now_s))
+
+
+async def check_quota(connection: Connection, plan: ApplyPlan, submitter: Submitter, now_s: float) -> None:
+    """Raise unless the quota of the submitter allows all jobs of the plan."""
+    if submitter.operator:
+        return
+    quotas = decode_quotas(await (await connection.execute(QUOTAS)).fetchall())
+    quota = quota_of(submitter.owner, quotas)
+    changed = [change.spec for change in plan.changed]
+    check_specs(submitter.owner, quota, [*plan.new.values(), *plan.requeued.values(), *changed])
+    used = await read_usage(connection, submitter.owner, None if quota.gpu_hours is None else quota.window_s, now_s)
+    check_usage(submitter.owner, quota, used, len(plan.new) + len(plan.requeued))
+
+
+async def read_usage(connection: Connection, owner: str, window_s: float | None, now_s: float) -> OwnerUsage:
+    """What the owner has in use; GPU hours only with a window, because all jobs of the owner are read for them."""
+    cursor = await connection.execute(
+        "SELECT count(*) FROM job WHERE owner = %s AND status IN ('pending', 'claimed', 'running')", (owner,)
+    )
+    ((jobs,),) = await cursor.fetchall()
+    if window_s is None:
+        return OwnerUsage(jobs=jobs)
+    cursor = await connection.execute(
+        "SELECT a.taken, a.claimed_at, a.ended_at FROM job j JOIN attempt a ON a.job_id = j.id"
+        " WHERE j.owner = %s AND (a.ended_at IS NULL OR a.ended_at > %s) AND a.taken <> ''",
+        (owner, now_s - window_s),
+    )
+    return OwnerUsage(jobs=jobs, gpu_hours=used_gpu_hours(await cursor.fetchall(), now_s - window_s, now_s))
 
 
 async def _record_jobs(connection: Connection, plan: ApplyPlan, actor: str, now_s: float) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 import msgspec
+from msgspec import to_builtins
 
 from strata.base.errors import Code, StrataError
 from strata.database import events
@@ -15,6 +16,7 @@ from strata.fleet.core.job import UNFINISHED, JobStatus
 from strata.fleet.core.jobspec import TrainerSpec
 from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.core.plan import ApplyPlan, ExistingJob, HostPolicy, RegisteredTrainer
+from strata.fleet.core.quota import OwnerUsage, Quota
 from strata.fleet.core.requirement import RequirementClass
 from strata.fleet.ports import (
     AttemptKey,
@@ -35,7 +37,7 @@ from strata.fleet.ports import (
 from strata.fleet.store.postgres import leases
 from strata.fleet.store.postgres import tables as sql
 from strata.fleet.store.postgres.claims import claim_jobs
-from strata.fleet.store.postgres.plan import apply_plan
+from strata.fleet.store.postgres.plan import apply_plan, check_quota, lock_plans, read_usage
 from strata.fleet.store.rows import (
     ATTEMPT,
     EXISTING_JOB,
@@ -44,7 +46,9 @@ from strata.fleet.store.rows import (
     HOST,
     JOB,
     NEWER,
+    OWNERS,
     POLICIES,
+    QUOTAS,
     REFUSED,
     TRAINERS,
     decode_attempt,
@@ -54,6 +58,7 @@ from strata.fleet.store.rows import (
     decode_job,
     decode_known_trainer,
     decode_policies,
+    decode_quotas,
     decode_refused_jobs,
     decode_trainers,
     encode,
@@ -89,6 +94,26 @@ class PostgresStore:
 
     async def projects(self) -> Mapping[str, str]:
         return dict(await self._connections.run("SELECT name, owner FROM project", {}))
+
+    async def quotas(self) -> Mapping[str, Quota]:
+        return decode_quotas(await self._connections.run(QUOTAS, {}))
+
+    async def set_quota(self, owner: str, quota: Quota | None, actor: str, now_s: float) -> None:
+        async with self._connections.transaction() as connection:
+            if quota is None:
+                await connection.execute("DELETE FROM quota WHERE owner = %s", (owner,))
+            else:
+                upsert = "INSERT INTO quota VALUES (%s, %s) ON CONFLICT (owner) DO UPDATE SET spec = excluded.spec"
+                await connection.execute(upsert, (owner, encode(quota)))
+            body = None if quota is None else to_builtins(quota)
+            await leases.record(connection, now_s, actor, "quota.changed", owner, quota=body)
+
+    async def usage(self, owner: str, window_s: float, now_s: float) -> OwnerUsage:
+        async with self._connections.transaction() as connection:
+            return await read_usage(connection, owner, window_s, now_s)
+
+    async def owners(self) -> Collection[str]:
+        return [owner for (owner,) in await self._connections.run(OWNERS, {})]
 
     async def classes(self, after_id: int = 0) -> Sequence[ClassRow]:
         select = "SELECT id, spec FROM req_class WHERE id > %(after)s ORDER BY id"
@@ -197,8 +222,13 @@ class PostgresStore:
         async with self._connections.transaction() as connection:
             return await leases.cancel(connection, job_id, reason, actor, now_s)
 
-    async def requeue(self, job_id: str, actor: str, now_s: float) -> JobRow:
+    async def requeue(self, job_id: str, actor: str, now_s: float, *, submitter: Submitter = OPERATOR) -> JobRow:
         async with self._connections.transaction() as connection:
+            if not submitter.operator:
+                # Requests of one owner are counted one after the other.
+                await lock_plans(connection)
+                row = await leases.read_job(connection, job_id)
+                await check_quota(connection, ApplyPlan(requeued={job_id: row.spec}), submitter, now_s)
             return await leases.requeue(connection, job_id, actor, now_s)
 
     async def archive(self, job_id: str, actor: str, now_s: float) -> JobRow:

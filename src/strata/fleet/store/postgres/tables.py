@@ -154,6 +154,9 @@ COMPONENT: Final = Component(
         CREATE TABLE project (name text PRIMARY KEY, owner text NOT NULL, made_at double precision NOT NULL);
         INSERT INTO project SELECT DISTINCT project, 'operator', 0.0 FROM job WHERE project <> 'default';
         """,
+        """
+        CREATE TABLE quota (owner text PRIMARY KEY, spec bytea NOT NULL);
+        """,
     ),
 )
 

@@ -11,7 +11,8 @@ from strata.fleet.core.jobspec import DEFAULT_PROJECT, JobSpec
 from strata.fleet.core.lease_status import outdated_plan
 from strata.fleet.core.ownership import Submitter, check_project, check_submission
 from strata.fleet.core.plan import ApplyPlan
-from strata.fleet.store.rows import class_keys, encode
+from strata.fleet.core.quota import OwnerUsage, check_specs, check_usage, quota_of
+from strata.fleet.store.rows import QUOTAS, class_keys, decode_quotas, encode, used_gpu_hours
 from strata.fleet.store.sqlite.leases import class_ids, enqueue, record, requeue
 
 
@@ -26,7 +27,9 @@ def apply_plan(  # noqa: PLR0913 (what a plan is applied with)
     submitter: Submitter,
 ) -> None:
     _check_current(db, plan)
-    _take_project(db, plan, submitter, now_s, declared=declared)
+    _check_project(db, plan, submitter, declared=declared)
+    check_quota(db, plan, submitter, now_s)
+    _take_project(db, plan, submitter, now_s)
     _put_trainers(db, plan)
     _put_policies(db, plan)
     written = plan.new | plan.requeued | {change.job_id: change.spec for change in plan.changed}
@@ -70,14 +73,43 @@ def _check_current(db: sqlite3.Connection, plan: ApplyPlan) -> None:
     )
 
 
-def _take_project(
-    db: sqlite3.Connection, plan: ApplyPlan, submitter: Submitter, now_s: float, *, declared: bool
-) -> None:
-    """FORBIDDEN when the project is another owner's; a project without an owner becomes the submitter's."""
+def _check_project(db: sqlite3.Connection, plan: ApplyPlan, submitter: Submitter, *, declared: bool) -> None:
+    """FORBIDDEN when the project is another owner's."""
     row = db.execute("SELECT owner FROM project WHERE name = ?", (plan.project,)).fetchone()
     (check_project if declared else check_submission)(submitter, plan.project, row[0] if row else "")
-    if row is None and plan.project != DEFAULT_PROJECT:
-        db.execute("INSERT INTO project VALUES (?, ?, ?)", (plan.project, submitter.owner, now_s))
+
+
+def _take_project(db: sqlite3.Connection, plan: ApplyPlan, submitter: Submitter, now_s: float) -> None:
+    """A project without an owner becomes the submitter's."""
+    if plan.project != DEFAULT_PROJECT:
+        insert = "INSERT INTO project VALUES (?, ?, ?) ON CONFLICT DO NOTHING"
+        db.execute(insert, (plan.project, submitter.owner, now_s))
+
+
+def check_quota(db: sqlite3.Connection, plan: ApplyPlan, submitter: Submitter, now_s: float) -> None:
+    """Raise unless the quota of the submitter allows all jobs of the plan."""
+    if submitter.operator:
+        return
+    quota = quota_of(submitter.owner, decode_quotas(db.execute(QUOTAS)))
+    changed = [change.spec for change in plan.changed]
+    check_specs(submitter.owner, quota, [*plan.new.values(), *plan.requeued.values(), *changed])
+    used = read_usage(db, submitter.owner, None if quota.gpu_hours is None else quota.window_s, now_s)
+    check_usage(submitter.owner, quota, used, len(plan.new) + len(plan.requeued))
+
+
+def read_usage(db: sqlite3.Connection, owner: str, window_s: float | None, now_s: float) -> OwnerUsage:
+    """What the owner has in use; GPU hours only with a window, because all jobs of the owner are read for them."""
+    ((jobs,),) = db.execute(
+        "SELECT count(*) FROM job WHERE owner = ? AND status IN ('pending', 'claimed', 'running')", (owner,)
+    )
+    if window_s is None:
+        return OwnerUsage(jobs=jobs)
+    attempts = db.execute(
+        "SELECT a.taken, a.claimed_at, a.ended_at FROM job j JOIN attempt a ON a.job_id = j.id"
+        " WHERE j.owner = ? AND (a.ended_at IS NULL OR a.ended_at > ?) AND a.taken <> x''",
+        (owner, now_s - window_s),
+    )
+    return OwnerUsage(jobs=jobs, gpu_hours=used_gpu_hours(attempts, now_s - window_s, now_s))
 
 
 def _insert_job(  # noqa: PLR0913 (the columns of a job that are not in its spec)

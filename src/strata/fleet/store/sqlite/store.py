@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from msgspec import to_builtins
 
 from strata.base.errors import Code, StrataError
 from strata.database import events
@@ -16,6 +17,7 @@ from strata.fleet.core.job import UNFINISHED
 from strata.fleet.core.jobspec import TrainerSpec
 from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.core.plan import ApplyPlan, ExistingJob, HostPolicy, RegisteredTrainer
+from strata.fleet.core.quota import OwnerUsage, Quota
 from strata.fleet.core.requirement import RequirementClass
 from strata.fleet.ports import (
     AttemptKey,
@@ -41,7 +43,9 @@ from strata.fleet.store.rows import (
     HOST,
     JOB,
     NEWER,
+    OWNERS,
     POLICIES,
+    QUOTAS,
     REFUSED,
     TRAINERS,
     decode_attempt,
@@ -51,13 +55,14 @@ from strata.fleet.store.rows import (
     decode_job,
     decode_known_trainer,
     decode_policies,
+    decode_quotas,
     decode_refused_jobs,
     decode_trainers,
     encode,
 )
 from strata.fleet.store.sqlite import leases
 from strata.fleet.store.sqlite.claims import claim_jobs
-from strata.fleet.store.sqlite.plan import apply_plan
+from strata.fleet.store.sqlite.plan import apply_plan, check_quota, read_usage
 
 
 class SqliteStore:
@@ -87,6 +92,26 @@ class SqliteStore:
 
     async def projects(self) -> Mapping[str, str]:
         return dict(await self._rows("SELECT name, owner FROM project", ()))
+
+    async def quotas(self) -> Mapping[str, Quota]:
+        return decode_quotas(await self._rows(QUOTAS, ()))
+
+    async def set_quota(self, owner: str, quota: Quota | None, actor: str, now_s: float) -> None:
+        def change(db: sqlite3.Connection) -> None:
+            if quota is None:
+                db.execute("DELETE FROM quota WHERE owner = ?", (owner,))
+            else:
+                upsert = "INSERT INTO quota VALUES (?, ?) ON CONFLICT (owner) DO UPDATE SET spec = excluded.spec"
+                db.execute(upsert, (owner, encode(quota)))
+            leases.record(db, now_s, actor, "quota.changed", owner, quota=None if quota is None else to_builtins(quota))
+
+        await self._thread.write(change)
+
+    async def usage(self, owner: str, window_s: float, now_s: float) -> OwnerUsage:
+        return await self._thread.read(lambda db: read_usage(db, owner, window_s, now_s))
+
+    async def owners(self) -> Collection[str]:
+        return [owner for (owner,) in await self._rows(OWNERS, ())]
 
     async def classes(self, after_id: int = 0) -> Sequence[ClassRow]:
         rows = await self._rows("SELECT id, spec FROM req_class WHERE id > ? ORDER BY id", (after_id,))
@@ -164,8 +189,13 @@ class SqliteStore:
     async def cancel(self, job_id: str, reason: str, actor: str, now_s: float) -> JobRow:
         return await self._thread.write(lambda db: leases.cancel(db, job_id, reason, actor, now_s))
 
-    async def requeue(self, job_id: str, actor: str, now_s: float) -> JobRow:
-        return await self._thread.write(lambda db: leases.requeue(db, job_id, actor, now_s))
+    async def requeue(self, job_id: str, actor: str, now_s: float, *, submitter: Submitter = OPERATOR) -> JobRow:
+        def run_again(db: sqlite3.Connection) -> JobRow:
+            row = leases.read_job(db, job_id)
+            check_quota(db, ApplyPlan(requeued={job_id: row.spec}), submitter, now_s)
+            return leases.requeue(db, job_id, actor, now_s)
+
+        return await self._thread.write(run_again)
 
     async def archive(self, job_id: str, actor: str, now_s: float) -> JobRow:
         return await self._thread.write(lambda db: leases.archive(db, job_id, actor, now_s))

@@ -112,5 +112,8 @@ COMPONENT: Final = Component(
         CREATE TABLE project (name TEXT PRIMARY KEY, owner TEXT NOT NULL, made_at REAL NOT NULL) WITHOUT ROWID, STRICT;
         INSERT INTO project SELECT DISTINCT project, 'operator', 0.0 FROM job WHERE project <> 'default';
         """,
+        """
+        CREATE TABLE quota (owner TEXT PRIMARY KEY, spec BLOB NOT NULL) WITHOUT ROWID, STRICT;
+        """,
     ),
 )

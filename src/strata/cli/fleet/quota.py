@@ -1,0 +1,167 @@
+"""`strata quota`: what each owner may use of the fleet."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import click
+
+from strata.cli.fleet.client import format_duration, hub_client, hub_option, print_rows
+from strata.cli.groups import DefaultGroup
+from strata.cli.output import Column, Format, output_option, print_error
+
+if TYPE_CHECKING:
+    from strata.fleet import wire
+
+_QUOTAS: Final = (
+    Column("owner", cut=24),
+    Column("jobs", number=True),
+    Column("of", number=True),
+    Column("priority"),
+    Column("gpu_hours", number=True),
+    Column("of_hours", number=True),
+    Column("window", number=True),
+    Column("set", wide=True),
+)
+_RANGE: Final = re.compile(r"(-?[0-9]{1,7}):(-?[0-9]{1,7})")
+_HOURS: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,3})?)(?:/([0-9]{1,4})d)?")
+
+
+class QuotaGroup(DefaultGroup):
+    default: ClassVar[str] = "list"
+
+
+class PriorityRange(click.ParamType[tuple[int, int]]):
+    """`LOW:HIGH`."""
+
+    name = "range"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        match = _RANGE.fullmatch(str(value))
+        if match is None:
+            self.fail(f"{value!r} is not a range of priorities: write LOW:HIGH, such as 0:10", param, ctx)
+        return int(match[1]), int(match[2])
+
+
+class HoursInWindow(click.ParamType[tuple[float | None, float]]):
+    """`HOURS/DAYSd` or `any`, as hours and seconds."""
+
+    name = "hours"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[float | None, float]:
+        if value == "any":
+            return None, 30 * 86_400.0
+        match = _HOURS.fullmatch(str(value))
+        if match is None or match[2] == "0":
+            self.fail(f"{value!r} is no number of hours: write 500/30d, or any", param, ctx)
+        return float(match[1]), int(match[2] or 30) * 86_400.0
+
+
+class JobCount(click.ParamType[int | None]):
+    """A number, or `any`."""
+
+    name = "number"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+        if value == "any":
+            return None
+        if not str(value).isascii() or not str(value).isdigit():
+            self.fail(f"{value!r} is no number of jobs, nor 'any'", param, ctx)
+        return int(str(value))
+
+
+@click.group(cls=QuotaGroup)
+def quota() -> None:
+    """Show what each owner may use of the fleet, or change it.
+
+    Operators have no quota.
+    """
+
+
+@quota.command("list")
+@hub_option
+@output_option
+def list_quotas(context: str | None, output: Format) -> None:
+    """Show the quota and the usage of each owner. '*' is the quota of owners that have none of their own."""
+    with hub_client(context) as client:
+        from strata.fleet import wire
+
+        listed = client.call("GET", "/v1/quotas", wire.QuotasReply).quotas
+    print_rows(output, _QUOTAS, ((_row(each), _shown(each)) for each in listed))
+
+
+@quota.command("set")
+@click.argument("owner")
+@click.option("--jobs", type=JobCount(), metavar="N", help="Jobs that may wait or run, or 'any'.")
+@click.option("--priority", type=PriorityRange(), metavar="LOW:HIGH", help="Range of priorities, such as 0:10.")
+@click.option("--gpu-hours", type=HoursInWindow(), metavar="N/DAYSd", help="GPU hours in so many days, or 'any'.")
+@hub_option
+def set_quota(
+    owner: str,
+    jobs: int | None,
+    priority: tuple[int, int] | None,
+    gpu_hours: tuple[float | None, float] | None,
+    context: str | None,
+) -> None:
+    """Set the quota of OWNER, or with '*' of every owner without one. What is not named stays."""
+    with hub_client(context) as client:
+        import msgspec
+
+        from strata.fleet import wire
+        from strata.fleet.core.quota import EVERYBODY
+
+        listed = {each.owner: each.quota for each in client.call("GET", "/v1/quotas", wire.QuotasReply).quotas}
+        changes: dict[str, Any] = {}
+        if click.get_current_context().get_parameter_source("jobs") is not click.core.ParameterSource.DEFAULT:
+            changes["jobs"] = jobs
+        if priority is not None:
+            changes["min_priority"], changes["max_priority"] = priority
+        if gpu_hours is not None:
+            changes["gpu_hours"], changes["window_s"] = gpu_hours
+        if not changes:
+            raise click.UsageError("name what to set: --jobs, --priority or --gpu-hours")
+        before = listed.get(owner, listed[EVERYBODY])
+        body = wire.QuotaRequest(owner=owner, quota=msgspec.structs.replace(before, **changes))
+        client.call("POST", "/v1/quotas", type(None), body=body)
+    print_error(f"strata: the quota of {owner} is set")
+
+
+@quota.command()
+@click.argument("owner")
+@hub_option
+def remove(owner: str, context: str | None) -> None:
+    """Give OWNER the quota of every owner again."""
+    with hub_client(context) as client:
+        from strata.fleet import wire
+
+        client.call("POST", "/v1/quotas", type(None), body=wire.QuotaRequest(owner=owner, quota=None))
+    print_error(f"strata: {owner} has no quota of its own")
+
+
+def _row(each: wire.OwnerQuota) -> dict[str, Any]:
+    return {
+        "owner": each.owner,
+        "jobs": each.usage.jobs,
+        "max_jobs": each.quota.jobs,
+        "min_priority": each.quota.min_priority,
+        "max_priority": each.quota.max_priority,
+        "gpu_hours": each.usage.gpu_hours,
+        "max_gpu_hours": each.quota.gpu_hours,
+        "window_s": each.quota.window_s,
+        "set": each.own,
+    }
+
+
+def _shown(each: wire.OwnerQuota) -> dict[str, Any]:
+    quota = each.quota
+    return {
+        "of": "any" if quota.jobs is None else quota.jobs,
+        "priority": f"{quota.min_priority}:{quota.max_priority}",
+        "gpu_hours": round(each.usage.gpu_hours, 1),
+        "of_hours": "any" if quota.gpu_hours is None else f"{quota.gpu_hours:g}",
+        "window": format_duration(quota.window_s),
+        "set": "own" if each.own else "default",
+    }

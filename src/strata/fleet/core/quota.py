@@ -1,0 +1,98 @@
+"""Quotas of owners: how many jobs may wait and run, in which range of priorities, and how many GPU hours they may use.
+
+A quota is checked when jobs are queued, in the transaction that queues them: all jobs of a request fit, or none is
+queued. Operators have no quota. A job that runs is never ended by a quota.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Final
+
+import msgspec
+
+from strata.base.errors import Code, StrataError
+from strata.fleet.core.jobspec import MAX_PRIORITY, JobSpec, Priority
+
+EVERYBODY: Final = "*"
+"""The owner under whose name the quota of those is kept who have none of their own."""
+HOUR_S: Final = 3600.0
+MAX_SPEC_BYTES: Final = 64 * 1024
+"""Of one job of an owner with a quota, as it is stored: a list of jobs has a thousand of them."""
+
+Jobs = Annotated[int, msgspec.Meta(ge=0, le=10_000_000)]
+Hours = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+Window = Annotated[float, msgspec.Meta(gt=0, le=3650 * 86_400)]
+
+
+class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    jobs: Jobs | None = 10_000
+    """Jobs that wait or run; None: any number."""
+    min_priority: Priority = -100
+    max_priority: Priority = 100
+    gpu_hours: Hours | None = None
+    """Card hours within the window; None: any number."""
+    window_s: Window = 30 * 86_400.0
+
+    @property
+    def problem(self) -> str:
+        """Why this is no quota; empty if it is one."""
+        if self.min_priority > self.max_priority:
+            return f"the range of priorities {self.min_priority}:{self.max_priority} is empty"
+        return ""
+
+
+DEFAULT: Final = Quota()
+UNLIMITED: Final = Quota(jobs=None, min_priority=-MAX_PRIORITY, max_priority=MAX_PRIORITY)
+
+
+class OwnerUsage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    jobs: int = 0
+    """That wait or run."""
+    gpu_hours: float = 0.0
+    """Within the window of the owner's quota."""
+
+
+def quota_of(owner: str, quotas: Mapping[str, Quota]) -> Quota:
+    """The quota of this owner, else the one of everybody."""
+    return quotas.get(owner) or quotas.get(EVERYBODY) or DEFAULT
+
+
+def check_specs(owner: str, quota: Quota, specs: Iterable[JobSpec]) -> None:
+    """FORBIDDEN if a job has a priority outside the range; INVALID if it is too long."""
+    for spec in specs:
+        if not quota.min_priority <= spec.priority <= quota.max_priority:
+            raise StrataError(
+                Code.FORBIDDEN,
+                f"{spec.label}: priority {spec.priority} is not in the range"
+                f" {quota.min_priority}:{quota.max_priority} of {owner}",
+                hint="choose another priority, or ask an operator for another quota: strata quota set",
+                quota="priority",
+            )
+        if len(msgspec.json.encode(spec)) > MAX_SPEC_BYTES:
+            raise StrataError(
+                Code.INVALID,
+                f"{spec.label} has more than {MAX_SPEC_BYTES} bytes",
+                hint="put large parameters into a file of the source",
+            )
+
+
+def check_usage(owner: str, quota: Quota, usage: OwnerUsage, added: int) -> None:
+    """EXHAUSTED unless the owner may queue `added` more jobs."""
+    if not added:
+        return
+    if quota.jobs is not None and usage.jobs + added > quota.jobs:
+        raise StrataError(
+            Code.EXHAUSTED,
+            f"the quota of {owner} is full: {usage.jobs} jobs wait or run, {added} more are too many for {quota.jobs}",
+            hint="strata list --mine shows them; strata cancel ends them",
+            quota="jobs",
+        )
+    if quota.gpu_hours is not None and usage.gpu_hours >= quota.gpu_hours:
+        raise StrataError(
+            Code.EXHAUSTED,
+            f"the quota of {owner} is used up: {usage.gpu_hours:.1f} of {quota.gpu_hours:g} GPU hours"
+            f" in {quota.window_s / 86_400:g} days",
+            hint="wait, or ask an operator for another quota: strata quota set",
+            quota="gpu_hours",
+        )
