@@ -26,6 +26,7 @@ import pytest
 
 from strata.base.errors import Code, StrataError
 from strata.base.private import private_folder
+from strata.fleet import wire
 from strata.fleet.agent import supervised
 from strata.fleet.agent.attempt_folder import AttemptPaths
 from strata.fleet.agent.cgroup import JobParents
@@ -38,7 +39,9 @@ from strata.fleet.agent.settings import AgentSettings, SandboxSettings
 from strata.fleet.agent.supervised import ChildExit
 from strata.fleet.client import HubClient
 from strata.fleet.core.job import Cause
+from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 from tests.core.fleet_agent.leases import a_trainer, lease
+from tests.shell.fleet_agent.running import HubProcess, agent
 from tests.shell.fleet_agent.waiting import eventually, is_alive
 
 AREA = "agent: sandbox"
@@ -382,6 +385,51 @@ def test_no_process_of_a_job_outlives_its_lease(host: Host, lost: bool) -> None:
         assert job.exit().stopped
     eventually(lambda: not any(is_alive(pid) for pid in pids))
     eventually(lambda: not any(group.exists() for group in groups))
+
+
+PATIENT = """
+import os, pathlib, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("up as", os.getuid(), flush=True)
+while not pathlib.Path(os.environ["TMPDIR"], "release").exists():
+    time.sleep(0.02)
+pathlib.Path(os.environ["STRATA_OUTPUT"], "model").write_text("weights")
+"""
+
+
+@pytest.mark.attack(AREA, "a job that a restarted agent finds is confined, goes on, and ends when it is cancelled")
+def test_a_confined_job_survives_its_agent_and_not_its_cancellation(tmp_path: Path) -> None:
+    hub = HubProcess(tmp_path)
+    folder = Path(tempfile.mkdtemp(prefix="strata-abuse-"))
+    folder.chmod(0o711)
+    trainer = TrainerSpec(name="patient", command=("python", "-c", PATIENT), directory=PLACE)
+    try:
+        with agent(hub, folder, "vera", sandbox_mode="required", slots="2", grace_s="0") as vera:
+            jobs = [hub.submit_with(trainer, JobSpec(model="m", seed=seed, trainer="patient")) for seed in (1, 2)]
+            for job in jobs:
+                assert "up as 65534" in hub.says(job, "up as")
+            host = hub.operator.call("GET", "/v1/workers", wire.HostsReply).hosts[0]
+            assert host.capability.sandbox == "namespaces"
+            specs = [json.loads(path.read_text()) for path in (vera.state / "attempts").glob("*/waiter.json")]
+            groups = [Path(spec["limits"]["groups"][-1]) for spec in specs]
+            pids = [int(pid) for group in groups for pid in (group / "cgroup.procs").read_text().split()]
+            assert len(pids) >= 2
+            vera.end(signal.SIGKILL)
+            assert all(map(is_alive, pids))
+            vera.start()
+            eventually(lambda: vera.said().count("attempt_resumed") == 2)
+            hub.cancel(jobs[0])
+            eventually(lambda: sum(group.exists() for group in groups) == 1)
+            for place in (vera.work / "attempts").iterdir():
+                (place / "tmp" / "release").touch()
+            done = hub.until(jobs[1], "completed", "failed")
+            assert (done.job.status, len(done.attempts)) == ("completed", 1)
+            assert hub.file(done.job.artifact, "model") == "weights"
+            eventually(lambda: not any(is_alive(pid) for pid in pids))
+            assert not any(group.exists() for group in groups)
+    finally:
+        hub.close()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.mark.attack(AREA, "be killed at once although the job has time to save")

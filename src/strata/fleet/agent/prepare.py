@@ -93,7 +93,10 @@ class PreparedAttempt:
 def create_work_folder(settings: AgentSettings) -> None:
     """Create the work folder: other users can enter their own folders below it, and cannot list it."""
     for folder in (settings.work_folder, settings.work_folder / "attempts"):
-        folder.mkdir(mode=0o711, parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            # Whatever the umask of the agent is.
+            folder.chmod(0o711)
         if os.name == "posix" and job_user_of(settings) is not None:
             status = folder.lstat()
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:

@@ -52,7 +52,7 @@ def run(settings: AgentSettings, environ: Mapping[str, str], announce: Callable[
         host = HostContext(settings, HubApi(client), allowed, sandbox.job_user, build_variables(environ), sandbox)
         if sandbox.job_user is None and hasattr(os, "geteuid") and os.geteuid() == 0:
             _log.warning("jobs_run_as_root", hint="set run_as: jobs can read this host's credentials")
-        _log.info("sandbox", level=sandbox.level, reason=sandbox.describe())
+        _log.info("sandbox_detected", sandbox=sandbox.level, reason=sandbox.describe())
         announce(f"{member.name} works for {member.url}, work in {settings.work_folder}")
         asyncio.run(_run(host, probed))
     finally:
