@@ -171,12 +171,15 @@ async def test_a_host_reads_only_what_its_live_leases_name(tmp_path: Path, tries
         )
         artifact, chunk, _ = await sent_source(person, b"print(1)")
         _, _, blob = await sent_source(person, b"print(2)")
+        dataset, row, _ = await sent_source(person, b"1,2,3")
         for number, bundle in enumerate((artifact, blob)):
-            trainer = {"name": f"t{number}", "command": ["true"], "bundle": bundle}
+            trainer: dict[str, object] = {"name": f"t{number}", "command": ["true"], "bundle": bundle}
+            trainer |= {"data": {"rows": {"source": "strata:rows", "digest": dataset}}} if number else {}
             body = {"spec": {"model": f"m{number}", "trainer": f"t{number}"}, "trainer": trainer}
             ok(await person.post("/v1/jobs", json=body), wire.SubmitReply)
         (first,), (second,) = await anna.claim("c1", slots=2), await anna.claim("c2", slots=1)
         named = [f"/v1/artifact/{artifact}", f"/v1/chunk/{chunk}", f"/v1/source/{blob}"]
+        named += [f"/v1/artifact/{dataset}", f"/v1/chunk/{row}"]
         named += [f"/v1/job/{lease.job_id}" for lease in (first, second)]
         for path in named:
             assert (await anna.http.get(path)).status_code == 200, path

@@ -63,7 +63,9 @@ class LeasedReads:
             for attempt in await self._store.attempts(row.id):
                 artifacts |= {attempt.checkpoint} - {""}
                 if attempt.epoch == row.epoch and attempt.trainer_digest:
-                    bundle = (await self._store.trainer(attempt.trainer_digest)).bundle
+                    trainer = await self._store.trainer(attempt.trainer_digest)
+                    artifacts |= {source.digest for source in trainer.data.values() if source.dataset}
+                    bundle = trainer.bundle
                     (artifacts if bundle.startswith("artifact1_") else blobs).add(bundle.removeprefix("sha256:"))
         named = _Named(
             until_s=self._clock.monotonic_s() + REMEMBER_S,
