@@ -1,6 +1,6 @@
 """Secrets of jobs: encrypted in the database, with a key that lies beside it in a file of its own.
 
-A secret belongs to one caller (its scope is the caller's actor, as in `key:7f3a`) or to a project (`project:NAME`).
+A secret belongs to an owner of jobs (its scope is `owner:NAME`) or to a project (`project:NAME`).
 Each value is sealed with AES-256-GCM under its scope and name, so that a row cannot be passed off as another one. The
 key is not part of a backup.
 """

@@ -75,7 +75,7 @@ def test_jobs_read_it_as_a_folder_that_the_host_fetched_once(
         assert {each.name for each in (running.work / "data").iterdir() if each.is_dir()} == {artifact, newer}
     facts = [
         attempt["facts"]["data"]["words"]
-        for job in person.says("list", "-o", "json").value
+        for job in person.says("list", "--all", "-o", "json").value
         for attempt in person.says("show", job["id"], "-o", "json").value["attempts"]
     ]
     assert sorted((each["artifact"] == artifact, each["cached"]) for each in facts) == [

@@ -9,6 +9,7 @@ import pytest
 
 from strata.base.errors import Code, StrataError
 from strata.cli.exit_codes import ExitCode
+from strata.fleet import wire
 from strata.sdk.submit import NONE, RunOptions, submit
 from tests.shell.cli_fleet.driving import HostByHand, Person
 from tests.shell.fleet_agent.running import HubProcess, agent
@@ -40,10 +41,11 @@ def test_the_host_gets_the_command_and_the_folder_and_the_person_the_outcome(
 ) -> None:
     del here
     person.says("run", "-d", "--", "python", "train.py")
-    lease = host.completes()
+    lease = host.claim()
     assert lease.trainer is not None
     assert lease.trainer.command == ("python", "train.py")
     assert b"print('hello')" in host.hub.source(lease.trainer.bundle)
+    host.hub.complete(lease, wire.CompleteRequest(epoch=lease.epoch))
     assert person.says("run", "--", "python", "train.py").status == ExitCode.OK
     person.says("cancel", person.says("run", "-d", "--seed", "2", "--", "python", "train.py").out.strip())
     done = person.says("run", "--seed", "2", "--", "python", "train.py")

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from strata.base.errors import Code, StrataError
@@ -27,6 +28,11 @@ async def site(tmp_path: Path) -> AsyncIterator[Running]:
 def a_job(*secrets: str, name: str = "t") -> dict[str, Any]:
     trainer = {"name": name, "command": ["x"], "directory": "/d", "secrets": list(secrets)}
     return {"spec": {"model": "m", "mode": name, "trainer": name}, "trainer": trainer}
+
+
+async def person(site: Running, name: str) -> httpx.AsyncClient:
+    made = await (await site.operator()).post("/v1/keys", json={"name": name, "role": "researcher"})
+    return await site.client(Authorization=f"Bearer {ok(made, wire.HubKeyReply).secret}")
 
 
 async def test_the_host_that_runs_the_job_gets_the_value_and_nothing_else_has_it(site: Running, tmp_path: Path) -> None:
@@ -55,7 +61,7 @@ async def test_the_host_that_runs_the_job_gets_the_value_and_nothing_else_has_it
 
 
 async def test_a_secret_is_for_its_owner_or_its_project(site: Running) -> None:
-    alice, bob, operator = await site.with_role("researcher"), await site.with_role("researcher"), await site.operator()
+    alice, bob, operator = await person(site, "alice"), await person(site, "bob"), await site.operator()
     await alice.put("/v1/secret/MINE", json={"value": VALUE})
     assert (await bob.post("/v1/jobs", json=a_job("MINE"))).status_code == 409
     query = {"project": "default"}
@@ -64,8 +70,15 @@ async def test_a_secret_is_for_its_owner_or_its_project(site: Running) -> None:
     assert (await bob.post("/v1/jobs", json=a_job("OURS"))).status_code == 200
     await alice.put("/v1/secret/OURS", json={"value": VALUE})
     assert (await alice.post("/v1/jobs", json=a_job("OURS", name="u"))).status_code == 200
-    host = await site.host("desk")
-    leases = {lease.spec.mode: lease.secrets for lease in await host.claim(count=2, slots=2)}
+    job = a_job("OURS", name="v")
+    job["spec"]["project"] = "hers"
+    assert (await alice.post("/v1/jobs", json=job)).status_code == 200
+    for client, status in ((alice, 204), (bob, 403)):
+        reply = await client.put("/v1/secret/TEAM", params={"project": "hers"}, json={"value": VALUE})
+        assert reply.status_code == status
+    hosts = [await site.host(f"desk{number}") for number in range(3)]
+    leases = {lease.spec.mode: lease.secrets for host in hosts for lease in await host.claim()}
+    assert leases.pop("v") == {"OURS": VALUE}
     assert leases == {"t": {"OURS": VALUE[::-1]}, "u": {"OURS": VALUE}}, "one's own comes first"
 
 

@@ -13,7 +13,7 @@ from strata.cli.output import Column, Format, output_option, print_error
 
 _SECRETS: Final = (Column("name"), Column("project"), Column("changed"), Column("by"))
 _project_option = click.option(
-    "--project", default="", metavar="PROJECT", help="For all jobs of PROJECT (operators); default: for your own jobs."
+    "--project", default="", metavar="PROJECT", help="For all jobs of your PROJECT (default: for all your jobs)."
 )
 
 

@@ -47,7 +47,7 @@ class TrainerSchemas(Protocol):
 
 
 class Secrets(Protocol):
-    """The secrets of jobs, by scope (a caller's actor, or `project:NAME`) and name."""
+    """The secrets of jobs, by scope (`owner:NAME` or `project:NAME`) and name."""
 
     async def put(self, scope: str, name: str, value: str, *, actor: str, now_s: float) -> None: ...
 

@@ -82,7 +82,7 @@ async def _schemas(
 async def _apply(context: HubContext, call: HubCall, body: wire.ManifestRequest) -> wire.ManifestReply:
     manifest = _with_sandbox(context, body.manifest)
     for trainer in manifest.trainers.values():
-        await check_secrets(context, call.actor, manifest.project, trainer.secrets)
+        await check_secrets(context, call.caller.owner, manifest.project, trainer.secrets)
     options = ApplyOptions(accept=body.accept, retrain=body.retrain, take_over=body.take_over)
     submitter = submitter_of(call)
     plan = await context.fleet.plan_manifest(manifest, options, submitter)

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
 from strata.fleet.core.jobspec import TrainerSpec
-from strata.fleet.http.context import HubCall, HubContext
-from strata.identity.roles import Role
+from strata.fleet.http.context import HubCall, HubContext, submitter_of
 
-_PROJECT = "project:"
+_OWNER: Final = "owner:"
+_PROJECT: Final = "project:"
 
 
 async def put(call: HubCall, query: wire.SecretQuery, body: wire.SecretRequest) -> None:
-    """Set a secret: for the caller's own jobs, or by an operator for all jobs of a project."""
+    """Set a secret: for the caller's own jobs, or by the owner of a project or an operator for all jobs of it."""
     context = call.context
     now_s = context.fleet.now_s()
-    await context.secrets.put(_scope(call, query), _name(call), body.value, actor=call.actor, now_s=now_s)
+    await context.secrets.put(await _scope(call, query), _name(call), body.value, actor=call.actor, now_s=now_s)
 
 
 async def listed(call: HubCall, query: wire.SecretQuery) -> wire.SecretsReply:
     """The names of the caller's own secrets, or of those of a project."""
-    scope = f"{_PROJECT}{query.project}" if query.project else call.actor
+    scope = f"{_PROJECT}{query.project}" if query.project else f"{_OWNER}{call.caller.owner}"
     return wire.SecretsReply(
         secrets=tuple(
             wire.StoredSecretReply(
@@ -38,7 +39,7 @@ async def listed(call: HubCall, query: wire.SecretQuery) -> wire.SecretsReply:
 async def remove(call: HubCall, query: wire.SecretQuery) -> None:
     """Remove a secret; jobs that name it cannot start any more."""
     name = _name(call)
-    if not await call.context.secrets.remove(_scope(call, query), name):
+    if not await call.context.secrets.remove(await _scope(call, query), name):
         raise StrataError(Code.NOT_FOUND, f"there is no secret {name}", hint="strata secrets list")
 
 
@@ -47,14 +48,14 @@ async def for_lease(context: HubContext, job_id: str, trainer: TrainerSpec | Non
     if trainer is None or not trainer.secrets:
         return {}
     row = await context.fleet.store.job(job_id)
-    return await context.secrets.reveal(_scopes(row.submitted_by, row.spec.project), trainer.secrets)
+    return await context.secrets.reveal(_scopes(row.owner, row.spec.project), trainer.secrets)
 
 
-async def check_secrets(context: HubContext, actor: str, project: str, names: Sequence[str]) -> None:
-    """PRECONDITION if a job of this caller would not get one of these."""
+async def check_secrets(context: HubContext, owner: str, project: str, names: Sequence[str]) -> None:
+    """PRECONDITION if a job of this owner would not get one of these."""
     if not names:
         return
-    known = {each.name for each in await context.secrets.names(_scopes(actor, project))}
+    known = {each.name for each in await context.secrets.names(_scopes(owner, project))}
     for name in names:
         if name not in known:
             raise StrataError(
@@ -62,14 +63,20 @@ async def check_secrets(context: HubContext, actor: str, project: str, names: Se
             )
 
 
-def _scopes(actor: str, project: str) -> tuple[str, str]:
-    return actor, f"{_PROJECT}{project}"
+def _scopes(owner: str, project: str) -> tuple[str, str]:
+    return f"{_OWNER}{owner}", f"{_PROJECT}{project}"
 
 
-def _scope(call: HubCall, query: wire.SecretQuery) -> str:
+async def _scope(call: HubCall, query: wire.SecretQuery) -> str:
     if not query.project:
-        return call.actor
-    call.caller.require_role(Role.OPERATOR)
+        return f"{_OWNER}{call.caller.owner}"
+    owner = (await call.context.fleet.store.projects()).get(query.project, "")
+    if not submitter_of(call).may_change(owner):
+        raise StrataError(
+            Code.FORBIDDEN,
+            f"the project {query.project!r} belongs to {owner or 'all'}",
+            hint="only its owner or an operator may change its secrets",
+        )
     return f"{_PROJECT}{query.project}"
 
 
