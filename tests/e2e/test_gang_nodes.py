@@ -1,6 +1,7 @@
-"""Two torchruns on two loopback addresses, two ranks each, meet through the coordinator.
+"""Gangs of two hosts with two ranks each, which meet through the coordinator.
 
-One host dies in mid-epoch, the other goes on from the committed checkpoint, and when the host is back the gang grows.
+One host dies or is cut off in mid-epoch, the other goes on from the committed checkpoint, and when the host is back the
+gang grows.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +23,9 @@ from examples.elastic_sft.corpus import write_corpus
 from strata.base.atomic import write_file
 from strata.base.settings import process_environment
 from strata.testing.ports import port_of, reserve_port
+from tests.e2e.nodes import network
+from tests.shell.coord.test_access import certificate, tls_files
+from tests.support.kernel import lets_make_networks
 
 PROGRAM: Final = Path(__file__).with_name("gated_sft.py")
 STRATA: Final = str(Path(sys.executable).with_name("strata"))
@@ -71,29 +75,25 @@ class Host:
         self.process.wait()
 
 
-class Site:
-    def __init__(self, folder: Path, port: int) -> None:
-        self.folder = folder
-        self.address = f"127.0.0.1:{port}"
-        self.hosts: list[Host] = []
-        command = [STRATA, "coordinator", "--listen", self.address]
-        with (folder / "coordinator.log").open("wb") as log:
-            self.coordinator = subprocess.Popen(
-                [*command, "--database", f"sqlite:{folder / 'coordinator.db'}"], stdout=log, stderr=log
-            )
+class Log:
+    """What the ranks write, and the gate that holds them at a step."""
 
-    def start(self, ip: str) -> Host:
-        self.hosts.append(Host(self.folder, self.address, ip))
-        return self.hosts[-1]
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def hold_at(self, step: int) -> None:
         write_file(self.folder / "gate", str(step).encode())
 
+    def let_go(self) -> None:
+        (self.folder / "gate").unlink()
+
+    def check(self) -> None:
+        """Called while waiting."""
+
     def wait(self, condition: Callable[[list[Line]], bool], what: str) -> list[Line]:
         until_s = time.monotonic() + WITHIN_S / 3
         while not condition(said := lines(self.folder, "rank-*.jsonl")):
-            for host in self.hosts:
-                assert host.process.poll() in (None, -9), f"{host.name} ended: {host.log.read_text('utf-8')[-3000:]}"
+            self.check()
             assert time.monotonic() < until_s, f"not in time: {what}; {said[-4:]}"
             time.sleep(0.05)
         return said
@@ -118,6 +118,33 @@ class Site:
             return len([each for each in done if each["generation"] == generation])
 
         self.wait(lambda said: at(said) == world_size, f"step {step} of generation {generation}")
+
+    def is_right(self, generations: Sequence[int]) -> None:
+        """Every sample once per epoch, and these generations started from nothing and from the two checkpoints."""
+        run = Run.read(self.folder)
+        assert judge(run, epochs=EPOCHS, loss_below=5.0).problems == []
+        starts = {line["generation"]: line["step"] for line in run.log if line["event"] == "started"}
+        assert [starts[each] for each in generations] == [0, EVERY, 2 * EVERY]
+
+
+class Site(Log):
+    def __init__(self, folder: Path, port: int) -> None:
+        super().__init__(folder)
+        self.address = f"127.0.0.1:{port}"
+        self.hosts: list[Host] = []
+        command = [STRATA, "coordinator", "--listen", self.address]
+        with (folder / "coordinator.log").open("wb") as log:
+            self.coordinator = subprocess.Popen(
+                [*command, "--database", f"sqlite:{folder / 'coordinator.db'}"], stdout=log, stderr=log
+            )
+
+    def start(self, ip: str) -> Host:
+        self.hosts.append(Host(self.folder, self.address, ip))
+        return self.hosts[-1]
+
+    def check(self) -> None:
+        for host in self.hosts:
+            assert host.process.poll() in (None, -9), f"{host.name} ended: {host.log.read_text('utf-8')[-3000:]}"
 
     def show(self, job: str) -> Any:
         command = [STRATA, "gang", "show", job, "--address", self.address, "-o", "json"]
@@ -162,11 +189,70 @@ def test_a_gang_over_two_hosts_shrinks_when_one_dies_and_grows_when_it_is_back(t
 
         returned = gang.start("127.0.0.2")
         again = gang.started(world_size=4, after=alone)
-        (tmp_path / "gate").unlink()
+        gang.let_go()
         for host in (gang.hosts[0], returned):
             assert host.process.wait(WITHIN_S / 3) == 0, host.log.read_text("utf-8")[-3000:]
 
-    run = Run.read(tmp_path)
-    assert judge(run, epochs=EPOCHS, loss_below=5.0).problems == []
-    starts = {line["generation"]: line["step"] for line in run.log if line["event"] == "started"}
-    assert [starts[each] for each in (both, alone, again)] == [0, EVERY, 2 * EVERY]
+    gang.is_right((both, alone, again))
+
+
+CUT: Final = """
+table inet cut {
+  chain input { type filter hook input priority 0; policy drop; iif "lo" accept; }
+  chain output { type filter hook output priority 0; policy drop; oif "lo" accept; }
+}
+"""
+COORDINATOR, FIRST, SECOND = "10.0.0.9", "10.0.0.1", "10.0.0.2"
+
+
+@pytest.mark.skipif(not lets_make_networks(), reason="the kernel lets this process make no network namespaces")
+def test_a_host_that_is_cut_off_is_left_behind_and_taken_back(tmp_path: Path) -> None:
+    """With `strata gang run` on each host, TLS and tokens; the hosts share a file system and nothing else."""
+    write_corpus(tmp_path / "corpus.jsonl", SAMPLES)
+    (tmp_path / "cut.nft").write_text(CUT, encoding="utf-8")
+    authority = certificate("authority")
+    tls_files(tmp_path, certificate("coordinator", authority, COORDINATOR))
+    (tmp_path / "ca.pem").write_bytes(authority.pem)
+    write_file(tmp_path / "token.secret", b"s" * 32, mode=0o600)
+    gang = Log(tmp_path)
+    with network(COORDINATOR, FIRST, SECOND) as (head, *hosts):
+        head.environ["STRATA_COORDINATOR_TOKEN_SECRET_FILE"] = str(tmp_path / "token.secret")
+        token = head.run(f"strata coordinator token --job {JOB}", tmp_path)
+        write_file(tmp_path / "worker.token", token.encode(), mode=0o600)
+        serving = "--tls-certificate server.pem --tls-key server.key --database sqlite:coordinator.db"
+        coordinator = head.start(
+            f"strata coordinator --listen {COORDINATOR}:7070 {serving}", tmp_path, tmp_path / "coordinator.log"
+        )
+        coordinator.until_it_says(":7070")
+        gang.hold_at(EVERY + 2)
+        program = f"{PROGRAM} --corpus corpus.jsonl --out {tmp_path} --epochs {EPOCHS} --checkpoint-every {EVERY}"
+        running = []
+        for number, host in enumerate(hosts):
+            host.environ |= {
+                "STRATA_WORKER_TOKEN_FILE": str(tmp_path / "worker.token"),
+                "STRATA_WORKER_TLS_CA": str(tmp_path / "ca.pem"),
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "eth0",
+            }
+            command = (
+                f"strata gang run --nproc 2 --nnodes 1:2 --coordinator {COORDINATOR}:7070 --job {JOB} --data {number}"
+            )
+            running.append(host.start(f"{command} -- {program}", tmp_path, tmp_path / f"host-{number}.log"))
+        try:
+            both = gang.started(world_size=4)
+            gang.trained(both, EVERY + 2, world_size=4)
+
+            hosts[1].run("nft -f cut.nft", tmp_path)
+            alone = gang.started(world_size=2, after=both)
+            gang.hold_at(2 * EVERY + 1)
+            gang.trained(alone, 2 * EVERY + 1, world_size=2)
+
+            hosts[1].run("nft delete table inet cut", tmp_path)
+            again = gang.started(world_size=4, after=alone)
+            gang.let_go()
+            assert [each.end() for each in running] == [0, 0]
+        finally:
+            for each in (coordinator, *running):
+                print(each.said()[-4000:])
+    assert "lost the coordinator" in running[1].said()
+    gang.is_right((both, alone, again))

@@ -242,6 +242,8 @@ class GangLauncher:
                         if isinstance(state, JobView):
                             self._show(state)
                             await self._see_to_hung(state)
+                        elif state.attempt == 1:
+                            self._say(f"lost the coordinator: {state.reason}; trying again")
             except StrataError as error:
                 # Before its first worker has registered there is no job.
                 if error.code not in (Code.NOT_FOUND, Code.UNAVAILABLE):

@@ -116,7 +116,7 @@ class Certificate(NamedTuple):
         )
 
 
-def certificate(name: str, issuer: Certificate | None = None) -> Certificate:
+def certificate(name: str, issuer: Certificate | None = None, address: str = "127.0.0.1") -> Certificate:
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.datetime.now(datetime.UTC)
@@ -128,7 +128,7 @@ def certificate(name: str, issuer: Certificate | None = None) -> Certificate:
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(minutes=1))
         .not_valid_after(now + datetime.timedelta(hours=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))]), critical=False)
         .add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)
         .sign(issuer.key if issuer else key, hashes.SHA256())
     )

@@ -115,7 +115,7 @@ class StrataRendezvous(RendezvousHandler):
         try:
             if self._node is None:
                 self._join(deadline_s)
-            elif not self._node.is_stale:
+            elif not self._is_round_over():
                 self._restart(self._node)
             while True:
                 self._gather(deadline_s)
@@ -151,9 +151,9 @@ class StrataRendezvous(RendezvousHandler):
             self._failures = 0
         self._failures += 1
         until_s = time.monotonic() + BACKOFF.delay_s(self._failures, random.random())  # noqa: S311 - only jitter
-        while time.monotonic() < until_s and not node.is_stale:
+        while time.monotonic() < until_s and not self._is_round_over():
             time.sleep(LOOK_S)
-        if not node.is_stale:
+        if not self._is_round_over():
             node.recover(f"the workers of {node.worker_id} failed")
 
     def _gather(self, deadline_s: float) -> None:
@@ -198,7 +198,12 @@ class StrataRendezvous(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """More than 0 makes torchrun start its workers again: nodes came or went, or workers of another one failed."""
-        return int(self._joined().is_stale)
+        return int(self._is_round_over())
+
+    def _is_round_over(self) -> bool:
+        """A node that was cut off and evicted has a newer generation itself once it is back."""
+        node = self._joined()
+        return node.is_stale or node.generation != self._round
 
     def is_closed(self) -> bool:
         return False
