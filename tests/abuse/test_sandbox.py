@@ -340,6 +340,9 @@ def test_a_job_that_fills_the_disk_is_ended_with_the_reason(host: Host) -> None:
     )
     seen = job.exit()
     assert (seen.exceeded, seen.status) == ("disk", -signal.SIGKILL)
+    # The same limit alone is what a job in a container gets.
+    alone = host.sandbox.limit_disk(job.spec, job.paths).limits
+    assert (alone.disk_bytes, alone.disk_folder) == (job.spec.limits.disk_bytes, str(job.paths.folder))
     outcome = classify_exit(seen, job.log, stop=None, timeout_s=0)
     assert outcome.cause is Cause.USER_ERROR
     assert "took more disk than this host gives to a job" in outcome.error
@@ -577,6 +580,9 @@ def test_what_the_settings_require_is_refused_where_the_host_cannot(
         with pytest.raises(StrataError) as refused:
             detect_sandbox(msgspec.structs.replace(agent, sandbox=sandbox), {}, RAM_BYTES)
         assert refused.value.code is Code.PRECONDITION
+    slip = SandboxSettings(readable=(str(tmp_path / "no-such-folder"),))
+    with pytest.raises(StrataError, match="there is no"):
+        detect_sandbox(msgspec.structs.replace(agent, sandbox=slip), {}, RAM_BYTES)
     weaker = detect_sandbox(agent, {}, RAM_BYTES)
     assert (weaker.level, weaker.bwrap) == ("user", "")
     assert "bubblewrap is not installed" in weaker.describe()

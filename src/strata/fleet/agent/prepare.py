@@ -160,7 +160,8 @@ def prepare_attempt(
             job_user=job_user,
         )
         facts |= {"environment": {"image": wanted_environment.image, "runtime": runtime.kind}}
-        return PreparedAttempt(contain(runtime, wanted_environment.image, spec, paths, view), facts)
+        contained = contain(runtime, wanted_environment.image, spec, paths, view)
+        return PreparedAttempt(host.sandbox.limit_disk(contained, paths), facts)
     return PreparedAttempt(host.sandbox.confine(spec, paths, readable=readable, gpus=devices != ()), facts)
 
 

@@ -88,6 +88,12 @@ class HostSandbox:
             limits=limits,
         )
 
+    def limit_disk(self, spec: SupervisorSpec, paths: AttemptPaths) -> SupervisorSpec:
+        """For a job that something else confines, with limits of its own for the rest."""
+        disk_bytes = int(self.settings.disk_gib * GIB) if self.settings.mode != "off" else 0
+        limits = LimitsSpec(disk_bytes=disk_bytes, disk_folder=str(paths.folder) if disk_bytes else "")
+        return msgspec.structs.replace(spec, limits=limits)
+
     def wrapper(self, paths: AttemptPaths, *, readable: Sequence[Path] = (), gpus: bool = False) -> tuple[str, ...]:
         return (
             self.bwrap,
@@ -159,9 +165,9 @@ def detect_sandbox(settings: AgentSettings, environ: Mapping[str, str], ram_byte
             work=settings.work_folder,
             homes=_homes(environ, job_user),
             programs=_program_folders(settings.interpreter),
-            readable=tuple(map(Path, wanted.readable)),
-            writable=tuple(map(Path, wanted.writable)),
-            hidden=tuple(map(Path, wanted.hidden)),
+            readable=_folders("readable", wanted.readable),
+            writable=_folders("writable", wanted.writable),
+            hidden=tuple(Path(text).expanduser().absolute() for text in wanted.hidden),
         ),
         memory_bytes=int(wanted.memory_gib * GIB) or int(_MEMORY_SHARE * ram_bytes),
     )
@@ -300,6 +306,15 @@ def _try_network_rules(found: HostSandbox) -> str:
                 job_limits.run_nft(f"delete table inet {table}")
             cgroup.remove_groups([group])
     return "" if b"ConnectionRefused" in done.stderr else "the kernel does not match the sockets of a control group"
+
+
+def _folders(setting: str, texts: Sequence[str]) -> tuple[Path, ...]:
+    """INVALID if one is not there: without it no sandbox can be made, and a slip of the pen must not turn it off."""
+    folders = tuple(Path(text).expanduser().absolute() for text in texts)
+    for folder in folders:
+        if not folder.exists():
+            raise StrataError(Code.INVALID, f"agent.sandbox.{setting}: there is no {folder}")
+    return folders
 
 
 def _homes(environ: Mapping[str, str], job_user: JobUser | None) -> tuple[Path, ...]:
