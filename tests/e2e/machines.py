@@ -18,6 +18,7 @@ ROOT: Final = Path(__file__).parents[2]
 STRATA: Final = str(Path(sys.executable).with_name("strata"))
 _LISTEN: Final = "0A"
 """The state of a listening socket in /proc/net/tcp."""
+_HUB: Final = re.compile(r"hub on (http://[0-9.:]+)")
 _LISTENS: Final = re.compile(r"listening on (https?://[0-9.:]+)")
 
 
@@ -61,6 +62,12 @@ class Machine(Person):
         self._listen = listen
         self.environ = {**self.environ, "STRATA_HUB_KEEP_FREE_BYTES": "0", "STRATA_AGENT_MIN_FREE_GIB": "0"}
         self._process: subprocess.Popen[str] | None = None
+        self.url = ""
+        """Of the hub, for SDKs."""
+
+    @property
+    def is_up(self) -> bool:
+        return self._process is not None and self._process.poll() is None
 
     def up(self) -> None:
         words = [STRATA, "up", "--listen", self._listen, "--name", self._name]
@@ -69,6 +76,8 @@ class Machine(Person):
         said = []
         for line in self._process.stderr:
             said.append(line)
+            serving = _HUB.search(line)
+            self.url = serving[1] if serving else self.url
             if "ready" in line:
                 return
         raise AssertionError(f"strata up ended: {''.join(said)}")

@@ -21,6 +21,9 @@ ALLOWED: Final = {
     "attempt.py": {
         "host.attempts / record.key": "path_names.attempt_name",
     },
+    "server_job.py": {
+        "work / 'servers' / server_name(job_id)": "path_names.server_name",
+    },
     "state.py": {
         "self._attempts / record.key": "path_names.attempt_name",
     },

@@ -12,18 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from strata.database.events import StoredEvent
 from strata.fleet.core.amounts import UNKNOWN, Amounts, Capacity, MoreMemory, Taken
 from strata.fleet.core.capability import Capability
-from strata.fleet.core.job import Cause, JobStatus
+from strata.fleet.core.job import HELD, Cause, JobStatus
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.core.plan import ApplyPlan, ExistingJob, HostPolicy, RegisteredTrainer
 from strata.fleet.core.quota import OwnerUsage, Quota
 from strata.fleet.core.requirement import RequirementClass
 from strata.fleet.core.subscription import Subscription
+
+ASLEEP: Final = "asleep: "
+"""How the reason of a server begins that the hub put to sleep, and not a person cancelled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +181,34 @@ class JobCompletion:
     artifact: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerRow:
+    """A job of the kind `server` that has served, and where its last attempt did so."""
+
+    job: JobRow
+    epoch: int
+    """Of the attempt that published the address."""
+    address: str
+    models: tuple[str, ...]
+    """The names of its base model."""
+    used_at_s: float
+    """When it was published, or the last request after that."""
+
+    @property
+    def serving(self) -> bool:
+        """Whether the attempt that published the address holds the lease."""
+        return self.job.status in HELD and self.job.epoch == self.epoch
+
+    @property
+    def asleep(self) -> bool:
+        return self.job.status is JobStatus.CANCELLED and self.job.reason.startswith(ASLEEP)
+
+    @property
+    def state(self) -> Literal["", "serving", "asleep"]:
+        """For people."""
+        return "serving" if self.serving else "asleep" if self.asleep else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,6 +370,16 @@ class Store(Protocol):
         """
 
     async def record_checkpoint(self, attempt: AttemptKey, artifact: str, now_s: float) -> None: ...
+
+    async def publish_server(self, attempt: AttemptKey, address: str, models: Sequence[str], now_s: float) -> None:
+        """Where the server of this attempt serves, and which base model under which names; STALE unless it holds the
+        lease."""
+
+    async def touch_server(self, job_id: str, now_s: float) -> None:
+        """Record that a request has used this server."""
+
+    async def servers(self) -> Sequence[ServerRow]:
+        """All jobs that have ever published an address, by id."""
 
     async def cancel(self, job_id: str, reason: str, actor: str, now_s: float) -> JobRow: ...
 

@@ -31,6 +31,7 @@ from strata.fleet.core.ownership import OPERATOR, Submitter, check_project
 from strata.fleet.core.plan import ApplyOptions, ApplyPlan, plan
 from strata.fleet.core.why import UnmetDependency, Why, WhyQuery, why
 from strata.fleet.ports import (
+    ASLEEP,
     AttemptKey,
     Claim,
     HostRow,
@@ -156,6 +157,11 @@ class Fleet:
         await self.store.record_checkpoint(attempt, artifact, self.now_s())
         failpoint("fleet.checkpoint.committed")
 
+    async def publish_server(self, attempt: AttemptKey, address: str, models: Sequence[str]) -> None:
+        self.touch_host(attempt.host_id)
+        await self.store.publish_server(attempt, address, models, self.now_s())
+        self._changes.notify()
+
     def touch_host(self, host_id: str) -> None:
         """Record a heartbeat: kept in memory, and written with all others once a second."""
         self._heartbeats[host_id] = self.now_s()
@@ -243,7 +249,21 @@ class Fleet:
         errors = {each.host_id: each.error for each in await self.store.attempts(job_id)} if hosts else {}
         return {host: (errors.get(host) or "").strip().partition("\n")[0] or "unknown" for host in hosts}
 
+    async def wake_server(self, job_id: str, actor: str) -> None:
+        """Queue a server again that is asleep; another request may have done so at the same moment."""
+        with contextlib.suppress(StrataError):
+            await self.requeue(job_id, actor)
+
     # The hub's loop
+
+    async def put_idle_servers_to_sleep(self) -> None:
+        """Cancel the servers that no request has used for their `idle_s`; `wake_server` queues them again."""
+        now_s = self.now_s()
+        for server in await self.store.servers():
+            idle_s = server.job.spec.idle_s
+            if idle_s and server.serving and now_s - server.used_at_s > idle_s:
+                reason = f"{ASLEEP}no request for {idle_s:g} s; the next one wakes it"
+                await self.cancel(server.job.id, reason, "hub")
 
     async def tick(self) -> None:
         """Once a second: write heartbeats, release backoffs, and expire leases if the grace period is over."""

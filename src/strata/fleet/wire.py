@@ -35,6 +35,7 @@ ErrorText = Annotated[str, msgspec.Meta(max_length=65_536)]
 Pem = Annotated[str, msgspec.Meta(max_length=16_384)]
 Prefix = Annotated[str, msgspec.Meta(max_length=128)]
 RoleName = Literal["viewer", "researcher", "operator", "admin"]
+BaseModel = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 HostState = Literal["active", "draining", "paused", "quarantined", "left"]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 
@@ -94,6 +95,8 @@ class LeaseGiven(HubReply, frozen=True, kw_only=True):
     """The values of the secrets that the trainer names and the hub has for this job."""
     taken: Taken = UNKNOWN
     """What the attempt has of the host: the cards it may use, and how much of the rest."""
+    front_key: str = ""
+    """Of a server: the secret with which the hub forwards the requests of its callers."""
 
 
 class ClaimReply(HubReply, frozen=True, kw_only=True):
@@ -105,6 +108,15 @@ class LeaseHeld(Message, frozen=True, kw_only=True):
     epoch: Epoch
     running: bool = False
     """The child runs, not only prepares."""
+
+
+class PublishRequest(Message, frozen=True, kw_only=True):
+    """Where the server of an attempt serves."""
+
+    epoch: Epoch
+    address: Annotated[str, msgspec.Meta(max_length=1024, pattern=r"\A(unix:/|https://)[!-~]+\Z")]
+    models: Annotated[tuple[BaseModel, ...], msgspec.Meta(max_length=16)]
+    """The names of its base model."""
 
 
 class HeartbeatsRequest(Message, frozen=True, kw_only=True):
@@ -175,6 +187,8 @@ class Job(HubReply, frozen=True, kw_only=True):
     """A later job has its name, and no manifest has it any more."""
     newer: int = 0
     """How many later jobs of its project have its name: `name@2` has one. Counted in lists only."""
+    serving: Literal["", "serving", "asleep"] = ""
+    """Of a server: whether the hub forwards requests to it, or the next request wakes it."""
 
 
 class JobAttempt(HubReply, frozen=True, kw_only=True):

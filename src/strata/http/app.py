@@ -65,7 +65,16 @@ class RouteApp:
         caller = scope[CALLER]
         route.access.check(caller)
         headers = Headers(scope=scope)
-        call = serving.call_type(serving.context, caller, scope["path_params"], headers, receive, scope[REAUTHENTICATE])
+        call = serving.call_type(
+            serving.context,
+            caller,
+            scope["path_params"],
+            headers,
+            receive,
+            scope[REAUTHENTICATE],
+            scope["method"],
+            _target(scope),
+        )
         arguments = self._reader.read_query(scope["query_string"])
         if budget is None:
             arguments |= await self._reader.read_body(receive, headers, None)
@@ -80,6 +89,12 @@ class RouteApp:
         if serving.before_reply is not None:
             serving.before_reply(route)
         await to_response(reply)(scope, receive, send)
+
+
+def _target(scope: Scope) -> str:
+    query = scope["query_string"].decode("latin-1")
+    path: str = scope["raw_path"].decode("latin-1")
+    return f"{path}?{query}" if query else path
 
 
 class Router:

@@ -71,6 +71,7 @@ class RequestReader:
     def __init__(self, route: Route, rules: ReadingRules) -> None:
         self._rules = rules
         self._limit = route.limit or rules.max_body
+        self._any_query = route.any_query
         declared = route.signature()
         self._body: Any = typing.get_type_hints(route.handler).get("body")
         self._json = is_message(declared.body)
@@ -80,7 +81,7 @@ class RequestReader:
     def read_query(self, query_string: bytes) -> dict[str, Any]:
         if self._query is not None:
             return {"query": self._query.read(query_string)}
-        if query_string and self._rules.strict:
+        if query_string and self._rules.strict and not self._any_query:
             raise StrataError(Code.INVALID, "this takes no parameters in the URL")
         return {}
 

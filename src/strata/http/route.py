@@ -73,6 +73,9 @@ class HttpCall(Generic[S]):
     receive: Receive
     reauthenticate: Callable[[], Awaitable[None]]
     """Raises if the credentials of the request are not good any more: for replies that take long."""
+    method: str = ""
+    target: str = ""
+    """Path and query as they were sent, for a handler that forwards the request."""
 
     @property
     def actor(self) -> str:
@@ -132,6 +135,8 @@ class Route:
     """Bytes of the body at most."""
     public_read: bool = False
     """Shown to clients without credentials by a server whose settings allow that."""
+    any_query: bool = False
+    """The handler takes the query as it was sent."""
     documented: Signature | None = None
     """What clients send and get, where that differs from the signature of the handler."""
     operation: str = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -43,6 +44,7 @@ from strata.identity.enroll import Enrollment
 HOUR_S: Final = 3600.0
 SCRUB_BYTES: Final = 4 << 30
 SCRUB_BYTES_PER_S: Final = 20e6
+IDLE_CHECK_S: Final = 2.0
 WEBHOOK_S: Final = 0.5
 SUBSCRIPTION_S: Final = 1.0
 TOKEN_FILE: Final = "operator.token"  # noqa: S105 - the name of a file
@@ -100,6 +102,7 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
             owner_only=owner_only,
             manifest=settings.manifest,
             pace=BodyPace(grace_s=settings.body_grace_s),
+            front_secret=hmac.digest(token.reveal().encode(), b"keys of servers that are jobs", "sha256"),
             limits=RootLimits(send_s=settings.send_s, failures=AuthFailures(settings.max_failures)),
         )
         dispatcher = SubscriptionDispatcher(subscriptions, sender, context=context, cursors=tables.cursors)
@@ -111,6 +114,7 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
             yield Hub(context=context, app=application(context), tls=tls, loops=loops)
         finally:
             sender.close()
+            await context.proxy.close()
             await chunks.close()
 
 
@@ -145,6 +149,7 @@ def _loops(settings: HubSettings, context: HubContext, tables: Tables, tls: Serv
     loops = [
         Loop(interval_s=TICK_S, run_once=context.fleet.tick, max_backoff_s=TICK_S),
         Loop(interval_s=GAP_S, run_once=context.feed.run_once, max_backoff_s=TICK_S),
+        Loop(interval_s=IDLE_CHECK_S, run_once=context.fleet.put_idle_servers_to_sleep),
         Loop(interval_s=HOUR_S, run_once=keep_and_collect),
         Loop(interval_s=HOUR_S, run_once=scrub_some),
         Loop(interval_s=HOUR_S, run_once=renew_certificate),

@@ -33,6 +33,8 @@ class CallerKind(StrEnum):
     KEY = "key"
     HOST = "host"
     OPERATOR = "operator"
+    TENANT = "tenant"
+    """Whom a hub has authenticated, and names to a training server that trusts it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,11 @@ class ServerSection(msgspec.Struct, frozen=True, kw_only=True):
     outputs_port: Port = OUTPUTS_PORT
     keys: Path | None = None
     """The file with the keys of the links; `link.keys` in the data folder unless set. Only the owner may read it."""
+    front_key: Secret | None = None
+    """The key of a hub that forwards the requests of its callers and names them. Without it the server takes no
+    caller's word for who another is."""
+    address_file: Path | None = None
+    """A file to which the server writes its socket and the names of its model when it is ready, for a fleet's agent."""
     max_body_bytes: Count = 256 << 20
     poll_s: Positive = 30.0
     """How long a long-poll request waits for a result."""

@@ -221,6 +221,7 @@ def job_row(job: wire.Job, hosts: Mapping[str, str]) -> dict[str, Any]:
         "id": job.id,
         "job": job.spec.label,
         "status": job.status,
+        "serving": job.serving or None,
         "attempt": job.attempt,
         "host": hosts.get(job.host_id, job.host_id) or None,
         "host_id": job.host_id or None,
@@ -250,6 +251,7 @@ def _job_shown(job: wire.Job, now_s: float) -> dict[str, Any]:
     return {
         "id": short_id(job.id),
         "job": label,
+        "status": job.serving or job.status,
         "age": format_duration(now_s - job.changed_at_s),
         "attempt": job.attempt or None,
     }
@@ -284,6 +286,7 @@ def _show_job(job: wire.Job, now_s: float) -> None:
         ("job", spec.label),
         ("id", job.id),
         ("status", _since(job, now_s)),
+        ("serving", "at the hub's URL, under /api/v1" if job.serving == "serving" else ""),
         ("why", job.reason),
         ("model", f"{spec.model}, mode {spec.mode}, seed {spec.seed}"),
         ("hyper", json.dumps(spec.hyper) if spec.hyper else ""),

@@ -28,6 +28,7 @@ from strata.fleet.agent.outcome import classify_exit
 from strata.fleet.agent.prepare import HostContext, prepare_attempt
 from strata.fleet.agent.redaction import Redactor
 from strata.fleet.agent.retry import BACKOFF, TRANSIENT, ThreadPools, retry, run_in, wait_or_timeout
+from strata.fleet.agent.server_job import read_publication
 from strata.fleet.agent.state import AgentState, AttemptOutcome, AttemptPhase, AttemptRecord, StopOrder
 from strata.fleet.agent.trainer_source import code_version
 from strata.fleet.artifacts.files import Tree
@@ -80,6 +81,9 @@ class Attempt:
         self._paths = AttemptPaths(host.attempts / record.key)
         self._process: subprocess.Popen[bytes] | None = None
         self._child_ended = asyncio.Event()
+        self._published: wire.PublishRequest | None = None
+        self._not_published = ""
+        """Why the hub has not taken the address of a server, to be logged once."""
         self._dropped = asyncio.Event()
         """The hub expects no report: retries are cancelled."""
         lease = record.lease
@@ -191,6 +195,8 @@ class Attempt:
             status = await self._until_ended()
             tail = await run_in(self._pools.work, read_log_tail, self._folder / supervised.LOG)
             outcome = classify_exit(status, tail, stop=self.record.stop, timeout_s=self.record.lease.spec.timeout_s)
+            if outcome.cause is None and self.record.lease.spec.kind == "server":
+                outcome = AttemptOutcome(cause=Cause.USER_ERROR, error="the server has ended", facts=outcome.facts)
             self._finish(outcome)
             failpoint("agent.attempt.ended")
         finally:
@@ -213,9 +219,32 @@ class Attempt:
                     failpoint("agent.attempt.seen")
                     self._save(phase=AttemptPhase.RUNNING)
                     self._on_started()
+                case supervised.ChildRunning() if self.record.lease.spec.kind == "server":
+                    await self._publish_server()
                 case _:
                     pass
             await asyncio.sleep(POLL_S)
+
+    async def _publish_server(self) -> None:
+        """Tell the hub where the server serves, once for each address. A hub that is away is told at the next poll."""
+        lease, settings = self.record.lease, self._host.settings
+        try:
+            found = await run_in(
+                self._pools.work,
+                lambda: read_publication(
+                    lease, self._paths, settings.work_folder, advertise=settings.advertise, uid=self._host.uid
+                ),
+            )
+            if found is None or found == self._published:
+                return
+            await run_in(self._pools.work, self._host.hub.publish, lease, found)
+        except StrataError as error:
+            if error.message != self._not_published:
+                _log.warning("server_not_published", job=lease.job_id, reason=error.message)
+            self._not_published = error.message
+            return
+        self._published = found
+        _log.info("server_published", job=lease.job_id, epoch=lease.epoch, models=list(found.models))
 
     async def _upload_until_ended(self) -> None:
         failures = 0

@@ -59,6 +59,11 @@ class AttemptPaths:
         return self.folder / "resume"
 
     @property
+    def server(self) -> Path:
+        """Of a server: the hub's key, and the address that it serves at."""
+        return self.folder / "server"
+
+    @property
     def tmp(self) -> Path:
         return self.folder / "tmp"
 

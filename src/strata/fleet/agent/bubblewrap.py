@@ -33,9 +33,15 @@ class MountView:
     hidden: tuple[Path, ...] = ()
 
     def mount_options(
-        self, attempt: Path, *, tmp: Path, readable: Sequence[Path] = (), gpus: bool = False
+        self,
+        attempt: Path,
+        *,
+        tmp: Path,
+        readable: Sequence[Path] = (),
+        writable: Sequence[Path] = (),
+        gpus: bool = False,
     ) -> Iterator[str]:
-        """`readable` are folders of the agent, below its work folder, that this job may see."""
+        """`readable` and `writable` are folders of the agent, below its work folder, that this job may use so."""
         yield from _system(gpus=gpus)
         for folder in _TEMPORARY:
             yield from ("--bind", str(tmp), str(folder))
@@ -49,7 +55,8 @@ class MountView:
             yield from _empty(folder)
         for folder in readable:
             yield from _bind("--ro-bind", folder, self.work)
-        yield from _bind("--bind", attempt, self.work)
+        for folder in (*writable, attempt):
+            yield from _bind("--bind", folder, self.work)
 
     def check_visible(self, folder: Path, shown: Sequence[Path]) -> None:
         """PRECONDITION if a job that sees `shown` in addition would not see this folder of a trainer."""

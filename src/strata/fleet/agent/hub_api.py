@@ -42,6 +42,10 @@ class HubApi:
         body = wire.FailRequest(epoch=lease.epoch, cause=cause, error=error, facts=facts)
         return self.client.call("POST", f"/v1/job/{lease.job_id}/fail", wire.Job, body=body)
 
+    def publish(self, lease: LeaseGiven, body: wire.PublishRequest) -> None:
+        """Say where the server of this attempt serves."""
+        self.client.call("PUT", f"/v1/job/{lease.job_id}/server", type(None), body=body)
+
     def append(self, lease: LeaseGiven, stream: Stream, offset: int, piece: bytes, *, last: bool = False) -> int:
         """How many bytes of the stream the hub has now."""
         query = wire.PieceQuery(epoch=lease.epoch, offset=offset, last=last)

@@ -30,6 +30,14 @@ def attempt_name(job_id: str, epoch: int) -> PathName:
     return PathName(f"{match[1]}-{epoch}")
 
 
+def server_name(job_id: str) -> PathName:
+    """The name of the folder of a server's data, for all its attempts. Short, because sockets lie in it."""
+    match = _JOB.fullmatch(job_id)
+    if match is None:
+        raise StrataError(Code.INVALID, f"{job_id[:80]!r} is not a job")
+    return PathName(match[1])
+
+
 def blob_digest(bundle: str) -> str:
     """The SHA-256 of a bundle that was uploaded as one file; empty for an artifact."""
     match = _BLOB.fullmatch(bundle)

@@ -28,6 +28,7 @@ from strata.fleet.agent.hub_api import HubApi
 from strata.fleet.agent.path_names import artifact_id, attempt_name
 from strata.fleet.agent.privsep import run_with_input
 from strata.fleet.agent.sandbox import UNCONFINED, HostSandbox, job_user_of
+from strata.fleet.agent.server_job import data_folder, prepare_server
 from strata.fleet.agent.settings import AgentSettings
 from strata.fleet.agent.supervised import SupervisorSpec
 from strata.fleet.core.jobspec import TrainerSpec
@@ -146,14 +147,16 @@ def prepare_attempt(
     if wanted_environment is not None and wanted_environment.file:
         built = provide_environment(host.environments, wanted_environment, cwd, key, wanted)
         venv, facts = built.path, facts | {"environment": built.facts}
-    inputs = environment.JobInputs(devices=devices, venv=venv, secrets=lease.secrets, data=data.folders)
+    server = prepare_server(lease, paths, host.settings.work_folder, job_user) if lease.spec.kind == "server" else {}
+    inputs = environment.JobInputs(devices=devices, venv=venv, secrets=lease.secrets, data=data.folders, server=server)
     spec = _supervisor_spec(host, lease, trainer, paths, cwd, inputs)
     readable = [Path(folder) for folder in (*filter(None, [venv]), *data.folders.values())]
+    writable = [data_folder(host.settings.work_folder, lease.job_id)] if server else []
     if wanted_environment is not None and wanted_environment.image:
         runtime = ensure_image(find_runtime(settings.containers, host.environ), wanted_environment.image, wanted)
         view = ContainerView(
             readable=readable,
-            writable=[cwd] if trainer.directory else [],
+            writable=[*writable, *([cwd] if trainer.directory else [])],
             devices=devices,
             sandbox=settings.sandbox,
             memory_bytes=host.sandbox.memory_bytes,
@@ -162,7 +165,8 @@ def prepare_attempt(
         facts |= {"environment": {"image": wanted_environment.image, "runtime": runtime.kind}}
         contained = contain(runtime, wanted_environment.image, spec, paths, view)
         return PreparedAttempt(host.sandbox.limit_disk(contained, paths), facts)
-    return PreparedAttempt(host.sandbox.confine(spec, paths, readable=readable, gpus=devices != ()), facts)
+    confined = host.sandbox.confine(spec, paths, readable=readable, writable=writable, gpus=devices != ())
+    return PreparedAttempt(confined, facts)
 
 
 def _supervisor_spec(

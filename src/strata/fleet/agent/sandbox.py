@@ -73,9 +73,11 @@ class HostSandbox:
         paths: AttemptPaths,
         *,
         readable: Sequence[Path] = (),
+        writable: Sequence[Path] = (),
         gpus: bool = False,
     ) -> SupervisorSpec:
-        """The spec with all that confines it. `readable` are caches of the agent that this job may see."""
+        """The spec with all that confines it. `readable` are caches of the agent that this job may see, `writable`
+        folders that it may change beside that of its attempt."""
         limits = self._limits(paths.folder)
         if not self.bwrap:
             return msgspec.structs.replace(spec, limits=limits)
@@ -83,7 +85,7 @@ class HostSandbox:
         return msgspec.structs.replace(
             spec,
             env={**spec.env, "HOME": str(paths.home)},
-            wrapper=self.wrapper(paths, readable=readable, gpus=gpus),
+            wrapper=self.wrapper(paths, readable=readable, writable=writable, gpus=gpus),
             switch_inside=self.as_root,
             limits=limits,
         )
@@ -94,11 +96,18 @@ class HostSandbox:
         limits = LimitsSpec(disk_bytes=disk_bytes, disk_folder=str(paths.folder) if disk_bytes else "")
         return msgspec.structs.replace(spec, limits=limits)
 
-    def wrapper(self, paths: AttemptPaths, *, readable: Sequence[Path] = (), gpus: bool = False) -> tuple[str, ...]:
+    def wrapper(
+        self,
+        paths: AttemptPaths,
+        *,
+        readable: Sequence[Path] = (),
+        writable: Sequence[Path] = (),
+        gpus: bool = False,
+    ) -> tuple[str, ...]:
         return (
             self.bwrap,
             *namespace_options(as_root=self.as_root, network=self.settings.network != "none"),
-            *self.view.mount_options(paths.folder, tmp=paths.tmp, readable=readable, gpus=gpus),
+            *self.view.mount_options(paths.folder, tmp=paths.tmp, readable=readable, writable=writable, gpus=gpus),
         )
 
     def _limits(self, folder: Path) -> LimitsSpec:

@@ -9,6 +9,7 @@ train_hosts and seed, and of nothing else: the same manifest read again, or writ
 - Code and data enter only where `retrain_on` asks for them, so that a new commit does not retrain everything.
 - The trainer, priority, constraints and limits are how a job is done and not what it is: changing them keeps the id.
 - A project other than `default` adds its name as one more field: two projects never share a job.
+- A server adds its kind: it is another job than the training of a model of the same name.
 
 A change of these rules needs a new version in the prefix. Ids are in databases, so the tests hold golden ones.
 """
@@ -68,6 +69,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The digest of the trainer's source, if `retrain_on` has "code"."""
     data: Text = ""
 
+    kind: Literal["train", "server"] = "train"
+    """`train` ends with a result. `server` runs until it is cancelled and says where it serves."""
     project: Name = DEFAULT_PROJECT
     trainer: Name = "default"
     name: Text = ""
@@ -84,6 +87,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Of one attempt. 0: as long as it takes."""
     sweep: Text = ""
     """The sweep that made this job."""
+    idle_s: Seconds = 0.0
+    """A server without a request for so long is put to sleep; the next request wakes it. 0: never."""
 
     def __post_init__(self) -> None:
         for field in ("train_hosts", "retrain_on", "after"):
@@ -126,6 +131,8 @@ def job_id(spec: JobSpec) -> str:
             what[part] = known
     if spec.project != DEFAULT_PROJECT:
         what["project"] = spec.project
+    if spec.kind == "server":
+        what["kind"] = spec.kind
     return content_id("job", 1, what)
 
 

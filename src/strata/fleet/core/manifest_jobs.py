@@ -37,6 +37,8 @@ from strata.fleet.core.sweep_plan import (
 )
 
 MAX_JOBS: Final = 200_000
+SERVER_BUDGET: Final = {"max_attempts": 1000, "max_lost": 1000, "max_infra": 1000}
+"""Unless the manifest says otherwise: a server runs for months, and every restart of it counts."""
 
 _NEEDS: Final = kinds_of(Needs)
 _OWN: Final = kinds_of(JobSpec, without=("needs", "after", "code", "data", "sweep", "project"))
@@ -110,6 +112,8 @@ def _job(context: ManifestContext, place: KeyPath, table: dict[str, Any], kinds:
     fields = read_fields(problems, place, table, kinds, required=("model",))
     if fields.pop("workers", 1) != 1:
         problems.add((*place, "workers"), "a job on several hosts at once is not supported yet; it has to be 1")
+    if "idle_s" in fields and fields.get("kind") != "server":
+        problems.add((*place, "idle_s"), 'only a server sleeps; set kind = "server"')
     no_json = check_free_values(problems, place, table)
     trainer = _trainer(context, place, fields.get("trainer"), given="trainer" in table)
     if kinds is _JOB and "hyper" not in no_json:
@@ -130,6 +134,8 @@ def check_free_values(problems: Problems, place: KeyPath, values: Mapping[str, A
 
 def _job_spec(context: ManifestContext, trainer: str, fields: Mapping[str, Any]) -> JobSpec:
     own = {key: value for key, value in fields.items() if key in _OWN}
+    if own.get("kind") == "server":
+        own = SERVER_BUDGET | own
     own["needs"] = Needs(**{key: value for key, value in fields.items() if key in _NEEDS})
     own["project"], own["trainer"] = context.project, trainer
     own["retrain_on"] = fields.get("retrain_on", context.retrain_on)

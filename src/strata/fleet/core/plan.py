@@ -36,7 +36,7 @@ KINDS: Final = {
     "priority": ("priority",),
     "constraints": ("needs",),
     "order": ("after",),
-    "limits": ("max_attempts", "max_lost", "max_infra", "timeout_s"),
+    "limits": ("max_attempts", "max_lost", "max_infra", "timeout_s", "idle_s"),
     "trainer": ("trainer",),
     "retrain_on": ("retrain_on",),
     "name": ("name", "sweep"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +23,7 @@ from strata.fleet.core.subscription import SubscribedEvent
 from strata.fleet.http.feed import Feed
 from strata.fleet.http.leased_reads import LeasedReads
 from strata.fleet.http.long_poll import AttemptHosts
+from strata.fleet.http.proxy import ServerProxy
 from strata.fleet.ports import AttemptKey, HostRow, StoredSecret, StoredSubscription
 from strata.fleet.service import Fleet
 from strata.fleet.streams import AttemptStreams
@@ -112,6 +115,15 @@ class HubContext:
     appends: KeyedNotifier[None] = field(default_factory=KeyedNotifier)
     """Of pieces to logs and metrics, by job, epoch and name of the stream."""
     attempts: AttemptHosts = field(default_factory=AttemptHosts)
+    proxy: ServerProxy = field(default_factory=ServerProxy)
+    sessions: dict[str, bytes] = field(default_factory=dict)
+    """What clients of training servers said of themselves, by session: tags and metadata, for the servers they use."""
+    front_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
+    """The keys of the servers follow from it, so that no database has them."""
+
+    def front_key(self, job_id: str, epoch: int) -> str:
+        """The secret that the server of this attempt takes the hub's word for its callers with."""
+        return hmac.digest(self.front_secret, f"{job_id}:{epoch}".encode(), "sha256").hex()
 
 
 HubCall: TypeAlias = HttpCall[HubContext]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Final, Literal
+
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 from strata.fleet import wire
@@ -89,7 +92,7 @@ async def caller(call: HubCall) -> wire.CallerReply:
     host = await context.identity.host(who.id) if who.kind is CallerKind.HOST else None
     identity = key or host
     return wire.CallerReply(
-        kind=who.kind.value,
+        kind=_KINDS[who.kind],
         id=who.id,
         name="" if identity is None else identity.name,
         role=role,
@@ -98,6 +101,11 @@ async def caller(call: HubCall) -> wire.CallerReply:
     )
 
 
+_KINDS: Final[Mapping[CallerKind, Literal["key", "host", "operator"]]] = {
+    CallerKind.KEY: "key",
+    CallerKind.HOST: "host",
+    CallerKind.OPERATOR: "operator",
+}
 FEIGNED = (Role.RESEARCHER, Role.OPERATOR)
 """Roles that may submit jobs and seem to be less than the owner's."""
 

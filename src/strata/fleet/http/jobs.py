@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from strata.fleet.core.requirement import with_sandbox
 from strata.fleet.core.why import Why
 from strata.fleet.http.context import HubCall, HubContext, calling_host, resolve_job_id, submitter_of
 from strata.fleet.http.secrets import check_secrets
-from strata.fleet.ports import AttemptRow, JobFilter, JobRow
+from strata.fleet.ports import AttemptRow, JobFilter, JobRow, ServerRow
 
 
 async def listed(call: HubCall, query: wire.JobsQuery) -> wire.JobsReply:
@@ -40,7 +41,8 @@ async def listed(call: HubCall, query: wire.JobsQuery) -> wire.JobsReply:
         )
     )
     following = rows[-1].id if len(rows) == query.limit else ""
-    return wire.JobsReply(jobs=tuple(map(job_reply, rows)), next=following)
+    servers = await _servers(context, rows)
+    return wire.JobsReply(jobs=tuple(job_reply(row, servers.get(row.id)) for row in rows), next=following)
 
 
 async def show(call: HubCall) -> wire.JobReply:
@@ -51,7 +53,8 @@ async def show(call: HubCall) -> wire.JobReply:
     job_id = await resolve_job_id(call)
     row = await context.fleet.store.job(job_id)
     attempts = await context.fleet.store.attempts(job_id)
-    return wire.JobReply(job=job_reply(row), attempts=tuple(map(_attempt, attempts)))
+    server = (await _servers(context, [row])).get(job_id)
+    return wire.JobReply(job=job_reply(row, server), attempts=tuple(map(_attempt, attempts)))
 
 
 async def why(call: HubCall) -> Why:
@@ -144,7 +147,14 @@ async def _superseded(context: HubContext, spec: JobSpec, submitter: Submitter) 
     )
 
 
-def job_reply(row: JobRow) -> wire.Job:
+async def _servers(context: HubContext, rows: Sequence[JobRow]) -> Mapping[str, ServerRow]:
+    """Those of the jobs that are servers and have served, by id."""
+    if not any(row.spec.kind == "server" for row in rows):
+        return {}
+    return {server.job.id: server for server in await context.fleet.store.servers()}
+
+
+def job_reply(row: JobRow, server: ServerRow | None = None) -> wire.Job:
     return wire.Job(
         id=row.id,
         status=row.status,
@@ -166,6 +176,7 @@ def job_reply(row: JobRow) -> wire.Job:
         archived=row.archived,
         superseded=row.superseded,
         newer=row.newer,
+        serving="" if server is None else server.state,
     )
 
 

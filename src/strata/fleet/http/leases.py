@@ -100,6 +100,24 @@ async def fail(call: HubCall, body: wire.FailRequest) -> wire.Job:
     return job_reply(await context.fleet.fail(own_hold(call, job_id, body.epoch), failure))
 
 
+async def publish(call: HubCall, body: wire.PublishRequest) -> None:
+    """Say where the server of this attempt serves; the hub forwards the requests of its callers there."""
+    context = call.context
+    held = own_hold(call, await resolve_job_id(call), body.epoch)
+    row = await context.fleet.store.job(held.job_id)
+    if row.spec.kind != "server":
+        raise StrataError(Code.PRECONDITION, f"{row.spec.label} is no server", hint='kind = "server" in the manifest')
+    if body.address.startswith("unix:"):
+        identity = await context.identity.host(held.host_id)
+        if identity is None or not identity.secret_hash:
+            raise StrataError(
+                Code.PRECONDITION,
+                "a socket can be reached on this hub's own machine only",
+                hint="set agent.advertise to the URL of a TLS proxy in front of the server",
+            )
+    await context.fleet.publish_server(held, body.address, body.models)
+
+
 async def leave(call: HubCall) -> None:
     """This host goes for good: it gets no more jobs, and its credentials end."""
     context = call.context
@@ -138,6 +156,7 @@ async def _lease_reply(context: HubContext, lease: JobLease) -> wire.LeaseGiven:
         trainer_digest=lease.trainer_digest,
         secrets=dict(await secrets.for_lease(context, lease.job_id, lease.trainer)),
         taken=lease.taken,
+        front_key=context.front_key(lease.job_id, lease.epoch) if lease.spec.kind == "server" else "",
     )
 
 

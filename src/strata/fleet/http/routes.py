@@ -23,6 +23,7 @@ from strata.fleet.http import (
     manifests,
     quotas,
     secrets,
+    servers,
     subscriptions,
 )
 from strata.fleet.http.context import HubCall, HubContext
@@ -67,6 +68,7 @@ _ROUTES: Final = (
     Route("POST", "/v1/job/{id}/heartbeat", HOST, leases.heartbeat),
     Route("POST", "/v1/job/{id}/complete", HOST, leases.complete, 1 * MIB),
     Route("POST", "/v1/job/{id}/fail", HOST, leases.fail, 1 * MIB),
+    Route("PUT", "/v1/job/{id}/server", HOST, leases.publish),
     Route("POST", "/v1/host/register", HOST, leases.register, 256 * KIB),
     Route("POST", "/v1/host/leave", HOST, leases.leave),
     Route("POST", "/v1/certificate/renew", HOST, identities.renew),
@@ -132,6 +134,7 @@ _ROUTES: Final = (
     Route("POST", "/v1/keys", ADMIN, identities.add_key),
     Route("GET", "/v1/keys", ADMIN, identities.keys),
     Route("POST", "/v1/key/{id}/revoke", ADMIN, identities.revoke_key),
+    *servers.ROUTES,
     Route("POST", "/v1/join", PUBLIC, identities.join, 20 * KIB),
     Route("GET", "/v1/ca", PUBLIC, identities.authority),
     Route("GET", "/v1/health", PUBLIC, health, operation="about.health"),
@@ -160,7 +163,12 @@ ROUTES: Final = with_document(_ROUTES, DOCUMENT_PATH, READER, DOCUMENT, limit=64
 
 def application(context: HubContext, routes: Sequence[Route] = ROUTES) -> RootApp:
     authenticator = RequestAuthenticator(
-        routes, context.authenticator, address=context.address, public_read=context.public_read
+        routes,
+        context.authenticator,
+        address=context.address,
+        # The header of the `tinker` SDK, for the routes that are forwarded to training servers.
+        key_header="X-API-Key",
+        public_read=context.public_read,
     )
 
     def before_reply(route: Route) -> None:

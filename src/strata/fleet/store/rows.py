@@ -17,7 +17,7 @@ from strata.fleet.core.lease import AttemptCounts
 from strata.fleet.core.lease_status import LeaseStatus, lease_status
 from strata.fleet.core.plan import ExistingJob, HostPolicy, RegisteredTrainer
 from strata.fleet.core.quota import HOUR_S, Quota
-from strata.fleet.ports import AttemptKey, AttemptRow, HostRow, JobLease, JobRow, RefusedJob
+from strata.fleet.ports import AttemptKey, AttemptRow, HostRow, JobLease, JobRow, RefusedJob, ServerRow
 
 JOB: Final = (
     "id, spec, class_id, status, epoch, created_at, changed_at, not_before, host_id, reason, artifact, declared,"
@@ -42,6 +42,18 @@ TRAINERS: Final = "SELECT n.project, n.name, n.digest, t.spec FROM trainer_name 
 
 QUOTAS: Final = "SELECT owner, spec FROM quota"
 OWNERS: Final = "SELECT DISTINCT owner FROM job WHERE status IN ('pending', 'claimed', 'running')"
+SERVERS: Final = (
+    f"SELECT s.epoch, s.address, s.models, s.used_at, j.* FROM server s JOIN (SELECT {JOB} FROM job) j"
+    " ON j.id = s.job_id ORDER BY s.job_id"
+)
+PUBLISH: Final = (
+    "INSERT INTO server (job_id, epoch, address, models, used_at)"
+    " SELECT id, epoch, {address}, {models}, {now} FROM job"
+    " WHERE id = {job} AND epoch = {epoch} AND host_id = {host} AND status IN ('claimed', 'running')"
+    " ON CONFLICT (job_id) DO UPDATE SET epoch = excluded.epoch, address = excluded.address,"
+    " models = excluded.models, used_at = excluded.used_at WHERE server.epoch <= excluded.epoch"
+)
+"""With the names of its parameters as each database spells them. A zombie changes nothing."""
 
 REFUSED: Final = (
     "SELECT j.id, j.class_id, r.host_id FROM job_refusal r JOIN job j ON j.seq = r.seq WHERE j.status = 'pending'"
@@ -60,6 +72,7 @@ _policy: Final = msgspec.json.Decoder(HostSpec).decode
 _quota: Final = msgspec.json.Decoder(Quota).decode
 _capability: Final = msgspec.json.Decoder(Capability).decode
 _labels: Final = msgspec.json.Decoder(dict[str, str]).decode
+_models: Final = msgspec.json.Decoder(tuple[str, ...]).decode
 _facts: Final = msgspec.json.Decoder(dict[str, Any]).decode
 _taken: Final = msgspec.json.Decoder(Taken).decode
 
@@ -106,6 +119,12 @@ def decode_job(row: Sequence[Any]) -> JobRow:
         superseded=bool(superseded),
         newer=newer[0] if newer else 0,
     )
+
+
+def decode_server(row: Sequence[Any]) -> ServerRow:
+    """From `SERVERS`."""
+    epoch, address, models, used_at_s, *job = row
+    return ServerRow(job=decode_job(job), epoch=epoch, address=address, models=_models(models), used_at_s=used_at_s)
 
 
 def decode_attempt(row: Sequence[Any]) -> AttemptRow:

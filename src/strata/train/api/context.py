@@ -87,6 +87,8 @@ class ApiContext:
 
     async def tenant(self, caller: Principal) -> str:
         """Keys of one name are one tenant, so that a key can be replaced by a new one. A name never changes."""
+        if caller.kind is CallerKind.TENANT:
+            return f"key:{caller.id}"
         if caller.kind is not CallerKind.KEY:
             return caller.actor
         name = self.names.get(caller.id)

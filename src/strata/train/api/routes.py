@@ -30,6 +30,7 @@ from strata.train.api import (
     weights,
 )
 from strata.train.api.context import ApiCall, ApiContext
+from strata.train.api.front import identify_behind_front
 from strata.train.checkpoints.archive import MEDIA_TYPE
 from strata.train.wire import native, tinker
 
@@ -110,4 +111,5 @@ def application(context: ApiContext, routes: Sequence[Route] = ROUTES) -> RootAp
         call_type=ApiCall,
         on_reply=context.requests.count,
     )
-    return build_app(routes, serving, authenticator.identify)
+    identify = identify_behind_front(authenticator.identify, context.settings.server.front_key)
+    return build_app(routes, serving, identify)

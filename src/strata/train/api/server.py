@@ -11,10 +11,13 @@ from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
+from strata.base.atomic import write_file
 from strata.base.clock import Clock, SystemClock
 from strata.base.ids import Ids
 from strata.base.private import require_private_folder
-from strata.base.unix_socket import listen_unix
+from strata.base.unix_socket import format_unix_address, listen_unix
 from strata.http import server
 from strata.http.body import BodyPace
 from strata.http.budget import BodyBudget
@@ -132,9 +135,17 @@ async def _run(settings: ServerSettings, announce: Callable[[str], None], number
 
         def ready() -> None:
             publish_address(settings.data / ADDRESS_FILE, url_of(tcp))
+            if settings.server.address_file is not None and number == 0:
+                _publish_to_agent(settings, settings.server.address_file)
             announce(f"listening on {url_of(tcp)}")
 
         await api.serve(listeners, stop, ready)
+
+
+def _publish_to_agent(settings: ServerSettings, file: Path) -> None:
+    names = dict.fromkeys((settings.model.base_model, settings.model.public_name))
+    address = {"address": format_unix_address(settings.api_socket), "models": list(names)}
+    write_file(file, msgspec.json.encode(address), durable=False)
 
 
 def _remove_uploads(imports: Path, number: int) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from strata.http.route import KIB, RESEARCHER, VIEWER, Route
 from strata.train.api.context import ApiCall
+from strata.train.api.front import session_from_front
 from strata.train.core import messages, ops
 from strata.train.wire import bodies, replies
 
 
 async def create(call: ApiCall, body: bodies.CreateSessionBody) -> replies.SessionReply:
     """A new session."""
-    session_id = call.context.ids.new("session")
+    session_id = session_from_front(call.caller, call.headers) or call.context.ids.new("session")
     metadata = dict(bodies.check_metadata(body.user_metadata or {}))
     if body.display_name is not None:
         metadata["display_name"] = body.display_name

@@ -40,7 +40,13 @@ START_S: Final = 60.0
 """How long orchestrator and API server may take to be ready."""
 
 _SECRETS: Final = frozenset(
-    {"STRATA_SERVER_OPERATOR_TOKEN", "STRATA_SERVER_DATABASE", "STRATA_SERVER_IDENTITY_DATABASE"}
+    {
+        "STRATA_SERVER_OPERATOR_TOKEN",
+        "STRATA_SERVER_DATABASE",
+        "STRATA_SERVER_IDENTITY_DATABASE",
+        "STRATA_SERVER_FRONT_KEY",
+        "STRATA_SERVER_FRONT_KEY_FILE",
+    }
 )
 """Variables that may hold a password or a token: only a process that needs one gets it."""
 

@@ -14,6 +14,7 @@ from strata.database.postgres import Connections
 from strata.fleet.core.amounts import Taken
 from strata.fleet.core.job import UNFINISHED, JobStatus
 from strata.fleet.core.jobspec import TrainerSpec
+from strata.fleet.core.lease_status import stale_attempt
 from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.core.plan import ApplyPlan, ExistingJob, HostPolicy, RegisteredTrainer
 from strata.fleet.core.quota import OwnerUsage, Quota
@@ -33,6 +34,7 @@ from strata.fleet.ports import (
     RefusedJob,
     Renewal,
     RenewalResult,
+    ServerRow,
 )
 from strata.fleet.store.postgres import leases
 from strata.fleet.store.postgres import tables as sql
@@ -48,8 +50,10 @@ from strata.fleet.store.rows import (
     NEWER,
     OWNERS,
     POLICIES,
+    PUBLISH,
     QUOTAS,
     REFUSED,
+    SERVERS,
     TRAINERS,
     decode_attempt,
     decode_existing_job,
@@ -60,12 +64,16 @@ from strata.fleet.store.rows import (
     decode_policies,
     decode_quotas,
     decode_refused_jobs,
+    decode_server,
     decode_trainers,
     encode,
 )
 
 APPLY_S: Final = 120.0
 """A plan may have tens of thousands of jobs, and is one transaction."""
+_PUBLISH: Final = PUBLISH.format(
+    **{name: f"%({name})s" for name in ("address", "models", "now", "job", "epoch", "host")}
+)
 _HOSTS = f"SELECT {HOST} FROM host LEFT JOIN host_beat ON host_id = id"
 
 
@@ -217,6 +225,27 @@ class PostgresStore:
     async def record_checkpoint(self, attempt: AttemptKey, artifact: str, now_s: float) -> None:
         async with self._connections.transaction() as connection:
             await leases.record_checkpoint(connection, attempt, artifact, now_s)
+
+    async def publish_server(self, attempt: AttemptKey, address: str, models: Sequence[str], now_s: float) -> None:
+        values = {"address": address, "models": encode(list(models)), "now": now_s}
+        values |= {"job": attempt.job_id, "epoch": attempt.epoch, "host": attempt.host_id}
+        async with self._connections.transaction() as connection:
+            published = await connection.execute(_PUBLISH, values)
+            if not published.rowcount:
+                current = await leases.require_job(connection, attempt.job_id)
+                raise stale_attempt(attempt.job_id, attempt.epoch, current.epoch)
+            actor = f"host:{attempt.host_id}"
+            await leases.record(
+                connection, now_s, actor, "job.serving", attempt.job_id, epoch=attempt.epoch, address=address
+            )
+
+    async def touch_server(self, job_id: str, now_s: float) -> None:
+        async with self._connections.transaction() as connection:
+            update = "UPDATE server SET used_at = %s WHERE job_id = %s AND used_at < %s"
+            await connection.execute(update, (now_s, job_id, now_s))
+
+    async def servers(self) -> Sequence[ServerRow]:
+        return [decode_server(row) for row in await self._connections.run(SERVERS, {})]
 
     async def cancel(self, job_id: str, reason: str, actor: str, now_s: float) -> JobRow:
         async with self._connections.transaction() as connection:

@@ -157,6 +157,13 @@ COMPONENT: Final = Component(
         """
         CREATE TABLE quota (owner text PRIMARY KEY, spec bytea NOT NULL);
         """,
+        # Where servers serve. It counts while the attempt with this epoch holds the lease.
+        """
+        CREATE TABLE server (
+          job_id text PRIMARY KEY, epoch bigint NOT NULL, address text NOT NULL, models bytea NOT NULL,
+          used_at double precision NOT NULL
+        );
+        """,
     ),
 )
 

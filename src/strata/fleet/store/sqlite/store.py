@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from msgspec import to_builtins
@@ -15,6 +15,7 @@ from strata.database.sqlite import SqliteThread
 from strata.fleet.core.amounts import Taken
 from strata.fleet.core.job import UNFINISHED
 from strata.fleet.core.jobspec import TrainerSpec
+from strata.fleet.core.lease_status import stale_attempt
 from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.core.plan import ApplyPlan, ExistingJob, HostPolicy, RegisteredTrainer
 from strata.fleet.core.quota import OwnerUsage, Quota
@@ -34,6 +35,7 @@ from strata.fleet.ports import (
     RefusedJob,
     Renewal,
     RenewalResult,
+    ServerRow,
 )
 from strata.fleet.store.rows import (
     ATTEMPT,
@@ -45,8 +47,10 @@ from strata.fleet.store.rows import (
     NEWER,
     OWNERS,
     POLICIES,
+    PUBLISH,
     QUOTAS,
     REFUSED,
+    SERVERS,
     TRAINERS,
     decode_attempt,
     decode_existing_job,
@@ -57,12 +61,15 @@ from strata.fleet.store.rows import (
     decode_policies,
     decode_quotas,
     decode_refused_jobs,
+    decode_server,
     decode_trainers,
     encode,
 )
 from strata.fleet.store.sqlite import leases
 from strata.fleet.store.sqlite.claims import claim_jobs
 from strata.fleet.store.sqlite.plan import apply_plan, check_quota, read_usage
+
+_PUBLISH: Final = PUBLISH.format(**{name: f":{name}" for name in ("address", "models", "now", "job", "epoch", "host")})
 
 
 class SqliteStore:
@@ -185,6 +192,24 @@ class SqliteStore:
 
     async def record_checkpoint(self, attempt: AttemptKey, artifact: str, now_s: float) -> None:
         await self._thread.write(lambda db: leases.record_checkpoint(db, attempt, artifact, now_s))
+
+    async def publish_server(self, attempt: AttemptKey, address: str, models: Sequence[str], now_s: float) -> None:
+        def publish(db: sqlite3.Connection) -> None:
+            values = {"address": address, "models": encode(list(models)), "now": now_s}
+            values |= {"job": attempt.job_id, "epoch": attempt.epoch, "host": attempt.host_id}
+            if not db.execute(_PUBLISH, values).rowcount:
+                raise stale_attempt(attempt.job_id, attempt.epoch, leases.read_job(db, attempt.job_id).epoch)
+            actor = f"host:{attempt.host_id}"
+            leases.record(db, now_s, actor, "job.serving", attempt.job_id, epoch=attempt.epoch, address=address)
+
+        await self._thread.write(publish)
+
+    async def touch_server(self, job_id: str, now_s: float) -> None:
+        update = "UPDATE server SET used_at = ? WHERE job_id = ? AND used_at < ?"
+        await self._thread.write(lambda db: db.execute(update, (now_s, job_id, now_s)))
+
+    async def servers(self) -> Sequence[ServerRow]:
+        return [decode_server(row) for row in await self._rows(SERVERS, ())]
 
     async def cancel(self, job_id: str, reason: str, actor: str, now_s: float) -> JobRow:
         return await self._thread.write(lambda db: leases.cancel(db, job_id, reason, actor, now_s))

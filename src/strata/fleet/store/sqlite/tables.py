@@ -115,5 +115,12 @@ COMPONENT: Final = Component(
         """
         CREATE TABLE quota (owner TEXT PRIMARY KEY, spec BLOB NOT NULL) WITHOUT ROWID, STRICT;
         """,
+        # Where servers serve. It counts while the attempt with this epoch holds the lease.
+        """
+        CREATE TABLE server (
+          job_id TEXT PRIMARY KEY, epoch INTEGER NOT NULL, address TEXT NOT NULL, models BLOB NOT NULL,
+          used_at REAL NOT NULL
+        ) WITHOUT ROWID, STRICT;
+        """,
     ),
 )

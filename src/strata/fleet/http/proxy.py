@@ -1,0 +1,135 @@
+"""Sends the requests of the hub's callers to training servers that are jobs, and relays the replies.
+
+A server trusts the hub by the key of its attempt, and takes the tenant from the hub. The caller's own credentials never
+reach it. Nothing here chooses a server: `servers` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+from urllib.parse import quote
+
+from strata.base.errors import Code, StrataError
+from strata.base.unix_socket import parse_unix_address
+from strata.http.budget import BodyBudget
+from strata.http.route import RawReply
+from strata.identity.roles import Role
+
+if TYPE_CHECKING:
+    import httpx
+
+MAX_BODY: Final = 256 << 20
+CONNECT_S: Final = 5.0
+REPLY_S: Final = 180.0
+"""How long a server may take for each piece of a reply; its long polls wait for half a minute."""
+CONNECTIONS: Final = 512
+SMALL: Final = 1 << 20
+"""A reply of known size up to this is read whole; a larger one is passed on piece by piece."""
+_REQUEST_HEADERS: Final = frozenset(
+    {"accept", "accept-encoding", "content-encoding", "content-type", "host", "if-none-match", "range", "x-request-id"}
+)
+_REPLY_HEADERS: Final = frozenset(
+    {"accept-ranges", "content-disposition", "content-encoding", "content-range", "etag", "location", "retry-after",
+     "x-should-retry"}
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """The caller as a training server knows it: by the name of its key."""
+
+    name: str
+    role: Role
+
+    def headers(self) -> dict[str, str]:
+        role = min(self.role, Role.RESEARCHER)
+        return {"x-strata-tenant": quote(self.name, safe=""), "x-strata-role": role.name.lower()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardedRequest:
+    method: str
+    target: str
+    """Path and query."""
+    headers: Mapping[str, str]
+    content: bytes = b""
+
+
+def passed_headers(headers: Mapping[str, str], *, tls: bool) -> dict[str, str]:
+    """Those of the caller's headers that a server gets."""
+    passed = {name: value for name, value in headers.items() if name.lower() in _REQUEST_HEADERS}
+    return passed | {"x-forwarded-proto": "https" if tls else "http"}
+
+
+@dataclass
+class ServerProxy:
+    """Connections to the servers, by address."""
+
+    bodies: BodyBudget = field(default_factory=lambda: BodyBudget(largest=MAX_BODY))
+    _clients: dict[str, httpx.AsyncClient] = field(default_factory=dict)
+
+    async def send(self, address: str, request: ForwardedRequest, *, key: str, tenant: Tenant | None) -> RawReply:
+        """The server's reply; UNAVAILABLE if it cannot be reached. Without a tenant nobody's word is given."""
+        import httpx
+
+        headers = dict(request.headers)
+        if tenant is not None:
+            headers |= tenant.headers() | {"x-strata-front": key}
+        client = self._client(address)
+        sent = client.build_request(request.method, request.target, headers=headers, content=request.content)
+        try:
+            reply = await client.send(sent, stream=True)
+        except httpx.TransportError as error:
+            raise StrataError(
+                Code.UNAVAILABLE, f"the training server cannot be reached: {type(error).__name__}", hint="try again"
+            ) from error
+        passed = {name: value for name, value in reply.headers.items() if name in _REPLY_HEADERS}
+        media_type = reply.headers.get("content-type", "application/json")
+        size = reply.headers.get("content-length", "")
+        if reply.status_code == 204 or (size.isdecimal() and int(size) <= SMALL):
+            content = b"".join([piece async for piece in _pieces(reply)])
+            return RawReply(content, reply.status_code, media_type, passed)
+        return RawReply(_pieces(reply), reply.status_code, media_type, passed)
+
+    def forget(self, addresses: set[str]) -> list[httpx.AsyncClient]:
+        """Take out the connections to all but these addresses; the caller closes them."""
+        return [self._clients.pop(address) for address in set(self._clients) - addresses]
+
+    async def close(self) -> None:
+        for client in self.forget(set()):
+            await client.aclose()
+
+    def _client(self, address: str) -> httpx.AsyncClient:
+        if address not in self._clients:
+            import httpx
+
+            unix = address.startswith("unix:")
+            limits = httpx.Limits(max_connections=CONNECTIONS, max_keepalive_connections=32)
+            transport = httpx.AsyncHTTPTransport(
+                uds=str(parse_unix_address(address)) if unix else None, limits=limits, trust_env=False
+            )
+            self._clients[address] = httpx.AsyncClient(
+                transport=transport,
+                base_url="http://server" if unix else address,
+                timeout=httpx.Timeout(REPLY_S, connect=CONNECT_S),
+                follow_redirects=False,
+                trust_env=False,
+            )
+        return self._clients[address]
+
+
+async def _pieces(reply: httpx.Response) -> AsyncIterator[bytes]:
+    """As they came over the wire: what the server compressed stays so."""
+    import httpx
+
+    try:
+        async for piece in reply.aiter_raw():
+            yield piece
+    except httpx.TransportError as error:
+        raise StrataError(
+            Code.UNAVAILABLE, f"the training server broke its reply off: {type(error).__name__}", hint="try again"
+        ) from error
+    finally:
+        await reply.aclose()

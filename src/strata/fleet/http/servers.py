@@ -1,0 +1,335 @@
+"""`/api/v1`: the training servers that are jobs of this fleet, behind the one URL and the keys of the hub.
+
+The hub opens a session for a client, and a session of its own with each server that the client uses. The id of the
+latter is `SESSION.TAG`, and the ids of models, samplers, futures and checkpoints at a server begin with it: so every id
+says which job serves it, after any restart, and the hub keeps no table. A model that is created goes to the server of
+its base model. A server that is asleep is woken by the first request for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import re
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+import msgspec
+
+from strata.base.errors import Code, StrataError
+from strata.base.ids import Ids
+from strata.fleet.core.job import UNFINISHED
+from strata.fleet.http.context import HubCall, HubContext
+from strata.fleet.http.long_poll import until_disconnect
+from strata.fleet.http.proxy import MAX_BODY, ForwardedRequest, Tenant, passed_headers
+from strata.fleet.ports import JobFilter, ServerRow
+from strata.http.route import MIB, PUBLIC, RESEARCHER, VIEWER, RawReply, Route, Upload
+from strata.http.zstd import decompress_frames
+from strata.identity.roles import CallerKind
+
+BASE: Final = "/api/v1"
+WAKE_S: Final = 25.0
+"""How long a request waits for a server that starts; then its client is told to try again."""
+WAKE_POLL_S: Final = 0.25
+TOUCH_S: Final = 1.0
+"""How often the use of a server is written down at most."""
+_TAG_CHARACTERS: Final = 12
+_TAGGED: Final = re.compile(rb"session_[0-9a-z]+\.([0-9a-f]{12})")
+_OPENING: Final = frozenset({f"{BASE}/create_model", f"{BASE}/create_sampling_session", f"{BASE}/load_weights"})
+"""What a client sends with the id of its session at the hub."""
+_MAX_SESSIONS: Final = 10_000
+
+
+def tag_of(job_id: str) -> str:
+    return job_id.removeprefix("job1_")[:_TAG_CHARACTERS]
+
+
+async def forward(call: HubCall, body: Upload) -> RawReply:
+    """Forward a request to the training server that its ids or its base model name."""
+    tenant = await _tenant(call)
+    async with _read_body(call, body) as content:
+        request = _request(call, content)
+        return await until_disconnect(call, call.context.stopping, _forward(call.context, request, tenant))
+
+
+async def download(call: HubCall, body: Upload) -> RawReply:
+    """The content of a URL that a training server has signed."""
+    del body
+    return await _forward(call.context, _request(call, b""), None)
+
+
+async def create_session(call: HubCall, body: Upload) -> RawReply:
+    """Open a session at the hub; servers learn of it when it uses them."""
+    context = call.context
+    if not await context.fleet.store.servers() and not await _pending_servers(context, ""):
+        raise StrataError(Code.NOT_FOUND, "this hub has no training server", hint='kind = "server" in a manifest')
+    await _tenant(call)
+    async with _read_body(call, body) as content:
+        session = Ids(context.clock).new("session")
+        if len(context.sessions) >= _MAX_SESSIONS:
+            context.sessions.pop(next(iter(context.sessions)))
+        context.sessions[session] = content
+    return _json({"type": "create_session", "session_id": session})
+
+
+async def session_heartbeat(call: HubCall, body: Upload) -> RawReply:
+    """Keep a session alive at all servers that have it."""
+    await _send_to_all(call, body, "session_heartbeat")
+    return _json({"type": "session_heartbeat"})
+
+
+async def kill_session(call: HubCall, body: Upload) -> RawReply:
+    """End a session at all servers that have it, and unload its models."""
+    await _send_to_all(call, body, "kill_session")
+    return RawReply(b"", 204)
+
+
+async def finish_session(call: HubCall, body: Upload) -> RawReply:
+    """Finish a session at all servers that have it."""
+    session = call.path["session_id"]
+    async with _read_body(call, body) as content:
+        await _ask_all(call, "POST", lambda tag: (f"{BASE}/sessions/{session}.{tag}/finish", content))
+    call.context.sessions.pop(session, None)
+    return RawReply(b"", 204)
+
+
+async def capabilities(call: HubCall) -> RawReply:
+    """The models that can be trained here, of all servers; those that sleep by their names alone."""
+    rows = await call.context.fleet.store.servers()
+    replies = await _ask_all(call, "GET", lambda _: (f"{BASE}/get_server_capabilities", b""))
+    models = [model for reply in replies for model in reply.get("supported_models", ())]
+    models += [{"model_name": row.models[0]} for row in rows if row.asleep and row.models]
+    return _json({"supported_models": models})
+
+
+async def telemetry(call: HubCall, body: Upload) -> RawReply:
+    """Accepted and discarded."""
+    async with _read_body(call, body):
+        return _json({"status": "accepted"})
+
+
+async def _forward(context: HubContext, request: ForwardedRequest, tenant: Tenant | None) -> RawReply:
+    document = _document(request)
+    server = await _choose(context, request, document)
+    server = await _awake(context, server)
+    if tenant is not None and isinstance(document.get("session_id"), str):
+        request = await _with_session(context, server, tenant, request, document)
+    return await _send(context, server, request, tenant)
+
+
+async def _send(context: HubContext, server: ServerRow, request: ForwardedRequest, tenant: Tenant | None) -> RawReply:
+    now_s = context.fleet.now_s()
+    if now_s - server.used_at_s > TOUCH_S:
+        await context.fleet.store.touch_server(server.job.id, now_s)
+    key = context.front_key(server.job.id, server.epoch)
+    return await context.proxy.send(server.address, request, key=key, tenant=tenant)
+
+
+async def _choose(context: HubContext, request: ForwardedRequest, document: Mapping[str, Any]) -> ServerRow:
+    """The server that the ids of the request name, or the one of its base model, or the only one."""
+    rows = await context.fleet.store.servers()
+    base_model = document.get("base_model")
+    tag = await _find_tag(request, several=len(rows) > 1)
+    if tag:
+        named = [row for row in rows if tag_of(row.job.id) == tag]
+        missing = StrataError(Code.NOT_FOUND, "the training server of this id is no job of this hub any more")
+    elif isinstance(base_model, str) and base_model:
+        live = [row for row in rows if not _ended(row)]
+        # The only one knows best whether it has another name for its model, and says so.
+        named = [row for row in live if base_model in row.models] or (live if len(live) == 1 else [])
+        missing = StrataError(Code.NOT_FOUND, f"no training server of this hub has the model {base_model[:200]!r}")
+        if not named and await _pending_servers(context, base_model.rpartition("/")[2]):
+            missing = _starting(base_model)
+    else:
+        # A question to no server in particular: one that is awake can answer it.
+        named = [row for row in rows if not _ended(row)]
+        missing = StrataError(Code.NOT_FOUND, "this hub has no training server", hint='kind = "server" in a manifest')
+        if not named and await _pending_servers(context, ""):
+            missing = _starting("")
+    if not named:
+        raise missing
+    return min(named, key=lambda row: (not row.serving, row.asleep))
+
+
+def _ended(row: ServerRow) -> bool:
+    """Whether a person, or its failures, ended this server: a request does not start it again."""
+    return row.job.status not in UNFINISHED and not row.asleep
+
+
+async def _pending_servers(context: HubContext, model: str) -> bool:
+    """Whether a server for this model, or any, waits for a host or starts for the first time."""
+    rows = await context.fleet.store.jobs(JobFilter(status=UNFINISHED, model=model, limit=1000))
+    return any(row.spec.kind == "server" for row in rows)
+
+
+async def _awake(context: HubContext, server: ServerRow) -> ServerRow:
+    """The server when it serves; UNAVAILABLE if that takes long, so that the client tries again."""
+    if server.asleep:
+        await context.fleet.wake_server(server.job.id, "hub")
+    until_s = context.fleet.now_s() + WAKE_S
+    while not server.serving:
+        if _ended(server) or context.fleet.now_s() > until_s:
+            raise _starting(server.models[0] if server.models else "")
+        await asyncio.sleep(WAKE_POLL_S)
+        rows = await context.fleet.store.servers()
+        server = next(row for row in rows if row.job.id == server.job.id)
+        await _close_unused(context, rows)
+    return server
+
+
+async def _close_unused(context: HubContext, rows: Iterable[ServerRow]) -> None:
+    for client in context.proxy.forget({row.address for row in rows if row.serving}):
+        await client.aclose()
+
+
+def _starting(model: str) -> StrataError:
+    what = f"the training server of {model}" if model else "the training server"
+    return StrataError(Code.UNAVAILABLE, f"{what} is starting", hint="try again", retry_after_s=2)
+
+
+async def _with_session(
+    context: HubContext, server: ServerRow, tenant: Tenant, request: ForwardedRequest, document: Mapping[str, Any]
+) -> ForwardedRequest:
+    """The request with the id of its session at this server, where the session is opened if it is not yet."""
+    session = str(document["session_id"])
+    if _TAGGED.fullmatch(session.encode()):
+        return request
+    own = f"{session}.{tag_of(server.job.id)}"
+    headers = {"content-type": "application/json", "x-strata-session": own}
+    content = context.sessions.get(session) or b"{}"
+    opening = ForwardedRequest(method="POST", target=f"{BASE}/create_session", headers=headers, content=content)
+    opened = await _send(context, server, opening, tenant)
+    if opened.status != 200:
+        message = f"the training server did not open the session: status {opened.status}"
+        raise StrataError(Code.UNAVAILABLE, message, hint="try again")
+    encoded = msgspec.json.encode(dict(document) | {"session_id": own})
+    headers = {name: value for name, value in request.headers.items() if name != "content-encoding"}
+    return ForwardedRequest(method=request.method, target=request.target, headers=headers, content=encoded)
+
+
+async def _send_to_all(call: HubCall, body: Upload, verb: str) -> None:
+    async with _read_body(call, body) as content:
+        document = _decode(content)
+        session = document.get("session_id")
+        if not isinstance(session, str):
+            raise StrataError(Code.INVALID, "session_id: expected a session")
+
+        def request(tag: str) -> tuple[str, bytes]:
+            named = session if _TAGGED.fullmatch(session.encode()) else f"{session}.{tag}"
+            return f"{BASE}/{verb}", msgspec.json.encode(document | {"session_id": named})
+
+        await _ask_all(call, "POST", request)
+
+
+async def _ask_all(call: HubCall, method: str, request: Any) -> Sequence[Mapping[str, Any]]:
+    """The replies of all servers that serve. `request` makes target and content for the server with a tag."""
+    context = call.context
+    tenant = await _tenant(call)
+
+    async def ask(server: ServerRow) -> Mapping[str, Any]:
+        target, content = request(tag_of(server.job.id))
+        headers = {"content-type": "application/json"}
+        forwarded = ForwardedRequest(method=method, target=target, headers=headers, content=content)
+        key = context.front_key(server.job.id, server.epoch)
+        try:
+            reply = await context.proxy.send(server.address, forwarded, key=key, tenant=tenant)
+        except StrataError:
+            # One that has just gone has nothing to say; the others have.
+            return {}
+        if reply.status != 200 or not isinstance(reply.content, bytes):
+            return {}
+        if method == "POST":
+            await context.fleet.store.touch_server(server.job.id, context.fleet.now_s())
+        return _decode(reply.content)
+
+    rows = [row for row in await context.fleet.store.servers() if row.serving]
+    return await asyncio.gather(*map(ask, rows))
+
+
+@asynccontextmanager
+async def _read_body(call: HubCall, body: Upload) -> AsyncIterator[bytes]:
+    """The whole body, within the memory that all bodies to be forwarded share."""
+    with call.context.proxy.bodies.reserve(call.actor) as reservation:
+        parts: list[bytes] = []
+        size = 0
+        async for part in body:
+            size += len(part)
+            await reservation.resize(size)
+            parts.append(part)
+        yield b"".join(parts)
+
+
+def _request(call: HubCall, content: bytes) -> ForwardedRequest:
+    headers = passed_headers(dict(call.headers), tls=call.context.tls)
+    return ForwardedRequest(method=call.method, target=call.target, headers=headers, content=content)
+
+
+async def _tenant(call: HubCall) -> Tenant:
+    key = await call.context.identity.key(call.caller.id) if call.caller.kind is CallerKind.KEY else None
+    if key is None or call.caller.role is None:
+        raise StrataError(
+            Code.FORBIDDEN,
+            "a training server knows its callers by their keys, and the operator token is none",
+            hint="strata keys create NAME --role researcher",
+        )
+    return Tenant(key.name, call.caller.role)
+
+
+async def _find_tag(request: ForwardedRequest, *, several: bool) -> str:
+    """The tag in the ids of the request; empty if there is none, or no need to look."""
+    if not several:
+        return ""
+    path, _, query = request.target.partition("?")
+    found = _TAGGED.search(request.target.replace("%3A", ":").encode()) or _TAGGED.search(request.content)
+    if found is None and request.headers.get("content-encoding", "").lower() == "zstd":
+        found = _TAGGED.search(await asyncio.to_thread(decompress_frames, request.content, MAX_BODY))
+    if found is None and path == f"{BASE}/archive":
+        found = _TAGGED.search(_unsigned(query))
+    return "" if found is None else found[1].decode()
+
+
+def _unsigned(query: str) -> bytes:
+    """The content of the token of a signed URL. The server checks the signature; here it only names the server."""
+    token = query.partition("token=")[2].partition("&")[0]
+    try:
+        return base64.urlsafe_b64decode(token + "=" * (-len(token) % 4))
+    except ValueError:
+        return b""
+
+
+def _document(request: ForwardedRequest) -> dict[str, Any]:
+    """The content of a request that opens a model or a sampler; empty for all others."""
+    path = request.target.partition("?")[0]
+    if path not in _OPENING or len(request.content) > MIB:
+        return {}
+    content = request.content
+    if request.headers.get("content-encoding", "").lower() == "zstd":
+        content = decompress_frames(content, MIB)
+    return _decode(content)
+
+
+def _decode(content: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(content or b"{}", type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise StrataError(Code.INVALID, f"the body is not a JSON object: {error}") from None
+
+
+def _json(value: Mapping[str, Any]) -> RawReply:
+    return RawReply(msgspec.json.encode(value))
+
+
+ROUTES: Final = (
+    Route("POST", f"{BASE}/create_session", RESEARCHER, create_session),
+    Route("POST", f"{BASE}/session_heartbeat", RESEARCHER, session_heartbeat),
+    Route("POST", f"{BASE}/kill_session", RESEARCHER, kill_session),
+    Route("POST", f"{BASE}/sessions/{{session_id}}/finish", RESEARCHER, finish_session),
+    Route("GET", f"{BASE}/get_server_capabilities", VIEWER, capabilities),
+    Route("POST", f"{BASE}/telemetry", VIEWER, telemetry, 4 * MIB),
+    Route("GET", f"{BASE}/archive", PUBLIC, download, any_query=True),
+    Route("POST", f"{BASE}/{{rest:path}}", VIEWER, forward, MAX_BODY, any_query=True, operation="servers.post"),
+    Route("GET", f"{BASE}/{{rest:path}}", VIEWER, forward, any_query=True, operation="servers.get"),
+    Route("PUT", f"{BASE}/{{rest:path}}", VIEWER, forward, any_query=True, operation="servers.put"),
+    Route("DELETE", f"{BASE}/{{rest:path}}", VIEWER, forward, any_query=True, operation="servers.delete"),
+)

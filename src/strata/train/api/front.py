@@ -1,0 +1,52 @@
+"""A hub in front of this server: it has authenticated the caller, and names the tenant in headers.
+
+The headers count only with the front key, which the agent of the fleet hands to both for one attempt. Whoever has that
+key can be every tenant, and no operator.
+"""
+
+from __future__ import annotations
+
+import hmac
+from typing import Final
+from urllib.parse import unquote
+
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from strata.base.errors import Code, StrataError
+from strata.base.secret import Secret
+from strata.http.authentication import FirstHeaders, Identify
+from strata.identity.roles import CallerKind, Principal, Role
+
+KEY: Final = "x-strata-front"
+TENANT: Final = "x-strata-tenant"
+"""The name of the caller's key at the hub, percent-encoded."""
+ROLE: Final = "x-strata-role"
+SESSION: Final = "x-strata-session"
+"""The id of a session to open: ids of all the servers behind a hub follow from the hub's."""
+
+
+def identify_behind_front(identify: Identify, key: Secret | None) -> Identify:
+    """`identify`, and the tenants that the holder of the front key names."""
+    if key is None:
+        return identify
+    expected = key.reveal().encode()
+
+    async def identify_caller(scope: Scope, headers: FirstHeaders) -> Principal:
+        given = headers.get(KEY.encode())
+        if given is None:
+            return await identify(scope, headers)
+        if not hmac.compare_digest(given, expected):
+            raise StrataError(Code.UNAUTHENTICATED, "this is not the key of the hub in front of this server")
+        name = unquote(headers.get(TENANT.encode(), b"").decode("latin-1"))
+        if not name:
+            raise StrataError(Code.INVALID, f"the hub names the tenant in {TENANT}")
+        role = Role.named(headers.get(ROLE.encode(), b"").decode("latin-1"))
+        return Principal(CallerKind.TENANT, name, min(role, Role.RESEARCHER))
+
+    return identify_caller
+
+
+def session_from_front(caller: Principal, headers: Headers) -> str:
+    """The id that the hub has chosen for the session; empty if there is no hub, or it chose none."""
+    return headers.get(SESSION, "") if caller.kind is CallerKind.TENANT else ""

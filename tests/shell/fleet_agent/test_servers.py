@@ -1,0 +1,149 @@
+"""Servers that are jobs, through a real hub and real agents: published, forwarded to, asleep, awake, ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import pytest
+
+from strata.fleet import wire
+from strata.fleet.core.jobspec import JobSpec, TrainerSpec
+from strata.fleet.core.requirement import Needs
+from tests.shell.fleet_agent.running import AgentProcess, HubProcess, agent
+from tests.shell.fleet_agent.waiting import eventually, is_alive
+
+pytestmark = pytest.mark.timeout(120)
+SERVER: Final = Path(__file__).with_name("echo_server.py")
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubProcess]:
+    """With short leases, so that a host soon learns of a cancelled job."""
+    made = HubProcess(tmp_path_factory.mktemp("hub"), stale_after_s=8.0)
+    yield made
+    made.close()
+
+
+def researcher(hub: HubProcess, name: str, role: wire.RoleName = "researcher") -> httpx.Client:
+    """A person with a key of the hub, at the hub's URL."""
+    made = hub.operator.call("POST", "/v1/keys", wire.HubKeyReply, body=wire.HubKeyRequest(name=name, role=role))
+    return httpx.Client(base_url=f"{hub.url}/api/v1", headers={"x-api-key": made.secret}, timeout=60.0)
+
+
+def serve(hub: HubProcess, host: str, model: str, *, idle_s: float = 0.0, **hyper: Any) -> str:
+    return hub.submit_with(
+        TrainerSpec(name="echo", command=("python", SERVER.name), directory=str(SERVER.parent)),
+        JobSpec(
+            kind="server",
+            model=model,
+            trainer="echo",
+            hyper=hyper,
+            idle_s=idle_s,
+            needs=Needs(allowed_hosts=(host,)),
+            max_attempts=1000,
+        ),
+    )
+
+
+def until_serving(hub: HubProcess, job: str) -> None:
+    eventually(lambda: hub.job(job).job.serving == "serving")
+
+
+def starts(host: AgentProcess, job: str) -> int:
+    return len((host.work / "servers" / job.removeprefix("job1_")[:16] / "starts").read_text().splitlines())
+
+
+def test_a_server_is_published_and_ends_when_it_is_cancelled(hub: HubProcess, tmp_path: Path) -> None:
+    with agent(hub, tmp_path, "sara", grace_s="1") as sara:
+        job = serve(hub, "sara", "echo-a")
+        until_serving(hub, job)
+        child = sara.child()
+        hub.cancel(job)
+        eventually(lambda: not is_alive(child), 40.0)
+        assert (hub.job(job).job.status, hub.job(job).job.serving) == ("cancelled", "")
+
+
+def test_a_server_that_dies_is_started_again_with_its_data(hub: HubProcess, tmp_path: Path) -> None:
+    with agent(hub, tmp_path, "sepp", grace_s="1") as sepp:
+        job = serve(hub, "sepp", "echo-b")
+        until_serving(hub, job)
+        os.kill(sepp.child(), signal.SIGTERM)
+        hub.until_epoch(job, 2)
+        until_serving(hub, job)
+        assert starts(sepp, job) == 2
+        first = hub.job(job).attempts[0]
+        assert (first.cause, first.outcome) == ("user_error", "retried")
+        hub.cancel(job)
+
+
+def test_a_server_cannot_send_the_hub_to_a_socket_that_is_not_its_own(hub: HubProcess, tmp_path: Path) -> None:
+    with agent(hub, tmp_path, "silo", grace_s="1") as silo:
+        job = serve(hub, "silo", "echo-c", address=hub.address)
+        eventually(lambda: "server_not_published" in silo.said())
+        assert hub.job(job).job.serving == ""
+        hub.cancel(job)
+
+
+def test_one_url_forwards_to_several_servers_and_names_the_tenant(hub: HubProcess, tmp_path: Path) -> None:
+    with agent(hub, tmp_path, "stan", grace_s="1", slots="2"), researcher(hub, "alice ä") as alice:
+        jobs = {model: serve(hub, "stan", model) for model in ("echo-d", "echo-e")}
+        for job in jobs.values():
+            until_serving(hub, job)
+        offered = alice.get("/get_server_capabilities").json()["supported_models"]
+        assert {each["model_name"] for each in offered} >= {"echo-d", "echo-e"}
+        session = alice.post("/create_session", json={"tags": ["t"]}).json()["session_id"]
+        for model, job in jobs.items():
+            made = alice.post("/create_model", json={"session_id": session, "base_model": model}).json()
+            own = f"{session}.{job.removeprefix('job1_')[:12]}"
+            assert (made["model"], made["tenant"], made["role"]) == (model, "alice%20%C3%A4", "researcher")
+            assert (made["trusted"], made["credentials"]) == (True, [])
+            assert json.loads(made["body"]) == {"session_id": own, "base_model": model}
+            # From here on every id names the server, in JSON, in bytes and in a path.
+            future = alice.post("/retrieve_future", json={"request_id": f"{own}:train:0:1"})
+            assert (future.status_code, future.json()["model"]) == (408, model)
+            batch = alice.post("/forward_backward", content=b"\x0a" + f"{own}:train:0".encode() + b"\xff" * 70_000)
+            assert (batch.json()["model"], batch.json()["body"].count("\xff")) == (model, 70_000)
+            run = alice.get(f"/training_runs/{own}:train:0", params={"limit": 3}).json()
+            assert (run["model"], run["path"]) == (model, f"/api/v1/training_runs/{own}:train:0?limit=3")
+        refused = alice.post("/create_model", json={"session_id": session, "base_model": "unheard"})
+        assert refused.status_code == 404
+        for job in jobs.values():
+            hub.cancel(job)
+
+
+def test_a_server_knows_people_by_their_keys_and_not_by_the_headers_they_send(hub: HubProcess, tmp_path: Path) -> None:
+    with agent(hub, tmp_path, "sven", grace_s="1"), researcher(hub, "bob", "viewer") as bob:
+        job = serve(hub, "sven", "echo-f")
+        until_serving(hub, job)
+        feigned = {
+            "x-strata-tenant": "alice",
+            "x-strata-role": "operator",
+            "x-strata-front": "?",
+            "x-strata-session": "s",
+        }
+        seen = bob.post("/get_info", json={"base_model": "echo-f"}, headers=feigned).json()
+        assert (seen["tenant"], seen["role"], seen["trusted"], seen["session"]) == ("bob", "viewer", True, None)
+        assert bob.post("/create_session", json={}).status_code == 403
+        assert httpx.get(f"{hub.url}/api/v1/training_runs").status_code == 401
+        hub.cancel(job)
+
+
+def test_an_idle_server_sleeps_and_the_next_request_wakes_it(hub: HubProcess, tmp_path: Path) -> None:
+    with agent(hub, tmp_path, "siri", grace_s="1") as siri, researcher(hub, "carl") as carl:
+        job = serve(hub, "siri", "echo-g", idle_s=1.0)
+        until_serving(hub, job)
+        eventually(lambda: hub.job(job).job.serving == "asleep")
+        assert hub.job(job).job.reason == "asleep: no request for 1 s; the next one wakes it"
+        session = carl.post("/create_session", json={}).json()["session_id"]
+        woken = carl.post("/create_model", json={"session_id": session, "base_model": "echo-g"})
+        assert (woken.status_code, woken.json()["model"]) == (200, "echo-g")
+        assert starts(siri, job) == 2
+        hub.cancel(job)
+        gone = carl.post("/create_model", json={"session_id": session, "base_model": "echo-g"})
+        assert gone.status_code == 404, "a person ended it"

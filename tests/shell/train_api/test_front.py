@@ -1,0 +1,45 @@
+"""A hub in front of the server: it names tenants with the front key, and nobody else does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from strata.base.secret import Secret
+from strata.identity.roles import CallerKind, Principal, Role
+from tests.shell.train_api.conftest import Reached, reach, settings_in
+
+KEY: Final = "f" * 64
+NAMED: Final = {"x-strata-front": KEY, "x-strata-tenant": "alice%20b", "x-strata-role": "researcher"}
+ASK: Final = ("POST", "/api/v1/client/config")
+
+
+async def test_the_holder_of_the_front_key_names_the_tenant_and_no_operator(folder: Path) -> None:
+    async with reach(settings_in(folder, front_key=Secret(KEY)), 0.02) as server:
+        assert (await server.ask(*ASK, None, headers=NAMED)).status_code == 200
+        tenant = await server.context.tenant(Principal(CallerKind.TENANT, "alice b", Role.RESEARCHER))
+        assert tenant == "key:alice b", "as if the key were of this server"
+        viewer = NAMED | {"x-strata-role": "viewer"}
+        assert (await server.ask("POST", "/api/v1/create_session", None, headers=viewer)).status_code == 403
+        for role in ("operator", "admin"):
+            more = NAMED | {"x-strata-role": role}
+            assert (await server.ask("POST", "/sleep", None, headers=more)).status_code == 403
+            assert (await server.ask("GET", "/v1/keys", None, headers=more)).status_code == 403
+        assert (await server.ask(*ASK, None, headers=NAMED | {"x-strata-role": "king"})).status_code == 400
+        nobody = {name: value for name, value in NAMED.items() if name != "x-strata-tenant"}
+        assert (await server.ask(*ASK, None, headers=nobody)).status_code == 400
+
+
+async def test_without_the_front_key_nobody_names_another(folder: Path) -> None:
+    async with reach(settings_in(folder, front_key=Secret(KEY)), 0.02) as server:
+        for wrong in ("", "e" * 64, KEY[:-1]):
+            assert (await server.ask(*ASK, None, headers=NAMED | {"x-strata-front": wrong})).status_code == 401
+            # Also with a good key beside it.
+            assert (await server.ask(*ASK, headers=NAMED | {"x-strata-front": wrong})).status_code == 401
+        without = {name: value for name, value in NAMED.items() if name != "x-strata-front"}
+        assert (await server.ask(*ASK, None, headers=without)).status_code == 401
+
+
+async def test_a_server_without_a_front_key_takes_nobodys_word(alone: Reached) -> None:
+    assert (await alone.ask(*ASK, None, headers=NAMED)).status_code == 401
+    assert (await alone.ask(*ASK, headers=NAMED)).status_code == 200, "by the key, as ever"
