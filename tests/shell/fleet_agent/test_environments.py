@@ -208,7 +208,12 @@ def test_an_environment_of_another_user_belongs_to_the_agent_when_it_is_complete
         folder.chmod(0o755)
     user = find_job_user("nobody")
     cache = a_cache(tmp_path, wheels, job_user=user, interpreter=SYSTEM_PYTHON)
-    made = provide(cache, a_source(tmp_path, requirements_txt="greeting==1.0\n"), "requirements.txt")
+    source = a_source(tmp_path, requirements_txt="greeting==1.0\n")
+    others = os.umask(0o077)
+    try:
+        made = provide(cache, source, "requirements.txt")
+    finally:
+        os.umask(others)
     owners = {path.lstat().st_uid for path in (Path(made.path), *Path(made.path).rglob("*"))}
     assert owners == {0}
     done = subprocess.run(

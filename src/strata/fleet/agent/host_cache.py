@@ -60,7 +60,7 @@ class HostCache:
         An entry whose content is not `usable` any more is made again.
         Attempts that need the same entry wait for one of them; STALE when this one is no longer `wanted`.
         """
-        self.folder.mkdir(mode=0o711, parents=True, exist_ok=True)
+        _make_passable(self.folder)
         with self._locked(name, wanted):
             entry = self.read(name) if usable(self.content(name)) else None
             cached = entry is not None
@@ -90,7 +90,7 @@ class HostCache:
 
     def _make(self, folder: Path, make: Callable[[Path], CacheEntry]) -> CacheEntry:
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(mode=0o711, parents=True)
+        _make_passable(folder)
         (folder / "users").mkdir(mode=0o700)
         try:
             entry = make(folder)
@@ -134,6 +134,12 @@ class HostCache:
             yield
         finally:
             os.close(lock)
+
+
+def _make_passable(folder: Path) -> None:
+    """A folder that other users can enter and cannot list, whatever the agent's umask is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o711)
 
 
 def _used_at_s(folder: Path) -> float:
