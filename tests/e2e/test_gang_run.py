@@ -19,7 +19,7 @@ from strata.base.settings import process_environment
 
 STRATA: Final = str(Path(sys.executable).with_name("strata"))
 PROGRAM: Final = Path(__file__).with_name("gang_program.py")
-WITHIN_S: Final = 170
+WITHIN_S: Final = 280
 EVERY_SAMPLE: Final = list(range(40))
 
 pytestmark = pytest.mark.timeout(WITHIN_S + 20)
@@ -87,6 +87,13 @@ def test_a_program_that_crashes_and_hangs_ends_with_every_sample_once(tmp_path: 
     with running(tmp_path, "--job", "mine") as again:
         assert again.end() == 100
         assert "job 'mine' is finished" in again.shown
+
+
+def test_a_run_that_waits_for_its_coordinator_can_be_interrupted(tmp_path: Path) -> None:
+    with running(tmp_path, "--coordinator", "127.0.0.1:9") as run:
+        run.says("coordinator_unreachable 127.0.0.1:9")
+        run.process.send_signal(signal.SIGINT)
+        assert run.end() == 130
 
 
 def test_a_run_that_is_interrupted_leaves_nothing_behind_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:

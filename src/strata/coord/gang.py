@@ -121,9 +121,6 @@ class GangLauncher:
         """The exit status of torchrun; INTERRUPTED if a signal ended the run."""
         options = self._options
         options.folder.mkdir(parents=True, exist_ok=True)
-        stop = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
         async with AsyncExitStack() as stack:
             address = options.coordinator
             if address is None:
@@ -134,6 +131,10 @@ class GangLauncher:
                 await self._wait_for_coordinator(guard.getsockname())
             operator = await stack.enter_async_context(Operator(_operator_settings(address, options.job), self._clock))
             await self._check_job(operator, address)
+            # Before this a signal ends the process as usual; from here on workers get time to end.
+            stop = asyncio.Event()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                asyncio.get_running_loop().add_signal_handler(number, stop.set)
             watching = asyncio.create_task(self._watch(operator))
             running = asyncio.create_task(self._keep_torchrun(address))
             stopping = asyncio.create_task(stop.wait())
