@@ -126,6 +126,8 @@ class Claim:
     """Classes that would rather run elsewhere: of these only jobs that have waited since this time, or longer."""
     refusing: bool = False
     """The host is excluded for some jobs, so it shares no statement with other hosts."""
+    idle: bool = True
+    """A guess that the host holds nothing, which makes the claim cheaper if it is right."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

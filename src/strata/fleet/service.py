@@ -77,6 +77,8 @@ class Fleet:
         self._changes = Broadcast()
         self._claims = ClaimQueue(store, self.settings.stale_after_s, self.now_s)
         self._heartbeats: dict[str, float] = {}
+        self._holding: set[str] = set()
+        """Hosts that held leases when they spoke last: a guess, for `Claim.idle`."""
         self._observing_since_s = self.now_s()
         self._ticked_at_s = self.now_s()
 
@@ -111,8 +113,11 @@ class Fleet:
                 count=count,
                 held_back=options.held_back,
                 refusing=options.refusing,
+                idle=host_id not in self._holding,
             )
             leases = await self._claims.submit(wanted)
+            if leases:
+                self._holding.add(host_id)
             left_s = until_s - self.now_s()
             if leases or left_s <= 0:
                 return leases
@@ -123,7 +128,9 @@ class Fleet:
     async def renew(self, host_id: str, renewals: Sequence[Renewal]) -> Sequence[RenewalResult]:
         self.touch_host(host_id)
         if not renewals:
+            self._holding.discard(host_id)
             return []
+        self._holding.add(host_id)
         renewed = await self.store.renew(host_id, renewals, self.settings.stale_after_s, self.now_s())
         failpoint("fleet.renew.committed")
         return renewed

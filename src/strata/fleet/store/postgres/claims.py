@@ -1,8 +1,11 @@
-"""Claims in PostgreSQL: a batch of claims is two round trips, and hosts with the same options share one statement.
+"""Claims in PostgreSQL: hosts with the same options share one statement.
 
-The first round trip locks the hosts and reads what they hold (`open_claims`): what a host has left cannot change until
-the claim is committed, whichever hub serves it. The lock also makes claims idempotent: a retry that overtakes its first
-try waits for it. `open_claims` leaves out claims that were answered before, and hosts that are not active.
+A claim first locks its host and reads what it holds (`open_claims`): what a host has left cannot change until the claim
+is committed, whichever hub serves it. The lock also makes claims idempotent: a retry that overtakes its first try waits
+for it. `open_claims` leaves out claims that were answered before, and hosts that are not active.
+
+Most hosts that claim hold nothing, so that is assumed, and the statements that follow from it are sent along: one round
+trip. They pass over a host that does hold something; its claim takes two more.
 
 Joins are written so that the planner cannot choose a full scan: a plan made while a table is empty is cached, and would
 read the whole table once it is full.
@@ -60,6 +63,15 @@ DELETE FROM lease USING displaced d WHERE lease.job_id = d.job_id
 """
 """End attempts whose lease had expired, and whose place on the host goes to another now."""
 
+_IDLE: Final = """
+(SELECT state FROM host WHERE id = {host}) = 'active'
+AND (SELECT count(*) FROM attempt a WHERE a.claim_id = {claim} AND a.host_id = {host}) = 0
+AND (SELECT count(*) FROM attempt a WHERE a.host_id = {host} AND a.ended_at IS NULL) = 0
+"""
+"""A new claim of a host that holds nothing, after `open_claims` has locked the host."""
+IDLE: Final = _IDLE.format(host="w.host", claim="w.claim")
+ONE_IDLE: Final = f"SELECT {_IDLE.format(host='%(host)s::text', claim='%(claim)s::text')}"
+
 MINE: Final = """
 (SELECT count(*) FROM job_refusal x WHERE x.seq = r.seq AND x.host_id = ANY(%(hosts)s::text[])) = 0
 """
@@ -68,7 +80,7 @@ MINE: Final = """
 ONE: Final = """
   SELECT r.seq, 1 AS place, %(host)s::text AS host, %(claim)s::text AS claim, %(taken)s::text AS taken
   FROM ready r JOIN job j USING (seq)
-  WHERE r.class_id = %(class)s AND r.since <= %(latest)s
+  WHERE r.class_id = %(class)s AND r.since <= %(latest)s AND ({one_idle})
     AND (SELECT count(*) FROM job_refusal x WHERE x.seq = r.seq AND x.host_id = %(host)s) = 0
   ORDER BY r.priority DESC, r.seq LIMIT 1 FOR UPDATE OF r, j SKIP LOCKED
 """
@@ -76,13 +88,13 @@ ONE: Final = """
 
 SEVERAL: Final = """
   WITH fresh AS MATERIALIZED (
-    SELECT host, claim, place FROM unnest(%(hosts)s::text[], %(claims)s::text[])
-      WITH ORDINALITY AS w (host, claim, place)
+    SELECT host, claim, n, row_number() OVER (ORDER BY n) AS place
+    FROM unnest(%(hosts)s::text[], %(claims)s::text[]) WITH ORDINALITY AS w (host, claim, n) WHERE {idle}
   ), chosen AS MATERIALIZED (
     SELECT seq, kind, row_number() OVER (ORDER BY priority DESC, seq) AS place FROM ({best}) AS best
   )
   SELECT chosen.seq, fresh.place, fresh.host, fresh.claim,
-    (%(takes)s::text[])[(fresh.place - 1) * %(kinds)s::int + chosen.kind] AS taken
+    (%(takes)s::text[])[(fresh.n - 1) * %(kinds)s::int + chosen.kind] AS taken
   FROM chosen JOIN fresh USING (place)
 """
 """`takes` has for each place and each kind of amounts what a job of that kind gets of the host."""
@@ -166,7 +178,42 @@ async def claim_jobs(
 ) -> Sequence[Sequence[JobLease]]:
     named = {(each.host_id, each.claim_id): each for each in claims}
     times = {"now": now_s, "until": now_s + lease_s}
-    found: list[tuple[Any, ...]] = []
+    found, later = await _claim_for_idle_hosts(connections, named, times)
+    if later:
+        found += await _claim_beside_leases(connections, {name: named[name] for name in later}, times)
+    given: dict[_ClaimName, list[JobLease]] = {name: [] for name in named}
+    for row in found:
+        given[row[0], row[1]].append(_decode_lease(row))
+    return [given[each.host_id, each.claim_id] for each in claims]
+
+
+async def _claim_for_idle_hosts(
+    connections: Connections, named: Mapping[_ClaimName, Claim], times: dict[str, float]
+) -> tuple[list[Any], list[_ClaimName]]:
+    """What was granted on the assumption that the hosts hold nothing, and the claims for which it was wrong."""
+    first, *others = take_turns(named)
+    empty = {name[0]: Room(named[name].capacity) for name in first if named[name].idle}
+    statements = _claim_statements([(name, named[name]) for name in first if name[0] in empty], empty, times, idle=True)
+    async with connections.pipeline() as connection:
+        opened = await connection.execute(OPEN, _names(list(named)), prepare=True, binary=True)
+        cursors = [await connection.execute(*each, prepare=True, binary=True) for each in statements]
+        failpoint("fleet.claim.written")
+    rows = await opened.fetchall()
+    found = [row for each in cursors for row in await each.fetchall()]
+    fresh = {(host, claim) for host, claim, *_ in rows if claim is not None}
+    answered = named.keys() - fresh
+    if answered:
+        found += await connections.run(PREVIOUS_LEASES, _names(list(answered)))
+    holding = {host for host, claim, *_ in rows if claim is None}
+    assumed = {name for name in first if name[0] in empty and name[0] not in holding}
+    return found, [name for turn in (first, *others) for name in turn if name in fresh and name not in assumed]
+
+
+async def _claim_beside_leases(
+    connections: Connections, named: Mapping[_ClaimName, Claim], times: dict[str, float]
+) -> list[Any]:
+    """For hosts that hold something: what fits is decided between two round trips of one transaction."""
+    found: list[Any] = []
     # What is sent in a pipeline is one transaction, also when an answer is read in between.
     async with connections.pipeline() as connection:
         cursor = await connection.execute(OPEN, _names(list(named)), prepare=True, binary=True)
@@ -185,18 +232,10 @@ async def claim_jobs(
                 found += taken
                 cursors = []
         if expired and found:
-            granted = [_decode_lease(row) for row in found]
-            displaced = displaced_attempts(rooms, expired, granted)
+            displaced = displaced_attempts(rooms, expired, [_decode_lease(row) for row in found])
             jobs, epochs = [job_id for job_id, _ in displaced], [epoch for _, epoch in displaced]
-            await connection.execute(END_DISPLACED, {"jobs": jobs, "epochs": epochs, "now": now_s})
-    found += [row for each in cursors for row in await each.fetchall()]
-    answered = named.keys() - set(fresh)
-    if answered:
-        found += await connections.run(PREVIOUS_LEASES, _names(list(answered)))
-    given: dict[_ClaimName, list[JobLease]] = {name: [] for name in named}
-    for row in found:
-        given[row[0], row[1]].append(_decode_lease(row))
-    return [given[each.host_id, each.claim_id] for each in claims]
+            await connection.execute(END_DISPLACED, {"jobs": jobs, "epochs": epochs, "now": times["now"]})
+    return found + [row for each in cursors for row in await each.fetchall()]
 
 
 def _decode_lease(row: Sequence[Any]) -> JobLease:
@@ -220,7 +259,7 @@ async def _read_rooms(
 
 
 def _claim_statements(
-    fresh: Sequence[tuple[_ClaimName, Claim]], rooms: Mapping[str, Room], times: dict[str, float]
+    fresh: Sequence[tuple[_ClaimName, Claim]], rooms: Mapping[str, Room], times: dict[str, float], *, idle: bool = False
 ) -> list[tuple[str, dict[str, Any]]]:
     """For claims of different hosts: one statement for those with the same options."""
     alike: dict[_Options, list[tuple[_ClaimName, list[Taken]]]] = {}
@@ -240,11 +279,11 @@ def _claim_statements(
         if len(kinds) > 1:
             takes = [[room.plan(amounts)[0] for amounts in kinds]]
         alike.setdefault(menu, []).extend([(name, each) for each in takes])
-    return [_claim_statement(menu, places, times) for menu, places in alike.items()]
+    return [_claim_statement(menu, places, times, idle=idle) for menu, places in alike.items()]
 
 
 def _claim_statement(
-    menu: _Options, places: Sequence[tuple[_ClaimName, list[Taken]]], times: dict[str, float]
+    menu: _Options, places: Sequence[tuple[_ClaimName, list[Taken]]], times: dict[str, float], *, idle: bool
 ) -> tuple[str, dict[str, Any]]:
     """The statement for claims with the same options, each named as often as it may take a job, and its values."""
     classes, latest, kind, _ = menu
@@ -252,7 +291,7 @@ def _claim_statement(
     if len(places) == len(classes) == 1:
         (((host, claim), _),) = places
         one = {"class": classes[0], "latest": latest[0], "host": host, "claim": claim, "taken": takes[0]}
-        return _statement(1, "one"), {**one, **times}
+        return _statement(1, "one", idle=idle), {**one, **times}
     values = {
         "classes": _numbers(classes),
         "latest": _numbers(latest),
@@ -262,16 +301,16 @@ def _claim_statement(
         **_names([name for name, _ in places]),
         **times,
     }
-    return _statement(len(places), "best" if len(classes) > 1 else "first"), values
+    return _statement(len(places), "best" if len(classes) > 1 else "first", idle=idle), values
 
 
 @lru_cache(256)
-def _statement(count: int, how: Literal["one", "first", "best"]) -> str:
+def _statement(count: int, how: Literal["one", "first", "best"], *, idle: bool) -> str:
     if how == "one":
-        return TAKE.format(given=ONE)
+        return TAKE.format(given=ONE.format(one_idle=ONE_IDLE if idle else "true"))
     # A limit that is a parameter is planned as a tenth of the table: a sort of millions.
     best = (BEST if how == "best" else FIRST).format(count=count, spare=2 * count + 16)
-    return TAKE.format(given=SEVERAL.format(best=best))
+    return TAKE.format(given=SEVERAL.format(best=best, idle=IDLE if idle else "true"))
 
 
 def _names(names: Sequence[_ClaimName]) -> dict[str, str]:
