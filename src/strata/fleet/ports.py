@@ -23,6 +23,7 @@ from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.core.plan import ApplyPlan, ExistingJob, HostPolicy, RegisteredTrainer
 from strata.fleet.core.quota import OwnerUsage, Quota
 from strata.fleet.core.requirement import RequirementClass
+from strata.fleet.core.samples import SamplePoint
 from strata.fleet.core.subscription import Subscription
 
 ASLEEP: Final = "asleep: "
@@ -433,6 +434,15 @@ class Store(Protocol):
         """The jobs that ended with `infra` on this host since its last completed one."""
 
     async def counts(self) -> Counts: ...
+
+    async def record_samples(self, points: Sequence[SamplePoint]) -> None:
+        """Samples of known hosts; those of others are ignored."""
+
+    async def roll_up_samples(self, now_s: float) -> None:
+        """Write the means of the steps that are over, and drop what `core.samples.RESOLUTIONS` does not keep."""
+
+    async def samples(self, host_id: str, step_s: int, since_s: float) -> Sequence[SamplePoint]:
+        """Oldest first."""
 
     async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[StoredEvent]: ...
 

@@ -29,6 +29,7 @@ from strata.fleet.core.manifest import JobManifest
 from strata.fleet.core.match import eligible
 from strata.fleet.core.ownership import OPERATOR, Submitter, check_project
 from strata.fleet.core.plan import ApplyOptions, ApplyPlan, plan
+from strata.fleet.core.samples import HostSample, SamplePoint, finest
 from strata.fleet.core.why import UnmetDependency, Why, WhyQuery, why
 from strata.fleet.ports import (
     ASLEEP,
@@ -49,6 +50,7 @@ TICK_S: Final = 1.0
 POLL_S: Final = 2.0
 """How often a waiting claim polls the database: another hub may have queued a job for it."""
 MAX_WAIT_S: Final = 60.0
+ROLL_UP_S: Final = 60.0
 FAIL_BATCH: Final = 500
 """How many unservable jobs are failed in one transaction."""
 _log = log.get(__name__)
@@ -77,6 +79,9 @@ class Fleet:
         self._changes = Broadcast()
         self._claims = ClaimQueue(store, self.settings.stale_after_s, self.now_s)
         self._heartbeats: dict[str, float] = {}
+        self._samples: list[SamplePoint] = []
+        self._newest_samples: dict[str, Mapping[str, float]] = {}
+        self._rolled_up_at_s = float("-inf")
         self._holding: set[str] = set()
         """Hosts that held leases when they spoke last: a guess, for `Claim.idle`."""
         self._observing_since_s = self.now_s()
@@ -134,6 +139,20 @@ class Fleet:
         renewed = await self.store.renew(host_id, renewals, self.settings.stale_after_s, self.now_s())
         failpoint("fleet.renew.committed")
         return renewed
+
+    def add_sample(self, host_id: str, sample: HostSample) -> None:
+        """Written at the next tick; one that is lost with the hub is no loss."""
+        point = SamplePoint(host_id, self.now_s(), sample.values())
+        self._samples.append(point)
+        self._newest_samples[host_id] = point.values
+
+    def newest_sample(self, host_id: str) -> Mapping[str, float]:
+        return self._newest_samples.get(host_id, {})
+
+    async def samples(self, host_id: str, span_s: float, points: int) -> tuple[int, Sequence[SamplePoint]]:
+        """The step in which the last `span_s` are shown in so many points, and these."""
+        step_s = finest(span_s, points)
+        return step_s, (await self.store.samples(host_id, step_s, self.now_s() - span_s))[-points:]
 
     async def complete(self, attempt: AttemptKey, completion: JobCompletion) -> JobRow:
         self.touch_host(attempt.host_id)
@@ -285,6 +304,7 @@ class Fleet:
             )
             self._observing_since_s = now_s
         await self.flush_heartbeats()
+        await self._write_samples(now_s)
         released = await self.store.release_backoffs(now_s)
         if released:
             failpoint("fleet.ripen.committed")
@@ -299,6 +319,15 @@ class Fleet:
         self._ticked_at_s = now_s
         if released or expired:
             self._changes.notify()
+
+    async def _write_samples(self, now_s: float) -> None:
+        """What hosts have sampled since the last tick; once a minute also means, and what is too old goes."""
+        points, self._samples = self._samples, []
+        if points:
+            await self.store.record_samples(points)
+        if now_s - self._rolled_up_at_s >= ROLL_UP_S:
+            self._rolled_up_at_s = now_s
+            await self.store.roll_up_samples(now_s)
 
     async def flush_heartbeats(self) -> None:
         seen, self._heartbeats = self._heartbeats, {}

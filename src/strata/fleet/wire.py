@@ -18,6 +18,7 @@ from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.jobspec import JobId, JobSpec, TrainerSpec
 from strata.fleet.core.manifest import JobManifest
 from strata.fleet.core.quota import OwnerUsage, Quota
+from strata.fleet.core.samples import HostSample
 from strata.fleet.core.subscription import DEFAULT_EVENTS, SubscribedEvent
 
 MAX_WAIT_S: Final = 60.0
@@ -121,6 +122,8 @@ class PublishRequest(Message, frozen=True, kw_only=True):
 
 class HeartbeatsRequest(Message, frozen=True, kw_only=True):
     leases: Annotated[tuple[LeaseHeld, ...], msgspec.Meta(max_length=MAX_LEASES)] = ()
+    sample: HostSample | None = None
+    """What the host does; in every second heartbeat or so."""
 
 
 class HeartbeatRequest(Message, frozen=True, kw_only=True):
@@ -417,10 +420,30 @@ class Host(HubReply, frozen=True, kw_only=True):
     seen_ago_s: float
     """By the hub's clock, at the time of the reply."""
     presence: Literal["online", "suspect", "offline"]
+    sample: dict[str, float] = {}
+    """What it did when its agent told this hub last; by name as in `/v1/host/{id}/samples`."""
 
 
 class HostsReply(HubReply, frozen=True, kw_only=True):
     hosts: tuple[Host, ...]
+
+
+class SamplesQuery(Message, frozen=True, kw_only=True):
+    span_s: Annotated[float, msgspec.Meta(gt=0, le=90 * 86_400)] = 3600.0
+    """How far back."""
+    points: Annotated[int, msgspec.Meta(ge=1, le=5000)] = 300
+    """How many at most: the finest resolution with so few is chosen."""
+
+
+class SampledPoint(HubReply, frozen=True, kw_only=True):
+    at_s: float
+    values: dict[str, float]
+
+
+class SamplesReply(HubReply, frozen=True, kw_only=True):
+    step_s: int
+    """Of which the values are means; 0: as they were sampled."""
+    points: tuple[SampledPoint, ...]
 
 
 class HostStateRequest(Message, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ import pytest
 
 from strata.fleet.agent import gpu
 from strata.fleet.agent.attempt_folder import find_job_user
-from strata.fleet.agent.probe import commit_of, hostname, probe_host, query_interpreter
+from strata.fleet.agent.probe import commit_of, hostname, probe_host, query_interpreter, sample_host
 from strata.fleet.agent.sandbox import HostSandbox
 from strata.fleet.agent.selftest import check_disk_space, check_gpus, run_self_test
 from strata.fleet.agent.settings import AgentSettings
@@ -132,3 +132,11 @@ def test_a_work_folder_that_the_jobs_user_cannot_enter_is_found(tmp_path: Path) 
     found = {each.check: each for each in run_self_test(state, work, min_free_gib=0, max_skew_s=300, sandbox=user)}
     assert not found["child process"].ok
     assert "the jobs' user cannot enter" in found["child process"].reason
+
+
+def test_what_this_machine_does_is_sampled(tmp_path: Path) -> None:
+    sample = sample_host(a_program(tmp_path, "nvidia-smi", PRINTS), with_cards=True)
+    assert sample.cpu_use is not None
+    assert (sample.ram_used_gib or 0) > 0
+    assert [(card.card, card.use, card.power_w) for card in sample.cards] == [("GPU-8f2c1d3e", 0.37, 212.5)]
+    assert sample_host({"PATH": "/usr/bin"}, with_cards=False).cards == ()

@@ -248,3 +248,15 @@ async def test_a_checkpoint_of_an_attempt_is_what_the_next_one_resumes_from(site
     (lease,) = await bob.claim("c9", wait_s=10)
     assert (lease.epoch, lease.checkpoint) == (2, done.artifact_id)
     assert (await bob.http.get(f"/v1/chunk/{digest}")).content == content
+
+
+async def test_what_a_host_does_is_sampled_with_its_heartbeats(site: Running) -> None:
+    host = await site.host("anna")
+    sample = {"cpu_use": 0.5, "cards": [{"card": "GPU-0", "use": 0.25, "power_w": 100.0}]}
+    ok(await host.http.post("/v1/heartbeats", json={"leases": [], "sample": sample}), wire.HeartbeatsReply)
+    await site.hub.context.fleet.tick()
+    reader = await site.operator()
+    values = {"cpu_use": 0.5, "GPU-0/use": 0.25, "GPU-0/power_w": 100.0}
+    assert ok(await reader.get("/v1/host/anna"), wire.Host).sample == values
+    kept = ok(await reader.get("/v1/host/anna/samples?points=300"), wire.SamplesReply)
+    assert (kept.step_s, [point.values for point in kept.points]) == (0, [values])

@@ -352,6 +352,8 @@ _HOSTS: Final = (
     Column("ram", number=True),
     Column("gpu", cut=22),
     Column("jobs", number=True),
+    Column("cpu_use", wide=True, number=True),
+    Column("gpu_use", wide=True, number=True),
     Column("torch", wide=True),
     Column("cuda", wide=True),
     Column("python", wide=True),
@@ -382,6 +384,7 @@ def workers(context: str | None, output: Format) -> None:
 def host_row(host: wire.Host, jobs: int) -> dict[str, Any]:
     """A host as a JSON row."""
     has = host.capability
+    uses = [value for name, value in host.sample.items() if name.endswith("/use")]
     return {
         "id": host.id,
         "host": host.name,
@@ -390,6 +393,8 @@ def host_row(host: wire.Host, jobs: int) -> dict[str, Any]:
         "reason": host.state_reason or None,
         "seen_ago_s": round(host.seen_ago_s, 1),
         "jobs": jobs,
+        "cpu_use": host.sample.get("cpu_use"),
+        "gpu_use": sum(uses) / len(uses) if uses else None,
         "cores": has.cores,
         "ram_bytes": has.ram_bytes,
         "gpus": [{"name": gpu.name, "vram_bytes": gpu.vram_bytes} for gpu in has.gpus],
@@ -404,11 +409,12 @@ def host_row(host: wire.Host, jobs: int) -> dict[str, Any]:
 
 
 def _host_shown(host: wire.Host) -> dict[str, Any]:
-    gpus = host.capability.gpus
+    gpus, row = host.capability.gpus, host_row(host, 0)
     cards = f"{len(gpus)}x " if len(gpus) > 1 else ""
     return {
         "state": host.presence if host.state == "active" else host.state,
         "seen": format_duration(host.seen_ago_s),
         "ram": format_bytes(host.capability.ram_bytes),
         "gpu": f"{cards}{gpus[0].name}" if gpus else None,
+        **{name: f"{row[name]:.0%}" for name in ("cpu_use", "gpu_use") if row[name] is not None},
     }

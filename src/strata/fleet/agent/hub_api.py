@@ -11,6 +11,7 @@ from strata.fleet.artifacts.manifest import ArtifactManifest, Lineage
 from strata.fleet.client import HubClient, transfer
 from strata.fleet.core.capability import Capability
 from strata.fleet.core.job import Cause
+from strata.fleet.core.samples import HostSample
 from strata.fleet.wire import LeaseGiven
 
 Stream = Literal["log", "metrics"]
@@ -31,8 +32,10 @@ class HubApi:
         reply = self.client.call("POST", "/v1/job/claim", wire.ClaimReply, body=body, timeout_s=wait_s + 15.0)
         return reply.leases
 
-    def renew(self, held: tuple[wire.LeaseHeld, ...]) -> tuple[wire.LeaseVerdict, ...]:
-        body = wire.HeartbeatsRequest(leases=held)
+    def renew(
+        self, held: tuple[wire.LeaseHeld, ...], sample: HostSample | None = None
+    ) -> tuple[wire.LeaseVerdict, ...]:
+        body = wire.HeartbeatsRequest(leases=held, sample=sample)
         return self.client.call("POST", "/v1/heartbeats", wire.HeartbeatsReply, body=body, timeout_s=10.0).verdicts
 
     def complete(self, lease: LeaseGiven, body: wire.CompleteRequest) -> wire.Job:

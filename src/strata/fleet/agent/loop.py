@@ -19,16 +19,18 @@ from strata.fleet import wire
 from strata.fleet.agent import identity, preemption
 from strata.fleet.agent.attempt import Attempt
 from strata.fleet.agent.prepare import HostContext, prune_work_folder
-from strata.fleet.agent.probe import ProbeResult, probe_host
+from strata.fleet.agent.probe import ProbeResult, probe_host, sample_host
 from strata.fleet.agent.retry import BACKOFF, TRANSIENT, ThreadPools, retry, run_in, wait_or_timeout
 from strata.fleet.agent.selftest import check_disk_space
 from strata.fleet.agent.state import AgentState, AttemptRecord, PendingClaim, StopOrder
 from strata.fleet.core.amounts import Room
 from strata.fleet.core.capability import Capability, profile
 from strata.fleet.core.job import Cause
+from strata.fleet.core.samples import HostSample
 
 MAINTENANCE_EVERY_S: Final = 10.0
 PROBE_EVERY_S: Final = 600.0
+SAMPLE_EVERY_S: Final = 15.0
 DRAIN_REPORT_S: Final = 20.0
 """While draining, after the last child has ended: how long reports are retried before the next agent gets them."""
 _MAX_CLAIM_COUNT: Final = 16
@@ -53,6 +55,8 @@ class Agent:
         """There may be room for a job: an attempt is over, or the machine is no longer in local use."""
         self._heartbeat_now = asyncio.Event()
         self._renew_every_s = 10.0
+        self._sample: HostSample | None = None
+        """Not sent yet."""
         self._probed_at_s = clock.monotonic_s()
         self._claims_paused = ""
         """Why nothing is claimed at the moment; empty if claims go on."""
@@ -66,6 +70,7 @@ class Agent:
             self._run_forever(self._heartbeat_once),
             self._run_forever(self._claim_once),
             every(MAINTENANCE_EVERY_S, self._maintain_once, clock=self._clock),
+            every(SAMPLE_EVERY_S, self._sample_once, clock=self._clock),
         ]
         tasks = [asyncio.create_task(loop) for loop in loops]
         stopping = asyncio.create_task(self._stopping.wait())
@@ -183,7 +188,8 @@ class Agent:
             )
             for attempt in self._attempts.values()
         )
-        verdicts = await run_in(self._pools.heartbeats, self._host.hub.renew, held)
+        sample, self._sample = self._sample, None
+        verdicts = await run_in(self._pools.heartbeats, self._host.hub.renew, held, sample)
         for verdict in verdicts:
             if verdict.verdict == "stop":
                 self._apply_lease_verdict(verdict)
@@ -202,6 +208,11 @@ class Agent:
             write_log("lease_lost", job=lease.job_id, epoch=lease.epoch, reason=verdict.reason)
             stop = StopOrder(cause=Cause.CANCELLED, reason=verdict.reason, drop=True)
             attempt.stop(stop, self._settings.grace_s if verdict.cause == "ended" else 0.0)
+
+    async def _sample_once(self) -> None:
+        """The next heartbeat carries it; a driver that hangs holds up no heartbeat."""
+        with_cards = bool(self._capability.gpus)
+        self._sample = await run_in(self._pools.work, sample_host, self._host.environ, with_cards)
 
     # Maintenance
 

@@ -19,6 +19,7 @@ from strata.fleet.agent import cgroup, gpu
 from strata.fleet.agent.settings import AgentSettings
 from strata.fleet.core.capability import Capability, Gpu
 from strata.fleet.core.requirement import SandboxLevel
+from strata.fleet.core.samples import HostSample
 
 INTERPRETER_TIMEOUT_S: Final = 120.0
 _NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9._-]+")
@@ -98,6 +99,27 @@ def _unproven(gpus: Sequence[Gpu], python: InterpreterProbe) -> str:
     if len(python.cards) < len(gpus):
         return f"torch {python.torch} computes on {len(python.cards)} of {len(gpus)} cards: this host offers no CUDA"
     return ""
+
+
+def sample_host(environ: Mapping[str, str], with_cards: bool) -> HostSample:  # noqa: FBT001 (called by a thread pool)
+    """What this host does at this moment; what the system does not tell is left out."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    return HostSample(
+        cpu_use=None if load is None else load / (os.cpu_count() or 1),
+        ram_used_gib=_used_memory_gib(),
+        cards=tuple(device.sample for device in gpu.query_gpus(environ).devices) if with_cards else (),
+    )
+
+
+def _used_memory_gib(meminfo: Path = Path("/proc/meminfo")) -> float | None:
+    try:
+        kib = {
+            name: int(rest.split()[0])
+            for name, _, rest in (line.partition(":") for line in meminfo.read_text().splitlines())
+        }
+        return (kib["MemTotal"] - kib["MemAvailable"]) / 1024**2
+    except (OSError, KeyError, ValueError):
+        return None
 
 
 def hostname() -> str:

@@ -1,8 +1,12 @@
-"""What a host does at one moment: its processors, its memory and its cards."""
+"""What hosts do: their processors, memory and cards, sampled and kept at three resolutions.
+
+The energy of a card is its mean power times the span.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
 
@@ -19,3 +23,65 @@ class CardSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     vram_used_gib: Amount | None = None
     temperature_c: Amount | None = None
     power_w: Amount | None = None
+
+
+class HostSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    cpu_use: Amount | None = None
+    """Processes that run or wait for a core, for each core."""
+    ram_used_gib: Amount | None = None
+    cards: Annotated[tuple[CardSample, ...], msgspec.Meta(max_length=256)] = ()
+
+    def values(self) -> dict[str, float]:
+        """Each value under its name; those of a card as `CARD/name`."""
+        named = [("cpu_use", self.cpu_use), ("ram_used_gib", self.ram_used_gib)]
+        for card in self.cards:
+            named += [(f"{card.card}/{name}", getattr(card, name)) for name in _CARD_VALUES]
+        return {name: value for name, value in named if value is not None}
+
+
+_CARD_VALUES: Final = ("use", "vram_used_gib", "temperature_c", "power_w")
+
+
+class SamplePoint(NamedTuple):
+    """The values of a host at one moment, or their means over a step that begins then."""
+
+    host_id: str
+    at_s: float
+    values: Mapping[str, float]
+
+
+class Resolution(NamedTuple):
+    step_s: int
+    """Of the means; 0: as they were sampled."""
+    keep_s: int
+    source_s: int
+    """The step of the points that the means are of."""
+
+
+RESOLUTIONS: Final = (
+    Resolution(0, 3600, 0),
+    Resolution(60, 86_400, 0),
+    Resolution(3600, 90 * 86_400, 60),
+)
+"""A host never has more points than these keep: 240 + 1,440 + 2,160 with a sample each 15 seconds."""
+LATE_S: Final = 30.0
+"""How long after its end a step is averaged: samples arrive with heartbeats."""
+
+
+def finest(span_s: float, points: int) -> int:
+    """The smallest step that shows this span in so many points, and is kept so long."""
+    fits = (each.step_s for each in RESOLUTIONS if each.keep_s >= span_s and span_s / (each.step_s or 15) <= points)
+    return next(fits, RESOLUTIONS[-1].step_s)
+
+
+def average(points: Iterable[SamplePoint], step_s: int) -> list[SamplePoint]:
+    """The means of each host over each step, in the order of hosts and time."""
+    steps: dict[tuple[str, float], dict[str, list[float]]] = {}
+    for point in points:
+        named = steps.setdefault((point.host_id, point.at_s // step_s * step_s), {})
+        for name, value in point.values.items():
+            named.setdefault(name, []).append(value)
+    return [
+        SamplePoint(host_id, at_s, {name: sum(values) / len(values) for name, values in named.items()})
+        for (host_id, at_s), named in sorted(steps.items())
+    ]

@@ -25,6 +25,14 @@ async def show(call: HubCall) -> wire.Host:
     return _host_reply(context, await resolve_host(call))
 
 
+async def samples(call: HubCall, query: wire.SamplesQuery) -> wire.SamplesReply:
+    """What a host did: use of its processors, memory and cards, temperature, power."""
+    row = await resolve_host(call)
+    step_s, points = await call.context.fleet.samples(row.id, query.span_s, query.points)
+    shown = tuple(wire.SampledPoint(at_s=point.at_s, values=dict(point.values)) for point in points)
+    return wire.SamplesReply(step_s=step_s, points=shown)
+
+
 async def drain(call: HubCall, body: wire.HostStateRequest) -> wire.Host:
     """Let it finish what it has, and give it nothing more."""
     context = call.context
@@ -94,4 +102,5 @@ def _host_reply(context: HubContext, row: HostRow) -> wire.Host:
         seen_at_s=row.seen_at_s,
         seen_ago_s=ago_s,
         presence=presence,
+        sample=dict(context.fleet.newest_sample(row.id)),
     )

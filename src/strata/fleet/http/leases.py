@@ -70,6 +70,8 @@ async def claim(call: HubCall, body: wire.ClaimRequest) -> wire.ClaimReply:
 async def heartbeats(call: HubCall, body: wire.HeartbeatsRequest) -> wire.HeartbeatsReply:
     """Renew all leases of this host at once; each gets its verdict."""
     context = call.context
+    if body.sample is not None:
+        context.fleet.add_sample(call.caller.require_host(), body.sample)
     renewals = [Renewal(job_id=each.job_id, epoch=each.epoch, running=each.running) for each in body.leases]
     return wire.HeartbeatsReply(verdicts=tuple(await _renew(context, call, renewals)))
 

@@ -17,6 +17,7 @@ from strata.fleet.core.lease import AttemptCounts
 from strata.fleet.core.lease_status import LeaseStatus, lease_status
 from strata.fleet.core.plan import ExistingJob, HostPolicy, RegisteredTrainer
 from strata.fleet.core.quota import HOUR_S, Quota
+from strata.fleet.core.samples import SamplePoint
 from strata.fleet.ports import AttemptKey, AttemptRow, HostRow, JobLease, JobRow, RefusedJob, ServerRow
 
 JOB: Final = (
@@ -74,6 +75,7 @@ _capability: Final = msgspec.json.Decoder(Capability).decode
 _labels: Final = msgspec.json.Decoder(dict[str, str]).decode
 _models: Final = msgspec.json.Decoder(tuple[str, ...]).decode
 _facts: Final = msgspec.json.Decoder(dict[str, Any]).decode
+_values: Final = msgspec.json.Decoder(dict[str, float]).decode
 _taken: Final = msgspec.json.Decoder(Taken).decode
 
 
@@ -152,6 +154,11 @@ def decode_attempt(row: Sequence[Any]) -> AttemptRow:
 def decode_taken(text: bytes) -> Taken:
     """Empty for an attempt that began before amounts were counted."""
     return _taken(text) if text else UNKNOWN
+
+
+def decode_points(rows: Iterable[Sequence[Any]]) -> list[SamplePoint]:
+    """From host, time and body."""
+    return [SamplePoint(host_id, at_s, _values(body)) for host_id, at_s, body in rows]
 
 
 def decode_held(rows: Iterable[Sequence[Any]]) -> dict[str, list[Taken]]:

@@ -66,7 +66,7 @@ DELETE FROM lease USING displaced d WHERE lease.job_id = d.job_id
 _IDLE: Final = """
 (SELECT state FROM host WHERE id = {host}) = 'active'
 AND (SELECT count(*) FROM attempt a WHERE a.claim_id = {claim} AND a.host_id = {host}) = 0
-AND (SELECT count(*) FROM attempt a WHERE a.host_id = {host} AND a.ended_at IS NULL) = 0
+AND (SELECT count(*) FROM attempt a WHERE a.host_id || '' = {host} AND a.ended_at IS NULL) = 0
 """
 """A new claim of a host that holds nothing, after `open_claims` has locked the host."""
 IDLE: Final = _IDLE.format(host="w.host", claim="w.claim")

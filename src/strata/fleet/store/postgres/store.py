@@ -19,6 +19,7 @@ from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.core.plan import ApplyPlan, ExistingJob, HostPolicy, RegisteredTrainer
 from strata.fleet.core.quota import OwnerUsage, Quota
 from strata.fleet.core.requirement import RequirementClass
+from strata.fleet.core.samples import LATE_S, RESOLUTIONS, SamplePoint, average
 from strata.fleet.ports import (
     AttemptKey,
     AttemptRow,
@@ -61,6 +62,7 @@ from strata.fleet.store.rows import (
     decode_host,
     decode_job,
     decode_known_trainer,
+    decode_points,
     decode_policies,
     decode_quotas,
     decode_refused_jobs,
@@ -360,6 +362,46 @@ class PostgresStore:
             "SELECT (SELECT count(*) FROM ready), (SELECT count(*) FROM host)", {}
         )
         return Counts(by_status=by_status, ready=ready, hosts=hosts)
+
+    async def record_samples(self, points: Sequence[SamplePoint]) -> None:
+        await self._write_samples(0, points)
+
+    async def roll_up_samples(self, now_s: float) -> None:
+        for step_s, _, source_s in RESOLUTIONS[1:]:
+            select = """
+            SELECT host_id, at, body FROM host_sample WHERE step = %(source)s AND at < %(until)s
+              AND at >= (SELECT coalesce(max(at) + %(step)s, 0) FROM host_sample WHERE step = %(step)s)
+            """
+            until_s = (now_s - LATE_S) // step_s * step_s
+            rows = await self._connections.run(select, {"source": source_s, "step": step_s, "until": until_s})
+            await self._write_samples(step_s, average(decode_points(rows), step_s))
+        for step_s, keep_s, _ in RESOLUTIONS:
+            delete = "DELETE FROM host_sample WHERE step = %(step)s AND at < %(before)s"
+            await self._connections.write(delete, {"step": step_s, "before": now_s - keep_s})
+
+    async def _write_samples(self, step_s: int, points: Sequence[SamplePoint]) -> None:
+        insert = """
+        INSERT INTO host_sample SELECT %(step)s, w.host, w.at, w.body
+        FROM unnest(%(hosts)s::text[], %(at)s::float8[], %(bodies)s::bytea[]) AS w (host, at, body)
+        WHERE EXISTS (SELECT FROM host WHERE id = w.host)
+        ON CONFLICT (host_id, step, at) DO UPDATE SET body = excluded.body
+        """
+        values = {
+            "step": step_s,
+            "hosts": [point.host_id for point in points],
+            "at": [point.at_s for point in points],
+            "bodies": [encode(point.values) for point in points],
+        }
+        if points:
+            await self._connections.write(insert, values)
+
+    async def samples(self, host_id: str, step_s: int, since_s: float) -> Sequence[SamplePoint]:
+        select = """
+        SELECT host_id, at, body FROM host_sample
+        WHERE host_id = %(host)s AND step = %(step)s AND at >= %(since)s ORDER BY at
+        """
+        values = {"host": host_id, "step": step_s, "since": since_s}
+        return decode_points(await self._connections.run(select, values))
 
     async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[events.StoredEvent]:
         return await events.read_postgres(self._connections, after, limit, subject=subject)

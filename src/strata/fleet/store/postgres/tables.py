@@ -164,6 +164,42 @@ COMPONENT: Final = Component(
           used_at double precision NOT NULL
         );
         """,
+        # By an expression that no other index has: for a plan that is made while the table is empty, the planner would
+        # take any index with the host in it, and read all of that.
+        """
+        DROP INDEX attempt_open;
+        CREATE INDEX attempt_open ON attempt ((host_id || '')) WHERE ended_at IS NULL;
+        CREATE OR REPLACE FUNCTION open_claims(hosts text[], claims text[])
+        RETURNS TABLE (host text, claim text, job_id text, epoch bigint, taken bytea, expired boolean)
+        LANGUAGE plpgsql VOLATILE ROWS 64 AS $$
+        BEGIN
+          PERFORM pg_advisory_xact_lock(key) FROM (
+            SELECT DISTINCT hashtextextended(w.h, 7) AS key FROM unnest(hosts) AS w (h) ORDER BY key
+          ) AS ordered;
+          RETURN QUERY SELECT w.h, w.c, '', 0::bigint, ''::bytea, false
+            FROM unnest(hosts, claims) WITH ORDINALITY AS w (h, c, n)
+            WHERE (SELECT state FROM host WHERE id = w.h) = 'active'
+              AND (SELECT count(*) FROM attempt a WHERE a.claim_id = w.c AND a.host_id = w.h) = 0
+            ORDER BY w.n;
+          RETURN QUERY SELECT w.h, NULL, a.job_id, a.epoch, a.taken, l.expired
+            FROM (SELECT DISTINCT h FROM unnest(hosts) AS w (h)) AS w
+            CROSS JOIN LATERAL (
+              SELECT o.job_id, o.epoch, o.taken FROM attempt o
+              WHERE o.host_id || '' = w.h AND o.ended_at IS NULL OFFSET 0
+            ) AS a
+            CROSS JOIN LATERAL (
+              SELECT e.expired FROM lease e WHERE e.job_id = a.job_id AND e.epoch = a.epoch OFFSET 0
+            ) AS l;
+        END $$;
+        """,
+        # What hosts do, as sampled (step 0) and as means over a step.
+        """
+        CREATE TABLE host_sample (
+          step integer NOT NULL, host_id text NOT NULL, at double precision NOT NULL, body bytea NOT NULL,
+          PRIMARY KEY (host_id, step, at)
+        );
+        CREATE INDEX host_sample_at ON host_sample (step, at);
+        """,
     ),
 )
 

@@ -32,14 +32,20 @@ _CLAIMED: Final = target(JobEvent.CLAIM)
 
 CLAIMANTS: Final = """
 SELECT h.id, w.claim, h.state = 'active', EXISTS (SELECT 1 FROM attempt WHERE host_id = h.id AND claim_id = w.claim),
-  EXISTS (SELECT 1 FROM job_refusal WHERE host_id = h.id), a.job_id, a.epoch, a.taken, l.expired
+  EXISTS (SELECT 1 FROM job_refusal WHERE host_id = h.id),
+  EXISTS (SELECT 1 FROM attempt INDEXED BY attempt_open WHERE host_id = h.id AND ended_at IS NULL)
 FROM (SELECT json_extract(value, '$[0]') AS host, json_extract(value, '$[1]') AS claim FROM json_each(?)) AS w
 CROSS JOIN host AS h ON h.id = w.host
-LEFT JOIN attempt AS a INDEXED BY attempt_open ON a.host_id = h.id AND a.ended_at IS NULL
-LEFT JOIN lease AS l ON l.job_id = a.job_id AND l.epoch = a.epoch
 """
 """Per claim: whether its host is active, whether the claim was answered before (claims are idempotent), and whether its
-host is excluded for any job; once for each attempt of the host that has not ended, and that attempt."""
+host is excluded for any job, and holds any."""
+
+OPEN: Final = """
+SELECT a.host_id, a.job_id, a.epoch, a.taken, l.expired FROM json_each(?) AS h
+CROSS JOIN attempt AS a INDEXED BY attempt_open ON a.host_id = h.value AND a.ended_at IS NULL
+CROSS JOIN lease AS l ON l.job_id = a.job_id AND l.epoch = a.epoch
+"""
+"""The attempts of these hosts that have not ended, and whether their leases have expired."""
 
 PREVIOUS_LEASES: Final = """
 SELECT a.job_id, a.epoch, l.host_id, l.expires_at, j.spec, j.checkpoint, a.trainer_digest, t.spec, a.taken
@@ -108,21 +114,19 @@ def _read_claimants(
     Claims that were answered before are `given` the same leases.
     """
     fresh: dict[_ClaimName, str] = {}
-    answered: set[_ClaimName] = set()
-    attempts: dict[str, OpenAttempt] = {}
-    for host_id, claim_id, active, known, refusing, job_id, epoch, taken, over in db.execute(
-        CLAIMANTS, (encode(list(named)),)
-    ).fetchall():
+    holding: dict[str, None] = {}
+    rows = db.execute(CLAIMANTS, (encode(list(named)),)).fetchall()
+    for host_id, claim_id, active, answered, refusing, holds in rows:
         name = (host_id, claim_id)
-        if known:
-            answered.add(name)
+        if answered:
+            leases = db.execute(PREVIOUS_LEASES, name)
+            given[name] = [decode_lease(job_id, epoch, rest) for job_id, epoch, *rest in leases]
         elif active:
             fresh[name] = host_id if refusing else ""
-        if job_id is not None and not known:
-            attempts[job_id] = OpenAttempt(host_id, job_id, epoch, taken, over)
-    for name in answered:
-        given[name] = [decode_lease(job_id, epoch, rest) for job_id, epoch, *rest in db.execute(PREVIOUS_LEASES, name)]
-    return fresh, attempts.values()
+            if holds:
+                holding[host_id] = None
+    attempts = db.execute(OPEN, (encode(list(holding)),)).fetchall() if holding else []
+    return fresh, [OpenAttempt(*row) for row in attempts]
 
 
 def _choose_jobs(

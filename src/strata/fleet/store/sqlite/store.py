@@ -20,6 +20,7 @@ from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.core.plan import ApplyPlan, ExistingJob, HostPolicy, RegisteredTrainer
 from strata.fleet.core.quota import OwnerUsage, Quota
 from strata.fleet.core.requirement import RequirementClass
+from strata.fleet.core.samples import LATE_S, RESOLUTIONS, SamplePoint, average
 from strata.fleet.ports import (
     AttemptKey,
     AttemptRow,
@@ -58,6 +59,7 @@ from strata.fleet.store.rows import (
     decode_host,
     decode_job,
     decode_known_trainer,
+    decode_points,
     decode_policies,
     decode_quotas,
     decode_refused_jobs,
@@ -309,6 +311,26 @@ class SqliteStore:
         ((ready, hosts),) = await self._rows("SELECT (SELECT count(*) FROM ready), (SELECT count(*) FROM host)", ())
         return Counts(by_status=by_status, ready=ready, hosts=hosts)
 
+    async def record_samples(self, points: Sequence[SamplePoint]) -> None:
+        await self._thread.write(lambda db: _write_samples(db, 0, points))
+
+    async def roll_up_samples(self, now_s: float) -> None:
+        def roll_up(db: sqlite3.Connection) -> None:
+            for step_s, _, source_s in RESOLUTIONS[1:]:
+                (last,) = db.execute("SELECT max(at) FROM host_sample WHERE step = ?", (step_s,)).fetchone()
+                select = "SELECT host_id, at, body FROM host_sample WHERE step = ? AND at >= ? AND at < ?"
+                until_s = (now_s - LATE_S) // step_s * step_s
+                rows = db.execute(select, (source_s, 0.0 if last is None else last + step_s, until_s))
+                _write_samples(db, step_s, average(decode_points(rows), step_s))
+            for step_s, keep_s, _ in RESOLUTIONS:
+                db.execute("DELETE FROM host_sample WHERE step = ? AND at < ?", (step_s, now_s - keep_s))
+
+        await self._thread.write(roll_up)
+
+    async def samples(self, host_id: str, step_s: int, since_s: float) -> Sequence[SamplePoint]:
+        select = "SELECT host_id, at, body FROM host_sample WHERE host_id = ? AND step = ? AND at >= ? ORDER BY at"
+        return decode_points(await self._rows(select, (host_id, step_s, since_s)))
+
     async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[events.StoredEvent]:
         return await events.read_sqlite(self._thread, after, limit, subject=subject)
 
@@ -324,6 +346,13 @@ def _host(db: sqlite3.Connection, host_id: str) -> HostRow:
     if row is None:
         raise StrataError(Code.NOT_FOUND, f"there is no host {host_id!r}")
     return decode_host(row)
+
+
+def _write_samples(db: sqlite3.Connection, step_s: int, points: Sequence[SamplePoint]) -> None:
+    db.executemany(
+        "INSERT OR REPLACE INTO host_sample SELECT ?, id, ?, ? FROM host WHERE id = ?",
+        ((step_s, point.at_s, encode(point.values), point.host_id) for point in points),
+    )
 
 
 def _record_heartbeats(db: sqlite3.Connection, seen: Mapping[str, float]) -> None:

@@ -122,5 +122,13 @@ COMPONENT: Final = Component(
           used_at REAL NOT NULL
         ) WITHOUT ROWID, STRICT;
         """,
+        # What hosts do, as sampled (step 0) and as means over a step.
+        """
+        CREATE TABLE host_sample (
+          step INTEGER NOT NULL, host_id TEXT NOT NULL, at REAL NOT NULL, body BLOB NOT NULL,
+          PRIMARY KEY (host_id, step, at)
+        ) WITHOUT ROWID, STRICT;
+        CREATE INDEX host_sample_at ON host_sample (step, at);
+        """,
     ),
 )
