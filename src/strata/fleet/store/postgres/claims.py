@@ -180,7 +180,7 @@ async def claim_jobs(
     times = {"now": now_s, "until": now_s + lease_s}
     found, later = await _claim_for_idle_hosts(connections, named, times)
     if later:
-        found += await _claim_beside_leases(connections, {name: named[name] for name in later}, times)
+        found += await _claim_for_holding_hosts(connections, {name: named[name] for name in later}, times)
     given: dict[_ClaimName, list[JobLease]] = {name: [] for name in named}
     for row in found:
         given[row[0], row[1]].append(_decode_lease(row))
@@ -209,7 +209,7 @@ async def _claim_for_idle_hosts(
     return found, [name for turn in (first, *others) for name in turn if name in fresh and name not in assumed]
 
 
-async def _claim_beside_leases(
+async def _claim_for_holding_hosts(
     connections: Connections, named: Mapping[_ClaimName, Claim], times: dict[str, float]
 ) -> list[Any]:
     """For hosts that hold something: what fits is decided between two round trips of one transaction."""
