@@ -14,6 +14,7 @@ import pytest
 import tinker
 from tinker import types
 
+from strata.sdk.train import Datum, TrainingServer
 from tests.e2e.machines import Machine
 from tests.shell.fleet_agent.waiting import eventually
 
@@ -72,7 +73,8 @@ def test_the_tinker_sdk_trains_through_the_hub_with_a_key_of_the_hub(
     assert machine.says("apply", str(machine.home / "server" / "manifest.toml"), "--no-describe").startswith("+1 new")
     eventually(lambda: machine.knows("show", "tiny-server")["serving"] == "serving", 120.0)
     assert "serving" in machine.says("list")
-    alice = tinker.ServiceClient(base_url=machine.url, api_key=key_of(machine, "alice"))
+    key = key_of(machine, "alice")
+    alice = tinker.ServiceClient(base_url=machine.url, api_key=key)
     models = [each.model_name for each in alice.get_server_capabilities().supported_models]
     assert models == ["tiny"]
     model = alice.create_lora_training_client(base_model="tiny", rank=4, seed=1)
@@ -100,5 +102,10 @@ def test_the_tinker_sdk_trains_through_the_hub_with_a_key_of_the_hub(
         bob.create_rest_client().get_training_run(model.model_id).result()
     with pytest.raises(tinker.TinkerError):
         bob.create_training_client_from_state(path).forward(batch, "cross_entropy").result()
+    with TrainingServer(machine.url, key) as server:
+        own = server.create_model("tiny", rank=4, seed=1)
+        passed = own.forward_backward([Datum(tokens[:-1], tokens[1:])])
+        own.optim_step(learning_rate=1e-2)
+        assert passed.result().loss == pytest.approx(losses[0], rel=1e-5), "our SDK, the same model, the same numbers"
     alice.close("success").result()
     bob.close("success").result()

@@ -32,6 +32,9 @@ class Echo(BaseHTTPRequestHandler):
             "credentials": [name for name in ("authorization", "x-api-key") if self.headers.get(name)],
             "body": body.decode("latin-1"),
             "supported_models": [{"model_name": MODEL}],
+            "training_runs": [{"training_run_id": MODEL, "last_request_time": f"2026-01-01 {MODEL}"}],
+            "training_run_ids": [MODEL],
+            "cursor": {"offset": 0, "limit": 100, "total_count": 7},
         }
         content = json.dumps(reply).encode()
         self.send_response(408 if self.path.endswith("retrieve_future") else 200)

@@ -111,6 +111,10 @@ def test_one_url_forwards_to_several_servers_and_names_the_tenant(hub: HubProces
             assert (batch.json()["model"], batch.json()["body"].count("\xff")) == (model, 70_000)
             run = alice.get(f"/training_runs/{own}:train:0", params={"limit": 3}).json()
             assert (run["model"], run["path"]) == (model, f"/api/v1/training_runs/{own}:train:0?limit=3")
+        both = alice.get("/training_runs", params={"limit": 5}).json()
+        assert [each["training_run_id"] for each in both["training_runs"]] == ["echo-e", "echo-d"], "the newest first"
+        assert both["cursor"] == {"offset": 0, "limit": 5, "total_count": 14}
+        assert sorted(alice.get(f"/sessions/{session}").json()["training_run_ids"]) == ["echo-d", "echo-e"]
         refused = alice.post("/create_model", json={"session_id": session, "base_model": "unheard"})
         assert refused.status_code == 404
         for job in jobs.values():

@@ -14,6 +14,7 @@ import re
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final
+from urllib.parse import parse_qsl, urlencode
 
 import msgspec
 
@@ -39,10 +40,19 @@ _TAGGED: Final = re.compile(rb"session_[0-9a-z]+\.([0-9a-f]{12})")
 _OPENING: Final = frozenset({f"{BASE}/create_model", f"{BASE}/create_sampling_session", f"{BASE}/load_weights"})
 """What a client sends with the id of its session at the hub."""
 _MAX_SESSIONS: Final = 10_000
+_LISTS: Final = {"training_runs": "last_request_time", "checkpoints": "time", "sessions": ""}
+"""Lists of all servers, by the field that says how new an entry is; the ids of sessions say so themselves."""
+MAX_PAGE: Final = 1000
+MAX_MERGED: Final = 16 * MIB
 
 
 def tag_of(job_id: str) -> str:
     return job_id.removeprefix("job1_")[:_TAG_CHARACTERS]
+
+
+def _at_server(session: str, tag: str) -> str:
+    """The id of a session at the server with this tag; an id that names its server already stays."""
+    return session if _TAGGED.fullmatch(session.encode()) else f"{session}.{tag}"
 
 
 async def forward(call: HubCall, body: Upload) -> RawReply:
@@ -89,7 +99,7 @@ async def finish_session(call: HubCall, body: Upload) -> RawReply:
     """Finish a session at all servers that have it."""
     session = call.path["session_id"]
     async with _read_body(call, body) as content:
-        await _ask_all(call, "POST", lambda tag: (f"{BASE}/sessions/{session}.{tag}/finish", content))
+        await _ask_all(call, "POST", lambda tag: (f"{BASE}/sessions/{_at_server(session, tag)}/finish", content))
     call.context.sessions.pop(session, None)
     return RawReply(b"", 204)
 
@@ -101,6 +111,49 @@ async def capabilities(call: HubCall) -> RawReply:
     models = [model for reply in replies for model in reply.get("supported_models", ())]
     models += [{"model_name": row.models[0]} for row in rows if row.asleep and row.models]
     return _json({"supported_models": models})
+
+
+async def listed(call: HubCall, body: Upload) -> RawReply:
+    """Training runs, checkpoints or sessions of the caller: of the only server, or of all that are awake."""
+    rows = await call.context.fleet.store.servers()
+    if len([row for row in rows if not _ended(row)]) <= 1:
+        return await forward(call, body)
+    path, _, query = call.target.partition("?")
+    name = path.rpartition("/")[2]
+    asked = dict(parse_qsl(query))
+    offset, limit = _whole_number(asked, "offset", 0), _whole_number(asked, "limit", 100)
+    page = urlencode({"offset": 0, "limit": min(offset + limit, MAX_PAGE)})
+    replies = await _ask_all(call, "GET", lambda _: (f"{path}?{page}", b""))
+    entries = [entry for reply in replies for entry in reply.get(name, ())]
+    entries.sort(key=lambda entry: str(entry.get(_LISTS[name], "") if isinstance(entry, dict) else entry), reverse=True)
+    merged: dict[str, Any] = {name: entries[offset : offset + limit]}
+    cursors = [reply["cursor"] for reply in replies if isinstance(reply.get("cursor"), dict)]
+    if cursors:
+        total = sum(cursor.get("total_count", 0) for cursor in cursors)
+        merged["cursor"] = {"offset": offset, "limit": limit, "total_count": total}
+    return _json(merged)
+
+
+async def show_session(call: HubCall, body: Upload) -> RawReply:
+    """One session with its models and samplers, at all servers that have it."""
+    session = call.path["session_id"]
+    if _TAGGED.fullmatch(session.encode()):
+        return await forward(call, body)
+    replies = await _ask_all(call, "GET", lambda tag: (f"{BASE}/sessions/{_at_server(session, tag)}", b""))
+    parts = [reply for reply in replies if reply]
+    if not parts and session not in call.context.sessions:
+        raise StrataError(Code.NOT_FOUND, f"there is no session {session[:100]!r}")
+    merged: dict[str, Any] = {"training_run_ids": [], "sampler_ids": [], "user_metadata": {}}
+    for part in parts:
+        merged["training_run_ids"] += part.get("training_run_ids", ())
+        merged["sampler_ids"] += part.get("sampler_ids", ())
+        merged["user_metadata"] |= part.get("user_metadata", {})
+    return _json(merged)
+
+
+def _whole_number(query: Mapping[str, str], name: str, default: int) -> int:
+    text = query.get(name, "")
+    return min(int(text), MAX_PAGE) if text.isdecimal() and len(text) < 10 else default
 
 
 async def telemetry(call: HubCall, body: Upload) -> RawReply:
@@ -193,9 +246,9 @@ async def _with_session(
 ) -> ForwardedRequest:
     """The request with the id of its session at this server, where the session is opened if it is not yet."""
     session = str(document["session_id"])
-    if _TAGGED.fullmatch(session.encode()):
+    own = _at_server(session, tag_of(server.job.id))
+    if own == session:
         return request
-    own = f"{session}.{tag_of(server.job.id)}"
     headers = {"content-type": "application/json", "x-strata-session": own}
     content = context.sessions.get(session) or b"{}"
     opening = ForwardedRequest(method="POST", target=f"{BASE}/create_session", headers=headers, content=content)
@@ -216,8 +269,7 @@ async def _send_to_all(call: HubCall, body: Upload, verb: str) -> None:
             raise StrataError(Code.INVALID, "session_id: expected a session")
 
         def request(tag: str) -> tuple[str, bytes]:
-            named = session if _TAGGED.fullmatch(session.encode()) else f"{session}.{tag}"
-            return f"{BASE}/{verb}", msgspec.json.encode(document | {"session_id": named})
+            return f"{BASE}/{verb}", msgspec.json.encode(document | {"session_id": _at_server(session, tag)})
 
         await _ask_all(call, "POST", request)
 
@@ -237,14 +289,29 @@ async def _ask_all(call: HubCall, method: str, request: Any) -> Sequence[Mapping
         except StrataError:
             # One that has just gone has nothing to say; the others have.
             return {}
-        if reply.status != 200 or not isinstance(reply.content, bytes):
+        content = await _whole(reply)
+        if reply.status != 200:
             return {}
         if method == "POST":
             await context.fleet.store.touch_server(server.job.id, context.fleet.now_s())
-        return _decode(reply.content)
+        return _decode(content)
 
     rows = [row for row in await context.fleet.store.servers() if row.serving]
     return await asyncio.gather(*map(ask, rows))
+
+
+async def _whole(reply: RawReply) -> bytes:
+    """The content of a reply that is merged with others; EXHAUSTED if it is too large for that."""
+    if isinstance(reply.content, bytes):
+        return reply.content
+    parts: list[bytes] = []
+    size = 0
+    async for part in reply.content:
+        size += len(part)
+        if size > MAX_MERGED:
+            raise StrataError(Code.EXHAUSTED, "a list of a training server is too long", hint="use a smaller limit")
+        parts.append(part)
+    return b"".join(parts)
 
 
 @asynccontextmanager
@@ -325,6 +392,8 @@ ROUTES: Final = (
     Route("POST", f"{BASE}/session_heartbeat", RESEARCHER, session_heartbeat),
     Route("POST", f"{BASE}/kill_session", RESEARCHER, kill_session),
     Route("POST", f"{BASE}/sessions/{{session_id}}/finish", RESEARCHER, finish_session),
+    Route("GET", f"{BASE}/sessions/{{session_id}}", VIEWER, show_session),
+    *(Route("GET", f"{BASE}/{name}", VIEWER, listed, any_query=True, operation=f"servers.{name}") for name in _LISTS),
     Route("GET", f"{BASE}/get_server_capabilities", VIEWER, capabilities),
     Route("POST", f"{BASE}/telemetry", VIEWER, telemetry, 4 * MIB),
     Route("GET", f"{BASE}/archive", PUBLIC, download, any_query=True),
