@@ -280,19 +280,19 @@ class Replica(Generic[State, Input, Effect]):
             machine.observe_outcome(self._state, request, effect, now_s)
             return effect, writer.settling() if settle else None
         durable = writer.submit(facts, None if on_commit is None else partial(on_commit, effect))
-        machine.observe_outcome(self._state, request, effect, now_s)
-        self._apply_own(writer, facts)
-        failpoint("journal.replica.before_commit")
-        return effect, durable
-
-    def _apply_own(self, writer: Writer, facts: Sequence[bytes]) -> None:
         try:
-            for fact in facts:
-                self._state = self._machine.apply(self._state, fact)
+            machine.observe_outcome(self._state, request, effect, now_s)
+            self._apply_own(writer, facts)
         except BaseException:
             # The journal has the facts, this state has not: no decision may be based on it.
             writer.stop(StrataError(Code.INTERNAL, f"a fact of stream {self._stream!r} could not be applied"))
             raise
+        failpoint("journal.replica.before_commit")
+        return effect, durable
+
+    def _apply_own(self, writer: Writer, facts: Sequence[bytes]) -> None:
+        for fact in facts:
+            self._state = self._machine.apply(self._state, fact)
         self._position = writer.submitted
 
     async def settled(self) -> None:

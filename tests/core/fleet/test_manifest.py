@@ -60,7 +60,7 @@ def problem(text: str, **given: Any) -> str:
 
 def test_the_example_is_a_manifest() -> None:
     manifest = parse_manifest(EXAMPLE.read_text(encoding="utf-8"), EXAMPLE.name).resolve()
-    assert len(manifest.jobs) == 4 + 12 + 20
+    assert len(manifest.jobs) == 4 + 12 + 20 + 1
     assert set(manifest.hosts) == {"pi", "desk"}
     assert str(manifest.hosts["desk"].quiet_hours[0]) == "mon,tue,wed,thu,fri 09:00-18:00"
     labels = {spec.label: identity for identity, spec in manifest.jobs.items()}

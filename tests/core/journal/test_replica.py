@@ -282,8 +282,16 @@ class Unlucky(Counter):
         return super().apply(state, fact)
 
 
-async def test_a_fact_that_cannot_be_applied_ends_the_leader() -> None:
-    leader: CounterReplica = Replica(MemoryJournal(SystemClock()), "counter", Unlucky(), SystemClock())
+class BadObserver(Counter):
+    def observe_outcome(self, state: int, given: int, effect: int, now_s: float) -> None:
+        del state, effect, now_s
+        if given == 13:
+            raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("machine", [Unlucky(), BadObserver()], ids=["fact", "outcome"])
+async def test_a_fact_or_outcome_that_cannot_be_taken_in_ends_the_leader(machine: Counter) -> None:
+    leader: CounterReplica = Replica(MemoryJournal(SystemClock()), "counter", machine, SystemClock())
     await leader.lead("a", LEASE_S)
     await leader.submit(1)
     with pytest.raises(ZeroDivisionError):

@@ -43,7 +43,7 @@ SERVER_BUDGET: Final = {"max_attempts": 1000, "max_lost": 1000, "max_infra": 100
 _NEEDS: Final = kinds_of(Needs)
 _OWN: Final = kinds_of(JobSpec, without=("needs", "after", "code", "data", "sweep", "project"))
 _JOB: Final[dict[str, Any]] = (
-    _OWN | _NEEDS | {"name": Name, "after": tuple[str, ...], "split_recipe": str | dict[str, Any], "workers": int}
+    _OWN | {"name": Name, "after": tuple[str, ...], "split_recipe": str | dict[str, Any], "workers": int} | _NEEDS
 )
 _SWEEP: Final[dict[str, Any]] = _JOB | {"grid": dict[str, list[Any]], "random": RandomSweep}
 
