@@ -94,7 +94,7 @@ services: installed ## run the servers the tests need, in the foreground, and pr
 constraints: installed ## pin all packages of pyproject.toml again, with hashes
 	$(BIN)/uv pip compile pyproject.toml --universal --generate-hashes --python-version 3.11 \
 		--extra sdk --extra agent --extra worker --extra worker-data --extra coordinator --extra hub --extra postgres --extra notify \
-		--extra dev \
+		--extra sweep --extra dev \
 		--no-emit-index-url --custom-compile-command "make constraints" -q -o constraints.txt
 	echo hatchling | $(BIN)/uv pip compile pyproject.toml - --universal --generate-hashes --python-version 3.11 \
 		--extra agent -c constraints.txt \

@@ -44,6 +44,7 @@ CHECKS: Final[Mapping[str, Sequence[str]]] = {
     "coordinator": ("python -c 'import strata.coord.server'",),
     "hub": ("python -c 'import strata.hub.compose'",),
     "postgres": ("python -c 'import strata.journal.postgres, strata.fleet.store.postgres'",),
+    "sweep": ("python -c 'import cmaes, optuna, strata.fleet.core.search'",),
     "notify": ("python -c 'import apprise'",),
     "train": ("python -c 'import strata.train.runner, strata.train.api'", "strata models tiny model"),
 }

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT: Final = Path(__file__).parents[2]
-EXTRAS: Final = ("sdk", "worker", "coordinator", "hub", "postgres", "notify", "dev")
+EXTRAS: Final = ("sdk", "worker", "coordinator", "hub", "postgres", "notify", "sweep", "dev")
 """Not `train`: torch comes as another wheel on every kind of machine, so it is not pinned here."""
 
 

@@ -13,6 +13,7 @@ DISTRIBUTION: Final = "strata-train"
 DISTRIBUTION_OF: Final[Mapping[str, str]] = {
     "apprise": "apprise",
     "backports": "backports-zstd",
+    "cmaes": "cmaes",
     "cryptography": "cryptography",
     "google": "protobuf",
     "grpc": "grpcio",
@@ -21,6 +22,7 @@ DISTRIBUTION_OF: Final[Mapping[str, str]] = {
     "httpx": "httpx",
     "numpy": "numpy",
     "obstore": "obstore",
+    "optuna": "optuna",
     "prometheus_client": "prometheus-client",
     "psutil": "psutil",
     "psycopg": "psycopg",

@@ -14,6 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol
 
+import msgspec
+
 from strata.database.events import StoredEvent
 from strata.fleet.core.amounts import UNKNOWN, Amounts, Capacity, MoreMemory, Taken
 from strata.fleet.core.capability import Capability
@@ -24,6 +26,7 @@ from strata.fleet.core.plan import ApplyPlan, ExistingJob, HostPolicy, Registere
 from strata.fleet.core.quota import OwnerUsage, Quota
 from strata.fleet.core.requirement import RequirementClass
 from strata.fleet.core.samples import SamplePoint
+from strata.fleet.core.search import SearchSweep
 from strata.fleet.core.subscription import Subscription
 
 ASLEEP: Final = "asleep: "
@@ -272,6 +275,14 @@ class StoredSubscription:
     """As events name the caller."""
     name: str
     subscription: Subscription
+
+
+class StoredSweep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A sweep that searches, and for whom its jobs are queued."""
+
+    sweep: SearchSweep
+    actor: str
+    submitter: Submitter
 
 
 class Store(Protocol):

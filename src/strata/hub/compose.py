@@ -35,6 +35,7 @@ from strata.hub.outbound import WebhookTarget
 from strata.hub.secret_store import KEY_FILE, SecretVault, load_key
 from strata.hub.settings import BucketSettings, HubSettings
 from strata.hub.subscriptions import AppriseSender, SubscriptionDispatcher, SubscriptionStore
+from strata.hub.sweeps import DeclaredSweeps, SweepRunner
 from strata.hub.tables import Tables, open_tables
 from strata.hub.webhooks import WebhookDispatcher
 from strata.identity.authenticate import Authenticator
@@ -47,6 +48,7 @@ SCRUB_BYTES_PER_S: Final = 20e6
 IDLE_CHECK_S: Final = 2.0
 WEBHOOK_S: Final = 0.5
 SUBSCRIPTION_S: Final = 1.0
+SWEEP_S: Final = 1.0
 TOKEN_FILE: Final = "operator.token"  # noqa: S105 - the name of a file
 
 
@@ -93,6 +95,7 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
             schemas=tables.cursors,
             secrets=vault,
             subscriptions=subscriptions,
+            sweeps=DeclaredSweeps(tables.sweeps),
             feed=feed,
             clock=clock,
             tls=settings.tls.enabled,
@@ -109,6 +112,7 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
         loops = [
             *_loops(settings, context, tables, tls),
             Loop(interval_s=SUBSCRIPTION_S, run_once=dispatcher.run_once),
+            Loop(interval_s=SWEEP_S, run_once=SweepRunner(tables.sweeps, context).run_once),
         ]
         try:
             yield Hub(context=context, app=application(context), tls=tls, loops=loops)

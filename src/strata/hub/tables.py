@@ -21,7 +21,7 @@ from strata.fleet.ports import Store
 from strata.fleet.store.backup import backup_sqlite
 from strata.fleet.store.sqlite import tables as fleet_sqlite
 from strata.fleet.store.sqlite.store import SqliteStore
-from strata.hub import cursor_store, secret_store
+from strata.hub import cursor_store, secret_store, sweep_store
 from strata.identity import sqlite as identity_sqlite
 from strata.identity.ports import IdentityStore
 
@@ -39,6 +39,7 @@ SQLITE: Final = (
     artifact_tables.SQLITE,
     cursor_store.SQLITE,
     secret_store.SQLITE,
+    sweep_store.SQLITE,
 )
 
 
@@ -49,6 +50,7 @@ class Tables:
     index: ArtifactIndex
     cursors: cursor_store.CursorStore
     secrets: secret_store.SecretRows
+    sweeps: sweep_store.SweepStore
     newest_event: Callable[[], Awaitable[str]]
     copy: Callable[[Path, float], Awaitable[int]] | None = None
     """Copies the database into a new file; PostgreSQL has tools of its own."""
@@ -81,6 +83,7 @@ async def _open_sqlite(path: Path) -> AsyncIterator[Tables]:
             index=SqliteIndex(thread),
             cursors=cursor_store.SqliteCursorStore(thread),
             secrets=secret_store.SqliteSecretRows(thread),
+            sweeps=sweep_store.SqliteSweepStore(thread),
             newest_event=partial(events.newest_sqlite, thread),
             copy=partial(backup_sqlite, thread),
         )
@@ -107,6 +110,7 @@ async def _open_postgres(url: str) -> AsyncIterator[Tables]:
             index=PostgresIndex(connections),
             cursors=cursor_store.PostgresCursorStore(connections),
             secrets=secret_store.PostgresSecretRows(connections),
+            sweeps=sweep_store.PostgresSweepStore(connections),
             newest_event=partial(events.newest_postgres, connections),
         )
     finally:
@@ -129,6 +133,7 @@ def postgres_components() -> Sequence[Component]:
         artifact_tables.POSTGRES,
         cursor_store.POSTGRES,
         secret_store.POSTGRES,
+        sweep_store.POSTGRES,
     )
 
 

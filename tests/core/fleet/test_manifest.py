@@ -124,7 +124,7 @@ seed = nan
             'jobs[0]: m-default: retrain_on has "data", but the digest of the data is not known',
         ),
         ('[[sweeps]]\nmodel = "m"\ngrid = { a = [1] }', "sweeps[0]: name is required"),
-        (SWEEP, "sweep: expected exactly one of grid, random"),
+        (SWEEP, "sweep: expected exactly one of grid, random, search"),
         (SWEEP + "grid = { a = [] }", "sweep.grid.a: it has no values"),
         (SWEEP + "grid = { seed = [-1] }", "sweep.grid: -1 is no seed: it is at least 0"),
         (SWEEP + 'hyper = { a = 1 }\ngrid = { "a.b" = [1] }', 'sweep.grid."a.b": a is a value and not a table'),

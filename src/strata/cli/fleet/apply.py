@@ -86,6 +86,8 @@ def apply(  # noqa: PLR0913 (the options of the command)
             _upload(client, prepared, _registered(client))
             plan = _send(client, prepared, options, dry_run=False)
         _show(plan, prepared, output, applied=not dry_run)
+        for name, sweep in prepared.manifest.searches.items():
+            print_error(f"strata: the hub queues the {sweep.search.trials} trials of {name}, as places become free")
         if waits and not dry_run:
             try:
                 ended = wait_for(client, list(prepared.manifest.jobs), only_news=True)

@@ -25,6 +25,8 @@ from strata.fleet.core.manifest_jobs import MAX_JOBS, ManifestContext, check_fre
 from strata.fleet.core.manifest_tables import env_problem, read_hosts, read_trainers
 from strata.fleet.core.problems import Problems, fits, read_fields
 from strata.fleet.core.requirement import Name
+from strata.fleet.core.search import SearchSweep, corner_points, search_problems
+from strata.fleet.core.sweep_plan import with_point
 
 MAX_BYTES: Final = 16 * 1024 * 1024
 _TABLES: Final = ("trainers", "hosts", "jobs", "sweep", "sweeps")
@@ -42,6 +44,8 @@ class JobManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     hosts: dict[Name, HostSpec] = {}
     jobs: dict[JobId, JobSpec] = {}
     """By id, in the order of the file, sweeps last."""
+    searches: dict[Name, SearchSweep] = {}
+    """Sweeps whose jobs the hub makes one by one, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +74,15 @@ class ManifestDraft:
             retrain_on=self.retrain_on,
             schemas=schemas or {},
         )
-        jobs = read_jobs(context, data)
+        jobs, searches = read_jobs(context, data)
         problems.raise_any()
         return JobManifest(
-            source=self.document.source, project=self.project, trainers=resolved, hosts=self.hosts, jobs=jobs
+            source=self.document.source,
+            project=self.project,
+            trainers=resolved,
+            hosts=self.hosts,
+            jobs=jobs,
+            searches=searches,
         )
 
 
@@ -113,7 +122,28 @@ def validate_manifest(manifest: JobManifest, schemas: Mapping[str, HyperSchema])
         if job.name and named.setdefault(job.name, job_id) != job_id:
             problems.add(("jobs", job.label, "name"), f'"{job.name}" is the name of another job already')
         _validate_job(problems, manifest, job_id, job, schemas.get(job.trainer))
+    for name, sweep in manifest.searches.items():
+        _validate_search(problems, manifest, name, sweep, schemas.get(sweep.base.trainer))
     problems.raise_any()
+
+
+def _validate_search(
+    problems: Problems, manifest: JobManifest, name: str, sweep: SearchSweep, schema: HyperSchema | None
+) -> None:
+    place = ("searches", name)
+    base = sweep.base
+    if (base.project, base.sweep, base.name, base.after) != (manifest.project, name, "", ()):
+        problems.add(place, "its jobs are of the manifest's project and of this sweep, and wait for no other job")
+    trainer = manifest.trainers.get(base.trainer)
+    if trainer is None or (base.code, base.data) != trainer.digests_for(base.retrain_on):
+        problems.add(place, f'"{base.trainer}" is not its trainer')
+    misfits = list(search_problems(sweep.search, base.hyper))
+    problems.add_all(((*place, *where), message) for where, message in misfits)
+    if check_free_values(problems, place, {"hyper": base.hyper, "split_recipe": base.split_recipe}) or misfits:
+        return
+    for point in corner_points(sweep.search):
+        trial = msgspec.structs.replace(base, hyper=with_point(base.hyper, point))
+        _validate_hyper(problems, place, trial, schema)
 
 
 def _validate_trainer(problems: Problems, name: str, trainer: TrainerSpec) -> None:

@@ -23,6 +23,7 @@ from strata.fleet.core.problems import (
     tables_at,
 )
 from strata.fleet.core.requirement import Name, Needs
+from strata.fleet.core.search import SearchPlan, SearchSweep, corner_points, search_problems
 from strata.fleet.core.sweep_plan import (
     MAX_SWEEP_JOBS,
     SEED_AXIS,
@@ -45,7 +46,7 @@ _OWN: Final = kinds_of(JobSpec, without=("needs", "after", "code", "data", "swee
 _JOB: Final[dict[str, Any]] = (
     _OWN | {"name": Name, "after": tuple[str, ...], "split_recipe": str | dict[str, Any], "workers": int} | _NEEDS
 )
-_SWEEP: Final[dict[str, Any]] = _JOB | {"grid": dict[str, list[Any]], "random": RandomSweep}
+_SWEEP: Final[dict[str, Any]] = _JOB | {"grid": dict[str, list[Any]], "random": RandomSweep, "search": SearchPlan}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,8 @@ class _JobTable:
     """The jobs so far, by id, with the places they came from and the names they answer to."""
 
     jobs: dict[str, JobSpec] = field(default_factory=dict)
+    searches: dict[str, SearchSweep] = field(default_factory=dict)
+    """By the name of the sweep: the hub makes their jobs one by one."""
     places: dict[str, KeyPath] = field(default_factory=dict)
     named: dict[str, list[str]] = field(default_factory=dict)
     """Ids by the name of the job or of its sweep."""
@@ -81,7 +84,7 @@ class _JobTable:
     """The `name`s given by the file."""
 
 
-def read_jobs(context: ManifestContext, data: Mapping[str, Any]) -> dict[str, JobSpec]:
+def read_jobs(context: ManifestContext, data: Mapping[str, Any]) -> tuple[dict[str, JobSpec], dict[str, SearchSweep]]:
     problems, read = context.problems, _JobTable()
     for place, table in tables_at(problems, ("jobs",), data.get("jobs", [])):
         job = _job(context, place, table, _JOB)
@@ -94,7 +97,7 @@ def read_jobs(context: ManifestContext, data: Mapping[str, Any]) -> dict[str, Jo
         _read_sweep(context, read, place, table)
     if len(read.jobs) > MAX_JOBS:
         problems.add((), f"it has {len(read.jobs)} jobs, and at most {MAX_JOBS} are allowed")
-    return _ordered(problems, read)
+    return _ordered(problems, read), read.searches
 
 
 def _sweeps(problems: Problems, data: Mapping[str, Any]) -> Iterator[tuple[KeyPath, dict[str, Any]]]:
@@ -215,14 +218,36 @@ def _read_sweep(context: ManifestContext, read: _JobTable, place: KeyPath, table
     base = _job(context, place, table, _SWEEP)
     if "name" not in table and place != ("sweep",):
         problems.add(place, "name is required")
-    points = list(_points(problems, place, table))
+    searches = "search" in table and not {"grid", "random"} & table.keys()
+    points = [] if searches else list(_points(problems, place, table))
     _note_references(read, place, table)
     if base is None or len(problems) > before:
         _note_unread(read, table)
         return
     sweep = base.name or "sweep"
-    if _register_name(problems, read, place, sweep):
+    if not _register_name(problems, read, place, sweep):
+        return
+    if searches:
+        _add_search(context, read, place, table, msgspec.structs.replace(base, name="", sweep=sweep))
+    else:
         _add_points(context, read, place, table, msgspec.structs.replace(base, sweep=sweep), points)
+
+
+def _add_search(
+    context: ManifestContext, read: _JobTable, place: KeyPath, table: Mapping[str, Any], base: JobSpec
+) -> None:
+    problems = context.problems
+    before = len(problems)
+    search = msgspec.convert(table["search"], SearchPlan)
+    problems.add_all(((*place, "search", *where), message) for where, message in search_problems(search, base.hyper))
+    if "after" in table:
+        problems.add((*place, "after"), "a sweep that searches waits for no other job")
+    if len(problems) > before:
+        return
+    for point in corner_points(search):
+        findings = _hyper_findings(context, base.trainer, with_point(base.hyper, point))
+        problems.add_all(((*place, *_point_place(table, point, each)), each.message) for each in findings)
+    read.searches[base.sweep] = SearchSweep(base=base, search=search)
 
 
 def _add_points(
@@ -260,14 +285,14 @@ def _point_place(table: Mapping[str, Any], point: Point, finding: HyperFinding) 
 
 
 def _axis_place(table: Mapping[str, Any], axis: str) -> KeyPath:
-    return ("grid", axis) if "grid" in table else ("random", "space", axis)
+    return ("grid", axis) if "grid" in table else ("random" if "random" in table else "search", "space", axis)
 
 
 def _points(problems: Problems, place: KeyPath, table: dict[str, Any]) -> Iterator[Point]:
     """The points of a sweep; none if its description is wrong, which is a problem then."""
-    given = [key for key in ("grid", "random") if key in table]
+    given = [key for key in ("grid", "random", "search") if key in table]
     if len(given) != 1:
-        problems.add(place, "expected exactly one of grid, random")
+        problems.add(place, "expected exactly one of grid, random, search")
         return
     kind = given[0]
     misfit = next(json_problems(table[kind], (*place, kind)), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import isfinite
 from typing import Any, Final
@@ -165,6 +166,7 @@ def describe_value(value: Any) -> str:
     return "an array" if isinstance(value, list) else shown(value)
 
 
+_STEP: Final = re.compile(r"\.(\w+)|\[(\d+|\.\.\.)\]")
 _WORDS: Final = {
     "`str`": "a string",
     "`int`": "an integer",
@@ -194,13 +196,15 @@ def _worded(message: str, value: Any) -> tuple[KeyPath, str]:
     reason, _, at = message.partition(" - at ")
     inside: list[Key] = []
     inner = value
-    # `$[2]` is an array's index; deeper tables, whose keys are only `[...]` there, stay the place.
-    for step in at.strip("`").removeprefix("$").split("[")[1:]:
-        index = step.rstrip("]")
-        if not index.isdecimal() or not isinstance(inner, list):
+    # `$.a[2]` is a field and an array's index; deeper tables, whose keys are only `[...]` there, stay the place.
+    for field, index in _STEP.findall(at):
+        if index.isdecimal() and isinstance(inner, list):
+            inside.append(int(index))
+        elif field and isinstance(inner, dict) and field in inner:
+            inside.append(field)
+        else:
             break
-        inside.append(int(index))
-        inner = inner[int(index)]
+        inner = inner[inside[-1]]
     if "matching regex" in reason:
         if at.startswith("`key`"):
             return tuple(inside), "expected a key of letters, digits, dots, - and _"

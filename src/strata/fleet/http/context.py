@@ -24,7 +24,7 @@ from strata.fleet.http.feed import Feed
 from strata.fleet.http.leased_reads import LeasedReads
 from strata.fleet.http.long_poll import AttemptHosts
 from strata.fleet.http.proxy import ServerProxy
-from strata.fleet.ports import AttemptKey, HostRow, StoredSecret, StoredSubscription
+from strata.fleet.ports import AttemptKey, HostRow, StoredSecret, StoredSubscription, StoredSweep
 from strata.fleet.service import Fleet
 from strata.fleet.streams import AttemptStreams
 from strata.http.body import BodyPace
@@ -59,6 +59,13 @@ class Secrets(Protocol):
     async def remove(self, scope: str, name: str) -> bool: ...
 
     async def reveal(self, scopes: Sequence[str], names: Sequence[str]) -> Mapping[str, str]: ...
+
+
+class Sweeps(Protocol):
+    """The sweeps that search, by project and name."""
+
+    async def replace(self, project: str, sweeps: Mapping[str, StoredSweep]) -> None:
+        """Those of the project are these from now on. UNSUPPORTED if the hub lacks what proposes points."""
 
 
 class Subscriptions(Protocol):
@@ -96,6 +103,7 @@ class HubContext:
     schemas: TrainerSchemas
     secrets: Secrets
     subscriptions: Subscriptions
+    sweeps: Sweeps
     feed: Feed
     clock: Clock
     tls: bool = False

@@ -20,6 +20,7 @@ from strata.fleet.core.plan import ApplyOptions, ApplyPlan
 from strata.fleet.core.requirement import with_sandbox
 from strata.fleet.http.context import HubCall, HubContext, submitter_of
 from strata.fleet.http.secrets import check_secrets
+from strata.fleet.ports import StoredSweep
 from strata.identity.roles import Role
 
 
@@ -91,6 +92,11 @@ async def _apply(context: HubContext, call: HubCall, body: wire.ManifestRequest)
             schemas = {qualified_trainer(manifest.project, name): schema for name, schema in body.schemas.items()}
             await context.schemas.put_schemas(schemas)
         await context.fleet.apply(plan, call.actor, source=manifest.source, submitter=submitter)
+        sweeps = {
+            name: StoredSweep(sweep=sweep, actor=call.actor, submitter=submitter)
+            for name, sweep in manifest.searches.items()
+        }
+        await context.sweeps.replace(manifest.project, sweeps)
     return _manifest_reply(plan, applied=not body.dry_run)
 
 

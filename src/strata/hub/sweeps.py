@@ -1,0 +1,230 @@
+"""Runs the sweeps that search: queues the next trial when a place is free, and ends trials that fall behind.
+
+Everything is computed from the jobs, their attempts and their metrics, so nothing is lost with the process. A trial is
+ended by cancelling its job: its host is told so in the reply to the next heartbeat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Final
+
+from strata.base import log
+from strata.base.errors import Code, StrataError
+from strata.fleet.core.job import JobStatus
+from strata.fleet.core.plan import ApplyPlan
+from strata.fleet.core.report import MetricsReport, parse_lines
+from strata.fleet.core.search import (
+    PRUNED,
+    Halving,
+    SearchSweep,
+    Trial,
+    pruning_reason,
+    rung_values,
+    trial_number,
+    trial_point,
+    trial_spec,
+)
+from strata.fleet.core.sweep_plan import Point
+from strata.fleet.http.context import HubContext
+from strata.fleet.ports import JobFilter, JobRow, StoredSweep
+from strata.hub.search_study import propose, require_optuna
+from strata.hub.sweep_store import SweepStore
+
+TRIES: Final = 16
+"""Proposals of points that were all tried before, until the space counts as exhausted."""
+_ENDED: Final = frozenset({JobStatus.COMPLETED, JobStatus.FAILED, JobStatus.CANCELLED})
+_PAGE: Final = 1000
+_log = log.get(__name__)
+
+
+class DeclaredSweeps:
+    """What a manifest declares: refused where the hub could not run it."""
+
+    def __init__(self, store: SweepStore) -> None:
+        self._store = store
+
+    async def replace(self, project: str, sweeps: Mapping[str, StoredSweep]) -> None:
+        if sweeps:
+            await asyncio.to_thread(require_optuna)
+        await self._store.replace(project, sweeps)
+
+
+class SweepRunner:
+    def __init__(self, store: SweepStore, context: HubContext) -> None:
+        self._store = store
+        self._fleet = context.fleet
+        self._streams = context.streams
+        self._identity = context.identity
+        self._values: dict[tuple[str, int, tuple[str, ...]], tuple[float, ...]] = {}
+        """Of completed trials, by job, epoch and metrics: read once."""
+        self._exhausted: set[tuple[str, str]] = set()
+        self._readers: dict[tuple[str, str], _ReportReader] = {}
+        self._judged: dict[str, tuple[int, int]] = {}
+        """Of each trial, its epoch and how many rungs of that attempt were judged."""
+
+    async def run_once(self) -> None:
+        for stored in await self._store.sweeps():
+            if not await self._is_valid(stored.actor):
+                continue
+            try:
+                await self._advance(stored)
+            except StrataError as error:
+                # One sweep, of an owner over quota perhaps, does not hold up the others.
+                sweep = stored.sweep.base
+                _log.warning("sweep_failed", project=sweep.project, sweep=sweep.sweep, reason=error.message)
+
+    async def _is_valid(self, actor: str) -> bool:
+        """False once the key that declared the sweep is revoked or has expired."""
+        kind, _, key_id = actor.partition(":")
+        key = await self._identity.key(key_id) if kind == "key" else None
+        return kind != "key" or (key is not None and key.valid(self._fleet.now_s()))
+
+    async def _advance(self, stored: StoredSweep) -> None:
+        """End the trials that fall behind, then queue trials while there are free places."""
+        sweep = stored.sweep
+        rows = await self._jobs(sweep)
+        trials = [trial for row in rows if (trial := await self._trial(sweep, row)) is not None]
+        if sweep.search.halving is not None and await self._prune(sweep, sweep.search.halving, rows):
+            return
+        taken = [number for row in rows if (number := trial_number(sweep, row.spec)) is not None]
+        following = max(taken, default=-1) + 1
+        while len(trials) < sweep.search.trials:
+            if sum(not trial.state for trial in trials) >= sweep.search.parallel:
+                return
+            point = await self._queue(stored, trials, following)
+            if point is None:
+                return
+            trials.append(Trial(number=following, point=point))
+            following += 1
+
+    async def _jobs(self, sweep: SearchSweep) -> list[JobRow]:
+        """All jobs of the sweep, by number."""
+        rows: list[JobRow] = []
+        wanted = JobFilter(sweep=sweep.base.sweep, project=sweep.base.project, limit=_PAGE)
+        while page := await self._fleet.store.jobs(wanted):
+            rows += page
+            wanted = JobFilter(sweep=wanted.sweep, project=wanted.project, limit=_PAGE, after_id=page[-1].id)
+        return sorted(rows, key=lambda row: trial_number(sweep, row.spec) or 0)
+
+    async def _trial(self, sweep: SearchSweep, row: JobRow) -> Trial | None:
+        number = trial_number(sweep, row.spec)
+        point = None if number is None else trial_point(sweep, number, row.spec)
+        if number is None or point is None:
+            return None
+        if row.status not in _ENDED:
+            return Trial(number=number, point=point)
+        if row.status is JobStatus.COMPLETED:
+            values = await self._objective(sweep, row)
+            return Trial(number=number, point=point, state="completed" if values else "failed", values=values)
+        halving = sweep.search.halving
+        if halving is not None and row.status is JobStatus.CANCELLED and row.reason.startswith(PRUNED):
+            reports = await self._rungs(sweep, halving, row)
+            return Trial(number=number, point=point, state="pruned", reports=reports)
+        return Trial(number=number, point=point, state="failed")
+
+    async def _objective(self, sweep: SearchSweep, row: JobRow) -> tuple[float, ...]:
+        """The metrics of a completed trial; empty if one is missing or is no number."""
+        key = row.id, row.epoch, tuple(sweep.search.objective)
+        if key not in self._values:
+            attempts = await self._fleet.store.attempts(row.id)
+            completed = next((each.facts for each in attempts if each.outcome == "completed"), {})
+            metrics: Mapping[str, float] = completed.get("metrics", {})
+            values = tuple(float(metrics[name]) for name in sweep.search.objective if name in metrics)
+            complete = len(values) == len(sweep.search.objective) and all(map(isfinite, values))
+            self._values[key] = values if complete else ()
+        return self._values[key]
+
+    async def _queue(self, stored: StoredSweep, trials: Sequence[Trial], number: int) -> Point | None:
+        """The point of the new trial; None if only points are proposed that were tried before."""
+        sweep = stored.sweep
+        place = sweep.base.project, sweep.base.sweep
+        for tries in range(TRIES):
+            point = await asyncio.to_thread(propose, sweep.search, trials, number, tries)
+            spec = trial_spec(sweep, number, point)
+            if await self._exists(spec.id):
+                continue
+            plan = ApplyPlan(project=spec.project, new={spec.id: spec})
+            await self._fleet.apply(
+                plan, stored.actor, source=f"sweep {spec.sweep}", declared=False, submitter=stored.submitter
+            )
+            self._exhausted.discard(place)
+            self._judged[spec.id] = (0, 0)
+            return point
+        if place not in self._exhausted:
+            self._exhausted.add(place)
+            _log.warning("sweep_exhausted", project=place[0], sweep=place[1], trials=len(trials))
+        return None
+
+    async def _exists(self, job_id: str) -> bool:
+        try:
+            await self._fleet.store.job(job_id)
+        except StrataError as error:
+            if error.code is not Code.NOT_FOUND:
+                raise
+            return False
+        return True
+
+    async def _prune(self, sweep: SearchSweep, halving: Halving, rows: Sequence[JobRow]) -> bool:
+        """Whether a trial was ended."""
+        if all(row.status is not JobStatus.RUNNING for row in rows):
+            return False
+        reached = {row.id: await self._rungs(sweep, halving, row) for row in rows}
+        (direction,) = sweep.search.objective.values()
+        pruned = False
+        for row in rows:
+            if row.status is not JobStatus.RUNNING:
+                continue
+            others = [rungs for job_id, rungs in reached.items() if job_id != row.id]
+            new = self._take_new_rungs(row, reached[row.id])
+            reason = pruning_reason(new, others, halving, direction)
+            if reason:
+                await self._fleet.cancel(row.id, reason, "hub")
+                pruned = True
+        return pruned
+
+    def _take_new_rungs(self, row: JobRow, rungs: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
+        """Those that were not judged yet: a trial is judged once at each rung, by what is known then.
+
+        What a trial had reached before this process knew of it counts as judged.
+        """
+        epoch, judged = self._judged.get(row.id, (row.epoch, len(rungs)))
+        self._judged[row.id] = row.epoch, len(rungs)
+        return rungs[judged if epoch == row.epoch else 0 :]
+
+    async def _rungs(self, sweep: SearchSweep, halving: Halving, row: JobRow) -> tuple[tuple[int, float], ...]:
+        """What the last attempt of a trial reported at the rungs that it reached."""
+        (metric,) = sweep.search.objective
+        if not row.attempts:
+            return ()
+        reader = self._readers.get((row.id, metric))
+        if reader is None or reader.epoch != row.epoch:
+            reader = self._readers[row.id, metric] = _ReportReader(epoch=row.epoch)
+        while not reader.whole and (content := await self._streams.read(row.id, row.epoch, "metrics", reader.offset)):
+            if not reader.take(content, metric):
+                break
+        reader.whole = row.status in _ENDED
+        return rung_values(reader.reports, halving)
+
+
+@dataclass
+class _ReportReader:
+    """Reads the metrics of an attempt once, as they grow."""
+
+    epoch: int
+    offset: int = 0
+    reports: list[tuple[int, float]] = field(default_factory=list)
+    whole: bool = False
+
+    def take(self, content: bytes, metric: str) -> bool:
+        """Whether there was a whole line."""
+        end = content.rfind(b"\n") + 1
+        for each in parse_lines(content[:end].splitlines())[0]:
+            value = each.values.get(metric) if isinstance(each, MetricsReport) else None
+            if isinstance(each, MetricsReport) and each.step is not None and isinstance(value, float):
+                self.reports.append((each.step, value))
+        self.offset += end
+        return end > 0

@@ -1,0 +1,192 @@
+"""Sweeps that search, with a real Optuna: the same points as a plain study, also after a restart of the hub."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strata.fleet import wire
+from strata.fleet.core.job import JobStatus
+from strata.fleet.core.jobspec import JobSpec
+from strata.fleet.core.ownership import OPERATOR
+from strata.fleet.core.search import SearchPlan, SearchSweep, Trial, sampler_seed
+from strata.fleet.core.sweep_plan import Range
+from strata.fleet.ports import JobFilter, JobRow, StoredSweep
+from strata.hub.search_study import propose
+from strata.hub.tables import open_tables
+from tests.shell.fleet_http.running import HostClient, Running, manifest_body, ok, refused, running
+
+optuna: Any = pytest.importorskip("optuna", reason="the extra sweep is not installed")
+
+MANIFEST = """
+[trainers.default]
+command = ["python", "train.py"]
+directory = "/code"
+
+[[sweeps]]
+name = "tune"
+model = "gbt"
+
+[sweeps.search]
+objective = { loss = "minimize" }
+"""
+SPACE = "space = { x = { uniform = [-5.0, 5.0] }, y = { uniform = [-5.0, 5.0] } }\n"
+AXES = {"x": Range(uniform=(-5.0, 5.0)), "y": Range(uniform=(-5.0, 5.0))}
+
+
+def loss(point: dict[str, float]) -> float:
+    return (point["x"] - 1) ** 2 + (point["y"] + 2) ** 2
+
+
+def plain_study(method: str, seed: int, count: int) -> list[dict[str, float]]:
+    """The points of a study of Optuna alone, whose sampler gets a seed for each trial."""
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    samplers = {
+        "tpe": optuna.samplers.TPESampler,
+        "cmaes": optuna.samplers.CmaEsSampler,
+        "nsga2": optuna.samplers.NSGAIISampler,
+    }
+    axes = {name: optuna.distributions.FloatDistribution(-5, 5) for name in ("x", "y")}
+    study, points = optuna.create_study(), []
+    for number in range(count):
+        study.sampler = samplers[method](seed=sampler_seed(seed, number, 0))
+        trial = study.ask(axes)
+        study.tell(trial, loss(trial.params))
+        points.append(dict(trial.params))
+    return points
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("method", "count"), [("tpe", 16), ("cmaes", 16), ("nsga2", 54)])
+def test_proposals_from_rows_alone_are_those_of_a_plain_study(method: Any, count: int) -> None:
+    search = SearchPlan(method=method, objective={"loss": "minimize"}, trials=count, seed=5, space=AXES)
+    trials: list[Trial] = []
+    for number in range(count):
+        point = propose(search, trials, number)
+        trials.append(Trial(number=number, point=point, state="completed", values=(loss(point),)))
+    assert [trial.point for trial in trials] == plain_study(method, 5, count)
+    assert propose(search, trials[:3], 3, tries=1) != trials[3].point
+
+
+async def jobs(site: Running, *, running_only: bool = False) -> list[JobRow]:
+    rows = await site.hub.context.fleet.store.jobs(JobFilter(sweep="tune"))
+    status = (JobStatus.PENDING, JobStatus.CLAIMED, JobStatus.RUNNING)
+    chosen = [row for row in rows if not running_only or row.status in status]
+    return sorted(chosen, key=lambda row: int(row.spec.name.rpartition("/")[2]))
+
+
+async def wait_for_jobs(site: Running, count: int) -> list[JobRow]:
+    async with asyncio.timeout(30):
+        while len(rows := await jobs(site)) < count:
+            await asyncio.sleep(0.02)
+    return rows
+
+
+async def complete(host: HostClient, claim: str) -> None:
+    (lease,) = await host.claim(claim)
+    body = {"epoch": lease.epoch, "metrics": {"loss": loss(lease.spec.hyper)}}
+    ok(await host.http.post(f"/v1/job/{lease.job_id}/complete", json=body), wire.Job)
+
+
+async def test_a_sweep_goes_on_after_a_restart_of_the_hub_with_the_same_points(tmp_path: Path) -> None:
+    body = manifest_body(MANIFEST + "trials = 6\nseed = 5\n" + SPACE)
+    async with running(tmp_path / "hub") as site:
+        ok(await (await site.operator()).post("/v1/manifest", json=body), wire.ManifestReply)
+        host = await site.host("desk")
+        for number in range(3):
+            await wait_for_jobs(site, number + 1)
+            await complete(host, f"c{number}")
+    async with running(tmp_path / "hub") as site:
+        host = await site.host("another")
+        for number in range(3, 6):
+            await wait_for_jobs(site, number + 1)
+            await complete(host, f"c{number}")
+        rows = await jobs(site)
+    assert [row.spec.name for row in rows] == [f"tune/{number}" for number in range(6)]
+    assert [row.spec.hyper for row in rows] == plain_study("tpe", 5, 6)
+    assert {row.owner for row in rows} == {"operator"}
+
+
+async def test_only_so_many_trials_run_at_once_and_a_removed_sweep_queues_no_more(site: Running) -> None:
+    operator = await site.operator()
+    body = manifest_body(MANIFEST + "trials = 50\nparallel = 3\n" + SPACE)
+    ok(await operator.post("/v1/manifest", json=body), wire.ManifestReply)
+    rows = await wait_for_jobs(site, 3)
+    await operator.post(f"/v1/job/{rows[0].id}/cancel", json={})
+    rows = await wait_for_jobs(site, 4)
+    assert len(await jobs(site, running_only=True)) == 3
+    # Without the sweep, the manifest ends it: its queued trials stay.
+    ok(await operator.post("/v1/manifest", json=manifest_body(MANIFEST.partition("[[sweeps]]")[0])), wire.ManifestReply)
+    await operator.post(f"/v1/job/{rows[1].id}/cancel", json={})
+    await site.hub.context.fleet.tick()
+    assert len(await jobs(site)) == 4
+
+
+async def test_a_small_space_is_not_tried_twice(site: Running) -> None:
+    space = "space = { x = { choice = [1, 2] }, y = { choice = [1] } }\n"
+    body = manifest_body(MANIFEST + "trials = 9\nparallel = 9\n" + space)
+    ok(await (await site.operator()).post("/v1/manifest", json=body), wire.ManifestReply)
+    rows = await wait_for_jobs(site, 2)
+    assert sorted(row.spec.hyper["x"] for row in rows) == [1, 2]
+
+
+async def test_a_trial_that_falls_behind_is_stopped_by_the_reply_to_a_heartbeat(site: Running) -> None:
+    halving = "halving = { first_step = 10, reduction = 2 }\n"
+    body = manifest_body(MANIFEST + "trials = 3\nparallel = 3\n" + halving + SPACE)
+    ok(await (await site.operator()).post("/v1/manifest", json=body), wire.ManifestReply)
+    await wait_for_jobs(site, 3)
+    host = await site.host("desk", slots=3)
+    leases = await host.claim(count=3, slots=3)
+    assert len(leases) == 3
+    held = [{"job_id": each.job_id, "epoch": each.epoch, "running": True} for each in leases]
+
+    async def verdicts() -> list[tuple[str, str]]:
+        reply = ok(await host.http.post("/v1/heartbeats", json={"leases": held}), wire.HeartbeatsReply)
+        return [(each.verdict, each.cause) for each in reply.verdicts]
+
+    assert await verdicts() == [("continue", "")] * 3
+    for value, lease in zip((0.1, 0.9, 0.3), leases, strict=True):
+        line = f'{{"type": "metrics", "at_s": 1, "step": 10, "values": {{"loss": {value}}}}}\n'
+        path = f"/v1/job/{lease.job_id}/metrics?epoch={lease.epoch}&offset=0"
+        ok(await host.http.put(path, content=line.encode()), wire.PieceReply)
+    async with asyncio.timeout(30):
+        while (said := await verdicts()) != [("continue", ""), ("stop", "ended"), ("stop", "ended")]:
+            assert said[0] == ("continue", "")
+            await asyncio.sleep(0.05)
+    row = await site.hub.context.fleet.store.job(leases[1].job_id)
+    assert row.status is JobStatus.CANCELLED
+    assert row.reason.startswith("pruned: 0.9 at step 10 is not among the best 1 of ")
+
+
+async def test_a_hub_without_optuna_refuses_the_manifest(site: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    body = manifest_body(MANIFEST + "trials = 2\n" + SPACE)
+    reply = await (await site.operator()).post("/v1/manifest", json=body)
+    assert "pip install 'strata-train[sweep]'" in reply.text
+    assert refused(reply)[1] == "unsupported"
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    sqlite = request.param == "sqlite"
+    return f"sqlite:{tmp_path / 'hub.db'}" if sqlite else str(request.getfixturevalue("postgres_url"))
+
+
+async def test_both_databases_keep_the_sweeps_of_each_project(database: str) -> None:
+    search = SearchPlan(objective={"loss": "minimize"}, trials=2, space=AXES)
+
+    def stored(project: str, name: str) -> StoredSweep:
+        base = JobSpec(model="m", project=project, sweep=name)
+        return StoredSweep(sweep=SearchSweep(base=base, search=search), actor="operator", submitter=OPERATOR)
+
+    async with open_tables(database) as tables:
+        one, two, three = stored("p", "a"), stored("p", "b"), stored("q", "a")
+        await tables.sweeps.replace("p", {"a": one, "b": two})
+        await tables.sweeps.replace("q", {"a": three})
+        assert await tables.sweeps.sweeps() == [one, two, three]
+        await tables.sweeps.replace("p", {"b": two})
+        assert await tables.sweeps.sweeps() == [two, three]
