@@ -59,7 +59,7 @@ INSERT INTO host ({_HOST_COLUMNS})
 SELECT 'host_' || n, 'h' || n, convert_to('{{"hostname":"h","slots":64}}', 'UTF8'), 0, 'active', '', '', ''
 FROM generate_series(0, {FLEET - 1}) AS n
 """
-_READY: Final = "INSERT INTO ready SELECT seq, class_id, priority, 0 FROM job"
+_READY: Final = "INSERT INTO ready SELECT seq, class_id, priority, 0, owner FROM job"
 
 
 def _classes(count: int) -> list[tuple[str, bytes]]:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
+from strata.fleet.core.fair_share import OwnerShares
 from strata.fleet.ports import Claim, JobLease, Store
 
+ReadShares = Callable[[], Awaitable[OwnerShares | None]]
 BATCH: Final = 64
 """Claims per transaction at most; claims that arrive while it runs share the next one."""
 
 
 class ClaimQueue:
-    def __init__(self, store: Store, lease_s: float, now_s: Callable[[], float]) -> None:
+    def __init__(
+        self, store: Store, lease_s: float, now_s: Callable[[], float], shares: ReadShares | None = None
+    ) -> None:
         self._store = store
+        self._read_shares = shares
         self._lease_s = lease_s
         self._now_s = now_s
         self._pending: list[tuple[Claim, asyncio.Future[Sequence[JobLease]]]] = []
@@ -50,7 +55,8 @@ class ClaimQueue:
     async def _claim_batch(self, batch: list[tuple[Claim, asyncio.Future[Sequence[JobLease]]]]) -> None:
         failure = StrataError(Code.INTERNAL, "the claim was not answered")
         try:
-            granted = await self._store.claim([claim for claim, _ in batch], self._lease_s, self._now_s())
+            shares = None if self._read_shares is None else await self._read_shares()
+            granted = await self._store.claim([claim for claim, _ in batch], self._lease_s, self._now_s(), shares)
             if any(granted):
                 failpoint("fleet.claim.committed")
             # A client that has disconnected meanwhile repeats its claim_id and gets the same leases.

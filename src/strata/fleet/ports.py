@@ -19,6 +19,7 @@ import msgspec
 from strata.database.events import StoredEvent
 from strata.fleet.core.amounts import UNKNOWN, Amounts, Capacity, MoreMemory, Taken
 from strata.fleet.core.capability import Capability
+from strata.fleet.core.fair_share import OwnerShares
 from strata.fleet.core.job import HELD, Cause, JobStatus
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 from strata.fleet.core.ownership import OPERATOR, Submitter
@@ -352,8 +353,14 @@ class Store(Protocol):
     async def record_heartbeats(self, seen: Mapping[str, float]) -> None:
         """Write the times of the last heartbeats, in one statement; unknown hosts are ignored."""
 
-    async def claim(self, claims: Sequence[Claim], lease_s: float, now_s: float) -> Sequence[Sequence[JobLease]]:
+    async def held_by_owner(self) -> Sequence[tuple[str, Taken]]:
+        """The owner and the amounts of each lease that has not expired."""
+
+    async def claim(
+        self, claims: Sequence[Claim], lease_s: float, now_s: float, shares: OwnerShares | None = None
+    ) -> Sequence[Sequence[JobLease]]:
         """For each claim the leases it gets, best priority first, then oldest: all claims in one transaction.
+        With `shares`, jobs of the owner with the smallest share come first within a priority.
 
         A host gets what fits beside the leases that it holds; which cards, is decided here. Its leases that have
         expired give way: those that no longer fit beside the new ones end.

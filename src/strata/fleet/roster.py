@@ -13,6 +13,7 @@ from typing import Final
 
 from strata.fleet.core.amounts import Amounts, Capacity, Taken, job_amounts
 from strata.fleet.core.capability import Profile, in_quiet_hours, profile
+from strata.fleet.core.fair_share import FleetTotals, add_up
 from strata.fleet.core.jobspec import HostSpec
 from strata.fleet.core.lease import SUSPECT_S
 from strata.fleet.core.match import eligible_classes, holds_back, score
@@ -79,6 +80,10 @@ class Roster:
 
     def hosts(self) -> Sequence[HostRow]:
         return list(self._hosts.values())
+
+    def totals(self) -> FleetTotals:
+        """What the hosts that take jobs have together."""
+        return add_up(self.profile(host).capacity for host in self._hosts.values() if host.state == "active")
 
     def profile(self, host: HostRow) -> Profile:
         known = self._profiles.get(host.id)

@@ -23,6 +23,7 @@ from strata.base.failpoint import failpoint
 from strata.base.notify import Broadcast
 from strata.fleet.claims import ClaimQueue
 from strata.fleet.core.amounts import more_memory
+from strata.fleet.core.fair_share import OwnerShares
 from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.lease import LEASE_S, may_expire_leases, quarantine
 from strata.fleet.core.manifest import JobManifest
@@ -47,6 +48,8 @@ from strata.fleet.ports import (
 from strata.fleet.roster import Roster
 
 TICK_S: Final = 1.0
+SHARES_S: Final = 1.0
+"""How long the shares of owners are used before they are read again."""
 POLL_S: Final = 2.0
 """How often a waiting claim polls the database: another hub may have queued a job for it."""
 MAX_WAIT_S: Final = 60.0
@@ -77,7 +80,9 @@ class Fleet:
         self._wall_ahead_s = clock.wall_s() - clock.monotonic_s()
         self._roster = Roster(store, self.settings.stale_after_s)
         self._changes = Broadcast()
-        self._claims = ClaimQueue(store, self.settings.stale_after_s, self.now_s)
+        self._claims = ClaimQueue(store, self.settings.stale_after_s, self.now_s, self._owner_shares)
+        self._shares: OwnerShares | None = None
+        self._shares_at_s = float("-inf")
         self._heartbeats: dict[str, float] = {}
         self._samples: list[SamplePoint] = []
         self._newest_samples: dict[str, Mapping[str, float]] = {}
@@ -129,6 +134,17 @@ class Fleet:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(left_s, POLL_S)):
                     await changed.wait()
+
+    async def _owner_shares(self) -> OwnerShares | None:
+        """What owners hold of the fleet; None while one owner alone has jobs. Read once a second, because all leases
+        are counted, and when this hub queued jobs: they may be those of another owner."""
+        now_s = self.now_s()
+        if not 0 <= now_s - self._shares_at_s < SHARES_S:
+            self._shares_at_s = now_s
+            owners = await self.store.owners()
+            held = await self.store.held_by_owner() if len(owners) > 1 else ()
+            self._shares = OwnerShares(self._roster.totals(), owners, held) if len(owners) > 1 else None
+        return self._shares
 
     async def renew(self, host_id: str, renewals: Sequence[Renewal]) -> Sequence[RenewalResult]:
         self.touch_host(host_id)
@@ -214,6 +230,7 @@ class Fleet:
     ) -> None:
         await self.store.apply(wanted, actor, self.now_s(), source=source, declared=declared, submitter=submitter)
         failpoint("fleet.apply.committed")
+        self._shares_at_s = float("-inf")
         self._roster.invalidate()
         if wanted.hosts:
             await self._fail_unservable_jobs()
@@ -226,6 +243,7 @@ class Fleet:
 
     async def requeue(self, job_id: str, actor: str, submitter: Submitter = OPERATOR) -> JobRow:
         row = await self.store.requeue(job_id, actor, self.now_s(), submitter=submitter)
+        self._shares_at_s = float("-inf")
         self._changes.notify()
         return row
 

@@ -50,12 +50,14 @@ def _lost_for_ever(before: AttemptCounts, budget: Budget, *, now_s: float) -> Re
 
 
 def _at_once_sqlite(db: sqlite3.Connection, seq: int, now_s: float) -> None:
-    db.execute("INSERT OR REPLACE INTO ready SELECT seq, class_id, priority, ? FROM job WHERE seq = ?", (now_s, seq))
+    db.execute(
+        "INSERT OR REPLACE INTO ready SELECT seq, class_id, priority, ?, owner FROM job WHERE seq = ?", (now_s, seq)
+    )
 
 
 async def _at_once_postgres(connection: Any, seqs: Sequence[int], now_s: float) -> None:
     await connection.execute(
-        "INSERT INTO ready SELECT seq, class_id, priority, %s FROM job WHERE seq = ANY(%s)"
+        "INSERT INTO ready SELECT seq, class_id, priority, %s, owner FROM job WHERE seq = ANY(%s)"
         " ON CONFLICT (seq) DO UPDATE SET priority = excluded.priority",
         (now_s, list(seqs)),
     )

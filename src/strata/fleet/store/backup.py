@@ -41,7 +41,7 @@ _FENCE: Final = (
     f"UPDATE job SET status = '{target(JobEvent.EXPIRE)}', changed_at = {{now}}, reason = {{why}}"
     f" WHERE status IN ({', '.join(repr(status.value) for status in sources(JobEvent.EXPIRE))})",
     "DELETE FROM lease",
-    "INSERT INTO ready SELECT seq, class_id, priority, {now} FROM job"
+    "INSERT INTO ready SELECT seq, class_id, priority, {now}, owner FROM job"
     f" WHERE status = '{target(JobEvent.EXPIRE)}' AND waits_for = 0"
     " AND NOT EXISTS (SELECT 1 FROM ready WHERE ready.seq = job.seq)"
     " AND NOT EXISTS (SELECT 1 FROM ripening WHERE ripening.seq = job.seq)",

@@ -42,7 +42,6 @@ POLICIES: Final = "SELECT host, spec, project FROM policy"
 TRAINERS: Final = "SELECT n.project, n.name, n.digest, t.spec FROM trainer_name n JOIN trainer t ON t.digest = n.digest"
 
 QUOTAS: Final = "SELECT owner, spec FROM quota"
-OWNERS: Final = "SELECT DISTINCT owner FROM job WHERE status IN ('pending', 'claimed', 'running')"
 SERVERS: Final = (
     f"SELECT s.epoch, s.address, s.models, s.used_at, j.* FROM server s JOIN (SELECT {JOB} FROM job) j"
     " ON j.id = s.job_id ORDER BY s.job_id"
@@ -55,6 +54,18 @@ PUBLISH: Final = (
     " models = excluded.models, used_at = excluded.used_at WHERE server.epoch <= excluded.epoch"
 )
 """With the names of its parameters as each database spells them. A zombie changes nothing."""
+_UNFINISHED: Final = "status IN ('pending', 'claimed', 'running')"
+OWNERS: Final = (
+    f"WITH RECURSIVE o (owner) AS (SELECT min(owner) FROM {{job}} WHERE {_UNFINISHED} UNION ALL"
+    f" SELECT (SELECT min(owner) FROM {{job}} WHERE {_UNFINISHED} AND owner > o.owner) FROM o"
+    " WHERE o.owner IS NOT NULL) SELECT owner FROM o WHERE owner IS NOT NULL"
+)
+"""Owners are few and jobs many: from one owner to the next in the index. `job` is the table, and its index in SQLite,
+which would choose another one."""
+HELD_BY_OWNER: Final = (
+    "SELECT j.owner, a.taken FROM lease l JOIN attempt a ON a.job_id = l.job_id AND a.epoch = l.epoch"
+    " JOIN job j ON j.id = l.job_id WHERE NOT l.expired"
+)
 
 REFUSED: Final = (
     "SELECT j.id, j.class_id, r.host_id FROM job_refusal r JOIN job j ON j.seq = r.seq WHERE j.status = 'pending'"

@@ -20,7 +20,8 @@ from typing import Any, Final, Literal
 
 from strata.base.failpoint import failpoint
 from strata.database.postgres import Connections
-from strata.fleet.core.amounts import Room, Taken
+from strata.fleet.core.amounts import Amounts, Room, Taken
+from strata.fleet.core.fair_share import JobOffer, OwnerShares
 from strata.fleet.core.job import JobEvent, target
 from strata.fleet.ports import Claim, JobLease
 from strata.fleet.store.postgres.leases import Connection
@@ -39,6 +40,9 @@ _ClaimName = tuple[str, str]
 _Options = tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...], str]
 """Classes; since when at the latest a job of each has to wait; which of the amounts of the claim a job of each takes;
 and the host, if it is excluded for any job."""
+
+_Place = tuple[_ClaimName, list[Taken], Mapping[int, Amounts]]
+"""A claim that may take a job, what a job of each kind of amounts gets of its host, and the classes of the claim."""
 
 OPEN: Final = """
 SELECT host, claim, job_id, epoch, taken, expired FROM open_claims(%(hosts)s::text[], %(claims)s::text[])
@@ -130,6 +134,28 @@ BEST: Final = f"""
 them from everybody else. The best n jobs are in the n classes with the best heads, so only those are looked into. The
 spare ones make up for those that others have locked meanwhile."""
 
+OWNERS_OFFERS: Final = f"""
+SELECT b.seq, wanted.class_id, b.priority, o.owner
+FROM unnest(%(classes)s::bigint[], %(latest)s::float8[]) AS wanted (class_id, latest)
+CROSS JOIN unnest(%(owners)s::text[]) AS o (owner)
+CROSS JOIN LATERAL (
+  SELECT r.seq, r.priority FROM ready r
+  WHERE r.class_id = wanted.class_id AND r.owner = o.owner AND r.since <= wanted.latest AND {MINE}
+  ORDER BY r.priority DESC, r.seq LIMIT {{count}}
+) AS b
+"""
+"""The best few jobs of each owner in each class."""
+
+PICKED: Final = """
+    SELECT r.seq, -b.place AS priority, b.kind
+    FROM unnest(%(seqs)s::bigint[], %(picked_kinds)s::int[]) WITH ORDINALITY AS b (seq, kind, place)
+    JOIN ready r ON r.seq = b.seq JOIN job j ON j.seq = b.seq
+    ORDER BY b.place LIMIT {count} FOR UPDATE OF r, j SKIP LOCKED
+"""
+
+SPARE: Final = 4
+"""More jobs than places are chosen: other transactions may have taken some."""
+
 TAKE: Final = f"""
 WITH given AS MATERIALIZED ({{given}}), gone AS (
   DELETE FROM ready USING given WHERE ready.seq = given.seq
@@ -174,13 +200,18 @@ ORDER BY j.priority DESC, j.seq
 
 
 async def claim_jobs(
-    connections: Connections, claims: Sequence[Claim], lease_s: float, now_s: float
+    connections: Connections,
+    claims: Sequence[Claim],
+    lease_s: float,
+    now_s: float,
+    shares: OwnerShares | None = None,
 ) -> Sequence[Sequence[JobLease]]:
     named = {(each.host_id, each.claim_id): each for each in claims}
     times = {"now": now_s, "until": now_s + lease_s}
-    found, later = await _claim_for_idle_hosts(connections, named, times)
+    # With shares the jobs are chosen between two round trips in any case.
+    found, later = await _claim_for_idle_hosts(connections, named, times, assume=shares is None)
     if later:
-        found += await _claim_for_holding_hosts(connections, {name: named[name] for name in later}, times)
+        found += await _claim_for_holding_hosts(connections, {name: named[name] for name in later}, times, shares)
     given: dict[_ClaimName, list[JobLease]] = {name: [] for name in named}
     for row in found:
         given[row[0], row[1]].append(_decode_lease(row))
@@ -188,12 +219,16 @@ async def claim_jobs(
 
 
 async def _claim_for_idle_hosts(
-    connections: Connections, named: Mapping[_ClaimName, Claim], times: dict[str, float]
+    connections: Connections, named: Mapping[_ClaimName, Claim], times: dict[str, float], *, assume: bool
 ) -> tuple[list[Any], list[_ClaimName]]:
-    """What was granted on the assumption that the hosts hold nothing, and the claims for which it was wrong."""
+    """What was granted on the assumption that the hosts hold nothing, and the claims for which it was wrong.
+
+    Without `assume` only claims that were answered before are answered.
+    """
     first, *others = take_turns(named)
-    empty = {name[0]: Room(named[name].capacity) for name in first if named[name].idle}
-    statements = _claim_statements([(name, named[name]) for name in first if name[0] in empty], empty, times, idle=True)
+    empty = {name[0]: Room(named[name].capacity) for name in first if assume and named[name].idle}
+    groups = _group_claims([(name, named[name]) for name in first if name[0] in empty], empty)
+    statements = [_claim_statement(menu, places, times, idle=True) for menu, places in groups.items()]
     async with connections.pipeline() as connection:
         opened = await connection.execute(OPEN, _names(list(named)), prepare=True, binary=True)
         cursors = [await connection.execute(*each, prepare=True, binary=True) for each in statements]
@@ -210,7 +245,10 @@ async def _claim_for_idle_hosts(
 
 
 async def _claim_for_holding_hosts(
-    connections: Connections, named: Mapping[_ClaimName, Claim], times: dict[str, float]
+    connections: Connections,
+    named: Mapping[_ClaimName, Claim],
+    times: dict[str, float],
+    shares: OwnerShares | None,
 ) -> list[Any]:
     """For hosts that hold something: what fits is decided between two round trips of one transaction."""
     found: list[Any] = []
@@ -221,7 +259,13 @@ async def _claim_for_holding_hosts(
         turns = take_turns(fresh)
         cursors: list[Any] = []
         for number, turn in enumerate(turns):
-            statements = _claim_statements([(name, named[name]) for name in turn], rooms, times)
+            groups = _group_claims([(name, named[name]) for name in turn], rooms)
+            if shares is None:
+                statements = [_claim_statement(menu, places, times) for menu, places in groups.items()]
+            else:
+                statements = [
+                    await _fair_statement(connection, menu, places, times, shares) for menu, places in groups.items()
+                ]
             cursors = [await connection.execute(*each, prepare=True, binary=True) for each in statements]
             failpoint("fleet.claim.written")
             if expired or number + 1 < len(turns):
@@ -258,11 +302,9 @@ async def _read_rooms(
     return fresh, *open_rooms({name[0]: named[name].capacity for name in reversed(fresh)}, attempts)
 
 
-def _claim_statements(
-    fresh: Sequence[tuple[_ClaimName, Claim]], rooms: Mapping[str, Room], times: dict[str, float], *, idle: bool = False
-) -> list[tuple[str, dict[str, Any]]]:
-    """For claims of different hosts: one statement for those with the same options."""
-    alike: dict[_Options, list[tuple[_ClaimName, list[Taken]]]] = {}
+def _group_claims(fresh: Sequence[tuple[_ClaimName, Claim]], rooms: Mapping[str, Room]) -> dict[_Options, list[_Place]]:
+    """Claims of different hosts: those with the same options share a statement."""
+    alike: dict[_Options, list[_Place]] = {}
     for name, wanted in fresh:
         room, latest = rooms[wanted.host_id], wanted.held_back.get
         fits, kinds = room.fitting(wanted.classes)
@@ -278,18 +320,57 @@ def _claim_statements(
         takes = [[taken] for taken in room.plan(kinds[0], wanted.count)]
         if len(kinds) > 1:
             takes = [[room.plan(amounts)[0] for amounts in kinds]]
-        alike.setdefault(menu, []).extend([(name, each) for each in takes])
-    return [_claim_statement(menu, places, times, idle=idle) for menu, places in alike.items()]
+        alike.setdefault(menu, []).extend([(name, each, wanted.classes) for each in takes])
+    return alike
+
+
+async def _fair_statement(
+    connection: Connection,
+    menu: _Options,
+    places: Sequence[_Place],
+    times: dict[str, float],
+    shares: OwnerShares,
+) -> tuple[str, dict[str, Any]]:
+    """The statement that takes the jobs whose owners have the smallest shares. They are chosen unlocked; the spare ones
+    make up for those that others have locked meanwhile."""
+    classes, latest, kind, _ = menu
+    count = len(places)
+    values = {
+        "classes": _numbers(classes),
+        "latest": _numbers(latest),
+        "owners": list(shares.owners),
+        **_names([name for name, _, _ in places]),
+    }
+    cursor = await connection.execute(_heads(count + SPARE), values, prepare=True)
+    offers = [JobOffer(*row) for row in await cursor.fetchall()]
+    picked = shares.pick(offers, places[0][2], count, spare=SPARE)
+    kinds = dict(zip(classes, kind, strict=True))
+    statement, taken = _claim_statement(menu, places, times, how="picked")
+    chosen = {
+        "seqs": _numbers([each.seq for each in picked]),
+        "picked_kinds": _numbers([kinds[each.class_id] for each in picked]),
+    }
+    return statement, {**taken, **chosen}
+
+
+@lru_cache(256)
+def _heads(count: int) -> str:
+    return OWNERS_OFFERS.format(count=count)
 
 
 def _claim_statement(
-    menu: _Options, places: Sequence[tuple[_ClaimName, list[Taken]]], times: dict[str, float], *, idle: bool
+    menu: _Options,
+    places: Sequence[_Place],
+    times: dict[str, float],
+    *,
+    idle: bool = False,
+    how: Literal["", "picked"] = "",
 ) -> tuple[str, dict[str, Any]]:
     """The statement for claims with the same options, each named as often as it may take a job, and its values."""
     classes, latest, kind, _ = menu
-    takes = [encode(taken).decode() for _, each in places for taken in each]
-    if len(places) == len(classes) == 1:
-        (((host, claim), _),) = places
+    takes = [encode(taken).decode() for _, each, _ in places for taken in each]
+    if len(places) == len(classes) == 1 and not how:
+        (((host, claim), _, _),) = places
         one = {"class": classes[0], "latest": latest[0], "host": host, "claim": claim, "taken": takes[0]}
         return _statement(1, "one", idle=idle), {**one, **times}
     values = {
@@ -298,18 +379,18 @@ def _claim_statement(
         "kind": _numbers(kind),
         "kinds": max(kind),
         "takes": _texts(takes),
-        **_names([name for name, _ in places]),
+        **_names([name for name, _, _ in places]),
         **times,
     }
-    return _statement(len(places), "best" if len(classes) > 1 else "first", idle=idle), values
+    return _statement(len(places), how or ("best" if len(classes) > 1 else "first"), idle=idle), values
 
 
 @lru_cache(256)
-def _statement(count: int, how: Literal["one", "first", "best"], *, idle: bool) -> str:
+def _statement(count: int, how: Literal["one", "first", "best", "picked"], *, idle: bool) -> str:
     if how == "one":
         return TAKE.format(given=ONE.format(one_idle=ONE_IDLE if idle else "true"))
     # A limit that is a parameter is planned as a tenth of the table: a sort of millions.
-    best = (BEST if how == "best" else FIRST).format(count=count, spare=2 * count + 16)
+    best = {"best": BEST, "first": FIRST, "picked": PICKED}[how].format(count=count, spare=2 * count + 16)
     return TAKE.format(given=SEVERAL.format(best=best, idle=IDLE if idle else "true"))
 
 

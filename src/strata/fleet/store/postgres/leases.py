@@ -336,9 +336,10 @@ async def enqueue(connection: Connection, seqs: Sequence[int], now_s: float) -> 
         values,
     )
     await connection.execute(
-        "INSERT INTO ready SELECT seq, class_id, priority, %(now)s FROM job"
+        "INSERT INTO ready SELECT seq, class_id, priority, %(now)s, owner FROM job"
         " WHERE seq = ANY(%(seqs)s) AND waits_for = 0 AND not_before <= %(now)s"
-        " ON CONFLICT (seq) DO UPDATE SET class_id = excluded.class_id, priority = excluded.priority",
+        " ON CONFLICT (seq) DO UPDATE SET class_id = excluded.class_id, priority = excluded.priority,"
+        " owner = excluded.owner",
         values,
     )
 

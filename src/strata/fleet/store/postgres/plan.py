@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from strata.base.failpoint import failpoint
@@ -214,7 +214,7 @@ async def _assign_trainers(connection: Connection, jobs: Iterable[str]) -> None:
     )
 
 
-async def _mark_declared(connection: Connection, kept: Iterable[str], orphaned: Iterable[str], owner: str) -> None:
+async def _mark_declared(connection: Connection, kept: Sequence[str], orphaned: Iterable[str], owner: str) -> None:
     """The manifest has these jobs from now on. An attempt from before may still end in a result that is not its own."""
     await connection.execute(
         "UPDATE job SET declared = true, orphaned = false, superseded = false,"
@@ -223,6 +223,12 @@ async def _mark_declared(connection: Connection, kept: Iterable[str], orphaned: 
         " WHERE id = ANY(%s) AND (orphaned OR superseded OR NOT declared)"
         " AND (declared OR NOT EXISTS (SELECT 1 FROM lease WHERE lease.job_id = job.id))",
         (owner, list(kept)),
+    )
+    # A claim looks for a job in the queue of its owner.
+    await connection.execute(
+        "UPDATE ready SET owner = j.owner FROM job j"
+        " WHERE j.seq = ready.seq AND j.id = ANY(%s) AND ready.owner <> j.owner",
+        (list(kept),),
     )
     await connection.execute("UPDATE job SET orphaned = true WHERE id = ANY(%s)", (list(orphaned),))
 

@@ -12,6 +12,7 @@ from strata.base.errors import Code, StrataError
 from strata.database import events
 from strata.database.postgres import Connections
 from strata.fleet.core.amounts import Taken
+from strata.fleet.core.fair_share import OwnerShares
 from strata.fleet.core.job import UNFINISHED, JobStatus
 from strata.fleet.core.jobspec import TrainerSpec
 from strata.fleet.core.lease_status import stale_attempt
@@ -45,6 +46,7 @@ from strata.fleet.store.rows import (
     ATTEMPT,
     EXISTING_JOB,
     HELD,
+    HELD_BY_OWNER,
     HIDDEN,
     HOST,
     JOB,
@@ -67,6 +69,7 @@ from strata.fleet.store.rows import (
     decode_quotas,
     decode_refused_jobs,
     decode_server,
+    decode_taken,
     decode_trainers,
     encode,
 )
@@ -123,7 +126,7 @@ class PostgresStore:
             return await read_usage(connection, owner, window_s, now_s)
 
     async def owners(self) -> Collection[str]:
-        return [owner for (owner,) in await self._connections.run(OWNERS, {})]
+        return [owner for (owner,) in await self._connections.run(OWNERS.format(job="job"), {})]
 
     async def classes(self, after_id: int = 0) -> Sequence[ClassRow]:
         select = "SELECT id, spec FROM req_class WHERE id > %(after)s ORDER BY id"
@@ -180,8 +183,14 @@ class PostgresStore:
         async with self._connections.transaction() as connection:
             await _record_heartbeats(connection, seen)
 
-    async def claim(self, claims: Sequence[Claim], lease_s: float, now_s: float) -> Sequence[Sequence[JobLease]]:
-        return await claim_jobs(self._connections, claims, lease_s, now_s)
+    async def held_by_owner(self) -> Sequence[tuple[str, Taken]]:
+        rows = await self._connections.run(HELD_BY_OWNER, {})
+        return [(owner, decode_taken(taken)) for owner, taken in rows]
+
+    async def claim(
+        self, claims: Sequence[Claim], lease_s: float, now_s: float, shares: OwnerShares | None = None
+    ) -> Sequence[Sequence[JobLease]]:
+        return await claim_jobs(self._connections, claims, lease_s, now_s, shares)
 
     async def renew(
         self, host_id: str, renewals: Sequence[Renewal], lease_s: float, now_s: float

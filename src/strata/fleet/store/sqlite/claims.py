@@ -16,6 +16,7 @@ from strata.base.failpoint import failpoint
 from strata.database.events import EventRecord as Record
 from strata.database.events import record_sqlite
 from strata.fleet.core.amounts import Room, Taken
+from strata.fleet.core.fair_share import JobOffer, OwnerShares
 from strata.fleet.core.job import Cause, JobEvent, target
 from strata.fleet.core.lease import attempt_counter
 from strata.fleet.ports import Claim, JobLease
@@ -66,6 +67,23 @@ ON r.seq = (SELECT seq FROM ready WHERE class_id = c.value {mine} ORDER BY prior
 """
 """The best job of each class. CROSS JOIN fixes the join order: the other way round it reads the whole queue."""
 
+OWNERS_HEADS: Final = """
+SELECT r.seq, r.class_id, r.priority, r.owner FROM json_each(:classes) AS c CROSS JOIN json_each(:owners) AS o
+CROSS JOIN ready AS r ON r.seq = (
+  SELECT seq FROM ready INDEXED BY ready_owner
+  WHERE class_id = json_extract(c.value, '$[0]') AND owner = o.value
+    AND since <= json_extract(c.value, '$[1]') {mine}
+  ORDER BY priority DESC, seq LIMIT 1)
+"""
+"""The best job of each owner in each class."""
+
+OWNERS_OFFERS: Final = """
+SELECT seq, priority FROM ready INDEXED BY ready_owner
+WHERE class_id = :class AND owner = :owner AND since <= :latest {mine} ORDER BY priority DESC, seq LIMIT :count
+"""
+
+_FOREVER_S: Final = 1e300
+"""JSON has no infinity."""
 _MINE: Final = "AND NOT EXISTS (SELECT 1 FROM job_refusal WHERE host_id = :host AND job_refusal.seq = ready.seq)"
 """For a host that is excluded for some jobs."""
 
@@ -87,14 +105,16 @@ VALUES (?, ?, ?, ?, ?, ?, ?, ?, '', '', '', '', '', x'7b7d')
 """
 
 
-def claim_jobs(db: sqlite3.Connection, claims: Sequence[Claim], lease_s: float, now_s: float) -> list[list[JobLease]]:
+def claim_jobs(
+    db: sqlite3.Connection, claims: Sequence[Claim], lease_s: float, now_s: float, shares: OwnerShares | None = None
+) -> list[list[JobLease]]:
     named = {(each.host_id, each.claim_id): each for each in claims}
     given: dict[_ClaimName, list[JobLease]] = {name: [] for name in named}
     fresh, attempts = _read_claimants(db, named, given)
     rooms, expired = open_rooms({name[0]: named[name].capacity for name in reversed(fresh)}, attempts)
     granted: list[JobLease] = []
     for turn in take_turns(fresh):
-        for taken in _choose_jobs(db, [(name, named[name], fresh[name]) for name in turn], rooms):
+        for taken in _choose_jobs(db, [(name, named[name], fresh[name]) for name in turn], rooms, shares):
             leases = _lease_jobs(db, taken, lease_s, now_s)
             for (name, _, _), lease in zip(taken, leases, strict=True):
                 given[name].append(lease)
@@ -130,7 +150,10 @@ def _read_claimants(
 
 
 def _choose_jobs(
-    db: sqlite3.Connection, fresh: Sequence[tuple[_ClaimName, Claim, str]], rooms: Mapping[str, Room]
+    db: sqlite3.Connection,
+    fresh: Sequence[tuple[_ClaimName, Claim, str]],
+    rooms: Mapping[str, Room],
+    shares: OwnerShares | None,
 ) -> Iterator[list[_Grant]]:
     """Claims of different hosts: which job each gets, and what of its host goes with it.
 
@@ -146,11 +169,41 @@ def _choose_jobs(
             alike.setdefault((fits, latest, host), []).extend([(name, wanted, taken) for taken in planned])
     for menu, places in alike.items():
         granted: list[_Grant] = []
-        for (name, wanted, fixed), (seq, class_id) in zip(places, _best_jobs(db, menu, len(places)), strict=False):
+        if shares is None:
+            chosen = _best_jobs(db, menu, len(places))
+        else:
+            offers = _owners_offers(db, menu, len(places), shares.owners)
+            chosen = [(each.seq, each.class_id) for each in shares.pick(offers, places[0][1].classes, len(places))]
+        for (name, wanted, fixed), (seq, class_id) in zip(places, chosen, strict=False):
             taken = fixed or rooms[wanted.host_id].plan(wanted.classes[class_id])[0]
             rooms[wanted.host_id].hold(taken)
             granted.append((name, seq, taken))
         yield granted
+
+
+def _owners_offers(db: sqlite3.Connection, menu: _Options, count: int, owners: Sequence[str]) -> list[JobOffer]:
+    """The best few jobs of each owner in each class, of the highest priorities that the claims can reach."""
+    classes, held_back, host = menu
+    latest = dict(held_back)
+    wanted = encode([(class_id, latest.get(class_id, _FOREVER_S)) for class_id in classes])
+    values = {"classes": wanted, "owners": encode(owners), "host": host}
+    heads = [JobOffer(*row) for row in db.execute(_statement_for(host, OWNERS_HEADS), values)]
+    if count == 1:
+        return heads
+    offers = []
+    for head in heads:
+        rows = db.execute(
+            _statement_for(host, OWNERS_OFFERS),
+            {
+                "class": head.class_id,
+                "owner": head.owner,
+                "latest": latest.get(head.class_id, _FOREVER_S),
+                "count": count,
+                "host": host,
+            },
+        )
+        offers += [JobOffer(seq, head.class_id, priority, head.owner) for seq, priority in rows]
+    return offers
 
 
 def _best_jobs(db: sqlite3.Connection, menu: _Options, count: int) -> list[tuple[int, int]]:
@@ -189,7 +242,7 @@ def _class_offers(
     return db.execute(_statement_for(host, OFFERED), values).fetchall()
 
 
-@lru_cache(8)
+@lru_cache(16)
 def _statement(text: str, *, mine: bool) -> str:
     return text.format(mine=_MINE if mine else "")
 

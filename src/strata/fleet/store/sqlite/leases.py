@@ -341,7 +341,9 @@ def enqueue(db: sqlite3.Connection, seq: int, now_s: float) -> None:
     if not_before_s > now_s:
         db.execute("INSERT OR REPLACE INTO ripening VALUES (?, ?)", (seq, not_before_s))
         return
-    db.execute("INSERT OR REPLACE INTO ready SELECT seq, class_id, priority, ? FROM job WHERE seq = ?", (now_s, seq))
+    db.execute(
+        "INSERT OR REPLACE INTO ready SELECT seq, class_id, priority, ?, owner FROM job WHERE seq = ?", (now_s, seq)
+    )
 
 
 def recount_dependents(db: sqlite3.Connection, job_id: str, now_s: float) -> None:

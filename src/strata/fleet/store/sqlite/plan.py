@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from strata.base.failpoint import failpoint
 from strata.fleet.core.job import JobStatus
@@ -193,7 +193,7 @@ def _write_dependencies(db: sqlite3.Connection, jobs: Mapping[str, JobSpec], now
             enqueue(db, seq, now_s)
 
 
-def _mark_declared(db: sqlite3.Connection, kept: Iterable[str], orphaned: Iterable[str], owner: str) -> None:
+def _mark_declared(db: sqlite3.Connection, kept: Sequence[str], orphaned: Iterable[str], owner: str) -> None:
     """The manifest has these jobs from now on. An attempt from before may still end in a result that is not its own."""
     db.executemany(
         "UPDATE job SET declared = 1, orphaned = 0, superseded = 0,"
@@ -202,6 +202,11 @@ def _mark_declared(db: sqlite3.Connection, kept: Iterable[str], orphaned: Iterab
         " WHERE id = ? AND (orphaned OR superseded OR NOT declared)"
         " AND (declared OR NOT EXISTS (SELECT 1 FROM lease WHERE lease.job_id = job.id))",
         ((owner, job_id) for job_id in kept),
+    )
+    # A claim looks for a job in the queue of its owner.
+    db.executemany(
+        "UPDATE ready SET owner = ? WHERE seq = (SELECT seq FROM job WHERE id = ? AND owner = ?) AND owner <> ?",
+        ((owner, job_id, owner, owner) for job_id in kept),
     )
     db.executemany("UPDATE job SET orphaned = 1 WHERE id = ?", ((job_id,) for job_id in orphaned))
 

@@ -13,6 +13,7 @@ from strata.base.errors import Code, StrataError
 from strata.database import events
 from strata.database.sqlite import SqliteThread
 from strata.fleet.core.amounts import Taken
+from strata.fleet.core.fair_share import OwnerShares
 from strata.fleet.core.job import UNFINISHED
 from strata.fleet.core.jobspec import TrainerSpec
 from strata.fleet.core.lease_status import stale_attempt
@@ -42,6 +43,7 @@ from strata.fleet.store.rows import (
     ATTEMPT,
     EXISTING_JOB,
     HELD,
+    HELD_BY_OWNER,
     HIDDEN,
     HOST,
     JOB,
@@ -64,6 +66,7 @@ from strata.fleet.store.rows import (
     decode_quotas,
     decode_refused_jobs,
     decode_server,
+    decode_taken,
     decode_trainers,
     encode,
 )
@@ -120,7 +123,7 @@ class SqliteStore:
         return await self._thread.read(lambda db: read_usage(db, owner, window_s, now_s))
 
     async def owners(self) -> Collection[str]:
-        return [owner for (owner,) in await self._rows(OWNERS, ())]
+        return [owner for (owner,) in await self._rows(OWNERS.format(job="job INDEXED BY job_owner"), ())]
 
     async def classes(self, after_id: int = 0) -> Sequence[ClassRow]:
         rows = await self._rows("SELECT id, spec FROM req_class WHERE id > ? ORDER BY id", (after_id,))
@@ -173,8 +176,14 @@ class SqliteStore:
     async def record_heartbeats(self, seen: Mapping[str, float]) -> None:
         await self._thread.write(lambda db: _record_heartbeats(db, seen))
 
-    async def claim(self, claims: Sequence[Claim], lease_s: float, now_s: float) -> Sequence[Sequence[JobLease]]:
-        return await self._thread.write(lambda db: claim_jobs(db, claims, lease_s, now_s))
+    async def held_by_owner(self) -> Sequence[tuple[str, Taken]]:
+        rows = await self._rows(HELD_BY_OWNER, ())
+        return [(owner, decode_taken(taken)) for owner, taken in rows]
+
+    async def claim(
+        self, claims: Sequence[Claim], lease_s: float, now_s: float, shares: OwnerShares | None = None
+    ) -> Sequence[Sequence[JobLease]]:
+        return await self._thread.write(lambda db: claim_jobs(db, claims, lease_s, now_s, shares))
 
     async def renew(
         self, host_id: str, renewals: Sequence[Renewal], lease_s: float, now_s: float

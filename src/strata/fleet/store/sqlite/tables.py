@@ -130,5 +130,11 @@ COMPONENT: Final = Component(
         ) WITHOUT ROWID, STRICT;
         CREATE INDEX host_sample_at ON host_sample (step, at);
         """,
+        # Fair share: a claim looks at the first jobs of each owner.
+        """
+        ALTER TABLE ready ADD COLUMN owner TEXT NOT NULL DEFAULT '';
+        UPDATE ready SET owner = (SELECT owner FROM job WHERE job.seq = ready.seq);
+        CREATE INDEX ready_owner ON ready (class_id, owner, priority DESC, seq);
+        """,
     ),
 )
