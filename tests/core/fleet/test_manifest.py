@@ -65,7 +65,7 @@ def test_the_example_is_a_manifest() -> None:
     assert str(manifest.hosts["desk"].quiet_hours[0]) == "mon,tue,wed,thu,fri 09:00-18:00"
     labels = {spec.label: identity for identity, spec in manifest.jobs.items()}
     assert manifest.jobs[labels["transformer-realistic"]].after == (labels["base"],)
-    assert plan(manifest, {}, trainers={}, hosts={}).summary() == "+36 new  ~1 trainer  ~2 hosts"
+    assert plan(manifest, {}, trainers={}, hosts={}).summary() == "+37 new  ~1 trainer  ~2 hosts"
 
 
 def test_the_manifest_on_the_page_of_the_fleet_can_be_read() -> None:
