@@ -38,6 +38,7 @@ COMMANDS: Final[Mapping[str, CommandEntry]] = {
     "drain": CommandEntry(
         "strata.cli.fleet.control:drain", "Let each HOST finish its jobs, and assign it no new ones."
     ),
+    "events": CommandEntry("strata.cli.fleet.events:events", "Show who changed what in the fleet, and when."),
     "gang": CommandEntry(
         "strata.cli.gang.commands:gang", "Show the workers of a job, once or live, and send them commands."
     ),

@@ -168,3 +168,16 @@ def test_quotas_are_shown_and_set(applied: Person) -> None:
     assert applied.says("quota", "set", "anna").status == ExitCode.USAGE
     assert applied.says("quota", "remove", "anna").status == ExitCode.OK
     assert "anna" not in applied.says("quota").out
+
+
+def test_events_say_who_changed_what(applied: Person, host: HostByHand) -> None:
+    host.completes()
+    applied.says("cancel", "tree-large", "--reason", "enough")
+    rows = applied.says("events", "--job", "tree-large", "-o", "json").value
+    assert [(row["event"], row["by"]) for row in rows] == [("job.created", "operator"), ("job.cancelled", "operator")]
+    assert rows[-1]["body"]["reason"] == "enough"
+    table = applied.says("events").out.splitlines()
+    assert table[0].split() == ["TIME", "EVENT", "SUBJECT", "BY"]
+    assert max(map(len, table)) <= 80
+    kinds = [row["event"] for row in applied.says("events", "-o", "json").value]
+    assert {"host.registered", "job.claimed", "job.completed", "manifest.applied"} <= set(kinds)
