@@ -226,9 +226,8 @@ async def _claim_for_idle_hosts(
     Without `assume` only claims that were answered before are answered.
     """
     first, *others = take_turns(named)
-    empty = {name[0]: Room(named[name].capacity) for name in first if assume and named[name].idle}
-    groups = _group_claims([(name, named[name]) for name in first if name[0] in empty], empty)
-    statements = [_claim_statement(menu, places, times, idle=True) for menu, places in groups.items()]
+    assumed = [name for name in first if assume and named[name].idle]
+    statements = _idle_statements({name: named[name] for name in assumed}, times)
     async with connections.pipeline() as connection:
         opened = await connection.execute(OPEN, _names(list(named)), prepare=True, binary=True)
         cursors = [await connection.execute(*each, prepare=True, binary=True) for each in statements]
@@ -236,12 +235,18 @@ async def _claim_for_idle_hosts(
     rows = await opened.fetchall()
     found = [row for each in cursors for row in await each.fetchall()]
     fresh = {(host, claim) for host, claim, *_ in rows if claim is not None}
-    answered = named.keys() - fresh
-    if answered:
+    if answered := named.keys() - fresh:
         found += await connections.run(PREVIOUS_LEASES, _names(list(answered)))
     holding = {host for host, claim, *_ in rows if claim is None}
-    assumed = {name for name in first if name[0] in empty and name[0] not in holding}
-    return found, [name for turn in (first, *others) for name in turn if name in fresh and name not in assumed]
+    settled = {name for name in assumed if name[0] not in holding}
+    return found, [name for turn in (first, *others) for name in turn if name in fresh and name not in settled]
+
+
+def _idle_statements(named: Mapping[_ClaimName, Claim], times: dict[str, float]) -> list[tuple[str, dict[str, Any]]]:
+    """For claims of hosts that are taken to hold nothing."""
+    empty = {host_id: Room(wanted.capacity) for (host_id, _), wanted in named.items()}
+    groups = _group_claims(list(named.items()), empty)
+    return [_claim_statement(menu, places, times, idle=True) for menu, places in groups.items()]
 
 
 async def _claim_for_holding_hosts(
