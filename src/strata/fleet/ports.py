@@ -402,7 +402,12 @@ class Store(Protocol):
     async def servers(self) -> Sequence[ServerRow]:
         """All jobs that have ever published an address, by id."""
 
-    async def cancel(self, job_id: str, reason: str, actor: str, now_s: float) -> JobRow: ...
+    async def cancel(
+        self, job_id: str, reason: str, actor: str, now_s: float, *, unused_since_s: float | None = None
+    ) -> JobRow:
+        """A cancelled job stays as it is, except a server that is asleep: it gets the reason of the person, and no
+        request wakes it. With `unused_since_s` a server is cancelled only if no request has used it after that.
+        """
 
     async def requeue(self, job_id: str, actor: str, now_s: float, *, submitter: Submitter = OPERATOR) -> JobRow:
         """An ended job, or a pending one for which hosts are excluded, with a new budget and open to all hosts.

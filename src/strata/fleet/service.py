@@ -307,7 +307,8 @@ class Fleet:
             idle_s = server.job.spec.idle_s
             if idle_s and server.serving and now_s - server.used_at_s > idle_s:
                 reason = f"{ASLEEP}no request for {idle_s:g} s; the next one wakes it"
-                await self.cancel(server.job.id, reason, "hub")
+                # Another hub may have passed a request on to it since it was read.
+                await self.store.cancel(server.job.id, reason, "hub", now_s, unused_since_s=server.used_at_s)
 
     async def tick(self) -> None:
         """Once a second: write heartbeats, release backoffs, and expire leases if the grace period is over."""

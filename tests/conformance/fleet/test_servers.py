@@ -63,6 +63,24 @@ async def test_a_server_that_is_cancelled_serves_no_more_and_may_be_asleep(store
     assert (await only(store)).state == "asleep"
 
 
+async def test_a_person_ends_a_server_that_is_asleep(store: Store) -> None:
+    lease = await served(store)
+    await store.cancel(lease.job_id, f"{ASLEEP}no request for 60 s", "hub", 80.0)
+    ended = await store.cancel(lease.job_id, "not needed", "operator", 90.0)
+    assert (ended.reason, ended.changed_at_s, (await only(store)).state) == ("not needed", 90.0, "")
+    again = await store.cancel(lease.job_id, f"{ASLEEP}no request for 60 s", "hub", 100.0)
+    assert (again.reason, (await kinds(store, lease.job_id)).count("job.cancelled")) == ("not needed", 2)
+
+
+async def test_a_server_that_was_used_meanwhile_is_not_put_to_sleep(store: Store) -> None:
+    lease = await served(store)
+    await store.touch_server(lease.job_id, 50.0)
+    kept = await store.cancel(lease.job_id, f"{ASLEEP}no request", "hub", 60.0, unused_since_s=5.0)
+    assert (kept.status, (await only(store)).state) == ("claimed", "serving")
+    await store.cancel(lease.job_id, f"{ASLEEP}no request", "hub", 60.0, unused_since_s=50.0)
+    assert (await only(store)).state == "asleep"
+
+
 async def test_the_last_request_is_kept(store: Store) -> None:
     lease = await served(store, idle_s=60.0)
     await store.touch_server(lease.job_id, 50.0)

@@ -30,7 +30,7 @@ from strata.fleet.core.lease_status import (
     unknown_job,
 )
 from strata.fleet.core.requirement import Needs
-from strata.fleet.ports import AttemptKey, JobCompletion, JobFailure, JobRow, Renewal, RenewalResult
+from strata.fleet.ports import ASLEEP, AttemptKey, JobCompletion, JobFailure, JobRow, Renewal, RenewalResult
 from strata.fleet.store.postgres import tables as sql
 from strata.fleet.store.rows import (
     HELD_JOB,
@@ -242,6 +242,11 @@ async def cancel(connection: Connection, job_id: str, reason: str, actor: str, n
     if job.status is not JobStatus.CANCELLED:
         decision = RetryDecision(event=JobEvent.CANCEL, cause=Cause.CANCELLED, not_before_s=now_s, reason=reason)
         await _apply_decision(connection, job_id, job, decision, now_s, actor)
+    elif (await read_job(connection, job_id)).reason.startswith(ASLEEP) and not reason.startswith(ASLEEP):
+        update = "UPDATE job SET changed_at = %s, reason = %s WHERE seq = %s"
+        await connection.execute(update, (now_s, reason, job.seq))
+        body = {"epoch": job.epoch, "cause": Cause.CANCELLED, "reason": reason}
+        await record(connection, now_s, actor, "job.cancelled", job_id, **body)
     failpoint("fleet.cancel.written")
     return await read_job(connection, job_id)
 

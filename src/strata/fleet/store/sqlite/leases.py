@@ -35,7 +35,7 @@ from strata.fleet.core.lease_status import (
     unknown_job,
 )
 from strata.fleet.core.requirement import Needs
-from strata.fleet.ports import AttemptKey, JobCompletion, JobFailure, JobRow, Renewal, RenewalResult
+from strata.fleet.ports import ASLEEP, AttemptKey, JobCompletion, JobFailure, JobRow, Renewal, RenewalResult
 from strata.fleet.store.rows import (
     HELD_JOB,
     JOB,
@@ -251,6 +251,10 @@ def expire(db: sqlite3.Connection, job_id: str, now_s: float) -> JobRow:
 def cancel(db: sqlite3.Connection, job_id: str, reason: str, actor: str, now_s: float) -> JobRow:
     job = _require_job(db, job_id)
     if job.status is JobStatus.CANCELLED:
+        if read_job(db, job_id).reason.startswith(ASLEEP) and not reason.startswith(ASLEEP):
+            db.execute("UPDATE job SET changed_at = ?, reason = ? WHERE seq = ?", (now_s, reason, job.seq))
+            cause = Cause.CANCELLED
+            record(db, now_s, actor, "job.cancelled", job_id, epoch=job.epoch, cause=cause, reason=reason)
         return read_job(db, job_id)
     decision = RetryDecision(event=JobEvent.CANCEL, cause=Cause.CANCELLED, not_before_s=now_s, reason=reason)
     _apply_decision(db, job_id, job, decision, now_s, actor)
