@@ -5,16 +5,19 @@ from __future__ import annotations
 import gzip
 import ipaddress
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import pytest
 
 from strata.base.errors import Code, StrataError
+from strata.hub.compose import TOKEN_FILE
 from strata.hub.outbound import WebhookTarget
 from strata.identity.roles import Role
 from strata.train.endpoints import client as client_module
 from strata.train.endpoints.origin import check_address, check_allowed, parse_origin
+from tests.shell.fleet_http.running import refused, running
 from tests.shell.train_api.conftest import Reached, reach, settings_in
 from tests.shell.train_endpoints.hostile import drips, hostile, is_silent, never_ends, says
 from tests.shell.train_endpoints.test_client import OK, speaking_to
@@ -69,6 +72,12 @@ ELSEWHERE: Final = (
 )
 
 
+SUBSCRIBED: Final = (
+    "slack://T1JJ3T3L2/A1BRTD4JD/TIiajkdnlazkcOXrIdevi7FQ",
+    "https://hooks.slack.com/services/T1JJ3T3L2/A1BRTD4JD/TIiajkdnlazkcOXrIdevi7FQ",
+    "discord://4174216298/JHMHI8qBe7bk2ZwO5U711o3d",
+    "tgram://123456789:abcdefghijklmnopqrstuvwxyzABCDEFGHI/12345",
+)
 WEBHOOKS: Final = (
     "http://127.0.0.1/x",
     "https://127.0.0.1/x",
@@ -216,3 +225,22 @@ def test_a_webhook_is_encrypted() -> None:
     with pytest.raises(StrataError) as error:
         WebhookTarget("http://hook.example.org/").judge(ipaddress.ip_address("93.184.216.34"))
     assert error.value.code is Code.FORBIDDEN
+
+
+@pytest.mark.filterwarnings("ignore:'imghdr' is deprecated:DeprecationWarning")
+@pytest.mark.attack(AREA, "a subscription whose template lies on the hub's disk or at an address inside")
+async def test_a_subscription_makes_the_hub_read_no_file_and_no_other_address(tmp_path: Path, tries: Tries) -> None:
+    pytest.importorskip("apprise", reason="the extra notify is not installed")
+    async with running(tmp_path / "hub") as site:
+        researcher, operator = await site.with_role("researcher"), await site.operator()
+        for service in SUBSCRIBED:
+            for query in ("", *(f"?template={each}" for each in (site.data / TOKEN_FILE, "http://127.0.0.1:9/x"))):
+                for client in (researcher, operator):
+                    reply = await client.put("/v1/subscription/x", json={"url": f"{service}{query}"})
+                    assert reply.status_code == (403 if query else 200), (service, query)
+                    tries(1)
+        for query in ("?format=text", "?rto=9999", "?verify=no", "?", "#?mode=private", "?%74emplate=/etc/passwd"):
+            for service in (*SUBSCRIBED, "ntfy://topic"):
+                reply = await researcher.put("/v1/subscription/x", json={"url": f"{service}{query}"})
+                assert refused(reply) == (403, "forbidden"), (service, query)
+                tries(1)

@@ -3,7 +3,8 @@
 A subscription lies in the secret store, encrypted as a whole: its URL holds a token. It reads the event feed with a
 cursor of its own, as a webhook does, so a restart repeats at most the message being sent. A message that its service
 does not accept is retried with backoff, until its event is a day old. Apprise opens its own connections, so the guard
-of webhooks does not see them: a researcher may use only services whose address Apprise itself knows.
+of webhooks does not see them: a researcher may use only services whose address Apprise itself knows, and gives no
+parameters in the URL. No plugin gets a template: Apprise would fetch it from any address, or from the hub's disk.
 """
 
 from __future__ import annotations
@@ -58,9 +59,16 @@ class AppriseSender:
 
     async def check(self, url: str, caller: Principal) -> str:
         """The name of the URL's service; FORBIDDEN if this caller may not use it."""
+        operator = caller.role is not None and caller.role >= Role.OPERATOR
+        if "?" in url and not operator:
+            raise StrataError(
+                Code.FORBIDDEN,
+                "only an operator may subscribe with a URL that has parameters",
+                hint="leave out what begins with the question mark; gchat://SPACE/KEY/TOKEN for Google Chat",
+            )
         plugin = await self._run(lambda: _plugin(url))
         name = str(plugin.service_name)
-        if caller.role is not None and caller.role >= Role.OPERATOR:
+        if operator:
             return name
         if name in PUBLIC_SERVICES or (name == "ntfy" and str(plugin.mode) == "cloud"):
             return name
@@ -95,6 +103,8 @@ def _plugin(url: str) -> Any:
         raise StrataError(
             Code.INVALID, "this is not a URL of Apprise", hint="as in ntfy://TOPIC or slack://TOKEN_A/TOKEN_B/TOKEN_C"
         )
+    if any(isinstance(value, apprise.AppriseAttachment) and len(value) for value in vars(plugin).values()):
+        raise StrataError(Code.FORBIDDEN, "the hub fetches no template for a message", hint="leave out ?template=")
     # A URL can ask for others (`?redirect=yes&rto=9999`).
     plugin.redirects = False
     plugin.socket_connect_timeout = plugin.socket_read_timeout = _TIMEOUT_S
@@ -201,10 +211,12 @@ class SubscriptionDispatcher:
             return False
         try:
             await self._deliver(row, name)
-        except StrataError as error:
+        except Exception as error:  # noqa: BLE001 - the outermost handler of a subscription: plugins raise what they like
             delay_s = Backoff().delay_s(failures + 1, no_jitter())
             self._failures[name] = failures + 1, self._clock.monotonic_s() + delay_s
-            _log.warning("subscription_failed", subscription=name, reason=error.message, failures=failures + 1)
+            # The text of a plugin's error may quote the URL.
+            reason = error.message if isinstance(error, StrataError) else type(error).__name__
+            _log.warning("subscription_failed", subscription=name, reason=reason, failures=failures + 1)
             return False
         self._failures.pop(name, None)
         return True

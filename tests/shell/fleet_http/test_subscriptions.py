@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,27 @@ async def test_nothing_is_sent_for_a_revoked_key(site: Running) -> None:
         await received(stays, 1)
         await dispatcher(site).run_once()
         assert receiver.deliveries == []
+
+
+async def test_a_plugin_that_breaks_does_not_hold_up_the_others(
+    site: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plugin = importlib.import_module("apprise.plugins.custom_form").NotifyForm
+
+    def broken(*_: object, **__: object) -> None:
+        raise ValueError("form://sEcReT-token")
+
+    monkeypatch.setattr(plugin, "notify", broken)
+    operator, host = await site.operator(), await site.host("desk")
+    with WebhookReceiver() as receiver:
+        await subscribe(operator, url_of(receiver).replace("json:", "form:"), "a-broken")
+        await subscribe(operator, url_of(receiver), "b-good")
+        await submit(operator, "a")
+        await run_job(host, "a")
+        await received(receiver, 1)
+        await dispatcher(site).run_once()
+    failed = [vars(each)["fields"] for each in caplog.records if each.message == "subscription_failed"]
+    assert {each["reason"] for each in failed} == {"ValueError"}, "without the text, which may hold a URL"
 
 
 async def test_a_test_message_is_sent_at_once_or_says_that_it_was_not_accepted(site: Running) -> None:
