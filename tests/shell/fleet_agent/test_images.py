@@ -13,8 +13,10 @@ from typing import Final
 
 import pytest
 
+from strata.fleet import wire
 from strata.fleet.core.jobspec import EnvironmentSpec, JobSpec, TrainerSpec
 from strata.fleet.core.requirement import Needs
+from strata.sdk.bundle import make_bundle
 from tests.shell.fleet_agent.running import HubProcess, agent
 from tests.shell.fleet_agent.waiting import eventually
 
@@ -52,7 +54,9 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...
 def submit(hub: HubProcess, script: str, host: str, *, image: str = IMAGE, **trainer: object) -> str:
     name = f"in-image-{abs(hash(script)) % 10**8}"
     spec = JobSpec(model=name, trainer=name, needs=Needs(allowed_hosts=(host,)), max_attempts=1)
-    values = {"command": ("sh", "-c", script), "directory": "/usr/share", "env": {"GREETING": "hello"}}
+    source = make_bundle(Path(__file__).parent)
+    hub.operator.send("PUT", f"/v1/source/{source.sha256}", source.content, wire.CommitReply)
+    values = {"command": ("sh", "-c", script), "bundle": source.sha256, "env": {"GREETING": "hello"}}
     made = TrainerSpec(name=name, environment=EnvironmentSpec(image=image), **values | trainer)  # type: ignore[arg-type]
     return hub.submit_with(made, spec)
 

@@ -31,7 +31,7 @@ from strata.fleet.agent.sandbox import UNCONFINED, HostSandbox, job_user_of
 from strata.fleet.agent.server_job import data_folder, prepare_server
 from strata.fleet.agent.settings import AgentSettings
 from strata.fleet.agent.supervised import SupervisorSpec
-from strata.fleet.core.jobspec import TrainerSpec
+from strata.fleet.core.jobspec import TrainerSpec, image_problem
 from strata.fleet.wire import LeaseGiven
 
 MIB: Final = 1024 * 1024
@@ -119,6 +119,8 @@ def prepare_attempt(
         raise StrataError(
             Code.PRECONDITION, f"the trainer {lease.spec.trainer!r} was removed since the job was claimed"
         )
+    if problem := image_problem(trainer):
+        raise StrataError(Code.PRECONDITION, problem)
     missing = [name for name in trainer.secrets if name not in lease.secrets]
     if missing:
         raise StrataError(
@@ -156,7 +158,7 @@ def prepare_attempt(
         runtime = ensure_image(find_runtime(settings.containers, host.environ), wanted_environment.image, wanted)
         view = ContainerView(
             readable=readable,
-            writable=[*writable, *([cwd] if trainer.directory else [])],
+            writable=writable,
             devices=devices,
             sandbox=settings.sandbox,
             memory_bytes=host.sandbox.memory_bytes,

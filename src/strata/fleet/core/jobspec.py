@@ -240,6 +240,18 @@ def check_trainer(trainer: TrainerSpec) -> None:
         raise StrataError(Code.INVALID, f"the trainer {trainer.name!r} cannot be run: a NUL character is in it")
 
 
+def image_problem(trainer: TrainerSpec) -> str:
+    """Why no host may run this trainer in its image; empty if one may, or if it has no image.
+
+    Hosts ask as well: a hub may have stored the trainer before it knew this rule.
+    """
+    if trainer.environment is None or not trainer.environment.image:
+        return ""
+    if trainer.directory:
+        return "an image and a directory of the host exclude each other: upload the source, or name a commit"
+    return ""
+
+
 def _check_inputs(trainer: TrainerSpec) -> None:
     """Packages or image, secrets and data."""
     environment = trainer.environment
@@ -248,6 +260,8 @@ def _check_inputs(trainer: TrainerSpec) -> None:
             raise StrataError(Code.INVALID, "environment has exactly one of file and image")
         if environment.image and (environment.python or environment.extras or environment.groups):
             raise StrataError(Code.INVALID, "environment: an image has no python, extras and groups")
+        if problem := image_problem(trainer):
+            raise StrataError(Code.INVALID, problem)
         if trainer.interpreter or trainer.venv:
             raise StrataError(Code.INVALID, "environment installs a Python of its own: leave interpreter and venv out")
     for name in trainer.secrets:
