@@ -135,13 +135,13 @@ class GangLauncher:
             stop = asyncio.Event()
             for number in (signal.SIGINT, signal.SIGTERM):
                 asyncio.get_running_loop().add_signal_handler(number, stop.set)
-            watching = asyncio.create_task(self._watch(operator))
+            watching = asyncio.create_task(self.watch(operator))
             running = asyncio.create_task(self._keep_torchrun(address))
             stopping = asyncio.create_task(stop.wait())
             try:
                 await asyncio.wait({watching, running, stopping}, return_when=asyncio.FIRST_COMPLETED)
                 if watching.done():
-                    # It ends only by an error.
+                    # It ends only when the coordinator refuses us.
                     watching.result()
                 return running.result() if running.done() else INTERRUPTED
             finally:
@@ -235,7 +235,9 @@ class GangLauncher:
 
     # Hung workers
 
-    async def _watch(self, operator: Operator) -> None:
+    async def watch(self, operator: Operator) -> None:
+        """Until the coordinator refuses us. No other error ends it: what only watches must not end the training."""
+        failures = 0
         while True:
             try:
                 async with aclosing(operator.watch()) as states:
@@ -243,13 +245,18 @@ class GangLauncher:
                         if isinstance(state, JobView):
                             self._show(state)
                             await self._see_to_hung(state)
+                            failures = 0
                         elif state.attempt == 1:
                             self._say(f"lost the coordinator: {state.reason}; trying again")
-            except StrataError as error:
-                # Before its first worker has registered there is no job.
-                if error.code not in (Code.NOT_FOUND, Code.UNAVAILABLE):
+            except Exception as error:
+                code = error.code if isinstance(error, StrataError) else None
+                if code in (Code.FORBIDDEN, Code.UNAUTHENTICATED):
                     raise
-            await self._clock.sleep(LOOK_S)
+                # Before its first worker has registered there is no job.
+                if code not in (Code.NOT_FOUND, Code.UNAVAILABLE):
+                    failures += 1
+                    self._say(f"cannot watch the workers: {type(error).__name__}: {error}; trying again")
+            await self._clock.sleep(BACKOFF.delay_s(failures, no_jitter()) if failures else LOOK_S)
 
     async def _see_to_hung(self, job: JobView) -> None:
         overdue = self._hangs.overdue(job, self._clock.monotonic_s())
@@ -260,9 +267,12 @@ class GangLauncher:
             how = await dump_stacks(process.pid, file)
             self._say(f"{worker_id} hangs: {how}")
         for worker_id in overdue & here.keys():
-            with suppress(psutil.NoSuchProcess):
+            try:
                 here[worker_id].kill()
-            self._say(f"{worker_id} was killed after {self._options.hang_after_s:g} s without a step")
+            except psutil.Error as error:
+                self._say(f"{worker_id} could not be killed: {error}")
+            else:
+                self._say(f"{worker_id} was killed after {self._options.hang_after_s:g} s without a step")
 
     def _workers_here(self) -> dict[str, psutil.Process]:
         found = {}
@@ -276,25 +286,36 @@ class GangLauncher:
 
 async def dump_stacks(pid: int, file: Path) -> str:
     """Where the stacks of a process are: py-spy wrote them to the file, or the process itself to its stderr."""
-    program = shutil.which("py-spy") or shutil.which("py-spy", path=Path(sys.executable).parent)
-    if program is not None:
-        process = await asyncio.create_subprocess_exec(
-            program, "dump", "--pid", str(pid), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
-        )
-        try:
-            async with asyncio.timeout(STACK_S):
-                stacks, _ = await process.communicate()
-        except TimeoutError:
-            process.kill()
-            await process.wait()
-        else:
-            if process.returncode == 0:
-                await asyncio.to_thread(_write, file, stacks)
-                return f"its stacks are in {file}"
+    missing = ""
+    try:
+        stacks = await _stacks_by_py_spy(pid)
+        if stacks is not None:
+            await asyncio.to_thread(_write, file, stacks)
+            return f"its stacks are in {file}"
+    except OSError as error:
+        missing = f"its stacks are not in {file}: {error.strerror}; "
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGUSR1)
     await asyncio.sleep(SIGNAL_S)
-    return "its stacks are above, if it could still print them"
+    return f"{missing}its stacks are above, if it could still print them"
+
+
+async def _stacks_by_py_spy(pid: int) -> bytes | None:
+    """None: it is not installed, not allowed to look, or not done in time."""
+    program = shutil.which("py-spy") or shutil.which("py-spy", path=Path(sys.executable).parent)
+    if program is None:
+        return None
+    process = await asyncio.create_subprocess_exec(
+        program, "dump", "--pid", str(pid), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+    )
+    try:
+        async with asyncio.timeout(STACK_S):
+            stacks, _ = await process.communicate()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        return None
+    return stacks if process.returncode == 0 else None
 
 
 def _write(file: Path, content: bytes) -> None:

@@ -1,4 +1,4 @@
-"""What `strata gang run` does about workers that hang."""
+"""What `strata gang run` does about workers that hang, and what it outlives."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from strata.coord.gang import HangWatch, dump_stacks
+from strata.base.clock import SystemClock
+from strata.base.errors import Code, StrataError
+from strata.base.secret import Secret
+from strata.coord.gang import GangLauncher, GangOptions, HangWatch, dump_stacks
+from strata.coord.operator import Operator, OperatorSettings
+from strata.coord.server.tokens import Tokens
 from strata.coord.view import IncidentView, JobView, WorkerView
+from tests.shell.coord.running import in_process, register
 
 PROGRAM = """
 import faulthandler, signal, time
@@ -88,3 +94,54 @@ async def test_the_stacks_of_a_process_show_where_it_is(
         assert "stuck_here" in (tmp_path / "stacks" / "w.txt").read_text("utf-8")
     else:
         assert b"stuck_here" in printed
+
+
+async def test_stacks_that_cannot_be_written_are_printed_by_the_process(tmp_path: Path) -> None:
+    """As on a full disk; root may write everywhere, but not below a file."""
+    (tmp_path / "stacks").touch()
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", PROGRAM, stdout=pipe, stderr=pipe)
+    assert process.stdout is not None
+    await process.stdout.readline()
+    said = await dump_stacks(process.pid, tmp_path / "stacks" / "w.txt")
+    process.kill()
+    _, printed = await process.communicate()
+    assert "its stacks are not in" in said
+    assert b"stuck_here" in printed
+
+
+async def test_the_watch_of_a_gang_outlives_what_goes_wrong_in_it(tmp_path: Path) -> None:
+    said: list[str] = []
+    shown = asyncio.Event()
+
+    def show(_: JobView) -> None:
+        if not said:
+            raise OSError(28, "No space left on device")
+        shown.set()
+
+    launcher = GangLauncher(GangOptions(job="default", workers=1, folder=tmp_path), SystemClock(), said.append, show)
+    async with in_process() as running:
+        await register(running.stub, "w")
+        async with Operator(OperatorSettings(address=running.address, job="default"), SystemClock()) as operator:
+            watching = asyncio.create_task(launcher.watch(operator))
+            seen = asyncio.create_task(shown.wait())
+            async with asyncio.timeout(20):
+                await asyncio.wait({watching, seen}, return_when=asyncio.FIRST_COMPLETED)
+            assert not watching.done()
+            for task in (watching, seen):
+                task.cancel()
+            await asyncio.wait({watching, seen})
+    assert said == ["cannot watch the workers: OSError: [Errno 28] No space left on device; trying again"]
+
+
+async def test_the_watch_of_a_gang_ends_when_the_coordinator_refuses_it(tmp_path: Path) -> None:
+    options = GangOptions(job="default", workers=1, folder=tmp_path)
+    launcher = GangLauncher(options, SystemClock(), lambda _: None, lambda _: None)
+    async with (
+        in_process(tokens=Tokens(Secret("s" * 32))) as running,
+        Operator(OperatorSettings(address=running.address, job="default"), SystemClock()) as operator,
+        asyncio.timeout(20),
+    ):
+        with pytest.raises(StrataError) as refused:
+            await launcher.watch(operator)
+    assert refused.value.code is Code.UNAUTHENTICATED
