@@ -75,7 +75,9 @@ class HubProcess:
             return False
         return True
 
-    def submit(self, host: str, act: str, *, seed: int = 0, timeout_s: float = 0.0, **hyper: Any) -> str:
+    def submit(
+        self, host: str, act: str, *, seed: int = 0, timeout_s: float = 0.0, ram_gib: float = 0.0, **hyper: Any
+    ) -> str:
         """A job for this host alone, for the trainer that does what it is told."""
         return self.submit_with(
             TrainerSpec(name="told", command=("python", TRAINER.name), directory=str(TRAINER.parent)),
@@ -85,7 +87,7 @@ class HubProcess:
                 # Who may run a job is not part of what it is: without the name two tests would share one.
                 hyper={"act": act, "host": host, **hyper},
                 trainer="told",
-                needs=Needs(allowed_hosts=(host,)),
+                needs=Needs(allowed_hosts=(host,), min_ram_gib=ram_gib),
                 timeout_s=timeout_s,
             ),
         )

@@ -14,6 +14,8 @@ from tests.shell.fleet_agent.waiting import eventually, is_alive
 
 pytestmark = pytest.mark.timeout(300)
 
+MOST_GIB = 0.75 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+"""Of this machine's memory: two jobs that take so much do not fit beside each other."""
 WHOLE = [f"before {line}" for line in range(1000)] + ["held"] + [f"after {line}" for line in range(1000)]
 
 
@@ -169,3 +171,44 @@ def test_a_host_that_somebody_wants_back_gives_its_job_back(hub: HubProcess, tmp
         assert attempt.cause is Cause.PREEMPTED
         assert f"process {os.getpid()} uses a GPU and is not ours" in attempt.error
         assert "claims_paused" in ines.said()
+
+
+def test_what_a_cancelled_job_had_is_given_to_the_next_when_its_child_has_ended(
+    hub: HubProcess, tmp_path: Path
+) -> None:
+    release = tmp_path / "release"
+    with agent(hub, tmp_path, "kai", grace_s="6") as kai:
+        first = hub.submit("kai", "stubborn", ram_gib=MOST_GIB)
+        hub.says(first, "counting")
+        pid = kai.child()
+        second = hub.submit("kai", "held", ram_gib=MOST_GIB, release=str(release))
+        hub.cancel(first)
+        eventually(lambda: "attempt_waits_for_room" in kai.said())
+        # The order to stop comes with a heartbeat that does not wait for its time.
+        eventually(lambda: "lease_lost" in kai.said(), 4.0)
+        kai.end(signal.SIGKILL)
+        kai.start()
+        hub.says(second, "held")
+        assert not is_alive(pid)
+        release.touch()
+        assert hub.until(second, "completed", "failed").job.status == "completed"
+
+
+def test_a_job_waits_for_a_child_that_cannot_be_ended_until_the_host_is_to_blame(
+    hub: HubProcess, tmp_path: Path
+) -> None:
+    with agent(hub, tmp_path, "lena", grace_s="0") as lena:
+        first = hub.submit("lena", "stubborn", ram_gib=MOST_GIB)
+        hub.says(first, "counting")
+        lena.child()
+        (pids,) = lena.children().values()
+        try:
+            # A supervisor that sleeps ends no child, as little as one whose child hangs in a driver.
+            os.kill(pids["waiter"], signal.SIGSTOP)
+            second = hub.submit("lena", "complete", ram_gib=MOST_GIB)
+            hub.cancel(first)
+            attempt = hub.until_tried(second)
+        finally:
+            os.kill(pids["waiter"], signal.SIGCONT)
+        assert (attempt.cause, attempt.error) == (Cause.INFRA, "jobs that the hub has ended still run on this host")
+        assert hub.until(second, "completed", "failed").job.status == "completed"

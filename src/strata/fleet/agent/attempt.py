@@ -41,6 +41,8 @@ LAST_LOG_S: Final = 10.0
 """Time limit for uploading the rest of the log of a dropped attempt."""
 KILL_TIMEOUT_S: Final = 10.0
 """Time limit for ending a child that this host can no longer watch."""
+ROOM_TIMEOUT_S: Final = 15.0
+"""Beyond the grace period: how long an attempt waits for jobs to end that the hub has ended already."""
 _UPLOAD_ROUNDS: Final = 3
 _MAX_ERROR: Final = 65_536
 _LEASE_LOST: Final = frozenset({Code.STALE, Code.NOT_FOUND, Code.CONFLICT})
@@ -69,12 +71,15 @@ class Attempt:
         host: HostContext,
         pools: ThreadPools,
         *,
+        has_room: Callable[[AttemptRecord], bool] = lambda _: True,
         on_started: Callable[[], None] = lambda: None,
     ) -> None:
         self.record = record
         self._state = state
         self._host = host
         self._pools = pools
+        self._has_room = has_room
+        """Whether what this attempt takes of the host is free of other children."""
         self._on_started = on_started
         """Called when the child has started, so that the hub learns of it soon."""
         self._folder = state.folder_of(record)
@@ -102,6 +107,11 @@ class Attempt:
         return self.record.phase is AttemptPhase.ENDED
 
     @property
+    def occupies(self) -> bool:
+        """Its child may live."""
+        return self.record.phase in (AttemptPhase.STARTING, AttemptPhase.RUNNING)
+
+    @property
     def dropped(self) -> bool:
         """Dropped by this agent process: one that died after saving the order may not have ended the child."""
         return self._dropped.is_set()
@@ -116,7 +126,7 @@ class Attempt:
         try:
             if self.record.phase is AttemptPhase.PREPARING:
                 await self._prepare()
-            if self.record.phase in (AttemptPhase.STARTING, AttemptPhase.RUNNING):
+            if self.occupies:
                 await self._watch()
             outcome = self.record.outcome
             assert outcome is not None, "an attempt that is over has an outcome"
@@ -179,15 +189,26 @@ class Attempt:
                 self._unless_stopped(AttemptOutcome(cause=Cause.SETUP_ERROR, error=f"cannot prepare: {error}"))
             )
             return
-        if self.record.stop is not None:
-            self._finish(self._unless_stopped(AttemptOutcome(cause=Cause.INFRA)))
+        has_room = await self._wait_for_room()
+        if self.record.stop is not None or not has_room:
+            busy = AttemptOutcome(cause=Cause.INFRA, error="jobs that the hub has ended still run on this host")
+            self._finish(self._unless_stopped(busy))
             return
+        # Nothing is awaited until the phase is saved: of two attempts that wait for the same room one gets it.
         supervised.write_spec(self._folder, prepared.spec)
         code = code_version(lease.trainer) if lease.trainer else ""
         self._save(phase=AttemptPhase.STARTING, code=code, prepared=prepared.facts)
         failpoint("agent.attempt.starting")
         self._process = supervised.start_supervisor(self._folder)
         failpoint("agent.attempt.started")
+
+    async def _wait_for_room(self) -> bool:
+        """Whether there is room now. The hub gives away what an ended job had before its child has ended."""
+        polls = round((self._host.settings.grace_s + ROOM_TIMEOUT_S) / POLL_S)
+        while not self._has_room(self.record) and self.record.stop is None and polls:
+            polls -= 1
+            await asyncio.sleep(POLL_S)
+        return self._has_room(self.record)
 
     async def _watch(self) -> None:
         uploading = asyncio.create_task(self._upload_until_ended())

@@ -165,11 +165,29 @@ class Agent:
             self._start_attempt(record)
 
     def _start_attempt(self, record: AttemptRecord) -> None:
-        attempt = Attempt(record, self._state, self._host, self._pools, on_started=self._heartbeat_now.set)
+        attempt = Attempt(
+            record,
+            self._state,
+            self._host,
+            self._pools,
+            has_room=self._has_room,
+            on_started=self._heartbeat_now.set,
+        )
+        if not self._has_room(record):
+            # The hub has ended a job here whose child still runs: the order to stop it comes with the heartbeat.
+            _log.info("attempt_waits_for_room", job=record.lease.job_id, epoch=record.lease.epoch)
+            self._heartbeat_now.set()
         task = asyncio.create_task(attempt.run(), name=record.key)
         self._attempts[record.key] = attempt
         self._tasks[record.key] = task
         task.add_done_callback(lambda _: self._on_attempt_done(record.key, task))
+
+    def _has_room(self, record: AttemptRecord) -> bool:
+        """Whether what this attempt takes is free of the children of others."""
+        held = [
+            other.record.lease.taken for key, other in self._attempts.items() if key != record.key and other.occupies
+        ]
+        return not held or Room(profile(self._capability).capacity, held).admits(record.lease.taken)
 
     def _on_attempt_done(self, key: str, task: asyncio.Task[None]) -> None:
         del self._attempts[key], self._tasks[key]
