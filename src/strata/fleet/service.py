@@ -18,7 +18,7 @@ import msgspec
 
 from strata.base import log
 from strata.base.clock import Clock
-from strata.base.errors import StrataError
+from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.base.notify import Broadcast
 from strata.fleet.claims import ClaimQueue
@@ -293,10 +293,14 @@ class Fleet:
         errors = {each.host_id: each.error for each in await self.store.attempts(job_id)} if hosts else {}
         return {host: (errors.get(host) or "").strip().partition("\n")[0] or "unknown" for host in hosts}
 
-    async def wake_server(self, job_id: str, actor: str) -> None:
-        """Queue a server again that is asleep; another request may have done so at the same moment."""
-        with contextlib.suppress(StrataError):
-            await self.requeue(job_id, actor)
+    async def wake_server(self, job_id: str, actor: str, owner: Submitter) -> None:
+        """Queue a server again that is asleep, within the quota of its owner. Another request may have done so at the
+        same moment."""
+        try:
+            await self.requeue(job_id, actor, owner)
+        except StrataError as error:
+            if error.code is not Code.PRECONDITION:
+                raise
 
     # The hub's loop
 

@@ -3,7 +3,7 @@
 The hub opens a session for a client, and a session of its own with each server that the client uses. The id of the
 latter is `SESSION.TAG`, and the ids of models, samplers, futures and checkpoints at a server begin with it: so every id
 says which job serves it, after any restart, and the hub keeps no table. A model that is created goes to the server of
-its base model. A server that is asleep is woken by the first request for it.
+its base model. A server that is asleep is woken by the first request of a researcher for it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.base.ids import Ids
 from strata.fleet.core.job import UNFINISHED
+from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.http.context import HubCall, HubContext
 from strata.fleet.http.long_poll import until_disconnect
 from strata.fleet.http.proxy import MAX_BODY, ForwardedRequest, Tenant, passed_headers
 from strata.fleet.ports import JobFilter, ServerRow
 from strata.http.route import MIB, PUBLIC, RESEARCHER, VIEWER, RawReply, Route, Upload
 from strata.http.zstd import decompress_frames
-from strata.identity.roles import CallerKind
+from strata.identity.roles import CallerKind, Role
 
 BASE: Final = "/api/v1"
 WAKE_S: Final = 25.0
@@ -39,6 +40,8 @@ _TAG_CHARACTERS: Final = 12
 _TAGGED: Final = re.compile(rb"session_[0-9a-z]+\.([0-9a-f]{12})")
 _OPENING: Final = frozenset({f"{BASE}/create_model", f"{BASE}/create_sampling_session", f"{BASE}/load_weights"})
 """What a client sends with the id of its session at the hub."""
+_READING: Final = ("get_info", "weights_info", "list_checkpoints", "client/config", "client/dynamic_config")
+"""What is sent with POST and changes nothing."""
 _MAX_SESSIONS: Final = 10_000
 _LISTS: Final = {"training_runs": "last_request_time", "checkpoints": "time", "sessions": ""}
 """Lists of all servers, by the field that says how new an entry is; the ids of sessions say so themselves."""
@@ -64,9 +67,20 @@ async def forward(call: HubCall, body: Upload) -> RawReply:
 
 
 async def download(call: HubCall, body: Upload) -> RawReply:
-    """The content of a URL that a training server has signed."""
-    del body
-    return await _forward(call.context, _request(call, b""), None)
+    """The content of a URL that a training server has signed. Anybody may ask, so that wakes no server."""
+    context = call.context
+    async for _ in body:
+        pass
+    rows = await context.fleet.store.servers()
+    found = _TAGGED.search(_unsigned(call.target.partition("?")[2]))
+    tag = "" if found is None else found[1].decode()
+    server = next((row for row in rows if len(rows) == 1 or tag_of(row.job.id) == tag), None)
+    if server is None:
+        raise StrataError(Code.NOT_FOUND, "no training server of this hub has signed this address")
+    if not server.serving:
+        raise StrataError(Code.UNAVAILABLE, "the training server that signed this address does not serve now")
+    sending = context.proxy.send(server.address, _request(call, b""), key="", tenant=None)
+    return await until_disconnect(call, context.stopping, sending)
 
 
 async def create_session(call: HubCall, body: Upload) -> RawReply:
@@ -162,18 +176,18 @@ async def telemetry(call: HubCall, body: Upload) -> RawReply:
         return _json({"status": "accepted"})
 
 
-async def _forward(context: HubContext, request: ForwardedRequest, tenant: Tenant | None) -> RawReply:
+async def _forward(context: HubContext, request: ForwardedRequest, tenant: Tenant) -> RawReply:
     document = _document(request)
     server = await _choose(context, request, document)
-    server = await _awake(context, server)
-    if tenant is not None and isinstance(document.get("session_id"), str):
+    server = await _awake(context, server, tenant)
+    if isinstance(document.get("session_id"), str):
         request = await _with_session(context, server, tenant, request, document)
     return await _send(context, server, request, tenant)
 
 
-async def _send(context: HubContext, server: ServerRow, request: ForwardedRequest, tenant: Tenant | None) -> RawReply:
+async def _send(context: HubContext, server: ServerRow, request: ForwardedRequest, tenant: Tenant) -> RawReply:
     now_s = context.fleet.now_s()
-    if now_s - server.used_at_s > TOUCH_S:
+    if tenant.role >= Role.RESEARCHER and now_s - server.used_at_s > TOUCH_S:
         await context.fleet.store.touch_server(server.job.id, now_s)
     key = context.front_key(server.job.id, server.epoch)
     return await context.proxy.send(server.address, request, key=key, tenant=tenant)
@@ -216,10 +230,13 @@ async def _pending_servers(context: HubContext, model: str) -> bool:
     return any(row.spec.kind == "server" for row in rows)
 
 
-async def _awake(context: HubContext, server: ServerRow) -> ServerRow:
-    """The server when it serves; UNAVAILABLE if that takes long, so that the client tries again."""
+async def _awake(context: HubContext, server: ServerRow, tenant: Tenant) -> ServerRow:
+    """The server when it serves; UNAVAILABLE if that takes long, so that the client tries again.
+
+    FORBIDDEN if it is asleep and the caller only reads, or if the quota of its owner is full.
+    """
     if server.asleep:
-        await context.fleet.wake_server(server.job.id, "hub")
+        await _wake(context, server, tenant)
     until_s = context.fleet.now_s() + WAKE_S
     while not server.serving:
         if _ended(server) or context.fleet.now_s() > until_s:
@@ -229,6 +246,20 @@ async def _awake(context: HubContext, server: ServerRow) -> ServerRow:
         server = next(row for row in rows if row.job.id == server.job.id)
         await _close_unused(context, rows)
     return server
+
+
+async def _wake(context: HubContext, server: ServerRow, tenant: Tenant) -> None:
+    asleep = f"the training server of {server.models[0] if server.models else server.job.spec.label} is asleep"
+    if tenant.role < Role.RESEARCHER:
+        raise StrataError(Code.FORBIDDEN, asleep, hint="a request of a researcher wakes it")
+    owner = server.job.owner
+    operators = {key.name for key in await context.identity.keys() if key.role >= Role.OPERATOR}
+    submitter = Submitter(owner=owner, operator=owner == OPERATOR.owner or owner in operators)
+    try:
+        await context.fleet.wake_server(server.job.id, "hub", submitter)
+    except StrataError as error:
+        # Clients try EXHAUSTED again at once, and a quota is not free again that soon.
+        raise StrataError(Code.FORBIDDEN, f"{asleep}, and may not start: {error.message}", hint=error.hint) from error
 
 
 async def _close_unused(context: HubContext, rows: Iterable[ServerRow]) -> None:
@@ -347,12 +378,9 @@ async def _find_tag(request: ForwardedRequest, *, several: bool) -> str:
     """The tag in the ids of the request; empty if there is none, or no need to look."""
     if not several:
         return ""
-    path, _, query = request.target.partition("?")
     found = _TAGGED.search(request.target.replace("%3A", ":").encode()) or _TAGGED.search(request.content)
     if found is None and request.headers.get("content-encoding", "").lower() == "zstd":
         found = _TAGGED.search(await asyncio.to_thread(decompress_frames, request.content, MAX_BODY))
-    if found is None and path == f"{BASE}/archive":
-        found = _TAGGED.search(_unsigned(query))
     return "" if found is None else found[1].decode()
 
 
@@ -397,8 +425,12 @@ ROUTES: Final = (
     Route("GET", f"{BASE}/get_server_capabilities", VIEWER, capabilities),
     Route("POST", f"{BASE}/telemetry", VIEWER, telemetry, 4 * MIB),
     Route("GET", f"{BASE}/archive", PUBLIC, download, any_query=True),
-    Route("POST", f"{BASE}/{{rest:path}}", VIEWER, forward, MAX_BODY, any_query=True, operation="servers.post"),
+    *(
+        Route("POST", f"{BASE}/{name}", VIEWER, forward, any_query=True, operation=f"servers.{name.replace('/', '_')}")
+        for name in _READING
+    ),
+    Route("POST", f"{BASE}/{{rest:path}}", RESEARCHER, forward, MAX_BODY, any_query=True, operation="servers.post"),
     Route("GET", f"{BASE}/{{rest:path}}", VIEWER, forward, any_query=True, operation="servers.get"),
-    Route("PUT", f"{BASE}/{{rest:path}}", VIEWER, forward, any_query=True, operation="servers.put"),
-    Route("DELETE", f"{BASE}/{{rest:path}}", VIEWER, forward, any_query=True, operation="servers.delete"),
+    Route("PUT", f"{BASE}/{{rest:path}}", RESEARCHER, forward, any_query=True, operation="servers.put"),
+    Route("DELETE", f"{BASE}/{{rest:path}}", RESEARCHER, forward, any_query=True, operation="servers.delete"),
 )

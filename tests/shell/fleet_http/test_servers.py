@@ -1,0 +1,124 @@
+"""Servers that are jobs, at the hub's own door: who wakes them, who keeps them awake, and at whose expense."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+
+import httpx
+import pytest
+
+from strata.fleet.core.jobspec import JobSpec
+from strata.fleet.core.ownership import OPERATOR, Submitter
+from strata.fleet.core.plan import ApplyPlan
+from strata.fleet.core.quota import Quota
+from strata.fleet.http.servers import tag_of
+from strata.fleet.ports import ASLEEP, AttemptKey, ServerRow
+from tests.shell.fleet_http.running import Running, refused
+
+ANNA = Submitter(owner="anna")
+LONG_AGO_S = 5.0
+
+
+async def serve(site: Running, model: str = "tiny", submitter: Submitter = OPERATOR) -> str:
+    """A server that a host has published, at a socket where nobody listens."""
+    spec = JobSpec(kind="server", model=model, trainer="t")
+    fleet = site.hub.context.fleet
+    await fleet.store.apply(
+        ApplyPlan(new={spec.id: spec}), "test", fleet.now_s(), source="test", declared=False, submitter=submitter
+    )
+    host = await site.host(f"host-{model}")
+    (lease,) = await host.claim(f"c-{model}")
+    attempt = AttemptKey(host.id, lease.job_id, lease.epoch)
+    await fleet.store.publish_server(attempt, f"unix:{site.data}/nobody", [model], LONG_AGO_S)
+    return lease.job_id
+
+
+async def sleeping(site: Running, model: str = "tiny", submitter: Submitter = OPERATOR) -> str:
+    job = await serve(site, model, submitter)
+    await site.hub.context.fleet.cancel(job, f"{ASLEEP}no request for 60 s", "hub")
+    return job
+
+
+async def row(site: Running, job: str) -> ServerRow:
+    return next(each for each in await site.hub.context.fleet.store.servers() if each.job.id == job)
+
+
+def signed(job: str) -> dict[str, str]:
+    """As the query of a signed URL, with a signature that nobody has made."""
+    content = bytes(32) + f"session_1.{tag_of(job)}:train:0/weights/a".encode()
+    return {"token": base64.urlsafe_b64encode(content).decode().rstrip("=")}
+
+
+@pytest.mark.parametrize("several", [False, True])
+async def test_a_signed_url_wakes_no_server(site: Running, *, several: bool) -> None:
+    job = await sleeping(site)
+    if several:
+        await sleeping(site, "other")
+    anybody = await site.client()
+    async with asyncio.timeout(10.0):
+        assert refused(await anybody.get("/api/v1/archive", params=signed(job))) == (503, "unavailable")
+        for query in ({"token": "?"}, {}):
+            unknown = await anybody.get("/api/v1/archive", params=query)
+            assert refused(unknown) == ((404, "not_found") if several else (503, "unavailable"))
+    assert (await row(site, job)).state == "asleep"
+
+
+async def test_a_signed_url_keeps_no_server_awake(site: Running) -> None:
+    job = await serve(site)
+    anybody = await site.client()
+    assert refused(await anybody.get("/api/v1/archive", params=signed(job))) == (503, "unavailable")
+    assert (await row(site, job)).used_at_s == LONG_AGO_S
+    alice = await site.with_role("researcher")
+    assert refused(await alice.get("/api/v1/status")) == (503, "unavailable"), "nobody listens there"
+    assert (await row(site, job)).used_at_s > LONG_AGO_S
+
+
+async def test_a_viewer_neither_wakes_a_server_nor_changes_anything_at_it(site: Running) -> None:
+    job = await sleeping(site)
+    viewer = await site.with_role("viewer")
+    async with asyncio.timeout(10.0):
+        assert refused(await viewer.get("/api/v1/status")) == (403, "forbidden")
+        assert refused(await viewer.post("/api/v1/get_info", json={})) == (403, "forbidden")
+        for method, path in (("POST", "forward_backward"), ("PUT", "training_runs/1/ttl"), ("DELETE", "checkpoints/1")):
+            reply = await viewer.request(method, f"/api/v1/{path}", json={})
+            assert (refused(reply), "needs the role researcher" in reply.text) == ((403, "forbidden"), True), path
+    assert (await row(site, job)).state == "asleep"
+
+
+async def test_a_viewer_keeps_no_server_awake(site: Running) -> None:
+    job = await serve(site)
+    viewer = await site.with_role("viewer")
+    assert refused(await viewer.get("/api/v1/status")) == (503, "unavailable")
+    assert (await row(site, job)).used_at_s == LONG_AGO_S
+
+
+async def test_a_server_wakes_within_the_quota_of_its_owner(site: Running) -> None:
+    job = await sleeping(site, submitter=ANNA)
+    store = site.hub.context.fleet.store
+    await store.set_quota("anna", Quota(jobs=0), "operator", 1.0)
+    bert = await site.with_role("researcher", "bert")
+    async with asyncio.timeout(10.0):
+        reply = await bert.get("/api/v1/status")
+    assert (refused(reply), "the quota of anna is full" in reply.text) == ((403, "forbidden"), True)
+    assert (await row(site, job)).state == "asleep"
+    await store.set_quota("anna", None, "operator", 2.0)
+    await until_queued(site, bert, job)
+
+
+async def test_the_server_of_an_operator_has_no_quota(site: Running) -> None:
+    job = await sleeping(site)
+    await site.hub.context.fleet.store.set_quota("*", Quota(jobs=0), "operator", 1.0)
+    await until_queued(site, await site.with_role("researcher"), job)
+
+
+async def until_queued(site: Running, client: httpx.AsyncClient, job: str) -> None:
+    waiting = asyncio.create_task(client.get("/api/v1/status"))
+    try:
+        async with asyncio.timeout(10.0):
+            while (await row(site, job)).job.status != "pending":
+                assert not waiting.done(), waiting.result().text
+                await asyncio.sleep(0.02)
+    finally:
+        waiting.cancel()
+        await asyncio.wait([waiting])
