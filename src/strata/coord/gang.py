@@ -23,6 +23,7 @@ import psutil  # type: ignore[import-untyped]
 
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
+from strata.base.loop import every
 from strata.base.parent import end_with_parent
 from strata.base.retry import Backoff, no_jitter
 from strata.base.settings import load, process_environment
@@ -237,26 +238,33 @@ class GangLauncher:
 
     async def watch(self, operator: Operator) -> None:
         """Until the coordinator refuses us. No other error ends it: what only watches must not end the training."""
-        failures = 0
-        while True:
+        refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        async def follow() -> None:
             try:
-                async with aclosing(operator.watch()) as states:
-                    async for state in states:
-                        if isinstance(state, JobView):
-                            self._show(state)
-                            await self._see_to_hung(state)
-                            failures = 0
-                        elif state.attempt == 1:
-                            self._say(f"lost the coordinator: {state.reason}; trying again")
-            except Exception as error:
-                code = error.code if isinstance(error, StrataError) else None
-                if code in (Code.FORBIDDEN, Code.UNAUTHENTICATED):
-                    raise
+                await self._follow(operator)
+            except StrataError as error:
+                if error.code in (Code.FORBIDDEN, Code.UNAUTHENTICATED):
+                    refused.set_exception(error)
                 # Before its first worker has registered there is no job.
-                if code not in (Code.NOT_FOUND, Code.UNAVAILABLE):
-                    failures += 1
-                    self._say(f"cannot watch the workers: {type(error).__name__}: {error}; trying again")
-            await self._clock.sleep(BACKOFF.delay_s(failures, no_jitter()) if failures else LOOK_S)
+                elif error.code not in (Code.NOT_FOUND, Code.UNAVAILABLE):
+                    raise
+
+        following = asyncio.create_task(every(LOOK_S, follow, clock=self._clock, max_backoff_s=BACKOFF.most_s))
+        try:
+            await refused
+        finally:
+            following.cancel()
+            await asyncio.wait({following})
+
+    async def _follow(self, operator: Operator) -> None:
+        async with aclosing(operator.watch()) as states:
+            async for state in states:
+                if isinstance(state, JobView):
+                    self._show(state)
+                    await self._see_to_hung(state)
+                elif state.attempt == 1:
+                    self._say(f"lost the coordinator: {state.reason}; trying again")
 
     async def _see_to_hung(self, job: JobView) -> None:
         overdue = self._hangs.overdue(job, self._clock.monotonic_s())
