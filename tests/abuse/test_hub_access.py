@@ -230,6 +230,22 @@ async def test_jobs_of_a_project_run_only_where_the_operator_wants_them(tmp_path
         tries(3)
 
 
+@pytest.mark.attack(AREA, "a search sweep of a project that must be confined, for a host that cannot confine it")
+async def test_trials_run_only_where_the_operator_wants_them(tmp_path: Path) -> None:
+    pytest.importorskip("optuna", reason="the extra sweep is not installed")
+    text = (
+        'project = "mine"\n[trainers.t]\ncommand = ["true"]\nbundle = "' + "0" * 64 + '"\n'
+        '[[sweeps]]\nname = "s"\nmodel = "m"\ntrainer = "t"\n'
+        '[sweeps.search]\ntrials = 1\nobjective = { loss = "minimize" }\nspace = { x = { uniform = [0.0, 1.0] } }\n'
+    )
+    async with running(tmp_path / "local", require_sandbox={"*": "namespaces"}) as plain:
+        host = await plain.host("strong", sandbox="namespaces")
+        person = await plain.with_role("researcher")
+        ok(await person.post("/v1/manifest", json=manifest_body(text)), wire.ManifestReply)
+        (lease,) = await host.claim(wait_s=30)
+        assert (lease.spec.sweep, lease.spec.needs.require_sandbox) == ("s", "namespaces")
+
+
 @pytest.mark.attack(AREA, "paths that do not exist, to find out what does")
 async def test_a_stranger_is_not_told_what_exists(site: Running, tries: Tries) -> None:
     anybody, viewer = await site.client(), await site.with_role("viewer")

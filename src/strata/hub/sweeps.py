@@ -12,11 +12,14 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Final
 
+import msgspec
+
 from strata.base import log
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.job import JobStatus
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.report import MetricsReport, parse_lines
+from strata.fleet.core.requirement import with_sandbox
 from strata.fleet.core.search import (
     PRUNED,
     Halving,
@@ -59,6 +62,7 @@ class SweepRunner:
         self._fleet = context.fleet
         self._streams = context.streams
         self._identity = context.identity
+        self._require_sandbox = context.require_sandbox
         self._values: dict[tuple[str, int, tuple[str, ...]], tuple[float, ...]] = {}
         """Of completed trials, by job, epoch and metrics: read once."""
         self._exhausted: set[tuple[str, str]] = set()
@@ -145,6 +149,8 @@ class SweepRunner:
         for tries in range(TRIES):
             point = await asyncio.to_thread(propose, sweep.search, trials, number, tries)
             spec = trial_spec(sweep, number, point)
+            needs = with_sandbox(spec.needs, self._require_sandbox, spec.project)
+            spec = msgspec.structs.replace(spec, needs=needs)
             if await self._exists(spec.id):
                 continue
             plan = ApplyPlan(project=spec.project, new={spec.id: spec})
