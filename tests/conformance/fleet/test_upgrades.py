@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,7 +33,8 @@ _JOB: Final = (
 _ATTEMPT: Final = (
     "INSERT INTO attempt VALUES ({mark}, {mark}, 'host_a', {mark}, 0, NULL, NULL, '', '', '', '', '', {mark})"
 )
-_ROWS: Final[list[tuple[str, tuple[Any, ...]]]] = [
+Rows = Sequence[tuple[str, tuple[Any, ...]]]
+_ROWS: Final[Rows] = [
     ("INSERT INTO req_class (key, spec) VALUES ({mark}, {mark})", ("k", encode(TRIED.requirement))),
     (_JOB, (TRIED.id, encode(TRIED), 1_000_001)),
     (_JOB, (NEW.id, encode(NEW), 0)),
@@ -43,14 +45,17 @@ _ROWS: Final[list[tuple[str, tuple[Any, ...]]]] = [
 ]
 
 
+Upgraded = Callable[[int, Rows], Awaitable[Store]]
+
+
 def older(component: Component, steps: int) -> Component:
     return Component(component.name, component.steps[:steps])
 
 
-async def upgraded_sqlite(path: Path) -> Store:
-    before = SqliteComponents([events.SQLITE, older(sqlite_tables.COMPONENT, BEFORE_NUMBERS)])
+async def upgraded_sqlite(path: Path, steps: int, rows: Rows) -> Store:
+    before = SqliteComponents([events.SQLITE, older(sqlite_tables.COMPONENT, steps)])
     thread = await SqliteThread.open(path, before)
-    for statement, values in _ROWS:
+    for statement, values in rows:
         text = statement.format(mark="?", yes="1", no="0")
         await thread.write(lambda db, text=text, values=values: db.execute(text, values))  # type: ignore[misc]
     await thread.close()
@@ -58,31 +63,47 @@ async def upgraded_sqlite(path: Path) -> Store:
     return SqliteStore(await SqliteThread.open(path, now))
 
 
-async def upgraded_postgres(url: str) -> Store:
+async def upgraded_postgres(url: str, steps: int, rows: Rows) -> Store:
     connections = Connections(url, 8, 5.0, what="hub")
     async with connections.acquire() as connection:
-        before = older(postgres_tables.COMPONENT, BEFORE_NUMBERS)
+        before = older(postgres_tables.COMPONENT, steps)
         await upgrade_postgres(connection, [events.POSTGRES, before])
     async with connections.transaction() as connection:
-        for statement, values in _ROWS:
+        for statement, values in rows:
             await connection.execute(statement.format(mark="%s", yes="true", no="false"), values)
     async with connections.acquire() as connection:
         await upgrade_postgres(connection, [events.POSTGRES, postgres_tables.COMPONENT])
     return PostgresStore(connections)
 
 
-@pytest.mark.parametrize("database", ["sqlite", "postgres"])
-async def test_attempts_of_older_tables_are_numbered_in_their_order(
-    request: pytest.FixtureRequest, tmp_path: Path, database: str
-) -> None:
-    if database == "sqlite":
-        store = await upgraded_sqlite(tmp_path / "hub.db")
-    else:
-        store = await upgraded_postgres(request.getfixturevalue("postgres_url"))
+@pytest.fixture(params=["sqlite", "postgres"])
+def upgraded(request: pytest.FixtureRequest, tmp_path: Path) -> Upgraded:
+    if request.param == "sqlite":
+        return lambda steps, rows: upgraded_sqlite(tmp_path / "hub.db", steps, rows)
+    url = request.getfixturevalue("postgres_url")
+    return lambda steps, rows: upgraded_postgres(url, steps, rows)
+
+
+async def test_attempts_of_older_tables_are_numbered_in_their_order(upgraded: Upgraded) -> None:
+    store = await upgraded(BEFORE_NUMBERS, _ROWS)
     try:
         attempts = await store.attempts(TRIED.id)
         assert [(each.number, each.epoch) for each in attempts] == [(1, 1), (2, 2), (3, 1_000_001)]
         assert ((await store.job(TRIED.id)).attempts, (await store.job(NEW.id)).attempts) == (3, 0)
         assert [row.id for row in await store.jobs(JobFilter(label=NAMED.label))] == [NAMED.id]
+    finally:
+        await store.close()
+
+
+async def test_projects_with_trainers_or_policies_and_no_jobs_get_an_owner(upgraded: Upgraded) -> None:
+    before = next(number for number, step in enumerate(sqlite_tables.COMPONENT.steps) if "TABLE project" in step)
+    rows: Rows = [
+        ("INSERT INTO trainer VALUES ({mark}, {mark})", ("trainer1_x", b"{}")),
+        *(("INSERT INTO trainer_name VALUES ({mark}, 't', 'trainer1_x')", (each,)) for each in ("default", "trains")),
+        *(("INSERT INTO policy VALUES ({mark}, {mark}, {mark})", (each, b"{}", each)) for each in ("default", "rules")),
+    ]
+    store = await upgraded(before, rows)
+    try:
+        assert await store.projects() == {"trains": "operator", "rules": "operator"}
     finally:
         await store.close()

@@ -82,6 +82,21 @@ async def test_a_secret_is_for_its_owner_or_its_project(site: Running) -> None:
     assert leases == {"t": {"OURS": VALUE[::-1]}, "u": {"OURS": VALUE}}, "one's own comes first"
 
 
+async def test_the_first_secret_of_a_project_makes_the_project_its_setters(site: Running) -> None:
+    alice, bob, operator = await person(site, "alice"), await person(site, "bob"), await site.operator()
+    for client, project, other in ((operator, "P", alice), (alice, "Q", bob)):
+        query = {"project": project}
+        assert (await client.put("/v1/secret/TOKEN", params=query, json={"value": VALUE})).status_code == 204
+        job = a_job("TOKEN")
+        job["spec"]["project"] = project
+        assert (await other.post("/v1/jobs", json=job)).status_code == 403, "it would get the value"
+        assert (await other.get("/v1/secrets", params=query)).status_code == 403
+        for reader in (client, operator):
+            listed = ok(await reader.get("/v1/secrets", params=query), wire.SecretsReply).secrets
+            assert [each.name for each in listed] == ["TOKEN"]
+    assert await site.hub.context.fleet.store.projects() == {"P": "operator", "Q": "alice"}
+
+
 async def test_a_removed_secret_is_missing_in_the_lease(site: Running) -> None:
     alice = await site.with_role("researcher")
     await alice.put("/v1/secret/HF_TOKEN", json={"value": VALUE})

@@ -10,6 +10,7 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
 from strata.fleet.core.jobspec import TrainerSpec
+from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.http.context import HubCall, HubContext, submitter_of
 
 _OWNER: Final = "owner:"
@@ -19,13 +20,18 @@ _PROJECT: Final = "project:"
 async def put(call: HubCall, query: wire.SecretQuery, body: wire.SecretRequest) -> None:
     """Set a secret: for the caller's own jobs, or by the owner of a project or an operator for all jobs of it."""
     context = call.context
-    now_s = context.fleet.now_s()
-    await context.secrets.put(await _scope(call, query), _name(call), body.value, actor=call.actor, now_s=now_s)
+    name = _name(call)
+    if query.project:
+        # A project without an owner becomes the caller's: else the next person to use it would get the value.
+        plan, submitter = ApplyPlan(project=query.project), submitter_of(call)
+        await context.fleet.apply(plan, call.actor, source="secret", declared=False, submitter=submitter)
+    scope = await _scope(call, query)
+    await context.secrets.put(scope, name, body.value, actor=call.actor, now_s=context.fleet.now_s())
 
 
 async def listed(call: HubCall, query: wire.SecretQuery) -> wire.SecretsReply:
-    """The names of the caller's own secrets, or of those of a project."""
-    scope = f"{_PROJECT}{query.project}" if query.project else f"{_OWNER}{call.caller.owner}"
+    """The names of the caller's own secrets, or of those of a project, for its owner and operators."""
+    scope = await _scope(call, query)
     return wire.SecretsReply(
         secrets=tuple(
             wire.StoredSecretReply(
@@ -75,7 +81,7 @@ async def _scope(call: HubCall, query: wire.SecretQuery) -> str:
         raise StrataError(
             Code.FORBIDDEN,
             f"the project {query.project!r} belongs to {owner or 'all'}",
-            hint="only its owner or an operator may change its secrets",
+            hint="only its owner or an operator may see and change its secrets",
         )
     return f"{_PROJECT}{query.project}"
 

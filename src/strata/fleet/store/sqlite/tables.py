@@ -136,5 +136,11 @@ COMPONENT: Final = Component(
         UPDATE ready SET owner = (SELECT owner FROM job WHERE job.seq = ready.seq);
         CREATE INDEX ready_owner ON ready (class_id, owner, priority DESC, seq);
         """,
+        # Projects that had trainers or policies and no jobs when projects got owners.
+        """
+        INSERT INTO project SELECT project, 'operator', 0.0
+          FROM (SELECT project FROM trainer_name UNION SELECT project FROM policy) AS used
+          WHERE project <> 'default' ON CONFLICT DO NOTHING;
+        """,
     ),
 )
