@@ -246,6 +246,16 @@ async def test_trials_run_only_where_the_operator_wants_them(tmp_path: Path) -> 
         assert (lease.spec.sweep, lease.spec.needs.require_sandbox) == ("s", "namespaces")
 
 
+@pytest.mark.attack(AREA, "a key whose name owns the jobs of the operator token, or the quota of everybody")
+async def test_no_key_has_the_name_of_another_kind_of_owner(site: Running, tries: Tries) -> None:
+    operator = await site.operator()
+    for name in ("operator", "*", "key:1", "project:p", ":"):
+        tries(1)
+        reply = await operator.post("/v1/keys", json={"name": name, "role": "researcher"})
+        assert refused(reply) == (400, "invalid"), name
+        assert "its name is the owner of its jobs" in reply.text
+
+
 @pytest.mark.attack(AREA, "paths that do not exist, to find out what does")
 async def test_a_stranger_is_not_told_what_exists(site: Running, tries: Tries) -> None:
     anybody, viewer = await site.client(), await site.with_role("viewer")

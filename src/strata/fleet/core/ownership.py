@@ -14,6 +14,7 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.jobspec import DEFAULT_PROJECT
+from strata.fleet.core.quota import EVERYBODY
 
 
 class Submitter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,6 +30,16 @@ class Submitter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 OPERATOR: Final = Submitter(owner="operator", operator=True)
 """Owns the jobs that were queued with the operator token."""
+
+
+def check_owner_name(name: str) -> None:
+    """INVALID for a key that would own what belongs to others: the operator token's jobs, or the quota of everybody."""
+    if name in (OPERATOR.owner, EVERYBODY) or ":" in name:
+        raise StrataError(
+            Code.INVALID,
+            f"a key cannot be called {name!r}: its name is the owner of its jobs",
+            hint=f"choose a name other than {OPERATOR.owner} and {EVERYBODY}, without a colon",
+        )
 
 
 def check_project(submitter: Submitter, project: str, owner: str) -> None:

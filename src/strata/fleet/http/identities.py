@@ -8,6 +8,7 @@ from typing import Final, Literal
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 from strata.fleet import wire
+from strata.fleet.core.ownership import check_owner_name
 from strata.fleet.http.context import HubCall, HubContext
 from strata.http.route import RawReply
 from strata.identity.ca import IssuedCertificate
@@ -114,6 +115,7 @@ async def add_key(call: HubCall, body: wire.HubKeyRequest) -> wire.HubKeyReply:
     """An API key; its text is in this reply and nowhere else."""
     context = call.context
     role = Role.named(body.role)
+    check_owner_name(body.name)
     if context.owner_only and role in FEIGNED and not body.owner:
         raise StrataError(
             Code.PRECONDITION,
