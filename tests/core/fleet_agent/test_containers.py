@@ -60,6 +60,7 @@ def test_apptainer_gets_the_same_folders_and_quoted_variables(tmp_path: Path) ->
     spec = contained(tmp_path, "apptainer")
     assert list(spec.command)[-3:] == ["docker://python:3.12", "python", "train.py"]
     assert "--bind /data:/data:ro" in " ".join(spec.command)
+    assert "--no-privs" in spec.command
     assert """TOKEN='a b'"'"'c'\n""" in (tmp_path / "environment").read_text()
 
 
@@ -68,15 +69,25 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
         contained(tmp_path, sandbox=SandboxSettings(network="allow"))
     with pytest.raises(StrataError, match="cannot be mounted"):
         contained(tmp_path, readable=[Path("/a,ro=false")])
-    assert find_runtime(ContainerSettings(), {"PATH": str(tmp_path)}) is None
     with pytest.raises(StrataError, match="has neither podman nor apptainer"):
-        ensure_image(None, "python:3.12", lambda: True)
+        find_runtime(ContainerSettings(), {"PATH": str(tmp_path)}, is_root=False)
+
+
+def test_an_agent_of_root_runs_no_job_with_apptainer(tmp_path: Path) -> None:
+    (tmp_path / "apptainer").touch(mode=0o755)
+    variables = {"PATH": str(tmp_path)}
+    for settings in (ContainerSettings(), ContainerSettings(program="apptainer")):
+        with pytest.raises(StrataError, match="would run it as root"):
+            find_runtime(settings, variables, is_root=True)
+        assert find_runtime(settings, variables, is_root=False).kind == "apptainer"
+    (tmp_path / "podman").touch(mode=0o755)
+    assert find_runtime(ContainerSettings(), variables, is_root=True).kind == "podman"
 
 
 def test_an_image_that_cannot_be_pulled_says_why(tmp_path: Path) -> None:
     program = tmp_path / "podman"
     program.write_text("#!/bin/sh\n[ $1 = image ] && exit 1\necho 'no such registry' >&2\nexit 125\n")
     program.chmod(0o755)
-    runtime = find_runtime(ContainerSettings(), {"PATH": f"{tmp_path}:{os.defpath}"})
+    runtime = find_runtime(ContainerSettings(), {"PATH": f"{tmp_path}:{os.defpath}"}, is_root=True)
     with pytest.raises(StrataError, match="cannot be pulled:\nno such registry"):
         ensure_image(runtime, "python:3.12", lambda: True)

@@ -56,34 +56,34 @@ class ContainerView:
     job_user: JobUser | None = None
 
 
-def find_runtime(settings: ContainerSettings, environ: Mapping[str, str]) -> ContainerRuntime | None:
-    """The runtime that the settings name, or the first that is installed; None if there is none."""
+def find_runtime(settings: ContainerSettings, environ: Mapping[str, str], *, is_root: bool) -> ContainerRuntime:
+    """The runtime that the settings name, or the first that is installed. PRECONDITION if there is none.
+
+    `is_root`: the agent is root. Apptainer has no option for another user, so it would run the job as root.
+    """
     kinds: tuple[Literal["podman", "apptainer"], ...] = ("podman", "apptainer")
+    reason = "this host has neither podman nor apptainer"
     for kind in kinds if settings.program is None else (settings.program,):
         program = shutil.which(kind, path=environ.get("PATH"))
-        if program:
+        if program and kind == "apptainer" and is_root:
+            reason = "apptainer of this host would run it as root, as which the agent runs: install podman"
+        elif program:
             client = {name: environ[name] for name in _CLIENT if name in environ}
             return ContainerRuntime(kind, program, settings, client)
-    return None
+    raise StrataError(Code.PRECONDITION, f"the job needs an image, and {reason}")
 
 
-def ensure_image(runtime: ContainerRuntime | None, image: str, wanted: Callable[[], bool]) -> ContainerRuntime:
-    """Pull the image unless it is on this host. PRECONDITION if that fails, or if this host has no runtime."""
-    if runtime is None:
-        raise StrataError(
-            Code.PRECONDITION, f"the job needs the image {image}, and this host has neither podman nor apptainer"
-        )
-    if runtime.kind == "podman" and not _run(runtime, ("image", "exists", image), wanted)[0]:
-        return runtime
-    if runtime.kind == "apptainer":
-        return runtime
+def ensure_image(runtime: ContainerRuntime, image: str, wanted: Callable[[], bool]) -> None:
+    """Pull the image unless it is on this host. PRECONDITION if that fails."""
+    # Apptainer pulls it when it starts.
+    if runtime.kind == "apptainer" or not _run(runtime, ("image", "exists", image), wanted)[0]:
+        return
     began_s = time.monotonic()
     status, output = _run(runtime, ("pull", "--quiet", image), wanted)
     if status:
         lines = output.strip().splitlines()[-_LINES:] or [f"status {status}"]
         raise StrataError(Code.PRECONDITION, f"the image {image} cannot be pulled:\n" + "\n".join(lines))
     _log.info("image_pulled", image=image, took_s=round(time.monotonic() - began_s, 3))
-    return runtime
 
 
 def contain(
@@ -130,7 +130,7 @@ def _podman_options(spec: SupervisorSpec, paths: AttemptPaths, view: ContainerVi
 
 
 def _apptainer_options(spec: SupervisorSpec, paths: AttemptPaths, view: ContainerView) -> list[str]:
-    options = ["--containall", "--no-home", "--pwd", spec.cwd]
+    options = ["--containall", "--no-home", "--no-privs", "--pwd", spec.cwd]
     options += [word for folder in (paths.folder, *view.writable) for word in ("--bind", f"{_plain(folder)}")]
     options += [word for folder in view.readable for word in ("--bind", f"{_plain(folder)}:{folder}:ro")]
     options += ["--net", "--network", "none"] if _network(view.sandbox) == "none" else []

@@ -27,7 +27,7 @@ from strata.fleet.agent.host_cache import HostCache
 from strata.fleet.agent.hub_api import HubApi
 from strata.fleet.agent.path_names import artifact_id, attempt_name
 from strata.fleet.agent.privsep import run_with_input
-from strata.fleet.agent.sandbox import UNCONFINED, HostSandbox, job_user_of
+from strata.fleet.agent.sandbox import UNCONFINED, HostSandbox, is_root, job_user_of
 from strata.fleet.agent.server_job import data_folder, prepare_server
 from strata.fleet.agent.settings import AgentSettings
 from strata.fleet.agent.supervised import SupervisorSpec
@@ -155,7 +155,8 @@ def prepare_attempt(
     readable = [Path(folder) for folder in (*filter(None, [venv]), *data.folders.values())]
     writable = [data_folder(host.settings.work_folder, lease.job_id)] if server else []
     if wanted_environment is not None and wanted_environment.image:
-        runtime = ensure_image(find_runtime(settings.containers, host.environ), wanted_environment.image, wanted)
+        runtime = find_runtime(settings.containers, host.environ, is_root=is_root())
+        ensure_image(runtime, wanted_environment.image, wanted)
         view = ContainerView(
             readable=readable,
             writable=writable,

@@ -147,7 +147,7 @@ UNCONFINED: Final = HostSandbox()
 
 def job_user_of(settings: AgentSettings) -> JobUser | None:
     """The user whom jobs run as. An agent of root runs none as root, unless its owner has turned the sandbox off."""
-    if settings.run_as or settings.sandbox.mode == "off" or not _is_root():
+    if settings.run_as or settings.sandbox.mode == "off" or not is_root():
         return find_job_user(settings.run_as)
     import pwd
 
@@ -292,7 +292,7 @@ def _require(found: HostSandbox) -> None:
 
 def _try_network_rules(found: HostSandbox) -> str:
     """Whether rules hold: a process in a group without allowed networks must not reach this one. Empty: they do."""
-    if not _is_root() or shutil.which("nft", path=PROGRAMS) is None or not found.parents.groups:
+    if not is_root() or shutil.which("nft", path=PROGRAMS) is None or not found.parents.groups:
         return "it needs an agent of root, nftables and control groups of version 2"
     group = found.parents.groups[-1] / f"strata-try-{os.getpid()}"
     table = f"strata_try_{os.getpid()}"
@@ -346,5 +346,5 @@ def _program_folders(interpreter: str) -> tuple[Path, ...]:
     return tuple(sorted(folder for folder in folders if folder.is_dir()))
 
 
-def _is_root() -> bool:
+def is_root() -> bool:
     return hasattr(os, "geteuid") and os.geteuid() == 0
