@@ -48,10 +48,11 @@ ALLOWED: Final = {
     "environment_cache.py": {
         "Path(strata.__file__)": "our own program",
         "Path(sys.executable)": "our own program",
+        "Path(cache.program)": "uv, as the host has it",
     },
     "uv.py": {
         "folder / file": "in the process of the job's user, by a path that has no `..`",
-        "scratch / name": "in the process of the job's user: the name of a file that it has read",
+        "run.folder / name": "in the process of the job's user: the name of a file that it has read",
     },
     "unpack.py": {
         "folder / _relative_path(member.target)": "in the process of the job's user; nothing leads outside",

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import zipfile
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,7 +25,7 @@ from strata.fleet.agent.host_cache import HostCache
 from strata.fleet.agent.path_names import PathName
 from strata.fleet.core.jobspec import EnvironmentSpec
 from tests.shell.fleet_agent.waiting import eventually
-from tests.support.wheels import make_wheel
+from tests.support.wheels import make_sdist, make_wheel
 
 UV = Path(sys.executable).with_name("uv")
 SYSTEM_PYTHON = "/usr/bin/python3"
@@ -113,6 +114,27 @@ def test_a_failed_build_says_what_uv_said_and_leaves_nothing(tmp_path: Path, whe
     assert "nosuchpackage" in raised.value.message
     assert "secret" not in raised.value.message
     assert [each for each in cache.entries.folder.iterdir() if each.is_dir()] == []
+
+
+def test_without_namespaces_no_code_of_a_package_runs_unless_the_host_allows_it(tmp_path: Path) -> None:
+    packages, ran = tmp_path / "packages", tmp_path / "ran"
+    make_sdist(packages, "built", "1.0", f"open({str(ran)!r}, 'w').close()\nTEXT = 'built'\n")
+    wheel = make_wheel(packages, "starts", "1.0", "")
+    with zipfile.ZipFile(wheel, "a") as content:
+        content.writestr("starts.pth", f"import os; os.mkdir({str(tmp_path / 'started')!r})\n")
+    cache = a_cache(tmp_path, packages)
+    made = provide(cache, a_source(tmp_path, "wheel", requirements_txt="starts\n"), "requirements.txt")
+    assert made.facts["packages"] == ["starts==1.0"]
+    assert not (tmp_path / "started").exists(), "a wheel ran code while it was installed"
+    for name, text in {"plain": "built\n", "own": "--no-binary :all:\nbuilt\n", "place": "-e .\nbuilt\n"}.items():
+        with pytest.raises(StrataError, match="this host installs wheels only") as raised:
+            provide(cache, a_source(tmp_path, name, requirements_txt=text), "requirements.txt")
+        assert raised.value.code is Code.PRECONDITION
+        assert "agent.environments.allow_builds" in raised.value.message
+    assert not ran.exists()
+    allowed = a_cache(tmp_path, packages, allow_builds=True)
+    built = provide(allowed, tmp_path / "plain", "requirements.txt")
+    assert (ran.exists(), says(built, "import built; print(built.TEXT)")) == (True, "built")
 
 
 @pytest.mark.parametrize("file", ["requirements.txt", "uv.lock"])

@@ -58,6 +58,11 @@ class MountView:
         for folder in (*writable, attempt):
             yield from _bind("--bind", folder, self.work)
 
+    def hides(self, folder: Path) -> bool:
+        """Whether a job does not see this folder unless it is shown."""
+        shown = (*self.readable, *self.writable, *self.programs)
+        return self._hidden_root(folder) is not None and not any(folder.is_relative_to(each) for each in shown)
+
     def check_visible(self, folder: Path, shown: Sequence[Path]) -> None:
         """PRECONDITION if a job that sees `shown` in addition would not see this folder of a trainer."""
         shown = [*shown, *self.readable, *self.writable, *self.programs]

@@ -24,8 +24,9 @@ from strata.base.failpoint import failpoint
 from strata.fleet.agent.attempt_folder import JobUser
 from strata.fleet.agent.host_cache import CacheEntry, HostCache
 from strata.fleet.agent.path_names import PathName, environment_name
-from strata.fleet.agent.privsep import stream_output
+from strata.fleet.agent.privsep import WorkerSandbox, stream_output
 from strata.fleet.agent.privsep_worker import BuildEnvironment, ReadSourceFiles
+from strata.fleet.agent.sandbox import UNCONFINED, HostSandbox
 from strata.fleet.agent.uv import MAX_FILE, BuiltEnvironment, EnvironmentPlan
 from strata.fleet.core.jobspec import EnvironmentSpec
 
@@ -33,6 +34,10 @@ _PASSED: Final = ("PATH", "LANG", "TZ", "SSL_CERT_FILE", "SSL_CERT_DIR", "SYSTEM
 _PASSED_TO_BUILDS: Final = ("UV_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
 _SET_BY_US: Final = ("UV_PROJECT_ENVIRONMENT", "UV_WORKING_DIRECTORY", "UV_PROJECT")
 _MAX_REPLY: Final = 4 << 20
+_WHEELS_ONLY: Final = (
+    "this host installs wheels only, because it cannot confine a build from source"
+    " (agent.environments.allow_builds = true allows one)"
+)
 _log = log.get(__name__)
 
 
@@ -47,6 +52,16 @@ class EnvironmentCache:
     variables: Mapping[str, str]
     """Variables of the agent for uv, from `build_variables`."""
     job_user: JobUser | None
+    sandbox: HostSandbox = UNCONFINED
+    allow_builds: bool = False
+    """Packages may be built from source although their code is not confined as jobs are."""
+
+    @property
+    def wheels_only(self) -> bool:
+        """A build from source runs code of the package. Without namespaces nothing would end it with the build, and
+        it has the network of the host, whatever jobs have."""
+        confined = bool(self.sandbox.bwrap) and self.sandbox.settings.network == "host"
+        return not (confined or self.allow_builds or self.sandbox.settings.mode == "off")
 
 
 class JobEnvironment(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,9 +157,16 @@ def _build(cache: EnvironmentCache, folder: Path, plan: EnvironmentPlan, wanted:
         scratch=str(scratch),
         plan=plan,
         environ=_build_environ(cache, scratch),
+        wheels_only=cache.wheels_only,
     )
     failpoint("agent.environment.building")
-    content = b"".join(stream_output(request, cache.job_user, _MAX_REPLY, wanted=wanted))
+    sandbox = _build_sandbox(cache, target, scratch)
+    try:
+        content = b"".join(stream_output(request, cache.job_user, _MAX_REPLY, wanted, sandbox))
+    except StrataError as error:
+        if error.code is not Code.PRECONDITION or not cache.wheels_only:
+            raise
+        raise StrataError(error.code, f"{error.message}\n{_WHEELS_ONLY}", hint=error.hint) from None
     built = msgspec.json.decode(content, type=BuiltEnvironment)
     shutil.rmtree(scratch, ignore_errors=True)
     size_bytes = _take_over(target, change_owner=cache.job_user is not None)
@@ -153,10 +175,19 @@ def _build(cache: EnvironmentCache, folder: Path, plan: EnvironmentPlan, wanted:
     return CacheEntry(size_bytes=size_bytes, facts={"packages": list(built.packages)})
 
 
+def _build_sandbox(cache: EnvironmentCache, target: Path, scratch: Path) -> WorkerSandbox | None:
+    """The namespaces of jobs, with the network of the host: packages come from there."""
+    if not cache.sandbox.bwrap:
+        return None
+    readable = [Path(strata.__file__).parent, Path(cache.program).parent]
+    wrapper = cache.sandbox.build_wrapper(scratch, target, readable)
+    return WorkerSandbox(wrapper, cache.sandbox.as_root)
+
+
 def _build_environ(cache: EnvironmentCache, scratch: Path) -> dict[str, str]:
     environ = dict(cache.variables)
     environ.setdefault("UV_PYTHON_DOWNLOADS", "never")
-    if cache.job_user is not None:
+    if cache.job_user is not None or cache.sandbox.bwrap:
         # Other jobs of this user can write to its home: no cache and no configuration is read from there.
         environ |= {"HOME": str(scratch), "UV_NO_CACHE": "1"}
     else:

@@ -77,6 +77,8 @@ class HostContext:
             self.settings.interpreter or sys.executable,
             self.build_environ,
             self.job_user,
+            self.sandbox,
+            self.settings.environments.allow_builds,
         )
 
     @property

@@ -12,8 +12,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import IO, Final
 
 import msgspec
@@ -35,6 +36,16 @@ _MAX_REASON: Final = 64 * 1024
 _ENV: Final = {"SYSTEMROOT": r"C:\Windows"} if sys.platform == "win32" else {"LC_ALL": "C.UTF-8"}
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerSandbox:
+    """Namespaces for a worker that runs code of others. All its processes end with it."""
+
+    wrapper: Sequence[str]
+    """Bubblewrap, with its options."""
+    switch_inside: bool
+    """Bubblewrap starts as root, and the worker becomes the job's user inside."""
+
+
 def run_with_input(request: WorkerRequest, job_user: JobUser | None, pieces: Iterable[bytes] = ()) -> None:
     """Run the request with these bytes as its archive. `job_user` None: as the agent's own user.
 
@@ -49,13 +60,17 @@ def run_with_input(request: WorkerRequest, job_user: JobUser | None, pieces: Ite
 
 
 def stream_output(
-    request: OutputRequest, job_user: JobUser | None, max_bytes: int, wanted: Callable[[], bool] = lambda: True
+    request: OutputRequest,
+    job_user: JobUser | None,
+    max_bytes: int,
+    wanted: Callable[[], bool] = lambda: True,
+    sandbox: WorkerSandbox | None = None,
 ) -> Generator[bytes]:
     """Run the request and yield what it writes, at most `max_bytes`; raises its error if it fails.
 
     STALE when the output is no longer `wanted`: the process is killed.
     """
-    with _start_worker(request, job_user, stdout=subprocess.PIPE) as process:
+    with _start_worker(request, job_user, stdout=subprocess.PIPE, sandbox=sandbox) as process:
         process.end_input()
         received = 0
         with _killed_unless(process, wanted):
@@ -91,10 +106,18 @@ def _killed_unless(worker: _WorkerProcess, wanted: Callable[[], bool]) -> Iterat
 
 
 @contextmanager
-def _start_worker(request: WorkerRequest, job_user: JobUser | None, *, stdout: int) -> Iterator[_WorkerProcess]:
+def _start_worker(
+    request: WorkerRequest, job_user: JobUser | None, *, stdout: int, sandbox: WorkerSandbox | None = None
+) -> Iterator[_WorkerProcess]:
     command = [sys.executable, "-I", "-m", privsep_worker.__name__]
-    if job_user is not None:
+    # None: subprocess keeps what this process has.
+    user: JobUser | None = None
+    if job_user is not None and (sandbox is None or sandbox.switch_inside):
         command += [str(job_user.uid), str(job_user.gid), ",".join(map(str, job_user.groups))]
+    else:
+        user = job_user
+    if sandbox is not None:
+        command = [*sandbox.wrapper, "--", *command]
     with tempfile.TemporaryFile() as stderr:
         process = subprocess.Popen(
             command,
@@ -104,6 +127,9 @@ def _start_worker(request: WorkerRequest, job_user: JobUser | None, *, stdout: i
             stdout=stdout,
             stderr=stderr,
             start_new_session=sys.platform != "win32",
+            user=None if user is None else user.uid,
+            group=None if user is None else user.gid,
+            extra_groups=None if user is None else user.groups,
         )
         try:
             limit_s = WAIT_S + (BUILD_S if isinstance(request, BuildEnvironment) else 0.0)

@@ -82,6 +82,8 @@ class BuildEnvironment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     scratch: str
     plan: uv.EnvironmentPlan
     environ: Mapping[str, str]
+    wheels_only: bool
+    """Without the code of any package: `uv.build_environment` says how."""
 
 
 WorkerRequest = UnpackArchive | CheckoutCommit | CheckFolderExists | ReadSourceFiles | BuildEnvironment
@@ -163,8 +165,8 @@ def _handle(request: WorkerRequest) -> None:
         case ReadSourceFiles():
             sys.stdout.buffer.write(msgspec.json.encode(uv.read_source_files(Path(request.folder), request.file)))
         case BuildEnvironment():
-            folders = Path(request.target), Path(request.scratch)
-            sys.stdout.buffer.write(uv.build_environment(request.program, *folders, request.plan, request.environ))
+            run = uv.UvProgram(request.program, Path(request.scratch), request.environ, Path(request.target))
+            sys.stdout.buffer.write(uv.build_environment(run, request.plan, wheels_only=request.wheels_only))
 
 
 def _write_tar(tree: Path, output: BinaryIO) -> None:

@@ -110,6 +110,15 @@ class HostSandbox:
             *self.view.mount_options(paths.folder, tmp=paths.tmp, readable=readable, writable=writable, gpus=gpus),
         )
 
+    def build_wrapper(self, scratch: Path, target: Path, readable: Sequence[Path]) -> tuple[str, ...]:
+        """For the build of an environment: these two folders are writable, and the network is the host's."""
+        hidden = [folder for folder in readable if self.view.hides(folder)]
+        return (
+            self.bwrap,
+            *namespace_options(as_root=self.as_root, network=True),
+            *self.view.mount_options(scratch, tmp=scratch, readable=hidden, writable=[target]),
+        )
+
     def _limits(self, folder: Path) -> LimitsSpec:
         if self.settings.mode == "off" or sys.platform != "linux":
             return LimitsSpec()

@@ -51,6 +51,14 @@ class ContainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """For each container: `--ulimit nofile=1024:1024`."""
 
 
+class EnvironmentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the environments of jobs are built: `[agent.environments]`."""
+
+    allow_builds: bool = False
+    """Build packages from source also where that code is not confined as jobs are: without namespaces it runs as the
+    jobs' user beside the jobs, and it has the network of the host where jobs have less."""
+
+
 class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     state: Path | None = None
     """Folder with credentials, attempts and logs, readable by the agent only. None: `~/.local/state/strata/agent`."""
@@ -68,6 +76,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     and with `sandbox.mode = "off"`, the agent's own."""
     sandbox: SandboxSettings = SandboxSettings()
     containers: ContainerSettings = ContainerSettings()
+    environments: EnvironmentSettings = EnvironmentSettings()
     pass_env: tuple[Word, ...] = ()
     """More variables of the agent that jobs inherit (`HTTP_PROXY`, `NCCL_*`)."""
     on_stop: Literal["preempt", "finish", "leave"] = "preempt"

@@ -31,6 +31,7 @@ MAX_FILE: Final = 16 << 20
 _LINES: Final = 20
 _MAX_PACKAGES: Final = 1000
 _CREDENTIALS: Final = re.compile(r"(://)[^/@\s]+@")
+_EDITABLE: Final = re.compile(r"^\s*-e|editable", re.IGNORECASE | re.MULTILINE)
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -71,36 +72,60 @@ def read_source_files(folder: Path, file: str) -> dict[str, str]:
     return texts
 
 
-def build_environment(
-    program: str, target: Path, scratch: Path, plan: EnvironmentPlan, environ: Mapping[str, str]
-) -> bytes:
-    """Build `target` and return a `BuiltEnvironment`. Both folders are empty and belong to this user."""
+def build_environment(run: UvProgram, plan: EnvironmentPlan, *, wheels_only: bool) -> bytes:
+    """Build the target and return a `BuiltEnvironment`. Its folders are empty and belong to this user.
+
+    `wheels_only`: no code of a package runs. uv builds nothing from source, and no Python of the target starts after
+    the installation, because a wheel can bring a `.pth` file with code that every start of Python executes.
+    """
     began_s = time.monotonic()
     # Other users run what is installed here.
     os.umask(0o022)
+    target = run.target
+    if wheels_only:
+        _refuse_editables(plan)
     for name, text in plan.files.items():
-        (scratch / name).write_text(text, encoding="utf-8")
-    run = _Uv(program, scratch, environ, target)
+        (run.folder / name).write_text(text, encoding="utf-8")
     run("venv", "--quiet", "--no-project", "--allow-existing", "--python", plan.python, str(target))
-    options = [word for extra in plan.extras for word in ("--extra", extra)]
+    options = ["--no-build"] if wheels_only else ["--compile-bytecode"]
+    options += [word for extra in plan.extras for word in ("--extra", extra)]
     if plan.file == LOCK:
         options += [word for group in plan.groups for word in ("--group", group)]
         skipped = ("--no-install-project", "--no-install-workspace", "--no-install-local", "--no-dev")
-        run("sync", "--quiet", "--frozen", "--compile-bytecode", *skipped, *options)
+        run("sync", "--quiet", "--frozen", *skipped, *options)
     else:
         options += [word for group in plan.groups for word in ("--group", f"{PROJECT}:{group}")]
-        run("pip", "install", "--quiet", "--compile-bytecode", "--python", str(target), "-r", plan.file, *options)
-    packages = run("pip", "freeze", "--quiet", "--python", str(target)).split("\n")
+        run("pip", "install", "--quiet", "--python", str(target), "-r", plan.file, *options)
+    if wheels_only:
+        packages = _installed(target)
+    else:
+        packages = run("pip", "freeze", "--quiet", "--python", str(target)).split("\n")
     _link_library(target, plan.library)
     took_s = time.monotonic() - began_s
     listed = tuple(_CREDENTIALS.sub(r"\1***@", each) for each in packages if each)[:_MAX_PACKAGES]
     return msgspec.json.encode(BuiltEnvironment(packages=listed, took_s=took_s))
 
 
-class _Uv:
+def _refuse_editables(plan: EnvironmentPlan) -> None:
+    """uv builds what is installed in place even with `--no-build`."""
+    if any(_EDITABLE.search(text) for text in plan.files.values()):
+        raise StrataError(Code.PRECONDITION, "this host installs wheels only, and the environment has an editable one")
+
+
+def _installed(target: Path) -> list[str]:
+    """The packages as `uv pip freeze` lists those of an index, by the names of their folders."""
+    folders = (*target.glob("lib/python*/site-packages/*.dist-info"), *target.glob("Lib/site-packages/*.dist-info"))
+    named = (folder.stem.rpartition("-") for folder in folders)
+    return sorted(f"{name.replace('_', '-').lower()}=={version}" for name, _, version in named)
+
+
+class UvProgram:
+    """uv in a folder that holds what it is given and nothing else, for one target."""
+
     def __init__(self, uv: str, folder: Path, environ: Mapping[str, str], target: Path) -> None:
         self._uv = uv
-        self._folder = folder
+        self.folder = folder
+        self.target = target
         self._deadline_s = time.monotonic() + BUILD_S
         self._environ = dict(environ) | {
             "UV_PROJECT_ENVIRONMENT": str(target),
@@ -116,7 +141,7 @@ class _Uv:
             process = subprocess.Popen(
                 [self._uv, *args],
                 env=self._environ,
-                cwd=self._folder,
+                cwd=self.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

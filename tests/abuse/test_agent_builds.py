@@ -1,0 +1,119 @@
+"""What a package may try while a host builds it from source for an environment: its code runs before the job does."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from strata.base.private import private_folder
+from strata.fleet.agent.environment_cache import EnvironmentCache, provide_environment
+from strata.fleet.agent.host_cache import HostCache
+from strata.fleet.agent.path_names import PathName
+from strata.fleet.agent.prepare import create_work_folder
+from strata.fleet.agent.sandbox import detect_sandbox
+from strata.fleet.agent.settings import AgentSettings, SandboxSettings
+from strata.fleet.core.jobspec import EnvironmentSpec
+from tests.support.wheels import make_sdist
+
+AREA = "agent: builds"
+KEY = "-----BEGIN PRIVATE KEY----- of the host"
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    assert os.geteuid() == 0, "only root can become another user: run this as root"
+    assert shutil.which("bwrap"), "apt-get install bubblewrap"
+    made = Path(tempfile.mkdtemp(prefix="strata-builds-"))
+    made.chmod(0o711)
+    yield made
+    shutil.rmtree(made, ignore_errors=True)
+
+
+def processes_with(word: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes()
+        except OSError:
+            continue
+        if word.encode() in words:
+            found.append(path.parent.name)
+    return found
+
+
+@pytest.mark.attack(
+    AREA, "read keys and processes of the host from a build, write to it, and stay when the build is over"
+)
+def test_the_build_of_a_package_is_confined_as_a_job_is(folder: Path, tries: Callable[[int], None]) -> None:
+    packages, source, shared = folder / "packages", folder / "source", folder / "shared"
+    for each, mode in ((packages, 0o755), (source, 0o755), (shared, 0o777)):
+        each.mkdir()
+        each.chmod(mode)
+    wanted = SandboxSettings(mode="required", readable=(str(packages),))
+    settings = AgentSettings(state=folder / "state", work=folder / "work", sandbox=wanted)
+    create_work_folder(settings)
+    key = private_folder(settings.state_folder) / "host.key"
+    key.write_text(KEY)
+    # As in the home of an agent that is not root: only the namespaces keep the build from it.
+    settings.state_folder.chmod(0o755)
+    key.chmod(0o644)
+    word = f"stays-{secrets.token_hex(8)}"
+    secret = secrets.token_hex(8)
+    code = f"""
+import glob, os, subprocess
+TEXT = f"uid {{os.getuid()}};"
+for path in [{str(key)!r}, *glob.glob("/proc/[0-9]*/environ")]:
+    try:
+        TEXT += f"{{path}} {{open(path).read()}};"
+    except OSError as error:
+        TEXT += f"no {{path}};"
+for path in [{str(shared)!r}, {str(settings.work_folder)!r}, "/var/lib", "/"]:
+    try:
+        open(path + "/planted", "w").close()
+        os.stat(path + "/planted")
+    except OSError as error:
+        TEXT += f"no {{path}};"
+subprocess.Popen(
+    ["sh", "-c", "sleep 300; echo {word}"], start_new_session=True, stdin=-3, stdout=-3, stderr=-3
+)
+"""
+    make_sdist(packages, "evil", "1.0", code)
+    (packages / "evil-1.0.tar.gz").chmod(0o644)
+    (source / "requirements.txt").write_text("evil\n")
+    sandbox = detect_sandbox(settings, {"HOME": str(folder / "home")}, 8 << 30)
+    attempts = settings.work_folder / "attempts"
+    (attempts / "a").mkdir()
+    cache = EnvironmentCache(
+        HostCache(settings.work_folder / "environments", attempts, 1 << 30),
+        str(Path(sys.executable).with_name("uv")),
+        "/usr/bin/python3",
+        {"UV_OFFLINE": "1", "UV_FIND_LINKS": str(packages), "PATH": "/usr/bin:/bin"},
+        sandbox.job_user,
+        sandbox,
+    )
+    spying = subprocess.Popen(["sleep", "300"], env={"PRIVATE": secret}, user="nobody")
+    try:
+        built = provide_environment(cache, EnvironmentSpec(file="requirements.txt"), source, PathName("a"))
+    finally:
+        spying.kill()
+        spying.wait()
+    assert processes_with(word) == [], "a process of the build outlived it"
+    python = Path(built.path) / "bin" / "python"
+    program = "import evil; print(evil.TEXT)"
+    text = subprocess.run([python, "-I", "-c", program], capture_output=True, text=True, check=True).stdout
+    assert "uid 65534" in text
+    assert f"no {key}" in text
+    assert KEY not in text
+    assert secret not in text
+    assert not (shared / "planted").exists()
+    assert not (settings.work_folder / "planted").exists()
+    assert "no /var/lib" in text
+    tries(text.count(";"))
