@@ -81,7 +81,7 @@ async def test_a_job_that_declares_nothing_waits_for_an_empty_host_and_lets_othe
     for lease in got:
         await store.complete(hold(lease), DONE, 1.0)
     (whole,) = await claim(store, claim_id="c3", capacity=DESK)
-    assert whole.taken == Taken(whole=True, cores=8, ram_gib=32.0, cards=("GPU-a", "GPU-b"))
+    assert whole.taken == Taken(whole=True, slots=0, cores=8, ram_gib=32.0, cards=("GPU-a", "GPU-b"))
 
 
 async def test_an_expired_lease_gives_way_and_cannot_be_revived_on_the_card_of_another(store: Store) -> None:

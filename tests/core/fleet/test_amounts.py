@@ -37,7 +37,7 @@ def fill(capacity: Capacity, *jobs: Needs) -> list[Taken | str]:
 def test_a_job_that_declares_nothing_takes_the_whole_host() -> None:
     whole, second = fill(SERVER, Needs(), Needs(min_cores=1))
     cards = tuple(card.id for card in SERVER.cards)
-    assert whole == Taken(whole=True, cores=32, ram_gib=128.0, cards=cards)
+    assert whole == Taken(whole=True, slots=0, cores=32, ram_gib=128.0, cards=cards)
     assert second == "another job has the whole host"
     assert fill(SERVER, Needs(min_cores=1), Needs())[1] == "it takes the whole host, and other jobs run there"
 

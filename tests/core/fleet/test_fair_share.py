@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strata.fleet.core.amounts import Amounts, Capacity, Card, Taken
+from strata.fleet.core.amounts import Amounts, Capacity, Card, Room, Taken, job_amounts
 from strata.fleet.core.fair_share import FleetTotals, JobOffer, OwnerShares, add_up
+from strata.fleet.core.requirement import Needs
 
 TOTALS = FleetTotals(hosts=4, slots=0, cores=64, ram_gib=256.0, cards=8)
 KINDS = {
@@ -84,3 +85,12 @@ def test_spare_jobs_are_not_counted() -> None:
 def test_the_fleet_has_what_its_hosts_have() -> None:
     hosts = [Capacity(cards=(Card("a", 24.0),), cores=8, ram_gib=32.0), Capacity(cores=4, ram_gib=16.0, slots=2)]
     assert add_up(hosts) == FleetTotals(hosts=2, slots=2, cores=12, ram_gib=48.0, cards=1)
+
+
+def test_jobs_on_hosts_without_slots_have_no_share_of_the_slots_of_others() -> None:
+    plain, divided = Capacity(cards=(Card("a", 24.0),), cores=64, ram_gib=64.0), Capacity(cores=4, slots=1)
+    kinds = {"small": Needs(min_cores=1), "large": Needs(min_cores=32, min_gpus=1)}
+    taken = {name: Room(plain).plan(job_amounts(needs, plain))[0] for name, needs in kinds.items()}
+    held = [("anna", taken["small"]), ("anna", taken["small"]), ("bert", taken["large"])]
+    shares = OwnerShares(add_up([plain, divided]), OWNERS, held)
+    assert (shares.share("anna"), shares.share("bert")) == (2 / 68, 1.0)

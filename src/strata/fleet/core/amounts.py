@@ -82,10 +82,12 @@ def job_amounts(needs: Needs, capacity: Capacity) -> Amounts:
     """What a job with these needs takes of a host with this capacity."""
     gpus = needs.gpus
     divided = capacity.slots is not None
+    # Of a host without slots a job has none: the fleet's slots are those of divided hosts alone.
+    slots = needs.slots if divided else 0
     if not divided and not (gpus or needs.min_ram_gib or needs.min_cores):
-        return Amounts(whole=True, slots=needs.slots)
+        return Amounts(whole=True, slots=slots)
     return Amounts(
-        slots=needs.slots,
+        slots=slots,
         cores=needs.min_cores if divided else max(1, needs.min_cores),
         ram_gib=needs.min_ram_gib,
         gpus=gpus,
