@@ -12,7 +12,7 @@ from strata.fleet.core.ownership import Submitter
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.quota import HOUR_S, OwnerUsage, Quota
 from strata.fleet.ports import Claim, JobFailure, JobFilter, Store
-from tests.conformance.fleet.fleet import add, add_host, claim, hold, job, kinds, needs, plan, refusal
+from tests.conformance.fleet.fleet import LEASE_S, add, add_host, claim, hold, job, kinds, needs, plan, refusal
 
 ANNA = Submitter(owner="anna")
 BERT = Submitter(owner="bert")
@@ -129,6 +129,15 @@ async def test_requeued_jobs_count_and_ended_ones_do_not(store: Store) -> None:
     refused = await refusal(store.requeue(first.id, "key:anna", 2.0, submitter=ANNA))
     assert refused.code is Code.EXHAUSTED
     assert (await store.requeue(first.id, "operator", 2.0)).status is JobStatus.PENDING
+
+
+async def test_gpu_hours_end_with_the_lease_of_a_host_that_is_gone(store: Store) -> None:
+    await apply(store, ANNA, plan(job("a", needs=needs(min_gpus=1))), declared=False)
+    await add_host(store)
+    await claim(store, now_s=1000.0)
+    await store.expire_leases(1000.0 + HOUR_S)
+    used = await store.usage("anna", 86_400.0, 1000.0 + 10 * HOUR_S)
+    assert round(used.gpu_hours * HOUR_S, 6) == LEASE_S
 
 
 async def test_gpu_hours_are_counted_from_attempts_within_the_window(store: Store) -> None:

@@ -198,7 +198,10 @@ def decode_quotas(rows: Iterable[Sequence[Any]]) -> dict[str, Quota]:
 
 
 def used_gpu_hours(rows: Iterable[Sequence[Any]], since_s: float, now_s: float) -> float:
-    """Card hours of attempts, given as what they took, when they were claimed, and when they ended."""
+    """Card hours of attempts, given as what they took, when they were claimed, and when they ended.
+
+    A lease that has expired counts as the end of its attempt.
+    """
     used_s = 0.0
     for taken, claimed_at_s, ended_at_s in rows:
         until_s = now_s if ended_at_s is None else ended_at_s

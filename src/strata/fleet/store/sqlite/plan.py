@@ -105,7 +105,8 @@ def read_usage(db: sqlite3.Connection, owner: str, window_s: float | None, now_s
     if window_s is None:
         return OwnerUsage(jobs=jobs)
     attempts = db.execute(
-        "SELECT a.taken, a.claimed_at, a.ended_at FROM job j JOIN attempt a ON a.job_id = j.id"
+        "SELECT a.taken, a.claimed_at, coalesce(a.ended_at, l.expires_at) FROM job j JOIN attempt a ON a.job_id = j.id"
+        " LEFT JOIN lease l ON l.job_id = a.job_id AND l.epoch = a.epoch AND l.expired"
         " WHERE j.owner = ? AND (a.ended_at IS NULL OR a.ended_at > ?) AND a.taken <> x''",
         (owner, now_s - window_s),
     )
