@@ -22,6 +22,8 @@ from strata.fleet.core.why import HostState
 from strata.fleet.ports import HostRow, Store
 
 FRESH_S: Final = 2.0
+CLASSES_AGAIN: Final = 256
+"""How many ids below the newest class are looked for again: a class may be committed after one with a higher id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class Roster:
 
     async def _read(self, now_s: float) -> None:
         invalidations = self._invalidations
-        for row in await self._store.classes(max(self._classes, default=0)):
+        for row in await self._store.classes(self._classes_read_until()):
             self._classes[row.id] = row.requirement
             if row.requirement.needs.prefer_wait_s:
                 self._with_preferences[row.id] = row.requirement
@@ -77,6 +79,12 @@ class Roster:
         self._served = {host_id: served for host_id, served in self._served.items() if host_id in self._hosts}
         if invalidations == self._invalidations:
             self._read_at_s = now_s
+
+    def _classes_read_until(self) -> int:
+        """The id up to which every class is known, or is too old to appear any more."""
+        newest = max(self._classes, default=0)
+        recent = range(max(1, newest - CLASSES_AGAIN), newest)
+        return next((id_ - 1 for id_ in recent if id_ not in self._classes), newest)
 
     def hosts(self) -> Sequence[HostRow]:
         return list(self._hosts.values())

@@ -13,6 +13,8 @@ from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.jobspec import TrainerSpec
 from strata.fleet.core.plan import ApplyPlan, JobChange
 from strata.fleet.ports import Claim, JobCompletion, JobFailure, Renewal, Store
+from strata.fleet.roster import FRESH_S, Roster
+from strata.fleet.store.rows import encode
 from tests.conformance.fleet.fleet import LEASE_S, ROOMY, add, add_host, all_classes, claim, hold, job, needs, plan
 
 DONE = JobCompletion(artifact="art1")
@@ -166,3 +168,19 @@ async def test_a_job_added_after_one_that_ends_meanwhile_does_not_wait_for_ever(
     await completing
     assert (await store.job(later.id)).waits_for == 0
     assert len(await claim(store, claim_id="c2", now_s=3.0)) == 1
+
+
+async def test_a_hub_finds_a_class_that_was_committed_after_a_later_one(
+    postgres_store: Store, postgres_url: str
+) -> None:
+    roster, early = Roster(postgres_store, LEASE_S), job("early").requirement
+    async with await psycopg.AsyncConnection.connect(postgres_url) as other:
+        cursor = await other.execute(
+            "INSERT INTO req_class (key, spec) VALUES (%s, %s) RETURNING id", (early.key, encode(early))
+        )
+        ((class_id,),) = await cursor.fetchall()
+        await add(postgres_store, job("late"))
+        await roster.refresh(0.0)
+        await other.commit()
+    await roster.refresh(FRESH_S)
+    assert roster.requirement(class_id) == early
