@@ -17,6 +17,7 @@ from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
+from urllib.parse import quote
 
 import msgspec
 import psutil  # type: ignore[import-untyped]
@@ -206,18 +207,21 @@ class GangLauncher:
                 return
 
     async def _keep_torchrun(self, address: str) -> int:
-        """Start it again if a signal killed it; any other end is the result of the training."""
+        """Start it again if a signal or the rendezvous ended it; any other end is the result of the training."""
+        failure_file = self._options.folder / "rendezvous-failure.txt"
         for failures in range(1, self._options.max_restarts + 2):
+            failure_file.unlink(missing_ok=True)
             self._torchrun = process = await asyncio.create_subprocess_exec(
-                *_torchrun_command(self._options, address),
+                *_torchrun_command(self._options, address, failure_file),
                 env=process_environment(),
                 start_new_session=True,
                 preexec_fn=end_with_parent,
             )
             status = await process.wait()
-            if status >= 0 or failures > self._options.max_restarts:
+            reason = f"was killed by signal {-status}" if status < 0 else _rendezvous_failure(status, failure_file)
+            if not reason or failures > self._options.max_restarts:
                 return status
-            self._say(f"torchrun was killed by signal {-status}: starting it again")
+            self._say(f"torchrun {reason}: starting it again")
             await self._clock.sleep(BACKOFF.delay_s(failures, no_jitter()))
         raise AssertionError("the last attempt returns")
 
@@ -331,11 +335,20 @@ def _write(file: Path, content: bytes) -> None:
     file.write_bytes(content)
 
 
-def _torchrun_command(options: GangOptions, address: str) -> list[str]:
+def _rendezvous_failure(status: int, file: Path) -> str:
+    """Empty: torchrun ended well, or by its workers."""
+    if status == 0 or not file.exists():
+        return ""
+    return f"failed in the rendezvous ({file.read_text('utf-8', errors='replace')[:200]})"
+
+
+def _torchrun_command(options: GangOptions, address: str, failure_file: Path) -> list[str]:
     local = ("--local-addr", options.local_address) if options.local_address else ()
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
         *("--rdzv-backend", "strata", "--rdzv-endpoint", address, "--rdzv-id", options.job),
+        # A comma would begin the next setting.
+        *("--rdzv-conf", f"failure_file={quote(str(failure_file))}"),
         *("--nnodes", options.hosts, "--nproc-per-node", str(options.workers)),
         *("--max-restarts", str(options.max_restarts), *local, *options.program),
     ]

@@ -13,10 +13,13 @@ import asyncio
 import os
 import random
 import socket
+import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Final
+from urllib.parse import unquote
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
@@ -48,6 +51,8 @@ SPARE_LOOK_S: Final = 2.0
 """Between two looks of a node that the job has no room for."""
 STORE_TIMEOUT: Final = timedelta(seconds=60)
 """For what a node tells the others between the rendezvous and the start of the workers; one may die in between."""
+LOST_S: Final = 60.0
+"""A node that died resets its connections at once; the coordinator evicts it later, by default within 15 s."""
 BACKOFF: Final = Backoff(first_s=1.0, most_s=30.0)
 STEADY_S: Final = 300.0
 """Workers that ran for so long have not failed at once: the backoff begins anew."""
@@ -63,6 +68,8 @@ class StrataRendezvous(RendezvousHandler):
         self._min, self._max = parameters.min_nodes, parameters.max_nodes
         self._join_s = float(parameters.get("join_timeout", 600))
         self._last_call_s = float(parameters.get("last_call_timeout", 5))
+        failure_file = unquote(str(parameters.get("failure_file", "")))
+        self._failure_file = Path(failure_file) if failure_file else None
         address = {"address": parameters.endpoint} if parameters.endpoint else {}
         base = load(WorkerSettings, section=SECTION, file=None, flags={**address, "job": nodes_job(self._job)})
         self._ip = parameters.local_addr or _address_towards(base.addresses[0])
@@ -182,8 +189,11 @@ class StrataRendezvous(RendezvousHandler):
             store = PrefixStore(f"round-{generation}", theirs)
             place = self._place_of_workers_store(store, rank)
         except DistError:
-            if not node.is_stale:
-                raise
+            until_s = time.monotonic() + LOST_S
+            while not (node.is_stale or node.generation != generation):
+                if time.monotonic() > until_s:
+                    raise
+                time.sleep(LOOK_S)
             return None
         self._round, self._began_s = generation, time.monotonic()
         _log.info("rendezvous", round=generation, node_rank=rank, nodes=world_size)
@@ -212,6 +222,11 @@ class StrataRendezvous(RendezvousHandler):
         """A job whose data is consumed refuses workers: nothing has to be closed here."""
 
     def shutdown(self) -> bool:
+        """torchrun calls it also while an error ends it, with the same exit status as for workers that failed."""
+        error = sys.exception()
+        if self._failure_file is not None and error is not None and _may_pass(error):
+            with suppress(OSError):
+                self._failure_file.write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
         self._leave()
         return True
 
@@ -222,6 +237,12 @@ class StrataRendezvous(RendezvousHandler):
     def _joined(self) -> Worker:
         assert self._node is not None
         return self._node
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether another rendezvous may succeed: a node died in mid-round, or the coordinator could not be reached."""
+    cause = error.__cause__
+    return isinstance(error, DistError) or (isinstance(cause, StrataError) and cause.code is Code.UNAVAILABLE)
 
 
 async def _count_members(settings: WorkerSettings) -> int:
