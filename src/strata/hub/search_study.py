@@ -31,12 +31,20 @@ def propose(search: SearchPlan, trials: Sequence[Trial], number: int, tries: int
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        study = optuna.create_study(directions=list(search.objective.values()))
-        space = {axis: _distribution(optuna, each) for axis, each in sorted(search.space.items())}
-        for trial in trials:
-            _replay(optuna, study, search, space, trial)
-        study.sampler = _sampler(optuna, search, sampler_seed(search.seed, number, tries))
-        return dict(study.ask(space).params)
+        try:
+            return _ask(optuna, search, trials, number, tries)
+        except Exception as error:
+            reason = f"Optuna proposes no point: {type(error).__name__}: {error}"
+            raise StrataError(Code.INTERNAL, reason) from error
+
+
+def _ask(optuna: Any, search: SearchPlan, trials: Sequence[Trial], number: int, tries: int) -> Point:
+    study = optuna.create_study(directions=list(search.objective.values()))
+    space = {axis: _distribution(optuna, each) for axis, each in sorted(search.space.items())}
+    for trial in trials:
+        _replay(optuna, study, search, space, trial)
+    study.sampler = _sampler(optuna, search, sampler_seed(search.seed, number, tries))
+    return dict(study.ask(space).params)
 
 
 def _replay(optuna: Any, study: Any, search: SearchPlan, space: dict[str, Any], trial: Trial) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
+from math import inf, isfinite
 from typing import Final
 
 import msgspec
@@ -22,6 +22,7 @@ from strata.fleet.core.report import MetricsReport, parse_lines
 from strata.fleet.core.requirement import with_sandbox
 from strata.fleet.core.search import (
     PRUNED,
+    Direction,
     Halving,
     SearchSweep,
     Trial,
@@ -50,9 +51,10 @@ class DeclaredSweeps:
     def __init__(self, store: SweepStore) -> None:
         self._store = store
 
+    async def check(self) -> None:
+        await asyncio.to_thread(require_optuna)
+
     async def replace(self, project: str, sweeps: Mapping[str, StoredSweep]) -> None:
-        if sweeps:
-            await asyncio.to_thread(require_optuna)
         await self._store.replace(project, sweeps)
 
 
@@ -210,7 +212,7 @@ class SweepRunner:
         if reader is None or reader.epoch != row.epoch:
             reader = self._readers[row.id, metric] = _ReportReader(epoch=row.epoch)
         while not reader.whole and (content := await self._streams.read(row.id, row.epoch, "metrics", reader.offset)):
-            if not reader.take(content, metric):
+            if not reader.take(content, metric, sweep.search.objective[metric]):
                 break
         reader.whole = row.status in _ENDED
         return rung_values(reader.reports, halving)
@@ -225,12 +227,13 @@ class _ReportReader:
     reports: list[tuple[int, float]] = field(default_factory=list)
     whole: bool = False
 
-    def take(self, content: bytes, metric: str) -> bool:
-        """Whether there was a whole line."""
+    def take(self, content: bytes, metric: str, direction: Direction) -> bool:
+        """Whether there was a whole line. A trial that diverged has the worst value there is."""
+        worst = inf if direction == "minimize" else -inf
         end = content.rfind(b"\n") + 1
         for each in parse_lines(content[:end].splitlines())[0]:
             value = each.values.get(metric) if isinstance(each, MetricsReport) else None
-            if isinstance(each, MetricsReport) and each.step is not None and isinstance(value, float):
-                self.reports.append((each.step, value))
+            if isinstance(each, MetricsReport) and each.step is not None and value is not None:
+                self.reports.append((each.step, value if isinstance(value, float) else worst))
         self.offset += end
         return end > 0

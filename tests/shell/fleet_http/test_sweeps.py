@@ -149,7 +149,7 @@ async def test_a_trial_that_falls_behind_is_stopped_by_the_reply_to_a_heartbeat(
         return [(each.verdict, each.cause) for each in reply.verdicts]
 
     assert await verdicts() == [("continue", "")] * 3
-    for value, lease in zip((0.1, 0.9, 0.3), leases, strict=True):
+    for value, lease in zip((0.1, 0.9, '"nan"'), leases, strict=True):
         line = f'{{"type": "metrics", "at_s": 1, "step": 10, "values": {{"loss": {value}}}}}\n'
         path = f"/v1/job/{lease.job_id}/metrics?epoch={lease.epoch}&offset=0"
         ok(await host.http.put(path, content=line.encode()), wire.PieceReply)
@@ -160,6 +160,8 @@ async def test_a_trial_that_falls_behind_is_stopped_by_the_reply_to_a_heartbeat(
     row = await site.hub.context.fleet.store.job(leases[1].job_id)
     assert row.status is JobStatus.CANCELLED
     assert row.reason.startswith("pruned: 0.9 at step 10 is not among the best 1 of ")
+    diverged = await site.hub.context.fleet.store.job(leases[2].job_id)
+    assert diverged.reason.startswith("pruned: inf at step 10 is not among the best 1 of ")
 
 
 async def test_a_hub_without_optuna_refuses_the_manifest(site: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,6 +170,25 @@ async def test_a_hub_without_optuna_refuses_the_manifest(site: Running, monkeypa
     reply = await (await site.operator()).post("/v1/manifest", json=body)
     assert "pip install 'strata-train[sweep]'" in reply.text
     assert refused(reply)[1] == "unsupported"
+    assert await site.hub.context.fleet.store.trainers() == {}, "nothing of it was applied"
+
+
+async def test_a_sweep_that_optuna_cannot_continue_does_not_hold_up_the_next_one(
+    site: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create_study = optuna.create_study
+
+    def refuse_first(*, directions: list[str]) -> Any:
+        if len(directions) == 2:
+            raise ValueError("Optuna refuses this one")
+        return create_study(directions=directions)
+
+    monkeypatch.setattr(optuna, "create_study", refuse_first)
+    fails = MANIFEST.replace('"tune"', '"bad"').replace('"minimize" }', '"minimize", size = "minimize" }')
+    sweep = MANIFEST[MANIFEST.index("[[sweeps]]") :]
+    body = manifest_body(f"{fails}trials = 2\n{SPACE}\n{sweep}trials = 2\nparallel = 2\n{SPACE}")
+    ok(await (await site.operator()).post("/v1/manifest", json=body), wire.ManifestReply)
+    await wait_for_jobs(site, 2)
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

@@ -64,8 +64,11 @@ class Secrets(Protocol):
 class Sweeps(Protocol):
     """The sweeps that search, by project and name."""
 
+    async def check(self) -> None:
+        """UNSUPPORTED if the hub lacks what proposes points."""
+
     async def replace(self, project: str, sweeps: Mapping[str, StoredSweep]) -> None:
-        """Those of the project are these from now on. UNSUPPORTED if the hub lacks what proposes points."""
+        """Those of the project are these from now on."""
 
 
 class Subscriptions(Protocol):

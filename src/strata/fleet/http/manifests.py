@@ -82,6 +82,8 @@ async def _schemas(
 
 async def _apply(context: HubContext, call: HubCall, body: wire.ManifestRequest) -> wire.ManifestReply:
     manifest = _with_sandbox(context, body.manifest)
+    if manifest.searches:
+        await context.sweeps.check()
     for trainer in manifest.trainers.values():
         await check_secrets(context, call.caller.owner, manifest.project, trainer.secrets)
     options = ApplyOptions(accept=body.accept, retrain=body.retrain, take_over=body.take_over)
