@@ -80,7 +80,8 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
         chunks = await _chunks(settings, data)
         artifacts = Artifacts(tables.index, chunks, clock)
         feed = Feed(tables.fleet.events, tables.newest_event)
-        vault = SecretVault(tables.secrets, load_key(settings.secrets_key or data / KEY_FILE))
+        key = load_key(settings.secrets_key or data / KEY_FILE, in_use=await tables.secrets.exist())
+        vault = SecretVault(tables.secrets, key)
         sender = AppriseSender()
         subscriptions = SubscriptionStore(vault, tables.cursors, feed, sender, clock.wall_s)
         context = HubContext(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from strata.base import log
 from strata.base.atomic import write_file
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret, read_secret
@@ -56,6 +57,8 @@ POSTGRES: Final = Component(
     ),
 )
 _COLUMNS: Final = "scope, name, sealed, changed_at, changed_by"
+_ANY: Final = "SELECT 1 FROM secret LIMIT 1"
+_log = log.get(__name__)
 
 
 class SecretRows(Protocol):
@@ -66,6 +69,9 @@ class SecretRows(Protocol):
     async def upsert(self, row: tuple[Any, ...]) -> None: ...
 
     async def delete(self, scope: str, name: str) -> bool: ...
+
+    async def exist(self) -> bool:
+        """Whether there is any."""
 
 
 class SqliteSecretRows:
@@ -86,6 +92,9 @@ class SqliteSecretRows:
             return db.execute("DELETE FROM secret WHERE scope = ? AND name = ?", (scope, name)).rowcount > 0
 
         return await self._thread.write(delete)
+
+    async def exist(self) -> bool:
+        return bool(await self._thread.read(lambda db: db.execute(_ANY).fetchall()))
 
 
 class PostgresSecretRows:
@@ -108,6 +117,9 @@ class PostgresSecretRows:
         query = "DELETE FROM secret WHERE scope = %(scope)s AND name = %(name)s RETURNING name"
         return bool(await self._connections.run(query, {"scope": scope, "name": name}))
 
+    async def exist(self) -> bool:
+        return bool(await self._connections.run(_ANY, {}))
+
 
 class SecretVault:
     """The secrets of a hub: values go in and come out, and the database sees neither."""
@@ -115,6 +127,8 @@ class SecretVault:
     def __init__(self, rows: SecretRows, key: Secret) -> None:
         self._rows = rows
         self._cipher = AESGCM(bytes.fromhex(key.reveal()))
+        self._unreadable: set[tuple[str, str]] = set()
+        """Those that the log has named."""
 
     async def put(self, scope: str, name: str, value: str, *, actor: str, now_s: float) -> None:
         there = await self._rows.select([scope])
@@ -134,34 +148,44 @@ class SecretVault:
         return await self._rows.delete(scope, name)
 
     async def reveal(self, scopes: Sequence[str], names: Sequence[str]) -> Mapping[str, str]:
-        """The values by name, each from the first of the scopes that has it; a name that no scope has is left out."""
+        """The values by name, each from the first of the scopes that has it.
+
+        A name that no scope has is left out, and so is one whose value cannot be opened: it holds up no other.
+        """
         rows = {(scope, name): sealed for scope, name, sealed, *_ in await self._rows.select(scopes)}
         values = {}
         for name in names:
             scope = next((each for each in scopes if (each, name) in rows), None)
-            if scope is not None:
-                values[name] = self._open(scope, name, rows[scope, name])
+            value = None if scope is None else self._open(scope, name, rows[scope, name])
+            if value is not None:
+                values[name] = value
         return values
 
-    def _open(self, scope: str, name: str, sealed: str) -> str:
-        content = base64.b64decode(sealed)
+    def _open(self, scope: str, name: str, sealed: str) -> str | None:
+        """None if it was sealed with another key, or as another secret."""
         try:
+            content = base64.b64decode(sealed)
             return self._cipher.decrypt(content[:_NONCE], content[_NONCE:], _context(scope, name)).decode()
-        except InvalidTag:
-            raise StrataError(
-                Code.CORRUPT,
-                f"the secret {name} was encrypted with another key than the hub has now",
-                hint=f"restore {KEY_FILE}, or set the secret again",
-            ) from None
+        except (InvalidTag, ValueError):
+            if (scope, name) not in self._unreadable:
+                self._unreadable.add((scope, name))
+                _log.error("secret_unreadable", scope=scope, name=name, hint=f"restore {KEY_FILE}, or set it again")
+            return None
 
 
 def _context(scope: str, name: str) -> bytes:
     return f"{scope}\0{name}".encode()
 
 
-def load_key(path: Path) -> Secret:
-    """The key in this file, made at the first start."""
+def load_key(path: Path, *, in_use: bool) -> Secret:
+    """The key in this file, made at the first start. PRECONDITION if it is missing and `in_use`: there are secrets."""
     if not path.exists():
+        if in_use:
+            raise StrataError(
+                Code.PRECONDITION,
+                f"{path} is missing, and the database has secrets that were encrypted with it",
+                hint=f"restore it; or give the secrets up with a new key: (umask 077; openssl rand -hex 32 > {path})",
+            )
         write_file(path, f"{secrets.token_hex(32)}\n".encode())
     key = read_secret(path)
     if not _KEY.fullmatch(key.reveal()):

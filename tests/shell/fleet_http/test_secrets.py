@@ -124,7 +124,7 @@ async def tables(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
 
 
 async def test_both_databases_keep_sealed_values(tables: Tables, tmp_path: Path) -> None:
-    vault = SecretVault(tables.secrets, load_key(tmp_path / "key"))
+    vault = SecretVault(tables.secrets, load_key(tmp_path / "key", in_use=False))
     for value in ("first value", VALUE):
         await vault.put("key:a", "TOKEN", value, actor="key:a", now_s=1.0)
     await vault.put("project:p", "TOKEN", "of the project", actor="operator", now_s=2.0)
@@ -133,13 +133,35 @@ async def test_both_databases_keep_sealed_values(tables: Tables, tmp_path: Path)
     assert [(each.scope, each.changed_at_s) for each in await vault.names(["key:a"])] == [("key:a", 1.0)]
     assert VALUE not in str(await tables.secrets.select(["key:a", "project:p"]))
     another = SecretVault(tables.secrets, Secret("0" * 64))
-    with pytest.raises(StrataError) as raised:
-        await another.reveal(["key:a"], ["TOKEN"])
-    assert raised.value.code is Code.CORRUPT
+    assert await another.reveal(["key:a"], ["TOKEN"]) == {}
     # A row that somebody with access to the database gives another name cannot be opened.
     (_, _, sealed, *_rest) = (await tables.secrets.select(["key:a"]))[0]
     await tables.secrets.upsert(("key:b", "TOKEN", sealed, 1.0, "key:b"))
-    with pytest.raises(StrataError):
-        await vault.reveal(["key:b"], ["TOKEN"])
+    await tables.secrets.upsert(("key:b", "NOISE", "?", 1.0, "key:b"))
+    await vault.put("key:b", "WHOLE", VALUE, actor="key:b", now_s=1.0)
+    names = ["NOISE", "TOKEN", "WHOLE"]
+    assert await vault.reveal(["key:b"], names) == {"WHOLE": VALUE}, "the others do not hold it up"
     assert await vault.remove("key:a", "TOKEN")
     assert not await vault.remove("key:a", "TOKEN")
+
+
+async def test_a_key_that_is_missing_is_not_replaced_while_there_are_secrets(tables: Tables, tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    first = load_key(path, in_use=await tables.secrets.exist())
+    await SecretVault(tables.secrets, first).put("key:a", "TOKEN", VALUE, actor="key:a", now_s=1.0)
+    assert load_key(path, in_use=await tables.secrets.exist()).reveal() == first.reveal()
+    path.unlink()
+    with pytest.raises(StrataError) as raised:
+        load_key(path, in_use=await tables.secrets.exist())
+    assert (raised.value.code, path.exists()) == (Code.PRECONDITION, False)
+    await tables.secrets.delete("key:a", "TOKEN")
+    assert load_key(path, in_use=await tables.secrets.exist()).reveal() != first.reveal()
+
+
+async def test_a_hub_does_not_start_without_the_key_of_its_secrets(tmp_path: Path) -> None:
+    async with running(tmp_path / "hub") as site:
+        await (await site.operator()).put("/v1/secret/TOKEN", json={"value": VALUE})
+    (tmp_path / "hub" / KEY_FILE).unlink()
+    with pytest.raises(StrataError, match=r"secrets\.key is missing"):
+        async with running(tmp_path / "hub"):
+            pass
