@@ -7,6 +7,7 @@ its owner can write to cannot be taken: the process that listens there belongs t
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import stat
@@ -70,6 +71,24 @@ def connect_unix(path: Path, timeout_s: float | None = None) -> socket.socket:
             connection.close()
             raise
     return connection
+
+
+def open_socket(folder: Path, inside: str) -> int:
+    """A descriptor of the socket at this path inside the folder, to connect to through `/proc/self/fd`. No link inside
+    the folder is followed, so who may write there cannot lead to another socket. OSError if there is no socket."""
+    path = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+    *folders, name = inside.split("/")
+    opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    for part, flags in [*((each, path | os.O_DIRECTORY) for each in folders), (name, path)]:
+        try:
+            inner = os.open(part, flags, dir_fd=opened)
+        finally:
+            os.close(opened)
+        opened = inner
+    if not stat.S_ISSOCK(os.fstat(opened).st_mode):
+        os.close(opened)
+        raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK), str(folder / inside))
+    return opened
 
 
 def is_listening(path: Path) -> bool:

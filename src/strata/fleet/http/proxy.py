@@ -6,13 +6,16 @@ reach it. Nothing here chooses a server: `servers` does.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from strata.base.errors import Code, StrataError
-from strata.base.unix_socket import parse_unix_address
+from strata.base.unix_socket import open_socket, parse_unix_address
 from strata.http.budget import BodyBudget
 from strata.http.route import RawReply
 from strata.identity.roles import Role
@@ -27,6 +30,8 @@ REPLY_S: Final = 180.0
 CONNECTIONS: Final = 512
 SMALL: Final = 1 << 20
 """A reply of known size up to this is read whole; a larger one is passed on piece by piece."""
+_OWN_FOLDER: Final = re.compile(r"(.*?/servers/[0-9a-f]+)/(.+)")
+"""The folder of a server on its host, which the server may write to, and what is inside."""
 _REQUEST_HEADERS: Final = frozenset(
     {"accept", "accept-encoding", "content-encoding", "content-type", "host", "if-none-match", "range", "x-request-id"}
 )
@@ -63,12 +68,35 @@ def passed_headers(headers: Mapping[str, str], *, tls: bool) -> dict[str, str]:
     return passed | {"x-forwarded-proto": "https" if tls else "http"}
 
 
+def check_target(target: str) -> None:
+    """INVALID if the path could be read as another one: the server gets it as it was sent."""
+    path = target.partition("?")[0]
+    if "%2f" in path.lower() or not {".", ".."}.isdisjoint(unquote(path).replace("\\", "/").split("/")):
+        raise StrataError(Code.INVALID, f"{path[:200]!r} is not the path of a request to a training server")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConnections:
+    """The connections to one address."""
+
+    client: httpx.AsyncClient
+    socket: int | None = None
+    """A descriptor of the Unix socket: it stays this one, whatever its path leads to later."""
+
+    async def close(self) -> None:
+        await self.client.aclose()
+        if self.socket is not None:
+            os.close(self.socket)
+
+
 @dataclass
 class ServerProxy:
     """Connections to the servers, by address."""
 
     bodies: BodyBudget = field(default_factory=lambda: BodyBudget(largest=MAX_BODY))
-    _clients: dict[str, httpx.AsyncClient] = field(default_factory=dict)
+    _open: dict[str, ServerConnections] = field(default_factory=dict)
+    _replaced: list[ServerConnections] = field(default_factory=list)
+    """To sockets in whose place their servers have made others."""
 
     async def send(self, address: str, request: ForwardedRequest, *, key: str, tenant: Tenant | None) -> RawReply:
         """The server's reply; UNAVAILABLE if it cannot be reached. Without a tenant nobody's word is given."""
@@ -77,7 +105,14 @@ class ServerProxy:
         headers = dict(request.headers)
         if tenant is not None:
             headers |= tenant.headers() | {"x-strata-front": key}
-        client = self._client(address)
+        check_target(request.target)
+        try:
+            client = self._client(address)
+        except OSError as error:
+            reason = error.strerror or type(error).__name__
+            raise StrataError(
+                Code.UNAVAILABLE, f"the training server cannot be reached: {reason}", hint="try again"
+            ) from error
         sent = client.build_request(request.method, request.target, headers=headers, content=request.content)
         try:
             reply = await client.send(sent, stream=True)
@@ -93,31 +128,49 @@ class ServerProxy:
             return RawReply(content, reply.status_code, media_type, passed)
         return RawReply(_pieces(reply), reply.status_code, media_type, passed)
 
-    def forget(self, addresses: set[str]) -> list[httpx.AsyncClient]:
+    def forget(self, addresses: set[str]) -> list[ServerConnections]:
         """Take out the connections to all but these addresses; the caller closes them."""
-        return [self._clients.pop(address) for address in set(self._clients) - addresses]
+        gone = [*self._replaced, *(self._open.pop(address) for address in set(self._open) - addresses)]
+        self._replaced.clear()
+        return gone
 
     async def close(self) -> None:
-        for client in self.forget(set()):
-            await client.aclose()
+        for connections in self.forget(set()):
+            await connections.close()
 
     def _client(self, address: str) -> httpx.AsyncClient:
-        if address not in self._clients:
-            import httpx
+        known = self._open.get(address)
+        socket = _open_socket(parse_unix_address(address)) if address.startswith("unix:") else None
+        if known is not None:
+            if socket is None or known.socket is None:
+                return known.client
+            if os.path.samestat(os.fstat(socket), os.fstat(known.socket)):
+                os.close(socket)
+                return known.client
+            self._replaced.append(known)
+        made = self._open[address] = ServerConnections(_connect(address, socket), socket)
+        return made.client
 
-            unix = address.startswith("unix:")
-            limits = httpx.Limits(max_connections=CONNECTIONS, max_keepalive_connections=32)
-            transport = httpx.AsyncHTTPTransport(
-                uds=str(parse_unix_address(address)) if unix else None, limits=limits, trust_env=False
-            )
-            self._clients[address] = httpx.AsyncClient(
-                transport=transport,
-                base_url="http://server" if unix else address,
-                timeout=httpx.Timeout(REPLY_S, connect=CONNECT_S),
-                follow_redirects=False,
-                trust_env=False,
-            )
-        return self._clients[address]
+
+def _open_socket(path: Path) -> int:
+    found = _OWN_FOLDER.fullmatch(str(path))
+    return open_socket(Path("/"), str(path)[1:]) if found is None else open_socket(Path(found[1]), found[2])
+
+
+def _connect(address: str, socket: int | None) -> httpx.AsyncClient:
+    import httpx
+
+    limits = httpx.Limits(max_connections=CONNECTIONS, max_keepalive_connections=32)
+    transport = httpx.AsyncHTTPTransport(
+        uds=None if socket is None else f"/proc/self/fd/{socket}", limits=limits, trust_env=False
+    )
+    return httpx.AsyncClient(
+        transport=transport,
+        base_url=address if socket is None else "http://server",
+        timeout=httpx.Timeout(REPLY_S, connect=CONNECT_S),
+        follow_redirects=False,
+        trust_env=False,
+    )
 
 
 async def _pieces(reply: httpx.Response) -> AsyncIterator[bytes]:

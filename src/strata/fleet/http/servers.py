@@ -263,8 +263,8 @@ async def _wake(context: HubContext, server: ServerRow, tenant: Tenant) -> None:
 
 
 async def _close_unused(context: HubContext, rows: Iterable[ServerRow]) -> None:
-    for client in context.proxy.forget({row.address for row in rows if row.serving}):
-        await client.aclose()
+    for connections in context.proxy.forget({row.address for row in rows if row.serving}):
+        await connections.close()
 
 
 def _starting(model: str) -> StrataError:
