@@ -25,10 +25,11 @@ from strata.fleet.claims import ClaimQueue
 from strata.fleet.core.amounts import more_memory
 from strata.fleet.core.fair_share import OwnerShares
 from strata.fleet.core.job import Cause, JobStatus
+from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.lease import LEASE_S, may_expire_leases, quarantine
 from strata.fleet.core.manifest import JobManifest
 from strata.fleet.core.match import eligible
-from strata.fleet.core.ownership import OPERATOR, Submitter, check_project
+from strata.fleet.core.ownership import OPERATOR, Submitter, check_project, check_servers
 from strata.fleet.core.plan import ApplyOptions, ApplyPlan, plan
 from strata.fleet.core.samples import HostSample, SamplePoint, finest
 from strata.fleet.core.why import UnmetDependency, Why, WhyQuery, why
@@ -216,7 +217,7 @@ class Fleet:
         """What applying this manifest would change; FORBIDDEN if the submitter may not change it."""
         check_project(submitter, manifest.project, (await self.store.projects()).get(manifest.project, ""))
         registered = await self.store.trainers()
-        return plan(
+        planned = plan(
             manifest,
             await self.store.existing_jobs(),
             trainers={name: each for (project, name), each in registered.items() if project == manifest.project},
@@ -224,10 +225,13 @@ class Fleet:
             options=options,
             submitter=submitter,
         )
+        check_servers(submitter, _queued(planned))
+        return planned
 
     async def apply(
         self, wanted: ApplyPlan, actor: str, *, source: str, declared: bool = True, submitter: Submitter = OPERATOR
     ) -> None:
+        check_servers(submitter, _queued(wanted))
         await self.store.apply(wanted, actor, self.now_s(), source=source, declared=declared, submitter=submitter)
         failpoint("fleet.apply.committed")
         self._shares_at_s = float("-inf")
@@ -242,6 +246,10 @@ class Fleet:
         return row
 
     async def requeue(self, job_id: str, actor: str, submitter: Submitter = OPERATOR) -> JobRow:
+        check_servers(submitter, [(await self.store.job(job_id)).spec])
+        return await self._requeue(job_id, actor, submitter)
+
+    async def _requeue(self, job_id: str, actor: str, submitter: Submitter) -> JobRow:
         row = await self.store.requeue(job_id, actor, self.now_s(), submitter=submitter)
         self._shares_at_s = float("-inf")
         self._changes.notify()
@@ -297,7 +305,7 @@ class Fleet:
         """Queue a server again that is asleep, within the quota of its owner. Another request may have done so at the
         same moment."""
         try:
-            await self.requeue(job_id, actor, owner)
+            await self._requeue(job_id, actor, owner)
         except StrataError as error:
             if error.code is not Code.PRECONDITION:
                 raise
@@ -418,3 +426,8 @@ class Fleet:
         verdict = quarantine(troubled, serves=serves, others_serve=others)
         if verdict.quarantined:
             await self.set_host_state(host_id, "quarantined", verdict.reason, "hub")
+
+
+def _queued(wanted: ApplyPlan) -> list[JobSpec]:
+    """The jobs that a plan queues, or lets run as something else."""
+    return [*wanted.new.values(), *wanted.requeued.values(), *(change.spec for change in wanted.changed)]

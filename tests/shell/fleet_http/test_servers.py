@@ -13,8 +13,8 @@ from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.quota import Quota
 from strata.fleet.http.servers import tag_of
-from strata.fleet.ports import ASLEEP, AttemptKey, ServerRow
-from tests.shell.fleet_http.running import Running, refused
+from strata.fleet.ports import ASLEEP, AttemptKey, JobFilter, ServerRow
+from tests.shell.fleet_http.running import Running, manifest_body, refused
 
 ANNA = Submitter(owner="anna")
 LONG_AGO_S = 5.0
@@ -110,6 +110,42 @@ async def test_the_server_of_an_operator_has_no_quota(site: Running) -> None:
     job = await sleeping(site)
     await site.hub.context.fleet.store.set_quota("*", Quota(jobs=0), "operator", 1.0)
     await until_queued(site, await site.with_role("researcher"), job)
+
+
+MANIFEST = """
+project = "p"
+[trainers.t]
+command = ["t"]
+directory = "/srv/t"
+[[jobs]]
+kind = "server"
+model = "tiny"
+trainer = "t"
+"""
+
+
+async def test_only_an_operator_queues_a_server(site: Running) -> None:
+    body = manifest_body(MANIFEST)
+    alice = await site.with_role("researcher")
+    for dry in (True, False):
+        assert refused(await alice.post("/v1/manifest", json={**body, "dry_run": dry})) == (403, "forbidden")
+    single = {
+        "spec": {"kind": "server", "model": "tiny", "trainer": "t"},
+        "trainer": {"name": "t", "command": ["t"], "directory": "/srv/t"},
+    }
+    assert refused(await alice.post("/v1/jobs", json=single)) == (403, "forbidden")
+    assert await site.hub.context.fleet.store.jobs(JobFilter()) == []
+    olga = await site.with_role("operator")
+    assert (await olga.post("/v1/manifest", json=body)).status_code == 200
+    (made,) = await site.hub.context.fleet.store.jobs(JobFilter())
+    assert made.spec.kind == "server"
+
+
+async def test_who_is_no_operator_does_not_queue_a_server_again(site: Running) -> None:
+    job = await serve(site, submitter=ANNA)
+    anna = await site.with_role("researcher", "anna")
+    assert (await anna.post(f"/v1/job/{job}/cancel", json={})).status_code == 200
+    assert refused(await anna.post(f"/v1/job/{job}/requeue")) == (403, "forbidden")
 
 
 async def until_queued(site: Running, client: httpx.AsyncClient, job: str) -> None:

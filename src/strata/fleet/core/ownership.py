@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.fleet.core.jobspec import DEFAULT_PROJECT
+from strata.fleet.core.jobspec import DEFAULT_PROJECT, JobSpec
 from strata.fleet.core.quota import EVERYBODY
 
 
@@ -57,6 +57,17 @@ def check_submission(submitter: Submitter, project: str, owner: str) -> None:
     """FORBIDDEN unless the submitter may queue single jobs in `project`: all may do so in the default project."""
     if project != DEFAULT_PROJECT:
         check_project(submitter, project, owner)
+
+
+def check_servers(submitter: Submitter, specs: Iterable[JobSpec]) -> None:
+    """FORBIDDEN if one of these jobs is a server and the submitter no operator: all who train send their data to it."""
+    for spec in specs:
+        if spec.kind == "server" and not submitter.operator:
+            raise StrataError(
+                Code.FORBIDDEN,
+                f"{spec.label} is a server, and only an operator may queue one",
+                hint="it gets the requests and the data of all who train",
+            )
 
 
 def check_owners(submitter: Submitter, jobs: Iterable[tuple[str, str]]) -> None:
