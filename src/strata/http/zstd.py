@@ -4,6 +4,7 @@ decompression of request bodies: their size is known before they are decompresse
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Final
 
 from strata.base.errors import Code, StrataError
@@ -42,6 +43,7 @@ __all__ = [
     "compress",
     "decompress",
     "decompress_frames",
+    "decompress_pieces",
     "decompressed_size",
     "get_frame_info",
     "get_frame_size",
@@ -89,6 +91,26 @@ def decompress_frames(body: bytes, limit: int) -> bytes:
     if body and not received:
         raise StrataError(Code.INVALID, "the zstd body is empty or cut off")
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def decompress_pieces(body: bytes, limit: int, piece: int = 1 << 20) -> Iterator[bytes]:
+    """The same content as `decompress_frames`, in pieces of at most so many bytes."""
+    most = _most(body, limit)
+    received = 0
+    try:
+        for frame in _frames(body):
+            decompressor = ZstdDecompressor(options={DecompressionParameter.window_log_max: _WINDOW_LOG})
+            part = decompressor.decompress(frame, max_length=piece)
+            while part or not decompressor.eof:
+                received += len(part)
+                if received > most:
+                    raise _too_much(most)
+                if not part and decompressor.needs_input:
+                    raise StrataError(Code.INVALID, "the zstd body is cut off")
+                yield part
+                part = b"" if decompressor.eof else decompressor.decompress(b"", max_length=piece)
+    except ZstdError as error:
+        raise StrataError(Code.INVALID, f"the body is not zstd: {error}") from None
 
 
 def _most(body: bytes, limit: int) -> int:

@@ -18,6 +18,7 @@ import httpx
 import msgspec
 
 from strata.base.clock import SystemClock
+from strata.base.unix_socket import listen_unix
 from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.manifest import parse_manifest
@@ -119,6 +120,22 @@ async def running(data: Path, **settings: Any) -> AsyncIterator[Running]:
             finally:
                 running.stop.set()
                 await serving
+
+
+@asynccontextmanager
+async def replying(path: Path, content: bytes) -> AsyncIterator[list[bytes]]:
+    """A server that replies with this content, and the first lines of the requests it got."""
+    got: list[bytes] = []
+
+    async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        got.append((await reader.readuntil(b"\r\n\r\n")).splitlines()[0])
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(content), content))
+        await writer.drain()
+        writer.close()
+
+    path.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
+    async with await asyncio.start_unix_server(reply, sock=listen_unix(path)):
+        yield got
 
 
 def ok(reply: httpx.Response, kind: type[T]) -> T:

@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from strata.base.errors import Code, StrataError
-from strata.base.unix_socket import format_unix_address, listen_unix
+from strata.base.unix_socket import format_unix_address
 from strata.fleet.http.proxy import ForwardedRequest, ServerProxy, check_target
+from tests.shell.fleet_http.running import replying
 
 REQUEST = ForwardedRequest(method="GET", target="/api/v1/status?x=1", headers={})
-
-
-@asynccontextmanager
-async def listening(path: Path, content: bytes) -> AsyncIterator[list[bytes]]:
-    """A server that replies with this content, and the first lines of the requests it got."""
-    got: list[bytes] = []
-
-    async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        got.append((await reader.readuntil(b"\r\n\r\n")).splitlines()[0])
-        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(content), content))
-        await writer.drain()
-        writer.close()
-
-    path.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
-    async with await asyncio.start_unix_server(reply, sock=listen_unix(path)):
-        yield got
 
 
 @pytest.fixture
@@ -50,7 +33,7 @@ async def test_a_link_leads_to_no_other_socket(proxy: ServerProxy, tmp_path: Pat
     own.mkdir(parents=True)
     (own / "s").symlink_to(tmp_path / "other" / "s")
     (own / "run").symlink_to(tmp_path / "other")
-    async with listening(tmp_path / "other" / "s", b"other") as got:
+    async with replying(tmp_path / "other" / "s", b"other") as got:
         for path in (own / "s", own / "run" / "s"):
             with pytest.raises(StrataError) as refused:
                 await send(proxy, path)
@@ -61,14 +44,14 @@ async def test_a_link_leads_to_no_other_socket(proxy: ServerProxy, tmp_path: Pat
 
 async def test_a_link_to_the_folder_of_the_agent_is_followed(proxy: ServerProxy, tmp_path: Path) -> None:
     (tmp_path / "work").symlink_to(tmp_path / "disk")
-    async with listening(tmp_path / "disk" / "servers" / "0a1b" / "run" / "api", b"served"):
+    async with replying(tmp_path / "disk" / "servers" / "0a1b" / "run" / "api", b"served"):
         assert await send(proxy, tmp_path / "work" / "servers" / "0a1b" / "run" / "api") == b"served"
 
 
 async def test_a_server_that_makes_its_socket_again_is_reached(proxy: ServerProxy, tmp_path: Path) -> None:
     path = tmp_path / "servers" / "0a1b" / "s"
     for content in (b"first", b"second"):
-        async with listening(path, content):
+        async with replying(path, content):
             assert await send(proxy, path) == content
         path.unlink(missing_ok=True)
     with pytest.raises(StrataError) as gone:
@@ -83,7 +66,7 @@ async def test_a_server_that_makes_its_socket_again_is_reached(proxy: ServerProx
 async def test_a_path_that_can_be_read_as_another_one_is_refused(
     proxy: ServerProxy, tmp_path: Path, target: str
 ) -> None:
-    async with listening(tmp_path / "servers" / "0a1b" / "s", b"reached") as got:
+    async with replying(tmp_path / "servers" / "0a1b" / "s", b"reached") as got:
         with pytest.raises(StrataError) as refused:
             await send(
                 proxy, tmp_path / "servers" / "0a1b" / "s", ForwardedRequest(method="GET", target=target, headers={})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from pathlib import Path
 
 import httpx
 import pytest
@@ -14,14 +15,16 @@ from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.quota import Quota
 from strata.fleet.http.servers import tag_of
 from strata.fleet.ports import ASLEEP, AttemptKey, JobFilter, ServerRow
-from tests.shell.fleet_http.running import Running, manifest_body, refused
+from strata.http.zstd import compress
+from tests.shell.fleet_http.running import Running, manifest_body, refused, replying
 
 ANNA = Submitter(owner="anna")
 LONG_AGO_S = 5.0
+NOBODY = Path("/nonexistent/socket")
 
 
-async def serve(site: Running, model: str = "tiny", submitter: Submitter = OPERATOR) -> str:
-    """A server that a host has published, at a socket where nobody listens."""
+async def serve(site: Running, model: str = "tiny", submitter: Submitter = OPERATOR, path: Path = NOBODY) -> str:
+    """A server that a host has published: at a socket where nobody listens, or at this one."""
     spec = JobSpec(kind="server", model=model, trainer="t")
     fleet = site.hub.context.fleet
     await fleet.store.apply(
@@ -30,7 +33,7 @@ async def serve(site: Running, model: str = "tiny", submitter: Submitter = OPERA
     host = await site.host(f"host-{model}")
     (lease,) = await host.claim(f"c-{model}")
     attempt = AttemptKey(host.id, lease.job_id, lease.epoch)
-    await fleet.store.publish_server(attempt, f"unix:{site.data}/nobody", [model], LONG_AGO_S)
+    await fleet.store.publish_server(attempt, f"unix:{path}", [model], LONG_AGO_S)
     return lease.job_id
 
 
@@ -146,6 +149,47 @@ async def test_who_is_no_operator_does_not_queue_a_server_again(site: Running) -
     anna = await site.with_role("researcher", "anna")
     assert (await anna.post(f"/v1/job/{job}/cancel", json={})).status_code == 200
     assert refused(await anna.post(f"/v1/job/{job}/requeue")) == (403, "forbidden")
+
+
+@pytest.mark.parametrize("nonsense", [b"[]", b"{", b'{"training_runs": 5, "cursor": {"total_count": "x"}}'])
+async def test_a_server_that_replies_nonsense_is_left_out_of_lists(
+    site: Running, tmp_path: Path, nonsense: bytes
+) -> None:
+    good = b'{"training_runs": [{"training_run_id": "r"}], "cursor": {"total_count": 1}}'
+    alice = await site.with_role("researcher")
+    async with replying(tmp_path / "a" / "s", nonsense), replying(tmp_path / "b" / "s", good):
+        await serve(site, "bad", path=tmp_path / "a" / "s")
+        await serve(site, "good", path=tmp_path / "b" / "s")
+        merged = await alice.get("/api/v1/training_runs")
+        assert (merged.status_code, merged.json()["training_runs"]) == (200, [{"training_run_id": "r"}])
+        assert merged.json()["cursor"]["total_count"] == 1
+        assert (await alice.get("/api/v1/get_server_capabilities")).json() == {"supported_models": []}
+
+
+async def test_a_session_is_of_the_tenant_who_opened_it(site: Running) -> None:
+    await serve(site)
+    alice, bert = await site.with_role("researcher", "alice"), await site.with_role("researcher", "bert")
+    session = (await alice.post("/api/v1/create_session", json={})).json()["session_id"]
+    asked = {"session_id": session, "base_model": "tiny"}
+    assert refused(await bert.post("/api/v1/create_model", json=asked)) == (404, "not_found")
+    assert refused(await alice.post("/api/v1/create_model", json=asked)) == (503, "unavailable"), "nobody listens there"
+    assert (await bert.post(f"/api/v1/sessions/{session}/finish", json={})).status_code == 204
+    assert refused(await bert.get(f"/api/v1/sessions/{session}")) == (404, "not_found")
+    assert (await alice.get(f"/api/v1/sessions/{session}")).status_code == 200, "it is open still"
+    strange = {"session_id": "session_ä", "base_model": "tiny"}
+    assert refused(await alice.post("/api/v1/create_model", json=strange)) == (400, "invalid")
+
+
+async def test_a_tag_is_found_in_a_compressed_body_wherever_it_is(site: Running, tmp_path: Path) -> None:
+    alice = await site.with_role("researcher")
+    async with replying(tmp_path / "a" / "s", b'"a"'), replying(tmp_path / "b" / "s", b'"b"'):
+        jobs = [await serve(site, name, path=tmp_path / name / "s") for name in ("a", "b")]
+        for job, name in zip(jobs, ("a", "b"), strict=True):
+            # Across the border of two pieces that are unpacked one after the other.
+            content = bytes((1 << 20) - 10) + f"session_1.{tag_of(job)}:train:0".encode() + bytes(100)
+            headers = {"content-encoding": "zstd"}
+            reply = await alice.post("/api/v1/forward_backward", content=compress(content), headers=headers)
+            assert (reply.status_code, reply.text) == (200, f'"{name}"')
 
 
 async def until_queued(site: Running, client: httpx.AsyncClient, job: str) -> None:

@@ -127,8 +127,8 @@ class HubContext:
     """Of pieces to logs and metrics, by job, epoch and name of the stream."""
     attempts: AttemptHosts = field(default_factory=AttemptHosts)
     proxy: ServerProxy = field(default_factory=ServerProxy)
-    sessions: dict[str, bytes] = field(default_factory=dict)
-    """What clients of training servers said of themselves, by session: tags and metadata, for the servers they use."""
+    sessions: dict[str, tuple[str, bytes]] = field(default_factory=dict)
+    """By session of a client of training servers: its tenant, and its tags and metadata for the servers it uses."""
     front_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     """The keys of the servers follow from it, so that no database has them."""
 

@@ -26,23 +26,28 @@ from strata.fleet.http.context import HubCall, HubContext
 from strata.fleet.http.long_poll import until_disconnect
 from strata.fleet.http.proxy import MAX_BODY, ForwardedRequest, Tenant, passed_headers
 from strata.fleet.ports import JobFilter, ServerRow
-from strata.http.route import MIB, PUBLIC, RESEARCHER, VIEWER, RawReply, Route, Upload
-from strata.http.zstd import decompress_frames
+from strata.http.route import KIB, MIB, PUBLIC, RESEARCHER, VIEWER, RawReply, Route, Upload
+from strata.http.zstd import decompress_frames, decompress_pieces
 from strata.identity.roles import CallerKind, Role
 
 BASE: Final = "/api/v1"
 WAKE_S: Final = 25.0
 """How long a request waits for a server that starts; then its client is told to try again."""
 WAKE_POLL_S: Final = 0.25
+ASK_S: Final = 10.0
+"""How long a server may take when all are asked."""
 TOUCH_S: Final = 1.0
 """How often the use of a server is written down at most."""
 _TAG_CHARACTERS: Final = 12
+_LONGEST_ID: Final = 128
 _TAGGED: Final = re.compile(rb"session_[0-9a-z]+\.([0-9a-f]{12})")
 _OPENING: Final = frozenset({f"{BASE}/create_model", f"{BASE}/create_sampling_session", f"{BASE}/load_weights"})
 """What a client sends with the id of its session at the hub."""
 _READING: Final = ("get_info", "weights_info", "list_checkpoints", "client/config", "client/dynamic_config")
 """What is sent with POST and changes nothing."""
 _MAX_SESSIONS: Final = 10_000
+_MAX_OWN_SESSIONS: Final = 1000
+_SESSION: Final = re.compile(r"session_[0-9a-z]{1,64}(\.[0-9a-f]{12})?")
 _LISTS: Final = {"training_runs": "last_request_time", "checkpoints": "time", "sessions": ""}
 """Lists of all servers, by the field that says how new an entry is; the ids of sessions say so themselves."""
 MAX_PAGE: Final = 1000
@@ -55,6 +60,8 @@ def tag_of(job_id: str) -> str:
 
 def _at_server(session: str, tag: str) -> str:
     """The id of a session at the server with this tag; an id that names its server already stays."""
+    if not _SESSION.fullmatch(session):
+        raise StrataError(Code.INVALID, f"{session[:100]!r} is not the id of a session")
     return session if _TAGGED.fullmatch(session.encode()) else f"{session}.{tag}"
 
 
@@ -88,12 +95,13 @@ async def create_session(call: HubCall, body: Upload) -> RawReply:
     context = call.context
     if not await context.fleet.store.servers() and not await _pending_servers(context, ""):
         raise StrataError(Code.NOT_FOUND, "this hub has no training server", hint='kind = "server" in a manifest')
-    await _tenant(call)
+    tenant = await _tenant(call)
     async with _read_body(call, body) as content:
         session = Ids(context.clock).new("session")
-        if len(context.sessions) >= _MAX_SESSIONS:
-            context.sessions.pop(next(iter(context.sessions)))
-        context.sessions[session] = content
+        own = [id_ for id_, (owner, _) in context.sessions.items() if owner == tenant.name]
+        if len(own) >= _MAX_OWN_SESSIONS or len(context.sessions) >= _MAX_SESSIONS:
+            context.sessions.pop(own[0] if len(own) >= _MAX_OWN_SESSIONS else next(iter(context.sessions)))
+        context.sessions[session] = (tenant.name, content)
     return _json({"type": "create_session", "session_id": session})
 
 
@@ -114,7 +122,8 @@ async def finish_session(call: HubCall, body: Upload) -> RawReply:
     session = call.path["session_id"]
     async with _read_body(call, body) as content:
         await _ask_all(call, "POST", lambda tag: (f"{BASE}/sessions/{_at_server(session, tag)}/finish", content))
-    call.context.sessions.pop(session, None)
+    if _opened_by(call.context, session) == (await _tenant(call)).name:
+        call.context.sessions.pop(session)
     return RawReply(b"", 204)
 
 
@@ -122,7 +131,7 @@ async def capabilities(call: HubCall) -> RawReply:
     """The models that can be trained here, of all servers; those that sleep by their names alone."""
     rows = await call.context.fleet.store.servers()
     replies = await _ask_all(call, "GET", lambda _: (f"{BASE}/get_server_capabilities", b""))
-    models = [model for reply in replies for model in reply.get("supported_models", ())]
+    models = [model for reply in replies for model in _listed(reply, "supported_models")]
     models += [{"model_name": row.models[0]} for row in rows if row.asleep and row.models]
     return _json({"supported_models": models})
 
@@ -138,12 +147,13 @@ async def listed(call: HubCall, body: Upload) -> RawReply:
     offset, limit = _whole_number(asked, "offset", 0), _whole_number(asked, "limit", 100)
     page = urlencode({"offset": 0, "limit": min(offset + limit, MAX_PAGE)})
     replies = await _ask_all(call, "GET", lambda _: (f"{path}?{page}", b""))
-    entries = [entry for reply in replies for entry in reply.get(name, ())]
+    entries = [entry for reply in replies for entry in _listed(reply, name)]
     entries.sort(key=lambda entry: str(entry.get(_LISTS[name], "") if isinstance(entry, dict) else entry), reverse=True)
     merged: dict[str, Any] = {name: entries[offset : offset + limit]}
     cursors = [reply["cursor"] for reply in replies if isinstance(reply.get("cursor"), dict)]
     if cursors:
-        total = sum(cursor.get("total_count", 0) for cursor in cursors)
+        counts = [cursor.get("total_count") for cursor in cursors]
+        total = sum(count for count in counts if isinstance(count, int))
         merged["cursor"] = {"offset": offset, "limit": limit, "total_count": total}
     return _json(merged)
 
@@ -155,14 +165,26 @@ async def show_session(call: HubCall, body: Upload) -> RawReply:
         return await forward(call, body)
     replies = await _ask_all(call, "GET", lambda tag: (f"{BASE}/sessions/{_at_server(session, tag)}", b""))
     parts = [reply for reply in replies if reply]
-    if not parts and session not in call.context.sessions:
+    if not parts and _opened_by(call.context, session) != (await _tenant(call)).name:
         raise StrataError(Code.NOT_FOUND, f"there is no session {session[:100]!r}")
     merged: dict[str, Any] = {"training_run_ids": [], "sampler_ids": [], "user_metadata": {}}
     for part in parts:
-        merged["training_run_ids"] += part.get("training_run_ids", ())
-        merged["sampler_ids"] += part.get("sampler_ids", ())
-        merged["user_metadata"] |= part.get("user_metadata", {})
+        merged["training_run_ids"] += _listed(part, "training_run_ids")
+        merged["sampler_ids"] += _listed(part, "sampler_ids")
+        metadata = part.get("user_metadata")
+        merged["user_metadata"] |= metadata if isinstance(metadata, dict) else {}
     return _json(merged)
+
+
+def _opened_by(context: HubContext, session: str) -> str:
+    """The tenant that opened this session at this hub; empty if none did since the hub started."""
+    return context.sessions[session][0] if session in context.sessions else ""
+
+
+def _listed(reply: Mapping[str, Any], name: str) -> list[Any]:
+    """A list in the reply of a server; empty if the server put something else there."""
+    found = reply.get(name)
+    return found if isinstance(found, list) else []
 
 
 def _whole_number(query: Mapping[str, str], name: str, default: int) -> int:
@@ -281,8 +303,12 @@ async def _with_session(
     if own == session:
         return request
     headers = {"content-type": "application/json", "x-strata-session": own}
-    content = context.sessions.get(session) or b"{}"
-    opening = ForwardedRequest(method="POST", target=f"{BASE}/create_session", headers=headers, content=content)
+    if _opened_by(context, session) not in ("", tenant.name):
+        raise StrataError(Code.NOT_FOUND, f"there is no session {session!r}")
+    _, content = context.sessions.get(session, ("", b""))
+    opening = ForwardedRequest(
+        method="POST", target=f"{BASE}/create_session", headers=headers, content=content or b"{}"
+    )
     opened = await _send(context, server, opening, tenant)
     if opened.status != 200:
         message = f"the training server did not open the session: status {opened.status}"
@@ -316,16 +342,16 @@ async def _ask_all(call: HubCall, method: str, request: Any) -> Sequence[Mapping
         forwarded = ForwardedRequest(method=method, target=target, headers=headers, content=content)
         key = context.front_key(server.job.id, server.epoch)
         try:
-            reply = await context.proxy.send(server.address, forwarded, key=key, tenant=tenant)
-        except StrataError:
-            # One that has just gone has nothing to say; the others have.
+            async with asyncio.timeout(ASK_S):
+                reply = await context.proxy.send(server.address, forwarded, key=key, tenant=tenant)
+                content = await _whole(reply)
+            replied = _decode(content) if reply.status == 200 else {}
+        except (StrataError, TimeoutError):
+            # One that has just gone, or replies with what nobody can read, has nothing to say; the others have.
             return {}
-        content = await _whole(reply)
-        if reply.status != 200:
-            return {}
-        if method == "POST":
+        if reply.status == 200 and method == "POST":
             await context.fleet.store.touch_server(server.job.id, context.fleet.now_s())
-        return _decode(content)
+        return replied
 
     rows = [row for row in await context.fleet.store.servers() if row.serving]
     return await asyncio.gather(*map(ask, rows))
@@ -355,7 +381,9 @@ async def _read_body(call: HubCall, body: Upload) -> AsyncIterator[bytes]:
             size += len(part)
             await reservation.resize(size)
             parts.append(part)
-        yield b"".join(parts)
+        content = b"".join(parts)
+        parts.clear()
+        yield content
 
 
 def _request(call: HubCall, content: bytes) -> ForwardedRequest:
@@ -380,8 +408,19 @@ async def _find_tag(request: ForwardedRequest, *, several: bool) -> str:
         return ""
     found = _TAGGED.search(request.target.replace("%3A", ":").encode()) or _TAGGED.search(request.content)
     if found is None and request.headers.get("content-encoding", "").lower() == "zstd":
-        found = _TAGGED.search(await asyncio.to_thread(decompress_frames, request.content, MAX_BODY))
+        found = await asyncio.to_thread(_search_compressed, request.content)
     return "" if found is None else found[1].decode()
+
+
+def _search_compressed(content: bytes) -> re.Match[bytes] | None:
+    """The first tag in a compressed body. Only a piece of it is unpacked at a time: nothing counts that memory."""
+    before = b""
+    for piece in decompress_pieces(content, MAX_BODY):
+        found = _TAGGED.search(before + piece)
+        if found is not None:
+            return found
+        before = (before + piece)[-_LONGEST_ID:]
+    return None
 
 
 def _unsigned(query: str) -> bytes:
@@ -416,7 +455,7 @@ def _json(value: Mapping[str, Any]) -> RawReply:
 
 
 ROUTES: Final = (
-    Route("POST", f"{BASE}/create_session", RESEARCHER, create_session),
+    Route("POST", f"{BASE}/create_session", RESEARCHER, create_session, 8 * KIB),
     Route("POST", f"{BASE}/session_heartbeat", RESEARCHER, session_heartbeat),
     Route("POST", f"{BASE}/kill_session", RESEARCHER, kill_session),
     Route("POST", f"{BASE}/sessions/{{session_id}}/finish", RESEARCHER, finish_session),
