@@ -9,6 +9,7 @@ import pytest
 
 from strata.base.errors import Code, StrataError
 from strata.fleet.agent.attempt_folder import AttemptPaths
+from strata.fleet.agent.containers import registry_reference
 from strata.fleet.agent.hub_api import HubApi
 from strata.fleet.agent.prepare import HostContext, create_work_folder, prepare_attempt
 from strata.fleet.agent.settings import AgentSettings
@@ -48,3 +49,56 @@ def test_an_image_comes_with_no_folder_of_the_host(tmp_path: Path, tries: Callab
             prepare(host, trainer)
         assert refused.value.code is Code.PRECONDITION
         tries(2)
+
+
+PLACES = (
+    "dir:/etc",
+    "dir:80/etc",
+    "dir:latest",
+    "oci:layout",
+    "oci-archive:/tmp/image.tar",
+    "docker-archive:image.tar",
+    "docker-daemon:python:3.12",
+    "containers-storage:python",
+    "docker://docker.io/library/python",
+    "a/../../b",
+    "docker.io//python",
+    "docker.io/library/python@sha256:0",
+)
+
+
+@pytest.mark.attack(AREA, "run what lies on the host as an image, by a transport of the container runtime")
+def test_an_image_is_a_name_in_a_registry(tmp_path: Path, tries: Callable[[int], None]) -> None:
+    host = a_host(tmp_path)
+    for image in PLACES:
+        trainer = a_trainer("cat", bundle="0" * 64, environment=EnvironmentSpec(image=image))
+        with pytest.raises(StrataError, match="not the name of an image in a registry"):
+            check_trainer(trainer)
+        with pytest.raises(StrataError, match="not the name of an image in a registry"):
+            prepare(host, trainer)
+        tries(2)
+    digest = "sha256:" + "0" * 64
+    for image in (
+        "python",
+        "python:3.12",
+        "a/b__c-d.e",
+        "ghcr.io/a/b",
+        "quay.io:443/a/b:1.0",
+        f"nvcr.io/a/b:1@{digest}",
+    ):
+        check_trainer(a_trainer("cat", bundle="0" * 64, environment=EnvironmentSpec(image=image)))
+
+
+@pytest.mark.attack(AREA, "have the host fetch from a service of its own network by naming it as a registry")
+def test_a_host_pulls_from_public_names_or_from_its_own_list(tries: Callable[[int], None]) -> None:
+    hosts = ("127.0.0.1:5000", "169.254.169.254", "10.0.0.1:80", "127.1:80", "0x7f.0x1", "localhost", "localhost:5000")
+    for host in (*hosts, "registry:5000", "a.localhost", "metadata.google.internal", "printer.local"):
+        with pytest.raises(StrataError, match=f"pulls no images from {host}"):
+            registry_reference(f"{host}/a/b:1", ())
+        assert registry_reference(f"{host}/a/b:1", (host,)) == f"{host}/a/b:1"
+        tries(1)
+    with pytest.raises(StrataError, match="pulls no images from docker"):
+        registry_reference("python:3.12", ("ghcr.io",))
+    assert registry_reference("python:3.12", ()) == "docker.io/library/python:3.12"
+    assert registry_reference("a/b", ()) == "docker.io/a/b"
+    assert registry_reference("ghcr.io/a/b", ()) == "ghcr.io/a/b"

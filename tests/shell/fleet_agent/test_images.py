@@ -63,6 +63,7 @@ def submit(hub: HubProcess, script: str, host: str, *, image: str = IMAGE, **tra
 
 def settings(storage: tuple[str, ...]) -> dict[str, str]:
     return {
+        "STRATA_AGENT_CONTAINERS_REGISTRIES": json.dumps(["localhost", "127.0.0.1:1"]),
         "STRATA_AGENT_CONTAINERS_OPTIONS": json.dumps(storage),
         "STRATA_AGENT_CONTAINERS_RUN_OPTIONS": json.dumps(RUN_OPTIONS),
     }

@@ -32,6 +32,8 @@ _LINES: Final = 20
 _CLIENT: Final = ("PATH", "HOME", "XDG_RUNTIME_DIR", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "SSL_CERT_FILE", "LANG")
 _OF_THE_HOST: Final = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH")
 """Variables that mean something on the host and not in an image."""
+_PRIVATE: Final = ("localhost", "local", "internal", "lan", "home", "corp", "intranet", "arpa")
+"""Last parts of names that the public name service does not have, or that are addresses."""
 _log = log.get(__name__)
 
 
@@ -73,13 +75,38 @@ def find_runtime(settings: ContainerSettings, environ: Mapping[str, str], *, is_
     raise StrataError(Code.PRECONDITION, f"the job needs an image, and {reason}")
 
 
+def registry_reference(image: str, registries: Sequence[str]) -> str:
+    """The image with its registry. PRECONDITION unless this host pulls from there.
+
+    `image_problem` has accepted the image. Without a list of registries every public name is good: no address, and no
+    name that is known on this machine or in its network alone.
+    """
+    first, slash, rest = image.partition("/")
+    if not slash or not ("." in first or ":" in first or first == "localhost"):
+        first, rest = "docker.io", image if slash else f"library/{image}"
+    allowed = first in registries if registries else _is_public(first.partition(":")[0].lower())
+    if not allowed:
+        raise StrataError(
+            Code.PRECONDITION,
+            f"this host pulls no images from {first}",
+            hint="agent.containers.registries of the host lists the registries that are allowed",
+        )
+    return f"{first}/{rest}"
+
+
+def _is_public(host: str) -> bool:
+    name, _, top = host.rpartition(".")
+    # The last part of an address is a number, in whatever spelling.
+    return bool(name) and not top[:1].isdigit() and top not in _PRIVATE
+
+
 def ensure_image(runtime: ContainerRuntime, image: str, wanted: Callable[[], bool]) -> None:
-    """Pull the image unless it is on this host. PRECONDITION if that fails."""
+    """Pull the image, from `registry_reference`, unless it is on this host. PRECONDITION if that fails."""
     # Apptainer pulls it when it starts.
     if runtime.kind == "apptainer" or not _run(runtime, ("image", "exists", image), wanted)[0]:
         return
     began_s = time.monotonic()
-    status, output = _run(runtime, ("pull", "--quiet", image), wanted)
+    status, output = _run(runtime, ("pull", "--quiet", f"docker://{image}"), wanted)
     if status:
         lines = output.strip().splitlines()[-_LINES:] or [f"status {status}"]
         raise StrataError(Code.PRECONDITION, f"the image {image} cannot be pulled:\n" + "\n".join(lines))
@@ -112,7 +139,7 @@ def contain(
 
 
 def _podman_options(spec: SupervisorSpec, paths: AttemptPaths, view: ContainerView) -> list[str]:
-    options = ["--rm", "--name", f"strata-{paths.folder.name}", "--workdir", spec.cwd]
+    options = ["--rm", "--pull", "never", "--name", f"strata-{paths.folder.name}", "--workdir", spec.cwd]
     options += ["--cap-drop", "all", "--security-opt", "no-new-privileges", "--network", _network(view.sandbox)]
     options += [word for folder in (paths.folder, *view.writable) for word in ("--mount", _mount(folder))]
     options += [word for folder in view.readable for word in ("--mount", f"{_mount(folder)},ro=true")]

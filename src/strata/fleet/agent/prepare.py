@@ -16,7 +16,7 @@ from strata.base.errors import Code, StrataError
 from strata.fleet.agent import environment, trainer_source
 from strata.fleet.agent.artifact_transfer import download_as_tar
 from strata.fleet.agent.attempt_folder import AttemptPaths, JobUser, create_attempt_folder, remove_folder
-from strata.fleet.agent.containers import ContainerView, contain, ensure_image, find_runtime
+from strata.fleet.agent.containers import ContainerView, contain, ensure_image, find_runtime, registry_reference
 from strata.fleet.agent.data_cache import provide_data
 from strata.fleet.agent.environment_cache import (
     EnvironmentCache,
@@ -158,7 +158,8 @@ def prepare_attempt(
     writable = [data_folder(host.settings.work_folder, lease.job_id)] if server else []
     if wanted_environment is not None and wanted_environment.image:
         runtime = find_runtime(settings.containers, host.environ, is_root=is_root())
-        ensure_image(runtime, wanted_environment.image, wanted)
+        image = registry_reference(wanted_environment.image, settings.containers.registries)
+        ensure_image(runtime, image, wanted)
         view = ContainerView(
             readable=readable,
             writable=writable,
@@ -168,7 +169,7 @@ def prepare_attempt(
             job_user=job_user,
         )
         facts |= {"environment": {"image": wanted_environment.image, "runtime": runtime.kind}}
-        contained = contain(runtime, wanted_environment.image, spec, paths, view)
+        contained = contain(runtime, image, spec, paths, view)
         return PreparedAttempt(host.sandbox.limit_disk(contained, paths), facts)
     confined = host.sandbox.confine(spec, paths, readable=readable, writable=writable, gpus=devices != ())
     return PreparedAttempt(confined, facts)

@@ -45,6 +45,8 @@ class ContainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     program: Literal["podman", "apptainer"] | None = None
     """None: the one that is installed, podman first."""
+    registries: tuple[str, ...] = ()
+    """Where images may come from, as in `docker.io` and `10.1.2.3:5000`. Empty: any registry with a public name."""
     options: tuple[str, ...] = ()
     """For the runtime, before its command: `--runtime runc`, `--root`."""
     run_options: tuple[str, ...] = ()

@@ -49,6 +49,17 @@ Bundle = Annotated[str, msgspec.Meta(pattern=r"\A((sha256:)?[0-9a-f]{64}|artifac
 SourcePath = Annotated[str, msgspec.Meta(max_length=256, pattern=r"\A(?!.*(^|/)\.\.?(/|$))[A-Za-z0-9_.][^\0\\\n]*\Z")]
 """A file below the source of a trainer."""
 Image = Annotated[str, msgspec.Meta(max_length=512, pattern=r"\A([a-z0-9][A-Za-z0-9._/:@-]*)?\Z")]
+TRANSPORTS: Final = (
+    "atomic", "containers-storage", "dir", "docker", "docker-archive", "docker-daemon", "file", "ftp", "http", "https",
+    "instance", "library", "oci", "oci-archive", "oras", "ostree", "shub", "sif", "ssh", "tarball",
+)  # fmt: skip
+"""What podman and apptainer take for another place than a registry, before the first colon."""
+_IMAGE_REFERENCE: Final = re.compile(
+    r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?(?::[0-9]{1,5})?/)?"
+    r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*(?:/[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*)*"
+    r"(?::[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(?:@sha256:[0-9a-f]{64})?"
+)
+"""A name in a registry, as the OCI distribution specification has it; not a transport of podman or apptainer."""
 PythonVersion = Annotated[str, msgspec.Meta(pattern=r"\A([0-9]{1,2}\.[0-9]{1,3}(\.[0-9]{1,3})?)?\Z")]
 VariableName = Annotated[str, msgspec.Meta(max_length=256, pattern=r"\A[A-Za-z_][A-Za-z0-9_]*\Z")]
 
@@ -247,6 +258,9 @@ def image_problem(trainer: TrainerSpec) -> str:
     """
     if trainer.environment is None or not trainer.environment.image:
         return ""
+    image = trainer.environment.image
+    if not _IMAGE_REFERENCE.fullmatch(image) or image.partition(":")[0] in TRANSPORTS:
+        return f"{image!r} is not the name of an image in a registry, as in docker.io/library/python:3.12"
     if trainer.directory:
         return "an image and a directory of the host exclude each other: upload the source, or name a commit"
     return ""
