@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -40,6 +41,9 @@ class JobLimits:
         self._count_kills = oom_kills
         self._kills_before = oom_kills()
         self._measure_at_s = 0.0
+        self._disk_watcher: threading.Thread | None = None
+        self._disk_reason: dict[str, Any] = {}
+        self._ended = threading.Event()
 
     def apply(self) -> None:
         """Before the child starts. OSError: the host cannot limit it, and it must not start."""
@@ -61,11 +65,10 @@ class JobLimits:
         """What the child exceeds, for `exit.json`; empty if nothing."""
         if now_s < self._measure_at_s:
             return {}
-        reason: dict[str, Any] = {}
-        if self._disk_bytes:
-            used = disk_usage(self._disk_folder)
-            if used is None or used > self._disk_bytes:
-                reason = {"exceeded": "disk", "exceeded_bytes": -1 if used is None else used}
+        if self._disk_bytes and self._disk_watcher is None:
+            self._disk_watcher = threading.Thread(target=self._watch_disk, name="disk", daemon=True)
+            self._disk_watcher.start()
+        reason = self._disk_reason
         if self._watch_memory and self._memory_bytes:
             used = rss_bytes()
             if used > self._memory_bytes:
@@ -75,12 +78,24 @@ class JobLimits:
         self._measure_at_s = now_s + max(MEASURE_S, 10 * (time.monotonic() - now_s))
         return reason
 
+    def _watch_disk(self) -> None:
+        """In a thread: a job may have so many files that their measurement takes minutes, and is stopped meanwhile."""
+        took_s = 0.0
+        while not self._ended.wait(max(MEASURE_S, 9 * took_s) if took_s else 0.0):
+            began_s = time.monotonic()
+            used = disk_usage(self._disk_folder)
+            if used is None or used > self._disk_bytes:
+                self._disk_reason = {"exceeded": "disk", "exceeded_bytes": -1 if used is None else used}
+                return
+            took_s = time.monotonic() - began_s
+
     def kill(self) -> bool:
         """Kill every process in the groups; whether there was one."""
         return self._cgroup is not None and bool(self._cgroup.kill_groups(self._groups))
 
     def remove(self) -> int:
         """After the child: how many of its processes were killed because they were out of memory."""
+        self._ended.set()
         if self._cgroup is None:
             kills = self._watched_kills or self._count_kills() - self._kills_before
         else:
