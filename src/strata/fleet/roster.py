@@ -49,6 +49,8 @@ class Roster:
         self._refusing: Collection[str] = ()
         self._served: dict[str, tuple[Profile, int, Capacity, Mapping[int, Amounts]]] = {}
         self._profiles: dict[str, tuple[HostRow, Profile]] = {}
+        self.totals = FleetTotals()
+        """What the hosts that take jobs have together."""
         self._read_at_s = float("-inf")
         self._invalidations = 0
         self._reading = asyncio.Lock()
@@ -77,6 +79,7 @@ class Roster:
         self._hosts = {host.id: host for host in await self._store.hosts()}
         self._profiles = {}
         self._served = {host_id: served for host_id, served in self._served.items() if host_id in self._hosts}
+        self.totals = add_up(self.profile(host).capacity for host in self._hosts.values() if host.state == "active")
         if invalidations == self._invalidations:
             self._read_at_s = now_s
 
@@ -88,10 +91,6 @@ class Roster:
 
     def hosts(self) -> Sequence[HostRow]:
         return list(self._hosts.values())
-
-    def totals(self) -> FleetTotals:
-        """What the hosts that take jobs have together."""
-        return add_up(self.profile(host).capacity for host in self._hosts.values() if host.state == "active")
 
     def profile(self, host: HostRow) -> Profile:
         known = self._profiles.get(host.id)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -83,6 +83,8 @@ class Fleet:
         self._changes = Broadcast()
         self._claims = ClaimQueue(store, self.settings.stale_after_s, self.now_s, self._owner_shares)
         self._shares: OwnerShares | None = None
+        self._owners: Collection[str] = ()
+        """Those with jobs that have not ended, when the shares were read."""
         self._shares_at_s = float("-inf")
         self._heartbeats: dict[str, float] = {}
         self._samples: list[SamplePoint] = []
@@ -138,14 +140,18 @@ class Fleet:
 
     async def _owner_shares(self) -> OwnerShares | None:
         """What owners hold of the fleet; None while one owner alone has jobs. Read once a second, because all leases
-        are counted, and when this hub queued jobs: they may be those of another owner."""
+        are counted, and when this hub queued jobs of an owner who had none."""
         now_s = self.now_s()
         if not 0 <= now_s - self._shares_at_s < SHARES_S:
             self._shares_at_s = now_s
-            owners = await self.store.owners()
+            self._owners = owners = await self.store.owners()
             held = await self.store.held_by_owner() if len(owners) > 1 else ()
-            self._shares = OwnerShares(self._roster.totals(), owners, held) if len(owners) > 1 else None
+            self._shares = OwnerShares(self._roster.totals, owners, held) if len(owners) > 1 else None
         return self._shares
+
+    def _on_queued(self, owner: str) -> None:
+        if owner not in self._owners:
+            self._shares_at_s = float("-inf")
 
     async def renew(self, host_id: str, renewals: Sequence[Renewal]) -> Sequence[RenewalResult]:
         self.touch_host(host_id)
@@ -234,7 +240,7 @@ class Fleet:
         check_servers(submitter, _queued(wanted))
         await self.store.apply(wanted, actor, self.now_s(), source=source, declared=declared, submitter=submitter)
         failpoint("fleet.apply.committed")
-        self._shares_at_s = float("-inf")
+        self._on_queued(submitter.owner)
         self._roster.invalidate()
         if wanted.hosts:
             await self._fail_unservable_jobs()
@@ -251,7 +257,7 @@ class Fleet:
 
     async def _requeue(self, job_id: str, actor: str, submitter: Submitter) -> JobRow:
         row = await self.store.requeue(job_id, actor, self.now_s(), submitter=submitter)
-        self._shares_at_s = float("-inf")
+        self._on_queued(row.owner)
         self._changes.notify()
         return row
 

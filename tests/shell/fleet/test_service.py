@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from strata.fleet.core.capability import Capability, Gpu
 from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.jobspec import HostSpec, JobSpec
 from strata.fleet.core.manifest import JobManifest, parse_manifest
+from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.requirement import Needs
 from strata.fleet.ports import AttemptKey, Claim, HostRow, JobCompletion, JobFailure, JobLease, Renewal
@@ -32,9 +33,10 @@ LEASE_S = 45.0
 
 
 class CountedStore(SqliteStore):
-    """Counts how often the hosts are read, and can be held up while it reads them."""
+    """Counts how often the hosts and the owners are read, and can be held up while it reads the hosts."""
 
     reads = 0
+    owner_reads = 0
     gate: asyncio.Event | None = None
 
     async def hosts(self) -> Sequence[HostRow]:
@@ -43,6 +45,10 @@ class CountedStore(SqliteStore):
         if self.gate is not None:
             await self.gate.wait()
         return found
+
+    async def owners(self) -> Collection[str]:
+        self.owner_reads += 1
+        return await super().owners()
 
 
 class SteppingClock(ManualClock):
@@ -64,8 +70,9 @@ class Site:
         await self.fleet.register(row, f"host:{name}")
         return row.id
 
-    async def add(self, *specs: JobSpec) -> None:
-        await self.fleet.apply(ApplyPlan(new={spec.id: spec for spec in specs}), "operator", source="test")
+    async def add(self, *specs: JobSpec, submitter: Submitter = OPERATOR) -> None:
+        wanted = ApplyPlan(new={spec.id: spec for spec in specs})
+        await self.fleet.apply(wanted, "operator", source="test", declared=submitter.operator, submitter=submitter)
 
     async def pass_time(self, seconds: float) -> None:
         """Time passes and the hub ticks, once a second."""
@@ -107,6 +114,18 @@ async def test_hosts_that_ask_at_once_share_one_look_at_who_is_there(site: Site,
     before = store.reads
     await asyncio.gather(*(site.fleet.claim(host, "c1") for host in hosts))
     assert store.reads == before + 1
+
+
+async def test_only_jobs_of_an_owner_who_had_none_make_a_claim_read_the_owners_again(
+    site: Site, store: CountedStore
+) -> None:
+    host = await site.host("anna")
+    reads = []
+    for number, owner in enumerate(("bert", "bert", "carl", "carl")):
+        await site.add(JobSpec(model="a", seed=number), submitter=Submitter(owner=owner))
+        assert await site.fleet.claim(host, f"c{number}")
+        reads.append(store.owner_reads)
+    assert reads == [1, 1, 2, 2]
 
 
 async def test_a_host_that_registers_while_others_are_looked_up_is_not_overlooked(
