@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 from urllib.parse import quote
@@ -117,6 +118,8 @@ class GangLauncher:
         self._show = show
         self._hangs = HangWatch(options.hang_after_s)
         self._torchrun: asyncio.subprocess.Process | None = None
+        self._workers: dict[str, psutil.Process] = {}
+        """Last seen below torchrun: one that is killed may leave them behind."""
         self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self, coordinator_command: Sequence[str]) -> int:
@@ -178,7 +181,7 @@ class GangLauncher:
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
-                    preexec_fn=end_with_parent,
+                    preexec_fn=partial(end_with_parent, parent=os.getpid()),
                 )
             try:
                 status = await process.wait()
@@ -215,9 +218,10 @@ class GangLauncher:
                 *_torchrun_command(self._options, address, failure_file),
                 env=process_environment(),
                 start_new_session=True,
-                preexec_fn=end_with_parent,
+                preexec_fn=partial(end_with_parent, parent=os.getpid()),
             )
             status = await process.wait()
+            self._kill_workers()
             reason = f"was killed by signal {-status}" if status < 0 else _rendezvous_failure(status, failure_file)
             if not reason or failures > self._options.max_restarts:
                 return status
@@ -231,6 +235,14 @@ class GangLauncher:
         await asyncio.wait(tasks)
         if self._torchrun is not None:
             await _stop(self._torchrun, STOP_S)
+            self._kill_workers()
+
+    def _kill_workers(self) -> None:
+        """Those that torchrun left behind: they would train on beside those that follow."""
+        for process in self._workers.values():
+            with suppress(psutil.Error):
+                process.kill()
+        self._workers = {}
 
     async def _stop_tasks(self) -> None:
         for task in self._tasks:
@@ -273,7 +285,9 @@ class GangLauncher:
     async def _see_to_hung(self, job: JobView) -> None:
         overdue = self._hangs.overdue(job, self._clock.monotonic_s())
         suspects = overdue | self._hangs.reported(job)
-        here = {worker_id: process for worker_id, process in self._workers_here().items() if worker_id in suspects}
+        # Below a torchrun that was just killed there are none.
+        self._workers = self._workers_here() or self._workers
+        here = {worker_id: process for worker_id, process in self._workers.items() if worker_id in suspects}
         for worker_id, process in here.items():
             file = self._options.folder / "stacks" / f"generation-{job.generation}-{worker_id}.txt"
             how = await dump_stacks(process.pid, file)

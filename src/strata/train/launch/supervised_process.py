@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -83,7 +84,7 @@ class SupervisedProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(writing,),
                 start_new_session=True,
-                preexec_fn=end_with_parent,
+                preexec_fn=partial(end_with_parent, parent=os.getpid()),
             )
         except OSError as error:
             os.close(reading)
