@@ -82,6 +82,14 @@ async def test_a_secret_is_for_its_owner_or_its_project(site: Running) -> None:
     assert leases == {"t": {"OURS": VALUE[::-1]}, "u": {"OURS": VALUE}}, "one's own comes first"
 
 
+async def test_a_renewed_key_keeps_the_secrets_of_its_owner(site: Running) -> None:
+    await (await person(site, "alice")).put("/v1/secret/MINE", json={"value": VALUE})
+    renewed, bob = await person(site, "alice"), await person(site, "bob")
+    for client, names in ((renewed, ["MINE"]), (bob, [])):
+        assert [each.name for each in ok(await client.get("/v1/secrets"), wire.SecretsReply).secrets] == names
+    assert (await renewed.post("/v1/jobs", json=a_job("MINE"))).status_code == 200
+
+
 async def test_the_first_secret_of_a_project_makes_the_project_its_setters(site: Running) -> None:
     alice, bob, operator = await person(site, "alice"), await person(site, "bob"), await site.operator()
     for client, project, other in ((operator, "P", alice), (alice, "Q", bob)):
