@@ -56,6 +56,14 @@ def test_a_container_sees_its_attempt_and_what_it_may_read(tmp_path: Path) -> No
     assert "--network none" in " ".join(contained(tmp_path, sandbox=SandboxSettings(network="none")).command)
 
 
+def test_a_container_whose_supervisor_is_lost_can_be_removed_by_its_name(tmp_path: Path) -> None:
+    spec = contained(tmp_path)
+    name = list(spec.command)[list(spec.command).index("--name") + 1]
+    assert list(spec.removal)[:4] == ["/usr/bin/podman", "--runtime", "runc", "rm"]
+    assert list(spec.removal)[4:] == ["--force", "--ignore", "--time", "0", name]
+    assert not contained(tmp_path, "apptainer").removal, "its processes are in the process group"
+
+
 def test_apptainer_gets_the_same_folders_and_quoted_variables(tmp_path: Path) -> None:
     spec = contained(tmp_path, "apptainer")
     assert list(spec.command)[-3:] == ["docker://python:3.12", "python", "train.py"]

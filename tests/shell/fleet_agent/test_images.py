@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tarfile
 from collections.abc import Iterator
@@ -92,6 +93,21 @@ def test_a_cancelled_job_leaves_no_container(hub: HubProcess, tmp_path: Path, st
         hub.cancel(job)
         listing = ["podman", *storage, "ps", "--quiet"]
         eventually(lambda: not subprocess.run(listing, capture_output=True, text=True, check=True).stdout)
+        eventually(lambda: not running.children())
+
+
+def test_a_container_does_not_outlive_a_supervisor_that_is_killed(
+    hub: HubProcess, tmp_path: Path, storage: tuple[str, ...]
+) -> None:
+    with agent(hub, tmp_path, "canoe", variables=settings(storage)) as running:
+        job = submit(hub, "echo up; sleep 301", "canoe")
+        hub.says(job, "up")
+        [(key, pids)] = running.children().items()
+        listing = ["podman", *storage, "ps", "--quiet", "--filter", f"name=strata-{key}"]
+        assert subprocess.run(listing, capture_output=True, text=True, check=True).stdout
+        os.kill(pids["waiter"], signal.SIGKILL)
+        eventually(lambda: not subprocess.run(listing, capture_output=True, text=True, check=True).stdout)
+        hub.cancel(job)
         eventually(lambda: not running.children())
 
 

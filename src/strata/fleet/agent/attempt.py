@@ -162,6 +162,7 @@ class Attempt:
             with suppress(OSError, StrataError):
                 supervised.kill_orphans(self._folder)
             if not supervised.is_supervised(self._folder, self._process):
+                await run_in(self._pools.work, supervised.remove_container, self._folder)
                 return
             await asyncio.sleep(POLL_S)
         _log.error("child_not_killed", job=self.record.lease.job_id)
@@ -232,6 +233,7 @@ class Attempt:
                     return status
                 case supervised.SupervisorLost():
                     supervised.kill_orphans(self._folder)
+                    await run_in(self._pools.work, supervised.remove_container, self._folder)
                     return status
                 case supervised.ChildNotStarted() if self._process is None:
                     # An earlier agent died just before or after it started the supervisor.

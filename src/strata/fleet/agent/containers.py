@@ -120,7 +120,10 @@ def contain(
     variables = paths.folder / "environment"
     job = {name: value for name, value in spec.env.items() if name not in _OF_THE_HOST} | {"HOME": str(paths.home)}
     write_file(variables, _variables_file(runtime, job))
+    removal: tuple[str, ...] = ()
     if runtime.kind == "podman":
+        name = _container_name(paths)
+        removal = (runtime.program, *runtime.settings.options, "rm", "--force", "--ignore", "--time", "0", name)
         options = _podman_options(spec, paths, view)
         command = ["run", *options, "--env-file", str(variables), *runtime.settings.run_options, image, *spec.command]
     else:
@@ -135,11 +138,16 @@ def contain(
         uid=None,
         gid=None,
         groups=(),
+        removal=removal,
     )
 
 
+def _container_name(paths: AttemptPaths) -> str:
+    return f"strata-{paths.folder.name}"
+
+
 def _podman_options(spec: SupervisorSpec, paths: AttemptPaths, view: ContainerView) -> list[str]:
-    options = ["--rm", "--pull", "never", "--name", f"strata-{paths.folder.name}", "--workdir", spec.cwd]
+    options = ["--rm", "--pull", "never", "--name", _container_name(paths), "--workdir", spec.cwd]
     options += ["--cap-drop", "all", "--security-opt", "no-new-privileges", "--network", _network(view.sandbox)]
     options += [word for folder in (paths.folder, *view.writable) for word in ("--mount", _mount(folder))]
     options += [word for folder in view.readable for word in ("--mount", f"{_mount(folder)},ro=true")]

@@ -23,6 +23,7 @@ from strata.fleet.agent import cgroup, job_limits, supervisor
 from strata.fleet.agent.file_lock import is_locked
 
 LOG: Final = "log"
+REMOVAL_S: Final = 60.0
 _NEW_GROUP: Final = 0x200
 """CREATE_NEW_PROCESS_GROUP: the subprocess module has the name only on Windows."""
 _SUPERVISOR_ENV: Final = {"SYSTEMROOT": r"C:\Windows"} if sys.platform == "win32" else {}
@@ -64,6 +65,8 @@ class SupervisorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     switch_inside: bool = False
     """The wrapper starts as root, and the command inside becomes the job's user."""
     limits: LimitsSpec = LimitsSpec()
+    removal: Sequence[str] = ()
+    """The command that ends and removes the container in which the job runs. Empty: there is none."""
 
 
 class ChildExit(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,6 +189,23 @@ def kill_orphans(folder: Path) -> None:
         return
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pids.child, signal.SIGKILL)
+
+
+def remove_container(folder: Path) -> None:
+    """After the supervisor was lost: the job's container belongs to no process group of ours and would run on."""
+    spec = read_json(folder / "waiter.json", SupervisorSpec)
+    if spec is None or not spec.removal:
+        return
+    with suppress(OSError, subprocess.TimeoutExpired):
+        subprocess.run(
+            list(spec.removal),
+            env=dict(spec.env),
+            cwd=os.sep,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=REMOVAL_S,
+            check=False,
+        )
 
 
 class _StopRequest(msgspec.Struct, frozen=True):
