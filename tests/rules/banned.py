@@ -43,8 +43,9 @@ MAY_CATCH_ALL: Final = {
     "src/strata/database/sqlite.py",
     "src/strata/fleet/agent/attempt.py",
     "src/strata/http/root.py",
+    "src/strata/hub/subscriptions.py",
 }
-"""The periodic loop and the outermost handler of each process, thread or attempt."""
+"""The periodic loop and the outermost handler of each process, thread, attempt or subscription."""
 
 
 @dataclass(frozen=True)

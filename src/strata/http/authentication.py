@@ -28,7 +28,8 @@ Identify = Callable[[Scope, FirstHeaders], Awaitable[Principal]]
 
 
 class RequestAuthenticator:
-    """`address` is the server's Unix socket, for hints. `key_header` is a header for keys besides `Authorization`."""
+    """`address` is the server's Unix socket, for hints. `key_header` is a header for keys besides `Authorization`, on
+    paths that begin with `key_header_below`."""
 
     def __init__(
         self,
@@ -37,12 +38,14 @@ class RequestAuthenticator:
         *,
         address: str,
         key_header: str = "",
+        key_header_below: str = "/",
         public_read: bool = False,
     ) -> None:
         routes = tuple(routes)
         self._authenticator = authenticator
         self._address = address
         self._key_header = key_header
+        self._key_header_below = key_header_below
         self._public = _exact_paths(route for route in routes if route.access.public)
         self._shown = _exact_paths(route for route in routes if route.public_read) if public_read else ()
 
@@ -52,7 +55,8 @@ class RequestAuthenticator:
         if wanted in self._public:
             return ANONYMOUS
         certificate = scope.get(CLIENT_CERTIFICATE, b"")
-        credentials = read_credentials(headers, key_header=self._key_header, certificate_der=certificate)
+        key_header = self._key_header if scope["path"].startswith(self._key_header_below) else ""
+        credentials = read_credentials(headers, key_header=key_header, certificate_der=certificate)
         if wanted in self._shown and credentials == Credentials():
             return ANONYMOUS_VIEWER
         if credentials.bearer.startswith("hst-") and scope["scheme"] == "https":

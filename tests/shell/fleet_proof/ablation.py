@@ -93,8 +93,16 @@ def _without(text: str, *parts: str) -> str:
 
 
 _ASKED_BEFORE: Final = "EXISTS (SELECT 1 FROM attempt WHERE host_id = h.id AND claim_id = w.claim)"
-_NAMES: Final = "SELECT n AS place, host, claim FROM unnest(%(hosts)s::text[], %(claims)s::text[]) WITH ORDINALITY AS w"
-_NEVER_GIVEN: Final = "NOT EXISTS (SELECT FROM attempt a WHERE a.claim_id = w.claim AND a.host_id = w.host)"
+_NEW: Final = """
+SELECT w.host, w.claim, '' AS job_id, 0::bigint AS epoch, ''::bytea AS taken, false AS expired
+FROM unnest(%(hosts)s::text[], %(claims)s::text[]) AS w (host, claim)
+"""
+_NEVER_GIVEN: Final = "WHERE NOT EXISTS (SELECT FROM attempt a WHERE a.claim_id = w.claim AND a.host_id = w.host)"
+_HELD: Final = """
+SELECT a.host_id, NULL, a.job_id, a.epoch, a.taken, l.expired
+FROM (SELECT DISTINCT host FROM unnest(%(hosts)s::text[]) AS w (host)) AS w
+JOIN attempt a ON a.host_id = w.host AND a.ended_at IS NULL JOIN lease l ON l.job_id = a.job_id AND l.epoch = a.epoch
+"""
 _UNLOCKED: Final = tuple(
     (postgres_claims, name, _without(getattr(postgres_claims, name), "FOR UPDATE OF r, j SKIP LOCKED"))
     for name in ("ONE", "FIRST", "BEST")
@@ -115,8 +123,9 @@ BOTH: Final[dict[str, list[Ablation]]] = {
     ],
     "a claim that is repeated takes more": [
         (sqlite_claims, "CLAIMANTS", _with(sqlite_claims.CLAIMANTS, _ASKED_BEFORE, "0")),
-        (postgres_claims, "IS_NEW", "SELECT true"),
-        (postgres_claims, "NEW", f"{_NAMES} (host, claim, n)"),
+        (postgres_claims, "OPEN", _NEW),
+        (postgres_claims, "IDLE", "true"),
+        (postgres_claims, "ONE_IDLE", "SELECT true"),
     ],
 }
 SQLITE: Final[dict[str, list[Ablation]]] = {
@@ -127,9 +136,7 @@ SQLITE: Final[dict[str, list[Ablation]]] = {
 POSTGRES: Final[dict[str, list[Ablation]]] = {
     **BOTH,
     "claims of one name do not wait for each other": [
-        (postgres_claims, "LOCK", "SELECT %(hosts)s::text[], %(claims)s::text[]"),
-        (postgres_claims, "IS_NEW", f"SELECT {_NEVER_GIVEN} FROM (SELECT %(host)s, %(claim)s) AS w (host, claim)"),
-        (postgres_claims, "NEW", f"{_NAMES} (host, claim, n) WHERE {_NEVER_GIVEN}"),
+        (postgres_claims, "OPEN", f"{_NEW} {_NEVER_GIVEN} UNION ALL {_HELD}"),
     ],
     "claims do not lock what they choose": list(_UNLOCKED),
     "jobs are judged without a lock": [(postgres_leases, "_load", _load_unlocked)],

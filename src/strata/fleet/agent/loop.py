@@ -183,11 +183,12 @@ class Agent:
         task.add_done_callback(lambda _: self._on_attempt_done(record.key, task))
 
     def _has_room(self, record: AttemptRecord) -> bool:
-        """Whether what this attempt takes is free of the children of others."""
-        held = [
-            other.record.lease.taken for key, other in self._attempts.items() if key != record.key and other.occupies
-        ]
-        return not held or Room(profile(self._capability).capacity, held).admits(record.lease.taken)
+        """Whether what this attempt takes is free of the children of others, and an earlier child of its job ended."""
+        held = [other.record.lease for key, other in self._attempts.items() if key != record.key and other.occupies]
+        if any(lease.job_id == record.lease.job_id for lease in held):
+            return False
+        room = Room(profile(self._capability).capacity, [lease.taken for lease in held])
+        return not held or room.admits(record.lease.taken)
 
     def _on_attempt_done(self, key: str, task: asyncio.Task[None]) -> None:
         del self._attempts[key], self._tasks[key]

@@ -169,6 +169,7 @@ def application(context: HubContext, routes: Sequence[Route] = ROUTES) -> RootAp
         address=context.address,
         # The header of the `tinker` SDK, for the routes that are forwarded to training servers.
         key_header="X-API-Key",
+        key_header_below="/api/v1/",
         public_read=context.public_read,
     )
 
