@@ -33,6 +33,8 @@ PROBE_EVERY_S: Final = 600.0
 SAMPLE_EVERY_S: Final = 15.0
 DRAIN_REPORT_S: Final = 20.0
 """While draining, after the last child has ended: how long reports are retried before the next agent gets them."""
+STOP_REPORT_S: Final = 5.0
+"""The same for an agent that was stopped twice."""
 _MAX_CLAIM_COUNT: Final = 16
 _log = log.get(__name__)
 
@@ -293,9 +295,10 @@ class Agent:
         if self._stop_now.is_set():
             self._stop_all(0.0)
             await self._wait_until(lambda: all(attempt.ended for attempt in self._attempts.values()), asyncio.Event())
+        hurried = self._stop_now.is_set()
         with suppress(TimeoutError):
-            async with asyncio.timeout(DRAIN_REPORT_S):
-                await self._wait_until(lambda: not self._attempts, self._stop_now)
+            async with asyncio.timeout(STOP_REPORT_S if hurried else DRAIN_REPORT_S):
+                await self._wait_until(lambda: not self._attempts, asyncio.Event() if hurried else self._stop_now)
         if self._attempts:
             _log.warning("reports_left_to_next_agent", attempts=len(self._attempts))
 
