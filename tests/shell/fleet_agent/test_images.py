@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import tarfile
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -36,7 +37,9 @@ pytestmark = pytest.mark.skipif(
 def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
     """Options of podman for a storage of its own, in which the image is."""
     folder = tmp_path_factory.mktemp("podman")
-    options = ("--root", str(folder / "root"), "--runroot", str(folder / "run"), *OPTIONS)
+    # podman takes no runroot of more than 50 characters.
+    run = tempfile.mkdtemp(prefix="podman-")
+    options = ("--root", str(folder / "root"), "--runroot", run, *OPTIONS)
     files = {f"bin/{name}": Path(str(shutil.which(name))).resolve() for name in PROGRAMS}
     listed = subprocess.run(["ldd", *map(str, files.values())], capture_output=True, text=True, check=True).stdout
     libraries = {word for word in listed.split() if word.startswith("/") and not word.endswith(":")}
@@ -50,6 +53,7 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...
     yield options
     subprocess.run(["podman", *options, "rm", "--all", "--force"], check=False, capture_output=True)
     subprocess.run(["umount", str(folder / "root" / "overlay")], check=False, capture_output=True)
+    shutil.rmtree(run, ignore_errors=True)
 
 
 def submit(hub: HubProcess, script: str, host: str, *, image: str = IMAGE, **trainer: object) -> str:

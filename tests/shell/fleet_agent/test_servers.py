@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +21,13 @@ from tests.shell.fleet_agent.waiting import eventually, is_alive
 
 pytestmark = pytest.mark.timeout(120)
 SERVER: Final = Path(__file__).with_name("echo_server.py")
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A short one: a Unix socket's path has at most 107 characters, and a server's lies deep in its agent's folder."""
+    with tempfile.TemporaryDirectory(prefix="strata-") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="module")

@@ -90,7 +90,7 @@ async def test_the_operator_token_and_the_keys_above_a_researcher_need_the_socke
         made = await operator.post("/v1/hosts/local", json={"name": "anna"})
         secrets = {"host": made.json()["secret"], "token": operator.headers["X-Operator-Token"]}
         for role in ("viewer", "researcher", "operator", "admin"):
-            reply = await operator.post("/v1/keys", json={"name": role, "role": role})
+            reply = await operator.post("/v1/keys", json={"name": f"a-{role}", "role": role})
             secrets[role] = reply.json()["secret"]
         for name, secret in secrets.items():
             tcp = await site.client(Authorization=f"Bearer {secret}")
