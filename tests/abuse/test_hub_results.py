@@ -208,7 +208,7 @@ async def test_a_result_of_an_attempt_from_before_the_manifest_does_not_count(si
 @pytest.mark.attack(AREA, "the operator's job waits, with the researcher's trainer, when the manifest comes")
 async def test_a_job_that_waits_takes_the_trainer_of_the_manifest(site: Running) -> None:
     host, researcher = await site.host("anna"), await site.with_role("researcher")
-    job = await submit(researcher, priority=1000)
+    job = await submit(researcher, priority=100)
     plan = await apply(site, manifest("train.py"))
     assert (plan.takers, [each.id for each in plan.changed]) == (1, [job.id])
     (lease,) = await host.claim()
@@ -261,11 +261,11 @@ async def test_an_invitation_without_a_name_leaves_the_choice(site: Running) -> 
 
 @pytest.mark.attack(PROJECTS, "a second project declares a trainer of the same name while the first one's jobs wait")
 async def test_a_trainer_of_another_project_does_not_run_my_jobs(site: Running) -> None:
-    host = await site.host("anna")
+    hosts = [await site.host(name) for name in ("anna", "bert")]
     await apply(site, manifest("a.py", project="a"))
     plan = await apply(site, manifest("b.py", project="b"))
     assert (plan.changed, plan.orphaned, plan.takers) == ((), (), 0)
-    leases = [(await host.claim(f"c{number}"))[0] for number in range(2)]
+    leases = [(await host.claim("c"))[0] for host in hosts]
     ran = {lease.spec.project: lease.trainer.command[1] for lease in leases if lease.trainer}
     assert ran == {"a": "a.py", "b": "b.py"}
 

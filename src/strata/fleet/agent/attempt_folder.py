@@ -100,6 +100,8 @@ def create_attempt_folder(
     folders += [paths.resume] if lease.checkpoint else []
     for folder in folders:
         folder.mkdir(mode=0o700)
+    # It is /tmp of the sandbox: root passes through it to an interpreter that lies in the host's /tmp.
+    paths.tmp.chmod(0o711)
     paths.metrics.touch(mode=0o600, exist_ok=False)
     spec = msgspec.to_builtins(lease.spec) | {
         "id": lease.job_id,

@@ -146,7 +146,7 @@ def _build(cache: EnvironmentCache, folder: Path, plan: EnvironmentPlan, wanted:
             Code.PRECONDITION, "the job needs an environment, and uv is not on this host", hint="pip install uv"
         )
     target, scratch = folder / "content", folder / "build"
-    for each, mode in ((target, 0o755), (scratch, 0o700)):
+    for each, mode in ((target, 0o755), (scratch, 0o711)):
         each.mkdir(mode=mode)
         each.chmod(mode)
         if cache.job_user is not None:

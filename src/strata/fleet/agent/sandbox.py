@@ -264,7 +264,8 @@ def _try(sandbox: HostSandbox) -> str:
     with tempfile.TemporaryDirectory(prefix=".sandbox-", dir=sandbox.view.work) as name:
         paths = AttemptPaths(Path(name))
         paths.tmp.mkdir()
-        paths.folder.chmod(0o711)
+        for folder in (paths.tmp, paths.folder):
+            folder.chmod(0o711)
         if job_user is not None:
             os.lchown(paths.tmp, job_user.uid, job_user.gid)
         try:
