@@ -463,7 +463,7 @@ ROUTES: Final = (
     *(Route("GET", f"{BASE}/{name}", VIEWER, listed, any_query=True, operation=f"servers.{name}") for name in _LISTS),
     Route("GET", f"{BASE}/get_server_capabilities", VIEWER, capabilities),
     Route("POST", f"{BASE}/telemetry", VIEWER, telemetry, 4 * MIB),
-    Route("GET", f"{BASE}/archive", PUBLIC, download, any_query=True),
+    Route("GET", f"{BASE}/archive", PUBLIC, download, 1 * KIB, any_query=True),
     *(
         Route("POST", f"{BASE}/{name}", VIEWER, forward, any_query=True, operation=f"servers.{name.replace('/', '_')}")
         for name in _READING
