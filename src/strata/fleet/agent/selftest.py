@@ -108,6 +108,7 @@ def _check_child_process(state: Path, work: Path, sandbox: HostSandbox) -> SelfT
             each.mkdir(mode=0o700)
             if job_user is not None:
                 os.lchown(each, job_user.uid, job_user.gid)
+        paths.tmp.chmod(0o711)
         _check_reachable(work, paths.folder, job_user)
         spec = supervised.SupervisorSpec(
             command=[sys.executable, "-I", "-S", "-c", _SLEEPER],
