@@ -23,7 +23,6 @@ from bench.interleave import turns
 from bench.report import Line
 
 ROOT: Final = Path(__file__).parents[1]
-_EOL: Final = "\n"
 
 
 class ComparedCase(msgspec.Struct, frozen=True):
@@ -66,9 +65,9 @@ def _checkout(revision: str) -> Iterator[Path]:
         (own,) = (root / ".venv" / "lib").glob("python*/site-packages")
         (own / "commit.pth").write_text(f"{root / 'src'}\n{packages}\n", "utf-8")
         for program in ("strata", "torchrun"):
-            text = Path(sys.executable).with_name(program).read_text("utf-8")
+            _, _, body = Path(sys.executable).with_name(program).read_text("utf-8").partition("\n")
             copy = root / ".venv" / "bin" / program
-            copy.write_text(f"#!{_python(root)}\n{text.partition(_EOL)[2]}", "utf-8")
+            copy.write_text(f"#!{_python(root)}\n{body}", "utf-8")
             copy.chmod(0o755)
         yield root
 

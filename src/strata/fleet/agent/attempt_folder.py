@@ -85,6 +85,14 @@ class AttemptPaths:
         return self.folder / "metrics.jsonl"
 
 
+def make_passable(folder: Path) -> None:
+    """Let other users pass through a folder, and not list it: whatever the umask is.
+
+    `tmp` of an attempt is /tmp of its sandbox: root passes through it to an interpreter that lies in the host's /tmp.
+    """
+    folder.chmod(0o711)
+
+
 def create_attempt_folder(
     paths: AttemptPaths, lease: LeaseGiven, trainer: TrainerSpec, job_user: JobUser | None = None
 ) -> None:
@@ -100,8 +108,7 @@ def create_attempt_folder(
     folders += [paths.resume] if lease.checkpoint else []
     for folder in folders:
         folder.mkdir(mode=0o700)
-    # It is /tmp of the sandbox: root passes through it to an interpreter that lies in the host's /tmp.
-    paths.tmp.chmod(0o711)
+    make_passable(paths.tmp)
     paths.metrics.touch(mode=0o600, exist_ok=False)
     spec = msgspec.to_builtins(lease.spec) | {
         "id": lease.job_id,
@@ -114,7 +121,7 @@ def create_attempt_folder(
     if job_user is not None:
         for path in (*folders, paths.metrics, paths.spec, paths.hyper):
             os.lchown(path, job_user.uid, job_user.gid)
-        paths.folder.chmod(0o711)
+        make_passable(paths.folder)
 
 
 def remove_folder(folder: Path) -> None:

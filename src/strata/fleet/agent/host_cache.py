@@ -22,6 +22,7 @@ import msgspec
 from strata.base import log
 from strata.base.atomic import read_json, write_json
 from strata.base.errors import Code, StrataError
+from strata.fleet.agent.attempt_folder import make_passable
 from strata.fleet.agent.file_lock import try_lock
 from strata.fleet.agent.path_names import PathName
 
@@ -60,7 +61,7 @@ class HostCache:
         An entry whose content is not `usable` any more is made again.
         Attempts that need the same entry wait for one of them; STALE when this one is no longer `wanted`.
         """
-        _make_passable(self.folder)
+        _create(self.folder)
         with self._locked(name, wanted):
             entry = self.read(name) if usable(self.content(name)) else None
             cached = entry is not None
@@ -90,7 +91,7 @@ class HostCache:
 
     def _make(self, folder: Path, make: Callable[[Path], CacheEntry]) -> CacheEntry:
         shutil.rmtree(folder, ignore_errors=True)
-        _make_passable(folder)
+        _create(folder)
         (folder / "users").mkdir(mode=0o700)
         try:
             entry = make(folder)
@@ -136,10 +137,10 @@ class HostCache:
             os.close(lock)
 
 
-def _make_passable(folder: Path) -> None:
-    """A folder that other users can enter and cannot list, whatever the agent's umask is."""
+def _create(folder: Path) -> None:
+    """A folder through which the users of jobs reach what is in it."""
     folder.mkdir(parents=True, exist_ok=True)
-    folder.chmod(0o711)
+    make_passable(folder)
 
 
 def _used_at_s(folder: Path) -> float:

@@ -15,7 +15,13 @@ from typing import Any, Final
 from strata.base.errors import Code, StrataError
 from strata.fleet.agent import environment, trainer_source
 from strata.fleet.agent.artifact_transfer import download_as_tar
-from strata.fleet.agent.attempt_folder import AttemptPaths, JobUser, create_attempt_folder, remove_folder
+from strata.fleet.agent.attempt_folder import (
+    AttemptPaths,
+    JobUser,
+    create_attempt_folder,
+    make_passable,
+    remove_folder,
+)
 from strata.fleet.agent.containers import ContainerView, contain, ensure_image, find_runtime, registry_reference
 from strata.fleet.agent.data_cache import provide_data
 from strata.fleet.agent.environment_cache import (
@@ -98,8 +104,7 @@ def create_work_folder(settings: AgentSettings) -> None:
     for folder in (settings.work_folder, settings.work_folder / "attempts"):
         with suppress(FileExistsError):
             folder.mkdir(parents=True)
-            # Whatever the umask of the agent is.
-            folder.chmod(0o711)
+            make_passable(folder)
         if os.name == "posix" and job_user_of(settings) is not None:
             status = folder.lstat()
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:

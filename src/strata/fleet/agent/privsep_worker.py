@@ -25,6 +25,7 @@ from typing import BinaryIO, Final, cast
 import msgspec
 
 from strata.base.errors import Code, StrataError
+from strata.base.parent import end_with_parent
 from strata.fleet.agent import git, uv
 from strata.fleet.agent.unpack import UnpackLimits, unpack
 
@@ -37,7 +38,6 @@ MEMORY_BYTES: Final = 1 << 30
 """Memory limit of an unpacking: compressed streams may demand a window of any size."""
 _MAX_OPEN_FILES: Final = 256
 _MAX_REASON: Final = 4000
-_PR_SET_PDEATHSIG: Final = 1
 _PR_SET_NO_NEW_PRIVS: Final = 38
 
 
@@ -105,7 +105,7 @@ def main(identity: list[str]) -> int:
     os.umask(0o077)
     if identity:
         switch_user(int(identity[0]), int(identity[1]), [int(group) for group in identity[2].split(",") if group])
-    _die_with_parent()
+    _give_up_privileges()
     try:
         request: WorkerRequest = _decode(sys.stdin.buffer.readline(MAX_REQUEST))
         _limit_resources(request)
@@ -130,11 +130,11 @@ def switch_user(uid: int, gid: int, groups: list[int]) -> None:
         raise StrataError(Code.INTERNAL, "a process of root must not unpack or fetch the input of jobs")
 
 
-def _die_with_parent() -> None:
+def _give_up_privileges() -> None:
+    """No program that this process starts gains any; and it ends with the agent."""
     if sys.platform == "linux":
-        prctl = ctypes.CDLL(None).prctl
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        end_with_parent(signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
 def _limit_resources(request: WorkerRequest) -> None:

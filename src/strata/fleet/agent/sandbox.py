@@ -25,7 +25,7 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.fleet.agent import cgroup, job_limits
-from strata.fleet.agent.attempt_folder import AttemptPaths, JobUser, find_job_user
+from strata.fleet.agent.attempt_folder import AttemptPaths, JobUser, find_job_user, make_passable
 from strata.fleet.agent.bubblewrap import MountView, namespace_options
 from strata.fleet.agent.settings import AgentSettings, SandboxSettings
 from strata.fleet.agent.supervised import LimitsSpec, SupervisorSpec
@@ -265,7 +265,7 @@ def _try(sandbox: HostSandbox) -> str:
         paths = AttemptPaths(Path(name))
         paths.tmp.mkdir()
         for folder in (paths.tmp, paths.folder):
-            folder.chmod(0o711)
+            make_passable(folder)
         if job_user is not None:
             os.lchown(paths.tmp, job_user.uid, job_user.gid)
         try:

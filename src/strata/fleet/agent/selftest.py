@@ -16,7 +16,7 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.base.private import private_folder
 from strata.fleet.agent import supervised
-from strata.fleet.agent.attempt_folder import AttemptPaths, JobUser
+from strata.fleet.agent.attempt_folder import AttemptPaths, JobUser, make_passable
 from strata.fleet.agent.privsep import run_with_input
 from strata.fleet.agent.privsep_worker import CheckFolderExists
 from strata.fleet.agent.probe import ProbeResult
@@ -108,7 +108,7 @@ def _check_child_process(state: Path, work: Path, sandbox: HostSandbox) -> SelfT
             each.mkdir(mode=0o700)
             if job_user is not None:
                 os.lchown(each, job_user.uid, job_user.gid)
-        paths.tmp.chmod(0o711)
+        make_passable(paths.tmp)
         _check_reachable(work, paths.folder, job_user)
         spec = supervised.SupervisorSpec(
             command=[sys.executable, "-I", "-S", "-c", _SLEEPER],

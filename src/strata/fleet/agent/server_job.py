@@ -15,7 +15,7 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
-from strata.fleet.agent.attempt_folder import AttemptPaths, JobUser
+from strata.fleet.agent.attempt_folder import AttemptPaths, JobUser, make_passable
 from strata.fleet.agent.path_names import server_name
 from strata.fleet.artifacts.files import Tree, open_regular
 from strata.fleet.wire import LeaseGiven
@@ -41,7 +41,8 @@ def data_folder(work: Path, job_id: str) -> Path:
 def prepare_server(lease: LeaseGiven, paths: AttemptPaths, work: Path, job_user: JobUser | None) -> dict[str, str]:
     """Create the folders of a server and its key; the variables that name them."""
     data = data_folder(work, lease.job_id)
-    data.parent.mkdir(mode=0o711, exist_ok=True)
+    data.parent.mkdir(exist_ok=True)
+    make_passable(data.parent)
     data.mkdir(mode=0o700, exist_ok=True)
     paths.server.mkdir(mode=0o700)
     key = paths.server / KEY_FILE

@@ -7,7 +7,6 @@ process of the job's user (`privsep_worker`), never in the agent.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import shutil
@@ -15,13 +14,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from strata.base.errors import Code, StrataError
+from strata.base.parent import end_with_parent
 
 BUILD_S: Final = 3600.0
 """Time limit for one build."""
@@ -32,7 +33,6 @@ _LINES: Final = 20
 _MAX_PACKAGES: Final = 1000
 _CREDENTIALS: Final = re.compile(r"(://)[^/@\s]+@")
 _EDITABLE: Final = re.compile(r"^\s*-e|editable", re.IGNORECASE | re.MULTILINE)
-_PR_SET_PDEATHSIG: Final = 1
 
 
 class BuiltEnvironment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -137,6 +137,9 @@ class UvProgram:
 
     def __call__(self, *args: str) -> str:
         """What uv wrote to stdout; PRECONDITION with its last lines if it fails."""
+        end_with_us = None
+        if sys.platform != "win32":
+            end_with_us = partial(end_with_parent, signal.SIGKILL, parent=os.getpid())
         try:
             process = subprocess.Popen(
                 [self._uv, *args],
@@ -145,7 +148,7 @@ class UvProgram:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                preexec_fn=_die_with_parent(),  # noqa: PLW1509 - this process has no threads
+                preexec_fn=end_with_us,  # noqa: PLW1509 - this process has no threads
             )
         except OSError as error:
             raise StrataError(Code.PRECONDITION, f"uv cannot be run on this host: {error}") from None
@@ -177,11 +180,3 @@ def _link_library(target: Path, library: str) -> None:
                 (packages / "strata").symlink_to(library, target_is_directory=True)
             except OSError:
                 shutil.copytree(library, packages / "strata")
-
-
-def _die_with_parent() -> Callable[[], None] | None:
-    """On Linux: uv ends with the process that started it, also when that is killed."""
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None).prctl
-    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
