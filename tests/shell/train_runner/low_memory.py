@@ -50,6 +50,10 @@ def main(out: Path) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (taken + LEFT, resource.RLIM_INFINITY))
         follow(runner, ranks)
         return
+    drive(runner, ranks, out)
+
+
+def drive(runner: ModelRunner, ranks: RankGroup, out: Path) -> None:
     link = Memory()
     dispatcher = RunnerDispatcher(runner, ranks, link, "exhausted")
     driver = Driver(dispatcher, link, ranks.size, out.parent / "files")
@@ -80,3 +84,5 @@ def main(out: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    # A rank that ends with the threads of its group aborts when the other rank has gone first.
+    dist.destroy_process_group()
