@@ -149,6 +149,10 @@ def test_what_a_manifest_declares_lowers_what_was_detected_and_never_raises_it()
     assert not profile(Capability(hostname="pi"), HostSpec(name="pi", cuda=True)).cuda
 
 
+def test_cuda_without_a_card_is_no_cuda() -> None:
+    assert not profile(Capability(hostname="pi", cuda="12.4")).cuda
+
+
 @given(requirements())
 def test_a_class_has_the_same_key_after_a_journey_through_json(requirement: RequirementClass) -> None:
     back = msgspec.json.decode(msgspec.json.encode(requirement), type=RequirementClass)

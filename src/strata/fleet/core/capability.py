@@ -115,7 +115,7 @@ def profile(
         arch=str.lower(capability.arch),
         cores=_at_most(capability.cores, policy.cores),
         ram_gib=_at_most(bucket_gib(capability.ram_bytes), policy.ram_gib),
-        cuda=bool(capability.cuda) and policy.cuda is not False,
+        cuda=bool(capability.cuda and cards) and policy.cuda is not False,
         vram_gib=tuple(_at_most(vram_gib, policy.vram_gib) for vram_gib, _ in cards),
         cards=tuple(card for _, card in cards),
         labels={**(granted or {}), **policy.labels},
