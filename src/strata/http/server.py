@@ -45,7 +45,8 @@ class HttpServer(uvicorn.Server):
                 )
             )
         for listener in self._unix:
-            self.servers.append(await loop.create_unix_server(self._new_connection, sock=listener, backlog=BACKLOG))
+            # Not create_unix_server: Python 3.13 would stat the name that the socket was bound by, which is gone.
+            self.servers.append(await loop.create_server(self._new_connection, sock=listener, backlog=BACKLOG))
 
     def _new_connection(self) -> asyncio.Protocol:
         protocol: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
