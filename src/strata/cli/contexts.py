@@ -47,7 +47,7 @@ def login(url: str, name: str | None, token_file: Path | None, ca_pin: str | Non
     from urllib.parse import urlsplit
 
     from strata.base.unix_socket import SCHEME, format_unix_address, parse_unix_address
-    from strata.fleet.client import HubClient, TlsFiles
+    from strata.fleet.client import RETRY_FOR_S, HubClient, TlsFiles
     from strata.sdk.fleet import ClientContext, client_settings, keep_authority, keep_secret, save_context
 
     # Absolute, because other commands may run in another folder.
@@ -58,7 +58,7 @@ def login(url: str, name: str | None, token_file: Path | None, ca_pin: str | Non
     authority = keep_authority(settings, name, pem) if pem else None
     secret = read_secret(token_file) if token_file else _ask_token()
     tls = TlsFiles(ca=authority) if authority else None
-    with HubClient(url, bearer=secret, tls=tls) as client:
+    with HubClient(url, bearer=secret, tls=tls, retry_for_s=RETRY_FOR_S) as client:
         description = _describe_server(client)
     kept = keep_secret(settings, name, secret)
     save_context(settings, name, ClientContext(url=url, token_file=str(kept), ca=str(authority or "")))

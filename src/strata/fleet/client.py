@@ -3,14 +3,17 @@
 An address is `unix:PATH`, `https://…`, or `http://…` on loopback. On loopback any user of the machine may listen, so
 only a key of a viewer or a researcher is sent there.
 
-All requests are idempotent, so a request on a pooled connection that the hub had closed is sent again on a new one;
-all other retries are the caller's. The `Date` of a reply tells the skew between the two clocks.
+Requests are idempotent unless the caller says otherwise. So a request on a pooled connection that the hub had closed is
+sent again on a new one, and a client with `retry_for_s` repeats one whose connection broke, or whose reply was
+UNAVAILABLE: another hub behind the same address may serve it. Where no process listens it fails at once. All other
+retries are the caller's. The `Date` of a reply tells the skew between the two clocks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import http.client
+import random
 import shutil
 import socket
 import ssl
@@ -29,7 +32,7 @@ from strata import __version__
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.base.loopback import is_loopback_host
-from strata.base.retry import date_s, retry_after_s
+from strata.base.retry import Backoff, date_s, retry_after_s
 from strata.base.secret import Secret
 from strata.base.unix_socket import SCHEME as UNIX
 from strata.base.unix_socket import connect_unix, parse_unix_address
@@ -39,6 +42,9 @@ from strata.identity.tokens import is_scoped_key
 T = TypeVar("T")
 
 TIMEOUT_S: Final = 30.0
+RETRY_FOR_S: Final = 20.0
+"""How long a command of a person repeats a request: a load balancer notices a dead hub sooner."""
+_BACKOFF: Final = Backoff(first_s=0.1, most_s=2.0)
 MAX_REPLY: Final = 64 << 20
 _MAX_IDLE: Final = 8
 _PIECE: Final = 1 << 20
@@ -97,6 +103,7 @@ class HubClient:
         tls: TlsFiles | None = None,
         timeout_s: float = TIMEOUT_S,
         server: str = "hub",
+        retry_for_s: float = 0.0,
     ) -> None:
         """`server` is the name of the server in error messages."""
         self._at = _split(url)
@@ -107,6 +114,7 @@ class HubClient:
         self._bearer = bearer
         self._tls = tls
         self._timeout_s = timeout_s
+        self._retry_for_s = retry_for_s
         self._context = _context(self._at.scheme, tls)
         self._lock = threading.Lock()
         self._idle: list[http.client.HTTPConnection] = []
@@ -135,6 +143,18 @@ class HubClient:
         content = None if body is None else msgspec.json.encode(body)
         return self._decode(self.request(method, path, content, "application/json", query, timeout_s), reply)
 
+    def call_once(self, method: str, path: str, reply: type[T], *, body: msgspec.Struct | None = None) -> T:
+        """`call` for what is not idempotent: sent once, so its effect is unknown if the connection breaks."""
+        content = None if body is None else msgspec.json.encode(body)
+        try:
+            return self._decode(self._send(method, path, content, "application/json", pooled=False), reply)
+        except StrataError as error:
+            if error.code is not Code.UNAVAILABLE or _is_absent(error):
+                raise
+            raise StrataError(
+                error.code, error.message, hint="it may have been done: look before you try again", **error.detail
+            ) from error
+
     def send(self, method: str, path: str, content: bytes, reply: type[T], *, query: msgspec.Struct | None = None) -> T:
         """Send bytes and decode the reply."""
         return self._decode(self.request(method, path, content, "application/octet-stream", query, None), reply)
@@ -151,18 +171,46 @@ class HubClient:
         query: msgspec.Struct | None,
         timeout_s: float | None,
     ) -> HubResponse:
+        target = path + encode_query(query)
+        until_s = time.monotonic() + self._retry_for_s
+        failures = 0
+        while True:
+            try:
+                return self._send(method, target, content, media_type, timeout_s)
+            except StrataError as error:
+                if failures and method == "DELETE" and error.code is Code.NOT_FOUND:
+                    # A request before this one has removed it.
+                    return HubResponse(204, {}, b"")
+                left_s = until_s - time.monotonic()
+                if error.code is not Code.UNAVAILABLE or _is_absent(error) or self._closed or left_s <= 0:
+                    raise
+            failures += 1
+            time.sleep(min(left_s, _BACKOFF.delay_s(failures, random.random())))  # noqa: S311 - jitter
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        content: bytes | None,
+        media_type: str,
+        timeout_s: float | None = None,
+        *,
+        pooled: bool = True,
+    ) -> HubResponse:
         headers = {"Accept": "application/json", "User-Agent": f"strata/{__version__}"}
         if content is not None:
             headers["Content-Type"] = media_type
         if self._bearer is not None:
             headers["Authorization"] = f"Bearer {self._bearer.reveal()}"
-        target = self._below(path) + encode_query(query)
+        target = self._below(path)
         reply = self._exchange(
-            lambda connection: exchange(connection, method, target, content, headers), timeout_s or self._timeout_s
+            lambda connection: exchange(connection, method, target, content, headers),
+            timeout_s or self._timeout_s,
+            pooled=pooled,
         )
         self._note_date(reply)
         if reply.status >= 300:
-            raise _problem(reply, f"{method} {path}")
+            raise _problem(reply, f"{method} {path.partition('?')[0]}")
         return reply
 
     def download(self, target: str, to: IO[bytes]) -> None:
@@ -208,8 +256,10 @@ class HubClient:
         for connection in busy:
             _interrupt(connection)
 
-    def _exchange(self, do: Callable[[http.client.HTTPConnection], HubResponse], timeout_s: float) -> HubResponse:
-        connection = self._take_idle()
+    def _exchange(
+        self, do: Callable[[http.client.HTTPConnection], HubResponse], timeout_s: float, *, pooled: bool = True
+    ) -> HubResponse:
+        connection = self._take_idle() if pooled else None
         if connection is not None:
             with contextlib.suppress(ConnectionError, http.client.HTTPException, ssl.SSLError):
                 return self._request_on(connection, do, timeout_s)
@@ -389,6 +439,15 @@ def _interrupt(connection: http.client.HTTPConnection) -> None:
     if sock is not None:
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
+
+
+def _is_absent(error: StrataError) -> bool:
+    """Whether the address itself cannot be reached, or is that of another server: no retry within seconds helps."""
+    cause = error.__cause__
+    broken = isinstance(cause, (ConnectionError, http.client.HTTPException, ssl.SSLError))
+    return cause is not None and (
+        not broken or isinstance(cause, (ConnectionRefusedError, ssl.SSLCertVerificationError))
+    )
 
 
 def _problem(reply: HubResponse, what: str) -> StrataError:

@@ -22,7 +22,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.private import private_folder
 from strata.base.secret import Secret, read_secret
 from strata.base.settings import load
-from strata.fleet.client import HubClient, TlsFiles, exchange
+from strata.fleet.client import RETRY_FOR_S, HubClient, TlsFiles, exchange
 
 SECTION: Final = "client"
 ALIASES: Final = {
@@ -126,7 +126,8 @@ def connect(settings: ClientSettings, *, timeout_s: float = 30.0, server: str = 
     context = current_context(settings)
     ca = settings.ca or (Path(context.ca) if context.ca else None)
     tls = TlsFiles(ca=ca) if ca is not None and context.url.startswith("https:") else None
-    return HubClient(context.url, bearer=_token(settings, context), tls=tls, timeout_s=timeout_s, server=server)
+    bearer = _token(settings, context)
+    return HubClient(context.url, bearer=bearer, tls=tls, timeout_s=timeout_s, server=server, retry_for_s=RETRY_FOR_S)
 
 
 def _token(settings: ClientSettings, context: ClientContext) -> Secret | None:

@@ -13,6 +13,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 from strata.fleet.client import HubClient, transfer
 from strata.fleet.wire import HubHealth
+from strata.testing.ports import port_of, reserve_port
 
 OK = (
     b"HTTP/1.1 200 OK\r\nContent-Length: 31\r\nDate: Thu, 01 Jan 1970 00:00:00 GMT\r\n\r\n"
@@ -113,6 +114,63 @@ def test_a_server_that_breaks_off_is_unavailable(reply: bytes) -> None:
     with server(answer) as url, HubClient(url) as client, pytest.raises(StrataError) as refused:
         health(client)
     assert refused.value.code is Code.UNAVAILABLE
+
+
+BUSY = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n"
+
+
+@pytest.mark.parametrize("first", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nshort", BUSY])
+def test_a_client_that_may_repeat_requests_sends_one_again_after_its_connection_broke(first: bytes) -> None:
+    numbers: list[int] = []
+
+    def answer(connection: socket.socket, number: int) -> None:
+        connection.recv(65_536)
+        numbers.append(number)
+        connection.sendall(OK if number == 2 else first)
+        connection.shutdown(socket.SHUT_RDWR)
+
+    with server(answer) as url, HubClient(url, retry_for_s=60.0) as client:
+        assert health(client).version == "1.2"
+    assert numbers == [0, 1, 2]
+
+
+def test_what_is_not_idempotent_is_sent_once() -> None:
+    numbers: list[int] = []
+
+    def answer(connection: socket.socket, number: int) -> None:
+        connection.recv(65_536)
+        numbers.append(number)
+        connection.shutdown(socket.SHUT_RDWR)
+
+    with server(answer) as url, HubClient(url, retry_for_s=60.0) as client, pytest.raises(StrataError) as refused:
+        client.call_once("POST", "/v1/keys", HubHealth)
+    assert (refused.value.code, refused.value.hint) == (
+        Code.UNAVAILABLE,
+        "it may have been done: look before you try again",
+    )
+    assert numbers == [0]
+
+
+def test_what_a_broken_request_has_removed_is_removed() -> None:
+    def answer(connection: socket.socket, number: int) -> None:
+        connection.recv(65_536)
+        if number:
+            connection.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+        connection.shutdown(socket.SHUT_RDWR)
+
+    with server(answer) as url, HubClient(url, retry_for_s=60.0) as client:
+        client.call("DELETE", "/v1/secret/a", type(None))
+        with pytest.raises(StrataError, match="404"):
+            client.call("DELETE", "/v1/secret/a", type(None))
+
+
+def test_an_address_where_no_process_listens_is_reported_at_once() -> None:
+    with (
+        reserve_port() as guard,
+        HubClient(f"http://127.0.0.1:{port_of(guard)}", retry_for_s=600.0) as client,
+        pytest.raises(StrataError, match="refused"),
+    ):
+        health(client)
 
 
 def test_a_server_that_does_not_answer_is_given_up_in_time() -> None:

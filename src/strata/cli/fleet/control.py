@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import click
 
+from strata.base.errors import Code, StrataError
 from strata.cli.fleet.client import all_hosts, find_job, host_path, hub_client, hub_option, print_rows, short_id
 from strata.cli.fleet.jobs import host_row, job_row
 from strata.cli.output import Column, Format, output_option, print_error
+
+if TYPE_CHECKING:
+    from strata.fleet import wire
+    from strata.fleet.client import HubClient
 
 _CHANGED: Final = (Column("id"), Column("job", cut=40), Column("status"))
 _HOST: Final = (Column("host"), Column("state"), Column("reason"))
@@ -55,8 +60,24 @@ def _each_job(
         # All names are resolved before anything changes: a misspelt one changes nothing.
         targets = [find_job(client, text, newest=False).job for text in jobs]
         body = None if reason is None else wire.CancelRequest(reason=reason)
-        changed = [client.call("POST", f"/v1/job/{job.id}/{verb}", wire.Job, body=body) for job in targets]
+        changed = [_change_job(client, job, verb, body) for job in targets]
     print_rows(output, _CHANGED, ((job_row(job, names), {"id": short_id(job.id)}) for job in changed))
+
+
+def _change_job(client: HubClient, job: wire.Job, verb: str, body: wire.CancelRequest | None) -> wire.Job:
+    from strata.fleet import wire
+    from strata.fleet.core.job import TERMINAL
+
+    try:
+        return client.call("POST", f"/v1/job/{job.id}/{verb}", wire.Job, body=body)
+    except StrataError as error:
+        if verb != "requeue" or error.code is not Code.PRECONDITION or job.status not in TERMINAL:
+            raise
+        # The request was repeated after a broken connection, and the one before it has queued the job.
+        now = client.call("GET", f"/v1/job/{job.id}", wire.JobReply).job
+        if now.status in TERMINAL:
+            raise
+        return now
 
 
 @click.command()

@@ -52,7 +52,7 @@ def invite(
         from strata.fleet import wire
 
         body = wire.InviteRequest(name=name, pool=pool, labels=labels, valid_s=minutes * 60)
-        made = client.call("POST", "/v1/invites", wire.InviteReply, body=body)
+        made = client.call_once("POST", "/v1/invites", wire.InviteReply, body=body)
         url = current_context(client_settings(context=context)).url
         pin = read_join_token(made.token).ca_sha256
     if output in (Format.JSON, Format.JSONL):
@@ -148,7 +148,7 @@ def _enrol(settings: AgentSettings, url: str, token: JoinToken, name: str | None
     from strata.fleet import wire
     from strata.fleet.agent.identity import save_certified
     from strata.fleet.agent.probe import hostname
-    from strata.fleet.client import HubClient, TlsFiles
+    from strata.fleet.client import RETRY_FOR_S, HubClient, TlsFiles
     from strata.identity.ca import new_signing_request
     from strata.sdk.fleet import check_pin, fetch_authority
 
@@ -172,7 +172,7 @@ def _enrol(settings: AgentSettings, url: str, token: JoinToken, name: str | None
     with tempfile.TemporaryDirectory() as temporary:
         ca = Path(temporary) / "ca.pem"
         ca.write_bytes(pem)
-        with HubClient(url, tls=TlsFiles(ca=ca)) as client:
+        with HubClient(url, tls=TlsFiles(ca=ca), retry_for_s=RETRY_FOR_S) as client:
             reply = client.call("POST", "/v1/join", wire.CertificateReply, body=body)
     save_certified(
         settings.state_folder,

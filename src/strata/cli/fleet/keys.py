@@ -49,7 +49,7 @@ def create(*, name: str, role: str, days: float | None, owner: bool, context: st
         valid_s = None if days is None else days * DAY_S
         wanted = {"name": name, "role": role, "valid_s": valid_s, "owner": owner}
         body = msgspec.convert(wanted, wire.HubKeyRequest)
-        made = client.call("POST", "/v1/keys", wire.HubKeyReply, body=body)
+        made = client.call_once("POST", "/v1/keys", wire.HubKeyReply, body=body)
     if output in (Format.JSON, Format.JSONL):
         print_value(_row(made.key) | {"secret": made.secret}, output)
         return

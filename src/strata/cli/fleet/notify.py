@@ -95,7 +95,7 @@ def test(name: str, context: str | None) -> None:
     with hub_client(context) as client:
         from strata.fleet import wire
 
-        sent = client.call("POST", f"{_path(name)}/test", wire.SubscriptionTestReply)
+        sent = client.call_once("POST", f"{_path(name)}/test", wire.SubscriptionTestReply)
     print_error(f"strata: {sent.service} accepted a message")
 
 
