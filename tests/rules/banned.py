@@ -44,8 +44,9 @@ MAY_CATCH_ALL: Final = {
     "src/strata/fleet/agent/attempt.py",
     "src/strata/http/root.py",
     "src/strata/hub/subscriptions.py",
+    "src/strata/hub/sweeps.py",
 }
-"""The periodic loop and the outermost handler of each process, thread, attempt or subscription."""
+"""The periodic loop and the outermost handler of each process, thread, attempt, subscription or sweep."""
 
 
 @dataclass(frozen=True)

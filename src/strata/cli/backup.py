@@ -55,7 +55,7 @@ def backup(*, target: Path, config: Path | None, data: str | None, database: str
     from strata.cli.fleet.client import format_bytes
     from strata.hub.backup import LARGE, back_up, size_below
 
-    folder = settings.data.expanduser()
+    folder = settings.files
     target = target.expanduser().absolute()
     note = back_up(folder, settings.database, target, SystemClock().wall_s(), large=large)
     print_error(f"strata: the hub of {folder} is backed up in {target}")
@@ -83,8 +83,8 @@ def restore(*, source: Path, config: Path | None, data: str | None, database: st
     from strata.base.clock import SystemClock
     from strata.hub.backup import restore as restore_hub
 
-    note = restore_hub(source, settings.data.expanduser(), settings.database, SystemClock().wall_s())
-    print_error(f"strata: the hub of {settings.data.expanduser()} is restored, as it was at {_date(note.taken_at_s)}")
+    note = restore_hub(source, settings.files, settings.database, SystemClock().wall_s())
+    print_error(f"strata: the hub of {settings.files} is restored, as it was at {_date(note.taken_at_s)}")
     print_error(
         "strata: keys and hosts revoked since then are valid again; unused invites are not", hint="strata keys list"
     )

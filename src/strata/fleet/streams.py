@@ -4,6 +4,9 @@ The agent sends the offset of the first byte of a piece, so appending is idempot
 missing one is an error. The reply says how many bytes are stored, and the agent continues from there. Each attempt has
 files of its own, so a host whose lease expired never writes into the files of its successor. No job row is touched:
 logs are the largest load.
+
+Hubs on one database share the folder. A piece is written at its own offset, never "at the end", so two hubs that get
+the same piece at once write the same bytes to the same place.
 """
 
 from __future__ import annotations
@@ -85,13 +88,15 @@ class AttemptStreams:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if new:
             self._check_room(path, stored, len(new))
-        with path.open("ab", buffering=0) as file:
-            if new:
-                _write_whole(file.fileno(), new)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            _write_whole(descriptor, new, stored)
             failpoint("fleet.streams.written")
             if last:
-                os.fsync(file.fileno())
+                os.fsync(descriptor)
                 sync_folder(path.parent)
+        finally:
+            os.close(descriptor)
         return stored + len(new)
 
     def _check_room(self, path: Path, stored: int, more: int) -> None:
@@ -108,10 +113,11 @@ class AttemptStreams:
             )
 
 
-def _write_whole(descriptor: int, data: bytes) -> None:
+def _write_whole(descriptor: int, data: bytes, offset: int) -> None:
     left = memoryview(data)
     while left:
-        left = left[os.write(descriptor, left) :]
+        written = os.pwrite(descriptor, left, offset)
+        left, offset = left[written:], offset + written
 
 
 def _size(path: Path) -> int:

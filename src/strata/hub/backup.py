@@ -33,7 +33,7 @@ from strata.database.migrations import SqliteComponents, upgrade_postgres
 from strata.database.sqlite import SqliteThread
 from strata.fleet.store.backup import backup_sqlite, fence_postgres, require_absent, restore_sqlite
 from strata.fleet.store.migrate import MigratedRows, to_postgres, to_sqlite
-from strata.hub.compose import TOKEN_FILE
+from strata.hub.compose import FILES, TOKEN_FILE
 from strata.hub.online_backup import request_backup
 from strata.hub.tables import (
     SQLITE,
@@ -181,6 +181,8 @@ async def _fence(database: str, now_s: float) -> None:
     async with postgres_connections(database) as connections:
         await upgrade_existing(connections)
         await fence_postgres(connections, now_s)
+        # The files may be in another folder now.
+        await connections.write("DELETE FROM hub_lease WHERE name = %(name)s", {"name": FILES})
 
 
 def _refuse_others(backup: Path, data: Path) -> None:

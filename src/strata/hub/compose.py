@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hmac
 import secrets
-from collections.abc import AsyncIterator, Sequence
+import socket
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Final
 
-from strata.base.atomic import write_file
+from strata.base.atomic import create_file
 from strata.base.clock import Clock
+from strata.base.errors import Code, StrataError
 from strata.base.loop import RunOnce
-from strata.base.private import require_private_folder
+from strata.base.private import private_folder, require_private_folder
 from strata.base.secret import Secret, read_secret
 from strata.base.unix_socket import format_unix_address
 from strata.fleet.artifacts.disk import DiskChunks
@@ -29,6 +32,7 @@ from strata.fleet.streams import AttemptStreams
 from strata.http.auth_failures import AuthFailures
 from strata.http.body import BodyPace
 from strata.http.root import RootApp, RootLimits
+from strata.hub.cursor_store import CursorStore, FeedDelivery
 from strata.hub.disk import CHECK_S, DiskGuard
 from strata.hub.online_backup import INTERVAL_S, OnlineBackup
 from strata.hub.outbound import WebhookTarget
@@ -36,7 +40,7 @@ from strata.hub.secret_store import KEY_FILE, SecretVault, load_key
 from strata.hub.settings import BucketSettings, HubSettings
 from strata.hub.subscriptions import AppriseSender, SubscriptionDispatcher, SubscriptionStore
 from strata.hub.sweeps import DeclaredSweeps, SweepRunner
-from strata.hub.tables import Tables, open_tables
+from strata.hub.tables import Tables, is_postgres, open_tables
 from strata.hub.webhooks import WebhookDispatcher
 from strata.identity.authenticate import Authenticator
 from strata.identity.ca import Authority, ServerCertificate, own_names
@@ -45,11 +49,16 @@ from strata.identity.enroll import Enrollment
 HOUR_S: Final = 3600.0
 SCRUB_BYTES: Final = 4 << 30
 SCRUB_BYTES_PER_S: Final = 20e6
+MAINTENANCE_LEASE_S: Final = 2 * HOUR_S
 IDLE_CHECK_S: Final = 2.0
 WEBHOOK_S: Final = 0.5
 SUBSCRIPTION_S: Final = 1.0
 SWEEP_S: Final = 1.0
 TOKEN_FILE: Final = "operator.token"  # noqa: S105 - the name of a file
+HUB_ID_FILE: Final = "hub.id"
+FOLDER_ID_FILE: Final = "folder.id"
+FILES: Final = "files"
+"""The lease of the folder that all hubs of a database share. It never expires."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,16 +80,20 @@ class Hub:
 @asynccontextmanager
 async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = False) -> AsyncIterator[Hub]:
     """`owner_only` if jobs run as this user, who can read all of the hub: nobody else may submit any."""
-    data = settings.data.expanduser()
-    require_private_folder(data, "the hub's files")
-    authority = Authority.load_or_create(data / "ca", "hub", clock.wall_s())
-    token = settings.operator_token or operator_token(data)
-    tls = _server_certificate(settings, authority, data / "ca", clock.wall_s()) if settings.tls.enabled else None
+    data, files = settings.data.expanduser(), settings.files
+    for folder in (data, files):
+        require_private_folder(folder, "the hub's files")
+    authority = Authority.load_or_create(files / "ca", "hub", clock.wall_s())
+    token = settings.operator_token or operator_token(files)
+    tls = _server_certificate(settings, authority, clock.wall_s()) if settings.tls.enabled else None
     async with open_tables(settings.database or f"sqlite:{data / 'hub.db'}") as tables:
-        chunks = await _chunks(settings, data)
+        if is_postgres(settings.database):
+            await _check_folder(tables.cursors, files)
+        holder = hub_id(data)
+        chunks = await _chunks(settings, files)
         artifacts = Artifacts(tables.index, chunks, clock)
         feed = Feed(tables.fleet.events, tables.newest_event)
-        key = load_key(settings.secrets_key or data / KEY_FILE, in_use=await tables.secrets.exist())
+        key = load_key(settings.secrets_key or files / KEY_FILE, in_use=await tables.secrets.exist())
         vault = SecretVault(tables.secrets, key)
         sender = AppriseSender()
         subscriptions = SubscriptionStore(vault, tables.cursors, feed, sender, clock.wall_s)
@@ -88,7 +101,7 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
             fleet=Fleet(tables.fleet, clock, FleetSettings(stale_after_s=settings.stale_after_s)),
             artifacts=artifacts,
             leased=LeasedReads(tables.fleet, artifacts, clock),
-            streams=AttemptStreams(data / "streams", keep_free_bytes=settings.keep_free_bytes),
+            streams=AttemptStreams(files / "streams", keep_free_bytes=settings.keep_free_bytes),
             identity=tables.identity,
             enrollment=Enrollment(tables.identity, authority, clock),
             authenticator=Authenticator(tables.identity, clock, authority=authority, operator_token=token),
@@ -109,11 +122,14 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
             front_secret=hmac.digest(token.reveal().encode(), b"keys of servers that are jobs", "sha256"),
             limits=RootLimits(send_s=settings.send_s, failures=AuthFailures(settings.max_failures)),
         )
-        dispatcher = SubscriptionDispatcher(subscriptions, sender, context=context, cursors=tables.cursors)
+        delivery = FeedDelivery(feed, tables.cursors, holder)
+        dispatcher = SubscriptionDispatcher(subscriptions, sender, context=context, delivery=delivery)
         loops = [
             *_loops(settings, context, tables, tls),
+            *_maintenance_loops(settings, context, tables.cursors, holder),
+            *_webhook_loops(settings, context, delivery),
             Loop(interval_s=SUBSCRIPTION_S, run_once=dispatcher.run_once),
-            Loop(interval_s=SWEEP_S, run_once=SweepRunner(tables.sweeps, context).run_once),
+            Loop(interval_s=SWEEP_S, run_once=SweepRunner(tables, context, holder).run_once),
         ]
         try:
             yield Hub(context=context, app=application(context), tls=tls, loops=loops)
@@ -123,7 +139,9 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
             await chunks.close()
 
 
-def _server_certificate(settings: HubSettings, authority: Authority, folder: Path, now_s: float) -> ServerCertificate:
+def _server_certificate(settings: HubSettings, authority: Authority, now_s: float) -> ServerCertificate:
+    # Each hub has a certificate of its own, with its own names.
+    folder = private_folder(settings.data.expanduser() / "ca")
     certificate, key = settings.tls.certificate, settings.tls.key
     files = None if certificate is None or key is None else (certificate, key)
     names = settings.tls.names or own_names(settings.listen)
@@ -132,21 +150,33 @@ def _server_certificate(settings: HubSettings, authority: Authority, folder: Pat
 
 def operator_token(data: Path) -> Secret:
     """The one of this folder, made at the first start."""
-    path = data / TOKEN_FILE
+    _made_once(data / TOKEN_FILE, secrets.token_hex(24))
+    return read_secret(data / TOKEN_FILE)
+
+
+def hub_id(data: Path) -> str:
+    """The holder of this hub's leases, also after a restart. A copy of the folder on another machine is another hub."""
+    return f"{socket.gethostname()}:{_made_once(data / HUB_ID_FILE, secrets.token_hex(8))}"
+
+
+def _made_once(path: Path, text: str) -> str:
+    """The text in this file, which is this one if there is none yet. Of two hubs that start at once the first wins."""
     if not path.exists():
-        write_file(path, f"{secrets.token_hex(24)}\n".encode())
-    return read_secret(path)
+        create_file(path, f"{text}\n".encode())
+    return path.read_text(encoding="utf-8").strip()
+
+
+async def _check_folder(cursors: CursorStore, files: Path) -> None:
+    """CONFLICT if the hubs of this database have their files in another folder: one would lack what another stores."""
+    if not await cursors.acquire(FILES, _made_once(files / FOLDER_ID_FILE, secrets.token_hex(8)), inf):
+        raise StrataError(
+            Code.CONFLICT,
+            f"{files} is not the folder in which the hubs of this database store their files",
+            hint="set hub.shared to that folder; if it is lost, 'strata restore' a backup",
+        )
 
 
 def _loops(settings: HubSettings, context: HubContext, tables: Tables, tls: ServerCertificate | None) -> Sequence[Loop]:
-    async def keep_and_collect() -> None:
-        if settings.retention is not None:
-            await apply_retention(context.artifacts, settings.retention, "hub", dry_run=False)
-        await collect_garbage(context.artifacts, dry_run=False)
-
-    async def scrub_some() -> None:
-        await scrub(context.artifacts, max_bytes=SCRUB_BYTES, bytes_per_s=SCRUB_BYTES_PER_S)
-
     async def renew_certificate() -> None:
         if tls is not None:
             tls.renew(context.clock.wall_s())
@@ -155,8 +185,6 @@ def _loops(settings: HubSettings, context: HubContext, tables: Tables, tls: Serv
         Loop(interval_s=TICK_S, run_once=context.fleet.tick, max_backoff_s=TICK_S),
         Loop(interval_s=GAP_S, run_once=context.feed.run_once, max_backoff_s=TICK_S),
         Loop(interval_s=IDLE_CHECK_S, run_once=context.fleet.put_idle_servers_to_sleep),
-        Loop(interval_s=HOUR_S, run_once=keep_and_collect),
-        Loop(interval_s=HOUR_S, run_once=scrub_some),
         Loop(interval_s=HOUR_S, run_once=renew_certificate),
     ]
     guard = DiskGuard(settings.data.expanduser(), tables.cursors, context.writing)
@@ -164,23 +192,50 @@ def _loops(settings: HubSettings, context: HubContext, tables: Tables, tls: Serv
     if tables.copy is not None:
         online_backup = OnlineBackup(settings.data.expanduser(), tables.copy, context.clock)
         loops.append(Loop(interval_s=INTERVAL_S, run_once=online_backup.run_once))
+    return loops
+
+
+def _maintenance_loops(settings: HubSettings, context: HubContext, cursors: CursorStore, holder: str) -> Iterator[Loop]:
+    """On one hub at a time: of two that collect garbage, the slower one would erase chunks that were stored again."""
+
+    async def keep_and_collect() -> None:
+        if settings.retention is not None:
+            await apply_retention(context.artifacts, settings.retention, "hub", dry_run=False)
+        await collect_garbage(context.artifacts, dry_run=False)
+
+    async def scrub_some() -> None:
+        await scrub(context.artifacts, max_bytes=SCRUB_BYTES, bytes_per_s=SCRUB_BYTES_PER_S)
+
+    def exclusive(name: str, run_once: RunOnce) -> RunOnce:
+        async def run() -> None:
+            if await cursors.acquire(name, holder, MAINTENANCE_LEASE_S):
+                try:
+                    await run_once()
+                finally:
+                    await cursors.release(name, holder)
+
+        return run
+
+    yield Loop(interval_s=HOUR_S, run_once=exclusive("collect", keep_and_collect))
+    yield Loop(interval_s=HOUR_S, run_once=exclusive("scrub", scrub_some))
+
+
+def _webhook_loops(settings: HubSettings, context: HubContext, delivery: FeedDelivery) -> Iterator[Loop]:
     for hook in settings.webhooks:
         dispatcher = WebhookDispatcher(
             WebhookTarget(hook.url, hook.allow),
             hook.secret,
             hook.kinds,
-            feed=context.feed,
-            cursors=tables.cursors,
+            delivery=delivery,
             clock=context.clock,
         )
-        loops.append(Loop(interval_s=WEBHOOK_S, run_once=dispatcher.run_once))
-    return loops
+        yield Loop(interval_s=WEBHOOK_S, run_once=dispatcher.run_once)
 
 
-async def _chunks(settings: HubSettings, data: Path) -> ChunkStore:
+async def _chunks(settings: HubSettings, files: Path) -> ChunkStore:
     if settings.bucket is not None:
         return _bucket(settings.bucket)
-    return await DiskChunks.open(data / "artifacts", keep_free_bytes=settings.keep_free_bytes)
+    return await DiskChunks.open(files / "artifacts", keep_free_bytes=settings.keep_free_bytes)
 
 
 def _bucket(bucket: BucketSettings) -> ChunkStore:

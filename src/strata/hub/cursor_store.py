@@ -1,15 +1,23 @@
-"""The hub's own rows: the cursor of every webhook in the event feed, the schemas of trainers, and the write probe."""
+"""The hub's own rows: cursors in the event feed, leases between hubs, the schemas of trainers, and the write probe.
+
+Several hubs on one database read the feed for the same receivers. `FeedDelivery` lets one hub at a time do so, under a
+lease that expires with a hub that died, and moves the cursor only from where it was: a hub that was frozen meanwhile
+cannot move it back.
+"""
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
+from strata.database.events import StoredEvent
 from strata.database.migrations import Component
 from strata.database.sqlite import SqliteThread
+from strata.fleet.http.feed import Feed
 
 if TYPE_CHECKING:
     from strata.database.postgres import Connections
@@ -25,6 +33,10 @@ SQLITE: Final = Component(
         CREATE TABLE hub_health (id INTEGER PRIMARY KEY, probes INTEGER NOT NULL) STRICT;
         DELETE FROM hub_cursor WHERE name = 'health';
         """,
+        """
+        CREATE TABLE hub_lease (name TEXT PRIMARY KEY, holder TEXT NOT NULL, expires_at REAL NOT NULL)
+        WITHOUT ROWID, STRICT;
+        """,
     ),
 )
 POSTGRES: Final = Component(
@@ -38,9 +50,23 @@ POSTGRES: Final = Component(
         CREATE TABLE hub_health (id bigint PRIMARY KEY, probes bigint NOT NULL);
         DELETE FROM hub_cursor WHERE name = 'health';
         """,
+        """
+        CREATE TABLE hub_lease (name text PRIMARY KEY, holder text NOT NULL, expires_at double precision NOT NULL);
+        """,
     ),
 )
 _PROBE: Final = "INSERT INTO hub_health VALUES (1, 1) ON CONFLICT (id) DO UPDATE SET probes = hub_health.probes + 1"
+LEASE_S: Final = 30.0
+"""Longer than any one delivery takes: another hub goes on so long after the death of the one that delivered."""
+_PAGE: Final = 100
+_SQLITE_NOW: Final = "(julianday('now') - 2440587.5) * 86400.0"
+_POSTGRES_NOW: Final = "extract(epoch FROM clock_timestamp())"
+"""The clock of the database: those of the hubs may differ."""
+_ACQUIRE: Final = """
+INSERT INTO hub_lease VALUES ({name}, {holder}, {now} + {lease_s})
+ON CONFLICT (name) DO UPDATE SET holder = excluded.holder, expires_at = excluded.expires_at
+WHERE hub_lease.holder = excluded.holder OR hub_lease.expires_at <= {now}
+"""
 _encode: Final = msgspec.json.Encoder().encode
 _decode: Final = msgspec.json.Decoder().decode
 
@@ -50,6 +76,14 @@ class CursorStore(Protocol):
         """None if no reader of this name has read anything yet."""
 
     async def put_cursor(self, name: str, cursor: str) -> None: ...
+
+    async def advance_cursor(self, name: str, before: str, after: str) -> bool:
+        """False if the cursor is not at `before` any more."""
+
+    async def acquire(self, name: str, holder: str, lease_s: float) -> bool:
+        """Take or renew the lease; False while another holder has it."""
+
+    async def release(self, name: str, holder: str) -> None: ...
 
     async def schemas(self) -> Mapping[str, Any]: ...
 
@@ -71,6 +105,18 @@ class SqliteCursorStore:
     async def put_cursor(self, name: str, cursor: str) -> None:
         insert = "INSERT INTO hub_cursor VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET cursor = excluded.cursor"
         await self._thread.write(lambda db: db.execute(insert, (name, cursor)))
+
+    async def advance_cursor(self, name: str, before: str, after: str) -> bool:
+        update = "UPDATE hub_cursor SET cursor = ? WHERE name = ? AND cursor = ?"
+        return await self._thread.write(lambda db: db.execute(update, (after, name, before)).rowcount) > 0
+
+    async def acquire(self, name: str, holder: str, lease_s: float) -> bool:
+        upsert = _ACQUIRE.format(name="?", holder="?", lease_s="?", now=_SQLITE_NOW)
+        return await self._thread.write(lambda db: db.execute(upsert, (name, holder, lease_s)).rowcount) > 0
+
+    async def release(self, name: str, holder: str) -> None:
+        delete = "DELETE FROM hub_lease WHERE name = ? AND holder = ?"
+        await self._thread.write(lambda db: db.execute(delete, (name, holder)))
 
     async def schemas(self) -> Mapping[str, Any]:
         rows = await self._thread.read(lambda db: db.execute("SELECT trainer, body FROM hub_schema").fetchall())
@@ -104,6 +150,18 @@ class PostgresCursorStore:
             {"name": name, "cursor": cursor},
         )
 
+    async def advance_cursor(self, name: str, before: str, after: str) -> bool:
+        update = "UPDATE hub_cursor SET cursor = %(after)s WHERE name = %(name)s AND cursor = %(before)s"
+        return await self._connections.write(update, {"name": name, "before": before, "after": after}) > 0
+
+    async def acquire(self, name: str, holder: str, lease_s: float) -> bool:
+        upsert = _ACQUIRE.format(name="%(name)s", holder="%(holder)s", lease_s="%(lease_s)s", now=_POSTGRES_NOW)
+        return await self._connections.write(upsert, {"name": name, "holder": holder, "lease_s": lease_s}) > 0
+
+    async def release(self, name: str, holder: str) -> None:
+        delete = "DELETE FROM hub_lease WHERE name = %(name)s AND holder = %(holder)s"
+        await self._connections.write(delete, {"name": name, "holder": holder})
+
     async def schemas(self) -> Mapping[str, Any]:
         rows = await self._connections.run("SELECT trainer, body FROM hub_schema", {})
         return {trainer: _decode(body) for trainer, body in rows}
@@ -117,3 +175,58 @@ class PostgresCursorStore:
 
     async def probe_write(self) -> None:
         await self._connections.write(_PROBE, {})
+
+
+@dataclass(frozen=True)
+class FeedDelivery:
+    """Delivers the event feed to receivers, to each from one hub at a time: `holder` is this hub."""
+
+    feed: Feed
+    cursors: CursorStore
+    holder: str
+
+    async def deliver(self, name: str, send: Callable[[StoredEvent], Awaitable[bool]]) -> bool:
+        """Pass every event after the cursor `name` to `send`, in order; False if another hub does so.
+
+        `send` returns whether it sent the event to its receiver; then the cursor is moved before the next one.
+        """
+        cursor = await self.cursors.cursor(name)
+        if cursor is None:
+            # A new receiver gets events from now on, not the history.
+            await self.skip(name)
+            return True
+        if not await self.feed.after(cursor, 1):
+            return True
+        if not await self._acquire(name):
+            return False
+        try:
+            return await self._deliver_pages(name, send)
+        finally:
+            await self.cursors.release(name, self.holder)
+
+    async def skip(self, name: str) -> None:
+        """Leave out all events until now."""
+        await self.cursors.put_cursor(name, await self.feed.newest())
+
+    async def _deliver_pages(self, name: str, send: Callable[[StoredEvent], Awaitable[bool]]) -> bool:
+        # Read again: the hub that had the lease before has moved it.
+        stored = await self.cursors.cursor(name)
+        if stored is None:
+            return False
+        cursor = stored
+        while page := await self.feed.after(cursor, _PAGE):
+            for event in page:
+                if await send(event):
+                    if not await self.cursors.advance_cursor(name, stored, event.cursor):
+                        return False
+                    stored = event.cursor
+                    if not await self._acquire(name):
+                        return False
+            cursor = page[-1].cursor
+            if cursor != stored and not await self.cursors.advance_cursor(name, stored, cursor):
+                return False
+            stored = cursor
+        return True
+
+    async def _acquire(self, name: str) -> bool:
+        return await self.cursors.acquire(name, self.holder, LEASE_S)

@@ -19,7 +19,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from strata.base import log
-from strata.base.atomic import write_file
+from strata.base.atomic import create_file
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret, read_secret
 from strata.database.migrations import Component
@@ -186,7 +186,7 @@ def load_key(path: Path, *, in_use: bool) -> Secret:
                 f"{path} is missing, and the database has secrets that were encrypted with it",
                 hint=f"restore it; or give the secrets up with a new key: (umask 077; openssl rand -hex 32 > {path})",
             )
-        write_file(path, f"{secrets.token_hex(32)}\n".encode())
+        create_file(path, f"{secrets.token_hex(32)}\n".encode())
     key = read_secret(path)
     if not _KEY.fullmatch(key.reveal()):
         raise StrataError(Code.INVALID, f"{path} does not hold a key of 64 hexadecimal digits")

@@ -102,7 +102,7 @@ def _config(hub: Hub, settings: HubSettings) -> uvicorn.Config:
 def _announcement(settings: HubSettings, url: str, pin: str) -> str:
     # What `strata login` asks a person to compare.
     shown = f", pin {pin}" if settings.tls.enabled else ""
-    where = "" if settings.operator_token else f", operator token in {settings.data.expanduser() / TOKEN_FILE}"
+    where = "" if settings.operator_token else f", operator token in {settings.files / TOKEN_FILE}"
     return f"listening on {url} and {format_unix_address(settings.socket)}{where}{shown}"
 
 

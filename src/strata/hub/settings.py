@@ -60,6 +60,8 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     """HOST:PORT; port 0 takes a free one."""
     data: Path = Path("strata-hub")
     """The folder for what is not in the database: authority, operator token, logs, artifacts."""
+    shared: Path | None = None
+    """A folder that all hubs on one PostgreSQL database reach: for what is in `data` otherwise, but the socket."""
     database: str = ""
     """`sqlite:PATH` or `postgresql://…`; `hub.db` in the data folder unless set."""
     tls: HubTlsSettings = HubTlsSettings()
@@ -98,12 +100,23 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @property
+    def files(self) -> Path:
+        """The folder of authority, operator token, key of secrets, logs and artifacts."""
+        return (self.shared or self.data).expanduser()
+
+    @property
     def socket(self) -> Path:
         return self.data.expanduser().absolute() / SOCKET
 
     def __post_init__(self) -> None:
         if (self.tls.certificate is None) != (self.tls.key is None):
             raise StrataError(Code.INVALID, "hub.tls.certificate and hub.tls.key go together")
+        if self.shared is not None and not self.database.startswith(("postgresql:", "postgres:")):
+            raise StrataError(
+                Code.INVALID,
+                "hub.shared is for several hubs, and a SQLite database serves one",
+                hint="set hub.database to postgresql://…, or remove hub.shared",
+            )
 
 
 def check_exposure(settings: HubSettings) -> None:

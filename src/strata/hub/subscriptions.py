@@ -1,10 +1,11 @@
 """Sends messages about jobs to the services that people subscribed with: Slack, ntfy, e-mail, all that Apprise knows.
 
 A subscription lies in the secret store, encrypted as a whole: its URL holds a token. It reads the event feed with a
-cursor of its own, as a webhook does, so a restart repeats at most the message being sent. A message that its service
-does not accept is retried with backoff, until its event is a day old. Apprise opens its own connections, so the guard
-of webhooks does not see them: a researcher may use only services whose address Apprise itself knows, and gives no
-parameters in the URL. No plugin gets a template: Apprise would fetch it from any address, or from the hub's disk.
+cursor of its own, as a webhook does, so a restart repeats at most the message being sent, and of several hubs on one
+database one at a time sends to it. A message that its service does not accept is retried with backoff, until its event
+is a day old. Apprise opens its own connections, so the guard of webhooks does not see them: a researcher may use only
+services whose address Apprise itself knows, and gives no parameters in the URL. No plugin gets a template: Apprise
+would fetch it from any address, or from the hub's disk.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from strata.base import log
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.base.retry import Backoff, no_jitter
-from strata.database.events import EventRecord
+from strata.database.events import EventRecord, StoredEvent
 from strata.fleet.core.ownership import OPERATOR
 from strata.fleet.core.report import MetricsReport, parse_lines
 from strata.fleet.core.subscription import EventMessage, JobNews, SubscribedEvent, Subscription, compose_message
@@ -30,7 +31,7 @@ from strata.fleet.http.context import HubContext
 from strata.fleet.http.feed import Feed
 from strata.fleet.ports import AttemptRow, StoredSubscription
 from strata.fleet.streams import Name
-from strata.hub.cursor_store import CursorStore
+from strata.hub.cursor_store import CursorStore, FeedDelivery
 from strata.hub.secret_store import SecretVault
 from strata.identity.roles import Principal, Role
 
@@ -41,7 +42,6 @@ MAX_AGE_S: Final = 86_400.0
 """An event that is older is not sent any more: after a long outage nobody wants yesterday's messages."""
 PUBLIC_SERVICES: Final = frozenset({"Slack", "Discord", "Telegram", "Pushover", "Pushbullet", "Google Chat"})
 """Their plugins connect to addresses that are constants of Apprise. ntfy is added where its URL means ntfy.sh."""
-_PAGE: Final = 100
 _TAIL: Final = 16_384
 _TIMEOUT_S: Final = 10.0
 _SENDERS: Final = 4
@@ -180,12 +180,11 @@ class SubscriptionDispatcher:
         sender: AppriseSender,
         *,
         context: HubContext,
-        cursors: CursorStore,
+        delivery: FeedDelivery,
     ) -> None:
         self._subscriptions = subscriptions
         self._sender = sender
-        self._feed = context.feed
-        self._cursors = cursors
+        self._delivery = delivery
         self._fleet = context.fleet.store
         self._streams = context.streams
         self._identity = context.identity
@@ -196,7 +195,7 @@ class SubscriptionDispatcher:
         """The newest event when all subscriptions had read everything: an idle hub reads nothing but that."""
 
     async def run_once(self) -> None:
-        newest = await self._feed.newest()
+        newest = await self._delivery.feed.newest()
         if newest == self._done:
             return
         rows = await self._subscriptions.listed()
@@ -210,7 +209,7 @@ class SubscriptionDispatcher:
         if self._clock.monotonic_s() < again_at_s:
             return False
         try:
-            await self._deliver(row, name)
+            delivered = await self._deliver(row, name)
         except Exception as error:  # noqa: BLE001 - the outermost handler of a subscription: plugins raise what they like
             delay_s = Backoff().delay_s(failures + 1, no_jitter())
             self._failures[name] = failures + 1, self._clock.monotonic_s() + delay_s
@@ -219,23 +218,23 @@ class SubscriptionDispatcher:
             _log.warning("subscription_failed", subscription=name, reason=reason, failures=failures + 1)
             return False
         self._failures.pop(name, None)
-        return True
+        return delivered
 
-    async def _deliver(self, row: StoredSubscription, name: str) -> None:
-        cursor = await self._cursors.cursor(name)
+    async def _deliver(self, row: StoredSubscription, name: str) -> bool:
         subscriber = await self._subscriber(row.owner)
-        if cursor is None or subscriber is None:
-            await self._cursors.put_cursor(name, await self._feed.newest())
-            return
-        while page := await self._feed.after(cursor, _PAGE):
-            for stored in page:
-                message = await self._message(row.subscription, subscriber, stored.event)
-                if message is not None:
-                    await self._sender.send(row.subscription.url, message)
-                    failpoint("hub.subscription.sent")
-                    await self._cursors.put_cursor(name, stored.cursor)
-            cursor = page[-1].cursor
-            await self._cursors.put_cursor(name, cursor)
+        if subscriber is None:
+            await self._delivery.skip(name)
+            return True
+
+        async def send(stored: StoredEvent) -> bool:
+            message = await self._message(row.subscription, subscriber, stored.event)
+            if message is None:
+                return False
+            await self._sender.send(row.subscription.url, message)
+            failpoint("hub.subscription.sent")
+            return True
+
+        return await self._delivery.deliver(name, send)
 
     async def _subscriber(self, actor: str) -> str | None:
         """The name of the key that subscribed, which owns jobs; None if the key is not valid any more."""

@@ -1,7 +1,9 @@
 """Runs the sweeps that search: queues the next trial when a place is free, and ends trials that fall behind.
 
-Everything is computed from the jobs, their attempts and their metrics, so nothing is lost with the process. A trial is
-ended by cancelling its job: its host is told so in the reply to the next heartbeat.
+Everything is computed from the jobs, their attempts and their metrics, so nothing is lost with the process. Of several
+hubs on one database one runs the sweeps, under a lease; a number of a trial is claimed before its job is queued, so a
+hub that was frozen while another took over queues no trial a second time. A trial is ended by cancelling its job: its
+host is told so in the reply to the next heartbeat.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import msgspec
 from strata.base import log
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.job import JobStatus
+from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.report import MetricsReport, parse_lines
 from strata.fleet.core.requirement import with_sandbox
@@ -35,13 +38,17 @@ from strata.fleet.core.search import (
 from strata.fleet.core.sweep_plan import Point
 from strata.fleet.http.context import HubContext
 from strata.fleet.ports import JobFilter, JobRow, StoredSweep
+from strata.hub.cursor_store import LEASE_S
 from strata.hub.search_study import propose, require_optuna
 from strata.hub.sweep_store import SweepStore
+from strata.hub.tables import Tables
 
 TRIES: Final = 16
 """Proposals of points that were all tried before, until the space counts as exhausted."""
 _ENDED: Final = frozenset({JobStatus.COMPLETED, JobStatus.FAILED, JobStatus.CANCELLED})
 _PAGE: Final = 1000
+LEASE: Final = "sweeps"
+RENEW_S: Final = LEASE_S / 3
 _log = log.get(__name__)
 
 
@@ -59,8 +66,14 @@ class DeclaredSweeps:
 
 
 class SweepRunner:
-    def __init__(self, store: SweepStore, context: HubContext) -> None:
-        self._store = store
+    def __init__(self, tables: Tables, context: HubContext, holder: str) -> None:
+        self._store = tables.sweeps
+        self._cursors = tables.cursors
+        self._holder = holder
+        self._clock = context.clock
+        self._leased_at_s = float("-inf")
+        self._failures: dict[tuple[str, str], str] = {}
+        """Of each sweep that does not go on: the reason that was recorded last."""
         self._fleet = context.fleet
         self._streams = context.streams
         self._identity = context.identity
@@ -73,15 +86,36 @@ class SweepRunner:
         """Of each trial, its epoch and how many rungs of that attempt were judged."""
 
     async def run_once(self) -> None:
-        for stored in await self._store.sweeps():
+        sweeps = await self._store.sweeps()
+        if not sweeps or not await self._acquire():
+            return
+        for stored in sweeps:
             if not await self._is_valid(stored.actor):
                 continue
+            place = stored.sweep.base.project, stored.sweep.base.sweep
             try:
                 await self._advance(stored)
-            except StrataError as error:
-                # One sweep, of an owner over quota perhaps, does not hold up the others.
-                sweep = stored.sweep.base
-                _log.warning("sweep_failed", project=sweep.project, sweep=sweep.sweep, reason=error.message)
+            except Exception as error:  # noqa: BLE001 - the outermost handler of a sweep: it does not hold up the others
+                reason = error.message if isinstance(error, StrataError) else f"{type(error).__name__}: {error}"
+                await self._record_failure(stored.sweep, reason)
+            else:
+                self._failures.pop(place, None)
+
+    async def _acquire(self) -> bool:
+        """Whether this hub runs the sweeps."""
+        now_s = self._clock.monotonic_s()
+        if now_s - self._leased_at_s >= RENEW_S:
+            if not await self._cursors.acquire(LEASE, self._holder, LEASE_S):
+                return False
+            self._leased_at_s = now_s
+        return True
+
+    async def _record_failure(self, sweep: SearchSweep, reason: str) -> None:
+        place = sweep.base.project, sweep.base.sweep
+        if self._failures.get(place) != reason:
+            _log.exception("sweep_failed", project=place[0], sweep=place[1], reason=reason)
+            await self._store.record_failure(sweep, reason, self._fleet.now_s())
+            self._failures[place] = reason
 
     async def _is_valid(self, actor: str) -> bool:
         """False once the key that declared the sweep is revoked or has expired."""
@@ -101,11 +135,11 @@ class SweepRunner:
         while len(trials) < sweep.search.trials:
             if sum(not trial.state for trial in trials) >= sweep.search.parallel:
                 return
-            point = await self._queue(stored, trials, following)
-            if point is None:
+            trial = await self._queue(stored, trials, following)
+            if trial is None:
                 return
-            trials.append(Trial(number=following, point=point))
-            following += 1
+            trials.append(trial)
+            following = trial.number + 1
 
     async def _jobs(self, sweep: SearchSweep) -> list[JobRow]:
         """All jobs of the sweep, by number."""
@@ -144,37 +178,46 @@ class SweepRunner:
             self._values[key] = values if complete else ()
         return self._values[key]
 
-    async def _queue(self, stored: StoredSweep, trials: Sequence[Trial], number: int) -> Point | None:
-        """The point of the new trial; None if only points are proposed that were tried before."""
+    async def _queue(self, stored: StoredSweep, trials: Sequence[Trial], number: int) -> Trial | None:
+        """The new trial, of this number or a later one; None if only points are proposed that were tried before."""
         sweep = stored.sweep
         place = sweep.base.project, sweep.base.sweep
         for tries in range(TRIES):
             point = await asyncio.to_thread(propose, sweep.search, trials, number, tries)
-            spec = trial_spec(sweep, number, point)
-            needs = with_sandbox(spec.needs, self._require_sandbox, spec.project)
-            spec = msgspec.structs.replace(spec, needs=needs)
-            if await self._exists(spec.id):
+            if await self._find(self._spec(sweep, number, point).id) is not None:
                 continue
-            plan = ApplyPlan(project=spec.project, new={spec.id: spec})
-            await self._fleet.apply(
-                plan, stored.actor, source=f"sweep {spec.sweep}", declared=False, submitter=stored.submitter
-            )
+            point = await self._store.claim_trial(sweep, number, point)
+            spec = self._spec(sweep, number, point)
+            there = await self._find(spec.id)
+            if there is not None and trial_number(sweep, there.spec) != number:
+                # The number was claimed by a hub that died, and since then the point became a job in another way.
+                number += 1
+                continue
+            if there is None:
+                plan = ApplyPlan(project=spec.project, new={spec.id: spec})
+                await self._fleet.apply(
+                    plan, stored.actor, source=f"sweep {spec.sweep}", declared=False, submitter=stored.submitter
+                )
+                self._judged[spec.id] = (0, 0)
             self._exhausted.discard(place)
-            self._judged[spec.id] = (0, 0)
-            return point
+            return Trial(number=number, point=point)
         if place not in self._exhausted:
             self._exhausted.add(place)
             _log.warning("sweep_exhausted", project=place[0], sweep=place[1], trials=len(trials))
         return None
 
-    async def _exists(self, job_id: str) -> bool:
+    def _spec(self, sweep: SearchSweep, number: int, point: Point) -> JobSpec:
+        spec = trial_spec(sweep, number, point)
+        needs = with_sandbox(spec.needs, self._require_sandbox, spec.project)
+        return msgspec.structs.replace(spec, needs=needs)
+
+    async def _find(self, job_id: str) -> JobRow | None:
         try:
-            await self._fleet.store.job(job_id)
+            return await self._fleet.store.job(job_id)
         except StrataError as error:
             if error.code is not Code.NOT_FOUND:
                 raise
-            return False
-        return True
+            return None
 
     async def _prune(self, sweep: SearchSweep, halving: Halving, rows: Sequence[JobRow]) -> bool:
         """Whether a trial was ended."""

@@ -41,6 +41,17 @@ async def test_a_repeated_piece_is_stored_once(tmp_path: Path) -> None:
     assert await streams.read(JOB, 1, "log", 0) == b"hello world"
 
 
+async def test_two_hubs_that_get_the_same_pieces_at_once_store_them_once(tmp_path: Path) -> None:
+    hubs = [AttemptStreams(tmp_path) for _ in range(4)]
+    whole = b""
+    for number in range(100):
+        piece = b"piece %d\n" % number
+        sizes = await asyncio.gather(*(hub.append(JOB, 1, "log", len(whole), piece) for hub in hubs))
+        whole += piece
+        assert set(sizes) == {len(whole)}
+    assert await hubs[0].read(JOB, 1, "log", 0) == whole
+
+
 async def test_a_gap_is_refused_with_what_is_there(tmp_path: Path) -> None:
     streams = AttemptStreams(tmp_path)
     await streams.append(JOB, 1, "log", 0, b"hello")

@@ -58,6 +58,7 @@ class Running:
     hub: Hub
     url: str
     data: Path
+    files: Path
     verify: Any = True
     stack: AsyncExitStack = field(default_factory=AsyncExitStack)
     stop: asyncio.Event = field(default_factory=asyncio.Event)
@@ -77,7 +78,7 @@ class Running:
         return await self.stack.enter_async_context(client)
 
     async def operator(self) -> httpx.AsyncClient:
-        return await self.private_client(**{"X-Operator-Token": (self.data / TOKEN_FILE).read_text().strip()})
+        return await self.private_client(**{"X-Operator-Token": (self.files / TOKEN_FILE).read_text().strip()})
 
     async def with_role(self, role: str, name: str = "") -> httpx.AsyncClient:
         """A client with a key of its own. Without a name it is an owner of its own, too."""
@@ -112,7 +113,7 @@ async def running(data: Path, **settings: Any) -> AsyncIterator[Running]:
                 import ssl
 
                 verify = ssl.create_default_context(cadata=hub.context.authority.certificate_pem.decode())
-            running = Running(hub, listeners.url, data, verify)
+            running = Running(hub, listeners.url, data, wanted.files, verify)
             serving = asyncio.create_task(serve(hub, wanted, clock, listeners, running.stop))
             try:
                 async with running.stack:

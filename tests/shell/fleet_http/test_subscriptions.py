@@ -13,6 +13,8 @@ import msgspec
 import pytest
 
 from strata.fleet import wire
+from strata.hub.compose import hub_id
+from strata.hub.cursor_store import FeedDelivery
 from strata.hub.subscriptions import AppriseSender, SubscriptionDispatcher, SubscriptionStore
 from strata.testing.webhook_receiver import WebhookReceiver
 from tests.shell.fleet_http.running import HostClient, Running, ok, refused, running
@@ -62,7 +64,8 @@ def dispatcher(site: Running) -> SubscriptionDispatcher:
     context = site.hub.context
     store = context.subscriptions
     assert isinstance(store, SubscriptionStore)
-    return SubscriptionDispatcher(store, AppriseSender(), context=context, cursors=context.schemas)  # type: ignore[arg-type]
+    delivery = FeedDelivery(context.feed, context.schemas, hub_id(site.data))  # type: ignore[arg-type]
+    return SubscriptionDispatcher(store, AppriseSender(), context=context, delivery=delivery)
 
 
 async def received(receiver: WebhookReceiver, count: int) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.ownership import OPERATOR
 from strata.fleet.core.search import SearchPlan, SearchSweep, Trial, sampler_seed
 from strata.fleet.core.sweep_plan import Range
-from strata.fleet.ports import JobFilter, JobRow, StoredSweep
+from strata.fleet.ports import AttemptKey, JobCompletion, JobFilter, JobRow, StoredSweep
 from strata.hub.search_study import propose
 from strata.hub.tables import open_tables
 from tests.shell.fleet_http.running import HostClient, Running, manifest_body, ok, refused, running
@@ -189,6 +189,23 @@ async def test_a_sweep_that_optuna_cannot_continue_does_not_hold_up_the_next_one
     body = manifest_body(f"{fails}trials = 2\n{SPACE}\n{sweep}trials = 2\nparallel = 2\n{SPACE}")
     ok(await (await site.operator()).post("/v1/manifest", json=body), wire.ManifestReply)
     await wait_for_jobs(site, 2)
+
+
+async def test_a_sweep_with_a_broken_trial_says_why_and_does_not_hold_up_the_next_one(site: Running) -> None:
+    bad = MANIFEST.replace('"tune"', '"bad"').replace("model = ", 'mode = "bad"\nmodel = ')
+    sweep = MANIFEST[MANIFEST.index("[[sweeps]]") :]
+    body = manifest_body(f"{bad}trials = 2\n{SPACE}\n{sweep}trials = 2\n{SPACE}")
+    ok(await (await site.operator()).post("/v1/manifest", json=body), wire.ManifestReply)
+    await wait_for_jobs(site, 1)
+    host = await site.host("desk", slots=2)
+    for lease in await host.claim("c", count=2, slots=2):
+        broken: Any = {"loss": "no number" if lease.spec.sweep == "bad" else 1.0}
+        held = AttemptKey(host.id, lease.job_id, lease.epoch)
+        await site.hub.context.fleet.complete(held, JobCompletion(metrics=broken))
+    await wait_for_jobs(site, 2)
+    events = await site.hub.context.fleet.store.events("", 1000, subject="bad")
+    reasons = [each.event.body["reason"] for each in events if each.event.kind == "sweep.failed"]
+    assert reasons == ["ValueError: could not convert string to float: 'no number'"]
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

@@ -13,6 +13,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec
+from strata.hub.cursor_store import FeedDelivery
 from strata.hub.outbound import WebhookTarget
 from strata.hub.settings import Webhook
 from strata.hub.webhooks import WebhookDispatcher, sign
@@ -27,16 +28,8 @@ def events(receiver: WebhookReceiver) -> list[wire.FeedEvent]:
 
 
 def dispatcher(site: Running, url: str, *kinds: str, allow: tuple[str, ...] = ("127.0.0.0/8",)) -> WebhookDispatcher:
-    hub = site.hub.context
-    cursors = hub.schemas
-    return WebhookDispatcher(
-        WebhookTarget(url, allow),
-        SECRET,
-        kinds,
-        feed=hub.feed,
-        cursors=cursors,  # type: ignore[arg-type]
-        clock=SystemClock(),
-    )
+    delivery = FeedDelivery(site.hub.context.feed, site.hub.context.schemas, "a hub")  # type: ignore[arg-type]
+    return WebhookDispatcher(WebhookTarget(url, allow), SECRET, kinds, delivery=delivery, clock=SystemClock())
 
 
 async def test_events_are_posted_signed_and_in_order(site: Running) -> None:

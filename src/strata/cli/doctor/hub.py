@@ -98,7 +98,7 @@ def check_data(config: Path | None, data: str | None, database: str | None) -> I
     except StrataError as error:
         yield problem("hub's settings", error.message, "correct the file or the variable that it names")
         return
-    folder = settings.data.expanduser()
+    folder = settings.files
     if not folder.is_dir():
         if data is not None or config is not None:
             yield problem("hub's data", f"there is no folder {folder}", "start the hub once, or pass another --data")

@@ -176,7 +176,7 @@ def _use_context(settings: HubSettings, url: str) -> None:
     from strata.sdk.fleet import ClientContext, client_settings, read_contexts, save_context
 
     client = client_settings()
-    token = "" if settings.operator_token else str(settings.data.expanduser() / TOKEN_FILE)
+    token = "" if settings.operator_token else str(settings.files / TOKEN_FILE)
     before = read_contexts(client).current
     save_context(client, CONTEXT, ClientContext(url=url, token_file=token))
     if before not in ("", CONTEXT):
