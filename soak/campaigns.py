@@ -15,6 +15,7 @@ from soak.fleet_agent import kill as agent_kill
 from soak.fleet_agent import zombie as agent_zombie
 from soak.fleet_hub import kill as hub_kill
 from soak.fleet_hub import postgres as hub_postgres
+from soak.fleet_hub import two_hubs
 from soak.train import kill as train_kill
 from soak.trials import CampaignRequest, CampaignResult, OnProgress
 from tests.sim.coord import epochs, lineage
@@ -92,6 +93,7 @@ REAL: Final = {
     "gang-restart": Real(restart.run, times=60, workers=2),
     "fleet-hub-kill": Real(hub_kill.run, times=300, workers=12),
     "fleet-hub-postgres": Real(hub_postgres.run, times=20, workers=12, own_server=True),
+    "fleet-two-hubs": Real(two_hubs.run, times=40, workers=2, own_server=True),
     "fleet-agent-kill": Real(agent_kill.run, times=300, workers=3),
     "fleet-agent-zombie": Real(agent_zombie.run, times=100, workers=2),
     "train-kill": Real(train_kill.run, times=120, workers=3),

@@ -56,9 +56,12 @@ class HubProcess:
         program: Sequence[str] = (STRATA,),
     ) -> None:
         self._guard = reserve_port()
-        address = f"127.0.0.1:{port_of(self._guard)}"
+        self.port = port_of(self._guard)
+        address = f"127.0.0.1:{self.port}"
         self.url = f"http://{address}"
+        given = {"KEEP_FREE_BYTES": "0", **(settings or {})}
         self.data = folder / "hub"
+        self.files = Path(given.get("SHARED", self.data))
         self.address = f"unix:{self.data / SOCKET}"
         self.log = folder / "hub.log"
         self._program = program
@@ -67,7 +70,6 @@ class HubProcess:
         self._args += ["--config", str(config)] if config else []
         # A crash of its own leaves the stacks of all threads in the log.
         own = {"PATH": os.defpath, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "PYTHONFAULTHANDLER": "1"}
-        given = {"KEEP_FREE_BYTES": "0", **(settings or {})}
         self._environ = own | {f"STRATA_HUB_{name}": value for name, value in given.items()}
         self._process: asyncio.subprocess.Process | None = None
         self._dying: asyncio.Task[float] | None = None
@@ -119,7 +121,7 @@ class HubProcess:
 
     def operator(self, *, timeout_s: float = 30.0) -> HubClient:
         """May do everything. Once it has been ready."""
-        return HubClient(self.address, bearer=read_secret(self.data / TOKEN_FILE), timeout_s=timeout_s)
+        return HubClient(self.address, bearer=read_secret(self.files / TOKEN_FILE), timeout_s=timeout_s)
 
     async def died(self, within_s: float | None = None) -> float | None:
         """When it died, by the monotonic clock; None if it lives on."""

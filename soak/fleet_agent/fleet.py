@@ -55,8 +55,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 class Operator:
     """The operator's client of the hub; blocking."""
 
-    def __init__(self, hub: HubProcess, plan: Plan, marks: Path) -> None:
-        self._hub = hub
+    def __init__(self, connect: Callable[[], HubClient], plan: Plan, marks: Path) -> None:
+        self._connect = connect
         self._plan = plan
         self.marks = marks
         self._client: HubClient | None = None
@@ -64,16 +64,16 @@ class Operator:
     @property
     def client(self) -> HubClient:
         if self._client is None:
-            self._client = self._hub.operator()
+            self._client = self._connect()
         return self._client
 
     def close(self) -> None:
         if self._client is not None:
             self._client.close()
 
-    def enrol(self, host: AgentProcess) -> None:
+    def enrol(self, host: AgentProcess, address: str) -> None:
         body = wire.LocalHostRequest(name=host.name)
-        host.enrol(self._hub.address, self.client.call("POST", "/v1/hosts/local", wire.LocalHostReply, body=body))
+        host.enrol(address, self.client.call("POST", "/v1/hosts/local", wire.LocalHostReply, body=body))
 
     def submit(self, seed: int) -> str:
         plan = self._plan
@@ -155,14 +155,14 @@ class Fleet:
         self.hosts = [AgentProcess(request.folder, f"host-{number}", slots) for number in range(hosts)]
         marks = request.folder / "marks"
         marks.mkdir()
-        self.operator = Operator(self.hub, plan, marks)
+        self.operator = Operator(self.hub.operator, plan, marks)
 
     async def start(self) -> None:
         await self.hub.start()
         if await self.hub.ready() is None:
             raise TimeoutError(f"the hub does not start: {self.hub.log}")
         for host in self.hosts:
-            await asyncio.to_thread(self.operator.enrol, host)
+            await asyncio.to_thread(self.operator.enrol, host, self.hub.address)
             await host.start()
         for host in self.hosts:
             await self.wait_seen(host, 0.0)

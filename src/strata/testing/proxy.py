@@ -1,15 +1,18 @@
-"""A TCP proxy on loopback that loses, holds, delays and cuts: the network between a client and a server under test.
+"""TCP proxies on loopback: one that loses, holds, delays and cuts, as the network between a client and a server under
+test does, and a load balancer in front of several servers.
 
-It knows bytes and connections, nothing of any protocol. All controls are plain calls that act from then on; the waits
+They know bytes and connections, nothing of any protocol. All controls are plain calls that act from then on; the waits
 let a test go on when something has happened rather than after a time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final, Self
@@ -239,3 +242,59 @@ async def _write(writer: asyncio.StreamWriter, data: bytes | None) -> None:
 
 def _reset_on_close(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+
+
+class LoadBalancer:
+    """`async with LoadBalancer(ports) as balancer:`, then connect to 127.0.0.1 at `balancer.port`.
+
+    Each connection goes to the next server that accepts one. When its server dies it breaks, as with any balancer of
+    TCP: the client has to repeat its request.
+    """
+
+    def __init__(self, ports: Sequence[int]) -> None:
+        self._ports = ports
+        self._turns = itertools.count()
+        self._server: asyncio.Server | None = None
+        self.port = 0
+        self.broken = 0
+        """Connections whose server closed them first."""
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._forward, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._server is not None
+        self._server.close()
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        turn = next(self._turns)
+        for place in range(len(self._ports)):
+            try:
+                server = await asyncio.open_connection("127.0.0.1", self._ports[(turn + place) % len(self._ports)])
+            except OSError:
+                continue
+            break
+        else:
+            writer.transport.abort()
+            return
+        up = asyncio.create_task(_copy(reader, server[1]))
+        down = asyncio.create_task(_copy(server[0], writer))
+        try:
+            await asyncio.wait([up, down], return_when=asyncio.FIRST_COMPLETED)
+            self.broken += down.done() and not up.done()
+        finally:
+            for task in (up, down):
+                task.cancel()
+            for each in (writer, server[1]):
+                each.transport.abort()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(_CHUNK_BYTES):
+            writer.write(data)
+            await writer.drain()
