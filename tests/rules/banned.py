@@ -15,8 +15,8 @@ from typing import Final
 UNPICKLERS: Final = {"_pickle", "cloudpickle", "dill", "joblib", "jsonpickle", "marshal", "pickle", "shelve"}
 
 CORE_IMPORTS: Final = (
-    "__future__", "bisect", "collections", "dataclasses", "enum", "fnmatch", "heapq", "itertools", "math", "msgspec",
-    "re", "typing", "strata.base.digest", "strata.base.errors", "strata.base.ids", "strata.base.retry",
+    "__future__", "bisect", "collections", "dataclasses", "datetime", "enum", "fnmatch", "heapq", "itertools", "math",
+    "msgspec", "re", "typing", "strata.base.digest", "strata.base.errors", "strata.base.ids", "strata.base.retry",
     "strata.base.suggest", "strata.base.toml",
 )  # fmt: skip
 CORE_NUMPY: Final = {

@@ -285,6 +285,7 @@ class Fleet:
             status=row.status,
             requirement=self._roster.requirement(row.class_id),
             not_before_s=row.not_before_s,
+            starts_at_s=row.spec.starts_at_s(row.created_at_s),
             last_failure=row.reason,
             after=tuple(
                 UnmetDependency(job_id=each.id, label=each.spec.label, status=each.status)

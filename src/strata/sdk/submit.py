@@ -29,6 +29,7 @@ from strata.fleet.core.job import TERMINAL
 from strata.fleet.core.jobspec import EnvironmentSpec, JobSpec, TrainerSpec
 from strata.fleet.core.manifest_tables import env_problem
 from strata.fleet.core.requirement import Needs
+from strata.fleet.core.schedule import StartTime, start_fields
 from strata.sdk.bundle import Bundle, make_bundle
 from strata.sdk.datasets import named_data
 from strata.sdk.fleet import client_settings, connect
@@ -61,6 +62,8 @@ class RunOptions:
     """Names of datasets of the hub; the variable STRATA_DATA_NAME says where each is."""
     timeout_s: float = 0.0
     priority: int = 0
+    start: StartTime | None = None
+    """The earliest time at which it starts, or how long after it was queued; None: when a host is free."""
 
 
 class SubmittedJob:
@@ -159,6 +162,7 @@ def run_request(
         needs=options.needs,
         timeout_s=options.timeout_s,
         priority=options.priority,
+        **start_fields(options.start),
     )
     return wire.SubmitRequest(spec=spec, trainer=trainer)
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.hyper import HyperSchema
+from strata.fleet.core.job import JobStatus
 from strata.fleet.core.jobspec import parse_quiet_hours
 from strata.fleet.core.manifest import JobManifest, parse_manifest, validate_manifest
-from strata.fleet.core.plan import plan
+from strata.fleet.core.plan import ExistingJob, plan
 from strata.fleet.core.problems import MAX_LISTED
 from tests.core.fleet.jobs import TRAINER, json_values
 
@@ -444,3 +445,29 @@ def test_the_order_of_keys_in_the_file_makes_no_difference(tables: list[dict[str
             return len(error.detail["problems"])
 
     assert outcome(written(turned=False)) == outcome(written(turned=True))
+
+
+def test_a_job_has_a_start_time_or_a_delay() -> None:
+    for written, field in (
+        ("2026-11-17T03:00:00Z", {"not_before_s": 1794884400.0}),
+        ('"2026-11-17T04:00+01:00"', {"not_before_s": 1794884400.0}),
+        ('"+2h"', {"delay_s": 7200.0}),
+    ):
+        (spec,) = read(f"{JOB}not_before = {written}\n").jobs.values()
+        assert {name: getattr(spec, name) for name in field} == field
+    assert "has no offset" in problem(f"{JOB}not_before = 2026-11-17T03:00:00\n")
+    assert "is no time" in problem(f'{JOB}not_before = "soon"\n')
+    assert "expected a time" in problem(f"{JOB}not_before = 5\n")
+    assert "expected a time" in problem(f"{JOB}not_before = 2026-11-17\n")
+    search = '[sweep.search]\nobjective = { loss = "minimize" }\ntrials = 2\n'
+    search += "space = { rate = { uniform = [0.0, 1.0] } }\n"
+    assert "not a delay" in problem(f'{SWEEP}not_before = "+2h"\n{search}')
+    assert read(f'{SWEEP}not_before = "2026-11-17T03:00Z"\n{search}').searches["sweep"].base.not_before_s
+
+
+def test_a_changed_start_is_a_change_of_the_job() -> None:
+    before, after = (read(f'{JOB}not_before = "+{hours}h"\n') for hours in (1, 2))
+    digest = before.trainers["t"].digest
+    there = {id_: ExistingJob(spec=each, status=JobStatus.PENDING, trainer=digest) for id_, each in before.jobs.items()}
+    assert "~1 start" in plan(after, there, trainers={}, hosts={}).summary()
+    assert plan(before, there, trainers={}, hosts={}).changed == ()

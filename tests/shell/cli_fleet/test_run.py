@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -174,3 +176,24 @@ def test_a_job_gets_a_secret_and_its_log_does_not_show_it(
         assert value not in running.said() + hub.log(job) + shown.out
     assert person.says("secrets", "rm", "HF_TOKEN").status == ExitCode.OK
     assert person.says("secrets", "rm", "HF_TOKEN").status == ExitCode.NOT_FOUND
+
+
+def test_a_job_that_starts_later_says_when(person: Person, host: HostByHand, here: Path) -> None:
+    del host, here
+    done = person.says("run", "-d", "--at", "+2h", "--", "python", "train.py")
+    assert "it starts at 20" in done.err
+    assert re.search(r"pending, in 1\d\dm", person.says("list").out)
+    assert "starts at 20" in person.says("why", "my-project").out
+    assert "start time" in person.says("why", "my-project").out
+    shown = person.says("show", "my-project", "-o", "json").value
+    assert shown["not_before_s"] > shown["created_at_s"] + 7000
+    assert "start     20" in person.says("show", "my-project").out
+    assert person.says("run", "-d", "--at", "2040-01-01T00:00", "--seed", "1", "--", "true").status == ExitCode.OK
+    assert "is no time" in person.says("run", "--at", "soon", "--", "true").err
+
+
+def test_a_program_submits_a_job_that_starts_later(person: Person, here: Path) -> None:
+    del person
+    with submit(["true"], here, RunOptions(environment=NONE, start=timedelta(hours=1))) as job:
+        row = job.refresh().job
+    assert row.not_before_s == pytest.approx(row.created_at_s + 3600)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from strata.fleet import wire
-from tests.shell.fleet_http.running import Running, manifest_body, ok, refused
+from strata.fleet.core.why import Why
+from tests.shell.fleet_http.running import Running, manifest_body, ok, refused, running
 
 TRAINER = {"name": "t", "command": ["true"], "bundle": "0" * 64}
 TEXT = '[trainers.t]\ncommand = ["true"]\nbundle = "' + "0" * 64 + '"\n[[jobs]]\nmodel = "m"\ntrainer = "t"\n'
@@ -108,3 +111,20 @@ async def test_a_full_quota_is_named_and_an_operator_can_raise_it(site: Running)
     assert refused(await operator.post("/v1/quotas", json=wrong)) == (400, "invalid")
     assert (await operator.post("/v1/quotas", json={"owner": "anna", "quota": None})).status_code == 204
     assert (await submit(anna, "b")).owner == "anna"
+
+
+async def test_a_start_time_outlives_the_hub(tmp_path: Path) -> None:
+    starts_at_s = time.time() + 4
+    async with running(tmp_path / "hub") as site:
+        anna = await site.with_role("researcher", "anna")
+        job = await submit(anna, "m", not_before_s=starts_at_s)
+        assert job.not_before_s == starts_at_s
+        assert await (await site.host("one")).claim() == ()
+        told = ok(await anna.get(f"/v1/job/{job.id}/why"), Why)
+        assert told.headline.startswith("starts at ")
+        assert [each.what for each in told.obstacles] == ["start time"]
+    async with running(tmp_path / "hub") as site:
+        host = await site.host("two")
+        leases = await host.claim(wait_s=30)
+        assert [lease.job_id for lease in leases] == [job.id]
+        assert time.time() >= starts_at_s

@@ -230,6 +230,7 @@ def job_row(job: wire.Job, hosts: Mapping[str, str]) -> dict[str, Any]:
         "hyper": job.spec.hyper,
         "seed": job.spec.seed,
         "priority": job.spec.priority,
+        "not_before_s": (job.not_before_s or None) if job.status == "pending" else None,
         "sweep": job.spec.sweep or None,
         "project": job.spec.project,
         "trainer": job.spec.trainer,
@@ -251,10 +252,21 @@ def _job_shown(job: wire.Job, now_s: float) -> dict[str, Any]:
     return {
         "id": short_id(job.id),
         "job": label,
-        "status": job.serving or job.status,
+        "status": job.serving or _status(job, now_s),
         "age": format_duration(now_s - job.changed_at_s),
         "attempt": job.attempt or None,
     }
+
+
+def _status(job: wire.Job, now_s: float) -> str:
+    wait_s = _start_wait_s(job, now_s)
+    return f"{job.status}, in {format_duration(wait_s)}" if wait_s > 0 else job.status
+
+
+def _start_wait_s(job: wire.Job, now_s: float) -> float:
+    """How long a job waits for the start time that its owner chose; nothing if it waits for something else."""
+    starts_at_s = job.spec.starts_at_s(job.created_at_s)
+    return starts_at_s - now_s if job.status == "pending" and job.not_before_s <= starts_at_s else 0.0
 
 
 @click.command()
@@ -281,6 +293,8 @@ def show(job: str, context: str | None, output: Format) -> None:
 def _show_job(job: wire.Job, now_s: float) -> None:
     import json
 
+    from strata.fleet.core.schedule import format_moment
+
     spec = job.spec
     lines = [
         ("job", spec.label),
@@ -294,6 +308,7 @@ def _show_job(job: wire.Job, now_s: float) -> None:
         ("trainer", f"{spec.trainer} ({short_id(job.trainer_digest)})" if job.trainer_digest else spec.trainer),
         ("sweep", spec.sweep),
         ("priority", str(spec.priority) if spec.priority else ""),
+        ("start", format_moment(job.not_before_s) if _start_wait_s(job, now_s) > 0 else ""),
         ("after", ", ".join(map(short_id, spec.after))),
         ("artifact", job.artifact),
         ("owner", job.owner),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,10 +13,9 @@ from strata.cli.output import print_error, printable, write
 
 if TYPE_CHECKING:
     from strata.fleet.core.jobspec import EnvironmentSpec
+    from strata.fleet.core.schedule import StartTime
 
 _ENDS = {"completed": ExitCode.OK, "failed": ExitCode.FAILED, "cancelled": ExitCode.CANCELLED}
-_DURATION: Final = re.compile(r"([0-9]{1,9})([smhd]?)")
-_UNITS: Final = {"": 1, "s": 1, "m": 60, "h": 3_600, "d": 86_400}
 
 
 class DurationOption(click.ParamType[float]):
@@ -26,10 +24,36 @@ class DurationOption(click.ParamType[float]):
     name = "time"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        match = _DURATION.fullmatch(str(value))
-        if match is None:
+        from strata.fleet.core.schedule import parse_duration
+
+        duration = parse_duration(str(value))
+        if duration is None:
             self.fail(f"{value!r} is not a time: write 90s, 30m, 2h or 7d", param, ctx)
-        return float(int(match[1]) * _UNITS[match[2]])
+        return duration.total_seconds()
+
+
+class StartOption(click.ParamType["StartTime"]):
+    """A time, of this machine's time zone unless it has an offset, or a delay such as `+2h`."""
+
+    name = "time"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> StartTime:
+        import datetime
+
+        from strata.base.errors import StrataError
+        from strata.fleet.core.schedule import parse_start
+
+        text: str | datetime.datetime = str(value)
+        try:
+            written = datetime.datetime.fromisoformat(str(value))
+        except ValueError:
+            pass
+        else:
+            text = written.astimezone()
+        try:
+            return parse_start(text)
+        except StrataError as error:
+            self.fail(error.message, param, ctx)
 
 
 class EnvVariableOption(click.ParamType[tuple[str, str]]):
@@ -83,6 +107,13 @@ class EnvVariableOption(click.ParamType[tuple[str, str]]):
     "--timeout", type=DurationOption(), default="0", metavar="TIME", help="End an attempt after TIME: 90s, 30m, 2h."
 )
 @click.option("--priority", type=int, default=0, help="Jobs with a higher priority run first (default 0).")
+@click.option(
+    "--at",
+    "start",
+    type=StartOption(),
+    metavar="TIME|+DELAY",
+    help="Start no earlier than TIME (2026-11-17T03:00) or after a delay (+2h).",
+)
 @click.option("-d", "--detach", is_flag=True, help="Print the id of the job and exit; do not follow its log.")
 @hub_option
 def run(  # noqa: PLR0913 (the options of the command)
@@ -103,6 +134,7 @@ def run(  # noqa: PLR0913 (the options of the command)
     hosts: tuple[str, ...],
     timeout: float,
     priority: int,
+    start: StartTime | None,
     detach: bool,
     context: str | None,
 ) -> None:
@@ -114,6 +146,7 @@ def run(  # noqa: PLR0913 (the options of the command)
     leaves the job running; 'strata cancel' ends it.
     """
     from strata.fleet.core.requirement import Needs
+    from strata.fleet.core.schedule import format_moment
     from strata.sdk.bundle import make_bundle
     from strata.sdk.submit import RunOptions, choose_environment, run_request, send_job
 
@@ -130,6 +163,7 @@ def run(  # noqa: PLR0913 (the options of the command)
         data=data,
         timeout_s=timeout,
         priority=priority,
+        start=start,
     )
     bundle = make_bundle(Path.cwd())
     environment_of = choose_environment(Path.cwd(), options)
@@ -141,6 +175,8 @@ def run(  # noqa: PLR0913 (the options of the command)
         sent = f"{format_count(bundle.files, 'file')}, {format_bytes(len(bundle.content))}"
         if submitted.new:
             print_error(f"strata: {label} is job {short_id(job.id)} ({sent} sent{_environment_note(environment_of)})")
+            if job.not_before_s:
+                print_error(f"strata: it starts at {format_moment(job.not_before_s)} at the earliest")
         else:
             print_error(
                 f"strata: this is job {short_id(job.id)}, which is {job.status}", hint="strata requeue, or --seed N"

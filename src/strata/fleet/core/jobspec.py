@@ -40,6 +40,8 @@ _CLOCK: Final = re.compile(r"([0-9]{1,2}):([0-5][0-9])")
 Priority = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 Attempts = Annotated[int, msgspec.Meta(ge=1, le=1000)]
 Seed = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
+Moment = Annotated[float, msgspec.Meta(ge=0, le=253_402_300_799)]
+"""Seconds since 1970, until the year 9999."""
 JobId = Annotated[str, msgspec.Meta(pattern=r"\Ajob1_[0-9a-f]{64}\Z")]
 JobPattern = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
@@ -96,6 +98,10 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """How many attempts may end because hosts could not do their part."""
     timeout_s: Seconds = 0.0
     """Of one attempt. 0: as long as it takes."""
+    not_before_s: Moment = 0.0
+    """No host gets it before this time. 0: at once."""
+    delay_s: Seconds = 0.0
+    """No host gets it before so long after it was queued first."""
     sweep: Text = ""
     """The sweep that made this job."""
     idle_s: Seconds = 0.0
@@ -116,6 +122,10 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def budget(self) -> Budget:
         return Budget(max_attempts=self.max_attempts, max_lost=self.max_lost, max_infra=self.max_infra)
+
+    def starts_at_s(self, created_at_s: float) -> float:
+        """Before this time no host gets it; 0 for a job that may start at once."""
+        return max(self.not_before_s, created_at_s + self.delay_s if self.delay_s else 0.0)
 
     @property
     def label(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, Final
 
 import msgspec
@@ -15,6 +16,7 @@ from strata.fleet.core.jobspec import JobId, JobSpec, TrainerSpec, find_cycle
 from strata.fleet.core.problems import (
     KeyPath,
     Problems,
+    describe_value,
     fits,
     json_problems,
     kinds_of,
@@ -23,6 +25,7 @@ from strata.fleet.core.problems import (
     tables_at,
 )
 from strata.fleet.core.requirement import Name, Needs
+from strata.fleet.core.schedule import parse_start, start_fields
 from strata.fleet.core.search import SearchPlan, SearchSweep, corner_points, search_problems
 from strata.fleet.core.sweep_plan import (
     MAX_SWEEP_JOBS,
@@ -42,9 +45,12 @@ SERVER_BUDGET: Final = {"max_attempts": 1000, "max_lost": 1000, "max_infra": 100
 """Unless the manifest says otherwise: a server runs for months, and every restart of it counts."""
 
 _NEEDS: Final = kinds_of(Needs)
-_OWN: Final = kinds_of(JobSpec, without=("needs", "after", "code", "data", "sweep", "project"))
+_START: Final = ("not_before_s", "delay_s")
+_OWN: Final = kinds_of(JobSpec, without=("needs", "after", "code", "data", "sweep", "project", *_START))
 _JOB: Final[dict[str, Any]] = (
-    _OWN | {"name": Name, "after": tuple[str, ...], "split_recipe": str | dict[str, Any], "workers": int} | _NEEDS
+    _OWN
+    | {"name": Name, "after": tuple[str, ...], "split_recipe": str | dict[str, Any], "workers": int, "not_before": Any}
+    | _NEEDS
 )
 _SWEEP: Final[dict[str, Any]] = _JOB | {"grid": dict[str, list[Any]], "random": RandomSweep, "search": SearchPlan}
 
@@ -117,6 +123,7 @@ def _job(context: ManifestContext, place: KeyPath, table: dict[str, Any], kinds:
         problems.add((*place, "workers"), "a job on several hosts at once is not supported yet; it has to be 1")
     if "idle_s" in fields and fields.get("kind") != "server":
         problems.add((*place, "idle_s"), 'only a server sleeps; set kind = "server"')
+    start = _start(problems, place, fields)
     no_json = check_free_values(problems, place, table)
     trainer = _trainer(context, place, fields.get("trainer"), given="trainer" in table)
     if kinds is _JOB and "hyper" not in no_json:
@@ -124,7 +131,22 @@ def _job(context: ManifestContext, place: KeyPath, table: dict[str, Any], kinds:
         problems.add_all(((*place, "hyper", *finding.path), finding.message) for finding in findings)
     if len(problems) > before or trainer is None:
         return None
-    return _job_spec(context, trainer, fields)
+    return _job_spec(context, trainer, fields | start)
+
+
+def _start(problems: Problems, place: KeyPath, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the spec for `not_before`."""
+    written = fields.get("not_before")
+    if written is None:
+        return {}
+    if not isinstance(written, str | datetime):
+        problems.add((*place, "not_before"), f"expected a time or a delay such as +2h, found {describe_value(written)}")
+        return {}
+    try:
+        return start_fields(parse_start(written))
+    except StrataError as error:
+        problems.add((*place, "not_before"), error.message)
+        return {}
 
 
 def check_free_values(problems: Problems, place: KeyPath, values: Mapping[str, Any]) -> frozenset[str]:
@@ -136,7 +158,7 @@ def check_free_values(problems: Problems, place: KeyPath, values: Mapping[str, A
 
 
 def _job_spec(context: ManifestContext, trainer: str, fields: Mapping[str, Any]) -> JobSpec:
-    own = {key: value for key, value in fields.items() if key in _OWN}
+    own = {key: value for key, value in fields.items() if key in _OWN or key in _START}
     if own.get("kind") == "server":
         own = SERVER_BUDGET | own
     own["needs"] = Needs(**{key: value for key, value in fields.items() if key in _NEEDS})
@@ -242,6 +264,8 @@ def _add_search(
     problems.add_all(((*place, "search", *where), message) for where, message in search_problems(search, base.hyper))
     if "after" in table:
         problems.add((*place, "after"), "a sweep that searches waits for no other job")
+    if base.delay_s:
+        problems.add((*place, "not_before"), "the trials of a search are queued one by one: write a time, not a delay")
     if len(problems) > before:
         return
     for point in corner_points(search):

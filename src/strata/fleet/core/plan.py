@@ -37,6 +37,7 @@ KINDS: Final = {
     "constraints": ("needs",),
     "order": ("after",),
     "limits": ("max_attempts", "max_lost", "max_infra", "timeout_s", "idle_s"),
+    "start": ("not_before_s", "delay_s"),
     "trainer": ("trainer",),
     "retrain_on": ("retrain_on",),
     "name": ("name", "sweep"),

@@ -12,6 +12,7 @@ from strata.fleet.core.capability import Profile
 from strata.fleet.core.job import HELD, TERMINAL, JobStatus
 from strata.fleet.core.match import MatchResult, MismatchReason, eligible
 from strata.fleet.core.requirement import RequirementClass
+from strata.fleet.core.schedule import format_moment
 
 _REFUSED: Final = "excluded"
 _BUSY: Final = "busy"
@@ -48,6 +49,8 @@ class WhyQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     status: JobStatus
     requirement: RequirementClass
     not_before_s: float = 0.0
+    starts_at_s: float = 0.0
+    """The start time that its owner chose; 0 for none."""
     last_failure: str = ""
     """The reason of the ruling behind `not_before_s`."""
     after: tuple[UnmetDependency, ...] = ()
@@ -59,7 +62,7 @@ class Obstacle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """One thing in the way."""
 
     what: str
-    """A constraint by its name in the manifest, or `after`, `back-off`, `busy`, `paused`, `offline`, …"""
+    """A constraint by its name in the manifest, or `after`, `start time`, `back-off`, `busy`, `paused`, `offline`, …"""
     detail: str
     hosts: int = 0
     """How many hosts it stops, of `of`; 0 of 0 for what is not about hosts."""
@@ -114,7 +117,10 @@ def _own_reasons(job: WhyQuery, now_s: float) -> Iterable[Obstacle]:
             yield Obstacle(what="after", detail=detail, fix=f"requeue {other.job_id}, or remove it from `after`")
         else:
             yield Obstacle(what="after", detail=f"waits for {other.label}, which is {other.status}")
-    if job.not_before_s > now_s:
+    if now_s < job.not_before_s <= job.starts_at_s:
+        detail = f"starts at {format_moment(job.starts_at_s)}, in {job.starts_at_s - now_s:.0f} s"
+        yield Obstacle(what="start time", detail=detail)
+    elif job.not_before_s > now_s:
         because = f" ({job.last_failure})" if job.last_failure else ""
         yield Obstacle(what="back-off", detail=f"waits {job.not_before_s - now_s:.0f} s more{because}")
 

@@ -259,10 +259,11 @@ async def requeue(connection: Connection, job_id: str, actor: str, now_s: float)
     await _advance_status(connection, job, JobEvent.REQUEUE, now_s, "requeued")
     await _move_to_class(connection, job, job.spec.needs)
     await connection.execute("DELETE FROM ripening WHERE seq = %s", (job.seq,))
+    starts_at_s = job.spec.starts_at_s((await read_job(connection, job_id)).created_at_s)
     await connection.execute(
-        "UPDATE job SET charged = 0, lost = 0, infra = 0, excused = 0, not_before = 0, artifact = '', archived = false,"
-        " superseded = false WHERE seq = %s",
-        (job.seq,),
+        "UPDATE job SET charged = 0, lost = 0, infra = 0, excused = 0, not_before = %s, artifact = '',"
+        " archived = false, superseded = false WHERE seq = %s",
+        (starts_at_s, job.seq),
     )
     await enqueue(connection, [job.seq], now_s)
     await recount_dependents(connection, job_id, now_s)

@@ -45,6 +45,7 @@ async def apply_plan(  # noqa: PLR0913 (what a plan is applied with)
     classes = await class_ids(connection, class_keys([*plan.new.values(), *changed.values()]))
     await _insert_jobs(connection, plan, classes, (actor, submitter.owner), now_s, declared=declared)
     await _update_jobs(connection, changed, classes, now_s)
+    await _move_starts(connection, {each.job_id: each.spec for each in plan.changed if "start" in each.kinds})
     for job_id in sorted(plan.requeued):
         await requeue(connection, job_id, actor, now_s)
     # What made the result that does not count made this as well.
@@ -151,7 +152,7 @@ async def _insert_jobs(
     if not plan.new:
         return
     rows = [
-        (id_, encode(spec), classes[encode(spec.requirement)], *_sorted_by(spec), spec.project)
+        (id_, encode(spec), classes[encode(spec.requirement)], *_sorted_by(spec), spec.project, spec.starts_at_s(now_s))
         for id_, spec in plan.new.items()
     ]
     # One statement for all, in the order of the manifest: the older of two equal jobs is claimed first.
@@ -159,11 +160,11 @@ async def _insert_jobs(
         "INSERT INTO job (id, spec, class_id, status, epoch, created_at, changed_at, not_before, host_id, reason,"
         " artifact, declared, orphaned, waits_for, model, sweep, priority, trainer, charged, lost, excused, checkpoint,"
         " submitted_by, owner, project, label, trainer_digest)"
-        f" SELECT n.id, n.spec, n.class_id, '{JobStatus.PENDING}', 0, %s, %s, 0, '', '', '', %s, false, 0,"
+        f" SELECT n.id, n.spec, n.class_id, '{JobStatus.PENDING}', 0, %s, %s, n.start, '', '', '', %s, false, 0,"
         " n.model, n.sweep, n.priority, n.trainer, 0, 0, 0, '', %s, %s, n.project, n.label, coalesce(t.digest, '')"
         " FROM unnest(%s::text[], %s::bytea[], %s::bigint[], %s::text[], %s::text[], %s::int[], %s::text[], %s::text[],"
-        "  %s::text[])"
-        " WITH ORDINALITY AS n (id, spec, class_id, model, sweep, priority, trainer, label, project, place)"
+        "  %s::text[], %s::float8[])"
+        " WITH ORDINALITY AS n (id, spec, class_id, model, sweep, priority, trainer, label, project, start, place)"
         " LEFT JOIN trainer_name t ON t.project = n.project AND t.name = n.trainer ORDER BY n.place",
         (now_s, now_s, declared, *by, *(list(column) for column in zip(*rows, strict=True))),
     )
@@ -179,6 +180,14 @@ async def _update_jobs(
             " trainer = %s, label = %s WHERE id = %s",
             (encode(spec), classes[encode(spec.requirement)], now_s, *_sorted_by(spec), id_),
         )
+
+
+async def _move_starts(connection: Connection, jobs: Mapping[str, JobSpec]) -> None:
+    """Of jobs that wait: others have started already, or count it when they are requeued."""
+    cursor = await connection.execute("SELECT id, created_at FROM job WHERE id = ANY(%s)", (list(jobs),))
+    for id_, created_at_s in sorted(await cursor.fetchall()):
+        update = "UPDATE job SET not_before = %s WHERE id = %s AND status = 'pending'"
+        await connection.execute(update, (jobs[id_].starts_at_s(created_at_s), id_))
 
 
 def _sorted_by(spec: JobSpec) -> tuple[Any, ...]:

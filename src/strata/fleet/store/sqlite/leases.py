@@ -264,6 +264,7 @@ def cancel(db: sqlite3.Connection, job_id: str, reason: str, actor: str, now_s: 
 
 def requeue(db: sqlite3.Connection, job_id: str, actor: str, now_s: float) -> JobRow:
     job = _require_job(db, job_id)
+    starts_at_s = job.spec.starts_at_s(read_job(db, job_id).created_at_s)
     refused = db.execute("SELECT 1 FROM job_refusal WHERE seq = ?", (job.seq,)).fetchone()
     if job.status is JobStatus.PENDING and refused is None:
         raise not_refused(job_id)
@@ -272,9 +273,9 @@ def requeue(db: sqlite3.Connection, job_id: str, actor: str, now_s: float) -> Jo
     db.execute("DELETE FROM job_refusal WHERE seq = ?", (job.seq,))
     db.execute("DELETE FROM ripening WHERE seq = ?", (job.seq,))
     db.execute(
-        "UPDATE job SET charged = 0, lost = 0, infra = 0, excused = 0, not_before = 0, artifact = '', archived = 0,"
+        "UPDATE job SET charged = 0, lost = 0, infra = 0, excused = 0, not_before = ?, artifact = '', archived = 0,"
         " superseded = 0 WHERE seq = ?",
-        (job.seq,),
+        (starts_at_s, job.seq),
     )
     enqueue(db, job.seq, now_s)
     recount_dependents(db, job_id, now_s)

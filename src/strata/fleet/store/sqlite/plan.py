@@ -40,6 +40,8 @@ def apply_plan(  # noqa: PLR0913 (what a plan is applied with)
         record(db, now_s, actor, "job.created", job_id, model=spec.model, mode=spec.mode)
     for change in plan.changed:
         _update_job(db, change.job_id, change.spec, classes[encode(change.spec.requirement)], now_s)
+        if "start" in change.kinds:
+            _move_start(db, change.job_id, change.spec)
         if "trainer" in change.kinds:
             _assign_trainer(db, change.job_id)
         record(db, now_s, actor, "job.changed", change.job_id, kinds=change.kinds)
@@ -128,7 +130,7 @@ def _insert_job(  # noqa: PLR0913 (the columns of a job that are not in its spec
         "INSERT INTO job (id, spec, class_id, status, epoch, created_at, changed_at, not_before, host_id, reason,"
         " artifact, declared, orphaned, waits_for, model, sweep, priority, trainer, charged, lost, excused, checkpoint,"
         " project, submitted_by, owner, label, trainer_digest)"
-        " VALUES (?, ?, ?, ?, 0, ?, ?, 0, '', '', '', ?, 0, 0, ?, ?, ?, ?, 0, 0, 0, '', ?, ?, ?, ?,"
+        " VALUES (?, ?, ?, ?, 0, ?, ?, ?, '', '', '', ?, 0, 0, ?, ?, ?, ?, 0, 0, 0, '', ?, ?, ?, ?,"
         "  coalesce((SELECT digest FROM trainer_name WHERE project = ? AND name = ?), ''))",
         (
             job_id,
@@ -137,6 +139,7 @@ def _insert_job(  # noqa: PLR0913 (the columns of a job that are not in its spec
             JobStatus.PENDING,
             now_s,
             now_s,
+            spec.starts_at_s(now_s),
             declared,
             spec.model,
             spec.sweep,
@@ -166,6 +169,13 @@ def _update_job(db: sqlite3.Connection, job_id: str, spec: JobSpec, class_id: in
             job_id,
         ),
     )
+
+
+def _move_start(db: sqlite3.Connection, job_id: str, spec: JobSpec) -> None:
+    """Of a job that waits: another one has started already, or counts it when it is requeued."""
+    ((created_at_s,),) = db.execute("SELECT created_at FROM job WHERE id = ?", (job_id,))
+    update = "UPDATE job SET not_before = ? WHERE id = ? AND status = 'pending'"
+    db.execute(update, (spec.starts_at_s(created_at_s), job_id))
 
 
 def _assign_trainer(db: sqlite3.Connection, job_id: str) -> None:
