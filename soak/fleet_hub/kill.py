@@ -34,8 +34,9 @@ _HITS: Final = {"http.before_reply": 150, "renew": 30, "sqlite": 60, "streams": 
 """How often a failpoint may be passed before it kills; the others happen a few times in a second."""
 _FEW: Final = 6
 _RARE: Final = ("apply", "cancel", "checkpoint", "expire", "ripen", "sweep", "fail.", "register", "webhook")
-_NEVER: Final = ("upgrade", "quarantine", "adopted", "collect", "restore", "move", "backup")
-"""A new database needs no upgrade, nothing is damaged on purpose, and these chunks are not in a bucket."""
+_NEVER: Final = ("upgrade", "quarantine", "adopted", "collect", "restore", "move", "backup", "schedule")
+"""A new database needs no upgrade, nothing is damaged on purpose, these chunks are not in a bucket, and there are no
+schedules."""
 
 
 def failpoints(database: Database) -> Sequence[str]:

@@ -81,6 +81,9 @@ COMMANDS: Final[Mapping[str, CommandEntry]] = {
     "run": CommandEntry(
         "strata.cli.fleet.run:run", "Run COMMAND in a copy of the current folder on a host of the fleet."
     ),
+    "schedules": CommandEntry(
+        "strata.cli.fleet.schedules:schedules", "List the schedules of manifests, or pause, resume and remove them."
+    ),
     "secrets": CommandEntry("strata.cli.fleet.secrets:secrets", "Set, list and remove secrets of jobs."),
     "serve": CommandEntry(
         "strata.cli.serve.commands:serve", "Run a training server, which trains a model through an API."

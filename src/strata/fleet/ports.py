@@ -27,6 +27,7 @@ from strata.fleet.core.plan import ApplyPlan, ExistingJob, HostPolicy, Registere
 from strata.fleet.core.quota import OwnerUsage, Quota
 from strata.fleet.core.requirement import RequirementClass
 from strata.fleet.core.samples import SamplePoint
+from strata.fleet.core.schedule import JobSchedule
 from strata.fleet.core.search import SearchSweep
 from strata.fleet.core.subscription import Subscription
 
@@ -284,6 +285,27 @@ class StoredSweep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     sweep: SearchSweep
     actor: str
     submitter: Submitter
+
+
+class StoredSchedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A schedule, and for whom its runs are queued."""
+
+    schedule: JobSchedule
+    actor: str
+    submitter: Submitter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleRow:
+    project: str
+    name: str
+    stored: StoredSchedule
+    next_due_s: float
+    paused: bool = False
+    last_job: str = ""
+    """The id of the last run."""
+    note: str = ""
+    """Why the last run was not queued, or why it is paused; empty otherwise."""
 
 
 class Store(Protocol):

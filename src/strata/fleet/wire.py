@@ -19,6 +19,7 @@ from strata.fleet.core.jobspec import JobId, JobSpec, TrainerSpec
 from strata.fleet.core.manifest import JobManifest
 from strata.fleet.core.quota import OwnerUsage, Quota
 from strata.fleet.core.samples import HostSample
+from strata.fleet.core.schedule import Overlap
 from strata.fleet.core.subscription import DEFAULT_EVENTS, SubscribedEvent
 
 MAX_WAIT_S: Final = 60.0
@@ -283,6 +284,28 @@ class QuotaRequest(Message, frozen=True, kw_only=True):
     """Null: the quota of everybody again."""
 
 
+# Schedules
+
+
+class ScheduleReply(HubReply, frozen=True, kw_only=True):
+    project: str
+    name: str
+    owner: str
+    cron: str
+    timezone: str
+    overlap: Overlap
+    next_due_s: float
+    paused: bool
+    last_job: str
+    """The id of the last run; empty before the first one."""
+    note: str
+    """Why the last run was not queued, or why the schedule is paused; empty otherwise."""
+
+
+class SchedulesReply(HubReply, frozen=True, kw_only=True):
+    schedules: tuple[ScheduleReply, ...]
+
+
 # Manifest
 
 
@@ -328,6 +351,8 @@ class ManifestReply(HubReply, frozen=True, kw_only=True):
     outdated: tuple[str, ...] = ()
     """Completed jobs whose result an earlier trainer made; they stay completed."""
     hosts: tuple[str, ...] = ()
+    schedules: dict[str, float] = {}
+    """When each schedule of the manifest is due next."""
 
 
 class Trainer(HubReply, frozen=True, kw_only=True):

@@ -36,6 +36,7 @@ from strata.hub.cursor_store import CursorStore, FeedDelivery
 from strata.hub.disk import CHECK_S, DiskGuard
 from strata.hub.online_backup import INTERVAL_S, OnlineBackup
 from strata.hub.outbound import WebhookTarget
+from strata.hub.schedules import DeclaredSchedules, ScheduleRunner
 from strata.hub.secret_store import KEY_FILE, SecretVault, load_key
 from strata.hub.settings import BucketSettings, HubSettings
 from strata.hub.subscriptions import AppriseSender, SubscriptionDispatcher, SubscriptionStore
@@ -54,6 +55,7 @@ IDLE_CHECK_S: Final = 2.0
 WEBHOOK_S: Final = 0.5
 SUBSCRIPTION_S: Final = 1.0
 SWEEP_S: Final = 1.0
+SCHEDULE_S: Final = 1.0
 TOKEN_FILE: Final = "operator.token"  # noqa: S105 - the name of a file
 HUB_ID_FILE: Final = "hub.id"
 FOLDER_ID_FILE: Final = "folder.id"
@@ -97,8 +99,9 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
         vault = SecretVault(tables.secrets, key)
         sender = AppriseSender()
         subscriptions = SubscriptionStore(vault, tables.cursors, feed, sender, clock.wall_s)
+        fleet = Fleet(tables.fleet, clock, FleetSettings(stale_after_s=settings.stale_after_s))
         context = HubContext(
-            fleet=Fleet(tables.fleet, clock, FleetSettings(stale_after_s=settings.stale_after_s)),
+            fleet=fleet,
             artifacts=artifacts,
             leased=LeasedReads(tables.fleet, artifacts, clock),
             streams=AttemptStreams(files / "streams", keep_free_bytes=settings.keep_free_bytes),
@@ -110,6 +113,7 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
             secrets=vault,
             subscriptions=subscriptions,
             sweeps=DeclaredSweeps(tables.sweeps),
+            schedules=DeclaredSchedules(tables.schedules, fleet),
             feed=feed,
             clock=clock,
             tls=settings.tls.enabled,
@@ -130,6 +134,7 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
             *_webhook_loops(settings, context, delivery),
             Loop(interval_s=SUBSCRIPTION_S, run_once=dispatcher.run_once),
             Loop(interval_s=SWEEP_S, run_once=SweepRunner(tables, context, holder).run_once),
+            Loop(interval_s=SCHEDULE_S, run_once=ScheduleRunner(tables.schedules, context).run_once),
         ]
         try:
             yield Hub(context=context, app=application(context), tls=tls, loops=loops)

@@ -42,6 +42,7 @@ from strata.hub.cursor_store import LEASE_S
 from strata.hub.search_study import propose, require_optuna
 from strata.hub.sweep_store import SweepStore
 from strata.hub.tables import Tables
+from strata.identity.authenticate import is_valid_actor
 
 TRIES: Final = 16
 """Proposals of points that were all tried before, until the space counts as exhausted."""
@@ -90,7 +91,7 @@ class SweepRunner:
         if not sweeps or not await self._acquire():
             return
         for stored in sweeps:
-            if not await self._is_valid(stored.actor):
+            if not await is_valid_actor(self._identity, stored.actor, self._fleet.now_s()):
                 continue
             place = stored.sweep.base.project, stored.sweep.base.sweep
             try:
@@ -116,12 +117,6 @@ class SweepRunner:
             _log.exception("sweep_failed", project=place[0], sweep=place[1], reason=reason)
             await self._store.record_failure(sweep, reason, self._fleet.now_s())
             self._failures[place] = reason
-
-    async def _is_valid(self, actor: str) -> bool:
-        """False once the key that declared the sweep is revoked or has expired."""
-        kind, _, key_id = actor.partition(":")
-        key = await self._identity.key(key_id) if kind == "key" else None
-        return kind != "key" or (key is not None and key.valid(self._fleet.now_s()))
 
     async def _advance(self, stored: StoredSweep) -> None:
         """End the trials that fall behind, then queue trials while there are free places."""

@@ -21,7 +21,7 @@ from strata.fleet.ports import Store
 from strata.fleet.store.backup import backup_sqlite
 from strata.fleet.store.sqlite import tables as fleet_sqlite
 from strata.fleet.store.sqlite.store import SqliteStore
-from strata.hub import cursor_store, secret_store, sweep_store
+from strata.hub import cursor_store, schedules, secret_store, sweep_store
 from strata.identity import sqlite as identity_sqlite
 from strata.identity.ports import IdentityStore
 
@@ -40,6 +40,7 @@ SQLITE: Final = (
     cursor_store.SQLITE,
     secret_store.SQLITE,
     sweep_store.SQLITE,
+    schedules.SQLITE,
 )
 
 
@@ -51,6 +52,7 @@ class Tables:
     cursors: cursor_store.CursorStore
     secrets: secret_store.SecretRows
     sweeps: sweep_store.SweepStore
+    schedules: schedules.ScheduleStore
     newest_event: Callable[[], Awaitable[str]]
     copy: Callable[[Path, float], Awaitable[int]] | None = None
     """Copies the database into a new file; PostgreSQL has tools of its own."""
@@ -84,6 +86,7 @@ async def _open_sqlite(path: Path) -> AsyncIterator[Tables]:
             cursors=cursor_store.SqliteCursorStore(thread),
             secrets=secret_store.SqliteSecretRows(thread),
             sweeps=sweep_store.SqliteSweepStore(thread),
+            schedules=schedules.SqliteScheduleStore(thread),
             newest_event=partial(events.newest_sqlite, thread),
             copy=partial(backup_sqlite, thread),
         )
@@ -111,6 +114,7 @@ async def _open_postgres(url: str) -> AsyncIterator[Tables]:
             cursors=cursor_store.PostgresCursorStore(connections),
             secrets=secret_store.PostgresSecretRows(connections),
             sweeps=sweep_store.PostgresSweepStore(connections),
+            schedules=schedules.PostgresScheduleStore(connections),
             newest_event=partial(events.newest_postgres, connections),
         )
     finally:
@@ -134,6 +138,7 @@ def postgres_components() -> Sequence[Component]:
         cursor_store.POSTGRES,
         secret_store.POSTGRES,
         sweep_store.POSTGRES,
+        schedules.POSTGRES,
     )
 
 

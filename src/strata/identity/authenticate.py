@@ -109,3 +109,12 @@ def _unauthenticated(*, present: bool) -> StrataError:
         "this needs credentials",
         hint="send `Authorization: Bearer KEY`; `strata keys create` makes one",
     )
+
+
+async def is_valid_actor(store: IdentityStore, actor: str, now_s: float) -> bool:
+    """Whether the caller whom events name so may still act: False once a key is revoked or has expired."""
+    kind, _, key_id = actor.partition(":")
+    if kind != CallerKind.KEY:
+        return True
+    key = await store.key(key_id)
+    return key is not None and key.valid(now_s)

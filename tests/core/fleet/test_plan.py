@@ -94,7 +94,7 @@ def test_applying_twice_changes_nothing_and_no_job_is_ever_taken_away(
 
 
 def test_every_field_of_a_job_makes_its_id_or_can_change() -> None:
-    identity = {"model", "mode", "hyper", "split_recipe", "train_hosts", "seed", "project", "kind"}
+    identity = {"model", "mode", "hyper", "split_recipe", "train_hosts", "seed", "project", "kind", "due"}
     recorded = {"code", "data"}
     changing = {name for fields in KINDS.values() for name in fields}
     assert changing | identity | recorded == {field.name for field in msgspec.structs.fields(JobSpec)}

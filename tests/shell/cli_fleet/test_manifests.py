@@ -136,3 +136,19 @@ def test_a_parameter_that_only_the_hub_knows_to_be_wrong_is_found_at_its_line_to
         done = person.says("apply", *words, str(manifest))
         assert done.status == ExitCode.USAGE
         assert f"{manifest}:9: jobs[0].hyper.dept" in done.err
+
+
+def test_schedules_are_listed_paused_resumed_and_removed(person: Person, manifest: Path) -> None:
+    manifest.write_text(
+        manifest.read_text() + '[[schedules]]\nname = "nightly"\ncron = "0 3 * * *"\nmodel = "tree"\nmode = "night"\n'
+    )
+    assert "nightly is due next at 20" in person.says("apply", str(manifest)).err
+    (row,) = person.says("schedules", "-o", "json").value
+    assert (row["schedule"], row["cron"], row["timezone"], row["owner"]) == ("nightly", "0 3 * * *", "UTC", "operator")
+    assert "0 3 * * *" in person.says("schedules", "list").out
+    assert person.says("schedules", "pause", "nightly").status == ExitCode.OK
+    assert "paused" in person.says("schedules").out
+    assert "due next at 20" in person.says("schedules", "resume", "default/nightly").err
+    assert "did you mean" in person.says("schedules", "remove", "nightli").err
+    assert person.says("schedules", "remove", "nightly").status == ExitCode.OK
+    assert person.says("schedules", "-o", "json").value == []

@@ -54,15 +54,17 @@ def apply(  # noqa: PLR0913 (the options of the command)
 ) -> None:
     """Queue the jobs of MANIFEST, and update those that differ.
 
-    Nothing is removed: jobs that are no longer in the manifest stay until you cancel them, and hosts that it does not
-    name keep their policies. Only trainers and jobs of the manifest's own project change. Pending jobs use a changed
-    trainer; completed jobs stay as they are unless you --retrain them. A trainer's folder that is relative to MANIFEST
-    is uploaded, without the files that .strataignore or .gitignore name, caches, virtual environments and .env.
+    Nothing is removed: jobs that are no longer in the manifest stay until you cancel them, schedules until you remove
+    them, and hosts that it does not name keep their policies. Only trainers and jobs of the manifest's own project
+    change. Pending jobs use a changed trainer; completed jobs stay as they are unless you --retrain them. A trainer's
+    folder that is relative to MANIFEST is uploaded, without the files that .strataignore or .gitignore name, caches,
+    virtual environments and .env.
 
     A trainer whose program mentions --describe or strata.fleet.trainer is run with --describe in a copy of its folder,
     so that a misspelt parameter is found now; never in a dry run.
     """
     from strata.cli.fleet.prepare import prepare_manifest
+    from strata.fleet.core.schedule import format_moment
 
     def find_artifacts(sources: Mapping[str, DataSource]) -> dict[str, DataSource]:
         from strata.sdk.datasets import resolve_data
@@ -88,6 +90,8 @@ def apply(  # noqa: PLR0913 (the options of the command)
         _show(plan, prepared, output, applied=not dry_run)
         for name, sweep in prepared.manifest.searches.items():
             print_error(f"strata: the hub queues the {sweep.search.trials} trials of {name}, as places become free")
+        for name, due_s in plan.schedules.items():
+            print_error(f"strata: {name} is due next at {format_moment(due_s)}")
         if waits and not dry_run:
             try:
                 ended = wait_for(client, list(prepared.manifest.jobs), only_news=True)

@@ -10,6 +10,7 @@ train_hosts and seed, and of nothing else: the same manifest read again, or writ
 - The trainer, priority, constraints and limits are how a job is done and not what it is: changing them keeps the id.
 - A project other than `default` adds its name as one more field: two projects never share a job.
 - A server adds its kind: it is another job than the training of a model of the same name.
+- A run of a schedule adds when it was due: each run is a job, and two hubs that queue the same run queue one job.
 
 A change of these rules needs a new version in the prefix. Ids are in databases, so the tests hold golden ones.
 """
@@ -104,6 +105,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """No host gets it before so long after it was queued first."""
     sweep: Text = ""
     """The sweep that made this job."""
+    due: Text = ""
+    """Of a run of a schedule: when it was due, as in 2026-11-17T02:00Z."""
     idle_s: Seconds = 0.0
     """A server without a request for so long is put to sleep; the next request wakes it. 0: never."""
 
@@ -154,6 +157,8 @@ def job_id(spec: JobSpec) -> str:
         what["project"] = spec.project
     if spec.kind == "server":
         what["kind"] = spec.kind
+    if spec.due:
+        what["due"] = spec.due
     return content_id("job", 1, what)
 
 

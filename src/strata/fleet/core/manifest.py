@@ -1,9 +1,10 @@
 """The job manifest: which trainers, host policies and jobs a project declares, as a frozen value.
 
 A person writes it as TOML: `project` says whose it is, `[trainers.NAME]` how jobs are run, `[hosts.NAME]` who may run
-them, `[[jobs]]` and `[[sweeps]]` what there is to do. `parse_manifest` reads the text once, where it is written. The
-caller then resolves the trainers (uploads their folders, fetches the schemas of their hyper-parameters), and
-`ManifestDraft.resolve` makes the `JobManifest`, or raises one error with every problem, each with file, line and path.
+them, `[[jobs]]`, `[[sweeps]]` and `[[schedules]]` what there is to do. `parse_manifest` reads the text once, where it
+is written. The caller then resolves the trainers (uploads their folders, fetches the schemas of their
+hyper-parameters), and `ManifestDraft.resolve` makes the `JobManifest`, or raises one error with every problem, each
+with file, line and path.
 
 A manifest travels to the hub as that value. The hub trusts no client, so `validate_manifest` applies the same rules to
 the value. Nothing here opens a file.
@@ -25,11 +26,13 @@ from strata.fleet.core.manifest_jobs import MAX_JOBS, ManifestContext, check_fre
 from strata.fleet.core.manifest_tables import env_problem, read_hosts, read_trainers
 from strata.fleet.core.problems import Problems, fits, read_fields
 from strata.fleet.core.requirement import Name
+from strata.fleet.core.schedule import JobSchedule, schedule_problem
 from strata.fleet.core.search import SearchSweep, corner_points, search_problems
 from strata.fleet.core.sweep_plan import with_point
 
 MAX_BYTES: Final = 16 * 1024 * 1024
-_TABLES: Final = ("trainers", "hosts", "jobs", "sweep", "sweeps")
+MAX_SCHEDULES: Final = 1000
+_TABLES: Final = ("trainers", "hosts", "jobs", "sweep", "sweeps", "schedules")
 _JobName = Annotated[str, msgspec.Meta(pattern=r"\A([A-Za-z0-9][A-Za-z0-9._-]{0,63}(/[0-9]{1,9})?)?\Z")]
 
 
@@ -46,6 +49,8 @@ class JobManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """By id, in the order of the file, sweeps last."""
     searches: dict[Name, SearchSweep] = {}
     """Sweeps whose jobs the hub makes one by one, by name."""
+    schedules: dict[Name, JobSchedule] = {}
+    """Jobs that the hub queues again and again, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,15 +79,16 @@ class ManifestDraft:
             retrain_on=self.retrain_on,
             schemas=schemas or {},
         )
-        jobs, searches = read_jobs(context, data)
+        read = read_jobs(context, data)
         problems.raise_any()
         return JobManifest(
             source=self.document.source,
             project=self.project,
             trainers=resolved,
             hosts=self.hosts,
-            jobs=jobs,
-            searches=searches,
+            jobs=read.jobs,
+            searches=read.searches,
+            schedules=read.schedules,
         )
 
 
@@ -124,7 +130,23 @@ def validate_manifest(manifest: JobManifest, schemas: Mapping[str, HyperSchema])
         _validate_job(problems, manifest, job_id, job, schemas.get(job.trainer))
     for name, sweep in manifest.searches.items():
         _validate_search(problems, manifest, name, sweep, schemas.get(sweep.base.trainer))
+    if len(manifest.schedules) > MAX_SCHEDULES:
+        problems.add((), f"it has {len(manifest.schedules)} schedules, and at most {MAX_SCHEDULES} are allowed")
+    for name, schedule in manifest.schedules.items():
+        _validate_schedule(problems, manifest, name, schedule, schemas.get(schedule.base.trainer))
     problems.raise_any()
+
+
+def _validate_schedule(
+    problems: Problems, manifest: JobManifest, name: str, schedule: JobSchedule, schema: HyperSchema | None
+) -> None:
+    place = ("schedules", name)
+    base = schedule.base
+    if base.name != name:
+        problems.add(place, f"its runs are called {base.name!r}")
+    if problem := schedule_problem(schedule):
+        problems.add(place, problem)
+    _validate_spec(problems, place, manifest, base, schema)
 
 
 def _validate_search(
@@ -172,6 +194,14 @@ def _validate_job(
     problems: Problems, manifest: JobManifest, job_id: str, job: JobSpec, schema: HyperSchema | None
 ) -> None:
     place = ("jobs", job.label)
+    if _validate_spec(problems, place, manifest, job, schema):
+        _validate_id(problems, place, job_id, job)
+
+
+def _validate_spec(
+    problems: Problems, place: tuple[str, str], manifest: JobManifest, job: JobSpec, schema: HyperSchema | None
+) -> bool:
+    """Whether its id can be computed."""
     if job.project != manifest.project:
         problems.add((*place, "project"), f"it is of project {job.project!r}, the manifest of {manifest.project!r}")
     if not fits(job.name, _JobName) or not fits(job.sweep or "sweep", Name):
@@ -184,10 +214,9 @@ def _validate_job(
         problems.add((*place, "trainer"), f'there is no trainer "{job.trainer}"')
     elif (job.code, job.data) != trainer.digests_for(job.retrain_on):
         problems.add((*place, "retrain_on"), "code and data are not the digests of its trainer")
-    elif not no_json:
-        _validate_id(problems, place, job_id, job)
     if not no_json:
         _validate_hyper(problems, place, job, schema)
+    return not no_json and trainer is not None and (job.code, job.data) == trainer.digests_for(job.retrain_on)
 
 
 def _validate_hyper(problems: Problems, place: tuple[str, str], job: JobSpec, schema: HyperSchema | None) -> None:

@@ -1,11 +1,11 @@
-"""`[[jobs]]` and `[[sweeps]]` of a manifest: from tables to jobs, with their order resolved to ids."""
+"""`[[jobs]]`, `[[sweeps]]` and `[[schedules]]` of a manifest: from tables to jobs, with their order resolved to ids."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -25,7 +25,7 @@ from strata.fleet.core.problems import (
     tables_at,
 )
 from strata.fleet.core.requirement import Name, Needs
-from strata.fleet.core.schedule import parse_start, start_fields
+from strata.fleet.core.schedule import JobSchedule, parse_start, schedule_problem, start_fields
 from strata.fleet.core.search import SearchPlan, SearchSweep, corner_points, search_problems
 from strata.fleet.core.sweep_plan import (
     MAX_SWEEP_JOBS,
@@ -46,13 +46,15 @@ SERVER_BUDGET: Final = {"max_attempts": 1000, "max_lost": 1000, "max_infra": 100
 
 _NEEDS: Final = kinds_of(Needs)
 _START: Final = ("not_before_s", "delay_s")
-_OWN: Final = kinds_of(JobSpec, without=("needs", "after", "code", "data", "sweep", "project", *_START))
+_OWN: Final = kinds_of(JobSpec, without=("needs", "after", "code", "data", "sweep", "due", "project", *_START))
 _JOB: Final[dict[str, Any]] = (
     _OWN
     | {"name": Name, "after": tuple[str, ...], "split_recipe": str | dict[str, Any], "workers": int, "not_before": Any}
     | _NEEDS
 )
 _SWEEP: Final[dict[str, Any]] = _JOB | {"grid": dict[str, list[Any]], "random": RandomSweep, "search": SearchPlan}
+_SCHEDULE: Final[dict[str, Any]] = _JOB | kinds_of(JobSchedule, without=("base",))
+_UNSCHEDULED: Final = ("after", "not_before")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,7 @@ class _JobTable:
     jobs: dict[str, JobSpec] = field(default_factory=dict)
     searches: dict[str, SearchSweep] = field(default_factory=dict)
     """By the name of the sweep: the hub makes their jobs one by one."""
+    schedules: dict[str, JobSchedule] = field(default_factory=dict)
     places: dict[str, KeyPath] = field(default_factory=dict)
     named: dict[str, list[str]] = field(default_factory=dict)
     """Ids by the name of the job or of its sweep."""
@@ -90,7 +93,14 @@ class _JobTable:
     """The `name`s given by the file."""
 
 
-def read_jobs(context: ManifestContext, data: Mapping[str, Any]) -> tuple[dict[str, JobSpec], dict[str, SearchSweep]]:
+class ManifestJobs(NamedTuple):
+    jobs: dict[str, JobSpec]
+    """By id, in the order of the file, sweeps last."""
+    searches: dict[str, SearchSweep]
+    schedules: dict[str, JobSchedule]
+
+
+def read_jobs(context: ManifestContext, data: Mapping[str, Any]) -> ManifestJobs:
     problems, read = context.problems, _JobTable()
     for place, table in tables_at(problems, ("jobs",), data.get("jobs", [])):
         job = _job(context, place, table, _JOB)
@@ -101,9 +111,11 @@ def read_jobs(context: ManifestContext, data: Mapping[str, Any]) -> tuple[dict[s
             _add_job(context, read, place, job, table.get("after", ()))
     for place, table in _sweeps(problems, data):
         _read_sweep(context, read, place, table)
+    for place, table in tables_at(problems, ("schedules",), data.get("schedules", [])):
+        _read_schedule(context, read, place, table)
     if len(read.jobs) > MAX_JOBS:
         problems.add((), f"it has {len(read.jobs)} jobs, and at most {MAX_JOBS} are allowed")
-    return _ordered(problems, read), read.searches
+    return ManifestJobs(_ordered(problems, read), read.searches, read.schedules)
 
 
 def _sweeps(problems: Problems, data: Mapping[str, Any]) -> Iterator[tuple[KeyPath, dict[str, Any]]]:
@@ -126,7 +138,7 @@ def _job(context: ManifestContext, place: KeyPath, table: dict[str, Any], kinds:
     start = _start(problems, place, fields)
     no_json = check_free_values(problems, place, table)
     trainer = _trainer(context, place, fields.get("trainer"), given="trainer" in table)
-    if kinds is _JOB and "hyper" not in no_json:
+    if kinds is not _SWEEP and "hyper" not in no_json:
         findings = _hyper_findings(context, trainer, fields.get("hyper", {}))
         problems.add_all(((*place, "hyper", *finding.path), finding.message) for finding in findings)
     if len(problems) > before or trainer is None:
@@ -253,6 +265,23 @@ def _read_sweep(context: ManifestContext, read: _JobTable, place: KeyPath, table
         _add_search(context, read, place, table, msgspec.structs.replace(base, name="", sweep=sweep))
     else:
         _add_points(context, read, place, table, msgspec.structs.replace(base, sweep=sweep), points)
+
+
+def _read_schedule(context: ManifestContext, read: _JobTable, place: KeyPath, table: dict[str, Any]) -> None:
+    """A schedule is written like a job. Its name is what its runs are called."""
+    problems = context.problems
+    before = len(problems)
+    problems.add_all((place, f"{key} is required") for key in ("name", "cron") if key not in table)
+    problems.add_all(((*place, key), "a run starts when it is due") for key in _UNSCHEDULED if key in table)
+    base = _job(context, place, table, _SCHEDULE)
+    if base is None or len(problems) > before:
+        return
+    own = {key: table[key] for key in ("cron", "timezone", "overlap") if key in table}
+    schedule = JobSchedule(base=base, **own)
+    if problem := schedule_problem(schedule):
+        problems.add((*place, "cron") if base.kind == "train" else place, problem)
+    elif _register_name(problems, read, place, base.name):
+        read.schedules[base.name] = schedule
 
 
 def _add_search(

@@ -19,12 +19,21 @@ from strata.fleet.artifacts.service import Artifacts
 from strata.fleet.core.lease_status import unknown_job
 from strata.fleet.core.ownership import Submitter
 from strata.fleet.core.requirement import SandboxLevel
+from strata.fleet.core.schedule import JobSchedule
 from strata.fleet.core.subscription import SubscribedEvent
 from strata.fleet.http.feed import Feed
 from strata.fleet.http.leased_reads import LeasedReads
 from strata.fleet.http.long_poll import AttemptHosts
 from strata.fleet.http.proxy import ServerProxy
-from strata.fleet.ports import AttemptKey, HostRow, StoredSecret, StoredSubscription, StoredSweep
+from strata.fleet.ports import (
+    AttemptKey,
+    HostRow,
+    ScheduleRow,
+    StoredSchedule,
+    StoredSecret,
+    StoredSubscription,
+    StoredSweep,
+)
 from strata.fleet.service import Fleet
 from strata.fleet.streams import AttemptStreams
 from strata.http.body import BodyPace
@@ -71,6 +80,28 @@ class Sweeps(Protocol):
         """Those of the project are these from now on."""
 
 
+class Schedules(Protocol):
+    """Jobs that are queued again and again, by project and name."""
+
+    async def check(
+        self, project: str, schedules: Mapping[str, JobSchedule], submitter: Submitter
+    ) -> Mapping[str, float]:
+        """When each is due next; INVALID for an unknown time zone, FORBIDDEN for a schedule of another owner, EXHAUSTED
+        for too many of one owner."""
+
+    async def declare(self, project: str, schedules: Mapping[str, StoredSchedule]) -> None:
+        """Add these, or change those of the same names; others stay."""
+
+    async def listed(self) -> Sequence[ScheduleRow]: ...
+
+    async def pause(self, project: str, name: str, actor: str, submitter: Submitter) -> ScheduleRow: ...
+
+    async def resume(self, project: str, name: str, actor: str, submitter: Submitter) -> ScheduleRow:
+        """Its next run is the next one that is due from now on."""
+
+    async def remove(self, project: str, name: str, actor: str, submitter: Submitter) -> None: ...
+
+
 class Subscriptions(Protocol):
     """The subscriptions of people to events of jobs."""
 
@@ -107,6 +138,7 @@ class HubContext:
     secrets: Secrets
     subscriptions: Subscriptions
     sweeps: Sweeps
+    schedules: Schedules
     feed: Feed
     clock: Clock
     tls: bool = False

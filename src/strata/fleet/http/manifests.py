@@ -20,7 +20,7 @@ from strata.fleet.core.plan import ApplyOptions, ApplyPlan
 from strata.fleet.core.requirement import with_sandbox
 from strata.fleet.http.context import HubCall, HubContext, submitter_of
 from strata.fleet.http.secrets import check_secrets
-from strata.fleet.ports import StoredSweep
+from strata.fleet.ports import StoredSchedule, StoredSweep
 from strata.identity.roles import Role
 
 
@@ -88,6 +88,7 @@ async def _apply(context: HubContext, call: HubCall, body: wire.ManifestRequest)
         await check_secrets(context, call.caller.owner, manifest.project, trainer.secrets)
     options = ApplyOptions(accept=body.accept, retrain=body.retrain, take_over=body.take_over)
     submitter = submitter_of(call)
+    due = await context.schedules.check(manifest.project, manifest.schedules, submitter)
     plan = await context.fleet.plan_manifest(manifest, options, submitter)
     if not body.dry_run:
         if body.schemas:
@@ -99,7 +100,12 @@ async def _apply(context: HubContext, call: HubCall, body: wire.ManifestRequest)
             for name, sweep in manifest.searches.items()
         }
         await context.sweeps.replace(manifest.project, sweeps)
-    return _manifest_reply(plan, applied=not body.dry_run)
+        schedules = {
+            name: StoredSchedule(schedule=schedule, actor=call.actor, submitter=submitter)
+            for name, schedule in manifest.schedules.items()
+        }
+        await context.schedules.declare(manifest.project, schedules)
+    return _manifest_reply(plan, due, applied=not body.dry_run)
 
 
 def _with_sandbox(context: HubContext, manifest: JobManifest) -> JobManifest:
@@ -113,7 +119,7 @@ def _with_sandbox(context: HubContext, manifest: JobManifest) -> JobManifest:
     return msgspec.structs.replace(manifest, jobs=jobs)
 
 
-def _manifest_reply(plan: ApplyPlan, *, applied: bool) -> wire.ManifestReply:
+def _manifest_reply(plan: ApplyPlan, due: Mapping[str, float], *, applied: bool) -> wire.ManifestReply:
     return wire.ManifestReply(
         applied=applied,
         project=plan.project,
@@ -130,6 +136,7 @@ def _manifest_reply(plan: ApplyPlan, *, applied: bool) -> wire.ManifestReply:
         requeued=tuple(wire.PlannedJob(id=job_id, label=spec.label) for job_id, spec in plan.requeued.items()),
         outdated=plan.outdated,
         hosts=tuple(plan.hosts),
+        schedules=dict(due),
     )
 
 

@@ -22,6 +22,7 @@ from strata.fleet.http import (
     logs,
     manifests,
     quotas,
+    schedules,
     secrets,
     servers,
     subscriptions,
@@ -96,6 +97,10 @@ _ROUTES: Final = (
     Route("POST", "/v1/manifest/reload", OPERATOR, manifests.reload),
     Route("GET", "/v1/quotas", VIEWER, quotas.listed),
     Route("POST", "/v1/quotas", OPERATOR, quotas.change),
+    Route("GET", "/v1/schedules", VIEWER, schedules.listed),
+    Route("POST", "/v1/schedule/{project}/{name}/pause", RESEARCHER, schedules.pause),
+    Route("POST", "/v1/schedule/{project}/{name}/resume", RESEARCHER, schedules.resume),
+    Route("DELETE", "/v1/schedule/{project}/{name}", RESEARCHER, schedules.remove),
     Route("GET", "/v1/trainers", VIEWER, manifests.trainers),
     Route("GET", "/v1/events", VIEWER, events.events),
     # Secrets

@@ -1,0 +1,136 @@
+"""`strata schedules`: jobs that the hub queues again and again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import click
+
+from strata.base.errors import Code, StrataError
+from strata.cli.fleet.client import format_duration, hub_client, hub_option, print_rows, short_id
+from strata.cli.groups import DefaultGroup
+from strata.cli.output import Column, Format, output_option, print_error
+
+if TYPE_CHECKING:
+    from strata.fleet import wire
+    from strata.fleet.client import HubClient
+
+_COLUMNS: Final = (
+    Column("schedule", cut=28),
+    Column("owner", cut=16),
+    Column("cron"),
+    Column("timezone"),
+    Column("next"),
+    Column("last_job"),
+    Column("note", cut=40),
+    Column("overlap", wide=True),
+)
+
+
+class ScheduleGroup(DefaultGroup):
+    default: ClassVar[str] = "list"
+
+
+@click.group(cls=ScheduleGroup)
+def schedules() -> None:
+    """List the schedules of manifests, or pause, resume and remove them.
+
+    SCHEDULE is its name, or PROJECT/NAME where several projects have one of that name.
+    """
+
+
+@schedules.command("list")
+@hub_option
+@output_option
+def list_schedules(context: str | None, output: Format) -> None:
+    """List schedules, when each is due next, and its last run."""
+    with hub_client(context) as client:
+        from strata.fleet import wire
+
+        listed = _listed(client)
+        now_s = client.call("GET", "/v1/status", wire.StatusReply).now_s
+    print_rows(output, _COLUMNS, ((_row(each), _shown(each, now_s)) for each in listed))
+
+
+@schedules.command()
+@click.argument("schedule")
+@hub_option
+def pause(schedule: str, context: str | None) -> None:
+    """Queue no more runs of SCHEDULE until it is resumed."""
+    _change(schedule, "pause", context)
+    print_error(f"strata: {schedule} is paused")
+
+
+@schedules.command()
+@click.argument("schedule")
+@hub_option
+def resume(schedule: str, context: str | None) -> None:
+    """Queue runs of SCHEDULE again. Runs that were due meanwhile are left out."""
+    from strata.fleet.core.schedule import format_moment
+
+    changed = _change(schedule, "resume", context)
+    print_error(f"strata: {schedule} is due next at {format_moment(changed.next_due_s)}")
+
+
+@schedules.command()
+@click.argument("schedule")
+@hub_option
+def remove(schedule: str, context: str | None) -> None:
+    """Remove SCHEDULE. Runs that are queued stay, and a manifest that still has it adds it again."""
+    with hub_client(context) as client:
+        client.call("DELETE", _path(_find(client, schedule)), type(None))
+    print_error(f"strata: {schedule} is removed")
+
+
+def _change(text: str, verb: str, context: str | None) -> wire.ScheduleReply:
+    with hub_client(context) as client:
+        from strata.fleet import wire
+
+        return client.call("POST", f"{_path(_find(client, text))}/{verb}", wire.ScheduleReply)
+
+
+def _listed(client: HubClient) -> tuple[wire.ScheduleReply, ...]:
+    from strata.fleet import wire
+
+    return client.call("GET", "/v1/schedules", wire.SchedulesReply).schedules
+
+
+def _find(client: HubClient, text: str) -> wire.ScheduleReply:
+    from strata.base.suggest import did_you_mean
+
+    listed = _listed(client)
+    found = [each for each in listed if text in (each.name, f"{each.project}/{each.name}")]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(f"{each.project}/{each.name}" for each in found)
+        raise StrataError(Code.INVALID, f"several schedules are called {text!r}: {names}", hint="write PROJECT/NAME")
+    known = [each.name for each in listed]
+    raise StrataError(Code.NOT_FOUND, f"there is no schedule {text!r}{did_you_mean(text, known)}")
+
+
+def _path(schedule: wire.ScheduleReply) -> str:
+    return f"/v1/schedule/{schedule.project}/{schedule.name}"
+
+
+def _row(each: wire.ScheduleReply) -> dict[str, Any]:
+    return {
+        "schedule": each.name,
+        "project": each.project,
+        "owner": each.owner,
+        "cron": each.cron,
+        "timezone": each.timezone,
+        "overlap": each.overlap,
+        "next_due_s": each.next_due_s,
+        "paused": each.paused,
+        "last_job": each.last_job or None,
+        "note": each.note or None,
+    }
+
+
+def _shown(each: wire.ScheduleReply, now_s: float) -> dict[str, Any]:
+    from strata.fleet.core.jobspec import DEFAULT_PROJECT
+
+    name = each.name if each.project == DEFAULT_PROJECT else f"{each.project}/{each.name}"
+    due = "paused" if each.paused else f"in {format_duration(each.next_due_s - now_s)}"
+    return {"schedule": name, "next": due, "last_job": short_id(each.last_job) if each.last_job else None}
