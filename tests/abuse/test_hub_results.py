@@ -208,7 +208,7 @@ async def test_a_result_of_an_attempt_from_before_the_manifest_does_not_count(si
 @pytest.mark.attack(AREA, "the operator's job waits, with the researcher's trainer, when the manifest comes")
 async def test_a_job_that_waits_takes_the_trainer_of_the_manifest(site: Running) -> None:
     host, researcher = await site.host("anna"), await site.with_role("researcher")
-    job = await submit(researcher, priority=100)
+    job = await submit(researcher, priority=-5)
     plan = await apply(site, manifest("train.py"))
     assert (plan.takers, [each.id for each in plan.changed]) == (1, [job.id])
     (lease,) = await host.claim()

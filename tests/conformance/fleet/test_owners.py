@@ -159,3 +159,11 @@ async def test_gpu_hours_are_counted_from_attempts_within_the_window(store: Stor
     )
     assert refused.detail["quota"] == "gpu_hours"
     await store.apply(later, "key:anna", 1000.0 + 25 * HOUR_S, source="m", declared=False, submitter=ANNA)
+
+
+async def test_without_a_quota_of_its_own_an_owner_cannot_go_before_all_others(store: Store) -> None:
+    refused = await refusal(apply(store, ANNA, plan(job("a", priority=1)), declared=False))
+    assert (refused.code, refused.detail["quota"]) == (Code.FORBIDDEN, "priority")
+    await apply(store, ANNA, plan(job("a", priority=-100), job("b")), declared=False)
+    await store.set_quota("anna", Quota(max_priority=10), "operator", 0.0)
+    await apply(store, ANNA, plan(job("c", priority=10)), declared=False)

@@ -13,6 +13,7 @@ from strata.database.migrations import Component, SqliteComponents, upgrade_post
 from strata.database.postgres import Connections
 from strata.database.sqlite import SqliteThread
 from strata.fleet.core.jobspec import JobSpec
+from strata.fleet.core.quota import Quota
 from strata.fleet.ports import JobFilter, Store
 from strata.fleet.store.postgres import tables as postgres_tables
 from strata.fleet.store.postgres.store import PostgresStore
@@ -105,5 +106,24 @@ async def test_projects_with_trainers_or_policies_and_no_jobs_get_an_owner(upgra
     store = await upgraded(before, rows)
     try:
         assert await store.projects() == {"trains": "operator", "rules": "operator"}
+    finally:
+        await store.close()
+
+
+async def test_a_quota_from_before_priorities_above_0_were_the_operators_keeps_its_range(upgraded: Upgraded) -> None:
+    before = next(number for number, step in enumerate(sqlite_tables.COMPONENT.steps) if "max_priority" in step)
+    insert = "INSERT INTO quota VALUES ({mark}, {mark})"
+    rows: Rows = [
+        (insert, ("anna", b'{"jobs":5}')),
+        (insert, ("bert", b'{"min_priority":-3,"max_priority":7}')),
+        (insert, ("*", b"{}")),
+    ]
+    store = await upgraded(before, rows)
+    try:
+        assert await store.quotas() == {
+            "anna": Quota(jobs=5, max_priority=100),
+            "bert": Quota(min_priority=-3, max_priority=7),
+            "*": Quota(max_priority=100),
+        }
     finally:
         await store.close()

@@ -29,7 +29,9 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     jobs: Jobs | None = 10_000
     """Jobs that wait or run; None: any number."""
     min_priority: Priority = -100
-    max_priority: Priority = 100
+    max_priority: Priority = 0
+    """0 is the priority of a job that names none: fair share decides among those, and no owner goes before all others
+    unless an operator allows it."""
     gpu_hours: Hours | None = None
     """Card hours within the window; None: any number."""
     window_s: Window = 30 * 86_400.0

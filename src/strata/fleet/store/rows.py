@@ -197,6 +197,11 @@ def decode_quotas(rows: Iterable[Sequence[Any]]) -> dict[str, Quota]:
     return {owner: _quota(spec) for owner, spec in rows}
 
 
+def encode_quota(quota: Quota) -> bytes:
+    """With the fields at their defaults: another default in a later version does not change what an operator set."""
+    return encode(msgspec.structs.asdict(quota))
+
+
 def used_gpu_hours(rows: Iterable[Sequence[Any]], since_s: float, now_s: float) -> float:
     """Card hours of attempts, given as what they took, when they were claimed, and when they ended.
 

@@ -72,6 +72,7 @@ from strata.fleet.store.rows import (
     decode_taken,
     decode_trainers,
     encode,
+    encode_quota,
 )
 
 APPLY_S: Final = 120.0
@@ -117,7 +118,7 @@ class PostgresStore:
                 await connection.execute("DELETE FROM quota WHERE owner = %s", (owner,))
             else:
                 upsert = "INSERT INTO quota VALUES (%s, %s) ON CONFLICT (owner) DO UPDATE SET spec = excluded.spec"
-                await connection.execute(upsert, (owner, encode(quota)))
+                await connection.execute(upsert, (owner, encode_quota(quota)))
             body = None if quota is None else to_builtins(quota)
             await leases.record(connection, now_s, actor, "quota.changed", owner, quota=body)
 

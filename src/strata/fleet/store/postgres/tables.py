@@ -212,6 +212,13 @@ COMPONENT: Final = Component(
           FROM (SELECT project FROM trainer_name UNION SELECT project FROM policy) AS used
           WHERE project <> 'default' ON CONFLICT DO NOTHING;
         """,
+        # The default of the highest priority became 0. Quotas that operators have set keep what they allowed: a field
+        # at its default was left out.
+        """
+        UPDATE quota SET spec = convert_to(
+          jsonb_set(convert_from(spec, 'UTF8')::jsonb, '{max_priority}', '100')::text, 'UTF8')
+          WHERE NOT convert_from(spec, 'UTF8')::jsonb ? 'max_priority';
+        """,
     ),
 )
 

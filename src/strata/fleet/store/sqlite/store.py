@@ -69,6 +69,7 @@ from strata.fleet.store.rows import (
     decode_taken,
     decode_trainers,
     encode,
+    encode_quota,
 )
 from strata.fleet.store.sqlite import leases
 from strata.fleet.store.sqlite.claims import claim_jobs
@@ -114,7 +115,7 @@ class SqliteStore:
                 db.execute("DELETE FROM quota WHERE owner = ?", (owner,))
             else:
                 upsert = "INSERT INTO quota VALUES (?, ?) ON CONFLICT (owner) DO UPDATE SET spec = excluded.spec"
-                db.execute(upsert, (owner, encode(quota)))
+                db.execute(upsert, (owner, encode_quota(quota)))
             leases.record(db, now_s, actor, "quota.changed", owner, quota=None if quota is None else to_builtins(quota))
 
         await self._thread.write(change)

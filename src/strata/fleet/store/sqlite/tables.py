@@ -142,5 +142,11 @@ COMPONENT: Final = Component(
           FROM (SELECT project FROM trainer_name UNION SELECT project FROM policy) AS used
           WHERE project <> 'default' ON CONFLICT DO NOTHING;
         """,
+        # The default of the highest priority became 0. Quotas that operators have set keep what they allowed: a field
+        # at its default was left out.
+        """
+        UPDATE quota SET spec = CAST(json_set(CAST(spec AS TEXT), '$.max_priority', 100) AS BLOB)
+          WHERE json_extract(CAST(spec AS TEXT), '$.max_priority') IS NULL;
+        """,
     ),
 )
