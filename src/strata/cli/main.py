@@ -20,7 +20,7 @@ COMMANDS: Final[Mapping[str, CommandEntry]] = {
     "apply": CommandEntry("strata.cli.fleet.apply:apply", "Queue the jobs of MANIFEST, and update those that differ."),
     "archive": CommandEntry("strata.cli.fleet.control:archive", "Hide each ended JOB from lists and counts."),
     "artifacts": CommandEntry(
-        "strata.cli.fleet.artifacts:artifacts", "List and download the results and checkpoints of jobs."
+        "strata.cli.fleet.artifacts:artifacts", "List, download and remove the results and checkpoints of jobs."
     ),
     "backup": CommandEntry("strata.cli.backup:backup", "Back up the data of a hub to the folder TARGET."),
     "cancel": CommandEntry("strata.cli.fleet.control:cancel", "Cancel each JOB."),

@@ -7,9 +7,9 @@ import asyncio
 import msgspec
 import pytest
 
-from strata.base.errors import Code
+from strata.base.errors import Code, StrataError
 from strata.fleet.artifacts.manifest import CHUNK_BYTES, ArtifactChunk, ArtifactKind, ArtifactManifest, Lineage
-from strata.fleet.artifacts.ports import LineageFilter
+from strata.fleet.artifacts.ports import LineageFilter, StorageAccount
 from strata.fleet.artifacts.service import once
 from strata.fleet.ports import JobCompletion
 from tests.conformance.artifacts.making import (
@@ -238,3 +238,37 @@ async def test_an_upload_that_was_sent_before_needs_nothing_sent_again(place: Pl
     await send(place, FILES)
     plan = await place.artifacts.plan(manifest_of(FILES).chunks(), "host_b")
     assert (plan.missing, plan.stored) == ([], 3)
+
+
+async def stored_for(place: Place, owner: str, limit: int | None, content: bytes) -> str:
+    manifest = await send(place, {"a": content})
+    done = await place.artifacts.commit(manifest, RESULT, "key:x", account=StorageAccount(owner=owner, limit=limit))
+    return done.artifact_id
+
+
+async def test_as_many_bytes_are_committed_as_the_owner_has_room_for(place: Place) -> None:
+    first = await stored_for(place, "anna", 1000, noise(600, 1))
+    error = await refusal(stored_for(place, "anna", 1000, noise(401, 2)))
+    assert (error.code, error.detail["quota"]) == (Code.EXHAUSTED, "bytes")
+    assert "600 bytes are stored, 401 more are too many for 1000" in error.message
+    await stored_for(place, "anna", 1000, noise(400, 3))
+    await stored_for(place, "bert", None, noise(5000, 4))
+    # What is there already costs nothing, whoever commits it again.
+    await stored_for(place, "anna", 1000, noise(600, 1))
+    await stored_for(place, "anna", 0, noise(5000, 4))
+    assert await place.index.owner_bytes() == {"anna": 1000, "bert": 5000}
+    assert await place.artifacts.remove(first, "", "operator")
+    assert await place.index.owner_bytes() == {"anna": 400, "bert": 5000}
+    await stored_for(place, "bert", None, noise(600, 1))
+    assert (await place.artifacts.open(first)).owner == "bert"
+    assert await place.index.owner_bytes() == {"anna": 400, "bert": 5600}
+
+
+async def test_commits_of_one_owner_at_once_do_not_exceed_its_quota(place: Place) -> None:
+    manifests = [await send(place, {"a": noise(100, seed)}) for seed in range(8)]
+    account = StorageAccount(owner="anna", limit=300, refusal=Code.INVALID)
+    commits = (place.artifacts.commit(each, RESULT, "host:a", account=account) for each in manifests)
+    done = await asyncio.gather(*commits, return_exceptions=True)
+    refused = [each.code for each in done if isinstance(each, StrataError)]
+    assert refused == [Code.INVALID] * 5
+    assert await place.index.owner_bytes() == {"anna": 300}

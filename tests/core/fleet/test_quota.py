@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.jobspec import JobSpec
-from strata.fleet.core.quota import DEFAULT, EVERYBODY, OwnerUsage, Quota, check_specs, check_usage, quota_of
+from strata.fleet.core.quota import (
+    DEFAULT,
+    EVERYBODY,
+    OwnerUsage,
+    Quota,
+    check_bytes,
+    check_specs,
+    check_usage,
+    quota_of,
+)
 
 
 @given(st.integers(0, 20), st.integers(0, 20), st.integers(0, 20))
@@ -52,3 +61,12 @@ def test_an_owner_has_a_quota_of_her_own_or_that_of_everybody() -> None:
     assert quota_of("bert", {"anna": own, EVERYBODY: shared}) is shared
     assert quota_of("bert", {"anna": own}) is DEFAULT
     assert Quota(min_priority=1, max_priority=0).problem
+
+
+def test_bytes_fit_up_to_the_limit_and_attempts_may_use_twice_of_it() -> None:
+    check_bytes("anna", None, 10**15, 10**15)
+    check_bytes("anna", 100, 60, 40)
+    with pytest.raises(StrataError, match="60 bytes are stored, 41 more are too many for 100") as refused:
+        check_bytes("anna", 100, 60, 41)
+    assert (refused.value.code, refused.value.detail["quota"]) == (Code.EXHAUSTED, "bytes")
+    assert (Quota(bytes=100).attempt_bytes, Quota().attempt_bytes) == (200, None)

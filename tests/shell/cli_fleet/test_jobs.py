@@ -149,7 +149,7 @@ def test_jobs_are_listed_by_owner_and_project(applied: Person) -> None:
 
 def test_quotas_are_shown_and_set(applied: Person) -> None:
     assert applied.says("quota", "set", "anna", "--jobs", "5", "--priority=-1:10").status == ExitCode.OK
-    assert applied.says("quota", "set", "anna", "--gpu-hours", "500/7d").status == ExitCode.OK
+    assert applied.says("quota", "set", "anna", "--gpu-hours", "500/7d", "--bytes", "2GiB").status == ExitCode.OK
     rows = {row["owner"]: row for row in applied.says("quota", "-o", "json").value}
     assert rows["anna"] == {
         "owner": "anna",
@@ -160,10 +160,15 @@ def test_quotas_are_shown_and_set(applied: Person) -> None:
         "gpu_hours": 0.0,
         "max_gpu_hours": 500.0,
         "window_s": 7 * 86_400.0,
+        "bytes": 0,
+        "max_bytes": 2 << 30,
         "set": True,
     }
     assert (rows["operator"]["jobs"], rows["operator"]["set"]) == (2, False)
     assert "-1:10" in applied.says("quota").out
+    assert "2.0 GiB" in applied.says("quota").out
+    assert applied.says("quota", "set", "anna", "--bytes", "two").status == ExitCode.USAGE
+    assert applied.says("quota", "set", "anna", "--bytes", "any").status == ExitCode.OK
     assert applied.says("quota", "set", "anna", "--jobs", "any").status == ExitCode.OK
     assert applied.says("quota", "set", "anna").status == ExitCode.USAGE
     assert applied.says("quota", "remove", "anna").status == ExitCode.OK

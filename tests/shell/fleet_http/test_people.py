@@ -9,9 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
+from strata.base.digest import sha256_hex
 from strata.fleet import wire
 from strata.fleet.core.why import Why
-from tests.shell.fleet_http.running import Running, manifest_body, ok, refused, running
+from tests.shell.fleet_http.running import HostClient, Running, manifest_body, ok, refused, running
 
 TRAINER = {"name": "t", "command": ["true"], "bundle": "0" * 64}
 TEXT = '[trainers.t]\ncommand = ["true"]\nbundle = "' + "0" * 64 + '"\n[[jobs]]\nmodel = "m"\ntrainer = "t"\n'
@@ -128,3 +129,65 @@ async def test_a_start_time_outlives_the_hub(tmp_path: Path) -> None:
         leases = await host.claim(wait_s=30)
         assert [lease.job_id for lease in leases] == [job.id]
         assert time.time() >= starts_at_s
+
+
+async def put_source(client: httpx.AsyncClient, content: bytes) -> httpx.Response:
+    return await client.put(f"/v1/source/{sha256_hex(content)}", content=content)
+
+
+async def commit_result(host: HostClient, lease: wire.LeaseGiven, content: bytes) -> httpx.Response:
+    digest = sha256_hex(content)
+    assert (await host.http.put(f"/v1/chunk/{digest}", params={"size": len(content)}, content=content)).is_success
+    file = {"path": "model", "size": len(content), "sha256": digest, "chunks": [digest]}
+    body = {"manifest": {"files": [file]}, "lineage": {"kind": "result"}, "job_id": lease.job_id, "epoch": lease.epoch}
+    return await host.http.post("/v1/artifacts", json=body)
+
+
+async def stored(client: httpx.AsyncClient, owner: str) -> int:
+    quotas = ok(await client.get("/v1/quotas"), wire.QuotasReply).quotas
+    return next(each.usage.bytes for each in quotas if each.owner == owner)
+
+
+async def test_a_full_quota_of_bytes_refuses_uploads_and_jobs_and_bounds_results(site: Running) -> None:
+    anna, bert = await site.with_role("researcher", "anna"), await site.with_role("researcher", "bert")
+    operator, host = await site.operator(), await site.host("desk")
+    assert (await operator.post("/v1/quotas", json={"owner": "anna", "quota": {"bytes": 1000}})).status_code == 204
+    assert (await put_source(anna, b"s" * 900)).is_success
+    reply = await put_source(anna, b"t" * 200)
+    assert refused(reply) == (429, "exhausted")
+    assert "900 bytes are stored, 200 more are too many for 1000" in reply.text
+    asked = await anna.post("/v1/chunks/missing", json={"chunks": {sha256_hex(b"d" * 101): 101}})
+    assert refused(asked) == (429, "exhausted")
+    assert (await put_source(bert, b"t" * 200)).is_success
+    await submit(anna, "a")
+    (lease,) = await host.claim()
+    # What an attempt made is kept beyond the quota, up to twice of it.
+    result = ok(await commit_result(host, lease, b"r" * 1000), wire.CommitReply)
+    assert refused(await commit_result(host, lease, b"x" * 200)) == (400, "invalid")
+    assert await stored(anna, "anna") == 1900
+    body = {"spec": {"model": "b", "trainer": "t"}, "trainer": TRAINER}
+    assert refused(await anna.post("/v1/jobs", json=body)) == (429, "exhausted")
+    manifest = manifest_body(f'project = "p"\n{TEXT}')
+    assert refused(await anna.post("/v1/manifest", json=manifest)) == (429, "exhausted")
+    assert refused(await bert.delete(f"/v1/artifact/{result.artifact_id}")) == (403, "forbidden")
+    assert (await anna.delete(f"/v1/artifact/{result.artifact_id}")).is_success
+    assert await stored(anna, "anna") == 900
+    await submit(anna, "b")
+
+
+async def test_a_researcher_removes_no_source_and_nothing_that_others_made_as_well(site: Running) -> None:
+    anna, bert = await site.with_role("researcher", "anna"), await site.with_role("researcher", "bert")
+    host = await site.host("desk")
+    source = ok(await put_source(anna, b"source"), wire.CommitReply)
+    assert refused(await anna.delete(f"/v1/artifact/{source.artifact_id}")) == (403, "forbidden")
+    made = []
+    for client, claim_id in ((anna, "c1"), (bert, "c2")):
+        await submit(client, claim_id)
+        (lease,) = await host.claim(claim_id)
+        made.append(ok(await commit_result(host, lease, b"the same"), wire.CommitReply).artifact_id)
+        done = {"epoch": lease.epoch, "artifact": made[-1]}
+        ok(await host.http.post(f"/v1/job/{lease.job_id}/complete", json=done), wire.Job)
+    assert made[0] == made[1]
+    for client in (anna, bert):
+        assert refused(await client.delete(f"/v1/artifact/{made[0]}")) == (403, "forbidden")
+    assert (await (await site.operator()).delete(f"/v1/artifact/{made[0]}")).is_success

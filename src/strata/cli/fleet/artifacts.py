@@ -1,4 +1,4 @@
-"""`strata artifacts`: list and download the results and checkpoints of jobs."""
+"""`strata artifacts`: list, download and remove the results and checkpoints of jobs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _LIST: Final = (
 
 @click.group()
 def artifacts() -> None:
-    """List and download the results and checkpoints of jobs."""
+    """List, download and remove the results and checkpoints of jobs."""
 
 
 @artifacts.command("list")
@@ -158,6 +158,20 @@ def get(artifact: str, folder: Path | None, context: str | None) -> None:
         materialise(reply.manifest, lambda digest, _: hub.chunk(digest, reply.urls.get(digest, "")), target)
     print_error(f"strata: {format_count(len(reply.manifest.files), 'file')}, {format_bytes(reply.size)}, in")
     write(str(target))
+
+
+@artifacts.command()
+@click.argument("wanted", nargs=-1, required=True, metavar="ARTIFACT...")
+@hub_option
+def remove(wanted: tuple[str, ...], context: str | None) -> None:
+    """Remove the bytes of each ARTIFACT; where it came from stays known.
+
+    ARTIFACT is an id, a prefix of an id, or a completed job. You may remove results, checkpoints and data of your own.
+    """
+    with hub_client(context) as client:
+        for reply in [_artifact(client, text) for text in wanted]:
+            client.call("DELETE", f"/v1/artifact/{reply.id}", type(None))
+            print_error(f"strata: {short_id(reply.id)} is removed ({format_bytes(reply.size)})")
 
 
 def _artifact(client: HubClient, text: str) -> wire.ArtifactReply:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import click
 
-from strata.cli.fleet.client import format_duration, hub_client, hub_option, print_rows
+from strata.cli.fleet.client import format_bytes, format_duration, hub_client, hub_option, print_rows
 from strata.cli.groups import DefaultGroup
 from strata.cli.output import Column, Format, output_option, print_error
 
@@ -22,9 +22,13 @@ _QUOTAS: Final = (
     Column("gpu_hours", number=True),
     Column("of_hours", number=True),
     Column("window", number=True),
+    Column("stored", number=True),
+    Column("of_stored", number=True),
     Column("set", wide=True),
 )
 _RANGE: Final = re.compile(r"(-?[0-9]{1,7}):(-?[0-9]{1,7})")
+_SIZE: Final = re.compile(r"([0-9]{1,9})(B|KiB|MiB|GiB|TiB)")
+_SHIFTS: Final = {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 _HOURS: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,3})?)(?:/([0-9]{1,4})d)?")
 
 
@@ -73,6 +77,20 @@ class JobCount(click.ParamType[int | None]):
         return int(str(value))
 
 
+class ByteCount(click.ParamType[int | None]):
+    """`500GiB`, or `any`, as bytes."""
+
+    name = "size"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+        if value == "any":
+            return None
+        match = _SIZE.fullmatch(str(value))
+        if match is None:
+            self.fail(f"{value!r} is no size: write 500GiB, 20MiB or any", param, ctx)
+        return int(match[1]) << _SHIFTS[match[2]]
+
+
 @click.group(cls=QuotaGroup)
 def quota() -> None:
     """Show what each owner may use of the fleet, or change it.
@@ -98,12 +116,17 @@ def list_quotas(context: str | None, output: Format) -> None:
 @click.option("--jobs", type=JobCount(), metavar="N", help="Jobs that may wait or run, or 'any'.")
 @click.option("--priority", type=PriorityRange(), metavar="LOW:HIGH", help="Range of priorities, such as 0:10.")
 @click.option("--gpu-hours", type=HoursInWindow(), metavar="N/DAYSd", help="GPU hours in so many days, or 'any'.")
+@click.option(
+    "--bytes", "size", type=ByteCount(), metavar="SIZE", help="Stored sources, data and results: 500GiB, or 'any'."
+)
 @hub_option
 def set_quota(
+    *,
     owner: str,
     jobs: int | None,
     priority: tuple[int, int] | None,
     gpu_hours: tuple[float | None, float] | None,
+    size: int | None,
     context: str | None,
 ) -> None:
     """Set the quota of OWNER, or with '*' of every owner without one. What is not named stays."""
@@ -115,14 +138,18 @@ def set_quota(
 
         listed = {each.owner: each.quota for each in client.call("GET", "/v1/quotas", wire.QuotasReply).quotas}
         changes: dict[str, Any] = {}
-        if click.get_current_context().get_parameter_source("jobs") is not click.core.ParameterSource.DEFAULT:
+        # 'any' is None as well: what counts is whether the option was given.
+        source = click.get_current_context().get_parameter_source
+        if source("jobs") is not click.core.ParameterSource.DEFAULT:
             changes["jobs"] = jobs
+        if source("size") is not click.core.ParameterSource.DEFAULT:
+            changes["bytes"] = size
         if priority is not None:
             changes["min_priority"], changes["max_priority"] = priority
         if gpu_hours is not None:
             changes["gpu_hours"], changes["window_s"] = gpu_hours
         if not changes:
-            raise click.UsageError("name what to set: --jobs, --priority or --gpu-hours")
+            raise click.UsageError("name what to set: --jobs, --priority, --gpu-hours or --bytes")
         before = listed.get(owner, listed[EVERYBODY])
         body = wire.QuotaRequest(owner=owner, quota=msgspec.structs.replace(before, **changes))
         client.call("POST", "/v1/quotas", type(None), body=body)
@@ -151,6 +178,8 @@ def _row(each: wire.OwnerQuota) -> dict[str, Any]:
         "gpu_hours": each.usage.gpu_hours,
         "max_gpu_hours": each.quota.gpu_hours,
         "window_s": each.quota.window_s,
+        "bytes": each.usage.bytes,
+        "max_bytes": each.quota.bytes,
         "set": each.own,
     }
 
@@ -163,5 +192,7 @@ def _shown(each: wire.OwnerQuota) -> dict[str, Any]:
         "gpu_hours": round(each.usage.gpu_hours, 1),
         "of_hours": "any" if quota.gpu_hours is None else f"{quota.gpu_hours:g}",
         "window": format_duration(quota.window_s),
+        "stored": format_bytes(each.usage.bytes),
+        "of_stored": "any" if quota.bytes is None else format_bytes(quota.bytes),
         "set": "own" if each.own else "default",
     }

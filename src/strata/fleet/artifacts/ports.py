@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
+from strata.base.errors import Code
 from strata.database.events import StoredEvent
 from strata.fleet.artifacts.manifest import ArtifactChunk, ArtifactKind, ArtifactManifest, Lineage
 from strata.fleet.artifacts.states import ChunkState
@@ -86,6 +87,8 @@ class ArtifactRow:
     committed_at_s: float
     pinned: str = ""
     """Why it is kept whatever the policy says; empty if it is not."""
+    owner: str = ""
+    """Who committed it first, and has it in the quota of bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +150,19 @@ class StorageUsage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StorageAccount:
+    """Against whose quota bytes count, and how many of this owner the hub stores at most."""
+
+    owner: str = ""
+    limit: int | None = None
+    refusal: Code = Code.EXHAUSTED
+    """INVALID for what an attempt makes: its host would send it again and again after EXHAUSTED, and hold the job."""
+
+
+NO_ACCOUNT: Final = StorageAccount()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
     manifest: ArtifactManifest
     lineage: Lineage
@@ -155,6 +171,7 @@ class Commit:
     blob: str = ""
     """The SHA-256 under which its only file was uploaded and verified as a whole."""
     actor: str = ""
+    account: StorageAccount = NO_ACCOUNT
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +204,8 @@ class ArtifactIndex(Protocol):
         """The artifact, its references and its lineage, if every chunk is there with the right size.
 
         PRECONDITION names the chunks that are missing. The same commit again gets the same answer, also when the
-        attempt is over by then. An artifact that was removed is there again.
+        attempt is over by then. An artifact that was removed is there again. EXHAUSTED when a new one does not fit into
+        the account; one that is there already costs nothing.
         """
 
     async def artifact(self, artifact_id: str) -> ArtifactRow: ...
@@ -234,5 +252,8 @@ class ArtifactIndex(Protocol):
     async def checked(self, slots: Sequence[Slot], now_s: float) -> None: ...
 
     async def usage(self) -> StorageUsage: ...
+
+    async def owner_bytes(self) -> Mapping[str, int]:
+        """The sum of the sizes of the artifacts of each owner: each counts in full, also where chunks are shared."""
 
     async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[StoredEvent]: ...

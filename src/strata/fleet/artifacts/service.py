@@ -37,6 +37,7 @@ from strata.fleet.artifacts.manifest import (
     check_sha256,
 )
 from strata.fleet.artifacts.ports import (
+    NO_ACCOUNT,
     ArtifactIndex,
     ArtifactRow,
     ChunkStore,
@@ -46,6 +47,7 @@ from strata.fleet.artifacts.ports import (
     LineageRow,
     Signer,
     Slot,
+    StorageAccount,
 )
 from strata.fleet.artifacts.states import PRESENT, ChunkState
 from strata.fleet.ports import AttemptKey
@@ -130,16 +132,26 @@ class Artifacts:
         *,
         hold: AttemptKey | None = None,
         owner: str = "",
+        account: StorageAccount = NO_ACCOUNT,
     ) -> CommitResult:
         """PRECONDITION with the list `missing` while chunks are. `owner` as in `plan`, if signed URLs were used.
 
         With a hold, the lineage's job, epoch and host are those of the hold, whatever the sender wrote.
         """
         checked = await asyncio.to_thread(check_manifest, manifest, self.limits)
-        return await self._commit(checked, lineage, actor, hold, owner)
+        if self.chunks.signer is not None and owner:
+            await self.plan(checked.chunks(), owner)
+        return await self._commit(Commit(manifest=checked, lineage=lineage, hold=hold, actor=actor, account=account))
 
     async def put_blob(
-        self, sha256: str, body: AsyncIterable[bytes], lineage: Lineage, actor: str, *, hold: AttemptKey | None = None
+        self,
+        sha256: str,
+        body: AsyncIterable[bytes],
+        lineage: Lineage,
+        actor: str,
+        *,
+        hold: AttemptKey | None = None,
+        account: StorageAccount = NO_ACCOUNT,
     ) -> CommitResult:
         """One opaque file, verified as a whole and never opened: an artifact with the one file `bundle.tar.zst`.
 
@@ -161,7 +173,10 @@ class Artifacts:
                 Code.INVALID, f"the bytes sent as {sha256} are {whole.hexdigest()}", hint="send the file again"
             )
         file = ArtifactFile(path=BLOB_PATH, size=size, sha256=sha256, chunks=tuple(digests))
-        return await self._commit(ArtifactManifest(files=(file,)), lineage, actor, hold, "", blob=sha256)
+        manifest = ArtifactManifest(files=(file,))
+        return await self._commit(
+            Commit(manifest=manifest, lineage=lineage, hold=hold, blob=sha256, actor=actor, account=account)
+        )
 
     async def open(self, artifact_id: str) -> ArtifactRow:
         return await self.index.artifact(check_artifact_id(artifact_id))
@@ -344,22 +359,13 @@ class Artifacts:
                 hint="free some space, or collect artifacts that nobody needs",
             )
 
-    async def _commit(
-        self,
-        manifest: ArtifactManifest,
-        lineage: Lineage,
-        actor: str,
-        hold: AttemptKey | None,
-        owner: str,
-        *,
-        blob: str = "",
-    ) -> CommitResult:
-        if hold is not None:
-            lineage = msgspec.structs.replace(lineage, job_id=hold.job_id, epoch=hold.epoch, host_id=hold.host_id)
-        if self.chunks.signer is not None and owner:
-            await self.plan(manifest.chunks(), owner)
+    async def _commit(self, commit: Commit) -> CommitResult:
+        if (hold := commit.hold) is not None:
+            lineage = msgspec.structs.replace(
+                commit.lineage, job_id=hold.job_id, epoch=hold.epoch, host_id=hold.host_id
+            )
+            commit = replace(commit, lineage=lineage)
         failpoint("artifacts.service.before_commit")
-        commit = Commit(manifest=manifest, lineage=lineage, hold=hold, blob=blob, actor=actor)
         done = await self.index.commit(commit, self.clock.wall_s())
         failpoint("artifacts.service.after_commit")
         return done

@@ -1,7 +1,9 @@
-"""Quotas of owners: how many jobs may wait and run, in which range of priorities, and how many GPU hours they may use.
+"""Quotas of owners: how many jobs may wait and run, in which range of priorities, how many GPU hours they may use, and
+how many bytes the hub stores for them.
 
 A quota is checked when jobs are queued, in the transaction that queues them: all jobs of a request fit, or none is
-queued. Operators have no quota. A job that runs is never ended by a quota.
+queued. Operators have no quota. A job that runs is never ended by a quota of jobs or hours. What it makes is stored
+beyond the quota of bytes as well, up to twice of it: one job must not fill the disk of all.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ MAX_SPEC_BYTES: Final = 64 * 1024
 """Of one job of an owner with a quota, as it is stored: a list of jobs has a thousand of them."""
 
 Jobs = Annotated[int, msgspec.Meta(ge=0, le=10_000_000)]
+Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 Hours = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Window = Annotated[float, msgspec.Meta(gt=0, le=3650 * 86_400)]
 
@@ -35,6 +38,13 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     gpu_hours: Hours | None = None
     """Card hours within the window; None: any number."""
     window_s: Window = 30 * 86_400.0
+    bytes: Bytes | None = None
+    """Of sources, data, results and checkpoints; None: any number."""
+
+    @property
+    def attempt_bytes(self) -> int | None:
+        """Up to which attempts may store results and checkpoints."""
+        return None if self.bytes is None else 2 * self.bytes
 
     @property
     def problem(self) -> str:
@@ -53,6 +63,8 @@ class OwnerUsage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """That wait or run."""
     gpu_hours: float = 0.0
     """Within the window of the owner's quota."""
+    bytes: int = 0
+    """That the hub stores."""
 
 
 def quota_of(owner: str, quotas: Mapping[str, Quota]) -> Quota:
@@ -97,4 +109,15 @@ def check_usage(owner: str, quota: Quota, usage: OwnerUsage, added: int) -> None
             f" in {quota.window_s / 86_400:g} days",
             hint="wait, or ask an operator for another quota: strata quota set",
             quota="gpu_hours",
+        )
+
+
+def check_bytes(owner: str, limit: int | None, used: int, added: int, *, refusal: Code = Code.EXHAUSTED) -> None:
+    """EXHAUSTED, or another refusal, unless `added` more bytes may be stored for the owner."""
+    if limit is not None and used + added > limit:
+        raise StrataError(
+            refusal,
+            f"the quota of {owner} is full: {used} bytes are stored, {added} more are too many for {limit}",
+            hint="strata artifacts remove, or ask an operator for another quota: strata quota set",
+            quota="bytes",
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Final
 
 import msgspec
@@ -14,12 +14,16 @@ from strata.fleet.artifacts import export
 from strata.fleet.artifacts.manifest import ArtifactChunk, ArtifactKind, Lineage
 from strata.fleet.artifacts.ports import CommitResult, LineageFilter, LineageRow
 from strata.fleet.artifacts.service import BLOB_PATH
-from strata.fleet.http.context import HubCall, HubContext, calling_host, own_hold, resolve_artifact_id
+from strata.fleet.core.ownership import Submitter, check_owners
+from strata.fleet.http.context import HubCall, HubContext, calling_host, own_hold, resolve_artifact_id, submitter_of
+from strata.fleet.http.quotas import caller_account, check_stored_bytes, job_account
 from strata.fleet.ports import AttemptKey
 from strata.http.route import RawReply, Upload
 from strata.identity.roles import CallerKind
 
 _NEWEST: Final = 2**62
+_LINEAGES: Final = 1000
+"""How many records of one artifact are read before it is removed."""
 _BYTES: Final = "application/octet-stream"
 
 
@@ -27,6 +31,9 @@ async def missing(call: HubCall, body: wire.MissingRequest) -> wire.MissingReply
     """Which of these chunks have to be sent, and how much of each is there already."""
     context = call.context
     plan = await context.artifacts.plan(body.chunks, call.actor)
+    if plan.missing and not calling_host(call):
+        # Before the bytes are sent, and not only when they are committed.
+        await check_stored_bytes(call, sum(each.size for each in plan.missing))
     return wire.MissingReply(
         missing=tuple(
             wire.MissingChunk(digest=each.digest, size=each.size, received=each.received, url=each.url)
@@ -57,7 +64,10 @@ async def commit(call: HubCall, body: wire.CommitRequest) -> wire.CommitReply:
     context = call.context
     held = _hold(call, body.job_id, body.epoch)
     lineage = _personal_lineage(body.lineage) if held is None else await _attempt_lineage(context, body.lineage, held)
-    done = await context.artifacts.commit(body.manifest, lineage, call.actor, hold=held, owner=call.actor)
+    account = await caller_account(call) if held is None else await job_account(context, held.job_id)
+    done = await context.artifacts.commit(
+        body.manifest, lineage, call.actor, hold=held, owner=call.actor, account=account
+    )
     if held is not None and lineage.kind is ArtifactKind.CHECKPOINT:
         failpoint("fleet.checkpoint.before")
         await context.fleet.record_checkpoint(held, done.artifact_id)
@@ -69,14 +79,18 @@ async def put_model(call: HubCall, body: Upload, query: wire.BlobQuery) -> wire.
     context = call.context
     held = own_hold(call, query.job_id, query.epoch)
     lineage = await _attempt_lineage(context, Lineage(kind=ArtifactKind.RESULT), held)
-    return _commit_reply(await context.artifacts.put_blob(call.path["id"], body, lineage, call.actor, hold=held))
+    account = await job_account(context, held.job_id)
+    return _commit_reply(
+        await context.artifacts.put_blob(call.path["id"], body, lineage, call.actor, hold=held, account=account)
+    )
 
 
 async def put_source(call: HubCall, body: Upload) -> wire.CommitReply:
     """The source of a trainer as one opaque file; its id is the SHA-256 of its bytes."""
     context = call.context
     lineage = Lineage(kind=ArtifactKind.SOURCE)
-    return _commit_reply(await context.artifacts.put_blob(call.path["id"], body, lineage, call.actor))
+    account = await caller_account(call)
+    return _commit_reply(await context.artifacts.put_blob(call.path["id"], body, lineage, call.actor, account=account))
 
 
 async def get_model(call: HubCall) -> RawReply:
@@ -200,9 +214,26 @@ async def pin(call: HubCall, body: wire.PinRequest) -> None:
 
 
 async def remove(call: HubCall) -> None:
-    """Let go of the bytes of an artifact; where it came from stays known."""
+    """Let go of the bytes of an artifact; where it came from stays known. A researcher: of her own jobs and data."""
     context = call.context
-    await context.artifacts.remove(await resolve_artifact_id(call), "removed by hand", call.actor)
+    artifact_id = await resolve_artifact_id(call)
+    submitter = submitter_of(call)
+    if not submitter.operator:
+        row = await context.artifacts.open(artifact_id)
+        made = await context.artifacts.index.lineages(LineageFilter(artifact_ids=[artifact_id], limit=_LINEAGES))
+        await _check_may_remove(context, submitter, row.owner, made)
+    await context.artifacts.remove(artifact_id, "removed by hand", call.actor)
+
+
+async def _check_may_remove(context: HubContext, submitter: Submitter, owner: str, made: Sequence[LineageRow]) -> None:
+    """FORBIDDEN for what another owner committed as well, and for sources: a trainer of others may be made of them."""
+    check_owners(submitter, [("the artifact", owner)])
+    kinds = {row.lineage.kind for row in made}
+    if ArtifactKind.SOURCE in kinds or len(made) == _LINEAGES:
+        raise StrataError(Code.FORBIDDEN, "only an operator may remove a source: jobs of others may need it")
+    for job_id in {row.lineage.job_id for row in made} - {""}:
+        job = await context.fleet.store.job(job_id)
+        check_owners(submitter, [(job.spec.label, job.owner)])
 
 
 async def _lines(context: HubContext) -> AsyncIterator[bytes]:

@@ -18,6 +18,7 @@ from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.requirement import with_sandbox
 from strata.fleet.core.why import Why
 from strata.fleet.http.context import HubCall, HubContext, calling_host, resolve_job_id, submitter_of
+from strata.fleet.http.quotas import check_stored_bytes
 from strata.fleet.http.secrets import check_secrets
 from strata.fleet.ports import AttemptRow, JobFilter, JobRow, ServerRow
 
@@ -91,6 +92,7 @@ async def submit(call: HubCall, body: wire.SubmitRequest) -> wire.SubmitReply:
     job_id = spec.id
     new = not await _exists(context, job_id)
     if new:
+        await check_stored_bytes(call)
         submitter = submitter_of(call)
         superseded = await _superseded(context, spec, submitter)
         plan = ApplyPlan(project=spec.project, new={job_id: spec}, trainers=trainers, seen=seen, superseded=superseded)
@@ -111,6 +113,7 @@ async def requeue(call: HubCall) -> wire.Job:
     context = call.context
     job_id = await resolve_job_id(call)
     await _check_may_change(context, call, job_id)
+    await check_stored_bytes(call)
     return job_reply(await context.fleet.requeue(job_id, call.actor, submitter_of(call)))
 
 

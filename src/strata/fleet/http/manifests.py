@@ -19,6 +19,7 @@ from strata.fleet.core.manifest import MAX_BYTES, JobManifest, ManifestDraft, pa
 from strata.fleet.core.plan import ApplyOptions, ApplyPlan
 from strata.fleet.core.requirement import with_sandbox
 from strata.fleet.http.context import HubCall, HubContext, submitter_of
+from strata.fleet.http.quotas import check_stored_bytes
 from strata.fleet.http.secrets import check_secrets
 from strata.fleet.ports import StoredSchedule, StoredSweep
 from strata.identity.roles import Role
@@ -90,6 +91,8 @@ async def _apply(context: HubContext, call: HubCall, body: wire.ManifestRequest)
     submitter = submitter_of(call)
     due = await context.schedules.check(manifest.project, manifest.schedules, submitter)
     plan = await context.fleet.plan_manifest(manifest, options, submitter)
+    if plan.new or plan.requeued:
+        await check_stored_bytes(call)
     if not body.dry_run:
         if body.schemas:
             schemas = {qualified_trainer(manifest.project, name): schema for name, schema in body.schemas.items()}

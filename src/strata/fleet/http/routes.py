@@ -125,7 +125,7 @@ _ROUTES: Final = (
     Route("GET", "/v1/artifacts/latest", VIEWER, artifacts.latest),
     Route("GET", "/v1/artifacts/best", VIEWER, artifacts.best),
     Route("GET", "/v1/artifact/{id}", READER, artifacts.show),
-    Route("DELETE", "/v1/artifact/{id}", OPERATOR, artifacts.remove),
+    Route("DELETE", "/v1/artifact/{id}", RESEARCHER, artifacts.remove),
     Route("GET", "/v1/artifact/{id}/lineage", VIEWER, artifacts.ancestry),
     Route("GET", "/v1/artifact/{id}/file", VIEWER, artifacts.file),
     Route("GET", "/v1/artifact/{id}/bundle.tar.zst", VIEWER, artifacts.bundle),

@@ -25,6 +25,7 @@ from strata.fleet.artifacts.ports import (
 )
 from strata.fleet.artifacts.states import ChunkEvent, ChunkState, among, becomes
 from strata.fleet.artifacts.store import rows
+from strata.fleet.core.quota import check_bytes
 
 Connection = Any
 """A psycopg connection: only the adapters of `strata.database` know its type."""
@@ -229,6 +230,9 @@ class PostgresIndex:
         )
         return StorageUsage(artifacts=artifacts, chunks=chunks, bytes=size, damaged=damaged)
 
+    async def owner_bytes(self) -> Mapping[str, int]:
+        return {owner: int(size) for owner, size in await self._connections.run(rows.OWNER_BYTES, {})}
+
     async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[events.StoredEvent]:
         return await events.read_postgres(self._connections, after, limit, subject=subject)
 
@@ -250,6 +254,10 @@ async def _artifact(connection: Connection, artifact_id: str) -> Any:
 async def _commit(connection: Connection, commit: Commit, now_s: float) -> CommitResult:
     artifact_id = commit.manifest.id
     lineage_id = commit.lineage.id_for(artifact_id)
+    if commit.account.limit is not None:
+        # Commits of one owner come one at a time, before any other lock: each counts those before it.
+        lock = "SELECT pg_advisory_xact_lock(hashtextextended(%s, 11))"
+        await connection.execute(lock, (commit.account.owner,))
     if commit.hold is not None and not await _is_lineage_recorded(connection, lineage_id):
         # The lease is read once the job is locked: in one statement it would be as old as the statement.
         select = f"SELECT {rows.JOB} FROM job WHERE id = %s FOR UPDATE"
@@ -258,21 +266,23 @@ async def _commit(connection: Connection, commit: Commit, now_s: float) -> Commi
         rows.check_attempt(job, commit.hold, leased=bool(lease.rowcount))
     # One commit of an artifact at a time: a row that is not there yet cannot be locked.
     await connection.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", (artifact_id,))
-    await _artifact(connection, artifact_id)
+    there = await _artifact(connection, artifact_id)
     if await _is_lineage_recorded(connection, lineage_id):
         return CommitResult(artifact_id=artifact_id, lineage_id=lineage_id, new=False)
     wanted = commit.manifest.chunks()
     slots = await _slots(connection, list(wanted), lock=True)
     rows.check_chunks(wanted, slots.values())
+    if there is None or there[5] is not None:
+        await _check_account(connection, commit)
     numbers = [slot.number for slot in slots.values()]
     await connection.execute(
         f"UPDATE artifact_chunk SET state = {becomes(ChunkEvent.RESERVE)}, wanted_at = %s WHERE number = ANY(%s)",
         (now_s, numbers),
     )
     cursor = await connection.execute(
-        "INSERT INTO artifact (id, manifest, size, committed_at, pinned) VALUES (%s, %s, %s, %s, '')"
-        " ON CONFLICT (id) DO UPDATE SET removed_at = NULL RETURNING seq",
-        (artifact_id, commit.manifest.encode(), commit.manifest.size, now_s),
+        "INSERT INTO artifact (id, manifest, size, committed_at, pinned, owner) VALUES (%s, %s, %s, %s, '', %s)"
+        f" ON CONFLICT (id) DO UPDATE SET removed_at = NULL, owner = {rows.KEPT_OWNER} RETURNING seq",
+        (artifact_id, commit.manifest.encode(), commit.manifest.size, now_s, commit.account.owner),
     )
     (seq,) = await cursor.fetchone()
     await connection.execute(
@@ -286,6 +296,14 @@ async def _commit(connection: Connection, commit: Commit, now_s: float) -> Commi
         )
     await record_postgres(connection, [rows.committed(commit, artifact_id, lineage_id, now_s)])
     return CommitResult(artifact_id=artifact_id, lineage_id=lineage_id, new=True)
+
+
+async def _check_account(connection: Connection, commit: Commit) -> None:
+    account = commit.account
+    if account.limit is not None:
+        cursor = await connection.execute(rows.BYTES_OF.format(owner="%s"), (account.owner,))
+        ((used,),) = await cursor.fetchall()
+        check_bytes(account.owner, account.limit, int(used), commit.manifest.size, refusal=account.refusal)
 
 
 async def _is_lineage_recorded(connection: Connection, lineage_id: str) -> bool:

@@ -18,7 +18,11 @@ from strata.fleet.core.lease_status import ALIVE, lease_status, stale_attempt, u
 from strata.fleet.ports import AttemptKey
 
 SLOT: Final = "number, digest, state, size"
-ARTIFACT: Final = "id, manifest, size, committed_at, pinned, removed_at"
+ARTIFACT: Final = "id, manifest, size, committed_at, pinned, removed_at, owner"
+OWNER_BYTES: Final = "SELECT owner, sum(size) FROM artifact WHERE removed_at IS NULL GROUP BY owner"
+BYTES_OF: Final = "SELECT coalesce(sum(size), 0) FROM artifact WHERE removed_at IS NULL AND owner = {owner}"
+KEPT_OWNER: Final = "CASE WHEN artifact.removed_at IS NULL THEN artifact.owner ELSE excluded.owner END"
+"""An artifact that was removed is of those who commit it again."""
 LINEAGE: Final = (
     "l.id, l.seq, l.artifact_id, a.size, l.committed_at, l.body, a.pinned, a.removed_at, l.actor,"
     " coalesce(j.project, ''), coalesce(t.trainer_digest, '')"
@@ -43,10 +47,12 @@ def decode_slot(row: Sequence[Any]) -> Slot:
 def decode_artifact(row: Sequence[Any] | None, artifact_id: str) -> ArtifactRow:
     if row is None:
         raise unknown_artifact(artifact_id)
-    id_, manifest, size, committed, pinned, removed = row
+    id_, manifest, size, committed, pinned, removed, owner = row
     if removed is not None:
         raise StrataError(Code.GONE, f"{id_} was removed", hint="only its lineage is left", removed_at_s=removed)
-    return ArtifactRow(id=id_, manifest=_manifest(manifest), size=size, committed_at_s=committed, pinned=pinned)
+    return ArtifactRow(
+        id=id_, manifest=_manifest(manifest), size=size, committed_at_s=committed, pinned=pinned, owner=owner
+    )
 
 
 def decode_lineage(row: Sequence[Any]) -> LineageRow:

@@ -27,6 +27,7 @@ from strata.fleet.artifacts.ports import (
 )
 from strata.fleet.artifacts.states import ChunkEvent, ChunkState, among, becomes
 from strata.fleet.artifacts.store import rows
+from strata.fleet.core.quota import check_bytes
 
 _LISTED: Final = "IN (SELECT value FROM json_each(:artifact_ids))"
 _UNREFERENCED: Final = "NOT EXISTS (SELECT 1 FROM artifact_ref WHERE chunk = number)"
@@ -203,6 +204,9 @@ class SqliteIndex:
         )
         return StorageUsage(artifacts=artifacts, chunks=chunks, bytes=size, damaged=damaged)
 
+    async def owner_bytes(self) -> Mapping[str, int]:
+        return dict(await self._rows(rows.OWNER_BYTES, ()))
+
     async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[events.StoredEvent]:
         return await events.read_sqlite(self._thread, after, limit, subject=subject)
 
@@ -246,15 +250,16 @@ def _commit(db: Db, commit: Commit, now_s: float) -> CommitResult:
     wanted = commit.manifest.chunks()
     slots = _slots(db, list(wanted))
     rows.check_chunks(wanted, slots.values())
+    _check_account(db, commit, artifact_id)
     numbers = [slot.number for slot in slots.values()]
     db.executemany(
         f"UPDATE artifact_chunk SET state = {becomes(ChunkEvent.RESERVE)}, wanted_at = ? WHERE number = ?",
         [(now_s, number) for number in numbers],
     )
     (seq,) = db.execute(
-        "INSERT INTO artifact (id, manifest, size, committed_at, pinned) VALUES (?, ?, ?, ?, '')"
-        " ON CONFLICT (id) DO UPDATE SET removed_at = NULL RETURNING seq",
-        (artifact_id, commit.manifest.encode(), commit.manifest.size, now_s),
+        "INSERT INTO artifact (id, manifest, size, committed_at, pinned, owner) VALUES (?, ?, ?, ?, '', ?)"
+        f" ON CONFLICT (id) DO UPDATE SET removed_at = NULL, owner = {rows.KEPT_OWNER} RETURNING seq",
+        (artifact_id, commit.manifest.encode(), commit.manifest.size, now_s, commit.account.owner),
     ).fetchone()
     db.executemany("INSERT OR IGNORE INTO artifact_ref VALUES (?, ?)", [(number, seq) for number in numbers])
     _insert_lineage(db, commit, artifact_id, lineage_id, now_s)
@@ -262,6 +267,13 @@ def _commit(db: Db, commit: Commit, now_s: float) -> CommitResult:
         db.execute("INSERT OR IGNORE INTO artifact_blob VALUES (?, ?)", (commit.blob, artifact_id))
     record_sqlite(db, [rows.committed(commit, artifact_id, lineage_id, now_s)])
     return CommitResult(artifact_id=artifact_id, lineage_id=lineage_id, new=True)
+
+
+def _check_account(db: Db, commit: Commit, artifact_id: str) -> None:
+    account, row = commit.account, _artifact(db, artifact_id)
+    if account.limit is not None and (row is None or row[5] is not None):
+        ((used,),) = db.execute(rows.BYTES_OF.format(owner="?"), (account.owner,))
+        check_bytes(account.owner, account.limit, used, commit.manifest.size, refusal=account.refusal)
 
 
 def _insert_lineage(db: Db, commit: Commit, artifact_id: str, lineage_id: str, now_s: float) -> None:

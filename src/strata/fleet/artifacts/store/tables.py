@@ -49,6 +49,14 @@ SQLITE: Final = Component(
         ALTER TABLE artifact_lineage ADD COLUMN epoch INTEGER NOT NULL DEFAULT 0;
         UPDATE artifact_lineage SET epoch = json_extract(CAST(body AS TEXT), '$.epoch');
         """,
+        # Whose quota an artifact counts against: of those from before, of the owner of the job that made it.
+        """
+        ALTER TABLE artifact ADD COLUMN owner TEXT NOT NULL DEFAULT '';
+        UPDATE artifact SET owner = coalesce((
+          SELECT j.owner FROM artifact_lineage l JOIN job j ON j.id = l.job_id WHERE l.artifact_id = artifact.id
+          ORDER BY l.seq LIMIT 1), '');
+        CREATE INDEX artifact_owner ON artifact (owner) WHERE removed_at IS NULL;
+        """,
     ),
 )
 POSTGRES: Final = Component(
@@ -96,6 +104,14 @@ POSTGRES: Final = Component(
         ALTER TABLE artifact_lineage ADD COLUMN actor text NOT NULL DEFAULT '';
         ALTER TABLE artifact_lineage ADD COLUMN epoch bigint NOT NULL DEFAULT 0;
         UPDATE artifact_lineage SET epoch = (convert_from(body, 'UTF8')::json ->> 'epoch')::bigint;
+        """,
+        # Whose quota an artifact counts against: of those from before, of the owner of the job that made it.
+        """
+        ALTER TABLE artifact ADD COLUMN owner text NOT NULL DEFAULT '';
+        UPDATE artifact SET owner = coalesce((
+          SELECT j.owner FROM artifact_lineage l JOIN job j ON j.id = l.job_id WHERE l.artifact_id = artifact.id
+          ORDER BY l.seq LIMIT 1), '');
+        CREATE INDEX artifact_owner ON artifact (owner) WHERE removed_at IS NULL;
         """,
     ),
 )
