@@ -156,6 +156,10 @@ class LimitSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Models of one tenant; half of `max_models` unless set, so that one tenant cannot take all places."""
     max_sessions_per_tenant: Count = 1000
     """Sessions of one tenant that have not ended."""
+    ended_session_ttl_s: Positive = 30 * 86_400.0
+    """How long an ended session without models is known."""
+    max_ended_sessions: Count = 1000
+    """Ended sessions of one tenant without models; beyond this the oldest are forgotten early."""
     operation_timeout_s: Positive = 1800.0
     """A dispatch that takes longer fails, and the ranks, which are stuck, are restarted."""
     result_ttl_s: Positive = 86_400.0

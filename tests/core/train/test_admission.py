@@ -145,3 +145,44 @@ def test_a_model_that_was_refused_takes_no_place_also_when_nobody_remembers_the_
     server.restart(from_snapshot=from_snapshot)
     second = ops.CreateModel("session-many:train:1", "tiny", LORA)
     assert server.ask(ClientCommand("many", SubmitOperation(second, "session-many"), server.now_s)).facts
+
+
+@pytest.mark.parametrize("from_snapshot", [False, True])
+def test_an_ended_session_without_models_is_forgotten_after_its_ttl(from_snapshot: bool) -> None:
+    server = Shared(ended_session_ttl_s=100)
+    kept = server.model(tenant="trains").partition(":")[0]
+    server.ask(ClientCommand("many", OpenSession("many-0"), server.now_s))
+    for tenant, session in (("many", "many-0"), ("trains", kept)):
+        server.ask(ClientCommand(tenant, FinishSession(session, "done"), server.now_s))
+    server.now_s += 99
+    server.ask(ExpireResults(server.now_s))
+    assert "many-0" in server.state.sessions
+    server.restart(from_snapshot=from_snapshot)
+    server.now_s += 1
+    server.ask(ExpireResults(server.now_s))
+    server.restart(from_snapshot=from_snapshot)
+    assert set(server.state.sessions) == {kept}
+
+
+def test_a_tenant_that_opens_and_ends_sessions_without_end_is_remembered_for_some_of_them() -> None:
+    server = Shared(max_ended_sessions=3)
+    for number in range(10):
+        server.ask(ClientCommand("many", OpenSession(f"many-{number}"), server.now_s))
+        server.ask(ClientCommand("many", FinishSession(f"many-{number}", "done"), server.now_s))
+        server.now_s += 1
+    server.ask(ClientCommand("other", OpenSession("other-0"), server.now_s))
+    server.ask(ExpireResults(server.now_s))
+    assert set(server.state.sessions) == {"many-7", "many-8", "many-9", "other-0"}
+    assert server.ask(ExpireResults(server.now_s)).facts == ()
+
+
+def test_a_session_stays_while_a_result_of_it_can_be_retrieved() -> None:
+    server = Shared(max_ended_sessions=1, ended_session_ttl_s=1, result_ttl_s=50)
+    server.sampler("asks")
+    server.run_all()
+    server.sample("asks")
+    session = next(each for each in server.state.sessions.values() if each.tenant == "asks")
+    server.ask(ClientCommand("asks", FinishSession(session.session_id, "done"), server.now_s))
+    server.now_s += 10
+    server.ask(ExpireResults(server.now_s))
+    assert session.session_id in server.state.sessions

@@ -1,10 +1,10 @@
-"""Admission control: quotas keep one tenant from filling the queues that others need."""
+"""Admission control: quotas keep one tenant from filling the queues and the memory that others need."""
 
 from __future__ import annotations
 
 from strata.base.errors import Code, StrataError
 from strata.train.core.overview import resident_models
-from strata.train.core.state import TrainState
+from strata.train.core.state import ClientSession, TrainState
 
 
 def admit(state: TrainState, tenant: str) -> None:
@@ -41,6 +41,30 @@ def admit_session(state: TrainState, tenant: str) -> None:
         raise StrataError(
             Code.PRECONDITION, f"the quota of {tenant} is full: it has {most} sessions", hint="finish one first"
         )
+
+
+def forgettable_sessions(state: TrainState, now_s: float) -> tuple[str, ...]:
+    """Ended sessions whose TTL is over, and the oldest beyond the number of one tenant.
+
+    A session stays while it has a model, a sampler, or a result that can be retrieved: their ids name it.
+    """
+    rules = state.rules
+    ended: dict[str, list[ClientSession]] = {}
+    for session in sorted(state.sessions.values(), key=lambda each: each.finished_at_s):
+        if session.finished is not None and not session.models:
+            ended.setdefault(session.tenant, []).append(session)
+    overdue = [
+        session.session_id
+        for sessions in ended.values()
+        for place, session in enumerate(sessions)
+        if len(sessions) - place > rules.max_ended_sessions
+        or now_s - session.finished_at_s >= rules.ended_session_ttl_s
+    ]
+    if not overdue:
+        return ()
+    named = {sampler.session_id for sampler in state.samplers.values()}
+    named.update(future.future_id.partition(":")[0] for future in state.futures)
+    return tuple(session_id for session_id in overdue if session_id not in named)
 
 
 def _over_quota(message: str) -> StrataError:

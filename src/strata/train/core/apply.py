@@ -24,6 +24,7 @@ from strata.train.core.facts import (
     SampleRouted,
     SessionFinished,
     SessionOpened,
+    SessionsForgotten,
     SliceEnded,
     SnapshotAbandoned,
     SnapshotCommitted,
@@ -54,6 +55,10 @@ def apply(state: TrainState, fact: Fact) -> None:  # noqa: C901, PLR0912 - one a
             )
         case SessionFinished():
             state.sessions[fact.session_id].finished = fact.reason
+            state.sessions[fact.session_id].finished_at_s = fact.at_s
+        case SessionsForgotten():
+            for session_id in fact.session_ids:
+                del state.sessions[session_id]
         case OperationAccepted():
             _accept(state, fact)
         case Dispatched():

@@ -14,7 +14,7 @@ import msgspec
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.train.core import checkpoint_retention, dispatching, memory, ops, publishing, sampling_slices, snapshots
-from strata.train.core.admission import admit, admit_model, admit_session
+from strata.train.core.admission import admit, admit_model, admit_session, forgettable_sessions
 from strata.train.core.facts import (
     DispatchFailed,
     Fact,
@@ -23,6 +23,7 @@ from strata.train.core.facts import (
     ResultsExpired,
     SessionFinished,
     SessionOpened,
+    SessionsForgotten,
 )
 from strata.train.core.future import OPEN, FutureStatus
 from strata.train.core.inputs import (
@@ -92,9 +93,7 @@ def decide(state: TrainState, request: Input) -> Decision:  # noqa: C901, PLR091
         case DeleteExpiredCheckpoints():
             return checkpoint_retention.delete_expired(state, request)
         case ExpireResults():
-            rules = state.rules
-            until_s = state.futures.overdue(request.at_s, ttl_s=rules.result_ttl_s, keep=rules.max_kept_results)
-            return Decision(Done(), () if until_s is None else (ResultsExpired(until_s),))
+            return _expire(state, request.at_s)
         case CompletePush() | RouteSamples() | CompleteRouted() | RequeueRouted():
             return publishing.decide(state, request)
         case _:
@@ -128,6 +127,17 @@ def _decide_command(state: TrainState, request: ClientCommand) -> Decision:  # n
 
 def digest_of(operation: ops.Operation) -> str:
     return sha256_hex(_canonical(operation))
+
+
+def _expire(state: TrainState, now_s: float) -> Decision:
+    rules, facts = state.rules, list[Fact]()
+    until_s = state.futures.overdue(now_s, ttl_s=rules.result_ttl_s, keep=rules.max_kept_results)
+    if until_s is not None:
+        facts.append(ResultsExpired(until_s))
+    forgotten = forgettable_sessions(state, now_s)
+    if forgotten:
+        facts.append(SessionsForgotten(forgotten))
+    return Decision(Done(), tuple(facts))
 
 
 def _open_session(state: TrainState, tenant: str, command: OpenSession, at_s: float) -> Decision:

@@ -34,6 +34,12 @@ class SessionFinished(_Fact, frozen=True, tag="session_finished"):
     at_s: float
 
 
+class SessionsForgotten(_Fact, frozen=True, tag="sessions_forgotten"):
+    """Ended sessions of which nothing is left but their names are dropped."""
+
+    session_ids: Sequence[str]
+
+
 class OperationAccepted(_Fact, frozen=True, tag="accepted"):
     """Durable before the client gets its future: from here on the operation runs exactly once, whatever dies."""
 
@@ -207,6 +213,7 @@ class ResultsExpired(_Fact, frozen=True, tag="expired"):
 Fact = (
     SessionOpened
     | SessionFinished
+    | SessionsForgotten
     | OperationAccepted
     | Dispatched
     | SliceEnded

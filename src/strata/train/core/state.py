@@ -44,6 +44,9 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     max_models_per_tenant: int | None = None
     max_sessions_per_tenant: int = 1000
     """Of those that have not ended."""
+    ended_session_ttl_s: float = 30 * 86_400.0
+    max_ended_sessions: int = 1000
+    """Of one tenant, without models."""
     max_pending_samples: int = 2048
     """Sample requests that are accepted and not yet dispatched."""
     max_running_samples: int = 256
@@ -84,6 +87,8 @@ class ClientSession(msgspec.Struct):
     sdk_version: str = ""
     finished: str | None = None
     models: list[str] = []
+    finished_at_s: float = 0.0
+    """0 for one that has not ended, or that ended before this was recorded."""
 
 
 class ModelRecord(msgspec.Struct):

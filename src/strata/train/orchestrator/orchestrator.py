@@ -325,6 +325,8 @@ def rules_of(settings: ServerSettings) -> Rules:
         max_pending_per_tenant=limits.max_pending_per_tenant,
         max_models_per_tenant=limits.max_models_per_tenant or (settings.model.places + 1) // 2,
         max_sessions_per_tenant=limits.max_sessions_per_tenant,
+        ended_session_ttl_s=limits.ended_session_ttl_s,
+        max_ended_sessions=limits.max_ended_sessions,
         base_models=settings.model.base_models,
         max_tokens_per_row=settings.model.max_tokens_per_row,
         pack_tenants=limits.pack_tenants,

@@ -84,7 +84,7 @@ class SessionReaper:
         self._last_seen_s = {
             session_id: seen_s
             for session_id, seen_s in self._last_seen_s.items()
-            if state.sessions[session_id].finished is None
+            if (session := state.sessions.get(session_id)) is not None and session.finished is None
         }
         for session in state.sessions.values():
             if not timeout_s or session.finished is not None:
