@@ -13,7 +13,7 @@ import re
 import sqlite3
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgspec
 
@@ -28,6 +28,20 @@ START: Final = ""
 """The cursor before the first event."""
 
 
+class Actor(str):
+    """Who did it, as events name the caller, and the address that the request came from.
+
+    It is the name for everything but the event. msgspec encodes plain strings alone: `str(actor)` is one.
+    """
+
+    address: str
+
+    def __new__(cls, name: str, address: str = "") -> Self:
+        actor = super().__new__(cls, name)
+        actor.address = address
+        return actor
+
+
 @dataclass(frozen=True, slots=True)
 class EventRecord:
     at_s: float
@@ -38,6 +52,8 @@ class EventRecord:
     subject: str
     """The id of what it happened to."""
     body: dict[str, Any]
+    address: str = ""
+    """Where the request came from, of an event that was read; one that is written has it in its actor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +72,9 @@ SQLITE: Final = Component(
         ) STRICT;
         CREATE INDEX event_subject ON event (subject, seq);
         """,
+        """
+        ALTER TABLE event ADD COLUMN address TEXT NOT NULL DEFAULT '';
+        """,
     ),
 )
 POSTGRES: Final = Component(
@@ -68,6 +87,9 @@ POSTGRES: Final = Component(
           body bytea NOT NULL, PRIMARY KEY (tx, seq)
         );
         CREATE INDEX event_subject ON event (subject, tx, seq);
+        """,
+        """
+        ALTER TABLE event ADD COLUMN address text NOT NULL DEFAULT '';
         """,
     ),
 )
@@ -82,6 +104,7 @@ coalesce(
 SQLite, where the transaction numbers do not count. Events of concurrent transactions may be repeated, none is
 skipped."""
 
+_COLUMNS: Final = "at, actor, kind, subject, body, address"
 _encode: Final = msgspec.json.Encoder().encode
 _decode: Final = msgspec.json.Decoder(dict[str, Any]).decode
 _SQLITE_CURSOR: Final = re.compile(r"[0-9]{1,18}")
@@ -89,20 +112,20 @@ _POSTGRES_CURSOR: Final = re.compile(r"([0-9]{1,18})\.([0-9]{1,18})")
 
 
 def record_sqlite(db: sqlite3.Connection, events: Iterable[EventRecord]) -> None:
-    db.executemany("INSERT INTO event (at, actor, kind, subject, body) VALUES (?, ?, ?, ?, ?)", map(_row, events))
+    db.executemany(f"INSERT INTO event ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?)", map(_row, events))
 
 
-INSERT_POSTGRES: Final = "INSERT INTO event (at, actor, kind, subject, body) VALUES (%s, %s, %s, %s, %s)"
+_INSERT: Final = f"INSERT INTO event ({_COLUMNS}) VALUES (%s, %s, %s, %s, %s, %s)"
 _INSERT_MANY: Final = (
-    "INSERT INTO event (at, actor, kind, subject, body) SELECT at, actor, kind, subject, body"
-    " FROM unnest(%s::float8[], %s::text[], %s::text[], %s::text[], %s::bytea[])"
-    " WITH ORDINALITY AS n (at, actor, kind, subject, body, place) ORDER BY place"
+    f"INSERT INTO event ({_COLUMNS}) SELECT {_COLUMNS}"
+    " FROM unnest(%s::float8[], %s::text[], %s::text[], %s::text[], %s::bytea[], %s::text[])"
+    f" WITH ORDINALITY AS n ({_COLUMNS}, place) ORDER BY place"
 )
 
 
 async def record_postgres(connection: Any, events: Sequence[EventRecord]) -> None:
     if len(events) == 1:
-        await connection.execute(INSERT_POSTGRES, _row(events[0]))
+        await connection.execute(_INSERT, _row(events[0]))
     elif events:
         columns = zip(*map(_row, events), strict=True)
         await connection.execute(_INSERT_MANY, [list(column) for column in columns])
@@ -112,7 +135,7 @@ async def read_sqlite(thread: SqliteThread, after: str, limit: int, *, subject: 
     seq = _numbers(_SQLITE_CURSOR, after)[0]
     rows = await thread.read(
         lambda db: db.execute(
-            "SELECT seq, at, actor, kind, subject, body FROM event"
+            f"SELECT seq, {_COLUMNS} FROM event"
             f" WHERE seq > ? {'AND subject = ?' if subject else ''} ORDER BY seq LIMIT ?",
             (seq, *([subject] if subject else []), limit),
         ).fetchall()
@@ -123,7 +146,7 @@ async def read_sqlite(thread: SqliteThread, after: str, limit: int, *, subject: 
 async def read_postgres(connections: Connections, after: str, limit: int, *, subject: str = "") -> list[StoredEvent]:
     tx, seq = _numbers(_POSTGRES_CURSOR, after)
     rows = await connections.run(
-        "SELECT tx, seq, at, actor, kind, subject, body FROM event"
+        f"SELECT tx, seq, {_COLUMNS} FROM event"
         " WHERE (tx, seq) > (%(tx)s, %(seq)s) AND tx < pg_snapshot_xmin(pg_current_snapshot())::text::bigint"
         f" {'AND subject = %(subject)s' if subject else ''} ORDER BY tx, seq LIMIT %(limit)s",
         {"tx": tx, "seq": seq, "subject": subject, "limit": limit},
@@ -146,12 +169,13 @@ async def newest_postgres(connections: Connections) -> str:
     return f"{rows[0][0]}.{rows[0][1]}" if rows else START
 
 
-def _row(event: EventRecord) -> tuple[float, str, str, str, bytes]:
-    return event.at_s, event.actor, event.kind, event.subject, _encode(event.body)
+def _row(event: EventRecord) -> tuple[float, str, str, str, bytes, str]:
+    address = event.actor.address if isinstance(event.actor, Actor) else event.address
+    return event.at_s, str(event.actor), event.kind, event.subject, _encode(event.body), address
 
 
-def _event(at_s: float, actor: str, kind: str, subject: str, body: bytes) -> EventRecord:
-    return EventRecord(at_s, actor, kind, subject, _decode(body))
+def _event(at_s: float, actor: str, kind: str, subject: str, body: bytes, address: str) -> EventRecord:
+    return EventRecord(at_s, actor, kind, subject, _decode(body), address)
 
 
 def _numbers(form: re.Pattern[str], cursor: str) -> list[int]:

@@ -514,6 +514,9 @@ class FeedEvent(HubReply, frozen=True, kw_only=True):
     kind: str
     subject: str
     body: dict[str, Any]
+    address: str = ""
+    """Where the request came from; empty for what the hub did itself, for the reports of hosts, and to callers who are
+    neither the actor nor an operator."""
 
 
 class EventsReply(HubReply, frozen=True, kw_only=True):

@@ -1,9 +1,12 @@
-"""Connections without credentials: limited from one address, and together to half of all connections."""
+"""Addresses of clients, and connections without credentials: limited from one address, and together to half of all."""
 
 from __future__ import annotations
 
-from ipaddress import IPv6Address, ip_address
+from collections.abc import Sequence
+from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address
 from typing import Final, Protocol
+
+from starlette.types import Scope
 
 KEEP_ALIVE_S: Final = 5
 """How long such a connection may be idle."""
@@ -20,6 +23,41 @@ def origin(address: str) -> str:
     if isinstance(parsed, IPv6Address):
         return str(parsed.ipv4_mapped or f"{IPv6Address(int(parsed) >> 64 << 64)}/64")
     return address
+
+
+Networks = Sequence[IPv4Network | IPv6Network]
+
+
+def client_address(scope: Scope, trusted: Networks = ()) -> str:
+    """The address of the client: of the connection, or of a trusted proxy what it has written into `X-Forwarded-For`.
+
+    Each proxy adds the address that it sees at the end, so the last address that is no trusted proxy's is the client's;
+    what stands before it is the client's own word.
+    """
+    if not scope.get("client"):
+        return "unix"
+    address: str = scope["client"][0]
+    if not trusted or not _is_within(address, trusted):
+        return address
+    written = b",".join(value for name, value in scope["headers"] if name == b"x-forwarded-for").decode("latin-1")
+    for part in reversed(written.split(",")):
+        forwarded = part.strip()
+        try:
+            address = str(ip_address(forwarded))
+        except ValueError:
+            break
+        if not _is_within(address, trusted):
+            break
+    return address
+
+
+def _is_within(address: str, networks: Networks) -> bool:
+    try:
+        parsed = ip_address(address)
+    except ValueError:
+        return False
+    plain = parsed.ipv4_mapped or parsed if isinstance(parsed, IPv6Address) else parsed
+    return any(plain in network for network in networks)
 
 
 class AnonymousConnection(Protocol):

@@ -11,7 +11,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 from starlette.requests import ClientDisconnect
@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from strata.base import log
 from strata.base.errors import Code, StrataError
+from strata.http.anonymous import Networks, client_address
 from strata.http.auth_failures import AuthFailures
 from strata.http.authentication import FirstHeaders, Identify
 from strata.http.body import MAX_QUERY
@@ -61,6 +62,8 @@ class RootLimits:
     time_every_send: bool = False
     send_s: float = SEND_S
     failures: AuthFailures = field(default_factory=AuthFailures)
+    trusted_proxies: Networks = ()
+    """Whose `X-Forwarded-For` names the client."""
 
 
 class RootApp:
@@ -103,7 +106,7 @@ class RootApp:
                 method=scope["method"],
                 path=scope["path"],
                 status=reply.status,
-                caller=scope[CALLER].actor if CALLER in scope else "",
+                caller=str(scope[CALLER].actor) if CALLER in scope else "",
                 took_ms=round((time.monotonic() - started_s) * 1000, 1),
             )
 
@@ -142,7 +145,7 @@ class RootApp:
         except StrataError as error:
             if error.code is not Code.UNAUTHENTICATED:
                 raise
-            address = (scope.get("client") or ("",))[0]
+            address = client_address(scope, self._limits.trusted_proxies)
             if self._limits.failures.record(address, scope["method"], scope["path"], error.message):
                 # The next guess needs a new connection, of which an address has few.
                 reply.closing = True
@@ -153,7 +156,7 @@ class RootApp:
         connection: ClientConnection | None = scope.get(CONNECTION)
         if connection is not None and (caller.id or caller.kind is CallerKind.OPERATOR):
             connection.mark_authenticated()
-        return caller
+        return replace(caller, address=client_address(scope, self._limits.trusted_proxies))
 
 
 def _check_url(scope: Scope) -> None:

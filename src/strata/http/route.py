@@ -17,6 +17,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive
 
 from strata.base.errors import Code, StrataError
+from strata.database.events import Actor
 from strata.identity.roles import CallerKind, Principal, Role
 
 KIB: Final = 1024
@@ -78,7 +79,7 @@ class HttpCall(Generic[S]):
     """Path and query as they were sent, for a handler that forwards the request."""
 
     @property
-    def actor(self) -> str:
+    def actor(self) -> Actor:
         return self.caller.actor
 
     async def disconnected(self) -> None:

@@ -124,7 +124,11 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
             manifest=settings.manifest,
             pace=BodyPace(grace_s=settings.body_grace_s),
             front_secret=hmac.digest(token.reveal().encode(), b"keys of servers that are jobs", "sha256"),
-            limits=RootLimits(send_s=settings.send_s, failures=AuthFailures(settings.max_failures)),
+            limits=RootLimits(
+                send_s=settings.send_s,
+                failures=AuthFailures(settings.max_failures),
+                trusted_proxies=settings.proxies,
+            ),
         )
         delivery = FeedDelivery(feed, tables.cursors, holder)
         dispatcher = SubscriptionDispatcher(subscriptions, sender, context=context, delivery=delivery)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -13,6 +14,7 @@ from strata.base.settings import Secret
 from strata.fleet.artifacts.retention import RetentionPolicy
 from strata.fleet.core.lease import LEASE_S
 from strata.fleet.core.requirement import SandboxLevel
+from strata.http.anonymous import Networks
 from strata.http.auth_failures import BURST
 from strata.http.root import SEND_S
 
@@ -89,6 +91,9 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How long a client may take for each piece of a reply."""
     max_failures: Annotated[int, msgspec.Meta(ge=1)] = BURST
     """Requests with credentials that are not good, from one address and at once, until it is told to slow down."""
+    trusted_proxies: tuple[str, ...] = ()
+    """Addresses or networks of reverse proxies, as in `10.1.0.0/16`: what they write into `X-Forwarded-For` is the
+    address of a client, in events and where failed logins are counted."""
     keep_free_bytes: Annotated[int, msgspec.Meta(ge=0)] = 1 << 30
     """Artifacts, logs and metrics leave so much of the disk alone."""
     retention: RetentionPolicy | None = None
@@ -117,6 +122,14 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
                 "hub.shared is for several hubs, and a SQLite database serves one",
                 hint="set hub.database to postgresql://…, or remove hub.shared",
             )
+        try:
+            self.proxies  # noqa: B018 (checked when the settings are read)
+        except ValueError as error:
+            raise StrataError(Code.INVALID, f"hub.trusted_proxies: {error}") from None
+
+    @property
+    def proxies(self) -> Networks:
+        return tuple(map(ip_network, self.trusted_proxies))
 
 
 def check_exposure(settings: HubSettings) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
 from strata.base.errors import Code, StrataError
+from strata.database.events import Actor
 
 
 class Role(IntEnum):
@@ -45,6 +46,8 @@ class Principal:
     """None for a host: what it may do follows from the leases it holds."""
     name: str = ""
     """Of a key: whom it was made for. Keys of one name are of one owner."""
+    address: str = field(default="", compare=False)
+    """Where the request came from, as the server sees it."""
 
     @property
     def owner(self) -> str:
@@ -52,9 +55,9 @@ class Principal:
         return self.name or self.id or str(self.kind)
 
     @property
-    def actor(self) -> str:
+    def actor(self) -> Actor:
         """How events name the caller."""
-        return f"{self.kind}:{self.id}" if self.id else str(self.kind)
+        return Actor(f"{self.kind}:{self.id}" if self.id else str(self.kind), self.address)
 
     def require_role(self, role: Role) -> None:
         if self.role is None or self.role < role:

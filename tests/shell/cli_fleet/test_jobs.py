@@ -182,7 +182,7 @@ def test_events_say_who_changed_what(applied: Person, host: HostByHand) -> None:
     assert [(row["event"], row["by"]) for row in rows] == [("job.created", "operator"), ("job.cancelled", "operator")]
     assert rows[-1]["body"]["reason"] == "enough"
     table = applied.says("events").out.splitlines()
-    assert table[0].split() == ["TIME", "EVENT", "SUBJECT", "BY"]
+    assert table[0].split() == ["TIME", "EVENT", "SUBJECT", "BY", "ADDRESS"]
     assert max(map(len, table)) <= 80
     kinds = [row["event"] for row in applied.says("events", "-o", "json").value]
     assert {"host.registered", "job.claimed", "job.completed", "manifest.applied"} <= set(kinds)

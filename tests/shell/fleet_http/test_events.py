@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from ipaddress import ip_network
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -12,7 +15,9 @@ from strata.base.errors import StrataError
 from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.http import events as events_module
-from tests.shell.fleet_http.running import Running, ok, refused
+from strata.http.anonymous import client_address
+from strata.hub.settings import HubSettings
+from tests.shell.fleet_http.running import Running, ok, refused, running
 
 STREAM = {"Accept": "text/event-stream"}
 
@@ -142,3 +147,60 @@ async def test_a_feed_serves_the_same_rows_from_memory_and_from_the_table(site: 
     assert list(await feed.after(middle, 5)) == list(table[11:16])
     with pytest.raises(StrataError):
         await feed.after("nonsense", 5)
+
+
+async def recorded(client: httpx.AsyncClient, kind: str) -> dict[str, str]:
+    """The addresses of all events of this kind, by actor."""
+    events = ok(await client.get("/v1/events", params={"limit": 500}), wire.EventsReply).events
+    return {event.actor.partition(":")[0]: event.address for event in events if event.kind == kind}
+
+
+def submission(model: str) -> dict[str, Any]:
+    trainer = {"name": "t", "command": ["true"], "bundle": "0" * 64}
+    return {"spec": {"model": model, "trainer": "t"}, "trainer": trainer}
+
+
+async def test_an_event_has_the_address_that_the_request_came_from(site: Running) -> None:
+    anna, operator = await site.with_role("researcher", "anna"), await site.operator()
+    # Nobody is believed who is no trusted proxy.
+    forged = {"X-Forwarded-For": "203.0.113.9"}
+    assert (await anna.post("/v1/jobs", json=submission("a"), headers=forged)).is_success
+    assert (await operator.post("/v1/jobs", json=submission("b"), headers=forged)).is_success
+    assert await recorded(operator, "job.created") == {"key": "127.0.0.1", "operator": "unix"}
+    assert await recorded(operator, "key.made") == {"operator": "unix"}
+    assert await recorded(anna, "job.created") == {"key": "127.0.0.1", "operator": ""}
+    assert await recorded(await site.with_role("viewer"), "job.created") == {"key": "", "operator": ""}
+    await site.hub.context.fleet.tick()
+    await site.add(JobSpec(model="m"))
+    assert (await recorded(operator, "job.created"))["test"] == ""
+
+
+async def test_behind_a_trusted_proxy_the_address_is_the_one_it_saw(tmp_path: Path) -> None:
+    async with running(tmp_path / "hub", trusted_proxies=("127.0.0.0/8", "10.0.0.0/8")) as site:
+        anna, operator = await site.with_role("researcher", "anna"), await site.operator()
+        headers = [("X-Forwarded-For", "203.0.113.9, 198.51.100.7"), ("X-Forwarded-For", "10.1.1.1")]
+        assert (await anna.post("/v1/jobs", json=submission("a"), headers=headers)).is_success
+        assert await recorded(operator, "job.created") == {"key": "198.51.100.7"}
+
+
+@pytest.mark.parametrize(
+    ("peer", "forwarded", "address"),
+    [
+        ("192.0.2.1", "203.0.113.9", "192.0.2.1"),
+        ("10.0.0.1", "", "10.0.0.1"),
+        ("10.0.0.1", "203.0.113.9", "203.0.113.9"),
+        ("10.0.0.1", "1.1.1.1, 203.0.113.9, 10.0.0.2", "203.0.113.9"),
+        ("10.0.0.1", "10.0.0.3, 10.0.0.2", "10.0.0.3"),
+        ("10.0.0.1", "203.0.113.9, <script>, 10.0.0.2", "10.0.0.2"),
+        ("::ffff:10.0.0.1", "2001:DB8::1", "2001:db8::1"),
+        ("not an address", "203.0.113.9", "not an address"),
+    ],
+)
+def test_the_last_address_that_is_no_proxys_is_the_clients(peer: str, forwarded: str, address: str) -> None:
+    scope = {"client": (peer, 1), "headers": [(b"x-forwarded-for", forwarded.encode())] if forwarded else []}
+    assert client_address(scope, [ip_network("10.0.0.0/8")]) == address
+
+
+def test_a_proxy_that_is_no_network_is_refused_with_the_settings() -> None:
+    with pytest.raises(StrataError, match="trusted_proxies"):
+        HubSettings(trusted_proxies=("everywhere",))

@@ -20,6 +20,7 @@ _EVENTS: Final = (
     Column("event", cut=18),
     Column("subject", cut=20),
     Column("by", cut=20),
+    Column("address", cut=39),
     Column("detail", wide=True),
 )
 _PAGE: Final = 500
@@ -66,6 +67,7 @@ def _row(event: wire.FeedEvent) -> dict[str, Any]:
         "event": event.kind,
         "subject": event.subject,
         "by": event.actor,
+        "address": event.address or None,
         "body": event.body,
         "cursor": event.cursor,
     }

@@ -10,7 +10,7 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.database.events import StoredEvent
 from strata.fleet import wire
-from strata.fleet.http.context import HubCall, HubContext
+from strata.fleet.http.context import HubCall, HubContext, submitter_of
 from strata.fleet.http.long_poll import until_disconnect, wait_event
 from strata.http.route import RawReply
 
@@ -46,7 +46,7 @@ async def _page(context: HubContext, call: HubCall, after: str, query: wire.Even
         # The wait may have taken a minute, and the caller may have been revoked since.
         await call.reauthenticate()
     cursor = events[-1].cursor if events else after
-    return wire.EventsReply(events=tuple(map(_event, events)), cursor=cursor)
+    return wire.EventsReply(events=tuple(_event(each, call) for each in events), cursor=cursor)
 
 
 async def _wait(context: HubContext, after: str, query: wire.EventsQuery) -> Sequence[StoredEvent]:
@@ -72,7 +72,7 @@ async def _stream(
                 await call.reauthenticate()
                 checked_s = context.clock.monotonic_s()
             if events:
-                yield b"".join(map(_frame, events))
+                yield b"".join(_frame(each, call) for each in events)
                 after, sent_s = events[-1].cursor, context.clock.monotonic_s()
             elif context.clock.monotonic_s() - sent_s >= HEARTBEAT_S:
                 yield b": still here\n\n"
@@ -83,18 +83,20 @@ async def _stream(
                 await wait_event(changed, CHECK_S)
 
 
-def _frame(recorded: StoredEvent) -> bytes:
+def _frame(recorded: StoredEvent, call: HubCall) -> bytes:
     event = recorded.event
     # JSON has no line breaks, and kinds are identifiers.
     return b"id: %b\nevent: %b\ndata: %b\n\n" % (
         recorded.cursor.encode(),
         event.kind.encode(),
-        _encode(_event(recorded)),
+        _encode(_event(recorded, call)),
     )
 
 
-def _event(recorded: StoredEvent) -> wire.FeedEvent:
+def _event(recorded: StoredEvent, call: HubCall) -> wire.FeedEvent:
+    """Where people work is for operators to see, and for themselves."""
     event = recorded.event
+    shown = submitter_of(call).operator or event.actor == call.actor
     return wire.FeedEvent(
         cursor=recorded.cursor,
         at_s=event.at_s,
@@ -102,4 +104,5 @@ def _event(recorded: StoredEvent) -> wire.FeedEvent:
         kind=event.kind,
         subject=event.subject,
         body=event.body,
+        address=event.address if shown else "",
     )

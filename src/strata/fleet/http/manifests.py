@@ -99,12 +99,12 @@ async def _apply(context: HubContext, call: HubCall, body: wire.ManifestRequest)
             await context.schemas.put_schemas(schemas)
         await context.fleet.apply(plan, call.actor, source=manifest.source, submitter=submitter)
         sweeps = {
-            name: StoredSweep(sweep=sweep, actor=call.actor, submitter=submitter)
+            name: StoredSweep(sweep=sweep, actor=str(call.actor), submitter=submitter)
             for name, sweep in manifest.searches.items()
         }
         await context.sweeps.replace(manifest.project, sweeps)
         schedules = {
-            name: StoredSchedule(schedule=schedule, actor=call.actor, submitter=submitter)
+            name: StoredSchedule(schedule=schedule, actor=str(call.actor), submitter=submitter)
             for name, schedule in manifest.schedules.items()
         }
         await context.schedules.declare(manifest.project, schedules)
