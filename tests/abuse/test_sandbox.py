@@ -342,7 +342,7 @@ def test_a_job_that_fills_the_disk_is_ended_with_the_reason(host: Host) -> None:
     assert (seen.exceeded, seen.status) == ("disk", -signal.SIGKILL)
     # The same limit alone is what a job in a container gets.
     alone = host.sandbox.limit_disk(job.spec, job.paths).limits
-    assert (alone.disk_bytes, alone.disk_folder) == (job.spec.limits.disk_bytes, str(job.paths.folder))
+    assert (alone.disk_bytes, alone.disk_folders) == (job.spec.limits.disk_bytes, (str(job.paths.folder),))
     outcome = classify_exit(seen, job.log, stop=None, timeout_s=0)
     assert outcome.cause is Cause.USER_ERROR
     assert "took more disk than this host gives to a job" in outcome.error

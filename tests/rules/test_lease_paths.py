@@ -86,7 +86,7 @@ ALLOWED: Final = {
     },
     "job_limits.py": {
         "Path(group)": "path_names.attempt_name, behind a prefix of our own",
-        "Path(limits.get('disk_folder', ''))": "path_names.attempt_name",
+        "Path(folder)": "path_names.attempt_name, and path_names.server_name",
     },
     "supervised.py": {
         "Path(group)": "path_names.attempt_name, behind a prefix of our own",

@@ -30,7 +30,7 @@ class JobLimits:
         self._memory_bytes: int = limits.get("memory_bytes", 0)
         self._processes: int = limits.get("processes", 0)
         self._disk_bytes: int = limits.get("disk_bytes", 0)
-        self._disk_folder = Path(limits.get("disk_folder", ""))
+        self._disk_folders = [Path(folder) for folder in limits.get("disk_folders", ())]
         self._network_rules: str = limits.get("network_rules", "")
         self._network_table: str = limits.get("network_table", "")
         self._watch_memory: bool = limits.get("watch_memory", False)
@@ -83,7 +83,7 @@ class JobLimits:
         took_s = 0.0
         while not self._ended.wait(max(MEASURE_S, 9 * took_s) if took_s else 0.0):
             began_s = time.monotonic()
-            used = disk_usage(self._disk_folder)
+            used = disk_usage(*self._disk_folders)
             if used is None or used > self._disk_bytes:
                 self._disk_reason = {"exceeded": "disk", "exceeded_bytes": -1 if used is None else used}
                 return
@@ -107,18 +107,25 @@ class JobLimits:
         return int(kills)
 
 
-def disk_usage(folder: Path) -> int | None:
-    """Bytes on the disk below the folder; None if it is nested so deeply that it cannot be measured."""
+def disk_usage(*folders: Path) -> int | None:
+    """Bytes on the disk below the folders; None if they are nested so deeply that they cannot be measured. A file with
+    several names in them counts once."""
     total = 0
-    to_visit = [str(folder)]
+    linked: set[tuple[int, int]] = set()
+    to_visit = [str(folder) for folder in folders]
     while to_visit:
         try:
             with os.scandir(to_visit.pop()) as entries:
                 for entry in entries:
                     with contextlib.suppress(FileNotFoundError):
-                        total += entry.stat(follow_symlinks=False).st_blocks * 512
+                        status = entry.stat(follow_symlinks=False)
                         if entry.is_dir(follow_symlinks=False):
                             to_visit.append(entry.path)
+                        elif status.st_nlink > 1:
+                            if (status.st_dev, status.st_ino) in linked:
+                                continue
+                            linked.add((status.st_dev, status.st_ino))
+                        total += status.st_blocks * 512
         except OSError as error:
             if error.errno == errno.ENAMETOOLONG:
                 return None

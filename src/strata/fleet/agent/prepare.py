@@ -175,7 +175,7 @@ def prepare_attempt(
         )
         facts |= {"environment": {"image": wanted_environment.image, "runtime": runtime.kind}}
         contained = contain(runtime, image, spec, paths, view)
-        return PreparedAttempt(host.sandbox.limit_disk(contained, paths), facts)
+        return PreparedAttempt(host.sandbox.limit_disk(contained, paths, writable), facts)
     confined = host.sandbox.confine(spec, paths, readable=readable, writable=writable, gpus=devices != ())
     return PreparedAttempt(confined, facts)
 

@@ -78,7 +78,7 @@ class HostSandbox:
     ) -> SupervisorSpec:
         """The spec with all that confines it. `readable` are caches of the agent that this job may see, `writable`
         folders that it may change beside that of its attempt."""
-        limits = self._limits(paths.folder)
+        limits = self._limits(paths.folder, writable)
         if not self.bwrap:
             return msgspec.structs.replace(spec, limits=limits)
         self.view.check_visible(Path(spec.cwd), (paths.folder, *readable))
@@ -90,10 +90,11 @@ class HostSandbox:
             limits=limits,
         )
 
-    def limit_disk(self, spec: SupervisorSpec, paths: AttemptPaths) -> SupervisorSpec:
+    def limit_disk(self, spec: SupervisorSpec, paths: AttemptPaths, writable: Sequence[Path] = ()) -> SupervisorSpec:
         """For a job that something else confines, with limits of its own for the rest."""
         disk_bytes = int(self.settings.disk_gib * GIB) if self.settings.mode != "off" else 0
-        limits = LimitsSpec(disk_bytes=disk_bytes, disk_folder=str(paths.folder) if disk_bytes else "")
+        folders = _texts([paths.folder, *writable]) if disk_bytes else ()
+        limits = LimitsSpec(disk_bytes=disk_bytes, disk_folders=folders)
         return msgspec.structs.replace(spec, limits=limits)
 
     def wrapper(
@@ -119,7 +120,7 @@ class HostSandbox:
             *self.view.mount_options(scratch, tmp=scratch, readable=hidden, writable=[target]),
         )
 
-    def _limits(self, folder: Path) -> LimitsSpec:
+    def _limits(self, folder: Path, writable: Sequence[Path]) -> LimitsSpec:
         if self.settings.mode == "off" or sys.platform != "linux":
             return LimitsSpec()
         # Two agents of one machine must not share a group.
@@ -131,7 +132,7 @@ class HostSandbox:
             memory_bytes=self.memory_bytes,
             processes=self.settings.processes,
             disk_bytes=int(self.settings.disk_gib * GIB),
-            disk_folder=str(folder) if self.settings.disk_gib else "",
+            disk_folders=_texts([folder, *writable]) if self.settings.disk_gib else (),
             groups=groups,
             watch_memory="memory" not in self.parents.limits,
             # Of the agent's own user it would count what has nothing to do with the job.
@@ -325,6 +326,10 @@ def _try_network_rules(found: HostSandbox) -> str:
                 job_limits.run_nft(f"delete table inet {table}")
             cgroup.remove_groups([group])
     return "" if b"ConnectionRefused" in done.stderr else "the kernel does not match the sockets of a control group"
+
+
+def _texts(folders: Sequence[Path]) -> tuple[str, ...]:
+    return tuple(map(str, folders))
 
 
 def _folders(setting: str, texts: Sequence[str]) -> tuple[Path, ...]:

@@ -35,7 +35,8 @@ class LimitsSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     memory_bytes: int = 0
     processes: int = 0
     disk_bytes: int = 0
-    disk_folder: str = ""
+    disk_folders: Sequence[str] = ()
+    """What counts: the folder of the attempt and, of a server, that of its data."""
     groups: Sequence[str] = ()
     """Control groups of this job alone, which its supervisor creates and removes."""
     watch_memory: bool = False
