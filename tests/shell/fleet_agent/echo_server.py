@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socketserver
+import time
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ class Echo(BaseHTTPRequestHandler):
 
     def handle_request(self) -> None:
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        if self.path.endswith("/wait"):
+            time.sleep(float(body))
         reply: dict[str, Any] = {
             "model": MODEL,
             "path": self.path,

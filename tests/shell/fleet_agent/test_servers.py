@@ -146,12 +146,21 @@ def test_a_server_knows_people_by_their_keys_and_not_by_the_headers_they_send(hu
         hub.cancel(job)
 
 
+def test_a_request_under_way_keeps_a_server_awake(hub: HubProcess, tmp_path: Path) -> None:
+    with agent(hub, tmp_path, "suse", grace_s="1"), researcher(hub, "cora") as cora:
+        job = serve(hub, "suse", "echo-h", idle_s=10.0)
+        until_serving(hub, job)
+        assert cora.post("/wait", content=b"16").status_code == 200
+        assert (hub.job(job).job.serving, hub.job(job).job.epoch) == ("serving", 1)
+        hub.cancel(job)
+
+
 def test_an_idle_server_sleeps_and_the_next_request_wakes_it(hub: HubProcess, tmp_path: Path) -> None:
     with agent(hub, tmp_path, "siri", grace_s="1") as siri, researcher(hub, "carl") as carl:
-        job = serve(hub, "siri", "echo-g", idle_s=1.0)
+        job = serve(hub, "siri", "echo-g", idle_s=10.0)
         until_serving(hub, job)
         eventually(lambda: hub.job(job).job.serving == "asleep")
-        assert hub.job(job).job.reason == "asleep: no request for 1 s; the next one wakes it"
+        assert hub.job(job).job.reason == "asleep: no request for 10 s; the next one wakes it"
         session = carl.post("/create_session", json={}).json()["session_id"]
         woken = carl.post("/create_model", json={"session_id": session, "base_model": "echo-g"})
         assert (woken.status_code, woken.json()["model"]) == (200, "echo-g")

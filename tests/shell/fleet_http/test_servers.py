@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from strata.base.errors import StrataError
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.core.plan import ApplyPlan
@@ -190,6 +191,19 @@ async def test_a_tag_is_found_in_a_compressed_body_wherever_it_is(site: Running,
             headers = {"content-encoding": "zstd"}
             reply = await alice.post("/api/v1/forward_backward", content=compress(content), headers=headers)
             assert (reply.status_code, reply.text) == (200, f'"{name}"')
+
+
+@pytest.mark.parametrize("idle_s", [0.1, 9.9])
+async def test_a_server_that_would_sleep_before_it_is_up_is_refused(site: Running, idle_s: float) -> None:
+    olga = await site.with_role("operator")
+    single = {
+        "spec": {"kind": "server", "model": "tiny", "trainer": "t", "idle_s": idle_s},
+        "trainer": {"name": "t", "command": ["t"], "directory": "/srv/t"},
+    }
+    reply = await olga.post("/v1/jobs", json=single)
+    assert (refused(reply), "a server sleeps after 10 s or more" in reply.text) == ((400, "invalid"), True)
+    with pytest.raises(StrataError, match="a server sleeps after 10 s or more"):
+        manifest_body(f"{MANIFEST}\nidle_s = {idle_s}")
 
 
 async def until_queued(site: Running, client: httpx.AsyncClient, job: str) -> None:

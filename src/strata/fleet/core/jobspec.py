@@ -30,6 +30,8 @@ from strata.fleet.core.lease import MAX_ATTEMPTS, MAX_INFRA, MAX_LOST, Budget
 from strata.fleet.core.requirement import Count, Gib, Label, LabelValue, Name, Needs, RequirementClass, Seconds, Slots
 
 MAX_PRIORITY: Final = 1_000_000
+MIN_IDLE_S: Final = 10.0
+"""Of a server that sleeps: it takes about as long to stop, to save its state and to start again."""
 DEFAULT_PROJECT: Final = "default"
 """The project of a manifest that names none, and of jobs that were submitted one by one."""
 DATASET: Final = "strata:"
@@ -108,7 +110,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     due: Text = ""
     """Of a run of a schedule: when it was due, as in 2026-11-17T02:00Z."""
     idle_s: Seconds = 0.0
-    """A server without a request for so long is put to sleep; the next request wakes it. 0: never."""
+    """A server without a request for so long is put to sleep; the next request wakes it. 0: never, else 10 or more."""
 
     def __post_init__(self) -> None:
         for field in ("train_hosts", "retrain_on", "after"):

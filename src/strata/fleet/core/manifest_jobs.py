@@ -12,7 +12,7 @@ import msgspec
 from strata.base.errors import StrataError
 from strata.base.suggest import did_you_mean
 from strata.fleet.core.hyper import HyperFinding, HyperSchema
-from strata.fleet.core.jobspec import JobId, JobSpec, TrainerSpec, find_cycle
+from strata.fleet.core.jobspec import MIN_IDLE_S, JobId, JobSpec, TrainerSpec, find_cycle
 from strata.fleet.core.problems import (
     KeyPath,
     Problems,
@@ -135,6 +135,8 @@ def _job(context: ManifestContext, place: KeyPath, table: dict[str, Any], kinds:
         problems.add((*place, "workers"), "a job on several hosts at once is not supported yet; it has to be 1")
     if "idle_s" in fields and fields.get("kind") != "server":
         problems.add((*place, "idle_s"), 'only a server sleeps; set kind = "server"')
+    if 0 < fields.get("idle_s", 0) < MIN_IDLE_S:
+        problems.add((*place, "idle_s"), f"a server sleeps after {MIN_IDLE_S:g} s or more without a request; 0: never")
     start = _start(problems, place, fields)
     no_json = check_free_values(problems, place, table)
     trainer = _trainer(context, place, fields.get("trainer"), given="trainer" in table)

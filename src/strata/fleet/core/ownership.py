@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.fleet.core.jobspec import DEFAULT_PROJECT, JobSpec
+from strata.fleet.core.jobspec import DEFAULT_PROJECT, MIN_IDLE_S, JobSpec
 from strata.fleet.core.quota import EVERYBODY
 
 
@@ -60,13 +60,22 @@ def check_submission(submitter: Submitter, project: str, owner: str) -> None:
 
 
 def check_servers(submitter: Submitter, specs: Iterable[JobSpec]) -> None:
-    """FORBIDDEN if one of these jobs is a server and the submitter no operator: all who train send their data to it."""
+    """FORBIDDEN if one of these jobs is a server and the submitter no operator: all who train send their data to it.
+
+    INVALID if it would sleep before it is up.
+    """
     for spec in specs:
         if spec.kind == "server" and not submitter.operator:
             raise StrataError(
                 Code.FORBIDDEN,
                 f"{spec.label} is a server, and only an operator may queue one",
                 hint="it gets the requests and the data of all who train",
+            )
+        if 0 < spec.idle_s < MIN_IDLE_S:
+            raise StrataError(
+                Code.INVALID,
+                f"idle_s of {spec.label} is {spec.idle_s:g}; a server sleeps after {MIN_IDLE_S:g} s or more",
+                hint="0 means that it never sleeps",
             )
 
 

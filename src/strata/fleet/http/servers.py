@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import re
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any, Final
 from urllib.parse import parse_qsl, urlencode
 
@@ -21,6 +22,7 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.base.ids import Ids
 from strata.fleet.core.job import UNFINISHED
+from strata.fleet.core.jobspec import MIN_IDLE_S
 from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.http.context import HubCall, HubContext
 from strata.fleet.http.long_poll import until_disconnect
@@ -38,6 +40,8 @@ ASK_S: Final = 10.0
 """How long a server may take when all are asked."""
 TOUCH_S: Final = 1.0
 """How often the use of a server is written down at most."""
+IN_USE_S: Final = MIN_IDLE_S / 3
+"""How often it is written down while a request is under way."""
 _TAG_CHARACTERS: Final = 12
 _LONGEST_ID: Final = 128
 _TAGGED: Final = re.compile(rb"session_[0-9a-z]+\.([0-9a-f]{12})")
@@ -212,7 +216,41 @@ async def _send(context: HubContext, server: ServerRow, request: ForwardedReques
     if tenant.role >= Role.RESEARCHER and now_s - server.used_at_s > TOUCH_S:
         await context.fleet.store.touch_server(server.job.id, now_s)
     key = context.front_key(server.job.id, server.epoch)
-    return await context.proxy.send(server.address, request, key=key, tenant=tenant)
+    async with _in_use(context, server, tenant):
+        reply = await context.proxy.send(server.address, request, key=key, tenant=tenant)
+    if isinstance(reply.content, bytes):
+        return reply
+    return replace(reply, content=_pieces_in_use(context, server, tenant, reply.content))
+
+
+@asynccontextmanager
+async def _in_use(context: HubContext, server: ServerRow, tenant: Tenant) -> AsyncIterator[None]:
+    """The server stays awake as long as a request of a researcher is under way: a long poll, a large body."""
+
+    async def touch() -> None:
+        while True:
+            await asyncio.sleep(IN_USE_S)
+            # The next one makes up for one that fails.
+            with suppress(StrataError):
+                await context.fleet.store.touch_server(server.job.id, context.fleet.now_s())
+
+    if tenant.role < Role.RESEARCHER:
+        yield
+        return
+    touching = asyncio.create_task(touch())
+    try:
+        yield
+    finally:
+        touching.cancel()
+        await asyncio.wait([touching])
+
+
+async def _pieces_in_use(
+    context: HubContext, server: ServerRow, tenant: Tenant, pieces: AsyncIterable[bytes]
+) -> AsyncIterator[bytes]:
+    async with _in_use(context, server, tenant):
+        async for piece in pieces:
+            yield piece
 
 
 async def _choose(context: HubContext, request: ForwardedRequest, document: Mapping[str, Any]) -> ServerRow:
