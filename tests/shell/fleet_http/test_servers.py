@@ -193,6 +193,25 @@ async def test_a_tag_is_found_in_a_compressed_body_wherever_it_is(site: Running,
             assert (reply.status_code, reply.text) == (200, f'"{name}"')
 
 
+async def test_the_tokenizer_of_each_base_model_comes_from_its_server(site: Running, tmp_path: Path) -> None:
+    viewer = await site.with_role("viewer")
+    path = "/hf/%s/resolve/main/tokenizer.json"
+    async with replying(tmp_path / "a" / "s", b"aa") as at_a, replying(tmp_path / "b" / "s", b"b"):
+        for name in ("a", "b"):
+            await serve(site, name, path=tmp_path / name / "s")
+        assert [(await viewer.get(path % name)).content for name in ("a", "b")] == [b"aa", b"b"]
+        head = await viewer.head(path % "a")
+        assert (head.status_code, head.headers["content-length"], head.content) == (200, "2", b"")
+        assert at_a == [b"GET %s HTTP/1.1" % (path % "a").encode(), b"HEAD %s HTTP/1.1" % (path % "a").encode()]
+    anybody = await site.client()
+    assert refused(await anybody.get(path % "a")) == (401, "unauthenticated")
+
+
+async def test_no_server_has_a_tokenizer_of_another_model(site: Running) -> None:
+    viewer = await site.with_role("viewer")
+    assert refused(await viewer.get("/hf/lab/x/resolve/main/tokenizer.json")) == (404, "not_found")
+
+
 @pytest.mark.parametrize("idle_s", [0.1, 9.9])
 async def test_a_server_that_would_sleep_before_it_is_up_is_refused(site: Running, idle_s: float) -> None:
     olga = await site.with_role("operator")

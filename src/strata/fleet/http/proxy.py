@@ -37,7 +37,7 @@ _REQUEST_HEADERS: Final = frozenset(
 )
 _REPLY_HEADERS: Final = frozenset(
     {"accept-ranges", "content-disposition", "content-encoding", "content-range", "etag", "location", "retry-after",
-     "x-should-retry"}
+     "x-error-code", "x-repo-commit", "x-should-retry"}
 )  # fmt: skip
 
 
@@ -123,6 +123,9 @@ class ServerProxy:
         passed = {name: value for name, value in reply.headers.items() if name in _REPLY_HEADERS}
         media_type = reply.headers.get("content-type", "application/json")
         size = reply.headers.get("content-length", "")
+        if request.method == "HEAD" and size.isdecimal():
+            # The size is of the content that a GET would get.
+            return RawReply(_pieces(reply), reply.status_code, media_type, passed | {"content-length": size})
         if reply.status_code == 204 or (size.isdecimal() and int(size) <= SMALL):
             content = b"".join([piece async for piece in _pieces(reply)])
             return RawReply(content, reply.status_code, media_type, passed)

@@ -33,6 +33,7 @@ from strata.http.zstd import decompress_frames, decompress_pieces
 from strata.identity.roles import CallerKind, Role
 
 BASE: Final = "/api/v1"
+TOKENIZER: Final = "/hf/{repository:path}/resolve/{revision}/{file}"
 WAKE_S: Final = 25.0
 """How long a request waits for a server that starts; then its client is told to try again."""
 WAKE_POLL_S: Final = 0.25
@@ -92,6 +93,32 @@ async def download(call: HubCall, body: Upload) -> RawReply:
         raise StrataError(Code.UNAVAILABLE, "the training server that signed this address does not serve now")
     sending = context.proxy.send(server.address, _request(call, b""), key="", tenant=None)
     return await until_disconnect(call, context.stopping, sending)
+
+
+async def tokenizer_file(call: HubCall, body: Upload) -> RawReply:
+    """A file of the tokenizer of a base model, at the address that a Hugging Face Hub has."""
+    context = call.context
+    tenant = await _tenant(call)
+    async for _ in body:
+        pass
+    repository = call.path["repository"]
+    rows = [row for row in await context.fleet.store.servers() if not _ended(row)]
+    # A server may know its tokenizer by a name that is none of its base model.
+    named = [row for row in rows if repository in row.models] or [row for row in rows if row.serving]
+    reply = None
+    for row in named:
+        server = await _awake(context, row, tenant)
+        reply = await until_disconnect(call, context.stopping, _send(context, server, _request(call, b""), tenant))
+        if reply.status != 404:
+            return reply
+    if reply is not None:
+        return reply
+    raise StrataError(Code.NOT_FOUND, f"no training server of this hub has the model {repository[:200]!r}")
+
+
+async def tokenizer_head(call: HubCall, body: Upload) -> RawReply:
+    """Whether there is such a file, and which one."""
+    return await tokenizer_file(call, body)
 
 
 async def create_session(call: HubCall, body: Upload) -> RawReply:
@@ -502,6 +529,8 @@ ROUTES: Final = (
     Route("GET", f"{BASE}/get_server_capabilities", VIEWER, capabilities),
     Route("POST", f"{BASE}/telemetry", VIEWER, telemetry, 4 * MIB),
     Route("GET", f"{BASE}/archive", PUBLIC, download, 1 * KIB, any_query=True),
+    Route("GET", TOKENIZER, VIEWER, tokenizer_file, KIB, any_query=True),
+    Route("HEAD", TOKENIZER, VIEWER, tokenizer_head, KIB, any_query=True),
     *(
         Route("POST", f"{BASE}/{name}", VIEWER, forward, any_query=True, operation=f"servers.{name.replace('/', '_')}")
         for name in _READING
