@@ -23,6 +23,7 @@ ALLOWED: Final = {
     },
     "server_job.py": {
         "work / 'servers' / server_name(job_id)": "path_names.server_name",
+        "data.with_name(f'{data.name}.restored')": "path_names.server_name",
     },
     "state.py": {
         "self._attempts / record.key": "path_names.attempt_name",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -22,6 +22,7 @@ from strata.fleet.core.capability import Capability
 from strata.fleet.core.fair_share import OwnerShares
 from strata.fleet.core.job import HELD, Cause, JobStatus
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
+from strata.fleet.core.lease import ASLEEP
 from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.core.plan import ApplyPlan, ExistingJob, HostPolicy, RegisteredTrainer
 from strata.fleet.core.quota import OwnerUsage, Quota
@@ -30,9 +31,6 @@ from strata.fleet.core.samples import SamplePoint
 from strata.fleet.core.schedule import JobSchedule
 from strata.fleet.core.search import SearchSweep
 from strata.fleet.core.subscription import Subscription
-
-ASLEEP: Final = "asleep: "
-"""How the reason of a server begins that the hub put to sleep, and not a person cancelled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +187,14 @@ class JobCompletion:
     artifact: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class YieldRequest:
+    """The hub wants an attempt to end in order: its host saves its state and reports it with this cause."""
+
+    cause: Literal["cancelled", "preempted"]
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -424,11 +430,9 @@ class Store(Protocol):
     async def servers(self) -> Sequence[ServerRow]:
         """All jobs that have ever published an address, by id."""
 
-    async def cancel(
-        self, job_id: str, reason: str, actor: str, now_s: float, *, unused_since_s: float | None = None
-    ) -> JobRow:
+    async def cancel(self, job_id: str, reason: str, actor: str, now_s: float) -> JobRow:
         """A cancelled job stays as it is, except a server that is asleep: it gets the reason of the person, and no
-        request wakes it. With `unused_since_s` a server is cancelled only if no request has used it after that.
+        request wakes it.
         """
 
     async def requeue(self, job_id: str, actor: str, now_s: float, *, submitter: Submitter = OPERATOR) -> JobRow:

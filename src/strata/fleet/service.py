@@ -26,7 +26,7 @@ from strata.fleet.core.amounts import more_memory
 from strata.fleet.core.fair_share import OwnerShares
 from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.jobspec import JobSpec
-from strata.fleet.core.lease import LEASE_S, may_expire_leases, quarantine
+from strata.fleet.core.lease import ASLEEP, LEASE_S, may_expire_leases, quarantine
 from strata.fleet.core.manifest import JobManifest
 from strata.fleet.core.match import eligible
 from strata.fleet.core.ownership import OPERATOR, Submitter, check_project, check_servers
@@ -34,7 +34,6 @@ from strata.fleet.core.plan import ApplyOptions, ApplyPlan, plan
 from strata.fleet.core.samples import HostSample, SamplePoint, finest
 from strata.fleet.core.why import UnmetDependency, Why, WhyQuery, why
 from strata.fleet.ports import (
-    ASLEEP,
     AttemptKey,
     Claim,
     HostRow,
@@ -45,6 +44,7 @@ from strata.fleet.ports import (
     Renewal,
     RenewalResult,
     Store,
+    YieldRequest,
 )
 from strata.fleet.roster import Roster
 
@@ -92,6 +92,8 @@ class Fleet:
         self._rolled_up_at_s = float("-inf")
         self._holding: set[str] = set()
         """Hosts that held leases when they spoke last: a guess, for `Claim.idle`."""
+        self._yields: Mapping[str, YieldRequest] = {}
+        """Attempts that are to end in order, by job."""
         self._observing_since_s = self.now_s()
         self._ticked_at_s = self.now_s()
 
@@ -319,15 +321,30 @@ class Fleet:
 
     # The hub's loop
 
-    async def put_idle_servers_to_sleep(self) -> None:
-        """Cancel the servers that no request has used for their `idle_s`; `wake_server` queues them again."""
+    async def choose_servers_to_end(self) -> None:
+        """Servers that sleep because no request has used them for their `idle_s`, and those whose host is drained.
+
+        Their hosts learn it with the next heartbeat, save the state of the server, and report its end. `wake_server`
+        queues one again that sleeps; another host takes one that was drained.
+        """
+        servers = [server for server in await self.store.servers() if server.serving]
         now_s = self.now_s()
-        for server in await self.store.servers():
-            idle_s = server.job.spec.idle_s
-            if idle_s and server.serving and now_s - server.used_at_s > idle_s:
+        if servers:
+            await self._roster.refresh(now_s)
+        drained = {host.id: host.name for host in self._roster.hosts() if host.state == "draining"}
+        yields: dict[str, YieldRequest] = {}
+        for server in servers:
+            idle_s, host_id = server.job.spec.idle_s, server.job.host_id
+            if host_id in drained:
+                yields[server.job.id] = YieldRequest("preempted", f"the host {drained[host_id]} is drained")
+            elif idle_s and now_s - server.used_at_s > idle_s:
                 reason = f"{ASLEEP}no request for {idle_s:g} s; the next one wakes it"
-                # Another hub may have passed a request on to it since it was read.
-                await self.store.cancel(server.job.id, reason, "hub", now_s, unused_since_s=server.used_at_s)
+                yields[server.job.id] = YieldRequest("cancelled", reason)
+        self._yields = yields
+
+    def yield_request(self, job_id: str) -> YieldRequest | None:
+        """Whether the attempt of this job is to end, for the reply to a heartbeat."""
+        return self._yields.get(job_id)
 
     async def tick(self) -> None:
         """Once a second: write heartbeats, release backoffs, and expire leases if the grace period is over."""

@@ -99,6 +99,13 @@ class LeaseGiven(HubReply, frozen=True, kw_only=True):
     """What the attempt has of the host: the cards it may use, and how much of the rest."""
     front_key: str = ""
     """Of a server: the secret with which the hub forwards the requests of its callers."""
+    served_epoch: int = 0
+    """Of a server: the last attempt that has served. State that does not have its work is behind what clients saw."""
+
+    @property
+    def resumed(self) -> str:
+        """The checkpoint that the job itself reads. That of a server is the state in its data folder."""
+        return "" if self.spec.kind == "server" else self.checkpoint
 
 
 class ClaimReply(HubReply, frozen=True, kw_only=True):
@@ -141,6 +148,9 @@ class LeaseVerdict(HubReply, frozen=True, kw_only=True):
     cause: Literal["", "stale", "ended", "unknown"] = ""
     """`stale`: another attempt has begun. `ended`: the job is terminal, cancelled perhaps. `unknown`: no such job."""
     expires_in_s: float = 0.0
+    yield_as: Literal["", "cancelled", "preempted"] = ""
+    """With `continue`: end the attempt for `reason` all the same, save its state, and report it with this cause. The
+    lease is held until then, so that no other host starts the job from older state."""
 
 
 class HeartbeatsReply(HubReply, frozen=True, kw_only=True):

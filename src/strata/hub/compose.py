@@ -193,7 +193,7 @@ def _loops(settings: HubSettings, context: HubContext, tables: Tables, tls: Serv
     loops = [
         Loop(interval_s=TICK_S, run_once=context.fleet.tick, max_backoff_s=TICK_S),
         Loop(interval_s=GAP_S, run_once=context.feed.run_once, max_backoff_s=TICK_S),
-        Loop(interval_s=IDLE_CHECK_S, run_once=context.fleet.put_idle_servers_to_sleep),
+        Loop(interval_s=IDLE_CHECK_S, run_once=context.fleet.choose_servers_to_end),
         Loop(interval_s=HOUR_S, run_once=renew_certificate),
     ]
     guard = DiskGuard(settings.data.expanduser(), tables.cursors, context.writing)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Final, Self
 
@@ -260,6 +261,18 @@ class SqliteJournal:
             ]
 
         return await self._thread.read(every_stream)
+
+    async def copy_to(self, path: Path) -> None:
+        """Copy the whole file, as it is at one moment, to a new one. Appends wait as long as that takes."""
+
+        def copy(db: sqlite3.Connection) -> None:
+            try:
+                with closing(sqlite3.connect(path, isolation_level=None)) as target:
+                    db.backup(target)
+            except (sqlite3.Error, OSError) as error:
+                raise StrataError(Code.UNAVAILABLE, f"the journal was not copied to {path}: {error}") from error
+
+        await self._thread.run_exclusive(copy)
 
     async def close(self) -> None:
         await self._thread.close()

@@ -60,6 +60,11 @@ class ServerSection(msgspec.Struct, frozen=True, kw_only=True):
     caller's word for who another is."""
     address_file: Path | None = None
     """A file to which the server writes its socket and the names of its model when it is ready, for a fleet's agent."""
+    copy_every_s: Annotated[float, msgspec.Meta(ge=0)] = 300.0
+    """As a job of a fleet: how often the data folder is copied, so that the server can continue from the copy when its
+    host is lost; 0 disables this. Only a SQLite journal in the data folder is copied."""
+    lost: str = ""
+    """What was lost with an earlier host of this server, for clients that ask for what is not there: set by a fleet."""
     max_body_bytes: Count = 256 << 20
     poll_s: Positive = 30.0
     """How long a long-poll request waits for a result."""
@@ -302,6 +307,15 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def snapshot_folder(self) -> Path:
         return self.data / "snapshots"
+
+    @property
+    def makes_copies(self) -> bool:
+        return self.server.address_file is not None and self.server.copy_every_s > 0 and not self.server.database
+
+    @property
+    def copies(self) -> Path:
+        """Copies of all the rest, made while the server runs."""
+        return self.data / "copies"
 
     @property
     def sockets(self) -> Path:

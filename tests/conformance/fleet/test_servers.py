@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from strata.base.errors import Code
-from strata.fleet.ports import ASLEEP, AttemptKey, JobLease, ServerRow, Store
+from strata.fleet.core.job import Cause
+from strata.fleet.core.lease import ASLEEP
+from strata.fleet.ports import AttemptKey, JobFailure, JobLease, ServerRow, Store
 from tests.conformance.fleet.fleet import LEASE_S, add, add_host, claim, hold, job, kinds, refusal
 
 ADDRESS = "unix:/srv/servers/a/run/api"
@@ -72,13 +74,32 @@ async def test_a_person_ends_a_server_that_is_asleep(store: Store) -> None:
     assert (again.reason, (await kinds(store, lease.job_id)).count("job.cancelled")) == ("not needed", 2)
 
 
-async def test_a_server_that_was_used_meanwhile_is_not_put_to_sleep(store: Store) -> None:
+async def test_a_host_puts_its_server_to_sleep_and_no_other_job(store: Store) -> None:
     lease = await served(store)
-    await store.touch_server(lease.job_id, 50.0)
-    kept = await store.cancel(lease.job_id, f"{ASLEEP}no request", "hub", 60.0, unused_since_s=5.0)
-    assert (kept.status, (await only(store)).state) == ("claimed", "serving")
-    await store.cancel(lease.job_id, f"{ASLEEP}no request", "hub", 60.0, unused_since_s=50.0)
-    assert (await only(store)).state == "asleep"
+    reason = f"{ASLEEP}no request for 60 s; the next one wakes it"
+    slept = await store.fail(hold(lease), JobFailure(cause=Cause.CANCELLED, error=reason), 80.0, chance=0.5)
+    assert (slept.status, slept.reason, (await only(store)).state) == ("cancelled", reason, "asleep")
+    again = await store.fail(hold(lease), JobFailure(cause=Cause.CANCELLED, error=reason), 81.0, chance=0.5)
+    assert (again.reason, (await kinds(store, lease.job_id)).count("job.cancelled")) == (reason, 1), (
+        "the reply was lost"
+    )
+    await store.requeue(lease.job_id, "hub", 90.0)
+    (later,) = await claim(store, claim_id="c2", now_s=91.0)
+    ended = await store.fail(hold(later), JobFailure(cause=Cause.CANCELLED, error="by hand"), 92.0, chance=0.5)
+    assert (ended.reason, (await only(store)).state) == ("the host reports it cancelled", "")
+
+
+async def test_the_state_of_a_server_that_sleeps_is_what_it_wakes_with(store: Store) -> None:
+    lease = await served(store)
+    saved = "artifact1_" + "a" * 64
+    await store.record_checkpoint(hold(lease), saved, 70.0)
+    await store.fail(hold(lease), JobFailure(cause=Cause.CANCELLED, error=f"{ASLEEP}idle"), 80.0, chance=0.5)
+    await store.requeue(lease.job_id, "hub", 90.0)
+    await add_host(store, "host_b")
+    (later,) = await claim(store, "host_b", claim_id="c2", now_s=91.0)
+    assert (later.checkpoint, later.epoch, (await only(store)).epoch) == (saved, 2, 1), "1 has served last"
+    zombie = await refusal(store.record_checkpoint(hold(lease), "artifact1_" + "b" * 64, 92.0))
+    assert zombie.code is Code.STALE
 
 
 async def test_the_last_request_is_kept(store: Store) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from strata.fleet.agent.attempt_folder import newest_checkpoint
+from strata.fleet.artifacts.files import Tree
 from strata.fleet.trainer import new_checkpoint, output_folder, resume_from
 
 
@@ -24,9 +25,9 @@ def test_the_newest_whole_checkpoint_is_sent_once(tmp_path: Path) -> None:
     make(tmp_path, "step-13.partial", 300)
     (tmp_path / "notes.txt").write_text("no folder")
     (tmp_path / "latest").symlink_to(tmp_path / "step-9")
-    assert newest_checkpoint(tmp_path, ()) == "step-10"
-    assert newest_checkpoint(tmp_path, ("step-10",)) == ""
-    assert newest_checkpoint(tmp_path / "nothing", ()) == ""
+    assert newest_checkpoint(Tree(tmp_path), ()) == "step-10"
+    assert newest_checkpoint(Tree(tmp_path), ("step-10",)) == ""
+    assert newest_checkpoint(Tree(tmp_path / "nothing"), ()) == ""
 
 
 def test_a_checkpoint_has_its_name_only_when_the_block_has_ended(
@@ -35,8 +36,8 @@ def test_a_checkpoint_has_its_name_only_when_the_block_has_ended(
     monkeypatch.setenv("STRATA_CHECKPOINT", str(tmp_path))
     with new_checkpoint("step-1") as folder:
         (folder / "w").write_text("1")
-        assert newest_checkpoint(tmp_path, ()) == ""
-    assert newest_checkpoint(tmp_path, ()) == "step-1"
+        assert newest_checkpoint(Tree(tmp_path), ()) == ""
+    assert newest_checkpoint(Tree(tmp_path), ()) == "step-1"
     assert (tmp_path / "step-1" / "w").read_text() == "1"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socketserver
 import time
 from http.server import BaseHTTPRequestHandler
@@ -16,6 +17,7 @@ ENVIRON = os.environ  # noqa: TID251 - the contract with servers
 KEY = Path(ENVIRON["STRATA_SERVER_FRONT_KEY_FILE"]).read_text().strip()
 DATA = Path(ENVIRON["STRATA_SERVER_DATA"])
 MODEL = ENVIRON["STRATA_MODEL"]
+NOTES = DATA / "notes"
 
 
 class Echo(BaseHTTPRequestHandler):
@@ -25,7 +27,18 @@ class Echo(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
         if self.path.endswith("/wait"):
             time.sleep(float(body))
+        if self.path.endswith("/note"):
+            with NOTES.open("ab") as notes:
+                notes.write(body + b"\n")
+        if self.path.endswith("/copy"):
+            copy = DATA / "copies" / ".new"
+            copy.mkdir(parents=True)
+            for path in (NOTES, DATA / "fleet.json"):
+                shutil.copyfile(path, copy / path.name)
+            copy.rename(copy.with_name("first"))
         reply: dict[str, Any] = {
+            "notes": NOTES.read_text().split(),
+            "lost": ENVIRON.get("STRATA_SERVER_LOST", ""),
             "model": MODEL,
             "path": self.path,
             "tenant": self.headers.get("x-strata-tenant"),
@@ -63,6 +76,7 @@ if __name__ == "__main__":
     path = DATA / "s"
     path.unlink(missing_ok=True)
     starts = DATA / "starts"
+    NOTES.touch()
     starts.write_text((starts.read_text() if starts.exists() else "") + "started\n")
     with Server(str(path), Echo) as server:
         address = hyper().get("address") or f"unix:{path}"

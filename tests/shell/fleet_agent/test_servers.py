@@ -44,7 +44,7 @@ def researcher(hub: HubProcess, name: str, role: wire.RoleName = "researcher") -
     return httpx.Client(base_url=f"{hub.url}/api/v1", headers={"x-api-key": made.secret}, timeout=60.0)
 
 
-def serve(hub: HubProcess, host: str, model: str, *, idle_s: float = 0.0, **hyper: Any) -> str:
+def serve(hub: HubProcess, hosts: str, model: str, *, idle_s: float = 0.0, **hyper: Any) -> str:
     return hub.submit_with(
         TrainerSpec(name="echo", command=("python", SERVER.name), directory=str(SERVER.parent)),
         JobSpec(
@@ -53,7 +53,7 @@ def serve(hub: HubProcess, host: str, model: str, *, idle_s: float = 0.0, **hype
             trainer="echo",
             hyper=hyper,
             idle_s=idle_s,
-            needs=Needs(allowed_hosts=(host,)),
+            needs=Needs(allowed_hosts=tuple(hosts.split())),
             max_attempts=1000,
         ),
     )
@@ -146,6 +146,37 @@ def test_a_server_knows_people_by_their_keys_and_not_by_the_headers_they_send(hu
         hub.cancel(job)
 
 
+def set_host(hub: HubProcess, host: str, state: str) -> None:
+    hub.operator.call("POST", f"/v1/host/{host}/{state}", wire.Host, body=wire.HostStateRequest(reason="test"))
+
+
+def host_of(hub: HubProcess, job: str) -> str:
+    """The host that serves; empty if none does."""
+    found = hub.job(job).job
+    hosts = hub.operator.call("GET", "/v1/workers", wire.HostsReply).hosts
+    return next((each.name for each in hosts if each.id == found.host_id and found.serving == "serving"), "")
+
+
+def test_an_idle_server_sleeps_and_wakes_on_another_host_with_its_state(hub: HubProcess, tmp_path: Path) -> None:
+    with agent(hub, tmp_path, "siri", grace_s="1"), researcher(hub, "carl") as carl:
+        job = serve(hub, "siri saul", "echo-g", idle_s=10.0)
+        until_serving(hub, job)
+        session = carl.post("/create_session", json={}).json()["session_id"]
+        carl.post("/note", content=b"one")
+        eventually(lambda: hub.job(job).job.serving == "asleep")
+        assert hub.job(job).job.reason == "asleep: no request for 10 s; the next one wakes it"
+        set_host(hub, "siri", "pause")
+        with agent(hub, tmp_path, "saul", grace_s="1") as saul:
+            eventually(lambda: "saul" in hub.online())
+            woken = carl.post("/create_model", json={"session_id": session, "base_model": "echo-g"})
+            assert (woken.status_code, woken.json()["model"]) == (200, "echo-g")
+            assert (woken.json()["notes"], woken.json()["lost"]) == (["one"], "")
+            assert (host_of(hub, job), starts(saul, job)) == ("saul", 2)
+            hub.cancel(job)
+            gone = carl.post("/create_model", json={"session_id": session, "base_model": "echo-g"})
+            assert gone.status_code == 404, "a person ended it"
+
+
 def test_a_request_under_way_keeps_a_server_awake(hub: HubProcess, tmp_path: Path) -> None:
     with agent(hub, tmp_path, "suse", grace_s="1"), researcher(hub, "cora") as cora:
         job = serve(hub, "suse", "echo-h", idle_s=10.0)
@@ -155,16 +186,52 @@ def test_a_request_under_way_keeps_a_server_awake(hub: HubProcess, tmp_path: Pat
         hub.cancel(job)
 
 
-def test_an_idle_server_sleeps_and_the_next_request_wakes_it(hub: HubProcess, tmp_path: Path) -> None:
-    with agent(hub, tmp_path, "siri", grace_s="1") as siri, researcher(hub, "carl") as carl:
-        job = serve(hub, "siri", "echo-g", idle_s=10.0)
+def test_the_server_of_a_drained_host_moves_and_moves_back_with_all_its_state(hub: HubProcess, tmp_path: Path) -> None:
+    with agent(hub, tmp_path, "suna", grace_s="1") as suna, researcher(hub, "dora") as dora:
+        job = serve(hub, "suna susi", "echo-i")
         until_serving(hub, job)
-        eventually(lambda: hub.job(job).job.serving == "asleep")
-        assert hub.job(job).job.reason == "asleep: no request for 10 s; the next one wakes it"
-        session = carl.post("/create_session", json={}).json()["session_id"]
-        woken = carl.post("/create_model", json={"session_id": session, "base_model": "echo-g"})
-        assert (woken.status_code, woken.json()["model"]) == (200, "echo-g")
-        assert starts(siri, job) == 2
-        hub.cancel(job)
-        gone = carl.post("/create_model", json={"session_id": session, "base_model": "echo-g"})
-        assert gone.status_code == 404, "a person ended it"
+        dora.post("/note", content=b"one")
+        with agent(hub, tmp_path, "susi", grace_s="1") as susi:
+            set_host(hub, "suna", "drain")
+            eventually(lambda: host_of(hub, job) == "susi")
+            seen = dora.post("/note", content=b"two").json()
+            assert (seen["notes"], seen["lost"], starts(susi, job)) == (["one", "two"], "", 2)
+            first = hub.job(job).attempts[0]
+            assert (first.cause, first.error) == ("preempted", "the host suna is drained")
+            set_host(hub, "suna", "resume")
+            set_host(hub, "susi", "drain")
+            eventually(lambda: host_of(hub, job) == "suna")
+            seen = dora.post("/note", content=b"three").json()
+            assert (seen["notes"], seen["lost"]) == (["one", "two", "three"], ""), "not from what it left there"
+            assert starts(suna, job) == 3
+            hub.cancel(job)
+
+
+def test_the_server_of_a_lost_host_continues_from_its_last_copy_and_says_so(hub: HubProcess, tmp_path: Path) -> None:
+    with agent(hub, tmp_path, "sami", grace_s="1") as sami, researcher(hub, "emil") as emil:
+        job = serve(hub, "sami sina", "echo-j")
+        until_serving(hub, job)
+        zombie = sami.child()
+        emil.post("/note", content=b"one")
+        emil.post("/copy")
+        eventually(lambda: hub.job(job).attempts[0].checkpoint)
+        copy = hub.job(job).attempts[0].checkpoint
+        emil.post("/note", content=b"two")
+        with agent(hub, tmp_path, "sina", grace_s="1"):
+            sami.end(signal.SIGKILL)
+            eventually(lambda: host_of(hub, job) == "sina")
+            assert is_alive(zombie), "nobody has ended it"
+            seen = emil.post("/note", content=b"three").json()
+            assert seen["notes"] == ["one", "three"]
+            assert seen["lost"].startswith("this server continues on another host from a copy of 2")
+            assert seen["lost"].endswith(" UTC: what is newer is lost")
+            sami.start()
+            eventually(lambda: not is_alive(zombie))
+            viewed = emil.get(f"{hub.url}/v1/artifact/{copy}", headers={"authorization": f"Bearer {key_of(emil)}"})
+            assert viewed.status_code == 403, "it has the data of all tenants"
+            assert hub.file(copy, "notes") == "one\n"
+            hub.cancel(job)
+
+
+def key_of(client: httpx.Client) -> str:
+    return client.headers["x-api-key"]

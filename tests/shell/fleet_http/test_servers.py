@@ -11,11 +11,12 @@ import pytest
 
 from strata.base.errors import StrataError
 from strata.fleet.core.jobspec import JobSpec
+from strata.fleet.core.lease import ASLEEP
 from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.quota import Quota
 from strata.fleet.http.servers import tag_of
-from strata.fleet.ports import ASLEEP, AttemptKey, JobFilter, ServerRow
+from strata.fleet.ports import AttemptKey, JobFilter, ServerRow
 from strata.http.zstd import compress
 from tests.shell.fleet_http.running import Running, manifest_body, refused, replying
 

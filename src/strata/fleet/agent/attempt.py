@@ -28,7 +28,7 @@ from strata.fleet.agent.outcome import classify_exit
 from strata.fleet.agent.prepare import HostContext, prepare_attempt
 from strata.fleet.agent.redaction import Redactor
 from strata.fleet.agent.retry import BACKOFF, TRANSIENT, ThreadPools, retry, run_in, wait_or_timeout
-from strata.fleet.agent.server_job import read_publication
+from strata.fleet.agent.server_job import COPIES, data_tree, read_publication, seal_state
 from strata.fleet.agent.state import AgentState, AttemptOutcome, AttemptPhase, AttemptRecord, StopOrder
 from strata.fleet.agent.trainer_source import code_version
 from strata.fleet.artifacts.files import Tree
@@ -169,6 +169,11 @@ class Attempt:
 
     async def _prepare(self) -> None:
         lease = self.record.lease
+        busy = AttemptOutcome(cause=Cause.INFRA, error="jobs that the hub has ended still run on this host")
+        # The preparation of a server replaces its data folder, in which an earlier attempt may still run.
+        if self._is_server and not await self._wait_for_room():
+            self._finish(self._unless_stopped(busy))
+            return
         try:
             prepared = await retry(
                 self._pools.prepare,
@@ -192,7 +197,6 @@ class Attempt:
             return
         has_room = await self._wait_for_room()
         if self.record.stop is not None or not has_room:
-            busy = AttemptOutcome(cause=Cause.INFRA, error="jobs that the hub has ended still run on this host")
             self._finish(self._unless_stopped(busy))
             return
         # Nothing is awaited until the phase is saved: of two attempts that wait for the same room one gets it.
@@ -217,7 +221,7 @@ class Attempt:
             status = await self._until_ended()
             tail = await run_in(self._pools.work, read_log_tail, self._folder / supervised.LOG)
             outcome = classify_exit(status, tail, stop=self.record.stop, timeout_s=self.record.lease.spec.timeout_s)
-            if outcome.cause is None and self.record.lease.spec.kind == "server":
+            if outcome.cause is None and self._is_server:
                 outcome = AttemptOutcome(cause=Cause.USER_ERROR, error="the server has ended", facts=outcome.facts)
             self._finish(outcome)
             failpoint("agent.attempt.ended")
@@ -242,7 +246,7 @@ class Attempt:
                     failpoint("agent.attempt.seen")
                     self._save(phase=AttemptPhase.RUNNING)
                     self._on_started()
-                case supervised.ChildRunning() if self.record.lease.spec.kind == "server":
+                case supervised.ChildRunning() if self._is_server:
                     await self._publish_server()
                 case _:
                     pass
@@ -290,13 +294,13 @@ class Attempt:
 
     async def _upload_checkpoint(self) -> None:
         """Upload the newest checkpoint, once. One that cannot become an artifact is skipped, and the job goes on."""
-        name = newest_checkpoint(self._paths.checkpoints, self.record.sent)
+        name = newest_checkpoint(self._tree(*self._checkpoints), self.record.sent)
         if not name:
             return
         artifact = ""
         try:
             artifact = await run_in(
-                self._pools.work, self._upload_folder, ("checkpoints", name), ArtifactKind.CHECKPOINT
+                self._pools.work, self._upload_folder, (*self._checkpoints, name), ArtifactKind.CHECKPOINT
             )
         except StrataError as error:
             if error.code is not Code.INVALID:
@@ -372,11 +376,27 @@ class Attempt:
         _log.info("attempt_completed", job=lease.job_id, epoch=lease.epoch, artifact=artifact)
         return True
 
+    async def _save_state(self) -> None:
+        """Upload the data folder of a server that has ended, so that another host can continue with it. While the hub
+        is away this is retried: the lease is held until the report."""
+        lease, host = self.record.lease, self._host
+
+        def upload() -> str:
+            if not seal_state(lease, host.settings.work_folder, host.job_user):
+                return ""
+            return self._upload_folder((), ArtifactKind.CHECKPOINT)
+
+        artifact = await self._retry("save_state", upload)
+        failpoint("agent.server.saved")
+        if artifact:
+            self._save(checkpoint=artifact)
+            _log.info("server_state_saved", job=lease.job_id, epoch=lease.epoch, artifact=artifact)
+
     async def _fail(self, outcome: AttemptOutcome, cause: Cause) -> None:
         """Try to upload a last checkpoint for the next attempt; the report does not wait for it."""
         lease = self.record.lease
         try:
-            await self._upload_checkpoint()
+            await (self._save_state() if self._is_server else self._upload_checkpoint())
         except (StrataError, OSError) as error:
             _log.warning("last_checkpoint_not_uploaded", job=lease.job_id, reason=str(error))
         error_text = self._redactor.redact_text(outcome.error)[:_MAX_ERROR]
@@ -390,12 +410,28 @@ class Attempt:
         lineage = {"code": self.record.code, "checkpoint": self.record.checkpoint}
         return outcome.facts | self.record.prepared | {name: value for name, value in lineage.items() if value}
 
+    @property
+    def _is_server(self) -> bool:
+        return self.record.lease.spec.kind == "server"
+
+    @property
+    def _checkpoints(self) -> tuple[str, ...]:
+        """Where the child puts its checkpoints."""
+        return (COPIES,) if self._is_server else (self._paths.checkpoints.name,)
+
+    def _tree(self, *inside: str) -> Tree:
+        """A folder below that of the attempt; of a server, below that of its data, which outlives the attempt."""
+        if not self._is_server:
+            return Tree(self._paths.folder, inside, uid=self._host.uid)
+        data = data_tree(self._host.settings.work_folder, self.record.lease.job_id, self._host.uid)
+        return Tree(data.base, (*data.inside, *inside), uid=data.uid)
+
     def _upload_folder(
         self, inside: tuple[str, ...], kind: ArtifactKind, metrics: dict[str, float] | None = None
     ) -> str:
         return upload_folder(
             self._host.hub,
-            Tree(self._paths.folder, inside, uid=self._host.uid),
+            self._tree(*inside),
             self.record.lease,
             self._lineage(kind, metrics or {}),
             wanted=lambda: not self._dropped.is_set(),

@@ -105,7 +105,7 @@ def create_attempt_folder(
     paths.folder.mkdir(mode=0o700, parents=True)
     folders = [paths.output, paths.checkpoints, paths.tmp, paths.home]
     folders += [paths.source] if not trainer.directory else []
-    folders += [paths.resume] if lease.checkpoint else []
+    folders += [paths.resume] if lease.resumed else []
     for folder in folders:
         folder.mkdir(mode=0o700)
     make_passable(paths.tmp)
@@ -140,10 +140,10 @@ def remove_folder(folder: Path) -> None:
     raise StrataError(Code.UNAVAILABLE, f"{folder} cannot be removed")
 
 
-def newest_checkpoint(folder: Path, sent: Collection[str]) -> str:
+def newest_checkpoint(folder: Tree, sent: Collection[str]) -> str:
     """The name of the newest finished checkpoint; empty if it was sent already, or if there is none."""
     try:
-        with open_folder(Tree(folder)) as entries:
+        with open_folder(folder) as entries:
             candidates = [
                 (entry.stat(follow_symlinks=False).st_mtime_ns, entry.name)
                 for entry in entries

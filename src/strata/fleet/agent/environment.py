@@ -104,7 +104,7 @@ def strata_variables(lease: LeaseGiven, paths: AttemptPaths) -> dict[str, str]:
         "STRATA_METRICS": str(paths.metrics),
         "STRATA_CHECKPOINT": str(paths.checkpoints),
     }
-    if lease.checkpoint:
+    if lease.resumed:
         environ["STRATA_CHECKPOINT_IN"] = str(paths.resume)
     return environ
 

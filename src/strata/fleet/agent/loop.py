@@ -212,7 +212,7 @@ class Agent:
         sample, self._sample = self._sample, None
         verdicts = await run_in(self._pools.heartbeats, self._host.hub.renew, held, sample)
         for verdict in verdicts:
-            if verdict.verdict == "stop":
+            if verdict.verdict == "stop" or verdict.yield_as:
                 self._apply_lease_verdict(verdict)
         await wait_or_timeout(self._heartbeat_now, self._renew_every_s)
 
@@ -220,6 +220,10 @@ class Agent:
         for attempt in self._attempts.values():
             lease = attempt.record.lease
             if (lease.job_id, lease.epoch) != (verdict.job_id, verdict.epoch) or attempt.dropped:
+                continue
+            if verdict.yield_as:
+                stop = StopOrder(cause=Cause(verdict.yield_as), reason=verdict.reason)
+                attempt.stop(stop, self._settings.grace_s)
                 continue
             if verdict.cause == "ended" and attempt.ended:
                 # Perhaps by our own report, whose reply was lost: it is sent again and gets the same reply.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import shutil
 import stat
@@ -34,7 +35,7 @@ from strata.fleet.agent.hub_api import HubApi
 from strata.fleet.agent.path_names import artifact_id, attempt_name
 from strata.fleet.agent.privsep import run_with_input
 from strata.fleet.agent.sandbox import UNCONFINED, HostSandbox, is_root, job_user_of
-from strata.fleet.agent.server_job import data_folder, prepare_server
+from strata.fleet.agent.server_job import StateSource, data_folder, prepare_server
 from strata.fleet.agent.settings import AgentSettings
 from strata.fleet.agent.supervised import SupervisorSpec
 from strata.fleet.core.jobspec import TrainerSpec, image_problem
@@ -145,8 +146,8 @@ def prepare_attempt(
         environ=environment.for_user(host.environ, "" if job_user is None else job_user.home),
         job_user=job_user,
     )
-    if lease.checkpoint:
-        checkpoint = download_as_tar(host.hub, artifact_id(lease.checkpoint))
+    if lease.resumed:
+        checkpoint = download_as_tar(host.hub, artifact_id(lease.resumed))
         request = trainer_source.unpack_request(paths.resume, max_bytes=_NO_LIMIT, max_members=_NO_LIMIT)
         run_with_input(request, job_user, checkpoint)
     key = attempt_name(lease.job_id, lease.epoch)
@@ -156,7 +157,7 @@ def prepare_attempt(
     if wanted_environment is not None and wanted_environment.file:
         built = provide_environment(host.environments, wanted_environment, cwd, key, wanted)
         venv, facts = built.path, facts | {"environment": built.facts}
-    server = prepare_server(lease, paths, host.settings.work_folder, job_user) if lease.spec.kind == "server" else {}
+    server = _prepare_server(host, lease, paths) if lease.spec.kind == "server" else {}
     inputs = environment.JobInputs(devices=devices, venv=venv, secrets=lease.secrets, data=data.folders, server=server)
     spec = _supervisor_spec(host, lease, trainer, paths, cwd, inputs)
     readable = [Path(folder) for folder in (*filter(None, [venv]), *data.folders.values())]
@@ -178,6 +179,15 @@ def prepare_attempt(
         return PreparedAttempt(host.sandbox.limit_disk(contained, paths, writable), facts)
     confined = host.sandbox.confine(spec, paths, readable=readable, writable=writable, gpus=devices != ())
     return PreparedAttempt(confined, facts)
+
+
+def _prepare_server(host: HostContext, lease: LeaseGiven, paths: AttemptPaths) -> dict[str, str]:
+    def describe(artifact: str) -> str:
+        made = datetime.datetime.fromtimestamp(host.hub.artifact(artifact).committed_at_s, datetime.UTC)
+        return f"{made:%Y-%m-%d %H:%M:%S} UTC"
+
+    source = StateSource(lambda artifact: download_as_tar(host.hub, artifact), describe)
+    return prepare_server(lease, paths, host.settings.work_folder, host.job_user, source)
 
 
 def _supervisor_spec(

@@ -48,6 +48,7 @@ class UnpackArchive(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_bytes: int
     max_members: int
     any_link: bool = False
+    private: bool = False
 
 
 class CheckoutCommit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -150,7 +151,7 @@ def _limit_resources(request: WorkerRequest) -> None:
 def _handle(request: WorkerRequest) -> None:
     match request:
         case UnpackArchive():
-            limits = UnpackLimits(request.max_bytes, request.max_members, request.any_link)
+            limits = UnpackLimits(request.max_bytes, request.max_members, request.any_link, request.private)
             unpack(cast("BufferedReader", sys.stdin.buffer), Path(request.target), limits)
         case CheckoutCommit():
             scratch = Path(tempfile.mkdtemp(prefix="source-", dir=request.scratch))

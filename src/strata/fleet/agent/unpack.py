@@ -32,6 +32,8 @@ class UnpackLimits:
     max_members: int = MAX_MEMBERS
     any_link: bool = False
     """Links may lead outside: for a git repository, whose links are part of the commit."""
+    private: bool = False
+    """Files are readable by their owner alone."""
 
 
 def unpack(archive: BufferedReader, folder: Path, limits: UnpackLimits | None = None) -> None:
@@ -64,15 +66,15 @@ def _unpack(tar: TarReader, folder: Path, limits: UnpackLimits) -> None:
         elif linked is not None:
             _copy(linked, folder / name)
         else:
-            _unpack_member(tar, member, folder / name)
+            _unpack_member(tar, member, folder / name, mask=0o700 if limits.private else 0o777)
     _create_links(folder, links, any_link=limits.any_link)
 
 
-def _unpack_member(tar: TarReader, member: TarMember, path: Path) -> None:
+def _unpack_member(tar: TarReader, member: TarMember, path: Path, *, mask: int) -> None:
     if member.kind is TarKind.FOLDER:
         path.mkdir(parents=True, exist_ok=True)
     elif member.kind is TarKind.FILE:
-        _write(tar.pieces(), path, executable=bool(member.mode & 0o100))
+        _write(tar.pieces(), path, mode=mask & (0o755 if member.mode & 0o100 else 0o644))
     else:
         raise _rejected(member.name, "it is neither a file nor a folder nor a link")
 
@@ -86,13 +88,13 @@ def _relative_path(name: str) -> PurePosixPath:
     return path
 
 
-def _write(pieces: Iterator[bytes], path: Path, *, executable: bool) -> None:
+def _write(pieces: Iterator[bytes], path: Path, *, mode: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     with path.open("xb") as file:
         for piece in pieces:
             file.write(piece)
-    path.chmod(0o755 if executable else 0o644)
+    path.chmod(mode)
 
 
 def _copy(source: Path, path: Path) -> None:

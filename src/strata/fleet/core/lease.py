@@ -28,6 +28,8 @@ MAX_ATTEMPTS: Final = 3
 MAX_LOST: Final = 5
 MAX_INFRA: Final = 10
 QUARANTINE_JOBS: Final = 3
+ASLEEP: Final = "asleep: "
+"""How the reason of a server begins that the hub put to sleep, and not a person cancelled."""
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -117,6 +119,12 @@ def with_more_memory(decision: RetryDecision, had: str, hosts_left: int) -> Retr
         return msgspec.structs.replace(decision, reason=f"{decision.reason}; it needs more than {had}")
     reason = f"{decision.cause}: it ran out of {had}, and no eligible host has more"
     return msgspec.structs.replace(decision, event=JobEvent.FAIL, reason=reason)
+
+
+def with_sleep(decision: RetryDecision, error: str) -> RetryDecision:
+    """The host of a server reports as its error that the hub has put it to sleep: that is why it is cancelled."""
+    is_asleep = decision.event is JobEvent.CANCEL and error.startswith(ASLEEP)
+    return msgspec.structs.replace(decision, reason=error) if is_asleep else decision
 
 
 def after_setup_error(hosts_left: int, now_s: float) -> RetryDecision:

@@ -19,11 +19,13 @@ from strata.fleet.http.context import HubCall, HubContext, calling_host, own_hol
 from strata.fleet.http.quotas import caller_account, check_stored_bytes, job_account
 from strata.fleet.ports import AttemptKey
 from strata.http.route import RawReply, Upload
-from strata.identity.roles import CallerKind
+from strata.identity.roles import CallerKind, Role
 
 _NEWEST: Final = 2**62
 _LINEAGES: Final = 1000
 """How many records of one artifact are read before it is removed."""
+KEPT_COPIES: Final = 2
+"""Of the state of a server."""
 _BYTES: Final = "application/octet-stream"
 
 
@@ -71,6 +73,7 @@ async def commit(call: HubCall, body: wire.CommitRequest) -> wire.CommitReply:
     if held is not None and lineage.kind is ArtifactKind.CHECKPOINT:
         failpoint("fleet.checkpoint.before")
         await context.fleet.record_checkpoint(held, done.artifact_id)
+        await _remove_old_copies(call, held, keep=done.artifact_id)
     return _commit_reply(done)
 
 
@@ -156,7 +159,9 @@ async def show(call: HubCall) -> wire.ArtifactReply:
     context = call.context
     if host := calling_host(call):
         await context.leased.check_artifact(host, call.path["id"])
-    download = await context.artifacts.download(await resolve_artifact_id(call))
+    artifact_id = await resolve_artifact_id(call)
+    await _check_reader(call, artifact_id)
+    download = await context.artifacts.download(artifact_id)
     row = download.artifact
     return wire.ArtifactReply(
         id=row.id,
@@ -178,7 +183,9 @@ async def ancestry(call: HubCall) -> wire.MadeReply:
 async def file(call: HubCall, query: wire.FileQuery) -> RawReply:
     """One file of an artifact, verified."""
     context = call.context
-    row = await context.artifacts.open(await resolve_artifact_id(call))
+    artifact_id = await resolve_artifact_id(call)
+    await _check_reader(call, artifact_id)
+    row = await context.artifacts.open(artifact_id)
     entry = row.manifest.file(query.path)
     headers = {"Content-Length": str(entry.size), "Content-Disposition": "attachment"}
     return RawReply(context.artifacts.stream(entry, 0, entry.size), media_type=_BYTES, headers=headers)
@@ -188,6 +195,7 @@ async def bundle(call: HubCall) -> RawReply:
     """An artifact as one deterministic `bundle.tar.zst`."""
     context = call.context
     artifact_id = await resolve_artifact_id(call)
+    await _check_reader(call, artifact_id)
     await context.artifacts.open(artifact_id)
     headers = {"Content-Disposition": f'attachment; filename="{BLOB_PATH}"'}
     return RawReply(export.bundle(context.artifacts, artifact_id), media_type="application/zstd", headers=headers)
@@ -239,6 +247,30 @@ async def _check_may_remove(context: HubContext, submitter: Submitter, owner: st
 async def _lines(context: HubContext) -> AsyncIterator[bytes]:
     async for lines in export.index_lines(context.artifacts):
         yield lines
+
+
+async def _remove_old_copies(call: HubCall, held: AttemptKey, *, keep: str) -> None:
+    """Of the state of a server, which is saved every few minutes for months, the last copies are enough."""
+    context = call.context
+    if (await context.fleet.store.job(held.job_id)).spec.kind != "server":
+        return
+    wanted = LineageFilter(job_id=held.job_id, kind=ArtifactKind.CHECKPOINT)
+    rows = await context.artifacts.index.lineages(wanted)
+    kept = {keep, *(row.artifact_id for row in rows[:KEPT_COPIES])}
+    for row in rows[KEPT_COPIES:]:
+        if row.artifact_id not in kept and not row.pinned:
+            await context.artifacts.remove(row.artifact_id, "a newer copy of the server is there", call.actor)
+
+
+async def _check_reader(call: HubCall, artifact_id: str) -> None:
+    """FORBIDDEN for people, except operators, if it is the state of a server: that has the data of all its tenants."""
+    role, context = call.caller.role, call.context
+    if calling_host(call) or (role is not None and role >= Role.OPERATOR):
+        return
+    wanted = LineageFilter(artifact_ids=[artifact_id], kind=ArtifactKind.CHECKPOINT, limit=1000)
+    for job_id in {row.lineage.job_id for row in await context.artifacts.index.lineages(wanted)} - {""}:
+        if (await context.fleet.store.job(job_id)).spec.kind == "server":
+            raise StrataError(Code.FORBIDDEN, "the state of a training server is for operators alone")
 
 
 def _hold(call: HubCall, job_id: str | None, epoch: int | None) -> AttemptKey | None:

@@ -17,7 +17,16 @@ from strata.fleet.http import secrets
 from strata.fleet.http.context import HubCall, HubContext, own_hold, resolve_job_id
 from strata.fleet.http.jobs import job_reply
 from strata.fleet.http.long_poll import until_disconnect
-from strata.fleet.ports import AttemptKey, HostRow, JobCompletion, JobFailure, JobLease, Renewal, RenewalResult
+from strata.fleet.ports import (
+    AttemptKey,
+    HostRow,
+    JobCompletion,
+    JobFailure,
+    JobLease,
+    Renewal,
+    RenewalResult,
+    YieldRequest,
+)
 from strata.identity.ports import HostIdentity
 
 _STOP: Final = {
@@ -134,13 +143,19 @@ async def leave(call: HubCall) -> None:
 async def _renew(context: HubContext, call: HubCall, renewals: Sequence[Renewal]) -> Sequence[wire.LeaseVerdict]:
     renewed = await context.fleet.renew(call.caller.require_host(), renewals)
     now_s = context.fleet.now_s()
-    return [_verdict(each, now_s) for each in renewed]
+    return [_verdict(each, now_s, context.fleet.yield_request(each.job_id)) for each in renewed]
 
 
-def _verdict(renewed: RenewalResult, now_s: float) -> wire.LeaseVerdict:
+def _verdict(renewed: RenewalResult, now_s: float, wanted: YieldRequest | None) -> wire.LeaseVerdict:
     if renewed.verdict == "held":
-        left_s = renewed.expires_at_s - now_s
-        return wire.LeaseVerdict(job_id=renewed.job_id, epoch=renewed.epoch, verdict="continue", expires_in_s=left_s)
+        return wire.LeaseVerdict(
+            job_id=renewed.job_id,
+            epoch=renewed.epoch,
+            verdict="continue",
+            expires_in_s=renewed.expires_at_s - now_s,
+            yield_as="" if wanted is None else wanted.cause,
+            reason="" if wanted is None else wanted.reason,
+        )
     reason = f"the job is {renewed.status}" if renewed.verdict == "ended" else _STOP[renewed.verdict]
     return wire.LeaseVerdict(
         job_id=renewed.job_id, epoch=renewed.epoch, verdict="stop", reason=reason, cause=renewed.verdict
@@ -148,6 +163,8 @@ def _verdict(renewed: RenewalResult, now_s: float) -> wire.LeaseVerdict:
 
 
 async def _lease_reply(context: HubContext, lease: JobLease) -> wire.LeaseGiven:
+    is_server = lease.spec.kind == "server"
+    servers = await context.fleet.store.servers() if is_server else ()
     return wire.LeaseGiven(
         job_id=lease.job_id,
         epoch=lease.epoch,
@@ -158,7 +175,8 @@ async def _lease_reply(context: HubContext, lease: JobLease) -> wire.LeaseGiven:
         trainer_digest=lease.trainer_digest,
         secrets=dict(await secrets.for_lease(context, lease.job_id, lease.trainer)),
         taken=lease.taken,
-        front_key=context.front_key(lease.job_id, lease.epoch) if lease.spec.kind == "server" else "",
+        front_key=context.front_key(lease.job_id, lease.epoch) if is_server else "",
+        served_epoch=next((row.epoch for row in servers if row.job.id == lease.job_id), 0),
     )
 
 

@@ -130,7 +130,8 @@ class ApiCall(HttpCall[ApiContext]):
         request = OrchestratorRequest(secrets.token_hex(12), await self.context.tenant(self.caller), message)
         output = await self.context.orchestrator.request(request, timeout_s=self.context.reply_timeout_s + wait_s)
         if isinstance(output, messages.ErrorResponse):
-            raise StrataError(output.code, output.message, hint=output.hint)
+            lost = self.context.settings.server.lost if output.code is Code.NOT_FOUND else ""
+            raise StrataError(output.code, output.message, hint=lost or output.hint)
         return output
 
 

@@ -18,6 +18,7 @@ from strata.base.errors import StrataError
 from strata.base.ids import Ids
 from strata.base.private import require_private_folder
 from strata.journal.open import open_journal
+from strata.journal.sqlite import SqliteJournal
 from strata.train.orchestrator.orchestrator import Orchestrator
 from strata.train.settings import ServerSettings, load_settings
 
@@ -65,7 +66,8 @@ async def _run(settings: ServerSettings, events_fd: int | None, holder: str) -> 
     require_private_folder(settings.data, "the server's files")
     clock = SystemClock()
     async with await open_journal(settings.database, clock) as journal:
-        await Orchestrator(settings, journal, clock, notify).run(stop, holder, stop_ranks)
+        copy = journal.copy_to if isinstance(journal, SqliteJournal) else None
+        await Orchestrator(settings, journal, clock, notify, copy_journal=copy).run(stop, holder, stop_ranks)
 
 
 if __name__ == "__main__":

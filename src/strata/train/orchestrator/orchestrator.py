@@ -25,6 +25,7 @@ from strata.train.link.ports import ApiSide, Links, ZmqLinks
 from strata.train.orchestrator.backend import RemoteBackend
 from strata.train.orchestrator.maintenance.compaction import Compaction
 from strata.train.orchestrator.maintenance.replication import CheckpointReplicator, open_replicator
+from strata.train.orchestrator.maintenance.state_copy import CopyJournal, StateCopy
 from strata.train.orchestrator.metrics import ServerTelemetry
 from strata.train.orchestrator.rank_session import (
     Disconnected,
@@ -69,12 +70,16 @@ class Orchestrator:
         clock: Clock,
         notify: Notify,
         links: Callable[[ServerSettings], Links] = ZmqLinks,
+        *,
+        copy_journal: CopyJournal | None = None,
     ) -> None:
         self._settings = settings
         self._journal = journal
         self._clock = clock
         self._notify = notify
         self._links = links
+        self._copy_journal = copy_journal
+        """Copies the journal's file; None if it is no file in the data folder."""
         self._attached: commands.AttachReply | None = None
         self._suspect: tuple[int, str] | None = None
         """The dispatch that a group may have died of, and that group."""
@@ -124,6 +129,8 @@ class Orchestrator:
         _log.info(
             "leading", generation=store.leader_epoch, dispatched=state.dispatched, in_flight=len(state.dispatches)
         )
+        if settings.server.lost:
+            _log.warning("state_lost", reason=settings.server.lost)
         return OrchestratorContext(
             settings=settings,
             journal=self._journal,
@@ -164,6 +171,11 @@ class Orchestrator:
         if self._replicator is not None:
             replicating = every(REPLICATE_S, self._replicator.run_once, clock=clock)
             workers.append(asyncio.create_task(replicating, name="replication"))
+        if self._copy_journal is not None and settings.makes_copies:
+            copying = every(
+                settings.server.copy_every_s, StateCopy(settings, store, self._copy_journal).run_once, clock=clock
+            )
+            workers.append(asyncio.create_task(copying, name="copies"))
         stopping = asyncio.create_task(stop.wait(), name="stop")
         tasks: list[asyncio.Task[object]] = [leadership, stopping, *workers]
         try:

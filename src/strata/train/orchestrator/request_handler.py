@@ -58,7 +58,7 @@ class RequestHandler:
         self._context = context
         self._store = context.store
         self._attached = attached
-        self.session_reaper = SessionReaper(context.store, context.settings.limits)
+        self.session_reaper = SessionReaper(context.store, context.settings.limits, context.settings.server.lost)
         self._client_ids = SamplerClientIds(context.store.leader_epoch)
         self.checkpoint_gc = CheckpointGc(context.store, context.settings)
         self.publisher = Publisher(context.settings, context.store, self._keep_result)

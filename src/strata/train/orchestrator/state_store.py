@@ -53,6 +53,11 @@ class StateStore:
     def leader_epoch(self) -> int:
         return self._replica.epoch
 
+    @property
+    def position(self) -> int:
+        """Of the last fact in the journal."""
+        return self._replica.position
+
     def submit_nowait(self, request: Input) -> tuple[Decision, asyncio.Future[int] | None]:
         """Decide an input and apply its facts now; the future is done when the facts are durable.
 

@@ -13,12 +13,14 @@ from strata.database.events import EventRecord as Record
 from strata.database.events import record_postgres
 from strata.fleet.core.job import TERMINAL, Cause, JobEvent, JobStatus, advance
 from strata.fleet.core.lease import (
+    ASLEEP,
     RetryDecision,
     after_expiry,
     after_failure,
     after_setup_error,
     attempt_counter,
     with_more_memory,
+    with_sleep,
 )
 from strata.fleet.core.lease_status import (
     ALIVE,
@@ -30,7 +32,7 @@ from strata.fleet.core.lease_status import (
     unknown_job,
 )
 from strata.fleet.core.requirement import Needs
-from strata.fleet.ports import ASLEEP, AttemptKey, JobCompletion, JobFailure, JobRow, Renewal, RenewalResult
+from strata.fleet.ports import AttemptKey, JobCompletion, JobFailure, JobRow, Renewal, RenewalResult
 from strata.fleet.store.postgres import tables as sql
 from strata.fleet.store.rows import (
     HELD_JOB,
@@ -189,6 +191,7 @@ async def fail(
         chance=chance,
         hosts_left=len(set(eligible) - {host for (host,) in await cursor.fetchall()}),
     )
+    decision = with_sleep(decision, failure.error)
     await _update_attempt(connection, attempt, error=failure.error, facts=encode(dict(failure.facts)))
     if failure.memory is not None:
         decision = with_more_memory(decision, failure.memory.had, len(eligible))

@@ -259,14 +259,8 @@ class PostgresStore:
     async def servers(self) -> Sequence[ServerRow]:
         return [decode_server(row) for row in await self._connections.run(SERVERS, {})]
 
-    async def cancel(
-        self, job_id: str, reason: str, actor: str, now_s: float, *, unused_since_s: float | None = None
-    ) -> JobRow:
+    async def cancel(self, job_id: str, reason: str, actor: str, now_s: float) -> JobRow:
         async with self._connections.transaction() as connection:
-            if unused_since_s is not None:
-                unused = "SELECT 1 FROM server WHERE job_id = %s AND used_at <= %s FOR UPDATE"
-                if await (await connection.execute(unused, (job_id, unused_since_s))).fetchone() is None:
-                    return await leases.read_job(connection, job_id)
             return await leases.cancel(connection, job_id, reason, actor, now_s)
 
     async def requeue(self, job_id: str, actor: str, now_s: float, *, submitter: Submitter = OPERATOR) -> JobRow:

@@ -223,17 +223,8 @@ class SqliteStore:
     async def servers(self) -> Sequence[ServerRow]:
         return [decode_server(row) for row in await self._rows(SERVERS, ())]
 
-    async def cancel(
-        self, job_id: str, reason: str, actor: str, now_s: float, *, unused_since_s: float | None = None
-    ) -> JobRow:
-        def end(db: sqlite3.Connection) -> JobRow:
-            if unused_since_s is not None:
-                unused = "SELECT 1 FROM server WHERE job_id = ? AND used_at <= ?"
-                if db.execute(unused, (job_id, unused_since_s)).fetchone() is None:
-                    return leases.read_job(db, job_id)
-            return leases.cancel(db, job_id, reason, actor, now_s)
-
-        return await self._thread.write(end)
+    async def cancel(self, job_id: str, reason: str, actor: str, now_s: float) -> JobRow:
+        return await self._thread.write(lambda db: leases.cancel(db, job_id, reason, actor, now_s))
 
     async def requeue(self, job_id: str, actor: str, now_s: float, *, submitter: Submitter = OPERATOR) -> JobRow:
         def run_again(db: sqlite3.Connection) -> JobRow:

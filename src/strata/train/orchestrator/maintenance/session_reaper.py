@@ -20,6 +20,8 @@ from strata.train.orchestrator.state_store import StateStore
 from strata.train.settings import LimitSettings
 
 IDLE_REASON = "silent"
+LOST_GAP_S = 30.0
+"""How long operations wait for a missing predecessor that may have been lost with an earlier host of the server."""
 _log = log.get(__name__)
 
 
@@ -30,9 +32,12 @@ class _Gap(NamedTuple):
 
 
 class SessionReaper:
-    def __init__(self, store: StateStore, limits: LimitSettings) -> None:
+    def __init__(self, store: StateStore, limits: LimitSettings, lost: str = "") -> None:
+        """`lost` says what an earlier host of the server took with it; empty if nothing."""
         self._store = store
         self._limits = limits
+        self._lost = lost
+        self._gap_s = min(limits.gap_s or LOST_GAP_S, LOST_GAP_S) if lost else limits.gap_s
         self._clock: Clock = store.clock
         self._last_seen_s: dict[str, float] = {}
         self._gaps: dict[str, _Gap] = {}
@@ -40,7 +45,7 @@ class SessionReaper:
     @property
     def interval_s(self) -> float:
         """How often to run, so that nothing expires much later than its timeout."""
-        timeouts = [timeout_s for timeout_s in (self._limits.silent_session_s, self._limits.gap_s) if timeout_s]
+        timeouts = [timeout_s for timeout_s in (self._limits.silent_session_s, self._gap_s) if timeout_s]
         return min(timeouts, default=86_400.0) / 4
 
     def touch(self, tenant: str, name: str) -> None:
@@ -67,12 +72,13 @@ class SessionReaper:
         }
 
     def _stalled_operations(self, state: TrainState, now_s: float) -> Iterator[ClientCommand]:
-        timeout_s = self._limits.gap_s
+        timeout_s = self._gap_s
         for model_id, gap in self._gaps.items():
             if not timeout_s or now_s - gap.since_s < timeout_s:
                 continue
             model = state.models[model_id]
             reason = f"operation {model.line.wanted} of this model did not come within {timeout_s:g} seconds"
+            reason += f"; {self._lost}" if self._lost else ""
             for seq in sorted(model.line.held):
                 future = state.futures.get(f"{model_id}:{seq}")
                 if future is not None and future.status is FutureStatus.PENDING:
