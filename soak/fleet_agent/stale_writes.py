@@ -31,7 +31,7 @@ def send_all(client: HubClient, job_id: str, epoch: int) -> dict[str, str]:
         "result": lambda: hub.commit(lease, manifest, Lineage(kind=ArtifactKind.RESULT, model="counting")),
     }
     replies = {name: _reply_code(write) for name, write in writes.items()}
-    (verdict,) = hub.renew((wire.LeaseHeld(job_id=job_id, epoch=epoch, running=True),))
+    (verdict,) = hub.renew((wire.LeaseHeld(job_id=job_id, epoch=epoch, running=True),)).verdicts
     return replies | {"renewal": f"{verdict.verdict} {verdict.cause}"}
 
 

@@ -319,7 +319,9 @@ class SimulatedHost:
     def _send_heartbeats(self) -> None:
         held = self._all_held()
         if held:
-            for each in self._heartbeat_caller.call("renew", lambda: HubApi(self._heartbeat_client).renew(held)):
+            for each in self._heartbeat_caller.call(
+                "renew", lambda: HubApi(self._heartbeat_client).renew(held).verdicts
+            ):
                 self._expected.verdict(self.name, each)
 
     def _all_held(self) -> tuple[wire.LeaseHeld, ...]:

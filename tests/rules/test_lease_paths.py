@@ -21,6 +21,18 @@ ALLOWED: Final = {
     "attempt.py": {
         "host.attempts / record.key": "path_names.attempt_name",
     },
+    "exec_session.py": {
+        "job.folder / exec_name(pending.id)": "path_names.exec_name",
+        "Path(__file__)": "our own program",
+    },
+    "join.py": {
+        "Path(f'/proc/{pid}/stat')": "a number",
+        "Path(group, 'cgroup.procs')": "path_names.attempt_name behind a prefix of our own, or as the kernel names it",
+        "Path(sys.argv[1])": "the agent's own folder",
+    },
+    "privsep.py": {
+        "Path(group)": "path_names.environment_name, behind a prefix of our own",
+    },
     "server_job.py": {
         "work / 'servers' / server_name(job_id)": "path_names.server_name",
         "data.with_name(f'{data.name}.restored')": "path_names.server_name",

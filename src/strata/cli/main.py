@@ -39,6 +39,7 @@ COMMANDS: Final[Mapping[str, CommandEntry]] = {
         "strata.cli.fleet.control:drain", "Let each HOST finish its jobs, and assign it no new ones."
     ),
     "events": CommandEntry("strata.cli.fleet.events:events", "Show who changed what in the fleet, and when."),
+    "exec": CommandEntry("strata.cli.fleet.control:exec_command", "Run COMMAND inside a running JOB."),
     "gang": CommandEntry(
         "strata.cli.gang.commands:gang", "Show the workers of a job, once or live, and send them commands."
     ),

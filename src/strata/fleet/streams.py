@@ -1,4 +1,4 @@
-"""Logs and metrics of attempts: one append-only file per stream, written by offset.
+"""Logs and metrics of attempts, and the output of commands in them: one append-only file per stream, by offset.
 
 The agent sends the offset of the first byte of a piece, so appending is idempotent: a repeated piece is recognised, a
 missing one is an error. The reply says how many bytes are stored, and the agent continues from there. Each attempt has
@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Literal
 
@@ -23,7 +22,6 @@ from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 
 Name = Literal["log", "metrics"]
-NAMES: Final[Sequence[Name]] = ("log", "metrics")
 MAX_PIECE: Final = 4 * 1024 * 1024
 MAX_STREAM: Final = 512 * 1024 * 1024
 """Of one stream of an attempt; an agent sends no more than half of it."""
@@ -32,6 +30,7 @@ MAX_JOB: Final = 2 * 1024 * 1024 * 1024
 _COUNTED: Final = 1024 * 1024
 """The streams of a job are added up whenever one of them begins another piece of this size."""
 _JOB: Final = re.compile(r"job[0-9]+_[0-9a-f]{64}")
+_NAME: Final = re.compile(r"log|metrics|exec-[0-9a-f]{16}")
 
 
 class AttemptStreams:
@@ -44,9 +43,7 @@ class AttemptStreams:
         self._keep_free_bytes = keep_free_bytes
         self._locks: dict[Path, asyncio.Lock] = {}
 
-    async def append(
-        self, job_id: str, epoch: int, name: Name, offset: int, piece: bytes, *, last: bool = False
-    ) -> int:
+    async def append(self, job_id: str, epoch: int, name: str, offset: int, piece: bytes, *, last: bool = False) -> int:
         """How many bytes of the stream are stored now. `last`: they are on the disk, not only in the kernel."""
         path = self._path(job_id, epoch, name)
         if len(piece) > MAX_PIECE:
@@ -59,16 +56,16 @@ class AttemptStreams:
             if not lock.locked():
                 self._locks.pop(path, None)
 
-    async def read(self, job_id: str, epoch: int, name: Name, offset: int, limit: int = MAX_PIECE) -> bytes:
+    async def read(self, job_id: str, epoch: int, name: str, offset: int, limit: int = MAX_PIECE) -> bytes:
         """From `offset` on, at most `limit` bytes; nothing at the end, nor if nothing was ever sent."""
         return await asyncio.to_thread(_read, self._path(job_id, epoch, name), offset, min(limit, MAX_PIECE))
 
-    async def size(self, job_id: str, epoch: int, name: Name) -> int:
+    async def size(self, job_id: str, epoch: int, name: str) -> int:
         return await asyncio.to_thread(_size, self._path(job_id, epoch, name))
 
-    def _path(self, job_id: str, epoch: int, name: Name) -> Path:
+    def _path(self, job_id: str, epoch: int, name: str) -> Path:
         # Ids come from outside, and become a path only if they are ids.
-        if not _JOB.fullmatch(job_id) or epoch < 1 or name not in NAMES:
+        if not _JOB.fullmatch(job_id) or epoch < 1 or not _NAME.fullmatch(name):
             raise StrataError(Code.NOT_FOUND, "there is no such stream")
         digest = job_id.rpartition("_")[2]
         return self._folder / digest[:2] / job_id / f"{epoch}.{name}"

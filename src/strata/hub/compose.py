@@ -23,6 +23,7 @@ from strata.fleet.artifacts.disk import DiskChunks
 from strata.fleet.artifacts.maintenance import apply_retention, collect_garbage, scrub
 from strata.fleet.artifacts.ports import ChunkStore
 from strata.fleet.artifacts.service import Artifacts
+from strata.fleet.execs import ExecBoard
 from strata.fleet.http.context import HubContext
 from strata.fleet.http.feed import GAP_S, Feed
 from strata.fleet.http.leased_reads import LeasedReads
@@ -102,6 +103,7 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
         fleet = Fleet(tables.fleet, clock, FleetSettings(stale_after_s=settings.stale_after_s))
         context = HubContext(
             fleet=fleet,
+            execs=ExecBoard(tables.execs, fleet.now_s),
             artifacts=artifacts,
             leased=LeasedReads(tables.fleet, artifacts, clock),
             streams=AttemptStreams(files / "streams", keep_free_bytes=settings.keep_free_bytes),
@@ -192,6 +194,7 @@ def _loops(settings: HubSettings, context: HubContext, tables: Tables, tls: Serv
 
     loops = [
         Loop(interval_s=TICK_S, run_once=context.fleet.tick, max_backoff_s=TICK_S),
+        Loop(interval_s=TICK_S, run_once=context.execs.run_once, max_backoff_s=TICK_S),
         Loop(interval_s=GAP_S, run_once=context.feed.run_once, max_backoff_s=TICK_S),
         Loop(interval_s=IDLE_CHECK_S, run_once=context.fleet.choose_servers_to_end),
         Loop(interval_s=HOUR_S, run_once=renew_certificate),

@@ -17,7 +17,9 @@ from strata.database.sqlite import SqliteThread
 from strata.fleet.artifacts.ports import ArtifactIndex
 from strata.fleet.artifacts.store import tables as artifact_tables
 from strata.fleet.artifacts.store.sqlite import SqliteIndex
+from strata.fleet.execs import ExecStore
 from strata.fleet.ports import Store
+from strata.fleet.store import execs as exec_table
 from strata.fleet.store.backup import backup_sqlite
 from strata.fleet.store.sqlite import tables as fleet_sqlite
 from strata.fleet.store.sqlite.store import SqliteStore
@@ -41,6 +43,7 @@ SQLITE: Final = (
     secret_store.SQLITE,
     sweep_store.SQLITE,
     schedules.SQLITE,
+    exec_table.SQLITE,
 )
 
 
@@ -53,6 +56,7 @@ class Tables:
     secrets: secret_store.SecretRows
     sweeps: sweep_store.SweepStore
     schedules: schedules.ScheduleStore
+    execs: ExecStore
     newest_event: Callable[[], Awaitable[str]]
     copy: Callable[[Path, float], Awaitable[int]] | None = None
     """Copies the database into a new file; PostgreSQL has tools of its own."""
@@ -87,6 +91,7 @@ async def _open_sqlite(path: Path) -> AsyncIterator[Tables]:
             secrets=secret_store.SqliteSecretRows(thread),
             sweeps=sweep_store.SqliteSweepStore(thread),
             schedules=schedules.SqliteScheduleStore(thread),
+            execs=exec_table.ExecTable(exec_table.SqliteExecRows(thread)),
             newest_event=partial(events.newest_sqlite, thread),
             copy=partial(backup_sqlite, thread),
         )
@@ -115,6 +120,7 @@ async def _open_postgres(url: str) -> AsyncIterator[Tables]:
             secrets=secret_store.PostgresSecretRows(connections),
             sweeps=sweep_store.PostgresSweepStore(connections),
             schedules=schedules.PostgresScheduleStore(connections),
+            execs=exec_table.ExecTable(exec_table.PostgresExecRows(connections)),
             newest_event=partial(events.newest_postgres, connections),
         )
     finally:
@@ -139,6 +145,7 @@ def postgres_components() -> Sequence[Component]:
         secret_store.POSTGRES,
         sweep_store.POSTGRES,
         schedules.POSTGRES,
+        exec_table.POSTGRES,
     )
 
 

@@ -19,7 +19,7 @@ from strata.fleet import wire
 from strata.fleet.core.jobspec import EnvironmentSpec, JobSpec, TrainerSpec
 from strata.fleet.core.requirement import Needs
 from strata.sdk.bundle import make_bundle
-from tests.shell.fleet_agent.running import HubProcess, agent
+from tests.shell.fleet_agent.running import STRATA, HubProcess, agent
 from tests.shell.fleet_agent.waiting import eventually
 
 IMAGE: Final = "localhost/strata-test:1"
@@ -122,3 +122,22 @@ def test_an_image_that_no_registry_has_is_a_setup_error(
         job = submit(hub, "echo never", "raft", image="127.0.0.1:1/nothing:1")
         attempt = hub.until(job, "failed").attempts[0]
         assert (attempt.cause, "cannot be pulled" in attempt.error) == ("setup_error", True)
+
+
+def test_a_command_runs_in_the_image_beside_the_job(
+    hub: HubProcess, tmp_path: Path, storage: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with agent(hub, tmp_path, "kayak", variables=settings(storage)) as running:
+        job = submit(hub, "echo up; echo inside | tee /tmp/mark; sleep 302", "kayak")
+        hub.says(job, "inside")
+        hub.until(job, "running")
+        monkeypatch.setenv("STRATA_URL", hub.address)
+        monkeypatch.setenv("STRATA_OPERATOR_TOKEN_FILE", str(hub.data / "operator.token"))
+        script = "id -u; cat /tmp/mark; echo $GREETING; cat /etc/passwd; cat /proc/self/cgroup; exit 5"
+        command = [STRATA, "exec", job, "--", "sh", "-c", script]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+        assert done.returncode == 5, done.stderr
+        lines = done.stdout.splitlines()
+        assert lines[1:4] == ["inside", "hello", "cat: /etc/passwd: No such file or directory"], lines
+        hub.cancel(job)
+        eventually(lambda: not running.children())

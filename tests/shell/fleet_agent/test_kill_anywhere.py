@@ -25,8 +25,8 @@ AT_THE_END: Final = (
     *("agent.attempt.ended", "agent.attempt.logged", "agent.attempt.uploaded", "agent.attempt.completed"),
     "agent.state.removed",
 )
-NOT_ON_THE_WAY: Final = ("agent.fail.", "agent.stop.", "agent.environment.", "agent.data.")
-"""Where an attempt comes by only if it does not end well, or if its job brings packages or data."""
+NOT_ON_THE_WAY: Final = ("agent.fail.", "agent.stop.", "agent.environment.", "agent.data.", "agent.exec.")
+"""Where an attempt comes by only if it does not end well, or if its job brings packages, data or commands of people."""
 ARMED: Final = """
 import sys
 from strata.base.failpoint import arm, kill

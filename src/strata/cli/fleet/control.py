@@ -1,4 +1,4 @@
-"""`strata cancel`, `requeue`, `archive`, `drain`, `pause`, `resume`, `revoke`: manual control of jobs and hosts."""
+"""`strata cancel`, `requeue`, `archive`, `exec`, `drain`, `pause`, `resume`, `revoke`: control of jobs and hosts."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _CHANGED: Final = (Column("id"), Column("job", cut=40), Column("status"))
 _HOST: Final = (Column("host"), Column("state"), Column("reason"))
+_WAIT_S: Final = 20.0
 
 
 @click.command()
@@ -48,6 +49,74 @@ def archive(jobs: tuple[str, ...], context: str | None, output: Format) -> None:
     'strata list --all' shows it, and 'strata requeue' brings it back.
     """
     _each_job(jobs, "archive", context, output)
+
+
+@click.command("exec", context_settings={"ignore_unknown_options": True})
+@click.argument("job")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0, min_open=True, max=3600),
+    default=60.0,
+    metavar="SECONDS",
+    help="Stop COMMAND after SECONDS (default 60).",
+)
+@hub_option
+@click.pass_context
+def exec_command(
+    ctx: click.Context, /, *, job: str, command: tuple[str, ...], timeout_s: float, context: str | None
+) -> None:
+    """Run COMMAND inside a running JOB: in its sandbox, as its user, with its variables but without its secrets.
+
+    Prints what COMMAND writes to its output and its errors, and ends with its exit status. COMMAND starts with the next
+    heartbeat of the host, within 10 seconds, and gets no input. It ends with the job. Ctrl-C ends it.
+    """
+    with hub_client(context) as client:
+        from strata.fleet import wire
+
+        target = find_job(client, job, newest=False).job
+        body = wire.ExecRequest(command=command, timeout_s=timeout_s)
+        path = f"/v1/job/{target.id}/exec"
+        # Not repeated: a command must not run twice.
+        path += f"/{client.call_once('POST', path, wire.ExecReply, body=body).id}"
+        try:
+            status = _follow_exec(client, path)
+        except (KeyboardInterrupt, click.exceptions.Exit):
+            # Nobody reads on.
+            client.call("POST", f"{path}/cancel", type(None))
+            raise
+    ctx.exit(status)
+
+
+def _follow_exec(client: HubClient, path: str) -> int:
+    """Print the output of a command until it has ended; its exit status."""
+    import time
+
+    from strata.cli.fleet.logs import LogPrinter
+    from strata.fleet import wire
+
+    out, offset, away = LogPrinter(), 0, False
+    while True:
+        try:
+            query = wire.ExecQuery(offset=offset, wait_s=_WAIT_S)
+            reply = client.fetch(path, query=query, timeout_s=_WAIT_S + 15.0)
+        except StrataError as error:
+            if error.code is not Code.UNAVAILABLE:
+                raise
+            if not away:
+                print_error(f"strata: {error.message}; trying again")
+            away = True
+            time.sleep(1.0)
+            continue
+        away = False
+        out.write(reply.content)
+        offset += len(reply.content)
+        if reply.headers.get("x-strata-ended") == "true":
+            out.close()
+            if "x-strata-status" in reply.headers:
+                return int(reply.headers["x-strata-status"])
+            raise StrataError(Code.PRECONDITION, f"the command did not end: {reply.headers['x-strata-reason']}")
 
 
 def _each_job(

@@ -23,6 +23,7 @@ from strata.fleet import wire
 from strata.fleet.agent import supervised
 from strata.fleet.agent.artifact_transfer import upload_folder
 from strata.fleet.agent.attempt_folder import AttemptPaths, newest_checkpoint, remove_folder
+from strata.fleet.agent.exec_session import ExecSession, RunningJob, stop_leftovers
 from strata.fleet.agent.log_uploader import StreamUploader, last_metrics, read_log_tail
 from strata.fleet.agent.outcome import classify_exit
 from strata.fleet.agent.prepare import HostContext, prepare_attempt
@@ -86,6 +87,8 @@ class Attempt:
         self._paths = AttemptPaths(host.attempts / record.key)
         self._process: subprocess.Popen[bytes] | None = None
         self._child_ended = asyncio.Event()
+        self._execs: dict[str, asyncio.Task[None]] = {}
+        """Commands of people that run beside the child, by their id."""
         self._published: wire.PublishRequest | None = None
         self._not_published = ""
         """Why the hub has not taken the address of a server, to be logged once."""
@@ -127,6 +130,7 @@ class Attempt:
             if self.record.phase is AttemptPhase.PREPARING:
                 await self._prepare()
             if self.occupies:
+                stop_leftovers(self._folder)
                 await self._watch()
             outcome = self.record.outcome
             assert outcome is not None, "an attempt that is over has an outcome"
@@ -136,7 +140,19 @@ class Attempt:
             await self._kill_child()
             outcome = AttemptOutcome(cause=Cause.INFRA, error=f"the host failed: {error!r}")
         await self._report(outcome)
+        self._child_ended.set()
+        if self._execs:
+            await asyncio.wait(self._execs.values())
         self._clean_up()
+
+    def start_exec(self, pending: wire.ExecPending) -> None:
+        """Run a command of a person beside the child. The hub repeats it in each heartbeat until it has ended."""
+        if self.record.phase is not AttemptPhase.RUNNING or pending.id in self._execs:
+            return
+        job = RunningJob(self.record.lease, self._folder, self._paths, self._redactor, self._child_ended)
+        task = asyncio.create_task(ExecSession(pending, job, self._host, self._pools).run(), name=pending.id)
+        self._execs[pending.id] = task
+        task.add_done_callback(lambda _: self._execs.pop(pending.id))
 
     def stop(self, stop: StopOrder, grace_s: float) -> None:
         """End the child. Of two orders the first one counts, unless the second drops the attempt."""

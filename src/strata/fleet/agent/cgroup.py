@@ -100,6 +100,21 @@ def job_parents(root: Path = ROOT, own: Path = OWN) -> JobParents:
     return JobParents(tuple(parents), frozenset(limits))
 
 
+def groups_of(pid: int, root: Path = ROOT) -> list[str]:
+    """The groups of another process that limit its memory and its processes, and the one of version 2.
+
+    OSError if one cannot be found: what joins the others alone would not have its limit.
+    """
+    unified = root if (root / "cgroup.controllers").exists() else root / "unified"
+    groups = []
+    for controller, mount in (("memory", root / "memory"), ("pids", root / "pids"), ("", unified)):
+        if (mount / "cgroup.procs").exists():
+            group = mount / next(_groups(controller, Path(f"/proc/{pid}/cgroup"))).relative_to("/")
+            (group / "cgroup.procs").stat()
+            groups.append(str(group))
+    return groups
+
+
 def create_groups(groups: Sequence[Path], *, memory_bytes: int, processes: int) -> None:
     """Create the groups of one job with its limits; 0 is no limit. OSError if a limit cannot be set."""
     for group in groups:

@@ -27,6 +27,7 @@ from strata.fleet.agent.settings import ContainerSettings, SandboxSettings
 from strata.fleet.agent.supervised import SupervisorSpec
 
 PULL_S: Final = 3600.0
+INSPECT_S: Final = 30.0
 _POLL_S: Final = 0.2
 _LINES: Final = 20
 _CLIENT: Final = ("PATH", "HOME", "XDG_RUNTIME_DIR", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "SSL_CERT_FILE", "LANG")
@@ -111,6 +112,51 @@ def ensure_image(runtime: ContainerRuntime, image: str, wanted: Callable[[], boo
         lines = output.strip().splitlines()[-_LINES:] or [f"status {status}"]
         raise StrataError(Code.PRECONDITION, f"the image {image} cannot be pulled:\n" + "\n".join(lines))
     _log.info("image_pulled", image=image, took_s=round(time.monotonic() - began_s, 3))
+
+
+@dataclass(frozen=True, slots=True)
+class RunningContainer:
+    pid: int
+    """Its first process, as the host numbers it."""
+    cwd: str
+    env: Mapping[str, str]
+
+
+def inspect_container(runtime: ContainerRuntime, paths: AttemptPaths) -> RunningContainer:
+    """The container of the attempt. PRECONDITION if it is not running, or the runtime cannot say."""
+    if runtime.kind == "apptainer":
+        raise StrataError(Code.PRECONDITION, "commands cannot be run in the images of apptainer")
+    try:
+        done = subprocess.run(
+            [runtime.program, *runtime.settings.options, "inspect", "--type", "container", _container_name(paths)],
+            env=dict(runtime.environ),
+            cwd=os.sep,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=INSPECT_S,
+            check=True,
+        )
+        (found,) = msgspec.json.decode(done.stdout, type=tuple[_Inspected])
+    except (subprocess.SubprocessError, msgspec.DecodeError):
+        found = _Inspected(state=_State(), config=_Config())
+    if not found.state.pid:
+        raise StrataError(Code.PRECONDITION, "the container of the job is not running any more")
+    env = dict(variable.partition("=")[::2] for variable in found.config.env)
+    return RunningContainer(found.state.pid, found.config.cwd or "/", env)
+
+
+class _State(msgspec.Struct):
+    pid: int = msgspec.field(name="Pid", default=0)
+
+
+class _Config(msgspec.Struct):
+    env: list[str] = msgspec.field(name="Env", default_factory=list)
+    cwd: str = msgspec.field(name="WorkingDir", default="")
+
+
+class _Inspected(msgspec.Struct):
+    state: _State = msgspec.field(name="State")
+    config: _Config = msgspec.field(name="Config")
 
 
 def contain(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Final
 
 from strata import __version__
 from strata.fleet import wire
@@ -14,7 +14,6 @@ from strata.fleet.core.job import Cause
 from strata.fleet.core.samples import HostSample
 from strata.fleet.wire import LeaseGiven
 
-Stream = Literal["log", "metrics"]
 PIECE: Final = 1024 * 1024
 """Bytes of a stream in one request: small enough for a slow line to send within the request timeout."""
 
@@ -32,11 +31,9 @@ class HubApi:
         reply = self.client.call("POST", "/v1/job/claim", wire.ClaimReply, body=body, timeout_s=wait_s + 15.0)
         return reply.leases
 
-    def renew(
-        self, held: tuple[wire.LeaseHeld, ...], sample: HostSample | None = None
-    ) -> tuple[wire.LeaseVerdict, ...]:
+    def renew(self, held: tuple[wire.LeaseHeld, ...], sample: HostSample | None = None) -> wire.HeartbeatsReply:
         body = wire.HeartbeatsRequest(leases=held, sample=sample)
-        return self.client.call("POST", "/v1/heartbeats", wire.HeartbeatsReply, body=body, timeout_s=10.0).verdicts
+        return self.client.call("POST", "/v1/heartbeats", wire.HeartbeatsReply, body=body, timeout_s=10.0)
 
     def complete(self, lease: LeaseGiven, body: wire.CompleteRequest) -> wire.Job:
         return self.client.call("POST", f"/v1/job/{lease.job_id}/complete", wire.Job, body=body)
@@ -49,11 +46,18 @@ class HubApi:
         """Say where the server of this attempt serves."""
         self.client.call("PUT", f"/v1/job/{lease.job_id}/server", type(None), body=body)
 
-    def append(self, lease: LeaseGiven, stream: Stream, offset: int, piece: bytes, *, last: bool = False) -> int:
-        """How many bytes of the stream the hub has now."""
+    def append(self, lease: LeaseGiven, stream: str, offset: int, piece: bytes, *, last: bool = False) -> int:
+        """How many bytes of the stream the hub has now: `log`, `metrics`, or `exec/ID`."""
         query = wire.PieceQuery(epoch=lease.epoch, offset=offset, last=last)
         path = f"/v1/job/{lease.job_id}/{stream}"
         return self.client.send("PUT", path, piece, wire.PieceReply, query=query).size
+
+    def start_exec(self, lease: LeaseGiven, exec_id: str, run: str) -> wire.ExecGiven:
+        body = wire.ExecStartRequest(run=run)
+        return self.client.call("POST", f"/v1/job/{lease.job_id}/exec/{exec_id}/start", wire.ExecGiven, body=body)
+
+    def end_exec(self, lease: LeaseGiven, exec_id: str, body: wire.ExecEndRequest) -> None:
+        self.client.call("POST", f"/v1/job/{lease.job_id}/exec/{exec_id}/end", type(None), body=body)
 
     def missing(self, chunks: dict[str, int]) -> tuple[wire.MissingChunk, ...]:
         body = wire.MissingRequest(chunks=chunks)

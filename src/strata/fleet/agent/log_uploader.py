@@ -1,4 +1,4 @@
-"""Uploads a growing file, the log or the metrics of an attempt, to the hub as a stream.
+"""Uploads a growing file to the hub as a stream: the log or the metrics of an attempt, the output of a command in it.
 
 The hub's replies say how many bytes it has, so the agent stores no offset.
 """
@@ -10,7 +10,7 @@ from typing import BinaryIO, Final
 
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
-from strata.fleet.agent.hub_api import PIECE, HubApi, Stream
+from strata.fleet.agent.hub_api import PIECE, HubApi
 from strata.fleet.agent.redaction import Redactor
 from strata.fleet.artifacts.files import Tree, open_regular
 from strata.fleet.core.report import MAX_LINE_BYTES, MetricsReport, parse_lines
@@ -24,11 +24,11 @@ class StreamUploader:
     """One stream of one attempt. `sent` is how many bytes the hub has acknowledged; unknown until the first reply."""
 
     def __init__(
-        self, hub: HubApi, lease: LeaseGiven, stream: Stream, path: Path, redactor: Redactor | None = None
+        self, hub: HubApi, lease: LeaseGiven, stream: str, path: Path, redactor: Redactor | None = None
     ) -> None:
         self._hub = hub
         self._lease = lease
-        self._stream: Stream = stream
+        self._stream = stream
         self._path = path
         self._redactor = redactor or Redactor()
         self.sent: int | None = None
@@ -51,6 +51,10 @@ class StreamUploader:
                 break
             piece = self._read(self.sent, last=last)
         return has_new
+
+    def check_wanted(self) -> None:
+        """Raises what the hub says to the next piece, also when there is none."""
+        self.sent = self._send(self.sent or 0, b"", last=False)
 
     def _send(self, offset: int, piece: bytes, *, last: bool) -> int:
         try:

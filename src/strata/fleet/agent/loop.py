@@ -210,10 +210,12 @@ class Agent:
             for attempt in self._attempts.values()
         )
         sample, self._sample = self._sample, None
-        verdicts = await run_in(self._pools.heartbeats, self._host.hub.renew, held, sample)
-        for verdict in verdicts:
+        reply = await run_in(self._pools.heartbeats, self._host.hub.renew, held, sample)
+        for verdict in reply.verdicts:
             if verdict.verdict == "stop" or verdict.yield_as:
                 self._apply_lease_verdict(verdict)
+        for pending in reply.execs:
+            self._start_exec(pending)
         await wait_or_timeout(self._heartbeat_now, self._renew_every_s)
 
     def _apply_lease_verdict(self, verdict: wire.LeaseVerdict) -> None:
@@ -233,6 +235,13 @@ class Agent:
             write_log("lease_lost", job=lease.job_id, epoch=lease.epoch, reason=verdict.reason)
             stop = StopOrder(cause=Cause.CANCELLED, reason=verdict.reason, drop=True)
             attempt.stop(stop, self._settings.grace_s if verdict.cause == "ended" else 0.0)
+
+    def _start_exec(self, pending: wire.ExecPending) -> None:
+        """One of an attempt that this host does not have ends at the hub, with the lease."""
+        for attempt in self._attempts.values():
+            lease = attempt.record.lease
+            if (lease.job_id, lease.epoch) == (pending.job_id, pending.epoch):
+                attempt.start_exec(pending)
 
     async def _sample_once(self) -> None:
         """The next heartbeat carries it; a driver that hangs holds up no heartbeat."""

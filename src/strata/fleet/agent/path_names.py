@@ -19,6 +19,8 @@ _ARTIFACT: Final = re.compile(r"artifact1_[0-9a-f]{64}")
 _BLOB: Final = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+_EXEC: Final = re.compile(r"[0-9a-f]{16}")
+EXEC: Final = "exec-"
 _MAX_EPOCH: Final = 2**53
 
 
@@ -36,6 +38,14 @@ def server_name(job_id: str) -> PathName:
     if match is None:
         raise StrataError(Code.INVALID, f"{job_id[:80]!r} is not a job")
     return PathName(match[1])
+
+
+def exec_name(exec_id: str) -> PathName:
+    """The name of the folder of a command that runs beside an attempt."""
+    match = _EXEC.fullmatch(exec_id)
+    if match is None:
+        raise StrataError(Code.INVALID, f"{exec_id[:80]!r} is not a command in a job")
+    return PathName(f"{EXEC}{match[0]}")
 
 
 def blob_digest(bundle: str) -> str:

@@ -21,6 +21,7 @@ from strata.fleet.core.ownership import Submitter
 from strata.fleet.core.requirement import SandboxLevel
 from strata.fleet.core.schedule import JobSchedule
 from strata.fleet.core.subscription import SubscribedEvent
+from strata.fleet.execs import ExecBoard
 from strata.fleet.http.feed import Feed
 from strata.fleet.http.leased_reads import LeasedReads
 from strata.fleet.http.long_poll import AttemptHosts
@@ -139,6 +140,7 @@ class HubContext:
     subscriptions: Subscriptions
     sweeps: Sweeps
     schedules: Schedules
+    execs: ExecBoard
     feed: Feed
     clock: Clock
     tls: bool = False

@@ -104,7 +104,7 @@ async def cancel(call: HubCall, body: wire.CancelRequest) -> wire.Job:
     """End a job; a host that has it learns so with its next heartbeat. A researcher may end a job of her own."""
     context = call.context
     job_id = await resolve_job_id(call)
-    await _check_may_change(context, call, job_id)
+    await check_may_change(context, call, job_id)
     return job_reply(await context.fleet.cancel(job_id, body.reason, call.actor))
 
 
@@ -112,7 +112,7 @@ async def requeue(call: HubCall) -> wire.Job:
     """Let an ended job run again, or hosts try again that could not set it up. A researcher: only a job of her own."""
     context = call.context
     job_id = await resolve_job_id(call)
-    await _check_may_change(context, call, job_id)
+    await check_may_change(context, call, job_id)
     await check_stored_bytes(call)
     return job_reply(await context.fleet.requeue(job_id, call.actor, submitter_of(call)))
 
@@ -121,11 +121,11 @@ async def archive(call: HubCall) -> wire.Job:
     """Leave an ended job out of lists and counts. A researcher may archive a job of her own."""
     context = call.context
     job_id = await resolve_job_id(call)
-    await _check_may_change(context, call, job_id)
+    await check_may_change(context, call, job_id)
     return job_reply(await context.fleet.archive(job_id, call.actor))
 
 
-async def _check_may_change(context: HubContext, call: HubCall, job_id: str) -> None:
+async def check_may_change(context: HubContext, call: HubCall, job_id: str) -> None:
     """An operator any job, others a job of their own."""
     submitter = submitter_of(call)
     if submitter.operator:

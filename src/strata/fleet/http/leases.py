@@ -82,7 +82,11 @@ async def heartbeats(call: HubCall, body: wire.HeartbeatsRequest) -> wire.Heartb
     if body.sample is not None:
         context.fleet.add_sample(call.caller.require_host(), body.sample)
     renewals = [Renewal(job_id=each.job_id, epoch=each.epoch, running=each.running) for each in body.leases]
-    return wire.HeartbeatsReply(verdicts=tuple(await _renew(context, call, renewals)))
+    execs = context.execs.of_host(call.caller.require_host())
+    return wire.HeartbeatsReply(
+        verdicts=tuple(await _renew(context, call, renewals)),
+        execs=tuple(wire.ExecPending(id=each.id, job_id=each.job_id, epoch=each.epoch) for each in execs),
+    )
 
 
 async def heartbeat(call: HubCall, body: wire.HeartbeatRequest) -> wire.LeaseVerdict:
