@@ -1,7 +1,7 @@
 """A training program for `strata gang run`: its model is the list of samples it has seen.
 
 Files in the folder that it is given say what goes wrong, each once: `crash` ends rank 1, after that `hang` stops rank
-0. A file `slow` holds all ranks until it is gone.
+0. A file `slow` holds all ranks until it is gone, a file `before` holds them before they join.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ def save(worker: strata.Worker, seen: list[int], step: int, *, wait: bool) -> No
     worker.checkpoint(step, part, commit_within_s=None if wait else 0)
 
 
+(OUT / f"process-{os.getpid()}").touch()
+while (OUT / "before").exists():
+    time.sleep(0.05)
 with strata.join() as worker:
     assert worker.rank == int(process_environment()["RANK"])
     seen: list[int] = []

@@ -16,6 +16,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from strata.base.settings import process_environment
+from tests.shell.fleet_agent.waiting import eventually, is_alive
 
 STRATA: Final = str(Path(sys.executable).with_name("strata"))
 PROGRAM: Final = Path(__file__).with_name("gang_program.py")
@@ -110,3 +111,16 @@ def test_a_run_that_is_interrupted_leaves_nothing_behind_and_goes_on_from_its_ch
         assert again.end() == 0
         assert "job gang_program goes on from the checkpoint of step 3" in again.shown
     assert model(tmp_path) == EVERY_SAMPLE
+
+
+def test_workers_that_have_not_joined_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "before").touch()
+    with running(tmp_path) as run:
+        eventually(lambda: len([*tmp_path.glob("process-*")]) == 2, WITHIN_S / 2)
+        workers = [int(each.name.partition("-")[2]) for each in tmp_path.glob("process-*")]
+        (torchrun,) = {psutil.Process(pid).ppid() for pid in workers}
+        # Both at once: neither gets to end what it started.
+        for each in (psutil.Process(run.process.pid), psutil.Process(torchrun)):
+            each.suspend()
+            each.kill()
+        eventually(lambda: not any(is_alive(pid) for pid in workers), WITHIN_S / 2)

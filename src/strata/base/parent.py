@@ -1,4 +1,7 @@
-"""A process that ends when the one that started it has ended: a supervisor that is killed leaves nothing behind."""
+"""A process that ends when the one that started it has ended: a supervisor that is killed leaves nothing behind.
+
+`python -m strata.base.parent COMMAND…` becomes COMMAND, killed with its parent: for a parent that is not our own code.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ import signal
 import sys
 from typing import Final
 
+TIED_COMMAND: Final = (sys.executable, "-P", "-m", "strata.base.parent")
+"""In front of a command that another program starts. No module of the folder it starts in takes the place of ours."""
 _PR_SET_PDEATHSIG: Final = 1
 # Not when it is needed: that is between fork and exec, where a lock of another thread may be held for ever.
 _LIBC: Final = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -23,3 +28,8 @@ def end_with_parent(number: signal.Signals = signal.SIGTERM, *, parent: int | No
     _LIBC.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if parent is not None and os.getppid() != parent:
         os._exit(128 + number)
+
+
+if __name__ == "__main__":
+    end_with_parent(signal.SIGKILL, parent=os.getppid())
+    os.execv(sys.argv[1], sys.argv[1:])  # noqa: S606 - the command is the caller's

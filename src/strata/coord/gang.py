@@ -26,7 +26,7 @@ import psutil  # type: ignore[import-untyped]
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.base.loop import every
-from strata.base.parent import end_with_parent
+from strata.base.parent import TIED_COMMAND, end_with_parent
 from strata.base.retry import Backoff, no_jitter
 from strata.base.settings import load, process_environment
 from strata.coord.operator import Operator, OperatorSettings
@@ -364,7 +364,9 @@ def _torchrun_command(options: GangOptions, address: str, failure_file: Path) ->
         # A comma would begin the next setting.
         *("--rdzv-conf", f"failure_file={quote(str(failure_file))}"),
         *("--nnodes", options.hosts, "--nproc-per-node", str(options.workers)),
-        *("--max-restarts", str(options.max_restarts), *local, *options.program),
+        *("--max-restarts", str(options.max_restarts), *local),
+        # A torchrun that is killed leaves its workers; these the kernel ends, whatever they do.
+        *("--no-python", *TIED_COMMAND, sys.executable, "-u", *options.program),
     ]
 
 
