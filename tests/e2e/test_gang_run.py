@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from tests.shell.fleet_agent.waiting import eventually, is_alive
 STRATA: Final = str(Path(sys.executable).with_name("strata"))
 PROGRAM: Final = Path(__file__).with_name("gang_program.py")
 WITHIN_S: Final = 280
+REFUSED, FAILED = 4, 100
 EVERY_SAMPLE: Final = list(range(40))
 
 pytestmark = pytest.mark.timeout(WITHIN_S + 20)
@@ -73,6 +75,22 @@ def model(folder: Path) -> list[int]:
     return sorted(sample for file in folder.glob("model-*.json") for sample in json.loads(file.read_text("utf-8")))
 
 
+def only_its_owner_is_its_operator(folder: Path, processes: list[psutil.Process]) -> None:
+    files = [folder / name for name in ("token.secret", "worker.token", "operator.token")]
+    assert [stat.S_IMODE(each.stat().st_mode) for each in (folder, *files)] == [0o700, 0o600, 0o600, 0o600]
+    for secret in (each.read_text("utf-8") for each in files):
+        for process in processes:
+            assert secret not in " ".join((*process.cmdline(), *process.environ().values())), process
+    (address,) = {
+        each.cmdline()[each.cmdline().index("--listen") + 1] for each in processes if "--listen" in each.cmdline()
+    }
+    reset = [STRATA, "gang", "reset", "gang_program", "--address", address]
+    # With nothing, as any user of the machine could; as its workers; as its operator, who is told that it runs.
+    for access, status in (((), REFUSED), (("--token-file", files[1]), REFUSED), (("--token-file", files[2]), FAILED)):
+        done = subprocess.run([*reset, *access], capture_output=True, check=False)
+        assert done.returncode == status, done.stderr
+
+
 def test_a_program_that_crashes_and_hangs_ends_with_every_sample_once(tmp_path: Path) -> None:
     for fault in ("crash", "hang"):
         (tmp_path / fault).touch()
@@ -103,6 +121,7 @@ def test_a_run_that_is_interrupted_leaves_nothing_behind_and_goes_on_from_its_ch
         run.says("the checkpoint of step 3 is committed")
         processes = psutil.Process(run.process.pid).children(recursive=True)
         assert len(processes) >= 4, "a coordinator, torchrun and two workers"
+        only_its_owner_is_its_operator(tmp_path / "data" / "tokens", processes)
         run.process.send_signal(signal.SIGINT)
         assert run.end() == 130
         assert not [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
+import shlex
 import shutil
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,13 +25,17 @@ from urllib.parse import quote
 import msgspec
 import psutil  # type: ignore[import-untyped]
 
+from strata.base.atomic import write_file
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.base.loop import every
 from strata.base.parent import TIED_COMMAND, end_with_parent
+from strata.base.private import private_folder
 from strata.base.retry import Backoff, no_jitter
+from strata.base.secret import Secret, read_secret
 from strata.base.settings import load, process_environment
 from strata.coord.operator import Operator, OperatorSettings
+from strata.coord.server.tokens import Claims, TokenRole, Tokens
 from strata.coord.view import JobView
 from strata.coord.worker.settings import SECTION, WorkerSettings
 
@@ -43,6 +49,8 @@ SIGNAL_S: Final = 2.0
 """How long a worker gets to print its stacks itself."""
 LOOK_S: Final = 1.0
 INTERRUPTED: Final = -signal.SIGINT
+TOKENS_S: Final = 3650 * 86_400
+"""Tokens of a private coordinator end with its secret, which is made anew for every run."""
 
 
 class GangOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +60,7 @@ class GangOptions(msgspec.Struct, frozen=True, kw_only=True):
     hosts: str = "1"
     """MIN:MAX, or a number."""
     folder: Path
-    """The private coordinator's journal and log, and the stacks of hung workers."""
+    """The private coordinator's journal, log and tokens, and the stacks of hung workers."""
     coordinator: str | None = None
     """Its address; None: start one for this run alone."""
     local_address: str | None = None
@@ -61,6 +69,25 @@ class GangOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Kill the workers of this host whose step has stood still for so long; None: only keep their stacks."""
     reset: bool = False
     program: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PrivateTokens:
+    """Files of the coordinator of one run: a secret, and a token for each role. Only their owner can read them."""
+
+    secret: Path
+    worker: Path
+    operator: Path
+
+    @classmethod
+    def write(cls, folder: Path, job: str, clock: Clock) -> PrivateTokens:
+        files = cls(folder / "token.secret", folder / "worker.token", folder / "operator.token")
+        secret = Secret(secrets.token_hex(32))
+        write_file(files.secret, secret.reveal().encode())
+        expires_s = round(clock.wall_s()) + TOKENS_S
+        for file, role in ((files.worker, TokenRole.WORKER), (files.operator, TokenRole.OPERATOR)):
+            write_file(file, Tokens(secret).issue(Claims(job, role, expires_s)).encode())
+        return files
 
 
 @dataclass
@@ -117,6 +144,8 @@ class GangLauncher:
         self._say = say
         self._show = show
         self._hangs = HangWatch(options.hang_after_s)
+        self._tokens: PrivateTokens | None = None
+        """None: the coordinator is not ours."""
         self._torchrun: asyncio.subprocess.Process | None = None
         self._workers: dict[str, psutil.Process] = {}
         """Last seen below torchrun: one that is killed may leave them behind."""
@@ -129,12 +158,16 @@ class GangLauncher:
         async with AsyncExitStack() as stack:
             address = options.coordinator
             if address is None:
+                self._tokens = PrivateTokens.write(private_folder(options.folder / "tokens"), options.job, self._clock)
                 guard = stack.enter_context(_free_port())
                 address = f"127.0.0.1:{guard.getsockname()[1]}"
                 stack.push_async_callback(self._stop_tasks)
-                self._tasks.append(asyncio.create_task(self._keep_coordinator([*coordinator_command], address)))
+                self._tasks.append(
+                    asyncio.create_task(self._keep_coordinator(coordinator_command, address, self._tokens))
+                )
                 await self._wait_for_coordinator(guard.getsockname())
-            operator = await stack.enter_async_context(Operator(_operator_settings(address, options.job), self._clock))
+            settings = _operator_settings(address, options.job, self._tokens)
+            operator = await stack.enter_async_context(Operator(settings, self._clock))
             await self._check_job(operator, address)
             # Before this a signal ends the process as usual; from here on workers get time to end.
             stop = asyncio.Event()
@@ -154,7 +187,9 @@ class GangLauncher:
 
     async def _check_job(self, operator: Operator, address: str) -> None:
         jobs = {each.job_id: each for each in await operator.jobs()}
-        self._say(f"the coordinator is at {address}")
+        access = ("--token-file", str(self._tokens.operator)) if self._tokens is not None else ()
+        watch = shlex.join(("strata", "gang", self._options.job, "--watch", "--address", address, *access))
+        self._say(f"to watch it: {watch}")
         known = jobs.get(self._options.job)
         if known is not None and self._options.reset:
             known = await operator.reset()
@@ -169,7 +204,7 @@ class GangLauncher:
 
     # Processes
 
-    async def _keep_coordinator(self, command: Sequence[str], address: str) -> None:
+    async def _keep_coordinator(self, command: Sequence[str], address: str, tokens: PrivateTokens) -> None:
         database = f"sqlite:{self._options.folder / 'coordinator.db'}"
         log_file = self._options.folder / "coordinator.log"
         failures = 0
@@ -177,6 +212,7 @@ class GangLauncher:
             with log_file.open("ab") as log:
                 process = await asyncio.create_subprocess_exec(
                     *(*command, "--listen", address, "--database", database, "--log-format", "json"),
+                    env=_with_secret_file("COORDINATOR_TOKEN_SECRET", tokens.secret),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -216,7 +252,7 @@ class GangLauncher:
             failure_file.unlink(missing_ok=True)
             self._torchrun = process = await asyncio.create_subprocess_exec(
                 *_torchrun_command(self._options, address, failure_file),
-                env=process_environment(),
+                env=self._worker_environment(),
                 start_new_session=True,
                 preexec_fn=partial(end_with_parent, parent=os.getpid()),
             )
@@ -228,6 +264,10 @@ class GangLauncher:
             self._say(f"torchrun {reason}: starting it again")
             await self._clock.sleep(BACKOFF.delay_s(failures, no_jitter()))
         raise AssertionError("the last attempt returns")
+
+    def _worker_environment(self) -> Mapping[str, str]:
+        own = self._tokens
+        return process_environment() if own is None else _with_secret_file("WORKER_TOKEN", own.worker)
 
     async def _end(self, *tasks: asyncio.Task[int] | asyncio.Task[None] | asyncio.Task[bool]) -> None:
         for task in tasks:
@@ -370,10 +410,21 @@ def _torchrun_command(options: GangOptions, address: str, failure_file: Path) ->
     ]
 
 
-def _operator_settings(address: str, job: str) -> OperatorSettings:
-    """With the token and the certificates of the workers: to look at a job needs no other role."""
-    found = load(WorkerSettings, section=SECTION, file=None, flags={"address": address, "job": job})
-    return OperatorSettings(address=address, job=job, token=found.token, tls=found.tls, patience_s=READY_S)
+def _operator_settings(address: str, job: str, tokens: PrivateTokens | None) -> OperatorSettings:
+    """To look at a job needs no other role than that of its workers; of a coordinator of ours we are the operator."""
+    own = read_secret(tokens.operator) if tokens is not None else None
+    found = _worker_settings(address, job)
+    return OperatorSettings(address=address, job=job, token=own or found.token, tls=found.tls, patience_s=READY_S)
+
+
+def _worker_settings(address: str, job: str) -> WorkerSettings:
+    return load(WorkerSettings, section=SECTION, file=None, flags={"address": address, "job": job})
+
+
+def _with_secret_file(setting: str, file: Path) -> Mapping[str, str]:
+    """This process's variables, with the file of a secret in place of any other way to give it."""
+    name = f"STRATA_{setting}"
+    return {key: value for key, value in process_environment().items() if key != name} | {f"{name}_FILE": str(file)}
 
 
 def _free_port() -> socket.socket:
