@@ -1,19 +1,21 @@
 """`strata gang run`: the workers of one host under torchrun, and for a run on one host its coordinator.
 
 torchrun starts failed workers again, all hosts together (`torch_rendezvous`). Here is what it cannot do: start a
-coordinator and torchrun again when one of them dies, and see to workers that hang.
+coordinator and torchrun again when one of them dies, see to workers that hang, and relay their heartbeats.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import random
 import secrets
 import shlex
 import shutil
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, field
@@ -37,6 +39,7 @@ from strata.base.settings import load, process_environment
 from strata.coord.operator import Operator, OperatorSettings
 from strata.coord.server.tokens import Claims, TokenRole, Tokens
 from strata.coord.view import JobView
+from strata.coord.worker.relay import HeartbeatRelay
 from strata.coord.worker.settings import SECTION, WorkerSettings
 
 BACKOFF: Final = Backoff(first_s=1.0, most_s=30.0)
@@ -49,6 +52,9 @@ SIGNAL_S: Final = 2.0
 """How long a worker gets to print its stacks itself."""
 LOOK_S: Final = 1.0
 INTERRUPTED: Final = -signal.SIGINT
+PHASE_S: Final = 60.0
+"""Longer than most intervals of heartbeats."""
+RELAY: Final = "STRATA_WORKER_RELAY"
 TOKENS_S: Final = 3650 * 86_400
 """Tokens of a private coordinator end with its secret, which is made anew for every run."""
 
@@ -146,6 +152,7 @@ class GangLauncher:
         self._hangs = HangWatch(options.hang_after_s)
         self._tokens: PrivateTokens | None = None
         """None: the coordinator is not ours."""
+        self._relay: Path | None = None
         self._torchrun: asyncio.subprocess.Process | None = None
         self._workers: dict[str, psutil.Process] = {}
         """Last seen below torchrun: one that is killed may leave them behind."""
@@ -169,6 +176,7 @@ class GangLauncher:
             settings = _operator_settings(address, options.job, self._tokens)
             operator = await stack.enter_async_context(Operator(settings, self._clock))
             await self._check_job(operator, address)
+            self._relay = await self._open_relay(stack, address)
             # Before this a signal ends the process as usual; from here on workers get time to end.
             stop = asyncio.Event()
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -201,6 +209,17 @@ class GangLauncher:
             )
         if known is not None and known.checkpoint_step is not None:
             self._say(f"job {known.job_id} goes on from the checkpoint of step {known.checkpoint_step}")
+
+    async def _open_relay(self, stack: AsyncExitStack, address: str) -> Path | None:
+        """In a folder of its own: the path of a socket must be short, and only this user may reach it."""
+        settings, phase_s = _worker_settings(address, self._options.job), random.uniform(0, PHASE_S)  # noqa: S311
+        try:
+            path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="strata-gang-")), "relay")
+            await stack.enter_async_context(HeartbeatRelay(settings, path, self._clock, phase_s))
+        except (OSError, StrataError) as error:
+            self._say(f"each worker sends its own heartbeats: {error}")
+            return None
+        return path
 
     # Processes
 
@@ -266,8 +285,11 @@ class GangLauncher:
         raise AssertionError("the last attempt returns")
 
     def _worker_environment(self) -> Mapping[str, str]:
+        """A relay is that of this run; a run inside another one does not inherit it."""
         own = self._tokens
-        return process_environment() if own is None else _with_secret_file("WORKER_TOKEN", own.worker)
+        found = process_environment() if own is None else _with_secret_file("WORKER_TOKEN", own.worker)
+        relay = {RELAY: str(self._relay)} if self._relay is not None else {}
+        return {name: value for name, value in found.items() if name != RELAY} | relay
 
     async def _end(self, *tasks: asyncio.Task[int] | asyncio.Task[None] | asyncio.Task[bool]) -> None:
         for task in tasks:

@@ -27,6 +27,7 @@ from strata.coord.worker.commands import Command, Commands
 from strata.coord.worker.leases import LeaseTracker
 from strata.coord.worker.link import CoordinatorLink, Deadline, Reply, Request, UnaryCall, to_strata_error
 from strata.coord.worker.reasons import Reason, evicted, lease_lost, membership_changed, rank_differs, reason_of
+from strata.coord.worker.relay import RelayLink
 from strata.coord.worker.settings import WorkerSettings
 from strata.coord.worker.telemetry import Telemetry
 
@@ -78,6 +79,7 @@ class WorkerSession:
         self.step: int | None = None
         self.step_time_ms: float | None = None
         self._link = CoordinatorLink(settings, self.worker_id, clock)
+        self._relay = RelayLink(settings.relay, clock) if settings.relay is not None else None
         self._on_command = on_command
         self._telemetry = Telemetry()
         self._job_generation = 0
@@ -113,6 +115,8 @@ class WorkerSession:
                 await (self._report_failure() if failed else self._leave(reason))
         finally:
             self._telemetry.close()
+            if self._relay is not None:
+                await self._relay.close()
             await self._link.close()
 
     async def _stop_tasks(self) -> None:
@@ -409,9 +413,7 @@ class WorkerSession:
         incarnation = self.incarnation
         message = self._heartbeat_message()
         try:
-            reply = await self._link.call(
-                lambda stub: stub.Heartbeat, message, Deadline(max(1.0, self._interval_s), self._interval_s)
-            )
+            reply = await self._exchange_heartbeat(message)
         except StrataError as error:
             await self._handle_heartbeat_error(error, incarnation)
             raise
@@ -423,6 +425,15 @@ class WorkerSession:
         if self._reattach_to > self._leader_epoch:
             # Another coordinator leads: report the held leases to it, and learn which of them are lost.
             await self._register(adopt=False)
+
+    async def _exchange_heartbeat(self, message: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
+        """By the relay of the host, else directly; a heartbeat that comes twice changes nothing."""
+        if self._relay is not None:
+            relayed = await self._relay.heartbeat(message, self._link.metadata, self._interval_s)
+            if relayed is not None:
+                return relayed
+        within = Deadline(max(1.0, self._interval_s), self._interval_s)
+        return await self._link.call(lambda stub: stub.Heartbeat, message, within)
 
     async def _handle_heartbeat_error(self, error: StrataError, incarnation: str) -> None:
         """A rejected heartbeat means that this incarnation is not a member any more."""

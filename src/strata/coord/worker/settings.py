@@ -50,6 +50,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The rank that a launcher gave this worker: it joins when its rank in the generation is the same."""
     torchrun: bool = False
     """Started by torchrun with the backend `strata`, which sets this: `rank` is RANK, `wait_for` is WORLD_SIZE."""
+    relay: Path | None = None
+    """The Unix socket of the host's relay, which sends the heartbeats of its workers together; `strata gang run` sets
+    this. A worker that does not reach it sends its heartbeats itself."""
     rejoin: bool = False
     """Once evicted, join again as a new incarnation instead of raising."""
     checkpoint_root: str = ""
