@@ -23,8 +23,9 @@ from examples.elastic_sft.corpus import write_corpus
 from strata.base.atomic import write_file
 from strata.base.settings import process_environment
 from strata.testing.ports import port_of, reserve_port
-from tests.e2e.nodes import network
+from tests.e2e.nodes import Machine, network
 from tests.shell.coord.test_access import certificate, tls_files
+from tests.shell.fleet_agent.waiting import eventually
 from tests.support.kernel import lets_make_networks
 
 PROGRAM: Final = Path(__file__).with_name("gated_sft.py")
@@ -189,6 +190,8 @@ def test_a_gang_over_two_hosts_shrinks_when_one_dies_and_grows_when_it_is_back(t
 
         returned = gang.start("127.0.0.2")
         again = gang.started(world_size=4, after=alone)
+        gang.hold_at(2 * EVERY + 2)
+        gang.trained(again, 2 * EVERY + 2, world_size=4)
         gang.let_go()
         for host in (gang.hosts[0], returned):
             assert host.process.wait(WITHIN_S / 3) == 0, host.log.read_text("utf-8")[-3000:]
@@ -203,40 +206,53 @@ table inet cut {
 }
 """
 COORDINATOR, FIRST, SECOND = "10.0.0.9", "10.0.0.1", "10.0.0.2"
+ADDRESS: Final = f"{COORDINATOR}:7070"
 
 
-@pytest.mark.skipif(not lets_make_networks(), reason="the kernel lets this process make no network namespaces")
+WITH_NETWORKS: Final = pytest.mark.skipif(
+    not lets_make_networks(), reason="the kernel lets this process make no network namespaces"
+)
+
+
+@contextmanager
+def guarded_coordinator(folder: Path, **settings: str) -> Iterator[tuple[Machine, list[Machine]]]:
+    """A coordinator with TLS and tokens on a machine of its own, and two hosts whose workers know both."""
+    (folder / "cut.nft").write_text(CUT, encoding="utf-8")
+    authority = certificate("authority")
+    tls_files(folder, certificate("coordinator", authority, COORDINATOR))
+    (folder / "ca.pem").write_bytes(authority.pem)
+    write_file(folder / "token.secret", b"s" * 32, mode=0o600)
+    with network(COORDINATOR, FIRST, SECOND) as (head, *hosts):
+        head.environ |= {"STRATA_COORDINATOR_TOKEN_SECRET_FILE": str(folder / "token.secret"), **settings}
+        token = head.run(f"strata coordinator token --job {JOB}", folder)
+        write_file(folder / "worker.token", token.encode(), mode=0o600)
+        serving = "--tls-certificate server.pem --tls-key server.key --database sqlite:coordinator.db"
+        coordinator = head.start(f"strata coordinator --listen {ADDRESS} {serving}", folder, folder / "coordinator.log")
+        coordinator.until_it_says(":7070")
+        for host in hosts:
+            host.environ |= {
+                "STRATA_WORKER_TOKEN_FILE": str(folder / "worker.token"),
+                "STRATA_WORKER_TLS_CA": str(folder / "ca.pem"),
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "eth0",
+            }
+        try:
+            yield head, hosts
+        finally:
+            print(coordinator.said()[-4000:])
+
+
+@WITH_NETWORKS
 def test_a_host_that_is_cut_off_is_left_behind_and_taken_back(tmp_path: Path) -> None:
     """With `strata gang run` on each host, TLS and tokens; the hosts share a file system and nothing else."""
     write_corpus(tmp_path / "corpus.jsonl", SAMPLES)
-    (tmp_path / "cut.nft").write_text(CUT, encoding="utf-8")
-    authority = certificate("authority")
-    tls_files(tmp_path, certificate("coordinator", authority, COORDINATOR))
-    (tmp_path / "ca.pem").write_bytes(authority.pem)
-    write_file(tmp_path / "token.secret", b"s" * 32, mode=0o600)
     gang = Log(tmp_path)
-    with network(COORDINATOR, FIRST, SECOND) as (head, *hosts):
-        head.environ["STRATA_COORDINATOR_TOKEN_SECRET_FILE"] = str(tmp_path / "token.secret")
-        token = head.run(f"strata coordinator token --job {JOB}", tmp_path)
-        write_file(tmp_path / "worker.token", token.encode(), mode=0o600)
-        serving = "--tls-certificate server.pem --tls-key server.key --database sqlite:coordinator.db"
-        coordinator = head.start(
-            f"strata coordinator --listen {COORDINATOR}:7070 {serving}", tmp_path, tmp_path / "coordinator.log"
-        )
-        coordinator.until_it_says(":7070")
+    with guarded_coordinator(tmp_path) as (_, hosts):
         gang.hold_at(EVERY + 2)
         program = f"{PROGRAM} --corpus corpus.jsonl --out {tmp_path} --epochs {EPOCHS} --checkpoint-every {EVERY}"
         running = []
         for number, host in enumerate(hosts):
-            host.environ |= {
-                "STRATA_WORKER_TOKEN_FILE": str(tmp_path / "worker.token"),
-                "STRATA_WORKER_TLS_CA": str(tmp_path / "ca.pem"),
-                "OMP_NUM_THREADS": "1",
-                "GLOO_SOCKET_IFNAME": "eth0",
-            }
-            command = (
-                f"strata gang run --nproc 2 --nnodes 1:2 --coordinator {COORDINATOR}:7070 --job {JOB} --data {number}"
-            )
+            command = f"strata gang run --nproc 2 --nnodes 1:2 --coordinator {ADDRESS} --job {JOB} --data {number}"
             running.append(host.start(f"{command} -- {program}", tmp_path, tmp_path / f"host-{number}.log"))
         try:
             both = gang.started(world_size=4)
@@ -249,10 +265,54 @@ def test_a_host_that_is_cut_off_is_left_behind_and_taken_back(tmp_path: Path) ->
 
             hosts[1].run("nft delete table inet cut", tmp_path)
             again = gang.started(world_size=4, after=alone)
+            gang.hold_at(2 * EVERY + 2)
+            gang.trained(again, 2 * EVERY + 2, world_size=4)
             gang.let_go()
             assert [each.end() for each in running] == [0, 0]
         finally:
-            for each in (coordinator, *running):
+            for each in running:
                 print(each.said()[-4000:])
     assert "lost the coordinator" in running[1].said()
     gang.is_right((both, alone, again))
+
+
+@WITH_NETWORKS
+def test_what_a_host_writes_after_it_was_left_behind_is_refused(tmp_path: Path) -> None:
+    program = f"{sys.executable} {Path(__file__).with_name('stale_worker.py')}"
+    with guarded_coordinator(tmp_path, STRATA_COORDINATOR_JOB_HEARTBEAT_INTERVAL_S="2") as (head, hosts):
+        running = [
+            host.start(f"{program} {role} {tmp_path} {ADDRESS}", tmp_path, tmp_path / f"{role}.log")
+            for host, role in zip(hosts, ("steady", "stale"), strict=True)
+        ]
+        try:
+            held = written(tmp_path / "held.json")
+            hosts[1].run("nft -f cut.nft", tmp_path)
+            (tmp_path / "cut").touch()
+            assert written(tmp_path / "committed.json") > held["generation"], "the other one goes on, in mid-epoch"
+            hosts[1].run("nft delete table inet cut", tmp_path)
+            (tmp_path / "return").touch()
+            refusals = written(tmp_path / "refusals.json")
+            assert [each.end() for each in running] == [0, 0]
+            head.environ |= {
+                "STRATA_GANG_TLS_CA": str(tmp_path / "ca.pem"),
+                "STRATA_GANG_TOKEN_FILE": str(tmp_path / "worker.token"),
+            }
+            job = json.loads(head.run(f"strata gang show {JOB} --address {ADDRESS} -o json", tmp_path))
+        finally:
+            for each in running:
+                print(each.said()[-4000:])
+    writes = ("heartbeat", "shard", "checkpoint")
+    assert refusals["evicted"] == {key: ["NOT_FOUND", "evicted"] for key in writes}
+    assert refusals["replaced"] == {key: ["FAILED_PRECONDITION", "stale-incarnation"] for key in writes}
+    over = ["FAILED_PRECONDITION", "stale-generation"]
+    assert refusals["old generation"] == {"heartbeat": ["OK", ""], "shard": over, "checkpoint": over}
+    assert refusals["rejected"] == [held["lease"]]
+    assert sorted(written(tmp_path / "model.json")) == [*range(20)], "nothing is missing, nothing doubled"
+    assert [each["finished_epochs"] for each in job["datasets"]] == [[0]]
+    parts = [part["uri"] for each in job["checkpoints"] for part in each["manifest"]["parts"]]
+    assert [Path(uri).name.partition("-")[0] for uri in parts] == ["part"] * len(parts), "none of them came late"
+
+
+def written(file: Path) -> Any:
+    eventually(file.exists, WITHIN_S / 3)
+    return json.loads(file.read_text("utf-8"))
