@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import psutil  # type: ignore[import-untyped]
+import pytest
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistNetworkError
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from strata.coord.core.facts import nodes_job
 from strata.coord.worker import join_async
-from strata.coord.worker.torch_rendezvous import StrataRendezvous
+from strata.coord.worker.torch_rendezvous import BACKOFF, StrataRendezvous
 from tests.shell.coord.running import in_process
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rendezvous sets variables for the workers that torchrun starts: other tests must not find them."""
+    for name in ("ADDRESS", "JOB", "IP", "TORCHRUN"):
+        monkeypatch.setenv(f"STRATA_WORKER_{name}", "")
+        monkeypatch.delenv(f"STRATA_WORKER_{name}")
 
 
 def handler(address: str, failure_file: Path) -> StrataRendezvous:
@@ -71,3 +81,18 @@ async def test_a_rendezvous_that_ends_torchrun_says_so_in_a_file_and_failed_work
                 finally:
                     node.shutdown()
     assert file.read_text("utf-8") == "DistNetworkError: reset by peer"
+
+
+async def test_workers_that_fail_again_and_again_are_started_after_longer_and_longer_delays(tmp_path: Path) -> None:
+    async with in_process() as running:
+        node = await asyncio.to_thread(handler, running.address, tmp_path / "failure")
+        rounds, waited_s = [], []
+        for _ in range(4):
+            began_s = time.monotonic()
+            await asyncio.to_thread(node.next_rendezvous)
+            waited_s.append(time.monotonic() - began_s)
+            rounds.append(node._round)
+        await asyncio.to_thread(node.shutdown)
+    assert rounds == sorted(set(rounds)), "each round is a generation of its own"
+    least_s = [BACKOFF.delay_s(failures, 0.0) for failures in (1, 2, 3)]
+    assert [waited >= least for waited, least in zip(waited_s[1:], least_s, strict=True)] == [True] * 3, waited_s
