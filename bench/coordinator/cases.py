@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from bench.coordinator import barriers, calls, placement
+from bench.coordinator import barriers, calls, placement, relays
 from bench.coordinator.processes import both, clients
 from bench.report import Report
 from strata.testing.postgres import PostgresServer
@@ -39,4 +39,5 @@ async def run(report: Report, *, quick: bool) -> None:
                 fewer = replace(call_turns, rounds=max(3, call_turns.rounds // 2))
                 bench = calls.Calls(report, load, ours, bare, fewer)
                 await bench.shards("shards.ack.postgres")
+        await relays.run(report, Path(folder), rounds=1 if quick else 3)
         await barriers.run(report, Path(folder), barrier_turns)

@@ -9,20 +9,28 @@ from __future__ import annotations
 import asyncio
 import gc
 import sys
+import tempfile
+from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
 from time import perf_counter
 from typing import Any, Final, assert_never
 
 import grpc
 import msgspec
+import psutil  # type: ignore[import-untyped]
 import uvloop
 
 from bench.coordinator.bare import TEACH
-from bench.coordinator.orders import Batches, Define, Heartbeats, Join, Meet, Offered, Order, Shards, Teach
+from bench.coordinator.orders import Batches, Define, Heartbeats, Hosts, Join, Meet, Offered, Order, Shards, Teach
 from bench.load_process import Figures
 from bench.percentiles import percentile
+from strata.base.clock import SystemClock
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.server.process import SERVICE
+from strata.coord.worker.relay import HeartbeatRelay, RelayLink
+from strata.coord.worker.settings import WorkerSettings
 
 DATASET: Final = "corpus"
 SHARD_SIZE: Final = 1_000
@@ -33,6 +41,7 @@ TIMEOUT_S: Final = 60.0
 _OPTIONS: Final = (("grpc.use_local_subchannel_pool", 1),)
 
 Call = Callable[[bytes], Awaitable[bytes]]
+Send = Callable[[int, pb.HeartbeatRequest], Awaitable[pb.HeartbeatResponse]]
 
 
 class Server:
@@ -67,6 +76,8 @@ class Load:
         match order:
             case Join():
                 return await self._join(order)
+            case Hosts():
+                return await self._hosts(order)
             case Define():
                 return await self._define(order)
             case Teach():
@@ -187,6 +198,41 @@ class Load:
         reached = len(took_ms) / (perf_counter() - began_s)
         return [percentile(took_ms, 50), percentile(took_ms, 99), reached]
 
+    async def _hosts(self, order: Hosts) -> list[float]:
+        """Measured from the third interval on, for four: then the workers of a host have the same rhythm."""
+        counts: Counter[str] = Counter()
+        async with AsyncExitStack() as stack:
+            send = await (_relayed(order, counts, stack) if order.relayed else self._direct(order, counts))
+
+            async def work(number: int) -> None:
+                message = _beat(order.job, number)
+                await asyncio.sleep(order.interval_s * number / order.workers)
+                while True:
+                    reply = await send(number, message)
+                    counts["heartbeats"] += 1
+                    await asyncio.sleep(reply.heartbeat_interval_ms / 1000)
+
+            async with asyncio.TaskGroup() as group:
+                working = [group.create_task(work(number)) for number in range(order.workers)]
+                await asyncio.sleep(2 * order.interval_s)
+                counts.clear()
+                cpu_s, began_s = _cpu_s(order.pid), perf_counter()
+                await asyncio.sleep(4 * order.interval_s)
+                took_s = perf_counter() - began_s
+                figures = [float(counts["heartbeats"]), float(counts["calls"]), (_cpu_s(order.pid) - cpu_s) * 1e3]
+                for task in working:
+                    task.cancel()
+        return [figure / took_s for figure in figures]
+
+    async def _direct(self, order: Hosts, counts: Counter[str]) -> Send:
+        calls = self._calls(order.address, "Heartbeat", order.workers)
+
+        async def send(number: int, message: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
+            counts["calls"] += 1
+            return pb.HeartbeatResponse.FromString(await calls[number](message.SerializeToString()))
+
+        return send
+
     async def _meet(self, order: Meet) -> list[float]:
         self._met += 1
         calls = self._calls(order.address, "Barrier", order.channels)
@@ -219,6 +265,40 @@ class Load:
         await asyncio.gather(enter(order.workers - 1), *waiting)
         took_ms = [(at_s - last_s) * 1e3 for at_s in released_s]
         return [percentile(took_ms, 50), percentile(took_ms, 99), max(took_ms)]
+
+
+class CountingRelay(HeartbeatRelay):
+    def __init__(self, address: str, path: Path, counts: Counter[str], phase_s: float) -> None:
+        super().__init__(WorkerSettings(address=address), path, SystemClock(), phase_s)
+        self._counts = counts
+
+    async def _forward(self, *batch: Any) -> None:
+        self._counts["calls"] += 1
+        await super()._forward(*batch)
+
+
+async def _relayed(order: Hosts, counts: Counter[str], stack: AsyncExitStack) -> Send:
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="relays-")))
+    clock, links = SystemClock(), []
+    for host in range(order.hosts):
+        phase_s = order.interval_s * host / order.hosts
+        await stack.enter_async_context(CountingRelay(order.address, folder / str(host), counts, phase_s))
+    for number in range(order.workers):
+        links.append(RelayLink(folder / str(number % order.hosts), clock))
+        stack.push_async_callback(links[-1].close)
+
+    async def send(number: int, message: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
+        reply = await links[number].heartbeat(message, (), order.interval_s)
+        if reply is None:
+            raise RuntimeError("the relay failed")
+        return reply
+
+    return send
+
+
+def _cpu_s(pid: int) -> float:
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
 
 
 class Reader:

@@ -74,4 +74,20 @@ class Meet(msgspec.Struct, frozen=True, tag=True):
     channels: int
 
 
-Order = Join | Define | Teach | Heartbeats | Batches | Shards | Offered | Meet
+class Hosts(msgspec.Struct, frozen=True, tag=True):
+    """Each worker sends a heartbeat in every interval, through the relay of its host or directly.
+
+    Figures: heartbeats and calls a second that the coordinator gets, and the ms of processor time that they cost it.
+    """
+
+    address: str
+    job: str
+    hosts: int
+    workers: int
+    interval_s: float
+    pid: int
+    """Of the coordinator."""
+    relayed: bool
+
+
+Order = Hosts | Join | Define | Teach | Heartbeats | Batches | Shards | Offered | Meet

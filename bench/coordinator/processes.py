@@ -42,9 +42,10 @@ async def clients() -> AsyncIterator[Clients]:
 
 
 @asynccontextmanager
-async def ours(database: str) -> AsyncIterator[Process]:
-    """The coordinator in its production form. Nobody is lost in it for being silent while another case runs."""
-    settings = {"STRATA_COORDINATOR_JOB_HEARTBEAT_INTERVAL_S": "600", "STRATA_COORDINATOR_LOG_LEVEL": "error"}
+async def ours(database: str, interval_s: float = 600.0) -> AsyncIterator[Process]:
+    """The coordinator in its production form. By default nobody is lost for being silent while another case runs."""
+    interval = {"STRATA_COORDINATOR_JOB_HEARTBEAT_INTERVAL_S": str(interval_s)}
+    settings = {**interval, "STRATA_COORDINATOR_LOG_LEVEL": "error"}
     async with _listening((STRATA, "coordinator", "--database", database, "--listen"), settings) as server:
         yield server
 

@@ -17,6 +17,7 @@ import pytest
 from strata.base.clock import ManualClock, SystemClock
 from strata.base.errors import StrataError
 from strata.coord.core.facts import JobConfig
+from strata.coord.core.state import StepProgress
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
 from strata.coord.server.heartbeat import HeartbeatHandler
@@ -105,6 +106,22 @@ async def test_workers_that_joined_at_different_times_send_their_heartbeats_in_o
             shown = (await running.stub.GetJob(pb.GetJobRequest())).job
             steps = {each.worker_id: each.step for each in shown.workers}
             assert (steps["a"], traffic.single) == (7, [])
+
+
+async def test_hangs_and_stragglers_are_judged_by_the_same_progress_with_a_relay_and_without(path: Path) -> None:
+    async with in_process(QUICK) as running, relay_to(running, path), caller(path) as relayed:
+        await register(running.stub, "w")
+        judged = []
+        for number, stub in enumerate((running.stub, relayed)):
+            message = pb.HeartbeatRequest(
+                worker_id="w", status=pb.WORKER_STATUS_TRAINING, generation=1, step=7, step_time_ms=40 + number
+            )
+            began_s = running.service.clock.monotonic_s()
+            await stub.Heartbeat(message)
+            progress, at_s = running.service.state.soft_of("default").stragglers.progress["w"]
+            assert began_s <= at_s <= running.service.clock.monotonic_s()
+            judged.append(progress)
+    assert judged == [StepProgress(7, 0.04, busy=False, generation=1), StepProgress(7, 0.041, busy=False, generation=1)]
 
 
 async def test_a_worker_whose_relay_ends_or_is_frozen_sends_its_heartbeats_itself(traffic: Traffic, path: Path) -> None:
