@@ -99,7 +99,7 @@ COMMANDS: Final[Mapping[str, CommandEntry]] = {
         "strata.cli.weights:weights", "Export checkpoints of a training server, or import a LoRA adapter."
     ),
     "why": CommandEntry("strata.cli.fleet.why:why", "Explain why JOB is not running, and what would help."),
-    "workers": CommandEntry("strata.cli.fleet.jobs:workers", "List hosts with their state and hardware."),
+    "workers": CommandEntry("strata.cli.fleet.hosts:workers", "List hosts with their state and hardware, or show one."),
 }
 ALIASES: Final[Mapping[str, str]] = {"hosts": "workers", "jobs": "list"}
 

@@ -22,9 +22,9 @@ from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.base.notify import Broadcast
 from strata.fleet.claims import ClaimQueue
-from strata.fleet.core.amounts import more_memory
+from strata.fleet.core.amounts import Capacity, more_memory
 from strata.fleet.core.fair_share import OwnerShares
-from strata.fleet.core.job import Cause, JobStatus
+from strata.fleet.core.job import HELD, Cause, JobStatus
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.lease import ASLEEP, LEASE_S, may_expire_leases, quarantine
 from strata.fleet.core.manifest import JobManifest
@@ -35,10 +35,12 @@ from strata.fleet.core.samples import HostSample, SamplePoint, finest
 from strata.fleet.core.why import UnmetDependency, Why, WhyQuery, why
 from strata.fleet.ports import (
     AttemptKey,
+    AttemptRow,
     Claim,
     HostRow,
     JobCompletion,
     JobFailure,
+    JobFilter,
     JobLease,
     JobRow,
     Renewal,
@@ -277,6 +279,22 @@ class Fleet:
     async def hosts(self) -> Sequence[HostRow]:
         await self.flush_heartbeats()
         return await self.store.hosts()
+
+    async def capacity(self, host_id: str) -> Capacity:
+        """What the host has for jobs, by its capability and its policy. NOT_FOUND if it never registered."""
+        await self._roster.refresh(self.now_s())
+        for host in self._roster.hosts():
+            if host.id == host_id:
+                return self._roster.profile(host).capacity
+        raise StrataError(Code.NOT_FOUND, f"there is no host {host_id!r}")
+
+    async def held_attempts(self, host_id: str) -> Sequence[tuple[JobRow, AttemptRow]]:
+        """The jobs that the host has, with their attempts there."""
+        held = []
+        for job in await self.store.jobs(JobFilter(host_id=host_id, status=tuple(HELD), limit=1000)):
+            attempts = [each for each in await self.store.attempts(job.id) if each.epoch == job.epoch]
+            held += [(job, attempt) for attempt in attempts]
+        return held
 
     async def why(self, job_id: str) -> Why:
         row = await self.store.job(job_id)

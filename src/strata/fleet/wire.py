@@ -514,6 +514,33 @@ class Host(HubReply, frozen=True, kw_only=True):
     """What it did when its agent told this hub last; by name as in `/v1/host/{id}/samples`."""
 
 
+class HostAmounts(HubReply, frozen=True, kw_only=True):
+    cores: int
+    ram_gib: float
+    slots: int | None = None
+    """None: as many jobs as fit by their amounts."""
+    cards: dict[str, float] = {}
+    """The VRAM of each in GiB, by its UUID or its number."""
+
+
+class HostJob(HubReply, frozen=True, kw_only=True):
+    job_id: str
+    label: str
+    owner: str
+    status: JobStatus
+    epoch: int
+    claimed_at_s: float
+    taken: Taken
+    """What it has of the host."""
+
+
+class HostRoom(HubReply, frozen=True, kw_only=True):
+    capacity: HostAmounts
+    """What the host has for jobs, by what its agent detects and by its policy."""
+    free: HostAmounts
+    jobs: tuple[HostJob, ...]
+
+
 class HostsReply(HubReply, frozen=True, kw_only=True):
     hosts: tuple[Host, ...]
 

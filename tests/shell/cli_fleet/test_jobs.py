@@ -8,6 +8,10 @@ import pytest
 
 from strata.cli.exit_codes import ExitCode
 from strata.fleet import wire
+from strata.fleet.core.capability import Capability, Gpu
+from strata.fleet.core.jobspec import JobSpec, TrainerSpec
+from strata.fleet.core.requirement import Needs
+from strata.fleet.core.samples import CardSample, HostSample
 from tests.shell.cli_fleet.driving import HostByHand, Person
 from tests.shell.fleet_agent.running import HubProcess
 
@@ -93,6 +97,36 @@ def test_a_host_is_paused_drained_and_resumed_by_name(person: Person, host: Host
         assert person.says(verb, host.name, "-o", "json").value[0]["state"] == state
         assert person.says("hosts", "-o", "json").value[0]["state"] == state
     assert person.says("drain", "there").status == ExitCode.NOT_FOUND
+
+
+def test_a_host_is_shown_with_what_runs_there_and_what_is_free(
+    person: Person, hub: HubProcess, host: HostByHand
+) -> None:
+    cards = tuple(Gpu(name="RTX 4090", vram_bytes=24 << 30, uuid=f"GPU-{letter}") for letter in "ab")
+    lacks = ("no namespaces: bubblewrap is not installed",)
+    host.hub.register(
+        Capability(hostname="here", cores=8, ram_bytes=32 << 30, gpus=cards, sandbox="user", sandbox_lacks=lacks)
+    )
+    free = person.says("hosts", "show", "here", "-o", "json").value
+    assert (free["free"], free["held"]) == (free["capacity"], [])
+    trainer = TrainerSpec(name="t", command=("true",), directory="/usr/share")
+    needs = Needs(min_cores=2, min_ram_gib=4.0, min_gpus=1)
+    job = hub.submit_with(trainer, JobSpec(model="tree", trainer="t", needs=needs))
+    held = host.claim().taken.cards
+    usage = CardSample(card=held[0], use=0.5, vram_used_gib=3.0, temperature_c=61, power_w=212)
+    sample = HostSample(cpu_use=0.25, disk_free_gib=100.0, environments_gib=1.5, cards=(usage,))
+    host.hub.renew((), sample)
+    shown = person.says("hosts", "show", "here").out
+    assert "capacity  8 cores, 32 GiB of memory, 2 cards (48 GiB)" in shown
+    assert "free      6 cores, 28 GiB of memory, 1 card (24 GiB)" in shown
+    assert f"sandbox   user\n          {lacks[0]}" in shown
+    assert "use       processors 25%, 100.0 GiB of disk free" in shown
+    assert "caches    environments 1.5 GiB" in shown
+    assert "RTX 4090, 0 GiB free, 50% busy, 3.0 GiB used, 61 °C, 212 W" in shown
+    assert "2 cores, 4 GiB, 1 of 1 card" in shown
+    (row,) = person.says("hosts", "show", "here", "-o", "json").value["held"]
+    assert (row["job_id"], row["owner"], row["taken"]["cores"]) == (job, "operator", 2)
+    assert person.says("hosts", "show", "there").status == ExitCode.NOT_FOUND
 
 
 def test_a_key_works_until_it_is_revoked(person: Person, hub: HubProcess, monkeypatch: pytest.MonkeyPatch) -> None:

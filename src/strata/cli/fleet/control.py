@@ -8,7 +8,8 @@ import click
 
 from strata.base.errors import Code, StrataError
 from strata.cli.fleet.client import all_hosts, find_job, host_path, hub_client, hub_option, print_rows, short_id
-from strata.cli.fleet.jobs import host_row, job_row
+from strata.cli.fleet.hosts import host_row
+from strata.cli.fleet.jobs import job_row
 from strata.cli.output import Column, Format, output_option, print_error
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""`strata status`, `list`, `show`, `workers`: jobs, their attempts and failures, and the hosts."""
+"""`strata status`, `list`, `show`: jobs, their attempts and failures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from strata.cli.fleet.client import (
     all_jobs,
     error_line,
     find_job,
-    format_bytes,
     format_count,
     format_duration,
     hub_client,
@@ -357,79 +356,3 @@ def _show_attempt(attempt: wire.JobAttempt, hosts: Mapping[str, str], now_s: flo
     write(f"attempt {attempt.attempt} on {host}: {outcome}{cause} after {took}")
     for line in attempt.error.rstrip().splitlines():
         write(f"  {printable(line)}")
-
-
-_HOSTS: Final = (
-    Column("host", cut=20),
-    Column("state"),
-    Column("seen", number=True),
-    Column("cores", number=True),
-    Column("ram", number=True),
-    Column("gpu", cut=22),
-    Column("jobs", number=True),
-    Column("cpu_use", wide=True, number=True),
-    Column("gpu_use", wide=True, number=True),
-    Column("torch", wide=True),
-    Column("cuda", wide=True),
-    Column("python", wide=True),
-    Column("agent", wide=True),
-    Column("sandbox", wide=True),
-    Column("pool", wide=True),
-    Column("reason", wide=True),
-    Column("id", wide=True),
-)
-
-
-@click.command()
-@hub_option
-@output_option
-def workers(context: str | None, output: Format) -> None:
-    """List hosts with their state and hardware."""
-    with hub_client(context) as client:
-        from strata.fleet import wire
-        from strata.fleet.core.job import HELD
-
-        hosts = all_hosts(client)
-        held: dict[str, int] = {}
-        for job in all_jobs(client, wire.JobsQuery(status=tuple(HELD))):
-            held[job.host_id] = held.get(job.host_id, 0) + 1
-    print_rows(output, _HOSTS, ((host_row(host, held.get(host.id, 0)), _host_shown(host)) for host in hosts))
-
-
-def host_row(host: wire.Host, jobs: int) -> dict[str, Any]:
-    """A host as a JSON row."""
-    has = host.capability
-    uses = [value for name, value in host.sample.items() if name.endswith("/use")]
-    return {
-        "id": host.id,
-        "host": host.name,
-        "state": host.state,
-        "presence": host.presence,
-        "reason": host.state_reason or None,
-        "seen_ago_s": round(host.seen_ago_s, 1),
-        "jobs": jobs,
-        "cpu_use": host.sample.get("cpu_use"),
-        "gpu_use": sum(uses) / len(uses) if uses else None,
-        "cores": has.cores,
-        "ram_bytes": has.ram_bytes,
-        "gpus": [{"name": gpu.name, "vram_bytes": gpu.vram_bytes} for gpu in has.gpus],
-        "cuda": has.cuda or None,
-        "torch": has.torch or None,
-        "python": has.python or None,
-        "agent": host.agent_version or None,
-        "sandbox": has.sandbox,
-        "pool": host.pool or None,
-        "labels": has.labels | host.labels,
-    }
-
-
-def _host_shown(host: wire.Host) -> dict[str, Any]:
-    gpus, row = host.capability.gpus, host_row(host, 0)
-    cards = f"{len(gpus)}x " if len(gpus) > 1 else ""
-    return {
-        "state": host.presence if host.state == "active" else host.state,
-        "seen": format_duration(host.seen_ago_s),
-        "ram": format_bytes(host.capability.ram_bytes),
-        "gpu": f"{cards}{gpus[0].name}" if gpus else None,
-        **{name: f"{row[name]:.0%}" for name in ("cpu_use", "gpu_use") if row[name] is not None},
-    }

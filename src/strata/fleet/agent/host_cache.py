@@ -76,6 +76,11 @@ class HostCache:
         """None unless the entry is complete."""
         return read_json(self.folder / name / "ready.json", CacheEntry)
 
+    def size_bytes(self) -> int:
+        """Of the entries that are complete."""
+        folders = self.folder.iterdir() if self.folder.is_dir() else ()
+        return sum(entry.size_bytes for each in folders if (entry := self.read(each.name)) is not None)
+
     def evict(self, now_s: float) -> None:
         """Remove entries that were not used for long, and the least recently used ones of too many bytes."""
         folders = [] if not self.folder.is_dir() else [each for each in self.folder.iterdir() if each.is_dir()]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import shutil
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Final
+
+import msgspec
 
 from strata.base import log
 from strata.base.clock import Clock
@@ -18,7 +21,7 @@ from strata.base.loop import every
 from strata.fleet import wire
 from strata.fleet.agent import identity, preemption
 from strata.fleet.agent.attempt import Attempt
-from strata.fleet.agent.prepare import HostContext, prune_work_folder
+from strata.fleet.agent.prepare import GIB, HostContext, prune_work_folder
 from strata.fleet.agent.probe import ProbeResult, probe_host, sample_host
 from strata.fleet.agent.retry import BACKOFF, TRANSIENT, ThreadPools, retry, run_in, wait_or_timeout
 from strata.fleet.agent.selftest import check_disk_space
@@ -245,8 +248,16 @@ class Agent:
 
     async def _sample_once(self) -> None:
         """The next heartbeat carries it; a driver that hangs holds up no heartbeat."""
-        with_cards = bool(self._capability.gpus)
-        self._sample = await run_in(self._pools.work, sample_host, self._host.environ, with_cards)
+        self._sample = await run_in(self._pools.work, self._take_sample)
+
+    def _take_sample(self) -> HostSample:
+        host = self._host
+        return msgspec.structs.replace(
+            sample_host(host.environ, with_cards=bool(self._capability.gpus)),
+            disk_free_gib=shutil.disk_usage(host.settings.work_folder).free / GIB,
+            environments_gib=host.environments.entries.size_bytes() / GIB,
+            data_gib=host.data.size_bytes() / GIB,
+        )
 
     # Maintenance
 
@@ -293,7 +304,8 @@ class Agent:
                 attempt.stop(StopOrder(cause=Cause.PREEMPTED, reason=local_use), self._settings.grace_s)
 
     def probe(self) -> ProbeResult:
-        return probe_host(self._host.environ, self._settings, self._host.sandbox.level)
+        sandbox = self._host.sandbox
+        return probe_host(self._host.environ, self._settings, sandbox.level, sandbox.lacks)
 
     # Draining
 

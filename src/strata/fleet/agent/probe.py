@@ -65,8 +65,10 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
     """Why CUDA is not offered although there are cards."""
 
 
-def probe_host(environ: Mapping[str, str], settings: AgentSettings, sandbox: SandboxLevel = "none") -> ProbeResult:
-    """`environ` is the environment of jobs. Takes seconds where there are GPUs and torch."""
+def probe_host(
+    environ: Mapping[str, str], settings: AgentSettings, sandbox: SandboxLevel = "none", lacks: Sequence[str] = ()
+) -> ProbeResult:
+    """`environ` is the environment of jobs, `lacks` what its sandbox cannot do. Takes seconds with GPUs and torch."""
     inventory = gpu.query_gpus(environ)
     python = query_interpreter(settings.interpreter or sys.executable, environ, with_cuda=bool(inventory.gpus))
     unproven = _unproven(inventory.gpus, python)
@@ -82,6 +84,7 @@ def probe_host(environ: Mapping[str, str], settings: AgentSettings, sandbox: San
         python=python.python[:256],
         git_commit=commit_of(settings.source, environ) if settings.source is not None else "",
         sandbox=sandbox,
+        sandbox_lacks=tuple(lack[:256] for lack in lacks[:16]),
         labels=settings.labels,
         slots=settings.slots,
         utc_offset_min=utc_offset_min(),

@@ -67,6 +67,18 @@ class HostSandbox:
         network = f"network {self.settings.network}"
         return "; ".join((words[self.level], *limits, network, *self.missing))
 
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        """What the host cannot do, in words, also of what a weaker means does instead."""
+        if self.settings.mode == "off":
+            return self.missing
+        weaker = [
+            f"no control group limits {name}: {self._limited_by(name) if self._is_limited(name) else 'nothing'} does"
+            for name in ("memory", "processes")
+            if name not in self.parents.limits
+        ]
+        return (*self.missing, *weaker)
+
     def confine(
         self,
         spec: SupervisorSpec,

@@ -89,7 +89,7 @@ def check_host(settings: AgentSettings, client: HubClient | None, sandbox: HostS
 def probe_capability(
     settings: AgentSettings, allowed: Mapping[str, str], sandbox: HostSandbox = UNCONFINED
 ) -> ProbeResult:
-    return probe_host(allowed, settings, sandbox.level)
+    return probe_host(allowed, settings, sandbox.level, sandbox.lacks)
 
 
 async def _run(host: HostContext, probed: ProbeResult) -> None:

@@ -150,6 +150,14 @@ class Room:
         """Whether no job whatever fits."""
         return self._whole or (self._cores < 1 if self._slots is None else self._slots < 1)
 
+    @property
+    def left(self) -> Capacity:
+        """What is free: of the cards those that are not given away, each with the VRAM that is left."""
+        if self._whole:
+            return Capacity(cores=0, slots=None if self._slots is None else 0)
+        cards = tuple(Card(id_, vram_gib) for id_, (share, vram_gib) in self._cards.items() if share > _TOLERANCE)
+        return Capacity(cards, max(0, self._cores), max(0.0, self._ram_gib), self._slots)
+
     def fits(self, amounts: Amounts) -> bool:
         if self._whole:
             return False

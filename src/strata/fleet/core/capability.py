@@ -54,6 +54,8 @@ class Capability(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     git_commit: Text = ""
     sandbox: SandboxLevel = "none"
     """What confines the jobs of this host."""
+    sandbox_lacks: Annotated[tuple[Text, ...], msgspec.Meta(max_length=16)] = ()
+    """What the host cannot do to confine them, and why."""
     labels: dict[Label, LabelValue] = {}
     """Of the agent's own settings."""
     slots: Slots | None = None

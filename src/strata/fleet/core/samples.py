@@ -29,16 +29,22 @@ class HostSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cpu_use: Amount | None = None
     """Processes that run or wait for a core, for each core."""
     ram_used_gib: Amount | None = None
+    disk_free_gib: Amount | None = None
+    """Below the agent's work folder."""
+    environments_gib: Amount | None = None
+    """Of its caches: environments, and data of jobs."""
+    data_gib: Amount | None = None
     cards: Annotated[tuple[CardSample, ...], msgspec.Meta(max_length=256)] = ()
 
     def values(self) -> dict[str, float]:
         """Each value under its name; those of a card as `CARD/name`."""
-        named = [("cpu_use", self.cpu_use), ("ram_used_gib", self.ram_used_gib)]
+        named = [(name, getattr(self, name)) for name in _HOST_VALUES]
         for card in self.cards:
             named += [(f"{card.card}/{name}", getattr(card, name)) for name in _CARD_VALUES]
         return {name: value for name, value in named if value is not None}
 
 
+_HOST_VALUES: Final = ("cpu_use", "ram_used_gib", "disk_free_gib", "environments_gib", "data_gib")
 _CARD_VALUES: Final = ("use", "vram_used_gib", "temperature_c", "power_w")
 
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
+from strata.fleet.core.amounts import Capacity, Room
 from strata.fleet.core.lease import SUSPECT_S
 from strata.fleet.http.context import HubCall, HubContext, calling_host, resolve_host
 from strata.fleet.ports import HostRow
@@ -31,6 +32,27 @@ async def samples(call: HubCall, query: wire.SamplesQuery) -> wire.SamplesReply:
     step_s, points = await call.context.fleet.samples(row.id, query.span_s, query.points)
     shown = tuple(wire.SampledPoint(at_s=point.at_s, values=dict(point.values)) for point in points)
     return wire.SamplesReply(step_s=step_s, points=shown)
+
+
+async def room(call: HubCall) -> wire.HostRoom:
+    """What a host has for jobs, which jobs it has, and what is free beside them."""
+    fleet = call.context.fleet
+    row = await resolve_host(call)
+    capacity, held = await fleet.capacity(row.id), await fleet.held_attempts(row.id)
+    free = Room(capacity, [attempt.taken for _, attempt in held]).left
+    jobs = tuple(
+        wire.HostJob(
+            job_id=job.id,
+            label=job.spec.label,
+            owner=job.owner,
+            status=job.status,
+            epoch=attempt.epoch,
+            claimed_at_s=attempt.claimed_at_s,
+            taken=attempt.taken,
+        )
+        for job, attempt in held
+    )
+    return wire.HostRoom(capacity=_amounts(capacity), free=_amounts(free), jobs=jobs)
 
 
 async def drain(call: HubCall, body: wire.HostStateRequest) -> wire.Host:
@@ -80,6 +102,11 @@ async def _resolve_enrolled_host(context: HubContext, call: HubCall) -> str:
     if not matches:
         raise StrataError(Code.NOT_FOUND, f"there is no host {text[:100]!r}")
     return matches[0]
+
+
+def _amounts(capacity: Capacity) -> wire.HostAmounts:
+    cards = {card.id: card.vram_gib for card in capacity.cards}
+    return wire.HostAmounts(cores=capacity.cores, ram_gib=capacity.ram_gib, slots=capacity.slots, cards=cards)
 
 
 def _host_reply(context: HubContext, row: HostRow) -> wire.Host:

@@ -123,6 +123,7 @@ _ROUTES: Final = (
     Route("POST", "/v1/hosts/local", OPERATOR, identities.add_local),
     Route("GET", "/v1/host/{id}", VIEWER, hosts.show),
     Route("GET", "/v1/host/{id}/samples", VIEWER, hosts.samples),
+    Route("GET", "/v1/host/{id}/room", VIEWER, hosts.room),
     Route("POST", "/v1/host/{id}/drain", OPERATOR, hosts.drain),
     Route("POST", "/v1/host/{id}/pause", OPERATOR, hosts.pause),
     Route("POST", "/v1/host/{id}/resume", OPERATOR, hosts.resume),
