@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from math import ceil
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -56,3 +57,17 @@ def spread_s(values: Sequence[float]) -> str:
         return "none"
     middle, worst = percentile(values, 0.5), percentile(values, 0.99)
     return f"{middle:.2f} / {worst:.2f} / {max(values):.2f} s (n={len(values)})"
+
+
+async def while_running(tasks: Sequence[asyncio.Task[Any]], work: Coroutine[None, None, None]) -> None:
+    """Do the work. One of the tasks, which should outlast it, ends before it: that ends the campaign."""
+    doing = asyncio.create_task(work)
+    try:
+        await asyncio.wait([doing, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            for task in tasks:
+                if task.done():
+                    task.result()
+        await doing
+    finally:
+        doing.cancel()

@@ -59,16 +59,28 @@ def gather_evidence(operator: Operator, found: wire.JobReply) -> JobEvidence:
 
 
 def find_problems(evidence: JobEvidence, plan: Plan, allowed_causes: AllowedCauses) -> list[str]:
+    """Those of a job of the counting trainer."""
     found = [
-        *_check_completed_once(evidence),
-        *_check_attempt_order(evidence),
-        *_check_causes(evidence, allowed_causes),
         *_check_resume_points(evidence),
         *_check_logs(evidence, plan),
         *_check_metrics(evidence, plan),
         *_check_result(evidence, plan),
     ]
-    return [f"{evidence.job.id[:14]} (seed {evidence.job.spec.seed}): {problem}" for problem in found]
+    return [*find_lifecycle_problems(evidence, allowed_causes), *_named(evidence, found)]
+
+
+def find_lifecycle_problems(evidence: JobEvidence, allowed_causes: AllowedCauses) -> list[str]:
+    """Those of a job of any trainer: completed once, each attempt claimed and started once and ended for a cause."""
+    found = [*_check_completed_once(evidence), *find_attempt_problems(evidence, allowed_causes)]
+    return _named(evidence, found)
+
+
+def find_attempt_problems(evidence: JobEvidence, allowed_causes: AllowedCauses) -> list[str]:
+    return [*_check_attempt_order(evidence), *_check_causes(evidence, allowed_causes)]
+
+
+def _named(evidence: JobEvidence, problems: list[str]) -> list[str]:
+    return [f"{evidence.job.id[:14]} (seed {evidence.job.spec.seed}): {problem}" for problem in problems]
 
 
 def _check_completed_once(evidence: JobEvidence) -> list[str]:

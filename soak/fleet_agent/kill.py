@@ -20,7 +20,8 @@ from typing import Final
 from soak.fleet_agent import expected_state
 from soak.fleet_agent.fleet import Fleet, Plan
 from soak.fleet_agent.outcome import LEASE_S, KillOutcome
-from soak.fleet_agent.processes import AgentProcess, Child, failpoints, wait_until
+from soak.fleet_agent.process_kills import EARLY, WAITS_S, ProcessKiller
+from soak.fleet_agent.processes import AgentProcess, failpoints, wait_until
 from soak.hub_process import ArmedFailpoint
 from soak.trials import CampaignRequest, CampaignResult, OnProgress, seeded_random
 from strata.fleet.core.job import TERMINAL, Cause, JobStatus
@@ -30,11 +31,8 @@ AWAY: Final = 0.35
 """The part of a lease for which a killed agent stays away, in some trials."""
 HUB_AWAY: Final = 1.2
 """The same for the hub: all leases are too old when it starts."""
-EARLY: Final = 0.7
-"""A lease is renewed four times in its term, so it may expire after this part of it since the death of its host."""
 FIRES_S: Final = 12.0
 """A failpoint that was not reached by then is replaced by a kill from outside."""
-WAITS_S: Final = 60.0
 FEED_S: Final = 0.3
 KINDS: Final = (
     *("failpoint", "child", "agent", "hub failpoint", "failpoint", "host", "failpoint", "supervisor"),
@@ -56,23 +54,23 @@ class KillCampaign:
         self._open: set[str] = set()
         self._cancelled: set[str] = set()
         self._seed = first * 1000
-        self._allowed_causes: dict[tuple[str, int], set[Cause]] = {}
         agents, hubs = failpoints("fleet/agent"), failpoints("fleet", "database")
         hubs = [name for name in hubs if name.startswith(_HUB) and not name.endswith(_NOT_ON_THE_WAY)]
         self._agent_names = islice(cycle(agents), first % len(agents), None)
         self._hub_names = islice(cycle(hubs), first % len(hubs), None)
         self.outcome = KillOutcome()
+        self._kills = kills = ProcessKiller(fleet, self.outcome)
         self._trials: dict[str, Callable[[random.Random], Awaitable[None]]] = {
-            "agent": self._kill_agent,
-            "away": lambda dice: self._kill_agent(dice, LEASE_S * AWAY),
+            "agent": kills.kill_agent,
+            "away": lambda dice: kills.kill_agent(dice, LEASE_S * AWAY),
             "failpoint": self._kill_agent_at_a_failpoint,
-            "child": lambda dice: self._kill_child(dice, "child"),
-            "supervisor": lambda dice: self._kill_child(dice, "supervisor"),
+            "child": lambda dice: kills.kill_child(dice, "child"),
+            "supervisor": lambda dice: kills.kill_child(dice, "supervisor"),
             "host": self._kill_host,
-            "hub": self._kill_hub,
-            "hub away": lambda dice: self._kill_hub(dice, LEASE_S * HUB_AWAY),
+            "hub": kills.kill_hub,
+            "hub away": lambda dice: kills.kill_hub(dice, LEASE_S * HUB_AWAY),
             "hub failpoint": self._kill_hub_at_a_failpoint,
-            "both": self._kill_both,
+            "both": kills.kill_agent_and_hub,
         }
 
     async def run(self, on_progress: Callable[[KillOutcome], None]) -> KillOutcome:
@@ -123,15 +121,8 @@ class KillCampaign:
             for _ in range(waiting):
                 self._seed += 1
                 self._open.add(await fleet.call(lambda: self._operator.submit(self._seed)))
-            await self._resume_quarantined()
+            await self._kills.resume_quarantined()
             await asyncio.sleep(FEED_S)
-
-    async def _resume_quarantined(self) -> None:
-        """Resume hosts on which supervisors of several jobs were killed: the hub takes such a host for a broken one."""
-        hosts = await self._fleet.call(self._operator.hosts)
-        for host in self._fleet.hosts:
-            if hosts[host.host_id].state == "quarantined":
-                await self._fleet.call(lambda host=host: self._operator.order(host, "resume"))  # type: ignore[misc]
 
     async def _check_ended_jobs(self) -> None:
         """Compare the jobs that have ended with their expected state."""
@@ -144,7 +135,7 @@ class KillCampaign:
                 continue
             seen = await self._fleet.call(lambda found=found: expected_state.gather_evidence(self._operator, found))  # type: ignore[misc]
             outcome = self.outcome
-            outcome.problems += expected_state.find_problems(seen, self._fleet.plan, self._allowed_causes)
+            outcome.problems += expected_state.find_problems(seen, self._fleet.plan, self._kills.allowed_causes)
             outcome.jobs += 1
             outcome.attempts += len(seen.attempts)
             outcome.log_bytes += sum(map(len, seen.logs.values()))
@@ -160,43 +151,10 @@ class KillCampaign:
 
     # Victims
 
-    async def _busy_host(self, dice: random.Random) -> tuple[AgentProcess, Child]:
-        """A host whose child runs, at a random moment of it."""
-
-        def running() -> list[tuple[AgentProcess, Child]]:
-            return [(host, child) for host in self._fleet.hosts for child in host.children()]
-
-        await wait_until(running, WAITS_S, "a child runs")
-        await asyncio.sleep(dice.uniform(0.0, 1.5))
-        return dice.choice(await wait_until(running, WAITS_S, "a child runs"))
-
-    async def _kill_agent(self, dice: random.Random, away_s: float = 0.0) -> None:
-        host, _ = await self._busy_host(dice)
-        killed_s = await host.kill()
-        self.outcome.killed("agents")
-        held = await self._fleet.held_attempts(host)
-        await asyncio.sleep(away_s)
-        await host.start()
-        await self._expect_back(host, killed_s, held)
-
-    async def _expect_back(self, host: AgentProcess, silent_s: float, held: set[tuple[str, int]]) -> None:
-        """A host that was away for less than its lease loses nothing; after longer it may."""
-        away_s = await self._fleet.wait_seen(host, time.time()) - silent_s
-        self.outcome.back_s.append(away_s)
-        if away_s < LEASE_S * EARLY:
-            self.outcome.kept += len(held)
-        else:
-            self.outcome.slow += 1
-            self._allow(held, Cause.HOST_LOST)
-
-    def _allow(self, attempts: set[tuple[str, int]], *causes: Cause) -> None:
-        for attempt in attempts:
-            self._allowed_causes.setdefault(attempt, set()).update(causes)
-
     async def _kill_agent_at_a_failpoint(self, dice: random.Random) -> None:
         """Kill from outside first, so that the agent that dies at the failpoint has attempts to resume."""
         name = next(self._agent_names)
-        host, _ = await self._busy_host(dice)
+        host, _ = await self._kills.busy_host(dice)
         silent_s = await host.kill()
         self.outcome.killed("agents")
         held = await self._fleet.held_attempts(host)
@@ -214,7 +172,7 @@ class KillCampaign:
             silent_s = time.time()
         held |= await self._fleet.held_attempts(host)
         await host.start()
-        await self._expect_back(host, silent_s, held)
+        await self._kills.expect_back(host, silent_s, held)
 
     async def _provoke_failure(self, host: AgentProcess, name: str) -> None:
         """Make a job of this host fail, or cancel it."""
@@ -223,7 +181,7 @@ class KillCampaign:
             return
         child = seen[0]
         if name.startswith(_FAILS):
-            self._allow({(child.job_id, child.epoch)}, Cause.OOM)
+            self._kills.allow({(child.job_id, child.epoch)}, Cause.OOM)
             with suppress(ProcessLookupError):
                 os.kill(child.pid, signal.SIGKILL)
             self.outcome.killed("children")
@@ -231,31 +189,13 @@ class KillCampaign:
             self._cancelled.add(child.job_id)
             await self._fleet.call(lambda: self._operator.cancel(child.job_id))
 
-    async def _kill_child(self, dice: random.Random, what: str) -> None:
-        _, child = await self._busy_host(dice)
-        cause, pid = (Cause.OOM, child.pid) if what == "child" else (Cause.INFRA, child.supervisor)
-        self._allow({(child.job_id, child.epoch)}, cause)
-        killed_s = time.time()
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        self.outcome.killed("children" if what == "child" else "supervisors")
-
-        def ended() -> object:
-            found = self._operator.attempt(child.job_id, child.epoch)
-            return found if found.ended_at_s is not None else None
-
-        await wait_until(ended, WAITS_S, f"the hub hears of a dead {what}")
-        attempt = await self._fleet.call(lambda: self._operator.attempt(child.job_id, child.epoch))
-        if attempt.cause is cause and attempt.ended_at_s is not None:
-            self.outcome.crash_s.append(attempt.ended_at_s - killed_s)
-
     async def _kill_host(self, dice: random.Random) -> None:
         """Kill agent, supervisors and children. The host returns when others have its jobs, and is then rejected."""
-        host, _ = await self._busy_host(dice)
+        host, _ = await self._kills.busy_host(dice)
         killed_s = await host.kill_host()
         self.outcome.killed("hosts")
         held = await self._fleet.held_attempts(host)
-        self._allow(held, Cause.HOST_LOST)
+        self._kills.allow(held, Cause.HOST_LOST)
         for job_id, epoch in sorted(held):
 
             def taken(job_id: str = job_id, epoch: int = epoch) -> bool:
@@ -276,21 +216,9 @@ class KillCampaign:
                 if after_s < LEASE_S * EARLY:
                     self.outcome.problems.append(f"{job_id}: a lease of {LEASE_S:g} s ran out after {after_s:.1f} s")
 
-    async def _kill_hub(self, dice: random.Random, away_s: float = 0.0) -> None:
-        """However long the hub was away, the hosts keep their leases."""
-        await self._busy_host(dice)
-        await self._fleet.hub.kill()
-        self.outcome.killed("hubs")
-        await asyncio.sleep(away_s)
-        await self._start_hub()
-
-    async def _start_hub(self) -> None:
-        await self._fleet.hub.start()
-        await self._fleet.hub.ready()
-
     async def _kill_hub_at_a_failpoint(self, dice: random.Random) -> None:
         name, hub = next(self._hub_names), self._fleet.hub
-        await self._busy_host(dice)
+        await self._kills.busy_host(dice)
         await hub.kill()
         self.outcome.killed("hubs")
         await hub.start(_arm(name, dice))
@@ -299,16 +227,7 @@ class KillCampaign:
         else:
             await hub.kill()
             self.outcome.killed("hubs")
-        await self._start_hub()
-
-    async def _kill_both(self, dice: random.Random) -> None:
-        host, _ = await self._busy_host(dice)
-        killed_s = await host.kill()
-        self.outcome.killed("agents")
-        await self._fleet.hub.kill()
-        self.outcome.killed("hubs")
-        await asyncio.gather(self._start_hub(), host.start())
-        await self._expect_back(host, killed_s, await self._fleet.held_attempts(host))
+        await self._kills.start_hub()
 
 
 def _arm(name: str, dice: random.Random) -> ArmedFailpoint:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -34,8 +35,12 @@ class KillOutcome:
     dropped: int = 0
     """Reports of attempts that another host had finished: rejected by the hub."""
 
+    killed_s: float = 0.0
+    """The last kill, by the monotonic clock."""
+
     def killed(self, what: str, moment: str = "") -> None:
         self.kills += 1
+        self.killed_s = time.monotonic()
         self.victims[what] = self.victims.get(what, 0) + 1
         if moment:
             self.moments[moment] = self.moments.get(moment, 0) + 1

@@ -60,10 +60,11 @@ class AgentProcess:
         self.name = name
         self.log = folder / f"{name}.log"
         self.state = folder / name / "state"
+        self.work = folder / name / "work"
         self.host_id = ""
         settings = {
             "STATE": str(self.state),
-            "WORK": str(folder / name / "work"),
+            "WORK": str(self.work),
             "SLOTS": str(slots),
             "MIN_FREE_GIB": "0",
             "POLL_S": "5",
@@ -169,9 +170,12 @@ class AgentProcess:
         """Agent, supervisors and children: as in a power failure."""
         sent_s = time.time()
         self.signal(SIGKILL)
-        for pid in self.processes():
-            with suppress(ProcessLookupError):
-                os.kill(pid, SIGKILL)
+        # A process may start another while it dies.
+        while pids := self.processes():
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, SIGKILL)
+            await asyncio.sleep(POLL_S)
         await self.died()
         return sent_s
 

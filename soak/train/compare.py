@@ -24,9 +24,9 @@ class Saved(msgspec.Struct, frozen=True):
     steps: int
 
 
-def final_folder(server: ServeProcess, model_id: str, name: str) -> Path | None:
+def final_folder(checkpoints: Path, model_id: str, name: str) -> Path | None:
     """The checkpoint of that name, if it is there."""
-    found = [*(server.settings.checkpoints / run_folder(model_id) / "weights").glob(f"{name}@*")]
+    found = [*(checkpoints / run_folder(model_id) / "weights").glob(f"{name}@*")]
     return found[0] if found else None
 
 

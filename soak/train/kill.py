@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +37,7 @@ from soak.train.server import (
     serving,
     until,
 )
-from soak.trials import CampaignRequest, CampaignResult, OnProgress, seeded_random
+from soak.trials import CampaignRequest, CampaignResult, OnProgress, seeded_random, while_running
 
 ROUND: Final = 20
 KINDS: Final = 3
@@ -146,7 +146,7 @@ async def _inject_faults(
     try:
         for number, what in moments.items():
             await asyncio.sleep(seeded_random(number).uniform(0.0, 1.0))
-            await _while_training(training, _inject_fault(server, what, result_times, outcome))
+            await while_running(training, _inject_fault(server, what, result_times, outcome))
             outcome.times += 1
         enough.set()
         steps = await asyncio.gather(*training)
@@ -155,18 +155,6 @@ async def _inject_faults(
     finally:
         for task in training:
             task.cancel()
-
-
-async def _while_training(training: Sequence[asyncio.Task[int]], work: Coroutine[None, None, None]) -> None:
-    """A client that gives up ends the campaign."""
-    doing = asyncio.create_task(work)
-    await asyncio.wait([doing, *training], return_when=asyncio.FIRST_COMPLETED)
-    if not doing.done():
-        doing.cancel()
-        for task in training:
-            if task.done():
-                task.result()
-    await doing
 
 
 async def _inject_fault(server: ServeProcess, what: str, result_times: ResultTimes, outcome: Outcome) -> None:
@@ -245,8 +233,9 @@ async def _repeat(
         for place, (one, other) in enumerate(zip(trainers, again, strict=True)):
             compare_results(place, one.results, other.results, outcome)
             if isinstance(one, sdk.SdkTrainer) and isinstance(other, sdk.SdkTrainer):
-                found = final_folder(server, one.model_id, sdk.FINAL)
-                problem = compare_files(found, final_folder(calm, other.model_id, sdk.FINAL), one.steps)
+                found = final_folder(server.settings.checkpoints, one.model_id, sdk.FINAL)
+                expected = final_folder(calm.settings.checkpoints, other.model_id, sdk.FINAL)
+                problem = compare_files(found, expected, one.steps)
                 equal += problem is None
                 outcome.problems += [f"model {place}: {problem}"] if problem else []
     return equal
@@ -263,8 +252,8 @@ async def _replay(
             assert isinstance(each, sdk.SdkTrainer)
             final = partial(final_folder, model_id=each.model_id, name=sdk.FINAL)
             async with asyncio.timeout(START_S):
-                await until(partial(final, fresh))
-            problem = compare_files(final(server), final(fresh), each.steps)
+                await until(partial(final, fresh.settings.checkpoints))
+            problem = compare_files(final(server.settings.checkpoints), final(fresh.settings.checkpoints), each.steps)
             equal += problem is None
             outcome.problems += [f"model {place} done again: {problem}"] if problem else []
     return equal
@@ -275,7 +264,7 @@ async def _training(
     server: ServeProcess, kind: Round, result_times: ResultTimes
 ) -> AsyncIterator[Sequence[AnyTrainer]]:
     if kind.ranks == "real":
-        async with sdk.trainers(server, kind.clients, result_times) as made:
+        async with sdk.trainers(server.url, server.key, range(kind.clients), result_times) as made:
             yield made
         return
     key = {"X-API-Key": server.key}

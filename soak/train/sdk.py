@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
@@ -12,7 +12,6 @@ from tinker import types
 
 from soak.train.client import GIVE_UP_S, LARGE_EVERY, texts
 from soak.train.result_times import ResultTimes
-from soak.train.server import ServeProcess
 
 AHEAD: Final = 2
 """Steps sent before the results of the first are asked for."""
@@ -96,10 +95,12 @@ def _data(found: Sequence[list[int]]) -> list[types.Datum]:
 
 
 @asynccontextmanager
-async def trainers(server: ServeProcess, count: int, result_times: ResultTimes) -> AsyncIterator[list[SdkTrainer]]:
+async def trainers(
+    url: str, key: str, places: Iterable[int], result_times: ResultTimes
+) -> AsyncIterator[list[SdkTrainer]]:
     """All of one client. The server is there when this ends, or the client is left to itself."""
-    service = tinker.ServiceClient(base_url=server.url, api_key=server.key)
-    made = [SdkTrainer(service, place, result_times) for place in range(count)]
+    service = tinker.ServiceClient(base_url=url, api_key=key)
+    made = [SdkTrainer(service, place, result_times) for place in places]
     for each in made:
         await each.begin()
     yield made

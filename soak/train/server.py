@@ -153,7 +153,9 @@ class ServeProcess:
         if victim == "launcher":
             return [self.launcher_pid]
         module, _, rank = victim.partition(" ")
-        return [pid for pid in descendants(self.launcher_pid) if _runs(pid, fault_injection.MODULES[module], rank)]
+        return [
+            pid for pid in descendants(self.launcher_pid) if runs_module(pid, fault_injection.MODULES[module], rank)
+        ]
 
     def kill(self, victim: Victim) -> bool:
         """One process, now; False if there is none at this moment."""
@@ -241,7 +243,8 @@ class ServeProcess:
         return [facts.decode(fact) for batch in batches for fact in batch.facts]
 
 
-def _runs(pid: int, module: str, rank: str) -> bool:
+def runs_module(pid: int, module: str, rank: str) -> bool:
+    """Whether a process runs this module, as this rank if one is named."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if rank else []
