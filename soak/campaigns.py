@@ -16,6 +16,7 @@ from soak.fleet_agent import zombie as agent_zombie
 from soak.fleet_hub import kill as hub_kill
 from soak.fleet_hub import postgres as hub_postgres
 from soak.fleet_hub import two_hubs
+from soak.mixed import kill as mixed_kill
 from soak.train import kill as train_kill
 from soak.trials import CampaignRequest, CampaignResult, OnProgress
 from tests.sim.coord import epochs, lineage
@@ -97,6 +98,7 @@ REAL: Final = {
     "fleet-agent-kill": Real(agent_kill.run, times=300, workers=3),
     "fleet-agent-zombie": Real(agent_zombie.run, times=100, workers=2),
     "train-kill": Real(train_kill.run, times=120, workers=3),
+    "mixed-kill": Real(mixed_kill.run, times=60, workers=3),
 }
 
 
