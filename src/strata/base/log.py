@@ -32,6 +32,9 @@ _DIM: Final = "\x1b[2m"
 _RESET: Final = "\x1b[0m"
 _OURS: Final = frozenset({"ts", "level", "logger", "event", "correlation_id", "exception"})
 
+_QUOTE_URLS: Final = ("httpx", "httpcore")
+"""Libraries that log each request with its URL, which may be signed: with the token that others must not read."""
+
 _correlation: ContextVar[str | None] = ContextVar("correlation_id", default=None)
 
 
@@ -101,6 +104,8 @@ def configure(
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(LEVELS[level])
+    for name in _QUOTE_URLS:
+        logging.getLogger(name).setLevel(max(LEVELS[level], logging.WARNING))
 
 
 def colour_wanted(stream: TextIO, *, no_color: bool) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from hypothesis import given
@@ -347,3 +348,15 @@ def test_printable_text_is_kept_and_the_rest_is_escaped(text: str) -> None:
     assert printable(text).isprintable()
     assert not text.isprintable() or printable(text) == text
     assert format_value(text).isprintable()
+
+
+@pytest.mark.parametrize("level", ["debug", "info"])
+def test_the_address_of_a_request_that_this_process_sends_is_not_logged(level: str) -> None:
+    stream = io.StringIO()
+    log.configure("json", level, stream)
+    transport = httpx.MockTransport(lambda _: httpx.Response(200))
+    with httpx.Client(transport=transport, base_url="http://server") as client:
+        client.get("/api/v1/archive", params={"token": "signed"})
+    assert "signed" not in stream.getvalue()
+    logging.getLogger("httpx").warning("retried")
+    assert "retried" in stream.getvalue()
