@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from strata.train.core import commands, ops
-from strata.train.runner.model.memory import _cached_bytes, is_out_of_memory
+from strata.train.runner.model.memory import KernelKills, _cached_bytes, is_out_of_memory, kernel_kills
 from strata.train.runner.model.tiny import TinyModel, make
 from tests.shell.train_runner.driver import datum
 from tests.shell.train_runner.low_memory import LONG, Outcome
@@ -81,3 +81,20 @@ def test_files_that_the_kernel_keeps_in_memory_count_as_free(tmp_path: Path, pre
     lines = {"active_file": 5, "inactive_file": 7} | {f"{prefix}active_file": 50, f"{prefix}inactive_file": 70}
     (tmp_path / "memory.stat").write_text("".join(f"{name} {size}\n" for name, size in lines.items()), encoding="ascii")
     assert _cached_bytes(tmp_path) == 120
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "may_be"),
+    [
+        (KernelKills("/job", 0, 5), KernelKills("/job", 1, 6), True),
+        (KernelKills("/job", 0, 5), KernelKills("/job", 0, 6), False),
+        (KernelKills("/job", 3, 5), KernelKills("/next", 0, 6), True),
+        (KernelKills("/job", 3, 5), KernelKills("/next", 0, 5), False),
+        (KernelKills("", None, 5), KernelKills("", None, 6), True),
+    ],
+)
+def test_a_job_beside_the_server_that_runs_out_of_memory_is_not_taken_for_a_rank(
+    before: KernelKills, now: KernelKills, may_be: bool
+) -> None:
+    assert now.may_be_since(before) is may_be
+    assert not kernel_kills().may_be_since(kernel_kills())

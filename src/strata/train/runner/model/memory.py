@@ -48,10 +48,30 @@ FRESH_S: Final = 1.0
 _log = log.get(__name__)
 
 
+class KernelKills(msgspec.Struct, frozen=True, array_like=True):
+    """How many processes the kernel has killed for lack of memory."""
+
+    group: str
+    """The control group of this process."""
+    in_group: int | None
+    """None: the group has no counter."""
+    on_machine: int
+
+    def may_be_since(self, before: KernelKills) -> bool:
+        """Whether a process of the same group may have been killed since then.
+
+        On the machine other jobs run out of memory too, within limits of their own. That counts only where nothing
+        better is known: without a counter, and when a group was killed as a whole and this is the next one.
+        """
+        if self.group == before.group and self.in_group is not None and before.in_group is not None:
+            return self.in_group > before.in_group
+        return self.on_machine > before.on_machine
+
+
 class _RowRecord(msgspec.Struct, frozen=True, array_like=True):
     exhausted: RowOutOfMemory
-    kills: int
-    """OOM kills by the kernel before the row began. If there are more now, one may have been this rank."""
+    kills: KernelKills
+    """Before the row began. If there are more now, one may have been this rank."""
 
 
 _encode: Final = msgspec.msgpack.Encoder().encode
@@ -70,7 +90,7 @@ class RowMemory:
         previous = _read_record(self._file)
         self.exhausted = most_likely_cause(_decode_previous(data) for data in ranks.all_gather_bytes(_encode(previous)))
         """The row at which the previous group ran out of memory, if it did."""
-        self._kills, self._kills_at_s = _kernel_kills(), perf_counter()
+        self._kills, self._kills_at_s = kernel_kills(), perf_counter()
         self._per_token, self.limit = measure(base, ranks)
         _log.info("row_memory_measured", bytes_per_token=self._per_token, tokens=self.limit)
 
@@ -96,7 +116,7 @@ class RowMemory:
     def computing(self, model_id: str, tokens: int) -> Iterator[None]:
         """Compute a row. If this process dies meanwhile, the next one of this rank finds the record."""
         if perf_counter() - self._kills_at_s > FRESH_S:
-            self._kills, self._kills_at_s = _kernel_kills(), perf_counter()
+            self._kills, self._kills_at_s = kernel_kills(), perf_counter()
         row = RowOutOfMemory(self._ranks.rank, model_id, tokens, self.limit)
         self._write(_RowRecord(row, self._kills))
         try:
@@ -228,26 +248,32 @@ def _machine_bytes() -> int | None:
 
 def _cgroup_bytes() -> int | None:
     """What the control group of this process still allows, in cgroup version 1 or 2."""
+    free: int | None = None
+    for group in _memory_groups():
+        is_v2 = (group / "memory.max").exists()
+        names = ("memory.max", "memory.current") if is_v2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            # "max" is not a number: there is no limit then.
+            limit, used = (int((group / name).read_text(encoding="ascii")) for name in names)
+            left = max(limit - used + _cached_bytes(group), 0)
+            free = left if free is None else min(free, left)
+    return free
+
+
+def _memory_groups() -> list[Path]:
+    """The control groups of this process that may limit its memory, in cgroup version 1 or 2."""
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return None
-    free: int | None = None
+        return []
+    found = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            folder, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current")
+            found.append(Path("/sys/fs/cgroup") / path.lstrip("/"))
         elif "memory" in controllers.split(","):
-            folder, names = Path("/sys/fs/cgroup/memory"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            # "max" is not a number: there is no limit then.
-            own = folder / path.lstrip("/")
-            limit, used = (int((own / name).read_text(encoding="ascii")) for name in names)
-            left = max(limit - used + _cached_bytes(own), 0)
-            free = left if free is None else min(free, left)
-    return free
+            found.append(Path("/sys/fs/cgroup/memory") / path.lstrip("/"))
+    return found
 
 
 def _cached_bytes(group: Path) -> int:
@@ -270,13 +296,20 @@ def _field(file: Path, name: str) -> int | None:
     return None
 
 
-def _kernel_kills() -> int:
-    """How many processes the kernel has killed for lack of memory since the machine started."""
+def kernel_kills() -> KernelKills:
+    for group in _memory_groups():
+        for name in ("memory.events.local", "memory.events", "memory.oom_control"):
+            if (count := _count_kills(group / name)) is not None:
+                return KernelKills(str(group), count, _count_kills(Path("/proc/vmstat")) or 0)
+    return KernelKills("", None, _count_kills(Path("/proc/vmstat")) or 0)
+
+
+def _count_kills(file: Path) -> int | None:
     with contextlib.suppress(OSError):
-        for line in Path("/proc/vmstat").read_text(encoding="utf-8").splitlines():
+        for line in file.read_text(encoding="utf-8").splitlines():
             if line.startswith("oom_kill "):
                 return int(line.split()[1])
-    return 0
+    return None
 
 
 def _read_record(file: int) -> RowOutOfMemory | None:
@@ -287,4 +320,4 @@ def _read_record(file: int) -> RowOutOfMemory | None:
     except msgspec.MsgspecError:
         # Empty: the previous process did not die inside a row.
         return None
-    return record.exhausted if record.exhausted.sure or _kernel_kills() > record.kills else None
+    return record.exhausted if record.exhausted.sure or kernel_kills().may_be_since(record.kills) else None
