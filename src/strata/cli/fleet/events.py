@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 _EVENTS: Final = (
     Column("time"),
-    Column("event", cut=18),
-    Column("subject", cut=20),
-    Column("by", cut=20),
-    Column("address", cut=39),
+    Column("event", cut=17),
+    Column("subject", cut=14),
+    Column("by", cut=12),
+    Column("address", cut=15),
     Column("detail", wide=True),
 )
 _PAGE: Final = 500
