@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from strata.base.errors import Code, StrataError
 from strata.base.private import private_folder
 from strata.fleet.agent.environment_cache import EnvironmentCache, provide_environment
 from strata.fleet.agent.host_cache import HostCache
@@ -47,6 +48,21 @@ def processes_with(word: str) -> list[str]:
         if word.encode() in words:
             found.append(path.parent.name)
     return found
+
+
+def a_cache(settings: AgentSettings, folder: Path, packages: Path) -> EnvironmentCache:
+    """With one attempt, `a`."""
+    sandbox = detect_sandbox(settings, {"HOME": str(folder / "home")}, 8 << 30)
+    attempts = settings.work_folder / "attempts"
+    (attempts / "a").mkdir()
+    return EnvironmentCache(
+        HostCache(settings.work_folder / "environments", attempts, 1 << 30),
+        str(Path(sys.executable).with_name("uv")),
+        "/usr/bin/python3",
+        {"UV_OFFLINE": "1", "UV_FIND_LINKS": str(packages), "PATH": "/usr/bin:/bin"},
+        sandbox.job_user,
+        sandbox,
+    )
 
 
 @pytest.mark.attack(
@@ -88,17 +104,7 @@ subprocess.Popen(
     make_sdist(packages, "evil", "1.0", code)
     (packages / "evil-1.0.tar.gz").chmod(0o644)
     (source / "requirements.txt").write_text("evil\n")
-    sandbox = detect_sandbox(settings, {"HOME": str(folder / "home")}, 8 << 30)
-    attempts = settings.work_folder / "attempts"
-    (attempts / "a").mkdir()
-    cache = EnvironmentCache(
-        HostCache(settings.work_folder / "environments", attempts, 1 << 30),
-        str(Path(sys.executable).with_name("uv")),
-        "/usr/bin/python3",
-        {"UV_OFFLINE": "1", "UV_FIND_LINKS": str(packages), "PATH": "/usr/bin:/bin"},
-        sandbox.job_user,
-        sandbox,
-    )
+    cache = a_cache(settings, folder, packages)
     spying = subprocess.Popen(["sleep", "300"], env={"PRIVATE": secret}, user="nobody")
     try:
         built = provide_environment(cache, EnvironmentSpec(file="requirements.txt"), source, PathName("a"))
@@ -117,3 +123,51 @@ subprocess.Popen(
     assert not (settings.work_folder / "planted").exists()
     assert "no /var/lib" in text
     tries(text.count(";"))
+
+
+ALLOCATES = "TEXT = str(len(b'x' * (1 << 30)))"
+FORKS = """
+import os, signal, time
+made = []
+try:
+    while True:
+        made.append(os.fork())
+        if not made[-1]:
+            time.sleep(300)
+            os._exit(0)
+except OSError as error:
+    TEXT = f"made {len(made)}"
+# They hold the output of the build open, for whose end uv waits.
+for pid in made:
+    os.kill(pid, signal.SIGKILL)
+"""
+
+
+@pytest.mark.attack(AREA, "take the memory or all processes of the host from a build")
+@pytest.mark.parametrize("code", [ALLOCATES, FORKS], ids=["memory", "processes"])
+def test_the_build_of_a_package_has_the_limits_of_a_job(folder: Path, code: str) -> None:
+    packages, source = folder / "packages", folder / "source"
+    for each in (packages, source):
+        each.mkdir()
+        each.chmod(0o755)
+    wanted = SandboxSettings(mode="required", readable=(str(packages),), memory_gib=0.5, processes=100)
+    settings = AgentSettings(state=folder / "state", work=folder / "work", sandbox=wanted)
+    create_work_folder(settings)
+    make_sdist(packages, "greedy", "1.0", code)
+    (packages / "greedy-1.0.tar.gz").chmod(0o644)
+    (source / "requirements.txt").write_text("greedy\n")
+    cache = a_cache(settings, folder, packages)
+    spec = EnvironmentSpec(file="requirements.txt")
+    if code == ALLOCATES:
+        with pytest.raises(StrataError, match=r"more memory than this host gives to a job \(0.5 GiB\)") as raised:
+            provide_environment(cache, spec, source, PathName("a"))
+        assert raised.value.code is Code.PRECONDITION
+    else:
+        python = Path(provide_environment(cache, spec, source, PathName("a")).path) / "bin" / "python"
+        program = "import greedy; print(greedy.TEXT)"
+        text = subprocess.run([python, "-I", "-c", program], capture_output=True, text=True, check=True).stdout
+        assert 10 < int(text.split()[1]) <= 100
+    parents = [Path(group).parent for group in cache.sandbox.limits_of(settings.work_folder).groups]
+    assert parents
+    name = cache.sandbox.limits_of(Path("x")).groups[0].rpartition("/")[2].removesuffix("x")
+    assert [each for parent in parents for each in parent.glob(f"{name}*")] == [], "a control group is left"

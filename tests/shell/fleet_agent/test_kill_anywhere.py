@@ -12,8 +12,12 @@ import pytest
 
 import strata.fleet.agent
 from strata.fleet.core.job import Cause
+from strata.fleet.core.jobspec import DataSource, EnvironmentSpec, JobSpec, TrainerSpec
+from strata.fleet.core.requirement import Needs
+from strata.sdk.datasets import push_data
 from tests.shell.fleet_agent.running import HubProcess, agent
 from tests.shell.fleet_agent.waiting import eventually, is_alive
+from tests.support.wheels import make_wheel
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -113,6 +117,49 @@ def test_a_child_that_nobody_wants_ends_although_the_agent_died_before_it_ended_
         eventually(lambda: not is_alive(pid), 30.0)
         eventually(lambda: not list((first.state / "attempts").iterdir()))
         assert hub.job(job).job.status == "cancelled"
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in FAILPOINTS if name.startswith(("agent.environment.", "agent.data."))]
+)
+def test_packages_and_data_are_provided_although_the_agent_died_over_them(
+    hub: HubProcess, tmp_path: Path, name: str
+) -> None:
+    host = name.replace(".", "-")
+    source, words = tmp_path / "source", tmp_path / "words"
+    for folder in (source, words):
+        folder.mkdir()
+    make_wheel(tmp_path / "wheels", "greeting", "1.0", "TEXT = 'hello'\n")
+    (source / "requirements.txt").write_text("greeting\n")
+    (words / "a.txt").write_text(f"words for {host}")
+    pushed = push_data(hub.operator, words, host)
+    show = (
+        "import greeting, os, pathlib; print(greeting.TEXT);"
+        "print(pathlib.Path(os.environ['STRATA_DATA_WORDS'], 'a.txt').read_text())"
+    )
+    trainer = TrainerSpec(
+        name=host,
+        command=("python", "-c", show),
+        directory=str(source),
+        environment=EnvironmentSpec(file="requirements.txt"),
+        data={"words": DataSource(source=f"strata:{host}", digest=pushed.artifact_id)},
+    )
+    variables = {"UV_OFFLINE": "1", "UV_FIND_LINKS": str(tmp_path / "wheels")}
+    with agent(hub, tmp_path, host, (sys.executable, "-c", ARMED, name), variables=variables) as first:
+        spec = JobSpec(model=host, trainer=host, needs=Needs(allowed_hosts=(host,)))
+        job = hub.submit_with(trainer, spec)
+        assert first.end(0) == -9
+        first.start()
+        seen = hub.until(job, "completed", "failed")
+        assert (seen.job.status, [attempt.epoch for attempt in seen.attempts]) == ("completed", [1]), seen
+        assert hub.log(job).splitlines() == ["hello", f"words for {host}"]
+        facts = seen.attempts[0].facts
+        assert facts["environment"]["packages"] == ["greeting==1.0"]
+        assert not facts["environment"]["cached"], "what was half built is not used"
+        # What the one that died had begun is no part of the caches.
+        for cache in ("environments", "data"):
+            (entry,) = (each for each in (first.work / cache).iterdir() if each.is_dir())
+            assert sorted(each.name for each in entry.iterdir()) == ["content", "ready.json", "users"]
 
 
 @pytest.mark.parametrize("name", ["agent.attempt.started", "agent.attempt.seen"])

@@ -1,13 +1,14 @@
 """Control groups, versions 1 and 2: the limits of this process's own group, and a group with limits for each job.
 
 Of the limits of its own group and of the groups above it, the tightest counts. Standard library only, because the
-supervisor loads this file by its path.
+supervisor loads this file by its path. As a program it joins groups: `python -I -S cgroup.py GROUP… -- COMMAND…`.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -215,3 +216,14 @@ def _words(path: Path) -> list[str]:
         return path.read_text().split()
     except OSError:
         return []
+
+
+def _run_in_groups(words: Sequence[str]) -> None:
+    """Join the groups before `--`, and become the command behind it."""
+    end = words.index("--")
+    join_groups([Path(word) for word in words[:end]])
+    os.execv(words[end + 1], list(words[end + 1 :]))  # noqa: S606 - that is its task
+
+
+if __name__ == "__main__":
+    _run_in_groups(sys.argv[1:])

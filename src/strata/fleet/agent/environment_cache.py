@@ -175,13 +175,14 @@ def _build(cache: EnvironmentCache, folder: Path, plan: EnvironmentPlan, wanted:
     return CacheEntry(size_bytes=size_bytes, facts={"packages": list(built.packages)})
 
 
-def _build_sandbox(cache: EnvironmentCache, target: Path, scratch: Path) -> WorkerSandbox | None:
-    """The namespaces of jobs, with the network of the host: packages come from there."""
+def _build_sandbox(cache: EnvironmentCache, target: Path, scratch: Path) -> WorkerSandbox:
+    """The limits and the namespaces of jobs, with the network of the host: packages come from there."""
+    limits = cache.sandbox.limits_of(target.parent)
     if not cache.sandbox.bwrap:
-        return None
+        return WorkerSandbox((), switch_inside=False, limits=limits)
     readable = [Path(strata.__file__).parent, Path(cache.program).parent]
     wrapper = cache.sandbox.build_wrapper(scratch, target, readable)
-    return WorkerSandbox(wrapper, cache.sandbox.as_root)
+    return WorkerSandbox(wrapper, cache.sandbox.as_root, limits)
 
 
 def _build_environ(cache: EnvironmentCache, scratch: Path) -> dict[str, str]:

@@ -14,16 +14,18 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, Final
 
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.fleet.agent import privsep_worker
+from strata.fleet.agent import cgroup, privsep_worker
 from strata.fleet.agent.attempt_folder import JobUser
 from strata.fleet.agent.git import GIT_S
 from strata.fleet.agent.privsep_worker import BuildEnvironment, OutputRequest, WorkerError, WorkerRequest
+from strata.fleet.agent.supervised import LimitsSpec
 from strata.fleet.agent.uv import BUILD_S
 
 WAIT_S: Final = GIT_S + 60.0
@@ -38,12 +40,13 @@ _ENV: Final = {"SYSTEMROOT": r"C:\Windows"} if sys.platform == "win32" else {"LC
 
 @dataclass(frozen=True, slots=True)
 class WorkerSandbox:
-    """Namespaces for a worker that runs code of others. All its processes end with it."""
+    """Namespaces and limits for a worker that runs code of others. All its processes end with it."""
 
     wrapper: Sequence[str]
-    """Bubblewrap, with its options."""
+    """Bubblewrap, with its options; empty: no namespaces."""
     switch_inside: bool
     """Bubblewrap starts as root, and the worker becomes the job's user inside."""
+    limits: LimitsSpec = field(default_factory=LimitsSpec)
 
 
 def run_with_input(request: WorkerRequest, job_user: JobUser | None, pieces: Iterable[bytes] = ()) -> None:
@@ -112,13 +115,17 @@ def _start_worker(
     command = [sys.executable, "-I", "-m", privsep_worker.__name__]
     # None: subprocess keeps what this process has.
     user: JobUser | None = None
-    if job_user is not None and (sandbox is None or sandbox.switch_inside):
+    if job_user is not None and (sandbox is None or not sandbox.wrapper or sandbox.switch_inside):
         command += [str(job_user.uid), str(job_user.gid), ",".join(map(str, job_user.groups))]
     else:
         user = job_user
-    if sandbox is not None:
+    if sandbox is not None and sandbox.wrapper:
         command = [*sandbox.wrapper, "--", *command]
-    with tempfile.TemporaryFile() as stderr:
+    # Another user than the agent's could not join the groups.
+    limits = sandbox.limits if sandbox is not None and user is None else LimitsSpec()
+    if limits.groups:
+        command = [sys.executable, "-I", "-S", cgroup.__file__, *limits.groups, "--", *command]
+    with _control_groups(limits), tempfile.TemporaryFile() as stderr:
         process = subprocess.Popen(
             command,
             env=_ENV,
@@ -143,6 +150,25 @@ def _start_worker(
                 if pipe is not None:
                     with suppress(BrokenPipeError):
                         pipe.close()
+
+
+@contextmanager
+def _control_groups(limits: LimitsSpec) -> Iterator[None]:
+    """The control groups of the worker, with its limits. PRECONDITION if it failed because it was out of memory."""
+    groups = [Path(group) for group in limits.groups]
+    try:
+        cgroup.create_groups(groups, memory_bytes=limits.memory_bytes, processes=limits.processes)
+        yield
+    except (StrataError, OSError) as error:
+        if cgroup.oom_kills(groups):
+            had = f"{limits.memory_bytes / (1 << 30):.3g} GiB"
+            raise StrataError(
+                Code.PRECONDITION, f"it took more memory than this host gives to a job ({had}): {error}"
+            ) from error
+        raise
+    finally:
+        cgroup.kill_groups(groups)
+        cgroup.remove_groups(groups)
 
 
 class _WorkerProcess:

@@ -90,7 +90,7 @@ class HostSandbox:
     ) -> SupervisorSpec:
         """The spec with all that confines it. `readable` are caches of the agent that this job may see, `writable`
         folders that it may change beside that of its attempt."""
-        limits = self._limits(paths.folder, writable)
+        limits = self.limits_of(paths.folder, writable)
         if not self.bwrap:
             return msgspec.structs.replace(spec, limits=limits)
         self.view.check_visible(Path(spec.cwd), (paths.folder, *readable))
@@ -132,7 +132,8 @@ class HostSandbox:
             *self.view.mount_options(scratch, tmp=scratch, readable=hidden, writable=[target]),
         )
 
-    def _limits(self, folder: Path, writable: Sequence[Path]) -> LimitsSpec:
+    def limits_of(self, folder: Path, writable: Sequence[Path] = ()) -> LimitsSpec:
+        """The limits of what works in this folder: an attempt, or the build of an environment."""
         if self.settings.mode == "off" or sys.platform != "linux":
             return LimitsSpec()
         # Two agents of one machine must not share a group.
