@@ -28,14 +28,13 @@ OPTIONS: Final = ("--cgroup-manager", "cgroupfs", "--runtime", "runc")
 RUN_OPTIONS: Final = ("--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1024:1024")
 """A machine without the right to raise limits needs these."""
 
-pytestmark = pytest.mark.skipif(
-    not (shutil.which("podman") and shutil.which("runc")) or os.geteuid() != 0, reason="needs podman, runc and root"
-)
-
 
 @pytest.fixture(scope="module")
 def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
     """Options of podman for a storage of its own, in which the image is."""
+    assert os.geteuid() == 0, "only root can become another user: run this as root"
+    for program in ("podman", "runc"):
+        assert shutil.which(program, path="/usr/bin:/usr/sbin:/usr/local/bin"), f"apt-get install {program}"
     folder = tmp_path_factory.mktemp("podman")
     # podman takes no runroot of more than 50 characters.
     run = tempfile.mkdtemp(prefix="podman-")
