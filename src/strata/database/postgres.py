@@ -158,7 +158,8 @@ class Connections:
             await connection.execute("SET idle_in_transaction_session_timeout = '10s'")
             if self._by_index:
                 # What has no index is read whole all the same; at that made-up price it would also be compiled first.
-                await connection.execute("SET enable_seqscan = off; SET jit = off")
+                # A bitmap has no order: the first job of an owner would cost as much as all of its jobs.
+                await connection.execute("SET enable_seqscan = off; SET enable_bitmapscan = off; SET jit = off")
         except BaseException:
             await connection.close()
             raise
