@@ -22,6 +22,7 @@ BENCHES: Final = {
     "artifacts": "uploads of artifacts to the hub's disk beside bare hashing and writing",
     "coordinator": "heartbeats, shards, barriers and placement beside a bare gRPC server and other hashes",
     "fleet": "claims and heartbeats at the store port and over HTTP beside the bare databases and an empty route",
+    "hosts": "memory of a hub on SQLite with 2,000 hosts that wait for jobs and send heartbeats",
     "journal": "appends, replay and restore beside the bare PostgreSQL and SQLite drivers",
     "publish": "from an optimizer step to the first token of the new weights, beside the same in one process",
     "sampling": "tokens of the built-in sampler beside Hugging Face's `generate`, one request at a time",

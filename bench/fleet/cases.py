@@ -39,9 +39,11 @@ from bench.fleet.rows import FLEET, HOSTS, RARE, BarePostgres, BareSqlite, postg
 from bench.interleave import Comparison, Measure, interleave
 from bench.percentiles import percentile
 from bench.report import Report
+from strata.base.clock import SystemClock
 from strata.fleet.claims import ClaimQueue
 from strata.fleet.core.amounts import Amounts, Capacity
 from strata.fleet.ports import Claim, JobLease, Renewal, Store
+from strata.fleet.service import Fleet
 from strata.testing.postgres import PostgresServer
 
 GOAL: Final = 0.8
@@ -52,6 +54,10 @@ BATCH: Final = 64
 CONNECTIONS: Final = 8
 CLASSES: Final = 300
 LEASE_S: Final = 45.0
+OWNERS: Final = 50
+OWNED: Final = 100_000
+OWNERS_MS: Final = 10.0
+"""The slowest of a hundred claims, among so many jobs of so many owners."""
 CAPACITY: Final = Capacity(slots=256)
 ONE_SLOT: Final = Amounts()
 Call = Callable[[], Awaitable[object]]
@@ -119,6 +125,19 @@ class Claimer:
         self._given |= jobs
 
 
+class FleetClaimer:
+    """Claims as the hub's route does: with the hosts, the classes and the shares of owners, read when they are due."""
+
+    def __init__(self, store: Store) -> None:
+        self._fleet = Fleet(store, SystemClock())
+        self._names: Iterator[int] = itertools.count(1)
+
+    async def one(self) -> None:
+        number = next(self._names)
+        leases = await self._fleet.claim(f"host_{number % FLEET}", f"f{number}")
+        assert len(leases) == 1, "the bench ran out of jobs"
+
+
 async def run(report: Report, *, quick: bool) -> None:
     await measure(report, QUICK if quick else LONG)
 
@@ -173,6 +192,7 @@ async def _sqlite(report: Report, folder: Path, turns: Turns) -> None:
     await _renewals(report, "sqlite", lots, jobs, bare_renew, turns)
     await _classes(report, "sqlite", await sqlite_store(folder / "classes.db", FEW, CLASSES), of_few.one, turns)
     await _rare(report, "sqlite", await sqlite_store(folder / "rare.db", many, RARE), of_few.one, turns)
+    await _owners(report, "sqlite", await sqlite_store(folder / "owners.db", OWNED, owners=OWNERS), few, turns)
     bare.close()
     await few.close()
     await lots.close()
@@ -217,6 +237,8 @@ async def _postgres(report: Report, server: PostgresServer, turns: Turns) -> Non
     await _classes(report, "postgres", await postgres_store(server.create_database(), FEW, CLASSES), of_few.one, turns)
     rare = await postgres_store(server.create_database(), min(many, 10**6), RARE)
     await _rare(report, "postgres", rare, of_few.one, turns)
+    owned = await postgres_store(server.create_database(), OWNED, owners=OWNERS)
+    await _owners(report, "postgres", owned, few, turns)
     await bare.close()
     await records.close()
     await few.close()
@@ -296,6 +318,19 @@ async def _rare(report: Report, name: str, store: Store, plain: Call, turns: Tur
     found = await _medians(Claimer(store, [RARE]).one, plain, turns, 10)
     note = "median; a host without GPU, 99 of 100 jobs need one; bare: ours with 1 class"
     report.add(f"{name}.claim.cpu_only", "ms", found, goal=FLAT, note=note)
+    await store.close()
+
+
+async def _owners(report: Report, name: str, store: Store, few: Store, turns: Turns) -> None:
+    """The slowest claims of a hub with many owners, beside those of one with a single owner, in turns."""
+    taken: tuple[list[float], list[float]] = ([], [])
+    sides = FleetClaimer(store).one, FleetClaimer(few).one
+    for _ in range(turns.rounds):
+        for side in (0, 1):
+            taken[side].extend(await _times_ms(sides[side], 2 * turns.claims))
+    found = Comparison([percentile(taken[0], 99)], [percentile(taken[1], 99)], "lower")
+    note = f"p99 of {len(taken[0])}, {OWNED:,} pending of {OWNERS} owners, {FLEET} hosts; bare: one owner, {FEW:,}"
+    report.add(f"{name}.claim.owners", "ms", found, limit=OWNERS_MS, note=note)
     await store.close()
 
 

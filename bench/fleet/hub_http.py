@@ -49,10 +49,10 @@ async def run(report: Report, name: str, folder: Path, database: str, turns: Tur
     """`name` is that of the database, which is filled here and then served by a hub."""
     await fill(database, turns.jobs)
     data = folder / f"hub-{name}"
-    async with _server(STRATA, "hub", "--data", str(data), "--database", database, "--listen") as (_, pid):
+    async with serving(STRATA, "hub", "--data", str(data), "--database", database, "--listen") as (_, pid):
         # The hosts of this machine use its Unix socket, and so do those of the empty route.
         address = str(data / SOCKET)
-        hosts = await _enrol(address, data)
+        hosts = await enrol(address, data, HOSTS + FLEET)
         async with started(sys.executable, "-m", "bench.fleet.load", settings=_QUIET) as process:
             load = Clients(process)
             await load.carry_out(Hold(address, hosts[:HOSTS], LEASES))
@@ -60,7 +60,7 @@ async def run(report: Report, name: str, folder: Path, database: str, turns: Tur
             beat_size = (await load.carry_out(Beats(address, hosts[:1], 0.2)))[1]
             bare = str(folder / f"bare-{name}.sock")
             sizes = (bare, f"/v1/job/claim={claim_size:.0f}", f"/v1/heartbeats={beat_size:.0f}")
-            async with _server(sys.executable, "-m", "bench.fleet.bare", last=sizes) as (_, bare_pid):
+            async with serving(sys.executable, "-m", "bench.fleet.bare", last=sizes) as (_, bare_pid):
                 await _compare(report, name, load, (address, bare), hosts, turns)
                 found = Comparison([_rss_mib(pid)], [_rss_mib(bare_pid)], "lower")
                 note = f"after all this; {HOSTS} hosts; bare: the process of the empty route"
@@ -98,12 +98,12 @@ async def _compare(
     report.add(f"http.{name}.heartbeats", "beats/s", found, note=f"{LEASES} in a call; {same}")
 
 
-async def _enrol(address: str, data: Path) -> list[Host]:
+async def enrol(address: str, data: Path, count: int) -> list[Host]:
     token = (data / TOKEN_FILE).read_text().strip()
     hosts = []
     transport = httpx.AsyncHTTPTransport(uds=address)
     async with httpx.AsyncClient(base_url="http://hub", timeout=START_S, transport=transport) as client:
-        for number in range(HOSTS + FLEET):
+        for number in range(count):
             made = await client.post(
                 "/v1/hosts/local", json={"name": f"host-{number}"}, headers={"X-Operator-Token": token}
             )
@@ -116,7 +116,7 @@ async def _enrol(address: str, data: Path) -> list[Host]:
 
 
 @asynccontextmanager
-async def _server(*command: str, last: tuple[str, ...] = ()) -> AsyncIterator[tuple[str, int]]:
+async def serving(*command: str, last: tuple[str, ...] = ()) -> AsyncIterator[tuple[str, int]]:
     """A server that is told where to listen, once it answers anything at all."""
     with reserve_port() as guard:
         address = f"127.0.0.1:{port_of(guard)}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import resource
 import sys
 from collections.abc import Callable
 from time import perf_counter
@@ -59,7 +60,20 @@ class Beats(msgspec.Struct, frozen=True, tag=True):
     seconds: float
 
 
-Order = Claims | Hold | Beats
+class Stay(msgspec.Struct, frozen=True, tag=True):
+    """Every host waits for a job on one connection, and renews all it holds on another, as agents do.
+
+    Figures: claims that ended without a job, and heartbeats, both a second, and the slowest heartbeat in ms.
+    """
+
+    address: str
+    hosts: list[Host]
+    poll_s: float
+    beat_s: float
+    seconds: float
+
+
+Order = Claims | Hold | Beats | Stay
 
 
 class Connection(asyncio.Protocol):
@@ -100,7 +114,7 @@ class Connection(asyncio.Protocol):
 
 class Load:
     def __init__(self) -> None:
-        self._open: dict[tuple[str, str], Connection] = {}
+        self._open: dict[tuple[str, str, str], Connection] = {}
         self._held: dict[str, bytes] = {}
         self._names = itertools.count(1)
         self._given: set[bytes] = set()
@@ -121,8 +135,37 @@ class Load:
                     address, "/v1/heartbeats", [[each] for each in hosts], seconds, self._renewals
                 )
                 return [len(replies) / seconds, len(replies[0]), sum(r.count(b'"continue"') for r in replies) / seconds]
+            case Stay():
+                return await self._stay(order)
             case _:
                 assert_never(order)
+
+    async def _stay(self, order: Stay) -> list[float]:
+        until_s = perf_counter() + order.seconds
+        polls, beats_ms = 0, list[float]()
+
+        async def poll(host: Host) -> None:
+            nonlocal polls
+            connection = await self._connect(order.address, host, "polls")
+            while perf_counter() < until_s:
+                claim = b'{"claim_id":"stay-%d","wait_s":%f}' % (next(self._names), order.poll_s)
+                reply = await connection.send(_head("/v1/job/claim", host), claim)
+                assert b'"leases":[]' in reply, "there was a job"
+                polls += 1
+
+        async def beat(host: Host, number: int) -> None:
+            connection = await self._connect(order.address, host)
+            await asyncio.sleep(order.beat_s * number / len(order.hosts))
+            while perf_counter() < until_s:
+                started_s = perf_counter()
+                reply = await connection.send(_head("/v1/heartbeats", host), self._held[host.id])
+                assert b'"stop"' not in reply, "a lease was lost"
+                beats_ms.append((perf_counter() - started_s) * 1000)
+                await asyncio.sleep(order.beat_s)
+
+        async with asyncio.timeout(order.seconds + order.poll_s + order.beat_s + WAIT_S):
+            await asyncio.gather(*map(poll, order.hosts), *map(beat, order.hosts, itertools.count()))
+        return [polls / order.seconds, len(beats_ms) / order.seconds, max(beats_ms)]
 
     def _new_claim(self, _: Host) -> bytes:
         return b'{"claim_id":"load-%d"}' % next(self._names)
@@ -164,8 +207,8 @@ class Load:
             await asyncio.gather(*map(ask, turns, connections))
         return replies
 
-    async def _connect(self, address: str, host: Host) -> Connection:
-        key = (address, host.id)
+    async def _connect(self, address: str, host: Host, purpose: str = "") -> Connection:
+        key = (address, host.id, purpose)
         if key not in self._open:
             _, self._open[key] = await asyncio.get_running_loop().create_unix_connection(Connection, address)
         return self._open[key]
@@ -183,6 +226,8 @@ def _head(path: str, host: Host) -> bytes:
 
 
 async def main() -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     load = Load()
     decode = msgspec.json.Decoder(Order).decode
     for line in iter(sys.stdin.readline, ""):

@@ -59,6 +59,7 @@ INSERT INTO host ({_HOST_COLUMNS})
 SELECT 'host_' || n, 'h' || n, convert_to('{{"hostname":"h","slots":64}}', 'UTF8'), 0, 'active', '', '', ''
 FROM generate_series(0, {FLEET - 1}) AS n
 """
+_OWNERS: Final = "UPDATE job SET owner = 'owner-' || seq % {owners}"
 _READY: Final = "INSERT INTO ready SELECT seq, class_id, priority, 0, owner FROM job"
 
 
@@ -82,33 +83,35 @@ async def fill(database: str, jobs: int) -> None:
         await connection.execute("VACUUM ANALYZE")
 
 
-def _fill_sqlite(db: sqlite3.Connection, jobs: int, classes: int) -> None:
+def _fill_sqlite(db: sqlite3.Connection, jobs: int, classes: int, owners: int = 1) -> None:
     db.executemany("INSERT OR IGNORE INTO req_class (key, spec) VALUES (?, ?)", _classes(classes))
     db.execute(_SQLITE_JOBS, {"jobs": jobs, "classes": classes})
+    db.execute(_OWNERS.format(owners=owners))
     db.execute(_READY)
 
 
-async def _fill_postgres(connection: Any, jobs: int, classes: int) -> None:
+async def _fill_postgres(connection: Any, jobs: int, classes: int, owners: int = 1) -> None:
     for row in _classes(classes):
         await connection.execute("INSERT INTO req_class (key, spec) VALUES (%s, %s)", row)
     await connection.execute(_POSTGRES_JOBS, {"jobs": jobs, "classes": classes})
+    await connection.execute(_OWNERS.format(owners=owners))
     await connection.execute(_READY)
 
 
-async def sqlite_store(path: Path, jobs: int, classes: int = 1) -> SqliteStore:
+async def sqlite_store(path: Path, jobs: int, classes: int = 1, owners: int = 1) -> SqliteStore:
     thread = await SqliteThread.open(path, SqliteComponents([events.SQLITE, sqlite_tables.COMPONENT]))
     store = SqliteStore(thread)
-    await thread.write(lambda db: _fill_sqlite(db, jobs, classes))
+    await thread.write(lambda db: _fill_sqlite(db, jobs, classes, owners))
     await thread.write(lambda db: db.execute(_SQLITE_HOSTS))
     return store
 
 
-async def postgres_store(url: str, jobs: int, classes: int = 1) -> PostgresStore:
+async def postgres_store(url: str, jobs: int, classes: int = 1, owners: int = 1) -> PostgresStore:
     connections = Connections(url, 8, FILL_S, what="bench", by_index=True)
     async with connections.acquire() as connection:
         await upgrade_postgres(connection, [events.POSTGRES, postgres_tables.COMPONENT])
     async with connections.transaction() as connection:
-        await _fill_postgres(connection, jobs, classes)
+        await _fill_postgres(connection, jobs, classes, owners)
         await connection.execute(_POSTGRES_HOSTS)
     async with connections.acquire() as connection:
         await connection.execute("VACUUM ANALYZE")
