@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,15 @@ async def copied(stack: Stack) -> Path:
 async def test_a_server_goes_on_from_a_copy_and_what_is_newer_is_not_there(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
+    (tmp_path / "a" / "d").mkdir(mode=0o700)
+    with closing(sqlite3.connect(tmp_path / "a" / "d" / "keys.db", isolation_level=None)) as keys:
+        # As the API server has it.
+        keys.execute("PRAGMA locking_mode = EXCLUSIVE")
+        keys.execute("CREATE TABLE key (id)")
+        await check_move(tmp_path)
+
+
+async def check_move(tmp_path: Path) -> None:
     async with running(tmp_path / "a", server=COPIES) as stack:
         model = await stack.model()
         # Large enough to be a file beside the journal.

@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import sqlite3
 from collections.abc import Awaitable, Callable
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -77,11 +76,8 @@ def _link_files(data: Path, folders: tuple[Path, ...], copy: Path) -> None:
 
 
 def _copy_others(data: Path, copy: Path) -> None:
-    """The small files of the data folder, and the databases beside the journal."""
+    """The small files of the data folder. The database of keys is not one: it is in use, and a fleet has the keys."""
     for path in data.iterdir():
-        if path.suffix == ".db" and path.name != JOURNAL:
-            with closing(sqlite3.connect(path)) as database, closing(sqlite3.connect(copy / path.name)) as target:
-                database.backup(target)
-        elif path.is_file() and not path.is_symlink() and ".db" not in path.suffixes and path.suffix != ".lock":
+        if path.is_file() and not path.is_symlink() and ".db" not in path.name and path.suffix != ".lock":
             shutil.copyfile(path, copy / path.name)
             (copy / path.name).chmod(0o600)
