@@ -123,7 +123,10 @@ class PublishRequest(Message, frozen=True, kw_only=True):
     """Where the server of an attempt serves."""
 
     epoch: Epoch
-    address: Annotated[str, msgspec.Meta(max_length=1024, pattern=r"\A(unix:/|https://)[!-~]+\Z")]
+    address: Annotated[
+        str, msgspec.Meta(max_length=1024, pattern=r"\A(unix:/[!-~]+|tls://[0-9A-Za-z.:\[\]-]+:[0-9]{1,5})\Z")
+    ]
+    """A Unix socket on the hub's machine, or host and port of the relay of an agent on another one."""
     models: Annotated[tuple[BaseModel, ...], msgspec.Meta(max_length=16)]
     """The names of its base model."""
 
@@ -782,6 +785,8 @@ class CertificateReply(HubReply, frozen=True, kw_only=True):
     host_id: str
     name: str
     certificate_pem: str
+    serving_pem: str = ""
+    """For the same key: what the host shows its hub when the hub connects to a server there."""
     ca_pem: str
     valid_for_s: float
 

@@ -27,6 +27,7 @@ from strata.fleet.execs import ExecBoard
 from strata.fleet.http.context import HubContext
 from strata.fleet.http.feed import GAP_S, Feed
 from strata.fleet.http.leased_reads import LeasedReads
+from strata.fleet.http.proxy import ServerProxy
 from strata.fleet.http.routes import application
 from strata.fleet.service import TICK_S, Fleet, FleetSettings
 from strata.fleet.streams import AttemptStreams
@@ -45,7 +46,7 @@ from strata.hub.sweeps import DeclaredSweeps, SweepRunner
 from strata.hub.tables import Tables, is_postgres, open_tables
 from strata.hub.webhooks import WebhookDispatcher
 from strata.identity.authenticate import Authenticator
-from strata.identity.ca import Authority, ServerCertificate, own_names
+from strata.identity.ca import Authority, HubClientCertificate, ServerCertificate, own_names
 from strata.identity.enroll import Enrollment
 
 HOUR_S: Final = 3600.0
@@ -89,6 +90,7 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
     authority = Authority.load_or_create(files / "ca", "hub", clock.wall_s())
     token = settings.operator_token or operator_token(files)
     tls = _server_certificate(settings, authority, clock.wall_s()) if settings.tls.enabled else None
+    hub_client = HubClientCertificate(authority, private_folder(data / "ca"), clock.wall_s())
     async with open_tables(settings.database or f"sqlite:{data / 'hub.db'}") as tables:
         if is_postgres(settings.database):
             await _check_folder(tables.cursors, files)
@@ -125,6 +127,7 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
             owner_only=owner_only,
             manifest=settings.manifest,
             pace=BodyPace(grace_s=settings.body_grace_s),
+            proxy=ServerProxy(tls=hub_client.context),
             front_secret=hmac.digest(token.reveal().encode(), b"keys of servers that are jobs", "sha256"),
             limits=RootLimits(
                 send_s=settings.send_s,
@@ -135,7 +138,7 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
         delivery = FeedDelivery(feed, tables.cursors, holder)
         dispatcher = SubscriptionDispatcher(subscriptions, sender, context=context, delivery=delivery)
         loops = [
-            *_loops(settings, context, tables, tls),
+            *_loops(settings, context, tables, [hub_client, *([] if tls is None else [tls])]),
             *_maintenance_loops(settings, context, tables.cursors, holder),
             *_webhook_loops(settings, context, delivery),
             Loop(interval_s=SUBSCRIPTION_S, run_once=dispatcher.run_once),
@@ -187,17 +190,22 @@ async def _check_folder(cursors: CursorStore, files: Path) -> None:
         )
 
 
-def _loops(settings: HubSettings, context: HubContext, tables: Tables, tls: ServerCertificate | None) -> Sequence[Loop]:
-    async def renew_certificate() -> None:
-        if tls is not None:
-            tls.renew(context.clock.wall_s())
+def _loops(
+    settings: HubSettings,
+    context: HubContext,
+    tables: Tables,
+    certificates: Sequence[ServerCertificate | HubClientCertificate],
+) -> Sequence[Loop]:
+    async def renew_certificates() -> None:
+        for certificate in certificates:
+            certificate.renew(context.clock.wall_s())
 
     loops = [
         Loop(interval_s=TICK_S, run_once=context.fleet.tick, max_backoff_s=TICK_S),
         Loop(interval_s=TICK_S, run_once=context.execs.run_once, max_backoff_s=TICK_S),
         Loop(interval_s=GAP_S, run_once=context.feed.run_once, max_backoff_s=TICK_S),
         Loop(interval_s=IDLE_CHECK_S, run_once=context.fleet.choose_servers_to_end),
-        Loop(interval_s=HOUR_S, run_once=renew_certificate),
+        Loop(interval_s=HOUR_S, run_once=renew_certificates),
     ]
     guard = DiskGuard(settings.data.expanduser(), tables.cursors, context.writing)
     loops.append(Loop(interval_s=CHECK_S, run_once=guard.run_once, max_backoff_s=CHECK_S))

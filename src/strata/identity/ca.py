@@ -1,4 +1,4 @@
-"""The internal certificate authority: one root key, server certificates for hubs, short client certificates for hosts.
+"""The internal certificate authority: one root key, server certificates for hubs, short certificates for hosts.
 
 Keys are ECDSA on P-256, which every TLS library of the last ten years supports. A host creates its own key and sends a
 certificate signing request, of which only the public key is used: the authority sets name, lifetime and purpose. There
@@ -33,6 +33,8 @@ HOST_HOURS: Final = 24
 _BACKDATE: Final = datetime.timedelta(minutes=10)
 """A host whose clock is a little behind must not see a certificate from the future."""
 _HOST_URI: Final = "strata://host/"
+HUB_URI: Final = "strata://hub"
+"""In the certificate with which the hub connects to its hosts: no host has it."""
 _MAX_REQUEST: Final = 16_384
 _DAY_S: Final = 86_400.0
 _WILDCARDS: Final = ("0.0.0.0", "::", "")  # noqa: S104 - recognised, not bound
@@ -40,7 +42,10 @@ _WILDCARDS: Final = ("0.0.0.0", "::", "")  # noqa: S104 - recognised, not bound
 
 @dataclass(frozen=True)
 class IssuedCertificate:
+    """Of a host: to connect to its hub, and for the same key and as long, to be connected to by its hub."""
+
     certificate_pem: bytes
+    serving_pem: bytes
     until_s: float
 
 
@@ -123,18 +128,36 @@ class Authority:
         return signed.public_bytes(serialization.Encoding.PEM), private_pem(key)
 
     def issue_host(self, host_id: str, request_pem: bytes, now_s: float) -> IssuedCertificate:
-        """A client certificate for the key of this request, which has to be signed with it."""
+        """Certificates for the key of this request, which has to be signed with it."""
         lifetime = datetime.timedelta(hours=HOST_HOURS)
-        uri = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(_HOST_URI + host_id)])
+        public_key = read_request(request_pem)
+        uses = (
+            (x509.UniformResourceIdentifier(_HOST_URI + host_id), ExtendedKeyUsageOID.CLIENT_AUTH),
+            (x509.DNSName(serving_name(host_id)), ExtendedKeyUsageOID.SERVER_AUTH),
+        )
+        client, serving = (
+            self._child(host_id, public_key, now_s, lifetime)
+            .add_extension(x509.SubjectAlternativeName([alternative]), critical=False)
+            .add_extension(x509.ExtendedKeyUsage([purpose]), critical=False)
+            .sign(self._key, hashes.SHA256())
+            for alternative, purpose in uses
+        )
+        pem = serialization.Encoding.PEM
+        return IssuedCertificate(
+            client.public_bytes(pem), serving.public_bytes(pem), client.not_valid_after_utc.timestamp()
+        )
+
+    def issue_hub_client(self, now_s: float) -> tuple[bytes, bytes]:
+        """Certificate and key with which the hub connects to its hosts."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        alternative = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(HUB_URI)])
         builder = (
-            self._child(host_id, read_request(request_pem), now_s, lifetime)
-            .add_extension(uri, critical=False)
+            self._child("hub", key.public_key(), now_s, datetime.timedelta(days=SERVER_DAYS))
+            .add_extension(alternative, critical=False)
             .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False)
         )
         signed = builder.sign(self._key, hashes.SHA256())
-        return IssuedCertificate(
-            signed.public_bytes(serialization.Encoding.PEM), signed.not_valid_after_utc.timestamp()
-        )
+        return signed.public_bytes(serialization.Encoding.PEM), private_pem(key)
 
     def host_of(self, certificate_der: bytes, now_s: float) -> str:
         """The host a certificate speaks for; UNAUTHENTICATED unless we signed it, for this use, and it is in time."""
@@ -302,6 +325,32 @@ class ServerCertificate:
         place = self._folder / "server.pem"
         write_file(place, key_pem + certificate_pem)
         return place
+
+
+class HubClientCertificate:
+    """How the hub shows its hosts who it is, and makes sure that they are theirs. `renew` as in ServerCertificate."""
+
+    def __init__(self, authority: Authority, folder: Path, now_s: float) -> None:
+        self._authority = authority
+        self._file = folder / "client.pem"
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
+        self.context.load_verify_locations(cadata=authority.certificate_pem.decode())
+        self._issued_at_s = float("-inf")
+        self.renew(now_s)
+
+    def renew(self, now_s: float) -> None:
+        if now_s - self._issued_at_s < SERVER_DAYS * _DAY_S / 3:
+            return
+        certificate_pem, key_pem = self._authority.issue_hub_client(now_s)
+        write_file(self._file, key_pem + certificate_pem)
+        self.context.load_cert_chain(self._file)
+        self._issued_at_s = now_s
+
+
+def serving_name(host_id: str) -> str:
+    """The name in the certificate that a host shows its hub. It is no name of any network."""
+    return f"{host_id.replace('_', '-')}.host.strata.internal"
 
 
 def own_names(listen: str) -> Sequence[str]:

@@ -20,7 +20,7 @@ from strata.base import log
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.fleet import wire
-from strata.fleet.agent import supervised
+from strata.fleet.agent import identity, supervised
 from strata.fleet.agent.artifact_transfer import upload_folder
 from strata.fleet.agent.attempt_folder import AttemptPaths, newest_checkpoint, remove_folder
 from strata.fleet.agent.exec_session import ExecSession, RunningJob, stop_leftovers
@@ -29,7 +29,8 @@ from strata.fleet.agent.outcome import classify_exit
 from strata.fleet.agent.prepare import HostContext, prepare_attempt
 from strata.fleet.agent.redaction import Redactor
 from strata.fleet.agent.retry import BACKOFF, TRANSIENT, ThreadPools, retry, run_in, wait_or_timeout
-from strata.fleet.agent.server_job import COPIES, data_tree, read_publication, seal_state
+from strata.fleet.agent.server_job import COPIES, data_tree, read_publication, relay_target, seal_state
+from strata.fleet.agent.server_relay import ServerRelay, own_address
 from strata.fleet.agent.state import AgentState, AttemptOutcome, AttemptPhase, AttemptRecord, StopOrder
 from strata.fleet.agent.trainer_source import code_version
 from strata.fleet.artifacts.files import Tree
@@ -90,6 +91,8 @@ class Attempt:
         self._execs: dict[str, asyncio.Task[None]] = {}
         """Commands of people that run beside the child, by their id."""
         self._published: wire.PublishRequest | None = None
+        self._relay: ServerRelay | None = None
+        """In front of a server that the hub reaches from another machine."""
         self._not_published = ""
         """Why the hub has not taken the address of a server, to be logged once."""
         self._dropped = asyncio.Event()
@@ -243,6 +246,7 @@ class Attempt:
             failpoint("agent.attempt.ended")
         finally:
             self._child_ended.set()
+            await self._close_relay()
             await uploading
 
     async def _until_ended(self) -> supervised.ChildExit | supervised.SupervisorLost:
@@ -270,24 +274,44 @@ class Attempt:
 
     async def _publish_server(self) -> None:
         """Tell the hub where the server serves, once for each address. A hub that is away is told at the next poll."""
-        lease, settings = self.record.lease, self._host.settings
+        lease, work = self.record.lease, self._host.settings.work_folder
         try:
             found = await run_in(
-                self._pools.work,
-                lambda: read_publication(
-                    lease, self._paths, settings.work_folder, advertise=settings.advertise, uid=self._host.uid
-                ),
+                self._pools.work, lambda: read_publication(lease, self._paths, work, uid=self._host.uid)
             )
+            if self._relay is not None:
+                self._relay.reload()
             if found is None or found == self._published:
                 return
-            await run_in(self._pools.work, self._host.hub.publish, lease, found)
-        except StrataError as error:
-            if error.message != self._not_published:
-                _log.warning("server_not_published", job=lease.job_id, reason=error.message)
-            self._not_published = error.message
+            await run_in(self._pools.work, self._host.hub.publish, lease, await self._reachable(found))
+        except (StrataError, OSError) as error:
+            if str(error) != self._not_published:
+                _log.warning("server_not_published", job=lease.job_id, reason=str(error))
+            self._not_published = str(error)
             return
         self._published = found
         _log.info("server_published", job=lease.job_id, epoch=lease.epoch, models=list(found.models))
+
+    async def _reachable(self, found: wire.PublishRequest) -> wire.PublishRequest:
+        """The same server, at an address that the hub reaches: for one on another machine, that of a relay."""
+        settings = self._host.settings
+        if self._host.is_local:
+            return found
+        target = relay_target(settings.work_folder, self.record.lease, found)
+        if self._relay is None or self._relay.target != target:
+            files = await run_in(self._pools.work, identity.serving_files, settings.state_folder)
+            if files is None:
+                raise StrataError(Code.UNAVAILABLE, "the hub has not given this host a certificate for servers yet")
+            await self._close_relay()
+            url = identity.load_membership(settings.state_folder).url
+            host = settings.advertise or await run_in(self._pools.work, own_address, url)
+            self._relay = await ServerRelay.open(files, target, host)
+        return msgspec.structs.replace(found, address=self._relay.address)
+
+    async def _close_relay(self) -> None:
+        if self._relay is not None:
+            await self._relay.close()
+            self._relay = None
 
     async def _upload_until_ended(self) -> None:
         failures = 0

@@ -5,6 +5,7 @@ identity/ca.pem        the hub's certificate authority, whose pin the join token
 identity/host.key      the private key, made on this host and never sent
 identity/host.csr      the signing request for it: sent again for each renewal, so renewing needs no cryptography
 identity/host.pem      the certificate
+identity/serving.pem   the one for the hub's connections to servers on this host
 identity/secret        instead of the four above: the bearer secret of a host on the same machine as its hub
 """
 
@@ -52,6 +53,7 @@ def save_certified(
     write_file(folder / "host.csr", request_pem)
     write_file(folder / "ca.pem", reply.ca_pem.encode())
     write_file(folder / "host.pem", reply.certificate_pem.encode())
+    write_file(folder / "serving.pem", reply.serving_pem.encode())
     write_json(
         folder / "hub.json",
         Membership(
@@ -65,6 +67,21 @@ def save_local(state: Path, url: str, *, host_id: str, name: str, secret: Secret
     folder = private_folder(private_folder(state) / FOLDER)
     write_file(folder / "secret", secret.reveal().encode())
     write_json(folder / "hub.json", Membership(url=url, host_id=host_id, name=name))
+
+
+def serving_files(state: Path) -> TlsFiles | None:
+    """How this host shows its hub who it is when the hub connects to it; None before the hub has given it that."""
+    folder = state / FOLDER
+    certificate = folder / "serving.pem"
+    if not certificate.exists() or not certificate.stat().st_size:
+        return None
+    return TlsFiles(ca=folder / "ca.pem", certificate=certificate, key=folder / "host.key")
+
+
+def renewal_due(state: Path, now_s: float) -> bool:
+    """Whether the certificates are to be renewed: in time, or because an earlier version has not asked for both."""
+    member = load_membership(state)
+    return member.renewal_due(now_s) or (member.valid_for_s > 0 and not (state / FOLDER / "serving.pem").exists())
 
 
 def load_membership(state: Path) -> Membership:
@@ -90,8 +107,9 @@ def renew_certificate(state: Path, client: HubClient, now_s: float) -> Membershi
     folder = state / FOLDER
     request = RenewRequest(request_pem=(folder / "host.csr").read_text())
     reply = client.call("POST", "/v1/certificate/renew", CertificateReply, body=request)
-    # If the process ends between the two writes, the next one renews again, which is harmless.
+    # If the process ends between these writes, the next one renews again, which is harmless.
     write_file(folder / "host.pem", reply.certificate_pem.encode())
+    write_file(folder / "serving.pem", reply.serving_pem.encode())
     renewed = msgspec.structs.replace(load_membership(state), certified_at_s=now_s, valid_for_s=reply.valid_for_s)
     write_json(folder / "hub.json", renewed)
     client.reload()

@@ -273,8 +273,7 @@ class Agent:
 
     async def _renew_certificate(self) -> None:
         folder, now_s = self._settings.state_folder, self._clock.wall_s()
-        member = await run_in(self._pools.work, identity.load_membership, folder)
-        if member.renewal_due(now_s):
+        if await run_in(self._pools.work, identity.renewal_due, folder, now_s):
             client = self._host.hub.client
             renewed = await run_in(self._pools.work, identity.renew_certificate, folder, client, now_s)
             _log.info("certificate_renewed", valid_for_s=round(renewed.valid_for_s))

@@ -61,6 +61,8 @@ class HostContext:
     build_environ: Mapping[str, str] = field(default_factory=dict)
     """The agent's own variables that uv gets and jobs do not."""
     sandbox: HostSandbox = UNCONFINED
+    is_local: bool = True
+    """The hub is on this machine, and the host has a bearer secret instead of certificates."""
 
     @property
     def uid(self) -> int | None:

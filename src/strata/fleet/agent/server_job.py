@@ -28,6 +28,7 @@ from strata.fleet.agent.attempt_folder import AttemptPaths, JobUser, make_passab
 from strata.fleet.agent.path_names import artifact_id, server_name
 from strata.fleet.agent.privsep import run_with_input
 from strata.fleet.agent.privsep_worker import UnpackArchive
+from strata.fleet.agent.server_relay import RelayTarget
 from strata.fleet.artifacts.files import Tree, open_regular
 from strata.fleet.wire import LeaseGiven
 
@@ -180,12 +181,9 @@ def _give(path: Path, job_user: JobUser | None) -> None:
 
 
 def read_publication(
-    lease: LeaseGiven, paths: AttemptPaths, work: Path, *, advertise: str, uid: int | None
+    lease: LeaseGiven, paths: AttemptPaths, work: Path, *, uid: int | None
 ) -> wire.PublishRequest | None:
-    """Where the server of this attempt serves; None as long as it has not said so.
-
-    `advertise` is the URL of a TLS proxy in front of it, in the place of the address that the server wrote.
-    """
+    """Where the server of this attempt serves on this host; None as long as it has not said so."""
     try:
         with open_regular(Tree(paths.folder, (paths.server.name,), uid=uid), ADDRESS_FILE) as file:
             written = msgspec.json.decode(file.read(_MAX_ADDRESS), type=ServerAddress)
@@ -193,9 +191,8 @@ def read_publication(
         return None
     except (OSError, msgspec.DecodeError) as error:
         raise StrataError(Code.INVALID, f"the address that the server wrote cannot be read: {error}") from error
-    if not advertise:
-        _check_address(written.address, data_folder(work, lease.job_id))
-    request = {"epoch": lease.epoch, "address": advertise or written.address, "models": written.models}
+    _check_address(written.address, data_folder(work, lease.job_id))
+    request = {"epoch": lease.epoch, "address": written.address, "models": written.models}
     try:
         return msgspec.convert(request, wire.PublishRequest)
     except msgspec.ValidationError as error:
@@ -207,7 +204,11 @@ def _check_address(address: str, data: Path) -> None:
     kind, _, path = address.partition(":")
     if kind != "unix" or ".." in path.split("/") or not path.startswith(f"{data}/"):
         raise StrataError(
-            Code.INVALID,
-            f"a server serves the hub on a Unix socket below {data}, not at {address[:200]!r}",
-            hint="or set agent.advertise to the URL of a TLS proxy in front of it",
+            Code.INVALID, f"a server serves the hub on a Unix socket below {data}, not at {address[:200]!r}"
         )
+
+
+def relay_target(work: Path, lease: LeaseGiven, published: wire.PublishRequest) -> RelayTarget:
+    """The socket that a relay passes on to, of an address that `read_publication` has checked."""
+    data = data_folder(work, lease.job_id)
+    return RelayTarget(data, published.address.removeprefix(f"unix:{data}/"))

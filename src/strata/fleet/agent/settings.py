@@ -99,8 +99,9 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Largest clock skew to the hub: certificates are valid for a day."""
     poll_s: Annotated[float, msgspec.Meta(gt=0, le=55)] = 25.0
     """Seconds that a claim waits at the hub for a job."""
-    advertise: Annotated[str, msgspec.Meta(pattern=r"\A(https://[!-~]+)?\Z")] = ""
-    """The URL of a TLS proxy in front of the servers of this host. Empty: a hub on this machine uses their sockets."""
+    advertise: Annotated[str, msgspec.Meta(pattern=r"\A[0-9A-Za-z.:-]*\Z")] = ""
+    """The address of this host at which a hub on another machine reaches its servers, with TLS. Empty: the one that the
+    host reaches the hub from."""
     log_format: Literal["json", "console"] | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 

@@ -49,7 +49,15 @@ def run(settings: AgentSettings, environ: Mapping[str, str], announce: Callable[
         probed = probe_capability(settings, allowed, sandbox)
         for problem in probed.problems:
             _log.warning("host_probe_incomplete", reason=problem)
-        host = HostContext(settings, HubApi(client), allowed, sandbox.job_user, build_variables(environ), sandbox)
+        host = HostContext(
+            settings,
+            HubApi(client),
+            allowed,
+            sandbox.job_user,
+            build_variables(environ),
+            sandbox,
+            is_local=not member.valid_for_s,
+        )
         if sandbox.job_user is None and hasattr(os, "geteuid") and os.geteuid() == 0:
             _log.warning("jobs_run_as_root", hint="set run_as: jobs can read this host's credentials")
         _log.info("sandbox_detected", sandbox=sandbox.level, reason=sandbox.describe())

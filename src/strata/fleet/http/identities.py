@@ -148,6 +148,7 @@ def _certificate_reply(
         host_id=host_id,
         name=name,
         certificate_pem=issued.certificate_pem.decode(),
+        serving_pem=issued.serving_pem.decode(),
         ca_pem=context.authority.certificate_pem.decode(),
         valid_for_s=issued.until_s - context.clock.wall_s(),
     )

@@ -17,6 +17,7 @@ from strata.fleet.http import secrets
 from strata.fleet.http.context import HubCall, HubContext, own_hold, resolve_job_id
 from strata.fleet.http.jobs import job_reply
 from strata.fleet.http.long_poll import until_disconnect
+from strata.fleet.http.proxy import TLS
 from strata.fleet.ports import (
     AttemptKey,
     HostRow,
@@ -27,6 +28,7 @@ from strata.fleet.ports import (
     RenewalResult,
     YieldRequest,
 )
+from strata.identity.ca import serving_name
 from strata.identity.ports import HostIdentity
 
 _STOP: Final = {
@@ -122,15 +124,17 @@ async def publish(call: HubCall, body: wire.PublishRequest) -> None:
     row = await context.fleet.store.job(held.job_id)
     if row.spec.kind != "server":
         raise StrataError(Code.PRECONDITION, f"{row.spec.label} is no server", hint='kind = "server" in the manifest')
-    if body.address.startswith("unix:"):
-        identity = await context.identity.host(held.host_id)
-        if identity is None or not identity.secret_hash:
-            raise StrataError(
-                Code.PRECONDITION,
-                "a socket can be reached on this hub's own machine only",
-                hint="set agent.advertise to the URL of a TLS proxy in front of the server",
-            )
-    await context.fleet.publish_server(held, body.address, body.models)
+    identity = await context.identity.host(held.host_id)
+    is_local = identity is not None and bool(identity.secret_hash)
+    address = body.address
+    if address.startswith("unix:") and not is_local:
+        raise StrataError(Code.PRECONDITION, "a socket can be reached on this hub's own machine only")
+    if address.startswith(TLS) and is_local:
+        raise StrataError(Code.PRECONDITION, "a host without a certificate cannot show who it is")
+    if address.startswith(TLS):
+        # With the name that its certificate has to have: no other machine can be put in its place.
+        address = f"{TLS}{serving_name(held.host_id)}@{address.removeprefix(TLS)}"
+    await context.fleet.publish_server(held, address, body.models)
 
 
 async def leave(call: HubCall) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,8 @@ CONNECT_S: Final = 5.0
 REPLY_S: Final = 180.0
 """How long a server may take for each piece of a reply; its long polls wait for half a minute."""
 CONNECTIONS: Final = 512
+TLS: Final = "tls://"
+"""The address of a server on another machine: `tls://NAME@HOST:PORT`, with the name in the certificate of that host."""
 SMALL: Final = 1 << 20
 """A reply of known size up to this is read whole; a larger one is passed on piece by piece."""
 _OWN_FOLDER: Final = re.compile(r"(.*?/servers/[0-9a-f]+)/(.+)")
@@ -80,6 +83,8 @@ class ServerConnections:
     """The connections to one address."""
 
     client: httpx.AsyncClient
+    extensions: Mapping[str, str] = field(default_factory=dict)
+    """Of each request: whose certificate the peer has to show."""
     socket: int | None = None
     """A descriptor of the Unix socket: it stays this one, whatever its path leads to later."""
 
@@ -94,6 +99,8 @@ class ServerProxy:
     """Connections to the servers, by address."""
 
     bodies: BodyBudget = field(default_factory=lambda: BodyBudget(largest=MAX_BODY))
+    tls: ssl.SSLContext | None = None
+    """For servers on other machines: the hub's certificate, and the authority of its hosts alone."""
     _open: dict[str, ServerConnections] = field(default_factory=dict)
     _replaced: list[ServerConnections] = field(default_factory=list)
     """To sockets in whose place their servers have made others."""
@@ -107,13 +114,20 @@ class ServerProxy:
             headers |= tenant.headers() | {"x-strata-front": key}
         check_target(request.target)
         try:
-            client = self._client(address)
+            connections = self._connections(address)
         except OSError as error:
             reason = error.strerror or type(error).__name__
             raise StrataError(
                 Code.UNAVAILABLE, f"the training server cannot be reached: {reason}", hint="try again"
             ) from error
-        sent = client.build_request(request.method, request.target, headers=headers, content=request.content)
+        client = connections.client
+        sent = client.build_request(
+            request.method,
+            request.target,
+            headers=headers,
+            content=request.content,
+            extensions=dict(connections.extensions),
+        )
         try:
             reply = await client.send(sent, stream=True)
         except httpx.TransportError as error:
@@ -141,39 +155,43 @@ class ServerProxy:
         for connections in self.forget(set()):
             await connections.close()
 
-    def _client(self, address: str) -> httpx.AsyncClient:
+    def _connections(self, address: str) -> ServerConnections:
         known = self._open.get(address)
         socket = _open_socket(parse_unix_address(address)) if address.startswith("unix:") else None
         if known is not None:
             if socket is None or known.socket is None:
-                return known.client
+                return known
             if os.path.samestat(os.fstat(socket), os.fstat(known.socket)):
                 os.close(socket)
-                return known.client
+                return known
             self._replaced.append(known)
-        made = self._open[address] = ServerConnections(_connect(address, socket), socket)
-        return made.client
+        made = self._open[address] = self._connect(address, socket)
+        return made
+
+    def _connect(self, address: str, socket: int | None) -> ServerConnections:
+        import httpx
+
+        limits = httpx.Limits(max_connections=CONNECTIONS, max_keepalive_connections=32)
+        timeout = httpx.Timeout(REPLY_S, connect=CONNECT_S)
+        name, _, place = address.removeprefix(TLS).partition("@")
+        if socket is not None:
+            uds = f"/proc/self/fd/{socket}"
+            transport = httpx.AsyncHTTPTransport(uds=uds, limits=limits, trust_env=False)
+            base_url, extensions = "http://server", {}
+        elif address.startswith(TLS) and self.tls is not None:
+            transport = httpx.AsyncHTTPTransport(verify=self.tls, limits=limits, trust_env=False)
+            base_url, extensions = f"https://{place}", {"sni_hostname": name}
+        else:
+            raise StrataError(Code.UNAVAILABLE, "this hub does not know how to reach the training server")
+        client = httpx.AsyncClient(
+            transport=transport, base_url=base_url, timeout=timeout, follow_redirects=False, trust_env=False
+        )
+        return ServerConnections(client, extensions, socket)
 
 
 def _open_socket(path: Path) -> int:
     found = _OWN_FOLDER.fullmatch(str(path))
     return open_socket(Path("/"), str(path)[1:]) if found is None else open_socket(Path(found[1]), found[2])
-
-
-def _connect(address: str, socket: int | None) -> httpx.AsyncClient:
-    import httpx
-
-    limits = httpx.Limits(max_connections=CONNECTIONS, max_keepalive_connections=32)
-    transport = httpx.AsyncHTTPTransport(
-        uds=None if socket is None else f"/proc/self/fd/{socket}", limits=limits, trust_env=False
-    )
-    return httpx.AsyncClient(
-        transport=transport,
-        base_url=address if socket is None else "http://server",
-        timeout=httpx.Timeout(REPLY_S, connect=CONNECT_S),
-        follow_redirects=False,
-        trust_env=False,
-    )
 
 
 async def _pieces(reply: httpx.Response) -> AsyncIterator[bytes]:
