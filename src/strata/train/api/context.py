@@ -90,7 +90,7 @@ class ApiContext:
         if caller.kind is CallerKind.TENANT:
             return f"key:{caller.id}"
         if caller.kind is not CallerKind.KEY:
-            return caller.actor
+            return str(caller.actor)
         name = self.names.get(caller.id)
         if name is None:
             key = await self.identity.key(caller.id)
