@@ -431,19 +431,21 @@ class Store(Protocol):
         """All jobs that have ever published an address, by id."""
 
     async def cancel(self, job_id: str, reason: str, actor: str, now_s: float) -> JobRow:
-        """A cancelled job stays as it is, except a server that is asleep: it gets the reason of the person, and no
-        request wakes it.
+        """A job, or all unfinished members of its gang. A cancelled job stays as it is, except a server that is asleep:
+        it gets the reason of the person, and no request wakes it.
         """
 
     async def requeue(self, job_id: str, actor: str, now_s: float, *, submitter: Submitter = OPERATOR) -> JobRow:
         """An ended job, or a pending one for which hosts are excluded, with a new budget and open to all hosts.
-        EXHAUSTED when the quota of the submitter is full.
+        EXHAUSTED when the quota of the submitter is full. Of a gang all members that have ended, in one transaction
+        (`core.plan.requeued_members`).
 
         Unfinished jobs after it wait for it again; a host that holds one keeps it.
         """
 
     async def archive(self, job_id: str, actor: str, now_s: float) -> JobRow:
-        """Lists and counts leave an ended job out from now on; requeueing it brings it back."""
+        """Lists and counts leave an ended job out from now on, with all members of its gang; requeueing it brings it
+        back."""
 
     async def expire_leases(self, now_s: float, limit: int = 1000) -> Sequence[JobRow]:
         """Expire leases that ran out (`core.lease.after_expiry`). Whether it may run is for the service to know."""

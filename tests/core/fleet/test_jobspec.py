@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strata.base.errors import Code, StrataError
-from strata.fleet.core.jobspec import JobSpec, TrainerSpec
+from strata.fleet.core.jobspec import GangPlace, JobSpec, TrainerSpec
 from strata.fleet.core.requirement import Needs
 from tests.core.fleet.jobs import json_values
 
@@ -32,6 +32,10 @@ GOLDEN: tuple[tuple[JobSpec, str], ...] = (
     (
         JobSpec(model="mlp", retrain_on=("code",), code="4b825dc642cb6eb9a060e54bf8d69288fbee4904"),
         "job1_fadf4fde1a41606fc19f8caa5a16d2d1de698e63e2598ea96937389112d2a729",
+    ),
+    (
+        JobSpec(model="gbt", gang=GangPlace(name="g", size=2, index=1, min_size=1, workers_per_host=4)),
+        "job1_bca32f4ef7126b091c334e6db9058bc60e6ac5952132181a0ac6e4289adfe0a3",
     ),
     (JobSpec(model="gbt", project="a"), "job1_514ab97ae79783626eef1b3940233d653544ad55bbbc0da42e080a766552316c"),
 )

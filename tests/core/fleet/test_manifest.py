@@ -87,6 +87,8 @@ hyper = { learning_rat = 0.1, epochs = "3", optimizer = { name = "adam" } }
 [[jobs]]
 model = "../x"
 workers = 2
+workers_per_host = 3
+name = "x"
 after = ["mpl-default"]
 seed = nan
 """
@@ -100,9 +102,9 @@ seed = nan
         ' (did you mean "adamw"?)',
         "m.toml:12: jobs[1].hyper: epochs is required",
         'm.toml:13: jobs[1].model: expected a name of letters, digits, dots, - and _, found "../x"',
-        "m.toml:14: jobs[1].workers: a job on several hosts at once is not supported yet; it has to be 1",
-        'm.toml:15: jobs[1].after[0]: there is no job "mpl-default" (did you mean "mlp-default"?)',
-        "m.toml:16: jobs[1].seed: expected an integer, found nan",
+        "m.toml:14: jobs[1].workers: it is not a multiple of workers_per_host = 3",
+        'm.toml:17: jobs[1].after[0]: there is no job "mpl-default" (did you mean "mlp-default"?)',
+        "m.toml:18: jobs[1].seed: expected an integer, found nan",
     ]
 
 

@@ -67,7 +67,7 @@ def find_job(client: HubClient, text: str, *, newest: bool = True) -> wire.JobRe
     """Find a job by id, by a prefix of an id, or by name, with or without its project before it.
 
     Of several jobs with that name it is the newest, with a note about the others; without `newest` that is an error,
-    unless lists hide the others. `NAME@2` is the newest but one.
+    unless lists hide the others. `NAME@2` is the newest but one. The name of a gang finds its first member.
     """
     from strata.fleet import wire
 
@@ -94,8 +94,35 @@ def find_job(client: HubClient, text: str, *, newest: bool = True) -> wire.JobRe
     return client.call("GET", f"/v1/job/{matches[0].id}", wire.JobReply)
 
 
+def find_members(client: HubClient, text: str) -> list[wire.JobReply]:
+    """A job as `find_job` finds it; of a gang that is called so, all members by index."""
+    from strata.fleet import wire
+    from strata.fleet.core.jobspec import gang_ids
+
+    reply = find_job(client, text)
+    if not names_gang(reply.job, text):
+        return [reply]
+    _, *others = gang_ids(reply.job.id, reply.job.spec)
+    return [reply, *(client.call("GET", f"/v1/job/{member}", wire.JobReply) for member in others)]
+
+
+def names_gang(job: wire.Job, text: str) -> bool:
+    """Whether the text by which a job was found is the name of its gang, and not that of the member."""
+    older = _OLDER.fullmatch(text)
+    gang = job.spec.gang
+    return gang is not None and (older[1] if older else text) in (gang.name, f"{job.spec.project}/{gang.name}")
+
+
 def _named_jobs(client: HubClient, text: str) -> list[wire.Job]:
-    """The jobs that have this name, with or without a project before it, the newest first."""
+    """The jobs that have this name, with or without a project before it, the newest first. Of a gang: member 0."""
+    from strata.fleet.core.jobspec import member_name
+
+    return _labelled_jobs(client, text) or [
+        job for job in _labelled_jobs(client, member_name(text, 0)) if names_gang(job, text)
+    ]
+
+
+def _labelled_jobs(client: HubClient, text: str) -> list[wire.Job]:
     from strata.fleet import wire
 
     project, slash, name = text.partition("/")

@@ -27,7 +27,7 @@ _WAIT_S: Final = 20.0
 @hub_option
 @output_option
 def cancel(jobs: tuple[str, ...], reason: str, context: str | None, output: Format) -> None:
-    """Cancel each JOB. A host that runs one stops it after its next heartbeat."""
+    """Cancel each JOB, a gang with all its members. A host that runs one stops it after its next heartbeat."""
     _each_job(jobs, "cancel", context, output, reason=reason)
 
 
@@ -36,7 +36,11 @@ def cancel(jobs: tuple[str, ...], reason: str, context: str | None, output: Form
 @hub_option
 @output_option
 def requeue(jobs: tuple[str, ...], context: str | None, output: Format) -> None:
-    """Run each ended JOB again, or let excluded hosts try a pending one."""
+    """Run each ended JOB again, or let excluded hosts try a pending one.
+
+    Of a gang all members that have ended run again: from its last checkpoint, or from the beginning if it was
+    completed.
+    """
     _each_job(jobs, "requeue", context, output)
 
 
@@ -125,13 +129,21 @@ def _each_job(
 ) -> None:
     with hub_client(context) as client:
         from strata.fleet import wire
+        from strata.fleet.core.jobspec import gang_ids
 
         names = {each.id: each.name for each in all_hosts(client)}
         # All names are resolved before anything changes: a misspelt one changes nothing.
         targets = [find_job(client, text, newest=False).job for text in jobs]
         body = None if reason is None else wire.CancelRequest(reason=reason)
-        changed = [_change_job(client, job, verb, body) for job in targets]
-    print_rows(output, _CHANGED, ((job_row(job, names), {"id": short_id(job.id)}) for job in changed))
+        changed: dict[str, wire.Job] = {}
+        for job in targets:
+            # A gang changes as a whole: another of its members may have been named before.
+            if job.id not in changed:
+                changed[job.id] = _change_job(client, job, verb, body)
+                for member in gang_ids(job.id, job.spec):
+                    if member not in changed:
+                        changed[member] = client.call("GET", f"/v1/job/{member}", wire.JobReply).job
+    print_rows(output, _CHANGED, ((job_row(job, names), {"id": short_id(job.id)}) for job in changed.values()))
 
 
 def _change_job(client: HubClient, job: wire.Job, verb: str, body: wire.CancelRequest | None) -> wire.Job:

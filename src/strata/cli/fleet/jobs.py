@@ -10,12 +10,13 @@ from strata.cli.fleet.client import (
     all_hosts,
     all_jobs,
     error_line,
-    find_job,
+    find_members,
     format_count,
     format_duration,
     hub_client,
     hub_option,
     is_hidden,
+    names_gang,
     print_rows,
     print_value,
     short_id,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from strata.fleet import wire
     from strata.fleet.client import HubClient
+    from strata.fleet.core.jobspec import JobSpec
 
 STATUSES: Final = ("pending", "claimed", "running", "completed", "failed", "cancelled")
 FAILURES: Final = 10
@@ -198,13 +200,29 @@ def list_jobs(  # noqa: PLR0913 (the options of the command)
         jobs: Iterable[wire.Job] = all_jobs(client, query)
         left_out: set[str] = set()
         if output is not Format.JSONL:
-            order = {name: number for number, name in enumerate(STATUSES)}
-            jobs = sorted(jobs, key=lambda job: (order[job.status], -job.spec.priority, job.spec.label))
+            jobs = _in_order(jobs)
             # A column is useless when all jobs belong to the default project, or to one owner.
             left_out |= set() if any(map(_project, jobs)) else {"project"}
             left_out |= set() if len({job.owner for job in jobs}) > 1 else {"owner"}
         columns = [column for column in _LIST if column.key not in left_out]
         print_rows(output, columns, ((job_row(job, names), _job_shown(job, now_s)) for job in jobs))
+
+
+def _in_order(jobs: Iterable[wire.Job]) -> list[wire.Job]:
+    """By status, priority and name; the members of a gang together, by index, where its first one by this order is."""
+    order = {name: number for number, name in enumerate(STATUSES)}
+    jobs = sorted(jobs, key=lambda job: (order[job.status], -job.spec.priority, job.spec.declared_name))
+    places: dict[str, int] = {}
+    for number, job in enumerate(jobs):
+        places.setdefault(_gang(job) or job.id, number)
+    return sorted(jobs, key=lambda job: (places[_gang(job) or job.id], job.spec.gang.index if job.spec.gang else 0))
+
+
+def _gang(job: wire.Job) -> str:
+    """What the members of one gang, and of one run of it, have in common; empty for a job that trains alone."""
+    from strata.fleet.core.jobspec import coordinator_job
+
+    return "" if job.spec.gang is None else coordinator_job(job.spec)
 
 
 def _project(job: wire.Job) -> str:
@@ -231,6 +249,7 @@ def job_row(job: wire.Job, hosts: Mapping[str, str]) -> dict[str, Any]:
         "priority": job.spec.priority,
         "not_before_s": (job.not_before_s or None) if job.status == "pending" else None,
         "sweep": job.spec.sweep or None,
+        "gang": None if job.spec.gang is None else job.spec.gang.name,
         "project": job.spec.project,
         "trainer": job.spec.trainer,
         "trainer_digest": job.trainer_digest or None,
@@ -273,20 +292,29 @@ def _start_wait_s(job: wire.Job, now_s: float) -> float:
 @hub_option
 @output_option
 def show(job: str, context: str | None, output: Format) -> None:
-    """Show JOB and its attempts. JOB is an id, a prefix of an id, or a name: of several jobs the newest."""
+    """Show JOB and its attempts. JOB is an id, a prefix of an id, or a name: of several jobs the newest.
+
+    Of a gang all members are shown; as JSON, in `members`.
+    """
     with hub_client(context) as client:
         from strata.fleet import wire
 
-        reply = find_job(client, job)
+        members = find_members(client, job)
         names = {each.id: each.name for each in all_hosts(client)}
         now_s = client.call("GET", "/v1/status", wire.StatusReply).now_s
-    row = job_row(reply.job, names) | {"attempts": [_attempt_row(each, names) for each in reply.attempts]}
     if output in (Format.JSON, Format.JSONL):
-        print_value(row, output)
+        rows = [
+            job_row(reply.job, names) | {"attempts": [_attempt_row(each, names) for each in reply.attempts]}
+            for reply in members
+        ]
+        print_value({"gang": rows[0]["gang"], "members": rows} if names_gang(members[0].job, job) else rows[0], output)
         return
-    _show_job(reply.job, now_s)
-    for attempt in reply.attempts:
-        _show_attempt(attempt, names, now_s)
+    for number, reply in enumerate(members):
+        if number:
+            write("")
+        _show_job(reply.job, now_s)
+        for attempt in reply.attempts:
+            _show_attempt(attempt, names, now_s)
 
 
 def _show_job(job: wire.Job, now_s: float) -> None:
@@ -306,6 +334,7 @@ def _show_job(job: wire.Job, now_s: float) -> None:
         ("project", _project(job)),
         ("trainer", f"{spec.trainer} ({short_id(job.trainer_digest)})" if job.trainer_digest else spec.trainer),
         ("sweep", spec.sweep),
+        ("gang", _describe_gang(spec)),
         ("priority", str(spec.priority) if spec.priority else ""),
         ("start", format_moment(job.not_before_s) if _start_wait_s(job, now_s) > 0 else ""),
         ("after", ", ".join(map(short_id, spec.after))),
@@ -318,6 +347,16 @@ def _show_job(job: wire.Job, now_s: float) -> None:
     for name, value in lines:
         if value:
             write(f"{name:10}{printable(value)}")
+
+
+def _describe_gang(spec: JobSpec) -> str:
+    from strata.fleet.core.jobspec import coordinator_job
+
+    gang = spec.gang
+    if gang is None:
+        return ""
+    workers = format_count(gang.workers_per_host, "worker")
+    return f"member {gang.index + 1} of {gang.size}, with {workers}; {coordinator_job(spec)} at the coordinator"
 
 
 def _since(job: wire.Job, now_s: float) -> str:

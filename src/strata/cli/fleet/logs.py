@@ -12,7 +12,7 @@ import click
 
 from strata.base.errors import Code, StrataError
 from strata.cli.exit_codes import ExitCode
-from strata.cli.fleet.client import error_line, find_job, hub_client, hub_option
+from strata.cli.fleet.client import error_line, find_job, format_count, hub_client, hub_option, names_gang
 from strata.cli.fleet.why import PendingReasons
 from strata.cli.output import print_error, printable
 
@@ -43,12 +43,16 @@ def logs(
     tail: int | None,
     context: str | None,
 ) -> None:
-    """Print the log of JOB.
+    """Print the log of JOB; of a gang that of its first member.
 
     On a terminal colours are kept and other control characters are escaped. A file or a pipe gets the bytes unchanged.
     """
     with hub_client(context) as client:
         target = find_job(client, job).job
+        if target.spec.gang is not None and names_gang(target, job):
+            gang, label = target.spec.gang, printable(target.spec.label)
+            others = f"; the others are {gang.name}/1 to {gang.name}/{gang.size - 1}" if gang.size > 1 else ""
+            print_error(f"strata: the log of {label}, the first of {format_count(gang.size, 'member')}{others}")
         if not target.attempt and not follow:
             raise StrataError(
                 Code.NOT_FOUND, f"{target.spec.label} has not started, so it has no log", hint=f"strata why {job}"

@@ -12,7 +12,7 @@ import click
 
 from strata.base.errors import Code, StrataError
 from strata.cli.exit_codes import ExitCode
-from strata.cli.fleet.client import all_hosts, error_line, find_job, hub_client, hub_option
+from strata.cli.fleet.client import all_hosts, error_line, find_members, hub_client, hub_option
 from strata.cli.fleet.why import POLL_EVERY_S, PendingReasons
 from strata.cli.output import print_error, printable
 
@@ -43,7 +43,7 @@ def wait(jobs: tuple[str, ...], timeout_s: float | None, context: str | None) ->
     host can run the remaining jobs.
     """
     with hub_client(context) as client:
-        ids = [find_job(client, text).job.id for text in jobs]
+        ids = [reply.job.id for text in jobs for reply in find_members(client, text)]
         ended = wait_for(client, ids, timeout_s)
     click.get_current_context().exit(ended)
 

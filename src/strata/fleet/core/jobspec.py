@@ -11,6 +11,7 @@ train_hosts and seed, and of nothing else: the same manifest read again, or writ
 - A project other than `default` adds its name as one more field: two projects never share a job.
 - A server adds its kind: it is another job than the training of a model of the same name.
 - A run of a schedule adds when it was due: each run is a job, and two hubs that queue the same run queue one job.
+- A member of a gang adds its index, the number of members, and how many workers each has.
 
 A change of these rules needs a new version in the prefix. Ids are in databases, so the tests hold golden ones.
 """
@@ -32,6 +33,8 @@ from strata.fleet.core.requirement import Count, Gib, Label, LabelValue, Name, N
 MAX_PRIORITY: Final = 1_000_000
 MIN_IDLE_S: Final = 10.0
 """Of a server that sleeps: it takes about as long to stop, to save its state and to start again."""
+MAX_MEMBERS: Final = 1024
+"""Of one gang."""
 DEFAULT_PROJECT: Final = "default"
 """The project of a manifest that names none, and of jobs that were submitted one by one."""
 DATASET: Final = "strata:"
@@ -67,6 +70,22 @@ _IMAGE_REFERENCE: Final = re.compile(
 """A name in a registry, as the OCI distribution specification has it; not a transport of podman or apptainer."""
 PythonVersion = Annotated[str, msgspec.Meta(pattern=r"\A([0-9]{1,2}\.[0-9]{1,3}(\.[0-9]{1,3})?)?\Z")]
 VariableName = Annotated[str, msgspec.Meta(max_length=256, pattern=r"\A[A-Za-z_][A-Za-z0-9_]*\Z")]
+Members = Annotated[int, msgspec.Meta(ge=1, le=MAX_MEMBERS)]
+
+
+class GangPlace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The place of a job in a gang: jobs that train together, each with its workers on one host."""
+
+    name: Name
+    """What the manifest calls the gang; its members are `NAME/0`, `NAME/1` and so on."""
+    size: Members
+    """How many members, and so hosts, it has."""
+    index: Annotated[int, msgspec.Meta(ge=0, lt=MAX_MEMBERS)]
+    min_size: Members
+    """With fewer members it waits; with more it trains on without those that are lost."""
+    workers_per_host: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
+    run: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
+    """Counted up by the hub whenever the completed gang is to run again, so that it begins from nothing."""
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -111,6 +130,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Of a run of a schedule: when it was due, as in 2026-11-17T02:00Z."""
     idle_s: Seconds = 0.0
     """A server without a request for so long is put to sleep; the next request wakes it. 0: never, else 10 or more."""
+    gang: GangPlace | None = None
+    """None: it trains alone."""
 
     def __post_init__(self) -> None:
         for field in ("train_hosts", "retrain_on", "after"):
@@ -137,6 +158,11 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """For people: the manifest's name, or `model-mode`."""
         return self.name or f"{self.model}-{self.mode}"
 
+    @property
+    def declared_name(self) -> str:
+        """The name that the manifest has for it: of a member of a gang, that of the gang."""
+        return self.label if self.gang is None else self.gang.name
+
 
 def job_id(spec: JobSpec) -> str:
     what: dict[str, Any] = {
@@ -161,7 +187,49 @@ def job_id(spec: JobSpec) -> str:
         what["kind"] = spec.kind
     if spec.due:
         what["due"] = spec.due
+    if spec.gang is not None:
+        what["gang"] = {name: getattr(spec.gang, name) for name in ("index", "size", "workers_per_host")}
     return content_id("job", 1, what)
+
+
+def gang_members(spec: JobSpec) -> tuple[JobSpec, ...]:
+    """All members of the gang that this job belongs to, by index; a job that trains alone is its only member."""
+    gang = spec.gang
+    if gang is None:
+        return (spec,)
+    return tuple(
+        msgspec.structs.replace(
+            spec, name=member_name(gang.name, index), gang=msgspec.structs.replace(gang, index=index)
+        )
+        for index in range(gang.size)
+    )
+
+
+def gang_ids(job_id: str, spec: JobSpec) -> tuple[str, ...]:
+    """The ids of these members."""
+    return (job_id,) if spec.gang is None else tuple(member.id for member in gang_members(spec))
+
+
+def member_name(gang: str, index: int) -> str:
+    return f"{gang}/{index}"
+
+
+def in_run(spec: JobSpec, run: int) -> JobSpec:
+    """This member of a gang in another run of it; a job that trains alone has no runs."""
+    return (
+        spec if spec.gang is None else msgspec.structs.replace(spec, gang=msgspec.structs.replace(spec.gang, run=run))
+    )
+
+
+def coordinator_job(spec: JobSpec) -> str:
+    """What the coordinator calls the run of a gang: the same for all its members, and never the same for two runs.
+
+    Not by the name of the gang, which a manifest may change while some of its members run.
+    """
+    assert spec.gang is not None
+    first = msgspec.structs.replace(spec, gang=msgspec.structs.replace(spec.gang, index=0))
+    unique = first.id.partition("_")[2][:12]
+    return f"{spec.model}-{unique}" + (f"-{spec.gang.run + 1}" if spec.gang.run else "")
 
 
 class DataSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

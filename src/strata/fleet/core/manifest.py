@@ -21,8 +21,24 @@ import msgspec
 from strata.base import toml
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.hyper import HyperSchema
-from strata.fleet.core.jobspec import DEFAULT_PROJECT, HostSpec, JobId, JobSpec, TrainerSpec, check_trainer
-from strata.fleet.core.manifest_jobs import MAX_JOBS, ManifestContext, check_free_values, check_hyper, read_jobs
+from strata.fleet.core.jobspec import (
+    DEFAULT_PROJECT,
+    HostSpec,
+    JobId,
+    JobSpec,
+    TrainerSpec,
+    check_trainer,
+    gang_ids,
+    member_name,
+)
+from strata.fleet.core.manifest_jobs import (
+    MAX_JOBS,
+    ManifestContext,
+    check_free_values,
+    check_hyper,
+    gang_problem,
+    read_jobs,
+)
 from strata.fleet.core.manifest_tables import env_problem, read_hosts, read_trainers
 from strata.fleet.core.problems import Problems, fits, read_fields
 from strata.fleet.core.requirement import Name
@@ -128,6 +144,8 @@ def validate_manifest(manifest: JobManifest, schemas: Mapping[str, HyperSchema])
         if job.name and named.setdefault(job.name, job_id) != job_id:
             problems.add(("jobs", job.label, "name"), f'"{job.name}" is the name of another job already')
         _validate_job(problems, manifest, job_id, job, schemas.get(job.trainer))
+    if not len(problems):
+        _validate_gangs(problems, manifest)
     for name, sweep in manifest.searches.items():
         _validate_search(problems, manifest, name, sweep, schemas.get(sweep.base.trainer))
     if len(manifest.schedules) > MAX_SCHEDULES:
@@ -154,7 +172,7 @@ def _validate_search(
 ) -> None:
     place = ("searches", name)
     base = sweep.base
-    if (base.project, base.sweep, base.name, base.after) != (manifest.project, name, "", ()):
+    if (base.project, base.sweep, base.name, base.after, base.gang) != (manifest.project, name, "", (), None):
         problems.add(place, "its jobs are of the manifest's project and of this sweep, and wait for no other job")
     trainer = manifest.trainers.get(base.trainer)
     if trainer is None or (base.code, base.data) != trainer.digests_for(base.retrain_on):
@@ -217,6 +235,39 @@ def _validate_spec(
     if not no_json:
         _validate_hyper(problems, place, job, schema)
     return not no_json and trainer is not None and (job.code, job.data) == trainer.digests_for(job.retrain_on)
+
+
+def _validate_gangs(problems: Problems, manifest: JobManifest) -> None:
+    """Each gang is whole, its members are equal but for their place in it, and no other job has its name."""
+    gangs: dict[str, list[tuple[str, JobSpec]]] = {}
+    for job_id, job in manifest.jobs.items():
+        if job.gang is not None:
+            gangs.setdefault(job.gang.name, []).append((job_id, job))
+    names = {job.name for job in manifest.jobs.values()} | {job.sweep for job in manifest.jobs.values()}
+    for name, members in gangs.items():
+        problem = _gang_misfit(members, manifest.trainers.get(members[0][1].trainer))
+        if name in names | manifest.searches.keys() | manifest.schedules.keys():
+            problem = "it is the name of another job already"
+        if problem:
+            problems.add(("jobs", name, "workers"), problem)
+
+
+def _gang_misfit(members: list[tuple[str, JobSpec]], trainer: TrainerSpec | None) -> str:
+    """Why these are not the members of one gang; empty if they are."""
+    first = members[0][1]
+    gang = first.gang
+    assert gang is not None
+    if problem := gang_problem(first, trainer):
+        return problem
+    if gang.min_size > gang.size or gang.run or first.sweep:
+        return "min_workers is more than workers, or the gang belongs to a sweep"
+    if len(members) != gang.size or [job_id for job_id, _ in members] != list(gang_ids(members[0][0], first)):
+        return f"its {gang.size} members are not all there, each once"
+    for index, (_, member) in enumerate(members):
+        place = msgspec.structs.replace(gang, index=index)
+        if msgspec.structs.replace(first, name=member_name(gang.name, index), gang=place) != member:
+            return f"{member.label} is not equal to {first.label} but for its place in the gang"
+    return ""
 
 
 def _validate_hyper(problems: Problems, place: tuple[str, str], job: JobSpec, schema: HyperSchema | None) -> None:

@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 
 from strata.base.errors import StrataError
 from strata.base.suggest import did_you_mean
 from strata.fleet.core.hyper import HyperFinding, HyperSchema
-from strata.fleet.core.jobspec import MIN_IDLE_S, JobId, JobSpec, TrainerSpec, find_cycle
+from strata.fleet.core.jobspec import (
+    MAX_MEMBERS,
+    MIN_IDLE_S,
+    GangPlace,
+    JobId,
+    JobSpec,
+    TrainerSpec,
+    find_cycle,
+    gang_members,
+)
 from strata.fleet.core.problems import (
     KeyPath,
     Problems,
@@ -46,10 +55,13 @@ SERVER_BUDGET: Final = {"max_attempts": 1000, "max_lost": 1000, "max_infra": 100
 
 _NEEDS: Final = kinds_of(Needs)
 _START: Final = ("not_before_s", "delay_s")
-_OWN: Final = kinds_of(JobSpec, without=("needs", "after", "code", "data", "sweep", "due", "project", *_START))
+_OWN: Final = kinds_of(JobSpec, without=("needs", "after", "code", "data", "sweep", "due", "project", "gang", *_START))
+_Workers = Annotated[int, msgspec.Meta(ge=1, le=65_536)]
+_GANG: Final[dict[str, Any]] = dict.fromkeys(("workers", "workers_per_host", "min_workers"), _Workers)
 _JOB: Final[dict[str, Any]] = (
     _OWN
-    | {"name": Name, "after": tuple[str, ...], "split_recipe": str | dict[str, Any], "workers": int, "not_before": Any}
+    | {"name": Name, "after": tuple[str, ...], "split_recipe": str | dict[str, Any], "not_before": Any}
+    | _GANG
     | _NEEDS
 )
 _SWEEP: Final[dict[str, Any]] = _JOB | {"grid": dict[str, list[Any]], "random": RandomSweep, "search": SearchPlan}
@@ -107,8 +119,9 @@ def read_jobs(context: ManifestContext, data: Mapping[str, Any]) -> ManifestJobs
         _note_references(read, place, table)
         if job is None:
             _note_unread(read, table)
-        elif _register_name(problems, read, place, job.name):
-            _add_job(context, read, place, job, table.get("after", ()))
+        elif _register_name(problems, read, place, job.declared_name if job.gang else job.name):
+            for member in gang_members(job):
+                _add_job(context, read, place, member, table.get("after", ()))
     for place, table in _sweeps(problems, data):
         _read_sweep(context, read, place, table)
     for place, table in tables_at(problems, ("schedules",), data.get("schedules", [])):
@@ -131,8 +144,8 @@ def _job(context: ManifestContext, place: KeyPath, table: dict[str, Any], kinds:
     problems = context.problems
     before = len(problems)
     fields = read_fields(problems, place, table, kinds, required=("model",))
-    if fields.pop("workers", 1) != 1:
-        problems.add((*place, "workers"), "a job on several hosts at once is not supported yet; it has to be 1")
+    readable = not {*_GANG, "name"} & (table.keys() - fields.keys())
+    gang = _gang(problems, place, fields, alone=kinds is not _JOB) if readable else None
     if "idle_s" in fields and fields.get("kind") != "server":
         problems.add((*place, "idle_s"), 'only a server sleeps; set kind = "server"')
     if 0 < fields.get("idle_s", 0) < MIN_IDLE_S:
@@ -145,7 +158,13 @@ def _job(context: ManifestContext, place: KeyPath, table: dict[str, Any], kinds:
         problems.add_all(((*place, "hyper", *finding.path), finding.message) for finding in findings)
     if len(problems) > before or trainer is None:
         return None
-    return _job_spec(context, trainer, fields | start)
+    spec = _job_spec(context, trainer, fields | start)
+    if gang is not None:
+        problem = gang_problem(spec, context.trainers.get(trainer))
+        if problem:
+            problems.add((*place, "workers"), problem)
+            return None
+    return spec if gang is None else msgspec.structs.replace(spec, gang=gang)
 
 
 def _start(problems: Problems, place: KeyPath, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,6 +180,44 @@ def _start(problems: Problems, place: KeyPath, fields: Mapping[str, Any]) -> dic
     except StrataError as error:
         problems.add((*place, "not_before"), error.message)
         return {}
+
+
+def _gang(problems: Problems, place: KeyPath, fields: Mapping[str, Any], *, alone: bool) -> GangPlace | None:
+    """The place of the first member, if the job is a gang: it has more than one worker. `alone`: it may not be one."""
+    workers, per_host = fields.get("workers", 1), fields.get("workers_per_host", 1)
+    least = fields.get("min_workers", workers)
+    before = len(problems)
+    if alone and workers > 1:
+        problems.add((*place, "workers"), "the jobs of a sweep or of a schedule are no gangs; it has to be 1")
+    if workers % per_host:
+        problems.add((*place, "workers"), f"it is not a multiple of workers_per_host = {per_host}")
+    if workers // per_host > MAX_MEMBERS:
+        problems.add(
+            (*place, "workers"), f"they need {workers // per_host} hosts, and at most {MAX_MEMBERS} are allowed"
+        )
+    if "min_workers" in fields and (least % per_host or least > workers):
+        problems.add((*place, "min_workers"), f"expected a multiple of workers_per_host, at most workers = {workers}")
+    if workers > 1 and "name" not in fields:
+        problems.add(place, "name is required for a job with several workers")
+    if workers == 1 or len(problems) > before:
+        return None
+    return GangPlace(
+        name=fields["name"],
+        size=workers // per_host,
+        index=0,
+        min_size=least // per_host,
+        workers_per_host=per_host,
+    )
+
+
+def gang_problem(spec: JobSpec, trainer: TrainerSpec | None) -> str:
+    """Why this job cannot be a gang; empty if it can."""
+    if spec.kind == "server":
+        return "a server is no gang; it has to be 1"
+    command = () if trainer is None else trainer.command
+    if trainer is not None and (len(command) < 2 or command[0] not in ("python", "python3") or command[1][:1] == "-"):
+        return 'the workers run under torchrun: the trainer needs command = ["python", "FILE", …]'
+    return ""
 
 
 def check_free_values(problems: Problems, place: KeyPath, values: Mapping[str, Any]) -> frozenset[str]:
@@ -220,7 +277,7 @@ def _add_job(context: ManifestContext, read: _JobTable, place: KeyPath, job: Job
     read.jobs[identity] = job
     read.places[identity] = place
     read.after[identity] = tuple(after)
-    for name in {job.name, job.sweep} - {""}:
+    for name in {job.name, job.sweep, job.gang.name if job.gang else ""} - {""}:
         read.named.setdefault(name, []).append(identity)
     read.labelled.setdefault(f"{job.model}-{job.mode}", []).append(identity)
 

@@ -12,6 +12,9 @@ A completed job keeps its result and the trainer that made it. A result of an ea
 as such (`outdated`) and stays, unless `retrain` is asked for. A result from before a manifest had the job may be of any
 submitter and trainer: the job runs again (`requeued`), unless the operator accepts it.
 
+A gang is one job here: its members run again together or not at all, and a new gang supersedes all members of an
+earlier one of its name.
+
 A plan is of one project. It cannot name a job or a trainer of another one, and takes a host's policy from another one
 only where the operator says so (`take_over`).
 """
@@ -27,7 +30,7 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.job import HELD, TERMINAL, JobStatus
-from strata.fleet.core.jobspec import DEFAULT_PROJECT, HostSpec, JobSpec, TrainerSpec, find_cycle
+from strata.fleet.core.jobspec import DEFAULT_PROJECT, HostSpec, JobSpec, TrainerSpec, find_cycle, gang_ids, in_run
 from strata.fleet.core.lease_status import outdated_plan
 from strata.fleet.core.manifest import JobManifest
 from strata.fleet.core.ownership import OPERATOR, Submitter, check_owners
@@ -36,7 +39,7 @@ KINDS: Final = {
     "priority": ("priority",),
     "constraints": ("needs",),
     "order": ("after",),
-    "limits": ("max_attempts", "max_lost", "max_infra", "timeout_s", "idle_s"),
+    "limits": ("max_attempts", "max_lost", "max_infra", "timeout_s", "idle_s", "gang"),
     "start": ("not_before_s", "delay_s"),
     "trainer": ("trainer",),
     "retrain_on": ("retrain_on",),
@@ -216,15 +219,18 @@ def _compare_jobs(
         if here is None:
             continue
         digest = digests.get(spec.trainer, here.trainer)
+        run = 0 if here.spec.gang is None else here.spec.gang.run
+        # A manifest knows nothing of runs.
+        wanted = in_run(spec, run)
         if here.status is JobStatus.COMPLETED:
-            if _runs_again(here, digest, options):
-                compared.requeued[job_id] = spec
+            if _runs_again(here, digest, options) and _is_gang_completed(job_id, here, jobs):
+                compared.requeued[job_id] = in_run(spec, run + 1)
                 continue
             if here.trainer != digest:
                 compared.outdated.append(job_id)
-            change = _change(job_id, here, msgspec.structs.replace(spec, trainer=here.spec.trainer), here.trainer)
+            change = _change(job_id, here, msgspec.structs.replace(wanted, trainer=here.spec.trainer), here.trainer)
         else:
-            change = _change(job_id, here, spec, digest)
+            change = _change(job_id, here, wanted, digest)
         if change is None:
             compared.unchanged.append(job_id)
         else:
@@ -236,6 +242,23 @@ def _runs_again(here: ExistingJob, digest: str, options: ApplyOptions) -> bool:
     if not here.declared:
         return not options.accept
     return options.retrain and here.trainer != digest
+
+
+def _is_gang_completed(job_id: str, here: ExistingJob, jobs: Mapping[str, ExistingJob]) -> bool:
+    members = gang_ids(job_id, here.spec)
+    return all(member in jobs and jobs[member].status is JobStatus.COMPLETED for member in members)
+
+
+def requeued_members(job_id: str, members: Mapping[str, tuple[JobStatus, JobSpec]]) -> dict[str, JobSpec]:
+    """The members of a gang that run again when one of them is requeued, as they are to be.
+
+    Those that have ended. A gang that is completed begins anew; otherwise it goes on from its last checkpoint.
+    """
+    run = max(0 if spec.gang is None else spec.gang.run for _, spec in members.values())
+    if all(status is JobStatus.COMPLETED for status, _ in members.values()):
+        run += 1
+    ended = [member for member, (status, _) in members.items() if status in TERMINAL] or [job_id]
+    return {member: in_run(members[member][1], run) for member in ended}
 
 
 def _digest(spec: TrainerSpec, there: RegisteredTrainer | None) -> str:
@@ -261,12 +284,12 @@ def _orphaned(manifest: JobManifest, jobs: Mapping[str, ExistingJob]) -> tuple[s
 
 
 def _superseded(manifest: JobManifest, jobs: Mapping[str, ExistingJob]) -> tuple[str, ...]:
-    labels = {spec.label for job_id, spec in manifest.jobs.items() if job_id not in jobs}
+    names = {spec.declared_name for job_id, spec in manifest.jobs.items() if job_id not in jobs}
     return tuple(
         sorted(
             job_id
             for job_id, here in jobs.items()
-            if here.spec.label in labels
+            if here.spec.declared_name in names
             and here.spec.project == manifest.project
             and here.declared
             and job_id not in manifest.jobs

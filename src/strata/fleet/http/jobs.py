@@ -80,6 +80,8 @@ async def status(call: HubCall) -> wire.StatusReply:
 async def submit(call: HubCall, body: wire.SubmitRequest) -> wire.SubmitReply:
     """Queue one job that no manifest has. The same job again is the same job."""
     context = call.context
+    if body.spec.gang is not None:
+        raise StrataError(Code.INVALID, "a gang is several jobs: a manifest queues them together", hint="strata apply")
     spec = msgspec.structs.replace(
         body.spec, needs=with_sandbox(body.spec.needs, context.require_sandbox, body.spec.project)
     )
@@ -101,7 +103,8 @@ async def submit(call: HubCall, body: wire.SubmitRequest) -> wire.SubmitReply:
 
 
 async def cancel(call: HubCall, body: wire.CancelRequest) -> wire.Job:
-    """End a job; a host that has it learns so with its next heartbeat. A researcher may end a job of her own."""
+    """End a job, or the gang that it belongs to; a host that has it learns so with its next heartbeat. A researcher may
+    end a job of her own."""
     context = call.context
     job_id = await resolve_job_id(call)
     await check_may_change(context, call, job_id)
@@ -109,7 +112,8 @@ async def cancel(call: HubCall, body: wire.CancelRequest) -> wire.Job:
 
 
 async def requeue(call: HubCall) -> wire.Job:
-    """Let an ended job run again, or hosts try again that could not set it up. A researcher: only a job of her own."""
+    """Let an ended job run again, or the gang that it belongs to, or hosts try again that could not set it up. A
+    researcher: only a job of her own."""
     context = call.context
     job_id = await resolve_job_id(call)
     await check_may_change(context, call, job_id)
@@ -118,7 +122,7 @@ async def requeue(call: HubCall) -> wire.Job:
 
 
 async def archive(call: HubCall) -> wire.Job:
-    """Leave an ended job out of lists and counts. A researcher may archive a job of her own."""
+    """Leave an ended job out of lists and counts, with its gang. A researcher may archive a job of her own."""
     context = call.context
     job_id = await resolve_job_id(call)
     await check_may_change(context, call, job_id)

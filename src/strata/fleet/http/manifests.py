@@ -83,6 +83,7 @@ async def _schemas(
 
 async def _apply(context: HubContext, call: HubCall, body: wire.ManifestRequest) -> wire.ManifestReply:
     manifest = _with_sandbox(context, body.manifest)
+    _check_gangs(manifest)
     if manifest.searches:
         await context.sweeps.check()
     for trainer in manifest.trainers.values():
@@ -109,6 +110,16 @@ async def _apply(context: HubContext, call: HubCall, body: wire.ManifestRequest)
         }
         await context.schedules.declare(manifest.project, schedules)
     return _manifest_reply(plan, due, applied=not body.dry_run)
+
+
+def _check_gangs(manifest: JobManifest) -> None:
+    gangs = sorted({spec.gang.name for spec in manifest.jobs.values() if spec.gang is not None})
+    if gangs:
+        raise StrataError(
+            Code.UNSUPPORTED,
+            f"{gangs[0]} is a gang, and this hub starts no gangs yet",
+            hint="set workers = 1, or start it by hand on each host: strata gang run",
+        )
 
 
 def _with_sandbox(context: HubContext, manifest: JobManifest) -> JobManifest:

@@ -11,7 +11,7 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.amounts import UNKNOWN, Capacity, Room, Taken
 from strata.fleet.core.capability import Capability
-from strata.fleet.core.job import Cause, JobStatus
+from strata.fleet.core.job import TERMINAL, Cause, JobStatus
 from strata.fleet.core.jobspec import HostSpec, JobSpec, TrainerSpec
 from strata.fleet.core.lease import AttemptCounts
 from strata.fleet.core.lease_status import LeaseStatus, lease_status
@@ -138,6 +138,11 @@ def decode_server(row: Sequence[Any]) -> ServerRow:
     """From `SERVERS`."""
     epoch, address, models, used_at_s, *job = row
     return ServerRow(job=decode_job(job), epoch=epoch, address=address, models=_models(models), used_at_s=used_at_s)
+
+
+def unfinished_members(members: Mapping[str, JobRow]) -> list[str]:
+    """The members of a gang that have not ended, by id."""
+    return [member for member, row in members.items() if row.status not in TERMINAL]
 
 
 def decode_attempt(row: Sequence[Any]) -> AttemptRow:

@@ -12,6 +12,7 @@ from strata.base.failpoint import failpoint
 from strata.database.events import EventRecord as Record
 from strata.database.events import record_postgres
 from strata.fleet.core.job import TERMINAL, Cause, JobEvent, JobStatus, advance
+from strata.fleet.core.jobspec import gang_ids
 from strata.fleet.core.lease import (
     ASLEEP,
     RetryDecision,
@@ -71,6 +72,14 @@ async def read_job(connection: Connection, job_id: str) -> JobRow:
     if row is None:
         raise unknown_job(job_id)
     return decode_job(row)
+
+
+async def lock_members(connection: Connection, job_id: str) -> dict[str, JobRow]:
+    """All members of the gang of a job, locked in one order; a job that trains alone is its only member."""
+    members = gang_ids(job_id, (await read_job(connection, job_id)).spec)
+    for member in members:
+        await require_job(connection, member)
+    return {member: await read_job(connection, member) for member in members}
 
 
 async def renew(connection: Connection, host_id: str, renewal: Renewal, lease_s: float, now_s: float) -> RenewalResult:

@@ -17,7 +17,7 @@ from strata.fleet.core.job import UNFINISHED, JobStatus
 from strata.fleet.core.jobspec import TrainerSpec
 from strata.fleet.core.lease_status import stale_attempt
 from strata.fleet.core.ownership import OPERATOR, Submitter
-from strata.fleet.core.plan import ApplyPlan, ExistingJob, HostPolicy, RegisteredTrainer
+from strata.fleet.core.plan import ApplyPlan, ExistingJob, HostPolicy, RegisteredTrainer, requeued_members
 from strata.fleet.core.quota import OwnerUsage, Quota
 from strata.fleet.core.requirement import RequirementClass
 from strata.fleet.core.samples import LATE_S, RESOLUTIONS, SamplePoint, average
@@ -73,6 +73,7 @@ from strata.fleet.store.rows import (
     decode_trainers,
     encode,
     encode_quota,
+    unfinished_members,
 )
 
 APPLY_S: Final = 120.0
@@ -261,20 +262,29 @@ class PostgresStore:
 
     async def cancel(self, job_id: str, reason: str, actor: str, now_s: float) -> JobRow:
         async with self._connections.transaction() as connection:
-            return await leases.cancel(connection, job_id, reason, actor, now_s)
+            for member in unfinished_members(await leases.lock_members(connection, job_id)) or [job_id]:
+                await leases.cancel(connection, member, reason, actor, now_s)
+            return await leases.read_job(connection, job_id)
 
     async def requeue(self, job_id: str, actor: str, now_s: float, *, submitter: Submitter = OPERATOR) -> JobRow:
         async with self._connections.transaction() as connection:
             if not submitter.operator:
                 # Requests of one owner are counted one after the other.
                 await lock_plans(connection)
-                row = await leases.read_job(connection, job_id)
-                await check_quota(connection, ApplyPlan(requeued={job_id: row.spec}), submitter, now_s)
-            return await leases.requeue(connection, job_id, actor, now_s)
+            rows = await leases.lock_members(connection, job_id)
+            members = requeued_members(job_id, {member: (row.status, row.spec) for member, row in rows.items()})
+            await check_quota(connection, ApplyPlan(requeued=members), submitter, now_s)
+            for member, spec in members.items():
+                if spec != rows[member].spec:
+                    await connection.execute("UPDATE job SET spec = %s WHERE id = %s", (encode(spec), member))
+                await leases.requeue(connection, member, actor, now_s)
+            return await leases.read_job(connection, job_id)
 
     async def archive(self, job_id: str, actor: str, now_s: float) -> JobRow:
         async with self._connections.transaction() as connection:
-            return await leases.archive(connection, job_id, actor, now_s)
+            for member in await leases.lock_members(connection, job_id):
+                await leases.archive(connection, member, actor, now_s)
+            return await leases.read_job(connection, job_id)
 
     async def expire_leases(self, now_s: float, limit: int = 1000) -> Sequence[JobRow]:
         select = (

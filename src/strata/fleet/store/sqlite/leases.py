@@ -17,6 +17,7 @@ from strata.base.failpoint import failpoint
 from strata.database.events import EventRecord as Record
 from strata.database.events import record_sqlite
 from strata.fleet.core.job import TERMINAL, Cause, JobEvent, JobStatus, advance
+from strata.fleet.core.jobspec import gang_ids
 from strata.fleet.core.lease import (
     ASLEEP,
     RetryDecision,
@@ -78,6 +79,11 @@ def read_job(db: sqlite3.Connection, job_id: str) -> JobRow:
     if row is None:
         raise unknown_job(job_id)
     return decode_job(row)
+
+
+def read_members(db: sqlite3.Connection, job_id: str) -> dict[str, JobRow]:
+    """All members of the gang of a job; a job that trains alone is its only member."""
+    return {member: read_job(db, member) for member in gang_ids(job_id, read_job(db, job_id).spec)}
 
 
 def renew(

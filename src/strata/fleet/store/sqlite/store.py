@@ -18,7 +18,7 @@ from strata.fleet.core.job import UNFINISHED
 from strata.fleet.core.jobspec import TrainerSpec
 from strata.fleet.core.lease_status import stale_attempt
 from strata.fleet.core.ownership import OPERATOR, Submitter
-from strata.fleet.core.plan import ApplyPlan, ExistingJob, HostPolicy, RegisteredTrainer
+from strata.fleet.core.plan import ApplyPlan, ExistingJob, HostPolicy, RegisteredTrainer, requeued_members
 from strata.fleet.core.quota import OwnerUsage, Quota
 from strata.fleet.core.requirement import RequirementClass
 from strata.fleet.core.samples import LATE_S, RESOLUTIONS, SamplePoint, average
@@ -70,6 +70,7 @@ from strata.fleet.store.rows import (
     decode_trainers,
     encode,
     encode_quota,
+    unfinished_members,
 )
 from strata.fleet.store.sqlite import leases
 from strata.fleet.store.sqlite.claims import claim_jobs
@@ -224,18 +225,33 @@ class SqliteStore:
         return [decode_server(row) for row in await self._rows(SERVERS, ())]
 
     async def cancel(self, job_id: str, reason: str, actor: str, now_s: float) -> JobRow:
-        return await self._thread.write(lambda db: leases.cancel(db, job_id, reason, actor, now_s))
+        def end(db: sqlite3.Connection) -> JobRow:
+            for member in unfinished_members(leases.read_members(db, job_id)) or [job_id]:
+                leases.cancel(db, member, reason, actor, now_s)
+            return leases.read_job(db, job_id)
+
+        return await self._thread.write(end)
 
     async def requeue(self, job_id: str, actor: str, now_s: float, *, submitter: Submitter = OPERATOR) -> JobRow:
         def run_again(db: sqlite3.Connection) -> JobRow:
-            row = leases.read_job(db, job_id)
-            check_quota(db, ApplyPlan(requeued={job_id: row.spec}), submitter, now_s)
-            return leases.requeue(db, job_id, actor, now_s)
+            rows = leases.read_members(db, job_id)
+            members = requeued_members(job_id, {member: (row.status, row.spec) for member, row in rows.items()})
+            check_quota(db, ApplyPlan(requeued=members), submitter, now_s)
+            for member, spec in members.items():
+                if spec != rows[member].spec:
+                    db.execute("UPDATE job SET spec = ? WHERE id = ?", (encode(spec), member))
+                leases.requeue(db, member, actor, now_s)
+            return leases.read_job(db, job_id)
 
         return await self._thread.write(run_again)
 
     async def archive(self, job_id: str, actor: str, now_s: float) -> JobRow:
-        return await self._thread.write(lambda db: leases.archive(db, job_id, actor, now_s))
+        def hide(db: sqlite3.Connection) -> JobRow:
+            for member in leases.read_members(db, job_id):
+                leases.archive(db, member, actor, now_s)
+            return leases.read_job(db, job_id)
+
+        return await self._thread.write(hide)
 
     async def expire_leases(self, now_s: float, limit: int = 1000) -> Sequence[JobRow]:
         def expire(db: sqlite3.Connection) -> list[JobRow]:
