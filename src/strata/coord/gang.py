@@ -74,6 +74,10 @@ class GangOptions(msgspec.Struct, frozen=True, kw_only=True):
     hang_after_s: float | None = None
     """Kill the workers of this host whose step has stood still for so long; None: only keep their stacks."""
     reset: bool = False
+    finished_ok: bool = False
+    """A job that is finished, by whichever hosts, is a success and not an error."""
+    join_timeout_s: int = 600
+    """How long to wait for the least number of hosts."""
     program: tuple[str, ...] = ()
 
 
@@ -175,7 +179,8 @@ class GangLauncher:
                 await self._wait_for_coordinator(guard.getsockname())
             settings = _operator_settings(address, options.job, self._tokens)
             operator = await stack.enter_async_context(Operator(settings, self._clock))
-            await self._check_job(operator, address)
+            if await self._is_finished(operator, address):
+                return 0
             self._relay = await self._open_relay(stack, address)
             # Before this a signal ends the process as usual; from here on workers get time to end.
             stop = asyncio.Event()
@@ -189,11 +194,12 @@ class GangLauncher:
                 if watching.done():
                     # It ends only when the coordinator refuses us.
                     watching.result()
-                return running.result() if running.done() else INTERRUPTED
+                return await self._judge(running.result(), operator) if running.done() else INTERRUPTED
             finally:
                 await self._end(running, watching, stopping)
 
-    async def _check_job(self, operator: Operator, address: str) -> None:
+    async def _is_finished(self, operator: Operator, address: str) -> bool:
+        """Whether nothing is left to do; PRECONDITION if that is not what the caller wants."""
         jobs = {each.job_id: each for each in await operator.jobs()}
         access = ("--token-file", str(self._tokens.operator)) if self._tokens is not None else ()
         watch = shlex.join(("strata", "gang", self._options.job, "--watch", "--address", address, *access))
@@ -202,6 +208,8 @@ class GangLauncher:
         if known is not None and self._options.reset:
             known = await operator.reset()
         if known is not None and known.status == "FINISHED":
+            if self._options.finished_ok:
+                return True
             raise StrataError(
                 Code.PRECONDITION,
                 f"job {known.job_id!r} is finished: run {known.run} has consumed all its data",
@@ -209,6 +217,21 @@ class GangLauncher:
             )
         if known is not None and known.checkpoint_step is not None:
             self._say(f"job {known.job_id} goes on from the checkpoint of step {known.checkpoint_step}")
+        return False
+
+    async def _judge(self, status: int, operator: Operator) -> int:
+        """A host that was cut off finds the job finished by the others when it is back: its own torchrun fails then."""
+        if not status or not self._options.finished_ok:
+            return status
+        try:
+            jobs = {each.job_id: each.status for each in await operator.jobs()}
+        except StrataError as error:
+            self._say(f"whether other hosts finished the job is not known: {error.message}")
+            return status
+        if jobs.get(self._options.job) != "FINISHED":
+            return status
+        self._say(f"job {self._options.job} was finished by other hosts")
+        return 0
 
     async def _open_relay(self, stack: AsyncExitStack, address: str) -> Path | None:
         """In a folder of its own: the path of a socket must be short, and only this user may reach it."""
@@ -424,7 +447,7 @@ def _torchrun_command(options: GangOptions, address: str, failure_file: Path) ->
         *(sys.executable, "-m", "torch.distributed.run"),
         *("--rdzv-backend", "strata", "--rdzv-endpoint", address, "--rdzv-id", options.job),
         # A comma would begin the next setting.
-        *("--rdzv-conf", f"failure_file={quote(str(failure_file))}"),
+        *("--rdzv-conf", f"failure_file={quote(str(failure_file))},join_timeout={options.join_timeout_s}"),
         *("--nnodes", options.hosts, "--nproc-per-node", str(options.workers)),
         *("--max-restarts", str(options.max_restarts), *local),
         # A torchrun that is killed leaves its workers; these the kernel ends, whatever they do.

@@ -59,6 +59,16 @@ _HOSTS: Final = re.compile(r"[1-9]\d*(:[1-9]\d*)?")
     help="Kill workers that train and finish no step for SECONDS; they start again (default: never).",
 )
 @click.option("--reset", is_flag=True, help="Run the job again from the beginning.")
+@click.option("--finished-ok", is_flag=True, help="End well, and not with an error, if the job is finished already.")
+@click.option(
+    "--join-timeout",
+    "join_timeout_s",
+    type=click.IntRange(min=1),
+    default=600,
+    show_default=True,
+    metavar="SECONDS",
+    help="Give up when fewer than MIN hosts are there for SECONDS.",
+)
 @click.argument("program", nargs=-1, type=click.UNPROCESSED, required=True, metavar="PROGRAM [ARGUMENT]...")
 @click.pass_context
 def run(ctx: click.Context, /, program: tuple[str, ...], **given: Any) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import secrets
 import socket
 import sys
 import time
@@ -83,7 +84,8 @@ class StrataRendezvous(RendezvousHandler):
             flags={
                 **address,
                 "job": nodes_job(self._job),
-                "id": f"{socket.gethostname()}-{os.getpid()}",
+                # In namespaces of their own two nodes of one host have the same process id.
+                "id": f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}",
                 "ip": self._ip,
                 "port": self._nodes_store.port,
                 "elastic": True,
