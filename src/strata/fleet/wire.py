@@ -82,6 +82,22 @@ class ClaimRequest(Message, frozen=True, kw_only=True):
     wait_s: WaitS = 0.0
 
 
+class GangLease(HubReply, frozen=True, kw_only=True):
+    """What a member of a gang needs of the coordinator."""
+
+    coordinator: str
+    """Its address; of several, with commas between, one leads."""
+    job: str
+    """What the coordinator calls this run of the gang."""
+    ca_pem: str = ""
+    """The authority of its certificate; empty for one on this machine."""
+    token: str = ""
+    """For the workers of this member, until `token_s` have passed; empty where none is needed."""
+    token_s: float = 0.0
+    checkpoint_root: str = ""
+    """Below which the gang keeps its checkpoints; empty: where the program says."""
+
+
 class LeaseGiven(HubReply, frozen=True, kw_only=True):
     job_id: JobId
     epoch: Epoch
@@ -101,6 +117,8 @@ class LeaseGiven(HubReply, frozen=True, kw_only=True):
     """Of a server: the secret with which the hub forwards the requests of its callers."""
     served_epoch: int = 0
     """Of a server: the last attempt that has served. State that does not have its work is behind what clients saw."""
+    gang: GangLease | None = None
+    """Of a member of a gang."""
 
     @property
     def resumed(self) -> str:
@@ -112,11 +130,13 @@ class ClaimReply(HubReply, frozen=True, kw_only=True):
     leases: tuple[LeaseGiven, ...]
 
 
-class LeaseHeld(Message, frozen=True, kw_only=True):
+class LeaseHeld(Message, frozen=True, kw_only=True, omit_defaults=True):
     job_id: JobId
     epoch: Epoch
     running: bool = False
     """The child runs, not only prepares."""
+    renew_token: bool = False
+    """The workers of this member of a gang need another token soon. Hubs that know no gangs never see it."""
 
 
 class PublishRequest(Message, frozen=True, kw_only=True):
@@ -154,6 +174,8 @@ class LeaseVerdict(HubReply, frozen=True, kw_only=True):
     yield_as: Literal["", "cancelled", "preempted"] = ""
     """With `continue`: end the attempt for `reason` all the same, save its state, and report it with this cause. The
     lease is held until then, so that no other host starts the job from older state."""
+    token: str = ""
+    """For the workers of a member of a gang, in the place of the one they have."""
 
 
 class ExecPending(HubReply, frozen=True, kw_only=True):

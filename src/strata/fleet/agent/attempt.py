@@ -24,6 +24,7 @@ from strata.fleet.agent import identity, supervised
 from strata.fleet.agent.artifact_transfer import upload_folder
 from strata.fleet.agent.attempt_folder import AttemptPaths, newest_checkpoint, remove_folder
 from strata.fleet.agent.exec_session import ExecSession, RunningJob, stop_leftovers
+from strata.fleet.agent.gang_member import write_token
 from strata.fleet.agent.log_uploader import StreamUploader, last_metrics, read_log_tail
 from strata.fleet.agent.outcome import classify_exit
 from strata.fleet.agent.prepare import HostContext, prepare_attempt
@@ -95,6 +96,8 @@ class Attempt:
         """In front of a server that the hub reaches from another machine."""
         self._not_published = ""
         """Why the hub has not taken the address of a server, to be logged once."""
+        self._token_at_s: float | None = None
+        """When the token of a member of a gang was renewed last, by this agent."""
         self._dropped = asyncio.Event()
         """The hub expects no report: retries are cancelled."""
         lease = record.lease
@@ -126,6 +129,22 @@ class Attempt:
     def supervisor_pid(self) -> int:
         pids = supervised.read_pids(self._folder)
         return 0 if pids is None else pids.supervisor
+
+    def needs_token(self, now_s: float) -> bool:
+        """Whether the workers of this member of a gang need another token soon; its age is unknown at first."""
+        gang = self.record.lease.gang
+        if gang is None or not gang.token or not self.occupies:
+            return False
+        return self._token_at_s is None or now_s - self._token_at_s > gang.token_s / 3
+
+    async def renew_token(self, token: str, now_s: float) -> None:
+        try:
+            await run_in(self._pools.work, write_token, self._paths, token, self._host.job_user)
+        except OSError as error:
+            # The next heartbeat brings another one.
+            _log.warning("token_not_renewed", job=self.record.lease.job_id, reason=str(error))
+            return
+        self._token_at_s = now_s
 
     async def run(self) -> None:
         """Returns when the hub has the outcome and nothing of the attempt is left on this host."""

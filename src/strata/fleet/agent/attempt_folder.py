@@ -64,6 +64,11 @@ class AttemptPaths:
         return self.folder / "server"
 
     @property
+    def gang(self) -> Path:
+        """Of a member of a gang, and of the agent: what it needs to reach the coordinator."""
+        return self.folder / "gang"
+
+    @property
     def tmp(self) -> Path:
         return self.folder / "tmp"
 

@@ -42,6 +42,8 @@ class JobInputs:
     """Folders of datasets, by the names that the trainer gives them."""
     server: Mapping[str, str] = field(default_factory=dict)
     """Settings of a job that is a server, by the names of variables."""
+    gang: Mapping[str, str] = field(default_factory=dict)
+    """Settings of the workers of a gang, by the names of variables."""
 
 
 def inherited_by_jobs(environ: Mapping[str, str], extra: Sequence[str] = ()) -> dict[str, str]:
@@ -77,7 +79,7 @@ def job_environment(
     environ |= {name: value for name, value in trainer.env.items() if not name.startswith("STRATA_")}
     environ |= {name: value for name, value in inputs.secrets.items() if not name.startswith("STRATA_")}
     environ |= {variable_name(label): folder for label, folder in inputs.data.items()}
-    return environ | strata_variables(lease, paths) | dict(inputs.server)
+    return environ | strata_variables(lease, paths) | dict(inputs.server) | dict(inputs.gang)
 
 
 def for_user(inherited: Mapping[str, str], home: str) -> dict[str, str]:

@@ -206,9 +206,13 @@ class Agent:
 
     async def _heartbeat_once(self) -> None:
         self._heartbeat_now.clear()
+        now_s = self._clock.monotonic_s()
         held = tuple(
             wire.LeaseHeld(
-                job_id=attempt.record.lease.job_id, epoch=attempt.record.lease.epoch, running=attempt.running
+                job_id=attempt.record.lease.job_id,
+                epoch=attempt.record.lease.epoch,
+                running=attempt.running,
+                renew_token=attempt.needs_token(now_s),
             )
             for attempt in self._attempts.values()
         )
@@ -217,15 +221,16 @@ class Agent:
         for verdict in reply.verdicts:
             if verdict.verdict == "stop" or verdict.yield_as:
                 self._apply_lease_verdict(verdict)
+            elif verdict.token:
+                for attempt in self._holders(verdict):
+                    await attempt.renew_token(verdict.token, now_s)
         for pending in reply.execs:
             self._start_exec(pending)
         await wait_or_timeout(self._heartbeat_now, self._renew_every_s)
 
     def _apply_lease_verdict(self, verdict: wire.LeaseVerdict) -> None:
-        for attempt in self._attempts.values():
+        for attempt in self._holders(verdict):
             lease = attempt.record.lease
-            if (lease.job_id, lease.epoch) != (verdict.job_id, verdict.epoch) or attempt.dropped:
-                continue
             if verdict.yield_as:
                 stop = StopOrder(cause=Cause(verdict.yield_as), reason=verdict.reason)
                 attempt.stop(stop, self._settings.grace_s)
@@ -245,6 +250,15 @@ class Agent:
             lease = attempt.record.lease
             if (lease.job_id, lease.epoch) == (pending.job_id, pending.epoch):
                 attempt.start_exec(pending)
+
+    def _holders(self, verdict: wire.LeaseVerdict) -> list[Attempt]:
+        """The attempt that the verdict is about, unless it is dropped already."""
+        key = verdict.job_id, verdict.epoch
+        return [
+            attempt
+            for attempt in self._attempts.values()
+            if (attempt.record.lease.job_id, attempt.record.lease.epoch) == key and not attempt.dropped
+        ]
 
     async def _sample_once(self) -> None:
         """The next heartbeat carries it; a driver that hangs holds up no heartbeat."""

@@ -30,6 +30,7 @@ from strata.fleet.agent.environment_cache import (
     find_uv,
     provide_environment,
 )
+from strata.fleet.agent.gang_member import member_command, prepare_member
 from strata.fleet.agent.host_cache import HostCache
 from strata.fleet.agent.hub_api import HubApi
 from strata.fleet.agent.path_names import artifact_id, attempt_name
@@ -160,7 +161,10 @@ def prepare_attempt(
         built = provide_environment(host.environments, wanted_environment, cwd, key, wanted)
         venv, facts = built.path, facts | {"environment": built.facts}
     server = _prepare_server(host, lease, paths) if lease.spec.kind == "server" else {}
-    inputs = environment.JobInputs(devices=devices, venv=venv, secrets=lease.secrets, data=data.folders, server=server)
+    gang = prepare_member(lease, paths, job_user, settings.sandbox) if lease.spec.gang is not None else {}
+    inputs = environment.JobInputs(
+        devices=devices, venv=venv, secrets=lease.secrets, data=data.folders, server=server, gang=gang
+    )
     spec = _supervisor_spec(host, lease, trainer, paths, cwd, inputs)
     readable = [Path(folder) for folder in (*filter(None, [venv]), *data.folders.values())]
     writable = [data_folder(host.settings.work_folder, lease.job_id)] if server else []
@@ -201,8 +205,9 @@ def _supervisor_spec(
     inputs: environment.JobInputs,
 ) -> SupervisorSpec:
     settings, job_user = host.settings, host.job_user
+    command = environment.job_command(trainer, settings.interpreter or sys.executable)
     return SupervisorSpec(
-        command=environment.job_command(trainer, settings.interpreter or sys.executable),
+        command=command if lease.spec.gang is None else member_command(lease, paths, command),
         cwd=str(cwd),
         env=environment.job_environment(
             lease,

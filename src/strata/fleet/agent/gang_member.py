@@ -1,0 +1,89 @@
+"""A member of a gang on its host: the token for the coordinator, and the command that starts its workers.
+
+The token lies in a folder of the agent: the job's user can read it and replace nothing there. Heartbeats renew it, and
+workers read the file again when the coordinator rejects the token they have.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from strata.base.atomic import write_file
+from strata.base.errors import Code, StrataError
+from strata.fleet.agent.attempt_folder import AttemptPaths, JobUser, make_passable
+from strata.fleet.agent.settings import SandboxSettings
+from strata.fleet.wire import GangLease, LeaseGiven
+
+TOKEN_FILE: Final = "worker.token"  # noqa: S105 - the name of a file
+CA_FILE: Final = "ca.pem"
+_NEW_FILE: Final = ".new"
+JOIN_TIMEOUT_S: Final = 86_400
+"""How long a member waits for the least number of others: a host that replaces a lost one may take its time."""
+_RUN: Final = "from strata.cli.main import main; main()"
+
+
+def prepare_member(
+    lease: LeaseGiven, paths: AttemptPaths, job_user: JobUser | None, sandbox: SandboxSettings
+) -> dict[str, str]:
+    """Create the folder with token and authority; the variables that name them."""
+    gang = _access(lease)
+    if sandbox.mode != "off" and sandbox.network == "none":
+        raise StrataError(
+            Code.PRECONDITION,
+            'agent.sandbox.network = "none" lets no member of a gang reach the others',
+            hint='"allow" with the networks of the hosts and of the coordinator, or "host"',
+        )
+    paths.gang.mkdir(mode=0o700)
+    variables = {}
+    if gang.ca_pem:
+        _write(paths.gang / CA_FILE, gang.ca_pem, job_user)
+        variables["STRATA_WORKER_TLS_CA"] = str(paths.gang / CA_FILE)
+    if gang.token:
+        write_token(paths, gang.token, job_user)
+        variables["STRATA_WORKER_TOKEN_FILE"] = str(paths.gang / TOKEN_FILE)
+    if gang.checkpoint_root:
+        variables["STRATA_WORKER_CHECKPOINT_ROOT"] = f"{gang.checkpoint_root.rstrip('/')}/{gang.job}"
+    if job_user is not None:
+        make_passable(paths.gang)
+    return variables
+
+
+def write_token(paths: AttemptPaths, token: str, job_user: JobUser | None) -> None:
+    """Replace the token, in one step for those who read it."""
+    _write(paths.gang / TOKEN_FILE, f"{token}\n", job_user)
+
+
+def member_command(lease: LeaseGiven, paths: AttemptPaths, command: Sequence[str]) -> list[str]:
+    """`python FILE …` as `strata gang run` of the same Python, with the place of this member in its gang."""
+    gang, place = _access(lease), lease.spec.gang
+    assert place is not None, "only a member of a gang has access to its coordinator"
+    python, *program = command
+    return [
+        # Not with the folder of the trainer in its path: a file there must not take the place of a module of ours.
+        *(python, "-P", "-c", _RUN, "gang", "run"),
+        *("--coordinator", gang.coordinator, "--job", gang.job),
+        *("--nnodes", f"{place.min_size}:{place.size}", "--nproc", str(place.workers_per_host)),
+        *("--join-timeout", str(JOIN_TIMEOUT_S), "--finished-ok", "--data", str(paths.tmp / "gang")),
+        *("--", *program),
+    ]
+
+
+def _access(lease: LeaseGiven) -> GangLease:
+    if lease.gang is None:
+        raise StrataError(
+            Code.PRECONDITION,
+            f"{lease.spec.label} is a member of a gang, and the hub has no coordinator for it",
+            hint="set hub.coordinator, and update hub and agent to one version",
+        )
+    return lease.gang
+
+
+def _write(path: Path, content: str, job_user: JobUser | None) -> None:
+    temporary = path.parent / _NEW_FILE
+    write_file(temporary, content.encode(), durable=False)
+    if job_user is not None:
+        os.lchown(temporary, job_user.uid, job_user.gid)
+    temporary.replace(path)
