@@ -42,6 +42,8 @@ def gather_evidence(operator: Operator, found: wire.JobReply) -> JobEvidence:
     done = [each.epoch for each in found.attempts if each.outcome == "completed"]
     events = tuple(operator.events(job.id))
     kept = {event.body["artifact"] for event in events if event.kind == "job.checkpointed"}
+    # A server's checkpoint is its data, which has no step.
+    kept = kept if job.spec.kind == "train" else set()
     marks = {each.epoch: operator.marks / f"{job.id}-{each.epoch}" for each in found.attempts}
     said = {epoch: mark.with_suffix(".said") for epoch, mark in marks.items()}
     starts = {epoch: mark.with_suffix(".starts") for epoch, mark in marks.items()}
