@@ -27,6 +27,7 @@ from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.core.plan import ApplyPlan, ExistingJob, HostPolicy, RegisteredTrainer
 from strata.fleet.core.quota import OwnerUsage, Quota
 from strata.fleet.core.requirement import RequirementClass
+from strata.fleet.core.reservation import Reservation, ReservationPlan, ReservationPlanner
 from strata.fleet.core.samples import SamplePoint
 from strata.fleet.core.schedule import JobSchedule
 from strata.fleet.core.search import SearchSweep
@@ -150,6 +151,8 @@ class RenewalResult:
     """`stale`: another attempt has begun. `ended`: the job is terminal, by cancel or otherwise: stop the child."""
     status: JobStatus | None = None
     expires_at_s: float = 0.0
+    preempt: str = ""
+    """Why the attempt has to stop with a checkpoint, if it has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -395,6 +398,16 @@ class Store(Protocol):
         A claim_id that was answered before gets the same leases, as far as they are still held, and no others.
         A host that is not active gets none.
         """
+
+    async def reserve(self, planner: ReservationPlanner, now_s: float) -> ReservationPlan:
+        """Let the planner decide about the queue as it is, and apply its plan; one hub at a time.
+
+        Claims keep what is reserved on their hosts from other jobs, and get a job that is reserved there and fits
+        before any other.
+        """
+
+    async def reservations(self) -> Sequence[Reservation]:
+        """Of jobs that wait in the queue."""
 
     async def renew(
         self, host_id: str, renewals: Sequence[Renewal], lease_s: float, now_s: float

@@ -18,6 +18,7 @@ from strata.fleet.core.jobspec import HostSpec
 from strata.fleet.core.lease import SUSPECT_S
 from strata.fleet.core.match import eligible_classes, holds_back, score
 from strata.fleet.core.requirement import RequirementClass
+from strata.fleet.core.reservation import HostOffer
 from strata.fleet.core.why import HostState
 from strata.fleet.ports import HostRow, Store
 
@@ -47,7 +48,7 @@ class Roster:
         self._hosts: dict[str, HostRow] = {}
         self._policies: Mapping[str, HostSpec] = {}
         self._refusing: Collection[str] = ()
-        self._served: dict[str, tuple[Profile, int, Capacity, Mapping[int, Amounts]]] = {}
+        self._served: dict[str, tuple[Profile, int, Capacity, Mapping[int, Amounts], Mapping[int, Amounts]]] = {}
         self._profiles: dict[str, tuple[HostRow, Profile]] = {}
         self.totals = FleetTotals()
         """What the hosts that take jobs have together."""
@@ -107,7 +108,8 @@ class Roster:
         """The classes that this host is eligible for by its capability and policy, with what a job of each takes."""
         return self._serving(host)[1]
 
-    def _serving(self, host: HostRow) -> tuple[Capacity, Mapping[int, Amounts]]:
+    def _serving(self, host: HostRow) -> tuple[Capacity, Mapping[int, Amounts], Mapping[int, Amounts]]:
+        """Its capacity, the classes, and those of them that a claim may name: jobs of gangs are reserved."""
         own, known = self.profile(host), len(self._classes)
         cached = self._served.get(host.id)
         # The profile itself is compared: its key is a digest, which costs more than all the rest of a claim.
@@ -118,23 +120,39 @@ class Roster:
             }
             # Equal amounts are one object: `Room.fitting` relies on it.
             classes = {id_: equal.setdefault(each, each) for id_, each in amounts.items()}
-            cached = self._served[host.id] = (own, known, capacity, classes)
+            single = {id_: each for id_, each in classes.items() if not self._classes[id_].gang}
+            cached = self._served[host.id] = (own, known, capacity, classes, single)
         return cached[2:]
 
     def claim_options(self, host_id: str, now_s: float) -> ClaimOptions:
         host = self._hosts.get(host_id)
         if host is None or self.quiet(host, now_s):
             return ClaimOptions({}, Capacity(), {})
-        capacity, classes = self._serving(host)
+        capacity, _, classes = self._serving(host)
+        held_back = self._held_back(host, classes, now_s)
+        return ClaimOptions(classes, capacity, held_back, refusing=host_id in self._refusing)
+
+    def _held_back(self, host: HostRow, classes: Collection[int], now_s: float) -> Mapping[int, float]:
         own = self.profile(host)
-        held_back = {
+        return {
             id_: now_s - requirement.needs.prefer_wait_s
             for id_, requirement in self._with_preferences.items()
             if id_ in classes
             # As for a job that was queued just now; `held_back` lets those through that have waited long enough.
             and holds_back(requirement, own, waited_s=0.0, best_online=self._best_online(id_, requirement, now_s))
         }
-        return ClaimOptions(classes, capacity, held_back, refusing=host_id in self._refusing)
+
+    def offers(self, now_s: float) -> Mapping[str, HostOffer]:
+        """The hosts that take jobs now, and what they would take."""
+        offers = {}
+        for host in self._hosts.values():
+            if host.state == "active" and self.online(host, now_s) and not self.quiet(host, now_s):
+                capacity, classes, _ = self._serving(host)
+                offers[host.id] = HostOffer(capacity, classes, self._held_back(host, classes, now_s))
+        return offers
+
+    def class_ids(self) -> Collection[int]:
+        return self._classes.keys()
 
     def quiet(self, host: HostRow, now_s: float) -> str:
         """The quiet hours this host is in; empty when it is not."""
@@ -145,7 +163,16 @@ class Roster:
     def online(self, host: HostRow, now_s: float) -> bool:
         return now_s - host.seen_at_s < self._online_s
 
-    def state(self, host: HostRow, now_s: float, held: Sequence[Taken], *, refused: str = "") -> HostState:
+    def state(
+        self,
+        host: HostRow,
+        now_s: float,
+        held: Sequence[Taken],
+        *,
+        refused: str = "",
+        reserved: Mapping[str, Amounts] | None = None,
+        drains: bool = False,
+    ) -> HostState:
         own = self.profile(host)
         return HostState(
             profile=own,
@@ -155,6 +182,8 @@ class Roster:
             quiet=self.quiet(host, now_s),
             held=tuple(held),
             refused=refused,
+            reserved=reserved or {},
+            drains=drains,
         )
 
     def _best_online(self, class_id: int, requirement: RequirementClass, now_s: float) -> float:

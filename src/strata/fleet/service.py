@@ -22,15 +22,16 @@ from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.base.notify import Broadcast
 from strata.fleet.claims import ClaimQueue
-from strata.fleet.core.amounts import Capacity, more_memory
+from strata.fleet.core.amounts import Amounts, Capacity, more_memory
 from strata.fleet.core.fair_share import OwnerShares
 from strata.fleet.core.job import HELD, Cause, JobStatus
-from strata.fleet.core.jobspec import JobSpec
+from strata.fleet.core.jobspec import JobSpec, gang_ids
 from strata.fleet.core.lease import ASLEEP, LEASE_S, may_expire_leases, quarantine
 from strata.fleet.core.manifest import JobManifest
 from strata.fleet.core.match import eligible
 from strata.fleet.core.ownership import OPERATOR, Submitter, check_project, check_servers
 from strata.fleet.core.plan import ApplyOptions, ApplyPlan, plan
+from strata.fleet.core.reservation import RESERVE_AFTER_S, PreemptPolicy, Reservation, ReservationPlanner
 from strata.fleet.core.samples import HostSample, SamplePoint, finest
 from strata.fleet.core.why import UnmetDependency, Why, WhyQuery, why
 from strata.fleet.ports import (
@@ -57,6 +58,8 @@ POLL_S: Final = 2.0
 """How often a waiting claim polls the database: another hub may have queued a job for it."""
 MAX_WAIT_S: Final = 60.0
 ROLL_UP_S: Final = 60.0
+RESERVE_S: Final = 2.0
+"""How often reservations are planned."""
 FAIL_BATCH: Final = 500
 """How many unservable jobs are failed in one transaction."""
 _log = log.get(__name__)
@@ -65,6 +68,9 @@ _log = log.get(__name__)
 class FleetSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     stale_after_s: float = LEASE_S
     """A lease that was not renewed for so long runs out, and another host may claim the job."""
+    reserve_after_s: float = RESERVE_AFTER_S
+    """A job that has waited for so long lets a host drain for it."""
+    preempt: PreemptPolicy = "lower-priority"
 
 
 class Fleet:
@@ -92,6 +98,9 @@ class Fleet:
         self._samples: list[SamplePoint] = []
         self._newest_samples: dict[str, Mapping[str, float]] = {}
         self._rolled_up_at_s = float("-inf")
+        self._reservations: Sequence[Reservation] = ()
+        """As this hub planned them last: claims that wait are tried again when they change."""
+        self._stuck: frozenset[int] = frozenset()
         self._holding: set[str] = set()
         """Hosts that held leases when they spoke last: a guess, for `Claim.idle`."""
         self._yields: Mapping[str, YieldRequest] = {}
@@ -312,15 +321,45 @@ class Fleet:
                 for each in waiting
                 if each.status is not JobStatus.COMPLETED
             ),
+            gang_hosts=await self._gang_hosts(row),
         )
         held = await self.store.held()
         refused = await self._exclusion_reasons(job_id)
+        reserved, draining = await self._reservations_around(job_id)
         states = [
-            self._roster.state(host, self.now_s(), held.get(host.id, ()), refused=refused.get(host.id, ""))
+            self._roster.state(
+                host,
+                self.now_s(),
+                held.get(host.id, ()),
+                refused=refused.get(host.id, ""),
+                reserved=reserved.get(host.id),
+                drains=host.id in draining,
+            )
             for host in self._roster.hosts()
             if host.state != "left"
         ]
         return why(question, states, now_s=self.now_s())
+
+    async def _gang_hosts(self, row: JobRow) -> int:
+        """How many hosts the gang of this job needs at once. One that trains already replaces lost members singly."""
+        if row.spec.gang is None:
+            return 0
+        members = [await self.store.job(member) for member in gang_ids(row.id, row.spec)]
+        return 0 if any(each.status in HELD for each in members) else row.spec.gang.min_size
+
+    async def _reservations_around(self, job_id: str) -> tuple[Mapping[str, Mapping[str, Amounts]], Collection[str]]:
+        """By host what is reserved for other jobs, by their labels; and the hosts that are reserved for this one."""
+        reserved: dict[str, dict[str, Amounts]] = {}
+        draining = set()
+        for each in await self.store.reservations():
+            if each.is_over(self.now_s()):
+                continue
+            if each.job.job_id == job_id:
+                draining.add(each.host_id)
+            else:
+                label = (await self.store.job(each.job.job_id)).spec.label
+                reserved.setdefault(each.host_id, {})[label] = each.amounts
+        return reserved, draining
 
     async def _exclusion_reasons(self, job_id: str) -> Mapping[str, str]:
         """The hosts that are excluded for this job, each with the error of its last attempt."""
@@ -392,6 +431,26 @@ class Fleet:
         self._ticked_at_s = now_s
         if released or expired:
             self._changes.notify()
+
+    async def plan_reservations(self) -> None:
+        """Reserve hosts for jobs that are too large for what comes free, and for gangs."""
+        shares = await self._owner_shares()
+        await self._roster.refresh(self.now_s())
+        now_s = self.now_s()
+        planner = ReservationPlanner(
+            hosts=self._roster.offers(now_s),
+            classes=self._roster.class_ids(),
+            owners=tuple(self._owners),
+            shares=shares,
+            reserve_after_s=self.settings.reserve_after_s,
+            preempt=self.settings.preempt == "lower-priority",
+            seen=self._stuck,
+        )
+        plan = await self.store.reserve(planner, now_s)
+        if plan.reservations != self._reservations or plan.returned:
+            failpoint("fleet.reserve.committed")
+            self._changes.notify()
+        self._reservations, self._stuck = plan.reservations, plan.stuck
 
     async def _write_samples(self, now_s: float) -> None:
         """What hosts have sampled since the last tick; once a minute also means, and what is too old goes."""

@@ -29,7 +29,7 @@ from strata.fleet.http.feed import GAP_S, Feed
 from strata.fleet.http.leased_reads import LeasedReads
 from strata.fleet.http.proxy import ServerProxy
 from strata.fleet.http.routes import application
-from strata.fleet.service import TICK_S, Fleet, FleetSettings
+from strata.fleet.service import RESERVE_S, TICK_S, Fleet, FleetSettings
 from strata.fleet.streams import AttemptStreams
 from strata.http.auth_failures import AuthFailures
 from strata.http.body import BodyPace
@@ -102,7 +102,7 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
         vault = SecretVault(tables.secrets, key)
         sender = AppriseSender()
         subscriptions = SubscriptionStore(vault, tables.cursors, feed, sender, clock.wall_s)
-        fleet = Fleet(tables.fleet, clock, FleetSettings(stale_after_s=settings.stale_after_s))
+        fleet = Fleet(tables.fleet, clock, _fleet_settings(settings))
         context = HubContext(
             fleet=fleet,
             execs=ExecBoard(tables.execs, fleet.now_s),
@@ -151,6 +151,12 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
             sender.close()
             await context.proxy.close()
             await chunks.close()
+
+
+def _fleet_settings(settings: HubSettings) -> FleetSettings:
+    return FleetSettings(
+        stale_after_s=settings.stale_after_s, reserve_after_s=settings.reserve_after_s, preempt=settings.preempt
+    )
 
 
 def _server_certificate(settings: HubSettings, authority: Authority, now_s: float) -> ServerCertificate:
@@ -204,6 +210,7 @@ def _loops(
         Loop(interval_s=TICK_S, run_once=context.fleet.tick, max_backoff_s=TICK_S),
         Loop(interval_s=TICK_S, run_once=context.execs.run_once, max_backoff_s=TICK_S),
         Loop(interval_s=GAP_S, run_once=context.feed.run_once, max_backoff_s=TICK_S),
+        Loop(interval_s=RESERVE_S, run_once=context.fleet.plan_reservations, max_backoff_s=RESERVE_S),
         Loop(interval_s=IDLE_CHECK_S, run_once=context.fleet.choose_servers_to_end),
         Loop(interval_s=HOUR_S, run_once=renew_certificates),
     ]

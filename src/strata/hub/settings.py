@@ -14,6 +14,7 @@ from strata.base.settings import Secret
 from strata.fleet.artifacts.retention import RetentionPolicy
 from strata.fleet.core.lease import LEASE_S
 from strata.fleet.core.requirement import SandboxLevel
+from strata.fleet.core.reservation import RESERVE_AFTER_S, PreemptPolicy
 from strata.http.anonymous import Networks
 from strata.http.auth_failures import BURST
 from strata.http.root import SEND_S
@@ -80,6 +81,10 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     """By project, `*` for the others: how well a host must confine their jobs, at least."""
     stale_after_s: Positive = LEASE_S
     """A lease that was not renewed for so long may go to another host."""
+    reserve_after_s: Annotated[float, msgspec.Meta(ge=0)] = RESERVE_AFTER_S
+    """A job that has waited for so long gets a host reserved, which takes no other job until this one fits."""
+    preempt: PreemptPolicy = "lower-priority"
+    """Which running jobs stop with a checkpoint for one with a reservation: those of lower priority, or none."""
     drain_s: Annotated[float, msgspec.Meta(ge=0)] = 5.0
     """How long requests may take to finish when the process is told to end."""
     max_connections: Annotated[int, msgspec.Meta(ge=1)] = 10_000

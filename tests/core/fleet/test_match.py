@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.fleet.core.amounts import Taken
+from strata.fleet.core.amounts import Amounts, Taken
 from strata.fleet.core.capability import GIB, Capability, Gpu, Profile, bucket_gib, in_quiet_hours, profile
 from strata.fleet.core.job import JobStatus
 from strata.fleet.core.jobspec import HostSpec, QuietHours
@@ -226,6 +226,16 @@ def test_why_tells_eligible_hosts_that_cannot_take_it_now(state: dict[str, Any],
     assert [each.what for each in answer.obstacles] == [what]
     assert answer.schedulable
     assert answer.eligible_hosts == ("gpu-1",)
+
+
+def test_why_tells_what_is_reserved_and_which_hosts_drain() -> None:
+    reserved = HostState(profile=GPU, reserved={"big": Amounts(whole=True)})
+    (obstacle,) = why(question(asking()), [reserved], now_s=0).obstacles
+    assert (obstacle.what, obstacle.detail) == ("reserved", "1 eligible host is reserved: gpu-1 (for big)")
+    draining = HostState(profile=GPU, held=(Taken(slots=2),), drains=True)
+    assert why(question(asking()), [draining], now_s=0).headline == "gpu-1 drains for it"
+    gang = why(question(asking(), gang_hosts=2), [HostState(profile=GPU)], now_s=0)
+    assert gang.headline == "its gang starts on 2 hosts at once, and 1 of 1 could take it now"
 
 
 def test_why_tells_what_is_not_about_hosts() -> None:

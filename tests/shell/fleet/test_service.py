@@ -370,6 +370,31 @@ async def test_a_policy_that_denies_the_last_host_that_did_not_refuse_a_job_fail
     assert (await site.fleet.store.job(spec.id)).status is JobStatus.FAILED
 
 
+async def test_a_host_drains_for_a_large_job_and_why_tells_both_sides(site: Site) -> None:
+    host = await site.host("anna")
+    await site.add(*(JobSpec(model="small", seed=seed) for seed in range(2)))
+    leases = await site.fleet.claim(host, "c1", count=2)
+    large, late = JobSpec(model="large", needs=Needs(slots=8)), JobSpec(model="late")
+    await site.add(large)
+    for _ in range(2):
+        await site.pass_time(30)
+        await site.fleet.renew(host, [Renewal(job_id=each.job_id, epoch=each.epoch) for each in leases])
+    await site.add(late)
+    await site.fleet.tick()
+    for _ in range(2):
+        await site.fleet.plan_reservations()
+    assert (await site.fleet.why(large.id)).headline == "anna drains for it"
+    told = await site.fleet.why(late.id)
+    assert told.headline == "none of the 1 eligible hosts can take it now"
+    assert [each.detail for each in told.obstacles] == ["1 eligible host is reserved: anna (for large-default)"]
+    waiting = asyncio.create_task(site.fleet.claim(host, "c2", wait_s=30))
+    await asyncio.wait([waiting], timeout=0.05)
+    for lease in leases:
+        await site.fleet.complete(hold(lease), JobCompletion())
+    (lease,) = await asyncio.wait_for(waiting, 5)
+    assert lease.spec == large
+
+
 async def test_why_names_what_is_in_the_way(site: Site) -> None:
     await site.host("cpu")
     spec = JobSpec(model="a", needs=Needs(require_cuda=True))

@@ -94,12 +94,13 @@ def _without(text: str, *parts: str) -> str:
 
 _ASKED_BEFORE: Final = "EXISTS (SELECT 1 FROM attempt WHERE host_id = h.id AND claim_id = w.claim)"
 _NEW: Final = """
-SELECT w.host, w.claim, '' AS job_id, 0::bigint AS epoch, ''::bytea AS taken, false AS expired
+SELECT w.host, w.claim, '' AS job_id, 0::bigint AS epoch, ''::bytea AS taken, false AS expired, 0::bigint AS reserved,
+  '' AS kind, 0::float8 AS expires_at
 FROM unnest(%(hosts)s::text[], %(claims)s::text[]) AS w (host, claim)
 """
 _NEVER_GIVEN: Final = "WHERE NOT EXISTS (SELECT FROM attempt a WHERE a.claim_id = w.claim AND a.host_id = w.host)"
 _HELD: Final = """
-SELECT a.host_id, NULL, a.job_id, a.epoch, a.taken, l.expired
+SELECT a.host_id, NULL, a.job_id, a.epoch, a.taken, l.expired, 0::bigint, '', 0::float8
 FROM (SELECT DISTINCT host FROM unnest(%(hosts)s::text[]) AS w (host)) AS w
 JOIN attempt a ON a.host_id = w.host AND a.ended_at IS NULL JOIN lease l ON l.job_id = a.job_id AND l.epoch = a.epoch
 """

@@ -21,7 +21,7 @@ from strata.testing.postgres import PostgresDatabases
 from tests.shell.fleet_proof.histories import run_history
 
 COMPONENTS: Final = (events.SQLITE, sqlite_tables.COMPONENT)
-_TABLES: Final = "job, job_after, ready, ripening, lease, attempt, event, req_class, host, host_beat"
+_TABLES: Final = "job, job_after, ready, ripening, lease, reservation, attempt, event, req_class, host, host_beat"
 
 
 async def open_sqlite(path: Path) -> SqliteStore:

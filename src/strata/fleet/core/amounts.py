@@ -233,6 +233,22 @@ class Room:
             )
         ) and all(self._card_has(card, taken.gpu_share, taken.vram_gib) for card in taken.cards)
 
+    def reserve(self, amounts: Amounts) -> None:
+        """Keep what a job with these amounts needs from all others: what is free, and what comes free later."""
+        self.hold(
+            self._taken(amounts)
+            if self.fits(amounts)
+            else Taken(
+                whole=amounts.whole,
+                slots=amounts.slots,
+                cores=amounts.cores,
+                ram_gib=amounts.ram_gib,
+                cards=self._emptiest_cards(amounts),
+                gpu_share=amounts.gpu_share,
+                vram_gib=amounts.vram_gib if amounts.gpu_share < 1 else 0.0,
+            )
+        )
+
     def hold(self, taken: Taken) -> None:
         self._jobs += 1
         self._whole = self._whole or taken.whole
@@ -271,6 +287,11 @@ class Room:
         if len(suffice) < count:
             return None
         return tuple([id_ for *_, id_ in sorted(sorted(suffice)[:count], key=lambda each: each[2])])
+
+    def _emptiest_cards(self, amounts: Amounts) -> tuple[str, ...]:
+        """The cards that a job waits for: those of which most is free, as far as they are large enough."""
+        large = [card.id for card in self._capacity.cards if card.vram_gib + _TOLERANCE >= amounts.vram_gib]
+        return tuple(sorted(large, key=self._cards.__getitem__, reverse=True)[: amounts.gpus])
 
     def _card_shortage(self, amounts: Amounts) -> str:
         suffice = sum(self._card_has(card, amounts.gpu_share, amounts.vram_gib) for card in self._cards)

@@ -143,7 +143,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def requirement(self) -> RequirementClass:
-        return RequirementClass(self.model, self.mode, self.needs)
+        return RequirementClass(self.model, self.mode, self.needs, self.gang is not None)
 
     @property
     def budget(self) -> Budget:

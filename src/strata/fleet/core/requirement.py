@@ -107,6 +107,8 @@ class RequirementClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     model: Name
     mode: Name
     needs: Needs = Needs()
+    gang: bool = False
+    """Jobs of gangs: no claim takes one by itself (`core.reservation`)."""
 
     @property
     def key(self) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import msgspec
 
-from strata.fleet.core.amounts import Room, Taken, job_amounts
+from strata.fleet.core.amounts import Amounts, Room, Taken, job_amounts
 from strata.fleet.core.capability import Profile
 from strata.fleet.core.job import HELD, TERMINAL, JobStatus
 from strata.fleet.core.match import MatchResult, MismatchReason, eligible
@@ -16,6 +16,7 @@ from strata.fleet.core.schedule import format_moment
 
 _REFUSED: Final = "excluded"
 _BUSY: Final = "busy"
+_RESERVED: Final = "reserved"
 
 
 class HostState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,6 +34,10 @@ class HostState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """What its jobs take of it."""
     refused: str = ""
     """Why it could not set this job up, if it could not: it is excluded for it."""
+    reserved: Mapping[str, Amounts] = {}
+    """The other jobs for which it is reserved, by their names, and what they take."""
+    drains: bool = False
+    """It is reserved for this job."""
 
 
 class UnmetDependency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,6 +59,8 @@ class WhyQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     last_failure: str = ""
     """The reason of the ruling behind `not_before_s`."""
     after: tuple[UnmetDependency, ...] = ()
+    gang_hosts: int = 0
+    """How many hosts have to take members of its gang at once."""
     ahead: int | None = None
     """How many jobs that its hosts may take as well are before it in the queue, if somebody counted."""
 
@@ -97,17 +104,23 @@ def why(job: WhyQuery, hosts: Sequence[HostState], *, now_s: float) -> Why:
     blocked = refusing or any(each.status in TERMINAL for each in job.after)
     names = tuple(sorted(host.profile.host for host in fitting))
     free = len(fitting) - sum(each.hosts for each in busy)
-    obstacles = tuple(own + busy)
-    if own:
-        headline = own[0].detail
-    elif free:
+    if job.gang_hosts > free:
+        detail = f"its gang starts on {job.gang_hosts} hosts at once, and {free} of {len(fitting)} could take it now"
+        own.append(Obstacle(what="gang", detail=detail))
+    headline = own[0].detail if own else _availability_headline(job, fitting, free)
+    draining = [host.profile.host for host in fitting if host.drains]
+    if draining and not refusing:
+        headline = f"{_some(draining)} {'drains' if len(draining) == 1 else 'drain'} for it"
+    return Why(headline=headline, obstacles=tuple(own + busy), eligible_hosts=names, schedulable=not blocked)
+
+
+def _availability_headline(job: WhyQuery, fitting: Sequence[HostState], free: int) -> str:
+    if free:
         ahead = f"; {job.ahead} jobs are before it" if job.ahead else ""
-        headline = f"{free} of {len(fitting)} eligible hosts could take it now{ahead}"
-    elif refusing:
-        headline = f"no eligible host could set it up: {fitting[0].refused}"
-    else:
-        headline = f"none of the {len(fitting)} eligible hosts can take it now"
-    return Why(headline=headline, obstacles=obstacles, eligible_hosts=names, schedulable=not blocked)
+        return f"{free} of {len(fitting)} eligible hosts could take it now{ahead}"
+    if all(host.refused for host in fitting):
+        return f"no eligible host could set it up: {fitting[0].refused}"
+    return f"none of the {len(fitting)} eligible hosts can take it now"
 
 
 def _own_reasons(job: WhyQuery, now_s: float) -> Iterable[Obstacle]:
@@ -144,6 +157,8 @@ def _availability(requirement: RequirementClass, fitting: Sequence[HostState]) -
         names = _names(states)
         if reason == _BUSY:
             names = [f"{host.profile.host} ({_shortage(requirement, host)})" for host in states]
+        elif reason == _RESERVED:
+            names = [f"{host.profile.host} (for {_some(list(host.reserved))})" for host in states]
         detail = f"{len(states)} {what} {reason}: {_some(names)}"
         yield Obstacle(what=reason, detail=detail, hosts=len(states), of=len(fitting), fix=fixes.get(reason, ""))
 
@@ -152,9 +167,12 @@ def _names(hosts: Sequence[HostState]) -> list[str]:
     return [host.profile.host for host in hosts]
 
 
-def _shortage(requirement: RequirementClass, host: HostState) -> str:
+def _shortage(requirement: RequirementClass, host: HostState, reserved: Iterable[Amounts] = ()) -> str:
     capacity = host.profile.capacity
-    return Room(capacity, host.held).shortage(job_amounts(requirement.needs, capacity))
+    room = Room(capacity, host.held)
+    for amounts in reserved:
+        room.reserve(amounts)
+    return room.shortage(job_amounts(requirement.needs, capacity))
 
 
 def unavailable(requirement: RequirementClass, host: HostState) -> str:
@@ -169,7 +187,8 @@ def unavailable(requirement: RequirementClass, host: HostState) -> str:
         return "paused"
     if host.quiet:
         return "in quiet hours"
-    return _BUSY if _shortage(requirement, host) else ""
+    reserved = _RESERVED if _shortage(requirement, host, host.reserved.values()) else ""
+    return _BUSY if _shortage(requirement, host) else reserved
 
 
 def _unschedulable(verdicts: Sequence[MatchResult], own: list[Obstacle]) -> Why:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.fleet.core.amounts import UNKNOWN, Capacity, Room, Taken
+from strata.fleet.core.amounts import UNKNOWN, Amounts, Capacity, Room, Taken
 from strata.fleet.core.capability import Capability
 from strata.fleet.core.job import TERMINAL, Cause, JobStatus
 from strata.fleet.core.jobspec import HostSpec, JobSpec, TrainerSpec
@@ -17,8 +18,16 @@ from strata.fleet.core.lease import AttemptCounts
 from strata.fleet.core.lease_status import LeaseStatus, lease_status
 from strata.fleet.core.plan import ExistingJob, HostPolicy, RegisteredTrainer
 from strata.fleet.core.quota import HOUR_S, Quota
+from strata.fleet.core.reservation import (
+    GangMember,
+    HeldPlace,
+    Reservation,
+    ReservationKind,
+    ReservationPlan,
+    WaitingJob,
+)
 from strata.fleet.core.samples import SamplePoint
-from strata.fleet.ports import AttemptKey, AttemptRow, HostRow, JobLease, JobRow, RefusedJob, ServerRow
+from strata.fleet.ports import AttemptKey, AttemptRow, Claim, HostRow, JobLease, JobRow, RefusedJob, ServerRow
 
 JOB: Final = (
     "id, spec, class_id, status, epoch, created_at, changed_at, not_before, host_id, reason, artifact, declared,"
@@ -77,6 +86,27 @@ HELD: Final = (
     " WHERE NOT l.expired"
 )
 
+_WAITING: Final = "r.seq, j.id, r.class_id, r.priority, r.owner, r.since, j.gang"
+QUEUE_HEADS: Final = f"SELECT {_WAITING} FROM {{heads}} JOIN job j ON j.seq = r.seq"
+"""`heads` is what each database has for the first job `r` of each owner in each class."""
+RESERVATIONS: Final = (
+    f"SELECT v.host_id, v.amounts, v.kind, v.expires_at, {_WAITING} FROM reservation v JOIN ready r ON r.seq = v.seq"
+    " JOIN job j ON j.seq = v.seq ORDER BY v.host_id, v.seq"
+)
+"""A reservation counts while its job waits in the queue."""
+GANG_MEMBERS: Final = (
+    f"SELECT j.gang, j.id, j.status, j.spec, {_WAITING} FROM job j LEFT JOIN ready r ON r.seq = j.seq"
+    f" WHERE j.gang <> '' AND j.gang IN (SELECT gang FROM {{job}} WHERE gang <> '' AND {_UNFINISHED})"
+    " ORDER BY j.gang, j.seq"
+)
+"""`job` is the table, and its index in SQLite, which would read all jobs that wait."""
+HELD_PLACES: Final = (
+    "SELECT a.host_id, a.job_id, a.epoch, a.taken, j.priority, a.claimed_at, j.gang, s.job_id IS NOT NULL,"
+    " j.checkpoint <> '', l.preempt <> ''"
+    " FROM lease l JOIN attempt a ON a.job_id = l.job_id AND a.epoch = l.epoch JOIN job j ON j.id = l.job_id"
+    " LEFT JOIN server s ON s.job_id = l.job_id WHERE NOT l.expired"
+)
+
 encode: Final = msgspec.json.Encoder().encode
 decode_spec: Final = msgspec.json.Decoder(JobSpec).decode
 decode_trainer: Final = msgspec.json.Decoder(TrainerSpec).decode
@@ -88,6 +118,7 @@ _models: Final = msgspec.json.Decoder(tuple[str, ...]).decode
 _facts: Final = msgspec.json.Decoder(dict[str, Any]).decode
 _values: Final = msgspec.json.Decoder(dict[str, float]).decode
 _taken: Final = msgspec.json.Decoder(Taken).decode
+_amounts: Final = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def class_keys(specs: Iterable[JobSpec]) -> dict[bytes, str]:
@@ -170,6 +201,56 @@ def decode_attempt(row: Sequence[Any]) -> AttemptRow:
 def decode_taken(text: bytes) -> Taken:
     """Empty for an attempt that began before amounts were counted."""
     return _taken(text) if text else UNKNOWN
+
+
+def encode_amounts(amounts: Amounts) -> bytes:
+    """As the fields of a `Taken`: a hub of the version before counts what is reserved as taken."""
+    return encode(amounts._asdict())
+
+
+def decode_amounts(text: bytes) -> Amounts:
+    return Amounts(**_amounts(text))
+
+
+def decode_reservations(rows: Iterable[Sequence[Any]]) -> list[Reservation]:
+    """From `RESERVATIONS`."""
+    return [
+        Reservation(host_id, WaitingJob(*job), decode_amounts(amounts), kind, expires_at_s)
+        for host_id, amounts, kind, expires_at_s, *job in rows
+    ]
+
+
+def new_reservations(plan: ReservationPlan, before: Iterable[Reservation]) -> list[Reservation]:
+    """Those for which the plan has chosen a host now."""
+    known = {(each.host_id, each.job.seq) for each in before}
+    return [each for each in plan.reservations if (each.host_id, each.job.seq) not in known]
+
+
+def decode_gang_members(rows: Iterable[Sequence[Any]]) -> list[GangMember]:
+    """From `GANG_MEMBERS`."""
+    members = []
+    for gang, job_id, status, spec, *job in rows:
+        size, min_size = _gang_size(bytes(spec))
+        waiting = None if job[0] is None else WaitingJob(*job)
+        members.append(GangMember(gang, job_id, JobStatus(status), size, min_size, waiting))
+    return members
+
+
+@lru_cache(1024)
+def _gang_size(spec: bytes) -> tuple[int, int]:
+    """Read again and again while a gang waits."""
+    gang = decode_spec(spec).gang
+    return (1, 1) if gang is None else (gang.size, gang.min_size)
+
+
+def decode_held_places(rows: Iterable[Sequence[Any]]) -> list[HeldPlace]:
+    """From `HELD_PLACES`."""
+    # Attempts are many, and what they take is much the same.
+    taken = lru_cache(256)(decode_taken)
+    return [
+        HeldPlace(host_id, job_id, epoch, taken(bytes(text)), priority, claimed_at_s, gang, *map(bool, flags))
+        for host_id, job_id, epoch, text, priority, claimed_at_s, gang, *flags in rows
+    ]
 
 
 def decode_points(rows: Iterable[Sequence[Any]]) -> list[SamplePoint]:
@@ -306,6 +387,38 @@ def open_rooms(
         else:
             rooms[attempt.host_id].hold(decode_taken(attempt.taken))
     return rooms, expired
+
+
+class OpenReservation(NamedTuple):
+    """What a host keeps free for a job that waits."""
+
+    host_id: str
+    amounts: bytes
+    """As `encode_amounts` has it."""
+    seq: int
+    kind: ReservationKind
+    expires_at_s: float
+
+
+def grant_reserved(
+    rooms: Mapping[str, Room], reserved: Iterable[OpenReservation], claims: Mapping[str, Claim], now_s: float
+) -> list[tuple[Claim, int, Taken]]:
+    """The reserved jobs that fit and that the claims of their hosts get, each with what it takes. What else is reserved
+    is kept from the other jobs of these claims."""
+    granted: list[tuple[Claim, int, Taken]] = []
+    left = {host_id: claim.count for host_id, claim in claims.items()}
+    for each in reserved:
+        if each.host_id not in rooms or each.kind == "missed" or each.expires_at_s <= now_s:
+            continue
+        room, amounts = rooms[each.host_id], decode_amounts(each.amounts)
+        if each.kind == "grant" and left[each.host_id] and room.fits(amounts):
+            (taken,) = room.plan(amounts)
+            room.hold(taken)
+            left[each.host_id] -= 1
+            granted.append((claims[each.host_id], each.seq, taken))
+        else:
+            room.reserve(amounts)
+    return granted
 
 
 def displaced_attempts(

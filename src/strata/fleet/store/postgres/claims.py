@@ -27,10 +27,12 @@ from strata.fleet.ports import Claim, JobLease
 from strata.fleet.store.postgres.leases import Connection
 from strata.fleet.store.rows import (
     OpenAttempt,
+    OpenReservation,
     decode_lease,
     decode_taken,
     displaced_attempts,
     encode,
+    grant_reserved,
     open_rooms,
     take_turns,
 )
@@ -45,9 +47,11 @@ _Place = tuple[_ClaimName, list[Taken], Mapping[int, Amounts]]
 """A claim that may take a job, what a job of each kind of amounts gets of its host, and the classes of the claim."""
 
 OPEN: Final = """
-SELECT host, claim, job_id, epoch, taken, expired FROM open_claims(%(hosts)s::text[], %(claims)s::text[])
+SELECT host, claim, job_id, epoch, taken, expired, reserved, kind, expires_at
+FROM open_claims(%(hosts)s::text[], %(claims)s::text[])
 """
-"""The claims that are new; then, without a claim, the attempts of their hosts that have not ended."""
+"""The claims that are new; then, without a claim, the attempts of their hosts that have not ended, and the jobs for
+which these are reserved."""
 
 LOCK_EXPIRED: Final = """
 SELECT id FROM job WHERE id = ANY(%(jobs)s::text[]) AND status = 'pending' FOR UPDATE SKIP LOCKED
@@ -71,8 +75,9 @@ _IDLE: Final = """
 (SELECT state FROM host WHERE id = {host}) = 'active'
 AND (SELECT count(*) FROM attempt a WHERE a.claim_id = {claim} AND a.host_id = {host}) = 0
 AND (SELECT count(*) FROM attempt a WHERE a.host_id || '' = {host} AND a.ended_at IS NULL) = 0
+AND (SELECT count(*) FROM reservation v WHERE v.host_id = {host} AND v.kind <> 'missed') = 0
 """
-"""A new claim of a host that holds nothing, after `open_claims` has locked the host."""
+"""A new claim of a host that holds nothing and is not reserved, after `open_claims` has locked the host."""
 IDLE: Final = _IDLE.format(host="w.host", claim="w.claim")
 ONE_IDLE: Final = f"SELECT {_IDLE.format(host='%(host)s::text', claim='%(claim)s::text')}"
 
@@ -174,7 +179,7 @@ WITH given AS MATERIALIZED ({{given}}), gone AS (
 ), leased AS (
   INSERT INTO lease SELECT id, host, epoch, %(until)s, false FROM moved
   ON CONFLICT (job_id) DO UPDATE SET host_id = excluded.host_id, epoch = excluded.epoch,
-    expires_at = excluded.expires_at, expired = false
+    expires_at = excluded.expires_at, expired = false, preempt = ''
 ), tried AS (
   INSERT INTO attempt (job_id, epoch, host_id, claim_id, claimed_at, number, trainer_digest, taken,
     outcome, cause, error, artifact, checkpoint, facts)
@@ -256,12 +261,14 @@ async def _claim_for_holding_hosts(
     shares: OwnerShares | None,
 ) -> list[Any]:
     """For hosts that hold something: what fits is decided between two round trips of one transaction."""
-    found: list[Any] = []
     # What is sent in a pipeline is one transaction, also when an answer is read in between.
     async with connections.pipeline() as connection:
         cursor = await connection.execute(OPEN, _names(list(named)), prepare=True, binary=True)
-        fresh, rooms, expired = await _read_rooms(connection, await cursor.fetchall(), named)
-        turns = take_turns(fresh)
+        rows = await cursor.fetchall()
+        fresh, rooms, expired = await _read_rooms(connection, rows, named)
+        found = await _claim_reserved(connection, rows, {name: named[name] for name in fresh}, rooms, times)
+        answered = {(host, claim) for host, claim, *_ in found}
+        turns = take_turns(name for name in fresh if name not in answered)
         cursors: list[Any] = []
         for number, turn in enumerate(turns):
             groups = _group_claims([(name, named[name]) for name in turn], rooms)
@@ -297,7 +304,7 @@ async def _read_rooms(
 ) -> tuple[list[_ClaimName], dict[str, Room], list[OpenAttempt]]:
     """The claims that are new, what their hosts have left beside their leases, and their attempts that have expired."""
     fresh = [(host, claim) for host, claim, *_ in rows if claim is not None]
-    attempts = [OpenAttempt(host, *rest) for host, claim, *rest in rows if claim is None]
+    attempts = [OpenAttempt(row[0], *row[2:6]) for row in rows if row[1] is None and not row[6]]
     revocable = [attempt.job_id for attempt in attempts if attempt.expired]
     if revocable:
         cursor = await connection.execute(LOCK_EXPIRED, {"jobs": revocable})
@@ -305,6 +312,26 @@ async def _read_rooms(
         # What somebody else has locked may be revived at this moment: it counts as held.
         attempts = [each._replace(expired=each.expired and each.job_id in locked) for each in attempts]
     return fresh, *open_rooms({name[0]: named[name].capacity for name in reversed(fresh)}, attempts)
+
+
+async def _claim_reserved(
+    connection: Connection,
+    rows: Sequence[Any],
+    fresh: Mapping[_ClaimName, Claim],
+    rooms: Mapping[str, Room],
+    times: dict[str, float],
+) -> list[Any]:
+    """The jobs for which the hosts are reserved, as far as they fit now. One that is locked is claimed or ended by
+    another transaction."""
+    reserved = [OpenReservation(row[0], row[4], *row[6:]) for row in rows if row[1] is None and row[6]]
+    first = {host: fresh[host, claim] for host, claim in reversed(list(fresh))}
+    granted: list[Any] = []
+    for claim, seq, taken in grant_reserved(rooms, reserved, first, times["now"]):
+        place: _Place = ((claim.host_id, claim.claim_id), [taken], {})
+        statement, values = _claim_statement(((0,), (math.inf,), (1,), ""), [place], times, how="picked")
+        chosen = {**values, "seqs": _numbers([seq]), "picked_kinds": _numbers([1])}
+        granted += await (await connection.execute(statement, chosen, prepare=True, binary=True)).fetchall()
+    return granted
 
 
 def _group_claims(fresh: Sequence[tuple[_ClaimName, Claim]], rooms: Mapping[str, Room]) -> dict[_Options, list[_Place]]:

@@ -11,7 +11,7 @@ from strata.base.errors import StrataError
 from strata.base.failpoint import failpoint
 from strata.database.events import EventRecord as Record
 from strata.database.events import record_postgres
-from strata.fleet.core.job import TERMINAL, Cause, JobEvent, JobStatus, advance
+from strata.fleet.core.job import HELD, TERMINAL, Cause, JobEvent, JobStatus, advance
 from strata.fleet.core.jobspec import gang_ids
 from strata.fleet.core.lease import (
     ASLEEP,
@@ -77,7 +77,8 @@ async def read_job(connection: Connection, job_id: str) -> JobRow:
 async def lock_members(connection: Connection, job_id: str) -> dict[str, JobRow]:
     """All members of the gang of a job, locked in one order; a job that trains alone is its only member."""
     members = gang_ids(job_id, (await read_job(connection, job_id)).spec)
-    for member in members:
+    # In the order of ids, like all who lock several jobs.
+    for member in sorted(members):
         await require_job(connection, member)
     return {member: await read_job(connection, member) for member in members}
 
@@ -261,6 +262,14 @@ async def cancel(connection: Connection, job_id: str, reason: str, actor: str, n
         await record(connection, now_s, actor, "job.cancelled", job_id, **body)
     failpoint("fleet.cancel.written")
     return await read_job(connection, job_id)
+
+
+async def release(connection: Connection, job_id: str, reason: str, now_s: float) -> None:
+    """End the lease of a job that goes back to the queue at once, through no fault of its own."""
+    job = await require_job(connection, job_id)
+    if job.status in HELD:
+        decision = RetryDecision(event=JobEvent.RETRY, cause=Cause.PREEMPTED, not_before_s=now_s, reason=reason)
+        await _apply_decision(connection, job_id, job, decision, now_s, "hub")
 
 
 async def requeue(connection: Connection, job_id: str, actor: str, now_s: float) -> JobRow:

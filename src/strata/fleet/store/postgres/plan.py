@@ -14,6 +14,7 @@ from strata.fleet.core.lease_status import outdated_plan
 from strata.fleet.core.ownership import Submitter, check_project, check_submission
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.quota import OwnerUsage, check_specs, check_usage, quota_of
+from strata.fleet.core.reservation import gang_key
 from strata.fleet.store.postgres import tables as sql
 from strata.fleet.store.postgres.leases import Connection, class_ids, enqueue, record, requeue
 from strata.fleet.store.rows import QUOTAS, class_keys, decode_quotas, encode, used_gpu_hours
@@ -152,19 +153,29 @@ async def _insert_jobs(
     if not plan.new:
         return
     rows = [
-        (id_, encode(spec), classes[encode(spec.requirement)], *_sorted_by(spec), spec.project, spec.starts_at_s(now_s))
+        (
+            id_,
+            encode(spec),
+            classes[encode(spec.requirement)],
+            *_sorted_by(spec),
+            spec.project,
+            spec.starts_at_s(now_s),
+            gang_key(spec),
+        )
         for id_, spec in plan.new.items()
     ]
     # One statement for all, in the order of the manifest: the older of two equal jobs is claimed first.
     await connection.execute(
         "INSERT INTO job (id, spec, class_id, status, epoch, created_at, changed_at, not_before, host_id, reason,"
         " artifact, declared, orphaned, waits_for, model, sweep, priority, trainer, charged, lost, excused, checkpoint,"
-        " submitted_by, owner, project, label, trainer_digest)"
+        " submitted_by, owner, project, label, gang, trainer_digest)"
         f" SELECT n.id, n.spec, n.class_id, '{JobStatus.PENDING}', 0, %s, %s, n.start, '', '', '', %s, false, 0,"
-        " n.model, n.sweep, n.priority, n.trainer, 0, 0, 0, '', %s, %s, n.project, n.label, coalesce(t.digest, '')"
+        " n.model, n.sweep, n.priority, n.trainer, 0, 0, 0, '', %s, %s, n.project, n.label, n.gang,"
+        " coalesce(t.digest, '')"
         " FROM unnest(%s::text[], %s::bytea[], %s::bigint[], %s::text[], %s::text[], %s::int[], %s::text[], %s::text[],"
-        "  %s::text[], %s::float8[])"
-        " WITH ORDINALITY AS n (id, spec, class_id, model, sweep, priority, trainer, label, project, start, place)"
+        "  %s::text[], %s::float8[], %s::text[])"
+        " WITH ORDINALITY"
+        " AS n (id, spec, class_id, model, sweep, priority, trainer, label, project, start, gang, place)"
         " LEFT JOIN trainer_name t ON t.project = n.project AND t.name = n.trainer ORDER BY n.place",
         (now_s, now_s, declared, *by, *(list(column) for column in zip(*rows, strict=True))),
     )

@@ -20,6 +20,7 @@ from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.core.plan import ApplyPlan, ExistingJob, HostPolicy, RegisteredTrainer, requeued_members
 from strata.fleet.core.quota import OwnerUsage, Quota
 from strata.fleet.core.requirement import RequirementClass
+from strata.fleet.core.reservation import Reservation, ReservationPlan, ReservationPlanner
 from strata.fleet.core.samples import LATE_S, RESOLUTIONS, SamplePoint, average
 from strata.fleet.ports import (
     AttemptKey,
@@ -42,6 +43,7 @@ from strata.fleet.store.postgres import leases
 from strata.fleet.store.postgres import tables as sql
 from strata.fleet.store.postgres.claims import claim_jobs
 from strata.fleet.store.postgres.plan import apply_plan, check_quota, lock_plans, read_usage
+from strata.fleet.store.postgres.reservations import apply_reservations
 from strata.fleet.store.rows import (
     ATTEMPT,
     EXISTING_JOB,
@@ -56,6 +58,7 @@ from strata.fleet.store.rows import (
     PUBLISH,
     QUOTAS,
     REFUSED,
+    RESERVATIONS,
     SERVERS,
     TRAINERS,
     decode_attempt,
@@ -68,6 +71,7 @@ from strata.fleet.store.rows import (
     decode_policies,
     decode_quotas,
     decode_refused_jobs,
+    decode_reservations,
     decode_server,
     decode_taken,
     decode_trainers,
@@ -194,6 +198,13 @@ class PostgresStore:
     ) -> Sequence[Sequence[JobLease]]:
         return await claim_jobs(self._connections, claims, lease_s, now_s, shares)
 
+    async def reserve(self, planner: ReservationPlanner, now_s: float) -> ReservationPlan:
+        async with self._connections.transaction() as connection:
+            return await apply_reservations(connection, planner, now_s)
+
+    async def reservations(self) -> Sequence[Reservation]:
+        return decode_reservations(await self._connections.run(RESERVATIONS, {}))
+
     async def renew(
         self, host_id: str, renewals: Sequence[Renewal], lease_s: float, now_s: float
     ) -> Sequence[RenewalResult]:
@@ -207,17 +218,22 @@ class PostgresStore:
                 "until": until_s,
             },
         )
-        statuses = {(job_id, epoch): JobStatus(status) for job_id, epoch, status in extended}
+        held = {(job_id, epoch): (JobStatus(status), preempt) for job_id, epoch, status, preempt in extended}
         results = []
         for each in renewals:
-            status = statuses.get((each.job_id, each.epoch))
+            status, preempt = held.get((each.job_id, each.epoch), (None, ""))
             if status is None or (each.running and status is JobStatus.CLAIMED):
                 async with self._connections.transaction() as connection:
                     results.append(await leases.renew(connection, host_id, each, lease_s, now_s))
             else:
                 results.append(
                     RenewalResult(
-                        job_id=each.job_id, epoch=each.epoch, verdict="held", status=status, expires_at_s=until_s
+                        job_id=each.job_id,
+                        epoch=each.epoch,
+                        verdict="held",
+                        status=status,
+                        expires_at_s=until_s,
+                        preempt=preempt,
                     )
                 )
         return results

@@ -219,6 +219,47 @@ COMPONENT: Final = Component(
           jsonb_set(convert_from(spec, 'UTF8')::jsonb, '{max_priority}', '100')::text, 'UTF8')
           WHERE NOT convert_from(spec, 'UTF8')::jsonb ? 'max_priority';
         """,
+        # What hosts keep free for jobs that wait, which of these belong together, and which attempts have to yield.
+        # `open_claims` returns what is reserved like an attempt, so that a hub of the version before counts it too.
+        """
+        CREATE TABLE reservation (
+          host_id text NOT NULL, seq bigint NOT NULL, amounts bytea NOT NULL, kind text NOT NULL,
+          expires_at double precision NOT NULL, PRIMARY KEY (host_id, seq)
+        );
+        ALTER TABLE job ADD COLUMN gang text NOT NULL DEFAULT '';
+        CREATE INDEX job_gang ON job (gang) WHERE gang <> '';
+        CREATE INDEX job_gang_open ON job (gang) WHERE gang <> '' AND status IN ('pending', 'claimed', 'running');
+        ALTER TABLE lease ADD COLUMN preempt text NOT NULL DEFAULT '';
+        DROP FUNCTION open_claims;
+        CREATE FUNCTION open_claims(hosts text[], claims text[])
+        RETURNS TABLE (host text, claim text, job_id text, epoch bigint, taken bytea, expired boolean,
+          reserved bigint, kind text, expires_at double precision)
+        LANGUAGE plpgsql VOLATILE ROWS 64 AS $$
+        BEGIN
+          PERFORM pg_advisory_xact_lock(key) FROM (
+            SELECT DISTINCT hashtextextended(w.h, 7) AS key FROM unnest(hosts) AS w (h) ORDER BY key
+          ) AS ordered;
+          RETURN QUERY SELECT w.h, w.c, '', 0::bigint, ''::bytea, false, 0::bigint, '', 0::float8
+            FROM unnest(hosts, claims) WITH ORDINALITY AS w (h, c, n)
+            WHERE (SELECT state FROM host WHERE id = w.h) = 'active'
+              AND (SELECT count(*) FROM attempt a WHERE a.claim_id = w.c AND a.host_id = w.h) = 0
+            ORDER BY w.n;
+          RETURN QUERY SELECT w.h, NULL, a.job_id, a.epoch, a.taken, l.expired, 0::bigint, '', 0::float8
+            FROM (SELECT DISTINCT h FROM unnest(hosts) AS w (h)) AS w
+            CROSS JOIN LATERAL (
+              SELECT o.job_id, o.epoch, o.taken FROM attempt o
+              WHERE o.host_id || '' = w.h AND o.ended_at IS NULL OFFSET 0
+            ) AS a
+            CROSS JOIN LATERAL (
+              SELECT e.expired FROM lease e WHERE e.job_id = a.job_id AND e.epoch = a.epoch OFFSET 0
+            ) AS l;
+          RETURN QUERY SELECT v.host_id, NULL, '', 0::bigint, v.amounts, false, v.seq,
+              CASE WHEN EXISTS (SELECT FROM ready r WHERE r.seq = v.seq)
+                AND NOT EXISTS (SELECT FROM job_refusal x WHERE x.host_id = v.host_id AND x.seq = v.seq)
+              THEN v.kind ELSE 'missed' END, v.expires_at
+            FROM reservation v WHERE v.host_id = ANY(hosts) AND v.kind <> 'missed' ORDER BY v.seq;
+        END $$;
+        """,
     ),
 )
 
@@ -229,7 +270,7 @@ WITH mine AS (
   WHERE l.host_id = %(host)s AND NOT l.expired ORDER BY l.job_id FOR UPDATE OF l
 )
 UPDATE lease SET expires_at = %(until)s FROM mine WHERE lease.job_id = mine.job_id AND NOT lease.expired
-RETURNING lease.job_id, lease.epoch, (SELECT status FROM job WHERE id = lease.job_id)
+RETURNING lease.job_id, lease.epoch, (SELECT status FROM job WHERE id = lease.job_id), lease.preempt
 """
 """What is held and not expired, in one statement and without touching a job."""
 

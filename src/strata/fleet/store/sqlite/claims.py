@@ -20,7 +20,16 @@ from strata.fleet.core.fair_share import JobOffer, OwnerShares
 from strata.fleet.core.job import Cause, JobEvent, target
 from strata.fleet.core.lease import attempt_counter
 from strata.fleet.ports import Claim, JobLease
-from strata.fleet.store.rows import OpenAttempt, decode_lease, displaced_attempts, encode, open_rooms, take_turns
+from strata.fleet.store.rows import (
+    OpenAttempt,
+    OpenReservation,
+    decode_lease,
+    displaced_attempts,
+    encode,
+    grant_reserved,
+    open_rooms,
+    take_turns,
+)
 
 _ClaimName = tuple[str, str]
 """The host, and the claim id that the host chose."""
@@ -34,12 +43,13 @@ _CLAIMED: Final = target(JobEvent.CLAIM)
 CLAIMANTS: Final = """
 SELECT h.id, w.claim, h.state = 'active', EXISTS (SELECT 1 FROM attempt WHERE host_id = h.id AND claim_id = w.claim),
   EXISTS (SELECT 1 FROM job_refusal WHERE host_id = h.id),
-  EXISTS (SELECT 1 FROM attempt INDEXED BY attempt_open WHERE host_id = h.id AND ended_at IS NULL)
+  EXISTS (SELECT 1 FROM attempt INDEXED BY attempt_open WHERE host_id = h.id AND ended_at IS NULL),
+  EXISTS (SELECT 1 FROM reservation WHERE host_id = h.id)
 FROM (SELECT json_extract(value, '$[0]') AS host, json_extract(value, '$[1]') AS claim FROM json_each(?)) AS w
 CROSS JOIN host AS h ON h.id = w.host
 """
 """Per claim: whether its host is active, whether the claim was answered before (claims are idempotent), and whether its
-host is excluded for any job, and holds any."""
+host is excluded for any job, holds any, and is reserved for any."""
 
 OPEN: Final = """
 SELECT a.host_id, a.job_id, a.epoch, a.taken, l.expired FROM json_each(?) AS h
@@ -47,6 +57,14 @@ CROSS JOIN attempt AS a INDEXED BY attempt_open ON a.host_id = h.value AND a.end
 CROSS JOIN lease AS l ON l.job_id = a.job_id AND l.epoch = a.epoch
 """
 """The attempts of these hosts that have not ended, and whether their leases have expired."""
+
+RESERVED: Final = """
+SELECT v.host_id, v.amounts, v.seq, v.kind, v.expires_at FROM json_each(?) AS h
+CROSS JOIN reservation AS v ON v.host_id = h.value CROSS JOIN ready AS r ON r.seq = v.seq
+WHERE v.kind <> 'missed' AND NOT EXISTS (SELECT 1 FROM job_refusal AS x WHERE x.host_id = v.host_id AND x.seq = v.seq)
+ORDER BY v.seq
+"""
+"""What these hosts keep free for jobs that still wait."""
 
 PREVIOUS_LEASES: Final = """
 SELECT a.job_id, a.epoch, l.host_id, l.expires_at, j.spec, j.checkpoint, a.trainer_digest, t.spec, a.taken
@@ -94,8 +112,8 @@ LEFT JOIN trainer AS t ON t.digest = j.trainer_digest LEFT JOIN lease AS l ON l.
 """
 
 LEASE: Final = """
-INSERT INTO lease VALUES (?, ?, ?, ?, 0) ON CONFLICT (job_id) DO UPDATE
-SET host_id = excluded.host_id, epoch = excluded.epoch, expires_at = excluded.expires_at, expired = 0
+INSERT INTO lease (job_id, host_id, epoch, expires_at, expired) VALUES (?, ?, ?, ?, 0) ON CONFLICT (job_id) DO UPDATE
+SET host_id = excluded.host_id, epoch = excluded.epoch, expires_at = excluded.expires_at, expired = 0, preempt = ''
 """
 
 ATTEMPT: Final = """
@@ -110,15 +128,24 @@ def claim_jobs(
 ) -> list[list[JobLease]]:
     named = {(each.host_id, each.claim_id): each for each in claims}
     given: dict[_ClaimName, list[JobLease]] = {name: [] for name in named}
-    fresh, attempts = _read_claimants(db, named, given)
+    fresh, attempts, reserved = _read_claimants(db, named, given)
     rooms, expired = open_rooms({name[0]: named[name].capacity for name in reversed(fresh)}, attempts)
     granted: list[JobLease] = []
+
+    def grant(grants: Sequence[_Grant]) -> None:
+        leases = _lease_jobs(db, grants, lease_s, now_s)
+        for (name, _, _), lease in zip(grants, leases, strict=True):
+            given[name].append(lease)
+        granted.extend(leases)
+
+    if reserved:
+        first = {name[0]: named[name] for name in reversed(fresh)}
+        found = grant_reserved(rooms, reserved, first, now_s)
+        grant([((claim.host_id, claim.claim_id), seq, taken) for claim, seq, taken in found])
+        fresh = {name: host for name, host in fresh.items() if not given[name]}
     for turn in take_turns(fresh):
-        for taken in _choose_jobs(db, [(name, named[name], fresh[name]) for name in turn], rooms, shares):
-            leases = _lease_jobs(db, taken, lease_s, now_s)
-            for (name, _, _), lease in zip(taken, leases, strict=True):
-                given[name].append(lease)
-            granted += leases
+        for grants in _choose_jobs(db, [(name, named[name], fresh[name]) for name in turn], rooms, shares):
+            grant(grants)
     if granted and expired:
         displaced = displaced_attempts(rooms, expired, granted)
         _end_lost_attempts(db, displaced, now_s)
@@ -128,15 +155,17 @@ def claim_jobs(
 
 def _read_claimants(
     db: sqlite3.Connection, named: Collection[_ClaimName], given: dict[_ClaimName, list[JobLease]]
-) -> tuple[dict[_ClaimName, str], Iterable[OpenAttempt]]:
-    """The claims that are new, each with its host if that is excluded for any job; and what their hosts hold.
+) -> tuple[dict[_ClaimName, str], Iterable[OpenAttempt], Sequence[OpenReservation]]:
+    """The claims that are new, each with its host if that is excluded for any job; what their hosts hold; and for which
+    jobs these are reserved.
 
     Claims that were answered before are `given` the same leases.
     """
     fresh: dict[_ClaimName, str] = {}
     holding: dict[str, None] = {}
+    reserved: dict[str, None] = {}
     rows = db.execute(CLAIMANTS, (encode(list(named)),)).fetchall()
-    for host_id, claim_id, active, answered, refusing, holds in rows:
+    for host_id, claim_id, active, answered, refusing, holds, reserves in rows:
         name = (host_id, claim_id)
         if answered:
             leases = db.execute(PREVIOUS_LEASES, name)
@@ -145,8 +174,11 @@ def _read_claimants(
             fresh[name] = host_id if refusing else ""
             if holds:
                 holding[host_id] = None
+            if reserves:
+                reserved[host_id] = None
     attempts = db.execute(OPEN, (encode(list(holding)),)).fetchall() if holding else []
-    return fresh, [OpenAttempt(*row) for row in attempts]
+    kept = db.execute(RESERVED, (encode(list(reserved)),)).fetchall() if reserved else []
+    return fresh, [OpenAttempt(*row) for row in attempts], [OpenReservation(*row) for row in kept]
 
 
 def _choose_jobs(

@@ -16,7 +16,7 @@ from strata.base.errors import StrataError
 from strata.base.failpoint import failpoint
 from strata.database.events import EventRecord as Record
 from strata.database.events import record_sqlite
-from strata.fleet.core.job import TERMINAL, Cause, JobEvent, JobStatus, advance
+from strata.fleet.core.job import HELD, TERMINAL, Cause, JobEvent, JobStatus, advance
 from strata.fleet.core.jobspec import gang_ids
 from strata.fleet.core.lease import (
     ASLEEP,
@@ -52,7 +52,7 @@ from strata.fleet.store.rows import (
 )
 
 EXTENDED: Final = """
-SELECT l.job_id, l.epoch, j.status
+SELECT l.job_id, l.epoch, j.status, l.preempt
 FROM (SELECT json_extract(value, '$[0]') AS job_id, json_extract(value, '$[1]') AS epoch FROM json_each(?)) AS w
 CROSS JOIN lease AS l ON l.job_id = w.job_id AND l.epoch = w.epoch JOIN job AS j ON j.id = l.job_id
 WHERE l.host_id = ? AND NOT l.expired
@@ -91,19 +91,22 @@ def renew(
 ) -> list[RenewalResult]:
     """Most renewals only extend a lease that is held: those are found and extended in one statement."""
     asked = encode([(each.job_id, each.epoch) for each in renewals])
-    statuses = {(job_id, epoch): JobStatus(status) for job_id, epoch, status in db.execute(EXTENDED, (asked, host_id))}
+    held = {(job_id, epoch): rest for job_id, epoch, *rest in db.execute(EXTENDED, (asked, host_id))}
     until_s = now_s + lease_s
     results: list[RenewalResult] = []
     extended: list[tuple[float, str, int, str]] = []
     for each in renewals:
         job_id, epoch = each.job_id, each.epoch
-        status = statuses.get((job_id, epoch))
-        if status is None or (each.running and status is JobStatus.CLAIMED):
+        status, preempt = held.get((job_id, epoch), (None, ""))
+        if status is None or (each.running and status == JobStatus.CLAIMED):
             results.append(_renew_one(db, host_id, each, lease_s, now_s))
         else:
             extended.append((until_s, job_id, epoch, host_id))
+            status = JobStatus(status)
             results.append(
-                RenewalResult(job_id=job_id, epoch=epoch, verdict="held", status=status, expires_at_s=until_s)
+                RenewalResult(
+                    job_id=job_id, epoch=epoch, verdict="held", status=status, expires_at_s=until_s, preempt=preempt
+                )
             )
     update = "UPDATE lease SET expires_at = ? WHERE job_id = ? AND epoch = ? AND host_id = ? AND NOT expired"
     db.executemany(update, extended)
@@ -269,6 +272,14 @@ def cancel(db: sqlite3.Connection, job_id: str, reason: str, actor: str, now_s: 
     _apply_decision(db, job_id, job, decision, now_s, actor)
     failpoint("fleet.cancel.written")
     return read_job(db, job_id)
+
+
+def release(db: sqlite3.Connection, job_id: str, reason: str, now_s: float) -> None:
+    """End the lease of a job that goes back to the queue at once, through no fault of its own."""
+    job = _require_job(db, job_id)
+    if job.status in HELD:
+        decision = RetryDecision(event=JobEvent.RETRY, cause=Cause.PREEMPTED, not_before_s=now_s, reason=reason)
+        _apply_decision(db, job_id, job, decision, now_s, "hub")
 
 
 def requeue(db: sqlite3.Connection, job_id: str, actor: str, now_s: float) -> JobRow:

@@ -12,6 +12,7 @@ from strata.fleet.core.lease_status import outdated_plan
 from strata.fleet.core.ownership import Submitter, check_project, check_submission
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.quota import OwnerUsage, check_specs, check_usage, quota_of
+from strata.fleet.core.reservation import gang_key
 from strata.fleet.store.rows import QUOTAS, class_keys, decode_quotas, encode, used_gpu_hours
 from strata.fleet.store.sqlite.leases import class_ids, enqueue, record, requeue
 
@@ -129,8 +130,8 @@ def _insert_job(  # noqa: PLR0913 (the columns of a job that are not in its spec
     db.execute(
         "INSERT INTO job (id, spec, class_id, status, epoch, created_at, changed_at, not_before, host_id, reason,"
         " artifact, declared, orphaned, waits_for, model, sweep, priority, trainer, charged, lost, excused, checkpoint,"
-        " project, submitted_by, owner, label, trainer_digest)"
-        " VALUES (?, ?, ?, ?, 0, ?, ?, ?, '', '', '', ?, 0, 0, ?, ?, ?, ?, 0, 0, 0, '', ?, ?, ?, ?,"
+        " project, submitted_by, owner, label, gang, trainer_digest)"
+        " VALUES (?, ?, ?, ?, 0, ?, ?, ?, '', '', '', ?, 0, 0, ?, ?, ?, ?, 0, 0, 0, '', ?, ?, ?, ?, ?,"
         "  coalesce((SELECT digest FROM trainer_name WHERE project = ? AND name = ?), ''))",
         (
             job_id,
@@ -148,6 +149,7 @@ def _insert_job(  # noqa: PLR0913 (the columns of a job that are not in its spec
             spec.project,
             *by,
             spec.label,
+            gang_key(spec),
             spec.project,
             spec.trainer,
         ),

@@ -21,6 +21,7 @@ from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.core.plan import ApplyPlan, ExistingJob, HostPolicy, RegisteredTrainer, requeued_members
 from strata.fleet.core.quota import OwnerUsage, Quota
 from strata.fleet.core.requirement import RequirementClass
+from strata.fleet.core.reservation import Reservation, ReservationPlan, ReservationPlanner
 from strata.fleet.core.samples import LATE_S, RESOLUTIONS, SamplePoint, average
 from strata.fleet.ports import (
     AttemptKey,
@@ -53,6 +54,7 @@ from strata.fleet.store.rows import (
     PUBLISH,
     QUOTAS,
     REFUSED,
+    RESERVATIONS,
     SERVERS,
     TRAINERS,
     decode_attempt,
@@ -65,6 +67,7 @@ from strata.fleet.store.rows import (
     decode_policies,
     decode_quotas,
     decode_refused_jobs,
+    decode_reservations,
     decode_server,
     decode_taken,
     decode_trainers,
@@ -75,6 +78,7 @@ from strata.fleet.store.rows import (
 from strata.fleet.store.sqlite import leases
 from strata.fleet.store.sqlite.claims import claim_jobs
 from strata.fleet.store.sqlite.plan import apply_plan, check_quota, read_usage
+from strata.fleet.store.sqlite.reservations import apply_reservations
 
 _PUBLISH: Final = PUBLISH.format(**{name: f":{name}" for name in ("address", "models", "now", "job", "epoch", "host")})
 
@@ -186,6 +190,12 @@ class SqliteStore:
         self, claims: Sequence[Claim], lease_s: float, now_s: float, shares: OwnerShares | None = None
     ) -> Sequence[Sequence[JobLease]]:
         return await self._thread.write(lambda db: claim_jobs(db, claims, lease_s, now_s, shares))
+
+    async def reserve(self, planner: ReservationPlanner, now_s: float) -> ReservationPlan:
+        return await self._thread.write(lambda db: apply_reservations(db, planner, now_s))
+
+    async def reservations(self) -> Sequence[Reservation]:
+        return decode_reservations(await self._rows(RESERVATIONS, ()))
 
     async def renew(
         self, host_id: str, renewals: Sequence[Renewal], lease_s: float, now_s: float

@@ -148,5 +148,16 @@ COMPONENT: Final = Component(
         UPDATE quota SET spec = CAST(json_set(CAST(spec AS TEXT), '$.max_priority', 100) AS BLOB)
           WHERE json_extract(CAST(spec AS TEXT), '$.max_priority') IS NULL;
         """,
+        # What hosts keep free for jobs that wait, which of these belong together, and which attempts have to yield.
+        """
+        CREATE TABLE reservation (
+          host_id TEXT NOT NULL, seq INTEGER NOT NULL, amounts BLOB NOT NULL, kind TEXT NOT NULL,
+          expires_at REAL NOT NULL, PRIMARY KEY (host_id, seq)
+        ) WITHOUT ROWID, STRICT;
+        ALTER TABLE job ADD COLUMN gang TEXT NOT NULL DEFAULT '';
+        CREATE INDEX job_gang ON job (gang) WHERE gang <> '';
+        CREATE INDEX job_gang_open ON job (gang) WHERE gang <> '' AND status IN ('pending', 'claimed', 'running');
+        ALTER TABLE lease ADD COLUMN preempt TEXT NOT NULL DEFAULT '';
+        """,
     ),
 )
