@@ -31,7 +31,9 @@ PLANTED: Final = "planted-credential-4711"
 class HubProcess:
     """`strata hub` on a port that stays its own, so that it can be killed and started again."""
 
-    def __init__(self, folder: Path, *, stale_after_s: float = 45.0, database: str = "") -> None:
+    def __init__(
+        self, folder: Path, *, stale_after_s: float = 45.0, reserve_after_s: float = 60.0, database: str = ""
+    ) -> None:
         self.data = folder / "hub"
         self._database = ["--database", database] if database else []
         self._guard = reserve_port()
@@ -40,6 +42,7 @@ class HubProcess:
         self._said = (folder / "hub.log").open("ab")
         self._environ = dict(os.environ) | {  # noqa: TID251 - a process of its own
             "STRATA_HUB_STALE_AFTER_S": str(stale_after_s),
+            "STRATA_HUB_RESERVE_AFTER_S": str(reserve_after_s),
             "STRATA_HUB_KEEP_FREE_BYTES": "0",
             "STRATA_HUB_DRAIN_S": "1",
         }
@@ -76,7 +79,15 @@ class HubProcess:
         return True
 
     def submit(
-        self, host: str, act: str, *, seed: int = 0, timeout_s: float = 0.0, ram_gib: float = 0.0, **hyper: Any
+        self,
+        host: str,
+        act: str,
+        *,
+        seed: int = 0,
+        timeout_s: float = 0.0,
+        ram_gib: float = 0.0,
+        priority: int = 0,
+        **hyper: Any,
     ) -> str:
         """A job for this host alone, for the trainer that does what it is told."""
         return self.submit_with(
@@ -89,6 +100,7 @@ class HubProcess:
                 trainer="told",
                 needs=Needs(allowed_hosts=(host,), min_ram_gib=ram_gib),
                 timeout_s=timeout_s,
+                priority=priority,
             ),
         )
 

@@ -173,6 +173,22 @@ def test_a_host_that_somebody_wants_back_gives_its_job_back(hub: HubProcess, tmp
         assert "claims_paused" in ines.said()
 
 
+def test_a_job_yields_to_a_higher_priority_with_a_last_checkpoint_and_resumes(tmp_path: Path) -> None:
+    hub = HubProcess(tmp_path, stale_after_s=8.0, reserve_after_s=1.0)
+    try:
+        with agent(hub, tmp_path, "mara"):
+            low = hub.submit("mara", "stepwise", early=True, ram_gib=MOST_GIB)
+            hub.says(low, "counting")
+            high = hub.submit("mara", "complete", priority=5, ram_gib=MOST_GIB)
+            assert hub.until(high, "completed", "failed").job.status == "completed"
+            resumed = hub.until(low, "completed", "failed")
+    finally:
+        hub.close()
+    assert [each.outcome for each in resumed.attempts] == ["retried", "completed"]
+    assert resumed.attempts[0].cause is Cause.PREEMPTED
+    assert resumed.attempts[0].error == f"yields to {high}, which has priority 5"
+
+
 def test_what_a_cancelled_job_had_is_given_to_the_next_when_its_child_has_ended(
     hub: HubProcess, tmp_path: Path
 ) -> None:

@@ -88,6 +88,9 @@ def stepwise(told: dict[str, Any]) -> None:
             sys.exit(0)
 
     if start == 0:
+        if told.get("early"):
+            with new_checkpoint("step-1") as folder:
+                (folder / "step").write_text("1")
         signal.signal(signal.SIGTERM, save)
         say("counting")
         time.sleep(600)

@@ -156,6 +156,8 @@ async def _renew(context: HubContext, call: HubCall, renewals: Sequence[Renewal]
 
 def _verdict(renewed: RenewalResult, now_s: float, wanted: YieldRequest | None) -> wire.LeaseVerdict:
     if renewed.verdict == "held":
+        if renewed.preempt:
+            wanted = YieldRequest("preempted", renewed.preempt)
         return wire.LeaseVerdict(
             job_id=renewed.job_id,
             epoch=renewed.epoch,
