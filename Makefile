@@ -74,6 +74,7 @@ nightly: installed ## inference engines (vLLM), long kill campaigns, an agent on
 	$(BIN)/python -m soak fleet-agent-kill --kills 20
 	$(BIN)/python -m soak mixed-kill --kills 12
 	$(BIN)/python -m soak lineage --seeds 2000
+	$(BIN)/python -m soak fleet-schedule --seeds 10000
 	$(BIN)/python -m soak train-sim --seeds 1000
 	scripts/e2e-arm64.sh
 

@@ -61,6 +61,11 @@ def run_fleet_postgres(seed: int) -> Finding:
     return Finding(seed, fleet.postgres(seed))
 
 
+def run_schedule(seed: int) -> Finding:
+    """Gangs, large jobs, owners, priorities and lost hosts: all is shared out as promised, and all jobs end."""
+    return Finding(seed, fleet.schedule(seed))
+
+
 @dataclass(frozen=True)
 class Simulated:
     run: Callable[[int], Finding]
@@ -85,6 +90,7 @@ SIMULATED: Final = {
     "train-sim": Simulated(run_train, chunk=10),
     "fleet-linear": Simulated(run_fleet, chunk=5),
     "fleet-linear-postgres": Simulated(run_fleet_postgres, chunk=5),
+    "fleet-schedule": Simulated(run_schedule, chunk=5),
 }
 REAL: Final = {
     "coordinator-kill": Real(kill.run, times=100, workers=1_000),

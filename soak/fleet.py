@@ -6,11 +6,16 @@ import asyncio
 from functools import lru_cache
 
 from strata.testing.postgres import PostgresDatabases, PostgresServer
+from tests.shell.fleet_proof.schedule import schedule_history
 from tests.shell.fleet_proof.stores import postgres_history, sqlite_history
 
 
 def sqlite(seed: int) -> str | None:
     return asyncio.run(sqlite_history(seed))
+
+
+def schedule(seed: int) -> str | None:
+    return asyncio.run(schedule_history(seed))
 
 
 def postgres(seed: int) -> str | None:
