@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
+import msgspec
 import pytest
 
 from strata.base.digest import sha256_hex
 from strata.fleet import wire
+from strata.fleet.core.jobspec import JobSpec, TrainerSpec
+from strata.fleet.core.plan import ApplyPlan
+from strata.fleet.ports import JobFilter
 from strata.identity.ca import new_signing_request
 from strata.identity.tokens import read_join_token
 from tests.shell.fleet_http.running import HostClient, Running, manifest_body, ok, refused, running
@@ -214,6 +218,57 @@ async def test_a_job_that_waits_takes_the_trainer_of_the_manifest(site: Running)
     (lease,) = await host.claim()
     assert lease.trainer is not None
     assert (lease.trainer.command, lease.spec.priority) == (("python", "train.py"), 0)
+
+
+async def saved_server(site: Running) -> str:
+    """The artifact with the state of a training server, which its host has saved."""
+    spec = JobSpec(kind="server", model="tiny", trainer="t")
+    await site.add(spec)
+    host = await site.host("keeper")
+    (lease,) = await host.claim("server")
+    attempt = {"job_id": lease.job_id, "epoch": lease.epoch}
+    reply, state = await commit(host.http, b"operator token", {"kind": "checkpoint"}, **attempt)
+    assert reply.is_success, reply.text
+    return state
+
+
+def reading(state: str) -> list[dict[str, Any]]:
+    """Trainers whose host would fetch this artifact."""
+    base = {"name": "default", "command": ["cat"]}
+    named = {"x": {"source": "strata:anything", "digest": state}}
+    return [base | {"bundle": state}, base | {"bundle": BUNDLE, "data": named}]
+
+
+@pytest.mark.attack(AREA, "a researcher's job names the saved state of a training server as its data or its source")
+@pytest.mark.parametrize("way", [0, 1])
+async def test_a_job_cannot_name_the_state_of_a_server(site: Running, way: int, tries: Callable[[int], None]) -> None:
+    state = await saved_server(site)
+    evil = reading(state)[way]
+    mallory = await site.with_role("researcher", "mallory")
+    listed = ok(await mallory.get("/v1/artifacts", params={"kind": "checkpoint"}), wire.MadeReply)
+    assert [each.artifact_id for each in listed.artifacts] == [state], "its id is no secret"
+    assert refused(await mallory.post("/v1/jobs", json={"spec": {"model": "m"}, "trainer": evil})) == (403, "forbidden")
+    body = manifest("train.py", project="mine")
+    body["manifest"]["trainers"]["default"] = evil
+    for dry in (True, False):
+        assert refused(await mallory.post("/v1/manifest", json={**body, "dry_run": dry})) == (403, "forbidden")
+    assert [job.spec.kind for job in await site.hub.context.fleet.store.jobs(JobFilter())] == ["server"]
+    tries(3)
+
+
+@pytest.mark.attack(AREA, "a trainer that the hub stored unchecked names the saved state of a training server")
+@pytest.mark.parametrize("way", [0, 1])
+async def test_a_host_cannot_read_the_state_of_a_server_for_another_job(site: Running, way: int) -> None:
+    state = await saved_server(site)
+    stored = msgspec.convert(reading(state)[way], TrainerSpec)
+    spec, fleet = JobSpec(model="m"), site.hub.context.fleet
+    plan = ApplyPlan(new={spec.id: spec}, trainers={"default": stored}, seen={"default": ""})
+    await fleet.apply(plan, "test", source="test")
+    host = await site.host("mallory")
+    (lease,) = await host.claim("evil")
+    assert lease.trainer == stored
+    for path in (f"artifact/{state}", f"chunk/{sha256_hex(b'operator token')}", f"source/{state}"):
+        assert refused(await host.http.get(f"/v1/{path}")) == (403, "forbidden"), path
 
 
 @pytest.mark.attack(ENROLMENT, "a host gives itself the label secure=true and 999 cores")

@@ -89,6 +89,7 @@ async def submit(call: HubCall, body: wire.SubmitRequest) -> wire.SubmitReply:
     await _check_hyper(context, spec)
     trainer = body.trainer or (await context.fleet.store.trainers())[spec.project, spec.trainer].spec
     await check_secrets(context, call.caller.owner, spec.project, trainer.secrets)
+    await context.leased.check_inputs(trainer)
     for needed in spec.after:
         await context.fleet.store.job(needed)
     job_id = spec.id

@@ -7,8 +7,11 @@ from typing import Final
 
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
+from strata.fleet.artifacts.manifest import ArtifactKind
+from strata.fleet.artifacts.ports import LineageFilter
 from strata.fleet.artifacts.service import Artifacts
 from strata.fleet.core.job import HELD
+from strata.fleet.core.jobspec import TrainerSpec
 from strata.fleet.ports import JobFilter, JobRow, Store
 
 REMEMBER_S: Final = 10.0
@@ -49,6 +52,27 @@ class LeasedReads:
     async def check_job(self, host_id: str, job_id: str) -> None:
         _refuse_unless(job_id in {row.id for row in await self._leased_jobs(host_id)}, "job")
 
+    async def check_inputs(self, trainer: TrainerSpec) -> None:
+        """FORBIDDEN if it names an artifact that an attempt made: the state of a server has the keys of its tenants.
+
+        An artifact that does not exist passes: no host can read it, also if an attempt makes it later.
+        """
+        for artifact_id in _named_artifacts(trainer):
+            made = await self._artifacts.index.lineages(LineageFilter(artifact_ids=[artifact_id], limit=1))
+            if made and not await self._is_input(artifact_id):
+                raise StrataError(
+                    Code.FORBIDDEN,
+                    f"the trainer {trainer.name!r} names {artifact_id}, which is neither data nor a source",
+                    hint="upload it: strata data push FOLDER NAME",
+                )
+
+    async def _is_input(self, artifact_id: str) -> bool:
+        """Whether a person uploaded it as data or as a source."""
+        for kind in (ArtifactKind.DATA, ArtifactKind.SOURCE):
+            if await self._artifacts.index.lineages(LineageFilter(artifact_ids=[artifact_id], kind=kind, limit=1)):
+                return True
+        return False
+
     def _known(self, host_id: str) -> bool:
         named = self._named.get(host_id)
         return named is not None and self._clock.monotonic_s() < named.until_s
@@ -64,9 +88,10 @@ class LeasedReads:
                 artifacts |= {attempt.checkpoint} - {""}
                 if attempt.epoch == row.epoch and attempt.trainer_digest:
                     trainer = await self._store.trainer(attempt.trainer_digest)
-                    artifacts |= {source.digest for source in trainer.data.values() if source.dataset}
-                    bundle = trainer.bundle
-                    (artifacts if bundle.startswith("artifact1_") else blobs).add(bundle.removeprefix("sha256:"))
+                    # Checked here, too: trainers are stored from before they were checked.
+                    named_artifacts = _named_artifacts(trainer)
+                    artifacts |= {each for each in named_artifacts if await self._is_input(each)}
+                    blobs |= {trainer.bundle.removeprefix("sha256:")} - named_artifacts
         named = _Named(
             until_s=self._clock.monotonic_s() + REMEMBER_S,
             artifacts=frozenset(artifacts),
@@ -88,6 +113,11 @@ class LeasedReads:
                 if error.code not in (Code.NOT_FOUND, Code.GONE):
                     raise
         return frozenset(chunks)
+
+
+def _named_artifacts(trainer: TrainerSpec) -> frozenset[str]:
+    named = {source.digest for source in trainer.data.values() if source.dataset}
+    return frozenset(named | ({trainer.bundle} if trainer.bundle.startswith("artifact1_") else set()))
 
 
 def _refuse_unless(allowed: bool, what: str) -> None:  # noqa: FBT001 - the decision itself

@@ -88,6 +88,7 @@ async def _apply(context: HubContext, call: HubCall, body: wire.ManifestRequest)
         await context.sweeps.check()
     for trainer in manifest.trainers.values():
         await check_secrets(context, call.caller.owner, manifest.project, trainer.secrets)
+        await context.leased.check_inputs(trainer)
     options = ApplyOptions(accept=body.accept, retrain=body.retrain, take_over=body.take_over)
     submitter = submitter_of(call)
     due = await context.schedules.check(manifest.project, manifest.schedules, submitter)
