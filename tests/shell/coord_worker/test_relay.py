@@ -17,6 +17,7 @@ import pytest
 from strata.base.clock import ManualClock, SystemClock
 from strata.base.errors import StrataError
 from strata.coord.core.facts import JobConfig
+from strata.coord.core.liveness import interval_s
 from strata.coord.core.state import StepProgress
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
@@ -106,6 +107,19 @@ async def test_workers_that_joined_at_different_times_send_their_heartbeats_in_o
             shown = (await running.stub.GetJob(pb.GetJobRequest())).job
             steps = {each.worker_id: each.step for each in shown.workers}
             assert (steps["a"], traffic.single) == (7, [])
+
+
+async def test_the_turn_of_a_relay_does_not_shorten_how_long_a_worker_waits_for_a_coordinator(
+    traffic: Traffic, path: Path
+) -> None:
+    async with (
+        in_process(QUICK) as running,
+        relay_to(running, path),
+        worker(running, "a", relay=str(path), elastic=True) as found,
+    ):
+        await traffic.until(lambda: traffic.batches.count(["a"]) >= 3)
+        state = running.service.state
+        assert found._session._interval_s == interval_s(state, state.jobs["default"])
 
 
 async def test_hangs_and_stragglers_are_judged_by_the_same_progress_with_a_relay_and_without(path: Path) -> None:

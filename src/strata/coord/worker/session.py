@@ -394,8 +394,7 @@ class WorkerSession:
         while True:
             self._heartbeat_due.clear()
             try:
-                await self._send_heartbeat()
-                attempt, wait_s = 0, self._interval_s
+                attempt, wait_s = 0, await self._send_heartbeat()
             except StrataError as error:
                 if self._failure is not None:
                     return
@@ -409,7 +408,8 @@ class WorkerSession:
             except TimeoutError:
                 continue
 
-    async def _send_heartbeat(self) -> None:
+    async def _send_heartbeat(self) -> float:
+        """The seconds to the next one."""
         incarnation = self.incarnation
         message = self._heartbeat_message()
         try:
@@ -418,22 +418,25 @@ class WorkerSession:
             await self._handle_heartbeat_error(error, incarnation)
             raise
         self.commands.to_ack.difference_update(message.acked_command_ids)
-        self._interval_s = reply.heartbeat_interval_ms / 1000
         if reply.token:
             self._link.use_token(Secret(reply.token))
         self._on_job_update(reply.generation, reply.leader_epoch, reply.commands)
         if self._reattach_to > self._leader_epoch:
             # Another coordinator leads: report the held leases to it, and learn which of them are lost.
             await self._register(adopt=False)
+        return reply.heartbeat_interval_ms / 1000
 
     async def _exchange_heartbeat(self, message: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
         """By the relay of the host, else directly; a heartbeat that comes twice changes nothing."""
         if self._relay is not None:
             relayed = await self._relay.heartbeat(message, self._link.metadata, self._interval_s)
             if relayed is not None:
+                # Its interval is the time to the relay's next turn, too short to wait for a reply or after a failure.
                 return relayed
         within = Deadline(max(1.0, self._interval_s), self._interval_s)
-        return await self._link.call(lambda stub: stub.Heartbeat, message, within)
+        reply = await self._link.call(lambda stub: stub.Heartbeat, message, within)
+        self._interval_s = reply.heartbeat_interval_ms / 1000
+        return reply
 
     async def _handle_heartbeat_error(self, error: StrataError, incarnation: str) -> None:
         """A rejected heartbeat means that this incarnation is not a member any more."""
