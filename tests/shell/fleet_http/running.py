@@ -124,13 +124,14 @@ async def running(data: Path, **settings: Any) -> AsyncIterator[Running]:
 
 
 @asynccontextmanager
-async def replying(path: Path, content: bytes) -> AsyncIterator[list[bytes]]:
+async def replying(path: Path, content: bytes, status: bytes = b"200 OK") -> AsyncIterator[list[bytes]]:
     """A server that replies with this content, and the first lines of the requests it got."""
     got: list[bytes] = []
 
     async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         got.append((await reader.readuntil(b"\r\n\r\n")).splitlines()[0])
-        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(content), content))
+        head = b"HTTP/1.1 %s\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % (status, len(content))
+        writer.write(head + content)
         await writer.drain()
         writer.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -57,6 +58,19 @@ async def test_a_server_that_makes_its_socket_again_is_reached(proxy: ServerProx
     with pytest.raises(StrataError) as gone:
         await send(proxy, path)
     assert gone.value.code is Code.UNAVAILABLE
+
+
+async def test_a_head_without_success_holds_no_connection(
+    proxy: ServerProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("strata.fleet.http.proxy.CONNECTIONS", 1)
+    path = tmp_path / "servers" / "0a1b" / "s"
+    head = ForwardedRequest(method="HEAD", target="/hf/m/resolve/main/x.json", headers={})
+    async with replying(path, b"not here", b"404 Not Found") as got, asyncio.timeout(60.0):
+        # The replies are dropped unread, as when another server is tried.
+        for _ in range(3):
+            assert (await proxy.send(format_unix_address(path), head, key="", tenant=None)).status == 404
+    assert len(got) == 3
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,10 @@ class ServerProxy:
         passed = {name: value for name, value in reply.headers.items() if name in _REPLY_HEADERS}
         media_type = reply.headers.get("content-type", "application/json")
         size = reply.headers.get("content-length", "")
+        if request.method == "HEAD" and reply.status_code >= 300:
+            # A caller that tries another server drops this reply, and a generator that never ran closes nothing.
+            await reply.aclose()
+            return RawReply(b"", reply.status_code, media_type, passed)
         if request.method == "HEAD" and size.isdecimal():
             # The size is of the content that a GET would get.
             return RawReply(_pieces(reply), reply.status_code, media_type, passed | {"content-length": size})
