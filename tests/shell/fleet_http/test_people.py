@@ -191,3 +191,23 @@ async def test_a_researcher_removes_no_source_and_nothing_that_others_made_as_we
     for client in (anna, bert):
         assert refused(await client.delete(f"/v1/artifact/{made[0]}")) == (403, "forbidden")
     assert (await (await site.operator()).delete(f"/v1/artifact/{made[0]}")).is_success
+
+
+async def test_a_researcher_removes_her_data_unless_others_uploaded_the_same(site: Running) -> None:
+    anna, bert = await site.with_role("researcher", "anna"), await site.with_role("researcher", "bert")
+    renewed = await site.with_role("researcher", "anna")
+    shared = [await put_data(client, b"the same", name) for client, name in ((anna, "a"), (bert, "b"))]
+    assert shared[0] == shared[1]
+    for client in (anna, bert):
+        assert refused(await client.delete(f"/v1/artifact/{shared[0]}")) == (403, "forbidden")
+    own = [await put_data(client, b"her own", name) for client, name in ((anna, "c"), (renewed, "d"))]
+    assert refused(await bert.delete(f"/v1/artifact/{own[0]}")) == (403, "forbidden")
+    assert (await anna.delete(f"/v1/artifact/{own[0]}")).is_success, "a renewed key has the same owner"
+
+
+async def put_data(client: httpx.AsyncClient, content: bytes, name: str) -> str:
+    digest = sha256_hex(content)
+    assert (await client.put(f"/v1/chunk/{digest}", params={"size": len(content)}, content=content)).is_success
+    file = {"path": "rows", "size": len(content), "sha256": digest, "chunks": [digest]}
+    body = {"manifest": {"files": [file]}, "lineage": {"kind": "data", "model": name}}
+    return ok(await client.post("/v1/artifacts", json=body), wire.CommitReply).artifact_id

@@ -242,6 +242,15 @@ async def _check_may_remove(context: HubContext, submitter: Submitter, owner: st
     for job_id in {row.lineage.job_id for row in made} - {""}:
         job = await context.fleet.store.job(job_id)
         check_owners(submitter, [(job.spec.label, job.owner)])
+    for actor in {row.by for row in made if not row.lineage.job_id}:
+        check_owners(submitter, [("the same data", await _owner_of(context, actor))])
+
+
+async def _owner_of(context: HubContext, actor: str) -> str:
+    """The owner of what this caller uploaded, as events name the caller; empty if no key of the hub did."""
+    kind, _, id_ = actor.partition(":")
+    key = await context.identity.key(id_) if kind == CallerKind.KEY else None
+    return "" if key is None else key.name
 
 
 async def _lines(context: HubContext) -> AsyncIterator[bytes]:
