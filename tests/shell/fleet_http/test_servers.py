@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -25,8 +26,10 @@ LONG_AGO_S = 5.0
 NOBODY = Path("/nonexistent/socket")
 
 
-async def serve(site: Running, model: str = "tiny", submitter: Submitter = OPERATOR, path: Path = NOBODY) -> str:
-    """A server that a host has published: at a socket where nobody listens, or at this one."""
+async def serve(
+    site: Running, model: str = "tiny", submitter: Submitter = OPERATOR, path: Path = NOBODY, also: Sequence[str] = ()
+) -> str:
+    """A server that a host has published, with these models, too: at a socket where nobody listens, or at this one."""
     spec = JobSpec(kind="server", model=model, trainer="t")
     fleet = site.hub.context.fleet
     await fleet.store.apply(
@@ -35,7 +38,7 @@ async def serve(site: Running, model: str = "tiny", submitter: Submitter = OPERA
     host = await site.host(f"host-{model}")
     (lease,) = await host.claim(f"c-{model}")
     attempt = AttemptKey(host.id, lease.job_id, lease.epoch)
-    await fleet.store.publish_server(attempt, f"unix:{path}", [model], LONG_AGO_S)
+    await fleet.store.publish_server(attempt, f"unix:{path}", [model, *also], LONG_AGO_S)
     return lease.job_id
 
 
@@ -206,6 +209,33 @@ async def test_the_tokenizer_of_each_base_model_comes_from_its_server(site: Runn
         assert at_a == [b"GET %s HTTP/1.1" % (path % "a").encode(), b"HEAD %s HTTP/1.1" % (path % "a").encode()]
     anybody = await site.client()
     assert refused(await anybody.get(path % "a")) == (401, "unauthenticated")
+
+
+@pytest.mark.parametrize("state", ["asleep", "unreachable"])
+@pytest.mark.parametrize("ready", ["a", "b"])
+async def test_a_tokenizer_comes_from_the_server_that_is_ready(
+    site: Running, tmp_path: Path, state: str, ready: str
+) -> None:
+    viewer = await site.with_role("viewer")
+    async with replying(tmp_path / "s", b"tokens"):
+        for name in ("a", "b"):
+            job = await serve(site, name, path=tmp_path / "s" if name == ready else NOBODY, also=["shared"])
+            if name != ready and state == "asleep":
+                await site.hub.context.fleet.cancel(job, f"{ASLEEP}no request for 60 s", "hub")
+        reply = await viewer.get("/hf/shared/resolve/main/tokenizer.json")
+    assert (reply.status_code, reply.content) == (200, b"tokens")
+
+
+async def test_a_file_is_not_missing_while_a_server_that_may_have_it_is_not_reached(
+    site: Running, tmp_path: Path
+) -> None:
+    viewer = await site.with_role("viewer")
+    async with replying(tmp_path / "s", b"not here", b"404 Not Found"):
+        await serve(site, "a", path=tmp_path / "s", also=["shared"])
+        path = "/hf/shared/resolve/main/tokenizer.json"
+        assert (await viewer.get(path)).status_code == 404
+        await serve(site, "b", also=["shared"])
+        assert refused(await viewer.get(path)) == (503, "unavailable")
 
 
 async def test_no_server_has_a_tokenizer_of_another_model(site: Running) -> None:

@@ -105,12 +105,21 @@ async def tokenizer_file(call: HubCall, body: Upload) -> RawReply:
     rows = [row for row in await context.fleet.store.servers() if not _ended(row)]
     # A server may know its tokenizer by a name that is none of its base model.
     named = [row for row in rows if repository in row.models] or [row for row in rows if row.serving]
-    reply = None
-    for row in named:
-        server = await _awake(context, row, tenant)
-        reply = await until_disconnect(call, context.stopping, _send(context, server, _request(call, b""), tenant))
+    reply = failure = None
+    for row in sorted(named, key=_by_readiness):
+        try:
+            server = await _awake(context, row, tenant)
+            reply = await until_disconnect(call, context.stopping, _send(context, server, _request(call, b""), tenant))
+        except StrataError as error:
+            if error.code is not Code.UNAVAILABLE or context.stopping.is_set():
+                raise
+            failure = error
+            continue
         if reply.status != 404:
             return reply
+    if failure is not None:
+        # Also after a 404 of another server: the one that is not reached may have the file.
+        raise failure
     if reply is not None:
         return reply
     raise StrataError(Code.NOT_FOUND, f"no training server of this hub has the model {repository[:200]!r}")
@@ -303,7 +312,12 @@ async def _choose(context: HubContext, request: ForwardedRequest, document: Mapp
             missing = _starting("")
     if not named:
         raise missing
-    return min(named, key=lambda row: (not row.serving, row.asleep))
+    return min(named, key=_by_readiness)
+
+
+def _by_readiness(row: ServerRow) -> tuple[bool, bool]:
+    """Sorts servers that serve before those that start, and those before the ones that have to be woken."""
+    return not row.serving, row.asleep
 
 
 def _ended(row: ServerRow) -> bool:
