@@ -48,6 +48,8 @@ _BACKOFF: Final = Backoff(first_s=0.1, most_s=2.0)
 MAX_REPLY: Final = 64 << 20
 _MAX_IDLE: Final = 8
 _PIECE: Final = 1 << 20
+_NOT_SENT: Final = (ConnectionRefusedError, FileNotFoundError, socket.gaierror, ssl.SSLCertVerificationError)
+"""With these there was no connection on which a request could be sent."""
 _CODE_OF: Final[Mapping[int, Code]] = {
     400: Code.INVALID,
     401: Code.UNAUTHENTICATED,
@@ -149,7 +151,7 @@ class HubClient:
         try:
             return self._decode(self._send(method, path, content, "application/json", pooled=False), reply)
         except StrataError as error:
-            if error.code is not Code.UNAVAILABLE or _is_absent(error):
+            if error.code is not Code.UNAVAILABLE or isinstance(error.__cause__, _NOT_SENT):
                 raise
             raise StrataError(
                 error.code, error.message, hint="it may have been done: look before you try again", **error.detail
@@ -178,7 +180,7 @@ class HubClient:
             try:
                 return self._send(method, target, content, media_type, timeout_s)
             except StrataError as error:
-                if failures and method == "DELETE" and error.code is Code.NOT_FOUND:
+                if failures and method == "DELETE" and error.code in (Code.NOT_FOUND, Code.GONE):
                     # A request before this one has removed it.
                     return HubResponse(204, {}, b"")
                 left_s = until_s - time.monotonic()

@@ -151,16 +151,34 @@ def test_what_is_not_idempotent_is_sent_once() -> None:
     assert numbers == [0]
 
 
-def test_what_a_broken_request_has_removed_is_removed() -> None:
+def test_what_was_sent_once_may_have_been_done_when_no_reply_comes_in_time() -> None:
+    with (
+        server(lambda connection, _: None) as url,
+        HubClient(url, timeout_s=0.2) as client,
+        pytest.raises(StrataError, match="timed out") as silent,
+    ):
+        client.call_once("POST", "/v1/keys", HubHealth)
+    assert silent.value.hint == "it may have been done: look before you try again"
+    with (
+        reserve_port() as guard,
+        HubClient(f"http://127.0.0.1:{port_of(guard)}") as client,
+        pytest.raises(StrataError, match="refused") as absent,
+    ):
+        client.call_once("POST", "/v1/keys", HubHealth)
+    assert "may have been done" not in (absent.value.hint or "")
+
+
+@pytest.mark.parametrize("status", [b"404 Not Found", b"410 Gone"])
+def test_what_a_broken_request_has_removed_is_removed(status: bytes) -> None:
     def answer(connection: socket.socket, number: int) -> None:
         connection.recv(65_536)
         if number:
-            connection.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+            connection.sendall(b"HTTP/1.1 " + status + b"\r\nContent-Length: 0\r\n\r\n")
         connection.shutdown(socket.SHUT_RDWR)
 
     with server(answer) as url, HubClient(url, retry_for_s=60.0) as client:
         client.call("DELETE", "/v1/secret/a", type(None))
-        with pytest.raises(StrataError, match="404"):
+        with pytest.raises(StrataError, match=status[:3].decode()):
             client.call("DELETE", "/v1/secret/a", type(None))
 
 
