@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import NamedTuple
@@ -94,6 +95,12 @@ async def test_a_job_has_a_few_commands_at_a_time(tables: Tables) -> None:
     assert await tables.execs.add("more", wanted(lease), 2.0) is None
     await tables.execs.end("e0", "hub", 3.0)
     assert await tables.execs.add("more", wanted(lease), 4.0) is not None
+
+
+async def test_requests_at_the_same_time_do_not_get_more(tables: Tables) -> None:
+    lease = await running(tables)
+    rows = await asyncio.gather(*(tables.execs.add(f"e{number}", wanted(lease), 2.0) for number in range(3 * MAX_OPEN)))
+    assert sum(row is not None for row in rows) == len(await tables.execs.open_execs()) == MAX_OPEN
 
 
 async def test_a_command_is_started_once_and_a_repeated_start_gets_the_same_reply(tables: Tables) -> None:

@@ -54,6 +54,7 @@ _LEASED: Final = (
     " AND job.status IN ('claimed', 'running'))"
 )
 _FORGET: Final = f"DELETE FROM exec WHERE ended_at IS NOT NULL AND ended_at < :before RETURNING {_COLUMNS}"
+_LOCK_JOB: Final = "SELECT 1 FROM job WHERE id = :job FOR UPDATE"
 _ADD: Final = (
     "INSERT INTO exec (id, job_id, epoch, host_id, actor, command, timeout, expires_at)"
     " SELECT :id, job.id, job.epoch, job.host_id, :actor, :command, :timeout, :until FROM job"
@@ -116,6 +117,9 @@ class PostgresExecRows:
 
     async def change(self, statement: str, values: Values, event: Event | None = None) -> Sequence[ExecRow]:
         async with self._connections.transaction() as connection:
+            if statement == _ADD:
+                # Two requests at the same time would not count each other. Writes in SQLite come one after another.
+                await connection.execute(_PLACE.sub(r"%(\1)s", _LOCK_JOB), values)
             cursor = await connection.execute(_PLACE.sub(r"%(\1)s", statement), values)
             rows = _decode(await cursor.fetchall())
             await record_postgres(connection, [event(row) for row in rows] if event else [])
@@ -165,7 +169,9 @@ def _only(rows: Sequence[ExecRow]) -> ExecRow | None:
 
 
 def _requested(row: ExecRow, now_s: float) -> EventRecord:
-    body = {"exec": row.id, "command": list(row.command), "epoch": row.epoch, "host": row.host_id}
+    # Everybody can read events, and arguments may be secret.
+    program, *arguments = row.command
+    body = {"exec": row.id, "program": program, "arguments": len(arguments), "epoch": row.epoch, "host": row.host_id}
     return EventRecord(now_s, row.actor, "job.exec_requested", row.job_id, body)
 
 
