@@ -11,7 +11,7 @@ import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,7 @@ POLL_S: Final = 0.1
 CONTACT_S: Final = 2.0
 """How often the hub is asked whether a silent command is still wanted."""
 LAST_S: Final = 20.0
-"""Time limit for the rest of the output and the report."""
+"""Time limit for the rest of the output and the report, after the job has ended."""
 _GRACE_S: Final = 2.0
 _MAX_REASON: Final = 1000
 _JOIN: Final = str(Path(__file__).with_name("join.py"))
@@ -119,29 +119,30 @@ class ExecSession:
             await run_in(self._pools.work, lambda: shutil.rmtree(self._folder, ignore_errors=True))
         body = wire.ExecEndRequest(run=self._run_id, status=outcome.status, error=outcome.error[:_MAX_REASON])
         with suppress(TimeoutError, StrataError):
-            async with asyncio.timeout(LAST_S):
-                await retry(
-                    self._pools.work,
-                    "exec_end",
-                    lambda: hub.end_exec(lease, pending.id, body),
-                    cancelled=asyncio.Event(),
-                )
+            await self._deliver("exec_end", lambda: hub.end_exec(lease, pending.id, body))
         _log.info("exec_ended", job=lease.job_id, exec=pending.id, status=outcome.status, reason=outcome.error)
 
     async def _run(self, given: wire.ExecGiven) -> _Outcome:
         process = await run_in(self._pools.work, self._start, given)
         child_exit = await self._until_ended(process)
         try:
-            async with asyncio.timeout(LAST_S):
-                await retry(
-                    self._pools.work,
-                    "exec_output",
-                    lambda: self._output.upload_new(last=True),
-                    cancelled=asyncio.Event(),
-                )
+            await self._deliver("exec_output", lambda: self._output.upload_new(last=True))
         except (StrataError, TimeoutError) as error:
             self._unwanted = self._unwanted or f"its output could not be sent: {error}"
         return _outcome(child_exit, self._unwanted, given.timeout_s)
+
+    async def _deliver(self, operation: str, call: Callable[[], object]) -> None:
+        """Until the hub has it or refuses it, and after the end of the job for a short time only.
+
+        Another session for the same exec would have another run id: the hub would end it without its exit status.
+        """
+        try:
+            await retry(self._pools.work, operation, call, cancelled=self._job.ended)
+        except StrataError as error:
+            if error.code not in TRANSIENT:
+                raise
+            async with asyncio.timeout(LAST_S):
+                await retry(self._pools.work, operation, call, cancelled=asyncio.Event())
 
     def _start(self, given: wire.ExecGiven) -> subprocess.Popen[bytes]:
         private_folder(self._folder)
