@@ -119,6 +119,8 @@ class LeaseGiven(HubReply, frozen=True, kw_only=True):
     """Of a server: the last attempt that has served. State that does not have its work is behind what clients saw."""
     gang: GangLease | None = None
     """Of a member of a gang."""
+    due: str = ""
+    """Of a run of a schedule: when it was due. Not in `spec`, of which an older agent knows every field or none."""
 
     @property
     def resumed(self) -> str:

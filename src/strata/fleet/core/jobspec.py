@@ -308,6 +308,11 @@ def qualified_trainer(project: str, name: str) -> str:
     return name if project == DEFAULT_PROJECT else f"{project}/{name}"
 
 
+def spec_for_host(spec: JobSpec) -> JobSpec:
+    """Without what only the hub reads: agents of v0.1.0 refuse a spec with a field that they do not know."""
+    return msgspec.structs.replace(spec, not_before_s=0.0, delay_s=0.0, due="")
+
+
 _encode: Final = msgspec.json.Encoder(order="deterministic").encode
 
 

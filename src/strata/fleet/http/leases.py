@@ -11,6 +11,7 @@ from strata.base.errors import Code, StrataError
 from strata.fleet import wire
 from strata.fleet.artifacts.manifest import ArtifactKind
 from strata.fleet.artifacts.ports import LineageFilter
+from strata.fleet.core.jobspec import spec_for_host
 from strata.fleet.core.lease import RENEW_S
 from strata.fleet.core.requirement import Label, LabelValue
 from strata.fleet.http import secrets
@@ -179,7 +180,7 @@ async def _lease_reply(context: HubContext, lease: JobLease) -> wire.LeaseGiven:
         job_id=lease.job_id,
         epoch=lease.epoch,
         expires_in_s=lease.expires_at_s - context.fleet.now_s(),
-        spec=lease.spec,
+        spec=spec_for_host(lease.spec),
         trainer=lease.trainer,
         checkpoint=lease.checkpoint,
         trainer_digest=lease.trainer_digest,
@@ -187,6 +188,7 @@ async def _lease_reply(context: HubContext, lease: JobLease) -> wire.LeaseGiven:
         taken=lease.taken,
         front_key=context.front_key(lease.job_id, lease.epoch) if is_server else "",
         served_epoch=next((row.epoch for row in servers if row.job.id == lease.job_id), 0),
+        due=lease.spec.due,
     )
 
 
