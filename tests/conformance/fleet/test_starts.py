@@ -81,6 +81,19 @@ async def test_a_retry_waits_for_its_backoff_and_not_for_the_start(store: Store)
     assert len(await claim(store, claim_id="c2", now_s=103.0)) == 1
 
 
+async def test_a_changed_start_does_not_end_the_backoff_of_a_failure(store: Store) -> None:
+    await add_host(store)
+    spec = job("m", not_before_s=100.0)
+    await add(store, spec, now_s=1.0)
+    await store.release_backoffs(100.0)
+    (lease,) = await claim(store, now_s=100.0)
+    failed = await store.fail(hold(lease), JobFailure(cause=Cause.USER_ERROR), 101.0, chance=0.5)
+    await move_start(store, msgspec.structs.replace(spec, not_before_s=0.0), 101.5)
+    assert (await store.job(spec.id)).not_before_s == failed.not_before_s
+    await move_start(store, msgspec.structs.replace(spec, not_before_s=9000.0), 101.6)
+    assert (await store.job(spec.id)).not_before_s == 9000.0
+
+
 async def test_a_job_that_is_requeued_before_its_start_waits_for_it_again(store: Store) -> None:
     await add_host(store)
     (late,) = await add(store, job("late", not_before_s=100.0), now_s=1.0)

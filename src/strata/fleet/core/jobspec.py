@@ -308,6 +308,13 @@ def qualified_trainer(project: str, name: str) -> str:
     return name if project == DEFAULT_PROJECT else f"{project}/{name}"
 
 
+def moved_start_s(before: JobSpec, after: JobSpec, created_at_s: float, not_before_s: float) -> float:
+    """Before this time no host gets a job that waits and whose start was changed: a back-off goes on."""
+    starts_at_s = after.starts_at_s(created_at_s)
+    is_backoff = not_before_s > before.starts_at_s(created_at_s)
+    return max(starts_at_s, not_before_s) if is_backoff else starts_at_s
+
+
 def spec_for_host(spec: JobSpec) -> JobSpec:
     """Without what only the hub reads: agents of v0.1.0 refuse a spec with a field that they do not know."""
     return msgspec.structs.replace(spec, not_before_s=0.0, delay_s=0.0, due="")

@@ -9,14 +9,14 @@ from strata.base.failpoint import failpoint
 from strata.database.events import EventRecord as Record
 from strata.database.events import record_postgres
 from strata.fleet.core.job import JobStatus
-from strata.fleet.core.jobspec import DEFAULT_PROJECT, JobSpec
+from strata.fleet.core.jobspec import DEFAULT_PROJECT, JobSpec, moved_start_s
 from strata.fleet.core.lease_status import outdated_plan
 from strata.fleet.core.ownership import Submitter, check_project, check_submission
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.quota import OwnerUsage, check_specs, check_usage, quota_of
 from strata.fleet.core.reservation import gang_key
 from strata.fleet.store.postgres import tables as sql
-from strata.fleet.store.postgres.leases import Connection, class_ids, enqueue, record, requeue
+from strata.fleet.store.postgres.leases import Connection, class_ids, enqueue, read_job, record, requeue
 from strata.fleet.store.rows import QUOTAS, class_keys, decode_quotas, encode, used_gpu_hours
 
 PLAN_LOCK: Final = 0x5354_5241_5441_0004
@@ -45,8 +45,8 @@ async def apply_plan(  # noqa: PLR0913 (what a plan is applied with)
     await _put_policies(connection, plan)
     classes = await class_ids(connection, class_keys([*plan.new.values(), *changed.values()]))
     await _insert_jobs(connection, plan, classes, (actor, submitter.owner), now_s, declared=declared)
-    await _update_jobs(connection, changed, classes, now_s)
     await _move_starts(connection, {each.job_id: each.spec for each in plan.changed if "start" in each.kinds})
+    await _update_jobs(connection, changed, classes, now_s)
     for job_id in sorted(plan.requeued):
         await requeue(connection, job_id, actor, now_s)
     # What made the result that does not count made this as well.
@@ -194,11 +194,14 @@ async def _update_jobs(
 
 
 async def _move_starts(connection: Connection, jobs: Mapping[str, JobSpec]) -> None:
-    """Of jobs that wait: others have started already, or count it when they are requeued."""
-    cursor = await connection.execute("SELECT id, created_at FROM job WHERE id = ANY(%s)", (list(jobs),))
-    for id_, created_at_s in sorted(await cursor.fetchall()):
+    """Of jobs that wait, before their specs are changed: others have started, or count it when they are requeued."""
+    for id_, spec in sorted(jobs.items()):
+        # Locked first: a failure that is written in between would lose its back-off.
+        await connection.execute("SELECT 1 FROM job WHERE id = %s FOR UPDATE", (id_,))
+        row = await read_job(connection, id_)
         update = "UPDATE job SET not_before = %s WHERE id = %s AND status = 'pending'"
-        await connection.execute(update, (jobs[id_].starts_at_s(created_at_s), id_))
+        start_s = moved_start_s(row.spec, spec, row.created_at_s, row.not_before_s)
+        await connection.execute(update, (start_s, id_))
 
 
 def _sorted_by(spec: JobSpec) -> tuple[Any, ...]:

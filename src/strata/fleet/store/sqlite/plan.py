@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from strata.base.failpoint import failpoint
 from strata.fleet.core.job import JobStatus
-from strata.fleet.core.jobspec import DEFAULT_PROJECT, JobSpec
+from strata.fleet.core.jobspec import DEFAULT_PROJECT, JobSpec, moved_start_s
 from strata.fleet.core.lease_status import outdated_plan
 from strata.fleet.core.ownership import Submitter, check_project, check_submission
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.quota import OwnerUsage, check_specs, check_usage, quota_of
 from strata.fleet.core.reservation import gang_key
 from strata.fleet.store.rows import QUOTAS, class_keys, decode_quotas, encode, used_gpu_hours
-from strata.fleet.store.sqlite.leases import class_ids, enqueue, record, requeue
+from strata.fleet.store.sqlite.leases import class_ids, enqueue, read_job, record, requeue
 
 
 def apply_plan(  # noqa: PLR0913 (what a plan is applied with)
@@ -40,9 +40,9 @@ def apply_plan(  # noqa: PLR0913 (what a plan is applied with)
         _insert_job(db, job_id, spec, class_id, now_s, (actor, submitter.owner), declared=declared)
         record(db, now_s, actor, "job.created", job_id, model=spec.model, mode=spec.mode)
     for change in plan.changed:
-        _update_job(db, change.job_id, change.spec, classes[encode(change.spec.requirement)], now_s)
         if "start" in change.kinds:
             _move_start(db, change.job_id, change.spec)
+        _update_job(db, change.job_id, change.spec, classes[encode(change.spec.requirement)], now_s)
         if "trainer" in change.kinds:
             _assign_trainer(db, change.job_id)
         record(db, now_s, actor, "job.changed", change.job_id, kinds=change.kinds)
@@ -174,10 +174,10 @@ def _update_job(db: sqlite3.Connection, job_id: str, spec: JobSpec, class_id: in
 
 
 def _move_start(db: sqlite3.Connection, job_id: str, spec: JobSpec) -> None:
-    """Of a job that waits: another one has started already, or counts it when it is requeued."""
-    ((created_at_s,),) = db.execute("SELECT created_at FROM job WHERE id = ?", (job_id,))
+    """Of a job that waits, before its spec is changed: another one has started already, or counts it when requeued."""
+    row = read_job(db, job_id)
     update = "UPDATE job SET not_before = ? WHERE id = ? AND status = 'pending'"
-    db.execute(update, (spec.starts_at_s(created_at_s), job_id))
+    db.execute(update, (moved_start_s(row.spec, spec, row.created_at_s, row.not_before_s), job_id))
 
 
 def _assign_trainer(db: sqlite3.Connection, job_id: str) -> None:
