@@ -7,6 +7,7 @@ each due time has one run. However many due times passed while no hub ran, one r
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 from collections.abc import Mapping, Sequence
 from datetime import UTC, tzinfo
@@ -162,6 +163,11 @@ def load_zone(name: str) -> tzinfo:
         ) from None
 
 
+async def _due_s(schedule: JobSchedule, now_s: float) -> float:
+    """In a thread: to look through nine years takes a while, and so does the file of a time zone."""
+    return await asyncio.to_thread(lambda: first_due_s(schedule, now_s, load_zone(schedule.timezone)))
+
+
 class DeclaredSchedules:
     """What manifests declare, and people pause, resume and remove."""
 
@@ -174,8 +180,6 @@ class DeclaredSchedules:
     ) -> Mapping[str, float]:
         if not schedules:
             return {}
-        now_s = self._fleet.now_s()
-        due = {name: first_due_s(each, now_s, load_zone(each.timezone)) for name, each in schedules.items()}
         rows = await self._store.rows(ALL)
         there = {row.name: row for row in rows if row.project == project}
         for name in schedules:
@@ -188,7 +192,8 @@ class DeclaredSchedules:
                 f"{submitter.owner} has {owned} schedules already, and at most {MAX_OF_OWNER} are allowed",
                 hint="strata schedules remove",
             )
-        return due
+        now_s = self._fleet.now_s()
+        return {name: await _due_s(each, now_s) for name, each in schedules.items()}
 
     async def declare(self, project: str, schedules: Mapping[str, StoredSchedule]) -> None:
         there = {row.name: row for row in await self._store.rows(ALL) if row.project == project}
@@ -201,7 +206,7 @@ class DeclaredSchedules:
             if row is not None and row.stored.schedule == stored.schedule:
                 due_s = row.next_due_s
             else:
-                due_s = first_due_s(stored.schedule, now_s, load_zone(stored.schedule.timezone))
+                due_s = await _due_s(stored.schedule, now_s)
             values = {"project": project, "name": name, "body": _encode(stored), "next_due": due_s}
             body = {"cron": stored.schedule.cron, "timezone": stored.schedule.timezone}
             event = EventRecord(now_s, stored.actor, "schedule.declared", f"{project}/{name}", body)
@@ -218,7 +223,7 @@ class DeclaredSchedules:
     async def resume(self, project: str, name: str, actor: str, submitter: Submitter) -> ScheduleRow:
         row = await self._find(project, name, submitter)
         now_s, schedule = self._fleet.now_s(), row.stored.schedule
-        due_s = first_due_s(schedule, now_s, load_zone(schedule.timezone))
+        due_s = await _due_s(schedule, now_s)
         values = {"project": project, "name": name, "next_due": due_s}
         await self._store.write(RESUME, values, EventRecord(now_s, actor, "schedule.resumed", f"{project}/{name}", {}))
         return await self._find(project, name, submitter)
@@ -283,7 +288,7 @@ class ScheduleRunner:
             "project": row.project,
             "name": row.name,
             "due": row.next_due_s,
-            "next_due": first_due_s(schedule, now_s, load_zone(schedule.timezone)),
+            "next_due": await _due_s(schedule, now_s),
             "last_job": row.last_job if note else spec.id,
             "note": note,
         }

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, tzinfo
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,17 @@ import pytest
 
 from strata.base import failpoint
 from strata.base.clock import ManualClock
+from strata.base.errors import Code, StrataError
 from strata.fleet import wire
 from strata.fleet.core.job import JobStatus
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.core.quota import Quota
-from strata.fleet.core.schedule import JobSchedule
+from strata.fleet.core.schedule import JobSchedule, first_due_s
 from strata.fleet.ports import JobFilter, JobRow, ScheduleRow, StoredSchedule
+from strata.hub import schedules
 from strata.hub.compose import Hub, open_hub
-from strata.hub.schedules import ScheduleRunner
+from strata.hub.schedules import MAX_OF_OWNER, ScheduleRunner
 from strata.hub.settings import HubSettings
 from tests.shell.fleet_http.running import Running, manifest_body, ok, refused
 
@@ -257,6 +260,28 @@ async def test_an_unknown_time_zone_and_a_hostile_value_are_refused(site: Runnin
         body["manifest"]["schedules"]["nightly"]["base"][field] = value
         assert refused(await anna.post("/v1/manifest", json=body))[0] == 400, field
     assert await listed(anna) == ()
+
+
+async def test_schedules_above_the_limit_are_refused_before_a_due_time_is_computed(site: Running) -> None:
+    wrong = JobSchedule(base=JobSpec(model="m", name="n"), cron="0 0 30 2 *")
+    many = {f"n{n}": wrong for n in range(MAX_OF_OWNER + 1)}
+    with pytest.raises(StrataError) as refusal:
+        await site.hub.context.schedules.check("hers", many, Submitter(owner="anna"))
+    assert refusal.value.code is Code.EXHAUSTED
+
+
+async def test_due_times_are_not_computed_on_the_event_loop(site: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: set[int] = set()
+
+    def observed(schedule: JobSchedule, after_s: float, zone: tzinfo) -> float:
+        threads.add(threading.get_ident())
+        return first_due_s(schedule, after_s, zone)
+
+    monkeypatch.setattr(schedules, "first_due_s", observed)
+    await declare(site.hub)
+    await site.hub.context.schedules.check("default", {"hourly": (await only(site.hub)).stored.schedule}, OPERATOR)
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 async def test_a_schedule_pauses_when_the_key_of_its_owner_is_revoked(site: Running) -> None:
