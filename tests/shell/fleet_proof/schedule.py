@@ -46,6 +46,8 @@ STEP_S: Final = 5.0
 STEPS: Final = 30
 LAST_STEPS: Final = 500
 OWNERS: Final = ("anna", "bert")
+LOW: Final = -2
+"""The priority of most jobs; owners without a quota of their own may use none above 0."""
 CARDS: Final = (Card("a", 24.0), Card("b", 24.0))
 CAPACITIES: Final = (
     Capacity(cards=CARDS, cores=4, ram_gib=32.0),
@@ -214,7 +216,7 @@ class ScheduleHistory:
     async def submit(self) -> None:
         for _ in range(self.rng.randint(1, 3)):
             self.names += 1
-            needs, priority = self.rng.choice(NEEDS), self.rng.choice((0, 0, 0, 1, 2))
+            needs, priority = self.rng.choice(NEEDS), self.rng.choice((LOW, LOW, LOW, -1, 0))
             await self.add(JobSpec(model="m", seed=self.names, needs=needs, priority=priority))
 
     async def submit_gang(self) -> None:
@@ -222,7 +224,7 @@ class ScheduleHistory:
         size = self.rng.randint(2, 3)
         least, name = self.rng.choice((size, size, 1)), f"g{self.names}"
         places = [GangPlace(name=name, size=size, index=index, min_size=least) for index in range(size)]
-        priority, cores = self.rng.choice((0, 0, 1)), self.rng.choice((1, 2))
+        priority, cores = self.rng.choice((LOW, LOW, -1)), self.rng.choice((1, 2))
         specs = [JobSpec(model=name, needs=Needs(min_cores=cores), priority=priority, gang=each) for each in places]
         await self.add(*specs)
 
@@ -279,7 +281,7 @@ class ScheduleHistory:
             if not unfinished:
                 return
             self.names += 1
-            await self.add(JobSpec(model="stream", seed=self.names, needs=Needs(min_cores=1)))
+            await self.add(JobSpec(model="stream", seed=self.names, needs=Needs(min_cores=1), priority=LOW))
             for lease in [each for mine in self.leases.values() for each in mine.values()]:
                 if self.rng.random() < 0.7 and self.trains(lease, rows):
                     await self.complete(lease)
