@@ -8,8 +8,9 @@ STAMP := $(VENV)/.setup-done
 # What `make test` runs: everything but the rules and the end-to-end tests, or one folder or file, as in
 # `make test SUITE=tests/core`. pytest ends with status 5 when it finds no test at all, and make fails with it.
 SUITE ?=
-# `make test SLOW=1` also runs the tests that are marked slow; .ci/run always does.
+# With SLOW=1, `make test` and `make check` also run the tests that are marked slow; .ci/run always does.
 SLOW ?=
+FAST := $(if $(SLOW),,-m 'not slow')
 WORKERS ?= 2
 BENCH ?= journal
 CAMPAIGN ?= register
@@ -57,10 +58,10 @@ contract: installed ## refuse a change of the .proto that breaks workers, or a f
 	$(BIN)/buf breaking proto --against $(ACCEPTED)
 
 rules: installed ## the tests of the rules that the tree itself has to keep
-	$(PYTEST) -n $(WORKERS) --dist loadfile tests/rules $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist loadfile $(FAST) tests/rules $(ARGS)
 
 test: installed ## the tests; SUITE=tests/core for one suite, SLOW=1 for all of it, ARGS= for pytest
-	$(PYTEST) -n $(WORKERS) --dist loadfile --durations=10 $(if $(SLOW),,-m 'not slow') $(or $(SUITE),tests --ignore=tests/rules --ignore=tests/e2e --ignore=tests/engines) $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist loadfile --durations=10 $(FAST) $(or $(SUITE),tests --ignore=tests/rules --ignore=tests/e2e --ignore=tests/engines) $(ARGS)
 
 e2e: installed ## the end-to-end tests: real processes and real servers
 	$(PYTEST) --durations=10 tests/e2e $(ARGS)

@@ -7,12 +7,14 @@ import io
 import re
 import sys
 import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Final
 
 UNPICKLERS: Final = {"_pickle", "cloudpickle", "dill", "joblib", "jsonpickle", "marshal", "pickle", "shelve"}
+_MAY_UNPICKLE: Final = re.compile("|".join([*UNPICKLERS, "torch"]))
 
 CORE_IMPORTS: Final = (
     "__future__", "bisect", "collections", "dataclasses", "datetime", "enum", "fnmatch", "heapq", "itertools", "math",
@@ -30,8 +32,10 @@ CORE_CALLS: Final = (
     "print", "random", "secrets", "threading", "time", "uuid.uuid1", "uuid.uuid4", "__import__",
 )  # fmt: skip
 ENVIRONMENT: Final = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv")
+_MAY_READ: Final = re.compile("environ|getenv|putenv|unsetenv")
 READS_ENVIRONMENT: Final = {"src/strata/base/settings.py", "src/strata/fleet/trainer/settings.py"}
 """The settings; those of a trainer in an environment of its own have the standard library alone."""
+_NOTE: Final = re.compile(r"\b(?:TODO|FIXME|XXX)\b[:\s]*(.*)")
 
 BASE_THIRD_PARTY: Final = {"msgspec", "rfc8785"}
 CLI_TOP_LEVEL: Final = ("click", "strata.base", "strata.cli")
@@ -55,8 +59,15 @@ class Source:
     """Relative to the repository."""
     text: str
 
-    @property
-    def tree(self) -> ast.Module:
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        return tuple(ast.walk(self.parse()))
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        return aliases(self.nodes)
+
+    def parse(self) -> ast.Module:
         return ast.parse(self.text, str(self.path))
 
     def within(self, folder: str) -> bool:
@@ -68,10 +79,13 @@ Rule = Callable[[Source], list[str]]
 
 def unpickling(source: Source) -> list[str]:
     """Nothing is ever unpickled: not by an import, a dynamic import, `torch.load` or numpy's `allow_pickle`."""
-    tree, names = source.tree, aliases(source.tree)
-    found = [at(source, node, f"imports {name}") for node, name in imports(tree) if name.split(".")[0] in UNPICKLERS]
-    for call in calls(tree):
-        called = qualified(call.func, names)
+    if not _MAY_UNPICKLE.search(source.text):
+        return []
+    found = [
+        at(source, node, f"imports {name}") for node, name in imports(source.nodes) if name.split(".")[0] in UNPICKLERS
+    ]
+    for call in calls(source.nodes):
+        called = qualified(call.func, source.names)
         keywords = {keyword.arg: keyword.value for keyword in call.keywords}
         if called == "torch.load" and not _is(keywords.get("weights_only"), True):
             found.append(at(source, call, "torch.load without weights_only=True"))
@@ -92,7 +106,7 @@ def core_imports(source: Source) -> list[str]:
     allowed = (*CORE_IMPORTS, own, *(("numpy",) if str(source.path) in CORE_NUMPY else ()))
     return [
         at(source, node, f"a core may not import {name}")
-        for node, name in imports(source.tree)
+        for node, name in imports(source.nodes)
         if not _under(name, allowed)
     ]
 
@@ -101,10 +115,9 @@ def core_calls(source: Source) -> list[str]:
     """A core does not ask for the time, chance, the system or the terminal, whatever way the name got there."""
     if _core_package(source.path) is None:
         return []
-    tree, names = source.tree, aliases(source.tree)
     found = []
-    for call in calls(tree):
-        called = qualified(call.func, names)
+    for call in calls(source.nodes):
+        called = qualified(call.func, source.names)
         # `datetime.datetime.now` and `datetime.now` are the same clock.
         if _under(called, CORE_CALLS) or _under(".".join(called.split(".")[-2:]), CORE_CALLS):
             found.append(at(source, call, f"a core may not call {called}"))
@@ -113,12 +126,11 @@ def core_calls(source: Source) -> list[str]:
 
 def environment(source: Source) -> list[str]:
     """The environment is read by the settings."""
-    if not source.within("src") or str(source.path) in READS_ENVIRONMENT:
+    if not source.within("src") or str(source.path) in READS_ENVIRONMENT or not _MAY_READ.search(source.text):
         return []
-    tree, names = source.tree, aliases(source.tree)
-    found = [at(source, node, f"imports {name}") for node, name in imports(tree) if _under(name, ENVIRONMENT)]
-    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    read = [(node, name) for node in attributes if (name := qualified(node, names)) in ENVIRONMENT]
+    found = [at(source, node, f"imports {name}") for node, name in imports(source.nodes) if _under(name, ENVIRONMENT)]
+    attributes = [node for node in source.nodes if isinstance(node, ast.Attribute)]
+    read = [(node, name) for node in attributes if (name := qualified(node, source.names)) in ENVIRONMENT]
     return found + [at(source, node, f"reads {name}") for node, name in read]
 
 
@@ -126,14 +138,13 @@ def catch_all(source: Source) -> list[str]:
     """Only a loop and an outermost handler may swallow anything. A handler that ends in `raise` swallows nothing."""
     if not source.within("src") or str(source.path) in MAY_CATCH_ALL:
         return []
-    tree, names = source.tree, aliases(source.tree)
     found = []
-    for node in ast.walk(tree):
+    for node in source.nodes:
         if isinstance(node, ast.ExceptHandler) and _catches_all(node.type) and not _reraises(node):
             found.append(at(source, node, "catches everything"))
         if (
             isinstance(node, ast.Call)
-            and qualified(node.func, names) == "contextlib.suppress"
+            and qualified(node.func, source.names) == "contextlib.suppress"
             and any(map(_catches_all, node.args))
         ):
             found.append(at(source, node, "suppresses everything"))
@@ -146,7 +157,7 @@ def base_imports(source: Source) -> list[str]:
         return []
     return [
         at(source, node, f"base may not import {name}")
-        for node, name in imports(source.tree)
+        for node, name in imports(source.nodes)
         if not _under(name, ("strata.base",)) and name.split(".")[0] not in sys.stdlib_module_names | BASE_THIRD_PARTY
     ]
 
@@ -156,7 +167,7 @@ def cli_top_level(source: Source) -> list[str]:
     if not source.within("src/strata/cli"):
         return []
     found = []
-    for node, name in imports(_module_level(source.tree)):
+    for node, name in imports(ast.walk(_module_level(source.parse()))):
         fast = name.split(".")[0] in sys.stdlib_module_names - CLI_SLOW
         if not (fast or name in ("strata", "strata.__version__") or _under(name, CLI_TOP_LEVEL)):
             found.append(at(source, node, f"imports {name} at module level"))
@@ -165,9 +176,11 @@ def cli_top_level(source: Source) -> list[str]:
 
 def unfinished(source: Source, limits: str) -> list[str]:
     """A note of unfinished work stands, word for word, in the document of limits too."""
+    if not _NOTE.search(source.text):
+        return []
     found = []
     for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
-        if token.type == tokenize.COMMENT and (note := re.search(r"\b(?:TODO|FIXME|XXX)\b[:\s]*(.*)", token.string)):
+        if token.type == tokenize.COMMENT and (note := _NOTE.search(token.string)):
             words = note[1].strip()
             if not words or not any(words in line for line in limits.splitlines()):
                 found.append(f"{source.path}:{token.start[0]}: not in docs/limits.md: {token.string}")
@@ -178,9 +191,9 @@ def at(source: Source, node: ast.AST, what: str) -> str:
     return f"{source.path}:{getattr(node, 'lineno', 0)}: {what}"
 
 
-def imports(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+def imports(nodes: Iterable[ast.AST]) -> Iterator[tuple[ast.AST, str]]:
     """Every imported name with its module: `from a import b` is `a.b`."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((node, alias.name) for alias in node.names)
         if isinstance(node, ast.ImportFrom):
@@ -188,14 +201,14 @@ def imports(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
             yield from ((node, f"{module}.{alias.name}") for alias in node.names)
 
 
-def calls(tree: ast.AST) -> Iterator[ast.Call]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+def calls(nodes: Iterable[ast.AST]) -> Iterator[ast.Call]:
+    return (node for node in nodes if isinstance(node, ast.Call))
 
 
-def aliases(tree: ast.AST) -> dict[str, str]:
+def aliases(nodes: Iterable[ast.AST]) -> dict[str, str]:
     """What each imported name of the file stands for."""
     known: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 first = alias.name.split(".")[0]

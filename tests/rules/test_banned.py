@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -70,7 +71,9 @@ HARMLESS: Final[tuple[tuple[Rule, str, str], ...]] = (
 RULES: Final = tuple(dict.fromkeys(rule for rule, _, _ in PLANTS))
 
 
+@cache
 def sources() -> list[Source]:
+    """Read and parsed once for all rules."""
     files = [file for folder in ("src", "tests", "bench") for file in sorted((ROOT / folder).rglob("*.py"))]
     return [
         Source(PurePosixPath(file.relative_to(ROOT).as_posix()), file.read_text(encoding="utf-8")) for file in files
