@@ -67,8 +67,8 @@ async def test_a_batch_of_hosts_shares_its_jobs_out(store: Store) -> None:
 
 
 async def test_priority_comes_before_the_share_and_age_after_it(store: Store) -> None:
-    await queue(store, "anna", job("a", seed=0), job("a", seed=1), job("a", seed=2, priority=5))
-    await queue(store, "bert", job("a", seed=3))
+    await queue(store, "anna", job("a", seed=0, priority=-5), job("a", seed=1, priority=-5), job("a", seed=2))
+    await queue(store, "bert", job("a", seed=3, priority=-5))
     await add_host(store)
     seeds = [(await claim_fairly(store, ("host_a", f"c{n}")))[0].spec.seed for n in range(4)]
     assert seeds == [2, 3, 0, 1]
