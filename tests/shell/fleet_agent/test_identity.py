@@ -41,7 +41,7 @@ async def join(site: Running, state: Path) -> None:
 async def test_a_joined_host_registers_by_its_certificate_and_renews_it(secure: Running, tmp_path: Path) -> None:
     state = tmp_path / "state"
     await join(secure, state)
-    assert [path.stat().st_mode & 0o077 for path in (state / "identity").iterdir()] == [0] * 5
+    assert [path.stat().st_mode & 0o077 for path in (state / "identity").iterdir()] == [0] * 6
     before = (state / "identity" / "host.pem").read_bytes()
     with identity.connect_to_hub(state) as client:
         calls = HubApi(client)

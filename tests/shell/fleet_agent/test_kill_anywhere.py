@@ -29,7 +29,14 @@ AT_THE_END: Final = (
     *("agent.attempt.ended", "agent.attempt.logged", "agent.attempt.uploaded", "agent.attempt.completed"),
     "agent.state.removed",
 )
-NOT_ON_THE_WAY: Final = ("agent.fail.", "agent.stop.", "agent.environment.", "agent.data.", "agent.exec.")
+NOT_ON_THE_WAY: Final = (
+    "agent.fail.",
+    "agent.stop.",
+    "agent.environment.",
+    "agent.data.",
+    "agent.exec.",
+    "agent.server.",
+)
 """Where an attempt comes by only if it does not end well, or if its job brings packages, data or commands of people."""
 ARMED: Final = """
 import sys

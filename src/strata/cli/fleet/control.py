@@ -27,7 +27,7 @@ _WAIT_S: Final = 20.0
 @hub_option
 @output_option
 def cancel(jobs: tuple[str, ...], reason: str, context: str | None, output: Format) -> None:
-    """Cancel each JOB, a gang with all its members. A host that runs one stops it after its next heartbeat."""
+    """Cancel each JOB. Of a gang all members are. A host that runs one stops it after its next heartbeat."""
     _each_job(jobs, "cancel", context, output, reason=reason)
 
 
@@ -72,7 +72,7 @@ def archive(jobs: tuple[str, ...], context: str | None, output: Format) -> None:
 def exec_command(
     ctx: click.Context, /, *, job: str, command: tuple[str, ...], timeout_s: float, context: str | None
 ) -> None:
-    """Run COMMAND inside a running JOB: in its sandbox, as its user, with its variables but without its secrets.
+    """Run COMMAND inside a running JOB. It has the sandbox, user and variables of JOB, but no secrets.
 
     Prints what COMMAND writes to its output and its errors, and ends with its exit status. COMMAND starts with the next
     heartbeat of the host, within 10 seconds, and gets no input. It ends with the job. Ctrl-C ends it.

@@ -43,7 +43,7 @@ def logs(
     tail: int | None,
     context: str | None,
 ) -> None:
-    """Print the log of JOB; of a gang that of its first member.
+    """Print the log of JOB. Of a gang it is that of the first member.
 
     On a terminal colours are kept and other control characters are escaped. A file or a pipe gets the bytes unchanged.
     """
