@@ -21,10 +21,18 @@ from bench.report import Report
 BENCHES: Final = {
     "artifacts": "uploads of artifacts to the hub's disk beside bare hashing and writing",
     "coordinator": "heartbeats, shards, barriers and placement beside a bare gRPC server and other hashes",
+    "experts": "a layer of 64 experts, forward and backward, beside transformers' loop and a loop over unbound weights",
+    "dlrover": "heartbeats and shards of the coordinator beside DLRover's local master",
     "fleet": "claims and heartbeats at the store port and over HTTP beside the bare databases and an empty route",
     "hosts": "memory of a hub on SQLite with 2,000 hosts that wait for jobs and send heartbeats",
     "journal": "appends, replay and restore beside the bare PostgreSQL and SQLite drivers",
+    "loading": "memory of a rank that loads its shards of a model beside one that loads all of it",
+    "metrics": "what metrics and traces cost a call of coordinator and hub, beside the same servers without",
+    "plan": "memory of a rank as `strata plan` has it beside the measured peak of training",
+    "pages": "pages of the dashboard with 100,000 jobs and 10,000 hosts, first paint in Chromium, and 50 viewers",
+    "peers": "operations and fine-tuning of the training server beside TuFT, by the same SDK",
     "publish": "from an optimizer step to the first token of the new weights, beside the same in one process",
+    "recovery": "the first result after kill -9 of a rank beside a new process that loads the model",
     "sampling": "tokens of the built-in sampler beside Hugging Face's `generate`, one request at a time",
     "tenants": "many tenants in shared passes beside one with the same tokens, beside time slices, and with snapshots",
     "train": "operations and fine-tuning through the training server beside a plain torchrun loop",
@@ -32,7 +40,7 @@ BENCHES: Final = {
 }
 """Each is a module `bench.NAME`, or `bench.NAME.cases` of a package, with
 `async def run(report: Report, *, quick: bool) -> None`, and perhaps with the `loop_factory` of what it measures."""
-PACKAGES: Final = ("coordinator", "fleet", "journal", "train")
+PACKAGES: Final = ("coordinator", "dlrover", "fleet", "journal", "pages", "peers", "train")
 
 Run = Callable[..., Coroutine[Any, Any, None]]
 

@@ -38,6 +38,11 @@ class Comparison:
         return median(self.ratios)
 
     @property
+    def ours_more(self) -> float:
+        """By how much our figure is above the bare one, in their unit."""
+        return median(ours - bare for ours, bare in zip(self.ours, self.bare, strict=True))
+
+    @property
     def spread(self) -> tuple[float, float]:
         """Between which ratios the middle half of the pairs lies."""
         ratios = self.ratios

@@ -6,10 +6,13 @@
 - `sample.tokens.adapters`: eight requests, each with its own adapter; bare has no adapter at all.
 - `sample.tokens.padded`: the eight requests against one `generate` of all of them as one batch of equal lengths: the
   best case of that side. It has no goal.
+- `sample.first.prefix`: from a request to its first token, where the first 512 of 528 tokens are those of an earlier
+  prompt. Bare is this sampler without its prefix cache; the other cases run without it too, as their prompts repeat.
 """
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -18,12 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from bench.interleave import interleave
+from bench.interleave import Measure, interleave
 from bench.report import Report
 from strata.train.core.ops import LoraConfig
 from strata.train.core.sampling import AddedSample, SampleOperation, SampleParams, SampleResult, SamplingSlice
@@ -39,6 +43,8 @@ GOAL: Final = 1.5
 STEPS: Final = 16
 """Of a quantum."""
 PROMPT: Final = 32
+SHARED: Final = 512
+OWN: Final = 16
 LORA: Final = LoraConfig(rank=8, alpha=16.0)
 MODEL: Final = TinyModel(family="llama", layers=4, hidden=256, vocabulary=4096, context=1024)
 
@@ -80,7 +86,7 @@ def one_rank(folder: Path) -> Iterator[RankGroup]:
 
 
 async def cases(report: Report, base: BaseModel, ranks: RankGroup, bare: Any, turns: Turns, size: str) -> None:
-    sampler = SamplingEngine(base, ranks, SamplerLimits(sequences=16))
+    sampler = SamplingEngine(base, ranks, SamplerLimits(sequences=16, prefix_tokens=0))
     sampler.open_base("base")
     for number in range(8):
         sampler.open_adapter(f"adapter {number}", _adapter(base, number))
@@ -110,6 +116,27 @@ async def cases(report: Report, base: BaseModel, ranks: RankGroup, bare: Any, tu
 
     found = await interleave(ours_even, together, turns.rounds)
     report.add("sample.tokens.padded", "tokens/s", found, note=f"{size}, 8 requests beside one batch of them")
+    await first_tokens(report, base, ranks, turns, size)
+
+
+async def first_tokens(report: Report, base: BaseModel, ranks: RankGroup, turns: Turns, size: str) -> None:
+    numbers = itertools.count()
+    shared = _sample("base", 0, SHARED, 1).prompt
+
+    def measure(prefix_tokens: int) -> Measure:
+        sampler = SamplingEngine(base, ranks, SamplerLimits(sequences=16, prefix_tokens=prefix_tokens))
+        sampler.open_base("base")
+
+        async def first_token() -> float:
+            number = next(numbers)
+            own = _sample("base", number, OWN, 1)
+            return sampled(sampler, [msgspec.structs.replace(own, prompt=shared + own.prompt)])
+
+        return first_token
+
+    found = await interleave(measure(SamplerLimits().prefix_tokens), measure(0), 4 * turns.rounds)
+    note = f"{size}, {SHARED} of {SHARED + OWN} tokens of the prompt shared, beside no prefix cache"
+    report.add("sample.first.prefix", "first tokens/s", found, note=note)
 
 
 def _adapter(base: BaseModel, number: int) -> Adapter:

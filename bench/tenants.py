@@ -67,6 +67,7 @@ max_pending_requests = 10000
 every_dispatches = {snapshots}
 every_s = 0
 every_payload_mb = 0
+every_replay_s = 0
 """
 
 

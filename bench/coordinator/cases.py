@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from bench.coordinator import barriers, calls, placement, relays
+from bench.coordinator import barriers, calls, placement, relays, watching
 from bench.coordinator.processes import both, clients
 from bench.report import Report
 from strata.testing.postgres import PostgresServer
@@ -40,4 +40,5 @@ async def run(report: Report, *, quick: bool) -> None:
                 bench = calls.Calls(report, load, ours, bare, fewer)
                 await bench.shards("shards.ack.postgres")
         await relays.run(report, Path(folder), rounds=1 if quick else 3)
+        await watching.run(report, Path(folder), rounds=2 if quick else 6, seconds=5.0 if quick else 12.0)
         await barriers.run(report, Path(folder), barrier_turns)

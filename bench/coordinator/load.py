@@ -23,7 +23,20 @@ import psutil  # type: ignore[import-untyped]
 import uvloop
 
 from bench.coordinator.bare import TEACH
-from bench.coordinator.orders import Batches, Define, Heartbeats, Hosts, Join, Meet, Offered, Order, Shards, Teach
+from bench.coordinator.orders import (
+    Batches,
+    Beats,
+    Define,
+    Heartbeats,
+    Hosts,
+    Join,
+    Meet,
+    Offered,
+    Order,
+    Shards,
+    Teach,
+    Watch,
+)
 from bench.load_process import Figures
 from bench.percentiles import percentile
 from strata.base.clock import SystemClock
@@ -72,7 +85,7 @@ class Load:
         self._servers: dict[str, Server] = {}
         self._met = 0
 
-    async def carry_out(self, order: Order) -> list[float]:  # noqa: PLR0911 - one arm per order
+    async def carry_out(self, order: Order) -> list[float]:  # noqa: C901, PLR0911 - one arm per order
         match order:
             case Join():
                 return await self._join(order)
@@ -93,6 +106,10 @@ class Load:
                 return await self._offered(order)
             case Meet():
                 return await self._meet(order)
+            case Beats():
+                return await self._beats(order)
+            case Watch():
+                return await self._watch(order)
             case _:
                 assert_never(order)
 
@@ -124,7 +141,7 @@ class Load:
             shard_size=SHARD_SIZE,
             files=[pb.DatasetFile(path="s3://bucket/corpus.parquet", num_samples=order.shards * SHARD_SIZE)],
             job_id=order.job,
-            worker_id=_name(0),
+            worker_id=worker_name(0),
         )
         await self._calls(order.address, "AckDataset", 1)[0](request.SerializeToString())
         return []
@@ -233,6 +250,49 @@ class Load:
 
         return send
 
+    async def _beats(self, order: Beats) -> list[float]:
+        """Open loop, over all workers in turn; each heartbeat has the telemetry of eight GPUs."""
+        calls = self._calls(order.address, "Heartbeat", order.channels)
+        requests = [_beat(order.job, number, gpus=8).SerializeToString() for number in range(order.workers)]
+        took_ms: list[float] = []
+        cpu_s, began_s = _cpu_s(order.pid), perf_counter()
+
+        async def beat(channel: int) -> None:
+            for due in range(channel, int(order.rate * order.seconds), len(calls)):
+                due_s = began_s + due / order.rate
+                if (ahead_s := due_s - perf_counter()) > 0:
+                    await asyncio.sleep(ahead_s)
+                sent_s = perf_counter()
+                await calls[channel](requests[due % order.workers])
+                took_ms.append((perf_counter() - sent_s) * 1e3)
+
+        await asyncio.gather(*map(beat, range(len(calls))))
+        passed_s = perf_counter() - began_s
+        busy = (_cpu_s(order.pid) - cpu_s) / passed_s * 100
+        return [percentile(took_ms, 50), percentile(took_ms, 99), busy, len(took_ms) / passed_s]
+
+    async def _watch(self, order: Watch) -> list[float]:
+        """What is received is not read: what a watcher makes of it costs the watcher."""
+        request = pb.WatchJobRequest(job_id=order.job, min_interval_ms=200, deltas=order.deltas).SerializeToString()
+        received = [0, 0]
+
+        async def watch() -> None:
+            options = (*_OPTIONS, ("grpc.max_receive_message_length", 64 << 20))
+            async with grpc.aio.insecure_channel(order.address, options=options) as channel:
+                stream: Any = channel.unary_stream(f"/{SERVICE}/WatchJob")
+                async for message in stream(request):
+                    received[0] += 1
+                    received[1] += len(message)
+
+        watching = [asyncio.create_task(watch()) for _ in range(order.watchers)]
+        await asyncio.sleep(order.seconds)
+        for each in watching:
+            each.cancel()
+        for ended in await asyncio.gather(*watching, return_exceptions=True):
+            if isinstance(ended, Exception):
+                raise ended
+        return [received[0] / order.seconds, received[1] / order.seconds / (1 << 20)]
+
     async def _meet(self, order: Meet) -> list[float]:
         self._met += 1
         calls = self._calls(order.address, "Barrier", order.channels)
@@ -245,7 +305,7 @@ class Load:
                 barrier_id=barrier_id,
                 expected_participants=order.workers,
                 job_id=order.job,
-                worker_id=_name(number),
+                worker_id=worker_name(number),
                 wait=wait,
             ).SerializeToString()
 
@@ -318,19 +378,19 @@ class Reader:
         self._lease_id = reply.lease_id
 
 
-def _name(number: int) -> str:
+def worker_name(number: int) -> str:
     return f"worker-{number:05}"
 
 
 def _worker(job: str, number: int) -> pb.WorkerInfo:
-    name = _name(number)
+    name = worker_name(number)
     return pb.WorkerInfo(
         worker_id=name, job_id=job, incarnation=f"{name}-1", ip="10.0.0.1", port=29500, gpu_count=8, hostname="host"
     )
 
 
-def _beat(job: str, number: int) -> pb.HeartbeatRequest:
-    name = _name(number)
+def _beat(job: str, number: int, gpus: int = 1) -> pb.HeartbeatRequest:
+    name = worker_name(number)
     gpu = pb.GpuMetrics(
         index=0,
         name="NVIDIA H100 80GB HBM3",
@@ -347,7 +407,7 @@ def _beat(job: str, number: int) -> pb.HeartbeatRequest:
         disk_write_bytes=1 << 38,
         network_rx_bytes=1 << 41,
         network_tx_bytes=1 << 41,
-        gpu_metrics=[gpu],
+        gpu_metrics=[gpu] * gpus,
     )
     return pb.HeartbeatRequest(
         worker_id=name,
@@ -367,7 +427,7 @@ def _batch(job: str, first: int, size: int) -> pb.HeartbeatBatchRequest:
 
 
 def _next_shard(job: str, number: int, lease_id: int) -> pb.ShardRequest:
-    name = _name(number)
+    name = worker_name(number)
     return pb.ShardRequest(
         dataset_id=DATASET,
         job_id=job,

@@ -90,4 +90,26 @@ class Hosts(msgspec.Struct, frozen=True, tag=True):
     relayed: bool
 
 
-Order = Hosts | Join | Define | Teach | Heartbeats | Batches | Shards | Offered | Meet
+class Beats(msgspec.Struct, frozen=True, tag=True):
+    """Heartbeats of all workers in turn at a rate. Figures: p50 and p99 in ms, CPU of `pid` in %, the rate reached."""
+
+    address: str
+    job: str
+    workers: int
+    channels: int
+    rate: float
+    seconds: float
+    pid: int
+
+
+class Watch(msgspec.Struct, frozen=True, tag=True):
+    """Watch a job. Figures: responses a second, MiB a second."""
+
+    address: str
+    job: str
+    watchers: int
+    seconds: float
+    deltas: bool
+
+
+Order = Hosts | Join | Define | Teach | Heartbeats | Batches | Shards | Offered | Meet | Beats | Watch

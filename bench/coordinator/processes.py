@@ -46,13 +46,13 @@ async def ours(database: str, interval_s: float = 600.0) -> AsyncIterator[Proces
     """The coordinator in its production form. By default nobody is lost for being silent while another case runs."""
     interval = {"STRATA_COORDINATOR_JOB_HEARTBEAT_INTERVAL_S": str(interval_s)}
     settings = {**interval, "STRATA_COORDINATOR_LOG_LEVEL": "error"}
-    async with _listening((STRATA, "coordinator", "--database", database, "--listen"), settings) as server:
+    async with listening((STRATA, "coordinator", "--database", database, "--listen"), settings) as server:
         yield server
 
 
 @asynccontextmanager
 async def bare() -> AsyncIterator[Process]:
-    async with _listening((sys.executable, "-m", "bench.coordinator.bare"), {}) as server:
+    async with listening((sys.executable, "-m", "bench.coordinator.bare"), {}) as server:
         yield server
 
 
@@ -63,17 +63,17 @@ async def both(database: str) -> AsyncIterator[tuple[Process, Process]]:
 
 
 @asynccontextmanager
-async def _listening(command: tuple[str, ...], settings: dict[str, str]) -> AsyncIterator[Process]:
+async def listening(command: tuple[str, ...], settings: dict[str, str]) -> AsyncIterator[Process]:
     """A server whose last argument is where it listens, once it serves."""
     with reserve_port() as guard:
         address = f"127.0.0.1:{port_of(guard)}"
         async with started(*command, address, settings=settings) as process:
-            await _serving(address, process)
+            await serving(address, process)
             yield Process(address, process.pid)
 
 
-async def _serving(address: str, process: asyncio.subprocess.Process) -> None:
-    """Ours says that it serves once it leads; the bare one knows no health and is there when it answers at all."""
+async def serving(address: str, process: asyncio.subprocess.Process) -> None:
+    """Ours says that it serves once it leads; others know no health and are there when they answer at all."""
     async with asyncio.timeout(START_S), grpc.aio.insecure_channel(address) as channel:
         check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
         asked = health_pb2.HealthCheckRequest(service=SERVICE).SerializeToString()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,11 +116,13 @@ async def enrol(address: str, data: Path, count: int) -> list[Host]:
 
 
 @asynccontextmanager
-async def serving(*command: str, last: tuple[str, ...] = ()) -> AsyncIterator[tuple[str, int]]:
+async def serving(
+    *command: str, last: tuple[str, ...] = (), settings: Mapping[str, str] | None = None
+) -> AsyncIterator[tuple[str, int]]:
     """A server that is told where to listen, once it answers anything at all."""
     with reserve_port() as guard:
         address = f"127.0.0.1:{port_of(guard)}"
-        async with started(*command, address, *last, settings=_QUIET) as process:
+        async with started(*command, address, *last, settings={**_QUIET, **(settings or {})}) as process:
             async with asyncio.timeout(START_S), httpx.AsyncClient() as client:
                 while not await _answers(client, address):
                     if process.returncode is not None:

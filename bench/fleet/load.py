@@ -63,6 +63,8 @@ class Beats(msgspec.Struct, frozen=True, tag=True):
 class Stay(msgspec.Struct, frozen=True, tag=True):
     """Every host waits for a job on one connection, and renews all it holds on another, as agents do.
 
+    With a `poll_s` of 0 it waits for none.
+
     Figures: claims that ended without a job, and heartbeats, both a second, and the slowest heartbeat in ms.
     """
 
@@ -155,16 +157,18 @@ class Load:
 
         async def beat(host: Host, number: int) -> None:
             connection = await self._connect(order.address, host)
-            await asyncio.sleep(order.beat_s * number / len(order.hosts))
+            due_s = perf_counter() + order.beat_s * number / len(order.hosts)
             while perf_counter() < until_s:
+                await asyncio.sleep(due_s - perf_counter())
                 started_s = perf_counter()
                 reply = await connection.send(_head("/v1/heartbeats", host), self._held[host.id])
                 assert b'"stop"' not in reply, "a lease was lost"
                 beats_ms.append((perf_counter() - started_s) * 1000)
-                await asyncio.sleep(order.beat_s)
+                due_s += order.beat_s
 
         async with asyncio.timeout(order.seconds + order.poll_s + order.beat_s + WAIT_S):
-            await asyncio.gather(*map(poll, order.hosts), *map(beat, order.hosts, itertools.count()))
+            polling = order.hosts if order.poll_s else []
+            await asyncio.gather(*map(poll, polling), *map(beat, order.hosts, itertools.count()))
         return [polls / order.seconds, len(beats_ms) / order.seconds, max(beats_ms)]
 
     def _new_claim(self, _: Host) -> bytes:
@@ -181,10 +185,13 @@ class Load:
 
     async def _hold(self, address: str, host: Host, leases: int) -> None:
         connection = await self._connect(address, host)
-        claim = msgspec.json.encode({"claim_id": f"hold-{next(self._names)}", "count": leases})
-        reply = await connection.send(_head("/v1/job/claim", host), claim)
-        given = msgspec.json.decode(reply, type=wire.ClaimReply).leases
-        assert len(given) == leases, "the bench ran out of jobs"
+        given = list[wire.LeaseGiven]()
+        while len(given) < leases:
+            claim = msgspec.json.encode({"claim_id": f"hold-{next(self._names)}", "count": leases - len(given)})
+            reply = await connection.send(_head("/v1/job/claim", host), claim)
+            more = msgspec.json.decode(reply, type=wire.ClaimReply).leases
+            assert more, "the bench ran out of jobs"
+            given += more
         held = tuple(wire.LeaseHeld(job_id=lease.job_id, epoch=lease.epoch, running=True) for lease in given)
         self._held[host.id] = msgspec.json.encode(wire.HeartbeatsRequest(leases=held))
         await connection.send(_head("/v1/heartbeats", host), self._held[host.id])

@@ -59,7 +59,13 @@ INSERT INTO host ({_HOST_COLUMNS})
 SELECT 'host_' || n, 'h' || n, convert_to('{{"hostname":"h","slots":64}}', 'UTF8'), 0, 'active', '', '', ''
 FROM generate_series(0, {FLEET - 1}) AS n
 """
-_OWNERS: Final = "UPDATE job SET owner = 'owner-' || seq % {owners}"
+_LEASE: Final = "lease (job_id, host_id, epoch, expires_at, expired)"
+_ATTEMPT: Final = (
+    "attempt (job_id, epoch, host_id, claim_id, claimed_at, started_at, ended_at, outcome, cause, error, artifact,"
+    " checkpoint, facts, number)"
+)
+"""By name: a later column has a default."""
+_OWNERS: Final = "UPDATE job SET owner = 'owner-' || (seq % {owners})"
 _READY: Final = "INSERT INTO ready SELECT seq, class_id, priority, 0, owner FROM job"
 
 
@@ -153,9 +159,9 @@ class BareSqlite:
                 " RETURNING id, epoch, spec",
                 (host, seq),
             ).fetchone()
-            db.execute("INSERT INTO lease VALUES (?, ?, ?, 45.0, 0)", (job_id, host, epoch))
+            db.execute(f"INSERT INTO {_LEASE} VALUES (?, ?, ?, 45.0, 0)", (job_id, host, epoch))
             db.execute(
-                "INSERT INTO attempt VALUES (?, ?, ?, ?, 1.0, NULL, NULL, '', '', '', '', '', x'7b7d', 1, '', x'7b7d')",
+                f"INSERT INTO {_ATTEMPT} VALUES (?, ?, ?, ?, 1.0, NULL, NULL, '', '', '', '', '', x'7b7d', 1)",
                 (job_id, epoch, host, f"c{self._number}"),
             )
             db.execute(
@@ -179,27 +185,27 @@ class BareSqlite:
         self._db.close()
 
 
-_BARE_CLAIM: Final = """
+_BARE_CLAIM: Final = f"""
 WITH chosen AS (
-  SELECT seq FROM ready WHERE class_id = $1 ORDER BY priority DESC, seq LIMIT {count} FOR UPDATE SKIP LOCKED
+  SELECT seq FROM ready WHERE class_id = $1 ORDER BY priority DESC, seq LIMIT {{count}} FOR UPDATE SKIP LOCKED
 ), gone AS (DELETE FROM ready USING chosen WHERE ready.seq = chosen.seq RETURNING ready.seq)
-INSERT INTO lease SELECT 'job1_' || lpad(to_hex(seq), 64, '0'), 'host_0', 1, 45.0, false FROM gone RETURNING job_id
+INSERT INTO {_LEASE} SELECT 'job1_' || lpad(to_hex(seq), 64, '0'), 'host_0', 1, 45.0, false FROM gone RETURNING job_id
 """
-_BARE_WRITES: Final = """
+_BARE_WRITES: Final = f"""
 WITH chosen AS (
-  SELECT seq FROM ready WHERE class_id = $1 ORDER BY priority DESC, seq LIMIT {count} FOR UPDATE SKIP LOCKED
+  SELECT seq FROM ready WHERE class_id = $1 ORDER BY priority DESC, seq LIMIT {{count}} FOR UPDATE SKIP LOCKED
 ), gone AS (
   DELETE FROM ready USING chosen WHERE ready.seq = chosen.seq
 ), moved AS (
-  UPDATE job SET status = 'claimed', epoch = epoch + 1, host_id = 'host_' || chosen.seq % {hosts}
+  UPDATE job SET status = 'claimed', epoch = epoch + 1, host_id = 'host_' || chosen.seq % {{hosts}}
   FROM chosen WHERE job.seq = chosen.seq RETURNING id, epoch, spec, host_id AS host, $2 || chosen.seq AS claim
 ), leased AS (
-  INSERT INTO lease SELECT id, host, epoch, 45.0, false FROM moved
+  INSERT INTO {_LEASE} SELECT id, host, epoch, 45.0, false FROM moved
 ), tried AS (
-  INSERT INTO attempt SELECT id, epoch, host, claim, 1.0, NULL, NULL, '', '', '', '', '', '{{}}', 1 FROM moved
+  INSERT INTO {_ATTEMPT} SELECT id, epoch, host, claim, 1.0, NULL, NULL, '', '', '', '', '', '{{{{}}}}', 1 FROM moved
 ), told AS (
   INSERT INTO event (at, actor, kind, subject, body)
-  SELECT 1.0, 'host:' || host, 'job.claimed', id, '{{"epoch":1}}' FROM moved
+  SELECT 1.0, 'host:' || host, 'job.claimed', id, '{{{{"epoch":1}}}}' FROM moved
 )
 SELECT id, epoch, spec FROM moved
 """
@@ -227,7 +233,10 @@ class BarePostgres:
         for connection in opened:
             await connection.execute("SET synchronous_commit = on")
         if queue_only:
-            fill = "INSERT INTO ready SELECT n, 1, n % 3, 0 FROM generate_series(1, $1::bigint) AS n"
+            fill = (
+                "INSERT INTO ready (seq, class_id, priority, since)"
+                " SELECT n, 1, n % 3, 0 FROM generate_series(1, $1::bigint) AS n"
+            )
             await psycopg.AsyncRawCursor(opened[0]).execute(fill, (jobs,))
             await opened[0].execute("VACUUM ANALYZE")
         return cls(opened)

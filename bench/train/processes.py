@@ -20,8 +20,8 @@ import zmq
 from bench.interleave import Side
 from bench.train.protocol import MODEL, BenchCommand, BenchResult, Server, Work, draw, save
 from strata.train.api.keys import KEY_FILE
-from strata.train.api.server import ADDRESS_FILE
 from strata.train.runner.model.tiny import TinyModel, make
+from strata.train.settings import ADDRESS_FILE
 
 T = TypeVar("T")
 

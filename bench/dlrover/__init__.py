@@ -1,0 +1,1 @@
+"""DLRover's published package beside the coordinator."""

@@ -1,0 +1,1 @@
+"""TuFT's published package beside the training server."""
