@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 
 #include "files.h"
@@ -156,7 +157,6 @@ class Driver {
   json state(const json&) {
     json found = identity();
     found["should_stop"] = worker().should_stop();
-    found["should_checkpoint"] = worker().should_checkpoint();
     return found;
   }
 
@@ -191,7 +191,8 @@ class Driver {
     return {{"step", found.step},
             {"committed", found.committed},
             {"missing_ranks", found.missing_ranks},
-            {"tombstones", found.tombstones}};
+            {"tombstones", found.tombstones},
+            {"drained", found.drained}};
   }
 
   json recover(const json& given) {
@@ -235,7 +236,13 @@ class Driver {
       {"barrier", does([this](const json& given) {
          worker().barrier(given.at("barrier_id"), Milliseconds(given.value("timeout_ms", 0)), given.value("expected", 0u));
        })},
-      {"step", does([this](const json& given) { worker().step(given.at("number")); })},
+      {"step", does([this](const json& given) {
+         std::optional<double> compute_s;
+         if (given.contains("compute_s")) compute_s = given.at("compute_s").get<double>();
+         worker().step(given.at("number"), compute_s);
+       })},
+      {"busy", does([this](const json& given) { worker().busy(given.at("on")); })},
+      {"checkpoint_due", [this](const json&) { return json{{"due", worker().checkpoint_due()}}; }},
       {"begin_checkpoint", does([this](const json& given) { capture_ = worker().begin_checkpoint(given.at("step")); })},
       {"report_checkpoint", [this](const json& given) { return report_checkpoint(given); }},
       {"recover", [this](const json& given) { return recover(given); }},

@@ -124,6 +124,11 @@ Capture Leases::begin(const std::string& checkpoint_id, std::uint64_t step) {
   return capture;
 }
 
+bool Leases::has_capture() const {
+  const std::lock_guard lock(mutex_);
+  return capture_.has_value();
+}
+
 void Leases::end(const Capture& capture) {
   const std::lock_guard lock(mutex_);
   if (capture_ == capture.checkpoint_id) capture_.reset();

@@ -65,6 +65,7 @@ class Leases {
 
   Capture begin(const std::string& checkpoint_id, std::uint64_t step);
   void end(const Capture& capture);
+  bool has_capture() const;
 
   // Not known as ours any more. One that is over may just have been acked: the answer to its ack will tell.
   void forfeit(const google::protobuf::RepeatedField<std::uint64_t>& leases);

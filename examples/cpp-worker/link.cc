@@ -171,7 +171,7 @@ std::shared_ptr<grpc::Channel> connect(const std::string& address, const std::op
   options.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 5'000);
   // A coordinator whose machine vanished closes nothing: only unanswered pings tell.
   options.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 5'000);
-  options.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 5'000);
+  options.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 15'000);
   options.SetInt(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   options.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   options.SetMaxReceiveMessageSize(64 << 20);

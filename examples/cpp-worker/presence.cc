@@ -8,6 +8,8 @@ namespace {
 
 using Stub = v1::Coordinator::Stub;
 
+constexpr Milliseconds kAgreement{1'000};  // between two looks at whether this worker is still a member
+
 }  // namespace
 
 void Session::heartbeat_loop() {
@@ -40,11 +42,14 @@ v1::HeartbeatRequest Session::heartbeat() {
   request.set_worker_id(identity_.worker_id);
   request.set_incarnation(identity_.incarnation);
   request.set_generation(identity_.generation);
-  request.set_status(status_);
+  // To the coordinator, a worker that does something else than training cannot hang.
+  request.set_status(busy_ && status_ == v1::WORKER_STATUS_TRAINING ? v1::WORKER_STATUS_IDLE : status_);
   if (step_) request.set_step(*step_);
   if (step_time_ms_) request.set_step_time_ms(*step_time_ms_);
+  for (const float time_ms : compute_times_ms_) request.add_compute_times_ms(time_ms);
   for (const std::uint64_t command_id : to_ack_) request.add_acked_command_ids(command_id);
   request.set_explicit_acks(true);
+  if (checkpoint_step_) request.set_checkpoint_step(*checkpoint_step_);
   return request;
 }
 
@@ -76,7 +81,7 @@ void Session::send_heartbeat() {
     interval_ = Milliseconds(reply.heartbeat_interval_ms());
   }
   if (!reply.token().empty()) link_.use_token(reply.token());
-  on_job_update(reply.generation(), reply.leader_epoch(), reply.commands());
+  on_job_update(reply);
   // A call that is under way may bring a lease that would not be named, and so go to somebody else: then later.
   const std::unique_lock lock(asking, std::try_to_lock);
   if (lock.owns_lock()) reattach(&background_);
@@ -121,7 +126,7 @@ grpc::Status Session::open_presence() {
       attached_ = true;
     }
     attached_changed_.notify_all();
-    on_job_update(news.generation(), news.leader_epoch(), news.commands());
+    on_job_update(news);
   }
   const grpc::Status status = stream->Finish();
   background_.leave(&context);
@@ -133,14 +138,56 @@ grpc::Status Session::open_presence() {
   return status;
 }
 
-void Session::on_job_update(std::uint64_t generation, std::uint32_t leader_epoch,
-                            const google::protobuf::RepeatedPtrField<v1::Command>& commands) {
+template <class Update>
+void Session::on_job_update(const Update& update) {
   const std::lock_guard lock(mutex_);
-  current_ = std::max(current_, generation);
-  const bool another_leads = leader_epoch > heard_epoch_;
-  heard_epoch_ = std::max(heard_epoch_, leader_epoch);
-  for (const auto& command : commands) receive(command);
+  current_ = std::max(current_, update.generation());
+  const bool another_leads = update.leader_epoch() > heard_epoch_;
+  heard_epoch_ = std::max(heard_epoch_, update.leader_epoch());
+  if (update.checkpoint_step() != 0) agreed_ = {update.generation(), update.checkpoint_step()};
+  for (const auto& command : update.commands()) receive(command);
   if (!to_ack_.empty() || another_leads) background_.wake();
+  agreement_changed_.notify_all();
+}
+
+template void Session::on_job_update(const v1::HeartbeatResponse& update);
+template void Session::on_job_update(const v1::AttachResponse& update);
+
+bool Session::agree_on_checkpoint() {
+  const auto until = std::chrono::steady_clock::now() + settings_.patience;
+  const bool is_writing = leases.has_capture();
+  std::unique_lock lock(mutex_);
+  if (!checkpoint_step_) {
+    checkpoint_step_ = 0;
+    background_.wake();
+  }
+  // The program did not write the checkpoint: the coordinator names another step.
+  if (*checkpoint_step_ < step_.value_or(0) && !is_writing) checkpoint_step_ = 0;
+  while (*checkpoint_step_ != 0 && checkpoint_step_ == step_) {
+    if (failure_) throw *failure_;
+    if (agreed_ == std::make_pair(identity_.generation, *step_)) return true;
+    if (current_ > identity_.generation) {
+      checkpoint_step_ = 0;
+      lock.unlock();
+      check();  // throws, unless the job is elastic
+      return false;
+    }
+    if (std::chrono::steady_clock::now() > until) {
+      throw Error(grpc::StatusCode::UNAVAILABLE, "whether the step is a checkpoint was not decided in time");
+    }
+    agreement_changed_.wait_for(lock, kAgreement);
+  }
+  return false;
+}
+
+void Session::checkpoint_reported(std::uint64_t step, const v1::CheckpointAck& ack) {
+  const std::lock_guard lock(mutex_);
+  if (checkpoint_step_ == step) checkpoint_step_ = 0;
+  if (ack.drain()) {
+    draining_ = true;
+  } else if (ack.generation_ends()) {
+    current_ = std::max(current_, identity_.generation + 1);
+  }
 }
 
 // A command that is known was not acknowledged yet, or its ack got lost: it is carried out once.
@@ -156,13 +203,28 @@ void Session::receive(const v1::Command& message) {
       to_ack_.insert(message.command_id());
       break;
     case v1::COMMAND_KIND_DRAIN:
-      draining_ = true;
+      // Else the answer to the report of a checkpoint says when.
+      if (message.arguments().count("after") == 0) draining_ = true;
       to_ack_.insert(message.command_id());
       break;
     case v1::COMMAND_KIND_REBALANCE:  // the new generation comes with every heartbeat
       to_ack_.insert(message.command_id());
       break;
     case v1::COMMAND_KIND_CHECKPOINT_NOW:
+      if (const auto named = message.arguments().find("step"); named != message.arguments().end()) {
+        const std::uint64_t step = std::stoull(named->second);
+        // One that named no step was sent before all programs agreed on steps.
+        for (const auto& each : waiting_) {
+          if (each.kind == CommandKind::kCheckpointNow) to_ack_.insert(each.command_id);
+        }
+        const auto is_now = [](const Command& each) { return each.kind == CommandKind::kCheckpointNow; };
+        waiting_.erase(std::remove_if(waiting_.begin(), waiting_.end(), is_now), waiting_.end());
+        // Without the promise the ack is a refusal: the step is finished.
+        if (checkpoint_step_) checkpoint_step_ = step_ && step > *step_ ? step : 0;
+        to_ack_.insert(message.command_id());
+        break;
+      }
+      [[fallthrough]];
     case v1::COMMAND_KIND_RELOAD:
       waiting_.push_back({message.command_id(), static_cast<CommandKind>(message.kind()),
                           {message.arguments().begin(), message.arguments().end()}, message.reason()});

@@ -138,7 +138,10 @@ void Session::adopt(std::uint64_t generation, std::uint32_t rank, std::uint32_t 
   identity_.generation = generation;
   identity_.rank = rank;
   identity_.world_size = world_size;
+  step_time_ms_.reset();
+  compute_times_ms_.clear();
   current_ = std::max(current_, generation);
+  if (checkpoint_step_) checkpoint_step_ = 0;
 }
 
 void Session::mark_stale(std::uint64_t generation) {
@@ -164,7 +167,7 @@ bool Session::is_member() {
   try {
     const auto reply = link_.call<v1::HeartbeatRequest, v1::HeartbeatResponse>(&Stub::Heartbeat, heartbeat(),
                                                                                {kAttempt, settings_.patience});
-    on_job_update(reply.generation(), reply.leader_epoch(), reply.commands());
+    on_job_update(reply);
     return true;
   } catch (const Error& error) {
     if (error.reason == Reason::kReplaced) {
@@ -210,10 +213,28 @@ void Session::set_status(v1::WorkerStatus status) {
   status_ = status;
 }
 
-void Session::set_step(std::uint64_t step) {
+void Session::set_busy(bool busy) {
+  const std::lock_guard lock(mutex_);
+  if (busy == busy_) return;
+  const auto now = std::chrono::steady_clock::now();
+  // What it was busy with is no part of the next step.
+  if (!busy) stepped_at_ = std::min(now, stepped_at_ + (now - busy_since_));
+  busy_ = busy;
+  busy_since_ = now;
+  if (busy) background_.wake();
+}
+
+void Session::set_step(std::uint64_t step, std::optional<double> compute_s) {
+  constexpr std::size_t kept = 32;
   const std::lock_guard lock(mutex_);
   const auto now = std::chrono::steady_clock::now();
   if (step_) step_time_ms_ = std::chrono::duration<double, std::milli>(now - stepped_at_).count();
+  if (compute_s) {
+    compute_times_ms_.push_back(static_cast<float>(*compute_s * 1000));
+    if (compute_times_ms_.size() > kept) compute_times_ms_.pop_front();
+  } else {
+    compute_times_ms_.clear();
+  }
   step_ = step;
   stepped_at_ = now;
   status_ = v1::WORKER_STATUS_TRAINING;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <condition_variable>
+#include <deque>
 #include <functional>
 #include <map>
 #include <mutex>
@@ -68,10 +69,15 @@ class Session {
   bool stopping() const;
   bool draining() const;
   bool waits(CommandKind kind) const;
+  // Whether all ranks write a checkpoint of the step that is finished; waits if that is not known yet.
+  bool agree_on_checkpoint();
+  // What the answer to the report of a checkpoint of this step says.
+  void checkpoint_reported(std::uint64_t step, const v1::CheckpointAck& ack);
   // Commands that wait for the loop that trains; taking one acknowledges it.
   std::vector<Command> take_commands(std::optional<CommandKind> kind = std::nullopt);
   void set_status(v1::WorkerStatus status);
-  void set_step(std::uint64_t step);
+  void set_busy(bool busy);
+  void set_step(std::uint64_t step, std::optional<double> compute_s);
   std::optional<std::uint64_t> step() const;
 
   Leases leases;
@@ -94,8 +100,8 @@ class Session {
   void send_heartbeat();
   void presence_loop();
   grpc::Status open_presence();
-  void on_job_update(std::uint64_t generation, std::uint32_t leader_epoch,
-                     const google::protobuf::RepeatedPtrField<v1::Command>& commands);
+  template <class Update>
+  void on_job_update(const Update& update);
   void receive(const v1::Command& message);
 
   const Settings settings_;
@@ -118,9 +124,17 @@ class Session {
   Milliseconds interval_{5'000};
   std::optional<Error> failure_;
   v1::WorkerStatus status_ = v1::WORKER_STATUS_INITIALIZING;
+  bool busy_ = false;  // the program has announced a phase without steps
+  std::chrono::steady_clock::time_point busy_since_;
   std::optional<std::uint64_t> step_;
   std::optional<double> step_time_ms_;
+  std::deque<float> compute_times_ms_;
   std::chrono::steady_clock::time_point stepped_at_;
+  // The step that this worker goes past only when the ranks agree on it, or whose checkpoint it writes; 0: none. Nothing: the
+  // program does not agree on steps.
+  std::optional<std::uint64_t> checkpoint_step_;
+  std::pair<std::uint64_t, std::uint64_t> agreed_{0, 0};  // the generation and the step that its ranks agreed on
+  std::condition_variable agreement_changed_;
   bool stopping_ = false;
   bool draining_ = false;
   std::vector<Command> waiting_;

@@ -111,7 +111,6 @@ void Worker::leave(const std::string& reason) {
 Identity Worker::identity() const { return session_->identity(); }
 std::map<std::string, std::string> Worker::parameters() const { return session_->parameters(); }
 bool Worker::should_stop() const { return session_->stopping() || session_->draining(); }
-bool Worker::should_checkpoint() const { return session_->waits(CommandKind::kCheckpointNow); }
 std::vector<Command> Worker::commands() { return session_->take_commands(); }
 
 // Data
@@ -244,12 +243,20 @@ void Worker::barrier(const std::string& barrier_id, Milliseconds timeout, std::u
   }
 }
 
-void Worker::step(std::uint64_t number) {
-  session_->set_step(number);
+void Worker::step(std::uint64_t number, std::optional<double> compute_s) {
+  session_->set_step(number, compute_s);
   session_->check();
 }
 
+void Worker::busy(bool on) { session_->set_busy(on); }
+
 // Checkpoints
+
+bool Worker::checkpoint_due() {
+  if (session_->agree_on_checkpoint()) return true;
+  // A lone worker has to agree with nobody.
+  return session_->identity().world_size == 1 && session_->waits(CommandKind::kCheckpointNow);
+}
 
 std::shared_ptr<const Capture> Worker::begin_checkpoint(std::uint64_t step) {
   session_->check();
@@ -284,10 +291,12 @@ Reported Worker::report_checkpoint(const Capture& capture, const std::string& ur
   });
   session_->leases.end(capture);
   session_->set_status(v1::WORKER_STATUS_TRAINING);
+  session_->checkpoint_reported(capture.step, ack);
   return {ack.step(),
           ack.committed(),
           {ack.missing_ranks().begin(), ack.missing_ranks().end()},
-          {ack.tombstones().begin(), ack.tombstones().end()}};
+          {ack.tombstones().begin(), ack.tombstones().end()},
+          ack.drain()};
 }
 
 void Worker::give_up_checkpoint(const Capture& capture) { session_->leases.end(capture); }

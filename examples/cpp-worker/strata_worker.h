@@ -81,6 +81,7 @@ struct Reported {
   bool committed;
   std::vector<std::uint32_t> missing_ranks;
   std::vector<std::string> tombstones;  // older parts that no recovery needs any more: delete them
+  bool drained;                         // an operator has drained this worker: it has to leave, the others go on from here
 };
 
 struct Part {
@@ -119,8 +120,6 @@ class Worker {
   std::map<std::string, std::string> parameters() const;
   // An operator wants this worker to end: no more shards come.
   bool should_stop() const;
-  // An operator wants a checkpoint; beginning one acknowledges that.
-  bool should_checkpoint() const;
   // CHECKPOINT_NOW and RELOAD wait here; taking them acknowledges them.
   std::vector<Command> commands();
 
@@ -144,9 +143,17 @@ class Worker {
 
   // Waits for all members, or for `expected` of them. Timeout 0: the job's own.
   void barrier(const std::string& barrier_id, Milliseconds timeout = Milliseconds(0), std::uint32_t expected = 0);
-  // A global step is finished. A safe point: throws what the loop has to know.
-  void step(std::uint64_t number);
+  // A global step is finished. A safe point: throws what the loop has to know. `compute_s` is what this worker spent on the
+  // step itself, without waiting for others: by it the slow one among workers that step together is found.
+  void step(std::uint64_t number, std::optional<double> compute_s = std::nullopt);
 
+  // A long phase without steps begins or ends, such as an evaluation: meanwhile the worker does not count as hung, and its
+  // next step does not count as slow.
+  void busy(bool on);
+
+  // Whether an operator wants a checkpoint of the step that step() has just named: the same on all ranks. Call it after every
+  // step: a step that no rank has finished is agreed on, and ranks that reach it wait here until all of them have agreed.
+  bool checkpoint_due();
   // Takes note of what is consumed now; until the report nothing is acked. Inside a shard: progress() first.
   std::shared_ptr<const Capture> begin_checkpoint(std::uint64_t step);
   // This rank's part is stored. Of a local file, size and digest are read. May be repeated, to see whether it is committed.

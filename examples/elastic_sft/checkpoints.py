@@ -79,13 +79,18 @@ def agree_on_start(worker: strata.Worker) -> strata.Manifest | None:
         manifest = worker.recover("damaged", bad_checkpoint_id=manifest.checkpoint_id if manifest else "")
 
 
-def bury(out: Path, tombstones: Iterable[str]) -> None:
-    """Delete what no recovery needs any more, as far as it is ours."""
+def bury(root: Path, tombstones: Iterable[str]) -> None:
+    """Delete what no recovery needs any more, as far as it is ours. The worker may have deleted the list already."""
     for part in map(Path, tombstones):
-        if part.is_relative_to(out.absolute()) and part.exists():
-            for name in json.loads(part.read_bytes()):
-                part.with_name(name).unlink(missing_ok=True)
-            part.unlink()
+        if part.is_relative_to(root.absolute()):
+            rank = part.stem.removeprefix("part-")
+            files = [
+                part,
+                *part.parent.glob(f"__{rank}_*.distcp"),
+                *([part.with_name(".metadata")] if rank == "0" else []),
+            ]
+            for file in files:
+                file.unlink(missing_ok=True)
             with suppress(OSError):
                 # The last rank to delete its part finds the folder empty.
                 part.parent.rmdir()

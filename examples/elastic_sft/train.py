@@ -107,6 +107,7 @@ class Training:
         self.state = Saved(model, optimizer, seen)
         self.step = 0
         self.saved = -1
+        self.drained = False
         self.log = (given.out / f"rank-{dist.get_rank()}.jsonl").open("a", encoding="utf-8")
 
     def say(self, event: str, **fields: Any) -> None:
@@ -124,6 +125,10 @@ class Training:
         for epoch in range(self.given.epochs):
             if not self.worker.is_finished(CORPUS, epoch) and not self.train(epoch):
                 break
+        if self.drained:
+            # The others go on from the last checkpoint, and wait for nobody.
+            self.say("drained")
+            return
         self.save()
         # Nobody leaves before all are done: that would begin another generation.
         dist.barrier()
@@ -144,8 +149,10 @@ class Training:
                 self.step += 1
                 self.say("step", epoch=epoch, ids=batch.ids, loss=loss)
                 self.worker.step(self.step)
-                if self.step % self.given.checkpoint_every == 0:
+                if self.worker.checkpoint_due() or self.step % self.given.checkpoint_every == 0:
                     self.save()
+                if self.drained:
+                    return False
             if agreed.anybody_stops:
                 return False
             if agreed.all_over:
@@ -167,10 +174,13 @@ class Training:
     def save(self) -> None:
         if self.step == self.saved:
             return
-        folder = self.given.out / "checkpoints" / f"{self.worker.generation}-{self.step}"
+        # Of all ranks the same folder; a fleet says where, and carries it from host to host.
+        root = Path(self.worker.checkpoint_root or self.given.out / "checkpoints")
+        folder = root / f"{self.worker.generation}-{self.step}"
         reported = self.worker.checkpoint(self.step, save(folder, self.state), commit_within_s=SILENCE.seconds)
         self.saved = self.step
-        bury(self.given.out, reported.tombstones)
+        self.drained = reported.drained
+        bury(root, reported.tombstones)
 
 
 def main() -> None:
