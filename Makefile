@@ -69,6 +69,7 @@ e2e: installed ## the end-to-end tests: real processes and real servers
 # What is too long for every change: run it before an issue is closed. The campaigns add what they showed to docs/proof.md.
 nightly: installed ## inference engines (vLLM), long kill campaigns, an agent on arm64 under qemu; as root, hours on two cores
 	$(PYTEST) --durations=10 tests/engines $(ARGS)
+	$(PYTEST) --durations=10 -m nightly tests/e2e tests/shell $(ARGS)
 	$(BIN)/python -m soak train-kill --kills 40
 	$(BIN)/python -m soak coordinator-kill --kills 40
 	$(BIN)/python -m soak fleet-hub-kill --kills 40
@@ -97,7 +98,7 @@ services: installed ## run the servers the tests need, in the foreground, and pr
 constraints: installed ## pin all packages of pyproject.toml again, with hashes
 	$(BIN)/uv pip compile pyproject.toml --universal --generate-hashes --python-version 3.11 \
 		--extra sdk --extra agent --extra worker --extra worker-data --extra coordinator --extra hub --extra postgres --extra notify \
-		--extra sweep --extra dev \
+		--extra recipes --extra sweep --extra otel --extra trackers --extra dev \
 		--no-emit-index-url --custom-compile-command "make constraints" -q -o constraints.txt
 	echo hatchling | $(BIN)/uv pip compile pyproject.toml - --universal --generate-hashes --python-version 3.11 \
 		--extra agent -c constraints.txt \

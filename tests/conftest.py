@@ -10,8 +10,10 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -27,6 +29,12 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # noqa: TID251
 settings.register_profile("strata", deadline=None)
 settings.load_profile("strata")
 
+END_TO_END: Final = Path(__file__).with_name("e2e")
+SLOW_LIMIT_S: Final = 120
+"""A test that may take longer than this is slow, and so are those from end to end. The default is longer: it ends what
+hangs, also on a machine that is busy with other things."""
+_until_s: Final = float(os.environ.get("STRATA_TEST_UNTIL", "inf"))  # noqa: TID251
+"""In seconds since the epoch: no test is begun after this. `.ci/run` sets it for the slow ones."""
 _OFFER: Final = "strata_postgres_offer_port"
 _FAILED: Final = "failed: "
 
@@ -76,10 +84,37 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
+# First: what is marked here is what `-m` looks at.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # What ends a worker of xdist is shown nowhere: there the controller looks.
     if not hasattr(config, "workerinput"):
         _refuse_same_ids([item.nodeid for item in items])
+    for item in items:
+        if _limit_s(item) > SLOW_LIMIT_S or item.path.is_relative_to(END_TO_END):
+            item.add_marker(pytest.mark.slow)
+    _start_long_files_first(items)
+
+
+def _limit_s(item: pytest.Item) -> int:
+    mark = item.get_closest_marker("timeout")
+    return int(mark.args[0]) if mark is not None and mark.args else 0
+
+
+def _start_long_files_first(items: list[pytest.Item]) -> None:
+    """With `--dist loadfile --no-loadscope-reorder` the other workers then have files left while a long one runs. How
+    long a test may take is the best guess of how long it does."""
+    longest_s: Counter[Path] = Counter()
+    tests = Counter(item.path for item in items)
+    for item in items:
+        longest_s[item.path] = max(longest_s[item.path], _limit_s(item))
+    items.sort(key=lambda item: (-longest_s[item.path], -tests[item.path]))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.time() > _until_s:
+        pytest.skip(f"NOT RUN, no time is left: {item.path.name}")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -25,7 +25,7 @@ from strata.coord.pb import coordinator_pb2 as pb
 WITHIN_S: Final = {signal.SIGKILL: 1.0, signal.SIGSTOP: 5.0}
 """From the signal to the moment when another worker has the shard."""
 ANSWER_S: Final = 60.0
-_SETTINGS: Final = {"STRATA_COORDINATOR_JOB_SETTLE_S": "0.1"}
+_SETTINGS: Final = {"STRATA_COORDINATOR_JOB_SETTLE_S": "0.1", "STRATA_COORDINATOR_PING_TIMEOUT_S": "2"}
 
 Fate = Literal["killed", "evicted", "replaced", "returned"]
 """What became of a worker: the last three were frozen. A replaced one has a second life under its name; one that

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -146,12 +146,21 @@ class Operator:
 class Fleet:
     """All processes of a campaign."""
 
-    def __init__(self, request: CampaignRequest, plan: Plan, *, hosts: int, slots: int, lease_s: float) -> None:
+    def __init__(
+        self,
+        request: CampaignRequest,
+        plan: Plan,
+        *,
+        hosts: int,
+        slots: int,
+        lease_s: float,
+        hub: Mapping[str, str] | None = None,
+    ) -> None:
+        """`hub` are more settings of the hub."""
         self.plan = plan
         self.lease_s = lease_s
-        self.hub = HubProcess(
-            request.folder, database=request.url, settings={"STALE_AFTER_S": str(lease_s), "DRAIN_S": "1"}
-        )
+        settings = {"STALE_AFTER_S": str(lease_s), "DRAIN_S": "1", **(hub or {})}
+        self.hub = HubProcess(request.folder, database=request.url, settings=settings)
         self.hosts = [AgentProcess(request.folder, f"host-{number}", slots) for number in range(hosts)]
         marks = request.folder / "marks"
         marks.mkdir()

@@ -1,9 +1,10 @@
 """Kill two hubs over one PostgreSQL in turn, under load behind one address: no client may notice more than a retry.
 
 Real hubs with TLS and one shared folder, a load balancer of TCP connections, agents that joined through it, commands of
-a person, and a webhook at both hubs. One hub lives at any moment. So nothing excuses an attempt that is lost, a command
-that fails, or a log, metric or result that is not whole: each of them is a problem. The webhook may be repeated once
-for each kill.
+two people, and a webhook at both hubs. One hub lives at any moment. So nothing excuses an attempt that is lost, a
+command that fails, or a log, metric or result that is not whole: each of them is a problem. The webhook may be repeated
+once for each kill. A hub is frozen before it is killed, until a command waits for its reply: without a retry each kill
+would fail one.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import asyncio
 import itertools
 import json
 import os
+import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -42,6 +44,7 @@ COMMAND_S: Final = 120.0
 FINISH_S: Final = 180.0
 FEED_S: Final = 0.3
 NAMES: Final = ("first", "second")
+PEOPLE: Final = ("anna", "bert")
 
 
 @dataclass
@@ -100,9 +103,9 @@ class Person:
     async def login(self, pin: str, token: Path) -> None:
         await self.run("login", self._url, "--ca-pin", pin, "--name", "lab", "--token-file", str(token))
 
-    async def join(self, host: AgentProcess) -> None:
+    async def join(self, host: AgentProcess, url: str) -> None:
         token = json.loads(await self.run("invite", "-o", "json"))["token"]
-        await self.run("join", self._url, "--name", host.name, "--state", str(host.state), stdin=token)
+        await self.run("join", url, "--name", host.name, "--state", str(host.state), stdin=token)
         host.host_id = json.loads((host.state / "identity" / "hub.json").read_text())["host_id"]
 
     def commands(self, job_id: str, number: int) -> tuple[str, ...]:
@@ -142,13 +145,16 @@ class Campaign:
     async def run(self, on_progress: OnProgress) -> None:
         # At once, on a database without tables and a folder without an authority.
         await asyncio.gather(*(hub.first_start() for hub in self.hubs))
-        async with LoadBalancer([hub.port for hub in self.hubs]) as balancer:
+        ports = [hub.port for hub in self.hubs]
+        # People come through a balancer of their own, which says when a hub has got a request of theirs.
+        async with LoadBalancer(ports) as balancer, LoadBalancer(ports) as front:
             url = f"https://127.0.0.1:{balancer.port}"
             ca, token = self._shared / "ca" / "ca.pem", self._shared / TOKEN_FILE
-            person = Person(self._request.folder / "person", url)
-            await person.login(pin_of(ca.read_bytes()), token)
+            people = [Person(self._request.folder / name, f"https://127.0.0.1:{front.port}") for name in PEOPLE]
+            for person in people:
+                await person.login(pin_of(ca.read_bytes()), token)
             for host in self.hosts:
-                await person.join(host)
+                await people[0].join(host, url)
                 await host.start()
             marks = self._request.folder / "marks"
             marks.mkdir()
@@ -158,15 +164,18 @@ class Campaign:
 
             operator = Operator(connect, self._plan, marks)
             try:
-                await self._kill_under_load(operator, person, on_progress)
+                await self._kill_under_load(operator, people, front, on_progress)
                 await self._compare(operator)
             finally:
                 operator.close()
-                self.outcome.broken = balancer.broken
+                self.outcome.broken = balancer.broken + front.broken
 
-    async def _kill_under_load(self, operator: Operator, person: Person, on_progress: OnProgress) -> None:
-        load = [asyncio.create_task(self._submit(operator)), asyncio.create_task(self._use(person))]
-        kills = asyncio.create_task(self._kill(on_progress))
+    async def _kill_under_load(
+        self, operator: Operator, people: Sequence[Person], front: LoadBalancer, on_progress: OnProgress
+    ) -> None:
+        load = [asyncio.create_task(self._submit(operator))]
+        load += [asyncio.create_task(self._use(person, number)) for number, person in enumerate(people)]
+        kills = asyncio.create_task(self._kill(front, on_progress))
         try:
             done, _ = await asyncio.wait([*load, kills], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -176,11 +185,12 @@ class Campaign:
                 task.cancel()
             await asyncio.wait([*load, kills])
 
-    async def _kill(self, on_progress: OnProgress) -> None:
+    async def _kill(self, front: LoadBalancer, on_progress: OnProgress) -> None:
         request = self._request
         for number in range(request.first, request.first + request.times):
             victim = self.hubs[number % len(self.hubs)]
             await asyncio.sleep(seeded_random(number).uniform(0.5, 2.5))
+            await _freeze_under_way(victim, front)
             await victim.kill()
             self.outcome.kills += 1
             await victim.start()
@@ -198,9 +208,9 @@ class Campaign:
                 self._jobs.append(await asyncio.to_thread(operator.submit, next(self._seeds)))
             await asyncio.sleep(FEED_S)
 
-    async def _use(self, person: Person) -> None:
+    async def _use(self, person: Person, first: int) -> None:
         await wait_until(lambda: self._jobs, FINISH_S, "the first job is queued")
-        for number in itertools.count():
+        for number in itertools.count(first, len(PEOPLE)):
             words = person.commands(self._jobs[0], number)
             await person.run(*words)
             self.outcome.commands[words[0]] += 1
@@ -246,6 +256,13 @@ class Campaign:
             await host.close()
         for hub in self.hubs:
             await hub.close()
+
+
+async def _freeze_under_way(hub: HubProcess, front: LoadBalancer) -> None:
+    """Freeze a hub; returns when it owes a command its reply."""
+    hub.signal(signal.SIGSTOP)
+    before = front.connected[hub.port]
+    await wait_until(lambda: front.connected[hub.port] > before, COMMAND_S, "a command waits for a frozen hub")
 
 
 async def run(request: CampaignRequest, on_progress: OnProgress, plan: Plan | None = None) -> CampaignResult:

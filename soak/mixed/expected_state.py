@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -25,14 +25,15 @@ class GangPlan(msgspec.Struct, frozen=True, kw_only=True):
     pace_s: float = 0.1
 
 
-def find_gang_problems(evidence: JobEvidence, plan: GangPlan, ledger: Sequence[str]) -> list[str]:
+def find_gang_problems(
+    number: int, models: Sequence[Mapping[str, Sequence[int]]], plan: GangPlan, ledger: Sequence[str]
+) -> list[str]:
     """Every sample is in the gang's model once per data epoch, and was read by a worker."""
     every = range(plan.samples)
     read = {epoch: set[int]() for epoch in range(plan.epochs)}
     for line in ledger:
         _, _, epoch, start, end = map(int, line.split())
         read[epoch].update(range(start, end))
-    models = [json.loads(content) for name, content in sorted(evidence.files.items())]
     found = []
     for epoch, samples in read.items():
         counts = Counter(sample for model in models for sample in model.get(str(epoch), []))
@@ -41,7 +42,7 @@ def find_gang_problems(evidence: JobEvidence, plan: GangPlan, ledger: Sequence[s
             found.append(f"data epoch {epoch} lacks the samples {missing[:5]} and has {doubled[:5]} more than once")
         if samples != set(every):
             found.append(f"no worker read {sorted(set(every) - samples)[:5]} in data epoch {epoch}")
-    return [f"gang {evidence.job.spec.seed}: {problem}" for problem in found]
+    return [f"gang {number}: {problem}" for problem in found]
 
 
 def plain_study(seed: int, count: int) -> list[dict[str, float]]:

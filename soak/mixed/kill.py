@@ -34,7 +34,12 @@ from soak.train.outcome import Outcome
 from soak.train.result_times import ResultTimes
 from soak.train.server import ServeOptions, make_model, runs_module, serving
 from soak.trials import CampaignRequest, CampaignResult, OnProgress, seeded_random, spread_s, while_running
+from strata.base.atomic import write_file
+from strata.base.clock import SystemClock
+from strata.cli.coordinator import OWN_COMMAND
+from strata.coord.private import PrivateCoordinator
 from strata.fleet.core.job import Cause
+from strata.testing.ports import port_of, reserve_port
 
 ROUND: Final = 12
 SLOTS: Final = 3
@@ -92,7 +97,22 @@ class MixedCampaign:
         self._first = request.first
         self._times = request.times
         self._kinds = kinds
-        self._fleet = fleet = Fleet(request, Plan(), hosts=request.workers, slots=SLOTS, lease_s=LEASE_S)
+        self._guard = reserve_port()
+        address, secret = f"127.0.0.1:{port_of(self._guard)}", request.folder / "token.secret"
+        write_file(secret, b"s" * 32)
+        # A worker that was killed is missed after some heartbeats.
+        often = ("env", "STRATA_COORDINATOR_JOB_HEARTBEAT_INTERVAL_S=1")
+        self._coordinator = PrivateCoordinator(
+            command=(*often, *OWN_COMMAND), address=address, folder=request.folder, secret=secret
+        )
+        self._fleet = fleet = Fleet(
+            request,
+            Plan(),
+            hosts=request.workers,
+            slots=SLOTS,
+            lease_s=LEASE_S,
+            hub={"COORDINATOR_ADDRESS": address, "COORDINATOR_TOKEN_SECRET_FILE": str(secret)},
+        )
         self.outcome = MixedOutcome()
         self._kills = kills = ProcessKiller(fleet, self.outcome.kills)
         self._work = MixedWork(fleet, kills, request.folder, plan, request.first)
@@ -114,6 +134,7 @@ class MixedCampaign:
     async def run(self, on_progress: OnProgress) -> None:
         outcome, model = self.outcome, self._folder / "tiny"
         await asyncio.to_thread(make_model, model)
+        coordinating = asyncio.create_task(self._coordinator.keep(SystemClock(), outcome.problems.append))
         try:
             await self._fleet.start()
             await self._work.start_server(model)
@@ -132,6 +153,9 @@ class MixedCampaign:
         finally:
             outcome.problems.extend(self._fleet.crashes)
             await self._fleet.close()
+            coordinating.cancel()
+            await asyncio.wait([coordinating])
+            self._guard.close()
 
     async def _run_round(self, numbers: range, model: Path) -> None:
         outcome = self.outcome
@@ -179,7 +203,7 @@ class MixedCampaign:
                 await other.train(asyncio.Event(), one.steps)
                 await other.finish()
                 compare_results(place, one.results, other.results, found)
-                final = final_folder(calm.settings.checkpoints, other.model_id, sdk.FINAL)
+                final = final_folder(calm.settings.checkpoint_folder, other.model_id, sdk.FINAL)
                 problem = compare_files(final_folder(checkpoints, one.model_id, sdk.FINAL), final, one.steps)
                 self.outcome.equal += problem is None
                 found.problems += [f"model {place}: {problem}"] if problem else []

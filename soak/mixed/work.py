@@ -1,11 +1,16 @@
-"""The work of the campaign: script jobs, gangs and sweeps one after the other, and one training server."""
+"""The work of the campaign: script jobs, gangs and sweeps one after the other, and one training server.
+
+Every second gang is one of a manifest, whose members the fleet places on hosts of their own; the others are jobs that
+start `strata gang run` themselves.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -94,6 +99,34 @@ space = {{ x = {{ uniform = [{low}, {high}] }}, y = {{ uniform = [{low}, {high}]
 """
 
 
+_GANG: Final = """
+project = "gangs"
+
+[trainers.gang]
+command = ["python", "gang_worker.py", "{folder}", "{epochs}", "{samples}", "{pace_s}"]
+directory = "{programs}"
+
+[[jobs]]
+name = "gang-{number}"
+model = "gang"
+trainer = "gang"
+seed = {number}
+workers = 2
+workers_per_host = 1
+max_attempts = {tries}
+max_lost = {tries}
+max_infra = {tries}
+"""
+
+
+class QueuedGang(NamedTuple):
+    """A gang that was queued: what it writes, and the jobs that it consists of."""
+
+    number: int
+    folder: Path
+    jobs: tuple[str, ...]
+
+
 class MixPlan(msgspec.Struct, frozen=True, kw_only=True):
     gang: GangPlan = GangPlan()
     trials: int = 5
@@ -110,7 +143,9 @@ class MixedWork:
         self._plan = plan
         self._number = 1000 * first
         self._scripts: set[str] = set()
-        self._gangs: dict[str, Path] = {}
+        self._gangs: list[QueuedGang] = []
+        self._placed = False
+        """Whether the last gang was one of a manifest."""
         self._sweeps: dict[str, int] = {}
         self._server = ""
         self.gangs = 0
@@ -156,7 +191,7 @@ class MixedWork:
             unfinished = {job.id for job in await self._call(self._operator.jobs)}
             for _ in range(SCRIPTS - len(self._scripts & unfinished)):
                 await self._queue_script()
-            if not self._gangs.keys() & unfinished:
+            if not any(unfinished & {*gang.jobs} for gang in self._gangs):
                 await self._queue_gang()
             if not self._sweeps or await self._trials_of(max(self._sweeps, key=self._sweeps.__getitem__)) is not None:
                 await self._queue_sweep()
@@ -171,6 +206,10 @@ class MixedWork:
         number = self._next_number()
         folder = self._folder / f"gang-{number}"
         folder.mkdir()
+        self._placed = not self._placed
+        if self._placed:
+            await self._queue_placed_gang(number, folder)
+            return
         trainer = TrainerSpec(name="gang", command=("python", "gang.py"), directory=str(PROGRAMS))
         hyper = {"folder": str(folder), "marks": str(self._operator.marks), **msgspec.to_builtins(self._plan.gang)}
         spec = JobSpec(
@@ -182,9 +221,16 @@ class MixedWork:
             max_lost=TRIES,
             max_infra=TRIES,
         )
-        self._gangs[spec.id] = folder
+        self._gangs.append(QueuedGang(number, folder, (spec.id,)))
         body = wire.SubmitRequest(spec=spec, trainer=trainer)
         await self._call(lambda: self._operator.client.call("POST", "/v1/jobs", wire.SubmitReply, body=body))
+
+    async def _queue_placed_gang(self, number: int, folder: Path) -> None:
+        plan = msgspec.to_builtins(self._plan.gang)
+        text = _GANG.format(folder=folder, programs=PROGRAMS, number=number, tries=TRIES, **plan)
+        await self._apply(text)
+        jobs = tuple(parse_manifest(text, "manifest.toml").resolve().jobs)
+        self._gangs.append(QueuedGang(number, folder, jobs))
 
     async def _queue_sweep(self) -> None:
         plan, number = self._plan, self._next_number()
@@ -215,13 +261,13 @@ class MixedWork:
         """Whether the newest gang has read more than now, or has ended."""
         if not self._gangs:
             return lambda: True
-        job_id, folder = next(reversed(self._gangs.items()))
-        ledger = folder / "ledger"
+        gang = self._gangs[-1]
+        ledger = gang.folder / "ledger"
         before = ledger.stat().st_size if ledger.exists() else 0
 
         def has_read_more() -> bool:
             grown = ledger.exists() and ledger.stat().st_size > before
-            return grown or self._operator.job(job_id).job.status in TERMINAL
+            return grown or all(self._operator.job(job).job.status in TERMINAL for job in gang.jobs)
 
         return has_read_more
 
@@ -234,13 +280,18 @@ class MixedWork:
             if (evidence := await self._ended(job_id)) is not None:
                 self._scripts.remove(job_id)
                 problems += find_problems(evidence, self._fleet.plan, self._kills.allowed_causes)
-        for job_id, folder in sorted(self._gangs.items()):
-            if (evidence := await self._ended(job_id)) is not None:
-                del self._gangs[job_id]
+        for gang in list(self._gangs):
+            if await self._is_over(gang):
+                self._gangs.remove(gang)
                 self.gangs += 1
-                ledger = (folder / "ledger").read_text().splitlines()
-                problems += find_lifecycle_problems(evidence, self._kills.allowed_causes)
-                problems += find_gang_problems(evidence, self._plan.gang, ledger)
+                members = [each for job in gang.jobs if (each := await self._ended(job)) is not None]
+                for each in members:
+                    problems += find_lifecycle_problems(each, self._kills.allowed_causes)
+                ledger = (gang.folder / "ledger").read_text().splitlines()
+                # A member that starts again after the end of the gang has no result of its own.
+                written = [model.read_bytes() for model in sorted(gang.folder.glob("model-*.json"))]
+                models = [json.loads(model) for model in (written if members[1:] else members[0].files.values())]
+                problems += find_gang_problems(gang.number, models, self._plan.gang, ledger)
         for sweep, number in sorted(self._sweeps.items()):
             if (jobs := await self._trials_of(sweep)) is not None:
                 del self._sweeps[sweep]
@@ -259,6 +310,10 @@ class MixedWork:
                 await asyncio.sleep(FEED_S)
                 problems += await self.check_ended()
         return problems
+
+    async def _is_over(self, gang: QueuedGang) -> bool:
+        found = [await self._call(lambda job=job: self._operator.job(job)) for job in gang.jobs]  # type: ignore[misc]
+        return all(each.job.status in TERMINAL for each in found)
 
     async def _ended(self, job_id: str) -> JobEvidence | None:
         found = await self._call(lambda: self._operator.job(job_id))

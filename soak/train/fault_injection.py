@@ -6,6 +6,7 @@ of the server polls for that file, which can appear at any time.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -38,9 +39,11 @@ NOT_REACHED: Final = {
 """Failpoints that this server does not reach, and why; other tests kill there."""
 MODULES: Final = {
     "orchestrator": "strata.train.orchestrator",
-    "api": "strata.train.api",
+    "api": "strata.cli.serve.api_process",
     "rank": "strata.train.runner",
 }
+
+PARENT_OF_RANKS: Final = "strata.train.runner.single_node"
 
 
 def failpoints() -> list[str]:
@@ -85,14 +88,20 @@ def died(folder: Path) -> str | None:
 def watch(folder: str) -> None:
     """Start polling in a process of the server."""
     watcher = _Watcher(Path(folder))
-    watcher.poll_once()
-    Thread(target=watcher.run, daemon=True, name="armed").start()
+    watcher.start()
+    # A fork has no thread but the one that forked: ranks are forked.
+    if PARENT_OF_RANKS in sys.orig_argv:
+        os.register_at_fork(after_in_child=watcher.start)
 
 
 class _Watcher:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._armed = ""
+
+    def start(self) -> None:
+        self.poll_once()
+        Thread(target=self.run, daemon=True, name="armed").start()
 
     def run(self) -> None:
         while True:
@@ -123,5 +132,7 @@ class _Watcher:
 
 
 def _process_name() -> str:
+    if rank := process_environment().get("RANK"):
+        return f"rank {rank}"
     (found,) = [who for who, module in MODULES.items() if module in sys.orig_argv]
-    return f"{found} {process_environment()['RANK']}" if found == "rank" else found
+    return found

@@ -233,8 +233,8 @@ async def _repeat(
         for place, (one, other) in enumerate(zip(trainers, again, strict=True)):
             compare_results(place, one.results, other.results, outcome)
             if isinstance(one, sdk.SdkTrainer) and isinstance(other, sdk.SdkTrainer):
-                found = final_folder(server.settings.checkpoints, one.model_id, sdk.FINAL)
-                expected = final_folder(calm.settings.checkpoints, other.model_id, sdk.FINAL)
+                found = final_folder(server.settings.checkpoint_folder, one.model_id, sdk.FINAL)
+                expected = final_folder(calm.settings.checkpoint_folder, other.model_id, sdk.FINAL)
                 problem = compare_files(found, expected, one.steps)
                 equal += problem is None
                 outcome.problems += [f"model {place}: {problem}"] if problem else []
@@ -252,8 +252,10 @@ async def _replay(
             assert isinstance(each, sdk.SdkTrainer)
             final = partial(final_folder, model_id=each.model_id, name=sdk.FINAL)
             async with asyncio.timeout(START_S):
-                await until(partial(final, fresh.settings.checkpoints))
-            problem = compare_files(final(server.settings.checkpoints), final(fresh.settings.checkpoints), each.steps)
+                await until(partial(final, fresh.settings.checkpoint_folder))
+            problem = compare_files(
+                final(server.settings.checkpoint_folder), final(fresh.settings.checkpoint_folder), each.steps
+            )
             equal += problem is None
             outcome.problems += [f"model {place} done again: {problem}"] if problem else []
     return equal

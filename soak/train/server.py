@@ -34,10 +34,10 @@ Victim = Literal["orchestrator", "api", "rank", "rank 0", "rank 1", "launcher"]
 """`rank` is any of them."""
 RankGroup = Literal["real", "pretending"]
 START_S: Final = 180.0
-NO_SNAPSHOTS: Final = "every_dispatches = 0\nevery_s = 0\nevery_payload_mb = 0"
+NO_SNAPSHOTS: Final = "every_dispatches = 0\nevery_s = 0\nevery_payload_mb = 0\nevery_replay_s = 0"
 THERE_S: Final = 60.0
 GONE_S: Final = 45.0
-"""How long what a dead launcher started may take to be gone: torchrun gives its ranks half a minute."""
+"""How long what a dead launcher started may take to be gone: the ranks of `connect` have half a minute."""
 LOOK_S: Final = 0.02
 NOT_COPIED: Final = ("checkpoints", "snapshots", "run", "launcher.lock")
 """What is made anew by a server that is to do everything again."""
@@ -64,6 +64,8 @@ class ServeOptions:
     """Settings."""
     armed: bool = False
     """Its processes can be told to die at failpoints."""
+    start_s: float = START_S
+    """How long it may take to be ready."""
     journal: Path | None = None
     """The data of a server that has ended, whose journal is done again from its first dispatch."""
 
@@ -81,6 +83,7 @@ class ServeProcess:
         self.folder = folder
         self.url = f"http://127.0.0.1:{port}"
         self._ranks = ranks
+        self._start_s = options.start_s
         self._file = folder / "server.toml"
         mode = "auto" if ranks == "real" else "connect"
         self._file.write_text(
@@ -120,7 +123,7 @@ class ServeProcess:
         before = log.stat().st_size if log.exists() else 0
         code = "from strata.cli.main import main; main()"
         self._launcher = await self._spawn("-c", code, "serve", str(self._file))
-        async with asyncio.timeout(START_S):
+        async with asyncio.timeout(self._start_s):
             # The launcher says so when everything is there; its words are in the log.
             while b"strata serve: http" not in log.read_bytes()[before:]:
                 if self._launcher.returncode is not None:
@@ -244,13 +247,16 @@ class ServeProcess:
 
 
 def runs_module(pid: int, module: str, rank: str) -> bool:
-    """Whether a process runs this module, as this rank if one is named."""
+    """Whether a process runs this module, as this rank if one is named. A rank has a name of its own: it is forked, and
+    shows the command line of its parent."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if rank else []
+        name = Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip()
     except OSError:
         return False
-    return module.encode() in words and (not rank or f"RANK={rank}".encode() in variables)
+    if module == fault_injection.MODULES["rank"]:
+        return name.startswith(f"strata-rank-{rank}")
+    return module.encode() in words
 
 
 async def until(holds: Callable[[], object]) -> None:

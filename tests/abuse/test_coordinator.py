@@ -47,8 +47,10 @@ ROLE_OF: Final = {
     "IssueCommand": "operator",
     "ListJobs": "both",
     "CreateJob": "operator",
+    "UpdateJob": "operator",
     "ResetJob": "operator",
     "DeleteJob": "operator",
+    "ListEvents": "both",
 }
 
 Try = Callable[[int], None]

@@ -233,7 +233,6 @@ async def test_jobs_of_a_project_run_only_where_the_operator_wants_them(tmp_path
 
 @pytest.mark.attack(AREA, "a search sweep of a project that must be confined, for a host that cannot confine it")
 async def test_trials_run_only_where_the_operator_wants_them(tmp_path: Path) -> None:
-    pytest.importorskip("optuna", reason="the extra sweep is not installed")
     text = (
         'project = "mine"\n[trainers.t]\ncommand = ["true"]\nbundle = "' + "0" * 64 + '"\n'
         '[[sweeps]]\nname = "s"\nmodel = "m"\ntrainer = "t"\n'
@@ -260,10 +259,14 @@ async def test_no_key_has_the_name_of_another_kind_of_owner(site: Running, tries
 @pytest.mark.attack(AREA, "paths that do not exist, to find out what does")
 async def test_a_stranger_is_not_told_what_exists(site: Running, tries: Tries) -> None:
     anybody, viewer = await site.client(), await site.with_role("viewer")
-    for path in ("/", "/v1", "/v1/nothing", "/v1/jobs/", "//v1/health", "/v1/health/", "/V1/HEALTH"):
+    for path in ("/nothing", "/v1", "/v1/nothing", "/v1/jobs/", "//v1/health", "/v1/health/", "/V1/HEALTH"):
         tries(2)
         assert (await anybody.get(path)).status_code == 401
         assert (await viewer.get(path)).status_code == 404
+    for path in ("/", "/jobs", "/jobs/job_1", "/nothing"):
+        tries(1)
+        sent = await anybody.get(path, headers={"Accept": "text/html"})
+        assert (sent.status_code, sent.headers["location"].partition("?")[0]) == (303, "/login"), "a browser too"
 
 
 @pytest.mark.attack(AREA, "a weak operator token")

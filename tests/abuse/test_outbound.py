@@ -230,7 +230,6 @@ def test_a_webhook_is_encrypted() -> None:
 @pytest.mark.filterwarnings("ignore:'imghdr' is deprecated:DeprecationWarning")
 @pytest.mark.attack(AREA, "a subscription whose template lies on the hub's disk or at an address inside")
 async def test_a_subscription_makes_the_hub_read_no_file_and_no_other_address(tmp_path: Path, tries: Tries) -> None:
-    pytest.importorskip("apprise", reason="the extra notify is not installed")
     async with running(tmp_path / "hub") as site:
         researcher, operator = await site.with_role("researcher"), await site.operator()
         for service in SUBSCRIBED:

@@ -95,6 +95,9 @@ async def test_a_wrong_operator_token_opens_nothing(server: Reached, tries: Trie
 @pytest.mark.attack(AREA, "a role on every route above it")
 async def test_a_role_is_refused_on_every_route_above_it(server: Reached, role: Role, tries: Tries) -> None:
     for route in ROUTES:
+        if (route.method, route.path) == ("DELETE", "/api/v1/auth/apikey/me"):
+            # Every role may revoke the key that it uses, and the next request would need another.
+            continue
         tries(1)
         reply = await server.ask(route.method, url(route), role, content=b"[]")
         allowed = route.access.public or (route.access.role is not None and role >= route.access.role)

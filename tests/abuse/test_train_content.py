@@ -392,7 +392,7 @@ async def test_of_the_config_of_an_adapter_only_known_keys_are_kept(server: Serv
         headers={"Content-Type": "application/x-tar"},
     )
     assert reply.status_code == 200, reply.text
-    (file,) = server.stack.settings.checkpoints.glob(f"*/weights/mapped@*/{ADAPTER_CONFIG}")
+    (file,) = server.stack.settings.checkpoint_folder.glob(f"*/weights/mapped@*/{ADAPTER_CONFIG}")
     kept = json.loads(file.read_text(encoding="utf-8"))
     assert kept.keys() == {
         "peft_type", "task_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "bias",

@@ -86,7 +86,7 @@ async def played(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fiel
 
 def place_files(server: Server) -> None:
     """Ranks that pretend save nothing that could be fetched."""
-    (folder,) = server.stack.settings.checkpoints.glob("*/weights/mine@2")
+    (folder,) = server.stack.settings.checkpoint_folder.glob("*/weights/mine@2")
     shutil.rmtree(folder)
     lora = ops.LoraConfig(rank=4)
     manifest = CheckpointManifest(
@@ -134,6 +134,13 @@ ATTACKS: Final[Mapping[str, Sequence[Attempt]]] = {
     "unload_model": [post("unload_model", lambda ids: {"model_id": ids["model"]})],
     "get_info and models/{id}": [post("get_info", lambda ids: {"model_id": ids["model"]}), get("models/{model}")],
     "sessions/{id}": [get("sessions/{session}")],
+    "the trace and the project of the session": [
+        get("sessions/{session}/trace_export"),
+        ("PUT", "/api/v1/sessions/{session}/project", lambda _: {"project_id": "bob"}),
+    ],
+    "copy_weights": [
+        post("copy_weights", lambda ids: {"source_path": ids["path"], "destination_project_id": "bob"}),
+    ],
     "session_heartbeat": [post("session_heartbeat", lambda ids: {"session_id": ids["session"]})],
     "finish the session": [post("sessions/{session}/finish", lambda _: {"reason": {"type": "success"}})],
     "kill the session": [post("kill_session", lambda ids: {"session_id": ids["session"]})],
@@ -173,7 +180,15 @@ ATTACKS: Final[Mapping[str, Sequence[Attempt]]] = {
         post("weights_info", lambda ids: {"tinker_path": ids["path"]}),
         post("list_checkpoints", lambda ids: {"model_id": ids["model"]}),
     ],
-    "the run and its checkpoints": [get("training_runs/{model}"), get("training_runs/{model}/checkpoints")],
+    "the run and its checkpoints": [
+        get("training_runs/{model}"),
+        get("training_runs/{model}/checkpoints"),
+        get("training_runs/{model}/metrics"),
+        get("training_runs/{model}/curves"),
+        get("rollouts?model={model}"),
+        get("rollouts/{future}"),
+        ("POST", "/api/v1/training_runs/{model}/curves", lambda _: {"values": {"reward": 1.0}}),
+    ],
     "delete_checkpoint": [
         post("delete_checkpoint", lambda ids: {"model_id": ids["model"], "checkpoint_id": "mine"}),
         ("DELETE", f"/api/v1/{CHECKPOINT}", nothing),
@@ -186,6 +201,11 @@ ELSEWHERE: Final = frozenset(
     {
         # Attacked below, in other words than with the id of another.
         "/api/v1/session_info",
+        "/api/v1/sessions/search",
+        # In test_train_loss_graphs.
+        "/api/v1/create_custom_loss",
+        # In test_train_completions.
+        "/v1/models/{model:path}",
         "/api/v1/load_weights",
         "/api/v1/sync_inference_weights",
         "/api/v1/training_runs/{run_id}/checkpoints/{checkpoint_id:path}/publish",
@@ -279,6 +299,19 @@ async def test_session_info_shows_nothing_of_another(played: Field) -> None:
     assert reply.status_code == 404 or reply.json()["sessions"] == []
 
 
+@pytest.mark.attack(AREA, "search for the session of another")
+async def test_a_search_finds_nothing_of_another(played: Field, tries: Tries) -> None:
+    bodies: list[dict[str, Any]] = [
+        {"session_id": played.ids["session"]},
+        {"session_id": played.ids["session"], "owner": {"type": "accessible"}},
+        {"owner": {"type": "user", "owner_urns": ["key:alice"]}},
+        {"project_ids": ["alice"]},
+    ]
+    for body in bodies:
+        assert await played.b.post("sessions/search", body) == {"sessions": [], "next_cursor": None}
+        tries(1)
+
+
 @pytest.mark.attack(AREA, "publish the checkpoint of another")
 async def test_the_checkpoint_of_another_is_not_published(played: Field, tries: Tries) -> None:
     for method in ("POST", "DELETE"):
@@ -321,7 +354,7 @@ async def test_lists_have_nothing_of_another(played: Field, tries: Tries) -> Non
 
 @pytest.mark.attack(AREA, "names of tenants in status and metrics")
 async def test_status_and_metrics_do_not_name_other_tenants(played: Field, tries: Tries) -> None:
-    for path in ("/api/v1/status", "/metrics", "/health", "/openapi.json"):
+    for path in ("/api/v1/status", "/api/v1/activity", "/api/v1/throughput", "/metrics", "/health", "/openapi.json"):
         reply = await played.b.send("GET", path)
         assert reply.status_code == 200, path
         assert "alice" not in reply.text, path

@@ -61,7 +61,8 @@ class Machine(Person):
         self._name = name
         self._listen = listen
         self.environ = {**self.environ, "STRATA_HUB_KEEP_FREE_BYTES": "0", "STRATA_AGENT_MIN_FREE_GIB": "0"}
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log = home / "up.log"
         self.url = ""
         """Of the hub, for SDKs."""
 
@@ -71,29 +72,34 @@ class Machine(Person):
 
     def up(self) -> None:
         words = [STRATA, "up", "--listen", self._listen, "--name", self._name]
-        self._process = subprocess.Popen(words, env=self.environ, stderr=subprocess.PIPE, text=True, cwd=self.home)
-        assert self._process.stderr is not None
-        said = []
-        for line in self._process.stderr:
-            said.append(line)
-            serving = _HUB.search(line)
-            self.url = serving[1] if serving else self.url
-            if "ready" in line:
-                return
-        raise AssertionError(f"strata up ended: {''.join(said)}")
+        # To a file: nobody reads it while the machine runs, and a full pipe would stop it.
+        with self._log.open("wb") as said:
+            self._process = subprocess.Popen(words, env=self.environ, stderr=said, cwd=self.home)
+
+        def ready() -> bool:
+            assert self.is_up, f"strata up ended: {self._log.read_text()}"
+            return any(
+                "ready" in line for line in self._log.read_text().splitlines(keepends=True) if line.endswith("\n")
+            )
+
+        eventually(ready, 120.0)
+        serving = _HUB.search(self._log.read_text())
+        self.url = serving[1] if serving else self.url
 
     def down(self) -> int:
         """As Ctrl-C does."""
         assert self._process is not None
         self._process.send_signal(signal.SIGINT)
-        _, rest = self._process.communicate(timeout=60)
-        assert rest.endswith("strata up: stopped\n"), rest
+        # Its jobs have time to end well, and a training server to save its state.
+        self._process.wait(120)
+        said = self._log.read_text()
+        assert said.endswith("strata up: stopped\n"), said
         return self._process.returncode
 
     def close(self) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
-            self._process.communicate(timeout=30)
+            self._process.wait(30)
 
 
 class Program:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import sys
 import warnings
@@ -18,7 +19,7 @@ from strata.sdk.train import Datum, TrainingServer
 from tests.e2e.machines import Machine
 from tests.shell.fleet_agent.waiting import eventually
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 SETTINGS: Final = """
 [server]
 poll_s = 0.3
@@ -27,6 +28,8 @@ poll_s = 0.3
 path = "model"
 name = "tiny"
 """
+OTHER: Final = SETTINGS.replace('"model"', '"other"').replace('"tiny"', '"small"')
+"""Of a second server, with another base model."""
 MANIFEST: Final = """
 [trainers.server]
 command = ["strata", "serve", "train.toml"]
@@ -37,13 +40,14 @@ name = "tiny-server"
 kind = "server"
 model = "tiny"
 trainer = "server"
+min_cores = 1
 """
 
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    # The paths of Unix sockets have to be short.
-    made = Machine(tmp_path_factory.mktemp("m") / "h", "one")
+    # A home whose sockets have paths longer than a socket can have.
+    made = Machine(tmp_path_factory.mktemp("a-rather-long-name-of-a-home-folder-of-somebody") / "home", "one")
     programs = f"{Path(sys.executable).parent}{os.pathsep}{made.environ['PATH']}"
     made.environ = {**made.environ, "PATH": programs}
     folder = made.home / "server"
@@ -51,13 +55,30 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     (folder / "train.toml").write_text(SETTINGS)
     (folder / "manifest.toml").write_text(MANIFEST)
     made.says("models", "tiny", str(folder / "model"))
+    other = folder / "other"
+    other.mkdir()
+    (other / "train.toml").write_text(OTHER)
+    (other / "manifest.toml").write_text('project = "other"\n' + MANIFEST.replace("tiny", "small"))
+    made.says("models", "tiny", str(other / "other"))
     made.up()
+    for manifest in (folder / "manifest.toml", other / "manifest.toml"):
+        assert made.says("apply", str(manifest), "--no-describe").startswith("+1 new")
+    for name in ("tiny-server", "small-server"):
+        serves(made, name)
     yield made
     if made.is_up:
         made.down()
     # The SDK leaves sockets to the garbage collector, whose complaint would be taken for ours.
     with warnings.catch_warnings(action="ignore"):
         gc.collect()
+
+
+def serves(machine: Machine, name: str) -> None:
+    """Wait until a server serves; if it never does, what it has logged says why."""
+    try:
+        eventually(lambda: machine.knows("show", name)["serving"] == "serving", 240.0)
+    except AssertionError as error:
+        raise AssertionError(f"{error}: {machine.says('show', name)}\n{machine.says('logs', name)}") from error
 
 
 def key_of(machine: Machine, name: str) -> str:
@@ -70,13 +91,11 @@ def test_the_tinker_sdk_trains_through_the_hub_with_a_key_of_the_hub(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    assert machine.says("apply", str(machine.home / "server" / "manifest.toml"), "--no-describe").startswith("+1 new")
-    eventually(lambda: machine.knows("show", "tiny-server")["serving"] == "serving", 120.0)
     assert "serving" in machine.says("list")
     key = key_of(machine, "alice")
     alice = tinker.ServiceClient(base_url=machine.url, api_key=key)
-    models = [each.model_name for each in alice.get_server_capabilities().supported_models]
-    assert models == ["tiny"]
+    models = {each.model_name for each in alice.get_server_capabilities().supported_models}
+    assert models == {"tiny", "small"}
     model = alice.create_lora_training_client(base_model="tiny", rank=4, seed=1)
     tokens = list(range(3, 40))
     inputs: Any = {"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)}
@@ -100,8 +119,11 @@ def test_the_tinker_sdk_trains_through_the_hub_with_a_key_of_the_hub(
     assert bob.create_rest_client().list_training_runs().result().training_runs == []
     with pytest.raises(tinker.NotFoundError):
         bob.create_rest_client().get_training_run(model.model_id).result()
-    with pytest.raises(tinker.TinkerError):
-        bob.create_training_client_from_state(path).forward(batch, "cross_entropy").result()
+    with pytest.raises(tinker.NotFoundError):
+        bob.create_training_client_from_state(path)
+    again = alice.create_training_client_from_state_with_optimizer(path)
+    results = [each.forward(batch, "cross_entropy").result().metrics["loss:sum"] for each in (model, again)]
+    assert results[0] == pytest.approx(results[1], rel=1e-6), "a saved state, through the hub"
     with TrainingServer(machine.url, key) as server:
         own = server.create_model("tiny", rank=4, seed=1)
         passed = own.forward_backward([Datum(tokens[:-1], tokens[1:])])
@@ -109,3 +131,48 @@ def test_the_tinker_sdk_trains_through_the_hub_with_a_key_of_the_hub(
         assert passed.result().loss == pytest.approx(losses[0], rel=1e-5), "our SDK, the same model, the same numbers"
     alice.close("success").result()
     bob.close("success").result()
+
+
+def test_two_base_models_stand_behind_one_url(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    carla = tinker.ServiceClient(base_url=machine.url, api_key=key_of(machine, "carla"))
+    models = {str(each.model_name) for each in carla.get_server_capabilities().supported_models}
+    assert models == {"tiny", "small"}
+    trained = {name: carla.create_lora_training_client(base_model=name, rank=4, seed=1) for name in sorted(models)}
+    tags = {model.model_id.partition(":")[0].rpartition(".")[2] for model in trained.values()}
+    assert len(tags) == 2, "each id names its server"
+    prompt = types.ModelInput.from_ints(list(range(3, 13)))
+    for name, model in trained.items():
+        assert model.get_info().model_data.model_name == name
+        sampler = model.save_weights_and_get_sampling_client(name="now")
+        sampled = sampler.sample(prompt, num_samples=1, sampling_params=types.SamplingParams(max_tokens=3)).result()
+        assert len(sampled.sequences[0].tokens) == 3
+    runs = carla.create_rest_client().list_training_runs().result().training_runs
+    assert {run.training_run_id: run.base_model for run in runs} == {
+        model.model_id: name for name, model in trained.items()
+    }
+    with pytest.raises(tinker.NotFoundError):
+        carla.create_lora_training_client(base_model="neither", rank=4)
+    carla.close("success").result()
+
+
+def test_the_openai_client_uses_the_checkpoints_of_its_tenant_through_the_hub(machine: Machine) -> None:
+    openai: Any = importlib.import_module("openai")
+    key = key_of(machine, "dora")
+    with TrainingServer(machine.url, key) as server:
+        model = server.create_model("tiny", rank=4, seed=1)
+        path = model.save_for_sampling("told").result()
+    with openai.OpenAI(base_url=f"{machine.url}/v1", api_key=key, max_retries=0) as dora:
+        names = {each.id for each in dora.models.list()}
+        assert names == {"tiny", "small", path, f"tinker://{model.model_id}/weights/000000"}
+        asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 8}
+        whole = {name: dora.chat.completions.create(model=name, **asked) for name in ("tiny", "small", path)}
+        # An adapter that was not trained changes nothing.
+        assert whole[path].choices[0].message.content == whole["tiny"].choices[0].message.content
+        chunks = list(dora.chat.completions.create(model=path, **asked, stream=True))
+        assert "".join(each.choices[0].delta.content or "" for each in chunks) == whole[path].choices[0].message.content
+    with (
+        openai.OpenAI(base_url=f"{machine.url}/v1", api_key=key_of(machine, "emil"), max_retries=0) as emil,
+        pytest.raises(openai.NotFoundError),
+    ):
+        emil.chat.completions.create(model=path, **asked)

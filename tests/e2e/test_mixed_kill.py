@@ -33,7 +33,6 @@ def show(result: CampaignResult) -> None:
 async def test_nothing_is_lost_or_doubled_when_a_hub_with_all_kinds_of_work_and_its_parts_are_killed(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    pytest.importorskip("optuna", reason="the extra sweep is not installed")
     # The paths of Unix sockets have to be short.
     folder = tmp_path_factory.mktemp("x")
     request = CampaignRequest(

@@ -159,7 +159,7 @@ async def test_the_likeliest_tokens_are_those_of_the_saved_adapter_in_hugging_fa
         return greedy(live), greedy(client.create_sampling_client(model_path=path)), greedy(base)
 
     live, saved, untrained = await asyncio.to_thread(sampled)
-    (folder,) = server.settings.checkpoints.glob("*/sampler_weights/for-hf@*")
+    (folder,) = server.settings.checkpoint_folder.glob("*/sampler_weights/for-hf@*")
     base: Any = AutoModelForCausalLM.from_pretrained(str(model), dtype=torch.float32)
     adapted: Any = PeftModel.from_pretrained(base, str(folder))
     found = adapted.generate(

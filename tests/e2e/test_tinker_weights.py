@@ -17,6 +17,7 @@ import pytest
 import pytest_asyncio
 import tinker
 from tinker import types
+from tinker.types.optimizer import OptimizerConfigBase, OptimParamsBase
 
 from soak.train.server import ServeProcess, make_model, serving
 from strata.base.settings import process_environment
@@ -63,12 +64,16 @@ def batch(step: int) -> list[types.Datum]:
     return data
 
 
-def train(model: tinker.TrainingClient, steps: range) -> list[list[float]]:
+ADAM: Final = types.AdamParams(learning_rate=1e-2, weight_decay=0.01)
+MUON: Final = OptimParamsBase(type="muon", learning_rate=2e-2)  # type: ignore[call-arg]
+
+
+def train(model: tinker.TrainingClient, steps: range, params: types.OptimParams = ADAM) -> list[list[float]]:
     """The log probabilities that every pass saw, and at the end those of a pass over the first batch."""
     seen = []
     for step in steps:
         passed = model.forward_backward(batch(step), "cross_entropy")
-        stepped = model.optim_step(types.AdamParams(learning_rate=1e-2, weight_decay=0.01))
+        stepped = model.optim_step(params)
         seen.append(logprobs(passed.result(PATIENCE_S)))
         stepped.result(PATIENCE_S)
     return [*seen, logprobs(model.forward(batch(0), "cross_entropy").result(PATIENCE_S))]
@@ -81,8 +86,33 @@ def logprobs(output: types.ForwardBackwardOutput) -> list[float]:
 def saved_adapter(server: ServeProcess, model: tinker.TrainingClient, name: str) -> bytes:
     """What lies on the disk after the model is saved."""
     model.save_weights_for_sampler(name).result(PATIENCE_S)
-    (folder,) = server.settings.checkpoints.glob(f"*/sampler_weights/{name}@*")
+    (folder,) = server.settings.checkpoint_folder.glob(f"*/sampler_weights/{name}@*")
     return (folder / ADAPTER).read_bytes()
+
+
+async def test_a_new_client_goes_on_bit_by_bit_with_muon_too(server: ServeProcess) -> None:
+    """The SDK does not name the optimizer again: the server knows it from the checkpoint."""
+
+    def begun() -> tuple[str, list[list[float]]]:
+        with connected(server) as client:
+            optimizer = OptimizerConfigBase(type="muon")
+            model = client.create_lora_training_client(base_model="tiny", rank=8, seed=7, optimizer=optimizer)
+            train(model, range(2), MUON)
+            path = model.save_state("muon").result(PATIENCE_S).path
+            with pytest.raises(tinker.RequestFailedError, match="created with muon"):
+                model.optim_step(ADAM).result(PATIENCE_S)
+            return path, train(model, range(2, 4), MUON)
+
+    def resumed(path: str, *, by_load: bool) -> list[list[float]]:
+        with connected(server) as client:
+            client.holder._client_config = client.holder._client_config.model_copy(
+                update={"create_model_via_load_weights": by_load}
+            )
+            return train(client.create_training_client_from_state_with_optimizer(path), range(2, 4), MUON)
+
+    path, whole = await asyncio.to_thread(begun)
+    assert await asyncio.to_thread(resumed, path, by_load=True) == whole
+    assert await asyncio.to_thread(resumed, path, by_load=False) == whole
 
 
 async def test_a_new_client_goes_on_bit_by_bit_as_if_nobody_had_stopped(server: ServeProcess) -> None:
@@ -149,7 +179,7 @@ async def test_an_archive_is_a_folder_for_peft_and_comes_back_as_a_checkpoint_to
     assert fetched.status_code == 200
     (tmp_path / "a.tar").write_bytes(fetched.content)
     subprocess.run(["tar", "-xf", "a.tar"], cwd=tmp_path, check=True, timeout=10)
-    (folder,) = server.settings.checkpoints.glob("*/weights/mine@*")
+    (folder,) = server.settings.checkpoint_folder.glob("*/weights/mine@*")
     assert (tmp_path / ADAPTER).read_bytes() == (folder / ADAPTER).read_bytes()
     assert {file.name for file in tmp_path.iterdir()} == {"a.tar", ADAPTER, "adapter_config.json"}
     again = httpx.get(str(fetched.request.url))
@@ -195,7 +225,7 @@ async def test_weights_can_be_taken_away_file_by_file(server: ServeProcess) -> N
         return {name: httpx.get(url).raise_for_status().content for name, url in urls.items()}
 
     files = await asyncio.to_thread(taken)
-    (folder,) = server.settings.checkpoints.glob("*/external_weights/out@*")
+    (folder,) = server.settings.checkpoint_folder.glob("*/external_weights/out@*")
     assert files.keys() == {ADAPTER, "adapter_config.json"}
     assert files == {name: (folder / name).read_bytes() for name in files}
     # What is damaged is not handed out.
@@ -217,9 +247,13 @@ async def test_a_checkpoint_whose_time_is_over_is_gone_for_lists_loads_and_sampl
             listed = {each.checkpoint_id: each for each in rest.list_user_checkpoints().result().checkpoints}
             assert listed["weights/short"].expires_at is not None
             assert listed["weights/kept"].expires_at is None
-            with pytest.raises(tinker.PermissionDeniedError, match="owner alone"):
-                rest.publish_checkpoint_from_tinker_path(kept).result()
-            rest.unpublish_checkpoint_from_tinker_path(kept).result()
+            for change, is_public in (
+                (rest.publish_checkpoint_from_tinker_path, True),
+                (rest.unpublish_checkpoint_from_tinker_path, False),
+            ):
+                change(kept).result()
+                listed = {each.checkpoint_id: each for each in rest.list_user_checkpoints().result().checkpoints}
+                assert [listed[f"weights/{name}"].public for name in ("kept", "short")] == [is_public, False]
             end = httpx.put(
                 f"{server.url}/api/v1/training_runs/{model.model_id}/checkpoints/weights/short/ttl",
                 json={"ttl_seconds": 1e-3},
@@ -239,6 +273,6 @@ async def test_a_checkpoint_whose_time_is_over_is_gone_for_lists_loads_and_sampl
             with pytest.raises(tinker.RequestFailedError, match="there is no checkpoint"):
                 model.load_state(short).result(PATIENCE_S)
             rest.delete_checkpoint_from_tinker_path(kept).result()
-            assert not list(server.settings.checkpoints.glob("*/weights/short@*"))
+            assert not list(server.settings.checkpoint_folder.glob("*/weights/short@*"))
 
     await asyncio.to_thread(lived)

@@ -39,6 +39,7 @@ def without_telemetry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         gc.collect()
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("without_telemetry")
 async def test_real_ranks_are_killed_too_and_the_weights_are_bit_by_bit_those_of_a_calm_run(

@@ -18,7 +18,7 @@ STEPS = 5
 async def test_killed_ranks_restore_a_snapshot_and_are_told_only_what_came_after_it(tmp_path: Path) -> None:
     make_model(tmp_path / "tiny")
     # Creation and three operations: at the first boundary there is a gradient that no step has used.
-    often = "every_dispatches = 4\nevery_s = 0\nevery_payload_mb = 0"
+    often = "every_dispatches = 4\nevery_s = 0\nevery_payload_mb = 0\nevery_replay_s = 0"
     async with serving(tmp_path / "s", tmp_path / "tiny", "real", snapshots=often) as server:
         headers = {"X-API-Key": server.key}
         async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=60.0) as http:
@@ -47,7 +47,7 @@ async def test_killed_ranks_restore_a_snapshot_and_are_told_only_what_came_after
 def files(server: ServeProcess, path: str) -> dict[str, bytes]:
     """Weights and moments, as they lie on the disk."""
     run, kind, name = path.removeprefix("tinker://").split("/")
-    (folder,) = (server.settings.checkpoints / run.replace(":", "-") / kind).glob(f"{name}@*")
+    (folder,) = (server.settings.checkpoint_folder / run.replace(":", "-") / kind).glob(f"{name}@*")
     found = {file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
     assert len(found) == 2
     return found

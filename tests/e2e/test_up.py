@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +16,18 @@ from tests.e2e.machines import Machine
 
 EXAMPLE: Final = Path(__file__).parents[2] / "examples" / "tabular"
 HOST: Final = "pi"
+WITHIN_S: Final = 120.0
+GANG_PROGRAM: Final = Path(__file__).with_name("gang_program.py")
+GANG: Final = """
+[trainers.t]
+command = ["python", "train.py", "{out}"]
+directory = "code"
+
+[[jobs]]
+name = "sft"
+model = "tiny"
+workers = 2
+"""
 
 
 @pytest.fixture
@@ -74,4 +88,40 @@ def test_one_machine_that_may_take_four_of_fourteen_goes_on_where_it_was(
     assert len(best_first) == 4
     assert best_first == sorted(best_first, reverse=True)
     assert max(map(len, table)) <= 80
+    assert machine.down() == 0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """A look is a command of its own: not more than one in a second."""
+    until_s = time.monotonic() + WITHIN_S
+    while not condition():
+        assert time.monotonic() < until_s, "not in time"
+        time.sleep(1.0)
+
+
+@pytest.mark.timeout(5 * WITHIN_S)
+def test_a_job_with_two_workers_needs_no_settings_and_goes_on_after_a_restart(machine: Machine, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    code = tmp_path / "code"
+    for folder in (out, code):
+        folder.mkdir()
+    (code / "train.py").write_bytes(GANG_PROGRAM.read_bytes())
+    (tmp_path / "gang.toml").write_text(GANG.format(out=out), encoding="utf-8")
+    (out / "slow").touch()
+    machine.up()
+    assert machine.says("apply", "--no-describe", str(tmp_path / "gang.toml")) == "+1 new  ~1 trainer\n"
+    committed = "the checkpoint of step 3 is committed"
+    until(lambda: machine.knows("show", "sft/0")["status"] == "running")
+    until(lambda: committed in machine.says("logs", "sft"))
+    folder = machine.home / "data/strata/hub/coordinator"
+    assert stat.S_IMODE((folder / "token.secret").stat().st_mode) == 0o600
+    port = (folder / "port").read_text()
+    assert machine.down() == 0
+    machine.up()
+    (out / "slow").unlink()
+    until(lambda: machine.knows("show", "sft/0")["status"] == "completed")
+    assert "goes on from the checkpoint of step" in machine.says("logs", "sft")
+    assert (folder / "port").read_text() == port
+    samples = [sample for file in out.glob("model-*.json") for sample in json.loads(file.read_text("utf-8"))]
+    assert sorted(samples) == list(range(40)), "every sample once"
     assert machine.down() == 0

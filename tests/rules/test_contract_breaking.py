@@ -40,7 +40,7 @@ BREAKING: Final = (
     Edit("an RPC takes another message", "rpc Barrier(BarrierRequest)", "rpc Barrier(ShardRequest)", '"Barrier"'),
     Edit("an RPC streams", "returns (HeartbeatResponse);", "returns (stream HeartbeatResponse);", '"Heartbeat"'),
     Edit("an enum value is gone", "  WORKER_STATUS_RECOVERING = 6;\n", "", '"6"'),
-    Edit("an enum value has another number", "COMMAND_KIND_DRAIN = 5;", "COMMAND_KIND_DRAIN = 6;", '"5"'),
+    Edit("an enum value has another number", "COMMAND_KIND_DRAIN = 5;", "COMMAND_KIND_DRAIN = 60;", '"5"'),
     Edit(
         "telemetry is renumbered", "uint64 network_tx_bytes = 6;", "uint64 network_tx_bytes = 8;", '"network_tx_bytes"'
     ),
@@ -54,9 +54,9 @@ BREAKING: Final = (
 )
 
 COMPATIBLE: Final = (
-    Edit("an optional field", "bool explicit_acks = 18;", "bool explicit_acks = 18;\n  optional uint64 seen = 20;", ""),
+    Edit("an optional field", "bool explicit_acks = 18;", "bool explicit_acks = 18;\n  optional uint64 seen = 60;", ""),
     Edit("a repeated field", "bool released = 1;", "bool released = 1;\n  repeated string notes = 15;", ""),
-    Edit("an enum value", "COMMAND_KIND_DRAIN = 5;", "COMMAND_KIND_DRAIN = 5;\n  COMMAND_KIND_PROFILE = 6;", ""),
+    Edit("an enum value", "COMMAND_KIND_DRAIN = 5;", "COMMAND_KIND_DRAIN = 5;\n  COMMAND_KIND_PROFILE = 60;", ""),
     Edit(
         "an RPC", "service Coordinator {", "service Coordinator {\n  rpc Ping(WorkerInfo) returns (WorkerConfig);", ""
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from tests.rules.language import ROOT, sources
+from tests.rules.language import ROOT, modules
 
 RECORDS = {"CHANGELOG.md", "docs/proof.md"}
 """They tell what was so at the time."""
@@ -16,9 +16,8 @@ TERMS = [row for row in ROWS if row[0].strip() != "Term"]
 
 
 def test_every_term_lives_in_a_module_that_exists() -> None:
-    modules = {module for module, _ in sources()}
     named = {row[0].strip(): re.findall(r"`(strata[\w.]*)`", row[3]) for row in TERMS}
-    assert {term: where for term, where in named.items() if len(where) != 1 or where[0] not in modules} == {}
+    assert {term: where for term, where in named.items() if len(where) != 1 or where[0] not in modules()} == {}
 
 
 def test_every_term_is_defined_once_in_a_sentence() -> None:
@@ -30,7 +29,6 @@ def test_every_term_is_defined_once_in_a_sentence() -> None:
 
 
 def test_documents_name_modules_and_files_that_exist() -> None:
-    modules = {module for module, _ in sources()}
     missing = set()
     for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")):
         name = str(path.relative_to(ROOT))
@@ -38,7 +36,7 @@ def test_documents_name_modules_and_files_that_exist() -> None:
             continue
         text = path.read_text(encoding="utf-8")
         named = set(re.findall(r"`(strata(?:\.[a-z_0-9]+)+)", text))
-        missing |= {(name, each) for each in named if not {each, each.rpartition(".")[0]} & modules}
+        missing |= {(name, each) for each in named if not {each, each.rpartition(".")[0]} & modules().keys()}
         files = {
             each.rstrip("./") for each in re.findall(r"(?<![\w/])((?:src/strata|tests|soak|bench)/[\w./-]+)", text)
         }

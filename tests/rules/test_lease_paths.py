@@ -25,6 +25,10 @@ ALLOWED: Final = {
         "job.folder / exec_name(pending.id)": "path_names.exec_name",
         "Path(__file__)": "our own program",
     },
+    "gang_member.py": {
+        "paths.fetched / name": "path_names.parts_name",
+        "paths.fetched / f'.{name}'": "path_names.parts_name",
+    },
     "join.py": {
         "Path(f'/proc/{pid}/stat')": "a number",
         "Path(group, 'cgroup.procs')": "path_names.attempt_name behind a prefix of our own, or as the kernel names it",

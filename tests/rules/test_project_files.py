@@ -19,9 +19,17 @@ _MACHINE: Final = re.compile(
     r"|\bfiles\.pythonhosted\.org\b|\bpypi\.org/simple\b|\bregistry\.npmjs\.org\b|\bdeb\.debian\.org\b"
     r"|https?://[\w.-]*(?:artifactory|nexus|mirror|proxy)[\w.-]*[:/]"
 )
+_PARTS: Final = (
+    "/work", "/root", "/home/", ".pythonhosted.", "pypi.org", "npmjs", "debian.org", "artifactory", "nexus", "mirror",
+    "proxy",
+)  # fmt: skip
+"""Each match of the pattern has one of these."""
 
 
 def machine_words(text: str) -> list[str]:
+    # A search for each of these alone takes a tenth of the time, and few files have one.
+    if not any(word in text for word in _PARTS):
+        return []
     return [match[0] for match in _MACHINE.finditer(text)]
 
 

@@ -26,6 +26,7 @@ def test_no_seed_is_a_violation(group: int) -> None:
         assert outcome.answered > outcome.operations // 2, f"seed {seed}: too little happened to prove anything"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("safeguard", ablation.EVERY)
 def test_the_simulation_notices(safeguard: str) -> None:
     for seed in range(CAUGHT_WITHIN):

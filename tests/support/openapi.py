@@ -64,4 +64,4 @@ def _copy(body: Callable[..., None]) -> Callable[..., None]:
 
 def check(case: Any, url: str, headers: Mapping[str, str]) -> None:
     case.headers = {**(case.headers or {}), **headers}
-    case.call_and_validate(base_url=url, checks=CHECKS, timeout=20)
+    case.call_and_validate(base_url=url, checks=CHECKS, timeout=60)

@@ -54,3 +54,5 @@ with strata.join() as worker:
         return model
 
     (FOLDER / f"model-{worker.rank}.json").write_text(json.dumps(worker.run(train)))
+    # A rank that leaves alone would be missing if another one has to start again.
+    worker.barrier("end")

@@ -16,6 +16,7 @@ from strata.base.errors import Code, StrataError
 
 ENTROPY_BYTES: Final = 10
 _ALPHABET: Final = "0123456789abcdefghjkmnpqrstvwxyz"
+_PAIRS: Final = tuple(first + second for first in _ALPHABET for second in _ALPHABET)
 _PREFIX: Final = re.compile(r"[a-z]+(?:_[a-z]+)*")
 # 26 characters carry 130 bits, an id 128: the first character never exceeds 7.
 _SORTABLE: Final = re.compile(f"[0-7][{_ALPHABET}]{{25}}")
@@ -115,4 +116,4 @@ def _milliseconds(wall_s: float) -> int:
 
 
 def _encode_id(prefix: str, number: int) -> str:
-    return f"{prefix}_" + "".join(_ALPHABET[number >> shift & 31] for shift in range(125, -1, -5))
+    return f"{prefix}_" + "".join([_PAIRS[number >> shift & 1023] for shift in range(120, -1, -10)])

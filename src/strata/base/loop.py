@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import Final
 
 from strata.base import log
 from strata.base.clock import Clock
@@ -13,8 +14,17 @@ _log = log.get(__name__)
 RunOnce = Callable[[], Awaitable[None]]
 
 
-async def every(interval_s: float, run_once: RunOnce, *, clock: Clock, max_backoff_s: float = 60.0) -> None:
+MAX_PACED_S: Final = 10.0
+"""The longest pause because of `max_share`."""
+
+
+async def every(
+    interval_s: float, run_once: RunOnce, *, clock: Clock, max_backoff_s: float = 60.0, max_share: float = 1.0
+) -> None:
     """Run, wait, repeat until cancelled. A slow run skips the ticks it missed; a failing one is logged and backs off.
+
+    With `max_share`, it runs for no more than this share of the time: work that grows with what there is becomes rarer,
+    and leaves the rest of the process its time.
 
     This is one of the two places where any exception is caught: a loop that others rely on must outlive a bug in
     one of its turns. The other is the outermost handler of each process.
@@ -31,7 +41,8 @@ async def every(interval_s: float, run_once: RunOnce, *, clock: Clock, max_backo
             failures += 1
             _log.exception("periodic_task_failed", failures_in_a_row=failures)
         took_s = clock.monotonic_s() - started_s
-        await clock.sleep(_pause_s(interval_s, took_s, failures, max_backoff_s))
+        paced_s = 0.0 if failures else min(took_s / max_share - took_s, MAX_PACED_S)
+        await clock.sleep(max(paced_s, _pause_s(interval_s, took_s, failures, max_backoff_s)))
 
 
 def _pause_s(interval_s: float, took_s: float, failures: int, max_backoff_s: float) -> float:

@@ -14,6 +14,7 @@ from typing import Final
 TIED_COMMAND: Final = (sys.executable, "-P", "-m", "strata.base.parent")
 """In front of a command that another program starts. No module of the folder it starts in takes the place of ours."""
 _PR_SET_PDEATHSIG: Final = 1
+_PR_SET_NAME: Final = 15
 # Not when it is needed: that is between fork and exec, where a lock of another thread may be held for ever.
 _LIBC: Final = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -28,6 +29,13 @@ def end_with_parent(number: signal.Signals = signal.SIGTERM, *, parent: int | No
     _LIBC.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if parent is not None and os.getppid() != parent:
         os._exit(128 + number)
+
+
+def name_process(name: str) -> None:
+    """Give this process a name of at most 15 characters for `ps` and `/proc/PID/comm`: a forked one shows the command
+    line of its parent. Linux only."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ SECTIONS: Final = (
     "client",
     "coordinator",
     "gang",
+    "mirror",
     "worker",
     "s3",
     "server",
@@ -54,6 +55,8 @@ SECTIONS: Final = (
     "snapshots",
     "checkpoints",
     "inference",
+    "rollouts",
+    "parallel",
 )
 """Of all programs: one file may serve several of them, and each reads its own."""
 _BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+")

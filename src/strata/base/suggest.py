@@ -1,15 +1,20 @@
-"""Suggestions for misspelt names: the known name with the smallest edit distance."""
+"""Suggestions for names that are not known: a synonym, or the known name with the smallest edit distance."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 _LISTED_NAMES: Final = 12
 
 
-def closest_name(name: str, known: Iterable[str]) -> str | None:
-    """The known name with the smallest edit distance, if that is at most a third of its length."""
+def closest_name(name: str, known: Iterable[str], synonyms: Mapping[str, str] | None = None) -> str | None:
+    """What `synonyms` has for it; else the known name with the smallest edit distance, at most a third of its length.
+
+    A word of another program means what it means there, however near the letters of another name are.
+    """
+    if synonyms and name.lower() in synonyms:
+        return synonyms[name.lower()]
     best: tuple[int, str] | None = None
     for candidate in known:
         limit = max(1, len(candidate) // 3)

@@ -20,8 +20,10 @@ from strata.base.errors import Code, StrataError
 
 SCHEME: Final = "unix:"
 BACKLOG: Final = 2048
-_LONGEST: Final = 100
+LONGEST: Final = 100
 """Characters of a path that a Unix socket can have on every system, with a little room."""
+_folders: Final[dict[Path, int]] = {}
+"""Descriptors of folders whose sockets have paths that are too long."""
 
 
 def format_unix_address(path: Path) -> str:
@@ -100,12 +102,24 @@ def is_listening(path: Path) -> bool:
     return True
 
 
+def lasting_path(path: Path) -> Path:
+    """The same place by a path that is short enough for a socket, for libraries that connect whenever they have to.
+
+    A path that is too long leads through the descriptor of its folder, which stays open as long as this process lives.
+    """
+    if len(str(path)) <= LONGEST:
+        return path
+    folder = _folders.get(path.parent)
+    if folder is None or not os.path.samestat(os.fstat(folder), path.parent.stat()):
+        folder = _folders[path.parent] = _open_folder(path.parent)
+    return Path(_short(path, folder))
+
+
 @contextlib.contextmanager
 def _opened(folder: Path, *, for_reading: bool) -> Iterator[int]:
     """What is checked is what is used: the folder cannot be exchanged in between."""
-    flags = os.O_DIRECTORY | os.O_CLOEXEC | (getattr(os, "O_PATH", os.O_RDONLY))
     try:
-        descriptor = os.open(folder, flags)
+        descriptor = _open_folder(folder)
     except OSError as error:
         if for_reading:
             raise
@@ -114,6 +128,10 @@ def _opened(folder: Path, *, for_reading: bool) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _open_folder(folder: Path) -> int:
+    return os.open(folder, os.O_DIRECTORY | os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY))
 
 
 def _refuse_writable(folder: Path, found: os.stat_result) -> None:
@@ -130,7 +148,7 @@ def _short(path: Path, folder: int) -> str:
     """The same place by a name that is short enough for a socket."""
     if Path("/proc/self/fd").is_dir():
         return f"/proc/self/fd/{folder}/{path.name}"
-    if len(str(path)) > _LONGEST:
+    if len(str(path)) > LONGEST:
         raise StrataError(
             Code.INVALID, f"{path} is too long for a Unix socket", hint="choose a folder with a short path"
         )

@@ -10,6 +10,7 @@ import click
 
 from strata.base.errors import Code, StrataError
 from strata.cli.output import print_error, redact
+from strata.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
     from strata.hub.settings import HubSettings
@@ -46,9 +47,10 @@ def hub_location_options(function: _Function) -> _Function:
 def backup(*, target: Path, config: Path | None, data: str | None, database: str | None, large: bool) -> None:
     """Back up the data of a hub to the folder TARGET.
 
-    Copies the database (jobs, hosts, keys, index of artifacts), the certificate authority and the operator's token:
-    keep TARGET as secret as the hub itself. The hub may keep running. With PostgreSQL the command prints the pg_dump to
-    run.
+    Copies the database (jobs, hosts, keys, index of artifacts), the certificate authority, the operator's token, the
+    key of the secrets and, of 'strata up', the journal of its coordinator: keep TARGET as secret as the hub itself. The
+    hub may keep running. With PostgreSQL the
+    command prints the pg_dump to run.
     """
     settings = load_hub_settings(config, data, database)
     from strata.base.clock import SystemClock
@@ -57,11 +59,14 @@ def backup(*, target: Path, config: Path | None, data: str | None, database: str
 
     folder = settings.files
     target = target.expanduser().absolute()
-    note = back_up(folder, settings.database, target, SystemClock().wall_s(), large=large)
+    with ProgressLine("backing up", format_bytes) as report:
+        note = back_up(folder, settings.database, target, SystemClock().wall_s(), large=large, report=report)
     print_error(f"strata: the hub of {folder} is backed up in {target}")
     if note.database == "postgresql":
         print_error("strata: the PostgreSQL database is not in the backup; copy it with")
         print_error(f"pg_dump --format=custom --file={target / 'hub.dump'} {without_password(settings.database)}")
+    if settings.secrets_key is not None:
+        print_error(f"strata: {settings.secrets_key} is not in the backup; without it the secrets cannot be read")
     left_out = 0 if large else sum(size_below(folder / name) for name in LARGE)
     if left_out:
         print_error(
@@ -81,9 +86,11 @@ def restore(*, source: Path, config: Path | None, data: str | None, database: st
     """
     settings = load_hub_settings(config, data, database, exists=False)
     from strata.base.clock import SystemClock
+    from strata.cli.fleet.client import format_bytes
     from strata.hub.backup import restore as restore_hub
 
-    note = restore_hub(source, settings.files, settings.database, SystemClock().wall_s())
+    with ProgressLine("restoring", format_bytes) as report:
+        note = restore_hub(source, settings.files, settings.database, SystemClock().wall_s(), report=report)
     print_error(f"strata: the hub of {settings.files} is restored, as it was at {_date(note.taken_at_s)}")
     print_error(
         "strata: keys and hosts revoked since then are valid again; unused invites are not", hint="strata keys list"

@@ -1,7 +1,11 @@
-"""`strata completion`: the script with which a shell completes commands and options."""
+"""`strata completion`: the script with which a shell completes commands, options and names of jobs, hosts, contexts.
+
+Names are those of the hub. Without a hub, or with one that does not reply at once, nothing is offered.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -9,10 +13,17 @@ import click
 from strata.cli.output import write
 
 if TYPE_CHECKING:
-    from click.shell_completion import ShellComplete
+    from collections.abc import Iterable
+
+    from click.shell_completion import CompletionItem, ShellComplete
+
+    from strata.fleet.client import HubClient
 
 VARIABLE: Final = "_STRATA_COMPLETE"
 """The variable with which the shell calls `strata` for completions."""
+ANSWER_S: Final = 2.0
+"""How long a person waits for the names after the tab key."""
+MOST: Final = 1000
 
 
 @click.command()
@@ -37,3 +48,62 @@ def source(shell: str) -> str:
     completer: ShellComplete = completion_class(root, {}, "strata", VARIABLE)
     # Not `source()`, which for bash starts a shell to check its version.
     return completer.source_template % completer.source_vars()
+
+
+def complete_jobs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Names of jobs, each with its status; ids for what begins with a digit or letter of one and is no name."""
+    del param
+
+    def names(client: HubClient) -> Iterable[tuple[str, str]]:
+        from strata.cli.fleet.client import short_id
+        from strata.fleet import wire
+
+        jobs = client.call("GET", "/v1/jobs", wire.JobsReply, query=wire.JobsQuery(hidden=False, limit=MOST)).jobs
+        labels = {job.spec.label: job.status for job in jobs}
+        ids = {short_id(job.id): f"{job.spec.label}, {job.status}" for job in jobs} if incomplete else {}
+        return [*labels.items(), *ids.items()]
+
+    return _matching(ctx, incomplete, names)
+
+
+def complete_hosts(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    del param
+
+    def names(client: HubClient) -> Iterable[tuple[str, str]]:
+        from strata.cli.fleet.client import all_hosts
+
+        return [(host.name, host.presence) for host in all_hosts(client) if host.state != "left"]
+
+    return _matching(ctx, incomplete, names)
+
+
+def complete_contexts(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    del ctx, param
+    from click.shell_completion import CompletionItem
+
+    from strata.base.errors import StrataError
+    from strata.sdk.fleet import client_settings, shown_contexts
+
+    try:
+        known = shown_contexts(client_settings())
+    except StrataError:
+        return []
+    return [CompletionItem(each["name"], help=each["url"]) for each in known if each["name"].startswith(incomplete)]
+
+
+def _matching(
+    ctx: click.Context, incomplete: str, names: Callable[[HubClient], Iterable[tuple[str, str]]]
+) -> list[CompletionItem]:
+    from click.shell_completion import CompletionItem
+
+    from strata.base.errors import StrataError
+    from strata.sdk.fleet import client_settings, connect
+
+    try:
+        settings = client_settings(context=ctx.params.get("context"))
+        with connect(settings, timeout_s=ANSWER_S, retry_for_s=0.0) as client:
+            known = dict(names(client))
+    except StrataError:
+        # A message would stand in the line that the person writes.
+        return []
+    return [CompletionItem(name, help=text) for name, text in known.items() if name.startswith(incomplete)]

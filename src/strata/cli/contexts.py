@@ -10,6 +10,7 @@ import click
 
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret, read_secret
+from strata.cli.completion import complete_contexts
 from strata.cli.output import Column, Format, Rows, output_option, print_error
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def login(url: str, name: str | None, token_file: Path | None, ca_pin: str | Non
 
 
 @click.command()
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=complete_contexts)
 @output_option
 def contexts(name: str | None, output: Format) -> None:
     """List the servers you logged in to, or switch to the one called NAME."""

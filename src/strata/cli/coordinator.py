@@ -12,6 +12,8 @@ import click
 from strata.base.errors import Code, StrataError
 from strata.cli.output import print_error, redact, write
 
+OWN_COMMAND: Final = (sys.executable, "-c", "from strata.cli.main import main; main()", "coordinator")
+"""For commands that start a coordinator for themselves."""
 _UNITS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 _DURATION: Final = re.compile(r"(\d+)([smhd])")
 
@@ -26,6 +28,7 @@ _config: Final = click.option(
 @click.group(invoke_without_command=True)
 @_config
 @click.option("--listen", metavar="HOST:PORT", help="Listen here for workers (default 127.0.0.1:7070).")
+@click.option("--metrics-listen", metavar="HOST:PORT", help="Serve metrics for Prometheus here (default: nowhere).")
 @click.option("--database", metavar="URL", help="sqlite:PATH, or postgresql://…, which several coordinators can share.")
 @click.option(
     "--tls-certificate", metavar="FILE", help="Server certificate, PEM; required unless it listens on loopback."
@@ -70,7 +73,9 @@ def _run(config: Path | None, flags: dict[str, str | None]) -> None:
 
 @coordinator.command()
 @_config
-@click.option("--job", required=True, metavar="JOB", help="The job that the token is for.")
+@click.option(
+    "--job", required=True, metavar="JOB", help="The job that the token is for; * with --role operator: all jobs."
+)
 @click.option(
     "--worker",
     default="",
@@ -159,6 +164,39 @@ def revoke(config: Path | None, revoke_id: str) -> None:
         raise StrataError(Code.INVALID, f"{revoke_id!r} is not the id of a token")
     with file.open("a", encoding="utf-8") as lines:
         lines.write(f"{revoke_id}\n")
+
+
+@coordinator.command()
+@_config
+@click.option(
+    "--listen",
+    default="127.0.0.1:7071",
+    show_default=True,
+    metavar="HOST:PORT",
+    help="Listen here for browsers; loopback only.",
+)
+@click.option("--address", metavar="HOST:PORT", help="Address of the coordinator (default: where FILE has it listen).")
+@click.option("--tls-ca", metavar="FILE", help="Certificate authority of the coordinator, PEM.")
+def dashboard(config: Path | None, listen: str, address: str | None, tls_ca: str | None) -> None:
+    """Show the gangs of a coordinator in a browser, without a hub.
+
+    A process of its own, so that looking costs the coordinator little. Where the coordinator needs tokens, log in with
+    one of 'strata coordinator token --role operator --job "*"'. A hub shows the same pages (setting hub.coordinator).
+    """
+    from strata.base.settings import load
+    from strata.cli.extras import require
+
+    require("grpc", extra="worker")
+    require("psutil", extra="worker")
+    require("jinja2", extra="hub")
+    require("uvicorn", extra="hub")
+    from strata.coord.settings import SECTION, CoordinatorSettings
+    from strata.coord.worker.settings import Tls
+    from strata.hub.lone_coordinator import run
+
+    settings = load(CoordinatorSettings, section=SECTION, file=config, flags={})
+    tls = None if tls_ca is None else Tls(ca=Path(tls_ca))
+    run(settings, listen, address or settings.listen, tls, lambda line: print_error(f"strata coordinator: {line}"))
 
 
 def _seconds(ttl: str, least: int = 1) -> int:

@@ -10,6 +10,8 @@ from strata.base.errors import Code
 
 
 class ExitCode(IntEnum):
+    """docs/commands.md has the same numbers, with what each means to a script; a test compares the two."""
+
     OK = 0
     USAGE = 2
     UNREACHABLE = 3

@@ -20,8 +20,12 @@ DISTRIBUTION_OF: Final[Mapping[str, str]] = {
     "grpc_health": "grpcio-health-checking",
     "grpc_reflection": "grpcio-reflection",
     "httpx": "httpx",
+    "huggingface_hub": "huggingface-hub",
+    "jinja2": "jinja2",
     "numpy": "numpy",
     "obstore": "obstore",
+    "opentelemetry.exporter": "opentelemetry-exporter-otlp-proto-http",
+    "opentelemetry.sdk": "opentelemetry-sdk",
     "optuna": "optuna",
     "prometheus_client": "prometheus-client",
     "psutil": "psutil",
@@ -29,12 +33,15 @@ DISTRIBUTION_OF: Final[Mapping[str, str]] = {
     "pyarrow": "pyarrow",
     "safetensors": "safetensors",
     "starlette": "starlette",
+    "tensorboardX": "tensorboardx",
     "tokenizers": "tokenizers",
     "torch": "torch",
     "transformers": "transformers",
     "uv": "uv",
     "uvicorn": "uvicorn",
     "uvloop": "uvloop",
+    "wandb": "wandb",
+    "yaml": "pyyaml",
     "zmq": "pyzmq",
 }
 """Import name to distribution. A package that is absent cannot say which distribution it came from; a test compares
@@ -60,7 +67,9 @@ def missing_extra(distribution: str, extra: str) -> StrataError:
 
 def explain_missing_module(error: ModuleNotFoundError) -> StrataError | None:
     """The error for a failed import, or None if no extra provides that module."""
-    distribution = DISTRIBUTION_OF.get((error.name or "").partition(".")[0])
+    name = (error.name or "").split(".")
+    # Several distributions share the first part of their names.
+    distribution = DISTRIBUTION_OF.get(".".join(name[:2])) or DISTRIBUTION_OF.get(name[0])
     extra = None if distribution is None else extras_by_distribution().get(distribution)
     return None if distribution is None or extra is None else missing_extra(distribution, extra)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import click
+
+from strata.base.suggest import closest_name
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -16,15 +18,26 @@ class CommandEntry(NamedTuple):
     """`module:attribute` of the command."""
     help: str
     """The command's own short help, repeated here so that listing the commands imports none of them."""
+    section: str = "Commands"
+    """Of the list of commands."""
 
 
 class LazyGroup(click.Group):
     """Knows its commands by name and imports the module of a command only when that command runs."""
 
-    def __init__(self, *, table: Mapping[str, CommandEntry], aliases: Mapping[str, str], **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        table: Mapping[str, CommandEntry],
+        aliases: Mapping[str, str],
+        synonyms: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
         self.table = table
         self.aliases = aliases
+        self.synonyms = synonyms or {}
+        """Words of other programs, and what has that meaning here."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         del ctx
@@ -32,8 +45,9 @@ class LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         del ctx
-        entry = self.table.get(self.aliases.get(cmd_name, cmd_name))
-        return None if entry is None else _load(entry.target)
+        name = self.aliases.get(cmd_name, cmd_name)
+        entry = self.table.get(name)
+        return None if entry is None else _load(entry.target, name)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -53,14 +67,46 @@ class LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         del ctx
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, entry.help) for name, entry in self.table.items()])
+        widest = max(map(len, self.table), default=0)
+        for section in dict.fromkeys(entry.section for entry in self.table.values()):
+            with formatter.section(section):
+                entries = [(name, entry.help) for name, entry in self.table.items() if entry.section == section]
+                formatter.write_dl([(name.ljust(widest), text) for name, text in entries])
 
     def _nearest(self, name: str) -> str:
-        from difflib import get_close_matches
+        close = closest_name(name, [*self.table, *self.aliases], self.synonyms)
+        return f", did you mean '{close}'?" if close else ""
 
-        close = get_close_matches(name, [*self.table, *self.aliases], n=1, cutoff=0.5)
-        return f", did you mean '{close[0]}'?" if close else ""
+
+VERBS: Final[Mapping[str, tuple[str, ...]]] = {
+    "ls": ("list", "ls"),
+    "list": ("ls", "list"),
+    "rm": ("remove", "rm", "delete", "revoke"),
+    "remove": ("rm", "remove", "delete", "revoke"),
+    "delete": ("remove", "rm", "delete", "revoke"),
+    "add": ("add", "create", "set", "push"),
+    "create": ("create", "add", "set"),
+    "upload": ("push",),
+    "download": ("get", "pull"),
+}
+"""A subcommand by a word that other programs use for it: the first of these that the group has."""
+
+
+class VerbGroup(click.Group):
+    """A group that also knows its subcommands by the words of VERBS, and suggests one for what it does not know."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in self.commands and not name.startswith("-"):
+            meant = next((verb for verb in VERBS.get(name, ()) if verb in self.commands), None)
+            if meant is None:
+                close = closest_name(name, self.commands)
+                known = f"did you mean '{close}'?" if close else f"it has {', '.join(self.commands)}"
+                raise click.UsageError(f"'{ctx.command_path}' has no command '{name}': {known}", ctx)
+            args = [meant, *args[1:]]
+        return super().resolve_command(ctx, args)
 
 
 class DefaultGroup(click.Group):
@@ -77,14 +123,18 @@ class DefaultGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] not in self.commands:
-            args = [self.default, *args]
+            meant = next((verb for verb in VERBS.get(args[0], ()) if verb in self.commands), None)
+            args = [self.default, *args] if meant is None else [meant, *args[1:]]
         return super().resolve_command(ctx, args)
 
 
-def _load(target: str) -> click.Command:
+def _load(target: str, name: str) -> click.Command:
     from importlib import import_module
+
+    from strata.cli.examples import add_examples
 
     module, _, attribute = target.partition(":")
     command = getattr(import_module(module), attribute)
     assert isinstance(command, click.Command), f"{target} is not a command"
+    add_examples(command, name)
     return command

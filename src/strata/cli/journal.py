@@ -9,7 +9,9 @@ import click
 
 from strata.base.errors import Code, StrataError
 from strata.cli.exit_codes import ExitCode
+from strata.cli.groups import VerbGroup
 from strata.cli.output import Column, Format, Rows, output_option
+from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:
     from strata.journal.port import Journal, StreamStatus
@@ -43,7 +45,7 @@ _DUMP: Final = (
 _database: Final = click.argument("database")
 
 
-@click.group()
+@click.group(cls=VerbGroup)
 def journal() -> None:
     """Inspect a journal: streams, facts, integrity.
 
@@ -55,6 +57,7 @@ def journal() -> None:
 @journal.command("list")
 @_database
 @output_option
+@watch_option
 def list_streams(database: str, output: Format) -> None:
     """List the streams in DATABASE."""
 

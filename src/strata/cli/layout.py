@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from strata.cli.output import Format, printable, write
+from strata.cli.output import Format, print_data, printable, write
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -32,7 +32,9 @@ class ScreenColumn(NamedTuple):
     folds: bool = False
     """May shrink: sentences continue on the next line."""
     cuts: bool = False
-    """May shrink: a long name loses its middle, since names differ at the ends."""
+    """May shrink: a long name loses its middle, since names differ at the ends; a sentence loses its end."""
+    least: int | None = None
+    """How short a name may be cut; SHORTEST unless it says another number."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Screen:
 def fitted(table: Table, width: int) -> Table:
     """The same with long names cut as far as it takes, the widest column first; sentences fold by themselves."""
     widths = [
-        max(len(column.title), *(len(row[at].text) for row in table.rows)) for at, column in enumerate(table.columns)
+        max([len(column.title), *(len(row[at].text) for row in table.rows)]) for at, column in enumerate(table.columns)
     ]
     over = sum(widths) + GAP * (len(widths) - 1) - width
     over -= sum(max(0, widths[at] - FOLDED) for at, column in enumerate(table.columns) if column.folds)
@@ -74,8 +76,9 @@ def _cut_widths(columns: Sequence[ScreenColumn], widths: Sequence[int], over: in
     """The new widths of the columns to cut, so that the table loses `over` characters."""
     limits: dict[int, int] = {}
     for at in sorted(range(len(widths)), key=lambda at: -widths[at]):
-        if over > 0 and columns[at].cuts and widths[at] > SHORTEST:
-            limits[at] = max(SHORTEST, widths[at] - over)
+        least = columns[at].least or SHORTEST
+        if over > 0 and columns[at].cuts and widths[at] > least:
+            limits[at] = max(least, widths[at] - over)
             over -= widths[at] - limits[at]
     return limits
 
@@ -83,11 +86,11 @@ def _cut_widths(columns: Sequence[ScreenColumn], widths: Sequence[int], over: in
 def _cut(text: str, limit: int) -> str:
     if len(text) <= limit:
         return text
-    tail = limit // 2
+    tail = 0 if " " in text else limit // 2
     return f"{text[: limit - tail - 1]}…{text[len(text) - tail :]}"
 
 
-def render(shown: Screen, width: int, *, before: Sequence[Cell] = ()) -> RenderableType:
+def render(shown: Screen, width: int, *, before: Sequence[Cell] = (), gap: bool = True) -> RenderableType:
     """For rich. Names come from other machines: what a terminal would obey is escaped, markup is not read."""
     from rich.console import Group
     from rich.table import Table as Grid
@@ -108,14 +111,28 @@ def render(shown: Screen, width: int, *, before: Sequence[Cell] = ()) -> Rendera
             )
         for row in table.rows:
             grid.add_row(*map(text, row))
-        parts += [Text(""), grid]
+        parts += [Text(""), grid] if gap else [grid]
         if table.more:
             parts.append(Text(table.more, style="dim"))
     return Group(*parts)
 
 
+def bar(done: int, total: int, width: int) -> str:
+    """Rounded down: what is not finished must not look so."""
+    full = min(width, done * width // total) if total > 0 else 0
+    percent = min(100, done * 100 // total) if total > 0 else 0
+    return f"{'#' * full}{'.' * (width - full)} {percent:>3}%"
+
+
 UNLIMITED: Final = 1 << 16
 """Columns when stdout is no terminal: a row is one line, for grep."""
+
+
+def console_width() -> int:
+    """Columns of the terminal; 80 where there is none, for what has to have some width."""
+    import shutil
+
+    return shutil.get_terminal_size().columns
 
 
 def console(width: int | None = None) -> Console:
@@ -128,14 +145,27 @@ def console(width: int | None = None) -> Console:
 
 
 def print_once(state: object, screen: Screen, output: Format) -> None:
-    """Print the state as JSON, or the screen that shows the same state."""
-    if output in (Format.JSON, Format.JSONL):
-        write(to_json(state, indent=output is Format.JSON))
+    """Print the state for programs, or the screen that shows the same state."""
+    if output.for_programs:
+        import msgspec
+
+        print_data(msgspec.to_builtins(state), output)
         return
     # A wide row is one line, and a terminal that is too narrow folds it.
     target = console(width=UNLIMITED if output is Format.WIDE else None)
+    print_lines(target, render(screen, target.width))
+
+
+def print_table(table: Table) -> None:
+    """As wide as the terminal where its columns can be cut so far; a cell that may not be cut never is."""
+    width = console().width
+    print_lines(console(width=UNLIMITED), render(Screen([], [fitted(table, width)]), UNLIMITED, gap=False))
+
+
+def print_lines(target: Console, content: RenderableType) -> None:
+    """Without blanks at the ends of lines, and with colours only on a terminal."""
     with target.capture() as captured:
-        target.print(render(screen, target.width))
+        target.print(content)
     write("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 

@@ -15,93 +15,178 @@ from strata.cli.exit_codes import EXIT_CODE_OF, ExitCode
 from strata.cli.groups import CommandEntry, LazyGroup
 from strata.cli.output import print_error
 
+_JOBS: Final = "Run and follow jobs"
+_RESULTS: Final = "Results and data"
+_HOSTS: Final = "Hosts"
+_HUB: Final = "Hub"
+_GANGS: Final = "Gangs"
+_TRAINING: Final = "Training server"
+_MACHINE: Final = "This machine"
 COMMANDS: Final[Mapping[str, CommandEntry]] = {
-    "agent": CommandEntry("strata.cli.agent:agent", "Run the agent of this host: claim jobs, run them, report."),
-    "apply": CommandEntry("strata.cli.fleet.apply:apply", "Queue the jobs of MANIFEST, and update those that differ."),
-    "archive": CommandEntry("strata.cli.fleet.control:archive", "Hide each ended JOB from lists and counts."),
-    "artifacts": CommandEntry(
-        "strata.cli.fleet.artifacts:artifacts", "List, download and remove the results and checkpoints of jobs."
+    "run": CommandEntry(
+        "strata.cli.fleet.run:run", "Run COMMAND in a copy of the current folder on a host of the fleet.", _JOBS
     ),
-    "backup": CommandEntry("strata.cli.backup:backup", "Back up the data of a hub to the folder TARGET."),
-    "cancel": CommandEntry("strata.cli.fleet.control:cancel", "Cancel each JOB."),
-    "completion": CommandEntry(
-        "strata.cli.completion:completion", "Print the script with which SHELL completes 'strata'."
+    "apply": CommandEntry(
+        "strata.cli.fleet.apply:apply", "Queue the jobs of MANIFEST, and update those that differ.", _JOBS
     ),
-    "contexts": CommandEntry(
-        "strata.cli.contexts:contexts", "List the servers you logged in to, or switch to the one called NAME."
+    "list": CommandEntry("strata.cli.fleet.jobs:list_jobs", "List jobs with their status and host.", _JOBS),
+    "show": CommandEntry("strata.cli.fleet.jobs:show", "Show JOB and its attempts.", _JOBS),
+    "top": CommandEntry(
+        "strata.cli.fleet.top:top", "Show live what needs attention, what runs, what waits, and the hosts.", _JOBS
     ),
-    "coordinator": CommandEntry(
-        "strata.cli.coordinator:coordinator", "Run the coordinator that keeps the workers of a job together."
+    "status": CommandEntry(
+        "strata.cli.fleet.jobs:status", "Show how many jobs and hosts there are, and the latest failures.", _JOBS
     ),
-    "data": CommandEntry("strata.cli.fleet.data:data", "Upload, download and list the data of jobs."),
-    "doctor": CommandEntry("strata.cli.doctor.command:doctor", "Diagnose this machine, the agent and the hub."),
-    "drain": CommandEntry(
-        "strata.cli.fleet.control:drain", "Let each HOST finish its jobs, and assign it no new ones."
+    "why": CommandEntry("strata.cli.fleet.why:why", "Explain why JOB is not running, and what would help.", _JOBS),
+    "logs": CommandEntry("strata.cli.fleet.logs:logs", "Print the log of JOB.", _JOBS),
+    "metrics": CommandEntry(
+        "strata.cli.fleet.metrics:metrics", "Show the metrics of jobs, side by side, over time or as plots.", _JOBS
     ),
-    "events": CommandEntry("strata.cli.fleet.events:events", "Show who changed what in the fleet, and when."),
-    "exec": CommandEntry("strata.cli.fleet.control:exec_command", "Run COMMAND inside a running JOB."),
-    "gang": CommandEntry(
-        "strata.cli.gang.commands:gang", "Show the workers of a job, once or live, and send them commands."
+    "goodput": CommandEntry(
+        "strata.cli.fleet.goodput:goodput", "Show where the time of JOB went, and what its interruptions cost.", _JOBS
     ),
-    "hub": CommandEntry("strata.cli.hub:hub", "Run the hub: schedule jobs on hosts, and store their logs and results."),
-    "invite": CommandEntry(
-        "strata.cli.fleet.enrol:invite", "Create a join token for one host, and print what to run there."
-    ),
-    "join": CommandEntry("strata.cli.fleet.enrol:join", "Make this machine a host of the hub at URL."),
-    "journal": CommandEntry("strata.cli.journal:journal", "Inspect a journal: streams, facts, integrity."),
-    "keys": CommandEntry("strata.cli.fleet.keys:keys", "Create, list and revoke API keys of people and programs."),
-    "leave": CommandEntry("strata.cli.fleet.enrol:leave", "Undo 'strata join' on this machine."),
-    "list": CommandEntry("strata.cli.fleet.jobs:list_jobs", "List jobs with their status and host."),
-    "login": CommandEntry(
-        "strata.cli.contexts:login", "Log in to the server at URL and use it for all other commands."
-    ),
-    "logs": CommandEntry("strata.cli.fleet.logs:logs", "Print the log of JOB."),
-    "metrics": CommandEntry("strata.cli.fleet.metrics:metrics", "Show the metrics of jobs, side by side or over time."),
-    "move": CommandEntry("strata.cli.backup:move", "Move the database of a hub to TARGET."),
-    "models": CommandEntry(
-        "strata.cli.models:models", "Create models for the training server, or fetch its tokenizer."
-    ),
-    "notify": CommandEntry(
-        "strata.cli.fleet.notify:notify", "Send yourself messages about jobs: Slack, ntfy, e-mail and others."
-    ),
-    "pause": CommandEntry("strata.cli.fleet.control:pause", "Assign no new jobs to each HOST until it is resumed."),
-    "quota": CommandEntry("strata.cli.fleet.quota:quota", "Show what each owner may use of the fleet, or change it."),
-    "reload": CommandEntry(
-        "strata.cli.fleet.apply:reload", "Apply the manifest in the hub's settings, as the file is now."
-    ),
+    "wait": CommandEntry("strata.cli.fleet.wait:wait", "Wait until every JOB has ended.", _JOBS),
+    "cancel": CommandEntry("strata.cli.fleet.control:cancel", "Cancel each JOB.", _JOBS),
     "requeue": CommandEntry(
-        "strata.cli.fleet.control:requeue", "Run each ended JOB again, or let excluded hosts try a pending one."
+        "strata.cli.fleet.control:requeue", "Run each ended JOB again, or let excluded hosts try a pending one.", _JOBS
     ),
-    "restore": CommandEntry("strata.cli.backup:restore", "Restore the data of a hub from BACKUP."),
+    "archive": CommandEntry("strata.cli.fleet.control:archive", "Hide each ended JOB from lists and counts.", _JOBS),
+    "exec": CommandEntry("strata.cli.fleet.control:exec_command", "Run COMMAND inside a running JOB.", _JOBS),
+    "events": CommandEntry("strata.cli.fleet.events:events", "Show who changed what in the fleet, and when.", _JOBS),
+    "schedules": CommandEntry(
+        "strata.cli.fleet.schedules:schedules",
+        "List the schedules of manifests, or pause, resume and remove them.",
+        _JOBS,
+    ),
+    "artifacts": CommandEntry(
+        "strata.cli.fleet.artifacts:artifacts",
+        "List, download and remove the results and checkpoints of jobs.",
+        _RESULTS,
+    ),
+    "data": CommandEntry("strata.cli.fleet.data:data", "Upload, download and list the data of jobs.", _RESULTS),
+    "mirror": CommandEntry(
+        "strata.cli.mirror:mirror", "Copy metrics to TensorBoard, W&B or another tracker, as they come.", _RESULTS
+    ),
+    "workers": CommandEntry(
+        "strata.cli.fleet.hosts:workers", "List hosts with their state and hardware, or show one.", _HOSTS
+    ),
+    "drain": CommandEntry(
+        "strata.cli.fleet.control:drain", "Let each HOST finish its jobs, and assign it no new ones.", _HOSTS
+    ),
+    "pause": CommandEntry(
+        "strata.cli.fleet.control:pause", "Assign no new jobs to each HOST until it is resumed.", _HOSTS
+    ),
     "resume": CommandEntry(
-        "strata.cli.fleet.control:resume", "Assign jobs to each HOST again, also after a quarantine."
+        "strata.cli.fleet.control:resume", "Assign jobs to each HOST again, also after a quarantine.", _HOSTS
     ),
     "revoke": CommandEntry(
-        "strata.cli.fleet.control:revoke", "Revoke the credentials of HOST, for example because it is lost."
+        "strata.cli.fleet.control:revoke", "Revoke the credentials of HOST, for example because it is lost.", _HOSTS
     ),
-    "run": CommandEntry(
-        "strata.cli.fleet.run:run", "Run COMMAND in a copy of the current folder on a host of the fleet."
+    "invite": CommandEntry(
+        "strata.cli.fleet.enrol:invite", "Create a join token for one host, and print what to run there.", _HOSTS
     ),
-    "schedules": CommandEntry(
-        "strata.cli.fleet.schedules:schedules", "List the schedules of manifests, or pause, resume and remove them."
+    "join": CommandEntry("strata.cli.fleet.enrol:join", "Make this machine a host of the hub at URL.", _HOSTS),
+    "leave": CommandEntry("strata.cli.fleet.enrol:leave", "Undo 'strata join' on this machine.", _HOSTS),
+    "agent": CommandEntry(
+        "strata.cli.agent:agent", "Run the agent of this host: claim jobs, run them, report.", _HOSTS
     ),
-    "secrets": CommandEntry("strata.cli.fleet.secrets:secrets", "Set, list and remove secrets of jobs."),
+    "up": CommandEntry("strata.cli.fleet.up:up", "Run a hub and an agent on this machine, in one process.", _HUB),
+    "hub": CommandEntry(
+        "strata.cli.hub:hub", "Run the hub: schedule jobs on hosts, and store their logs and results.", _HUB
+    ),
+    "dashboard": CommandEntry(
+        "strata.cli.fleet.dashboard:dashboard", "Print a link that logs your browser in to the dashboard.", _HUB
+    ),
+    "keys": CommandEntry(
+        "strata.cli.fleet.keys:keys", "Create, list and revoke API keys of people and programs.", _HUB
+    ),
+    "quota": CommandEntry(
+        "strata.cli.fleet.quota:quota", "Show what each owner may use of the fleet, or change it.", _HUB
+    ),
+    "secrets": CommandEntry("strata.cli.fleet.secrets:secrets", "Set, list and remove secrets of jobs.", _HUB),
+    "notify": CommandEntry(
+        "strata.cli.fleet.notify:notify", "Send yourself messages about jobs: Slack, ntfy, e-mail and others.", _HUB
+    ),
+    "reload": CommandEntry(
+        "strata.cli.fleet.apply:reload", "Apply the manifest in the hub's settings, as the file is now.", _HUB
+    ),
+    "backup": CommandEntry("strata.cli.backup:backup", "Back up the data of a hub to the folder TARGET.", _HUB),
+    "restore": CommandEntry("strata.cli.backup:restore", "Restore the data of a hub from BACKUP.", _HUB),
+    "move": CommandEntry("strata.cli.backup:move", "Move the database of a hub to TARGET.", _HUB),
+    "coordinator": CommandEntry(
+        "strata.cli.coordinator:coordinator", "Run the coordinator that keeps the workers of a job together.", _GANGS
+    ),
+    "gang": CommandEntry(
+        "strata.cli.gang.commands:gang", "Show the workers of a job, once or live, and send them commands.", _GANGS
+    ),
+    "journal": CommandEntry("strata.cli.journal:journal", "Inspect a journal: streams, facts, integrity.", _GANGS),
+    "train": CommandEntry("strata.cli.train:train", "Train a model as RECIPE says, and export its adapter.", _TRAINING),
+    "recipes": CommandEntry(
+        "strata.cli.recipes:recipes", "List the kinds of recipes for 'strata train', or print one.", _TRAINING
+    ),
     "serve": CommandEntry(
-        "strata.cli.serve.commands:serve", "Run a training server, which trains a model through an API."
+        "strata.cli.serve.commands:serve", "Run a training server, which trains a model through an API.", _TRAINING
     ),
-    "show": CommandEntry("strata.cli.fleet.jobs:show", "Show JOB and its attempts."),
-    "status": CommandEntry(
-        "strata.cli.fleet.jobs:status", "Show how many jobs and hosts there are, and the latest failures."
+    "models": CommandEntry(
+        "strata.cli.models:models", "Create, fetch, check and publish models for the training server.", _TRAINING
     ),
-    "up": CommandEntry("strata.cli.fleet.up:up", "Run a hub and an agent on this machine, in one process."),
-    "wait": CommandEntry("strata.cli.fleet.wait:wait", "Wait until every JOB has ended."),
+    "plan": CommandEntry("strata.cli.plan:plan", "Plan the memory of each device for training MODEL.", _TRAINING),
     "weights": CommandEntry(
-        "strata.cli.weights:weights", "Export checkpoints of a training server, or import a LoRA adapter."
+        "strata.cli.weights:weights", "Export checkpoints of a training server, or import a LoRA adapter.", _TRAINING
     ),
-    "why": CommandEntry("strata.cli.fleet.why:why", "Explain why JOB is not running, and what would help."),
-    "workers": CommandEntry("strata.cli.fleet.hosts:workers", "List hosts with their state and hardware, or show one."),
+    "login": CommandEntry(
+        "strata.cli.contexts:login", "Log in to the server at URL and use it for all other commands.", _MACHINE
+    ),
+    "contexts": CommandEntry(
+        "strata.cli.contexts:contexts", "List the servers you logged in to, or switch to the one called NAME.", _MACHINE
+    ),
+    "doctor": CommandEntry(
+        "strata.cli.doctor.command:doctor", "Diagnose this machine, the agent and the hub.", _MACHINE
+    ),
+    "completion": CommandEntry(
+        "strata.cli.completion:completion", "Print the script with which SHELL completes 'strata'.", _MACHINE
+    ),
 }
 ALIASES: Final[Mapping[str, str]] = {"hosts": "workers", "jobs": "list"}
+SYNONYMS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("ps", "ls", "queue", "squeue", "qstat"), "list"),
+    **dict.fromkeys(("kill", "stop", "abort", "terminate", "scancel", "qdel"), "cancel"),
+    **dict.fromkeys(("delete", "rm", "remove", "hide"), "archive"),
+    **dict.fromkeys(("retry", "rerun", "restart", "again"), "requeue"),
+    **dict.fromkeys(("describe", "inspect", "info", "get"), "show"),
+    **dict.fromkeys(("log", "output", "stdout"), "logs"),
+    **dict.fromkeys(("tail", "follow", "attach"), "logs -f"),
+    **dict.fromkeys(("submit", "launch", "start", "sbatch", "srun", "qsub"), "run"),
+    "deploy": "apply",
+    **dict.fromkeys(("node", "nodes", "host", "machine", "machines", "agents", "sinfo"), "hosts"),
+    **dict.fromkeys(("explain", "reason", "diagnosis"), "why"),
+    **dict.fromkeys(("htop", "monitor", "watch", "nvidia-smi"), "top"),
+    **dict.fromkeys(("plot", "graph", "curves", "loss"), "metrics --plot"),
+    **dict.fromkeys(("tensorboard", "wandb", "mlflow", "tracker", "trackers"), "mirror"),
+    **dict.fromkeys(("download", "fetch", "pull"), "artifacts get"),
+    **dict.fromkeys(("results", "checkpoints", "outputs"), "artifacts list"),
+    **dict.fromkeys(("upload", "push", "cp", "rsync"), "data push"),
+    **dict.fromkeys(("dataset", "datasets", "volumes"), "data list"),
+    **dict.fromkeys(("ssh", "shell"), "exec"),
+    **dict.fromkeys(("cron", "crontab", "schedule"), "schedules"),
+    **dict.fromkeys(("history", "audit"), "events"),
+    "cordon": "pause",
+    "uncordon": "resume",
+    **dict.fromkeys(("token", "tokens", "users", "apikey"), "keys"),
+    **dict.fromkeys(("secret", "env"), "secrets"),
+    **dict.fromkeys(("quotas", "limits"), "quota"),
+    **dict.fromkeys(("alert", "alerts", "webhook", "slack"), "notify"),
+    **dict.fromkeys(("server", "daemon"), "hub"),
+    "migrate": "move",
+    **dict.fromkeys(("dump", "snapshot"), "backup"),
+    **dict.fromkeys(("finetune", "sft", "dpo", "grpo", "distill"), "train"),
+    "tinker": "serve",
+    **dict.fromkeys(("context", "use", "switch"), "contexts"),
+    **dict.fromkeys(("check", "diagnose", "debug"), "doctor"),
+    "version": "--version",
+    "help": "--help",
+}
+"""What people type who know other programs, and what has that meaning here."""
 
 
 class Invocation:
@@ -129,6 +214,7 @@ strata: Final = Root(
     name="strata",
     table=COMMANDS,
     aliases=ALIASES,
+    synonyms=SYNONYMS,
     help="Strata turns the machines you own into one training service.",
     context_settings={"help_option_names": ["-h", "--help"]},
     params=[

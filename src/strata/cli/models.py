@@ -1,21 +1,23 @@
-"""`strata models`: create models that the training server can load, and fetch the tokenizer of its model."""
+"""`strata models`: create, fetch, check and publish models, and fetch the tokenizer of a server's model."""
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Literal
 
 import click
 
-from strata.cli.output import print_error
+from strata.cli.groups import VerbGroup
+from strata.cli.output import Column, Format, Rows, output_option, print_data, print_error, write
 from strata.cli.training_server import connect_server, context_option, key_file_option, server_option
 
 ANSWER_S: Final = 60.0
 
 
-@click.group()
+@click.group(cls=VerbGroup)
 def models() -> None:
-    """Create models for the training server, or fetch its tokenizer."""
+    """Create, fetch, check and publish models for the training server."""
 
 
 @models.command()
@@ -67,3 +69,147 @@ def tokenizer(out: Path, server: str | None, key_file: Path | None, context: str
     with connect_server(server, key_file, context, own="api.key", timeout_s=ANSWER_S) as client:
         names = fetch_tokenizer(client, out)
     print_error(f"{', '.join(names)} in {out}")
+
+
+@models.command()
+@click.argument("model", metavar="MODEL")
+@click.option("--revision", metavar="REVISION", help="Branch, tag or commit; the newest commit unless set.")
+@click.option("--to", "folder", type=click.Path(path_type=Path, file_okay=False), help="Folder instead of the cache.")
+def pull(model: str, revision: str | None, folder: Path | None) -> None:
+    """Fetch MODEL from the Hugging Face Hub into its cache.
+
+    MODEL is an id such as 'Qwen/Qwen3-0.6B'; as 'model.path' of a server it needs no network after that. Weights in
+    safetensors, configuration and tokenizer are fetched, and no code. Prints the folder.
+    """
+    _require_hub()
+    from strata.train.hugging_face import pull as fetch
+
+    write(str(fetch(model, revision, folder)))
+
+
+@models.command("list")
+@click.argument("folders", nargs=-1, type=click.Path(path_type=Path, file_okay=False, exists=True), metavar="[DIR]...")
+@output_option
+def list_(folders: tuple[Path, ...], output: Format) -> None:
+    """List the models in the Hugging Face cache, and in each DIR.
+
+    'supported' says whether the training server takes the model's family.
+    """
+    _require_hub()
+    from strata.cli.fleet.client import format_bytes
+    from strata.train.hugging_face import list_cached, list_folder
+    from strata.train.launch.model_check import family_of, support_of
+
+    columns = (
+        Column("model", identifies=True),
+        Column("family"),
+        Column("supported"),
+        Column("size", number=True),
+        Column("folder", wide=True),
+    )
+    with Rows(output, columns) as rows:
+        for each in [*list_cached(), *(found for folder in folders for found in list_folder(folder))]:
+            family = family_of(each.folder)
+            size = each.size if output.for_programs else format_bytes(each.size)
+            rows.add(
+                {
+                    "model": each.name,
+                    "family": family,
+                    "supported": support_of(family).support,
+                    "size": size,
+                    "folder": str(each.folder),
+                }
+            )
+
+
+@models.command()
+@click.argument("model", metavar="MODEL")
+@click.option("--ranks", type=click.IntRange(1, 4096), default=1, show_default=True, help="Ranks, one on each device.")
+@output_option
+def check(model: str, ranks: int, output: Format) -> None:
+    """Check whether the training server can train MODEL, and the memory that it needs.
+
+    MODEL is a folder or an id in the Hugging Face cache. Only the heads of its files are read. Memory is of each
+    device: to start with, and with every adapter in use and a full KV cache. Exit status 2 if its family is refused.
+    """
+    _require_hub()
+    import msgspec
+
+    from strata.base.errors import Code, StrataError
+    from strata.train.launch.model_check import check_model_files
+
+    report = check_model_files(model, ranks)
+    if output.for_programs:
+        print_data({"name": model, **msgspec.to_builtins(report)}, output)
+    else:
+        _print_report(report, output)
+    if report.support == "no":
+        raise StrataError(Code.UNSUPPORTED, report.why)
+
+
+def _print_report(report: Any, output: Format) -> None:
+    from strata.cli.fleet.client import format_bytes
+
+    proven = {"yes": "supported", "no": "refused", "unproven": "unproven"}[report.support]
+    print_error(f"{report.family}: {proven}, {report.parameters:,} parameters")
+    if report.lora:
+        print_error(f"LoRA trains {report.lora}; built-in sampler: {report.sampler}")
+    if report.why and report.support != "no":
+        print_error(report.why)
+    columns = (Column("training"), Column("dtype"), Column("start", number=True), Column("full", number=True))
+    with Rows(output, columns) as rows:
+        for need in report.memory:
+            rows.add(
+                {
+                    "training": need.training,
+                    "dtype": need.dtype,
+                    "start": format_bytes(need.start_bytes),
+                    "full": format_bytes(need.full_bytes),
+                }
+            )
+
+
+@models.command()
+@click.argument("source", metavar="SOURCE")
+@click.argument("repository", metavar="REPOSITORY")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["peft", "hf"]),
+    default="peft",
+    show_default=True,
+    help="What to make of a checkpoint: a LoRA adapter, or the full model.",
+)
+@click.option("--base", default="", metavar="MODEL", help="Folder of the base model to merge an adapter into.")
+@click.option("--public", is_flag=True, help="Create the repository for everybody to see; else it is private.")
+@click.option("-m", "--message", default="Upload with strata", show_default=True, help="Message of the commit.")
+@server_option
+@key_file_option
+@context_option
+def push(source: str, repository: str, form: Literal["peft", "hf"], base: str, **more: Any) -> None:
+    """Publish SOURCE as REPOSITORY on the Hugging Face Hub.
+
+    SOURCE is a folder with a LoRA adapter or a model, such as 'strata weights export' makes, or a path
+    'tinker://RUN/weights/NAME' of a running training server. Prints the URL of the commit.
+    """
+    _require_hub()
+    from strata.train.hugging_face import push as publish
+
+    options = {"private": not more.pop("public"), "message": more.pop("message")}
+    if not source.startswith("tinker://"):
+        if not Path(source).is_dir():
+            raise click.BadParameter(f"there is no folder {source!r}", param_hint="SOURCE")
+        write(publish(Path(source), repository, **options))
+        return
+    from strata.cli.weights import export_fetched
+
+    with tempfile.TemporaryDirectory(prefix="strata-push-") as folder:
+        exported = Path(folder) / "export"
+        export_fetched(source, exported, form, base, more)
+        write(publish(exported, repository, **options))
+
+
+def _require_hub() -> None:
+    from strata.cli.extras import require
+
+    require("huggingface_hub", extra="train")

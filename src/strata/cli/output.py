@@ -6,8 +6,9 @@ Names in a row come from other machines: control characters are escaped. Passwor
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from enum import StrEnum
 from types import TracebackType
 from typing import Any, Final, NamedTuple, TypeVar
@@ -24,6 +25,13 @@ class Format(StrEnum):
     WIDE = "wide"
     JSON = "json"
     JSONL = "jsonl"
+    YAML = "yaml"
+    NAME = "name"
+
+    @property
+    def for_programs(self) -> bool:
+        """Values as they are, and not as a person reads them."""
+        return self not in (Format.TABLE, Format.WIDE)
 
 
 class Column(NamedTuple):
@@ -32,7 +40,9 @@ class Column(NamedTuple):
     """Shown by `-o wide` only."""
     number: bool = False
     cut: int | None = None
-    """How many characters of a long cell `-o table` shows."""
+    """On a terminal that is too narrow, `-o table` may shorten cells to so many characters."""
+    identifies: bool = False
+    """What `-o name` prints; if no column does, it is the first one."""
 
 
 def output_option(function: _Function) -> _Function:
@@ -44,16 +54,18 @@ def output_option(function: _Function) -> _Function:
         default=Format.TABLE.value,
         show_default=True,
         callback=lambda _ctx, _param, value: Format(value),
-        help="Output format.",
+        help="Output format; name: only what other commands take.",
     )(function)
 
 
 class Rows:
-    """Prints rows as they come (`jsonl`), or all at the end (`table`, `wide`, `json`) unless an error occurred."""
+    """Prints rows as they come (`jsonl`, `name`), or all at the end (`table`, `wide`, `json`, `yaml`) unless an error
+    occurred."""
 
     def __init__(self, output: Format, columns: Sequence[Column]) -> None:
         self._output = output
         self._columns = [column for column in columns if output is not Format.TABLE or not column.wide]
+        self._name = next((column.key for column in columns if column.identifies), columns[0].key)
         self._kept: list[Mapping[str, Any]] = []
 
     def __enter__(self) -> Rows:
@@ -65,22 +77,65 @@ class Rows:
         if kind is not None:
             return
         match self._output:
-            case Format.JSON:
-                _print_json(self._kept, indent=2)
+            case Format.JSON | Format.YAML:
+                print_data(self._kept, self._output)
             case Format.TABLE | Format.WIDE:
                 _print_table(self._columns, self._kept, cut=self._output is Format.TABLE)
-            case Format.JSONL:
+            case Format.JSONL | Format.NAME:
                 pass
 
     def add(self, row: Mapping[str, Any]) -> None:
-        if self._output is Format.JSONL:
-            _print_json(row, indent=None)
-        else:
-            self._kept.append(row)
+        match self._output:
+            case Format.JSONL:
+                print_data(row, self._output)
+            case Format.NAME:
+                write(_cell(row.get(self._name)))
+            case _:
+                self._kept.append(row)
+
+
+def print_data(value: object, output: Format) -> None:
+    """A value of JSON's kinds, for programs. `-o name` prints its id, or its name."""
+    import json
+
+    match output:
+        case Format.YAML:
+            from strata.cli.yaml_text import to_yaml
+
+            write(to_yaml(value))
+        case Format.NAME:
+            write(_name_of(value))
+        case _:
+            write(json.dumps(value, indent=2 if output is Format.JSON else None))
+
+
+def _name_of(value: object) -> str:
+    if isinstance(value, Mapping):
+        for key in ("id", "name", "job_id"):
+            if isinstance(value.get(key), str):
+                return str(value[key])
+    raise click.UsageError("what this shows has no name: use -o json or -o yaml")
+
+
+_sink: ContextVar[list[str] | None] = ContextVar("sink", default=None)
+
+
+@contextmanager
+def collect_lines(lines: list[str]) -> Iterator[None]:
+    """What is printed meanwhile, to stdout or as a message, is added to `lines` instead."""
+    token = _sink.set(lines)
+    try:
+        yield
+    finally:
+        _sink.reset(token)
 
 
 def write(text: str) -> None:
     """Print a line of data. When the reader has closed the pipe (`| head`), the command ends quietly."""
+    sink = _sink.get()
+    if sink is not None:
+        sink.extend(text.split("\n"))
+        return
     try:
         click.echo(text)
     except BrokenPipeError as error:
@@ -89,9 +144,13 @@ def write(text: str) -> None:
 
 def print_error(message: str, *, hint: str | None = None) -> None:
     """Print a message, and what to do about it, to stderr."""
-    click.echo(printable(redact(message)), err=True)
-    if hint:
-        click.echo(f"hint: {printable(redact(hint))}", err=True)
+    lines = [printable(redact(message)), *([f"hint: {printable(redact(hint))}"] if hint else [])]
+    sink = _sink.get()
+    if sink is not None:
+        sink.extend(lines)
+        return
+    for line in lines:
+        click.echo(line, err=True)
 
 
 _URL_PASSWORD: Final = re.compile(r"(?P<before>\b[a-z][a-z0-9+.-]*://[^\s:/@]*:)\S*(?=@)", re.IGNORECASE)
@@ -108,34 +167,16 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
 
 
-def _print_json(value: object, *, indent: int | None) -> None:
-    import json
-
-    write(json.dumps(value, indent=indent))
-
-
 def _print_table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], *, cut: bool) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    from strata.cli.layout import ScreenColumn, Table, print_table
+    from strata.cli.states import state_cell
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        # A cell is never folded: it is copied into the next command.
-        table.add_column(
-            column.key.upper(), justify="right" if column.number else "left", no_wrap=True, overflow="crop"
-        )
-    for row in rows:
-        cells = ((column, _cell(row.get(column.key))) for column in columns)
-        table.add_row(*(Text(_truncate(cell, column.cut if cut else None)) for column, cell in cells))
-    console = Console(file=sys.stdout, highlight=False, width=_UNLIMITED)
-    with console.capture() as captured:
-        console.print(table)
-    write("\n".join(line.rstrip() for line in captured.get().splitlines()))
-
-
-_UNLIMITED: Final = 1 << 22
-"""Wider than any row: a row is one line, and the terminal folds it."""
+    titles = tuple(
+        ScreenColumn(column.key.upper(), number=column.number, cuts=cut and column.cut is not None, least=column.cut)
+        for column in columns
+    )
+    cells = [[state_cell(column.key, _cell(row.get(column.key))) for column in columns] for row in rows]
+    print_table(Table(titles, cells))
 
 
 def _cell(value: object) -> str:
@@ -146,7 +187,3 @@ def _cell(value: object) -> str:
     import json
 
     return json.dumps(value)
-
-
-def _truncate(cell: str, limit: int | None) -> str:
-    return cell if limit is None or len(cell) <= limit else cell[: limit - 1] + "…"

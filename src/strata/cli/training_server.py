@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 import click
 
 from strata.base.errors import Code, StrataError
+from strata.cli.completion import complete_contexts
 
 if TYPE_CHECKING:
     from strata.fleet.client import HubClient
+    from strata.sdk.fleet import ClientSettings
 
 server_option = click.option(
     "--server",
@@ -24,7 +26,10 @@ key_file_option = click.option(
     help="Read the API key from FILE, for example api.key in the server's data folder.",
 )
 context_option = click.option(
-    "--context", metavar="NAME", help="Use the server that you logged in to as NAME (default: the current context)."
+    "--context",
+    metavar="NAME",
+    shell_complete=complete_contexts,
+    help="Use the server that you logged in to as NAME (default: the current context).",
 )
 
 
@@ -32,13 +37,21 @@ def connect_server(
     server: str | None, key_file: Path | None, context: str | None, *, own: str, timeout_s: float
 ) -> HubClient:
     """`server` is a URL or a settings file. For the latter `own` is the name of the credential in its data folder."""
-    from strata.sdk.fleet import client_settings, connect
+    from strata.sdk.fleet import connect
+
+    settings = choose_server(server, key_file, context, own=own)
+    return connect(settings, timeout_s=timeout_s, server="training server")
+
+
+def choose_server(
+    server: str | None, key_file: Path | None, context: str | None = None, *, own: str = "api.key"
+) -> ClientSettings:
+    from strata.sdk.fleet import client_settings
 
     if server is not None and Path(server).is_file():
         server, credential = _local(Path(server), own)
         key_file = key_file or credential
-    settings = client_settings(context=context, url=server, token_path=key_file)
-    return connect(settings, timeout_s=timeout_s, server="training server")
+    return client_settings(context=context, url=server, token_path=key_file)
 
 
 def _local(config: Path, own: str) -> tuple[str, Path]:

@@ -9,14 +9,16 @@ from typing import Any, Final, Literal
 
 import click
 
+from strata.cli.groups import VerbGroup
 from strata.cli.output import print_error, write
+from strata.cli.progress import ProgressLine
 from strata.cli.training_server import connect_server, context_option, key_file_option, server_option
 
 ANSWER_S: Final = 600.0
 """The server verifies and stores an adapter before it replies."""
 
 
-@click.group()
+@click.group(cls=VerbGroup)
 def weights() -> None:
     """Export checkpoints of a training server, or import a LoRA adapter."""
 
@@ -44,7 +46,7 @@ def export(checkpoint: str, out: Path, form: Literal["peft", "hf"], base: str, *
     from strata.cli.extras import require
 
     if checkpoint.startswith("tinker://"):
-        _export_fetched(checkpoint, out, form, base, server)
+        export_fetched(checkpoint, out, form, base, server)
         return
     if not Path(checkpoint).is_dir():
         raise click.BadParameter(f"there is no folder {checkpoint!r}", param_hint="CHECKPOINT")
@@ -55,23 +57,29 @@ def export(checkpoint: str, out: Path, form: Literal["peft", "hf"], base: str, *
     print_error(f"{manifest.model_id} after {manifest.steps} steps in {out}")
 
 
-def _export_fetched(path: str, out: Path, form: Literal["peft", "hf"], base: str, server: Mapping[str, Any]) -> None:
+def export_fetched(path: str, out: Path, form: Literal["peft", "hf"], base: str, server: Mapping[str, Any]) -> None:
     from strata.cli.extras import require
     from strata.sdk.checkpoints import fetch_adapter, fetch_checkpoint
 
     if form == "hf":
         require("transformers", extra="train")
     out.absolute().parent.mkdir(parents=True, exist_ok=True)
-    with connect_server(
-        server["server"], server["key_file"], server["context"], own="api.key", timeout_s=ANSWER_S
-    ) as client:
+    from strata.cli.fleet.client import format_bytes
+
+    with (
+        connect_server(
+            server["server"], server["key_file"], server["context"], own="api.key", timeout_s=ANSWER_S
+        ) as client,
+        ProgressLine(f"downloading {path}", format_bytes) as report,
+    ):
         if form == "peft":
-            fetch_adapter(client, path, out)
+            fetch_adapter(client, path, out, report)
         else:
             from strata.train.runner.checkpoint.export import merge_fetched
 
             with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.absolute().parent) as folder:
-                fetch_checkpoint(client, path, Path(folder))
+                fetch_checkpoint(client, path, Path(folder), report)
+                report.clear()
                 merge_fetched(Path(folder), out, base)
     print_error(f"{path} in {out}")
 

@@ -13,7 +13,6 @@ import secrets
 import shlex
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -33,20 +32,25 @@ from strata.base.errors import Code, StrataError
 from strata.base.loop import every
 from strata.base.parent import TIED_COMMAND, end_with_parent
 from strata.base.private import private_folder
-from strata.base.retry import Backoff, no_jitter
+from strata.base.retry import no_jitter
 from strata.base.secret import Secret, read_secret
 from strata.base.settings import load, process_environment
 from strata.coord.operator import Operator, OperatorSettings
+from strata.coord.private import (
+    BACKOFF,
+    STOP_S,
+    PrivateCoordinator,
+    reserve_port,
+    stop_process,
+    with_secret_file,
+)
 from strata.coord.server.tokens import Claims, TokenRole, Tokens
 from strata.coord.view import JobView
 from strata.coord.worker.relay import HeartbeatRelay
 from strata.coord.worker.settings import SECTION, WorkerSettings
 
-BACKOFF: Final = Backoff(first_s=1.0, most_s=30.0)
 READY_S: Final = 60.0
 """How long the coordinator may take to answer at first."""
-STOP_S: Final = 45.0
-"""torchrun gives its workers 30 s to end."""
 STACK_S: Final = 20.0
 SIGNAL_S: Final = 2.0
 """How long a worker gets to print its stacks itself."""
@@ -170,12 +174,13 @@ class GangLauncher:
             address = options.coordinator
             if address is None:
                 self._tokens = PrivateTokens.write(private_folder(options.folder / "tokens"), options.job, self._clock)
-                guard = stack.enter_context(_free_port())
+                guard = stack.enter_context(reserve_port())
                 address = f"127.0.0.1:{guard.getsockname()[1]}"
                 stack.push_async_callback(self._stop_tasks)
-                self._tasks.append(
-                    asyncio.create_task(self._keep_coordinator(coordinator_command, address, self._tokens))
+                private = PrivateCoordinator(
+                    command=coordinator_command, address=address, folder=options.folder, secret=self._tokens.secret
                 )
+                self._tasks.append(asyncio.create_task(private.keep(self._clock, self._say)))
                 await self._wait_for_coordinator(guard.getsockname())
             settings = _operator_settings(address, options.job, self._tokens)
             operator = await stack.enter_async_context(Operator(settings, self._clock))
@@ -246,29 +251,6 @@ class GangLauncher:
 
     # Processes
 
-    async def _keep_coordinator(self, command: Sequence[str], address: str, tokens: PrivateTokens) -> None:
-        database = f"sqlite:{self._options.folder / 'coordinator.db'}"
-        log_file = self._options.folder / "coordinator.log"
-        failures = 0
-        while True:
-            with log_file.open("ab") as log:
-                process = await asyncio.create_subprocess_exec(
-                    *(*command, "--listen", address, "--database", database, "--log-format", "json"),
-                    env=_with_secret_file("COORDINATOR_TOKEN_SECRET", tokens.secret),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                    preexec_fn=partial(end_with_parent, parent=os.getpid()),
-                )
-            try:
-                status = await process.wait()
-            finally:
-                await _stop(process, STOP_S)
-            failures += 1
-            self._say(f"the coordinator ended with status {status} (see {log_file}): starting it again")
-            await self._clock.sleep(BACKOFF.delay_s(failures, no_jitter()))
-
     async def _wait_for_coordinator(self, place: tuple[str, int]) -> None:
         until_s = self._clock.monotonic_s() + READY_S
         while True:
@@ -310,7 +292,7 @@ class GangLauncher:
     def _worker_environment(self) -> Mapping[str, str]:
         """A relay is that of this run; a run inside another one does not inherit it."""
         own = self._tokens
-        found = process_environment() if own is None else _with_secret_file("WORKER_TOKEN", own.worker)
+        found = process_environment() if own is None else with_secret_file("WORKER_TOKEN", own.worker)
         relay = {RELAY: str(self._relay)} if self._relay is not None else {}
         return {name: value for name, value in found.items() if name != RELAY} | relay
 
@@ -319,7 +301,7 @@ class GangLauncher:
             task.cancel()
         await asyncio.wait(tasks)
         if self._torchrun is not None:
-            await _stop(self._torchrun, STOP_S)
+            await stop_process(self._torchrun, STOP_S)
             self._kill_workers()
 
     def _kill_workers(self) -> None:
@@ -464,29 +446,3 @@ def _operator_settings(address: str, job: str, tokens: PrivateTokens | None) -> 
 
 def _worker_settings(address: str, job: str) -> WorkerSettings:
     return load(WorkerSettings, section=SECTION, file=None, flags={"address": address, "job": job})
-
-
-def _with_secret_file(setting: str, file: Path) -> Mapping[str, str]:
-    """This process's variables, with the file of a secret in place of any other way to give it."""
-    name = f"STRATA_{setting}"
-    return {key: value for key, value in process_environment().items() if key != name} | {f"{name}_FILE": str(file)}
-
-
-def _free_port() -> socket.socket:
-    """Bound and never listening: the port stays ours while the coordinator is down, and it can bind it too."""
-    guard = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    guard.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    guard.bind(("127.0.0.1", 0))
-    return guard
-
-
-async def _stop(process: asyncio.subprocess.Process, within_s: float) -> None:
-    if process.returncode is not None:
-        return
-    process.terminate()
-    try:
-        async with asyncio.timeout(within_s):
-            await process.wait()
-    except TimeoutError:
-        process.kill()
-        await process.wait()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Annotated, Any, Final, Self, TypeAlias
 
@@ -21,7 +21,7 @@ from strata.base.settings import Secret
 from strata.coord.core.facts import CommandKind
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
-from strata.coord.view import JobSummaryView, JobView
+from strata.coord.view import GangEventsView, GoodputView, JobPageView, JobSummaryView, JobView, WorkerView
 from strata.coord.worker.link import CoordinatorLink, Deadline, Reply, Request, UnaryCall, to_strata_error
 from strata.coord.worker.settings import Tls, WorkerSettings
 
@@ -74,6 +74,47 @@ class CommandReceipt:
     worker_ids: tuple[str, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class JobSettings:
+    """Settings of one job. None: as the coordinator is configured, or, of a job that exists, unchanged."""
+
+    min_workers: int | None = None
+    max_workers: int | None = None
+    heartbeat_interval_s: float | None = None
+    missed_heartbeats: int | None = None
+    reconnect_grace_s: float | None = None
+    parameters: Mapping[str, str] = field(default_factory=dict)
+
+    def fields(self) -> dict[str, Any]:
+        """Of the contract, those that are set."""
+        found = {
+            "min_workers": self.min_workers,
+            "max_workers": self.max_workers,
+            "heartbeat_interval_ms": _ms(self.heartbeat_interval_s),
+            "missed_heartbeats": self.missed_heartbeats,
+            "reconnect_grace_ms": _ms(self.reconnect_grace_s),
+        }
+        given = {name: value for name, value in found.items() if value is not None}
+        return {**given, "training_parameters": dict(self.parameters)}
+
+
+def _ms(seconds: float | None) -> int | None:
+    return None if seconds is None else round(seconds * 1000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerPage:
+    """Which workers of a job to describe."""
+
+    limit: int = 50
+    offset: int = 0
+    search: str = ""
+    attention_first: bool = False
+    """Those first that a person may have to look at."""
+    lanes: bool = False
+    """With what they did over the last hour."""
+
+
 class Operator:
     """One job through one coordinator, between `async with`."""
 
@@ -96,6 +137,29 @@ class Operator:
         """The job now. `history`: how many checkpoints and incidents; 0: as many as is useful."""
         request = pb.GetJobRequest(history_limit=history)
         return job_view((await self._call(lambda stub: stub.GetJob, request)).job)
+
+    async def page(self, page: WorkerPage) -> JobPageView:
+        """The job with some of its workers: for a view that must not grow with the job."""
+        request = pb.GetJobRequest(
+            worker_limit=page.limit,
+            worker_offset=page.offset,
+            worker_order=pb.WORKER_ORDER_ATTENTION if page.attention_first else pb.WORKER_ORDER_UNSPECIFIED,
+            worker_search=page.search,
+            lanes=page.lanes,
+        )
+        return msgspec.convert(message_to_dict(await self._call(lambda stub: stub.GetJob, request)), JobPageView)
+
+    async def goodput(self) -> GoodputView | None:
+        """How the time of the current run was spent; None from a coordinator that does not count it."""
+        return (await self.page(WorkerPage(limit=1))).goodput
+
+    async def events(
+        self, kinds: Collection[str] = (), search: str = "", before: int = 0, limit: int = 0
+    ) -> GangEventsView:
+        """What happened to the job, the latest first. `before`: the `next_before` of the page before this one."""
+        request = pb.ListEventsRequest(kinds=map(_event_kind, kinds), search=search, before=before, limit=limit)
+        found = await self._call(lambda stub: stub.ListEvents, request)
+        return msgspec.convert(message_to_dict(found), GangEventsView)
 
     async def watch(self, history: int = 0) -> AsyncGenerator[JobView | ConnectionLost, None]:
         """The job now and after every change, for ever: restarts and failovers are reported as `ConnectionLost`."""
@@ -129,11 +193,14 @@ class Operator:
             return False
         return until_s is None or self._clock.monotonic_s() <= until_s
 
-    async def issue(self, kind: CommandKind, workers: tuple[str, ...], reason: str) -> CommandReceipt:
+    async def issue(
+        self, kind: CommandKind, workers: tuple[str, ...], reason: str, arguments: Mapping[str, str] | None = None
+    ) -> CommandReceipt:
         """No workers: all members. Retried if the reply got lost; the request id makes it idempotent."""
         request = pb.IssueCommandRequest(
             worker_ids=workers,
             kind=pb.CommandKind.ValueType(kind.value),
+            arguments=dict(arguments or {}),
             reason=reason,
             request_id=self._ids.new("order"),
         )
@@ -145,12 +212,13 @@ class Operator:
         found = await self._call(lambda stub: stub.ListJobs, pb.ListJobsRequest())
         return tuple(map(summary_view, found.jobs))
 
-    async def create(self, min_workers: int, max_workers: int, parameters: Mapping[str, str]) -> JobSummaryView:
-        """0: as the coordinator is configured."""
-        request = pb.CreateJobRequest(
-            min_workers=min_workers, max_workers=max_workers, training_parameters=dict(parameters)
-        )
+    async def create(self, settings: JobSettings) -> JobSummaryView:
+        request = pb.CreateJobRequest(**settings.fields())
         return summary_view((await self._call(lambda stub: stub.CreateJob, request)).job)
+
+    async def update(self, settings: JobSettings) -> JobSummaryView:
+        request = pb.UpdateJobRequest(**settings.fields())
+        return summary_view((await self._call(lambda stub: stub.UpdateJob, request)).job)
 
     async def reset(self) -> JobSummaryView:
         """Another run, from the beginning. Names the run that it ends: sent again, it ends no other."""
@@ -174,7 +242,8 @@ class Operator:
 
     async def _changes(self, history: int) -> AsyncGenerator[JobView, None]:
         """Until the connection breaks; TimeoutError if it is only silent."""
-        request = pb.WatchJobRequest(history_limit=history, min_interval_ms=TOGETHER_MS)
+        request = pb.WatchJobRequest(history_limit=history, min_interval_ms=TOGETHER_MS, deltas=True)
+        view: JobView | None = None
         call = self._link.stub().WatchJob(request, metadata=self._link.metadata)
         try:
             while True:
@@ -183,7 +252,12 @@ class Operator:
                     message = await call.read()
                 if not isinstance(message, pb.WatchJobResponse):
                     return
-                yield job_view(message.job)
+                # A coordinator that knows no changes sends the whole job each time.
+                if view is not None and message.HasField("change"):
+                    view = changed_view(view, message.change)
+                else:
+                    view = job_view(message.job)
+                yield view
         finally:
             call.cancel()
 
@@ -219,6 +293,50 @@ def _why(error: StrataError) -> str:
 
 def job_view(message: pb.JobState) -> JobView:
     return msgspec.convert(message_to_dict(message), JobView)
+
+
+def changed_view(before: JobView, change: pb.JobChange) -> JobView:
+    """The view after a change. Only what the change has is read."""
+    replaced = frozenset(change.replaced_fields)
+    values = {
+        field.name: _value(change.job, field)
+        for field in change.job.DESCRIPTOR.fields
+        if field.name != "workers" and (not field.is_repeated or field.number in replaced)
+    }
+    part = msgspec.convert({**_EMPTY, **values}, JobView)
+    workers = {each.worker_id: each for each in before.workers}
+    workers.update((each.worker_id, worker_view(each)) for each in change.job.workers)
+    found = {name: getattr(part, name) for name in values}
+    return msgspec.structs.replace(before, **found, workers=tuple(sorted(workers.values(), key=_place)))
+
+
+_EMPTY: Final[Mapping[str, Any]] = {
+    "workers": (),
+    "datasets": (),
+    "barriers": (),
+    "checkpoints": (),
+    "incidents": (),
+    "commands": (),
+    "training_parameters": {},
+}
+
+
+def worker_view(message: pb.WorkerState) -> WorkerView:
+    return msgspec.convert(message_to_dict(message), WorkerView)
+
+
+def _place(worker: WorkerView) -> tuple[bool, bool, int]:
+    """Members in order of rank, then those that wait, then those that are gone."""
+    return worker.is_gone, worker.rank is None, worker.rank or 0
+
+
+def _event_kind(name: str) -> pb.EventKind.ValueType:
+    known = {each.removeprefix("EVENT_KIND_"): number for each, number in pb.EventKind.items() if number}
+    if name.upper() not in known:
+        raise StrataError(
+            Code.INVALID, f"{name!r} is no kind of event", hint=f"one of {', '.join(sorted(known)).lower()}"
+        )
+    return known[name.upper()]
 
 
 def summary_view(message: pb.JobSummary) -> JobSummaryView:

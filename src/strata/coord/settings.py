@@ -35,6 +35,12 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """A standby takes over this long after the leader was last heard from, at the latest."""
     snapshot_every: Annotated[int, msgspec.Meta(ge=1)] = 20_000
     """Facts between two snapshots."""
+    metrics_listen: str = ""
+    """HOST:PORT of `GET /metrics` for Prometheus; empty: there is none. It takes the token of an operator, and has the
+    certificate of `tls`."""
+    ping_timeout_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 15.0
+    """A connection whose peer answers no ping for so long is broken: its process is frozen, or its machine is gone. A
+    machine that stands still for less keeps its workers."""
     drain_s: Annotated[float, msgspec.Meta(ge=0)] = 2.0
     """How long calls may take to finish when the process is told to end."""
     tls: ServerTls | None = None
@@ -42,6 +48,8 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Signs the tokens of jobs. Without it no call needs a token, which only a loopback address allows."""
     revoked_tokens: Path | None = None
     """A file with the ids of tokens that are refused before they expire, one on a line; read again when it changes."""
+    backups: Path | None = None
+    """The folder in which `strata backup` requests copies of the journal, which must be SQLite; `strata up` sets it."""
     log_format: Literal["json", "console"] | None = None
     """None: console on a terminal, JSON elsewhere."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -51,17 +59,22 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 def check_exposure(settings: CoordinatorSettings) -> None:
     """Reject an address that other machines reach in the clear, or without tokens."""
-    if is_loopback_address(settings.listen):
+    for listen in filter(None, (settings.listen, settings.metrics_listen)):
+        _check_address(settings, listen)
+
+
+def _check_address(settings: CoordinatorSettings, listen: str) -> None:
+    if is_loopback_address(listen):
         return
     if settings.tls is None:
         raise StrataError(
             Code.INVALID,
-            f"{settings.listen} can be reached from other machines, and everything would be sent in the clear",
+            f"{listen} can be reached from other machines, and everything would be sent in the clear",
             hint="set coordinator.tls.certificate and coordinator.tls.key, or listen on 127.0.0.1",
         )
     if settings.token_secret is None:
         raise StrataError(
             Code.INVALID,
-            f"{settings.listen} can be reached from other machines, and every caller would be operator of all jobs",
+            f"{listen} can be reached from other machines, and every caller would be operator of all jobs",
             hint="set coordinator.token_secret; a client certificate (tls.client_ca) names no job and no role",
         )

@@ -57,6 +57,10 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     resources: ResourcesView | None
     labels: dict[str, str]
     sdk_version: str
+    slowdown: float | None = None
+    """Its step time divided by the median of the members, by computing times where they are known."""
+    compute_time_ms: float | None = None
+    """What it spent on a step itself, without waiting for others."""
 
     @property
     def is_gone(self) -> bool:
@@ -122,6 +126,8 @@ class CheckpointView(msgspec.Struct, frozen=True, kw_only=True):
     manifest: ManifestView
     committed: bool
     missing_ranks: tuple[int, ...]
+    command_id: int = 0
+    """The command that it answers; 0: none."""
 
 
 class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,3 +194,79 @@ class JobSummaryView(msgspec.Struct, frozen=True, kw_only=True):
     min_workers: int
     max_workers: int
     checkpoint_step: int | None = None
+
+
+class WorkerCountView(msgspec.Struct, frozen=True, kw_only=True):
+    status: str | None
+    liveness: str | None
+    count: int
+
+
+class WorkerLaneView(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker did over time."""
+
+    worker_id: str
+    states: bytes
+    """A number of WorkerStatus for each time; 0: none."""
+
+
+class GoodputView(msgspec.Struct, frozen=True, kw_only=True):
+    """How the time of a run was spent, in milliseconds; the parts add up to the time since it began."""
+
+    useful_ms: int
+    waiting_ms: int
+    checkpoint_ms: int
+    detect_ms: int
+    restart_ms: int
+    rolled_back_ms: int
+    phase: str
+    """The part that grows now."""
+    phase_since_unix_ms: int
+
+    @property
+    def share(self) -> float | None:
+        """Useful time of the time with workers; None: there was none."""
+        busy_ms = self.useful_ms + self.checkpoint_ms + self.detect_ms + self.restart_ms + self.rolled_back_ms
+        return self.useful_ms / busy_ms if busy_ms else None
+
+
+class GangEventView(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that happened to a job."""
+
+    number: int
+    kind: str | None
+    at_unix_ms: int
+    run: int
+    generation: int
+    workers: tuple[str, ...]
+    """Of many only the first ones."""
+    worker_count: int
+    message: str
+    detect_ms: int
+    restart_ms: int
+    rolled_back_ms: int
+
+    @property
+    def cost_ms(self) -> int:
+        return self.detect_ms + self.restart_ms + self.rolled_back_ms
+
+
+class GangEventsView(msgspec.Struct, frozen=True, kw_only=True):
+    """A page, the latest first."""
+
+    events: tuple[GangEventView, ...]
+    next_before: int
+    """Where the next page begins; 0: there is none."""
+
+
+class JobPageView(msgspec.Struct, frozen=True, kw_only=True):
+    """A job with some of its workers, and what is known of all of them."""
+
+    job: JobView
+    workers_total: int
+    """That match, on all pages."""
+    worker_counts: tuple[WorkerCountView, ...]
+    goodput: GoodputView | None
+    """None from a coordinator that does not count it."""
+    lane_times_unix_ms: tuple[int, ...]
+    lanes: tuple[WorkerLaneView, ...]

@@ -8,7 +8,8 @@ The caller decides how often to retry.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -69,6 +70,8 @@ class Connections:
         self._slots = asyncio.Semaphore(limit)
         self._idle: list[_Connection] = []
         self._closed = False
+        self.observe: Callable[[float], None] | None = None
+        """Called with the seconds that each statement or transaction took, with its wait for a connection."""
 
     async def run(self, statement: str, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
         """The rows of one statement, which commits by itself."""
@@ -113,6 +116,7 @@ class Connections:
     @asynccontextmanager
     async def acquire(self, call_s: float | None = None) -> AsyncIterator[_Connection]:
         """A connection for one statement, given back if nothing went wrong. TimeoutError after the deadline."""
+        started_s = time.monotonic()
         async with asyncio.timeout(call_s or self._call_s) as deadline, self._slots:
             if self._closed:
                 raise StrataError(Code.PRECONDITION, f"the {self._what} is closed")
@@ -131,6 +135,8 @@ class Connections:
             finally:
                 if whole and not self._closed:
                     self._idle.append(connection)
+                    if self.observe is not None:
+                        self.observe(time.monotonic() - started_s)
                 else:
                     await connection.close()
                     if not left:
@@ -160,6 +166,8 @@ class Connections:
                 # What has no index is read whole all the same; at that made-up price it would also be compiled first.
                 # A bitmap has no order: the first job of an owner would cost as much as all of its jobs.
                 await connection.execute("SET enable_seqscan = off; SET enable_bitmapscan = off; SET jit = off")
+                # These statements have one good plan, which the planner would take long to find again for every call.
+                await connection.execute("SET plan_cache_mode = force_generic_plan")
         except BaseException:
             await connection.close()
             raise

@@ -7,6 +7,7 @@ import contextlib
 import queue
 import sqlite3
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -70,6 +71,8 @@ class SqliteThread:
         self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._next: _Job | None = None
+        self.observe: Callable[[float], None] | None = None
+        """Called with the seconds that each function took, with its wait in the queue."""
         self._broken: StrataError | None = None
         self._stopped = False
         self._thread = threading.Thread(target=self._run_thread, name=f"{schema.what} {path.name}", daemon=True)
@@ -117,8 +120,12 @@ class SqliteThread:
         if asyncio.get_running_loop() is not self._loop:
             raise StrataError(Code.INTERNAL, f"a {self._schema.what} belongs to the event loop it was opened in")
         reply: asyncio.Future[T] = self._loop.create_future()
+        started_s = time.monotonic()
         self._queue.put(_Job(run, writes, alone, reply))
-        return await reply
+        result = await reply
+        if self.observe is not None:
+            self.observe(time.monotonic() - started_s)
+        return result
 
     def _run_thread(self) -> None:
         # From here on the opener may be cancelled, but the future gets a result or an error all the same.

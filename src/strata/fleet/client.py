@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import random
-import shutil
 import socket
 import ssl
 import threading
@@ -29,9 +28,11 @@ from urllib.parse import SplitResult, urlencode, urlsplit
 import msgspec
 
 from strata import __version__
+from strata.base import trace
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.base.loopback import is_loopback_host
+from strata.base.progress import ReportProgress, no_progress
 from strata.base.retry import Backoff, date_s, retry_after_s
 from strata.base.secret import Secret
 from strata.base.unix_socket import SCHEME as UNIX
@@ -108,6 +109,7 @@ class HubClient:
         retry_for_s: float = 0.0,
     ) -> None:
         """`server` is the name of the server in error messages."""
+        self.url = url
         self._at = _split(url)
         if self._at.scheme == "http" and bearer is not None:
             check_cleartext(url, bearer)
@@ -202,6 +204,8 @@ class HubClient:
         headers = {"Accept": "application/json", "User-Agent": f"strata/{__version__}"}
         if content is not None:
             headers["Content-Type"] = media_type
+        if traceparent := trace.traceparent():
+            headers[trace.HEADER] = traceparent
         if self._bearer is not None:
             headers["Authorization"] = f"Bearer {self._bearer.reveal()}"
         target = self._below(path)
@@ -215,7 +219,7 @@ class HubClient:
             raise _problem(reply, f"{method} {path.partition('?')[0]}")
         return reply
 
-    def download(self, target: str, to: IO[bytes]) -> None:
+    def download(self, target: str, to: IO[bytes], report: ReportProgress = no_progress) -> None:
         """Download a file of any size from an address whose query carries the credentials."""
 
         def copy(connection: http.client.HTTPConnection) -> HubResponse:
@@ -226,7 +230,10 @@ class HubClient:
             if response.status >= 300:
                 headers = {name.lower(): value for name, value in response.getheaders()}
                 return HubResponse(response.status, headers, response.read(_PIECE))
-            shutil.copyfileobj(response, to, _PIECE)
+            total = response.length or 0
+            while piece := response.read(_PIECE):
+                to.write(piece)
+                report(to.tell(), total)
             if response.length:
                 raise http.client.IncompleteRead(b"", response.length)
             return HubResponse(response.status, {"connection": "close"}, b"")
@@ -262,10 +269,10 @@ class HubClient:
         self, do: Callable[[http.client.HTTPConnection], HubResponse], timeout_s: float, *, pooled: bool = True
     ) -> HubResponse:
         connection = self._take_idle() if pooled else None
-        if connection is not None:
-            with contextlib.suppress(ConnectionError, http.client.HTTPException, ssl.SSLError):
-                return self._request_on(connection, do, timeout_s)
         try:
+            if connection is not None:
+                with contextlib.suppress(ConnectionError, http.client.HTTPException, ssl.SSLError):
+                    return self._request_on(connection, do, timeout_s)
             return self._request_on(self._connection(), do, timeout_s)
         except ssl.SSLCertVerificationError as error:
             raise StrataError(

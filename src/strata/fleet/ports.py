@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from strata.database.events import StoredEvent
+from strata.database.events import EventFilter, EventPage, StoredEvent
 from strata.fleet.core.amounts import UNKNOWN, Amounts, Capacity, MoreMemory, Taken
 from strata.fleet.core.capability import Capability
 from strata.fleet.core.fair_share import OwnerShares
+from strata.fleet.core.goodput import AttemptTimes, LedgerEvent
 from strata.fleet.core.job import HELD, Cause, JobStatus
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 from strata.fleet.core.lease import ASLEEP
@@ -75,6 +76,8 @@ class JobRow:
     """A later job has its name, and no manifest has it any more."""
     newer: int = 0
     """How many later jobs of its project have its name; counted in lists only."""
+    seq: int = 0
+    """Grows with every job that is queued for the first time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,12 +248,63 @@ class HostRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JobOnHost:
+    """A job that a host has, and the attempt there."""
+
+    job_id: str
+    label: str
+    owner: str
+    status: JobStatus
+    epoch: int
+    claimed_at_s: float
+    taken: Taken
+    serving: bool = False
+    """It is a server, and this attempt serves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepRow:
+    """A sweep as its jobs show it."""
+
+    project: str
+    name: str
+    by_status: Mapping[str, int]
+    changed_at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialRow:
+    """What decides which job of a sweep is the best, without its spec: a sweep may have very many."""
+
+    job_id: str
+    status: JobStatus
+    reason: str
+    owner: str
+    changed_at_s: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of its completed attempt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
     """Without the jobs that lists hide."""
 
     by_status: Mapping[str, int]
     ready: int
     hosts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetCounts:
+    """What the metrics show of the fleet."""
+
+    jobs: Mapping[str, int] = field(default_factory=dict)
+    ready: int = 0
+    hosts: Mapping[str, int] = field(default_factory=dict)
+    reservations: int = 0
+    gpus: int = 0
+    gpu_use: float = 0.0
+    """The mean of all cards of hosts that are online, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,11 +317,61 @@ class JobFilter:
     owner: str = ""
     label: str = ""
     """The name of the job, as people call it."""
+    search: str = ""
+    """In the name, owner, project, model, sweep or name of the last host, or the begin of the id."""
     hidden: bool = True
     """Also jobs that are archived, or ended and superseded."""
-    after_id: str = ""
-    """Paging: the last id of the page before."""
+    ids: Sequence[str] = ()
+    """Only these; empty: all."""
+    servers: bool = False
+    """Only what may be a server: those whose spec has the text of that kind in it."""
+    order: Literal["id", "newest", "ended"] = "id"
+    """`ended`: those alone that have ended, the last one first."""
+    after: str = ""
+    """Paging: `cursor_of` the last row of the page before."""
     limit: int = 100
+
+    def cursor_of(self, row: JobRow) -> str:
+        """Where the page after this row begins."""
+        if self.order == "id":
+            return row.id
+        return str(row.seq) if self.order == "newest" else f"{row.changed_at_s!r}:{row.seq}"
+
+
+class OwnerUsages(NamedTuple):
+    by_owner: Mapping[str, OwnerUsage]
+    attempts: int
+    """That were added up."""
+
+
+class WaitingClass(NamedTuple):
+    """The jobs of one requirement class that wait in the queue."""
+
+    class_id: int
+    jobs: int
+    since_s: float
+    """Since when the first of them waits."""
+    first_job: str
+    """The one that was queued first."""
+
+
+class LedgerJob(NamedTuple):
+    created_at_s: float
+    changed_at_s: float
+    ended: bool
+    server: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobLedger:
+    """What the goodput of many jobs is computed from."""
+
+    jobs: Mapping[str, LedgerJob]
+    attempts: Sequence[tuple[str, AttemptTimes]]
+    """With their jobs, by job and epoch."""
+    events: Sequence[tuple[str, LedgerEvent]]
+    whole: bool
+    """There were no more attempts than `limit`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,6 +462,9 @@ class Store(Protocol):
 
     async def usage(self, owner: str, window_s: float, now_s: float) -> OwnerUsage: ...
 
+    async def usages(self, window_s: float, now_s: float) -> OwnerUsages:
+        """Of every owner with jobs that have not ended, or that had cards in the window."""
+
     async def owners(self) -> Collection[str]:
         """The owners of jobs that have not ended."""
 
@@ -379,13 +486,19 @@ class Store(Protocol):
 
     async def hosts(self) -> Sequence[HostRow]: ...
 
+    async def find_hosts(self, text: str) -> Sequence[HostRow]:
+        """Those with this id or name; of a name more than one, if a host that had it was revoked."""
+
     async def set_host_state(self, host_id: str, state: str, reason: str, actor: str, now_s: float) -> HostRow: ...
 
     async def record_heartbeats(self, seen: Mapping[str, float]) -> None:
-        """Write the times of the last heartbeats, in one statement; unknown hosts are ignored."""
+        """Write the times of the last heartbeats; unknown hosts are ignored. Hosts that were lost have returned."""
 
-    async def held_by_owner(self) -> Sequence[tuple[str, Taken]]:
-        """The owner and the amounts of each lease that has not expired."""
+    async def record_lost_hosts(self, silent_since_s: float, now_s: float) -> int:
+        """The hosts without a heartbeat since then are lost, until the next one; how many are so from now on."""
+
+    async def held_by_owner(self) -> Sequence[tuple[str, Taken, int]]:
+        """Owners, amounts, and how many leases with these that have not expired the owner has."""
 
     async def claim(
         self, claims: Sequence[Claim], lease_s: float, now_s: float, shares: OwnerShares | None = None
@@ -479,6 +592,15 @@ class Store(Protocol):
     async def held(self) -> Mapping[str, Sequence[Taken]]:
         """What the leases that have not expired take, by host."""
 
+    async def jobs_on(self, host_ids: Sequence[str]) -> Mapping[str, Sequence[JobOnHost]]:
+        """The jobs of the leases that have not expired on these hosts, by host."""
+
+    async def sweeps(self) -> Sequence[SweepRow]:
+        """All sweeps that have jobs, without those that lists hide, by project and name."""
+
+    async def trials(self, project: str, sweep: str) -> Sequence[TrialRow]:
+        """The jobs of one sweep in the order in which they were queued, without those that lists hide."""
+
     async def refusals(self, job_id: str) -> Sequence[str]:
         """The hosts that could not set this job up."""
 
@@ -497,10 +619,24 @@ class Store(Protocol):
     async def infra_jobs(self, host_id: str) -> Sequence[str]:
         """The jobs that ended with `infra` on this host since its last completed one."""
 
-    async def counts(self) -> Counts: ...
+    async def counts(self, project: str = "") -> Counts:
+        """From counts that every change keeps in its transaction. Of one project, or of all; hosts always of all."""
+
+    async def compact_counts(self) -> None:
+        """Sum up what changes have added to the counts since the last time."""
+
+    async def held_cards(self) -> float:
+        """How many cards the leases that have not expired take; a part of a card counts as that part."""
+
+    async def waiting_classes(self, project: str = "") -> Sequence[WaitingClass]:
+        """Of the jobs in the queue; of one project, or of all."""
+
+    async def ledger(self, since_s: float, project: str, limit: int) -> JobLedger:
+        """`limit` of the attempts that have not ended, and of those that ended since then, the last ones; of one
+        project, or of all."""
 
     async def record_samples(self, points: Sequence[SamplePoint]) -> None:
-        """Samples of known hosts; those of others are ignored."""
+        """Samples of known hosts, and of the fleet (`core.samples.FLEET`); those of others are ignored."""
 
     async def roll_up_samples(self, now_s: float) -> None:
         """Write the means of the steps that are over, and drop what `core.samples.RESOLUTIONS` does not keep."""
@@ -509,5 +645,12 @@ class Store(Protocol):
         """Oldest first."""
 
     async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[StoredEvent]: ...
+
+    async def events_before(self, before: str, limit: int, wanted: EventFilter) -> EventPage:
+        """Newest first; `database.events.NEWEST` for the first page. A page may have fewer events than there are, also
+        none: it looks at a bounded number of them."""
+
+    async def drop_events(self, before_s: float, limit: int = 10_000) -> int:
+        """Remove the oldest events, as far as they are from before this time; how many."""
 
     async def close(self) -> None: ...

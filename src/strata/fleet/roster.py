@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from strata.fleet.core.amounts import Amounts, Capacity, Taken, job_amounts
-from strata.fleet.core.capability import Profile, in_quiet_hours, profile
+from strata.fleet.core.capability import Profile, in_quiet_hours, is_outdated, profile
 from strata.fleet.core.fair_share import FleetTotals, add_up
 from strata.fleet.core.jobspec import HostSpec
 from strata.fleet.core.lease import SUSPECT_S
@@ -39,6 +39,18 @@ class ClaimOptions:
     """The host is excluded for some jobs of these classes."""
 
 
+class _KnownProfile(NamedTuple):
+    host: HostRow
+    policy: HostSpec | None
+    profile: Profile
+    capacity: Capacity
+
+    def follows_from(self, host: HostRow, policy: HostSpec | None) -> bool:
+        # Rows with the same content share one capability, so the first comparison is that of two references.
+        same = self.host.capability is host.capability or self.host.capability == host.capability
+        return same and self.host.name == host.name and self.host.labels == host.labels and self.policy == policy
+
+
 class Roster:
     def __init__(self, store: Store, lease_s: float) -> None:
         self._store = store
@@ -48,8 +60,12 @@ class Roster:
         self._hosts: dict[str, HostRow] = {}
         self._policies: Mapping[str, HostSpec] = {}
         self._refusing: Collection[str] = ()
-        self._served: dict[str, tuple[Profile, int, Capacity, Mapping[int, Amounts], Mapping[int, Amounts]]] = {}
-        self._profiles: dict[str, tuple[HostRow, Profile]] = {}
+        self._served: dict[
+            str, tuple[Profile, int, frozenset[int] | None, Capacity, Mapping[int, Amounts], Mapping[int, Amounts]]
+        ] = {}
+        self._server_classes: frozenset[int] = frozenset()
+        """Of servers that have run; known while a host is outdated."""
+        self._profiles: dict[str, _KnownProfile] = {}
         self.totals = FleetTotals()
         """What the hosts that take jobs have together."""
         self._read_at_s = float("-inf")
@@ -77,10 +93,15 @@ class Roster:
                 self._with_preferences[row.id] = row.requirement
         self._policies = {host: policy.spec for host, policy in (await self._store.policies()).items()}
         self._refusing = await self._store.refusing_hosts()
-        self._hosts = {host.id: host for host in await self._store.hosts()}
-        self._profiles = {}
+        hosts = await self._store.hosts()
+        servers = await self._store.servers() if any(is_outdated(host.agent_version) for host in hosts) else ()
+        self._server_classes = frozenset(server.job.class_id for server in servers)
+        self._hosts = {host.id: host for host in hosts}
+        self._profiles = {host_id: known for host_id, known in self._profiles.items() if host_id in self._hosts}
         self._served = {host_id: served for host_id, served in self._served.items() if host_id in self._hosts}
-        self.totals = add_up(self.profile(host).capacity for host in self._hosts.values() if host.state == "active")
+        self.totals = add_up(
+            self._known_profile(host).capacity for host in self._hosts.values() if host.state == "active"
+        )
         if invalidations == self._invalidations:
             self._read_at_s = now_s
 
@@ -93,36 +114,51 @@ class Roster:
     def hosts(self) -> Sequence[HostRow]:
         return list(self._hosts.values())
 
+    def names(self, ids: Collection[str]) -> Mapping[str, str]:
+        return {id_: self._hosts[id_].name for id_ in ids if id_ in self._hosts}
+
     def profile(self, host: HostRow) -> Profile:
+        return self._known_profile(host).profile
+
+    def _known_profile(self, host: HostRow) -> _KnownProfile:
+        """Computed anew only when what it follows from has changed: hosts are read again every few seconds."""
+        policy = self._policies.get(host.name)
         known = self._profiles.get(host.id)
-        if known is None or known[0] is not host:
-            policy = self._policies.get(host.name)
-            known = (host, profile(host.capability, policy or HostSpec(name=host.name), host.labels))
-            self._profiles[host.id] = known
-        return known[1]
+        if known is None or not known.follows_from(host, policy):
+            own = profile(host.capability, policy or HostSpec(name=host.name), host.labels)
+            known = self._profiles[host.id] = _KnownProfile(host, policy, own, own.capacity)
+        return known
 
     def requirement(self, class_id: int) -> RequirementClass:
         return self._classes[class_id]
 
     def serves(self, host: HostRow) -> Mapping[int, Amounts]:
-        """The classes that this host is eligible for by its capability and policy, with what a job of each takes."""
+        """The classes that this host is eligible for by capability, policy and version, with what a job takes."""
         return self._serving(host)[1]
 
     def _serving(self, host: HostRow) -> tuple[Capacity, Mapping[int, Amounts], Mapping[int, Amounts]]:
         """Its capacity, the classes, and those of them that a claim may name: jobs of gangs are reserved."""
         own, known = self.profile(host), len(self._classes)
+        withheld = self._server_classes if is_outdated(host.agent_version) else None
         cached = self._served.get(host.id)
         # The profile itself is compared: its key is a digest, which costs more than all the rest of a claim.
-        if cached is None or cached[:2] != (own, known):
-            capacity, equal = own.capacity, dict[Amounts, Amounts]()
+        if cached is None or cached[:3] != (own, known, withheld):
+            capacity, equal = self._known_profile(host).capacity, dict[Amounts, Amounts]()
             amounts = {
-                id_: job_amounts(self._classes[id_].needs, capacity) for id_ in eligible_classes(own, self._classes)
+                id_: job_amounts(self._classes[id_].needs, capacity)
+                for id_ in eligible_classes(own, self._classes)
+                if not self.withholds(host, id_)
             }
             # Equal amounts are one object: `Room.fitting` relies on it.
             classes = {id_: equal.setdefault(each, each) for id_, each in amounts.items()}
             single = {id_: each for id_, each in classes.items() if not self._classes[id_].gang}
-            cached = self._served[host.id] = (own, known, capacity, classes, single)
-        return cached[2:]
+            cached = self._served[host.id] = (own, known, withheld, capacity, classes, single)
+        return cached[3:]
+
+    def withholds(self, host: HostRow, class_id: int) -> bool:
+        """Whether the host's agent is too old for jobs of this class: it knows no gangs, and starts servers empty."""
+        special = class_id in self._server_classes or self._classes[class_id].gang
+        return special and is_outdated(host.agent_version)
 
     def claim_options(self, host_id: str, now_s: float) -> ClaimOptions:
         host = self._hosts.get(host_id)
@@ -163,27 +199,19 @@ class Roster:
     def online(self, host: HostRow, now_s: float) -> bool:
         return now_s - host.seen_at_s < self._online_s
 
-    def state(
-        self,
-        host: HostRow,
-        now_s: float,
-        held: Sequence[Taken],
-        *,
-        refused: str = "",
-        reserved: Mapping[str, Amounts] | None = None,
-        drains: bool = False,
-    ) -> HostState:
-        own = self.profile(host)
+    def state(self, host: HostRow, now_s: float, held: Sequence[Taken], class_id: int) -> HostState:
+        """As it is now, for a job of this class."""
+        own, outdated = self.profile(host), self.withholds(host, class_id)
         return HostState(
             profile=own,
+            # Known of all classes but those that are withheld from it.
+            eligible=None if outdated else class_id in self.serves(host),
+            outdated=outdated,
             online=self.online(host, now_s) and host.state != "left",
             paused=host.state in ("paused", "draining"),
             quarantined=(host.state_reason or "quarantined") if host.state == "quarantined" else "",
             quiet=self.quiet(host, now_s),
             held=tuple(held),
-            refused=refused,
-            reserved=reserved or {},
-            drains=drains,
         )
 
     def _best_online(self, class_id: int, requirement: RequirementClass, now_s: float) -> float:

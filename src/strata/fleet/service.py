@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -23,29 +24,30 @@ from strata.base.failpoint import failpoint
 from strata.base.notify import Broadcast
 from strata.fleet.claims import ClaimQueue
 from strata.fleet.core.amounts import Amounts, Capacity, more_memory
-from strata.fleet.core.fair_share import OwnerShares
+from strata.fleet.core.fair_share import FleetTotals, OwnerShares
+from strata.fleet.core.host_status import Presence
 from strata.fleet.core.job import HELD, Cause, JobStatus
 from strata.fleet.core.jobspec import JobSpec, gang_ids
-from strata.fleet.core.lease import ASLEEP, LEASE_S, may_expire_leases, quarantine
+from strata.fleet.core.lease import ASLEEP, LEASE_S, SUSPECT_S, may_expire_leases, quarantine
 from strata.fleet.core.manifest import JobManifest
 from strata.fleet.core.match import eligible
 from strata.fleet.core.ownership import OPERATOR, Submitter, check_project, check_servers
-from strata.fleet.core.plan import ApplyOptions, ApplyPlan, plan
+from strata.fleet.core.plan import ApplyOptions, ApplyPlan, HostPolicy, plan
 from strata.fleet.core.reservation import RESERVE_AFTER_S, PreemptPolicy, Reservation, ReservationPlanner
-from strata.fleet.core.samples import HostSample, SamplePoint, finest
+from strata.fleet.core.samples import FLEET, HostSample, SamplePoint, finest
 from strata.fleet.core.why import UnmetDependency, Why, WhyQuery, why
 from strata.fleet.ports import (
     AttemptKey,
-    AttemptRow,
     Claim,
+    FleetCounts,
     HostRow,
     JobCompletion,
     JobFailure,
-    JobFilter,
     JobLease,
     JobRow,
     Renewal,
     RenewalResult,
+    ServerRow,
     Store,
     YieldRequest,
 )
@@ -53,11 +55,16 @@ from strata.fleet.roster import Roster
 
 TICK_S: Final = 1.0
 SHARES_S: Final = 1.0
-"""How long the shares of owners are used before they are read again."""
+MAX_SHARES_S: Final = 10.0
+"""How long the shares of owners are used before they are read again: the longer, the longer it takes to read them."""
+SHARES_SHARE: Final = 0.05
+"""Of the time, for reading them."""
 POLL_S: Final = 2.0
 """How often a waiting claim polls the database: another hub may have queued a job for it."""
 MAX_WAIT_S: Final = 60.0
 ROLL_UP_S: Final = 60.0
+LOST_S: Final = 5.0
+"""How often hosts are looked for that are silent."""
 RESERVE_S: Final = 2.0
 """How often reservations are planned."""
 FAIL_BATCH: Final = 500
@@ -73,6 +80,13 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     preempt: PreemptPolicy = "lower-priority"
 
 
+class HostView(NamedTuple):
+    row: HostRow
+    seen_ago_s: float
+    quiet: str
+    """The quiet hours it is in; empty when it is not."""
+
+
 class Fleet:
     def __init__(
         self,
@@ -81,8 +95,11 @@ class Fleet:
         settings: FleetSettings | None = None,
         *,
         chance: Callable[[], float] = random.random,
+        on_expired: Callable[[int], None] = lambda _: None,
     ) -> None:
+        """`on_expired` is called with the number of leases that expired."""
         self.store = store
+        self._on_expired = on_expired
         self.settings = settings or FleetSettings()
         self._clock = clock
         self._chance = chance
@@ -94,17 +111,21 @@ class Fleet:
         self._owners: Collection[str] = ()
         """Those with jobs that have not ended, when the shares were read."""
         self._shares_at_s = float("-inf")
+        self._shares_fresh_s = SHARES_S
         self._heartbeats: dict[str, float] = {}
         self._samples: list[SamplePoint] = []
         self._newest_samples: dict[str, Mapping[str, float]] = {}
         self._rolled_up_at_s = float("-inf")
+        self._lost_at_s = float("-inf")
         self._reservations: Sequence[Reservation] = ()
         """As this hub planned them last: claims that wait are tried again when they change."""
         self._stuck: frozenset[int] = frozenset()
         self._holding: set[str] = set()
         """Hosts that held leases when they spoke last: a guess, for `Claim.idle`."""
-        self._yields: Mapping[str, YieldRequest] = {}
-        """Attempts that are to end in order, by job."""
+        self._yields: dict[tuple[str, int], YieldRequest] = {}
+        """Attempts that are to end in order, by job and epoch: a later attempt of the same job is not to end."""
+        self._used_at_s: dict[tuple[str, int], float] = {}
+        """When requests used the servers, by job and epoch: later than the store has it while that is written."""
         self._observing_since_s = self.now_s()
         self._ticked_at_s = self.now_s()
 
@@ -152,14 +173,17 @@ class Fleet:
                     await changed.wait()
 
     async def _owner_shares(self) -> OwnerShares | None:
-        """What owners hold of the fleet; None while one owner alone has jobs. Read once a second, because all leases
-        are counted, and when this hub queued jobs of an owner who had none."""
+        """What owners hold of the fleet; None while one owner alone has jobs. Read once a second or less, because all
+        leases are counted, and when this hub queued jobs of an owner who had none."""
         now_s = self.now_s()
-        if not 0 <= now_s - self._shares_at_s < SHARES_S:
-            self._shares_at_s = now_s
+        if not 0 <= now_s - self._shares_at_s < self._shares_fresh_s:
+            # Before they are read: others need not read them too. If that fails, the next one does.
+            self._shares_at_s, self._shares_fresh_s = now_s, SHARES_S
             self._owners = owners = await self.store.owners()
             held = await self.store.held_by_owner() if len(owners) > 1 else ()
             self._shares = OwnerShares(self._roster.totals, owners, held) if len(owners) > 1 else None
+            took_s = self.now_s() - now_s
+            self._shares_fresh_s = min(max(SHARES_S, took_s / SHARES_SHARE), MAX_SHARES_S)
         return self._shares
 
     def _on_queued(self, owner: str) -> None:
@@ -181,6 +205,10 @@ class Fleet:
         point = SamplePoint(host_id, self.now_s(), sample.values())
         self._samples.append(point)
         self._newest_samples[host_id] = point.values
+
+    def add_fleet_sample(self, values: Mapping[str, float]) -> None:
+        """Figures of the whole fleet, written with the samples of its hosts."""
+        self._samples.append(SamplePoint(FLEET, self.now_s(), values))
 
     def newest_sample(self, host_id: str) -> Mapping[str, float]:
         return self._newest_samples.get(host_id, {})
@@ -247,6 +275,15 @@ class Fleet:
         check_servers(submitter, _queued(planned))
         return planned
 
+    async def find_job(self, job_id: str) -> JobRow | None:
+        """None if there is no such job."""
+        try:
+            return await self.store.job(job_id)
+        except StrataError as error:
+            if error.code is not Code.NOT_FOUND:
+                raise
+            return None
+
     async def apply(
         self, wanted: ApplyPlan, actor: str, *, source: str, declared: bool = True, submitter: Submitter = OPERATOR
     ) -> None:
@@ -289,6 +326,45 @@ class Fleet:
         await self.flush_heartbeats()
         return await self.store.hosts()
 
+    async def unserved_classes(self, classes: Sequence[int]) -> Collection[int]:
+        """Those that no host which has not left is eligible for."""
+        left = set(classes)
+        await self._roster.refresh(self.now_s())
+        for host in self._roster.hosts():
+            if left and host.state != "left":
+                left -= self._roster.serves(host).keys()
+        return left
+
+    @property
+    def totals(self) -> FleetTotals:
+        """What the hosts that take jobs have together."""
+        return self._roster.totals
+
+    def presence(self, silent_s: float) -> Presence:
+        """Of a host whose last heartbeat is so long ago."""
+        if silent_s > max(SUSPECT_S, self.settings.stale_after_s):
+            return "offline"
+        return "suspect" if silent_s > SUSPECT_S else "online"
+
+    async def counts(self) -> FleetCounts:
+        """For the metrics: jobs and hosts by state, and what the GPUs of hosts that are online do."""
+        counts, now_s = await self.store.counts(), self.now_s()
+        await self._roster.refresh(now_s)
+        hosts, uses = Counter[str](), list[float]()
+        for host in self._roster.hosts():
+            online = self._roster.online(host, now_s)
+            hosts[("online" if online else "offline") if host.state == "active" else host.state] += 1
+            if online:
+                uses += [use for name, use in self.newest_sample(host.id).items() if name.endswith("/use")]
+        return FleetCounts(
+            jobs=counts.by_status,
+            ready=counts.ready,
+            hosts=hosts,
+            reservations=len(self._reservations),
+            gpus=len(uses),
+            gpu_use=sum(uses) / len(uses) if uses else 0.0,
+        )
+
     async def capacity(self, host_id: str) -> Capacity:
         """What the host has for jobs, by its capability and its policy. NOT_FOUND if it never registered."""
         await self._roster.refresh(self.now_s())
@@ -297,17 +373,48 @@ class Fleet:
                 return self._roster.profile(host).capacity
         raise StrataError(Code.NOT_FOUND, f"there is no host {host_id!r}")
 
-    async def held_attempts(self, host_id: str) -> Sequence[tuple[JobRow, AttemptRow]]:
-        """The jobs that the host has, with their attempts there."""
-        held = []
-        for job in await self.store.jobs(JobFilter(host_id=host_id, status=tuple(HELD), limit=1000)):
-            attempts = [each for each in await self.store.attempts(job.id) if each.epoch == job.epoch]
-            held += [(job, attempt) for attempt in attempts]
-        return held
+    async def find_hosts(self, text: str) -> Sequence[HostRow]:
+        """The hosts with this id or name."""
+        await self.flush_heartbeats()
+        return await self.store.find_hosts(text)
+
+    async def host_names(self, ids: Collection[str]) -> Mapping[str, str]:
+        """The names of these hosts, as this hub knows them without reading each row."""
+        await self._roster.refresh(self.now_s())
+        return self._roster.names(ids)
+
+    async def cached_hosts(self) -> Sequence[HostView]:
+        """All hosts as this hub knows them without reading each row again, at most `roster.FRESH_S` old."""
+        await self._roster.refresh(self.now_s())
+        now_s = self.now_s()
+        views = []
+        for host in self._roster.hosts():
+            seen_at_s = max(host.seen_at_s, self._heartbeats.get(host.id, 0.0))
+            views.append(HostView(host, max(0.0, now_s - seen_at_s), self._roster.quiet(host, now_s)))
+        return views
+
+    async def policy(self, host: HostRow) -> tuple[HostPolicy | None, str]:
+        """The policy of a host, if it has one, and the quiet hours it is in."""
+        await self._roster.refresh(self.now_s())
+        return (await self.store.policies()).get(host.name), self._roster.quiet(host, self.now_s())
+
+    async def stranded_by(self, host_id: str) -> int:
+        """How many jobs of the queue no other host that takes jobs is eligible for."""
+        await self._roster.refresh(self.now_s())
+        own: Collection[int] = ()
+        others: set[int] = set()
+        for host in self._roster.hosts():
+            if host.id == host_id:
+                own = self._roster.serves(host)
+            elif host.state == "active" and self._roster.online(host, self.now_s()):
+                others.update(self._roster.serves(host))
+        waiting = await self.store.waiting_classes()
+        return sum(each.jobs for each in waiting if each.class_id in own and each.class_id not in others)
 
     async def why(self, job_id: str) -> Why:
         row = await self.store.job(job_id)
-        self._roster.invalidate()
+        if row.class_id not in self._roster.class_ids():
+            self._roster.invalidate()
         await self._roster.refresh(self.now_s())
         waiting = [await self.store.job(needed) for needed in row.spec.after]
         question = WhyQuery(
@@ -326,19 +433,20 @@ class Fleet:
         held = await self.store.held()
         refused = await self._exclusion_reasons(job_id)
         reserved, draining = await self._reservations_around(job_id)
-        states = [
-            self._roster.state(
-                host,
-                self.now_s(),
-                held.get(host.id, ()),
-                refused=refused.get(host.id, ""),
-                reserved=reserved.get(host.id),
-                drains=host.id in draining,
-            )
+        now_s = self.now_s()
+        states = {
+            host.id: self._roster.state(host, now_s, held.get(host.id, ()), row.class_id)
             for host in self._roster.hosts()
             if host.state != "left"
-        ]
-        return why(question, states, now_s=self.now_s())
+        }
+        for host_id in states.keys() & {*refused, *reserved, *draining}:
+            states[host_id] = msgspec.structs.replace(
+                states[host_id],
+                refused=refused.get(host_id, ""),
+                reserved=reserved.get(host_id, {}),
+                drains=host_id in draining,
+            )
+        return why(question, tuple(states.values()), now_s=now_s)
 
     async def _gang_hosts(self, row: JobRow) -> int:
         """How many hosts the gang of this job needs at once. One that trains already replaces lost members singly."""
@@ -385,23 +493,37 @@ class Fleet:
         queues one again that sleeps; another host takes one that was drained.
         """
         servers = [server for server in await self.store.servers() if server.serving]
+        if not servers:
+            self._used_at_s, self._yields = {}, {}
+            return
+        await self._roster.refresh(self.now_s())
         now_s = self.now_s()
-        if servers:
-            await self._roster.refresh(now_s)
+        attempts = {(server.job.id, server.epoch) for server in servers}
+        self._used_at_s = {each: used_at_s for each, used_at_s in self._used_at_s.items() if each in attempts}
         drained = {host.id: host.name for host in self._roster.hosts() if host.state == "draining"}
-        yields: dict[str, YieldRequest] = {}
+        yields: dict[tuple[str, int], YieldRequest] = {}
         for server in servers:
             idle_s, host_id = server.job.spec.idle_s, server.job.host_id
+            attempt = server.job.id, server.epoch
             if host_id in drained:
-                yields[server.job.id] = YieldRequest("preempted", f"the host {drained[host_id]} is drained")
-            elif idle_s and now_s - server.used_at_s > idle_s:
+                yields[attempt] = YieldRequest("preempted", f"the host {drained[host_id]} is drained")
+            elif idle_s and now_s - max(server.used_at_s, self._used_at_s.get(attempt, 0.0)) > idle_s:
                 reason = f"{ASLEEP}no request for {idle_s:g} s; the next one wakes it"
-                yields[server.job.id] = YieldRequest("cancelled", reason)
+                yields[attempt] = YieldRequest("cancelled", reason)
         self._yields = yields
 
-    def yield_request(self, job_id: str) -> YieldRequest | None:
-        """Whether the attempt of this job is to end, for the reply to a heartbeat."""
-        return self._yields.get(job_id)
+    def yield_request(self, job_id: str, epoch: int) -> YieldRequest | None:
+        """Whether this attempt is to end, for the reply to a heartbeat."""
+        return self._yields.get((job_id, epoch))
+
+    async def touch_server(self, server: ServerRow) -> None:
+        """Write down that a request uses the server. One that was chosen to sleep stays awake, unless its host has
+        learned it already."""
+        attempt = server.job.id, server.epoch
+        if (wanted := self._yields.get(attempt)) is not None and wanted.cause == "cancelled":
+            del self._yields[attempt]
+        now_s = self._used_at_s[attempt] = self.now_s()
+        await self.store.touch_server(server.job.id, now_s)
 
     async def tick(self) -> None:
         """Once a second: write heartbeats, release backoffs, and expire leases if the grace period is over."""
@@ -427,6 +549,10 @@ class Fleet:
             expired = await self.store.expire_leases(now_s)
             if expired:
                 failpoint("fleet.sweep.committed")
+                self._on_expired(len(expired))
+            if now_s - self._lost_at_s >= LOST_S:
+                self._lost_at_s = now_s
+                await self.store.record_lost_hosts(now_s - max(SUSPECT_S, self.settings.stale_after_s), now_s)
         # The time at which this tick began: while it waited for the database, so did every renewal.
         self._ticked_at_s = now_s
         if released or expired:
@@ -460,6 +586,7 @@ class Fleet:
         if now_s - self._rolled_up_at_s >= ROLL_UP_S:
             self._rolled_up_at_s = now_s
             await self.store.roll_up_samples(now_s)
+            await self.store.compact_counts()
 
     async def flush_heartbeats(self) -> None:
         seen, self._heartbeats = self._heartbeats, {}

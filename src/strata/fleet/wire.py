@@ -13,13 +13,17 @@ import msgspec
 
 from strata.fleet.artifacts.manifest import ArtifactId, ArtifactKind, ArtifactManifest, Lineage, Sha256, Size, Word
 from strata.fleet.core.amounts import UNKNOWN, Taken
+from strata.fleet.core.attention import AttentionAction, AttentionKind
 from strata.fleet.core.capability import Capability
+from strata.fleet.core.goodput import GoodputPart, JobPhase
+from strata.fleet.core.host_status import HostAction, HostStatus
 from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.jobspec import JobId, JobSpec, TrainerSpec
 from strata.fleet.core.manifest import JobManifest
 from strata.fleet.core.quota import OwnerUsage, Quota
 from strata.fleet.core.samples import HostSample
 from strata.fleet.core.schedule import Overlap
+from strata.fleet.core.search import Direction
 from strata.fleet.core.subscription import DEFAULT_EVENTS, SubscribedEvent
 
 MAX_WAIT_S: Final = 60.0
@@ -36,6 +40,7 @@ Reason = Annotated[str, msgspec.Meta(max_length=1000)]
 ErrorText = Annotated[str, msgspec.Meta(max_length=65_536)]
 Pem = Annotated[str, msgspec.Meta(max_length=16_384)]
 Prefix = Annotated[str, msgspec.Meta(max_length=128)]
+PartName = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 RoleName = Literal["viewer", "researcher", "operator", "admin"]
 BaseModel = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 HostState = Literal["active", "draining", "paused", "quarantined", "left"]
@@ -153,6 +158,20 @@ class PublishRequest(Message, frozen=True, kw_only=True):
     """The names of its base model."""
 
 
+class PartsRequest(Message, frozen=True, kw_only=True):
+    """Which parts of a committed checkpoint a member of a gang needs, of all members."""
+
+    epoch: Epoch
+    parts: Annotated[Mapping[PartName, Prefix], msgspec.Meta(min_length=1, max_length=100_000)]
+    """Paths of files in the checkpoint, and their digests (`sha256:…`); one that is empty, or of another kind, is that
+    of no file."""
+
+
+class PartsReply(HubReply, frozen=True, kw_only=True):
+    artifacts: tuple[ArtifactId, ...]
+    """They have all of these parts together; none if a part is missing."""
+
+
 class HeartbeatsRequest(Message, frozen=True, kw_only=True):
     leases: Annotated[tuple[LeaseHeld, ...], msgspec.Meta(max_length=MAX_LEASES)] = ()
     sample: HostSample | None = None
@@ -257,6 +276,16 @@ class ExecEndRequest(Message, frozen=True, kw_only=True):
 # Jobs
 
 
+class JobProgress(HubReply, frozen=True, kw_only=True):
+    fraction: float
+    """From 0 to 1."""
+    note: str = ""
+    at_s: float
+    """When it was reported, by the clock of its host."""
+    eta_s: float | None = None
+    """How long it takes from then on at the pace of this attempt; null: nothing to tell it from."""
+
+
 class Job(HubReply, frozen=True, kw_only=True):
     id: str
     status: JobStatus
@@ -285,6 +314,85 @@ class Job(HubReply, frozen=True, kw_only=True):
     """How many later jobs of its project have its name: `name@2` has one. Counted in lists only."""
     serving: Literal["", "serving", "asleep"] = ""
     """Of a server: whether the hub forwards requests to it, or the next request wakes it."""
+    progress: JobProgress | None = None
+    """Of one that runs and reports it; in lists only with `progress`."""
+
+
+class RanksFigures(HubReply, frozen=True, kw_only=True):
+    state: str
+    size: int = 0
+
+
+class ServerFigures(HubReply, frozen=True, kw_only=True):
+    """Of what a training server says of itself, the part for a list."""
+
+    now_s: float
+    ranks: RanksFigures
+    models: int
+    slots: int
+    waiting: int
+    samples_waiting: int
+    samples_running: int
+    trained_tokens_per_s: float
+    sampled_tokens_per_s: float
+    recoveries: int
+    tenants: tuple[dict[str, Any], ...] = ()
+
+
+class ServerEntry(HubReply, frozen=True, kw_only=True):
+    """A job of the kind `server`."""
+
+    job_id: str
+    label: str
+    project: str
+    owner: str
+    models: tuple[str, ...]
+    """The names of its base model."""
+    state: Literal["serving", "asleep", "starting", "ended"]
+    reason: str
+    host_id: str
+    changed_at_s: float
+    used_at_s: float | None
+    """None if it has never served."""
+    figures: ServerFigures | None
+    """None if it does not serve, or did not reply in time."""
+
+
+class ServersReply(HubReply, frozen=True, kw_only=True):
+    servers: tuple[ServerEntry, ...]
+    hosts: dict[str, str] = {}
+    """The names of their hosts, by id."""
+
+
+class ServerActivityQuery(Message, frozen=True, kw_only=True):
+    operations: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 200
+
+
+class ServerCurvesQuery(Message, frozen=True, kw_only=True):
+    points: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 500
+    names: Annotated[str, msgspec.Meta(max_length=1000)] = ""
+    """Of metrics, with commas between; empty for all."""
+
+
+class ServerRolloutsQuery(Message, frozen=True, kw_only=True):
+    model: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    """The id of a model; empty: all models of the caller."""
+    limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 100
+
+
+class ServerCompletion(Message, frozen=True, kw_only=True):
+    """What the playground sends to the OpenAI-compatible endpoints of a training server; that server checks it."""
+
+    model: Annotated[str, msgspec.Meta(max_length=1000)]
+    temperature: float
+    max_tokens: int
+    logprobs: bool | int | None = None
+    prompt: str | None = None
+    messages: tuple[dict[str, str], ...] | None = None
+
+    def encode(self) -> bytes:
+        fields = msgspec.to_builtins(self)
+        return msgspec.json.encode({name: value for name, value in fields.items() if value is not None})
 
 
 class JobAttempt(HubReply, frozen=True, kw_only=True):
@@ -319,8 +427,15 @@ class JobsQuery(Message, frozen=True, kw_only=True):
     owner: Word = ""
     name: Text = ""
     """What people call the job."""
+    search: Text = ""
+    """Jobs whose name, owner, project, model or sweep contains it, whose id begins with it, or whose last host has it
+    in its name; without regard to case."""
     hidden: bool = True
     """Also jobs that are archived, or ended and superseded."""
+    order: Literal["id", "newest", "ended"] = "id"
+    """`newest`: those first that were queued last. `ended`: only jobs that have ended, those first that ended last."""
+    progress: bool = False
+    """Tell the progress of those that run."""
     after: Prefix = ""
     limit: Page = 100
 
@@ -329,6 +444,83 @@ class JobsReply(HubReply, frozen=True, kw_only=True):
     jobs: tuple[Job, ...]
     next: str = ""
     """Give it as `after` for the next page; empty at the end."""
+    by_status: dict[str, int] = {}
+    """How many jobs of the project, or of all projects, are in each status, without hidden ones: whatever else the
+    query says. They are kept, so this costs nothing. Not for hosts."""
+    hosts: dict[str, str] = {}
+    """The names of the hosts of these jobs, by id. Not for hosts."""
+
+
+class TimelineSegment(HubReply, frozen=True, kw_only=True):
+    from_s: float
+    to_s: float
+    phase: JobPhase
+    """What the job did: `silent` is a host that does not answer."""
+    part: GoodputPart
+    """What that time counts as."""
+    attempt: int
+    """Its number; 0: no host had the job."""
+
+
+class TimelineMark(HubReply, frozen=True, kw_only=True):
+    at_s: float
+    kind: str
+    """Of the event: `job.checkpointed`, `job.expired`, `job.preempted`, `job.revived`, `job.requeued` …"""
+    attempt: int = 0
+
+
+class Interruption(HubReply, frozen=True, kw_only=True):
+    """An attempt that ended before the job did, and what that cost."""
+
+    at_s: float
+    """When the trainer ended, or its host was seen last."""
+    attempt: int
+    host_id: str
+    host: str = ""
+    """Its name."""
+    cause: str
+    resumed_at_s: float | None
+    """When the job ran again; null: it does not yet, or never did."""
+    detect_s: float
+    restart_s: float
+    rolled_back_s: float
+    cost_s: float
+    """The sum of the three."""
+    job_id: str = ""
+    """In the sum over many jobs."""
+
+
+class JobTimelineReply(HubReply, frozen=True, kw_only=True):
+    from_s: float
+    to_s: float
+    """The end of a job that has ended; now of another."""
+    segments: tuple[TimelineSegment, ...]
+    """In order; only between the end of a job and its requeue is a gap."""
+    marks: tuple[TimelineMark, ...]
+    attempts: tuple[JobAttempt, ...]
+    hosts: dict[str, str]
+    """The names of the hosts of these attempts, by id."""
+    interruptions: tuple[Interruption, ...]
+
+
+class GoodputQuery(Message, frozen=True, kw_only=True):
+    project: Word = ""
+    span_s: Annotated[float, msgspec.Meta(gt=0, le=7 * 86_400)] = 86_400.0
+    """How far back."""
+
+
+class GoodputReply(HubReply, frozen=True, kw_only=True):
+    seconds: dict[GoodputPart, float]
+    """`waiting`, `useful`, `checkpoint`, `detect`, `restart`, `rolled_back`: each moment belongs to one of them."""
+    wall_s: float
+    """Their sum: the time from queueing to the end, without that between an end and a requeue."""
+    share: float | None
+    """`useful` of all but `waiting`; null while there is nothing of these."""
+    interruptions: tuple[Interruption, ...]
+    """Of many jobs the most expensive ones."""
+    jobs: int = 1
+    whole: bool = True
+    """False: there were more attempts than are added up at once; these are the last ones."""
 
 
 class SubmitRequest(Message, frozen=True, kw_only=True):
@@ -352,6 +544,60 @@ class StatusReply(HubReply, frozen=True, kw_only=True):
     hosts: int
     version: str
     now_s: float
+
+
+# Overview
+
+
+class AttentionItem(HubReply, frozen=True, kw_only=True):
+    """Something that a person has to look at."""
+
+    kind: AttentionKind
+    what: str
+    since_s: float
+    why: str
+    action: AttentionAction
+    """One thing to do about it, with `subject`."""
+    fix: str
+    """The same in words."""
+    subject: str = ""
+    """The id of the job or host."""
+    jobs: int = 1
+    """How many it is about."""
+
+
+class HistoryFigure(HubReply, frozen=True, kw_only=True):
+    value: float | None
+    """Now; null: nothing to tell it from."""
+    at_s: tuple[float, ...]
+    values: tuple[float, ...]
+    """Over the last 24 hours: means of 15 minutes. Empty for one project."""
+
+
+class OverviewQuery(Message, frozen=True, kw_only=True):
+    project: Word = ""
+    """Attention and counts of the jobs of this project alone; disk, hosts, cards and goodput are those of all."""
+
+
+class OverviewReply(HubReply, frozen=True, kw_only=True):
+    at_s: float
+    """When this was computed, a few seconds ago at most."""
+    attention: tuple[AttentionItem, ...]
+    """What is worst first."""
+    running: HistoryFigure
+    waiting: HistoryFigure
+    longest_wait_s: float
+    """Of the jobs in the queue."""
+    longest_waiting: str
+    """The id of that job; empty: none waits."""
+    busy_cards: HistoryFigure
+    cards: int
+    """Of hosts that take jobs."""
+    goodput: HistoryFigure
+    """The useful share of the last hour, 0 to 1."""
+    hosts: dict[str, int]
+    """How many are `online`, `suspect` or `offline`, without those that have left."""
+    by_status: dict[str, int]
 
 
 # Quotas
@@ -459,6 +705,92 @@ class TrainersReply(HubReply, frozen=True, kw_only=True):
     """By name; those of other projects than the default one by `project/name`."""
 
 
+# Sweeps
+
+
+class MetricObjective(HubReply, frozen=True, kw_only=True):
+    metric: str
+    direction: Direction
+    declared: bool = False
+    """False: the hub has chosen it among the metrics that there are."""
+
+
+class SweepsQuery(Message, frozen=True, kw_only=True):
+    project: Word = ""
+    search: Text = ""
+    """In the name or the project; upper and lower case are the same."""
+    offset: Offset = 0
+    limit: Annotated[int, msgspec.Meta(ge=1, le=100)] = 50
+
+
+class SweepTrial(HubReply, frozen=True, kw_only=True):
+    job_id: str
+    label: str
+    status: JobStatus
+    pruned: bool = False
+    """It was ended early, because it fell behind."""
+    parameters: dict[str, Any]
+    """By name, with dots where one is inside a table."""
+    metrics: dict[str, float]
+    """Those of its result. Of a trial that has not completed: what it reported last."""
+    reason: str = ""
+    host_id: str = ""
+    attempt: int = 0
+    created_at_s: float
+    changed_at_s: float
+
+
+class SweepBest(HubReply, frozen=True, kw_only=True):
+    job_id: str
+    label: str
+    value: float
+    metrics: dict[str, float]
+    parameters: dict[str, Any]
+    """Those in which the trials of the sweep differ."""
+
+
+class SweepSummary(HubReply, frozen=True, kw_only=True):
+    project: str
+    name: str
+    owner: str = ""
+    method: str = ""
+    """How points are proposed; empty: they were all given in the manifest."""
+    state: Literal["running", "waiting", "ended"]
+    objective: MetricObjective | None = None
+    """None: no trial has reported a metric."""
+    trials: int
+    planned: int | None = None
+    """Of a sweep that searches: how many trials it makes."""
+    by_status: dict[str, int]
+    pruned: int = 0
+    changed_at_s: float
+    best: SweepBest | None = None
+
+
+class SweepsReply(HubReply, frozen=True, kw_only=True):
+    sweeps: tuple[SweepSummary, ...]
+    """The one that changed last comes first."""
+    total: int
+
+
+class SweepQuery(Message, frozen=True, kw_only=True):
+    metric: Word = ""
+    """Compare by this one; empty: by the objective."""
+    lowest: bool | None = None
+    """Whether less of `metric` is better; null: by its name."""
+    limit: Page = MAX_PAGE
+
+
+class SweepReply(HubReply, frozen=True, kw_only=True):
+    sweep: SweepSummary
+    axes: tuple[str, ...]
+    """The parameters in which the trials differ."""
+    metrics: tuple[str, ...]
+    """Those that trials have reported."""
+    trials: tuple[SweepTrial, ...]
+    """In the order in which they were queued. If there are more than `limit`: the best ones."""
+
+
 # Secrets
 
 SecretName = Annotated[str, msgspec.Meta(max_length=256, pattern=r"\A(?!STRATA_)[A-Za-z_][A-Za-z0-9_]*\Z")]
@@ -559,6 +891,8 @@ class HostJob(HubReply, frozen=True, kw_only=True):
     claimed_at_s: float
     taken: Taken
     """What it has of the host."""
+    serving: bool = False
+    """It is a training server, and serves."""
 
 
 class HostRoom(HubReply, frozen=True, kw_only=True):
@@ -570,6 +904,84 @@ class HostRoom(HubReply, frozen=True, kw_only=True):
 
 class HostsReply(HubReply, frozen=True, kw_only=True):
     hosts: tuple[Host, ...]
+
+
+class HostsQuery(Message, frozen=True, kw_only=True):
+    search: Text = ""
+    """In the name, id, pool, labels or the names of cards; upper and lower case are the same."""
+    status: HostStatus | None = None
+    sort: Literal["name", "load", "seen"] = "name"
+    """`load`: the busiest first. `seen`: the host whose last heartbeat is oldest first."""
+    offset: Offset = 0
+    limit: Page = 100
+
+
+class HostCard(HubReply, frozen=True, kw_only=True):
+    id: str
+    name: str
+    vram_gib: float
+    taken: float
+    """The share of it that jobs have, 0 to 1."""
+    use: float | None = None
+    """The share of the time in which it computed, 0 to 1; null: it is not known."""
+    vram_used_gib: float | None = None
+
+
+class HostSummary(HubReply, frozen=True, kw_only=True):
+    id: str
+    name: str
+    status: HostStatus
+    """State and presence in one word: the one that keeps it from jobs, if there is one."""
+    status_reason: str = ""
+    pool: str = ""
+    seen_ago_s: float
+    """By the hub's clock, at the time of the reply."""
+    cores: int
+    ram_gib: float
+    cpu_use: float | None = None
+    """Processes that run or wait for a core, for each core; null: it is not known."""
+    ram_used_gib: float | None = None
+    cards: tuple[HostCard, ...] = ()
+    jobs: tuple[HostJob, ...] = ()
+
+
+class HostPageReply(HubReply, frozen=True, kw_only=True):
+    hosts: tuple[HostSummary, ...]
+    total: int
+    """How many match, on all pages."""
+    by_status: dict[str, int]
+    """Of all hosts that match `search`."""
+
+
+class HostPolicyReply(HubReply, frozen=True, kw_only=True):
+    project: str = ""
+    """Whose manifest declares the policy; empty: none does."""
+    rules: tuple[str, ...]
+    """What the policy says, in words."""
+    quiet_hours: tuple[str, ...] = ()
+    """In the host's own time."""
+    utc_offset_min: int = 0
+    quiet_now: str = ""
+    """The quiet hours it is in."""
+
+
+class HostPlanQuery(Message, frozen=True, kw_only=True):
+    action: HostAction
+
+
+class HostPlanReply(HubReply, frozen=True, kw_only=True):
+    """What an action would do now. Nothing is changed."""
+
+    action: HostAction
+    possible: bool
+    effects: tuple[str, ...]
+    """In words; if it is not possible, why."""
+    ends: tuple[HostJob, ...] = ()
+    """The jobs that would end here and run elsewhere or again."""
+    stays: tuple[HostJob, ...] = ()
+    """The jobs that would run to their end here."""
+    stranded: int = 0
+    """Jobs that wait, and for which no other host would be left."""
 
 
 class SamplesQuery(Message, frozen=True, kw_only=True):
@@ -613,15 +1025,56 @@ class StreamQuery(Message, frozen=True, kw_only=True):
     attempt: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
     """The number of an attempt; 0: the last one."""
     offset: Offset = 0
+    tail: Offset = 0
+    """Begin so many bytes before the end, instead of at `offset`."""
     limit: Annotated[int, msgspec.Meta(ge=1, le=4 * 1024 * 1024)] = 1024 * 1024
     wait_s: WaitS = 0.0
     """Wait so long for something behind `offset`, unless the attempt has ended."""
 
 
+class MetricsQuery(StreamQuery, frozen=True, kw_only=True):
+    points: Annotated[int, msgspec.Meta(ge=0, le=2000)] = 0
+    """With it the reply is `MetricsReply`: series with so many points at most, of all attempts if `attempt` is 0.
+    Without: the JSON lines themselves."""
+    names: Annotated[tuple[Annotated[str, msgspec.Meta(max_length=1024)], ...], msgspec.Meta(max_length=8)] = ()
+    """With `points`: of these metrics only; several also in one, with commas between."""
+
+
+class MetricSeries(HubReply, frozen=True, kw_only=True):
+    """The lowest and the highest value of each of equal groups, if there are more values than points."""
+
+    name: str
+    at_s: tuple[float, ...]
+    """When each value was reported, by the clock of its host."""
+    steps: tuple[int | None, ...]
+    values: tuple[float, ...]
+    last: float | None
+    """Null: it was not a finite number."""
+    count: int
+    """How many finite values were reported."""
+    not_finite: int
+    """How many others: NaN or infinite."""
+
+
+class MetricsReply(HubReply, frozen=True, kw_only=True):
+    series: tuple[MetricSeries, ...]
+    names: tuple[str, ...]
+    """All that were reported."""
+    attempts: tuple[int, ...]
+    """Their numbers."""
+    progress: JobProgress | None = None
+
+
 class EventsQuery(Message, frozen=True, kw_only=True):
     after: Prefix = ""
     """The `cursor` of the last event that was seen; `newest` for what comes from now on."""
+    before: Prefix = ""
+    """Newest first: what was before the event with this `cursor`; `newest` for the first page."""
     subject: Prefix = ""
+    kind: Annotated[tuple[Word, ...], msgspec.Meta(max_length=16)] = ()
+    """Kinds of events, or globs of these as in `job.*`."""
+    search: Text = ""
+    """Without regard to case, in the kind, the subject, the actor and the details."""
     limit: Page = 100
     wait_s: WaitS = 0.0
 
@@ -641,7 +1094,12 @@ class FeedEvent(HubReply, frozen=True, kw_only=True):
 class EventsReply(HubReply, frozen=True, kw_only=True):
     events: tuple[FeedEvent, ...]
     cursor: str
-    """Where to go on, also when there was nothing."""
+    """Where to go on, also when there was nothing: as `after`, or as `before` when the newest come first. Empty: that
+    was the first event of all."""
+    more: bool = False
+    """There may be more events that match: go on from `cursor`. A page looks at some thousand events at most."""
+    hosts: dict[str, str] = {}
+    """The names of the hosts that acted, by id; only where the newest come first."""
 
 
 # Artifacts
@@ -714,6 +1172,8 @@ class MadeReply(HubReply, frozen=True, kw_only=True):
     artifacts: tuple[Made, ...]
     next: int | None = None
     """Give it as `before` for the next page; null at the end."""
+    objective: MetricObjective | None = None
+    """The metric that tells the better of these; null: they have none."""
 
 
 class ArtifactsQuery(Message, frozen=True, kw_only=True):
@@ -728,6 +1188,13 @@ class ArtifactsQuery(Message, frozen=True, kw_only=True):
     removed: bool = False
     before: Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)] | None = None
     limit: Page = 100
+
+
+class LineageQuery(Message, frozen=True, kw_only=True):
+    descendants: bool = False
+    """Also what was made from it, and from that."""
+    limit: Page = MAX_PAGE
+    """Of each direction."""
 
 
 class LatestQuery(Message, frozen=True, kw_only=True):
@@ -844,6 +1311,8 @@ class HubKey(HubReply, frozen=True, kw_only=True):
     made_at_s: float
     expires_at_s: float | None = None
     revoked_at_s: float | None = None
+    used_at_s: float | None = None
+    """When a request last came with it; null: never."""
 
 
 class CallerReply(HubReply, frozen=True, kw_only=True):
@@ -860,6 +1329,14 @@ class CallerReply(HubReply, frozen=True, kw_only=True):
     """Of the key, or of the host's certificate; None: it does not."""
 
 
+class LoginCodeReply(HubReply, frozen=True, kw_only=True):
+    code: str
+    """For `/login?code=`, once; told only here."""
+    expires_in_s: float
+    url: str = ""
+    """Where browsers on the hub's machine reach it."""
+
+
 class HubKeyReply(HubReply, frozen=True, kw_only=True):
     key: HubKey
     secret: str
@@ -868,3 +1345,169 @@ class HubKeyReply(HubReply, frozen=True, kw_only=True):
 
 class KeysReply(HubReply, frozen=True, kw_only=True):
     keys: tuple[HubKey, ...]
+
+
+class GangRow(HubReply, frozen=True, kw_only=True):
+    """A job of the coordinator."""
+
+    id: str
+    status: str
+    """created, running, stopped or finished."""
+    run: int
+    generation: int
+    workers: int
+    min_workers: int
+    max_workers: int
+    """0: no limit."""
+    checkpoint_step: int | None = None
+
+
+class GangsReply(HubReply, frozen=True, kw_only=True):
+    gangs: tuple[GangRow, ...]
+    coordinator: str
+    """Its address; empty: this hub has none."""
+
+
+class GangQuery(Message, frozen=True, kw_only=True):
+    search: Text = ""
+    """Of the names and hosts of workers."""
+    offset: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
+    limit: Annotated[int, msgspec.Meta(ge=1, le=200)] = 50
+
+
+class GangSpan(HubReply, frozen=True, kw_only=True):
+    """What a worker did from a time to another."""
+
+    status: str
+    start_s: float
+    end_s: float
+
+
+class GangWorker(HubReply, frozen=True, kw_only=True):
+    id: str
+    status: str
+    """As the worker reports it: initializing, idle, loading_data, training, checkpointing, recovering or error."""
+    liveness: str
+    """alive, suspect, lost or left."""
+    reason: str
+    """Why it is thought so."""
+    rank: int | None
+    hostname: str
+    gpus: int
+    silent_s: float
+    step: int | None
+    step_time_s: float | None
+    slowdown: float | None
+    """Its step time divided by the median of all."""
+    leased_shards: int
+    lane: tuple[GangSpan, ...] = ()
+    """Its last hour."""
+
+
+class GangCount(HubReply, frozen=True, kw_only=True):
+    status: str
+    liveness: str
+    count: int
+
+
+class GangBarrier(HubReply, frozen=True, kw_only=True):
+    id: str
+    step: int
+    arrived: int
+    expected: int
+    missing: tuple[str, ...]
+    """Of many only the first ones."""
+    open_s: float
+
+
+class GangEpoch(HubReply, frozen=True, kw_only=True):
+    """In shards."""
+
+    epoch: int
+    done: int
+    leased: int
+    waiting: int
+    quarantined: int
+
+
+class GangDataset(HubReply, frozen=True, kw_only=True):
+    id: str
+    mode: str
+    samples: int
+    shards: int
+    epochs: tuple[GangEpoch, ...]
+    """In progress."""
+    finished: int
+    """How many epochs."""
+
+
+class GangCheckpoint(HubReply, frozen=True, kw_only=True):
+    id: str
+    step: int
+    committed: bool
+    parts: int
+    missing: int
+    size: int
+    at_s: float | None
+
+
+class GangGoodput(HubReply, frozen=True, kw_only=True):
+    """How the time of the run was spent; the parts add up to the time since it began."""
+
+    useful_s: float
+    waiting_s: float
+    checkpoint_s: float
+    detect_s: float
+    restart_s: float
+    rolled_back_s: float
+    phase: str
+    share: float | None
+    """Useful time of the time with workers."""
+
+
+class GangEventRow(HubReply, frozen=True, kw_only=True):
+    number: int
+    kind: str
+    at_s: float
+    generation: int
+    workers: tuple[str, ...]
+    worker_count: int
+    message: str
+    detect_s: float
+    restart_s: float
+    rolled_back_s: float
+
+    @property
+    def cost_s(self) -> float:
+        return self.detect_s + self.restart_s + self.rolled_back_s
+
+
+class GangReply(HubReply, frozen=True, kw_only=True):
+    gang: GangRow
+    observed_at_s: float
+    counts: tuple[GangCount, ...]
+    workers: tuple[GangWorker, ...]
+    """A page; those first that may need a person."""
+    workers_total: int
+    """That match the search."""
+    lanes_start_s: float | None
+    """Since when lanes are known."""
+    barriers: tuple[GangBarrier, ...]
+    datasets: tuple[GangDataset, ...]
+    checkpoints: tuple[GangCheckpoint, ...]
+    goodput: GangGoodput | None
+    incidents: tuple[GangEventRow, ...]
+    """The latest first."""
+
+
+class GangEventsQuery(Message, frozen=True, kw_only=True):
+    kind: tuple[Word, ...] = ()
+    search: Text = ""
+    before: Annotated[int, msgspec.Meta(ge=0)] = 0
+    limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 100
+
+
+class GangEventsReply(HubReply, frozen=True, kw_only=True):
+    events: tuple[GangEventRow, ...]
+    next_before: int
+    """0: there are no earlier ones."""

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from strata.base.errors import Code, StrataError
 from strata.http.authentication import Identify
-from strata.http.errors import PLAIN, ErrorTable, HttpRefusal
+from strata.http.errors import PLAIN, ErrorPage, ErrorTable, HttpRefusal
 from strata.http.reading import ReadingRules, RequestReader
 from strata.http.root import CALLER, REAUTHENTICATE, ROUTE, OnReply, RootApp, RootLimits
 from strata.http.route import HttpCall, RawReply, Route
@@ -39,6 +39,15 @@ class Serving:
     """Called when a handler has returned, before its reply is sent."""
     on_reply: OnReply | None = None
     """Called with the status of every reply to an authenticated caller."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BrowserPages:
+    """What a server shows to browsers, besides its API."""
+
+    routes: Sequence[Route]
+    session_cookie: str
+    error_page: ErrorPage
 
 
 def build_app(routes: Sequence[Route], serving: Serving, identify: Identify) -> RootApp:
@@ -78,17 +87,27 @@ class RouteApp:
         arguments = self._reader.read_query(scope["query_string"])
         if budget is None:
             arguments |= await self._reader.read_body(receive, headers, None)
-            reply = await route.handler(call, **arguments)
+            reply = await self._handle(call, arguments)
         else:
             owner = "" if route.access.public else await budget.owner(caller)
             with budget.budget.reserve(owner) as reservation:
+                call.reservation = reservation
                 arguments |= await self._reader.read_body(receive, headers, reservation)
-                reply = await route.handler(call, **arguments)
-        # Nothing counts the body any more, so it must not outlive its reservation while a slow client reads the reply.
-        del arguments
-        if serving.before_reply is not None:
-            serving.before_reply(route)
-        await to_response(reply)(scope, receive, send)
+                reply = await self._handle(call, arguments)
+        try:
+            if serving.before_reply is not None:
+                serving.before_reply(route)
+            await to_response(reply)(scope, receive, send)
+        finally:
+            if isinstance(reply, RawReply) and reply.close is not None:
+                await reply.close()
+
+    async def _handle(self, call: HttpCall[Any], arguments: dict[str, Any]) -> Any:
+        handling = self._route.handler(call, **arguments)
+        # The handler alone has the body now. Nothing counts it any more when the handler has returned or dropped it, so
+        # it must not stay in memory while a slow client reads the reply.
+        arguments.clear()
+        return await handling
 
 
 def _target(scope: Scope) -> str:

@@ -34,9 +34,11 @@ class AuthFailures:
         self._per_s = per_s
         self._monotonic_s = monotonic_s
         self._records: dict[str, _AddressRecord] = {}
+        self._count = 0
 
     def record(self, address: str, method: str, path: str, reason: str) -> bool:
         """Count and log one failure; whether there are too many from this address."""
+        self._count += 1
         now_s = self._monotonic_s()
         counted = origin(address)
         record = self._records.pop(counted, None) or _AddressRecord(0.0, now_s)
@@ -59,3 +61,8 @@ class AuthFailures:
         else:
             record.unlogged += 1
         return record.level > self._burst
+
+    def take_count(self) -> int:
+        """How many failures there were since the last call."""
+        count, self._count = self._count, 0
+        return count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Final
 
 from starlette.types import Scope
@@ -22,6 +23,7 @@ ANONYMOUS: Final = Principal(CallerKind.KEY, "", None)
 ANONYMOUS_VIEWER: Final = Principal(CallerKind.KEY, "", Role.VIEWER)
 """A client without credentials, on the routes that the settings of a server make public."""
 
+API_PATHS: Final = ("/v1/", "/api/")
 FirstHeaders = Mapping[bytes, bytes]
 """Names in lower case; of a repeated header the first."""
 Identify = Callable[[Scope, FirstHeaders], Awaitable[Principal]]
@@ -29,9 +31,10 @@ Identify = Callable[[Scope, FirstHeaders], Awaitable[Principal]]
 
 class RequestAuthenticator:
     """`address` is the server's Unix socket, for hints. `key_header` is a header for keys besides `Authorization`, on
-    paths that begin with `key_header_below`."""
+    paths that begin with `key_header_below`. `session_cookie` is the cookie of browser sessions; empty: none is
+    taken."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (where credentials may be)
         self,
         routes: Iterable[Route],
         authenticator: Authenticator,
@@ -40,8 +43,10 @@ class RequestAuthenticator:
         key_header: str = "",
         key_header_below: str = "/",
         public_read: bool = False,
+        session_cookie: str = "",
     ) -> None:
         routes = tuple(routes)
+        self._session_cookie = session_cookie
         self._authenticator = authenticator
         self._address = address
         self._key_header = key_header
@@ -57,6 +62,9 @@ class RequestAuthenticator:
         certificate = scope.get(CLIENT_CERTIFICATE, b"")
         key_header = self._key_header if scope["path"].startswith(self._key_header_below) else ""
         credentials = read_credentials(headers, key_header=key_header, certificate_der=certificate)
+        if credentials == Credentials() and (session := self._read_session(scope, headers)):
+            caller = await self._authenticator.identify(Credentials(session=session))
+            return caller if is_private(scope) else with_limited_role(caller)
         if wanted in self._shown and credentials == Credentials():
             return ANONYMOUS_VIEWER
         if credentials.bearer.startswith("hst-") and scope["scheme"] == "https":
@@ -66,6 +74,15 @@ class RequestAuthenticator:
                 hint="strata join",
             )
         return check_channel(scope, await self._authenticator.identify(credentials), self._address)
+
+    def _read_session(self, scope: Scope, headers: FirstHeaders) -> str:
+        """A browser adds its cookie to any request to this server, also to one that a foreign page makes. So it counts
+        for reading, and for the dashboard's own actions, which need a CSRF token; it never counts for an API call that
+        changes something."""
+        changes = scope["method"] not in ("GET", "HEAD")
+        if not self._session_cookie or (changes and scope["path"].startswith(API_PATHS)):
+            return ""
+        return read_cookie(headers, self._session_cookie)
 
 
 def _exact_paths(routes: Iterable[Route]) -> Collection[tuple[str, str]]:
@@ -89,11 +106,31 @@ def read_credentials(headers: FirstHeaders, *, key_header: str = "", certificate
     )
 
 
+def read_cookie(headers: FirstHeaders, name: str) -> str:
+    for part in headers.get(b"cookie", b"").decode("latin-1").split(";"):
+        key, _, value = part.strip().partition("=")
+        if key == name:
+            return value
+    return ""
+
+
+def is_private(scope: Scope) -> bool:
+    """No other user of the machine can read or pose as this connection."""
+    return scope["scheme"] == "https" or bool(scope.get(UNIX_SOCKET, False))
+
+
+def with_limited_role(caller: Principal) -> Principal:
+    """A browser on plain TCP acts with a researcher's rights at most: another user of the machine who takes the port
+    would get its cookie, and any other server of the machine does, because cookies do not know ports."""
+    if caller.role is not None and caller.role > Role.RESEARCHER:
+        return replace(caller, role=Role.RESEARCHER)
+    return caller
+
+
 def check_channel(scope: Scope, caller: Principal, address: str) -> Principal:
     """FORBIDDEN for more than a researcher's rights over plain TCP: a client that sends such a secret there would one
     day send it to another user of the machine who has taken the port. `address` is the server's Unix socket."""
-    private = scope["scheme"] == "https" or scope.get(UNIX_SOCKET, False)
-    if private or (caller.role is not None and caller.role <= Role.RESEARCHER):
+    if is_private(scope) or (caller.role is not None and caller.role <= Role.RESEARCHER):
         return caller
     secret = {CallerKind.OPERATOR: "the operator token", CallerKind.HOST: "a host's secret"}.get(
         caller.kind, "a key of an operator or an admin"

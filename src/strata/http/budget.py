@@ -82,6 +82,12 @@ class BodyReservation:
         """Wait until the budget has so much; EXHAUSTED if it does not in time."""
         if size > self.size:
             await self._budget.wait(self._caller, size - self.size)
+            self.size = size
         else:
+            self.shrink(size)
+
+    def shrink(self, size: int) -> None:
+        """Hold at most so many bytes from now on."""
+        if size < self.size:
             self._budget.shrink(self._caller, self.size - size)
-        self.size = size
+            self.size = size

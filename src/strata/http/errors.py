@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Scope
 
 from strata.base.errors import Code, StrataError
+from strata.http.openai_error import is_openai_path, openai_error
 from strata.http.problem import ErrorReply, Problem
 
 STATUS_OF: Final[Mapping[Code, int]] = {
@@ -31,6 +33,9 @@ STATUS_OF: Final[Mapping[Code, int]] = {
 assert STATUS_OF.keys() == set(Code), "every code needs a status"
 
 RETRY_AFTER_S: Final = 1
+ErrorPage = Callable[[Scope, Mapping[bytes, bytes], StrataError, int], Response | None]
+"""An error as a page for a person, from the request, its first headers and the status; None for a client that is no
+browser."""
 
 
 class HttpRefusal(StrataError):  # noqa: N818 - it is the one error type, with a status of its own
@@ -49,16 +54,21 @@ class ErrorTable:
     """Statuses that differ from `STATUS_OF`."""
     final: Collection[Code]
     """Codes whose replies have `x-should-retry: false`."""
+    page: ErrorPage | None = None
 
     def status_of(self, error: StrataError) -> int:
         if isinstance(error, HttpRefusal):
             return error.status
         return self.instead.get(error.code) or STATUS_OF[error.code]
 
-    def render(self, error: StrataError) -> Response:
-        # Detail is for programs: JSON where possible, else text.
-        detail = {name: msgspec.to_builtins(value, enc_hook=str) for name, value in error.detail.items()}
-        problem = Problem(code=error.code.value, message=error.message, hint=error.hint, detail=detail)
+    def respond(self, error: StrataError, scope: Scope, headers: Mapping[bytes, bytes]) -> Response:
+        """As a page for a browser, if the server has pages; else as JSON."""
+        page = None if self.page is None else self.page(scope, headers, error, self.status_of(error))
+        return page or self.render(error, scope["path"])
+
+    def render(self, error: StrataError, path: str = "") -> Response:
+        status = self.status_of(error)
+        reply = openai_error(error, status) if is_openai_path(path) else error_reply(error)
         headers: dict[str, str] = {}
         if error.code is Code.UNAUTHENTICATED:
             headers["WWW-Authenticate"] = 'Bearer realm="strata"'
@@ -67,11 +77,17 @@ class ErrorTable:
         if error.code in self.final:
             headers["x-should-retry"] = "false"
         return Response(
-            msgspec.json.encode(ErrorReply(error=problem)),
-            status_code=self.status_of(error),
+            msgspec.json.encode(reply),
+            status_code=status,
             headers=headers,
             media_type="application/json",
         )
+
+
+def error_reply(error: StrataError) -> ErrorReply:
+    # Detail is for programs: JSON where possible, else text.
+    detail = {name: msgspec.to_builtins(value, enc_hook=str) for name, value in error.detail.items()}
+    return ErrorReply(error=Problem(code=error.code.value, message=error.message, hint=error.hint, detail=detail))
 
 
 PLAIN: Final = ErrorTable(instead={}, final=())

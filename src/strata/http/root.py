@@ -17,7 +17,7 @@ from typing import Final, Protocol
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from strata.base import log
+from strata.base import log, trace
 from strata.base.errors import Code, StrataError
 from strata.http.anonymous import Networks, client_address
 from strata.http.auth_failures import AuthFailures
@@ -32,6 +32,8 @@ REAUTHENTICATE: Final = "strata.reauthenticate"
 """In the scope: the function that checks the credentials of the request once more, for replies that take long."""
 ROUTE: Final = "strata.route"
 """In the scope, after routing: the path of the route, with the names of its parameters."""
+STARTED: Final = "strata.started"
+"""In the scope: when the head of the request was read, of the monotonic clock."""
 CONNECTION: Final = "strata.connection"
 """In the scope: the `ClientConnection` that the request came by."""
 SEND_S: Final = 30.0
@@ -93,22 +95,38 @@ class RootApp:
         if scope["type"] != "http":
             raise StrataError(Code.UNSUPPORTED, f"{scope['type']} is not served here")
         headers = _first_headers(scope["headers"])
-        sent_id = headers.get(b"x-request-id", b"")
-        request_id = sent_id.decode() if _REQUEST_ID.fullmatch(sent_id) else f"{self._prefix}{next(self._requests):08x}"
-        reply = _Reply(send, scope, request_id, self._limits, self._on_reply)
-        with log.correlation(request_id):
-            started_s = time.monotonic()
-            error = await self._serve(scope, headers, receive, reply)
-            if error is not None and not reply.status:
-                await self._errors.render(error)(scope, receive, reply.send)
-            _log.debug(
-                "request",
-                method=scope["method"],
-                path=scope["path"],
-                status=reply.status,
-                caller=str(scope[CALLER].actor) if CALLER in scope else "",
-                took_ms=round((time.monotonic() - started_s) * 1000, 1),
-            )
+        scope[STARTED] = started_s = time.monotonic()
+        parent = headers.get(b"traceparent", b"").decode("latin-1")
+        parent = parent if trace.trace_id(parent) else ""
+        with trace.span("HTTP", kind="server", parent=parent) as span:
+            request_id = self._request_id(headers, trace.traceparent() or parent)
+            reply = _Reply(send, scope, request_id, self._limits, self._on_reply)
+            with log.correlation(request_id):
+                await self._respond(scope, headers, receive, reply, started_s)
+            if span is not None:
+                _describe(span, scope, request_id, reply.status)
+
+    def _request_id(self, headers: FirstHeaders, traceparent: str) -> str:
+        """The id that the client sent, or that of its trace, or a new one."""
+        sent = headers.get(b"x-request-id", b"")
+        if _REQUEST_ID.fullmatch(sent):
+            return sent.decode()
+        return trace.trace_id(traceparent) or f"{self._prefix}{next(self._requests):08x}"
+
+    async def _respond(
+        self, scope: Scope, headers: FirstHeaders, receive: Receive, reply: _Reply, started_s: float
+    ) -> None:
+        error = await self._serve(scope, headers, receive, reply)
+        if error is not None and not reply.status:
+            await self._errors.respond(error, scope, headers)(scope, receive, reply.send)
+        _log.debug(
+            "request",
+            method=scope["method"],
+            path=scope["path"],
+            status=reply.status,
+            caller=str(scope[CALLER].actor) if CALLER in scope else "",
+            took_ms=round((time.monotonic() - started_s) * 1000, 1),
+        )
 
     async def _serve(self, scope: Scope, headers: FirstHeaders, receive: Receive, reply: _Reply) -> StrataError | None:
         try:
@@ -159,6 +177,17 @@ class RootApp:
         return replace(caller, address=client_address(scope, self._limits.trusted_proxies))
 
 
+def _describe(span: trace.TraceSpan, scope: Scope, request_id: str, status: int) -> None:
+    """By the conventions of OpenTelemetry. The path itself stays out: it has names and ids of clients."""
+    route = scope.get(ROUTE, "")
+    if route:
+        span.update_name(f"{scope['method']} {route}")
+        span.set_attribute("http.route", route)
+    span.set_attribute("http.request.method", scope["method"] if route else "_OTHER")
+    span.set_attribute("http.response.status_code", status)
+    span.set_attribute("strata.request_id", request_id)
+
+
 def _check_url(scope: Scope) -> None:
     if b"%00" in scope["raw_path"] or len(scope["query_string"]) > MAX_QUERY:
         raise StrataError(Code.INVALID, "this URL cannot be one of ours")
@@ -181,7 +210,6 @@ class _Reply:
         self._on_reply = on_reply
         self._headers = [
             (b"x-request-id", request_id.encode()),
-            (b"cache-control", b"no-store"),
             (b"x-content-type-options", b"nosniff"),
         ]
         self.status = 0
@@ -192,7 +220,10 @@ class _Reply:
             self.status = message["status"]
             if self._on_reply is not None and CALLER in self._scope:
                 self._on_reply(self._scope, self.status)
-            message["headers"] = [*message.get("headers", []), *self._headers]
+            own = message.get("headers", [])
+            message["headers"] = [*own, *self._headers]
+            if not any(name == b"cache-control" for name, _ in own):
+                message["headers"].append((b"cache-control", b"no-store"))
             if self.closing:
                 message["headers"].append((b"connection", b"close"))
         body, more = message.get("body", b""), message.get("more_body", False)

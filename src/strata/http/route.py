@@ -18,6 +18,7 @@ from starlette.types import Receive
 
 from strata.base.errors import Code, StrataError
 from strata.database.events import Actor
+from strata.http.budget import BodyReservation
 from strata.identity.roles import CallerKind, Principal, Role
 
 KIB: Final = 1024
@@ -77,6 +78,8 @@ class HttpCall(Generic[S]):
     method: str = ""
     target: str = ""
     """Path and query as they were sent, for a handler that forwards the request."""
+    reservation: BodyReservation | None = None
+    """What the body holds of the server's memory for bodies; None where there is no such budget."""
 
     @property
     def actor(self) -> Actor:
@@ -86,6 +89,11 @@ class HttpCall(Generic[S]):
         """Return when the client has closed the connection. Only after its body was read."""
         while (await self.receive())["type"] != "http.disconnect":
             pass
+
+    def shrink_reservation(self, size: int) -> None:
+        """Reserve at most so many bytes from now on: for a handler that has dropped its body and waits."""
+        if self.reservation is not None:
+            self.reservation.shrink(size)
 
 
 class Content:
@@ -114,6 +122,9 @@ class RawReply(Content):
     status: int = 200
     media_type: str = "application/json"
     headers: Mapping[str, str] = field(default_factory=dict)
+    close: Callable[[], Awaitable[None]] | None = None
+    """Called once when the reply is sent or its client has left, even if `content` was never read: a generator that has
+    not started runs none of its own code then."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,21 @@
 
 The folder holds what the hub needs to run, and on request the results of jobs.
 
-backup.json        when, by which version, and the digest of each of the first four
+backup.json        when, by which version, and the digest of each of the next six
 hub.db             the database, sealed: jobs, hosts, keys, which chunks make up which artifact
+coordinator/coordinator.db   the journal of the coordinator that `strata up` starts: committed checkpoints of gangs
 ca/ca.key ca.pem   the authority: with another one every host would have to join again
 operator.token
+secrets.key        what the secrets in the database were encrypted with; not one that `hub.secrets_key` keeps elsewhere
 artifacts/ streams/   chunks and logs, only if asked for: they can be large, and any tool that copies files does
 
 A SQLite file in use is open to one process alone. While a hub runs, a backup is requested by a file in the hub's data
-folder, which only the hub's user can write to, and the hub copies the database (`online_backup`). PostgreSQL has
-`pg_dump`.
+folder, which only the hub's user can write to, and the hub copies the database (`online_backup`); so does its
+coordinator. PostgreSQL has `pg_dump`.
+
+The journal is copied before the database: what it calls committed, the database knows. The secret of the coordinator's
+tokens is not in a backup. A restored hub makes another one, so the workers from before are refused, who are ahead of
+the journal.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ import asyncio
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal
@@ -28,13 +34,16 @@ import msgspec
 
 from strata import __version__
 from strata.base.atomic import sync_file, sync_folder, write_file
+from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
+from strata.base.progress import ReportProgress, no_progress
 from strata.database.migrations import SqliteComponents, upgrade_postgres
+from strata.database.online_backup import FOLDER, request_backup
 from strata.database.sqlite import SqliteThread
 from strata.fleet.store.backup import backup_sqlite, fence_postgres, require_absent, restore_sqlite
 from strata.fleet.store.migrate import MigratedRows, to_postgres, to_sqlite
 from strata.hub.compose import FILES, TOKEN_FILE
-from strata.hub.online_backup import request_backup
+from strata.hub.secret_store import KEY_FILE
 from strata.hub.tables import (
     SQLITE,
     ReadOnlySchema,
@@ -43,10 +52,15 @@ from strata.hub.tables import (
     postgres_connections,
     upgrade_existing,
 )
+from strata.journal.sqlite import SqliteJournal
 
 DATABASE: Final = "hub.db"
 NOTE: Final = "backup.json"
-SMALL: Final = (f"ca{os.sep}ca.key", f"ca{os.sep}ca.pem", TOKEN_FILE)
+COORDINATOR: Final = "coordinator"
+"""The folder of the coordinator of `strata up`, in the data folder."""
+JOURNAL: Final = f"{COORDINATOR}{os.sep}coordinator.db"
+TOKEN_SECRET: Final = f"{COORDINATOR}{os.sep}token.secret"
+SMALL: Final = (f"ca{os.sep}ca.key", f"ca{os.sep}ca.pem", TOKEN_FILE, KEY_FILE)
 LARGE: Final = ("artifacts", "streams")
 _BLOCK: Final = 1 << 20
 _PARTIAL: Final = ".partial"
@@ -70,8 +84,13 @@ def _file_of(database: str) -> Path:
     return Path(database.removeprefix("sqlite:"))
 
 
-def back_up(data: Path, database: str, target: Path, now_s: float, *, large: bool) -> Note:
-    """Into `target`, which must not exist; it is for its owner only, for it holds the authority's key."""
+def back_up(
+    data: Path, database: str, target: Path, now_s: float, *, large: bool, report: ReportProgress = no_progress
+) -> Note:
+    """Into `target`, which must not exist; it is for its owner only: it holds the keys of authority and secrets.
+
+    Progress is reported in bytes of what `large` adds.
+    """
     if not data.is_dir():
         raise StrataError(Code.NOT_FOUND, f"there is no hub's data in {data}", hint="name its folder with --data")
     try:
@@ -80,7 +99,7 @@ def back_up(data: Path, database: str, target: Path, now_s: float, *, large: boo
         raise StrataError(Code.CONFLICT, f"{target} is there already", hint="a backup overwrites nothing") from None
     others = os.umask(0o077)
     try:
-        return _fill(target, data, database, now_s, large=large)
+        return _fill(target, data, database, now_s, large=large, report=report)
     except BaseException:
         shutil.rmtree(target, ignore_errors=True)
         raise
@@ -88,8 +107,11 @@ def back_up(data: Path, database: str, target: Path, now_s: float, *, large: boo
         os.umask(others)
 
 
-def _fill(target: Path, data: Path, database: str, now_s: float, *, large: bool) -> Note:
+def _fill(target: Path, data: Path, database: str, now_s: float, *, large: bool, report: ReportProgress) -> Note:
     postgres = is_postgres(database)
+    if (data / JOURNAL).exists():
+        (target / JOURNAL).parent.mkdir(mode=0o700)
+        _copy_in_use(data / COORDINATOR / FOLDER, target / JOURNAL, _copy_journal(data / JOURNAL, target / JOURNAL))
     if not postgres:
         _copy_database(data, sqlite_path(data, database), target / DATABASE, now_s)
     for name in SMALL:
@@ -99,9 +121,8 @@ def _fill(target: Path, data: Path, database: str, now_s: float, *, large: bool)
             write_file(target / name, content)
     if large:
         # After the database: a chunk that it names is there by now.
-        for name in LARGE:
-            _copy_tree(data / name, target / name)
-    digests = {name: _digest(target / name) for name in (DATABASE, *SMALL) if (target / name).exists()}
+        _copy_large(data, target, report)
+    digests = {name: _digest(target / name) for name in (DATABASE, JOURNAL, *SMALL) if (target / name).exists()}
     note = Note(
         strata=__version__,
         taken_at_s=now_s,
@@ -115,7 +136,7 @@ def _fill(target: Path, data: Path, database: str, now_s: float, *, large: bool)
     return note
 
 
-def restore(backup: Path, data: Path, database: str, now_s: float) -> Note:
+def restore(backup: Path, data: Path, database: str, now_s: float, *, report: ReportProgress = no_progress) -> Note:
     """Make `data` a hub's folder again, and the database one that no host from before can write to."""
     note = read_note(backup)
     if is_postgres(database) != (note.database == "postgresql"):
@@ -124,13 +145,20 @@ def restore(backup: Path, data: Path, database: str, now_s: float) -> Note:
     path = sqlite_path(data, database)
     if note.database == "sqlite":
         require_absent(path)
+    # One that an interrupted restore wrote stays.
+    restores_journal = (backup / JOURNAL).exists() and not _is_same(backup / JOURNAL, data / JOURNAL)
+    if restores_journal:
+        require_absent(data / JOURNAL)
     data.mkdir(parents=True, exist_ok=True, mode=0o700)
     for name in SMALL:
         if (backup / name).exists() and not (data / name).exists():
             (data / name).parent.mkdir(mode=0o700, exist_ok=True)
             write_file(data / name, (backup / name).read_bytes())
-    for name in LARGE:
-        _copy_tree(backup / name, data / name)
+    _copy_large(backup, data, report)
+    if restores_journal:
+        (data / JOURNAL).parent.mkdir(mode=0o700, exist_ok=True)
+        (data / TOKEN_SECRET).unlink(missing_ok=True)
+        write_file(data / JOURNAL, (backup / JOURNAL).read_bytes())
     if note.database == "sqlite":
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         restore_sqlite(backup / DATABASE, path, SQLITE, now_s)
@@ -147,7 +175,7 @@ def read_note(backup: Path) -> Note:
         raise StrataError(Code.NOT_FOUND, f"there is no whole backup in {backup}: it has no {NOTE}") from None
     except msgspec.DecodeError as error:
         raise StrataError(Code.CORRUPT, f"{backup / NOTE} cannot be read: {error}") from error
-    known = {name.replace(os.sep, "/") for name in (DATABASE, *SMALL)}
+    known = {name.replace(os.sep, "/") for name in (DATABASE, JOURNAL, *SMALL)}
     for name, digest in note.sha256.items():
         if name not in known or not (backup / name).is_file() or _digest(backup / name) != digest:
             raise StrataError(Code.CORRUPT, f"{backup / name} is not what was backed up")
@@ -160,13 +188,23 @@ def size_below(folder: Path) -> int:
 
 
 def _copy_database(data: Path, path: Path, target: Path, now_s: float) -> None:
+    _copy_in_use(data / FOLDER, target, _copy_unused(path, target, now_s))
+
+
+def _copy_in_use(backups: Path, target: Path, copying: Coroutine[None, None, None]) -> None:
+    """Copy a file; if a process has it open, request the copy from that process."""
     try:
-        asyncio.run(_copy_unused(path, target, now_s))
+        asyncio.run(copying)
     except StrataError as error:
         if error.code is not Code.CONFLICT or "in use" not in error.message:
             raise
-        request_backup(data, target)
+        request_backup(backups, target)
     target.chmod(0o600)
+
+
+async def _copy_journal(path: Path, target: Path) -> None:
+    async with await SqliteJournal.open(path, SystemClock(), create=False) as journal:
+        await journal.copy_to(target)
 
 
 async def _copy_unused(path: Path, target: Path, now_s: float) -> None:
@@ -186,7 +224,7 @@ async def _fence(database: str, now_s: float) -> None:
 
 
 def _refuse_others(backup: Path, data: Path) -> None:
-    """CONFLICT if the folder has an authority or a token, and not those of the backup."""
+    """CONFLICT if the folder has an authority, a token or a key, and not those of the backup."""
     for name in SMALL:
         here, there = data / name, backup / name
         if not here.exists() or not there.exists() or here.read_bytes() == there.read_bytes():
@@ -202,7 +240,19 @@ def _refuse_others(backup: Path, data: Path) -> None:
         )
 
 
-def _copy_tree(source: Path, target: Path) -> None:
+def _copy_large(source: Path, target: Path, report: ReportProgress) -> None:
+    done, total = 0, sum(size_below(source / name) for name in LARGE)
+
+    def copied(size: int) -> None:
+        nonlocal done
+        done += size
+        report(done, total)
+
+    for name in LARGE:
+        _copy_tree(source / name, target / name, copied)
+
+
+def _copy_tree(source: Path, target: Path, copied: Callable[[int], None]) -> None:
     """What is there and not yet at the target. What vanishes meanwhile was not wanted any more.
 
     A file has its name when it is whole: one that is there is not copied again after an interruption.
@@ -221,6 +271,7 @@ def _copy_tree(source: Path, target: Path) -> None:
                 sync_file(partial)
             partial.replace(copy)
             folders.add(copy.parent)
+            copied(copy.lstat().st_size)
     for folder in folders:
         sync_folder(folder)
 
@@ -230,6 +281,10 @@ def _files(folder: Path) -> Iterator[Path]:
         # What is still being written, and what was found damaged.
         folders[:] = [name for name in folders if name not in ("partial", "quarantine")]
         yield from (Path(parent) / name for name in names if not (name.startswith(".") and name.endswith(_PARTIAL)))
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    return other.exists() and _digest(path) == _digest(other)
 
 
 def _digest(path: Path) -> str:

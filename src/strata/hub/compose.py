@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+from strata.base import log
 from strata.base.atomic import create_file
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
@@ -19,28 +22,33 @@ from strata.base.loop import RunOnce
 from strata.base.private import private_folder, require_private_folder
 from strata.base.secret import Secret, read_secret
 from strata.base.unix_socket import format_unix_address
+from strata.coord.server.tokens import Claims, TokenRole, Tokens
+from strata.database.online_backup import FOLDER, INTERVAL_S, OnlineBackup
 from strata.fleet.artifacts.disk import DiskChunks
 from strata.fleet.artifacts.maintenance import apply_retention, collect_garbage, scrub
 from strata.fleet.artifacts.ports import ChunkStore
 from strata.fleet.artifacts.service import Artifacts
+from strata.fleet.core.attention import HubDisk
 from strata.fleet.execs import ExecBoard
-from strata.fleet.http.context import HubContext
+from strata.fleet.http.context import GangCoordinator, HubContext, WriteProbe
 from strata.fleet.http.feed import GAP_S, Feed
 from strata.fleet.http.leased_reads import LeasedReads
 from strata.fleet.http.proxy import ServerProxy
-from strata.fleet.http.routes import application
+from strata.fleet.http.routes import ROUTES, application
+from strata.fleet.hub_metrics import HubMetrics
+from strata.fleet.metric_history import MetricHistory, thin_streams
+from strata.fleet.overview import DAY_S, OVERVIEW_S, FleetHistory
 from strata.fleet.service import RESERVE_S, TICK_S, Fleet, FleetSettings
 from strata.fleet.streams import AttemptStreams
 from strata.http.auth_failures import AuthFailures
 from strata.http.body import BodyPace
 from strata.http.root import RootApp, RootLimits
-from strata.hub.cursor_store import CursorStore, FeedDelivery
+from strata.hub.cursor_store import CursorStore, FeedDelivery, run_leased
 from strata.hub.disk import CHECK_S, DiskGuard
-from strata.hub.online_backup import INTERVAL_S, OnlineBackup
 from strata.hub.outbound import WebhookTarget
 from strata.hub.schedules import DeclaredSchedules, ScheduleRunner
 from strata.hub.secret_store import KEY_FILE, SecretVault, load_key
-from strata.hub.settings import BucketSettings, HubSettings
+from strata.hub.settings import BucketSettings, GangCoordinatorSettings, HubSettings
 from strata.hub.subscriptions import AppriseSender, SubscriptionDispatcher, SubscriptionStore
 from strata.hub.sweeps import DeclaredSweeps, SweepRunner
 from strata.hub.tables import Tables, is_postgres, open_tables
@@ -48,16 +56,28 @@ from strata.hub.webhooks import WebhookDispatcher
 from strata.identity.authenticate import Authenticator
 from strata.identity.ca import Authority, HubClientCertificate, ServerCertificate, own_names
 from strata.identity.enroll import Enrollment
+from strata.web.api import LocalApi
+from strata.web.live import LiveTopics
+from strata.web.routes import browser_pages, build_site
+
+if TYPE_CHECKING:
+    from strata.hub.gangs import CoordinatorGangs
+
+_log = log.get(__name__)
 
 HOUR_S: Final = 3600.0
 SCRUB_BYTES: Final = 4 << 30
 SCRUB_BYTES_PER_S: Final = 20e6
 MAINTENANCE_LEASE_S: Final = 2 * HOUR_S
+"""Renewed meanwhile. Long, because a hub that is frozen in the middle of its work goes on with it when it wakes."""
 IDLE_CHECK_S: Final = 2.0
+SHARE: Final = 0.02
+"""Of the time, for each loop that looks at the whole fleet."""
 WEBHOOK_S: Final = 0.5
 SUBSCRIPTION_S: Final = 1.0
 SWEEP_S: Final = 1.0
 SCHEDULE_S: Final = 1.0
+USES_S: Final = 60.0
 TOKEN_FILE: Final = "operator.token"  # noqa: S105 - the name of a file
 HUB_ID_FILE: Final = "hub.id"
 FOLDER_ID_FILE: Final = "folder.id"
@@ -71,6 +91,8 @@ class Loop:
     run_once: RunOnce
     max_backoff_s: float = 60.0
     """The longest pause after failures: short for what everybody waits for once the database is back."""
+    max_share: float = 1.0
+    """Of the time: for what reads all hosts or leases, of which there may be many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,24 +113,37 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
     token = settings.operator_token or operator_token(files)
     tls = _server_certificate(settings, authority, clock.wall_s()) if settings.tls.enabled else None
     hub_client = HubClientCertificate(authority, private_folder(data / "ca"), clock.wall_s())
-    async with open_tables(settings.database or f"sqlite:{data / 'hub.db'}") as tables:
+    counters = HubMetrics()
+    database = settings.database or f"sqlite:{data / 'hub.db'}"
+    async with open_tables(database, observe=counters.database.observe) as tables:
         if is_postgres(settings.database):
             await _check_folder(tables.cursors, files)
         holder = hub_id(data)
         chunks = await _chunks(settings, files)
         artifacts = Artifacts(tables.index, chunks, clock)
-        feed = Feed(tables.fleet.events, tables.newest_event)
+        feed = Feed(
+            tables.fleet.events,
+            tables.newest_event,
+            on_published=lambda at_s: counters.event_lag.observe(max(0.0, clock.wall_s() - at_s)),
+        )
         key = load_key(settings.secrets_key or files / KEY_FILE, in_use=await tables.secrets.exist())
         vault = SecretVault(tables.secrets, key)
         sender = AppriseSender()
         subscriptions = SubscriptionStore(vault, tables.cursors, feed, sender, clock.wall_s)
-        fleet = Fleet(tables.fleet, clock, _fleet_settings(settings))
+        fleet = Fleet(tables.fleet, clock, _fleet_settings(settings), on_expired=counters.leases_expired.inc)
+        streams = AttemptStreams(files / "streams", keep_free_bytes=settings.keep_free_bytes)
+        metrics, writing = MetricHistory(streams), WriteProbe()
+        history = FleetHistory(fleet, metrics, lambda: _disk(files, settings.keep_free_bytes, writing))
+        gangs = _gangs(settings.coordinator, clock)
         context = HubContext(
             fleet=fleet,
             execs=ExecBoard(tables.execs, fleet.now_s),
             artifacts=artifacts,
             leased=LeasedReads(tables.fleet, artifacts, clock),
-            streams=AttemptStreams(files / "streams", keep_free_bytes=settings.keep_free_bytes),
+            streams=streams,
+            metrics=metrics,
+            history=history,
+            writing=writing,
             identity=tables.identity,
             enrollment=Enrollment(tables.identity, authority, clock),
             authenticator=Authenticator(tables.identity, clock, authority=authority, operator_token=token),
@@ -128,15 +163,29 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
             manifest=settings.manifest,
             pace=BodyPace(grace_s=settings.body_grace_s),
             proxy=ServerProxy(tls=hub_client.context),
+            coordinator=_coordinator(settings.coordinator, clock),
+            gangs=gangs,
             front_secret=hmac.digest(token.reveal().encode(), b"keys of servers that are jobs", "sha256"),
             limits=RootLimits(
                 send_s=settings.send_s,
                 failures=AuthFailures(settings.max_failures),
                 trusted_proxies=settings.proxies,
             ),
+            hub_metrics=counters,
+            data=data,
         )
         delivery = FeedDelivery(feed, tables.cursors, holder)
         dispatcher = SubscriptionDispatcher(subscriptions, sender, context=context, delivery=delivery)
+        live = LiveTopics(feed, context.stopping)
+        site = build_site(
+            api=LocalApi(ROUTES),
+            clock=clock,
+            authenticator=context.authenticator,
+            failures=context.limits.failures,
+            live=live,
+            server_id=authority.pin[:8],
+            tls=settings.tls.enabled,
+        )
         loops = [
             *_loops(settings, context, tables, [hub_client, *([] if tls is None else [tls])]),
             *_maintenance_loops(settings, context, tables.cursors, holder),
@@ -144,19 +193,66 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
             Loop(interval_s=SUBSCRIPTION_S, run_once=dispatcher.run_once),
             Loop(interval_s=SWEEP_S, run_once=SweepRunner(tables, context, holder).run_once),
             Loop(interval_s=SCHEDULE_S, run_once=ScheduleRunner(tables.schedules, context).run_once),
+            Loop(interval_s=GAP_S, run_once=live.run_once, max_backoff_s=TICK_S),
         ]
         try:
-            yield Hub(context=context, app=application(context), tls=tls, loops=loops)
+            yield Hub(context=context, app=application(context, pages=browser_pages(site)), tls=tls, loops=loops)
         finally:
             sender.close()
+            if gangs is not None:
+                await gangs.close()
             await context.proxy.close()
             await chunks.close()
+
+
+def _disk(files: Path, keep_free_bytes: int, writing: WriteProbe) -> HubDisk:
+    found = os.statvfs(files)
+    return HubDisk(found.f_bavail * found.f_frsize, keep_free_bytes, writable=not writing.fails)
 
 
 def _fleet_settings(settings: HubSettings) -> FleetSettings:
     return FleetSettings(
         stale_after_s=settings.stale_after_s, reserve_after_s=settings.reserve_after_s, preempt=settings.preempt
     )
+
+
+def _coordinator(settings: GangCoordinatorSettings | None, clock: Clock) -> GangCoordinator | None:
+    if settings is None:
+        return None
+    tokens = None if settings.token_secret is None else Tokens(settings.token_secret)
+
+    def sign(job: str, token_id: str) -> str:
+        assert tokens is not None
+        now_s = round(clock.wall_s())
+        expires_s = now_s + round(settings.token_s)
+        return tokens.issue(Claims(job=job, role=TokenRole.WORKER, expires_s=expires_s, id=token_id, issued_s=now_s))
+
+    return GangCoordinator(
+        address=settings.address,
+        ca_pem="" if settings.ca is None else _read_pem(settings.ca),
+        checkpoint_root=settings.checkpoint_root,
+        token_s=settings.token_s,
+        sign=None if tokens is None else sign,
+    )
+
+
+def _gangs(settings: GangCoordinatorSettings | None, clock: Clock) -> CoordinatorGangs | None:
+    """The dashboard's view of gangs. A hub that only starts them needs no gRPC."""
+    if settings is None:
+        return None
+    try:
+        from strata.hub.gangs import open_gangs
+    except ModuleNotFoundError as error:
+        _log.warning("gangs_not_shown", missing=error.name, hint="install the extra worker beside hub")
+        return None
+    return open_gangs(settings, clock)
+
+
+def _read_pem(path: Path) -> str:
+    try:
+        return path.expanduser().read_text(encoding="ascii")
+    except (OSError, ValueError) as error:
+        raise StrataError(Code.INVALID, f"hub.coordinator.ca cannot be read: {error}") from error
 
 
 def _server_certificate(settings: HubSettings, authority: Authority, now_s: float) -> ServerCertificate:
@@ -210,14 +306,16 @@ def _loops(
         Loop(interval_s=TICK_S, run_once=context.fleet.tick, max_backoff_s=TICK_S),
         Loop(interval_s=TICK_S, run_once=context.execs.run_once, max_backoff_s=TICK_S),
         Loop(interval_s=GAP_S, run_once=context.feed.run_once, max_backoff_s=TICK_S),
-        Loop(interval_s=RESERVE_S, run_once=context.fleet.plan_reservations, max_backoff_s=RESERVE_S),
-        Loop(interval_s=IDLE_CHECK_S, run_once=context.fleet.choose_servers_to_end),
+        Loop(interval_s=RESERVE_S, run_once=context.fleet.plan_reservations, max_backoff_s=RESERVE_S, max_share=SHARE),
+        Loop(interval_s=IDLE_CHECK_S, run_once=context.fleet.choose_servers_to_end, max_backoff_s=IDLE_CHECK_S),
+        Loop(interval_s=OVERVIEW_S, run_once=context.history.run_once, max_share=SHARE),
         Loop(interval_s=HOUR_S, run_once=renew_certificates),
+        Loop(interval_s=USES_S, run_once=context.authenticator.write_uses),
     ]
     guard = DiskGuard(settings.data.expanduser(), tables.cursors, context.writing)
     loops.append(Loop(interval_s=CHECK_S, run_once=guard.run_once, max_backoff_s=CHECK_S))
     if tables.copy is not None:
-        online_backup = OnlineBackup(settings.data.expanduser(), tables.copy, context.clock)
+        online_backup = OnlineBackup(settings.data.expanduser() / FOLDER, tables.copy, context.clock)
         loops.append(Loop(interval_s=INTERVAL_S, run_once=online_backup.run_once))
     return loops
 
@@ -235,16 +333,37 @@ def _maintenance_loops(settings: HubSettings, context: HubContext, cursors: Curs
 
     def exclusive(name: str, run_once: RunOnce) -> RunOnce:
         async def run() -> None:
-            if await cursors.acquire(name, holder, MAINTENANCE_LEASE_S):
-                try:
-                    await run_once()
-                finally:
-                    await cursors.release(name, holder)
+            await run_leased(cursors, name, holder, run_once, lease_s=MAINTENANCE_LEASE_S)
 
         return run
 
     yield Loop(interval_s=HOUR_S, run_once=exclusive("collect", keep_and_collect))
+    for name, run_once in _history_retention(settings, context).items():
+        yield Loop(interval_s=HOUR_S, run_once=exclusive(name, run_once))
     yield Loop(interval_s=HOUR_S, run_once=exclusive("scrub", scrub_some))
+
+
+def _history_retention(settings: HubSettings, context: HubContext) -> Mapping[str, RunOnce]:
+    async def drop_events() -> None:
+        if settings.events_keep_days is not None:
+            before_s = context.fleet.now_s() - settings.events_keep_days * DAY_S
+            while await context.fleet.store.drop_events(before_s):
+                pass
+
+    async def thin_metrics() -> None:
+        await asyncio.to_thread(
+            thin_streams,
+            settings.files / "streams",
+            context.fleet.now_s(),
+            raw_s=_days(settings.metrics_raw_days),
+            minutes_s=_days(settings.metrics_minute_days),
+        )
+
+    return {"events": drop_events, "metrics": thin_metrics}
+
+
+def _days(days: float | None) -> float:
+    return inf if days is None else days * DAY_S
 
 
 def _webhook_loops(settings: HubSettings, context: HubContext, delivery: FeedDelivery) -> Iterator[Loop]:

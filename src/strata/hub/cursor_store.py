@@ -7,6 +7,7 @@ cannot move it back.
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
+from strata.base import log
+from strata.base.loop import RunOnce
 from strata.database.events import StoredEvent
 from strata.database.migrations import Component
 from strata.database.sqlite import SqliteThread
@@ -67,11 +70,19 @@ INSERT INTO hub_lease VALUES ({name}, {holder}, {now} + {lease_s})
 ON CONFLICT (name) DO UPDATE SET holder = excluded.holder, expires_at = excluded.expires_at
 WHERE hub_lease.holder = excluded.holder OR hub_lease.expires_at <= {now}
 """
+_log = log.get(__name__)
 _encode: Final = msgspec.json.Encoder().encode
 _decode: Final = msgspec.json.Decoder().decode
 
 
-class CursorStore(Protocol):
+class Leases(Protocol):
+    async def acquire(self, name: str, holder: str, lease_s: float) -> bool:
+        """Take or renew the lease; False while another holder has it."""
+
+    async def release(self, name: str, holder: str) -> None: ...
+
+
+class CursorStore(Leases, Protocol):
     async def cursor(self, name: str) -> str | None:
         """None if no reader of this name has read anything yet."""
 
@@ -79,11 +90,6 @@ class CursorStore(Protocol):
 
     async def advance_cursor(self, name: str, before: str, after: str) -> bool:
         """False if the cursor is not at `before` any more."""
-
-    async def acquire(self, name: str, holder: str, lease_s: float) -> bool:
-        """Take or renew the lease; False while another holder has it."""
-
-    async def release(self, name: str, holder: str) -> None: ...
 
     async def schemas(self) -> Mapping[str, Any]: ...
 
@@ -175,6 +181,28 @@ class PostgresCursorStore:
 
     async def probe_write(self) -> None:
         await self._connections.write(_PROBE, {})
+
+
+async def run_leased(leases: Leases, name: str, holder: str, run_once: RunOnce, *, lease_s: float) -> bool:
+    """Run once, under a lease that is renewed meanwhile. False if another holder has it, or got it before the end.
+
+    Without the lease the run is cancelled, and so it is if the lease cannot be renewed.
+    """
+    if not await leases.acquire(name, holder, lease_s):
+        return False
+    run = asyncio.ensure_future(run_once())
+    try:
+        while not run.done():
+            await asyncio.wait([run], timeout=lease_s / 3)
+            if not run.done() and not await leases.acquire(name, holder, lease_s):
+                _log.warning("lease_lost", name=name, holder=holder)
+                return False
+        await run
+        return True
+    finally:
+        run.cancel()
+        await asyncio.wait([run])
+        await leases.release(name, holder)
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,8 @@ from strata.fleet.core.job import TERMINAL
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.ownership import Submitter, check_owners
 from strata.fleet.core.plan import ApplyPlan
-from strata.fleet.core.requirement import with_sandbox
 from strata.fleet.core.schedule import JobSchedule, first_due_s, run_spec
-from strata.fleet.ports import JobRow, ScheduleRow, StoredSchedule
+from strata.fleet.ports import ScheduleRow, StoredSchedule
 from strata.fleet.service import Fleet
 from strata.identity.authenticate import is_valid_actor
 
@@ -279,9 +278,8 @@ class ScheduleRunner:
             await pause(self._store, row, "hub", reason, self._fleet.now_s())
             return
         schedule = row.stored.schedule
-        spec = run_spec(schedule, row.next_due_s)
-        spec = msgspec.structs.replace(spec, needs=with_sandbox(spec.needs, self._require_sandbox, spec.project))
-        note = "" if await self._find(spec.id) is not None else await self._queue(row, spec)
+        spec = run_spec(schedule, row.next_due_s).with_sandbox(self._require_sandbox)
+        note = "" if await self._fleet.find_job(spec.id) is not None else await self._queue(row, spec)
         failpoint("fleet.schedule.queued")
         now_s = self._fleet.now_s()
         values = {
@@ -298,7 +296,7 @@ class ScheduleRunner:
 
     async def _queue(self, row: ScheduleRow, spec: JobSpec) -> str:
         """Why the run is left out; empty if it is queued now."""
-        last = await self._find(row.last_job)
+        last = await self._fleet.find_job(row.last_job) if row.last_job else None
         if row.stored.schedule.overlap == "skip" and last is not None and last.status not in TERMINAL:
             return f"the run of {spec.due} was left out: the one of {last.spec.due} is {last.status}"
         plan = ApplyPlan(project=spec.project, new={spec.id: spec}, superseded=() if last is None else (last.id,))
@@ -311,19 +309,9 @@ class ScheduleRunner:
                 submitter=row.stored.submitter,
             )
         except StrataError as error:
-            if error.code is Code.CONFLICT and await self._find(spec.id) is not None:
+            if error.code is Code.CONFLICT and await self._fleet.find_job(spec.id) is not None:
                 return ""
             if error.code in _REFUSED:
                 return f"the run of {spec.due} was left out: {error.message}"
             raise
         return ""
-
-    async def _find(self, job_id: str) -> JobRow | None:
-        if not job_id:
-            return None
-        try:
-            return await self._fleet.store.job(job_id)
-        except StrataError as error:
-            if error.code is not Code.NOT_FOUND:
-                raise
-            return None

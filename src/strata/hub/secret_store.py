@@ -2,7 +2,7 @@
 
 A secret belongs to an owner of jobs (its scope is `owner:NAME`) or to a project (`project:NAME`).
 Each value is sealed with AES-256-GCM under its scope and name, so that a row cannot be passed off as another one. The
-key is not part of a backup.
+key is in a backup too, unless `hub.secrets_key` names another file for it.
 """
 
 from __future__ import annotations

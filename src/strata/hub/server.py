@@ -17,7 +17,9 @@ from strata.base.clock import Clock, SystemClock
 from strata.base.errors import StrataError
 from strata.base.loop import every
 from strata.base.private import set_private_umask
+from strata.base.settings import process_environment
 from strata.base.unix_socket import format_unix_address, listen_unix
+from strata.http import otel
 from strata.http.protocol import new_protocol
 from strata.http.server import listen, new_loop, serve_http, server_config, stop_on_signals, url_of
 from strata.hub.compose import TOKEN_FILE, Hub, open_hub
@@ -34,8 +36,12 @@ def run(settings: HubSettings, announce: Callable[[str], None]) -> None:
     _allow_files()
     gc.collect()
     gc.freeze()
-    with asyncio.Runner(loop_factory=new_loop) as runner:
-        runner.run(_serve(settings, SystemClock(), announce))
+    stop_traces = otel.configure("strata-hub", process_environment())
+    try:
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(_serve(settings, SystemClock(), announce))
+    finally:
+        stop_traces()
 
 
 async def _serve(settings: HubSettings, clock: Clock, announce: Callable[[str], None]) -> None:
@@ -68,8 +74,13 @@ def listening(settings: HubSettings) -> Iterator[Listeners]:
 
 async def serve(hub: Hub, settings: HubSettings, clock: Clock, listeners: Listeners, stop: asyncio.Event) -> None:
     """Answer on these sockets until `stop`, then let the requests finish that are under way."""
+    hub.context.served.url = listeners.url
     looping = [
-        asyncio.create_task(every(each.interval_s, each.run_once, clock=clock, max_backoff_s=each.max_backoff_s))
+        asyncio.create_task(
+            every(
+                each.interval_s, each.run_once, clock=clock, max_backoff_s=each.max_backoff_s, max_share=each.max_share
+            )
+        )
         for each in hub.loops
     ]
 
@@ -103,7 +114,7 @@ def _announcement(settings: HubSettings, url: str, pin: str) -> str:
     # What `strata login` asks a person to compare.
     shown = f", pin {pin}" if settings.tls.enabled else ""
     where = "" if settings.operator_token else f", operator token in {settings.files / TOKEN_FILE}"
-    return f"listening on {url} and {format_unix_address(settings.socket)}{where}{shown}"
+    return f"listening on {url} and {format_unix_address(settings.socket)}{where}{shown}, dashboard {url}/"
 
 
 def _allow_files() -> None:

@@ -58,6 +58,33 @@ class Webhook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Networks that are not public and may be sent to all the same, as in `10.1.0.0/16`; loopback also without TLS."""
 
 
+class GangCoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The coordinator of gangs: `[hub.coordinator]`."""
+
+    address: str
+    """HOST:PORT, as the hosts reach it; of several, with commas between, one leads and the others stand by."""
+    token_secret: Secret | None = None
+    """The coordinator's own: the hub signs tokens with it for the workers of each attempt."""
+    ca: Path | None = None
+    """The authority of the coordinator's certificate, PEM."""
+    token_s: Annotated[float, msgspec.Meta(ge=120)] = 900.0
+    """How long a token is good. Hosts renew it with their leases; workers outlive an outage of the hub this long."""
+    checkpoint_root: str = ""
+    """A folder that all hosts share, or s3://BUCKET/PREFIX, for the checkpoints of gangs. Empty: each program's own."""
+
+    def __post_init__(self) -> None:
+        addresses = [each.strip() for each in self.address.split(",") if each.strip()]
+        if not addresses:
+            raise StrataError(Code.INVALID, "hub.coordinator.address is empty")
+        away = [each for each in addresses if not is_loopback_address(each)]
+        if away and (self.token_secret is None or self.ca is None):
+            raise StrataError(
+                Code.INVALID,
+                f"workers would reach {away[0]} in the clear, or without tokens",
+                hint="set hub.coordinator.token_secret and hub.coordinator.ca",
+            )
+
+
 class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     listen: str = f"127.0.0.1:{PORT}"
     """HOST:PORT; port 0 takes a free one."""
@@ -103,7 +130,16 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Artifacts, logs and metrics leave so much of the disk alone."""
     retention: RetentionPolicy | None = None
     """What to keep of the artifacts, once an hour; None keeps them all."""
+    events_keep_days: Annotated[float, msgspec.Meta(ge=1)] | None = None
+    """Events that are older are removed, once an hour; None keeps them all."""
+    metrics_raw_days: Annotated[float, msgspec.Meta(ge=1)] | None = None
+    """Metrics of jobs that nothing was added to for so long keep the lowest and the highest value of each minute; None
+    keeps them all."""
+    metrics_minute_days: Annotated[float, msgspec.Meta(ge=1)] | None = None
+    """After so long only those of each hour."""
     bucket: BucketSettings | None = None
+    coordinator: GangCoordinatorSettings | None = None
+    """None: jobs with several workers are refused."""
     webhooks: tuple[Webhook, ...] = ()
     log_format: Literal["json", "console"] | None = None
     """None: console on a terminal, JSON elsewhere."""

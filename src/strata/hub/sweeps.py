@@ -14,15 +14,12 @@ from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import Final
 
-import msgspec
-
 from strata.base import log
-from strata.base.errors import Code, StrataError
+from strata.base.errors import StrataError
 from strata.fleet.core.job import JobStatus
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.report import MetricsReport, parse_lines
-from strata.fleet.core.requirement import with_sandbox
 from strata.fleet.core.search import (
     PRUNED,
     Direction,
@@ -64,6 +61,9 @@ class DeclaredSweeps:
 
     async def replace(self, project: str, sweeps: Mapping[str, StoredSweep]) -> None:
         await self._store.replace(project, sweeps)
+
+    async def listed(self) -> Sequence[StoredSweep]:
+        return await self._store.sweeps()
 
 
 class SweepRunner:
@@ -142,7 +142,7 @@ class SweepRunner:
         wanted = JobFilter(sweep=sweep.base.sweep, project=sweep.base.project, limit=_PAGE)
         while page := await self._fleet.store.jobs(wanted):
             rows += page
-            wanted = JobFilter(sweep=wanted.sweep, project=wanted.project, limit=_PAGE, after_id=page[-1].id)
+            wanted = JobFilter(sweep=wanted.sweep, project=wanted.project, limit=_PAGE, after=page[-1].id)
         return sorted(rows, key=lambda row: trial_number(sweep, row.spec) or 0)
 
     async def _trial(self, sweep: SearchSweep, row: JobRow) -> Trial | None:
@@ -179,11 +179,11 @@ class SweepRunner:
         place = sweep.base.project, sweep.base.sweep
         for tries in range(TRIES):
             point = await asyncio.to_thread(propose, sweep.search, trials, number, tries)
-            if await self._find(self._spec(sweep, number, point).id) is not None:
+            if await self._fleet.find_job(self._spec(sweep, number, point).id) is not None:
                 continue
             point = await self._store.claim_trial(sweep, number, point)
             spec = self._spec(sweep, number, point)
-            there = await self._find(spec.id)
+            there = await self._fleet.find_job(spec.id)
             if there is not None and trial_number(sweep, there.spec) != number:
                 # The number was claimed by a hub that died, and since then the point became a job in another way.
                 number += 1
@@ -202,17 +202,7 @@ class SweepRunner:
         return None
 
     def _spec(self, sweep: SearchSweep, number: int, point: Point) -> JobSpec:
-        spec = trial_spec(sweep, number, point)
-        needs = with_sandbox(spec.needs, self._require_sandbox, spec.project)
-        return msgspec.structs.replace(spec, needs=needs)
-
-    async def _find(self, job_id: str) -> JobRow | None:
-        try:
-            return await self._fleet.store.job(job_id)
-        except StrataError as error:
-            if error.code is not Code.NOT_FOUND:
-                raise
-            return None
+        return trial_spec(sweep, number, point).with_sandbox(self._require_sandbox)
 
     async def _prune(self, sweep: SearchSweep, halving: Halving, rows: Sequence[JobRow]) -> bool:
         """Whether a trial was ended."""

@@ -63,10 +63,11 @@ class Tables:
 
 
 @asynccontextmanager
-async def open_tables(database: str) -> AsyncIterator[Tables]:
+async def open_tables(database: str, *, observe: Callable[[float], None] | None = None) -> AsyncIterator[Tables]:
+    """`observe` is called with the seconds that each read and each transaction took."""
     scheme, separator, rest = database.partition(":")
     if is_postgres(database):
-        async with _open_postgres(database) as tables:
+        async with _open_postgres(database, observe) as tables:
             yield tables
     elif "://" in database or not database:
         raise StrataError(
@@ -75,13 +76,15 @@ async def open_tables(database: str) -> AsyncIterator[Tables]:
             hint="use sqlite:PATH or postgresql://USER@HOST/NAME",
         )
     else:
-        async with _open_sqlite(Path(rest if scheme == "sqlite" and separator else database)) as tables:
+        path = Path(rest if scheme == "sqlite" and separator else database)
+        async with _open_sqlite(path, observe) as tables:
             yield tables
 
 
 @asynccontextmanager
-async def _open_sqlite(path: Path) -> AsyncIterator[Tables]:
+async def _open_sqlite(path: Path, observe: Callable[[float], None] | None) -> AsyncIterator[Tables]:
     thread = await SqliteThread.open(path, SqliteComponents(SQLITE))
+    thread.observe = observe
     try:
         yield Tables(
             fleet=SqliteStore(thread),
@@ -100,7 +103,7 @@ async def _open_sqlite(path: Path) -> AsyncIterator[Tables]:
 
 
 @asynccontextmanager
-async def _open_postgres(url: str) -> AsyncIterator[Tables]:
+async def _open_postgres(url: str, observe: Callable[[float], None] | None) -> AsyncIterator[Tables]:
     # The driver is an extra of its own: a hub on SQLite does without.
     from strata.database.postgres import Connections, check_durable
     from strata.fleet.artifacts.store.postgres import PostgresIndex
@@ -108,6 +111,7 @@ async def _open_postgres(url: str) -> AsyncIterator[Tables]:
     from strata.identity import postgres as identity_postgres
 
     connections = Connections(url, CONNECTIONS, CALL_S, what="hub", by_index=True)
+    connections.observe = observe
     try:
         async with connections.transaction() as connection:
             await check_durable(connection)

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import hmac
-from dataclasses import dataclass
+import secrets
+from dataclasses import dataclass, replace
 from typing import Final
 
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 from strata.identity.ca import Authority
-from strata.identity.ports import ApiKey, HostIdentity, IdentityStore
+from strata.identity.ports import ApiKey, BrowserSession, HostIdentity, IdentityStore
 from strata.identity.roles import OPERATOR, CallerKind, Principal
-from strata.identity.tokens import Bearer, check_strength, read_bearer, same_hash
+from strata.identity.tokens import Bearer, check_strength, hash_secret, read_bearer, same_hash
 
 CACHE_TTL_S: Final = 1.0
 """Rows are cached for this time: a key that another process revoked may be accepted for so long."""
 _CACHE_ROWS: Final = 10_000
+IDLE_S: Final = 12 * 3600.0
+"""A browser session without a request for so long ends."""
+SESSION_S: Final = 7 * 86_400.0
+"""A browser session ends after so long in any case."""
+CODE_S: Final = 120.0
+"""A login link is good for so long, and once."""
+_EXTEND_S: Final = 600.0
+"""A session is extended at most so often: each time is a write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +36,8 @@ class Credentials:
     operator_token: str = ""
     certificate_der: bytes = b""
     """The client certificate that TLS has verified, as the connection reports it; never taken from a header."""
+    session: str = ""
+    """The token of a browser session. It counts only where there is no other credential."""
 
 
 class Authenticator:
@@ -37,7 +48,20 @@ class Authenticator:
         self._clock = clock
         self._authority = authority
         self._operator_token = None if operator_token is None else check_strength(operator_token).reveal().encode()
-        self._rows: dict[tuple[str, str], tuple[float, ApiKey | HostIdentity]] = {}
+        self._rows: dict[tuple[str, str], tuple[float, ApiKey | HostIdentity | BrowserSession]] = {}
+        self._used: dict[str, float] = {}
+        """By key: when a request last came with it, since it was written."""
+
+    def last_use_s(self, key: ApiKey) -> float | None:
+        """When the key was used last, by what is written and by what this process has seen since."""
+        known = [at_s for at_s in (key.used_at_s, self._used.get(key.id)) if at_s is not None]
+        return max(known, default=None)
+
+    async def write_uses(self) -> None:
+        """Write when keys were used, once in a while: a use that is lost with the process is no loss."""
+        used, self._used = self._used, {}
+        if used:
+            await self._store.record_key_uses(used)
 
     async def identify(self, credentials: Credentials) -> Principal:
         """The principal; UNAUTHENTICATED if no credential is known."""
@@ -50,9 +74,50 @@ class Authenticator:
                 if hmac.compare_digest(given, self._operator_token):
                     return OPERATOR
         bearer = read_bearer(credentials.bearer)
+        if credentials.session and not (credentials.bearer or credentials.operator_token):
+            return await self._session(hash_secret(Secret(credentials.session)))
         if bearer is None:
             raise _unauthenticated(present=bool(credentials.bearer or credentials.operator_token))
         return await (self._key(bearer) if bearer.kind == "tml" else self._host_secret(bearer))
+
+    async def open_session(self, caller: Principal) -> str:
+        """Log this caller in; the token of the session, which is shown only here."""
+        token, session = self._new_session(self._credential_of(caller))
+        await self._store.add_session(session, caller.actor)
+        return token
+
+    async def make_code(self, caller: Principal) -> str:
+        """A code with which a browser opens one session as this caller, soon."""
+        code, session = self._new_session(self._credential_of(caller))
+        until_s = session.made_at_s + CODE_S
+        await self._store.add_session(replace(session, expires_at_s=until_s, code=True), caller.actor)
+        return code
+
+    async def redeem_code(self, code: str, address: str) -> str:
+        """The token of a session as the caller who made the code; FORBIDDEN if it was used or has expired."""
+        token, session = self._new_session("")
+        await self._store.redeem_code(hash_secret(Secret(code)), session, address)
+        return token
+
+    async def close_session(self, token: str, caller: Principal) -> None:
+        await self._store.remove_session(hash_secret(Secret(token)), caller.actor, self._clock.wall_s())
+        self.invalidate()
+
+    def _new_session(self, credential: str) -> tuple[str, BrowserSession]:
+        token, now_s = secrets.token_hex(32), self._clock.wall_s()
+        return token, BrowserSession(hash_secret(Secret(token)), credential, now_s, now_s + IDLE_S)
+
+    def _credential_of(self, caller: Principal) -> str:
+        if caller.kind is CallerKind.KEY and caller.id:
+            return f"key:{caller.id}"
+        if caller.kind is CallerKind.OPERATOR and self._operator_token is not None:
+            return self._operator_credential
+        raise StrataError(Code.FORBIDDEN, "only a person with a key can log in to the dashboard", hint="strata keys")
+
+    @property
+    def _operator_credential(self) -> str:
+        assert self._operator_token is not None
+        return f"operator:{hash_secret(Secret(self._operator_token.decode()))}"
 
     def invalidate(self) -> None:
         """Drop the cached rows, so that a revocation by this process takes effect at once."""
@@ -64,7 +129,26 @@ class Authenticator:
             raise _unauthenticated(present=True)
         if not row.valid(self._clock.wall_s()):
             raise StrataError(Code.UNAUTHENTICATED, f"the key {row.id} was revoked or has expired")
+        self._used[row.id] = self._clock.wall_s()
         return Principal(CallerKind.KEY, row.id, row.role, row.name)
+
+    async def _session(self, token_hash: str) -> Principal:
+        session, now_s = await self._cached_row("session", token_hash), self._clock.wall_s()
+        if not isinstance(session, BrowserSession) or session.code or now_s >= session.expires_at_s:
+            raise _ended_session()
+        until_s = min(now_s + IDLE_S, session.made_at_s + SESSION_S)
+        if until_s - session.expires_at_s > _EXTEND_S:
+            await self._store.extend_session(token_hash, until_s)
+            self._rows.pop(("session", token_hash), None)
+        if session.credential.startswith("operator:"):
+            if self._operator_token is None or not same_hash(session.credential, self._operator_credential):
+                raise _ended_session()
+            return OPERATOR
+        key = await self._cached_row("key", session.credential.removeprefix("key:"))
+        if not isinstance(key, ApiKey) or not key.valid(now_s):
+            raise _ended_session()
+        self._used[key.id] = now_s
+        return Principal(CallerKind.KEY, key.id, key.role, key.name)
 
     async def _host_secret(self, bearer: Bearer) -> Principal:
         row = await self._cached_row("host", bearer.id)
@@ -86,12 +170,16 @@ class Authenticator:
             )
         return Principal(CallerKind.HOST, row.id, None)
 
-    async def _cached_row(self, what: str, id_: str) -> ApiKey | HostIdentity | None:
+    async def _cached_row(self, what: str, id_: str) -> ApiKey | HostIdentity | BrowserSession | None:
         now_s = self._clock.monotonic_s()
         found = self._rows.get((what, id_))
         if found is not None and now_s - found[0] < CACHE_TTL_S:
             return found[1]
-        row = await (self._store.key(id_) if what == "key" else self._store.host(id_))
+        row: ApiKey | HostIdentity | BrowserSession | None
+        if what == "key":
+            row = await self._store.key(id_)
+        else:
+            row = await (self._store.host(id_) if what == "host" else self._store.session(id_))
         if row is None:
             # Unknown ids are not cached: an attacker can send any number of them.
             return None
@@ -99,6 +187,10 @@ class Authenticator:
             self._rows.clear()
         self._rows[what, id_] = (now_s, row)
         return row
+
+
+def _ended_session() -> StrataError:
+    return StrataError(Code.UNAUTHENTICATED, "this session has ended", hint="log in again")
 
 
 def _unauthenticated(*, present: bool) -> StrataError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,6 +18,8 @@ class ApiKey:
     made_at_s: float
     expires_at_s: float | None = None
     revoked_at_s: float | None = None
+    used_at_s: float | None = None
+    """When a request last came with it, as far as it was written; None: never."""
 
     def valid(self, now_s: float) -> bool:
         return self.revoked_at_s is None and (self.expires_at_s is None or now_s < self.expires_at_s)
@@ -54,6 +56,27 @@ class HostIdentity:
     revoked_because: str = field(default="")
 
 
+@dataclass(frozen=True, slots=True)
+class BrowserSession:
+    """A person who logged in to the dashboard, or with `code` a login link that was not used yet."""
+
+    token_hash: str
+    credential: str
+    """`key:ID`, or `operator:` and the hash of the operator token: a session ends with what it was opened with."""
+    made_at_s: float
+    expires_at_s: float
+    code: bool = False
+
+    @property
+    def id(self) -> str:
+        """How events name it."""
+        return self.token_hash[:12]
+
+    @property
+    def actor(self) -> str:
+        return "operator" if self.credential.startswith("operator:") else self.credential
+
+
 class IdentityStore(Protocol):
     """Each method is one transaction, with its event. Unknown ids raise NOT_FOUND."""
 
@@ -62,6 +85,9 @@ class IdentityStore(Protocol):
     async def key(self, id_: str) -> ApiKey | None: ...
 
     async def keys(self) -> Sequence[ApiKey]: ...
+
+    async def record_key_uses(self, used: Mapping[str, float]) -> None:
+        """Write when each key was used last, in one statement and without an event; unknown keys are ignored."""
 
     async def revoke_key(self, id_: str, actor: str, now_s: float) -> None:
         """Again: no change, no event."""
@@ -89,3 +115,16 @@ class IdentityStore(Protocol):
         """A certificate was issued. Refused with FORBIDDEN for a revoked host, in the same transaction."""
 
     async def revoke_host(self, host_id: str, reason: str, actor: str, now_s: float) -> None: ...
+
+    async def add_session(self, session: BrowserSession, actor: str) -> None:
+        """Sessions and codes that have expired by then are removed."""
+
+    async def redeem_code(self, code_hash: str, session: BrowserSession, address: str) -> BrowserSession:
+        """Use the code, once, for this session, which gets the credential of the code; FORBIDDEN for any other."""
+
+    async def session(self, token_hash: str) -> BrowserSession | None: ...
+
+    async def extend_session(self, token_hash: str, expires_at_s: float) -> None: ...
+
+    async def remove_session(self, token_hash: str, actor: str, now_s: float) -> None:
+        """Again: no change, no event."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from strata.database.events import record_postgres
+from strata.database.events import Actor, record_postgres
 from strata.database.migrations import Component
 from strata.database.postgres import Connections
 from strata.identity import rows
-from strata.identity.ports import ApiKey, HostIdentity, Invite
+from strata.identity.ports import ApiKey, BrowserSession, HostIdentity, Invite
 
 COMPONENT: Final = Component(
     "identity",
@@ -33,6 +33,13 @@ COMPONENT: Final = Component(
         CREATE UNIQUE INDEX identity_host_name ON identity_host (name) WHERE revoked_at IS NULL;
         """,
         "ALTER TABLE identity_invite ADD COLUMN name text NOT NULL DEFAULT ''",
+        """
+        CREATE TABLE identity_session (
+          id text PRIMARY KEY, credential text NOT NULL, made_at double precision NOT NULL,
+          expires_at double precision NOT NULL, code boolean NOT NULL
+        );
+        """,
+        "ALTER TABLE identity_key ADD COLUMN used_at double precision",
     ),
 )
 _ENROLL_LOCK: Final = 0x5354_5241_5441_0003
@@ -45,7 +52,7 @@ class PostgresIdentity:
 
     async def add_key(self, key: ApiKey, actor: str) -> None:
         async with self._connections.transaction() as connection:
-            insert = f"INSERT INTO identity_key ({rows.KEY}) VALUES (%s, %s, %s, %s, %s, %s, %s)"
+            insert = f"INSERT INTO identity_key ({rows.KEY}) VALUES (%s, %s, %s, %s, %s, %s, %s, %s)"
             await connection.execute(insert, rows.key_row(key))
             record = rows.event(key.made_at_s, actor, "key.made", key.id, name=key.name, role=key.role.name.lower())
             await record_postgres(connection, [record])
@@ -56,6 +63,14 @@ class PostgresIdentity:
 
     async def keys(self) -> Sequence[ApiKey]:
         return [rows.decode_key(row) for row in await self._all("identity_key", rows.KEY, "made_at")]
+
+    async def record_key_uses(self, used: Mapping[str, float]) -> None:
+        ordered = sorted(used.items())
+        await self._connections.write(
+            "UPDATE identity_key k SET used_at = greatest(k.used_at, w.at)"
+            " FROM unnest(%(ids)s::text[], %(at)s::float8[]) AS w (id, at) WHERE k.id = w.id",
+            {"ids": [id_ for id_, _ in ordered], "at": [at_s for _, at_s in ordered]},
+        )
 
     async def revoke_key(self, id_: str, actor: str, now_s: float) -> None:
         await self._revoke("key", id_, actor, now_s)
@@ -111,6 +126,34 @@ class PostgresIdentity:
     async def revoke_host(self, host_id: str, reason: str, actor: str, now_s: float) -> None:
         await self._revoke("host", host_id, actor, now_s, reason)
 
+    async def add_session(self, session: BrowserSession, actor: str) -> None:
+        async with self._connections.transaction() as connection:
+            await _add_session(connection, session, actor)
+
+    async def redeem_code(self, code_hash: str, session: BrowserSession, address: str) -> BrowserSession:
+        async with self._connections.transaction() as connection:
+            row = await _one(connection, "identity_session", rows.SESSION, code_hash)
+            code = rows.check_code(None if row is None else rows.decode_session(row), session.made_at_s)
+            await connection.execute("DELETE FROM identity_session WHERE id = %s", (code_hash,))
+            opened = replace(session, credential=code.credential)
+            await _add_session(connection, opened, Actor(opened.actor, address))
+            return opened
+
+    async def session(self, token_hash: str) -> BrowserSession | None:
+        select = f"SELECT {rows.SESSION} FROM identity_session WHERE id = %(id)s"
+        found = await self._connections.run(select, {"id": token_hash})
+        return rows.decode_session(found[0]) if found else None
+
+    async def extend_session(self, token_hash: str, expires_at_s: float) -> None:
+        update = "UPDATE identity_session SET expires_at = %(until)s WHERE id = %(id)s"
+        await self._connections.write(update, {"until": expires_at_s, "id": token_hash})
+
+    async def remove_session(self, token_hash: str, actor: str, now_s: float) -> None:
+        async with self._connections.transaction() as connection:
+            removed = await connection.execute("DELETE FROM identity_session WHERE id = %s", (token_hash,))
+            if removed.rowcount:
+                await record_postgres(connection, [rows.event(now_s, actor, "session.closed", token_hash[:12])])
+
     async def _revoke(self, what: str, id_: str, actor: str, now_s: float, reason: str = "") -> None:
         async with self._connections.transaction() as connection:
             table = f"identity_{what}"
@@ -150,3 +193,11 @@ async def _add_host(connection: Any, host: HostIdentity, actor: str, invite: Inv
     record = rows.event(host.enrolled_at_s, actor, "host.enrolled", host.id, name=host.name)
     await record_postgres(connection, [record])
     return host
+
+
+async def _add_session(connection: Any, session: BrowserSession, actor: str) -> None:
+    await connection.execute("DELETE FROM identity_session WHERE expires_at <= %s", (session.made_at_s,))
+    insert = f"INSERT INTO identity_session ({rows.SESSION}) VALUES (%s, %s, %s, %s, %s)"
+    await connection.execute(insert, rows.session_row(session))
+    if not session.code:
+        await record_postgres(connection, [rows.event(session.made_at_s, actor, "session.opened", session.id)])

@@ -1,4 +1,4 @@
-"""How keys, invites and hosts lie in a table, the same in both databases, and what enrolling decides."""
+"""How keys, invites, hosts and sessions lie in a table, the same in both databases, and what enrolling decides."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import Any, Final
 
 from strata.base.errors import Code, StrataError
 from strata.database.events import EventRecord
-from strata.identity.ports import ApiKey, HostIdentity, Invite
+from strata.identity.ports import ApiKey, BrowserSession, HostIdentity, Invite
 from strata.identity.roles import Role
 from strata.identity.tokens import same_hash
 
-KEY: Final = "id, name, role, secret_hash, made_at, expires_at, revoked_at"
+KEY: Final = "id, name, role, secret_hash, made_at, expires_at, revoked_at, used_at"
 INVITE: Final = "id, secret_hash, made_at, expires_at, pool, labels, used_by, revoked_at, name"
 HOST: Final = (
     "id, name, public_key, enrolled_at, pool, labels, secret_hash, certificate_until, revoked_at, revoked_because"
 )
+
+SESSION: Final = "id, credential, made_at, expires_at, code"
 
 
 def decode_key(row: Sequence[Any]) -> ApiKey:
@@ -26,7 +28,8 @@ def decode_key(row: Sequence[Any]) -> ApiKey:
 
 
 def key_row(key: ApiKey) -> tuple[Any, ...]:
-    return (key.id, key.name, int(key.role), key.secret_hash, key.made_at_s, key.expires_at_s, key.revoked_at_s)
+    times = (key.made_at_s, key.expires_at_s, key.revoked_at_s, key.used_at_s)
+    return (key.id, key.name, int(key.role), key.secret_hash, *times)
 
 
 def decode_invite(row: Sequence[Any]) -> Invite:
@@ -55,6 +58,23 @@ def decode_host(row: Sequence[Any]) -> HostIdentity:
 
 def host_row(host: HostIdentity) -> tuple[Any, ...]:
     return tuple(json.dumps(value) if isinstance(value, tuple) else value for value in dataclasses.astuple(host))
+
+
+def decode_session(row: Sequence[Any]) -> BrowserSession:
+    token_hash, credential, made_at_s, expires_at_s, code = row
+    return BrowserSession(token_hash, credential, made_at_s, expires_at_s, bool(code))
+
+
+def session_row(session: BrowserSession) -> tuple[Any, ...]:
+    return (session.token_hash, session.credential, session.made_at_s, session.expires_at_s, session.code)
+
+
+def check_code(code: BrowserSession | None, now_s: float) -> BrowserSession:
+    if code is None or not code.code or now_s >= code.expires_at_s:
+        raise StrataError(
+            Code.FORBIDDEN, "this login link was used or has expired", hint="ask for a new one: strata dashboard"
+        )
+    return code
 
 
 def event(at_s: float, actor: str, kind: str, subject: str, **body: Any) -> EventRecord:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from strata.database.events import record_sqlite
+from strata.database.events import Actor, record_sqlite
 from strata.database.migrations import Component
 from strata.database.sqlite import SqliteThread
 from strata.identity import rows
-from strata.identity.ports import ApiKey, HostIdentity, Invite
+from strata.identity.ports import ApiKey, BrowserSession, HostIdentity, Invite
 
 COMPONENT: Final = Component(
     "identity",
@@ -33,6 +33,13 @@ COMPONENT: Final = Component(
         CREATE UNIQUE INDEX identity_host_name ON identity_host (name) WHERE revoked_at IS NULL;
         """,
         "ALTER TABLE identity_invite ADD COLUMN name TEXT NOT NULL DEFAULT ''",
+        """
+        CREATE TABLE identity_session (
+          id TEXT PRIMARY KEY, credential TEXT NOT NULL, made_at REAL NOT NULL, expires_at REAL NOT NULL,
+          code INTEGER NOT NULL
+        ) WITHOUT ROWID, STRICT;
+        """,
+        "ALTER TABLE identity_key ADD COLUMN used_at REAL",
     ),
 )
 
@@ -43,7 +50,7 @@ class SqliteIdentity:
 
     async def add_key(self, key: ApiKey, actor: str) -> None:
         def add(db: sqlite3.Connection) -> None:
-            db.execute(f"INSERT INTO identity_key ({rows.KEY}) VALUES (?, ?, ?, ?, ?, ?, ?)", rows.key_row(key))
+            db.execute(f"INSERT INTO identity_key ({rows.KEY}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows.key_row(key))
             record = rows.event(key.made_at_s, actor, "key.made", key.id, name=key.name, role=key.role.name.lower())
             record_sqlite(db, [record])
 
@@ -55,6 +62,10 @@ class SqliteIdentity:
 
     async def keys(self) -> Sequence[ApiKey]:
         return [rows.decode_key(row) for row in await self._all("identity_key", rows.KEY, "made_at")]
+
+    async def record_key_uses(self, used: Mapping[str, float]) -> None:
+        update = "UPDATE identity_key SET used_at = max(coalesce(used_at, 0), ?) WHERE id = ?"
+        await self._thread.write(lambda db: db.executemany(update, [(at_s, id_) for id_, at_s in used.items()]))
 
     async def revoke_key(self, id_: str, actor: str, now_s: float) -> None:
         await self._revoke("key", id_, actor, now_s)
@@ -109,6 +120,37 @@ class SqliteIdentity:
     async def revoke_host(self, host_id: str, reason: str, actor: str, now_s: float) -> None:
         await self._revoke("host", host_id, actor, now_s, reason)
 
+    async def add_session(self, session: BrowserSession, actor: str) -> None:
+        await self._thread.write(lambda db: _add_session(db, session, actor))
+
+    async def redeem_code(self, code_hash: str, session: BrowserSession, address: str) -> BrowserSession:
+        def redeem(db: sqlite3.Connection) -> BrowserSession:
+            row = _one(db, "identity_session", rows.SESSION, code_hash)
+            code = rows.check_code(None if row is None else rows.decode_session(row), session.made_at_s)
+            db.execute("DELETE FROM identity_session WHERE id = ?", (code_hash,))
+            opened = replace(session, credential=code.credential)
+            _add_session(db, opened, Actor(opened.actor, address))
+            return opened
+
+        return await self._thread.write(redeem)
+
+    async def session(self, token_hash: str) -> BrowserSession | None:
+        row = await self._thread.read(lambda db: _one(db, "identity_session", rows.SESSION, token_hash))
+        return None if row is None else rows.decode_session(row)
+
+    async def extend_session(self, token_hash: str, expires_at_s: float) -> None:
+        def extend(db: sqlite3.Connection) -> None:
+            db.execute("UPDATE identity_session SET expires_at = ? WHERE id = ?", (expires_at_s, token_hash))
+
+        await self._thread.write(extend)
+
+    async def remove_session(self, token_hash: str, actor: str, now_s: float) -> None:
+        def remove(db: sqlite3.Connection) -> None:
+            if db.execute("DELETE FROM identity_session WHERE id = ?", (token_hash,)).rowcount:
+                record_sqlite(db, [rows.event(now_s, actor, "session.closed", token_hash[:12])])
+
+        await self._thread.write(remove)
+
     async def _revoke(self, what: str, id_: str, actor: str, now_s: float, reason: str = "") -> None:
         def revoke(db: sqlite3.Connection) -> None:
             table = f"identity_{what}"
@@ -149,3 +191,10 @@ def _add_host(db: sqlite3.Connection, host: HostIdentity, actor: str, invite: In
     db.execute(f"INSERT INTO identity_host ({rows.HOST}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows.host_row(host))
     record_sqlite(db, [rows.event(host.enrolled_at_s, actor, "host.enrolled", host.id, name=host.name)])
     return host
+
+
+def _add_session(db: sqlite3.Connection, session: BrowserSession, actor: str) -> None:
+    db.execute("DELETE FROM identity_session WHERE expires_at <= ?", (session.made_at_s,))
+    db.execute(f"INSERT INTO identity_session ({rows.SESSION}) VALUES (?, ?, ?, ?, ?)", rows.session_row(session))
+    if not session.code:
+        record_sqlite(db, [rows.event(session.made_at_s, actor, "session.opened", session.id)])

@@ -36,6 +36,8 @@ class WriterLimits(msgspec.Struct, frozen=True):
     """How long the database may be unavailable before the writer fails and its owner has to take a new lead."""
     gather_s: float = 0.0
     """How long a commit waits for more to carry while many submit at once. A lone caller never waits."""
+    follow_up: bool = False
+    """A commit waits one turn of the event loop: a decision that follows at once from the first shares its commit."""
     first_retry_s: float = 0.02
     longest_retry_s: float = 1.0
 
@@ -159,6 +161,8 @@ class Writer:
         while self._queue:
             if self._limits.gather_s and self._clock.monotonic_s() < self._gather_until_s:
                 await self._clock.sleep(self._limits.gather_s)
+            if self._limits.follow_up:
+                await asyncio.sleep(0)
             count, facts, confirm = self._next_batch()
             try:
                 await self._commit(facts, confirm=confirm)

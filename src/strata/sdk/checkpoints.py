@@ -13,6 +13,7 @@ import msgspec
 
 from strata.base.atomic import new_folder
 from strata.base.errors import Code, StrataError
+from strata.base.progress import ReportProgress, no_progress
 from strata.fleet.client import HubClient
 from strata.train.peft.layers import ADAPTER_CONFIG, TOKENIZER_FILES
 
@@ -42,25 +43,36 @@ class _Capabilities(msgspec.Struct, frozen=True):
     supported_models: list[_Supported]
 
 
-def fetch_checkpoint(client: HubClient, path: str, folder: Path) -> None:
-    """The files of `tinker://RUN/weights/NAME` into a folder that is there: PEFT's form, or Hugging Face's."""
-    run_id, kind, name = _split(path)
-    at = f"/api/v1/training_runs/{quote(run_id)}/checkpoints/{kind}/{quote(name)}/external_weights_urls"
-    urls = client.call("GET", at, _Urls).urls
+def fetch_checkpoint(client: HubClient, path: str, folder: Path, report: ReportProgress = no_progress) -> None:
+    """The files of `tinker://RUN/weights/NAME` into a folder that is there: PEFT's form, or Hugging Face's.
+
+    Progress is reported in bytes of each file.
+    """
+    urls = client.call("GET", f"{_route(path)}/external_weights_urls", _Urls).urls
     for name, url in urls.items():
         if not name or name in (".", "..") or "/" in name or "\\" in name:
             raise StrataError(Code.INVALID, f"the server names a file {name[:200]!r}")
         there = urlsplit(url)
         # Only the path and the query of the URL: the server is where the client reached it, whatever Host it has seen.
         with (folder / name).open("xb") as file:
-            client.download(f"{there.path}?{there.query}", file)
+            client.download(f"{there.path}?{there.query}", file, report)
+
+
+def delete_checkpoint(client: HubClient, path: str) -> None:
+    client.request("DELETE", _route(path), None, "", None, None)
+
+
+def served_models(client: HubClient) -> list[str]:
+    """The names of the base models that a server trains."""
+    reply = client.call("GET", "/api/v1/get_server_capabilities", _Capabilities)
+    return [each.model_name for each in reply.supported_models]
 
 
 def fetch_tokenizer(client: HubClient, out: Path) -> list[str]:
     """The tokenizer of the server's model as a new folder, which transformers loads; the names of its files."""
     if out.exists():
         raise StrataError(Code.CONFLICT, f"{out} is there already", hint="give the name of a new folder")
-    model = client.call("GET", "/api/v1/get_server_capabilities", _Capabilities).supported_models[0].model_name
+    model = served_models(client)[0]
     files: dict[str, bytes] = {}
     for name in TOKENIZER_FILES:
         try:
@@ -83,13 +95,13 @@ def fetch_tokenizer(client: HubClient, out: Path) -> list[str]:
     return [*files]
 
 
-def fetch_adapter(client: HubClient, path: str, out: Path) -> None:
+def fetch_adapter(client: HubClient, path: str, out: Path, report: ReportProgress = no_progress) -> None:
     """A checkpoint as a new folder in PEFT's form."""
     if out.exists():
         raise StrataError(Code.CONFLICT, f"{out} is there already", hint="give the name of a new folder")
 
     def fill(part: Path) -> None:
-        fetch_checkpoint(client, path, part)
+        fetch_checkpoint(client, path, part, report)
         if not (part / ADAPTER_CONFIG).exists():
             raise StrataError(Code.INVALID, f"{path} is a full fine-tune, no adapter", hint="use --format hf")
 
@@ -122,8 +134,10 @@ def _make(out: Path, fill: Callable[[Path], None]) -> None:
         fill(part)
 
 
-def _split(path: str) -> tuple[str, str, str]:
+def _route(path: str) -> str:
+    """Of `tinker://RUN/weights/NAME` at the server."""
     parts = path.removeprefix(SCHEME).split("/")
     if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS or not all(parts):
         raise StrataError(Code.INVALID, f"{path!r} is no path of a checkpoint", hint="tinker://RUN/weights/NAME")
-    return parts[0], parts[1], parts[2]
+    run_id, kind, name = parts
+    return f"/api/v1/training_runs/{quote(run_id)}/checkpoints/{kind}/{quote(name)}"

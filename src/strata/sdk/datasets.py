@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from strata.base.errors import Code, StrataError
+from strata.base.progress import ReportProgress, no_progress
 from strata.fleet import wire
 from strata.fleet.agent.artifact_transfer import send_missing_chunks
 from strata.fleet.agent.hub_api import HubApi
@@ -29,8 +30,8 @@ class PushedData:
     """Bytes that the hub did not have."""
 
 
-def push_data(client: HubClient, folder: Path, name: str) -> PushedData:
-    """Upload a folder; from now on the name stands for it."""
+def push_data(client: HubClient, folder: Path, name: str, report: ReportProgress = no_progress) -> PushedData:
+    """Upload a folder; from now on the name stands for it. Progress is reported in bytes."""
     try:
         msgspec.convert(name, Label)
     except msgspec.ValidationError:
@@ -39,8 +40,7 @@ def push_data(client: HubClient, folder: Path, name: str) -> PushedData:
         ) from None
     hub = HubApi(client)
     manifest = scan(folder)
-    sent = sum(chunk.size - chunk.received for chunk in hub.missing(manifest.chunks()))
-    send_missing_chunks(hub, folder, manifest, lambda: True)
+    sent = send_missing_chunks(hub, folder, manifest, lambda: True, report)
     # An upload is a record of its own, also of content that was uploaded before: the name stands for the newest.
     upload = f"{time.time_ns():x}"
     body = wire.CommitRequest(manifest=manifest, lineage=Lineage(kind=ArtifactKind.DATA, model=name, mode=upload))
@@ -66,12 +66,20 @@ def find_data(client: HubClient, name: str) -> str:
         raise StrataError(Code.NOT_FOUND, f"there is no data {name!r}", hint="strata data push FOLDER NAME") from None
 
 
-def pull_data(client: HubClient, artifact_id: str, target: Path) -> tuple[int, int]:
-    """Download into a new folder; the number of files and bytes."""
-    hub = HubApi(client)
-    reply = hub.artifact(artifact_id)
-    materialise(reply.manifest, lambda digest, _: hub.chunk(digest, reply.urls.get(digest, "")), target)
-    return len(reply.manifest.files), reply.size
+def pull_artifact(
+    client: HubClient, reply: wire.ArtifactReply, target: Path, report: ReportProgress = no_progress
+) -> None:
+    """Download into a new folder and verify every byte. Progress is reported in bytes."""
+    hub, fetched = HubApi(client), 0
+
+    def fetch(digest: str, size: int) -> bytes:
+        nonlocal fetched
+        content = hub.chunk(digest, reply.urls.get(digest, ""))
+        fetched += size
+        report(fetched, reply.size)
+        return content
+
+    materialise(reply.manifest, fetch, target)
 
 
 def named_data(client: HubClient, names: Iterable[str]) -> dict[str, DataSource]:

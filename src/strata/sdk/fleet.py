@@ -23,6 +23,7 @@ from strata.base.private import private_folder
 from strata.base.secret import Secret, read_secret
 from strata.base.settings import load
 from strata.fleet.client import RETRY_FOR_S, HubClient, TlsFiles, exchange
+from strata.http import otel
 
 SECTION: Final = "client"
 ALIASES: Final = {
@@ -69,7 +70,11 @@ class Contexts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def client_settings(**flags: Any) -> ClientSettings:
-    return load(ClientSettings, section=SECTION, file=None, flags=flags, aliases=ALIASES)
+    settings = load(ClientSettings, section=SECTION, file=None, flags=flags, aliases=ALIASES)
+    if flags.get("token_path") is None:
+        return settings
+    # A file that is named for this call: a token in the environment is for another server, and must not go to this one.
+    return msgspec.structs.replace(settings, token=None)
 
 
 def read_contexts(settings: ClientSettings) -> Contexts:
@@ -122,15 +127,23 @@ def current_context(settings: ClientSettings) -> ClientContext:
     return matches[0] if matches else ClientContext(url=settings.url)
 
 
-def connect(settings: ClientSettings, *, timeout_s: float = 30.0, server: str = "hub") -> HubClient:
+def connect(
+    settings: ClientSettings, *, timeout_s: float = 30.0, server: str = "hub", retry_for_s: float = RETRY_FOR_S
+) -> HubClient:
+    otel.follow_program()
     context = current_context(settings)
-    ca = settings.ca or (Path(context.ca) if context.ca else None)
+    ca = authority_of(settings, context)
     tls = TlsFiles(ca=ca) if ca is not None and context.url.startswith("https:") else None
-    bearer = _token(settings, context)
-    return HubClient(context.url, bearer=bearer, tls=tls, timeout_s=timeout_s, server=server, retry_for_s=RETRY_FOR_S)
+    bearer = token_of(settings, context)
+    return HubClient(context.url, bearer=bearer, tls=tls, timeout_s=timeout_s, server=server, retry_for_s=retry_for_s)
 
 
-def _token(settings: ClientSettings, context: ClientContext) -> Secret | None:
+def authority_of(settings: ClientSettings, context: ClientContext) -> Path | None:
+    return settings.ca or (Path(context.ca) if context.ca else None)
+
+
+def token_of(settings: ClientSettings, context: ClientContext) -> Secret | None:
+    """The credential for the server of the context."""
     if settings.token is not None:
         return settings.token
     if settings.token_path is not None:

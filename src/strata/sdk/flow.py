@@ -16,6 +16,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 import httpx
 import msgspec
 
+from strata.base import trace
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.base.retry import Backoff, date_s, retry_after_s
@@ -145,7 +146,8 @@ def run_flow(flow: Flow[T], http: httpx.Client, progress: Progress | None = None
         match step:
             case SendRequest():
                 try:
-                    received = http.request(**_request(step))
+                    with trace.span(f"{step.method} {step.path}", kind="client"):
+                        received = http.request(**_request(step))
                 except httpx.TransportError as error:
                     received = error
             case Pause(seconds=seconds):
@@ -166,7 +168,8 @@ async def run_flow_async(flow: Flow[T], http: httpx.AsyncClient, progress: Progr
         match step:
             case SendRequest():
                 try:
-                    received = await http.request(**_request(step))
+                    with trace.span(f"{step.method} {step.path}", kind="client"):
+                        received = await http.request(**_request(step))
                 except httpx.TransportError as error:
                     received = error
             case Pause(seconds=seconds):
@@ -176,10 +179,13 @@ async def run_flow_async(flow: Flow[T], http: httpx.AsyncClient, progress: Progr
 
 
 def _request(send: SendRequest) -> dict[str, Any]:
+    headers = dict(send.headers)
+    if traceparent := trace.traceparent():
+        headers[trace.HEADER] = traceparent
     return {
         "method": send.method,
         "url": send.path,
         "content": send.content,
-        "headers": dict(send.headers),
+        "headers": headers,
         "timeout": send.timeout_s,
     }

@@ -101,13 +101,21 @@ class ClientOperation(Generic[T]):
 
 
 def create_model_operation(
-    session_id: str, number: int, base_model: str, lora: ops.LoraConfig | None
+    session_id: str,
+    number: int,
+    base_model: str,
+    lora: ops.LoraConfig | None,
+    *,
+    schedule: ops.Schedule | None = None,
+    user_metadata: Mapping[str, str] | None = None,
 ) -> ClientOperation[str]:
     body = {
         "session_id": session_id,
         "model_seq_id": number,
         "base_model": base_model,
         "lora_config": None if lora is None else msgspec.to_builtins(lora),
+        "schedule": None if schedule is None else msgspec.to_builtins(schedule),
+        "user_metadata": user_metadata,
     }
     return ClientOperation(post("/api/v1/create_model", body), lambda reply: str(reply.json()["model_id"]))
 

@@ -25,7 +25,8 @@ import httpx
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 from strata.base.unix_socket import SCHEME as UNIX
-from strata.base.unix_socket import connect_unix, parse_unix_address
+from strata.base.unix_socket import connect_unix, lasting_path, parse_unix_address
+from strata.http import otel
 from strata.identity.tokens import is_scoped_key
 from strata.sdk.flow import Flow, Progress, SendRequest, call_json, post, run_flow, run_flow_async
 from strata.sdk.operations import (
@@ -47,6 +48,7 @@ from strata.sdk.operations import (
     save_weights_operation,
 )
 from strata.train.core import ops
+from strata.train.core.ops import Schedule
 
 __all__ = [
     "AsyncFuture",
@@ -60,6 +62,7 @@ __all__ = [
     "Sample",
     "Sampler",
     "SamplingParams",
+    "Schedule",
     "TrainingServer",
 ]
 T = TypeVar("T")
@@ -74,7 +77,7 @@ def _socket_of(url: str) -> str | None:
         connect_unix(path).close()
     except OSError as error:
         raise StrataError(Code.UNAVAILABLE, f"the training server at {url} cannot be reached: {error}") from error
-    return str(path)
+    return str(lasting_path(path))
 
 
 def _base_url(url: str) -> str:
@@ -160,6 +163,10 @@ class Model:
         """Save weights alone; the result is the path to sample from, as in `TrainingServer.sampler(path=…)`."""
         return self._submit(lambda seq: save_for_sampler_operation(self.model_id, seq, name, overwrite=overwrite))
 
+    def report(self, **values: float) -> None:
+        """Show what only this program knows, such as a reward, beside the loss of the next optimizer step."""
+        self._server.drive(_report(self.model_id, self._numbers.next, values))
+
     def abort_gradients(self) -> Future[None]:
         """Throw away the gradients since the last step."""
         return self._submit(lambda seq: abort_gradients_operation(self.model_id, seq))
@@ -202,6 +209,7 @@ class TrainingServer:
         self, url: str, key: str, *, progress: Progress | None = None, transport: httpx.BaseTransport | None = None
     ) -> None:
         _check_key(url, key)
+        otel.follow_program()
         if transport is None and (path := _socket_of(url)) is not None:
             transport = httpx.HTTPTransport(uds=path)
         self._http = httpx.Client(base_url=_base_url(url), headers={"X-API-Key": key}, transport=transport)
@@ -222,17 +230,32 @@ class TrainingServer:
         finally:
             self._http.close()
 
-    def create_model(self, base_model: str, *, rank: int | None = 32, seed: int | None = None, **lora: Any) -> Model:
-        """A model over the server's base. `rank` None trains the base itself, on a server that is set up for it."""
+    def create_model(
+        self,
+        base_model: str,
+        *,
+        rank: int | None = 32,
+        seed: int | None = None,
+        schedule: Schedule | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+        **lora: Any,
+    ) -> Model:
+        """A model over the server's base. `rank` None trains the base itself, on a server that is set up for it.
+
+        A schedule multiplies the learning rate of each step. `user_metadata` {"keep_rollouts": "true"} keeps what it
+        learns from, for a look at it in the dashboard.
+        """
         config = None if rank is None else ops.LoraConfig(rank=rank, seed=seed, **lora)
-        operation = create_model_operation(self.session_id, self._models, base_model, config)
+        operation = create_model_operation(
+            self.session_id, self._models, base_model, config, schedule=schedule, user_metadata=user_metadata
+        )
         self._models += 1
         return Model(self, self.wait(operation, self.drive(operation.submit()), None, None))
 
-    def load_model(self, path: str, *, optimizer: bool = True) -> Model:
+    def load_model(self, path: str, *, optimizer: bool = True, user_metadata: Mapping[str, str] | None = None) -> Model:
         """A new model that goes on from a checkpoint."""
         saved = self.drive(call_json(post("/api/v1/weights_info", {"tinker_path": path})))
-        model = self.create_model(saved["base_model"], **_lora_of(saved))
+        model = self.create_model(saved["base_model"], user_metadata=user_metadata, **_lora_of(saved))
         model.load(path, optimizer=optimizer).result()
         return model
 
@@ -321,6 +344,9 @@ class AsyncModel:
     async def save_for_sampling(self, name: str, *, overwrite: bool = False) -> AsyncFuture[str]:
         return await self._submit(lambda seq: save_for_sampler_operation(self.model_id, seq, name, overwrite=overwrite))
 
+    async def report(self, **values: float) -> None:
+        await self._server.drive(_report(self.model_id, self._numbers.next, values))
+
     async def abort_gradients(self) -> AsyncFuture[None]:
         return await self._submit(lambda seq: abort_gradients_operation(self.model_id, seq))
 
@@ -364,6 +390,7 @@ class AsyncTrainingServer:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         _check_key(url, key)
+        otel.follow_program()
         if transport is None and (path := _socket_of(url)) is not None:
             transport = httpx.AsyncHTTPTransport(uds=path)
         self._http = httpx.AsyncClient(base_url=_base_url(url), headers={"X-API-Key": key}, transport=transport)
@@ -385,16 +412,27 @@ class AsyncTrainingServer:
             await self._http.aclose()
 
     async def create_model(
-        self, base_model: str, *, rank: int | None = 32, seed: int | None = None, **lora: Any
+        self,
+        base_model: str,
+        *,
+        rank: int | None = 32,
+        seed: int | None = None,
+        schedule: Schedule | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+        **lora: Any,
     ) -> AsyncModel:
         config = None if rank is None else ops.LoraConfig(rank=rank, seed=seed, **lora)
-        operation = create_model_operation(self.session_id, self._models, base_model, config)
+        operation = create_model_operation(
+            self.session_id, self._models, base_model, config, schedule=schedule, user_metadata=user_metadata
+        )
         self._models += 1
         return AsyncModel(self, await self.wait(operation, await self.drive(operation.submit()), None, None))
 
-    async def load_model(self, path: str, *, optimizer: bool = True) -> AsyncModel:
+    async def load_model(
+        self, path: str, *, optimizer: bool = True, user_metadata: Mapping[str, str] | None = None
+    ) -> AsyncModel:
         saved = await self.drive(call_json(post("/api/v1/weights_info", {"tinker_path": path})))
-        model = await self.create_model(saved["base_model"], **_lora_of(saved))
+        model = await self.create_model(saved["base_model"], user_metadata=user_metadata, **_lora_of(saved))
         await (await model.load(path, optimizer=optimizer)).result()
         return model
 
@@ -436,6 +474,11 @@ def _model_state(model_id: str) -> Flow[tuple[int, SequenceNumbers]]:
     return max(used, default=-1) + 1, SequenceNumbers(model["next_seq_id"], model["taken_seq_ids"])
 
 
+def _report(model_id: str, seq: int, values: Mapping[str, float]) -> Flow[None]:
+    body = {"values": dict(values), "seq_id": seq}
+    yield from call_json(post(f"/api/v1/training_runs/{model_id}/curves", body))
+
+
 def _sessions() -> Flow[Sequence[Mapping[str, Any]]]:
     found = yield from call_json(_get("/api/v1/session_info"))
     listed: Sequence[Mapping[str, Any]] = found["sessions"]
@@ -461,4 +504,4 @@ def _lora_of(saved: Mapping[str, Any]) -> dict[str, Any]:
     if not saved["is_lora"]:
         return {"rank": None}
     parts = {name: saved[name] for name in ("train_unembed", "train_mlp", "train_attn")}
-    return {"rank": saved["lora_rank"], **parts}
+    return {"rank": saved["lora_rank"], "alpha": saved["lora_alpha"], **parts}

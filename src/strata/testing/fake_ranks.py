@@ -102,6 +102,8 @@ class FakeRanks:
     stopped: bool = False
     out_of_memory: bool = False
     """Every pass fails for lack of memory."""
+    takes_s: float | None = None
+    """How long a dispatch takes by their own report; measured unless set."""
 
     def handle(self, message: commands.ToRank) -> commands.FromRank:
         refusal = self._refusal(message)
@@ -111,8 +113,9 @@ class FakeRanks:
             case commands.Attach():
                 self.generation, self.run_id = message.generation, message.run_id
                 ranks = self.settings.ranks.nproc
+                data_ranks = self.settings.parallel.data_ranks(ranks)
                 return commands.AttachReply(
-                    self.generation, self.group, ranks, self.applied, self._info(), self.written
+                    self.generation, self.group, ranks, self.applied, self._info(), self.written, data_ranks=data_ranks
                 )
             case commands.Restore():
                 return self._restore(message)
@@ -166,7 +169,8 @@ class FakeRanks:
                 results, tokens = (
                     self._execute(command.work) if not isinstance(command.work, SamplingSlice) else ((), 0)
                 )
-            timing = _timing(command.work, time.perf_counter() - started_s, tokens)
+            took_s = time.perf_counter() - started_s if self.takes_s is None else self.takes_s
+            timing = _timing(command.work, took_s, tokens)
             self.replies[command.number] = commands.DispatchReply(
                 self.generation, command.number, results, timing, sampled
             )
@@ -237,7 +241,8 @@ class FakeRanks:
         if not work.forward_only:
             model.gradient += loss
         tensors = [ops.Dense(ops.DType.F32, (len(logprobs),), logprobs.tobytes()) for logprobs in outputs]
-        result = ops.PassResult([ops.DatumOutput({"logprobs": tensor}) for tensor in tensors], {"loss:sum": loss})
+        metrics = {"loss:sum": loss, "tokens:sum": float(sum(map(len, outputs)))}
+        result = ops.PassResult([ops.DatumOutput({"logprobs": tensor}) for tensor in tensors], metrics)
         return ops.PassDone(ops.InlinePayload(ops.encode_pass_data(result)))
 
     # Other operations
@@ -261,7 +266,7 @@ class FakeRanks:
             return ops.Failed("user", f"there is no model {operation.model_id!r}")
         if model.asleep:
             return ops.Failed("server", ops.ASLEEP)
-        model.weight -= operation.adam.learning_rate * model.gradient
+        model.weight -= operation.params.learning_rate * model.gradient
         model.gradient = 0.0
         model.steps += 1
         return ops.StepDone({"step": float(model.steps), "weight": model.weight})
@@ -299,6 +304,9 @@ class FakeRanks:
             if operation.model_id not in self.models:
                 return ops.Failed("user", f"there is no model {operation.model_id!r}")
             weight = self.models[operation.model_id].weight
+            if work.path:
+                unnamed = ops.SaveWeights(operation.model_id, operation.seq_id, "sampler_weights", "unnamed")
+                self._save(unnamed, Path(work.path))
         elif operation.weights is not None:
             file = Path(work.path) / "weights.json"
             if not file.exists():

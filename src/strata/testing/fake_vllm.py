@@ -1,16 +1,21 @@
 """A fake of vLLM's server, as far as an inference endpoint needs it: it passes the conformance suite that vLLM passes.
 
 Its samples follow from the bytes of the loaded weights: two versions differ, and one is always the same.
+
+As a process it takes the arguments of vLLM, and `--fake-delay-s`, which every sample takes; `--fake-fault` says why it
+dies when it starts.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import hashlib
 import itertools
 import json
+import signal
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -19,6 +24,8 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+
+from strata.base.settings import process_environment
 
 BASE: Final = "tiny"
 VOCABULARY: Final = 500
@@ -29,7 +36,12 @@ Handler = Callable[[Body], Awaitable[Response]]
 
 
 class FakeVllm:
-    def __init__(self) -> None:
+    def __init__(self, *, uds: Path | None = None, key: str = "", delay_s: float = 0.0) -> None:
+        self._uds = uds
+        self._key = key
+        self._delay_s = delay_s
+        self._open_samples = 0
+        self._sampled_tokens = 0
         self.adapters: dict[str, Path] = {}
         self.full_weights = "initial"
         self.requests: list[str] = []
@@ -61,13 +73,20 @@ class FakeVllm:
             Route("/health", self._health),
             Route("/v1/models", self._models),
             Route("/metrics", self._metrics),
+            Route("/load", self._load_level),
             *(Route(path, self._post, methods=["POST"]) for path in self._handlers),
         ]
         config = uvicorn.Config(Starlette(routes=routes), log_level="error", lifespan="off", loop="asyncio")
         self._server = uvicorn.Server(config)
         # It listens from here on: a client that connects before it serves waits.
-        listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        if self._uds is not None:
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            listener.bind(str(self._uds))
+            listener.listen()
+            self.url = f"unix:{self._uds}"
+        else:
+            listener = socket.create_server(("127.0.0.1", 0))
+            self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self._serving = asyncio.create_task(self._server._serve([listener]))
         return self
 
@@ -103,11 +122,18 @@ class FakeVllm:
 
     async def _metrics(self, request: Request) -> Response:
         del request
-        return PlainTextResponse(f"# TYPE x gauge\nprocess_start_time_seconds {self._started}.5e+09\n")
+        tokens = f'vllm:generation_tokens_total{{engine="0"}} {self._sampled_tokens}.0'
+        return PlainTextResponse(f"# TYPE x gauge\nprocess_start_time_seconds {self._started}.5e+09\n{tokens}\n")
+
+    async def _load_level(self, request: Request) -> Response:
+        del request
+        return JSONResponse({"server_load": self._open_samples})
 
     async def _post(self, request: Request) -> Response:
         body: Body = json.loads(await request.body() or b"{}")
         path = request.url.path
+        if self._key and path.startswith("/v1") and request.headers.get("authorization") != f"Bearer {self._key}":
+            return JSONResponse({"error": "Unauthorized"}, 401)
         self.requests.append(f"{path} {body.get('lora_name') or body.get('model') or ''}".strip())
         return await self._handlers[path](body)
 
@@ -157,6 +183,12 @@ class FakeVllm:
         if body["temperature"] == 0 and body["n"] > 1:
             return _error(400, "n must be 1 when using greedy sampling")
         weights = self.full_weights if model == BASE else _digest(self.adapters[model])
+        self._open_samples += 1
+        try:
+            await asyncio.sleep(self._delay_s)
+        finally:
+            self._open_samples -= 1
+        self._sampled_tokens += body["n"] * body["max_tokens"]
         seed = "" if body["temperature"] == 0 else f"{body['seed']}"
         choices = []
         for index in range(body["n"]):
@@ -180,3 +212,33 @@ def _digest(folder: Path) -> str:
     for file in sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".json")):
         digest.update(file.read_bytes())
     return digest.hexdigest()
+
+
+async def _serve(uds: Path, key: str, delay_s: float) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with FakeVllm(uds=uds, key=key, delay_s=delay_s):
+        await stop.wait()
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--uds", type=Path, required=True)
+    parser.add_argument("--fake-delay-s", type=float, default=0.0)
+    parser.add_argument("--fake-fault", default="")
+    options, _ = parser.parse_known_args(arguments)
+    if options.fake_fault:
+        raise ValueError(options.fake_fault)
+    asyncio.run(_serve(options.uds, process_environment()["VLLM_API_KEY"], options.fake_delay_s))
+
+
+def make_fake_package(folder: Path) -> Path:
+    """A folder for PYTHONPATH in which `vllm` is this fake."""
+    package = folder / "vllm" / "entrypoints" / "openai"
+    package.mkdir(parents=True)
+    for each in (package, *package.parents[:2]):
+        (each / "__init__.py").touch()
+    lines = ("import sys", "from strata.testing.fake_vllm import main", "main(sys.argv[1:])", "")
+    (package / "api_server.py").write_text("\n".join(lines), encoding="utf-8")
+    return folder

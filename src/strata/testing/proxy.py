@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import socket
 import struct
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -258,6 +259,8 @@ class LoadBalancer:
         self.port = 0
         self.broken = 0
         """Connections whose server closed them first."""
+        self.connected: Counter[int] = Counter()
+        """Connections so far, by the port of their server."""
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._forward, "127.0.0.1", 0)
@@ -273,10 +276,12 @@ class LoadBalancer:
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         turn = next(self._turns)
         for place in range(len(self._ports)):
+            port = self._ports[(turn + place) % len(self._ports)]
             try:
-                server = await asyncio.open_connection("127.0.0.1", self._ports[(turn + place) % len(self._ports)])
+                server = await asyncio.open_connection("127.0.0.1", port)
             except OSError:
                 continue
+            self.connected[port] += 1
             break
         else:
             writer.transport.abort()

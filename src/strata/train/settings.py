@@ -1,5 +1,5 @@
 """Settings of the training server, one file for all its processes: sections `server`, `model`, `ranks`, `limits`,
-`sampling`, `snapshots`, `checkpoints`, `inference`.
+`sampling`, `snapshots`, `checkpoints`, `inference`, `parallel`.
 
 Launcher, orchestrator, API servers and ranks read the same file, so that no setting has to be passed from one to the
 other. The addresses of their links and the paths of their files are derived here and nowhere else.
@@ -9,24 +9,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.base.loopback import is_loopback_host
 from strata.base.settings import Secret, load
+from strata.train.core.rollouts import RolloutLimits
 
 REQUESTS_PORT: Final = 6000
 OUTPUTS_PORT: Final = 6001
 RANK0_PORT: Final = 5556
-LONGEST_SOCKET: Final = 100
-"""The most characters of a Unix socket's path on every system, with a small reserve."""
+LAUNCHER_LOCK: Final = "launcher.lock"
+"""In the data folder: one launcher at a time."""
+ADDRESS_FILE: Final = "api.address"
+"""In the data folder: where the server listens, also when it has chosen the port itself."""
+TENSOR_FAMILIES: Final = frozenset({"llama", "qwen3", "gemma3_text"})
+"""Families (`model_type`) whose layers can be split over ranks: transformers plans it, and it was compared."""
+EXPERT_FAMILIES: Final = frozenset({"qwen3_moe"})
+"""Families whose experts can be spread over ranks."""
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
-Kind = TypeVar("Kind", bound=msgspec.Struct)
+
+METRICS_PREFIX: Final = "strata_train_"
 
 
 class ServerSection(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +43,8 @@ class ServerSection(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: Port = 5555
     """The HTTP port; 0 takes a free one."""
+    listen: Literal["tcp", "unix"] = "tcp"
+    """`unix`: on no port. Only processes of the server's own user connect, by the socket in the folder of sockets."""
     api_servers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     """Processes that serve HTTP, all on this port: the kernel distributes connections over them."""
     data: Path = Path("strata-train")
@@ -48,7 +58,7 @@ class ServerSection(msgspec.Struct, frozen=True, kw_only=True):
     transport: Literal["ipc", "tcp"] = "ipc"
     """Between the processes: Unix sockets in a folder that only the owner can access, or TCP with CURVE encryption."""
     sockets: Path | None = None
-    """The folder of the sockets; `run` in the data folder unless set. Their paths must be short."""
+    """The folder of the sockets; `run` in the data folder unless set."""
     link_host: str = "127.0.0.1"
     """Where the API server's side of the link to the orchestrator listens when the transport is TCP."""
     requests_port: Port = REQUESTS_PORT
@@ -68,7 +78,7 @@ class ServerSection(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: Count = 256 << 20
     poll_s: Positive = 30.0
     """How long a long-poll request waits for a result."""
-    lease_s: Positive = 3.0
+    lease_s: Positive = 10.0
     """The leader lease: an orchestrator on another machine may take over this long after the last renewal."""
     snapshot_every: Count = 10_000
     """Facts between two snapshots of the orchestrator's state."""
@@ -101,7 +111,11 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     row_tokens: Count | None = None
     """Tokens of one row that fit into the memory of a rank; the ranks measure it when they start unless set. An
     operation with a longer datum fails before it is dispatched."""
-    activation_checkpointing: bool = False
+    replicated_mb: Annotated[int, msgspec.Meta(ge=0)] = 256
+    """A frozen base of at most so many MiB is on every rank in full; a larger one is sharded. In full training,
+    gradients of at most so many MiB are reduced over the ranks once in a pass; larger ones after every row."""
+    activation_checkpointing: bool | Count = False
+    """Compute activations again in the backward pass: those of every layer (`true`) or of every n-th."""
     initial_checkpoint: bool = True
     """Save every new model as `000000` before anything is trained."""
 
@@ -150,6 +164,69 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     collective_timeout_s: Positive = 1800.0
 
 
+class ParallelSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The mesh of the ranks: the product of its sizes is their number."""
+
+    replicate: Count = 1
+    """Copies of the model, each sharded over its own ranks. Gradients are summed over all of them."""
+    shard: Count | None = None
+    """Ranks that hold one copy of the model together; as many as there are for each copy unless set."""
+    tensor: Count = 1
+    """Ranks that compute the same rows together, each with its part of every layer."""
+    context: Count = 1
+    expert: Count = 1
+    """Of the ranks that shard the model, those that hold different experts and compute them for each other."""
+    pipeline: Count = 1
+
+    def problem(self, ranks: int) -> str:
+        """Why so many ranks cannot form this mesh; empty if they can."""
+        for name in ("context", "pipeline"):
+            if getattr(self, name) > 1:
+                return f"parallel.{name} is {getattr(self, name)}: this version does not have it"
+        if self.expert > 1 and self.tensor > 1:
+            return "parallel.expert and parallel.tensor are both above 1, which this version does not have"
+        sizes = {name: size for name in ("replicate", "tensor") if (size := getattr(self, name)) > 1}
+        product = self.replicate * self.tensor
+        if ranks % product:
+            named = " times ".join(f"parallel.{name} {size}" for name, size in sizes.items())
+            is_product = f" is {product}, which" if len(sizes) > 1 else ""
+            return f"{named}{is_product} does not divide the number of ranks, {ranks}"
+        if self.shard is not None and product * self.shard != ranks:
+            named = " times ".join(f"parallel.{name} {size}" for name, size in [*sizes.items(), ("shard", self.shard)])
+            return f"{named} is {product * self.shard}, and there are {ranks} ranks"
+        if (ranks // product) % self.expert:
+            return f"parallel.expert {self.expert} does not divide the ranks that shard the model, {ranks // product}"
+        return ""
+
+    def model_problem(self, config: Mapping[str, Any]) -> str:
+        """Why a model of this configuration (config.json) cannot be on the mesh; empty if it can."""
+        family = str(config.get("model_type"))
+        if self.tensor > 1 and family not in TENSOR_FAMILIES:
+            families = ", ".join(sorted(TENSOR_FAMILIES))
+            return f"parallel.tensor is {self.tensor}: layers of {family} cannot be split, only those of {families}"
+        if self.expert > 1 and family not in EXPERT_FAMILIES:
+            families = ", ".join(sorted(EXPERT_FAMILIES))
+            return f"parallel.expert is {self.expert}: experts of {family} cannot be spread, only those of {families}"
+        for size, name, fields in (
+            (self.tensor, "tensor", ("num_attention_heads", "num_key_value_heads", "intermediate_size")),
+            (self.expert, "expert", ("num_experts",)),
+        ):
+            for field in fields:
+                count = config.get(field)
+                if isinstance(count, int) and count % size:
+                    return f"parallel.{name} is {size}, which does not divide the {field} of the model, {count}"
+        return ""
+
+    @property
+    def may_replicate(self) -> bool:
+        """Whether a small frozen base may be on every rank in full instead of on the mesh."""
+        return self.tensor == 1 and self.expert == 1
+
+    def data_ranks(self, ranks: int) -> int:
+        """How many of the ranks, or groups of them, compute rows of their own."""
+        return ranks // self.tensor
+
+
 class LimitSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_running_requests: Count = 2
     """Dispatches at the ranks: one computes, the others queue there, so that the ranks never wait for the link."""
@@ -165,6 +242,10 @@ class LimitSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How long an ended session without models is known."""
     max_ended_sessions: Count = 1000
     """Ended sessions of one tenant without models; beyond this the oldest are forgotten early."""
+    max_imports_per_tenant: Count = 1000
+    """Checkpoints of one tenant that were imported or copied, and not deleted."""
+    max_loss_bytes_per_tenant: Count = 1 << 20
+    """Encoded bytes of all custom losses of one tenant, in sessions that have not ended."""
     operation_timeout_s: Positive = 1800.0
     """A dispatch that takes longer fails, and the ranks, which are stuck, are restarted."""
     result_ttl_s: Positive = 86_400.0
@@ -190,8 +271,14 @@ class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences that run at once on each rank."""
     cached_tokens: Count = 32_768
     """Capacity of each rank's KV cache, in tokens."""
+    prefix_tokens: Annotated[int, msgspec.Meta(ge=0)] = 8192
+    """Tokens of earlier prompts that each rank keeps for prompts that begin alike, in room of its KV cache that no
+    sequence needs; 0 disables this."""
     samplers: Count | None = None
     """Open samplers at a time; 64 adapters, or 2 full models, unless set."""
+    gap_alarm_nats: Annotated[float, msgspec.Meta(ge=0)] = 0.05
+    """Warn when sampler and trainer differ by more than so many nats per token in the mean of a pass, over tokens that
+    the same weights drew; 0 disables this."""
 
     def max_samplers(self, *, full: bool) -> int:
         return self.samplers or (2 if full else 64)
@@ -233,6 +320,36 @@ class InferenceSettings(msgspec.Struct, frozen=True, kw_only=True):
     push_timeout_s: Positive = 300.0
     """How long an engine may take to load new weights."""
     sample_timeout_s: Positive = 300.0
+    engine: Literal["", "vllm"] = ""
+    """The engine that the server starts, supervises and samples with; empty: none. Then `push` and `sample` hold."""
+    python: str = ""
+    """The interpreter that has the engine; that of the server unless set."""
+    count: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
+    """Engines to start, each with the whole base model."""
+    arguments: tuple[str, ...] = ()
+    """Further arguments of the engine. They are visible to all users of the machine."""
+    environment: dict[str, str] = {}
+    """Further variables of the engine's environment."""
+    start_timeout_s: Positive = 600.0
+    """How long an engine may take to load the model; it is restarted then."""
+    stall_s: Positive = 60.0
+    """An engine that has requests and makes no token for so long hangs, and is restarted."""
+    fallback: bool = False
+    """Let the ranks sample what engines that the server started fail to deliver. Unless set, such samples wait until an
+    engine is back."""
+
+    @property
+    def routes(self) -> bool:
+        return self.sample or bool(self.engine)
+
+    @property
+    def pushes(self) -> bool:
+        return self.push or bool(self.engine)
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """The names of the engines that the server starts: of their endpoints and of their sockets."""
+        return tuple(f"engine-{number}" for number in range(self.count)) if self.engine else ()
 
 
 class SnapshotSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -244,22 +361,49 @@ class SnapshotSettings(msgspec.Struct, frozen=True, kw_only=True):
     every_s: Annotated[float, msgspec.Meta(ge=0)] = 600.0
     """Time since the first change that is in no snapshot."""
     every_payload_mb: Annotated[int, msgspec.Meta(ge=0)] = 1024
+    every_replay_s: Annotated[float, msgspec.Meta(ge=0)] = 5.0
+    """Time that a replay would take: ranks that restart are ready that much later. It is twenty times the duration of
+    the last snapshot if that is more."""
     write_timeout_s: Positive = 1800.0
     """A snapshot whose files are not written by then is aborted."""
     payload_grace_s: Annotated[float, msgspec.Meta(ge=1)] = 3600.0
     """Unreferenced payloads are deleted when they are this old: a request that refers to one may be in flight."""
 
 
+class RolloutSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Rollouts of models whose clients chose to keep them, in the memory of the orchestrator."""
+
+    max_per_tenant: Annotated[int, msgspec.Meta(ge=0)] = 200
+    """The newest; 0 keeps none, whatever clients choose."""
+    max_mb_per_tenant: Count = 16
+    max_mb: Count = 128
+    """Of all tenants together."""
+    ttl_s: Positive = 86_400.0
+    """How long one is kept at most."""
+
+    @property
+    def limits(self) -> RolloutLimits:
+        return RolloutLimits(
+            per_tenant=self.max_per_tenant,
+            tenant_bytes=self.max_mb_per_tenant << 20,
+            total_bytes=self.max_mb << 20,
+            ttl_s=self.ttl_s,
+        )
+
+
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Each field is a section of the file."""
+
     server: ServerSection
     model: ModelSettings
     ranks: RankSettings
     limits: LimitSettings
     sampling: SamplingSettings = SamplingSettings()
     snapshots: SnapshotSettings = SnapshotSettings()
-    checkpoint: CheckpointSettings = CheckpointSettings()
-    """Section `checkpoints`."""
+    checkpoints: CheckpointSettings = CheckpointSettings()
     inference: InferenceSettings = InferenceSettings()
+    rollouts: RolloutSettings = RolloutSettings()
+    parallel: ParallelSettings = ParallelSettings()
 
     @property
     def stream(self) -> str:
@@ -282,7 +426,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.data / "payloads"
 
     @property
-    def checkpoints(self) -> Path:
+    def checkpoint_folder(self) -> Path:
         return self.data / "checkpoints"
 
     @property
@@ -326,6 +470,22 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         """The API's socket for the server's own user: `strata serve status` and the commands for keys use it."""
         return self.sockets / "api"
 
+    def engine_socket(self, name: str) -> Path:
+        return self.sockets / name
+
+    @property
+    def engine_key(self) -> Path:
+        """The API key of the engines that the server starts; the launcher makes a new one at each start."""
+        return self.sockets / "engine.key"
+
+    def engine_report(self, name: str) -> Path:
+        """What the launcher reports of an engine, for the orchestrator's status."""
+        return self.sockets / f"{name}.json"
+
+    def engine_log(self, name: str) -> Path:
+        """The output of an engine since its last start; that before is beside it with the suffix `.1`."""
+        return self.data / "logs" / f"{name}.log"
+
     @property
     def rendezvous_file(self) -> Path:
         """The file through which ranks on a single node rendezvous."""
@@ -361,14 +521,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     def _endpoint(self, name: str, host: str, port: int) -> str:
         if self.server.transport == "tcp":
             return f"tcp://{host}:{port}"
-        path = self.sockets / name
-        if len(str(path)) > LONGEST_SOCKET:
-            raise StrataError(
-                Code.INVALID,
-                f"{path} is too long for a Unix socket",
-                hint="set server.sockets to a folder with a short path",
-            )
-        return f"ipc://{path}"
+        return f"ipc://{self.sockets / name}"
 
 
 def _port_of(port: int, number: int) -> int:
@@ -380,47 +533,22 @@ def load_settings(
 ) -> ServerSettings:
     """Load all sections; the error lists the problems of all of them. Flags are named as in `server.port`."""
     problems: list[str] = []
-
-    def section(kind: type[Kind], name: str) -> Kind | None:
+    loaded: dict[str, msgspec.Struct] = {}
+    for section in msgspec.structs.fields(ServerSettings):
+        prefix = f"{section.name}."
         section_flags = {
-            key.removeprefix(f"{name}."): value for key, value in (flags or {}).items() if key.startswith(f"{name}.")
+            key.removeprefix(prefix): value for key, value in (flags or {}).items() if key.startswith(prefix)
         }
         try:
-            return load(kind, section=name, file=file, environ=environ, flags=section_flags)
+            loaded[section.name] = load(
+                section.type, section=section.name, file=file, environ=environ, flags=section_flags
+            )
         except StrataError as error:
             problems.extend(error.detail.get("problems", (str(error),)))
-            return None
-
-    server = section(ServerSection, "server")
-    model = section(ModelSettings, "model")
-    ranks = section(RankSettings, "ranks")
-    limits = section(LimitSettings, "limits")
-    sampling = section(SamplingSettings, "sampling")
-    snapshots = section(SnapshotSettings, "snapshots")
-    checkpoint = section(CheckpointSettings, "checkpoints")
-    inference = section(InferenceSettings, "inference")
-    if (
-        server is None
-        or model is None
-        or ranks is None
-        or limits is None
-        or sampling is None
-        or checkpoint is None
-        or inference is None
-        or snapshots is None
-    ):
+    if problems:
         distinct = tuple(dict.fromkeys(problems))
         raise StrataError(Code.INVALID, "\n".join(distinct), problems=distinct)
-    return ServerSettings(
-        server=server,
-        model=model,
-        ranks=ranks,
-        limits=limits,
-        sampling=sampling,
-        checkpoint=checkpoint,
-        inference=inference,
-        snapshots=snapshots,
-    )
+    return ServerSettings(**loaded)  # type: ignore[arg-type]
 
 
 def check_exposure(host: str) -> None:

@@ -171,9 +171,13 @@ async def test_lineage_is_walked_to_its_roots_even_through_what_was_removed(plac
     assert walked[0] == tuned.artifact_id
     assert set(walked[1:]) == {base.artifact_id, source.artifact_id}
     made = [
-        row.artifact_id for row in await place.index.lineages(LineageFilter(parent=source.artifact_id, removed=True))
+        row.artifact_id for row in await place.index.lineages(LineageFilter(parents=[source.artifact_id], removed=True))
     ]
     assert made == [tuned.artifact_id, base.artifact_id]
+    children = [row.artifact_id for row in await place.artifacts.descendants(source.artifact_id)]
+    assert children == [tuned.artifact_id, base.artifact_id], "each once, also what was made from both"
+    assert [row.artifact_id for row in await place.artifacts.descendants(base.artifact_id)] == [tuned.artifact_id]
+    assert not await place.artifacts.descendants(tuned.artifact_id)
 
 
 async def test_pages_of_lineage_miss_nothing(place: Place) -> None:

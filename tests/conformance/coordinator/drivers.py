@@ -10,9 +10,11 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
+
+import pytest
 
 ROOT: Final = Path(__file__).parents[3]
 CPP: Final = ROOT / "examples" / "cpp-worker"
@@ -120,11 +122,35 @@ class Driver:
             await self.process.wait()
 
 
-def command_of(sdk: str) -> list[str]:
+def command_of(sdk: str, search: str = os.defpath) -> list[str]:
     match sdk:
         case "python":
             return [sys.executable, str(PYTHON_DRIVER)]
         case "cpp":
-            return [str(build_cpp()), "--conformance"]
+            return [str(build_cpp(search)), "--conformance"]
         case _:
             raise ValueError(sdk)
+
+
+class DriverCommands(Mapping[str, Sequence[str]]):
+    """By SDK, how its driver is started. A driver is built when a test first asks for it: tests of one language need no
+    compiler of another."""
+
+    def __init__(self, sdks: Sequence[str], search: str = os.defpath) -> None:
+        self._sdks = sdks
+        self._search = search
+        self._built: dict[str, Sequence[str]] = {}
+
+    def __getitem__(self, sdk: str) -> Sequence[str]:
+        if sdk not in self._built:
+            try:
+                self._built[sdk] = command_of(sdk, self._search)
+            except NotBuiltError as error:
+                pytest.fail(str(error), pytrace=False)
+        return self._built[sdk]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sdks)
+
+    def __len__(self) -> int:
+        return len(self._sdks)

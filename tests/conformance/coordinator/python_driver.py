@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, Final
 
 import grpc
@@ -135,6 +136,7 @@ class Driver:
         self._worker: strata.Worker | None = None
         self._shards: dict[str, strata.Shard] = {}
         self._capture: Capture | None = None
+        self._phases = ExitStack()
         self.commands: Final[Mapping[str, Callable[[Given], Answer | None]]] = {
             "join": self.join,
             "state": self.state,
@@ -147,7 +149,9 @@ class Driver:
             "flush": lambda given: self.worker.flush(),
             "step_shards": self.step_shards,
             "barrier": self.barrier,
-            "step": lambda given: self.worker.step(given["number"]),
+            "step": lambda given: self.worker.step(given["number"], compute_s=given.get("compute_s")),
+            "busy": self.busy,
+            "checkpoint_due": lambda given: {"due": self.worker.checkpoint_due()},
             "begin_checkpoint": self.begin_checkpoint,
             "report_checkpoint": self.report_checkpoint,
             "recover": self.recover,
@@ -193,8 +197,13 @@ class Driver:
         return {
             **self.identity(),
             "should_stop": worker.should_stop,
-            "should_checkpoint": worker.should_checkpoint,
         }
+
+    def busy(self, given: Given) -> None:
+        if given["on"]:
+            self._phases.enter_context(self.worker.busy())
+        else:
+            self._phases.close()
 
     def dataset(self, given: Given) -> Answer:
         options = strata.DatasetOptions(
@@ -236,6 +245,7 @@ class Driver:
             "committed": found.committed,
             "missing_ranks": list(found.missing_ranks),
             "tombstones": list(found.tombstones),
+            "drained": found.drained,
         }
 
     def recover(self, given: Given) -> Answer:

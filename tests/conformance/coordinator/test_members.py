@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
+
+import pytest
 
 from strata.coord.pb import coordinator_pb2 as pb
 from tests.conformance.coordinator.fleet import MARKS, Fleet, consume, finish, next_shard, samples
@@ -129,7 +132,7 @@ async def test_a_wanted_checkpoint_waits_for_the_loop_and_is_acknowledged_by_it(
     await fleet.tell(pb.COMMAND_KIND_RELOAD, "w")
     await fleet.tell(pb.COMMAND_KIND_CHECKPOINT_NOW, "w")
     async with asyncio.timeout(10):
-        while not (await driver.ask("state"))["should_checkpoint"]:
+        while not (await driver.ask("checkpoint_due"))["due"]:
             pass
     job = (await fleet.stub.GetJob(pb.GetJobRequest(job_id=fleet.job))).job
     assert len(job.commands) == 2
@@ -141,9 +144,30 @@ async def test_a_wanted_checkpoint_waits_for_the_loop_and_is_acknowledged_by_it(
 async def test_what_the_worker_does_is_seen(fleet: Fleet, sdk: str) -> None:
     driver = await fleet.join(sdk, "w")
     for number in (7, 8):
-        await driver.ask("step", number=number)
+        await driver.ask("step", number=number, compute_s=0.25)
     job = await fleet.until(lambda job: job.workers[0].step == 8)
+    assert job.workers[0].compute_time_ms == pytest.approx(250)
     assert job.workers[0].status == pb.WORKER_STATUS_TRAINING
     assert job.workers[0].step_time_ms > 0
     await driver.ask("begin_checkpoint", step=8)
     await fleet.until(lambda job: job.workers[0].status == pb.WORKER_STATUS_CHECKPOINTING)
+
+
+async def test_a_phase_without_steps_is_announced_and_is_no_part_of_the_next_step(fleet: Fleet, sdk: str) -> None:
+    driver = await fleet.join(sdk, "w")
+    await driver.ask("step", number=1)
+    began_s = time.monotonic()
+    await driver.ask("step", number=2)
+    await fleet.until(lambda job: (job.workers[0].step, job.workers[0].status) == (2, pb.WORKER_STATUS_TRAINING))
+    await driver.ask("busy", on=True)
+    busy_s = time.monotonic()
+    await fleet.until(lambda job: job.workers[0].status == pb.WORKER_STATUS_IDLE)
+    # A phase that takes longer than the calls around it.
+    await asyncio.sleep(1.0)
+    busy_s = time.monotonic() - busy_s
+    await driver.ask("busy", on=False)
+    await driver.ask("step", number=3)
+    took_s = time.monotonic() - began_s
+    job = await fleet.until(lambda job: job.workers[0].step == 3)
+    assert job.workers[0].status == pb.WORKER_STATUS_TRAINING
+    assert job.workers[0].step_time_ms / 1000 <= took_s - busy_s + 0.001

@@ -78,3 +78,10 @@ async def test_without_a_compiler_the_packages_to_install_are_named(tmp_path: Pa
         drivers.build_cpp(search=str(tmp_path))
     assert "no g++, make, pkg-config, protoc, grpc_cpp_plugin here" in str(caught.value)
     assert f"apt-get install -y --no-install-recommends {drivers.PACKAGES}" in str(caught.value)
+
+
+async def test_a_suite_of_one_language_needs_no_compiler_of_another(tmp_path: Path) -> None:
+    commands = drivers.DriverCommands(("python", "cpp"), search=str(tmp_path))
+    assert commands["python"] == drivers.command_of("python")
+    with pytest.raises(pytest.fail.Exception, match="run: apt-get install"):
+        commands["cpp"]

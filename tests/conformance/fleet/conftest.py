@@ -42,4 +42,5 @@ async def open_postgres(url: str) -> Store:
     connections = Connections(url, 8, 5.0, what="hub")
     async with connections.acquire() as connection:
         await upgrade_postgres(connection, [events.POSTGRES, postgres_tables.COMPONENT])
-    return PostgresStore(connections)
+    # So few that a search of a small fleet needs its second look.
+    return PostgresStore(connections, newest_matches=8)

@@ -138,6 +138,8 @@ async def test_gpu_hours_end_with_the_lease_of_a_host_that_is_gone(store: Store)
     await store.expire_leases(1000.0 + HOUR_S)
     used = await store.usage("anna", 86_400.0, 1000.0 + 10 * HOUR_S)
     assert round(used.gpu_hours * HOUR_S, 6) == LEASE_S
+    everybody = await store.usages(86_400.0, 1000.0 + 10 * HOUR_S)
+    assert (everybody.attempts, round(everybody.by_owner["anna"].gpu_hours * HOUR_S, 6)) == (1, LEASE_S)
 
 
 async def test_gpu_hours_are_counted_from_attempts_within_the_window(store: Store) -> None:
@@ -149,9 +151,13 @@ async def test_gpu_hours_are_counted_from_attempts_within_the_window(store: Stor
     ((lease,),) = await store.claim([wanted], 1e6, 1000.0)
     running = await store.usage("anna", 86_400.0, 1000.0 + HOUR_S)
     assert (running.jobs, round(running.gpu_hours, 6)) == (1, 2.0)
+    together = (await store.usages(86_400.0, 1000.0 + HOUR_S)).by_owner
+    assert {owner: (each.jobs, round(each.gpu_hours, 6)) for owner, each in together.items()} == {"anna": (1, 2.0)}
     await store.fail(hold(lease), JobFailure(cause=Cause.USER_ERROR), 1000.0 + 2 * HOUR_S, chance=0.5)
     for later_s, hours in ((3 * HOUR_S, 4.0), (25 * HOUR_S, 2.0), (27 * HOUR_S, 0.0)):
         assert round((await store.usage("anna", 24 * HOUR_S, 1000.0 + later_s)).gpu_hours, 6) == hours
+        used = (await store.usages(24 * HOUR_S, 1000.0 + later_s)).by_owner
+        assert round(sum(each.gpu_hours for each in used.values()), 6) == hours
     await store.set_quota("anna", Quota(gpu_hours=4.0, window_s=86_400.0), "operator", 0.0)
     later = plan(job("b"))
     refused = await refusal(

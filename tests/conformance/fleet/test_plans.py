@@ -160,7 +160,7 @@ async def test_jobs_are_listed_by_page_and_filter(store: Store) -> None:
     await add_host(store)
     ids = await add(store, *(job("a", seed=n) for n in range(5)), job("b", sweep="s"))
     pages, after = [], ""
-    while page := await store.jobs(JobFilter(after_id=after, limit=4)):
+    while page := await store.jobs(JobFilter(after=after, limit=4)):
         pages.append([row.id for row in page])
         after = page[-1].id
     assert pages == [sorted(ids)[:4], sorted(ids)[4:]]

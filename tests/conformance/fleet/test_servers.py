@@ -5,7 +5,7 @@ from __future__ import annotations
 from strata.base.errors import Code
 from strata.fleet.core.job import Cause
 from strata.fleet.core.lease import ASLEEP
-from strata.fleet.ports import AttemptKey, JobFailure, JobLease, ServerRow, Store
+from strata.fleet.ports import AttemptKey, JobFailure, JobFilter, JobLease, ServerRow, Store
 from tests.conformance.fleet.fleet import LEASE_S, add, add_host, claim, hold, job, kinds, refusal
 
 ADDRESS = "unix:/srv/servers/a/run/api"
@@ -108,3 +108,12 @@ async def test_the_last_request_is_kept(store: Store) -> None:
     await store.touch_server(lease.job_id, 20.0)
     server = await only(store)
     assert (server.used_at_s, server.job.spec.idle_s) == (50.0, 60.0)
+
+
+async def test_a_list_of_servers_has_them_among_many_other_jobs(store: Store) -> None:
+    await add(store, *(job("m", seed=n) for n in range(5)))
+    named = job("m", seed=9, hyper={"kind": "server"})
+    (server, alike) = await add(store, job("tiny", kind="server"), named)
+    found = {row.id for row in await store.jobs(JobFilter(servers=True))}
+    assert server in found
+    assert found <= {server, alike}

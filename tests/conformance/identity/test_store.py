@@ -10,7 +10,7 @@ import pytest
 
 from strata.base.errors import Code, StrataError
 from strata.database.events import StoredEvent
-from strata.identity.ports import ApiKey, HostIdentity, IdentityStore, Invite
+from strata.identity.ports import ApiKey, BrowserSession, HostIdentity, IdentityStore, Invite
 from strata.identity.roles import Role
 from tests.support.feed import ReadEvents, told_before
 
@@ -169,3 +169,60 @@ async def test_events_are_read_page_by_page_without_a_gap(store: IdentityStore, 
     seen = await recorded(store, read_events, page_size=7)
     assert sorted(each.event.subject for each in seen) == [key.id for key in keys]
     assert (await refusal(read_events("not a cursor", 7))).code is Code.INVALID
+
+
+SESSION = BrowserSession("c" * 64, f"key:{KEY.id}", 1000.0, 2000.0)
+
+
+async def test_a_session_is_found_until_it_is_removed(store: IdentityStore, read_events: ReadEvents) -> None:
+    await store.add_session(SESSION, SESSION.actor)
+    assert await store.session(SESSION.token_hash) == SESSION
+    assert await store.session("d" * 64) is None
+    await store.extend_session(SESSION.token_hash, 3000.0)
+    assert await store.session(SESSION.token_hash) == replace(SESSION, expires_at_s=3000.0)
+    for _ in range(2):
+        await store.remove_session(SESSION.token_hash, SESSION.actor, 1500.0)
+    assert await store.session(SESSION.token_hash) is None
+    assert await kinds(store, read_events) == [
+        ("session.opened", SESSION.id, SESSION.actor),
+        ("session.closed", SESSION.id, SESSION.actor),
+    ]
+
+
+async def test_a_new_session_removes_those_that_have_expired(store: IdentityStore) -> None:
+    await store.add_session(SESSION, SESSION.actor)
+    await store.add_session(replace(SESSION, token_hash="e" * 64, made_at_s=1999.0), SESSION.actor)
+    assert await store.session(SESSION.token_hash) is not None
+    await store.add_session(replace(SESSION, token_hash="f" * 64, made_at_s=2000.0, expires_at_s=9e3), SESSION.actor)
+    assert await store.session(SESSION.token_hash) is None
+
+
+async def test_of_many_browsers_with_one_login_code_one_gets_a_session(
+    store: IdentityStore, read_events: ReadEvents
+) -> None:
+    code = replace(SESSION, credential="operator:hash", code=True)
+    await store.add_session(code, "operator")
+    wanted = [BrowserSession(f"{n}" * 64, "", 1500.0, 3000.0) for n in range(6)]
+    results = await asyncio.gather(
+        *(store.redeem_code(code.token_hash, each, "10.0.0.1") for each in wanted), return_exceptions=True
+    )
+    (opened,) = [each for each in results if isinstance(each, BrowserSession)]
+    assert opened.credential == "operator:hash"
+    assert await store.session(opened.token_hash) == opened
+    assert [each.code for each in results if isinstance(each, StrataError)] == [Code.FORBIDDEN] * 5
+    assert await kinds(store, read_events) == [("session.opened", opened.id, "operator")]
+
+
+@pytest.mark.parametrize("used", [replace(SESSION, code=True, expires_at_s=1500.0), SESSION])
+async def test_an_expired_code_and_a_session_are_no_login_codes(store: IdentityStore, used: BrowserSession) -> None:
+    await store.add_session(used, SESSION.actor)
+    wanted = BrowserSession("9" * 64, "", 1500.0, 3000.0)
+    assert (await refusal(store.redeem_code(used.token_hash, wanted, ""))).code is Code.FORBIDDEN
+
+
+async def test_the_last_use_of_a_key_is_written_and_never_goes_back(store: IdentityStore) -> None:
+    await store.add_key(KEY, "operator")
+    await store.record_key_uses({KEY.id: 20.0, "unknown": 1.0})
+    await store.record_key_uses({KEY.id: 10.0})
+    assert await store.key(KEY.id) == replace(KEY, used_at_s=20.0)
+    assert await store.key("unknown") is None

@@ -168,7 +168,7 @@ async def test_ranks_that_sleep_let_go_of_models_and_do_nothing_else(speaker: Sp
 
 async def test_a_save_told_again_changes_nothing_and_a_load_brings_it_back(speaker: Speaker) -> None:
     model = await speaker.create("saved")
-    folder = str(speaker.group.settings.checkpoints / "saved" / "weights" / "a@1")
+    folder = str(speaker.group.settings.checkpoint_folder / "saved" / "weights" / "a@1")
     save = commands.SaveState(ops.SaveWeights(model, 1, "weights", "a"), folder)
     wanted = ops.WeightsSaved(f"tinker://{model}/weights/a")
     assert await speaker.one(save) == wanted
@@ -262,7 +262,10 @@ async def test_a_sampler_stays_as_the_model_was_and_makes_room_when_told(speaker
     await speaker.step(model, 2)
     after = await sampling(speaker, SamplingSlice(8, [added("kept:1", "kept")]))
     assert before[0].ended[0].outcome == after[0].ended[0].outcome
-    await speaker.one(commands.MakeSampler(ops.SaveSampler(model, 3, "newer"), "", ["kept", "never-was"]))
+    folder = speaker.group.settings.checkpoint_folder / "sampled" / "sampler_weights" / "unnamed@3"
+    save = commands.MakeSampler(ops.SaveSampler(model, 3, "newer"), str(folder), ["kept", "never-was"])
+    assert await speaker.one(save) == ops.SamplerOpened("newer")
+    assert (folder / "adapter_config.json").is_file()
     newer, gone = await sampling(
         speaker, SamplingSlice(8, [added("newer:0", "newer")]), SamplingSlice(8, [added("kept:2", "kept")])
     )

@@ -14,9 +14,16 @@ from strata.base.loop import every
 
 @asynccontextmanager
 async def running(
-    clock: ManualClock, run_once: Callable[[], Awaitable[None]], *, interval_s: float = 10, max_backoff_s: float = 60
+    clock: ManualClock,
+    run_once: Callable[[], Awaitable[None]],
+    *,
+    interval_s: float = 10,
+    max_backoff_s: float = 60,
+    max_share: float = 1.0,
 ) -> AsyncIterator[asyncio.Task[None]]:
-    task = asyncio.create_task(every(interval_s, run_once, clock=clock, max_backoff_s=max_backoff_s))
+    task = asyncio.create_task(
+        every(interval_s, run_once, clock=clock, max_backoff_s=max_backoff_s, max_share=max_share)
+    )
     try:
         yield task
     finally:
@@ -45,6 +52,23 @@ async def test_a_slow_run_skips_the_ticks_it_missed(takes_s: float, runs_at: lis
 
     async with running(clock, run_once):
         await clock.advance(39)
+    assert runs == runs_at
+
+
+@pytest.mark.parametrize(
+    ("takes_s", "runs_at"), [(1, [0, 10, 20, 30, 40]), (2.25, [0, 11.25, 22.5, 33.75, 45]), (4, [0, 14, 28, 42])]
+)
+async def test_a_run_takes_no_more_than_its_share_of_the_time_but_is_not_put_off_for_long(
+    takes_s: float, runs_at: list[float]
+) -> None:
+    clock, runs = ManualClock(), list[float]()
+
+    async def run_once() -> None:
+        runs.append(clock.monotonic_s())
+        await clock.sleep(takes_s)
+
+    async with running(clock, run_once, max_share=0.2):
+        await clock.advance(49)
     assert runs == runs_at
 
 

@@ -9,7 +9,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 from strata.coord.server import authenticator as gates
 from strata.coord.server.authenticator import ANY, OPERATOR, WORKER, Metadata, TokenAuthenticator
-from strata.coord.server.tokens import Claims, TokenRole, Tokens
+from strata.coord.server.tokens import ALL_JOBS, Claims, TokenRole, Tokens
 
 TTL_S = 60
 
@@ -83,3 +83,13 @@ def test_a_token_is_for_its_job_and_for_the_launchers_of_that_job() -> None:
         with pytest.raises(StrataError) as refused:
             identity.job_of(other)
         assert refused.value.code is Code.FORBIDDEN
+
+
+def test_the_token_of_an_operator_may_be_for_all_jobs_and_no_other_can() -> None:
+    tokens = Tokens(Secret("s" * 32))
+    every = tokens.issue(Claims(job=ALL_JOBS, role=TokenRole.OPERATOR, expires_s=10**10))
+    authenticator = TokenAuthenticator(tokens, ManualClock())
+    identity = authenticator.identify((("authorization", f"Bearer {every}"), ("strata-job", "one")), OPERATOR)
+    assert (identity.job_of(""), identity.job_of("two")) == ("one", "two")
+    with pytest.raises(StrataError, match="only an operator's token"):
+        tokens.issue(Claims(job=ALL_JOBS, role=TokenRole.WORKER, expires_s=10**10))

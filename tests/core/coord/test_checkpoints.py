@@ -442,3 +442,17 @@ def test_a_dataset_may_be_registered_again_after_going_back() -> None:
     job = training(1)
     job.recover("w0")
     assert job.submit(RegisterDataset(job.caller("w0"), corpus())).facts == ()
+
+
+def test_an_epoch_that_a_checkpoint_holds_whole_is_finished_after_the_recovery_to_it() -> None:
+    job = Job(workers=2)
+    job.register_dataset()
+    leases = job.take("w0", count=10)
+    held = job.job.datasets[CORPUS].epochs[0].leases
+    read = tuple(Consumed(CORPUS, 0, lease_id, held[lease_id].end) for lease_id in leases)
+    job.report("w0", 7, consumed=read)
+    job.report("w1", 7)
+    assert job.job.datasets[CORPUS].finished == [], "nothing was acked"
+    job.recover("w0")
+    assert (job.job.datasets[CORPUS].finished, job.job.datasets[CORPUS].epochs) == ([0], {})
+    assert job.next("w0").end_of_epoch

@@ -5,8 +5,18 @@ from __future__ import annotations
 import pytest
 
 from strata.base.errors import Code
-from strata.coord.core.facts import DatasetMode, GangStatus, JobConfig, JobFinished, RegisteredWorker
-from strata.coord.core.inputs import Caller, CreateJob, DeleteJob, Leave, NextShards, Register, ResetJob
+from strata.coord.core.facts import DatasetMode, GangStatus, JobConfig, JobConfigured, JobFinished, RegisteredWorker
+from strata.coord.core.inputs import (
+    Caller,
+    CreateJob,
+    DeleteJob,
+    Detached,
+    Leave,
+    NextShards,
+    Register,
+    ResetJob,
+    UpdateJob,
+)
 from strata.coord.core.lifecycle import NEXT
 from strata.coord.core.state import GangEvent
 from tests.core.coord.jobs import CORPUS, JOB, Job
@@ -151,3 +161,29 @@ def test_the_status_survives_a_restart_of_the_coordinator() -> None:
 def test_every_status_but_deleted_can_be_left() -> None:
     assert {status for status, _ in NEXT} == set(GangStatus) - {GangStatus.DELETED}
     assert {event for _, event in NEXT} == set(GangEvent)
+
+
+def test_settings_change_while_the_job_runs_and_survive_a_restart() -> None:
+    job = Job(JobConfig(min_workers=3))
+    for name in ("w0", "w1"):
+        job.register(name)
+    job.tick(after_s=1.0)
+    assert job.job.generation == 0
+    config = JobConfig(min_workers=2, reconnect_grace_s=5.0)
+    assert job.submit(UpdateJob(JOB, config)).facts == (JobConfigured(JOB, config),)
+    assert job.submit(UpdateJob(JOB, config)).facts == ()
+    job.restart()
+    job.tick(after_s=1.0)
+    assert (job.job.generation, job.job.config) == (1, config)
+    job.submit(Detached(job.caller("w0")))
+    job.run(4.5)
+    assert "w0" in job.job.members
+    job.run(1.0)
+    assert "w0" not in job.job.members
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    job = Job(workers=1)
+    assert job.refusal(UpdateJob(JOB, JobConfig(min_workers=3, max_workers=2))).code is Code.INVALID
+    assert job.refusal(UpdateJob(JOB, JobConfig(reconnect_grace_s=-1.0))).code is Code.INVALID
+    assert job.refusal(UpdateJob("nothing", JobConfig())).code is Code.NOT_FOUND

@@ -8,11 +8,21 @@ import pytest
 
 from strata.base.errors import Code
 from strata.coord.core.facts import Fact, JobConfig, RegisteredWorker, ShardAcked, WorkerLost
-from strata.coord.core.inputs import Ack, CallClosed, CallOpened, Detached, Heartbeat, Leave, NextShards, Register
+from strata.coord.core.inputs import (
+    Ack,
+    Attached,
+    CallClosed,
+    CallOpened,
+    Detached,
+    Heartbeat,
+    Leave,
+    NextShards,
+    Register,
+)
 from strata.coord.core.liveness import interval_s
 from tests.core.coord.jobs import CORPUS, INCARNATION, JOB, Job
 
-LIMIT_S = 15.0
+LIMIT_S = 30.0
 
 
 def lost(facts: list[Fact] | tuple[Fact, ...]) -> dict[str, str]:
@@ -96,6 +106,41 @@ def test_an_open_call_does_not_hide_a_broken_presence() -> None:
     assert lost(job.tick(after_s=0.5)) == {"w0": "connection lost"}
 
 
+# Presence
+
+
+def attached(workers: int = 2, config: JobConfig | None = None) -> Job:
+    job = Job(config, workers=workers)
+    job.submit(Attached(job.caller("w0")))
+    return job
+
+
+def test_a_worker_that_sends_nothing_lives_while_its_presence_stream_is_open() -> None:
+    job = attached()
+    assert lost(job.run(299.0, beating=["w1"])) == {}
+    assert lost(job.run(2.0, beating=["w1"])) == {"w0": "silent for 300 s"}
+
+
+def test_a_silent_worker_whose_presence_stream_breaks_is_evicted_at_once() -> None:
+    job = attached()
+    job.run(4 * LIMIT_S, beating=["w1"])
+    job.submit(Detached(job.caller("w0")))
+    assert lost(job.tick(after_s=0.5)) == {"w0": "connection lost"}
+
+
+def test_the_presence_stream_of_an_earlier_incarnation_does_not_keep_the_next_one_alive() -> None:
+    job = attached()
+    job.register("w0", "incarnation-2")
+    job.settle()
+    assert list(lost(job.run(LIMIT_S + 1.0, beating=["w1"]))) == ["w0"]
+
+
+def test_a_job_with_long_heartbeat_intervals_never_has_a_shorter_limit_with_presence() -> None:
+    job = attached(config=JobConfig(heartbeat_interval_s=100.0))
+    assert lost(job.run(599.0, beating=["w1"])) == {}
+    assert lost(job.run(2.0, beating=["w1"])) == {"w0": "silent for 600 s"}
+
+
 # The interval
 
 
@@ -128,8 +173,8 @@ def test_all_jobs_of_a_coordinator_are_one_fleet() -> None:
 def test_silence_is_measured_by_the_interval_that_was_told() -> None:
     job = fleet(100, heartbeats_per_s=10.0)
     others = [name for name in job.job.members if name != "w7"]
-    assert lost(job.run(29.0, beating=others)) == {}
-    assert lost(job.run(2.0, beating=others)) == {"w7": "silent for 30 s"}
+    assert lost(job.run(59.0, beating=others)) == {}
+    assert lost(job.run(2.0, beating=others)) == {"w7": "silent for 60 s"}
 
 
 def test_after_the_fleet_shrank_those_who_know_the_longer_interval_only_are_not_lost() -> None:
@@ -139,10 +184,10 @@ def test_after_the_fleet_shrank_those_who_know_the_longer_interval_only_are_not_
     job.settle()
     assert interval_s(job.state, job.job) == 5.0
     others = [name for name in job.job.members if name != "w7"]
-    assert lost(job.run(29.0, beating=others)) == {}
+    assert lost(job.run(59.0, beating=others)) == {}
     assert list(lost(job.run(2.0, beating=others))) == ["w7"]
     others.remove("w8")
-    assert lost(job.run(LIMIT_S + 1.0, beating=others)) == {"w8": "silent for 15 s"}, "by now all know the shorter one"
+    assert lost(job.run(LIMIT_S + 1.0, beating=others)) == {"w8": "silent for 30 s"}, "by now all know the shorter one"
 
 
 # Lives

@@ -25,9 +25,11 @@ from tests.sim.coord.lineage import History, LineageError
 
 EVERY_FACT: list[Fact] = [
     kinds.JobCreated(JOB, JobConfig(parameters={"lr": "0.1"})),
+    kinds.JobConfigured(JOB, JobConfig(min_workers=2)),
     kinds.JobFinished(JOB),
     kinds.JobReset(JOB, 2),
     kinds.JobDeleted(JOB),
+    kinds.LeaderChanged(JOB, 2, 1),
     kinds.WorkerJoined(JOB, RegisteredWorker(worker_id="w0", incarnation="a", labels={"zone": "b"})),
     kinds.WorkerLost(JOB, "w0", "a", "left"),
     kinds.WorkerJudged(JOB, "w0", kinds.StragglerFinding.SLOW, kinds.EscalationLevel.REWEIGHT, 0.25, "slow"),
@@ -41,7 +43,11 @@ EVERY_FACT: list[Fact] = [
     kinds.CheckpointReported(
         JOB, 1, 7, "c7", "w0", CheckpointPart(0, "/c7", 1, ""), (kinds.Consumed(CORPUS, 0, 1, 2),)
     ),
-    kinds.CheckpointCommitted(JOB, 1, 7, "c7"),
+    kinds.CheckpointCommitted(JOB, 1, 7, "c7", command_id=3),
+    kinds.CheckpointRequested(JOB, 3, "nightly", ("w1",)),
+    kinds.CheckpointStepNamed(JOB, 3, 1, 7),
+    kinds.CheckpointAgreed(JOB, 1, 7),
+    kinds.DrainBegun(JOB, ("w1",)),
     kinds.Recovered(JOB, None, "c7", recover_first=True),
     kinds.WorkerRecovered(JOB, "w0"),
     kinds.CommandIssued(JOB, 1, CommandKind.STOP, ("w0",), "because", {"grace": "5"}, "request-1"),
@@ -172,4 +178,4 @@ def test_a_snapshot_and_facts_of_an_earlier_version_still_load() -> None:
         state = machine.apply(state, msgspec.msgpack.encode(fact))
     job = state.jobs[JOB]
     assert (job.generation, job.ranks, job.members["w0"].share) == (4, {"w0": 0}, 1.0)
-    assert (job.commands[2].arguments, state.jobs["other"].config) == ({}, JobConfig())
+    assert (job.commands[2].arguments, state.jobs["other"].config) == ({}, JobConfig(missed_beats=3))

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 
 from strata.coord.core.facts import CommandKind, EscalationLevel, Fact, JobConfig, StragglerFinding, WorkerJudged
-from strata.coord.core.inputs import Heartbeat, Tick
+from strata.coord.core.inputs import Attached, Heartbeat, Tick
 from strata.coord.core.state import StepProgress
 from tests.core.coord.jobs import Job
 
@@ -26,6 +26,8 @@ class Steps:
         self.hung: set[str] = set()
         self.busy: set[str] = set()
         self.silent: set[str] = set()
+        self.mute: set[str] = set()
+        """They send no heartbeats at all."""
 
     def run(self, beats: int, *, generation: int | None = None) -> list[WorkerJudged]:
         found: list[Fact] = []
@@ -33,7 +35,7 @@ class Steps:
             for worker_id in self.step:
                 if worker_id not in self.hung | self.busy:
                     self.step[worker_id] += 1
-                if worker_id not in self.job.job.members:
+                if worker_id not in self.job.job.members or worker_id in self.mute:
                     continue
                 progress = StepProgress(
                     self.step[worker_id],
@@ -101,6 +103,54 @@ def test_what_is_said_of_another_generation_does_not_count() -> None:
     steps.times_s["w1"] = 4.0
     assert steps.run(40, generation=7) == []
     assert rungs(steps.run(18, generation=0)) == [EscalationLevel.REWEIGHT], "0 is the current one"
+
+
+def test_a_worker_that_sends_nothing_and_lives_is_judged_by_its_steps() -> None:
+    steps = Steps()
+    steps.run(10)
+    steps.job.submit(Attached(steps.job.caller("w1")))
+    steps.hung = steps.mute = {"w1"}
+    assert steps.run(11) == [], "55 s"
+    facts = steps.run(8)
+    assert {(fact.worker_id, fact.finding) for fact in facts} == {("w1", StragglerFinding.HUNG)}
+    assert "while its process lives" in facts[0].reason
+
+
+def test_a_worker_that_was_busy_when_it_last_reported_does_not_hang_while_it_sends_nothing() -> None:
+    steps = Steps()
+    steps.run(10)
+    steps.busy = {"w1"}
+    steps.run(1)
+    steps.job.submit(Attached(steps.job.caller("w1")))
+    steps.mute = {"w1"}
+    assert steps.run(40) == [], "200 s"
+
+
+def test_ranks_that_wait_for_a_busy_one_do_not_hang() -> None:
+    steps = Steps(workers=2)
+    steps.run(10)
+    steps.busy, steps.hung = {"w0"}, {"w1"}
+    assert steps.run(60) == [], "300 s"
+    assert steps.job.job.members.keys() == {"w0", "w1"}
+
+
+def test_ranks_that_waited_for_a_busy_one_do_not_hang_when_its_phase_ends() -> None:
+    steps = Steps(workers=2)
+    steps.run(10)
+    for _ in range(2):
+        steps.busy, steps.hung = {"w0"}, {"w1"}
+        assert steps.run(60) == [], "300 s"
+        steps.busy = set()
+        assert steps.run(1) == [], "it goes on, and the one that waited reports first after that"
+        steps.hung = set()
+        assert steps.run(10) == []
+
+
+def test_a_worker_hangs_while_another_one_is_busy_and_the_rest_goes_on() -> None:
+    steps = Steps(workers=4)
+    steps.run(10)
+    steps.busy, steps.hung = {"w0"}, {"w1"}
+    assert {(fact.worker_id, fact.finding) for fact in steps.run(20)} == {("w1", StragglerFinding.HUNG)}
 
 
 def test_who_waits_at_a_barrier_does_not_hang() -> None:
@@ -190,7 +240,7 @@ def test_a_job_says_how_far_a_slow_worker_may_climb(until: EscalationLevel, expe
 
 
 def test_the_hang_of_a_rebalanced_worker_leaves_its_share_as_it_is() -> None:
-    steps = Steps()
+    steps = Steps(config=JobConfig(slow_until=EscalationLevel.STOP))
     steps.times_s["w1"] = 4.0
     steps.run(18)
     share = steps.job.job.members["w1"].share

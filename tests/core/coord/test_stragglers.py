@@ -28,7 +28,7 @@ class Gang:
     def __init__(self, workers: int, seed: int = 0, noise: float = 0.1, limits: StragglerLimits | None = None) -> None:
         self.rng = random.Random(seed)
         self.noise = noise
-        self.limits = limits or StragglerLimits()
+        self.limits = limits or StragglerLimits(slow_until=EscalationLevel.STOP)
         self.now_s = 0.0
         self.factor = {f"w{number}": 1.0 for number in range(workers)}
         self.hung: set[str] = set()
@@ -61,6 +61,7 @@ class Gang:
 # Slow
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(workers=st.integers(3, 32), seed=st.integers(0, 10**6), noise=st.sampled_from([0.0, 0.02, 0.1, 0.2]))
 def test_equal_workers_with_noise_raise_no_alarm(workers: int, seed: int, noise: float) -> None:
@@ -171,6 +172,121 @@ def test_a_new_generation_starts_to_count_again_and_the_rung_stays() -> None:
     assert [each.level for each in gang.rounds(4)] == [EscalationLevel.REBALANCE]
 
 
+# Slow among those that step together
+
+
+class Lockstep:
+    """Ranks that wait for the slowest in every step, so all step times are equal, and tell their computing times."""
+
+    def __init__(
+        self, workers: int, seed: int = 0, step_s: float = 1.0, noise: float = 0.1, hiccups: float = 0.03
+    ) -> None:
+        self.hiccups = hiccups
+        self.rng = random.Random(seed)
+        self.noise = noise
+        self.factor = {f"w{number}": step_s for number in range(workers)}
+        self.now_s = 0.0
+        self.step = 0
+        self.computed: dict[str, list[float]] = {worker_id: [] for worker_id in self.factor}
+        self.samples = {worker_id: add_report(None, 0, None, 0.0) for worker_id in self.factor}
+        self.standings: dict[str, StragglerStanding] = {}
+        self.heard_s = 0.0
+
+    def steps(self, count: int, beat_s: float = 5.0) -> list[tuple[int, StragglerIncident]]:
+        """Incidents, and after how many of these steps each was found."""
+        found: list[tuple[int, StragglerIncident]] = []
+        for number in range(1, count + 1):
+            for worker_id, step_s in self.factor.items():
+                hiccup = 5.0 if self.rng.random() < self.hiccups else 1.0
+                self.computed[worker_id].append(step_s * self.rng.lognormvariate(0.0, self.noise) * hiccup)
+            took_s = max(times[-1] for times in self.computed.values())
+            self.now_s, self.step = self.now_s + took_s, self.step + 1
+            # Every heartbeat interval, and once early in a generation, as the SDK does.
+            if self.now_s - self.heard_s >= beat_s or self.step == 5:
+                self.heard_s = self.now_s
+                for worker_id, times in self.computed.items():
+                    self.samples[worker_id] = add_report(
+                        self.samples[worker_id], self.step, took_s, self.now_s, compute_s=tuple(times[-32:])
+                    )
+                verdicts = judge(self.samples, self.standings, self.now_s)
+                self.standings = verdicts.standings
+                found += [(number, incident) for incident in verdicts.incidents]
+        return found
+
+
+@pytest.mark.parametrize("step_s", [0.04, 0.2, 1.0, 20.0])
+@pytest.mark.parametrize("workers", [3, 8, 64])
+def test_a_rank_that_computes_five_times_longer_is_named_within_ten_steps(workers: int, step_s: float) -> None:
+    gang = Lockstep(workers, step_s=step_s)
+    gang.factor["w1"] = 5 * step_s
+    # A heartbeat is the resolution in time: ten steps may be shorter.
+    after, incident = gang.steps(max(10, round(6.0 / (5 * step_s))))[0]
+    assert (incident.worker_id, incident.finding) == ("w1", StragglerFinding.SLOW)
+    assert incident.level is EscalationLevel.REWEIGHT
+    assert after <= 10 or step_s < 0.2
+    assert incident.reason.startswith("w1 is slow: ")
+    assert "of computing for a step where the median of" in incident.reason
+    assert [each.worker_id for _, each in gang.steps(200)] == [], "nobody else, and no further"
+
+
+def test_a_rank_that_becomes_slow_is_named_within_ten_steps_of_a_second() -> None:
+    gang = Lockstep(4)
+    assert gang.steps(100) == []
+    gang.factor["w2"] = 5.0
+    ((after, incident),) = gang.steps(10)
+    assert (incident.worker_id, after <= 10) == ("w2", True)
+
+
+@pytest.mark.parametrize("step_s", [0.05, 1.0])
+def test_ranks_that_compute_alike_are_never_named(step_s: float) -> None:
+    for seed in range(8):
+        assert Lockstep(3 + seed * 4, seed, step_s, noise=0.2).steps(400) == [], f"seed {seed}"
+
+
+def test_a_disturbance_of_less_than_a_second_names_nobody() -> None:
+    gang = Lockstep(4, step_s=0.02, noise=0.0, hiccups=0.0)
+    gang.steps(400)
+    gang.factor["w1"] = 0.1
+    assert gang.steps(9, beat_s=0.0) == []
+    assert [each.worker_id for _, each in gang.steps(3, beat_s=0.0)] == ["w1"], "it lasts longer"
+
+
+def test_computing_times_that_are_reported_no_more_count_no_more() -> None:
+    gang = Lockstep(4, noise=0.0, hiccups=0.0)
+    gang.factor["w1"] = 5.0
+    assert gang.steps(10) != []
+    for _ in range(100):
+        gang.now_s, gang.step = gang.now_s + 1.0, gang.step + 1
+        gang.samples = {
+            worker_id: add_report(each, gang.step, 1.0, gang.now_s) for worker_id, each in gang.samples.items()
+        }
+        verdicts = judge(gang.samples, gang.standings, gang.now_s)
+        gang.standings = verdicts.standings
+        assert {each.finding for each in verdicts.incidents} <= {StragglerFinding.FINE}
+
+
+def test_the_computing_times_of_one_worker_do_not_hide_another_that_is_slow() -> None:
+    samples: dict[str, StepSample] = {}
+    standings: dict[str, StragglerStanding] = {}
+    found = set()
+    for step in range(1, 100):
+        for worker_id, step_s in {"w0": 1.0, "w1": 1.0, "w2": 1.0, "w3": 1.0, "w4": 4.0}.items():
+            computed = (1.0,) * min(step, 32) if worker_id == "w0" else ()
+            samples[worker_id] = add_report(samples.get(worker_id), step, step_s, float(step), compute_s=computed)
+        verdicts = judge(samples, standings, float(step))
+        standings = dict(verdicts.standings)
+        found |= {each.worker_id for each in verdicts.incidents}
+    assert found == {"w4"}
+
+
+def test_computing_times_are_not_compared_with_step_times() -> None:
+    gang = Lockstep(4, noise=0.0)
+    for _ in range(20):
+        gang.steps(5)
+    gang.samples["old"] = StepSample(100, gang.now_s, gang.now_s, (5.0,) * 32, 32)
+    assert judge(gang.samples, gang.standings, gang.now_s).incidents == ()
+
+
 # Hung
 
 
@@ -242,11 +358,28 @@ def test_who_is_silent_or_says_that_it_is_busy_does_not_hang() -> None:
     assert gang.judge() == (), "what it was busy with does not count"
 
 
-def test_one_that_has_hardly_begun_does_not_hang() -> None:
+def test_a_hang_in_the_first_seconds_of_a_generation_is_found() -> None:
     gang = Gang(4)
-    gang.rounds(3)
+    gang.rounds(4)
+    gang.hung.add("w1")
+    assert [(each.worker_id, each.finding) for each in gang.rounds(70)] == [("w1", StragglerFinding.HUNG)]
+
+
+def test_a_first_step_may_take_five_times_as_long_as_a_hang() -> None:
+    gang = Gang(4, noise=0.0)
+    gang.round()
     gang.hung |= set(gang.factor)
-    assert gang.rounds(500) == []
+    assert gang.rounds(5 * 60 - 2) == []
+    assert {each.finding for each in gang.rounds(10)} == {StragglerFinding.HUNG}
+
+
+def test_who_has_made_no_step_does_not_hang() -> None:
+    gang = Gang(4)
+    gang.samples = {worker_id: add_report(None, 7, None, 0.0) for worker_id in gang.factor}
+    for _ in range(500):
+        gang.now_s += 1.0
+        gang.samples = {name: add_report(each, 7, None, gang.now_s) for name, each in gang.samples.items()}
+        assert gang.judge() == ()
 
 
 # Observing

@@ -57,7 +57,7 @@ def test_no_owner_with_waiting_jobs_lags_by_more_than_one_largest_job(jobs: list
 def test_each_job_goes_to_the_waiting_owner_with_the_smallest_share(
     jobs: list[tuple[str, int]], held: list[tuple[str, int, int]]
 ) -> None:
-    taken = [(owner, Taken(cores=cores, cards=tuple("abcd"[:cards]))) for owner, cores, cards in held]
+    taken = [(owner, Taken(cores=cores, cards=tuple("abcd"[:cards])), 1) for owner, cores, cards in held]
     shares = OwnerShares(TOTALS, OWNERS, taken)
     waiting = offers(jobs)
     while waiting:
@@ -70,7 +70,7 @@ def test_each_job_goes_to_the_waiting_owner_with_the_smallest_share(
 
 
 def test_a_higher_priority_comes_before_a_smaller_share() -> None:
-    shares = OwnerShares(TOTALS, OWNERS, [("anna", Taken(cores=32))])
+    shares = OwnerShares(TOTALS, OWNERS, [("anna", Taken(cores=32), 1)])
     jobs = [JobOffer(1, 1, 0, "bert"), JobOffer(2, 1, 5, "anna")]
     assert [each.owner for each in shares.pick(jobs, KINDS, 2)] == ["anna", "bert"]
 
@@ -91,6 +91,6 @@ def test_jobs_on_hosts_without_slots_have_no_share_of_the_slots_of_others() -> N
     plain, divided = Capacity(cards=(Card("a", 24.0),), cores=64, ram_gib=64.0), Capacity(cores=4, slots=1)
     kinds = {"small": Needs(min_cores=1), "large": Needs(min_cores=32, min_gpus=1)}
     taken = {name: Room(plain).plan(job_amounts(needs, plain))[0] for name, needs in kinds.items()}
-    held = [("anna", taken["small"]), ("anna", taken["small"]), ("bert", taken["large"])]
+    held = [("anna", taken["small"], 2), ("bert", taken["large"], 1)]
     shares = OwnerShares(add_up([plain, divided]), OWNERS, held)
     assert (shares.share("anna"), shares.share("bert")) == (2 / 68, 1.0)

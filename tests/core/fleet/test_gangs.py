@@ -48,7 +48,7 @@ def test_workers_become_one_member_for_each_host() -> None:
 
 
 def test_without_min_workers_a_gang_is_whole_or_waits() -> None:
-    (first, *_) = members('[[jobs]]\nname = "sft"\nmodel = "m"\nworkers = 3\n')
+    (first, *_) = members('[[jobs]]\nname = "sft"\nmodel = "m"\nworkers = 3\nworkers_per_host = 1\n')
     assert (place(first).size, place(first).min_size, place(first).workers_per_host) == (3, 3, 1)
 
 
@@ -60,8 +60,9 @@ def test_one_worker_is_no_gang_and_keeps_its_id() -> None:
 
 
 def test_workers_of_one_host_are_a_gang_of_one_member() -> None:
-    (only,) = members('[[jobs]]\nname = "sft"\nmodel = "m"\nworkers = 4\nworkers_per_host = 4\n')
-    assert (only.label, place(only).size) == ("sft/0", 1)
+    (only,) = members('[[jobs]]\nname = "sft"\nmodel = "m"\nworkers = 4\n')
+    assert (only.label, place(only).size, place(only).workers_per_host) == ("sft/0", 1, 4)
+    assert members('[[jobs]]\nname = "sft"\nmodel = "m"\nworkers = 4\nworkers_per_host = 4\n') == [only]
 
 
 def test_a_job_comes_after_all_members_of_a_gang() -> None:
@@ -76,6 +77,14 @@ def test_a_job_comes_after_all_members_of_a_gang() -> None:
         (GANG.replace("min_workers = 2", "min_workers = 3"), "jobs[0].min_workers: expected a multiple of workers_per"),
         (GANG.replace("min_workers = 2", "min_workers = 6"), "jobs[0].min_workers: expected a multiple of workers_per"),
         (GANG.replace("workers = 4", "workers = 0"), "jobs[0].workers: expected an integer >= 1, found 0"),
+        (
+            GANG.replace("workers_per_host = 2\n", ""),
+            "jobs[0].min_workers: expected a multiple of workers_per_host = 4",
+        ),
+        (
+            '[[jobs]]\nname = "sft"\nmodel = "m"\nworkers = 2000\n',
+            "jobs[0].workers: 2000 on one host: set workers_per_host, to at most 1024",
+        ),
         (GANG + 'kind = "server"\n', "jobs[0].workers: a server is no gang"),
         (GANG + '[[jobs]]\nname = "sft"\nmodel = "n"\n', 'jobs[1].name: "sft" is the name of jobs[0]'),
         (

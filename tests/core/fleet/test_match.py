@@ -1,14 +1,15 @@
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from strata.fleet.core.amounts import Amounts, Taken
-from strata.fleet.core.capability import GIB, Capability, Gpu, Profile, bucket_gib, in_quiet_hours, profile
+from strata.fleet.core.capability import GIB, Capability, Gpu, Profile, bucket_gib, in_quiet_hours, is_outdated, profile
 from strata.fleet.core.job import JobStatus
 from strata.fleet.core.jobspec import HostSpec, QuietHours
 from strata.fleet.core.match import eligible, eligible_classes, holds_back, score
@@ -235,7 +236,34 @@ def test_why_tells_what_is_reserved_and_which_hosts_drain() -> None:
     draining = HostState(profile=GPU, held=(Taken(slots=2),), drains=True)
     assert why(question(asking()), [draining], now_s=0).headline == "gpu-1 drains for it"
     gang = why(question(asking(), gang_hosts=2), [HostState(profile=GPU)], now_s=0)
+    assert gang.obstacles[0].fix == "add hosts, or raise workers_per_host"
     assert gang.headline == "its gang starts on 2 hosts at once, and 1 of 1 could take it now"
+
+
+@given(
+    st.lists(
+        st.builds(
+            HostState,
+            profile=st.sampled_from(
+                [PI, GPU, msgspec.structs.replace(GPU, slots=3), msgspec.structs.replace(PI, cores=2)]
+            ),
+            held=st.lists(st.sampled_from([Taken(slots=1), Taken(cores=3, slots=0)]), max_size=3).map(tuple),
+            paused=st.booleans(),
+            reserved=st.sampled_from([{}, {"big": Amounts(cores=4)}]),
+        ),
+        max_size=8,
+    ),
+    st.sampled_from([asking(min_cores=2), asking(min_cores=4, slots=2), asking()]),
+)
+def test_hosts_that_are_alike_are_judged_as_each_would_be_alone(
+    hosts: list[HostState], requirement: RequirementClass
+) -> None:
+    def stopped(states: list[HostState]) -> Counter[str]:
+        return Counter({each.what: each.hosts for each in why(question(requirement), states, now_s=0).obstacles})
+
+    fitting = [host for host in hosts if eligible(requirement, host.profile).eligible]
+    assume(fitting)
+    assert stopped(hosts) == sum((stopped([host]) for host in fitting), Counter[str]())
 
 
 def test_why_tells_what_is_not_about_hosts() -> None:
@@ -269,3 +297,11 @@ def test_a_required_label_is_one_that_an_operator_gave_the_host() -> None:
     assert eligible(needed, profile(said, granted={"room": "vault"})).eligible
     assert eligible(needed, profile(said, HostSpec(name="pi", labels={"room": "vault"}))).eligible
     assert not eligible(needed, profile(said, granted={"room": "cellar"})).eligible
+
+
+@pytest.mark.parametrize(
+    ("version", "outdated"),
+    [("0.1.0", True), ("0.1.12", True), ("0.2.0.dev0", False), ("0.10.0", False), ("1.0", False), ("", False)],
+)
+def test_agents_before_gangs_are_known_by_their_version(version: str, outdated: bool) -> None:
+    assert is_outdated(version) is outdated

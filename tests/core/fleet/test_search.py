@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import msgspec
+import optuna
 import pytest
 
 from strata.base.errors import StrataError
@@ -111,7 +112,6 @@ def test_a_rung_has_the_first_value_at_or_after_its_step() -> None:
 
 
 def test_pruning_agrees_with_the_successive_halving_of_optuna() -> None:
-    optuna = pytest.importorskip("optuna", reason="the extra sweep is not installed")
     chance = random.Random(3)
     ended = 0
     for direction in ("minimize", "maximize"):

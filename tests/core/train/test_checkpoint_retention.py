@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from strata.base.errors import Code, StrataError
+from strata.fleet.artifacts.paths import check_path
 from strata.train.core import ops
 from strata.train.core.checkpoint_retention import EXPIRED, SUPERSEDED, retained_folders
 from strata.train.core.facts import CheckpointDeleted
@@ -189,6 +190,18 @@ def test_weights_from_elsewhere_can_be_loaded_and_the_same_again_changes_nothing
     assert names(server) == ["mine"]
 
 
+def test_the_imports_of_a_tenant_have_a_limit_until_it_deletes_one() -> None:
+    server = Server(max_imports_per_tenant=2)
+    for number in (1, 2):
+        server.ask(imported(server, run_id=f"import-{number}"))
+    refused = server.refusal(imported(server, run_id="import-3"))
+    assert (refused.code, "2 checkpoints" in refused.message) == (Code.PRECONDITION, True)
+    assert server.ask(imported(server, run_id="import-2")).facts == (), "the same again"
+    server.ask(imported(server, tenant="bob", run_id="import-4"))
+    server.ask(ClientCommand(TENANT, DeleteCheckpoint("import-1", "weights", "mine"), 0.0))
+    assert server.ask(imported(server, run_id="import-3")).facts
+
+
 def begins_after(server: Server, number: int) -> None:
     """Ranks that start anew are told what came after this, and cannot be told what came before."""
     server.state.snapshots = [ModelSnapshot(number, "snapshot")]
@@ -247,3 +260,11 @@ def test_a_model_may_begin_with_saved_weights_before_its_first_operation() -> No
     )
     server.restart(from_snapshot=False)
     assert server.state.models[model_id].done == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["aux.x", "CON.1", "nul.tar.gz", "Com1.a", "lpt9.b", "prn..", "aux", "auxiliary.x", "x.aux"]
+)
+def test_the_folder_of_a_checkpoint_can_be_copied_whatever_its_name(name: str) -> None:
+    folder = folder_of(save("session_1.0123456789ab:train:0", 3, name))
+    assert check_path(f"checkpoints/{folder}/manifest.json").endswith(f"{name}@3/manifest.json")

@@ -26,6 +26,16 @@ def load(model_id: str, seq: int, run_id: str, name: str) -> ops.LoadWeights:
     return ops.LoadWeights(model_id=model_id, seq_id=seq, run_id=run_id, kind="weights", name=name, optimizer=True)
 
 
+@pytest.mark.parametrize("loss", [ops.LossName.CROSS_ENTROPY, ops.LossName.CUSTOM])
+@pytest.mark.parametrize("size", [0.0, 0.5, -1.0, 1e9])
+def test_a_group_size_that_is_none_does_not_stop_the_dispatches(loss: ops.LossName, size: float) -> None:
+    """A journal of an earlier version may have such an operation."""
+    server = Server()
+    model = server.model()
+    server.accept(forward_backward(model, 1, (3, 3), loss=loss, config={"group_size": size}), step(model, 2))
+    assert server.run_all() == [f"{model}:1", f"{model}:2"]
+
+
 # Order and identity
 
 

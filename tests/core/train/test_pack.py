@@ -103,3 +103,19 @@ def test_what_no_rank_could_take_is_refused_with_the_datum_named(lengths: list[i
     with pytest.raises(StrataError, match=words) as refused:
         packed([lengths], 1, 100)
     assert refused.value.code is Code.INVALID
+
+
+@given(st.lists(st.integers(1, CONTEXT), min_size=1, max_size=8), st.integers(1, 4), ranks, capacities)
+def test_a_group_stays_in_one_row_if_a_row_holds_it(groups: list[int], size: int, count: int, capacity: int) -> None:
+    lengths = [[length for length in groups for _ in range(size)]]
+    made = pack(lengths, ranks=count, max_tokens_per_row=capacity, max_context=CONTEXT, group_sizes=[size])
+    assert sum(len(row) for rank in made.rows for row in rank) == len(lengths[0])
+    for group, length in enumerate(groups):
+        own = {
+            (number, place)
+            for number, rank in enumerate(made.rows)
+            for place, row in enumerate(rank)
+            if any(segment.datum // size == group for segment in row)
+        }
+        assert len(own) == 1 or length * size > capacity
+    assert all(weight <= capacity for rank in weights(lengths, made) for weight in rank if weight > max(groups))

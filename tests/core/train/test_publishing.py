@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import array
+from collections import Counter
 from typing import Any
 
 import pytest
 
 from strata.base.errors import Code
 from strata.train.core import ops
+from strata.train.core.checkpoint_retention import retained_folders
 from strata.train.core.future import FutureStatus
 from strata.train.core.inputs import ClientCommand, CompletePush, CompleteRouted, RequeueRouted, RouteSamples
 from strata.train.core.messages import AddEndpoint, RemoveEndpoint, SubmitOperation
+from strata.train.core.publishing import choose_endpoint
 from strata.train.core.sampling import Layout, SampleOperation, SampleParams, Targets
+from strata.train.core.state import Dispatch
 from tests.core.train.servers import TENANT, Server, step
 
 DONE = ops.SampleDone(ops.InlinePayload(b"sampled"))
@@ -128,14 +133,14 @@ def test_an_endpoint_is_what_it_was_added_as() -> None:
     assert [list(each.endpoints) for each in server.state.pushes.values()] == [["b"]]
 
 
-def test_samples_go_to_the_endpoint_with_the_fewest_and_never_to_other_weights() -> None:
+def test_samples_are_spread_over_endpoints_and_never_go_to_other_weights() -> None:
     server = Endpoints(keep_versions=2)
     server.save(1)
     server.push("a", "b")
     first = server.sampler("w1")
     asked = [server.sample(first, seq) for seq in range(4)]
     assert server.dispatch() is None, "the ranks are not asked for what an endpoint is"
-    assert sorted(server.route().values()) == ["a", "a", "b", "b"]
+    assert sorted(Counter(server.route().values()).values()) == [1, 3]
     for future in asked:
         server.ask(CompleteRouted(future, DONE, server.now_s))
         assert server.result(future) == DONE
@@ -253,3 +258,92 @@ def test_a_model_that_was_unloaded_is_not_told_of_again() -> None:
     server.run_all()
     server.push("a")
     assert server.state.published == {}
+
+
+class Engines(Endpoints):
+    """`a` and `b` are engines of the server: it restarts them."""
+
+    def __init__(self, **rules: Any) -> None:
+        super().__init__(**({"engines": ("a", "b"), "push": True} | rules))
+
+    def save_sampler(self, seq: int, number: int = 0) -> tuple[str, Dispatch]:
+        """Without a name; the ranks are at it."""
+        sampler = f"{self.name.partition(':')[0]}:sample:{number}"
+        self.accept(ops.SaveSampler(self.name, seq, sampler))
+        dispatch = self.dispatch()
+        assert dispatch is not None
+        return sampler, dispatch
+
+
+def test_a_sampler_without_a_name_is_saved_and_pushed_and_its_samples_wait_for_the_engines() -> None:
+    server = Engines()
+    sampler, dispatch = server.save_sampler(1)
+    assert dispatch.path.endswith("/sampler_weights/unnamed@1")
+    wanted = server.sample(sampler)
+    for _ in range(2):
+        assert (server.route(), server.dispatch()) == ({}, None)
+        if dispatch.number in server.state.dispatches:
+            server.answer(dispatch, [ops.SamplerOpened(sampler)])
+    assert list(server.state.pushes) == [dispatch.path]
+    assert dispatch.path in retained_folders(server.state)
+    server.restart(from_snapshot=True)
+    server.push()
+    assert list(server.route()) == [wanted], "an engine that is down gets the weights with the sample"
+    assert not server.state.checkpoints
+
+
+def test_without_engines_a_sampler_without_a_name_has_no_files() -> None:
+    server = Endpoints()
+    server.accept(ops.SaveSampler(server.name, 1, f"{server.name.partition(':')[0]}:sample:0"))
+    dispatch = server.dispatch()
+    assert dispatch is not None
+    assert dispatch.path == ""
+
+
+def test_what_an_engine_of_the_server_fails_to_draw_waits_for_one_that_replies() -> None:
+    server = Engines()
+    sampler, dispatch = server.save_sampler(1)
+    server.answer(dispatch, [ops.SamplerOpened(sampler)])
+    server.push("a", "b")
+    wanted = server.sample(sampler)
+    (endpoint,) = server.route().values()
+    server.ask(RequeueRouted(wanted, again=True))
+    server.restart(from_snapshot=True)
+    other = {"a": "b", "b": "a"}[endpoint]
+    assert server.ask(RouteSamples(8, frozenset("ab"))).facts == ()
+    assert server.dispatch() is None, "the ranks draw nothing of it"
+    server.ask(RouteSamples(8, frozenset({endpoint})))
+    assert {name for name, _ in server.state.routed.values()} == {other}
+    failed = ops.Failed("server", "engines died of it")
+    server.ask(CompleteRouted(wanted, failed, server.now_s))
+    assert server.result(wanted) == failed
+
+
+def test_with_a_fallback_the_ranks_draw_what_engines_have_not_yet() -> None:
+    server = Engines(fallback=True)
+    sampler, dispatch = server.save_sampler(1)
+    server.sample(sampler)
+    server.answer(dispatch, [ops.SamplerOpened(sampler)])
+    assert server.dispatch() is not None
+
+
+def prompt(*tokens: int) -> SampleOperation:
+    return SampleOperation("s", 0, array.array("i", tokens).tobytes(), SampleParams(max_tokens=1))
+
+
+def test_prompts_with_the_same_first_block_go_to_the_same_endpoint_and_few_move_when_one_leaves() -> None:
+    names = ["a", "b", "c", "d"]
+    blocks = [list(range(first, first + 16)) for first in range(400)]
+    before = [choose_endpoint(names, prompt(*block, 1), {}) for block in blocks]
+    assert before == [choose_endpoint(names[::-1], prompt(*block, 2, 3), {}) for block in blocks]
+    assert min(Counter(before).values()) > 60
+    after = [choose_endpoint(names[1:], prompt(*block), {}) for block in blocks]
+    assert all(was in ("a", now) for was, now in zip(before, after, strict=True))
+
+
+def test_no_endpoint_gets_more_than_its_share_and_a_quarter() -> None:
+    load: Counter[str] = Counter()
+    for _ in range(100):
+        load[choose_endpoint("abcd", prompt(1, 2, 3), load)] += 1
+    assert max(load.values()) <= 32
+    assert len(load) == 4

@@ -205,6 +205,43 @@ def test_the_sampler_that_is_longest_unused_makes_room_and_none_that_is_waited_f
     assert server.refusal(ClientCommand(TENANT, SubmitOperation(wanted(used, 1)), server.now_s)).code is Code.NOT_FOUND
 
 
+def test_a_sampler_that_could_not_be_opened_takes_no_samples_and_those_it_had_may_be_retried() -> None:
+    server = Sampling()
+    sampler = server.base()
+    accepted = server.sample(sampler, 0)
+    opening = server.next()
+    assert opening is not None
+    failure = ops.Failed("server", "no memory for its weights")
+    server.ask(CompleteDispatch(opening.number, [failure], server.now_s))
+    assert server.next() is None
+    future = server.state.futures.get(accepted)
+    assert future is not None
+    assert isinstance(future.result, ops.Failed)
+    assert future.result.category == "server"
+    refused = server.refusal(ClientCommand(TENANT, SubmitOperation(wanted(sampler, 1)), server.now_s))
+    assert refused.code is Code.NOT_FOUND
+    server.sample(sampler, 0)
+    another = server.sample(server.opened(1))
+    assert server.quantum().future_ids == (another,)
+
+
+def test_a_sample_that_the_ranks_got_before_its_sampler_failed_may_be_retried() -> None:
+    server = Sampling(max_running=2)
+    sampler = server.base()
+    sample = server.sample(sampler)
+    opening = server.next()
+    assert opening is not None
+    quantum = server.quantum()
+    assert quantum.future_ids == (sample,)
+    server.ask(CompleteDispatch(opening.number, [ops.Failed("server", "no memory for its weights")], server.now_s))
+    rejected = ops.Failed("user", "there is no such sampler")
+    server.ask(CompleteSlice(quantum.number, [(sample, rejected)], 0, server.now_s))
+    future = server.state.futures.get(sample)
+    assert future is not None
+    assert isinstance(future.result, ops.Failed)
+    assert future.result.category == "server"
+
+
 def test_a_finished_session_gives_up_its_samples() -> None:
     server = Sampling()
     sampler = server.opened()

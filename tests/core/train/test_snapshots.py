@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
@@ -11,15 +13,18 @@ from strata.train.core.facts import SnapshotAbandoned, SnapshotCommitted, Snapsh
 from strata.train.core.inputs import (
     ClientCommand,
     CommitSnapshot,
+    CompleteDispatch,
     CompleteSnapshotCopy,
     Decision,
     RanksAttached,
     RejectSnapshot,
 )
 from strata.train.core.messages import DeleteCheckpoint
-from strata.train.core.snapshots import due_reason, pending_operations, recovery_point, replay_starts
+from strata.train.core.snapshots import COST_SHARE, due_reason, pending_operations, recovery_point, replay_starts
 from strata.train.core.state import Dispatch
 from tests.core.train.servers import TENANT, Server, forward_backward, step
+
+LONGEST_S = 3.0
 
 
 def server_with(**rules: float) -> Server:
@@ -256,3 +261,92 @@ def test_files_that_ranks_read_after_a_snapshot_and_wrote_before_it_stay_when_th
         commit(server, taken(server).number)
         train(server, model, seq)
     assert saved.path not in retained_folders(server.state)
+
+
+def timed_step(server: Server, model: str, seq: int, took_s: float) -> None:
+    server.accept(step(model, seq))
+    dispatch = server.dispatch()
+    assert dispatch is not None
+    assert not dispatch.snapshot
+    server.ask(CompleteDispatch(dispatch.number, (ops.StepDone({}),), server.now_s, took_s))
+
+
+def test_a_snapshot_is_due_when_a_replay_would_take_so_long_and_passes_that_change_nothing_are_not_replayed() -> None:
+    server = server_with(snapshot_replay_s=5.0)
+    model = model_of(server)
+    server.accept(forward_backward(model, 1, forward_only=True))
+    forward = server.dispatch()
+    assert forward is not None
+    server.ask(CompleteDispatch(forward.number, (ops.PassDone(ops.InlinePayload(b"")),), server.now_s, 60.0))
+    timed_step(server, model, 2, 4.0)
+    assert due_reason(server.state, server.now_s) is None
+    timed_step(server, model, 3, 1.0)
+    assert due_reason(server.state, server.now_s) == "a replay of 5 seconds"
+    commit(server, taken(server).number)
+    assert due_reason(server.state, server.now_s) is None
+
+
+def test_operations_that_change_no_model_make_no_snapshot_due_however_slow_they_are() -> None:
+    server = server_with(snapshot_replay_s=5.0)
+    model = model_of(server)
+    timed_step(server, model, 1, 5.0)
+    server.ask(CommitSnapshot(taken(server).number, "digest", 1, 0.0, 0.0, server.now_s))
+    server.accept(ops.SaveWeights(model, 2, "weights", "slow"))
+    saving = server.dispatch()
+    assert saving is not None
+    server.ask(CompleteDispatch(saving.number, (ops.WeightsSaved("path"),), server.now_s, 60.0))
+    assert due_reason(server.state, server.now_s) is None
+    timed_step(server, model, 3, 4.0)
+    assert due_reason(server.state, server.now_s) is None
+    timed_step(server, model, 4, 1.0)
+    assert due_reason(server.state, server.now_s) == "a replay of 5 seconds"
+
+
+def test_the_longer_the_last_snapshot_took_the_longer_a_replay_may_take() -> None:
+    server = server_with(snapshot_replay_s=5.0)
+    model = model_of(server)
+    timed_step(server, model, 1, 5.0)
+    server.ask(CommitSnapshot(taken(server).number, "digest", 1, 0.5, 1.0, server.now_s))
+    timed_step(server, model, 2, 29.0)
+    assert due_reason(server.state, server.now_s) is None
+    timed_step(server, model, 3, 1.0)
+    assert due_reason(server.state, server.now_s) is not None
+
+
+@pytest.mark.parametrize("trouble", [None, "the disk is full"])
+def test_a_dispatch_that_ends_while_its_snapshot_is_taken_counts_for_that_one(
+    trouble: str | None,
+) -> None:
+    server = server_with(snapshot_replay_s=5.0)
+    model = model_of(server)
+    server.accept(step(model, 1))
+    server.accept(step(model, 2))
+    first, second = server.dispatch(), server.dispatch()
+    assert first is not None
+    assert second is not None
+    server.ask(CompleteDispatch(first.number, (ops.StepDone({}),), server.now_s, 5.0))
+    snapshot = taken(server)
+    server.ask(CompleteDispatch(second.number, (ops.StepDone({}),), server.now_s, 3.0))
+    commit(server, snapshot.number, trouble)
+    assert server.state.snapshot_backlog.replay_s == (0.0 if trouble is None else 8.0)
+    server.restart(from_snapshot=False)
+    assert server.state.snapshot_backlog.replay_s == (0.0 if trouble is None else 8.0)
+
+
+@given(st.lists(st.floats(0.01, LONGEST_S), min_size=1, max_size=80), st.floats(0.0, 2.0))
+def test_however_long_the_load_lasts_a_replay_is_bounded(steps: list[float], written_s: float) -> None:
+    server = server_with(snapshot_replay_s=5.0)
+    model = model_of(server)
+    behind_s = writing_s = 0.0
+    for seq, took_s in enumerate(steps, 1):
+        if due_reason(server.state, server.now_s) is not None:
+            taken(server)
+            writing_s = 0.0
+        timed_step(server, model, seq, took_s)
+        behind_s += took_s
+        writing_s += took_s
+        taking = server.state.snapshotting
+        if taking is not None and writing_s >= written_s:
+            server.ask(CommitSnapshot(taking.number, "digest", 1, 0.0, written_s, server.now_s))
+            behind_s = writing_s
+        assert behind_s <= max(5.0, written_s / COST_SHARE) + written_s + 2 * LONGEST_S

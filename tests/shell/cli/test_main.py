@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -16,10 +17,12 @@ import pytest
 
 from strata import __version__
 from strata.base.errors import Code, StrataError
+from strata.cli.examples import EXAMPLES
 from strata.cli.exit_codes import EXIT_CODE_OF, ExitCode
 from strata.cli.extras import DISTRIBUTION_OF
 from strata.cli.groups import CommandEntry, LazyGroup
-from strata.cli.main import ALIASES, COMMANDS, Root, run, strata
+from strata.cli.main import ALIASES, COMMANDS, SYNONYMS, Root, run, strata
+from tests.rules.documents import unknown_command
 
 STRATA = str(Path(sys.executable).with_name("strata"))
 
@@ -127,7 +130,76 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_no_command_prints_the_help_and_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([]) == ExitCode.USAGE
-    assert "Commands:" in capsys.readouterr().err
+    assert "Run and follow jobs:" in capsys.readouterr().err
+
+
+def test_the_commands_are_listed_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.endswith(":") and not line.startswith(" ")] == [
+        "Options:",
+        *dict.fromkeys(f"{entry.section}:" for entry in COMMANDS.values()),
+    ]
+    assert [line.split()[0] for line in lines if line.startswith("  ") and line.split()[0] in COMMANDS] == [*COMMANDS]
+
+
+def test_every_command_has_examples_that_exist() -> None:
+    paths = [" ".join(path) for path in every_command(strata) if path]
+    assert [path for path in paths if path not in EXAMPLES] == []
+    assert EXAMPLES.keys() <= {*paths}
+    for path, examples in EXAMPLES.items():
+        for example in examples:
+            command = example[example.index("strata ") :].partition(" > ")[0].partition(" < ")[0]
+            inner = re.search(r"\$\((.*)\)", command)
+            commands = [command.replace(inner[0], "JOB"), inner[1]] if inner else [command]
+            assert [unknown_command(strata, each) for each in commands if unknown_command(strata, each)] == [], example
+            words = command.split()[1:]
+            resolved = ALIASES.get(words[0], words[0])
+            assert resolved == path.split()[0] or path in ("data", "secrets"), example
+
+
+def test_help_shows_the_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["artifacts", "get", "--help"]) == 0
+    assert capsys.readouterr().out.endswith("  Examples:\n    strata artifacts get tree-small ./result\n")
+
+
+@pytest.mark.parametrize(("word", "meant"), SYNONYMS.items())
+def test_a_word_of_another_program_leads_to_what_has_that_meaning_here(word: str, meant: str) -> None:
+    assert word not in COMMANDS
+    assert word not in ALIASES
+    first = meant.split(maxsplit=1)[0]
+    assert first in ("--version", "--help") or ALIASES.get(first, first) in COMMANDS
+
+
+@pytest.mark.parametrize(
+    ("args", "meant"),
+    [
+        (["ps"], "list"),
+        (["kill", "x"], "cancel"),
+        (["rm", "x"], "archive"),
+        (["stop"], "cancel"),
+        (["retry"], "requeue"),
+        (["describe"], "show"),
+        (["version"], "--version"),
+        (["tail"], "logs -f"),
+        (["cancle"], "cancel"),
+    ],
+)
+def test_a_suggestion_goes_by_meaning_and_then_by_letters(
+    args: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(args) == ExitCode.USAGE
+    assert f"did you mean '{meant}'?" in capsys.readouterr().err
+
+
+def test_subcommands_have_the_verbs_of_other_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["keys", "ls", "--help"]) == 0
+    assert run(["secrets", "remove", "--help"]) == 0
+    assert run(["artifacts", "rm", "--help"]) == 0
+    assert run(["hosts", "ls", "--help"]) == 0
+    capsys.readouterr()
+    assert run(["keys", "creat"]) == ExitCode.USAGE
+    assert "did you mean 'create'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,22 @@ import pytest
 from rich.console import Console
 
 from strata.cli.exit_codes import ExitCode
+from strata.cli.gang.format import took
 from strata.cli.layout import render
 from strata.cli.main import run
-from strata.cli.serve.screen import line, screen, took
+from strata.cli.serve.screen import line, screen
 from strata.train.core.commands import Timing
-from strata.train.core.status import RanksStatus, RunningStatus, ServerStatus, SnapshotStatus, TenantStatus, Timeline
+from strata.train.core.status import (
+    EngineStatus,
+    GapStatus,
+    HighGapStatus,
+    RanksStatus,
+    RunningStatus,
+    ServerStatus,
+    SnapshotStatus,
+    TenantStatus,
+    Timeline,
+)
 
 NOW_S: Final = 1_700_000_000.0
 LONG: Final = "key:a-tenant-with-a-name-that-somebody-thought-would-say-everything"
@@ -111,6 +122,35 @@ def test_a_wide_screen_leaves_nothing_out() -> None:
 )
 def test_what_needs_attention_stands_in_the_second_line(ranks: RanksStatus, words: str) -> None:
     assert text(changed(ranks=ranks))[1] == words
+
+
+def test_engines_are_counted_and_one_that_is_not_ready_stands_out() -> None:
+    ready = EngineStatus(name="engine-0", state="ready", reason="", starts=1)
+    assert not any("engine" in each for each in text(FULL))
+    lines = text(changed(engines=[ready, msgspec.structs.replace(ready, name="engine-1", starts=3)]))
+    assert "engines    2 of 2 ready, restarted 2 times" in lines
+    dead = EngineStatus(name="engine-1", state="restarting", reason="RuntimeError: out of memory " + "x" * 200)
+    lines = text(changed(engines=[ready, dead]))
+    assert lines[1].startswith("! engine-1 is restarting: RuntimeError: out of memory xxx")
+    assert max(map(len, lines)) <= 80
+    assert "engines    1 of 2 ready" in lines
+
+
+def test_a_gap_above_the_alarm_stands_before_everything_else() -> None:
+    gaps = [
+        HighGapStatus(
+            model_id=f"session_01m7jyxyamw0ayx0ajdgmx4wjd.c23f502f532d:train:{number}",
+            tenant=LONG,
+            gap=GapStatus(mean=mean, max=9.0, tokens=100, seq_id=7, at_s=NOW_S, high=True),
+        )
+        for number, mean in enumerate((0.06, 0.1234))
+    ]
+    shown = changed(gap_alarm_nats=0.05, high_gaps=gaps)
+    lines = text(shown)
+    assert lines[1] == "! sampler and trainer differ by 0.123 nats per token (alarm above 0.05); 1 more"
+    assert lines[2] == f"  model {gaps[1].model_id}"
+    assert max(map(len, lines)) <= 80
+    assert line(shown).endswith("2 above the alarm of the sampler gap")
 
 
 def test_nothing_is_called_running_while_there_are_no_ranks() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import strata.coord.worker as strata
 from strata.base.errors import Code, StrataError
 from strata.cli.backup import without_password
 from strata.cli.exit_codes import ExitCode
@@ -17,9 +18,11 @@ from strata.fleet import wire
 from strata.fleet.artifacts.manifest import ArtifactKind
 from strata.fleet.store.backup import EPOCHS
 from strata.hub.backup import restore
+from strata.testing.ports import port_of, reserve_port
 from strata.testing.postgres import find_programs
 from tests.shell.cli_fleet.driving import HostByHand, Person
-from tests.shell.fleet_agent.running import HubProcess
+from tests.shell.fleet_agent.running import STRATA, HubProcess
+from tests.shell.fleet_agent.waiting import eventually
 from tests.shell.fleet_http.running import ok, process
 from tests.support.feed import ARRIVES_S
 
@@ -209,3 +212,67 @@ def test_a_copy_that_cannot_be_made_is_said_so(person: Person, hub: HubProcess, 
     assert (done.status, "cannot be used" in done.err) == (ExitCode.UNREACHABLE, True)
     assert not (tmp_path / "b").exists()
     assert os.listdir(other) == []  # noqa: PTH208 - only whether there is anything
+
+
+def coordinator(folder: Path, port: int) -> subprocess.Popen[bytes]:
+    """As `strata up` starts its own."""
+    environ = dict(os.environ) | {"STRATA_COORDINATOR_BACKUPS": str(folder / "backups")}  # noqa: TID251 - a process of its own
+    command = [STRATA, "coordinator", "--listen", f"127.0.0.1:{port}", "--database", f"sqlite:{folder}/coordinator.db"]
+    return subprocess.Popen(command, env=environ, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_the_journal_of_the_coordinator_of_strata_up_comes_back_without_the_secret_of_its_tokens(
+    person: Person, hub: HubProcess, tmp_path: Path, *, runs: bool
+) -> None:
+    folder, kept, again = hub.data / "coordinator", tmp_path / "kept", tmp_path / "again"
+    folder.mkdir(mode=0o700)
+    (folder / "token.secret").write_text("s" * 32)
+    part = tmp_path / "part"
+    part.write_text("weights")
+    with reserve_port() as guard:
+        port = port_of(guard)
+        first = coordinator(folder, port)
+        try:
+            with strata.join(address=f"127.0.0.1:{port}", job="sft", id="w") as worker:
+                worker.checkpoint(7, part)
+                if runs:
+                    assert person.says("backup", str(kept), "--data", str(hub.data)).status == ExitCode.OK
+        finally:
+            first.terminate()
+            first.wait(30)
+        if not runs:
+            assert person.says("backup", str(kept), "--data", str(hub.data)).status == ExitCode.OK
+        assert modes(kept) == {0}
+        assert not (kept / "coordinator" / "token.secret").exists(), "the workers from before are refused"
+        (again / "coordinator").mkdir(parents=True)
+        (again / "coordinator" / "token.secret").write_text("of before")
+        assert person.says("restore", str(kept), "--data", str(again)).status == ExitCode.OK
+        assert not (again / "coordinator" / "token.secret").exists()
+        second = coordinator(again / "coordinator", port)
+        try:
+            with strata.join(address=f"127.0.0.1:{port}", job="sft", id="w") as worker:
+                assert worker.start is not None
+                assert (worker.start.step, worker.start.parts[0].uri) == (7, str(part))
+        finally:
+            second.terminate()
+            second.wait(30)
+
+
+def test_a_journal_that_is_there_is_not_overwritten_and_one_of_an_interrupted_restore_stays(
+    person: Person, hub: HubProcess, tmp_path: Path
+) -> None:
+    folder, kept, again = hub.data / "coordinator", tmp_path / "kept", tmp_path / "again"
+    folder.mkdir(mode=0o700)
+    with reserve_port() as guard:
+        made = coordinator(folder, port_of(guard))
+        eventually((folder / "backups").is_dir)
+        made.terminate()
+        made.wait(30)
+    assert person.says("backup", str(kept), "--data", str(hub.data)).status == ExitCode.OK
+    (again / "coordinator").mkdir(parents=True)
+    (again / "coordinator" / "coordinator.db").write_text("of another")
+    done = person.says("restore", str(kept), "--data", str(again))
+    assert (done.status, "is there already" in done.err, (again / "hub.db").exists()) == (ExitCode.FAILED, True, False)
+    shutil.copy(kept / "coordinator" / "coordinator.db", again / "coordinator" / "coordinator.db")
+    assert person.says("restore", str(kept), "--data", str(again)).status == ExitCode.OK

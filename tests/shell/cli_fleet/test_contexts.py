@@ -66,6 +66,8 @@ def test_the_token_of_a_context_goes_to_no_other_address(person: Person, monkeyp
 
         def listen() -> None:
             connection, _ = listener.accept()
+            # Nobody would answer a second connection.
+            listener.close()
             with connection:
                 heard.append(connection.recv(65_536))
 

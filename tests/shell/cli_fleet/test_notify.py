@@ -10,8 +10,6 @@ from strata.cli.exit_codes import ExitCode
 from strata.testing.webhook_receiver import WebhookReceiver
 from tests.shell.cli_fleet.driving import Person
 
-pytest.importorskip("apprise", reason="the extra notify is not installed")
-
 
 def test_a_subscription_is_added_tested_listed_and_removed(person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
     def add(url: str, *options: str) -> tuple[int, str]:

@@ -14,6 +14,8 @@ from typing import Any, Final, Literal
 
 import pytest
 
+from strata.fleet import wire
+from strata.hub.secret_store import KEY_FILE
 from strata.testing.postgres import find_programs
 from tests.e2e.blocks import blocks, steps
 from tests.shell.cli_fleet.driving import HostByHand
@@ -182,14 +184,19 @@ def test_the_quickstarts_reading_commands_print_the_same_before_and_after_backup
 def test_an_attempt_that_a_restore_ended_keeps_its_number_and_the_next_one_is_one_more(
     strata: Command, hub: HubProcess, database: str, tmp_path: Path
 ) -> None:
-    strata.succeeds("apply", "manifest.toml")
+    hub.operator.call("PUT", "/v1/secret/TOKEN", type(None), body=wire.SecretRequest(value="for this job"))
+    secret = MANIFEST.replace('directory = "."', 'directory = "."\nsecrets = ["TOKEN"]')
+    (strata.folder / "manifest.toml").write_text(secret)
+    strata.succeeds("apply", "manifest.toml", "--no-describe")
     host = HostByHand(hub, "here")
     held = host.claim()
     host.hub.append(held, "log", 0, b"half way\n")
     back_up_and_restore(strata, hub, database, tmp_path / "kept")
+    assert (tmp_path / "kept" / KEY_FILE).stat().st_mode & 0o777 == 0o600
     assert strata.succeeds("logs", held.job_id) == "half way\n"
     again = host.claim()
     assert again.job_id == held.job_id
+    assert (held.secrets, again.secrets) == ({"TOKEN": "for this job"},) * 2, "the key of the secrets was in the backup"
     host.hub.append(again, "log", 0, b"once more\n")
     host.close()
     assert strata.succeeds("logs", held.job_id) == "once more\n"

@@ -29,6 +29,8 @@ from strata.journal.memory import MemoryJournal
 
 STRATA: Final = str(Path(sys.executable).with_name("strata"))
 QUICK: Final = JobConfig(settle_s=0.05)
+PING_TIMEOUT_S: Final = 3.0
+"""Where a test waits for a frozen worker, it does not wait as long as the default."""
 CLIENT: Final = (
     ("grpc.use_local_subchannel_pool", 1),
     # The default of a second would be most of what a failover takes.
@@ -58,6 +60,7 @@ async def in_process(
     tls: ServerTls | None = None,
     credentials: grpc.ChannelCredentials | None = None,
     standby: bool = False,
+    ping_timeout_s: float = 15.0,
 ) -> AsyncIterator[Running]:
     clock = SystemClock()
     journal = MemoryJournal(clock)
@@ -65,7 +68,7 @@ async def in_process(
     if standby:
         await journal.lead(options.stream, "somebody-else", 3_600)
     service = CoordinatorService(journal, clock, options)
-    settings = CoordinatorSettings(listen="127.0.0.1:0", drain_s=0, tls=tls)
+    settings = CoordinatorSettings(listen="127.0.0.1:0", drain_s=0, tls=tls, ping_timeout_s=ping_timeout_s)
     server = CoordinatorServer(service, TokenAuthenticator(tokens, clock, revoked), settings)
     await server.start(lambda line: None)
     stop = asyncio.Event()
@@ -126,6 +129,7 @@ class CoordinatorProcess:
         self._environ = {
             "PATH": os.defpath,
             "STRATA_COORDINATOR_JOB_SETTLE_S": "0.05",
+            "STRATA_COORDINATOR_PING_TIMEOUT_S": str(PING_TIMEOUT_S),
             **(settings or {}),
         }
         self._process: asyncio.subprocess.Process | None = None

@@ -12,6 +12,8 @@ from soak.coord.zombie_leader import LEADS_S
 from soak.trials import CampaignRequest, CampaignResult, Database
 from tests.support.busy import BUSY
 
+pytestmark = pytest.mark.slow
+
 BRISK = WorkerPlan(workers=100, channels=20, shards=300, think_s=0.2)
 
 

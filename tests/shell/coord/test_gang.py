@@ -23,6 +23,7 @@ import pytest
 
 from strata.base.secret import Secret
 from strata.cli.exit_codes import ExitCode
+from strata.coord.core.facts import JobConfig
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
 from strata.coord.server.tokens import Claims, TokenRole, Tokens
@@ -135,7 +136,7 @@ async def test_the_table_shows_states_and_who_is_missing(tmp_path: Path) -> None
             assert (cells[2], cells[5]) == (generation, "3")
             assert cells[3] in ("IDLE", "TRAINING", "LOADING_DATA", "CHECKPOINTING")
             assert re.fullmatch(r"\d+\.\ds", cells[4])
-            assert re.fullmatch(r"\d+ms|\d+\.\ds", cells[6])
+            assert re.fullmatch(r"\d+(\.\d)?ms|\d+\.\ds", cells[6])
         assert {row(shown.out, worker_id)[1] for worker_id in found.workers} == {"0", "1", "2"}
         assert row(shown.out, "epoch_0")[1:3] == ["3", "2/3"]
         assert row(shown.out, "epoch_0")[-1] == LATE
@@ -270,7 +271,7 @@ async def test_eighty_columns_are_enough_and_the_live_screen_says_when_it_is_cut
 
         watch = await terminal.run("my-run", "--watch", "--address", found.address, NO_COLOR="1")
         stack.push_async_callback(_end, watch)
-        await terminal.until("Ctrl-C ends")
+        await terminal.until("q ends")
         found.workers[LATE].kill()
         await terminal.until(f"! {LATE} was lost")
         await found.coordinator.kill()
@@ -300,7 +301,8 @@ async def test_a_command_is_acknowledged_by_those_it_is_for(tmp_path: Path) -> N
         # These two take a checkpoint when their loop asks for commands, and it waits at a barrier.
         waits = await gang("checkpoint", "my-run", "--wait", "0.5", "--address", found.address)
         assert waits.status == ExitCode.UNFINISHED
-        assert [cells.split()[-1] for cells in waits.out.splitlines()] == ["ANSWER", "waiting", "waiting"]
+        assert waits.out == ""
+        assert "no checkpoint was committed in 0.5 s; the request stays" in waits.err
 
 
 def token_file(folder: Path, claims: Claims) -> str:
@@ -315,7 +317,8 @@ async def test_who_may_not_is_refused_with_4_and_told_what_to_do(tmp_path: Path)
     operator = token_file(tmp_path, Claims("default", TokenRole.OPERATOR, later_s))
     worker = token_file(tmp_path, Claims("default", TokenRole.WORKER, later_s))
     other = token_file(tmp_path, Claims("other", TokenRole.OPERATOR, later_s))
-    async with in_process(tokens=SECRET) as running:
+    # Nobody sends heartbeats for the worker.
+    async with in_process(JobConfig(settle_s=0.05, heartbeat_interval_s=60.0), tokens=SECRET) as running:
         who = (("authorization", f"Bearer {Path(worker).read_text()}"),)
         await running.stub.RegisterWorker(pb.WorkerInfo(worker_id="w", incarnation="1"), metadata=who)
         at = ("--address", running.address)

@@ -1,4 +1,4 @@
-"""`strata gang list | create | reset | delete`, and what a worker meets in a job of each status."""
+"""`strata gang list | create | update | reset | delete`, and what a worker meets in a job of each status."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 
 import strata.coord.worker as strata
@@ -92,3 +93,37 @@ async def test_a_worker_that_waits_in_vain_says_for_how_many() -> None:
             async with worker(running, "a", wait_for=2, patience_s=0.5):
                 pass
         assert caught.value.code is Code.DEADLINE
+
+
+async def test_settings_of_a_job_change_while_it_runs() -> None:
+    async with in_process() as running:
+        at = ("--address", running.address)
+        liveness = ("--heartbeat", "0.5", "--missed", "40", "--reconnect-grace", "7.5")
+        assert (await gang("create", "my-run", "--max", "1", "--param", "lr=1", *liveness, *at)).status == 0
+        config = running.service.state.jobs["my-run"].config
+        assert (config.heartbeat_interval_s, config.missed_beats, config.reconnect_grace_s) == (0.5, 40, 7.5)
+        async with worker(running, "a", job="my-run") as first:
+            with pytest.raises(StrataError, match="takes no more"):
+                async with worker(running, "b", job="my-run", patience_s=0.2):
+                    pass
+            updated = await gang("update", "my-run", "--max", "2", "--param", "seed=7", "-o", "json", *at)
+            assert [each["max_workers"] for each in json.loads(updated.out)] == [2]
+            async with worker(running, "b", job="my-run", elastic=True) as second:
+                assert second.parameters == {"lr": "1", "seed": "7"}
+                await first.follow()
+                assert first.world_size == 2
+        changed = running.service.state.jobs["my-run"].config
+        assert changed == msgspec.structs.replace(config, max_workers=2, parameters={"lr": "1", "seed": "7"})
+        assert (await gang("update", "nothing", "--max", "2", *at)).status == ExitCode.NOT_FOUND
+        assert (await gang("update", "my-run", "--min", "3", *at)).status == ExitCode.USAGE
+
+
+async def test_reload_reaches_the_program_with_its_arguments() -> None:
+    async with in_process() as running, worker(running, "a", job="my-run") as found:
+        at = ("--address", running.address)
+        reload = asyncio.create_task(gang("reload", "my-run", "--argument", "file=new.json", "--wait", "30", *at))
+        async with asyncio.timeout(30):
+            while not (commands := found.commands()):
+                await asyncio.sleep(0.01)
+        assert [(each.kind, each.arguments) for each in commands] == [(strata.CommandKind.RELOAD, {"file": "new.json"})]
+        assert (await reload).status == 0

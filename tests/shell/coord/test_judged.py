@@ -54,9 +54,7 @@ async def test_a_slow_worker_is_shown_with_its_reason_and_gets_less(running: Run
     weights = {each.worker_id: each.weight for each in job.workers}
     assert weights.pop("w3") == pytest.approx(0.25)
     assert set(weights.values()) == {1.0}
-    (rebalance,) = told
-    assert rebalance.kind == pb.COMMAND_KIND_REBALANCE
-    assert rebalance.reason.startswith("w3 is slow")
+    assert told == [], "slow hardware stays as it is"
 
 
 async def test_a_worker_whose_call_waits_here_counts_as_there(running: Running) -> None:

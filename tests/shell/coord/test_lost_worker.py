@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from strata.coord.pb import coordinator_pb2 as pb
-from tests.shell.coord.running import in_process, patiently, register
+from tests.shell.coord.running import PING_TIMEOUT_S, in_process, patiently, register
 from tests.support.busy import BUSY
 
 ROOT = Path(__file__).parents[3]
 WORKER = Path(__file__).with_name("worker_process.py")
 
 
-@pytest.mark.parametrize(("number", "within_s"), [(signal.SIGKILL, 1.0), (signal.SIGSTOP, 5.0)])
+@pytest.mark.parametrize(("number", "within_s"), [(signal.SIGKILL, 1.0), (signal.SIGSTOP, 8.0)])
 async def test_the_others_go_on_and_get_its_shard_when_a_worker_gets(number: signal.Signals, within_s: float) -> None:
-    async with in_process() as running:
+    async with in_process(ping_timeout_s=PING_TIMEOUT_S) as running:
         await register(running.stub, "a", "doomed")
         await running.stub.AckDataset(pb.DatasetInfo(dataset_id="d", worker_id="a", num_samples=20, shard_size=10))
         worker = await asyncio.create_subprocess_exec(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import sys
 import threading
@@ -91,6 +92,17 @@ def meet(given: dict[str, Any]) -> None:
         say("met")
 
 
+def step_together(given: dict[str, Any]) -> None:
+    """In every step all wait for the slowest, at a barrier of the coordinator."""
+    with strata.join(**given["join"]) as worker:
+        wait_for_all(worker, given["world_size"])
+        for number in range(given["steps"]):
+            time.sleep(given["compute_s"])
+            worker.barrier(f"step-{number}")
+            worker.step(number)
+            say("step", number=number)
+
+
 def wait_for_all(worker: strata.Worker, world_size: int) -> None:
     """Nothing has begun, so a new generation undoes nothing."""
     while worker.world_size < world_size:
@@ -160,6 +172,34 @@ def train(given: dict[str, Any]) -> None:
         say("trained", part=training.part)
 
 
+def pace(given: dict[str, Any]) -> None:
+    """Steps at its own pace until it is told to stop; a checkpoint whenever an operator wants one."""
+    with strata.join(**given["join"]) as worker:
+        step = 0
+        while not worker.should_stop:
+            time.sleep(given["step_s"])
+            step += 1
+            worker.step(step)
+            if worker.checkpoint_due():
+                part = Path(given["out"], f"{worker.worker_id}-{step}")
+                part.write_text(str(step), encoding="utf-8")
+                worker.checkpoint(step, part, commit_within_s=60)
+                say("saved", step=step)
+            if step == 5:
+                say("stepping")
+
+
+def hold_the_gil(given: dict[str, Any]) -> None:
+    """A call that returns late and keeps the GIL: no other thread of Python runs meanwhile."""
+    with strata.join(**given["join"]) as worker:
+        say_joined(worker)
+        worker.step(1)
+        hold()
+        ctypes.PyDLL(None).usleep(int(given["seconds"] * 1e6))
+        worker.barrier("after")
+        say("finished", incarnation=worker.incarnation)
+
+
 def come_and_go(given: dict[str, Any]) -> None:
     """What is left of threads and connections after several incarnations."""
     left = []
@@ -189,6 +229,12 @@ def main() -> None:
                 meet(given)
             case "train":
                 train(given)
+            case "step-together":
+                step_together(given)
+            case "pace":
+                pace(given)
+            case "hold-the-gil":
+                hold_the_gil(given)
             case "come-and-go":
                 come_and_go(given)
     except strata.StrataError as error:

@@ -20,7 +20,7 @@ from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
 from strata.journal.open import open_journal
 from strata.testing.ports import port_of, reserve_port
-from tests.shell.coord.running import CoordinatorProcess, connect
+from tests.shell.coord.running import PING_TIMEOUT_S, CoordinatorProcess, connect
 
 PROGRAMS: Final = Path(__file__).with_name("programs.py")
 Event = dict[str, Any]
@@ -61,7 +61,7 @@ class Program:
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
-    async def end(self, within_s: float = 25.0) -> int:
+    async def end(self, within_s: float = 60.0) -> int:
         """Its exit status, once it has ended by itself."""
         async with asyncio.timeout(within_s):
             while await self._hear():
@@ -110,7 +110,7 @@ class Site:
             files.append(str(path))
         return files
 
-    async def lost(self, worker_id: str, within_s: float = 10.0) -> None:
+    async def lost(self, worker_id: str, within_s: float = 25.0) -> None:
         """Wait until the coordinator has given a worker up."""
         async with asyncio.timeout(within_s), connect(self.coordinator.address) as channel:
             stub: pb_grpc.CoordinatorAsyncStub = pb_grpc.CoordinatorStub(channel)
@@ -151,12 +151,15 @@ class Site:
 
 
 @asynccontextmanager
-async def site(folder: Path, **job: str) -> AsyncIterator[Site]:
+async def site(
+    folder: Path, *, ping_timeout_s: float = PING_TIMEOUT_S, lease_s: float = 0.5, **job: str
+) -> AsyncIterator[Site]:
     """`job`: settings of the job, by name."""
     guard = reserve_port()
     database = f"sqlite:{folder / 'coord.db'}"
     settings = {f"STRATA_COORDINATOR_JOB_{name.upper()}": value for name, value in job.items()}
-    settings["STRATA_COORDINATOR_LEASE_S"] = "0.5"
+    settings["STRATA_COORDINATOR_LEASE_S"] = str(lease_s)
+    settings["STRATA_COORDINATOR_PING_TIMEOUT_S"] = str(ping_timeout_s)
     found = Site(folder, CoordinatorProcess(database, port_of(guard), settings), database)
     try:
         await found.coordinator.start()

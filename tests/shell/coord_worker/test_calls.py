@@ -129,10 +129,10 @@ async def test_a_wanted_checkpoint_is_acknowledged_by_beginning_one() -> None:
     async with in_process() as running, worker(running) as found:
         await running.stub.IssueCommand(pb.IssueCommandRequest(kind=pb.COMMAND_KIND_CHECKPOINT_NOW))
         async with asyncio.timeout(5):
-            while not found.should_checkpoint:
+            while not await found.checkpoint_due():
                 await asyncio.sleep(0.005)
         found.begin_checkpoint(1)
-        assert not found.should_checkpoint
+        assert not await found.checkpoint_due()
 
 
 async def test_heartbeats_tell_what_the_worker_does_and_uses() -> None:

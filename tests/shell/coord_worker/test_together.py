@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 
 from strata.coord.core.facts import CheckpointCommitted, Recovered
+from strata.coord.pb import coordinator_pb2 as pb
+from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
+from tests.shell.coord.running import connect
 from tests.shell.coord_worker.running import every_sample, site
 from tests.support.busy import BUSY
 
@@ -54,6 +57,36 @@ async def test_after_a_death_everybody_goes_back_and_every_sample_is_in_the_mode
         facts = await found.facts()
         assert len([fact for fact in facts if isinstance(fact, Recovered)]) == 1
         assert next(fact.step for fact in facts if isinstance(fact, CheckpointCommitted)) == 0
+
+
+async def test_the_slow_one_of_workers_that_step_together_is_named_within_ten_steps(tmp_path: Path) -> None:
+    async with site(tmp_path, min_workers="3") as found:
+        given: dict[str, Any] = {"world_size": 3, "steps": 60}
+        times_s = {"w0": 0.08, "slow": 0.4, "w1": 0.08}
+        programs = [
+            await found.start("step-together", name, compute_s=time_s, **given) for name, time_s in times_s.items()
+        ]
+        await programs[0].event("step", within_s=60)
+        named_s = 0.0
+        async with asyncio.timeout(60), connect(found.coordinator.address) as channel:
+            stub: pb_grpc.CoordinatorAsyncStub = pb_grpc.CoordinatorStub(channel)
+            async for news in stub.WatchJob(pb.WatchJobRequest(min_interval_ms=20)):
+                if news.job.incidents:
+                    named_s = monotonic()
+                    break
+        (incident,) = news.job.incidents
+        assert (incident.kind, incident.worker_id) == (pb.INCIDENT_KIND_STRAGGLER, "slow")
+        assert incident.message.endswith("; it gets less data")
+        workers = {each.worker_id: each for each in news.job.workers}
+        # What a step takes is the same for all; what each of them computes is not.
+        assert workers["w0"].compute_time_ms < 250.0 < workers["slow"].compute_time_ms
+        assert workers["w0"].step_time_ms > 250.0
+        async with asyncio.timeout(60):
+            # Its last line before this moment is the step at which it was named.
+            while (found_at := programs[0].all("step")[-1])["at_s"] < named_s:
+                await programs[0].event("step")
+        print(f"named at step {found_at['number']}")
+        assert found_at["number"] <= 10 * BUSY
 
 
 async def test_nothing_is_left_of_a_worker_that_went(tmp_path: Path) -> None:

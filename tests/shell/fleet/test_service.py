@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,18 +18,19 @@ from strata.fleet.claims import BATCH, ClaimQueue
 from strata.fleet.core.amounts import Capacity
 from strata.fleet.core.capability import Capability, Gpu
 from strata.fleet.core.job import Cause, JobStatus
-from strata.fleet.core.jobspec import HostSpec, JobSpec
+from strata.fleet.core.jobspec import GangPlace, HostSpec, JobSpec, gang_members
 from strata.fleet.core.manifest import JobManifest, parse_manifest
 from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.requirement import Needs
-from strata.fleet.ports import AttemptKey, Claim, HostRow, JobCompletion, JobFailure, JobLease, Renewal
+from strata.fleet.ports import AttemptKey, Claim, HostRow, JobCompletion, JobFailure, JobLease, Renewal, ServerRow
 from strata.fleet.service import Fleet, FleetSettings
 from strata.fleet.store.sqlite import tables
 from strata.fleet.store.sqlite.store import SqliteStore
 
 GIB = 1024**3
 LEASE_S = 45.0
+PLACE = GangPlace(name="g", size=2, index=0, min_size=1)
 
 
 class CountedStore(SqliteStore):
@@ -63,10 +64,16 @@ class Site:
     fleet: Fleet
     clock: SteppingClock
 
-    async def host(self, name: str, *, cuda: bool = False, ram_gib: int = 8) -> str:
+    async def host(self, name: str, *, cuda: bool = False, ram_gib: int = 8, version: str = "0.2.0") -> str:
         gpus = (Gpu(name="card", vram_bytes=24 * GIB),) if cuda else ()
         capability = Capability(hostname=name, cuda="12.4" if cuda else "", gpus=gpus, ram_bytes=ram_gib * GIB, slots=8)
-        row = HostRow(id=f"host_{name}", name=name, capability=capability, registered_at_s=self.fleet.now_s())
+        row = HostRow(
+            id=f"host_{name}",
+            name=name,
+            capability=capability,
+            registered_at_s=self.fleet.now_s(),
+            agent_version=version,
+        )
         await self.fleet.register(row, f"host:{name}")
         return row.id
 
@@ -525,3 +532,70 @@ async def test_memory_that_only_the_trainer_says_it_lacked_is_tried_again_anywhe
     assert row.status is JobStatus.PENDING
     await site.pass_time(600)
     assert len(await site.fleet.claim(small, "c2")) == 1
+
+
+async def test_an_agent_of_an_earlier_version_gets_no_member_of_a_gang(site: Site) -> None:
+    await site.add(JobSpec(model="a"), *gang_members(JobSpec(model="m", gang=PLACE)))
+    old = await site.host("otto", version="0.1.0")
+    await site.fleet.plan_reservations()
+    leases = await site.fleet.claim(old, "c1", count=4)
+    assert [lease.spec.model for lease in leases] == ["a"]
+    waiting = gang_members(JobSpec(model="m", gang=PLACE))[0].id
+    why = await site.fleet.why(waiting)
+    assert (why.schedulable, [(each.what, each.fix) for each in why.obstacles][-1]) == (
+        False,
+        ("outdated", "update its agent"),
+    )
+    new = await site.host("nina", version="0.2.0.dev0")
+    await site.fleet.plan_reservations()
+    assert [lease.job_id for lease in await site.fleet.claim(new, "c1")] == [waiting]
+
+
+async def test_an_agent_of_an_earlier_version_gets_no_server_that_has_run(site: Site) -> None:
+    server = JobSpec(model="s", kind="server")
+    await site.add(server, JobSpec(model="a"))
+    new = await site.host("nina")
+    leases = {lease.spec.model: lease for lease in await site.fleet.claim(new, "c1", count=4)}
+    await site.fleet.publish_server(hold(leases["s"]), "unix:/s", ("tiny",))
+    for lease in leases.values():
+        await site.fleet.fail(hold(lease), JobFailure(cause=Cause.PREEMPTED))
+    await site.pass_time(60)
+    old = await site.host("otto", version="0.1.0")
+    assert [lease.spec.model for lease in await site.fleet.claim(old, "c1", count=4)] == ["a"]
+    why = await site.fleet.why(server.id)
+    assert ("outdated", "1 eligible host is outdated: otto") in [(each.what, each.detail) for each in why.obstacles]
+    assert [lease.spec.model for lease in await site.fleet.claim(new, "c2", count=4)] == ["s"]
+
+
+class ServersInUse(SqliteStore):
+    """A request uses each server in the moment after the servers were read."""
+
+    use: Callable[[ServerRow], Awaitable[None]] | None = None
+
+    async def servers(self) -> Sequence[ServerRow]:
+        servers = await super().servers()
+        if self.use is not None:
+            for server in servers:
+                await self.use(server)
+        return servers
+
+
+async def test_a_server_that_is_used_while_servers_are_chosen_to_sleep_gets_no_order(tmp_path: Path) -> None:
+    components = SqliteComponents([events.SQLITE, tables.COMPONENT])
+    store = ServersInUse(await SqliteThread.open(tmp_path / "hub.db", components))
+    clock = SteppingClock(wall_s=1_800_000_000.0)
+    site = Site(Fleet(store, clock), clock)
+    await site.add(JobSpec(model="s", kind="server", idle_s=10.0))
+    (lease,) = await site.fleet.claim(await site.host("anna"), "c1")
+    await site.fleet.publish_server(hold(lease), "unix:/s", ("tiny",))
+    await clock.advance(11.0)
+    await site.fleet.choose_servers_to_end()
+    assert site.fleet.yield_request(lease.job_id, lease.epoch) is not None, "it is idle"
+    store.use = site.fleet.touch_server
+    await site.fleet.choose_servers_to_end()
+    assert site.fleet.yield_request(lease.job_id, lease.epoch) is None
+    store.use = None
+    await clock.advance(11.0)
+    await site.fleet.choose_servers_to_end()
+    assert site.fleet.yield_request(lease.job_id, lease.epoch) is not None, "nobody uses it any more"
+    await store.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -224,7 +225,8 @@ class AgentProcess:
         for each in self.children().values():
             for pid in (each.get("child"), each["waiter"]):
                 if pid and b"supervisor.py" in _command(each["waiter"]):
-                    os.kill(pid, signal.SIGKILL)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
 
 
 def _command(pid: int) -> bytes:

@@ -102,6 +102,20 @@ def test_a_connection_that_was_closed_meanwhile_is_replaced() -> None:
         assert health(client).version == "1.2"
 
 
+def test_a_server_that_falls_silent_on_a_connection_in_use_is_unavailable() -> None:
+    def answer(connection: socket.socket, number: int) -> None:
+        connection.recv(65_536)
+        connection.sendall(OK)
+        while connection.recv(65_536):
+            pass
+
+    with server(answer) as url, HubClient(url) as client:
+        assert health(client).version == "1.2"
+        with pytest.raises(StrataError) as refused:
+            health(client, timeout_s=0.05)
+    assert refused.value.code is Code.UNAVAILABLE
+
+
 @pytest.mark.parametrize("reply", [b"", b"garbage\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nshort"])
 def test_a_server_that_breaks_off_is_unavailable(reply: bytes) -> None:
     def answer(connection: socket.socket, number: int) -> None:

@@ -108,6 +108,23 @@ def test_a_host_that_is_told_to_finish_finishes_and_takes_nothing_new(hub: HubPr
         assert hub.job(later).job.status == "pending"
 
 
+@pytest.mark.parametrize("on_stop", ["preempt", "finish"])
+def test_a_job_that_comes_to_a_host_that_stops_is_given_back(hub: HubProcess, tmp_path: Path, on_stop: str) -> None:
+    """The claim waited at the hub when the host was told to stop."""
+    release = tmp_path / "release"
+    name = f"emma-{on_stop}"
+    with agent(hub, tmp_path, name, on_stop=on_stop, slots="2", poll_s="50", grace_s="60") as emma:
+        first = hub.submit(name, "stubborn" if on_stop == "preempt" else "held", release=str(release))
+        hub.says(first, "counting" if on_stop == "preempt" else "held")
+        emma.send(signal.SIGTERM)
+        eventually(lambda: "agent_stopping" in emma.said())
+        later = hub.submit(name, "held", seed=1, release=str(tmp_path / "never"))
+        assert hub.until_tried(later).cause is Cause.PREEMPTED
+        release.touch()
+        assert emma.end(signal.SIGTERM if on_stop == "preempt" else 0) == 0
+        assert hub.job(later).job.status == "pending"
+
+
 def test_a_host_that_is_told_twice_stops_at_once(hub: HubProcess, tmp_path: Path) -> None:
     with agent(hub, tmp_path, "fred", grace_s="3600") as fred:
         job = hub.submit("fred", "stubborn")

@@ -124,12 +124,17 @@ async def running(data: Path, **settings: Any) -> AsyncIterator[Running]:
 
 
 @asynccontextmanager
-async def replying(path: Path, content: bytes, status: bytes = b"200 OK") -> AsyncIterator[list[bytes]]:
-    """A server that replies with this content, and the first lines of the requests it got."""
+async def replying(
+    path: Path, content: bytes, status: bytes = b"200 OK", heads: list[bytes] | None = None
+) -> AsyncIterator[list[bytes]]:
+    """A server that replies with this content, and the first lines of the requests it got; `heads` gets all lines."""
     got: list[bytes] = []
 
     async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        got.append((await reader.readuntil(b"\r\n\r\n")).splitlines()[0])
+        received = await reader.readuntil(b"\r\n\r\n")
+        got.append(received.splitlines()[0])
+        if heads is not None:
+            heads.append(received)
         head = b"HTTP/1.1 %s\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % (status, len(content))
         writer.write(head + content)
         await writer.drain()

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from strata.base.errors import StrataError
+from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.lease import ASLEEP
 from strata.fleet.core.ownership import OPERATOR, Submitter
@@ -19,7 +20,7 @@ from strata.fleet.core.quota import Quota
 from strata.fleet.http.servers import tag_of
 from strata.fleet.ports import AttemptKey, JobFilter, ServerRow
 from strata.http.zstd import compress
-from tests.shell.fleet_http.running import Running, manifest_body, refused, replying
+from tests.shell.fleet_http.running import HostClient, Running, manifest_body, ok, refused, replying
 
 ANNA = Submitter(owner="anna")
 LONG_AGO_S = 5.0
@@ -30,16 +31,23 @@ async def serve(
     site: Running, model: str = "tiny", submitter: Submitter = OPERATOR, path: Path = NOBODY, also: Sequence[str] = ()
 ) -> str:
     """A server that a host has published, with these models, too: at a socket where nobody listens, or at this one."""
-    spec = JobSpec(kind="server", model=model, trainer="t")
+    _, lease = await published(site, JobSpec(kind="server", model=model, trainer="t"), submitter, path, also)
+    return lease.job_id
+
+
+async def published(
+    site: Running, spec: JobSpec, submitter: Submitter = OPERATOR, path: Path = NOBODY, also: Sequence[str] = ()
+) -> tuple[HostClient, wire.LeaseGiven]:
+    """The host of a server that has not been used for long."""
     fleet = site.hub.context.fleet
     await fleet.store.apply(
         ApplyPlan(new={spec.id: spec}), "test", fleet.now_s(), source="test", declared=False, submitter=submitter
     )
-    host = await site.host(f"host-{model}")
-    (lease,) = await host.claim(f"c-{model}")
+    host = await site.host(f"host-{spec.model}")
+    (lease,) = await host.claim(f"c-{spec.model}")
     attempt = AttemptKey(host.id, lease.job_id, lease.epoch)
-    await fleet.store.publish_server(attempt, f"unix:{path}", [model, *also], LONG_AGO_S)
-    return lease.job_id
+    await fleet.store.publish_server(attempt, f"unix:{path}", [spec.model, *also], LONG_AGO_S)
+    return host, lease
 
 
 async def sleeping(site: Running, model: str = "tiny", submitter: Submitter = OPERATOR) -> str:
@@ -171,6 +179,16 @@ async def test_a_server_that_replies_nonsense_is_left_out_of_lists(
         assert (await alice.get("/api/v1/get_server_capabilities")).json() == {"supported_models": []}
 
 
+async def test_a_client_makes_no_model_whose_id_it_composes_itself(site: Running, tmp_path: Path) -> None:
+    """It would not name the server: the client knows its session at the hub alone."""
+    alice = await site.with_role("researcher")
+    config = b'{"create_model_via_load_weights": true, "proto_compress_fwdbwd": true}'
+    async with replying(tmp_path / "a" / "s", config):
+        await serve(site, path=tmp_path / "a" / "s")
+        reply = await alice.post("/api/v1/client/config", json={"sdk_version": "1"})
+    assert reply.json() == {"create_model_via_load_weights": False, "proto_compress_fwdbwd": True}
+
+
 async def test_a_session_is_of_the_tenant_who_opened_it(site: Running) -> None:
     await serve(site)
     alice, bert = await site.with_role("researcher", "alice"), await site.with_role("researcher", "bert")
@@ -256,13 +274,60 @@ async def test_a_server_that_would_sleep_before_it_is_up_is_refused(site: Runnin
         manifest_body(f"{MANIFEST}\nidle_s = {idle_s}")
 
 
-async def until_queued(site: Running, client: httpx.AsyncClient, job: str) -> None:
-    waiting = asyncio.create_task(client.get("/api/v1/status"))
+IDLE = JobSpec(kind="server", model="tiny", trainer="t", idle_s=10.0)
+
+
+async def heartbeat(host: HostClient, lease: wire.LeaseGiven) -> wire.LeaseVerdict:
+    held = {"leases": [{"job_id": lease.job_id, "epoch": lease.epoch}]}
+    (verdict,) = ok(await host.http.post("/v1/heartbeats", json=held), wire.HeartbeatsReply).verdicts
+    return verdict
+
+
+async def test_the_order_to_sleep_is_for_one_attempt_and_not_for_the_one_that_a_request_wakes(site: Running) -> None:
+    host, lease = await published(site, IDLE)
+    fleet = site.hub.context.fleet
+    await fleet.choose_servers_to_end()
+    order = await heartbeat(host, lease)
+    assert order.yield_as == "cancelled"
+    ended = {"epoch": lease.epoch, "cause": "cancelled", "error": order.reason}
+    ok(await host.http.post(f"/v1/job/{lease.job_id}/fail", json=ended), wire.Job)
+    assert (await row(site, lease.job_id)).state == "asleep"
+    await fleet.wake_server(lease.job_id, "hub", OPERATOR)
+    (again,) = await host.claim("c-again")
+    assert (again.epoch, (await heartbeat(host, again)).yield_as) == (2, "")
+
+
+async def test_a_request_keeps_a_server_awake_whose_host_has_not_been_told_to_end_it(site: Running) -> None:
+    host, lease = await published(site, IDLE)
+    await site.hub.context.fleet.choose_servers_to_end()
+    alice = await site.with_role("researcher")
+    assert refused(await alice.get("/api/v1/status")) == (503, "unavailable"), "nobody listens there"
+    assert (await heartbeat(host, lease)).yield_as == ""
+
+
+async def test_a_server_that_falls_asleep_again_before_it_serves_is_woken_again(site: Running) -> None:
+    job = await sleeping(site)
+    waiting = asyncio.create_task((await site.with_role("researcher")).get("/api/v1/status"))
     try:
-        async with asyncio.timeout(10.0):
-            while (await row(site, job)).job.status != "pending":
-                assert not waiting.done(), waiting.result().text
-                await asyncio.sleep(0.02)
+        await until_pending(site, job, waiting)
+        await site.hub.context.fleet.cancel(job, f"{ASLEEP}no request for 60 s", "hub")
+        await until_pending(site, job, waiting)
     finally:
         waiting.cancel()
         await asyncio.wait([waiting])
+
+
+async def until_queued(site: Running, client: httpx.AsyncClient, job: str) -> None:
+    waiting = asyncio.create_task(client.get("/api/v1/status"))
+    try:
+        await until_pending(site, job, waiting)
+    finally:
+        waiting.cancel()
+        await asyncio.wait([waiting])
+
+
+async def until_pending(site: Running, job: str, waiting: asyncio.Task[httpx.Response]) -> None:
+    async with asyncio.timeout(10.0):
+        while (await row(site, job)).job.status != "pending":
+            assert not waiting.done(), waiting.result().text
+            await asyncio.sleep(0.02)

@@ -19,7 +19,7 @@ from strata.fleet.core.search import SearchPlan, SearchSweep
 from strata.fleet.core.sweep_plan import Range
 from strata.fleet.ports import JobFilter, StoredSweep
 from strata.hub.compose import open_hub
-from strata.hub.cursor_store import FeedDelivery
+from strata.hub.cursor_store import CursorStore, FeedDelivery, run_leased
 from strata.hub.settings import HubSettings
 from strata.hub.sweeps import LEASE, SweepRunner
 from strata.hub.tables import Tables, open_tables
@@ -72,6 +72,51 @@ async def test_a_lease_has_one_holder_until_it_expires_or_is_released(tables: Ta
     assert await cursors.acquire("a", "one", 600.0), "it had expired"
 
 
+class Renewals:
+    """The leases of a database, and how often one was taken or renewed."""
+
+    def __init__(self, cursors: CursorStore) -> None:
+        self._cursors = cursors
+        self.count = 0
+
+    async def acquire(self, name: str, holder: str, lease_s: float) -> bool:
+        acquired = await self._cursors.acquire(name, holder, lease_s)
+        self.count += acquired
+        return acquired
+
+    async def release(self, name: str, holder: str) -> None:
+        await self._cursors.release(name, holder)
+
+
+async def test_work_under_a_lease_renews_it_and_ends_when_another_hub_has_it(tables: Tables) -> None:
+    cursors, leases = tables.cursors, Renewals(tables.cursors)
+    enough, ends = asyncio.Event(), []
+
+    async def work() -> None:
+        try:
+            await enough.wait()
+        finally:
+            ends.append(enough.is_set())
+
+    async with asyncio.timeout(60 * BUSY):
+        run = asyncio.create_task(run_leased(leases, "a", "one", work, lease_s=0.3))
+        while leases.count < 4:
+            await asyncio.sleep(0.05)
+        enough.set()
+        assert await run
+        assert await cursors.acquire("a", "other", 600.0), "it was released"
+        assert not await run_leased(leases, "a", "one", work, lease_s=0.3)
+        await cursors.release("a", "other")
+        enough.clear()
+        run = asyncio.create_task(run_leased(leases, "a", "one", work, lease_s=0.3))
+        # As after a time in which the first hub was frozen.
+        while not await cursors.acquire("a", "other", 600.0):
+            await cursors.release("a", "one")
+        assert not await run
+    assert ends in ([True, False], [True]), "it was cancelled, perhaps before it had begun"
+    assert not await cursors.acquire("a", "one", 600.0), "the lease of the other hub stays"
+
+
 async def test_a_cursor_is_moved_only_from_where_it_was(tables: Tables) -> None:
     cursors = tables.cursors
     await cursors.put_cursor("a", "1")
@@ -119,7 +164,6 @@ async def test_each_event_is_delivered_once_by_two_hubs_that_deliver_at_once(pai
 # Apprise imports it when it loads its plugins.
 @pytest.mark.filterwarnings("ignore:'imghdr' is deprecated:DeprecationWarning")
 async def test_people_get_each_message_once(tmp_path: Path, postgres_url: str) -> None:
-    pytest.importorskip("apprise", reason="the extra notify is not installed")
     shared: Any = {"database": postgres_url, "shared": tmp_path / "shared"}
     with WebhookReceiver() as receiver:
         url = f"json://127.0.0.1:{receiver.url.rpartition(':')[2].partition('/')[0]}/x?format=text"
@@ -145,11 +189,13 @@ async def test_people_get_each_message_once(tmp_path: Path, postgres_url: str) -
 async def test_two_hubs_queue_each_trial_once_even_if_both_run_the_sweep(
     pair: tuple[Running, Running], postgres_url: str
 ) -> None:
-    pytest.importorskip("optuna", reason="the extra sweep is not installed")
     async with open_tables(postgres_url) as tables:
         # Both believe that they hold the lease, as after one of them was frozen.
         await tables.cursors.acquire(LEASE, "frozen", 600.0)
         ok(await (await pair[0].operator()).post("/v1/manifest", json=manifest_body(MANIFEST)), wire.ManifestReply)
+        (stored,) = await tables.sweeps.sweeps()
+        # One was frozen before it queued the first trial; no sampler would choose this point.
+        await tables.sweeps.claim_trial(stored.sweep, 0, {"x": 0.25})
         runners = [SweepRunner(tables, site.hub.context, "frozen") for site in pair]
         async with asyncio.timeout(60 * BUSY):
             while len(await pair[0].hub.context.fleet.store.jobs(JobFilter(sweep="tune"))) < 12:
@@ -157,6 +203,8 @@ async def test_two_hubs_queue_each_trial_once_even_if_both_run_the_sweep(
         await asyncio.gather(*(runner.run_once() for runner in runners))
     rows = await pair[1].hub.context.fleet.store.jobs(JobFilter(sweep="tune"))
     assert sorted(row.spec.name for row in rows) == sorted(f"tune/{number}" for number in range(12))
+    (first,) = [row.spec for row in rows if row.spec.name == "tune/0"]
+    assert first.hyper["x"] == 0.25, "the point that was claimed"
 
 
 async def test_a_log_that_goes_to_one_hub_is_read_and_continued_at_the_other(pair: tuple[Running, Running]) -> None:

@@ -19,7 +19,6 @@ from strata.hub.subscriptions import AppriseSender, SubscriptionDispatcher, Subs
 from strata.testing.webhook_receiver import WebhookReceiver
 from tests.shell.fleet_http.running import HostClient, Running, ok, refused, running
 
-pytest.importorskip("apprise", reason="the extra notify is not installed")
 # Apprise imports it when it loads its plugins.
 pytestmark = pytest.mark.filterwarnings("ignore:'imghdr' is deprecated:DeprecationWarning")
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 
 from strata.fleet import wire
@@ -19,8 +20,6 @@ from strata.fleet.ports import AttemptKey, JobCompletion, JobFilter, JobRow, Sto
 from strata.hub.search_study import propose
 from strata.hub.tables import open_tables
 from tests.shell.fleet_http.running import HostClient, Running, manifest_body, ok, refused, running
-
-optuna: Any = pytest.importorskip("optuna", reason="the extra sweep is not installed")
 
 MANIFEST = """
 [trainers.default]
@@ -50,7 +49,7 @@ def plain_study(method: str, seed: int, count: int) -> list[dict[str, float]]:
         "cmaes": optuna.samplers.CmaEsSampler,
         "nsga2": optuna.samplers.NSGAIISampler,
     }
-    axes = {name: optuna.distributions.FloatDistribution(-5, 5) for name in ("x", "y")}
+    axes: Any = {name: optuna.distributions.FloatDistribution(-5, 5) for name in ("x", "y")}
     study, points = optuna.create_study(), []
     for number in range(count):
         study.sampler = samplers[method](seed=sampler_seed(seed, number, 0))
@@ -178,7 +177,7 @@ async def test_a_sweep_that_optuna_cannot_continue_does_not_hold_up_the_next_one
 ) -> None:
     create_study = optuna.create_study
 
-    def refuse_first(*, directions: list[str]) -> Any:
+    def refuse_first(*, directions: Any) -> Any:
         if len(directions) == 2:
             raise ValueError("Optuna refuses this one")
         return create_study(directions=directions)

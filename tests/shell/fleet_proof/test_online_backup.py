@@ -11,9 +11,9 @@ from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.database import events
 from strata.database.migrations import SqliteComponents
+from strata.database.online_backup import FOLDER, OnlineBackup
 from strata.database.sqlite import SqliteThread
 from strata.fleet.store.backup import backup_sqlite
-from strata.hub.online_backup import FOLDER, OnlineBackup
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def left(data: Path) -> list[str]:
 
 
 async def test_a_copy_stays_for_whoever_asked(thread: SqliteThread, tmp_path: Path) -> None:
-    copier = OnlineBackup(tmp_path, lambda path, now_s: backup_sqlite(thread, path, now_s), SystemClock())
+    copier = OnlineBackup(tmp_path / FOLDER, lambda path, now_s: backup_sqlite(thread, path, now_s), SystemClock())
     (tmp_path / FOLDER / "a.wanted").touch()
     await copier.run_once()
     assert left(tmp_path) == ["a.db"]
@@ -46,7 +46,7 @@ async def test_a_copy_that_nobody_waits_for_any_more_is_removed(
             raise StrataError(Code.UNAVAILABLE, "the disk is full")
         return made
 
-    copier = OnlineBackup(tmp_path, copy, SystemClock())
+    copier = OnlineBackup(tmp_path / FOLDER, copy, SystemClock())
     (tmp_path / FOLDER / "a.wanted").touch()
     await copier.run_once()
     assert left(tmp_path) == []
@@ -60,7 +60,7 @@ async def test_a_hub_that_starts_removes_what_an_earlier_one_left_and_answers_wh
     strays = (f"{one}.db", f"{one}.failed", f"{other}.db.partial", f"{other}.db.partial-journal")
     for name in (*strays, f"{other}.wanted", "monday.db"):
         (tmp_path / FOLDER / name).touch()
-    copier = OnlineBackup(tmp_path, lambda path, now_s: backup_sqlite(thread, path, now_s), SystemClock())
+    copier = OnlineBackup(tmp_path / FOLDER, lambda path, now_s: backup_sqlite(thread, path, now_s), SystemClock())
     assert left(tmp_path) == [f"{other}.wanted", "monday.db"], "what a person put there stays"
     await copier.run_once()
     assert left(tmp_path) == [f"{other}.db", "monday.db"]

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from strata.fleet.store.sqlite import claims
 from tests.shell.fleet_proof.schedule import schedule_history
 
+pytestmark = pytest.mark.slow
+
 CAUGHT_WITHIN = 20
 
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import httpx
 import msgspec
 import pytest
-from starlette.types import Scope
+from starlette.types import Message, Scope
 
 from strata.base.errors import Code, StrataError
 from strata.http.app import Router, Serving, build_app
@@ -122,6 +122,81 @@ def test_a_route_that_is_declared_twice_is_a_defect() -> None:
     assert refused.value.code is Code.INTERNAL
 
 
+async def test_a_reply_is_closed_also_if_its_client_has_left_before_it_began() -> None:
+    seen: list[str] = []
+
+    async def pieces() -> AsyncIterator[bytes]:
+        seen.append("started")
+        yield b"a"
+
+    async def close() -> None:
+        seen.append("closed")
+
+    async def stream(call: HttpCall[str]) -> RawReply:
+        """A stream."""
+        del call
+        return RawReply(pieces(), close=close)
+
+    async def break_off(message: Message) -> None:
+        del message
+        raise ConnectionResetError
+
+    serving = Serving(context="", server="server", document_path="", rules=ReadingRules())
+    app = build_app((Route("GET", "/stream", PUBLIC, stream),), serving, anybody)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+        assert (await client.get("/stream")).content == b"a"
+    assert seen == ["started", "closed"]
+    seen.clear()
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+        "method": "GET",
+        "path": "/stream",
+        "raw_path": b"/stream",
+        "query_string": b"",
+        "headers": [],
+        "client": ("127.0.0.1", 1),
+    }
+    await app(scope, receive, break_off)
+    assert seen == ["closed"]
+
+
+async def test_a_handler_that_has_dropped_its_body_reserves_less_while_it_waits() -> None:
+    budget = BodyBudget()
+    held: list[int] = []
+
+    async def take(call: HttpCall[str], body: Batch) -> Handled:
+        """Take a batch."""
+        dropped = weakref.ref(body)
+        held.append(budget.held)
+        del body
+        assert dropped() is None, "only the handler has it"
+        for size in (5, 50):
+            call.shrink_reservation(size)
+            held.append(budget.held)
+        return Handled("take", {})
+
+    app = build_app((Route("POST", "/batches", PUBLIC, take),), budgeted(budget), anybody)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+        assert (await client.post("/batches", json={"numbers": [1, 2, 3]})).status_code == 200
+    assert held[0] > 50
+    assert held[1:] == [5, 5]
+    assert budget.held == 0
+
+
+def budgeted(budget: BodyBudget) -> Serving:
+    async def owner(caller: Principal) -> str:
+        del caller
+        return ""
+
+    limits = BudgetRules(budget=budget, owner=owner, max_json=1 << 20, binary=frozenset())
+    return Serving(context="", server="server", document_path="", rules=ReadingRules(budget=limits))
+
+
 class Batch(msgspec.Struct, frozen=True, weakref=True):
     numbers: list[int]
 
@@ -143,14 +218,8 @@ async def test_a_body_is_gone_when_its_reply_is_sent_because_nothing_counts_it_a
         while_handling.append(budget.held)
         return RawReply(send_slowly())
 
-    async def owner(caller: Principal) -> str:
-        del caller
-        return ""
-
     while_handling: list[int] = []
-    limits = BudgetRules(budget=budget, owner=owner, max_json=1 << 20, binary=frozenset())
-    serving = Serving(context="", server="server", document_path="", rules=ReadingRules(budget=limits))
-    app = build_app((Route("POST", "/batches", PUBLIC, take),), serving, anybody)
+    app = build_app((Route("POST", "/batches", PUBLIC, take),), budgeted(budget), anybody)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
         reply = await client.post("/batches", json={"numbers": [1, 2, 3]})
     assert reply.content == b"done"

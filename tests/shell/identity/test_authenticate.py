@@ -18,7 +18,7 @@ from strata.base.secret import Secret
 from strata.database import events
 from strata.database.migrations import SqliteComponents
 from strata.database.sqlite import SqliteThread
-from strata.identity.authenticate import CACHE_TTL_S, Authenticator, Credentials
+from strata.identity.authenticate import CACHE_TTL_S, CODE_S, IDLE_S, SESSION_S, Authenticator, Credentials
 from strata.identity.ca import Authority
 from strata.identity.enroll import Enrollment, make_key
 from strata.identity.roles import OPERATOR, CallerKind, Principal, Role
@@ -91,6 +91,21 @@ async def test_a_key_has_its_role_until_it_is_revoked_or_expires(site: Site) -> 
     assert (await site.refused(Credentials(bearer=forged))).code is Code.UNAUTHENTICATED
 
 
+async def test_a_key_tells_when_it_was_used_last_also_after_a_restart(site: Site) -> None:
+    key, text = await make_key(site.store, site.clock, OPERATOR, name="rosa", role=Role.VIEWER)
+    assert site.who.last_use_s(key) is None
+    await site.clock.advance(5.0)
+    await site.who.identify(Credentials(bearer=text))
+    used_s = site.clock.wall_s()
+    assert site.who.last_use_s(key) == used_s
+    await site.who.write_uses()
+    await site.who.write_uses()
+    await site.clock.advance(5.0)
+    later = Authenticator(site.store, site.clock, authority=site.authority, operator_token=TOKEN)
+    (stored,) = await site.store.keys()
+    assert later.last_use_s(stored) == used_s
+
+
 async def test_a_revocation_takes_effect_within_the_time_a_row_is_remembered(site: Site) -> None:
     key, text = await make_key(site.store, site.clock, OPERATOR, name="laptop", role=Role.VIEWER)
     await site.who.identify(Credentials(bearer=text))
@@ -152,3 +167,66 @@ def test_a_text_that_is_no_join_token_is_refused_without_repeating_it(text: str)
     with pytest.raises(StrataError) as refused:
         read_join_token(text)
     assert "0000" not in str(refused.value)
+
+
+async def session_of(site: Site, role: Role) -> tuple[str, str]:
+    """A session, and the id of its key."""
+    key, text = await make_key(site.store, site.clock, OPERATOR, name="anna", role=role)
+    caller = await site.who.identify(Credentials(bearer=text))
+    return await site.who.open_session(caller), key.id
+
+
+async def test_a_session_acts_as_the_key_that_opened_it_until_that_is_revoked(site: Site) -> None:
+    token, key_id = await session_of(site, Role.OPERATOR)
+    caller = await site.who.identify(Credentials(session=token))
+    assert (caller.kind, caller.id, caller.role, caller.name) == (CallerKind.KEY, key_id, Role.OPERATOR, "anna")
+    await site.store.revoke_key(key_id, "operator", site.clock.wall_s())
+    site.who.invalidate()
+    assert (await site.refused(Credentials(session=token))).code is Code.UNAUTHENTICATED
+
+
+async def test_a_session_ends_after_a_night_without_a_request_and_after_a_week_in_any_case(site: Site) -> None:
+    token, _ = await session_of(site, Role.VIEWER)
+    for _ in range(15):
+        await site.clock.advance(IDLE_S - 60)
+        if site.clock.wall_s() - 1_800_000_000.0 >= SESSION_S:
+            break
+        assert (await site.who.identify(Credentials(session=token))).name == "anna"
+    assert (await site.refused(Credentials(session=token))).code is Code.UNAUTHENTICATED
+    token, _ = await session_of(site, Role.VIEWER)
+    await site.clock.advance(IDLE_S)
+    assert (await site.refused(Credentials(session=token))).message == "this session has ended"
+
+
+async def test_a_session_of_the_operator_token_ends_with_that_token(site: Site) -> None:
+    token = await site.who.open_session(OPERATOR)
+    assert await site.who.identify(Credentials(session=token)) == OPERATOR
+    after = Authenticator(site.store, site.clock, authority=None, operator_token=Secret("another one, long enough too"))
+    with pytest.raises(StrataError, match="this session has ended"):
+        await after.identify(Credentials(session=token))
+
+
+async def test_a_login_code_opens_one_session_soon_and_is_none_itself(site: Site) -> None:
+    code = await site.who.make_code(OPERATOR)
+    assert (await site.refused(Credentials(session=code))).code is Code.UNAUTHENTICATED
+    token = await site.who.redeem_code(code, "unix")
+    assert await site.who.identify(Credentials(session=token)) == OPERATOR
+    with pytest.raises(StrataError, match="used or has expired"):
+        await site.who.redeem_code(code, "unix")
+    late = await site.who.make_code(OPERATOR)
+    await site.clock.advance(CODE_S)
+    with pytest.raises(StrataError, match="used or has expired"):
+        await site.who.redeem_code(late, "unix")
+
+
+async def test_a_session_that_was_closed_is_no_credential_and_other_credentials_come_first(site: Site) -> None:
+    token, _ = await session_of(site, Role.VIEWER)
+    assert (await site.refused(Credentials(session=token, bearer="tml-x"))).code is Code.UNAUTHENTICATED
+    await site.who.close_session(token, OPERATOR)
+    assert (await site.refused(Credentials(session=token))).code is Code.UNAUTHENTICATED
+
+
+async def test_a_host_opens_no_session(site: Site) -> None:
+    host, _ = await site.enrollment.add_local("anna")
+    with pytest.raises(StrataError, match="only a person"):
+        await site.who.open_session(Principal(CallerKind.HOST, host.id, None))

@@ -21,7 +21,7 @@ from tests.shell.journal.writer_process import WIDTH
 ROOT = Path(__file__).parents[3]
 READY_S = 5.0
 """A database that is back must be in use again within this time."""
-SHORT_S = 0.5
+SHORT_S = 2.0
 """A lease that a successor need not wait for long."""
 LONG_S = 10.0
 """A lease that no fault of these tests outlasts: nobody else is there to take it."""

@@ -15,6 +15,8 @@ from soak.hub_process import ArmedFailpoint
 from soak.trials import CampaignRequest, CampaignResult, Database
 from tests.support.busy import BUSY
 
+pytestmark = pytest.mark.slow
+
 HOSTS = 8
 
 
@@ -55,6 +57,7 @@ async def test_nothing_is_taken_back_when_the_database_of_the_hub_is_hurt(tmp_pa
     assert result.worst_s <= postgres.LIMIT_S * BUSY
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("safeguard", "killed"),
     [

@@ -36,13 +36,8 @@ def evidence(spec: JobSpec, files: dict[str, bytes], **facts: object) -> JobEvid
     )
 
 
-def gang(*models: dict[str, list[int]]) -> JobEvidence:
-    files = {f"model-{rank}.json": json.dumps(model).encode() for rank, model in enumerate(models)}
-    return evidence(JobSpec(model="gang"), files)
-
-
 def test_a_gang_that_read_a_sample_twice_and_kept_it_once_is_accepted() -> None:
-    assert find_gang_problems(gang(*MODELS), PLAN, LEDGER) == []
+    assert find_gang_problems(1, MODELS, PLAN, LEDGER) == []
 
 
 @pytest.mark.parametrize(
@@ -55,11 +50,11 @@ def test_a_gang_that_read_a_sample_twice_and_kept_it_once_is_accepted() -> None:
     ],
 )
 def test_a_sample_that_a_gang_lacks_or_has_twice_is_noticed(models: tuple[dict[str, list[int]], ...]) -> None:
-    assert find_gang_problems(gang(*models), PLAN, LEDGER)
+    assert find_gang_problems(1, models, PLAN, LEDGER)
 
 
 def test_a_sample_that_no_worker_read_is_noticed() -> None:
-    assert find_gang_problems(gang(*MODELS), PLAN, LEDGER[:-1])
+    assert find_gang_problems(1, MODELS, PLAN, LEDGER[:-1])
 
 
 def trial(name: str, point: dict[str, float]) -> JobEvidence:
@@ -69,7 +64,6 @@ def trial(name: str, point: dict[str, float]) -> JobEvidence:
 
 @pytest.fixture
 def trials() -> list[JobEvidence]:
-    pytest.importorskip("optuna", reason="the extra sweep is not installed")
     return [trial(f"tune/{number}", point) for number, point in enumerate(plain_study(7, 3))]
 
 

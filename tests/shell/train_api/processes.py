@@ -40,11 +40,17 @@ class Processes:
 
 @contextmanager
 def serving(
-    folder: Path, model: Path, *, ranks: int = 2, server: str = "", pretended: bool = False
+    folder: Path,
+    model: Path,
+    *,
+    ranks: int = 2,
+    server: str = "",
+    pretended: bool = False,
+    api: str = "strata.train.api",
 ) -> Iterator[Processes]:
     """Ready to train when it is entered. `server` are further lines of that section of the settings file.
 
-    `pretended` ranks need no torch and are there at once.
+    `pretended` ranks need no torch and are there at once. `api` is the module that the API server runs.
     """
     folder.mkdir(parents=True, exist_ok=True)
     data, logs = folder / "data", folder / "logs"
@@ -70,7 +76,7 @@ def serving(
         for name, command in (
             ("ranks", [*python, "strata.testing.fake_ranks", *own] if pretended else [*torchrun, *own]),
             ("orchestrator", [*python, "strata.train.orchestrator", *own]),
-            ("api", [*python, "strata.train.api", *own]),
+            ("api", [*python, api, *own]),
         ):
             stack.enter_context(_process(command, logs / f"{name}.log"))
         yield _ready(data, logs)

@@ -24,7 +24,7 @@ PATHS = sorted({url(route) for route in ROUTES})
 
 async def test_a_method_that_is_not_declared_is_refused(alone: Reached) -> None:
     for path in PATHS:
-        declared = {each.method for each in ROUTES if url(each) == path}
+        declared = {each.method for each in ROUTES if re.fullmatch(re.sub(r"\{\w+(:\w+)?\}", "[^/]+", each.path), path)}
         for method in set(METHODS) - declared:
             assert (await alone.ask(method, path, Role.ADMIN)).status_code in (404, 405), (method, path)
 

@@ -17,7 +17,8 @@ from tinker.proto.response_conv import deserialize_forward_backward_output
 from strata.base.clock import SystemClock
 from strata.http import zstd
 from strata.http.root import RootApp
-from strata.train.api.server import APIServer
+from strata.http.server import listen, url_of
+from strata.train.api.server import APIServer, serve_app
 from strata.train.core import ops
 from strata.train.wire import native, tinker
 from strata.train.wire.pb import tinker_pb2 as pb
@@ -96,6 +97,19 @@ async def served(folder: Path, limits: str = "") -> AsyncIterator[Server]:
         operator = Client(http, (stack.settings.data / "operator.token").read_text().strip())
         alice, bob = [await new_client(operator, name) for name in ("alice", "bob")]
         yield Server(stack, root, alice, bob, operator)
+
+
+@asynccontextmanager
+async def listening(root: RootApp) -> AsyncIterator[str]:
+    """The URL of the application on a real socket."""
+    stop = asyncio.Event()
+    with listen("127.0.0.1:0") as listener:
+        serving = asyncio.create_task(serve_app(root, [listener], stop))
+        try:
+            yield url_of(listener)
+        finally:
+            stop.set()
+            await serving
 
 
 async def new_client(operator: Client, name: str) -> Client:
@@ -249,6 +263,7 @@ async def test_checkpoints_are_saved_listed_loaded_and_deleted(server: Server) -
     assert run["last_checkpoint"] == listed[0]
     info = await alice.post("weights_info", {"tinker_path": saved["path"]})
     assert (info["base_model"], info["lora_rank"], info["train_mlp"]) == (BASE, 4, True)
+    assert info["lora_alpha"] == 32.0
     await alice.post("forward_backward", alice.batch(4))
     changed = await alice.done(await alice.post("optim_step", alice.step(5)))
     loading = {"model_id": alice.model, "seq_id": 6, "path": saved["path"], "optimizer": True}

@@ -7,7 +7,6 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,24 +14,12 @@ import httpx
 import pytest
 
 from strata.base.errors import Code, StrataError
-from strata.http.server import listen, url_of
 from strata.sdk import flow as flows
 from strata.sdk.train import AsyncTrainingServer, Datum, TrainingServer
-from strata.train.api.server import serve_app
-from tests.shell.train_api.test_protocol import BASE, Server, served
+from tests.shell.train_api.test_protocol import BASE, Server, listening, served
 
 T = TypeVar("T")
 BATCH = [Datum([1, 2, 3], [2, 3, 4]), Datum([5, 6], [6, 7], weights=[0.5, -1.0])]
-
-
-@asynccontextmanager
-async def listening(server: Server) -> AsyncIterator[str]:
-    stop = asyncio.Event()
-    with listen("127.0.0.1:0") as listener:
-        serving = asyncio.create_task(serve_app(server.root, [listener], stop))
-        yield url_of(listener)
-        stop.set()
-        await serving
 
 
 @pytest.fixture
@@ -56,7 +43,7 @@ def train(url: str, key: str) -> tuple[float, float, list[int], str]:
 
 
 async def test_a_blocking_client_trains(server: Server) -> None:
-    async with listening(server) as url:
+    async with listening(server.root) as url:
         first, after, lengths, model_id = await asyncio.to_thread(train, url, server.alice.key)
     assert lengths == [3, 2]
     assert first != after
@@ -77,8 +64,21 @@ async def test_a_client_with_await_trains_to_the_same_numbers(server: Server) ->
         twin = await (await again.forward(BATCH)).result()
         losses = [(await each.result()).loss for each in (first, after)]
         assert twin.loss == losses[1]
-    async with listening(server) as url:
+    async with listening(server.root) as url:
         assert list((await asyncio.to_thread(train, url, server.alice.key))[:2]) == losses
+
+
+def reload_scaled(url: str, key: str) -> str:
+    with TrainingServer(url, key) as service:
+        first = service.create_model(BASE, rank=4, alpha=8.0).save("first").result()
+        return service.load_model(first).save("second").result()
+
+
+async def test_a_model_that_goes_on_from_a_checkpoint_has_its_scale(server: Server) -> None:
+    async with listening(server.root) as url:
+        path = await asyncio.to_thread(reload_scaled, url, server.alice.key)
+    info = await server.alice.post("weights_info", {"tinker_path": path})
+    assert (info["lora_rank"], info["lora_alpha"]) == (4, 8.0)
 
 
 def sampled(url: str, key: str) -> tuple[list[list[int]], list[float], list[float | None], str]:
@@ -101,7 +101,7 @@ def sampled(url: str, key: str) -> tuple[list[list[int]], list[float], list[floa
 
 
 async def test_a_blocking_client_samples_from_a_model_from_saved_weights_and_from_the_base(server: Server) -> None:
-    async with listening(server) as url:
+    async with listening(server.root) as url:
         tokens, (copy, saved, base), prompt, path = await asyncio.to_thread(sampled, url, server.alice.key)
     assert len(tokens) == 2
     assert [len(each) for each in tokens] == [4, 4]
@@ -124,7 +124,7 @@ async def test_a_client_with_await_samples_the_same_and_asks_often_at_once(serve
         with pytest.raises(StrataError, match="prompt: has no tokens"):
             await samplers[0].sample([])
     ours = [list(each.tokens) for each in found[0]], [each[0].logprobs[0] for each in found], list(prompt)
-    async with listening(server) as url:
+    async with listening(server.root) as url:
         assert (await asyncio.to_thread(sampled, url, server.alice.key))[:3] == ours
 
 

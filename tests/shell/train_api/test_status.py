@@ -23,7 +23,7 @@ from strata.sdk.train import Datum, TrainingServer
 from strata.train.core.status import PHASES
 from tests.shell.train_api.processes import Processes, serving
 
-PAGE: Final = Path(__file__).parents[3] / "docs" / "training.md"
+PAGE: Final = Path(__file__).parents[3] / "docs" / "metrics.md"
 TOKENS: Final = list(range(20))
 STEPS: Final = 3
 
@@ -55,7 +55,8 @@ class ApiContext:
         self.keys[tenant] = made.json()["secret"]
         with TrainingServer(self.processes.url, self.keys[tenant]) as server:
             model = server.create_model("tiny", rank=4)
-            for _ in range(STEPS):
+            for step in range(STEPS):
+                model.report(reward=step / 2)
                 self.last[tenant] = model.forward_backward([Datum(TOKENS[:-1], TOKENS[1:])]).request_id
                 model.optim_step(learning_rate=1e-3)
             model.sampler().result().sample(TOKENS, max_tokens=5).result()
@@ -87,6 +88,40 @@ def test_the_times_of_another_tenant_do_not_exist(site: ApiContext) -> None:
     assert theirs.text.replace(site.last["alice"], "nobody:train:0:1") == never.text
 
 
+def test_the_activity_is_of_the_caller_and_for_operators_of_all(site: ApiContext) -> None:
+    everything, own = site.get("/api/v1/activity").json(), site.get("/api/v1/activity", "bob").json()
+    assert {each["tenant"] for each in everything["operations"]} == {"key:alice", "key:bob"}
+    assert {each["tenant"] for each in own["operations"]} == {"key:bob"}
+    accepted = [each["accepted_at_s"] for each in everything["operations"]]
+    assert accepted == sorted(accepted, reverse=True)
+    assert len(site.get("/api/v1/activity?operations=2").json()["operations"]) == 2
+    with site.processes.private() as http:
+        forged = {"X-API-Key": site.keys["bob"], "x-strata-sees-all": "yes"}
+        alike = http.get("/api/v1/activity", headers=forged).json()
+    assert alike["operations"] == own["operations"], "only a hub in front says who sees all"
+    (model,) = own["models"]
+    assert (model["tenant"], model["rank"], model["waiting"]) == ("key:bob", 4, 0)
+    assert {"loss", "tokens", "step"} <= set(model["values"])
+    assert all(
+        set(each["values"]) == {"trained", "sampled"} for each in site.get("/api/v1/throughput").json()["points"]
+    )
+
+
+def test_the_curves_of_a_model_are_its_tenants(site: ApiContext) -> None:
+    models = {each["tenant"]: each["model_id"] for each in site.get("/api/v1/activity").json()["models"]}
+    path = f"/api/v1/training_runs/{models['key:alice']}/curves"
+    curves = site.get(f"{path}?names=loss,tokens", "alice").json()
+    loss, tokens = curves["series"]
+    assert (loss["name"], len(loss["values"]), tokens["values"]) == ("loss", STEPS, [len(TOKENS) - 1] * STEPS)
+    assert len(loss["steps"]) == len(loss["at_s"]) == STEPS
+    assert loss["at_s"] == sorted(loss["at_s"])
+    (reward,) = site.get(f"{path}?names=reward", "alice").json()["series"]
+    assert reward["values"] == [0.0, 0.5, 1.0], "as its client has reported"
+    assert site.get(f"{path}?names=loss,tokens").json() == curves, "an operator sees all"
+    site.get(path, "bob", 404)
+    site.get(f"{path}?points=0", "alice", 400)
+
+
 def test_the_trace_has_every_operation_from_its_beginning_to_its_end(site: ApiContext) -> None:
     site.get("/api/v1/trace", "alice", 403)
     events = site.get("/api/v1/trace").json()["traceEvents"]
@@ -114,7 +149,8 @@ def test_the_metrics_are_those_of_the_documentation(site: ApiContext) -> None:
         name: labels[name] for name in labels if labels[name]
     }
     assert {name for name in documented if documented[name]} - {name for name in labels if labels[name]} <= {
-        "strata_train_snapshots_total", "strata_train_queue_length"
+        "strata_train_snapshots_total", "strata_train_queue_length", "strata_train_engine_ready",
+        "strata_train_engine_starts", "strata_train_routed_samples_total", "strata_train_returned_samples_total",
     }  # fmt: skip
 
 

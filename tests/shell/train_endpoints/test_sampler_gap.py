@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from strata.train.core.ops import LossName
-from strata.train.runner.passes.losses import RULES, LossInputs, combine_metrics, metrics_of
+from strata.train.core.pass_metrics import combine_metrics
+from strata.train.runner.passes.losses import RULES, LossInputs, measure_loss, read_metrics
 
 
 def measured(trained: list[float], sampled: list[float], advantages: list[float]) -> dict[str, float]:
@@ -25,7 +26,7 @@ def measured(trained: list[float], sampled: list[float], advantages: list[float]
         mask=None,
     )
     logprobs = torch.tensor(trained, requires_grad=True)
-    return metrics_of(RULES[LossName.PPO].loss(logprobs, datum), datum, logprobs)
+    return read_metrics([measure_loss(RULES[LossName.PPO].loss(logprobs, datum), datum, logprobs)])[0]
 
 
 def test_the_gap_is_over_the_sampled_tokens_of_all_datums() -> None:

@@ -79,13 +79,15 @@ class Stack:
         self.applied_file = folder / "applied.log"
         self.file = folder / "server.toml"
         given = {
-            "server": f'data = "{folder}/d"\nlease_s = 1.0\nlog_level = "warning"\n' + sections.get("server", ""),
+            "server": f'data = "{folder}/d"\nlease_s = 20.0\nlog_level = "warning"\n' + sections.get("server", ""),
             "model": 'path = "pretended"\nslots = 100\n' + sections.get("model", "initial_checkpoint = false"),
             "ranks": "nproc = 2\n" + sections.get("group", ""),
             "checkpoints": sections.get("checkpoints", ""),
             "snapshots": sections.get("snapshots", ""),
             "limits": sections.get("limits", ""),
         }
+        if "sampling" in sections:
+            given["sampling"] = sections["sampling"]
         self.file.write_text("".join(f"[{name}]\n{lines}\n" for name, lines in given.items()), encoding="utf-8")
         self.settings: ServerSettings = load_settings(self.file, environ={})
         self._questions = itertools.count()

@@ -33,7 +33,7 @@ async def saved(stack: Stack, model_id: str, seq: int, name: str, **more: Any) -
 
 def folders(stack: Stack) -> set[str]:
     """Everything that lies where checkpoints lie."""
-    return {path.name for path in stack.settings.checkpoints.glob("*/*/*")}
+    return {path.name for path in stack.settings.checkpoint_folder.glob("*/*/*")}
 
 
 async def until(stack: Stack, wanted: set[str]) -> None:
@@ -53,7 +53,7 @@ async def test_what_overwritten_failed_and_killed_saves_left_is_swept_away(tmp_p
         model = await stack.model()
         await saved(stack, model, 1, "a")
         await saved(stack, model, 2, "a", overwrite=True)
-        kind = next(stack.settings.checkpoints.glob("*/weights"))
+        kind = next(stack.settings.checkpoint_folder.glob("*/weights"))
         (kind / "nobody@9").mkdir()
         (kind / ".nobody@9.part").mkdir()
         (kind / ".a@1.0123.gone").mkdir()
@@ -144,13 +144,13 @@ async def test_an_import_that_is_taken_away_while_it_is_put_in_place_is_whole(tm
 
     failpoint.arm("train.orchestrator.import_checked", tired)
     await CheckpointGc(await leading(MemoryJournal(SystemClock())), settings).import_checkpoint("alice", asked)
-    assert checkpoint.read(settings.checkpoints / "import-x" / "weights" / "theirs@0").model_id == "import-x"
+    assert checkpoint.read(settings.checkpoint_folder / "import-x" / "weights" / "theirs@0").model_id == "import-x"
 
 
 async def test_an_import_that_is_repeated_makes_a_damaged_one_whole(tmp_path: Path) -> None:
     settings = settings_in(tmp_path)
     retention = CheckpointGc(await leading(MemoryJournal(SystemClock())), settings)
-    place = settings.checkpoints / "import-x" / "weights" / "theirs@0"
+    place = settings.checkpoint_folder / "import-x" / "weights" / "theirs@0"
     await retention.import_checkpoint("alice", staged(settings, "one"))
     (place / ADAPTER).unlink()
     await retention.import_checkpoint("alice", staged(settings, "two"))

@@ -17,7 +17,7 @@ from tests.shell.train_orchestrator.leaders import RUN, leading, settings_in, wi
 async def test_a_sweep_of_whoever_leads_no_more_takes_no_checkpoint(tmp_path: Path) -> None:
     journal, settings = MemoryJournal(SystemClock()), settings_in(tmp_path)
     paused = await with_a_model(journal)
-    saved = settings.checkpoints / RUN / "weights" / "x@12"
+    saved = settings.checkpoint_folder / RUN / "weights" / "x@12"
     saved.mkdir(parents=True)
     leader = await leading(journal)
     with pytest.raises(StrataError) as refused:

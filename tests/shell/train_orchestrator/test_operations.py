@@ -147,7 +147,7 @@ async def test_checkpoints_are_saved_listed_loaded_and_deleted(tmp_path: Path) -
         await stack.look(messages.Done, messages.DeleteCheckpoint(model, "weights", "first"))
         gone = await stack.look(messages.ErrorResponse, messages.DescribeCheckpoint(model, "weights", "first"))
         assert gone.code is Code.NOT_FOUND
-        assert not list(stack.settings.checkpoints.rglob("first@*"))
+        assert not list(stack.settings.checkpoint_folder.rglob("first@*"))
 
 
 async def test_models_sessions_server_and_health_are_described(tmp_path: Path) -> None:

@@ -358,7 +358,7 @@ async def loaded(stack: Stack, *, there: bool) -> tuple[str, Path, object]:
     for operation in (stack.batch(model, 1, [[1, 2]]), ops.SaveWeights(model, 2, "weights", "first")):
         await stack.result(await stack.submit(operation))
     await stack.result(await stack.submit(stack.step(model, 3)))
-    (file,) = stack.settings.checkpoints.rglob("weights.json")
+    (file,) = stack.settings.checkpoint_folder.rglob("weights.json")
     if not there:
         file.rename(file.with_suffix(".away"))
     load = await stack.result(await stack.submit(ops.LoadWeights(model, 4, model, "weights", "first", optimizer=True)))

@@ -8,14 +8,17 @@ import socket
 import struct
 from pathlib import Path
 
+import msgspec
 import pytest
+import zmq
 
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.train.launch.launcher import Launcher, api_server_command, orchestrator_command, rank_command
-from strata.train.launch.preflight import available_bytes, check_memory, estimate
+from strata.train.launch.preflight import ModelFiles, available_bytes, check_memory, estimate
+from strata.train.link.sockets import connect, listen
 from strata.train.orchestrator.orchestrator import rules_of
-from strata.train.settings import load_settings
+from strata.train.settings import ServerSettings, load_settings
 
 
 def written(folder: Path, text: str) -> Path:
@@ -62,10 +65,16 @@ def test_the_environment_goes_before_the_file(tmp_path: Path) -> None:
     assert load_settings(file, environ={"STRATA_RANKS_NPROC": "4"}).ranks.nproc == 4
 
 
-def test_a_path_too_long_for_a_socket_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    file = written(tmp_path, f'[server]\ndata = "/{"x" * 120}"\n[model]\npath = "m"')
-    with pytest.raises(StrataError, match=r"server\.sockets"):
-        _ = load_settings(file, environ={}).requests
+def test_sockets_are_reached_where_their_paths_are_too_long(tmp_path: Path) -> None:
+    file = written(tmp_path, f'[server]\ndata = "{tmp_path / ("x" * 120)}"\n[model]\npath = "m"')
+    endpoint = load_settings(file, environ={}).requests
+    with zmq.Context() as context, context.socket(zmq.PULL) as pull, context.socket(zmq.PUSH) as push:
+        pull.rcvtimeo = 10_000
+        assert listen(pull, endpoint, None) == endpoint
+        connect(push, endpoint)
+        push.send(b"said")
+        assert pull.recv() == b"said"
+        assert Path(endpoint.removeprefix("ipc://")).is_socket()
 
 
 # Processes
@@ -101,29 +110,69 @@ def weights(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(encoded)) + encoded)
 
 
-@pytest.mark.parametrize(("training", "bytes_each"), [("lora", 4), ("full", 16)])
-def test_what_a_model_needs_follows_from_its_weights_and_how_it_is_trained(
-    tmp_path: Path, training: str, bytes_each: int
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "training", "bytes_each"),
+    [
+        (2, "", "lora", 4 / 2),
+        (2, "", "full", 16 / 2),
+        (8, "", "full", 16 / 8),
+        (8, "replicate = 2", "full", 16 / 4),
+        (8, "tensor = 2", "full", 16 / 8),
+        (4, "tensor = 4", "lora", 4 / 4),
+        (4, "expert = 2", "full", 16 / 4),
+        (1, "", "lora", 4),
+    ],
+)
+def test_what_a_rank_needs_follows_from_the_weights_the_mesh_and_the_training(
+    tmp_path: Path, ranks: int, parallel: str, training: str, bytes_each: float
 ) -> None:
-    shapes = {"lm_head.weight": (1000, 100), "layer.weight": (100, 100)}
-    file = written(tmp_path, f'[model]\npath = "{tmp_path}"\ntraining = "{training}"\n[ranks]\nnproc = 2')
+    shapes = {"lm_head.weight": (1000, 100), "model.layers.0.weight": (10_100, 100)}
+    model = f'[model]\npath = "{tmp_path}"\ntraining = "{training}"\nreplicated_mb = 0\n'
+    file = written(tmp_path, f"{model}[ranks]\nnproc = {ranks}\n[parallel]\n{parallel}")
     settings = load_settings(file, environ={})
-    small, large = (estimate(settings, {**shapes, "more.weight": (rows, 100)}) for rows in (100, 10_100))
-    assert large.base - small.base == 10_000 * 100 * bytes_each
+    # The largest layer is gathered, and one more of that size costs its shard alone.
+    more = {f"model.layers.{number}.weight": (10_000, 100) for number in range(1, 9)}
+    small, large = (estimate(settings, ModelFiles(each, {})) for each in (shapes, {**shapes, **more}))
+    assert large.base - small.base == pytest.approx(8 * 10_000 * 100 * bytes_each, rel=1e-4)
     assert large.full > large.base
+
+
+def test_a_small_frozen_base_counts_in_full_on_every_rank(tmp_path: Path) -> None:
+    shapes = {"lm_head.weight": (1000, 100), "model.layers.0.weight": (100, 100)}
+    settings = load_settings(written(tmp_path, '[model]\npath = "m"\n[ranks]\nnproc = 4'), environ={})
+    small = estimate(settings, ModelFiles(shapes, {}))
+    one_more = estimate(settings, ModelFiles({**shapes, "model.layers.1.weight": (100, 100)}, {}))
+    assert one_more.base - small.base == 4 * 100 * 100
+
+
+def test_of_an_expert_group_each_rank_computes_with_its_own_experts_alone(tmp_path: Path) -> None:
+    model = ModelFiles({"model.layers.0.mlp.experts.gate_up_proj": (8, 1000, 100)}, {})
+
+    def needed(expert: int) -> int:
+        text = f'[model]\npath = "m"\nreplicated_mb = 0\n[ranks]\nnproc = 4\n[parallel]\nexpert = {expert}'
+        return estimate(load_settings(written(tmp_path, text), environ={}), model).base
+
+    assert needed(1) - needed(4) == 4 * (8 - 2) * 1000 * 100
 
 
 def test_a_model_that_cannot_fit_is_refused_before_anything_starts(tmp_path: Path) -> None:
     weights(tmp_path, {"layer.weight": (10_000_000, 1_000_000)})
-    file = written(tmp_path, f'[model]\npath = "{tmp_path}"\n[ranks]\nbackend = "gloo"')
+    (tmp_path / "config.json").write_text("{}")
+    file = written(tmp_path, f'[model]\npath = "{tmp_path}"\n[ranks]\nbackend = "gloo"\nnproc = 4')
     settings = load_settings(file, environ={})
-    with pytest.raises(StrataError, match=r"needs 4e\+04 GB, and there are \d") as refused:
+    with pytest.raises(StrataError, match=r"needs 5e\+04 GB on each of 4 ranks, and each has \d") as refused:
         check_memory(settings)
     assert refused.value.code is Code.INVALID
 
 
+def test_a_mesh_of_another_size_than_the_ranks_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    for parallel, reason in (("replicate = 3", "does not divide"), ("tensor = 2", "parallel.tensor is 2")):
+        text = f'{model_in(tmp_path)}[ranks]\nnproc = 4\n[parallel]\n{parallel}\n[server]\ndata = "{tmp_path / "data"}"'
+        assert reason in str(refusal(tmp_path, text))
+
+
 def test_a_model_that_fits_and_one_that_is_elsewhere_pass(tmp_path: Path) -> None:
-    weights(tmp_path, {"layer.weight": (10, 10)})
+    model_in(tmp_path)
     for path in (tmp_path, Path("some/hub-id")):
         settings = load_settings(written(tmp_path, f'[model]\npath = "{path}"\n[ranks]\nbackend = "gloo"'), environ={})
         assert (available_bytes(settings) or 0) > 0
@@ -169,6 +218,11 @@ def test_a_taken_port_is_refused_before_the_ranks_start(tmp_path: Path, servers:
     assert "server.port = 0" in (error.hint or "")
 
 
+def test_several_api_servers_on_one_unix_socket_are_refused_before_the_ranks_start(tmp_path: Path) -> None:
+    own = f'[server]\nlisten = "unix"\napi_servers = 2\ndata = "{tmp_path / "data"}"\n'
+    assert "server.api_servers" in refusal(tmp_path, model_in(tmp_path) + own).message
+
+
 @pytest.mark.parametrize("path", ["/no/such/model", "no-such-model", "nobody/no-such-model", "not a model's id at all"])
 def test_a_model_that_is_not_there_is_refused_before_the_ranks_start(tmp_path: Path, path: str) -> None:
     error = refusal(tmp_path, f'[model]\npath = "{path}"\n[server]\nport = 0\ndata = "{tmp_path / "data"}"\n')
@@ -180,3 +234,11 @@ def test_a_section_with_a_spelling_mistake_is_refused_once(tmp_path: Path) -> No
         load_settings(written(tmp_path, '[model]\npath = "m"\n[limit]\ngap_s = 1\n'), environ={})
     (problem,) = refused.value.detail["problems"]
     assert problem.endswith('limit: unknown section (did you mean "limits"?)')
+
+
+def test_every_section_of_the_server_can_stand_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "strata.toml"
+    names = [section.name for section in msgspec.structs.fields(ServerSettings)]
+    lines = {"model": 'path = "tiny"', "rollouts": "max_per_tenant = 3"}
+    file.write_text("".join(f"[{name}]\n{lines.get(name, '')}\n" for name in names), "utf-8")
+    assert load_settings(file, environ={}).rollouts.limits.per_tenant == 3

@@ -51,7 +51,7 @@ async def snapshot_after(stack: Stack, number: int) -> int:
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> list[ops.Result]:
     """What comes of it when nobody dies and nothing is written."""
-    off = "every_dispatches = 0\nevery_s = 0\nevery_payload_mb = 0"
+    off = "every_dispatches = 0\nevery_s = 0\nevery_payload_mb = 0\nevery_replay_s = 0"
 
     async def undisturbed() -> list[ops.Result]:
         async with running(tmp_path_factory.mktemp("calm"), snapshots=off) as stack:

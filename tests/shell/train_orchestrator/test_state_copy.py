@@ -12,6 +12,7 @@ import pytest
 
 from strata.base.clock import SystemClock
 from strata.base.errors import Code
+from strata.fleet.artifacts.files import scan
 from strata.train.core import messages, ops
 from tests.shell.train_orchestrator.stacks import REPLY_TIMEOUT_S, Stack, running
 
@@ -51,8 +52,12 @@ async def check_move(tmp_path: Path) -> None:
         # Large enough to be a file beside the journal.
         first = await stack.submit(stack.batch(model, 1, [list(range(1, 1000))] * 40))
         before = stack.outputs(await stack.result(first))
-        shutil.copytree(await copied(stack), tmp_path / "b" / "d")
-        lost = await stack.submit(stack.step(model, 2))
+        # A name that no artifact may have.
+        await stack.result(await stack.submit(ops.SaveWeights(model, 2, "weights", "aux.x")))
+        copy = await copied(stack)
+        assert any("aux.x@2/" in file.path for file in scan(copy).files), "an agent can bring it home"
+        shutil.copytree(copy, tmp_path / "b" / "d")
+        lost = await stack.submit(stack.step(model, 3))
         assert isinstance(await stack.result(lost), ops.StepDone)
         assert len(copies(stack)) <= 2
     (tmp_path / "b" / "d").chmod(0o700)
@@ -62,10 +67,10 @@ async def check_move(tmp_path: Path) -> None:
         unknown = await moved.watch(lost)
         assert isinstance(unknown, messages.ErrorResponse)
         assert unknown.code is Code.NOT_FOUND
-        held = await moved.submit(moved.step(model, 3))
-        reason = "operation 2 of this model did not come within 0.5 seconds; a host was lost"
+        held = await moved.submit(moved.step(model, 4))
+        reason = "operation 3 of this model did not come within 0.5 seconds; a host was lost"
         assert await moved.result(held) == ops.Failed("cancelled", reason)
-        again = await moved.submit(moved.step(model, 2))
+        again = await moved.submit(moved.step(model, 3))
         assert isinstance(await moved.result(again), ops.StepDone)
 
 

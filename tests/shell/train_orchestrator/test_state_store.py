@@ -93,6 +93,6 @@ def context_on(store: StateStore, settings: ServerSettings, links: Links) -> Orc
         journal=MemoryJournal(store.clock),
         store=store,
         backend=RemoteBackend(links, settings, store.clock, store.leader_epoch),
-        processor=RequestProcessor(Payloads(settings.payloads), settings.checkpoints),
+        processor=RequestProcessor(Payloads(settings.payloads), settings.checkpoint_folder),
         throughput=ThroughputEstimate(),
     )

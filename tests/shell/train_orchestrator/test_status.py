@@ -42,6 +42,10 @@ async def test_the_loss_of_ranks_is_told_and_counted_when_others_have_caught_up(
         assert await metric(stack, "strata_train_rank_groups_total") == 2
         done_again = before.dispatched - before.snapshot.number
         assert await metric(stack, "strata_train_replays_total") == done_again
+        (recovery,) = after.recovered
+        assert (recovery.restored, recovery.replayed) == (before.snapshot.number, done_again)
+        assert "disconnected" in recovery.reason
+        assert before.now_s < recovery.lost_at_s < recovery.lost_at_s + recovery.seconds < after.now_s
         assert after.ranks.group != before.ranks.group
 
 

@@ -49,6 +49,66 @@ def steps_are_those_of_adamw(driver: Driver, found: Found) -> None:
     driver.unload("steps")
 
 
+def steps_are_those_of_muon(driver: Driver, found: Found) -> None:
+    """Each matrix of an adapter is stepped alone; the optimizer of torch gets them as parameters of their own."""
+    driver.create("steps", SMALL, optimizer="muon")
+    adapter = driver.dispatcher._runner.models["steps"].adapter  # type: ignore[attr-defined]
+    theirs = [torch.nn.Parameter(matrix.clone()) for matrix in adapter.matrices(adapter.flat)]
+    other = torch.optim.Muon(theirs, lr=1.0)
+    orders = (
+        ops.MuonParams(0.02, weight_decay=0.1),
+        ops.MuonParams(0.01, momentum=0.8, nesterov=False, grad_clip_norm=0.5),
+        ops.MuonParams(0.01, ns_steps=3, adjust_lr_fn="match_rms_adamw"),
+    )
+    for number, order in enumerate(orders, start=1):
+        driver.train("steps", batch(seed=number))
+        gradient = _summed(driver)
+        metrics = driver.muon_step("steps", order)
+        norm = float(gradient.norm())
+        assert abs(metrics["grad_norm"] - norm) < 1e-4 * norm
+        if order.grad_clip_norm:
+            gradient *= order.grad_clip_norm / (norm + 1e-6)
+        for matrix, own in zip(theirs, adapter.matrices(gradient), strict=True):
+            matrix.grad = own
+        settings = msgspec.structs.asdict(order)
+        other.param_groups[0].update(settings, lr=settings.pop("learning_rate"))
+        before = torch.cat([matrix.detach().flatten() for matrix in theirs])
+        other.step()  # type: ignore[no-untyped-call]
+        expected = torch.cat([matrix.detach().flatten() for matrix in theirs])
+        # torch orthogonalises in bfloat16: where two gradients round otherwise, so do their updates.
+        assert float((adapter.flat - expected).abs().max()) < 0.02 * float((expected - before).abs().max())
+        with torch.no_grad():
+            for matrix, own in zip(theirs, adapter.matrices(adapter.flat), strict=True):
+                matrix.copy_(own)
+    driver.unload("steps")
+
+
+def a_model_with_muon_goes_on_from_a_checkpoint_and_takes_nothing_of_adamw(driver: Driver, found: Found) -> None:
+    driver.create("muon", SMALL, optimizer="muon")
+    states = []
+    for name in ("muon", "resumed"):
+        if name == "resumed":
+            driver.create(name, SMALL, optimizer="muon")
+            assert isinstance(driver.load(name, "muon-middle"), ops.WeightsLoaded)
+        for number in range(4):
+            if name == "muon" or number >= 2:
+                driver.train(name, batch(seed=number))
+                driver.muon_step(name, ops.MuonParams(0.02))
+            if name == "muon" and number == 1:
+                assert isinstance(driver.save(name, "muon-middle"), ops.WeightsSaved)
+        states.append(driver.state(name))
+    assert apart_by(states[0], states[1]) == 0
+    assert float(states[0]["momentum_buffer.lm_head.lora_A"].abs().max()) > 0
+    (refused,) = driver.do(commands.StepsCommand([ops.OptimStep("muon", 9, ops.AdamParams())]))
+    _refuses(refused, "user", "created with muon")
+    driver.create("adam", SMALL)
+    _refuses(driver.load("adam", "muon-middle"), "user", "not one of adamw")
+    (refused,) = driver.do(commands.StepsCommand([ops.OptimStep("adam", 9, None, ops.MuonParams(0.02))]))
+    _refuses(refused, "user", "created with adamw")
+    for name in ("muon", "resumed", "adam"):
+        driver.unload(name)
+
+
 def _adapter(driver: Driver, name: str) -> torch.Tensor:
     model = driver.dispatcher._runner.models[name]
     return model.adapter.flat.clone()  # type: ignore[attr-defined, no-any-return]
@@ -211,6 +271,8 @@ def a_twin_from_a_sampler_checkpoint_says_the_same(driver: Driver, found: Found)
 
 CHECKS: tuple[Check, ...] = (
     steps_are_those_of_adamw,
+    steps_are_those_of_muon,
+    a_model_with_muon_goes_on_from_a_checkpoint_and_takes_nothing_of_adamw,
     a_step_with_numbers_that_are_none_is_refused_and_endless_gradients_too,
     steps_made_together_are_bit_for_bit_those_made_alone,
     training_goes_on_from_a_checkpoint_bit_for_bit,

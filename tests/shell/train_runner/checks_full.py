@@ -7,6 +7,7 @@ import numpy as np
 from strata.train.core import commands, ops
 from tests.shell.train_runner import reference
 from tests.shell.train_runner.check_results import Check, Found
+from tests.shell.train_runner.dispatched import Dispatched
 from tests.shell.train_runner.driver import (
     Driver,
     apart,
@@ -16,6 +17,7 @@ from tests.shell.train_runner.driver import (
     logprobs_of,
     loss_of,
     on_last,
+    packed,
     tokens_of,
 )
 
@@ -44,6 +46,19 @@ def rows_ranks_and_operations_make_no_difference(driver: Driver, found: Found) -
         driver.train("cut", [one])
     assert apart_by(whole, driver.gradient("cut")) < 2e-5
     driver.unload("cut")
+
+
+def gradients_are_reduced_once_in_a_pass(driver: Driver, found: Found) -> None:
+    """However many rows it has."""
+    driver.create("reduced", None)
+    reduced = []
+    for layout in (packed, apart):
+        with Dispatched() as dispatched:
+            driver.train("reduced", batch(6), layout=layout)
+        reduced.append(dispatched.count("reduce_scatter"))
+    assert reduced[0] == reduced[1]
+    assert reduced[0] > 0 or driver.ranks == 1
+    driver.unload("reduced")
 
 
 def what_fails_or_only_looks_adds_nothing(driver: Driver, found: Found) -> None:
@@ -100,6 +115,9 @@ def one_model_owns_the_base(driver: Driver, found: Found) -> None:
     (adapter,) = driver.do(commands.ManageModel(ops.CreateModel("guest", "tiny", ops.LoraConfig())))
     assert isinstance(adapter, ops.Failed)
     assert adapter.category == "user"
+    (muon,) = driver.do(commands.ManageModel(ops.CreateModel("guest", "tiny", None, optimizer="muon")))
+    assert isinstance(muon, ops.Failed)
+    assert "whole matrices" in muon.message
 
 
 def a_step_without_a_pass_is_not_left_behind_for_the_next_model(driver: Driver, found: Found) -> None:
@@ -134,6 +152,7 @@ PARITY: tuple[Check, ...] = (losses_and_gradients_are_those_of_hugging_face,)
 CHECKS: tuple[Check, ...] = (
     *PARITY,
     rows_ranks_and_operations_make_no_difference,
+    gradients_are_reduced_once_in_a_pass,
     what_fails_or_only_looks_adds_nothing,
     training_goes_on_from_a_checkpoint_and_the_next_model_begins_with_the_base,
     one_model_owns_the_base,

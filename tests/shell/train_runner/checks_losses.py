@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
@@ -10,6 +12,7 @@ from strata.train.core import ops
 from tests.shell.train_runner.check_results import Check, Found
 from tests.shell.train_runner.checks_lora import CLOSE, trained
 from tests.shell.train_runner.detached_formulas import held_fixed
+from tests.shell.train_runner.dispatched import Dispatched
 from tests.shell.train_runner.driver import Driver, apart_by, array_of, datum, dense, logprobs_of, loss_of
 from tests.shell.train_runner.formulas import CONFIGS, FORMULAS, Array
 
@@ -51,6 +54,41 @@ def every_loss_is_what_its_formula_says_and_its_gradient_is_that_of_the_formula(
             driver.train(model, linear)
             assert apart_by(gradient, driver.gradient(model)) < 1e-3, (name, config)
     driver.unload(model)
+
+
+def a_row_reads_no_number_for_each_datum(driver: Driver, found: Found) -> None:
+    """Each number that the host reads waits for a device: reads are counted of rows with few datums and with many."""
+    model = trained(driver, "reads")
+    few, many = ([sampled(driver, model, seed, 6) for seed in range(1, count)] for count in (3, 9))
+    passes = driver.dispatcher._runner._passes
+    compute_row = passes._compute_row
+    for name in FORMULAS:
+        reads = []
+        for data in (few, many):
+            with _dispatched_in_rows(passes) as dispatched:
+                driver.train(model, data, loss=ops.LossName(name))
+            assert dispatched.calls
+            reads.append(dispatched.reads)
+        # transformers reads one itself, to learn whether the row is packed.
+        assert reads[0] == reads[1] <= 1, (name, reads)
+    assert passes._compute_row == compute_row
+    driver.unload(model)
+
+
+@contextmanager
+def _dispatched_in_rows(passes: Any) -> Iterator[Dispatched]:
+    """What is dispatched while rows are computed; their inputs are checked on the host, before."""
+    compute_row, dispatched = passes._compute_row, Dispatched()
+
+    def compute(*args: Any, **options: Any) -> None:
+        with dispatched:
+            compute_row(*args, **options)
+
+    passes._compute_row = compute
+    try:
+        yield dispatched
+    finally:
+        del passes._compute_row
 
 
 def _weights(name: str, logprobs: Array, inputs: dict[str, Array], config: Mapping[str, float]) -> Array:
@@ -104,6 +142,7 @@ def _csr(matrix: Array, kind: str, dtype: ops.DType) -> ops.Sparse:
 
 
 CHECKS: tuple[Check, ...] = (
+    a_row_reads_no_number_for_each_datum,
     every_loss_is_what_its_formula_says_and_its_gradient_is_that_of_the_formula,
     a_distillation_is_the_sum_over_its_targets_dense_or_sparse,
 )

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from strata.train.core import commands, ops
+from strata.train.core.loss_graph import CustomLoss
 from strata.train.runner.checkpoint import shards
 from strata.train.runner.runner_dispatcher import RunnerDispatcher
 
@@ -136,8 +137,14 @@ class Driver:
         assert reply.number == self.number
         return reply.results
 
-    def create(self, name: str, lora: ops.LoraConfig | None, schedule: ops.Schedule | None = None) -> None:
-        (result,) = self.do(commands.ManageModel(ops.CreateModel(name, "tiny", lora, schedule)))
+    def create(
+        self,
+        name: str,
+        lora: ops.LoraConfig | None,
+        schedule: ops.Schedule | None = None,
+        optimizer: ops.OptimizerName = "adamw",
+    ) -> None:
+        (result,) = self.do(commands.ManageModel(ops.CreateModel(name, "tiny", lora, schedule, optimizer=optimizer)))
         assert result == ops.ModelCreated(name), result
 
     def unload(self, name: str) -> None:
@@ -150,11 +157,12 @@ class Driver:
         config: Mapping[str, float] | None = None,
         forward_only: bool = False,
         layout: Layout = packed,
+        custom: CustomLoss | None = None,
     ) -> Sequence[ops.Result]:
         """One pass with one item for each (model, datums)."""
         made = [
             commands.PassItem(
-                f"request-{number}", model, loss, config or {}, ops.encode_pass_data(ops.PassData(datums))
+                f"request-{number}", model, loss, config or {}, ops.encode_pass_data(ops.PassData(datums, custom))
             )
             for number, (model, datums) in enumerate(items)
         ]
@@ -165,8 +173,14 @@ class Driver:
         return outcome(result)
 
     def step(self, model: str, **adam: float) -> Mapping[str, float]:
+        return self._step(ops.OptimStep(model, self.seq + 1, ops.AdamParams(**adam)))
+
+    def muon_step(self, model: str, params: ops.MuonParams) -> Mapping[str, float]:
+        return self._step(ops.OptimStep(model, self.seq + 1, None, params))
+
+    def _step(self, operation: ops.OptimStep) -> Mapping[str, float]:
         self.seq += 1
-        (result,) = self.do(commands.StepsCommand([ops.OptimStep(model, self.seq, ops.AdamParams(**adam))]))
+        (result,) = self.do(commands.StepsCommand([operation]))
         assert isinstance(result, ops.StepDone), result
         return result.metrics
 

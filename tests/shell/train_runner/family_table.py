@@ -1,11 +1,12 @@
 """What the training server makes of every model family, and the table of it in docs/families.md.
 
-`python -m tests.shell.train_runner.family_table` writes the table; `test_families.py` holds every row of it to what
-comes out.
+`python -m tests.shell.train_runner.family_table` writes the table, and the same as data for `strata models check`;
+`test_families.py` holds every row of it to what comes out.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import tempfile
 import warnings
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -30,6 +32,7 @@ from tests.shell.train_runner import tiny_families
 from tests.shell.train_runner.single_rank import one_rank
 
 DOCUMENT: Final = Path(__file__).parents[3] / "docs" / "families.md"
+DATA: Final = Path(__file__).parents[3] / "src" / "strata" / "train" / "families.json"
 BEGIN: Final = "<!-- families: begin -->"
 END: Final = "<!-- families: end -->"
 HEADING: Final = ("family", "result", "LoRA", "built-in sampler", "why")
@@ -107,6 +110,43 @@ def all_logprobs(base: BaseModel) -> torch.Tensor:
     return base.logprobs(row).view(-1, base.vocabulary)
 
 
+def gradients(base: BaseModel) -> dict[str, torch.Tensor]:
+    """Of all weights, of log probabilities with a weight each, by our pass over one packed row."""
+    content = tokens()
+    row = PackedRow(
+        tokens=content,
+        documents=list(LENGTHS),
+        spans=(),
+        logit_indices=torch.arange(len(content)),
+        targets=content.roll(-1),
+    )
+    (base.logprobs(row) * _loss_weights()).sum().backward()  # type: ignore[no-untyped-call]
+    return {
+        name: torch.zeros(parameter.shape) if parameter.grad is None else _whole(parameter.grad)
+        for name, parameter in base.lm.named_parameters()
+    }
+
+
+def reference_gradients(folder: Path) -> dict[str, torch.Tensor]:
+    """The same by the unmodified model, one document at a time."""
+    model, content = unmodified(folder), tokens()
+    parts = [model(input_ids=part[None], use_cache=False).logits[0] for part in torch.split(content, LENGTHS)]
+    logprobs = torch.log_softmax(torch.cat(parts).float(), dim=-1)[torch.arange(len(content)), content.roll(-1)]
+    (logprobs * _loss_weights()).sum().backward()  # type: ignore[no-untyped-call]
+    return {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for name, parameter in model.named_parameters()
+    }
+
+
+def _loss_weights() -> torch.Tensor:
+    return torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(4))
+
+
+def _whole(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
 def _uses(base: BaseModel, ranks: RankGroup) -> tuple[str, str, str]:
     """What can be adapted, whether it can be sampled, and why not."""
     if base.adapters is None:
@@ -119,7 +159,7 @@ def _uses(base: BaseModel, ranks: RankGroup) -> tuple[str, str, str]:
             kinds.append(kind)
         except StrataError as error:
             reasons.append(str(error))
-    twin = InferenceModel(base.lm, base.decoder, torch.float32, base.settings.logits_bytes)
+    twin = InferenceModel(base, ranks)
     trouble = verify_decode_matches_training(twin, base, ranks.device)
     reasons += [_sentence(trouble)] if trouble else []
     return ", ".join(kinds) or "no", "no" if trouble else "yes", "; ".join(reasons)
@@ -154,6 +194,16 @@ def drawn(outcomes: Sequence[Outcome]) -> str:
     return "\n".join([BEGIN, "", counts(lines), "", *head, *lines, "", END])
 
 
+def as_data(lines: Iterable[str]) -> bytes:
+    """The rows as the package has them."""
+    found = {}
+    for line in lines:
+        family, *cells = (cell.strip() for cell in line.removeprefix("| ").removesuffix(" |").split(" | "))
+        named = zip(("result", "lora", "sampler", "why"), cells, strict=True)
+        found[family] = {name: cell for name, cell in named if cell}
+    return json.dumps(found, indent=1, sort_keys=True, ensure_ascii=False).encode() + b"\n"
+
+
 def main() -> None:
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     with tempfile.TemporaryDirectory() as folder, one_rank(Path(folder)) as ranks:
@@ -161,6 +211,7 @@ def main() -> None:
     document = DOCUMENT.read_text(encoding="utf-8")
     before, after = document.partition(BEGIN)[0], document.partition(END)[2]
     DOCUMENT.write_text(before + drawn(outcomes) + after, encoding="utf-8")
+    DATA.write_bytes(as_data(outcome.row for outcome in outcomes))
 
 
 if __name__ == "__main__":

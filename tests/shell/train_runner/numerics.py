@@ -24,6 +24,7 @@ from strata.train.runner.model_runner import ModelRunner
 from strata.train.runner.runner_dispatcher import RunnerDispatcher, follow
 from strata.train.runner.settings import RunnerSettings
 from tests.shell.train_runner import (
+    checks_custom_loss,
     checks_dispatch,
     checks_files,
     checks_full,
@@ -37,6 +38,7 @@ from tests.shell.train_runner.driver import Driver, Memory
 GENERAL: Sequence[Check] = (
     *checks_lora.CHECKS,
     *checks_losses.CHECKS,
+    *checks_custom_loss.CHECKS,
     *checks_files.CHECKS,
     *checks_dispatch.CHECKS,
     *shared_passes.CHECKS,
@@ -54,14 +56,14 @@ def main(out: Path, *, once_more: bool) -> None:
         if ranks.is_rank0 and not models.exists():
             _make_models(models)
     folder = out.parent / f"{out.stem}-files"
-    thrifty: dict[str, object] = {"activation_checkpointing": True, "logits_bytes": 4 * 512 * 7}
+    thrifty: dict[str, object] = {"activation_checkpointing": 2, "logits_bytes": 4 * 512 * 7}
     stages: Sequence[tuple[str, dict[str, object], Sequence[Check]]] = (
         ("llama", {}, GENERAL),
-        ("llama", {"training": "full"}, checks_full.CHECKS),
+        ("llama", {"training": "full", "replicated_bytes": 1 << 30}, checks_full.CHECKS),
         ("llama", thrifty, checks_lora.SAME_NUMBERS),
         ("llama", {"dtype": "bfloat16"}, checks_lora.ROUGHLY),
         ("qwen3", {}, checks_lora.PARITY),
-        ("qwen3_moe", {}, checks_lora.PARITY),
+        ("qwen3_moe", {}, (*checks_lora.PARITY, checks_files.steps_are_those_of_muon)),
         ("qwen3_moe", {"training": "full"}, checks_full.PARITY),
     )
     if once_more:

@@ -95,6 +95,20 @@ def test_a_checkpoint_that_nobody_touched_is_loaded_also_with_its_manifest_made_
     assert apart_by(before, driver.state("m")) == 0
 
 
+@pytest.mark.parametrize("kind", ["adapter", "whole"])
+def test_a_checkpoint_of_the_format_before_with_digests_of_whole_files_is_loaded(
+    drivers: dict[str, Driver], kind: str
+) -> None:
+    driver = drivers[kind]
+    before = driver.state("m")
+    shutil.copytree(driver.folder / "good", driver.folder / "older")
+    forge(driver.folder / "older", format=2)
+    made = msgspec.json.decode((driver.folder / "older" / MANIFEST).read_bytes(), type=CheckpointManifest)
+    assert {file.digest.partition(":")[0] for file in made.files.values()} == {"sha256"}
+    assert isinstance(driver.load("m", "older"), ops.WeightsLoaded)
+    assert apart_by(before, driver.state("m")) == 0
+
+
 @pytest.mark.parametrize(("kind", "file"), PLACES)
 @pytest.mark.parametrize("place", [0.0, 0.3, 0.999])
 def test_one_flipped_bit_is_refused(drivers: dict[str, Driver], kind: str, file: str, place: float) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from strata.train.core import commands, ops
+from strata.train.runner.lora import is_finite
 from strata.train.runner.model.memory import KernelKills, _cached_bytes, is_out_of_memory, kernel_kills
 from strata.train.runner.model.tiny import TinyModel, make
 from tests.shell.train_runner.driver import datum
@@ -74,6 +75,20 @@ def test_every_form_of_running_out_of_memory_is_known() -> None:
     assert is_out_of_memory(MemoryError())
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert not is_out_of_memory(RuntimeError("Connection closed by peer"))
+
+
+def test_one_number_that_is_not_finite_is_found_anywhere_by_its_bounds() -> None:
+    """And in no number at all there is none: a shard of a small weight may be empty."""
+    assert is_finite(torch.empty(0, 4))
+    for dtype in (torch.float32, torch.bfloat16):
+        for length in (1, 9, 1000):
+            values = torch.linspace(-1e38, 1e38, length).to(dtype)
+            assert is_finite(values)
+            for index in {0, length // 2, length - 1}:
+                for bad in (float("nan"), float("inf"), float("-inf")):
+                    changed = values.clone()
+                    changed[index] = bad
+                    assert not is_finite(changed), (dtype, length, index, bad)
 
 
 @pytest.mark.parametrize("prefix", ["", "total_"])

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from strata.base.errors import StrataError
+from strata.train.checkpoints.checkpoint import CheckpointFile
+from strata.train.runner.snapshot import files
 from tests.support.torchrun import run_on_ranks
 
 ROOT: Final = Path(__file__).parents[3]
@@ -57,3 +64,30 @@ def test_a_writer_that_is_killed_anywhere_leaves_a_whole_snapshot_or_none(tmp_pa
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(done.stdout.splitlines()) >= 7
+
+
+def test_a_snapshot_of_the_format_before_with_digests_of_whole_files_is_verified(tmp_path: Path) -> None:
+    tensors = tmp_path / files.rank_file(0)
+    save_file({"weights": torch.arange(4.0)}, tensors)
+    entry = CheckpointFile(f"sha256:{hashlib.sha256(tensors.read_bytes()).hexdigest()}", tensors.stat().st_size)
+    manifest = files.SnapshotManifest(
+        format=1,
+        base_model="tiny",
+        arch="llama",
+        parameters=4,
+        full=False,
+        ranks=1,
+        base_modified=False,
+        models=[],
+        samplers=[],
+        files={tensors.name: entry},
+    )
+    data = msgspec.json.encode(manifest)
+    (tmp_path / files.MANIFEST).write_bytes(data)
+    read = files.read_manifest(tmp_path, hashlib.sha256(data).hexdigest())
+    files.verify(tmp_path, read, rank=0, ranks=1)
+    damaged = bytearray(tensors.read_bytes())
+    damaged[-1] ^= 1
+    tensors.write_bytes(damaged)
+    with pytest.raises(StrataError, match="not as it was written"):
+        files.verify(tmp_path, read, rank=0, ranks=1)

@@ -71,7 +71,8 @@ class Stage:
         report = encode(self.sampler.run(decode_slice(encoded[0])))
         done = self.scatter.merge([decode_slice_result(one) for one in self.ranks.gather(report)])
         assert done.running + done.free_sequences == self.sampler.limits.sequences * self.ranks.size
-        assert self.sampler._cache.allocated <= self.sampler.limits.cached_tokens
+        cache = self.sampler._cache
+        assert cache.allocated + cache.prefixes.tokens <= self.sampler.limits.cached_tokens
         self.outcomes |= {one.request_id: one.outcome for one in done.ended}
         return done
 

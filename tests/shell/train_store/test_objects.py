@@ -200,7 +200,7 @@ async def test_a_server_that_lost_its_files_brings_them_back_to_load_them(s3: S3
         asked = messages.ImportCheckpoint("one", "theirs", "import-x", "pretended", LORA)
         await stack.look(messages.Done, asked)
         await until({"import-x/weights/theirs@0"})
-        folder = stack.settings.checkpoints / "import-x" / "weights" / "theirs@0"
+        folder = stack.settings.checkpoint_folder / "import-x" / "weights" / "theirs@0"
         shutil.rmtree(folder)
         loading = ops.LoadWeights(model, 1, "import-x", "weights", "theirs", optimizer=True)
         assert isinstance(await stack.result(await stack.submit(loading)), ops.WeightsLoaded)

@@ -182,7 +182,9 @@ class History:
         self.faults: Counter[str] = Counter()
 
     def run(self) -> None:
-        self._send(inputs.CreateJob(JOB, JobConfig(settle_s=0.1, heartbeat_interval_s=1.0, max_shard_failures=10_000)))
+        # Silence is noticed soon: a history has more deaths then.
+        config = JobConfig(settle_s=0.1, heartbeat_interval_s=1.0, missed_beats=3, max_shard_failures=10_000)
+        self._send(inputs.CreateJob(JOB, config))
         for _ in range(self.rng.randint(*self.scale.workers)):
             self._join()
         kinds, weights = zip(*(self._sweeps() if self.scale.sweeps else self._steps()), strict=True)

@@ -29,6 +29,7 @@ class Trainer:
     done_at_s: float
     step: int = 0
     took_s: float = 0.0
+    computed_s: tuple[float, ...] = ()
     busy_until_s: float = 0.0
     waits_at: str | None = None
     hung: bool = False
@@ -38,11 +39,21 @@ class Trainer:
 class Gang:
     """`faults` are the facts that say that somebody is slow, hangs or is gone."""
 
-    def __init__(self, seed: int, workers: int = 16, *, step_s: float = 1.0, tells_time: bool = True) -> None:
+    def __init__(
+        self,
+        seed: int,
+        workers: int = 16,
+        *,
+        step_s: float = 1.0,
+        tells_time: bool = True,
+        tells_computing: bool = False,
+        config: JobConfig | None = None,
+    ) -> None:
         self.rng = random.Random(seed)
         self.step_s = step_s
         self.tells_time = tells_time
-        self.job = Job(JobConfig())
+        self.tells_computing = tells_computing
+        self.job = Job(config or JobConfig())
         self.job.join(*(f"w{number:02}" for number in range(workers)))
         self.job.register_dataset("w00", samples=1_000_000, buckets=BUCKETS, shard_size=10)
         self.faults: list[Fact] = []
@@ -77,6 +88,7 @@ class Gang:
             trainer.step += 1
             trainer.took_s = self._time_s(trainer)
             trainer.done_at_s += trainer.took_s
+            trainer.computed_s = (*trainer.computed_s, trainer.took_s)[-32:]
             if every_steps and trainer.step % every_steps == 0:
                 trainer.waits_at = f"step-{trainer.step}"
                 return
@@ -112,6 +124,7 @@ class Gang:
             trainer.took_s if self.tells_time and trainer.took_s else None,
             now_s < trainer.busy_until_s,
             self.job.job.generation,
+            trainer.computed_s if self.tells_computing else (),
         )
         pulse = self.job.told(HeartbeatReply, Heartbeat(self.job.caller(trainer.worker_id), progress=progress))
         trainer.told = tuple(command.kind for command in pulse.commands)

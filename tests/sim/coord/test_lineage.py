@@ -19,6 +19,7 @@ def test_every_sample_is_in_the_surviving_model_once(group: int) -> None:
         assert problem is None, f"seed {seed}: {problem}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("safeguard", EVERY)
 def test_the_histories_notice_when(safeguard: str) -> None:
     with without(safeguard):

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from strata.coord.core.facts import CommandKind, EscalationLevel, StragglerFinding, WorkerJudged, WorkerLost
+from strata.coord.core.facts import (
+    CommandKind,
+    EscalationLevel,
+    JobConfig,
+    StragglerFinding,
+    WorkerJudged,
+    WorkerLost,
+)
 from tests.core.coord.jobs import CORPUS
 from tests.sim.coord.pacing import Gang
 
-SEEDS = 200
+SEEDS = 100
 GROUPS = 4
 
 
@@ -20,7 +27,8 @@ def judged(gang: Gang) -> list[tuple[str, StragglerFinding, EscalationLevel]]:
 def test_healthy_workers_with_noise_are_never_accused(group: int) -> None:
     for seed in range(group, SEEDS, GROUPS):
         step_s = [0.5, 2.0, 20.0][seed % 3]
-        gang = Gang(seed, 3 + seed % 14, step_s=step_s, tells_time=seed % 2 == 0)
+        tells_computing = seed % 5 < 2
+        gang = Gang(seed, 3 + seed % 14, step_s=step_s, tells_time=seed % 2 == 0, tells_computing=tells_computing)
         for _ in range(3):
             gang.run(150.0 + 16 * step_s, every_steps=round([0, 15, 60][seed // 3 % 3] / step_s))
             gang.disturb()
@@ -43,7 +51,7 @@ def test_a_straggler_among_sixteen_gets_a_smaller_share_of_the_buckets() -> None
 
 
 def test_who_stays_slow_is_told_to_rebalance_then_to_stop_and_is_gone_if_it_does_not() -> None:
-    gang = Gang(2)
+    gang = Gang(2, config=JobConfig(slow_until=EscalationLevel.STOP))
     gang.run(60.0)
     gang.trainers["w03"].factor = 4.0
     told: list[CommandKind] = []
@@ -111,6 +119,14 @@ def test_another_coordinator_stops_who_was_told_to_stop() -> None:
         gang.run(1.0)
     gang.job.restart()
     assert list(gang.job.job.stopping) == ["w07"]
-    gang.run(30.0)
+    gang.run(45.0)
     assert isinstance(gang.faults[-1], WorkerLost)
     assert gang.job.job.stopping == {}
+
+
+def test_slow_hardware_gets_less_data_and_stays() -> None:
+    gang = Gang(6, tells_computing=True)
+    gang.trainers["w03"].factor = 5.0
+    gang.run(600.0)
+    assert judged(gang) == [("w03", StragglerFinding.SLOW, EscalationLevel.REWEIGHT)]
+    assert "w03" in gang.job.job.ranks

@@ -33,8 +33,8 @@ def passed(chain: bytes, data: bytes, *, forward_only: bool, composition: bytes)
     return linked(chain, "forward" if forward_only else "pass", data, composition)
 
 
-def stepped(chain: bytes, adam: ops.AdamParams) -> bytes:
-    return linked(chain, "step", adam)
+def stepped(chain: bytes, params: ops.AdamParams | ops.MuonParams) -> bytes:
+    return linked(chain, "step", params)
 
 
 def aborted(chain: bytes) -> bytes:

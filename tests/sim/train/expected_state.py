@@ -110,7 +110,9 @@ class ExpectedState:
                 return None
             case "server" if number in self.audit.given_up:
                 return None
-            case "server" if isinstance(entry.operation, SampleOperation) and self._quantum_given_up():
+            case "server" if isinstance(entry.operation, SampleOperation) and (
+                self._quantum_given_up() or self._doomed(entry.operation)
+            ):
                 return None
             case _:
                 return f"{future_id} failed ({failure.category}: {failure.message}) for no reason"
@@ -139,7 +141,7 @@ class ExpectedState:
             case ops.ForwardBackward():
                 return self._passed(future_id, operation, now)
             case ops.OptimStep():
-                self._now[model_id] = chain.stepped(now, operation.adam)
+                self._now[model_id] = chain.stepped(now, operation.params)
                 return ops.StepDone(chain.shown(self._now[model_id]))
             case ops.AbortGradients():
                 self._now[model_id] = chain.aborted(now)
@@ -176,4 +178,6 @@ class ExpectedState:
             return ops.Failed("user", "there is no such sampler")
         ranks = SimRanks(self.settings, "judge", {}, self.world)
         ranks.samplers[sample.sampler_id] = chain.weight(self._samplers[sample.sampler_id])
-        return ops.SampleDone(ops.InlinePayload(encode_result(ranks._sample_result(sample))))
+        result = ranks._sample_result(sample)
+        tokens = sum(len(each.tokens) // 4 for each in result.sequences)
+        return ops.SampleDone(ops.InlinePayload(encode_result(result)), tokens)

@@ -57,7 +57,7 @@ class SimRanks(FakeRanks):
                 return self._chained(work), 0
             case commands.StepsCommand():
                 return [
-                    self._changed(each.model_id, partial(chain.stepped, adam=each.adam)) for each in work.operations
+                    self._changed(each.model_id, partial(chain.stepped, params=each.params)) for each in work.operations
                 ], 0
             case commands.SaveState():
                 return [self._saved(work)], 0
@@ -159,7 +159,8 @@ async def run_ranks(
         if isinstance(message, commands.DispatchCommand) and message.generation == ranks.generation:
             audit.told(message, ranks.group)
         if new:
-            await asyncio.sleep(_takes_s(world, trouble))
+            ranks.takes_s = _takes_s(world, trouble)
+            await asyncio.sleep(ranks.takes_s)
             if _deadly(message) or world.hurts(trouble.death / 2):
                 world.kill("ranks")
                 await asyncio.sleep(1e9)

@@ -126,7 +126,11 @@ def settings_for(plan: Plan) -> ServerSettings:
             max_pending_requests=40, max_pending_per_tenant=16, operation_timeout_s=6.0, result_ttl_s=plan.ttl_s
         ),
         sampling=SamplingSettings(max_pending_requests=20, max_running_requests=4),
-        snapshots=SnapshotSettings(every_dispatches=plan.snapshot_dispatches, payload_grace_s=0.0),
+        snapshots=SnapshotSettings(
+            every_dispatches=plan.snapshot_dispatches,
+            every_replay_s=0.5 if plan.snapshot_dispatches else 0.0,
+            payload_grace_s=0.0,
+        ),
     )
 
 

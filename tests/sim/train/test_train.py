@@ -20,6 +20,7 @@ def test_no_seed_is_a_violation(group: int) -> None:
         assert outcome.dispatches > 0, f"seed {seed}: nothing happened"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("safeguard", ablation.EVERY)
 def test_the_simulation_notices(safeguard: str) -> None:
     """From the seed that showed it the last time; if it does not any more, another of the others has to."""

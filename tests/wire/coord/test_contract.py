@@ -33,8 +33,10 @@ ADDED: Final = {
     "IssueCommand": "unary",
     "ListJobs": "unary",
     "CreateJob": "unary",
+    "UpdateJob": "unary",
     "ResetJob": "unary",
     "DeleteJob": "unary",
+    "ListEvents": "unary",
 }
 
 STATES: Final = ("INITIALIZING", "IDLE", "LOADING_DATA", "TRAINING", "CHECKPOINTING", "RECOVERING", "ERROR")

@@ -14,6 +14,7 @@ from strata.cli.doctor.findings import DoctorFinding, FindingState
 from strata.cli.exit_codes import ExitCode
 from strata.cli.fleet.client import hub_option
 from strata.cli.output import Column, Format, Rows, output_option, printable, redact, write
+from strata.cli.watch import watch_option
 
 _COLUMNS: Final = (Column("state"), Column("check"), Column("why"), Column("fix"))
 
@@ -23,6 +24,7 @@ _COLUMNS: Final = (Column("state"), Column("check"), Column("why"), Column("fix"
 @click.option("--state", metavar="FOLDER", help="The agent's state folder (default ~/.local/state/strata/agent).")
 @hub_option
 @output_option
+@watch_option
 def doctor(
     *,
     config: Path | None,

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from strata.cli.fleet.client import format_bytes, format_count, hub_client, hub_option, print_value, short_id
+from strata.cli.fleet.client import format_bytes, format_count, hub_client, hub_option, short_id
 from strata.cli.fleet.wait import print_not_cancelled, wait_for
-from strata.cli.output import Format, output_option, print_error, printable, write
+from strata.cli.output import Format, output_option, print_data, print_error, printable, write
 
 if TYPE_CHECKING:
     from strata.cli.fleet.prepare import PreparedManifest
@@ -175,9 +175,9 @@ def _show_changes(plan: wire.ManifestReply) -> None:
 def _show(plan: wire.ManifestReply, prepared: PreparedManifest | None, output: Format, *, applied: bool) -> None:
     import msgspec
 
-    if output in (Format.JSON, Format.JSONL):
+    if output.for_programs:
         more: dict[str, Any] = {} if prepared is None else {"jobs": list(prepared.manifest.jobs)}
-        print_value(msgspec.to_builtins(plan) | more, output)
+        print_data(msgspec.to_builtins(plan) | more, output)
         return
     write(plan.summary)
     if output is Format.WIDE or not applied:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from strata.base.errors import Code, StrataError
+from strata.cli.completion import complete_jobs
 from strata.cli.fleet.client import (
     find_job,
     format_bytes,
@@ -18,7 +19,10 @@ from strata.cli.fleet.client import (
     print_rows,
     short_id,
 )
+from strata.cli.groups import VerbGroup
 from strata.cli.output import Column, Format, output_option, print_error, write
+from strata.cli.progress import ProgressLine
+from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:
     from strata.fleet import wire
@@ -40,13 +44,13 @@ _LIST: Final = (
 )
 
 
-@click.group()
+@click.group(cls=VerbGroup)
 def artifacts() -> None:
     """List, download and remove the results and checkpoints of jobs."""
 
 
 @artifacts.command("list")
-@click.argument("job", required=False)
+@click.argument("job", required=False, shell_complete=complete_jobs)
 @click.option("--model", default="", metavar="NAME", help="Show only artifacts of this model.")
 @click.option(
     "--kind",
@@ -62,6 +66,7 @@ def artifacts() -> None:
 )
 @hub_option
 @output_option
+@watch_option
 def list_artifacts(  # noqa: PLR0913 (the options of the command)
     *,
     job: str | None,
@@ -147,15 +152,14 @@ def get(artifact: str, folder: Path | None, context: str | None) -> None:
     artifact).
     """
     with hub_client(context, timeout_s=120.0) as client:
-        from strata.fleet.agent.hub_api import HubApi
-        from strata.fleet.artifacts.files import materialise
+        from strata.sdk.datasets import pull_artifact
 
         reply = _artifact(client, artifact)
         target = folder or Path(short_id(reply.id))
         if target.exists():
             raise StrataError(Code.CONFLICT, f"{target} exists already", hint="name another FOLDER")
-        hub = HubApi(client)
-        materialise(reply.manifest, lambda digest, _: hub.chunk(digest, reply.urls.get(digest, "")), target)
+        with ProgressLine(f"downloading {short_id(reply.id)}", format_bytes) as report:
+            pull_artifact(client, reply, target, report)
     print_error(f"strata: {format_count(len(reply.manifest.files), 'file')}, {format_bytes(reply.size)}, in")
     write(str(target))
 

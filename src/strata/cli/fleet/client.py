@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import click
 
 from strata.base.errors import Code, StrataError
+from strata.cli.completion import complete_contexts
 from strata.cli.output import Column, Format, Rows, print_error, printable
 
 if TYPE_CHECKING:
@@ -28,7 +29,10 @@ _OLDER: Final = re.compile(r"(.+)@([1-9][0-9]{0,3})")
 def hub_option(function: _Function) -> _Function:
     """`--context`, passed to the command as `context`."""
     return click.option(
-        "--context", metavar="NAME", help="Use the hub that you logged in to as NAME (default: the current context)."
+        "--context",
+        metavar="NAME",
+        shell_complete=complete_contexts,
+        help="Use the hub that you logged in to as NAME (default: the current context).",
     )(function)
 
 
@@ -49,18 +53,9 @@ def print_rows(
     output: Format, columns: Sequence[Column], rows: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]
 ) -> None:
     """Each row as JSON has it, and the values that tables show differently."""
-    people = output in (Format.TABLE, Format.WIDE)
     with Rows(output, columns) as printed:
         for row, display in rows:
-            printed.add({**row, **display} if people else row)
-
-
-def print_value(value: Mapping[str, Any], output: Format) -> None:
-    import json
-
-    from strata.cli.output import write
-
-    write(json.dumps(value, indent=2 if output is Format.JSON else None))
+            printed.add(row if output.for_programs else {**row, **display})
 
 
 def find_job(client: HubClient, text: str, *, newest: bool = True) -> wire.JobReply:

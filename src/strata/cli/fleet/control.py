@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from strata.base.errors import Code, StrataError
+from strata.cli.completion import complete_hosts, complete_jobs
 from strata.cli.fleet.client import all_hosts, find_job, host_path, hub_client, hub_option, print_rows, short_id
 from strata.cli.fleet.hosts import host_row
 from strata.cli.fleet.jobs import job_row
@@ -22,7 +23,7 @@ _WAIT_S: Final = 20.0
 
 
 @click.command()
-@click.argument("jobs", nargs=-1, required=True, metavar="JOB...")
+@click.argument("jobs", nargs=-1, required=True, metavar="JOB...", shell_complete=complete_jobs)
 @click.option("--reason", default="", metavar="TEXT", help="Reason to record with the job.")
 @hub_option
 @output_option
@@ -32,7 +33,7 @@ def cancel(jobs: tuple[str, ...], reason: str, context: str | None, output: Form
 
 
 @click.command()
-@click.argument("jobs", nargs=-1, required=True, metavar="JOB...")
+@click.argument("jobs", nargs=-1, required=True, metavar="JOB...", shell_complete=complete_jobs)
 @hub_option
 @output_option
 def requeue(jobs: tuple[str, ...], context: str | None, output: Format) -> None:
@@ -45,7 +46,7 @@ def requeue(jobs: tuple[str, ...], context: str | None, output: Format) -> None:
 
 
 @click.command()
-@click.argument("jobs", nargs=-1, required=True, metavar="JOB...")
+@click.argument("jobs", nargs=-1, required=True, metavar="JOB...", shell_complete=complete_jobs)
 @hub_option
 @output_option
 def archive(jobs: tuple[str, ...], context: str | None, output: Format) -> None:
@@ -57,7 +58,7 @@ def archive(jobs: tuple[str, ...], context: str | None, output: Format) -> None:
 
 
 @click.command("exec", context_settings={"ignore_unknown_options": True})
-@click.argument("job")
+@click.argument("job", shell_complete=complete_jobs)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
 @click.option(
     "--timeout",
@@ -163,7 +164,7 @@ def _change_job(client: HubClient, job: wire.Job, verb: str, body: wire.CancelRe
 
 
 @click.command()
-@click.argument("hosts", nargs=-1, required=True, metavar="HOST...")
+@click.argument("hosts", nargs=-1, required=True, metavar="HOST...", shell_complete=complete_hosts)
 @click.option("--reason", default="", metavar="TEXT", help="Reason to record with the host.")
 @hub_option
 @output_option
@@ -173,7 +174,7 @@ def drain(hosts: tuple[str, ...], reason: str, context: str | None, output: Form
 
 
 @click.command()
-@click.argument("hosts", nargs=-1, required=True, metavar="HOST...")
+@click.argument("hosts", nargs=-1, required=True, metavar="HOST...", shell_complete=complete_hosts)
 @click.option("--reason", default="", metavar="TEXT", help="Reason to record with the host.")
 @hub_option
 @output_option
@@ -183,7 +184,7 @@ def pause(hosts: tuple[str, ...], reason: str, context: str | None, output: Form
 
 
 @click.command()
-@click.argument("hosts", nargs=-1, required=True, metavar="HOST...")
+@click.argument("hosts", nargs=-1, required=True, metavar="HOST...", shell_complete=complete_hosts)
 @hub_option
 @output_option
 def resume(hosts: tuple[str, ...], context: str | None, output: Format) -> None:
@@ -192,7 +193,7 @@ def resume(hosts: tuple[str, ...], context: str | None, output: Format) -> None:
 
 
 @click.command()
-@click.argument("host")
+@click.argument("host", shell_complete=complete_hosts)
 @click.option("--reason", default="", metavar="TEXT", help="Reason to record and to report to the host.")
 @hub_option
 def revoke(host: str, reason: str, context: str | None) -> None:

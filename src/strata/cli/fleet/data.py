@@ -17,7 +17,10 @@ from strata.cli.fleet.client import (
     print_rows,
     short_id,
 )
+from strata.cli.groups import VerbGroup
 from strata.cli.output import Column, Format, output_option, print_error, write
+from strata.cli.progress import ProgressLine
+from strata.cli.watch import watch_option
 
 _LIST: Final = (
     Column("name", cut=40),
@@ -28,7 +31,7 @@ _LIST: Final = (
 )
 
 
-@click.group()
+@click.group(cls=VerbGroup)
 def data() -> None:
     """Upload, download and list the data of jobs.
 
@@ -50,7 +53,8 @@ def push(folder: Path, name: str | None, context: str | None) -> None:
         from strata.sdk.datasets import push_data
 
         label = name or folder.resolve().name
-        pushed = push_data(client, folder, label)
+        with ProgressLine(f"uploading {label}", format_bytes) as report:
+            pushed = push_data(client, folder, label, report)
     sent = f"{format_count(pushed.files, 'file')}, {format_bytes(pushed.size)}, {format_bytes(pushed.sent)} sent"
     print_error(f"strata: {label} is {short_id(pushed.artifact_id)} ({sent})")
     write(pushed.artifact_id)
@@ -66,10 +70,13 @@ def pull(name: str, folder: Path | None, context: str | None) -> None:
     if target.exists():
         raise StrataError(Code.CONFLICT, f"{target} exists already", hint="name another FOLDER")
     with hub_client(context, timeout_s=120.0) as client:
-        from strata.sdk.datasets import find_data, pull_data
+        from strata.fleet.agent.hub_api import HubApi
+        from strata.sdk.datasets import find_data, pull_artifact
 
-        files, size = pull_data(client, find_data(client, name), target)
-    print_error(f"strata: {format_count(files, 'file')}, {format_bytes(size)}, in")
+        reply = HubApi(client).artifact(find_data(client, name))
+        with ProgressLine(f"downloading {name}", format_bytes) as report:
+            pull_artifact(client, reply, target, report)
+    print_error(f"strata: {format_count(len(reply.manifest.files), 'file')}, {format_bytes(reply.size)}, in")
     write(str(target))
 
 
@@ -77,6 +84,7 @@ def pull(name: str, folder: Path | None, context: str | None) -> None:
 @click.argument("name", default="")
 @hub_option
 @output_option
+@watch_option
 def list_data(name: str, context: str | None, output: Format) -> None:
     """List uploads, newest first; with NAME only those of that name."""
     with hub_client(context) as client:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from strata.base.errors import Code, StrataError
-from strata.cli.fleet.client import format_duration, hub_client, hub_option, print_value
-from strata.cli.output import Format, output_option, print_error, write
+from strata.cli.fleet.client import format_duration, hub_client, hub_option
+from strata.cli.output import Format, output_option, print_data, print_error, write
 
 if TYPE_CHECKING:
     from strata.base.secret import Secret
@@ -55,9 +55,9 @@ def invite(
         made = client.call_once("POST", "/v1/invites", wire.InviteReply, body=body)
         url = current_context(client_settings(context=context)).url
         pin = read_join_token(made.token).ca_sha256
-    if output in (Format.JSON, Format.JSONL):
+    if output.for_programs:
         value = {"url": url, "token": made.token, "id": made.id, "expires_in_s": made.expires_in_s, "ca_pin": pin}
-        print_value(value, output)
+        print_data(value, output)
         return
     if not made.tls:
         print_error(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from strata.cli.completion import complete_jobs
 from strata.cli.fleet.client import find_job, hub_client, hub_option, print_rows, short_id
 from strata.cli.output import Column, Format, output_option
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 _EVENTS: Final = (
     Column("time"),
     Column("event", cut=17),
-    Column("subject", cut=14),
+    Column("subject", cut=14, identifies=True),
     Column("by", cut=12),
     Column("address", cut=15),
     Column("detail", wide=True),
@@ -28,36 +29,77 @@ _WAIT_S: Final = 20.0
 
 
 @click.command()
-@click.option("--job", default="", metavar="JOB", help="Show only events of this job.")
+@click.option("--job", default="", metavar="JOB", shell_complete=complete_jobs, help="Show only events of this job.")
 @click.option("--subject", default="", metavar="ID", help="Show only events of this host, key or other id.")
-@click.option("-f", "--follow", is_flag=True, help="Continue with new events as they come.")
+@click.option("--kind", multiple=True, metavar="KIND", help="Show only this kind, as in job.failed or 'host.*'.")
+@click.option("--search", default="", metavar="TEXT", help="Show only events with TEXT in them.")
+@click.option(
+    "-n",
+    "--last",
+    default=1000,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Show the last events, at most so many.",
+)
+@click.option("-f", "--follow", "-w", "--watch", "follow", is_flag=True, help="Continue with new events as they come.")
 @hub_option
 @output_option
-def events(job: str, subject: str, follow: bool, context: str | None, output: Format) -> None:  # noqa: FBT001 (click)
+def events(  # noqa: PLR0913 (the options of the command)
+    *,
+    job: str,
+    subject: str,
+    kind: tuple[str, ...],
+    search: str,
+    last: int,
+    follow: bool,
+    context: str | None,
+    output: Format,
+) -> None:
     """Show who changed what in the fleet, and when.
 
     Without --job and --subject, --follow begins with what happens from now on. It prints a line of JSON for each event.
     """
     with hub_client(context) as client:
+        from strata.fleet import wire
+
         if job:
             subject = find_job(client, job).job.id
-        after = "newest" if follow and not subject else ""
+        wanted = wire.EventsQuery(subject=subject, kind=kind, search=search)
         if follow:
             # A table needs the width of all rows.
             output = Format.JSONL
-        rows = ((_row(event), _shown(event)) for event in _read(client, after, subject, follow=follow))
-        print_rows(output, _EVENTS, rows)
+            found = _follow(client, wanted)
+        else:
+            found = _read_last(client, wanted, last)
+        print_rows(output, _EVENTS, ((_row(event), _shown(event)) for event in found))
 
 
-def _read(client: HubClient, after: str, subject: str, *, follow: bool) -> Iterator[wire.FeedEvent]:
+def _read_last(client: HubClient, wanted: wire.EventsQuery, last: int) -> Iterator[wire.FeedEvent]:
+    """The last events, oldest first."""
+    import msgspec
+
     from strata.fleet import wire
 
+    found: list[wire.FeedEvent] = []
+    before = "newest"
+    while before and len(found) < last:
+        query = msgspec.structs.replace(wanted, before=before, limit=min(_PAGE, last - len(found)))
+        reply = client.call("GET", "/v1/events", wire.EventsReply, query=query)
+        found += reply.events
+        before = reply.cursor if reply.more else ""
+    return reversed(found)
+
+
+def _follow(client: HubClient, wanted: wire.EventsQuery) -> Iterator[wire.FeedEvent]:
+    import msgspec
+
+    from strata.fleet import wire
+
+    after = "" if wanted.subject else "newest"
     while True:
-        query = wire.EventsQuery(after=after, subject=subject, limit=_PAGE, wait_s=_WAIT_S if follow else 0.0)
+        query = msgspec.structs.replace(wanted, after=after, limit=_PAGE, wait_s=_WAIT_S)
         reply = client.call("GET", "/v1/events", wire.EventsReply, query=query)
         yield from reply.events
-        if not reply.events and not follow:
-            return
         after = reply.cursor
 
 

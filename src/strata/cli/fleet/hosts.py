@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import click
 
+from strata.cli.completion import complete_hosts
 from strata.cli.fleet.client import (
     all_hosts,
     all_jobs,
@@ -16,11 +17,11 @@ from strata.cli.fleet.client import (
     hub_client,
     hub_option,
     print_rows,
-    print_value,
     short_id,
 )
 from strata.cli.groups import DefaultGroup
-from strata.cli.output import Column, Format, output_option, printable, write
+from strata.cli.output import Column, Format, output_option, print_data, printable, write
+from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,6 +72,7 @@ def workers() -> None:
 @workers.command("list")
 @hub_option
 @output_option
+@watch_option
 def list_hosts(context: str | None, output: Format) -> None:
     """List hosts with their state and hardware."""
     with hub_client(context) as client:
@@ -85,9 +87,10 @@ def list_hosts(context: str | None, output: Format) -> None:
 
 
 @workers.command("show")
-@click.argument("host")
+@click.argument("host", shell_complete=complete_hosts)
 @hub_option
 @output_option
+@watch_option
 def show_host(host: str, context: str | None, output: Format) -> None:
     """Show HOST: what it has for jobs, what runs there, what is free, and how it confines jobs."""
     with hub_client(context) as client:
@@ -96,7 +99,7 @@ def show_host(host: str, context: str | None, output: Format) -> None:
         found = client.call("GET", host_path(host), wire.Host)
         room = client.call("GET", f"{host_path(found.id)}/room", wire.HostRoom)
         now_s = client.call("GET", "/v1/status", wire.StatusReply).now_s
-    if output in (Format.JSON, Format.JSONL):
+    if output.for_programs:
         import msgspec
 
         row = host_row(found, len(room.jobs)) | {
@@ -106,7 +109,7 @@ def show_host(host: str, context: str | None, output: Format) -> None:
             "free": msgspec.to_builtins(room.free),
             "held": msgspec.to_builtins(room.jobs),
         }
-        print_value(row, output)
+        print_data(row, output)
         return
     for name, value in _host_lines(found, room):
         write(f"{name:10}{printable(value)}")

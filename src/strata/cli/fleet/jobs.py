@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from strata.cli.completion import complete_hosts, complete_jobs
 from strata.cli.fleet.client import (
     all_hosts,
     all_jobs,
@@ -18,10 +19,10 @@ from strata.cli.fleet.client import (
     is_hidden,
     names_gang,
     print_rows,
-    print_value,
     short_id,
 )
-from strata.cli.output import Column, Format, output_option, print_error, printable, write
+from strata.cli.output import Column, Format, output_option, print_data, print_error, printable, write
+from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -55,6 +56,7 @@ _RETRIED: Final = (Column("id"), Column("waits", cut=18), Column("attempt", numb
 @click.command()
 @hub_option
 @output_option
+@watch_option
 def status(context: str | None, output: Format) -> None:
     """Show how many jobs and hosts there are, and the latest failures."""
     with hub_client(context) as client:
@@ -65,11 +67,11 @@ def status(context: str | None, output: Format) -> None:
         by_status = {name: counts.by_status.get(name, 0) for name in STATUSES}
         failed = _failures(client, "failed", by_status)
         retried = _failures(client, "pending", by_status)
-    if output in (Format.JSON, Format.JSONL):
+    if output.for_programs:
         shown = [{"id": host.id, "name": host.name, "state": host.state, "presence": host.presence} for host in hosts]
         value = {"jobs": by_status, "ready": counts.ready, "hosts": shown, "failed": failed, "retried": retried}
         value["version"] = counts.version
-        print_value(value, output)
+        print_data(value, output)
         return
     write(_count_jobs(by_status))
     write(_count_hosts(hosts))
@@ -155,13 +157,14 @@ def _failures(client: HubClient, status: str, by_status: Mapping[str, int]) -> l
 )
 @click.option("--model", default="", metavar="NAME", help="Show only jobs of this model.")
 @click.option("--sweep", default="", metavar="NAME", help="Show only jobs of this sweep.")
-@click.option("--host", default="", metavar="HOST", help="Show only jobs on this host.")
+@click.option("--host", default="", metavar="HOST", shell_complete=complete_hosts, help="Show only jobs on this host.")
 @click.option("--project", default="", metavar="NAME", help="Show only jobs of this project.")
 @click.option("--owner", default="", metavar="NAME", help="Show only jobs of this owner.")
 @click.option("--mine", is_flag=True, help="Show only your own jobs.")
 @click.option("-a", "--all", "hidden", is_flag=True, help="Show archived and superseded jobs as well.")
 @hub_option
 @output_option
+@watch_option
 def list_jobs(  # noqa: PLR0913 (the options of the command)
     *,
     statuses: tuple[str, ...],
@@ -288,9 +291,10 @@ def _start_wait_s(job: wire.Job, now_s: float) -> float:
 
 
 @click.command()
-@click.argument("job")
+@click.argument("job", shell_complete=complete_jobs)
 @hub_option
 @output_option
+@watch_option
 def show(job: str, context: str | None, output: Format) -> None:
     """Show JOB and its attempts. JOB is an id, a prefix of an id, or a name: of several jobs the newest.
 
@@ -302,12 +306,12 @@ def show(job: str, context: str | None, output: Format) -> None:
         members = find_members(client, job)
         names = {each.id: each.name for each in all_hosts(client)}
         now_s = client.call("GET", "/v1/status", wire.StatusReply).now_s
-    if output in (Format.JSON, Format.JSONL):
+    if output.for_programs:
         rows = [
             job_row(reply.job, names) | {"attempts": [_attempt_row(each, names) for each in reply.attempts]}
             for reply in members
         ]
-        print_value({"gang": rows[0]["gang"], "members": rows} if names_gang(members[0].job, job) else rows[0], output)
+        print_data({"gang": rows[0]["gang"], "members": rows} if names_gang(members[0].job, job) else rows[0], output)
         return
     for number, reply in enumerate(members):
         if number:

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from strata.base.errors import Code, StrataError
-from strata.cli.fleet.client import hub_client, hub_option, print_rows, print_value
-from strata.cli.output import Column, Format, output_option, print_error, write
+from strata.cli.fleet.client import hub_client, hub_option, print_rows
+from strata.cli.groups import VerbGroup
+from strata.cli.output import Column, Format, output_option, print_data, print_error, write
+from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:
     from strata.fleet import wire
@@ -17,7 +19,7 @@ _KEYS: Final = (Column("id"), Column("name", cut=30), Column("role"), Column("st
 DAY_S: Final = 86_400.0
 
 
-@click.group()
+@click.group(cls=VerbGroup)
 def keys() -> None:
     """Create, list and revoke API keys of people and programs.
 
@@ -50,8 +52,8 @@ def create(*, name: str, role: str, days: float | None, owner: bool, context: st
         wanted = {"name": name, "role": role, "valid_s": valid_s, "owner": owner}
         body = msgspec.convert(wanted, wire.HubKeyRequest)
         made = client.call_once("POST", "/v1/keys", wire.HubKeyReply, body=body)
-    if output in (Format.JSON, Format.JSONL):
-        print_value(_row(made.key) | {"secret": made.secret}, output)
+    if output.for_programs:
+        print_data(_row(made.key) | {"secret": made.secret}, output)
         return
     print_error(f"strata: key {made.key.id} for {name}, {role}; the secret is shown only now")
     write(made.secret)
@@ -60,6 +62,7 @@ def create(*, name: str, role: str, days: float | None, owner: bool, context: st
 @keys.command("list")
 @hub_option
 @output_option
+@watch_option
 def list_keys(context: str | None, output: Format) -> None:
     """List keys, without their secrets."""
     with hub_client(context) as client:

@@ -11,22 +11,33 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from strata.base.errors import Code, StrataError
+from strata.cli.completion import complete_jobs
 from strata.cli.exit_codes import ExitCode
-from strata.cli.fleet.client import error_line, find_job, format_count, hub_client, hub_option, names_gang
+from strata.cli.fleet.client import (
+    error_line,
+    find_job,
+    format_count,
+    format_duration,
+    hub_client,
+    hub_option,
+    names_gang,
+)
 from strata.cli.fleet.why import PendingReasons
 from strata.cli.output import print_error, printable
+from strata.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
     from strata.fleet import wire
     from strata.fleet.client import HubClient, HubResponse
 
 FOLLOW_S: Final = 20.0
+PREPARING_S: Final = 1.0
 _ENDED: Final = ("completed", "failed", "cancelled")
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @click.command()
-@click.argument("job")
+@click.argument("job", shell_complete=complete_jobs)
 @click.option(
     "-f", "--follow", is_flag=True, help="Follow the log until the job has ended, across attempts and restarts."
 )
@@ -72,7 +83,9 @@ class LogFollower:
         self._offset = 0
         self._away = False
         self._out = LogPrinter()
-        self._reasons = PendingReasons(client)
+        self._line = ProgressLine("preparing")
+        self._since_s = time.monotonic()
+        self._reasons = PendingReasons(client, self._line.clear)
 
     def run(self, *, follow: bool, tail: int | None = None, pinned: bool = False) -> None:
         if tail is not None and self._attempt:
@@ -85,11 +98,12 @@ class LogFollower:
                 if not follow or error.code is not Code.UNAVAILABLE:
                     raise
                 self._wait(error.message)
+        self._line.clear()
         self._out.close()
 
     def _advance(self, *, follow: bool, pinned: bool) -> bool:
         """Print the next piece, or go to the next attempt. Whether there may be more."""
-        if self._attempt and not self._print_piece(FOLLOW_S if follow else 0.0, follow=follow):
+        if self._attempt and not self._print_piece(self._wait_s() if follow else 0.0, follow=follow):
             return True
         return follow and not pinned and self._next_attempt()
 
@@ -99,11 +113,19 @@ class LogFollower:
         if self._away:
             print_error("strata: the hub is back")
             self._away = False
+        if reply.content:
+            self._line.clear()
+        elif follow and not self._offset:
+            self._line.waiting(f"source, environment and data, {format_duration(time.monotonic() - self._since_s)}")
         self._out.write(reply.content)
         self._offset += len(reply.content)
         if follow:
             return reply.headers.get("x-strata-ended") == "true"
         return not reply.content
+
+    def _wait_s(self) -> float:
+        """Shorter while the attempt is prepared: a person looks at how long it takes."""
+        return PREPARING_S if not self._offset and sys.stderr.isatty() else FOLLOW_S
 
     def _read(self, offset: int, wait_s: float) -> HubResponse:
         from strata.fleet import wire
@@ -129,7 +151,8 @@ class LogFollower:
                 if self._attempt:
                     ended = _describe_end(reply, self._attempt)
                     print_error(f"strata: attempt {self._attempt} has ended{ended}; attempt {job.attempt} begins")
-                self._attempt, self._offset = job.attempt, 0
+                self._line.clear()
+                self._attempt, self._offset, self._since_s = job.attempt, 0, time.monotonic()
                 self._reasons.on_running()
                 return True
             if job.status in _ENDED:

@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from strata.base.errors import Code, StrataError
+from strata.cli.completion import complete_jobs
 from strata.cli.fleet.client import all_jobs, find_job, hub_client, hub_option, print_rows, short_id
-from strata.cli.output import Column, Format, output_option
+from strata.cli.layout import console_width
+from strata.cli.output import Column, Format, Rows, output_option, printable, write
+from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:
     from strata.fleet import wire
@@ -19,20 +22,22 @@ if TYPE_CHECKING:
 
 MAX_METRICS: Final = 6
 """How many metrics a table shows."""
-WIDTH: Final = 80
 _MAX_PARAMETER_WIDTH: Final = 16
 """A parameter with longer values is not shown as a column."""
 
 
 @click.command()
-@click.argument("jobs", nargs=-1, metavar="[JOB]...")
+@click.argument("jobs", nargs=-1, metavar="[JOB]...", shell_complete=complete_jobs)
 @click.option("--sweep", default="", metavar="NAME", help="Show all completed jobs of this sweep.")
 @click.option("--model", default="", metavar="NAME", help="Show all completed jobs of this model.")
 @click.option("--sort", default="", metavar="METRIC", help="Sort by METRIC, highest value first.")
 @click.option("--lowest", is_flag=True, help="With --sort: lowest value first.")
 @click.option("--over-time", is_flag=True, help="Show every report of one JOB, not only the last value of each metric.")
+@click.option("--plot", is_flag=True, help="Plot the metrics of each JOB over its steps.")
+@click.option("--metric", "names", multiple=True, metavar="METRIC", help="With --plot: only METRIC; repeatable.")
 @hub_option
 @output_option
+@watch_option
 def metrics(  # noqa: PLR0913 (the options of the command)
     *,
     jobs: tuple[str, ...],
@@ -41,19 +46,26 @@ def metrics(  # noqa: PLR0913 (the options of the command)
     sort: str,
     lowest: bool,
     over_time: bool,
+    plot: bool,
+    names: tuple[str, ...],
     context: str | None,
     output: Format,
 ) -> None:
-    """Show the metrics of jobs, side by side or over time.
+    """Show the metrics of jobs, side by side, over time or as plots.
 
     Without JOB: of all completed jobs. Parameters in which the jobs of a sweep differ are shown as columns. A table
     shows up to six metrics, first those that most jobs report; -o wide shows all.
     """
     if over_time and len(jobs) != 1:
         raise click.UsageError("--over-time needs exactly one JOB")
+    if plot and not jobs:
+        raise click.UsageError("--plot needs a JOB")
     with hub_client(context) as client:
         if over_time:
             _over_time(client, find_job(client, jobs[0]).job, output)
+            return
+        if plot:
+            _plot([(job, _series(client, job, names)) for job in _chosen(client, jobs, "", "")], output)
             return
         chosen = _chosen(client, jobs, sweep, model)
         rows = [_compared(client, job) for job in chosen]
@@ -113,9 +125,13 @@ def _parameter(value: Any) -> str:
 
 
 def _compared(client: HubClient, job: wire.Job) -> dict[str, Any]:
+    from strata.fleet import wire
+
     last: dict[str, float] = {}
-    for report in _reports(client, job):
-        last |= {name: value for name, value in report["values"].items() if isinstance(value, float)}
+    if job.attempt:
+        query = wire.MetricsQuery(attempt=job.attempt, points=2)
+        reply = client.call("GET", f"/v1/job/{job.id}/metrics", wire.MetricsReply, query=query)
+        last = {series.name: series.last for series in reply.series if series.last is not None}
     return {
         "id": job.id,
         "job": job.spec.label,
@@ -156,12 +172,52 @@ def _over_time(client: HubClient, job: wire.Job, output: Format) -> None:
     print_rows(output, columns, ((row, _figures(row["values"])) for row in rows))
 
 
+def _series(client: HubClient, job: wire.Job, names: tuple[str, ...]) -> tuple[wire.MetricSeries, ...]:
+    """Of all attempts, with as many points as two terminals have columns: the lowest and highest of each remain."""
+    from strata.fleet import wire
+
+    query = wire.MetricsQuery(points=min(2000, 2 * console_width()), names=names)
+    return client.call("GET", f"/v1/job/{job.id}/metrics", wire.MetricsReply, query=query).series
+
+
+def _plot(chosen: Sequence[tuple[wire.Job, tuple[wire.MetricSeries, ...]]], output: Format) -> None:
+    """One plot for each metric of each job; those of one metric have one scale."""
+    from strata.cli.plot import format_number, plot_lines
+
+    if output.for_programs:
+        import msgspec
+
+        rows = [{"id": job.id, "job": job.spec.label, "series": msgspec.to_builtins(found)} for job, found in chosen]
+        with Rows(output, (Column("id"),)) as printed:
+            for row in rows:
+                printed.add(row)
+        return
+    names = list(dict.fromkeys(series.name for _, found in chosen for series in found))
+    if not names:
+        raise StrataError(Code.NOT_FOUND, "these jobs have reported no metrics", hint="strata.fleet.trainer.report()")
+    for name in names:
+        drawn = [(job, series) for job, found in chosen for series in found if series.name == name and series.values]
+        values = [value for _, series in drawn for value in series.values]
+        for job, series in drawn:
+            last = "not finite" if series.last is None else format_number(series.last)
+            write(f"{printable(name)}  {printable(job.spec.label)}  last {last}, {series.count} values")
+            for line in plot_lines(_over(series), series.values, console_width(), bounds=(min(values), max(values))):
+                write(line)
+            write("")
+
+
+def _over(series: wire.MetricSeries) -> list[float]:
+    """Its steps; seconds since the first report, if not every report has a step."""
+    steps = [float(step) for step in series.steps if step is not None]
+    return steps if len(steps) == len(series.values) else [at_s - series.at_s[0] for at_s in series.at_s]
+
+
 def _show(rows: list[dict[str, Any]], sort: str, varied: dict[str, int], output: Format) -> None:
     counts = _reported(rows)
     names = sorted(counts, key=lambda name: (name != sort, -counts[name], name))
     if output is not Format.WIDE:
         job_width = min(26, max((len(row["job"]) for row in rows), default=0))
-        names = _fitting(names, WIDTH - 12 - job_width - sum(width + 2 for width in varied.values()))
+        names = _fitting(names, console_width() - 12 - job_width - sum(width + 2 for width in varied.values()))
     columns = [Column("id"), Column("job", cut=26), *(Column(name, number=True) for name in (*varied, *names))]
     columns += [Column("hyper", wide=True), Column("status", wide=True)]
     print_rows(output, columns, ((row, _cells(row, varied)) for row in rows))

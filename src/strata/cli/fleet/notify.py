@@ -9,7 +9,9 @@ import click
 
 from strata.base.errors import Code, StrataError
 from strata.cli.fleet.client import hub_client, hub_option, print_rows
+from strata.cli.groups import VerbGroup
 from strata.cli.output import Column, Format, output_option, print_error
+from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:
     from strata.fleet import wire
@@ -18,7 +20,7 @@ EVENTS: Final = ("completed", "failed", "cancelled", "retried", "host_lost", "st
 _COLUMNS: Final = (Column("name"), Column("service"), Column("events"), Column("jobs"))
 
 
-@click.group()
+@click.group(cls=VerbGroup)
 def notify() -> None:
     """Send yourself messages about jobs: Slack, ntfy, e-mail and others.
 
@@ -68,6 +70,7 @@ def add(*, name: str, events: str | None, mine: bool, project: str, all_jobs: bo
 @notify.command("list")
 @hub_option
 @output_option
+@watch_option
 def list_subscriptions(context: str | None, output: Format) -> None:
     """List your subscriptions, without their URLs."""
     with hub_client(context) as client:

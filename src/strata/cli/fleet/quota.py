@@ -10,6 +10,7 @@ import click
 from strata.cli.fleet.client import format_bytes, format_duration, hub_client, hub_option, print_rows
 from strata.cli.groups import DefaultGroup
 from strata.cli.output import Column, Format, output_option, print_error
+from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:
     from strata.fleet import wire
@@ -102,6 +103,7 @@ def quota() -> None:
 @quota.command("list")
 @hub_option
 @output_option
+@watch_option
 def list_quotas(context: str | None, output: Format) -> None:
     """Show the quota and the usage of each owner. '*' is the quota of owners that have none of their own."""
     with hub_client(context) as client:

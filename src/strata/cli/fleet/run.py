@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from strata.cli.completion import complete_hosts
 from strata.cli.exit_codes import ExitCode
 from strata.cli.fleet.client import error_line, find_job, format_bytes, format_count, hub_client, hub_option, short_id
 from strata.cli.output import print_error, printable, write
@@ -102,7 +103,14 @@ class EnvVariableOption(click.ParamType[tuple[str, str]]):
 @click.option(
     "--ram", type=click.FloatRange(min=0), default=0.0, metavar="GIB", help="Require a host with this much memory."
 )
-@click.option("--host", "hosts", multiple=True, metavar="HOST", help="Run only on HOST; repeatable.")
+@click.option(
+    "--host",
+    "hosts",
+    multiple=True,
+    metavar="HOST",
+    shell_complete=complete_hosts,
+    help="Run only on HOST; repeatable.",
+)
 @click.option(
     "--timeout", type=DurationOption(), default="0", metavar="TIME", help="End an attempt after TIME: 90s, 30m, 2h."
 )

@@ -10,6 +10,7 @@ from strata.base.errors import Code, StrataError
 from strata.cli.fleet.client import format_duration, hub_client, hub_option, print_rows, short_id
 from strata.cli.groups import DefaultGroup
 from strata.cli.output import Column, Format, output_option, print_error
+from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:
     from strata.fleet import wire
@@ -42,6 +43,7 @@ def schedules() -> None:
 @schedules.command("list")
 @hub_option
 @output_option
+@watch_option
 def list_schedules(context: str | None, output: Format) -> None:
     """List schedules, when each is due next, and its last run."""
     with hub_client(context) as client:

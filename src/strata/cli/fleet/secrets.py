@@ -9,7 +9,9 @@ import click
 
 from strata.base.errors import Code, StrataError
 from strata.cli.fleet.client import hub_client, hub_option, print_rows
+from strata.cli.groups import VerbGroup
 from strata.cli.output import Column, Format, output_option, print_error
+from strata.cli.watch import watch_option
 
 _SECRETS: Final = (Column("name"), Column("project"), Column("changed"), Column("by"))
 _project_option = click.option(
@@ -17,7 +19,7 @@ _project_option = click.option(
 )
 
 
-@click.group()
+@click.group(cls=VerbGroup)
 def secrets() -> None:
     """Set, list and remove secrets of jobs.
 
@@ -51,6 +53,7 @@ def set_secret(name: str, project: str, context: str | None) -> None:
 @_project_option
 @hub_option
 @output_option
+@watch_option
 def list_secrets(project: str, context: str | None, output: Format) -> None:
     """List the names of secrets, without their values."""
     with hub_client(context) as client:

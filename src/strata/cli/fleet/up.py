@@ -7,6 +7,8 @@ no half: jobs continue under their supervisors, and the next `strata up` resumes
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -18,6 +20,8 @@ from strata.cli.output import print_error
 if TYPE_CHECKING:
     import asyncio
 
+    from strata.base.clock import Clock
+    from strata.coord.private import PrivateCoordinator
     from strata.fleet.agent.loop import Agent
     from strata.fleet.agent.settings import AgentSettings
     from strata.fleet.core.capability import Capability
@@ -65,12 +69,12 @@ def up(
 
     FOLDER holds everything: a SQLite database, logs, artifacts, credentials. All other commands then use this hub.
     Ctrl-C stops both and returns running jobs to the queue, a second Ctrl-C stops at once; the next 'strata up'
-    continues with the same data.
+    continues with the same data. For jobs with several workers it starts a coordinator, if the extra is installed.
     """
     import asyncio
 
     from strata.base import log
-    from strata.base.settings import load, no_color
+    from strata.base.settings import load, no_color, process_environment
     from strata.base.unix_socket import is_listening
     from strata.cli.extras import require
 
@@ -78,6 +82,7 @@ def up(
     require("uvloop", extra="hub")
     from strata.base.loopback import is_loopback_address
     from strata.fleet.agent import settings as agent_settings
+    from strata.http import otel
     from strata.hub import settings as hub_settings
     from strata.sdk.fleet import client_settings
 
@@ -115,7 +120,58 @@ def up(
         )
     style: log.Format = "console" if sys.stderr.isatty() else "json"
     log.configure(style, "info" if verbose else "warning", colour=log.colour_wanted(sys.stderr, no_color=no_color()))
-    asyncio.run(_run(hub, agent, name))
+    stop_traces = otel.configure("strata-up", process_environment())
+    try:
+        with _private_coordinator(hub, agent) as (hub, coordinator):
+            asyncio.run(_run(hub, agent, name, coordinator))
+    finally:
+        stop_traces()
+
+
+@contextmanager
+def _private_coordinator(
+    hub: HubSettings, agent: AgentSettings
+) -> Iterator[tuple[HubSettings, PrivateCoordinator | None]]:
+    """A coordinator of gangs on loopback, and the settings that name it; none if they name one, or without the extra.
+
+    Port and secret stay the same: members of gangs that outlive this process find it again.
+    """
+    import secrets
+    from importlib.util import find_spec
+
+    from msgspec.structs import replace
+
+    from strata.base.atomic import create_file, write_file
+    from strata.base.private import private_folder, require_private_folder
+    from strata.base.secret import read_secret
+    from strata.cli.coordinator import OWN_COMMAND
+    from strata.coord.private import PrivateCoordinator, reserve_port
+    from strata.hub.settings import GangCoordinatorSettings
+
+    if hub.coordinator is not None or find_spec("grpc") is None:
+        yield hub, None
+        return
+    data = hub.data.expanduser()
+    require_private_folder(data, "the hub's files")
+    folder = private_folder(data / "coordinator")
+    secret, port = folder / "token.secret", folder / "port"
+    if not secret.exists():
+        create_file(secret, secrets.token_hex(32).encode())
+    saved = port.read_text(encoding="ascii") if port.exists() else ""
+    try:
+        guard = reserve_port(int(saved) if saved.isdecimal() else 0)
+    except OSError:
+        guard = reserve_port()
+    with guard:
+        number = guard.getsockname()[1]
+        write_file(port, str(number).encode())
+        address = f"127.0.0.1:{number}"
+        # What jobs of another user, or in a sandbox, could not write is left to them.
+        shared = agent.run_as or agent.sandbox.mode != "off"
+        root = "" if shared else str(data.absolute().parent / "checkpoints")
+        settings = GangCoordinatorSettings(address=address, token_secret=read_secret(secret), checkpoint_root=root)
+        coordinator = PrivateCoordinator(command=OWN_COMMAND, address=address, folder=folder, secret=secret)
+        yield replace(hub, coordinator=settings), coordinator
 
 
 def for_one_person(settings: AgentSettings, hub_data: Path) -> AgentSettings:
@@ -128,7 +184,12 @@ def for_one_person(settings: AgentSettings, hub_data: Path) -> AgentSettings:
     return replace(settings, sandbox=replace(sandbox, mode=mode, hidden=hidden))
 
 
-async def _run(hub_settings: HubSettings, agent_settings: AgentSettings, name: str | None) -> None:
+async def _run(
+    hub_settings: HubSettings,
+    agent_settings: AgentSettings,
+    name: str | None,
+    coordinator: PrivateCoordinator | None,
+) -> None:
     import asyncio
 
     from strata.base.clock import SystemClock
@@ -143,14 +204,27 @@ async def _run(hub_settings: HubSettings, agent_settings: AgentSettings, name: s
             await _enrol(hub, agent_settings.state_folder, listeners.address, name or hostname())
             _use_context(hub_settings, listeners.address)
             serving = asyncio.create_task(serve(hub, hub_settings, clock, listeners, stop))
+            coordinating = asyncio.create_task(_coordinate(hub, coordinator, clock))
             try:
                 print_error(f"strata up: hub on {listeners.url}, all data in {_shown(hub_settings.data.parent)}")
+                print_error(f"strata up: dashboard on {listeners.url}/; to log in: strata dashboard")
                 await _warn_about_keys(hub)
                 await _run_agent(agent_settings, serving)
             finally:
                 stop.set()
                 await serving
+                coordinating.cancel()
+                await asyncio.wait([coordinating])
     print_error("strata up: stopped")
+
+
+async def _coordinate(hub: Hub, coordinator: PrivateCoordinator | None, clock: Clock) -> None:
+    """Start the coordinator when a host has got the first member of a gang, and keep it running."""
+    if coordinator is None or hub.context.coordinator is None:
+        return
+    await hub.context.coordinator.needed.wait()
+    print_error(f"strata up: coordinator of gangs on {coordinator.address}, its log in {_shown(coordinator.folder)}")
+    await coordinator.keep(clock, lambda line: print_error(f"strata up: {line}"))
 
 
 async def _enrol(hub: Hub, state: Path, url: str, name: str) -> None:

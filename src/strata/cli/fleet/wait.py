@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections import Counter
@@ -11,10 +12,12 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from strata.base.errors import Code, StrataError
+from strata.cli.completion import complete_jobs
 from strata.cli.exit_codes import ExitCode
 from strata.cli.fleet.client import all_hosts, error_line, find_members, hub_client, hub_option
 from strata.cli.fleet.why import POLL_EVERY_S, PendingReasons
 from strata.cli.output import print_error, printable
+from strata.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
     from strata.fleet import wire
@@ -23,11 +26,13 @@ if TYPE_CHECKING:
 IDLE_S: Final = 5.0
 """When nothing changed for so long, check whether a host can run the jobs at all."""
 REFRESH_EVERY_S: Final = 15.0
+MOST_RUNNING: Final = 20
+"""The progress of so many jobs is read for the bar."""
 _ENDED: Final = ("completed", "failed", "cancelled")
 
 
 @click.command()
-@click.argument("jobs", nargs=-1, required=True, metavar="JOB...")
+@click.argument("jobs", nargs=-1, required=True, metavar="JOB...", shell_complete=complete_jobs)
 @click.option(
     "--timeout",
     "timeout_s",
@@ -91,7 +96,10 @@ class _Watch:
         self._changed_at_s = time.monotonic()
         self._hosts: dict[str, str] = {}
         self._away = False
-        self._reasons = PendingReasons(client, self.clear)
+        self._line = ProgressLine("waiting")
+        self._running: dict[str, float] = {}
+        """How far each of the jobs is that run, as its trainer says."""
+        self._reasons = PendingReasons(client, self._line.clear)
 
     def run_once(self, until_s: float | None) -> ExitCode | None:
         from strata.fleet import wire
@@ -116,6 +124,8 @@ class _Watch:
         reply = self._client.call("GET", "/v1/events", wire.EventsReply, query=query, timeout_s=left_s + 15.0)
         self._cursor = reply.cursor
         changed = {event.subject for event in reply.events}
+        if sys.stderr.isatty():
+            changed.update(itertools.islice(self._running, MOST_RUNNING))
         self._refresh([job_id for job_id in self._open if job_id in changed])
         return self._verdict()
 
@@ -145,12 +155,15 @@ class _Watch:
             reply = self._client.call("GET", f"/v1/job/{job_id}", wire.JobReply)
             before, self._states[job_id] = self._states[job_id], reply.job.status
             self._labels[job_id] = reply.job.spec.label
+            self._running.pop(job_id, None)
+            if reply.job.status == "running":
+                self._running[job_id] = reply.job.progress.fraction if reply.job.progress else 0.0
             if before != reply.job.status:
                 self._changed_at_s = time.monotonic()
                 known = self._only_news and not before and reply.job.status == "completed"
                 if reply.job.status in _ENDED and not known:
                     self._print_end(reply)
-        self._progress()
+        self._draw()
 
     def _print_end(self, reply: wire.JobReply) -> None:
         end = ""
@@ -172,14 +185,12 @@ class _Watch:
         order = (*_ENDED, "running", "claimed", "pending")
         return ", ".join(f"{counts[name]} {name}" for name in order if counts[name])
 
-    def _progress(self) -> None:
-        if sys.stderr.isatty():
-            done = sum(state in _ENDED for state in self._states.values())
-            click.echo(f"\r\x1b[K{done}/{len(self._states)}  {self._counted()}", err=True, nl=False)
+    def _draw(self) -> None:
+        done = sum(state in _ENDED for state in self._states.values()) + sum(self._running.values())
+        self._line(done, len(self._states), self._counted())
 
     def clear(self) -> None:
-        if sys.stderr.isatty():
-            click.echo("\r\x1b[K", err=True, nl=False)
+        self._line.clear()
 
     def _verdict(self) -> ExitCode | None:
         rest = self._open

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
+from strata.cli.completion import complete_jobs
 from strata.cli.exit_codes import ExitCode
-from strata.cli.fleet.client import error_line, find_job, hub_client, hub_option, print_value, wrap_text
-from strata.cli.output import Format, output_option, print_error, printable, write
+from strata.cli.fleet.client import error_line, find_job, hub_client, hub_option, wrap_text
+from strata.cli.output import Format, output_option, print_data, print_error, printable, write
+from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,9 +27,10 @@ _ENDED: Final = {"completed": "is completed", "failed": "has failed", "cancelled
 
 
 @click.command()
-@click.argument("job")
+@click.argument("job", shell_complete=complete_jobs)
 @hub_option
 @output_option
+@watch_option
 def why(job: str, context: str | None, output: Format) -> None:
     """Explain why JOB is not running, and what would help.
 
@@ -41,8 +44,8 @@ def why(job: str, context: str | None, output: Format) -> None:
         reply = find_job(client, job)
         target = reply.job
         answer = client.call("GET", f"/v1/job/{target.id}/why", Why)
-    if output in (Format.JSON, Format.JSONL):
-        print_value(
+    if output.for_programs:
+        print_data(
             {"id": target.id, "job": target.spec.label, "status": target.status} | msgspec.to_builtins(answer), output
         )
     else:

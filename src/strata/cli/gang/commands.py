@@ -10,15 +10,18 @@ import click
 
 from strata.base.errors import Code, StrataError
 from strata.cli.exit_codes import ExitCode
+from strata.cli.extras import require
+from strata.cli.gang.history import print_events, print_goodput
 from strata.cli.gang.run import run
 from strata.cli.gang.screen import screen
 from strata.cli.gang.watch import follow
 from strata.cli.groups import DefaultGroup
 from strata.cli.layout import print_once
 from strata.cli.output import Column, Format, Rows, output_option, print_error
+from strata.cli.watch import check_watched, watch_flag, watch_option
 
 if TYPE_CHECKING:
-    from strata.coord.operator import CommandReceipt, Operator, OperatorSettings
+    from strata.coord.operator import CommandReceipt, JobSettings, Operator, OperatorSettings
     from strata.coord.view import JobSummaryView, WorkerView
 
 T = TypeVar("T")
@@ -27,6 +30,15 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 ANSWER_S: Final = 20.0
 """How long a command may take to be acknowledged: a worker that is not attached hears of it with its next heartbeat."""
 _ACKNOWLEDGED: Final = (Column("worker"), Column("command", number=True), Column("kind"), Column("answer"))
+CHECKPOINT_S: Final = 60.0
+"""How long a checkpoint may take: until all ranks have finished the step that it is of, and have written it."""
+_COMMITTED: Final = (
+    Column("step", number=True),
+    Column("checkpoint_id"),
+    Column("generation", number=True),
+    Column("ranks", number=True),
+    Column("bytes", number=True),
+)
 _SETTINGS: Final = {
     "address": "address",
     "token_file": "token",
@@ -81,7 +93,7 @@ gang.add_command(run)
 
 @gang.command()
 @click.argument("job", required=False)
-@click.option("-w", "--watch", is_flag=True, help="Keep watching: a live screen, or a line for each change if piped.")
+@watch_flag
 @connection_options
 @output_option
 def show(job: str | None, watch: bool, output: Format, **given: Any) -> None:  # noqa: FBT001 (click's signature)
@@ -90,8 +102,8 @@ def show(job: str | None, watch: bool, output: Format, **given: Any) -> None:  #
     Also shows its checkpoints, data, commands and incidents; alerts come first. --watch continues across restarts of
     the coordinator; Ctrl-C ends it. With -o jsonl it prints the whole state after each change.
     """
-    if watch and output is Format.JSON:
-        raise click.UsageError("-o json cannot be combined with --watch: use -o jsonl")
+    if watch:
+        check_watched(output)
     history = 0 if output is Format.TABLE else _ALL
 
     async def show_job(operator: Operator) -> None:
@@ -131,9 +143,56 @@ def _show_jobs(jobs: Iterable[JobSummaryView], output: Format) -> None:
             rows.add(structs.asdict(each))
 
 
+@gang.command()
+@click.argument("job", required=False)
+@click.option(
+    "--kind", "kinds", multiple=True, metavar="KIND", help="Show only this kind, such as worker_lost; repeatable."
+)
+@click.option("--search", default="", metavar="TEXT", help="Show only events whose message or workers contain TEXT.")
+@click.option(
+    "--limit", type=click.IntRange(1, 1000), default=100, show_default=True, metavar="N", help="Show N events at most."
+)
+@click.option("--before", type=click.IntRange(min=1), default=None, metavar="NUMBER", help="Show events before NUMBER.")
+@connection_options
+@output_option
+@watch_option
+def events(
+    job: str | None, kinds: tuple[str, ...], search: str, limit: int, before: int | None, output: Format, **given: Any
+) -> None:
+    """Show what happened to JOB, the latest first.
+
+    Joins, losses, generations, recoveries, checkpoints, commands, slow barriers and incidents, each with its time and
+    what it cost the job. The coordinator keeps up to 2,000 events of a job, also over restarts and failovers.
+    """
+    from strata.base.clock import SystemClock
+
+    found = _ask(job, given, lambda operator: operator.events(kinds, search, before or 0, limit))
+    print_events(found, round(SystemClock().wall_s() * 1000), output)
+    if found.next_before and output is Format.TABLE:
+        print_error(f"strata gang: more with --before {found.next_before}")
+
+
+@gang.command("goodput")
+@click.argument("job", required=False)
+@connection_options
+@output_option
+@watch_option
+def show_goodput(job: str | None, output: Format, **given: Any) -> None:
+    """Show how JOB spent the time of its run.
+
+    Useful training, waiting for workers, checkpoints, detecting losses, restarts, and training that a recovery threw
+    away. The parts add up to the time since the run began.
+    """
+    found = _ask(job, given, lambda operator: operator.goodput())
+    if found is None:
+        raise StrataError(Code.UNSUPPORTED, "this coordinator does not record goodput", hint="update the coordinator")
+    print_goodput(found, output)
+
+
 @gang.command("list")
 @connection_options
 @output_option
+@watch_option
 def list_jobs(output: Format, **given: Any) -> None:
     """List the jobs of the coordinator; with a token, only the job of that token.
 
@@ -143,29 +202,84 @@ def list_jobs(output: Format, **given: Any) -> None:
     _show_jobs(_ask(None, given, lambda operator: operator.jobs()), output)
 
 
+def settings_options(function: _Function) -> _Function:
+    """Settings of one job; passed to the command together with the options of the connection."""
+    seconds = click.FloatRange(min=0.001)
+    options = (
+        click.option("--min", "min_workers", type=click.IntRange(min=1), metavar="N", help="Start with N workers."),
+        click.option("--max", "max_workers", type=click.IntRange(min=1), metavar="N", help="Accept at most N workers."),
+        click.option(
+            "--heartbeat", "heartbeat_interval_s", type=seconds, metavar="SECONDS", help="Interval of heartbeats."
+        ),
+        click.option(
+            "--missed",
+            "missed_heartbeats",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Evict a worker after N intervals of silence.",
+        ),
+        click.option(
+            "--reconnect-grace",
+            "reconnect_grace_s",
+            type=click.FloatRange(min=0),
+            metavar="SECONDS",
+            help="Evict a worker whose connection is broken for SECONDS.",
+        ),
+        click.option(
+            "--param", "parameters", multiple=True, metavar="NAME=VALUE", help="Set a training parameter; repeatable."
+        ),
+    )
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+_JOB_SETTINGS: Final = ("min_workers", "max_workers", "heartbeat_interval_s", "missed_heartbeats", "reconnect_grace_s")
+
+
+def _take_settings(given: dict[str, Any]) -> JobSettings:
+    """Out of the options, which keep those of the connection."""
+    from strata.coord.operator import JobSettings
+
+    parameters = _pairs("--param", given.pop("parameters"))
+    return JobSettings(parameters=parameters, **{name: given.pop(name) for name in _JOB_SETTINGS})
+
+
+def _pairs(option: str, pairs: Iterable[str]) -> dict[str, str]:
+    wrong = [each for each in pairs if "=" not in each]
+    if wrong:
+        raise click.UsageError(f"{option} {wrong[0]} is not NAME=VALUE")
+    return dict(each.split("=", 1) for each in pairs)
+
+
 @gang.command()
 @click.argument("job")
-@click.option(
-    "--min", "least", type=click.IntRange(min=1), default=None, metavar="N", help="Start when N workers have joined."
-)
-@click.option("--max", "most", type=click.IntRange(min=1), default=None, metavar="N", help="Accept at most N workers.")
-@click.option(
-    "--param", "parameters", multiple=True, metavar="NAME=VALUE", help="Set a training parameter; repeatable."
-)
+@settings_options
 @connection_options
 @output_option
-def create(
-    job: str, least: int | None, most: int | None, parameters: tuple[str, ...], output: Format, **given: Any
-) -> None:
+def create(job: str, output: Format, **given: Any) -> None:
     """Create JOB before its first worker joins, with its own settings.
 
     Other settings have the coordinator's defaults. If JOB exists with the same settings, nothing changes.
     """
-    wrong = [each for each in parameters if "=" not in each]
-    if wrong:
-        raise click.UsageError(f"--param {wrong[0]} is not NAME=VALUE")
-    named = dict(each.split("=", 1) for each in parameters)
-    _show_jobs([_ask(job, given, lambda operator: operator.create(least or 0, most or 0, named))], output)
+    require("grpc", extra="worker")
+    settings = _take_settings(given)
+    _show_jobs([_ask(job, given, lambda operator: operator.create(settings))], output)
+
+
+@gang.command()
+@click.argument("job")
+@settings_options
+@connection_options
+@output_option
+def update(job: str, output: Format, **given: Any) -> None:
+    """Change settings of JOB, also while it runs.
+
+    What is not named stays. Workers get new parameters with their next registration, other settings count at once.
+    """
+    require("grpc", extra="worker")
+    settings = _take_settings(given)
+    _show_jobs([_ask(job, given, lambda operator: operator.update(settings))], output)
 
 
 @gang.command()
@@ -190,22 +304,39 @@ def delete(job: str, **given: Any) -> None:
     print_error(f"strata gang: job {job} is deleted")
 
 
-def _order(name: str, kind: str, text: str, *, ends_work: bool) -> None:
+def _arguments_option(function: _Function) -> _Function:
+    return click.option(
+        "--argument",
+        "arguments",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="Give the program an argument; repeatable.",
+    )(function)
+
+
+def _no_option(function: _Function) -> _Function:
+    return function
+
+
+def _order(name: str, kind: str, text: str, *, ends_work: bool, until_gone: bool = False) -> None:
     """Add a subcommand that sends `kind` to workers. One that ends work needs names or --all."""
+    awaited = "all workers gone" if until_gone else "all acknowledgements"
+    arguments_option = _arguments_option if kind == "RELOAD" else _no_option
 
     @gang.command(name, help=text)
     @click.argument("job")
     @click.argument("workers", nargs=-1, metavar="[WORKER]...")
     @click.option("--all", "all_workers", is_flag=True, help="Send the command to all workers of the job.")
     @click.option("--reason", default="", metavar="TEXT", help="Reason for the workers' logs.")
+    @arguments_option
     @click.option(
         "--wait",
         "wait_s",
         type=click.FloatRange(min=0),
-        default=ANSWER_S,
+        default=CHECKPOINT_S if until_gone else ANSWER_S,
         show_default=True,
         metavar="SECONDS",
-        help="Give up after SECONDS without all acknowledgements (exit status 101).",
+        help=f"Give up after SECONDS without {awaited} (exit status 101).",
     )
     @connection_options
     @output_option
@@ -218,6 +349,7 @@ def _order(name: str, kind: str, text: str, *, ends_work: bool) -> None:
         output: Format,
         **given: Any,
     ) -> None:
+        pairs = _pairs("--argument", given.pop("arguments", ()))
         if workers and all_workers:
             raise click.UsageError("name workers or use --all, not both")
         if ends_work and not (workers or all_workers):
@@ -226,21 +358,100 @@ def _order(name: str, kind: str, text: str, *, ends_work: bool) -> None:
         async def issue_command(operator: Operator) -> bool:
             from strata.coord.core.facts import CommandKind
 
-            issued = await operator.issue(CommandKind[kind], workers, reason)
-            return await _acknowledged(operator, issued, kind, wait_s, output)
+            issued = await operator.issue(CommandKind[kind], workers, reason, pairs)
+            return await _acknowledged(operator, issued, kind, wait_s, output, until_gone=until_gone)
 
         if not _ask(job, given, issue_command):
             click.get_current_context().exit(ExitCode.UNFINISHED)
 
 
 _order("stop", "STOP", "Stop workers.", ends_work=True)
-_order("drain", "DRAIN", "Let workers finish their shards and leave.", ends_work=True)
-_order("checkpoint", "CHECKPOINT_NOW", "Make workers write a checkpoint now.", ends_work=False)
+_order(
+    "drain",
+    "DRAIN",
+    "Let workers leave without loss: with a checkpoint from which the others go on, or after their shards.",
+    ends_work=True,
+    until_gone=True,
+)
 _order("rebalance", "REBALANCE", "Make workers register again.", ends_work=False)
+_order(
+    "reload",
+    "RELOAD",
+    "Make the programs of workers read their configuration again (worker.commands).",
+    ends_work=False,
+)
 
 
-async def _acknowledged(operator: Operator, issued: CommandReceipt, kind: str, wait_s: float, output: Format) -> bool:
-    """Wait for the answers and print them. Whether all have answered."""
+@gang.command()
+@click.argument("job")
+@click.option("--reason", default="", metavar="TEXT", help="Reason for the workers' logs.")
+@click.option(
+    "--wait",
+    "wait_s",
+    type=click.FloatRange(min=0),
+    default=CHECKPOINT_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="Give up after SECONDS without a committed checkpoint (exit status 101).",
+)
+@connection_options
+@output_option
+def checkpoint(job: str, reason: str, wait_s: float, output: Format, **given: Any) -> None:
+    """Make all workers of JOB write a checkpoint, and show it when it is committed.
+
+    It is of a step that no worker has finished yet. Programs that do not agree on steps (worker.checkpoint_due) write
+    it where they are. A request that this command gave up waiting for stays.
+    """
+
+    async def request(operator: Operator) -> bool:
+        from strata.coord.core.facts import CommandKind
+
+        return await _committed(operator, await operator.issue(CommandKind.CHECKPOINT_NOW, (), reason), wait_s, output)
+
+    if not _ask(job, given, request):
+        click.get_current_context().exit(ExitCode.UNFINISHED)
+
+
+async def _committed(operator: Operator, issued: CommandReceipt, wait_s: float, output: Format) -> bool:
+    """Wait for the checkpoint that the command asks for and print it. Whether it is committed."""
+    import asyncio
+    from contextlib import aclosing
+
+    from strata.coord.view import CheckpointView, JobView
+
+    if not issued.worker_ids:
+        raise StrataError(Code.PRECONDITION, "the job has no workers: nobody can write a checkpoint")
+    found: CheckpointView | None = None
+    try:
+        async with asyncio.timeout(wait_s), aclosing(operator.watch(_ALL)) as states:
+            async for state in states:
+                known = state.checkpoints if isinstance(state, JobView) else ()
+                found = next((each for each in known if each.command_id == issued.command_id), None)
+                if found is not None:
+                    break
+    except TimeoutError:
+        pass
+    if found is None:
+        print_error(f"strata gang: no checkpoint was committed in {wait_s:g} s; the request stays")
+        return False
+    manifest = found.manifest
+    with Rows(output, _COMMITTED) as rows:
+        rows.add(
+            {
+                "step": manifest.step,
+                "checkpoint_id": manifest.checkpoint_id,
+                "generation": manifest.generation,
+                "ranks": len(manifest.parts),
+                "bytes": sum(part.size_bytes for part in manifest.parts),
+            }
+        )
+    return True
+
+
+async def _acknowledged(
+    operator: Operator, issued: CommandReceipt, kind: str, wait_s: float, output: Format, *, until_gone: bool
+) -> bool:
+    """Wait for the answers and print them. Whether all have answered, and are gone if that is what it takes."""
     import asyncio
     from contextlib import aclosing
 
@@ -249,18 +460,22 @@ async def _acknowledged(operator: Operator, issued: CommandReceipt, kind: str, w
     try:
         async with asyncio.timeout(wait_s), aclosing(operator.watch()) as states:
             async for state in states:
-                answers = _answers(state, issued) or answers
-                if "waiting" not in answers.values():
+                answers = _answers(state, issued, until_gone=until_gone) or answers
+                if not _OPEN & set(answers.values()):
                     break
     except TimeoutError:
         pass
     with Rows(output, _ACKNOWLEDGED) as rows:
         for worker, answer in answers.items():
             rows.add({"worker": worker, "command": issued.command_id, "kind": kind, "answer": answer})
-    return "waiting" not in answers.values()
+    return not _OPEN & set(answers.values())
 
 
-def _answers(state: object, issued: CommandReceipt) -> dict[str, str]:
+_OPEN: Final = frozenset({"waiting", "leaving"})
+"""Answers that others follow."""
+
+
+def _answers(state: object, issued: CommandReceipt, *, until_gone: bool) -> dict[str, str]:
     from strata.coord.view import JobView
 
     if not isinstance(state, JobView):
@@ -269,16 +484,18 @@ def _answers(state: object, issued: CommandReceipt) -> dict[str, str]:
         worker for each in state.commands if each.command.command_id == issued.command_id for worker in each.waiting_for
     }
     return {
-        worker_id: "waiting" if worker_id in waiting else _answer(state.worker(worker_id))
+        worker_id: "waiting" if worker_id in waiting else _answer(state.worker(worker_id), until_gone=until_gone)
         for worker_id in issued.worker_ids
     }
 
 
-def _answer(worker: WorkerView | None) -> str:
+def _answer(worker: WorkerView | None, *, until_gone: bool) -> str:
     """Of a worker that the command does not wait for."""
     if worker is None:
         return "lost"
-    return (worker.liveness or "LOST").lower() if worker.is_gone else "acknowledged"
+    if worker.is_gone:
+        return (worker.liveness or "LOST").lower()
+    return "leaving" if until_gone else "acknowledged"
 
 
 def _ask(job: str | None, given: dict[str, Any], use: Callable[[Operator], Awaitable[T]]) -> T:
@@ -298,7 +515,6 @@ def _ask(job: str | None, given: dict[str, Any], use: Callable[[Operator], Await
 
 def _settings(job: str | None, given: dict[str, Any]) -> OperatorSettings:
     from strata.base.settings import load
-    from strata.cli.extras import require
 
     require("grpc", extra="worker")
     require("psutil", extra="worker")

@@ -30,6 +30,13 @@ def age(ms: float) -> str:
     return f"{seconds / 86_400:.0f}d"
 
 
+def took(seconds: float) -> str:
+    """`0.4ms`, `35ms`, `1.2s`, `5m`."""
+    if seconds < 0.0095:
+        return f"{seconds * 1000:.1f}ms"
+    return f"{seconds * 1000:.0f}ms" if seconds < 0.9995 else age(seconds * 1000)
+
+
 def clock(unix_ms: int, now_ms: int) -> str:
     """The time of day here, with the date unless it is today."""
     at = datetime.fromtimestamp(unix_ms / 1000, UTC).astimezone()

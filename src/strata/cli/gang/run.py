@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from strata.cli.coordinator import OWN_COMMAND
 from strata.cli.exit_codes import ExitCode
 from strata.cli.output import print_error
 
 if TYPE_CHECKING:
-    from strata.coord.view import JobView
+    from strata.coord.view import IncidentView, JobView
 
 _HOSTS: Final = re.compile(r"[1-9]\d*(:[1-9]\d*)?")
 
@@ -96,8 +96,7 @@ def run(ctx: click.Context, /, program: tuple[str, ...], **given: Any) -> None:
     job = given.pop("job") or PurePath(program[0]).stem
     folder = (given.pop("folder") or Path(f"gang-{job}")).absolute()
     options = GangOptions(job=job, folder=folder, program=program, **given)
-    own_coordinator = (sys.executable, "-c", "from strata.cli.main import main; main()", "coordinator")
-    status = asyncio.run(GangLauncher(options, SystemClock(), _say, _Changes().show).run(own_coordinator))
+    status = asyncio.run(GangLauncher(options, SystemClock(), _say, _Changes().show).run(OWN_COMMAND))
     if status == INTERRUPTED:
         _say("interrupted; the same command goes on from the last checkpoint")
         ctx.exit(ExitCode.INTERRUPTED)
@@ -117,7 +116,7 @@ class _Changes:
     def __init__(self) -> None:
         self._generation = 0
         self._step = -1
-        self._incidents_ms = 0
+        self._incidents: frozenset[IncidentView] = frozenset()
 
     def show(self, job: JobView) -> None:
         if job.generation != self._generation:
@@ -127,7 +126,7 @@ class _Changes:
         if max(committed, default=-1) > self._step:
             self._step = max(committed)
             _say(f"the checkpoint of step {self._step} is committed")
-        for each in sorted(job.incidents, key=lambda each: each.at_unix_ms):
-            if each.at_unix_ms > self._incidents_ms:
-                self._incidents_ms = each.at_unix_ms
-                _say(f"{each.kind} {each.worker_id} {each.message}".replace("  ", " "))
+        incidents = frozenset(job.incidents)
+        for each in sorted(incidents - self._incidents, key=lambda each: (each.at_unix_ms, each.worker_id)):
+            _say(f"{each.kind} {each.worker_id} {each.message}".replace("  ", " "))
+        self._incidents = incidents

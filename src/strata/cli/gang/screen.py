@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from strata.cli.gang.format import NAMED, age, alerts, clock, missing_parts, names, summary
-from strata.cli.layout import Cell, Screen, ScreenColumn, Table
+from strata.cli.fleet.client import format_bytes
+from strata.cli.gang.format import NAMED, age, alerts, clock, missing_parts, names, summary, took
+from strata.cli.layout import Cell, Screen, ScreenColumn, Table, bar
 
 if TYPE_CHECKING:
     from strata.coord.view import CheckpointView, DatasetView, JobView, WorkerView
@@ -104,7 +105,7 @@ def _worker(job: JobView, worker: WorkerView, *, wide: bool) -> list[Cell]:
         _worker_state(worker),
         Cell(age(worker.silent_ms) if present else "-", style),
         Cell(_number(worker.step)),
-        Cell("-" if worker.step_time_ms is None else _duration(worker.step_time_ms)),
+        Cell("-" if worker.step_time_ms is None else took(worker.step_time_ms / 1000)),
         Cell(_number(worker.leased_shards if present else None)),
     ]
     return [*cells, *(_worker_wide(worker) if wide else ()), Cell(_worker_note(worker, wide=wide), style)]
@@ -133,7 +134,7 @@ def _worker_wide(worker: WorkerView) -> list[Cell]:
         str(worker.gpu_count),
         f"{worker.weight:g}",
         f"{uses.cpu_percent:.0f}%" if uses else "-",
-        _bytes(uses.memory_used_bytes) if uses else "-",
+        format_bytes(uses.memory_used_bytes) if uses else "-",
         f"{sum(gpu.utilization_percent for gpu in gpus) / len(gpus):.0f}%" if gpus else "-",
         worker.sdk_version or "-",
     ]
@@ -188,7 +189,7 @@ def _checkpoint(job: JobView, checkpoint: CheckpointView, *, wide: bool) -> list
         Cell(f"step {manifest.step}"),
         Cell(str(manifest.generation)),
         Cell(f"{done}/{done + len(checkpoint.missing_ranks)}"),
-        Cell(_bytes(sum(part.size_bytes for part in manifest.parts))),
+        Cell(format_bytes(sum(part.size_bytes for part in manifest.parts))),
         how,
         Cell(manifest.checkpoint_id, "dim"),
     ]
@@ -214,7 +215,7 @@ def _dataset(dataset: DatasetView) -> Iterable[list[Cell]]:
         yield [
             Cell(dataset.dataset_id),
             Cell(str(each.epoch)),
-            Cell(_bar(each.done_shards, dataset.num_shards)),
+            Cell(f"{bar(each.done_shards, dataset.num_shards, BAR)} {each.done_shards}/{dataset.num_shards}"),
             *(Cell(str(count)) for count in counts),
             Cell(str(each.quarantined_shards), "bold red" if each.quarantined_shards else ""),
             finished,
@@ -301,25 +302,6 @@ def _when(job: JobView, unix_ms: int) -> str:
 
 def _number(value: int | None) -> str:
     return "-" if value is None else str(value)
-
-
-def _duration(ms: float) -> str:
-    return f"{ms:.0f}ms" if ms < 1_000 else f"{ms / 1_000:.1f}s"
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1_024:
-            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
-        count /= 1_024
-    return f"{count:.1f} TiB"
-
-
-def _bar(done: int, total: int) -> str:
-    # Rounded down: what is not finished must not look so.
-    full = done * BAR // total if total else 0
-    percent = done * 100 // total if total else 0
-    return f"{'#' * full}{'.' * (BAR - full)} {percent:>3}% {done}/{total}"
 
 
 def _ranges(numbers: Sequence[int]) -> str:

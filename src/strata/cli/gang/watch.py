@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 from strata.cli.gang.format import alerts, changes, clock, summary
 from strata.cli.gang.screen import screen
-from strata.cli.layout import Cell, Screen, console, render, to_json
+from strata.cli.layout import console, render, to_json
 from strata.cli.output import Format, print_error, printable, write
+from strata.cli.watch import is_live, live_screen
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from strata.coord.operator import ConnectionLost
     from strata.coord.view import JobView
 
@@ -22,9 +21,8 @@ async def follow(states: AsyncIterator[JobView | ConnectionLost], output: Format
     if output is Format.JSONL:
         await _each(states, lambda job: write(to_json(job, indent=False)))
         return
-    found = console()
-    if found.is_terminal and not found.is_dumb_terminal:
-        await _live(states, found, wide=output is Format.WIDE)
+    if is_live(output):
+        await _live(states, wide=output is Format.WIDE)
     else:
         await _each(states, Lines().print)
 
@@ -58,19 +56,17 @@ class Lines:
             write(f"{clock(now_ms, now_ms)} {printable(each)}")
 
 
-async def _live(states: AsyncIterator[JobView | ConnectionLost], found: Console, *, wide: bool) -> None:
-    from rich.live import Live
-
+async def _live(states: AsyncIterator[JobView | ConnectionLost], *, wide: bool) -> None:
     from strata.coord.view import JobView
 
-    job: JobView | None = None
-    with Live(console=found, auto_refresh=False, vertical_overflow="ellipsis") as live:
+    to = console()
+    with live_screen() as live:
         async for each in states:
             if isinstance(each, JobView):
-                job = each
-                now_ms = job.observed_at_unix_ms
-                head = Cell(f"{clock(now_ms, now_ms)}  Ctrl-C ends", "dim")
+                now_ms = each.observed_at_unix_ms
+                shown = screen(each, wide=wide, rows=to.height - 1)
+                live.show(render(shown, to.width), clock(now_ms, now_ms))
             else:
-                head = Cell(f"NOT CONNECTED, attempt {each.attempt}: {each.reason}", "bold white on red")
-            shown = Screen([], []) if job is None else screen(job, wide=wide, rows=found.height - 1)
-            live.update(render(shown, found.width, before=[head]), refresh=True)
+                live.lost(f"attempt {each.attempt}: {each.reason}")
+            if live.ended_within(0.0):
+                return

@@ -13,21 +13,18 @@ import click
 from strata.base.errors import Code, StrataError
 from strata.cli.gang.format import clock
 from strata.cli.groups import DefaultGroup
-from strata.cli.layout import Cell, Screen, console, print_once, render, to_json
+from strata.cli.layout import console, print_once, render, to_json
 from strata.cli.output import Format, output_option, print_error, printable, write
 from strata.cli.serve.screen import line, screen
 from strata.cli.training_server import connect_server, context_option, key_file_option
+from strata.cli.watch import TRANSIENT, check_watched, is_live, live_screen, watch_flag
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from strata.fleet.client import HubClient
     from strata.train.core.status import ServerStatus
 
 EVERY_S: Final = 1.0
 ANSWER_S: Final = 15.0
-TRANSIENT: Final = frozenset({Code.UNAVAILABLE, Code.DEADLINE, Code.EXHAUSTED})
-"""Transient errors: a watch continues across restarts of the server."""
 
 
 class Serve(DefaultGroup):
@@ -75,12 +72,17 @@ def run(config: Path, *, make_keys: bool) -> None:
     log.configure(style, settings.server.log_level, colour=log.colour_wanted(sys.stderr, no_color=no_color()))
     model = settings.model.base_model
     ranks = f"{settings.ranks.nproc} ranks" if settings.ranks.mode == "auto" else "ranks started elsewhere"
-    run_launcher(settings, config, lambda where: print_error(f"strata serve: {where}, model {model}, {ranks}"))
+    run_launcher(
+        settings,
+        config,
+        lambda where: print_error(f"strata serve: {where}, model {model}, {ranks}"),
+        api_module="strata.cli.serve.api_process",
+    )
 
 
 @serve.command()
 @click.argument("server", required=False, metavar="[URL|CONFIG]")
-@click.option("-w", "--watch", is_flag=True, help="Keep watching: a live screen, or a line for each change if piped.")
+@watch_flag
 @key_file_option
 @context_option
 @output_option
@@ -90,8 +92,8 @@ def status(*, server: str | None, watch: bool, key_file: Path | None, context: s
     The server is the one at URL, or the one on this machine with the settings file CONFIG; default is the current
     context. With an operator's key all tenants are shown, with any other key its own tenant and the sum of the others.
     """
-    if watch and output is Format.JSON:
-        raise click.UsageError("-o json cannot be combined with --watch: use -o jsonl")
+    if watch:
+        check_watched(output)
     with connect_server(server, key_file, context, own="operator.token", timeout_s=ANSWER_S) as client:
         if watch:
             _follow(_poll(client), output)
@@ -117,7 +119,6 @@ def _poll(client: HubClient) -> Iterator[ServerStatus | StrataError]:
     """Poll for ever. The first call must succeed; later a server that is away may come back."""
     yield _fetch_status(client)
     while True:
-        time.sleep(EVERY_S)
         try:
             current: ServerStatus | StrataError = _fetch_status(client)
         except StrataError as error:
@@ -128,16 +129,16 @@ def _poll(client: HubClient) -> Iterator[ServerStatus | StrataError]:
 
 
 def _follow(statuses: Iterator[ServerStatus | StrataError], output: Format) -> None:
-    to = console()
-    if output is not Format.JSONL and to.is_terminal and not to.is_dumb_terminal:
-        _live(statuses, to, wide=output is Format.WIDE)
+    if is_live(output):
+        _live(statuses, wide=output is Format.WIDE)
     else:
         _print_changes(statuses, output)
 
 
 def _print_changes(statuses: Iterator[ServerStatus | StrataError], output: Format) -> None:
     before, away = "", False
-    for current in statuses:
+    for number, current in enumerate(statuses):
+        time.sleep(EVERY_S if number else 0.0)
         if isinstance(current, StrataError):
             if not away:
                 print_error(f"strata serve: lost the connection: {current.message}; trying again")
@@ -152,18 +153,16 @@ def _print_changes(statuses: Iterator[ServerStatus | StrataError], output: Forma
         before = text
 
 
-def _live(statuses: Iterator[ServerStatus | StrataError], to: Console, *, wide: bool) -> None:
-    from rich.live import Live
-
-    last: ServerStatus | None = None
-    with Live(console=to, auto_refresh=False, vertical_overflow="ellipsis") as live:
+def _live(statuses: Iterator[ServerStatus | StrataError], *, wide: bool) -> None:
+    to = console()
+    with live_screen() as live:
         for current in statuses:
             if isinstance(current, StrataError):
-                head = Cell(f"NOT CONNECTED: {current.message}", "bold white on red")
+                live.lost(current.message)
             else:
-                last, head = current, Cell(f"{_time(current)}  Ctrl-C ends", "dim")
-            shown = Screen([], []) if last is None else screen(last, wide=wide, rows=to.height - 1)
-            live.update(render(shown, to.width, before=[head]), refresh=True)
+                live.show(render(screen(current, wide=wide, rows=to.height - 1), to.width), _time(current))
+            if live.ended_within(EVERY_S):
+                return
 
 
 def _time(current: ServerStatus) -> str:

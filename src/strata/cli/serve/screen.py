@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from strata.cli.fleet.client import format_bytes, format_count
-from strata.cli.gang.format import age, names
+from strata.cli.gang.format import age, names, took
 from strata.cli.layout import Cell, Screen, ScreenColumn, Table
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ TENANTS: Final = 6
 LEAST: Final = 3
 NAME: Final = 16
 """Characters of a name in a sentence."""
+LINE: Final = 80
+"""Characters of a line that another program wrote a part of."""
 _QUIET: Final = ("ready", "busy")
 _TENANT: Final = (
     ScreenColumn("TENANT", cuts=True),
@@ -67,15 +69,9 @@ def line(status: ServerStatus) -> str:
         f"dispatch {status.dispatched}",
         f"{status.trained_tokens_per_s:,.0f} tokens/s trained",
         f"{status.sampled_tokens_per_s:,.0f} sampled",
+        *([f"{len(status.high_gaps)} above the alarm of the sampler gap"] if status.high_gaps else ()),
     ]
     return ", ".join(parts)
-
-
-def took(seconds: float) -> str:
-    """`0.4ms`, `35ms`, `1.2s`, `5m`."""
-    if seconds < 0.0095:
-        return f"{seconds * 1000:.1f}ms"
-    return f"{seconds * 1000:.0f}ms" if seconds < 0.9995 else age(seconds * 1000)
 
 
 def _head(status: ServerStatus) -> str:
@@ -101,7 +97,17 @@ def _alerts(status: ServerStatus) -> list[Cell]:
     if ranks.state == "ready" and len(ranks.answered) < ranks.size:
         missing = sorted(set(range(ranks.size)) - set(ranks.answered))
         alerts.append(Cell(f"! no answer from rank {names([str(each) for each in missing])}", "bold red"))
-    return alerts
+    if status.high_gaps:
+        worst = max(status.high_gaps, key=lambda each: each.gap.mean)
+        others = f"; {len(status.high_gaps) - 1} more" if len(status.high_gaps) > 1 else ""
+        limit = f"alarm above {status.gap_alarm_nats:g}"
+        words = f"! sampler and trainer differ by {worst.gap.mean:.3g} nats per token ({limit}){others}"
+        alerts += [Cell(words[:LINE], "bold red"), Cell(f"  model {worst.model_id}", "red")]
+    return alerts + [
+        Cell(f"! {each.name} is {each.state}: {each.reason}"[:LINE], "bold red")
+        for each in status.engines
+        if each.state != "ready"
+    ]
 
 
 def _sentences(status: ServerStatus) -> list[str]:
@@ -115,6 +121,7 @@ def _sentences(status: ServerStatus) -> list[str]:
         f"{status.sampled_tokens_per_s:,.0f} sampled, in the last minute",
         f"places     {status.models} of {status.slots} models, {status.samplers} of {status.sampler_places} samplers",
         f"ranks      {group}{_recoveries(status)}",
+        *([f"engines    {_engines(status)}"] if status.engines else []),
         f"snapshot   {_snapshot(status)}",
         f"journal    {status.dispatched} {'dispatch' if status.dispatched == 1 else 'dispatches'}, "
         f"generation {status.generation}, led for {age((status.now_s - status.leading_since_s) * 1000)}",
@@ -150,6 +157,13 @@ def _recoveries(status: ServerStatus) -> str:
         return "no recoveries"
     last = f", the last in {took(status.recovery_s)}" if status.recovery_s is not None else ""
     return f"recovered {format_count(status.recoveries, 'time')}{last}"
+
+
+def _engines(status: ServerStatus) -> str:
+    ready = sum(each.state == "ready" for each in status.engines)
+    restarts = sum(max(each.starts - 1, 0) for each in status.engines)
+    again = f", restarted {format_count(restarts, 'time')}" if restarts else ""
+    return f"{ready} of {len(status.engines)} ready{again}"
 
 
 def _snapshot(status: ServerStatus) -> str:

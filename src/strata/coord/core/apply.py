@@ -5,24 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TypeVar, assert_never
 
+from strata.coord.core import history, lifecycle
 from strata.coord.core import ledger as ledgers
-from strata.coord.core import lifecycle
 from strata.coord.core.facts import (
     BarrierDecided,
+    CheckpointAgreed,
     CheckpointCommitted,
     CheckpointPart,
     CheckpointReported,
+    CheckpointRequested,
+    CheckpointStepNamed,
     CommandAcked,
     CommandIssued,
     DatasetRegistered,
+    DrainBegun,
     EscalationLevel,
     Fact,
     GangStatus,
     GenerationFormed,
+    JobConfigured,
     JobCreated,
     JobDeleted,
     JobFinished,
     JobReset,
+    LeaderChanged,
     RanksListed,
     Recovered,
     ShardAcked,
@@ -32,6 +38,7 @@ from strata.coord.core.facts import (
     WorkerJudged,
     WorkerLost,
     WorkerRecovered,
+    is_timed,
 )
 from strata.coord.core.ledger import DatasetLedger, EpochLedger
 from strata.coord.core.state import (
@@ -44,6 +51,7 @@ from strata.coord.core.state import (
     TOMBSTONES_KEPT,
     VERDICTS_KEPT,
     BarrierResult,
+    CheckpointRequest,
     CommittedCheckpoint,
     CoordState,
     GangEvent,
@@ -59,20 +67,25 @@ Key = TypeVar("Key")
 
 def apply(state: CoordState, fact: Fact) -> None:
     if isinstance(fact, JobCreated):
-        state.jobs[fact.job] = JobState(fact.job, fact.config, GangStatus.CREATED)
-        return
-    if isinstance(fact, JobReset | JobDeleted):
+        state.jobs[fact.job] = JobState(fact.job, fact.config, GangStatus.CREATED, leader_epoch=fact.leader_epoch)
+    elif isinstance(fact, JobReset | JobDeleted):
         _end_run(state, fact)
-        return
-    _apply_to_job(state.jobs[fact.job], fact)
+    else:
+        _apply_to_job(state.jobs[fact.job], fact)
+    if is_timed(fact):
+        history.record(state.jobs[fact.job], fact, history.events_kept(len(state.jobs)))
 
 
-def _apply_to_job(job: JobState, fact: Fact) -> None:  # noqa: C901, PLR0912 - one arm per fact
+def _apply_to_job(job: JobState, fact: Fact) -> None:  # noqa: C901, PLR0912, PLR0915 - one arm per fact
     match fact:
         case JobCreated() | JobReset() | JobDeleted():
             raise AssertionError("a job begins and ends outside of itself")
         case JobFinished():
             lifecycle.move(job, GangEvent.FINISH)
+        case JobConfigured():
+            job.config = fact.config
+        case LeaderChanged():
+            job.leader_epoch = fact.leader_epoch
         case WorkerJoined():
             _join(job, fact)
         case WorkerLost():
@@ -106,6 +119,8 @@ def _apply_to_job(job: JobState, fact: Fact) -> None:  # noqa: C901, PLR0912 - o
             _report(job, fact)
         case CheckpointCommitted():
             _commit(job, fact)
+        case CheckpointRequested() | CheckpointStepNamed() | CheckpointAgreed() | DrainBegun():
+            _follow_request(job, fact)
         case Recovered():
             _recover(job, fact)
         case WorkerRecovered():
@@ -137,6 +152,8 @@ def _end_run(state: CoordState, fact: JobReset | JobDeleted) -> None:
         fenced=fenced,
         generation=old.generation,
         last_command=old.last_command,
+        history=history.next_run(old.history),
+        leader_epoch=old.leader_epoch,
     )
 
 
@@ -158,8 +175,12 @@ def _lose(job: JobState, worker_id: str, incarnation: str) -> None:
     member = job.members.pop(worker_id)
     if not job.members:
         lifecycle.move(job, GangEvent.EMPTY)
+        job.checkpoint_request = None
     job.settled = False
     job.stopping.pop(worker_id, None)
+    job.draining.pop(worker_id, None)
+    if job.checkpoint_request is not None:
+        job.checkpoint_request.drain.pop(worker_id, None)
     job.evicted.pop(worker_id, None)
     job.evicted[worker_id] = incarnation
     _drop_oldest(job.evicted, EVICTED_KEPT)
@@ -178,18 +199,18 @@ def _judge(job: JobState, fact: WorkerJudged) -> None:
         member.share = fact.weight
         job.reweighted += 1
     member.level = fact.level
-    if fact.level is EscalationLevel.STOP:
+    if fact.level is EscalationLevel.STOP and not fact.ends_itself:
         job.stopping[fact.worker_id] = fact.reason
 
 
 def _issue_command(job: JobState, fact: CommandIssued) -> None:
     job.last_command = max(job.last_command, fact.command_id)
     known = job.commands.get(fact.command_id)
-    if known is None:
+    if known is None and fact.workers:
         job.commands[fact.command_id] = PendingCommand(
-            fact.command_id, fact.kind, dict.fromkeys(fact.workers), fact.reason, fact.arguments
+            fact.command_id, fact.kind, dict.fromkeys(fact.workers), fact.reason, fact.arguments, fact.at_ms
         )
-    else:
+    elif known is not None:
         known.waiting.update(dict.fromkeys(fact.workers))
     if fact.request_id:
         before = job.requests.get(fact.request_id)
@@ -198,6 +219,39 @@ def _issue_command(job: JobState, fact: CommandIssued) -> None:
         _drop_oldest(job.requests, REQUESTS_KEPT)
         while len(job.requests) > 1 and sum(len(each.workers) for each in job.requests.values()) > REQUESTED_KEPT:
             _drop_oldest(job.requests, len(job.requests) - 1)
+
+
+def _follow_request(
+    job: JobState, fact: CheckpointRequested | CheckpointStepNamed | CheckpointAgreed | DrainBegun
+) -> None:
+    """What becomes of a checkpoint that an operator requested."""
+    match fact:
+        case CheckpointRequested():
+            request = job.checkpoint_request
+            if request is None or request.command_id != fact.command_id:
+                request = CheckpointRequest(fact.command_id, fact.reason, proposal=fact.command_id)
+            request.drain |= dict.fromkeys(fact.drain)
+            job.checkpoint_request = request
+        case CheckpointStepNamed():
+            assert job.checkpoint_request is not None
+            _name_step(job, job.checkpoint_request, fact)
+        case CheckpointAgreed():
+            assert job.checkpoint_request is not None
+            job.checkpoint_request.agreed = True
+        case DrainBegun():
+            job.settled = False
+            job.draining |= dict.fromkeys(fact.workers)
+            # A worker that does not leave is evicted like one that ignores a stop command.
+            job.stopping |= dict.fromkeys(fact.workers, "it was drained")
+
+
+def _name_step(job: JobState, request: CheckpointRequest, fact: CheckpointStepNamed) -> None:
+    if request.proposal != fact.command_id:
+        # The step that it named is of no interest any more.
+        job.commands.pop(request.proposal, None)
+    request.attempts = request.attempts + 1 if request.generation == fact.generation else 1
+    request.proposal, request.generation, request.step = fact.command_id, fact.generation, fact.step
+    request.agreed = False
 
 
 def _ack(job: JobState, fact: ShardAcked) -> None:
@@ -255,8 +309,12 @@ def _commit(job: JobState, fact: CheckpointCommitted) -> None:
                 name: ledgers.position(dataset, collecting.read_until, collecting.late.get(name, {}))
                 for name, dataset in job.datasets.items()
             },
+            committed_at_ms=fact.at_ms,
+            command_id=fact.command_id,
         )
     )
+    if fact.command_id:
+        job.checkpoint_request = None
     # An unfinished one of an earlier step has been overtaken.
     _discard_pending(job, [name for name, each in job.collecting.items() if each.step <= fact.step])
     while len(job.checkpoints) > job.config.keep_checkpoints:

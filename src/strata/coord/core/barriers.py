@@ -43,7 +43,7 @@ def record_arrival(state: CoordState, soft: SoftState, request: ArriveAtBarrier,
     barrier = soft.barriers.get(request.barrier_id)
     if barrier is None:
         timeout_s = job.config.barrier_timeout_s if request.timeout_s is None else request.timeout_s
-        barrier = OpenBarrier(request.barrier_id, request.expected, request.step, now_s + timeout_s)
+        barrier = OpenBarrier(request.barrier_id, request.expected, request.step, now_s + timeout_s, now_s)
         barrier.missing = dict.fromkeys(job.ranks)
         soft.barriers[request.barrier_id] = barrier
     barrier.arrived[request.caller.worker_id] = None

@@ -6,6 +6,7 @@ from itertools import islice
 from typing import Final
 
 from strata.base.errors import Code, StrataError
+from strata.coord.core import checkpoint_requests
 from strata.coord.core.barriers import end_all
 from strata.coord.core.facts import CheckpointCommitted, CheckpointReported, Fact, Recovered, WorkerRecovered
 from strata.coord.core.inputs import (
@@ -47,7 +48,13 @@ def report(state: CoordState, request: ReportCheckpoint) -> tuple[list[Fact], Ch
     _check_step(request, committed or collecting)
     tombstones = _garbage_of_rank(job, indexes, job.ranks[worker_id], request.part.uri)
     if committed is not None:
-        return [], CheckpointState(committed=True, missing_ranks=(), tombstones=tombstones)
+        return [], CheckpointState(
+            committed=True,
+            missing_ranks=(),
+            tombstones=tombstones,
+            generation_ends=not job.settled,
+            drain=worker_id in job.draining,
+        )
     _check(job, request)
     if collecting is not None and worker_id in collecting.parts:
         if collecting.parts[worker_id] != request.part:
@@ -61,8 +68,17 @@ def report(state: CoordState, request: ReportCheckpoint) -> tuple[list[Fact], Ch
     missing = _missing(job, indexes, request.checkpoint_id, collecting, job.ranks[worker_id])
     if missing:
         return [reported], CheckpointState(committed=False, missing_ranks=missing, tombstones=tombstones)
-    done = CheckpointCommitted(job.job, job.generation, request.step, request.checkpoint_id)
-    return [reported, done], CheckpointState(committed=True, missing_ranks=(), tombstones=tombstones)
+    answered = checkpoint_requests.answered_by(job, request.step)
+    command_id = answered.command_id if answered else 0
+    done = CheckpointCommitted(job.job, job.generation, request.step, request.checkpoint_id, command_id=command_id)
+    drains = checkpoint_requests.begin_drain(job, answered)
+    return [reported, done, *drains], CheckpointState(
+        committed=True,
+        missing_ranks=(),
+        tombstones=tombstones,
+        generation_ends=bool(drains),
+        drain=answered is not None and worker_id in answered.drain,
+    )
 
 
 def reporting_member(job: JobState, caller: Caller, *, is_committed: bool) -> Member:

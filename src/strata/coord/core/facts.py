@@ -1,14 +1,15 @@
 """The facts of the coordinator, which are all that is ever journaled.
 
 A fact holds what was decided, not why: to replay it needs no clock and no rule of the version that decided.
-New kinds and new fields with defaults may be added; a field never changes its meaning.
+New kinds and new fields with defaults may be added; a field never changes its meaning. `at_ms` is the leader's time of
+day in milliseconds since 1970, for the history of the job alone; 0: not recorded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum, StrEnum
-from typing import Final
+from typing import Final, TypeGuard, get_args
 
 import msgspec
 
@@ -42,6 +43,12 @@ class CommandKind(IntEnum):
     DRAIN = 5
 
 
+IF_HUNG: Final = "if_hung"
+"""An argument of STOP: what a worker does whose training thread does not move."""
+KILL: Final = "kill"
+"""It ends its process: only then the ranks that wait for it in a collective go on."""
+
+
 class GangStatus(StrEnum):
     """Where a job is in its life cycle."""
 
@@ -73,11 +80,13 @@ class EscalationLevel(StrEnum):
 
 
 class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Set when the job is created; the same for all its workers."""
+    """Set when the job is created, or by an operator later; the same for all its workers."""
 
     heartbeat_interval_s: float = 5.0
-    missed_beats: int = 3
+    missed_beats: int = 6
     """A worker is lost after so many intervals of silence."""
+    reconnect_grace_s: float = 0.5
+    """How long a worker's broken presence stream may take to come back before the worker is lost."""
     settle_s: float = 0.2
     """Members that come or go within this time share one new generation."""
     min_workers: int = 1
@@ -91,7 +100,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Of one dataset. The order of an epoch is computed in one piece, about 0.25 s for each million shards."""
     placement: str = "rendezvous"
     """`rendezvous` or `ring`."""
-    slow_until: EscalationLevel = EscalationLevel.STOP
+    slow_until: EscalationLevel = EscalationLevel.REWEIGHT
     """How far a worker that stays slower than the others may climb: `none`, `reweight`, `rebalance` or `stop`."""
     hang_floor_s: float = 60.0
     """No worker counts as hung before its step has stood still for so long, however short the job's steps are."""
@@ -183,12 +192,23 @@ class CheckpointPart(msgspec.Struct, frozen=True):
 class JobCreated(msgspec.Struct, frozen=True, tag=True):
     job: str
     config: JobConfig
+    at_ms: int = 0
+    leader_epoch: int = 0
+    """Of the leader that created it; 0: not recorded."""
+
+
+class JobConfigured(msgspec.Struct, frozen=True, tag=True):
+    """An operator changed the settings of the job."""
+
+    job: str
+    config: JobConfig
 
 
 class JobFinished(msgspec.Struct, frozen=True, tag=True):
     """All data of the run is consumed, and its last worker has left."""
 
     job: str
+    at_ms: int = 0
 
 
 class JobReset(msgspec.Struct, frozen=True, tag=True):
@@ -196,6 +216,15 @@ class JobReset(msgspec.Struct, frozen=True, tag=True):
 
     job: str
     run: int
+    at_ms: int = 0
+
+
+class LeaderChanged(msgspec.Struct, frozen=True, tag=True):
+    """A coordinator took over a job that has members."""
+
+    job: str
+    leader_epoch: int
+    at_ms: int = 0
 
 
 class JobDeleted(msgspec.Struct, frozen=True, tag=True):
@@ -207,6 +236,7 @@ class WorkerJoined(msgspec.Struct, frozen=True, tag=True):
     worker: RegisteredWorker
     recover_first: bool = False
     """The job has progress: the worker gets no shard before it knows which checkpoint to start from."""
+    at_ms: int = 0
 
 
 class WorkerLost(msgspec.Struct, frozen=True, tag=True):
@@ -214,6 +244,9 @@ class WorkerLost(msgspec.Struct, frozen=True, tag=True):
     worker_id: str
     incarnation: str
     cause: str
+    at_ms: int = 0
+    silent_ms: int = 0
+    """How long nothing had been heard from it."""
 
 
 class WorkerJudged(msgspec.Struct, frozen=True, tag=True):
@@ -226,6 +259,9 @@ class WorkerJudged(msgspec.Struct, frozen=True, tag=True):
     weight: float
     """What its registered weight is multiplied with from now on."""
     reason: str
+    at_ms: int = 0
+    ends_itself: bool = False
+    """At STOP: the worker ends its own process if it still hangs then; it is not evicted as one that does not stop."""
 
 
 class RanksListed(msgspec.Struct, frozen=True, tag=True):
@@ -241,6 +277,7 @@ class GenerationFormed(msgspec.Struct, frozen=True, tag=True):
     job: str
     generation: int
     members: tuple[str, ...]
+    at_ms: int = 0
 
 
 class DatasetRegistered(msgspec.Struct, frozen=True, tag=True):
@@ -275,14 +312,21 @@ class ShardReturned(msgspec.Struct, frozen=True, tag=True):
     lease_id: int
     reason: str
     quarantined: bool
+    at_ms: int = 0
 
 
-class BarrierDecided(msgspec.Struct, frozen=True, tag=True):
+class BarrierDecided(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Only one that was open for long, or timed out, has its time and is part of the history."""
+
     job: str
     generation: int
     barrier_id: str
     verdict: BarrierVerdict
     missing: tuple[str, ...] = ()
+    at_ms: int = 0
+    open_ms: int = 0
+    last_arrival: str = ""
+    """The worker that the others waited for."""
 
 
 class CheckpointReported(msgspec.Struct, frozen=True, tag=True):
@@ -293,6 +337,7 @@ class CheckpointReported(msgspec.Struct, frozen=True, tag=True):
     worker_id: str
     part: CheckpointPart
     consumed: tuple[Consumed, ...] = ()
+    at_ms: int = 0
 
 
 class CheckpointCommitted(msgspec.Struct, frozen=True, tag=True):
@@ -302,6 +347,43 @@ class CheckpointCommitted(msgspec.Struct, frozen=True, tag=True):
     generation: int
     step: int
     checkpoint_id: str
+    at_ms: int = 0
+    command_id: int = 0
+    """The operator's command that it answers; 0: none."""
+
+
+class CheckpointRequested(msgspec.Struct, frozen=True, tag=True):
+    """An operator wants a checkpoint. The same id again: more workers leave the job after it."""
+
+    job: str
+    command_id: int
+    reason: str = ""
+    drain: tuple[str, ...] = ()
+    """Workers that leave as soon as it is committed."""
+
+
+class CheckpointStepNamed(msgspec.Struct, frozen=True, tag=True):
+    """The requested checkpoint shall be of this step, if all ranks agree; the command that carries it to them."""
+
+    job: str
+    command_id: int
+    generation: int
+    step: int
+
+
+class CheckpointAgreed(msgspec.Struct, frozen=True, tag=True):
+    """Every rank holds at this step or has not reached it: all of them write the checkpoint of it."""
+
+    job: str
+    generation: int
+    step: int
+
+
+class DrainBegun(msgspec.Struct, frozen=True, tag=True):
+    """The checkpoint before the drain is committed: these workers leave, and the next generation waits for that."""
+
+    job: str
+    workers: tuple[str, ...]
 
 
 class Recovered(msgspec.Struct, frozen=True, tag=True):
@@ -312,6 +394,7 @@ class Recovered(msgspec.Struct, frozen=True, tag=True):
     bad_checkpoint_id: str | None = None
     recover_first: bool = False
     """Members get no shard before their own `WorkerRecovered`. Journals from before that fact do not say so."""
+    at_ms: int = 0
 
 
 class WorkerRecovered(msgspec.Struct, frozen=True, tag=True):
@@ -319,6 +402,7 @@ class WorkerRecovered(msgspec.Struct, frozen=True, tag=True):
 
     job: str
     worker_id: str
+    at_ms: int = 0
 
 
 class CommandIssued(msgspec.Struct, frozen=True, tag=True):
@@ -332,6 +416,7 @@ class CommandIssued(msgspec.Struct, frozen=True, tag=True):
     arguments: dict[str, str] = {}
     request_id: str = ""
     """The operator's id of the request, which makes it idempotent."""
+    at_ms: int = 0
 
 
 class CommandAcked(msgspec.Struct, frozen=True, tag=True):
@@ -342,9 +427,11 @@ class CommandAcked(msgspec.Struct, frozen=True, tag=True):
 
 Fact = (
     JobCreated
+    | JobConfigured
     | JobFinished
     | JobReset
     | JobDeleted
+    | LeaderChanged
     | WorkerJoined
     | WorkerLost
     | WorkerJudged
@@ -357,11 +444,41 @@ Fact = (
     | BarrierDecided
     | CheckpointReported
     | CheckpointCommitted
+    | CheckpointRequested
+    | CheckpointStepNamed
+    | CheckpointAgreed
+    | DrainBegun
     | Recovered
     | WorkerRecovered
     | CommandIssued
     | CommandAcked
 )
+
+TimedFact = (
+    JobCreated
+    | JobFinished
+    | JobReset
+    | LeaderChanged
+    | WorkerJoined
+    | WorkerLost
+    | WorkerJudged
+    | GenerationFormed
+    | ShardReturned
+    | BarrierDecided
+    | CheckpointReported
+    | CheckpointCommitted
+    | Recovered
+    | WorkerRecovered
+    | CommandIssued
+)
+"""Facts that the history and the goodput of a job are made of."""
+_TIMED: Final = frozenset(get_args(TimedFact))
+
+
+def is_timed(fact: Fact) -> TypeGuard[TimedFact]:
+    """Cheaper than `isinstance` with so many kinds: every fact is asked."""
+    return type(fact) in _TIMED
+
 
 NAMES_BYTES: Final = 512 << 10
 """How much of a fact names may take: half of what a journal takes as one fact."""

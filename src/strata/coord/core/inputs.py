@@ -14,6 +14,7 @@ from strata.coord.core.facts import (
     JobConfig,
     RegisteredWorker,
 )
+from strata.coord.core.hang_diagnosis import HangReport
 from strata.coord.core.ledger import ShardRange
 from strata.coord.core.state import CommittedCheckpoint, PendingCommand, StepProgress
 
@@ -31,6 +32,14 @@ class Caller:
 @dataclass(frozen=True)
 class CreateJob:
     """Before any worker joins. Idempotent: the same configuration twice is no change."""
+
+    job: str
+    config: JobConfig
+
+
+@dataclass(frozen=True)
+class UpdateJob:
+    """An operator changes settings of a job, also while it runs. The same configuration twice is no change."""
 
     job: str
     config: JobConfig
@@ -61,6 +70,8 @@ class Heartbeat:
     """None from a worker that does not count its steps."""
     read_until: tuple[tuple[int, int], ...] | None = None
     """By lease, how far the worker has read; None if it does not report that."""
+    hang_report: tuple[int, HangReport] | None = None
+    """The number of a probe and the report."""
 
 
 @dataclass(frozen=True)
@@ -178,9 +189,13 @@ class DeleteJob:
 class Tick:
     """Time passes: silent members are evicted, generations form, barriers time out, stragglers are found."""
 
+    wall_s: float | None = None
+    """The time of day, for the history; None: unknown."""
+
 
 Input = (
     CreateJob
+    | UpdateJob
     | Register
     | Leave
     | Heartbeat
@@ -260,6 +275,10 @@ class CheckpointState:
     missing_ranks: tuple[int, ...]
     tombstones: tuple[str, ...]
     """Old parts that the caller may delete: those of its rank, and its share of those of ranks that are no more."""
+    generation_ends: bool = False
+    """The checkpoint is committed, and the generation goes no further than that."""
+    drain: bool = False
+    """The caller leaves now."""
 
 
 @dataclass(frozen=True)

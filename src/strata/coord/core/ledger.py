@@ -255,6 +255,9 @@ def rewind(datasets: DatasetLedger, to: DatasetPosition) -> None:
         )
         for each in to.epochs
     }
+    # All of an epoch may be in the checkpoint though its last acks came later: no ack will come that closes it.
+    for epoch in list(datasets.epochs):
+        close_finished(datasets, epoch)
 
 
 def _finished_ledger(datasets: DatasetLedger, epoch: int) -> EpochLedger:

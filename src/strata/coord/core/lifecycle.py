@@ -59,7 +59,7 @@ def _is_consumed(job: JobState) -> bool:
 
 def reset(state: CoordState, request: ResetJob) -> list[Fact]:
     """The next run, from the beginning. Naming the run that ends makes a repeated request harmless."""
-    job = _job_of(state, request.job)
+    job = job_named(state, request.job)
     if request.run and request.run < job.run:
         return []
     _check(job, GangEvent.RESET, "reset")
@@ -67,12 +67,12 @@ def reset(state: CoordState, request: ResetJob) -> list[Fact]:
 
 
 def delete(state: CoordState, request: DeleteJob) -> list[Fact]:
-    job = _job_of(state, request.job)
+    job = job_named(state, request.job)
     _check(job, GangEvent.DELETE, "deleted")
     return [JobDeleted(job.job)]
 
 
-def _job_of(state: CoordState, name: str) -> JobState:
+def job_named(state: CoordState, name: str) -> JobState:
     job = state.jobs.get(name)
     if job is None:
         raise StrataError(Code.NOT_FOUND, f"there is no job {name!r}", reason="unknown-job")

@@ -1,5 +1,8 @@
 """Liveness: heartbeats, when each member was last heard from, and the eviction of members that expired.
 
+A member with an open presence stream lives although it sends nothing: the gRPC threads of its process answer pings,
+also while its Python threads wait for the GIL, and a frozen process breaks the stream. Its steps tell whether it hangs.
+
 The functions under "Writers" are called by the machine's `observe`; the others only read.
 """
 
@@ -16,8 +19,11 @@ from strata.coord.core.state import CoordState, JobState, PendingCommand, SoftSt
 
 GRACE_BEATS: Final = 2
 """Intervals beyond the timeout that members known from the journal get when a process begins to lead."""
-RECONNECT_GRACE_S: Final = 0.5
-"""How long a broken presence stream may take to come back."""
+
+SILENT_FLOORS: Final = 5
+MOST_SILENT_S: Final = 600.0
+"""A member that is attached may be silent for so many times `hang_floor_s`, and for so long: a proxy may answer pings
+for a process that is gone, and one that has reported no step is never found to hang."""
 
 
 def interval_s(state: CoordState, job: JobState) -> float:
@@ -100,10 +106,14 @@ def replaced(worker_id: str) -> StrataError:
 
 def expired(job: JobState, soft: SoftState, timeout_s: float, now_s: float) -> dict[str, str]:
     """By worker, why it is to be evicted: a broken presence stream, silence, or a stop command that it ignores."""
-    broken = [worker for worker, since_s in soft.disconnected_at_s.items() if now_s - since_s >= RECONNECT_GRACE_S]
+    grace_s = job.config.reconnect_grace_s
+    broken = [worker for worker, since_s in soft.disconnected_at_s.items() if now_s - since_s >= grace_s]
     causes = dict.fromkeys(broken, "connection lost")
+    attached_timeout_s = max(timeout_s, min(SILENT_FLOORS * job.config.hang_floor_s, MOST_SILENT_S))
     for worker_id in _timed_out(job, soft, now_s - timeout_s):
-        causes.setdefault(worker_id, f"silent for {timeout_s:g} s")
+        limit_s = attached_timeout_s if worker_id in soft.attached else timeout_s
+        if now_s - soft.seen_s[worker_id] >= limit_s:
+            causes.setdefault(worker_id, f"silent for {limit_s:g} s")
     for worker_id, reason in straggler_policy.ignored_stops(job, soft, timeout_s, now_s).items():
         causes.setdefault(worker_id, f"did not stop when told to: {reason}")
     return causes
@@ -126,6 +136,11 @@ def _timed_out(job: JobState, soft: SoftState, since_s: float) -> list[str]:
     if first is not None and soft.seen_s[first] <= since_s:
         found += soft.not_yet_seen
     return found
+
+
+def silent_but_attached(soft: SoftState, now_s: float) -> list[str]:
+    """Members that send nothing at the moment and yet live."""
+    return [worker_id for worker_id in _silent(soft, now_s - soft.interval_s) if worker_id in soft.attached]
 
 
 def _silent(soft: SoftState, since_s: float) -> list[str]:
@@ -200,6 +215,7 @@ def observe_heartbeat(
 ) -> None:
     if progress is not None:
         soft.stragglers.progress[worker_id] = (progress, now_s)
+        soft.progress[worker_id] = progress
     if read_until is not None:
         soft.read_until[worker_id] = read_until
     touch_presence(soft, worker_id, now_s)
@@ -271,7 +287,9 @@ def extend_deadlines(soft: SoftState, blind_s: float, now_s: float) -> None:
 
 
 def forget(soft: SoftState, worker_id: str) -> None:
+    soft.attached.discard(worker_id)
     soft.read_until.pop(worker_id, None)
+    soft.progress.pop(worker_id, None)
     soft.seen_s.pop(worker_id, None)
     soft.disconnected_at_s.pop(worker_id, None)
     soft.not_yet_seen.pop(worker_id, None)

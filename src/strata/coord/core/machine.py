@@ -12,13 +12,25 @@ from typing import Final, assert_never
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.coord.core import barriers, checkpoints, lifecycle, liveness, members, shards, straggler_policy
+from strata.coord.core import (
+    barriers,
+    checkpoint_requests,
+    checkpoints,
+    history,
+    lifecycle,
+    liveness,
+    members,
+    shards,
+    straggler_policy,
+)
 from strata.coord.core.apply import apply
 from strata.coord.core.facts import (
     BarrierDecided,
     CheckpointReported,
     CommandIssued,
+    CommandKind,
     DatasetMode,
+    DrainBegun,
     Fact,
     GangStatus,
     GenerationFormed,
@@ -54,6 +66,7 @@ from strata.coord.core.inputs import (
     ResetJob,
     ShardAssignment,
     Tick,
+    UpdateJob,
 )
 from strata.coord.core.state import CoordState, JobState, SoftState
 
@@ -117,7 +130,7 @@ class CoordMachine:
 def observe(state: CoordState, request: Input, now_s: float) -> None:
     """A request arrived: record what it says about its sender, whatever will be decided about it."""
     if isinstance(request, Tick):
-        _observe_tick(state, now_s)
+        _observe_tick(state, request, now_s)
     elif isinstance(request, Register):
         _observe_registration(state, request, now_s)
     elif isinstance(request, FromMember):
@@ -136,9 +149,13 @@ def _observe_member(state: CoordState, soft: SoftState, request: FromMember, now
             liveness.call_opened(soft, request.caller)
         case Heartbeat():
             liveness.observe_heartbeat(soft, worker_id, request.progress, request.read_until, now_s)
+            if request.hang_report is not None:
+                straggler_policy.record_report(soft, worker_id, *request.hang_report)
         case Attached():
+            soft.attached.add(worker_id)
             liveness.touch_presence(soft, worker_id, now_s)
         case Detached():
+            soft.attached.discard(worker_id)
             soft.disconnected_at_s.setdefault(worker_id, now_s)
         case ArriveAtBarrier():
             liveness.touch(soft, worker_id, now_s)
@@ -154,7 +171,9 @@ def _observe_registration(state: CoordState, request: Register, now_s: float) ->
         liveness.touch_presence(state.writable_soft(request.job), request.worker.worker_id, now_s)
 
 
-def _observe_tick(state: CoordState, now_s: float) -> None:
+def _observe_tick(state: CoordState, tick: Tick, now_s: float) -> None:
+    if tick.wall_s is not None:
+        state.wall_offset_s = tick.wall_s - now_s
     blind_s = now_s - state.ticked_s if state.ticked_s is not None else 0.0
     state.ticked_s = now_s
     state.fleet = sum(len(job.members) for job in state.jobs.values())
@@ -172,7 +191,8 @@ def _observe_tick(state: CoordState, now_s: float) -> None:
         for worker_id in expired.keys() - job.members.keys():
             _forget(soft, worker_id)
         if job.settled and not expired.keys() & job.members.keys():
-            straggler_policy.evaluate(job, soft, liveness.interval_s(state, job), now_s)
+            interval_s = liveness.interval_s(state, job)
+            straggler_policy.evaluate(job, soft, interval_s, now_s, silent=liveness.silent_but_attached)
         else:
             soft.stragglers.incidents = ()
 
@@ -188,7 +208,7 @@ def observe_outcome(state: CoordState, request: Input, outcome: Outcome, now_s: 
             state.writable_soft(request.caller.job).stragglers.idle.add(request.caller.worker_id)
 
 
-def _observe_fact(state: CoordState, fact: Fact, now_s: float) -> None:
+def _observe_fact(state: CoordState, fact: Fact, now_s: float) -> None:  # noqa: C901 - one arm per fact
     soft = state.writable_soft(fact.job)
     match fact:
         case ShardsGranted():
@@ -197,8 +217,9 @@ def _observe_fact(state: CoordState, fact: Fact, now_s: float) -> None:
         case WorkerJoined():
             liveness.touch_presence(soft, fact.worker.worker_id, now_s)
             _membership_changed(soft, now_s)
-        case WorkerLost():
-            _forget(soft, fact.worker_id)
+        case WorkerLost() | DrainBegun():
+            if isinstance(fact, WorkerLost):
+                _forget(soft, fact.worker_id)
             _membership_changed(soft, now_s)
         case GenerationFormed():
             soft.unsettled_s = None
@@ -234,13 +255,15 @@ def _membership_changed(soft: SoftState, now_s: float) -> None:
 
 def decide(state: CoordState, request: Input, now_s: float) -> Outcome:
     facts, reply = _decide(state, request, now_s)
-    return Outcome(reply, tuple(facts))
+    return Outcome(reply, tuple(history.annotate(state, fact, now_s) for fact in facts))
 
 
 def _decide(state: CoordState, request: Input, now_s: float) -> tuple[list[Fact], Reply]:  # noqa: C901, PLR0911, PLR0912
     match request:
         case CreateJob():
             return members.create(state, request), NoContent()
+        case UpdateJob():
+            return members.update(state, request), NoContent()
         case Register():
             return members.register(state, request), NoContent()
         case Leave():
@@ -280,13 +303,20 @@ def _issue(state: CoordState, request: IssueCommand) -> tuple[list[Fact], Issued
         raise StrataError(Code.NOT_FOUND, f"there is no job {request.job!r}", reason="unknown-job")
     known = job.requests.get(request.request_id) if request.request_id else None
     if known is not None:
-        return [], IssuedCommand(known.command_id, known.workers)
+        # A request that shares the checkpoint of another one is known without workers.
+        return [], IssuedCommand(known.command_id, known.workers or tuple(job.members))
     unknown = [worker for worker in request.workers if worker not in job.members]
     if unknown:
         raise StrataError(Code.NOT_FOUND, f"job {request.job!r} has no worker {unknown[0]!r}", reason="unknown-worker")
     workers = tuple(dict.fromkeys(request.workers or job.members))
     if not workers:
         return [], IssuedCommand(0, ())
+    soft = state.soft_of(request.job)
+    if request.kind is CommandKind.CHECKPOINT_NOW:
+        return checkpoint_requests.issue_checkpoint(job, soft, request)
+    drain = checkpoint_requests.issue_drain(job, soft, request, workers) if request.kind is CommandKind.DRAIN else None
+    if drain is not None:
+        return drain
     command_id = job.last_command + 1
     facts: list[Fact] = [
         CommandIssued(job.job, command_id, request.kind, names, request.reason, request.arguments, request.request_id)
@@ -299,12 +329,15 @@ def _tick(state: CoordState, now_s: float) -> list[Fact]:
     facts: list[Fact] = []
     for job in state.jobs.values():
         soft = state.soft_of(job.job)
+        facts += history.leader_changes(state, job)
         evicted = liveness.evict_expired(job, soft, liveness.timeout_s(state, job, soft, now_s), now_s)
         if evicted or not job.settled:
             # The barriers end at once, not only when the next generation forms: that may take long.
             facts += [*barriers.end_all(job, soft), *evicted]
         else:
-            facts += straggler_policy.escalate(job, soft.stragglers.incidents)
+            escalated = straggler_policy.escalate(job, soft.stragglers.incidents)
+            # Both number their commands from the last one of the state.
+            facts += escalated or checkpoint_requests.advance(job, soft)
             facts += barriers.time_out(job, soft, now_s)
         if not evicted:
             facts += members.form_if_settled(job, soft, now_s)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Final
 
 from strata.base.errors import Code, StrataError
 from strata.coord.core import lifecycle, liveness
 from strata.coord.core.facts import (
+    EscalationLevel,
     Fact,
     GenerationFormed,
     JobConfig,
+    JobConfigured,
     JobCreated,
     RanksListed,
     WorkerJoined,
@@ -23,10 +25,13 @@ from strata.coord.core.inputs import (
     Leave,
     RankAssignment,
     Register,
+    UpdateJob,
 )
 from strata.coord.core.placement import MAX_WEIGHT, MAX_WORKERS, Scheme
 from strata.coord.core.state import CoordState, JobState, Member, SoftState
 
+EARLIER_DEFAULTS: Final[Mapping[str, object]] = {"slow_until": EscalationLevel.STOP, "missed_beats": 3}
+"""Of `JobConfig` in earlier versions; jobs that these created keep them."""
 MAX_SETTLE_PERIODS: Final = 25
 """A generation is formed after so many times `settle_s` even if members still come and go."""
 
@@ -102,16 +107,28 @@ def create(state: CoordState, request: CreateJob) -> list[Fact]:
     if job is None:
         _check(request)
         return [JobCreated(request.job, request.config)]
-    if job.config != request.config:
-        raise StrataError(Code.CONFLICT, f"job {request.job!r} exists with another configuration")
+    for name in JobConfig.__struct_fields__:
+        there, wanted = getattr(job.config, name), getattr(request.config, name)
+        # The same request, to a job that an earlier version created with its own defaults.
+        was_default = there == EARLIER_DEFAULTS.get(name) and wanted == getattr(JobConfig(), name)
+        if there != wanted and not was_default:
+            raise StrataError(Code.CONFLICT, f"job {request.job!r} exists with another configuration")
     return []
 
 
-def _check(request: CreateJob) -> None:
+def update(state: CoordState, request: UpdateJob) -> list[Fact]:
+    """From the next decision on. Members that are there stay, also above a smaller maximum."""
+    job = lifecycle.job_named(state, request.job)
+    _check(request)
+    return [JobConfigured(job.job, request.config)] if job.config != request.config else []
+
+
+def _check(request: CreateJob | UpdateJob) -> None:
     config = request.config
     problems = {
         "heartbeat_interval_s must be above 0": not 0 < config.heartbeat_interval_s < inf,
         "missed_beats must be at least 1": config.missed_beats < 1,
+        "reconnect_grace_s must not be below 0": not 0 <= config.reconnect_grace_s < inf,
         "settle_s must not be below 0": not 0 <= config.settle_s < inf,
         "min_workers must be at least 1": config.min_workers < 1,
         "max_workers must be 0 (no limit) or at least min_workers": not (
@@ -183,6 +200,9 @@ def leave(state: CoordState, request: Leave) -> list[Fact]:
 def form_if_settled(job: JobState, soft: SoftState, now_s: float) -> list[Fact]:
     """A new generation, once no member joins or leaves any more. Members that stay keep their order of ranks."""
     if job.settled or len(job.members) < job.config.min_workers or _is_unsettled(job, soft, now_s):
+        return []
+    if job.draining:
+        # A generation with them would end at once.
         return []
     stay = [worker for worker in job.ranks if worker in job.members]
     come = [worker for worker in job.members if worker not in job.ranks]

@@ -21,6 +21,8 @@ from strata.coord.core.facts import (
     JobConfig,
     RegisteredWorker,
 )
+from strata.coord.core.hang_diagnosis import HangProbe
+from strata.coord.core.history import JobHistory
 from strata.coord.core.ledger import DatasetLedger, DatasetPosition, Late
 from strata.coord.core.picker import Picker
 from strata.coord.core.placement import BucketAssignment
@@ -91,6 +93,27 @@ class CommittedCheckpoint(msgspec.Struct, frozen=True):
     step: int
     parts: tuple[CheckpointPart, ...]
     positions: dict[str, DatasetPosition]
+    committed_at_ms: int = 0
+    """0: before facts carried their time."""
+    command_id: int = 0
+    """The operator's command that it answers; 0: none."""
+
+
+class CheckpointRequest(msgspec.Struct):
+    """A checkpoint that an operator wants, and the step that the ranks are to share."""
+
+    command_id: int
+    reason: str = ""
+    drain: dict[str, None] = {}
+    """Workers that leave as soon as it is committed."""
+    proposal: int = 0
+    """The command that carries the step to the ranks."""
+    generation: int = 0
+    """The generation that the step was named in; 0: none was named, and any checkpoint answers the request."""
+    step: int = 0
+    attempts: int = 0
+    agreed: bool = False
+    """Every rank writes the checkpoint of this step."""
 
 
 class PendingCommand(msgspec.Struct):
@@ -100,6 +123,7 @@ class PendingCommand(msgspec.Struct):
     """Workers that have not acknowledged it."""
     reason: str
     arguments: dict[str, str] = {}
+    issued_at_ms: int = 0
 
 
 class IssuedRequest(msgspec.Struct, frozen=True):
@@ -141,6 +165,9 @@ class JobState(msgspec.Struct):
     """By generation and id; oldest first."""
     collecting: dict[str, PendingCheckpoint] = {}
     checkpoints: list[CommittedCheckpoint] = []
+    checkpoint_request: CheckpointRequest | None = None
+    draining: dict[str, None] = {}
+    """Members that leave before the next generation forms."""
     tombstones: dict[str, int] = {}
     """Parts of checkpoints that are kept no longer, and the ranks that wrote them; oldest first."""
     tombstone_steps: dict[str, int] = {}
@@ -151,6 +178,9 @@ class JobState(msgspec.Struct):
     last_command: int = 0
     requests: dict[str, IssuedRequest] = {}
     """By the operators' own ids; oldest first."""
+    history: JobHistory = msgspec.field(default_factory=JobHistory)
+    leader_epoch: int = 0
+    """The last leader that the history has."""
 
     @property
     def has_progress(self) -> bool:
@@ -169,6 +199,7 @@ class OpenBarrier:
     """How many workers have to arrive; 0 means all of the generation."""
     step: int
     deadline_s: float
+    opened_s: float = 0.0
     arrived: dict[str, None] = field(default_factory=dict)
     missing: dict[str, None] = field(default_factory=dict)
     """Members of the generation that have not arrived, in order of rank."""
@@ -183,6 +214,10 @@ class StepProgress(NamedTuple):
     """The worker does something else than training."""
     generation: int = 0
     """The generation it works in; 0: the current one."""
+    compute_s: tuple[float, ...] = ()
+    """What it spent on each of its last steps itself, newest last; empty: it does not report that."""
+    checkpoint_step: int | None = None
+    """The step that it goes past only when all ranks have agreed on it; 0: none. None: its program does not agree."""
 
 
 @dataclass
@@ -201,6 +236,12 @@ class StragglerState:
     """Workers that requested data and got none: without data they make no steps."""
     stopping_s: dict[str, float] = field(default_factory=dict)
     """Since when this process waits for a worker to stop."""
+    stopped_at: dict[str, int] = field(default_factory=dict)
+    """The step at which a worker that is to stop was found to hang."""
+    probe: HangProbe | None = None
+    """Put to all members while none of them makes a step."""
+    probes: int = 0
+    """How many this process has put."""
 
 
 @dataclass
@@ -211,6 +252,8 @@ class SoftState:
     """When each member was last heard from; longest silent first."""
     disconnected_at_s: dict[str, float] = field(default_factory=dict)
     """Since when a member's presence stream is broken."""
+    attached: set[str] = field(default_factory=set)
+    """Members whose presence stream is open: their processes answer the pings of its connection."""
     grace_granted: bool = False
     """Whether the members known from the journal were given time to send their first heartbeat to this process."""
     not_yet_seen: dict[str, None] = field(default_factory=dict)
@@ -226,6 +269,8 @@ class SoftState:
     """The heartbeat interval that replies name."""
     old_interval: tuple[float, float] = (0.0, 0.0)
     """A longer interval that earlier replies named, and until when workers may still use it."""
+    progress: dict[str, StepProgress] = field(default_factory=dict)
+    """By worker, the last report of its steps."""
     read_until: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     """By worker, how far it last reported to have read in its leases."""
     stragglers: StragglerState = field(default_factory=StragglerState)
@@ -273,6 +318,8 @@ class CoordState:
     leases_given: int = 0
     """Lease ids that this process has used; `observe` counts them."""
     ticked_s: float | None = None
+    wall_offset_s: float | None = None
+    """What to add to this process's monotonic seconds for the time of day; None: facts get no time."""
     heartbeats_per_s: float = HEARTBEATS_PER_S
     fleet: int = 0
     """Members of all jobs, as counted at the last tick."""

@@ -2,11 +2,13 @@
 
 **Slow** is a worker whose recent steps take much longer than those of the others: by a robust z-score (median and MAD
 over the workers of a generation, so that the slow one does not hide itself) and by a plain ratio, because a z-score
-alone would complain about microseconds among equals. A step time is what a worker spent computing: where it includes
-the waiting for the others, all of them are as slow as the slowest, and only a hang can be seen here.
+alone would complain about microseconds among equals. Ranks that step together all have the step time of the slowest:
+among them the computing times count, which leave out the waiting for others. There one slow rank delays all, so a
+worker whose last few steps all took far more computing is found at once.
 
-**Hung** is a worker whose step does not grow while its heartbeats go on, for much longer than steps of this job take.
-If most workers stand at the same step, none of them is the cause: all are named, and none is stopped.
+**Hung** is a worker whose step does not grow while its process lives, for much longer than steps of this job take.
+If most workers stand at the same step, none of them is the cause: all are named, and only a worker that
+`hang_diagnosis` finds is stopped. Until a few steps of the generation are known, the timeout is several times longer.
 
 The reaction escalates: less data, then REBALANCE, then STOP. A worker goes up one level when the finding lasted, comes
 down when the opposite lasted, and stays where it is in between. Few samples mean no finding.
@@ -21,11 +23,14 @@ from math import ceil, inf, sqrt
 from typing import Final, assert_never
 
 from strata.coord.core.facts import CommandKind, EscalationLevel, StragglerFinding
+from strata.coord.core.hang_diagnosis import HangDiagnosis
 
 _SIGMA: Final = 1.4826
 """A standard deviation in MADs, for normal noise."""
 _NOISE: Final = -1
 """Where a sample keeps its noise, beside medians of so many steps."""
+_COMPUTE: Final = -2
+"""The same of its computing times."""
 _MEDIAN_NOISE: Final = 1.2533
 """How much noisier a median is than a mean."""
 
@@ -45,13 +50,20 @@ class StragglerLimits:
     """Up to here it is as fast as the others; between the two nothing changes."""
     patience_steps: int = 8
     """How many of its steps a finding has to last, for each level."""
+    far_steps: int = 5
+    """Computing times that find a worker far slower without patience, each of them."""
+    far_ratio: float = 3.0
+    far_s: float = 1.0
+    """So much time those steps must have taken: a short disturbance covers many short steps."""
     hang_factor: float = 10.0
     """Hung after so many long steps (the 95th percentile of the job)."""
     hang_floor_s: float = 60.0
+    hang_first_factor: float = 5.0
+    """The timeout is so much longer for a worker's first step, which compiles, and while few steps are known."""
     alive_s: float = 15.0
     """A worker that was silent for so long is left to the liveness check."""
-    slow_until: EscalationLevel = EscalationLevel.STOP
-    """The last level for being slow. `reweight` suits elastic jobs: a worker with less data delays no other."""
+    slow_until: EscalationLevel = EscalationLevel.REWEIGHT
+    """The last level for being slow. Slow hardware is no fault: it gets less data and stays."""
 
 
 @dataclass(frozen=True)
@@ -68,36 +80,59 @@ class StepSample:
     """How many durations there have been."""
     busy: bool = False
     """It reports that it does something else than training: it cannot hang."""
+    compute_s: tuple[float, ...] = ()
+    """Computing times of its last steps, newest last."""
+    computed_s: tuple[float, ...] = ()
+    """The median of those that each report brought, newest last."""
+    first_s: tuple[float, ...] = ()
+    """The duration in its first report, while there is no other."""
 
     made: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
-    """Cached statistics of `times_s`: between two evaluations most workers report nothing new."""
+    """Cached statistics: between two evaluations most workers report nothing new."""
+
+    @property
+    def own_s(self) -> tuple[float, ...]:
+        """The durations that its speed is judged by."""
+        return self.computed_s or self.times_s
 
     def recent_s(self, steps: int) -> float:
         """The median of the last ones."""
         found = self.made.get(steps)
         if found is None:
-            found = self.made[steps] = _median(self.times_s[-steps:])
+            found = self.made[steps] = _median(self.own_s[-steps:])
+        return found
+
+    def recent_compute_s(self, steps: int) -> float:
+        found = self.made.get(_COMPUTE)
+        if found is None:
+            found = self.made[_COMPUTE] = _median(self.compute_s[-steps:])
         return found
 
     def noise_s(self) -> float:
         found = self.made.get(_NOISE)
         if found is None:
-            found = self.made[_NOISE] = _SIGMA * _mad(self.times_s, _median(self.times_s))
+            found = self.made[_NOISE] = _SIGMA * _mad(self.own_s, _median(self.own_s))
         return found
 
 
-def add_report(
+def add_report(  # noqa: PLR0913 - what one heartbeat says
     before: StepSample | None,
     step: int,
     step_time_s: float | None,
     now_s: float,
     *,
     busy: bool = False,
+    compute_s: tuple[float, ...] = (),
     window: int = 32,
 ) -> StepSample:
-    """After a heartbeat. A duration that is not reported follows from the time and the steps in between."""
+    """After a heartbeat. A duration that is not reported follows from the time and the steps in between.
+
+    `compute_s` are computing times of the last steps, newest last: as many of them as there are new steps are new.
+    """
     if before is None:
-        return StepSample(step, now_s, now_s, busy=busy)
+        # A duration is of this generation too: a worker reports none before its second step.
+        first_s = (step_time_s,) if step_time_s is not None and 0 < step_time_s < inf else ()
+        return StepSample(step, now_s, now_s, busy=busy, compute_s=compute_s[-window:], first_s=first_s)
     if step == before.step:
         # What it was busy with is not time in which a step should have ended.
         moved_s = now_s if busy or before.busy else before.moved_s
@@ -107,8 +142,18 @@ def add_report(
         return replace(before, step=step, moved_s=now_s, heard_s=now_s, busy=busy)
     if step_time_s is None or not 0 < step_time_s < inf:
         step_time_s = (now_s - before.moved_s) / (step - before.step)
-    times_s = (*before.times_s, step_time_s)[-window:]
-    return StepSample(step, now_s, now_s, times_s, before.steps + 1, busy)
+    new_s = compute_s[-min(step - before.step, window) :]
+    return StepSample(
+        step,
+        now_s,
+        now_s,
+        (*before.times_s, step_time_s)[-window:],
+        before.steps + 1,
+        busy,
+        # A worker that reports none any more is compared by its step times.
+        (*before.compute_s, *new_s)[-window:] if new_s else (),
+        (*before.computed_s, _median(new_s))[-window:] if new_s else (),
+    )
 
 
 NEXT: Final[dict[tuple[EscalationLevel, StragglerFinding], EscalationLevel]] = {
@@ -153,6 +198,8 @@ class StragglerIncident:
     weight: float
     """What its share of the data should be multiplied with."""
     reason: str
+    blocks_others: bool = False
+    """It hangs while others wait for it in a collective: they go on only when its process ends."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +218,16 @@ class _Speed:
 
 
 @dataclass(frozen=True)
+class _Lockstep:
+    """Computing times of workers that report them."""
+
+    own_s: dict[str, float] = field(default_factory=dict)
+    median_s: float = 0.0
+    far_slower: frozenset[str] = frozenset()
+    """Each of their last steps took far more computing than the others' take."""
+
+
+@dataclass(frozen=True)
 class _Hang:
     timeout_s: float
     long_s: float
@@ -178,6 +235,8 @@ class _Hang:
     hung: frozenset[str]
     of: int
     """Out of so many."""
+    overdue: int
+    """So many make no step; those that are ahead wait for the hung ones."""
 
     @property
     def most(self) -> bool:
@@ -190,26 +249,43 @@ def judge(
     standings: Mapping[str, StragglerStanding],
     now_s: float,
     limits: StragglerLimits | None = None,
+    diagnosis: HangDiagnosis | None = None,
 ) -> StragglerVerdicts:
     """Incidents since the last time, and the standings for the next. `samples` are of one generation's members."""
-    limits = limits or StragglerLimits()
-    speed, hang = _speed(samples, limits), _hang(samples, now_s, limits)
+    limits, diagnosis = limits or StragglerLimits(), diagnosis or HangDiagnosis()
+    speed, lockstep, hang = _speed(samples, limits), _lockstep(samples, limits), _hang(samples, now_s, limits)
     incidents: list[StragglerIncident] = []
     after: dict[str, StragglerStanding] = {}
     for worker_id, sample in samples.items():
-        finding = _finding(worker_id, speed, hang, limits)
         standing = standings.get(worker_id, StragglerStanding())
-        level = _rung(standing, finding, sample, now_s, hang, limits)
+        if worker_id in diagnosis.suspects:
+            incidents.append(_blocking(worker_id, sample, len(samples), now_s, diagnosis.suspects[worker_id]))
+            after[worker_id] = StragglerStanding(EscalationLevel.STOP, StragglerFinding.HUNG, sample.steps, now_s)
+            continue
+        if diagnosis.pending and hang is not None and worker_id in hang.hung:
+            after[worker_id] = standing
+            continue
+        far_slower = worker_id in lockstep.far_slower
+        finding = _finding(worker_id, speed, hang, limits, far_slower=far_slower)
+        lasting_steps = 0 if far_slower and standing.level is EscalationLevel.NONE else limits.patience_steps
+        level = _rung(standing, finding, sample, now_s, hang, limits, lasting_steps=lasting_steps)
+        if finding is StragglerFinding.HUNG and diagnosis.reported and level is EscalationLevel.STOP:
+            # It has reported, and nothing shows that it is the cause.
+            level = standing.level
         after[worker_id] = _standing(standing, finding, level, sample, now_s)
         if level is not standing.level and finding is not None:
             hung = _hung_reason(worker_id, sample, hang, now_s)
-            incidents.append(_incident(worker_id, finding, level, speed, hung))
+            incidents.append(_incident(worker_id, finding, level, speed, lockstep, hung))
     return StragglerVerdicts(tuple(incidents), after)
 
 
-def _finding(worker_id: str, speed: _Speed, hang: _Hang | None, limits: StragglerLimits) -> StragglerFinding | None:
+def _finding(
+    worker_id: str, speed: _Speed, hang: _Hang | None, limits: StragglerLimits, *, far_slower: bool
+) -> StragglerFinding | None:
     if hang is not None and worker_id in hang.hung:
         return StragglerFinding.HUNG
+    if far_slower:
+        return StragglerFinding.SLOW
     own_s = speed.own_s.get(worker_id)
     if own_s is None:
         return None
@@ -219,13 +295,15 @@ def _finding(worker_id: str, speed: _Speed, hang: _Hang | None, limits: Straggle
     return StragglerFinding.SLOW if z >= limits.slow_z and own_s >= speed.median_s * limits.slow_ratio else None
 
 
-def _rung(
+def _rung(  # noqa: PLR0913 - what an evaluation knows of a worker
     standing: StragglerStanding,
     finding: StragglerFinding | None,
     sample: StepSample,
     now_s: float,
     hang: _Hang | None,
     limits: StragglerLimits,
+    *,
+    lasting_steps: int,
 ) -> EscalationLevel:
     """The same, or the next one if the finding lasted long enough."""
     following = NEXT.get((standing.level, finding), standing.level) if finding else standing.level
@@ -234,7 +312,7 @@ def _rung(
     if finding is StragglerFinding.SLOW and LADDER.index(following) > LADDER.index(limits.slow_until):
         return standing.level
     lasted = sample.steps - standing.since_steps if standing.finding is finding else 0
-    return following if lasted >= limits.patience_steps else standing.level
+    return following if lasted >= lasting_steps else standing.level
 
 
 def _hung_rung(standing: StragglerStanding, following: EscalationLevel, now_s: float, hang: _Hang) -> EscalationLevel:
@@ -262,7 +340,10 @@ def _standing(
 
 
 def _speed(samples: Mapping[str, StepSample], limits: StragglerLimits) -> _Speed:
-    told = {worker_id: each for worker_id, each in samples.items() if len(each.times_s) >= limits.recent}
+    told = {worker_id: each for worker_id, each in samples.items() if len(each.own_s) >= limits.recent}
+    # A step time has the waiting in it: it cannot be compared with computing times.
+    computing = sum(bool(each.computed_s) for each in samples.values()) >= limits.min_workers
+    told = {worker_id: each for worker_id, each in told.items() if bool(each.computed_s) == computing}
     if len(told) < limits.min_workers:
         return _Speed()
     own_s = {worker_id: each.recent_s(limits.recent) for worker_id, each in told.items()}
@@ -277,22 +358,73 @@ def _speed(samples: Mapping[str, StepSample], limits: StragglerLimits) -> _Speed
     return _Speed(own_s, median_s, max(between_s, within_s, 0.01 * median_s, 1e-9))
 
 
+def _lockstep(samples: Mapping[str, StepSample], limits: StragglerLimits) -> _Lockstep:
+    own_s = {
+        worker_id: each.recent_compute_s(limits.far_steps)
+        for worker_id, each in samples.items()
+        if len(each.compute_s) >= limits.far_steps
+    }
+    if len(own_s) < limits.min_workers:
+        return _Lockstep()
+    median_s = _median(list(own_s.values()))
+    if median_s <= 0:
+        return _Lockstep()
+    far_s = limits.far_ratio * median_s
+    far = (worker_id for worker_id, each in own_s.items() if each >= far_s)
+    return _Lockstep(own_s, median_s, frozenset(each for each in far if _all_far(samples[each], far_s, limits)))
+
+
+def _all_far(sample: StepSample, far_s: float, limits: StragglerLimits) -> bool:
+    """Whether all its last steps took so long, for long enough."""
+    steps, total_s = 0, 0.0
+    for time_s in reversed(sample.compute_s):
+        if time_s < far_s:
+            return False
+        steps, total_s = steps + 1, total_s + time_s
+        if steps >= limits.far_steps and total_s >= limits.far_s:
+            return True
+    return steps >= limits.window
+
+
 def _hang(samples: Mapping[str, StepSample], now_s: float, limits: StragglerLimits) -> _Hang | None:
     """None if no worker's step is overdue."""
     able = {worker_id: each for worker_id, each in samples.items() if _can_hang(each, now_s, limits)}
     if not any(now_s - each.moved_s >= limits.hang_floor_s for each in able.values()):
         return None
-    pooled = sorted(time_s for each in samples.values() for time_s in each.times_s)
+    pooled = sorted(time_s for each in samples.values() for time_s in (each.times_s or each.first_s))
     long_s = pooled[ceil(0.95 * len(pooled)) - 1]
     timeout_s = max(limits.hang_factor * long_s, limits.hang_floor_s)
-    overdue = {worker_id: each for worker_id, each in able.items() if now_s - each.moved_s >= timeout_s}
+    first_s = limits.hang_first_factor * timeout_s
+    if len(pooled) < limits.recent:
+        timeout_s = first_s
+    overdue = {
+        worker_id: each
+        for worker_id, each in able.items()
+        if now_s - each.moved_s >= (timeout_s if each.steps else first_s)
+    }
     if not overdue:
         return None
-    return _Hang(timeout_s, long_s, _last_of(overdue), len(samples))
+    return _Hang(timeout_s, long_s, _last_of(overdue), len(samples), len(overdue))
+
+
+def standstill(samples: Mapping[str, StepSample], now_s: float, limits: StragglerLimits) -> tuple[float | None, bool]:
+    """The timeout that all of them have exceeded, none of them busy with something else; None if one has not.
+
+    Then also whether the others stopped at the same time, as far as heartbeats can show it, and are overdue soon.
+    """
+    hang = _hang(samples, now_s, limits)
+    if hang is None:
+        return None, False
+    if hang.overdue == hang.of:
+        return hang.timeout_s, False
+    moved_s = [each.moved_s for each in samples.values()]
+    at_once = max(moved_s) - min(moved_s) <= limits.alive_s
+    return None, at_once and now_s - max(moved_s) < hang.timeout_s + limits.alive_s
 
 
 def _can_hang(sample: StepSample, now_s: float, limits: StragglerLimits) -> bool:
-    return len(sample.times_s) >= limits.recent and not sample.busy and now_s - sample.heard_s <= limits.alive_s
+    """One that has made no step yet may compile, or wait for the others to come."""
+    return bool(sample.times_s or sample.first_s) and not sample.busy and now_s - sample.heard_s <= limits.alive_s
 
 
 def _last_of(overdue: Mapping[str, StepSample]) -> frozenset[str]:
@@ -302,9 +434,16 @@ def _last_of(overdue: Mapping[str, StepSample]) -> frozenset[str]:
 
 
 def _incident(
-    worker_id: str, finding: StragglerFinding, level: EscalationLevel, speed: _Speed, hung: str
+    worker_id: str,
+    finding: StragglerFinding,
+    level: EscalationLevel,
+    speed: _Speed,
+    lockstep: _Lockstep,
+    hung: str,
 ) -> StragglerIncident:
     """`hung` is the sentence for one that hangs."""
+    if finding is StragglerFinding.SLOW and worker_id in lockstep.far_slower:
+        return _far_slower(worker_id, level, lockstep)
     own_s, median_s = speed.own_s.get(worker_id, 0.0), speed.median_s
     among = f"{own_s:.3g} s for a step where the median of {len(speed.own_s)} workers is {median_s:.3g} s"
     match finding:
@@ -320,14 +459,31 @@ def _incident(
             assert_never(finding)
 
 
+def _far_slower(worker_id: str, level: EscalationLevel, lockstep: _Lockstep) -> StragglerIncident:
+    own_s, median_s = lockstep.own_s[worker_id], lockstep.median_s
+    reason = (
+        f"{worker_id} is slow: {own_s:.3g} s of computing for a step where the median of {len(lockstep.own_s)} workers"
+        f" is {median_s:.3g} s, {own_s / median_s:.1f} times as long; all that step together wait for it"
+    )
+    return StragglerIncident(worker_id, StragglerFinding.SLOW, level, median_s / own_s, reason)
+
+
+def _blocking(worker_id: str, sample: StepSample, workers: int, now_s: float, where: str) -> StragglerIncident:
+    reason = (
+        f"{worker_id} hangs: no worker of {workers} has made a step for {now_s - sample.moved_s:.0f} s, and the others"
+        f" wait for it in a collective; {where}"
+    )
+    return StragglerIncident(worker_id, StragglerFinding.HUNG, EscalationLevel.STOP, 1.0, reason, blocks_others=True)
+
+
 def _hung_reason(worker_id: str, sample: StepSample, hang: _Hang | None, now_s: float) -> str:
     if hang is None:
         return ""
     others = len(hang.hung) - 1
     who = "it" if not others else "like all others it" if others == hang.of - 1 else f"it, like {others} more,"
     return (
-        f"{worker_id} hangs: {who} is at step {sample.step} for {now_s - sample.moved_s:.0f} s while its heartbeats go"
-        f" on; 95 % of this job's steps take up to {hang.long_s:.3g} s, and {hang.timeout_s:.0f} s are too long"
+        f"{worker_id} hangs: {who} is at step {sample.step} for {now_s - sample.moved_s:.0f} s while its process"
+        f" lives; 95 % of this job's steps take up to {hang.long_s:.3g} s, and {hang.timeout_s:.0f} s are too long"
     )
 
 

@@ -27,6 +27,13 @@ that registers after shards were handed out or a checkpoint was committed gets F
 GetNextShards and ReportCheckpoint until it has called RequestRecovery; so does every member after another one went back. The answer
 names the checkpoint to load, or none: start from the beginning. Only a worker that registers as `elastic` is excepted.
 
+AGREEING ON A STEP. Ranks are not in step, and a checkpoint is one of a single step. So a worker may say in its heartbeats that its
+program agrees on steps (`checkpoint_step`, 0 at first). CHECKPOINT_NOW then names a future step. A worker that has not finished it
+acknowledges the command with `checkpoint_step` = that step, and does not go past it; one that has acknowledges without, and a
+command with a later step follows. When all ranks have said so, the answers of Heartbeat and Attach carry the step as
+`checkpoint_step`, together with the generation: all ranks write the checkpoint of it, and say `checkpoint_step` until it is reported.
+A worker that waits at a step goes on when a later step is named or its generation is over.
+
 IDENTITY. Every request has room for job_id, worker_id and incarnation. Where a field is empty the coordinator takes, in
 this order, the metadata key `strata-job` or `strata-worker` of the call, then what the bearer token says (metadata key
 `authorization`, value `Bearer TOKEN`). Without any of them the job is `default`, which the first registration creates. A
@@ -147,11 +154,13 @@ class _CommandKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CommandKi
     COMMAND_KIND_REBALANCE: _CommandKind.ValueType  # 2
     """The membership changed: finish the step, then RegisterWorker again for rank and generation."""
     COMMAND_KIND_CHECKPOINT_NOW: _CommandKind.ValueType  # 3
-    """Write and report a checkpoint at the next step boundary."""
+    """Write and report a checkpoint: of the step in the argument `step`, see AGREEING ON A STEP; without one, of the next."""
     COMMAND_KIND_RELOAD: _CommandKind.ValueType  # 4
     """Read configuration or state again, as the arguments say."""
     COMMAND_KIND_DRAIN: _CommandKind.ValueType  # 5
-    """Take no new shards, finish those held, then LeaveWorker."""
+    """Take no new shards, finish those held, then LeaveWorker. With the argument `after` = `checkpoint`: go on until an answer of
+    ReportCheckpoint says `drain`, then LeaveWorker.
+    """
 
 class CommandKind(_CommandKind, metaclass=_CommandKindEnumTypeWrapper):
     """What a worker is told to do."""
@@ -163,11 +172,13 @@ COMMAND_KIND_STOP: CommandKind.ValueType  # 1
 COMMAND_KIND_REBALANCE: CommandKind.ValueType  # 2
 """The membership changed: finish the step, then RegisterWorker again for rank and generation."""
 COMMAND_KIND_CHECKPOINT_NOW: CommandKind.ValueType  # 3
-"""Write and report a checkpoint at the next step boundary."""
+"""Write and report a checkpoint: of the step in the argument `step`, see AGREEING ON A STEP; without one, of the next."""
 COMMAND_KIND_RELOAD: CommandKind.ValueType  # 4
 """Read configuration or state again, as the arguments say."""
 COMMAND_KIND_DRAIN: CommandKind.ValueType  # 5
-"""Take no new shards, finish those held, then LeaveWorker."""
+"""Take no new shards, finish those held, then LeaveWorker. With the argument `after` = `checkpoint`: go on until an answer of
+ReportCheckpoint says `drain`, then LeaveWorker.
+"""
 Global___CommandKind: _TypeAlias = CommandKind  # noqa: Y015
 
 class _DatasetMode:
@@ -341,6 +352,114 @@ JOB_STATUS_STOPPED: JobStatus.ValueType  # 3
 JOB_STATUS_FINISHED: JobStatus.ValueType  # 4
 """All data is consumed and the last worker has left: RegisterWorker is refused until a reset."""
 Global___JobStatus: _TypeAlias = JobStatus  # noqa: Y015
+
+class _WorkerOrder:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WorkerOrderEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerOrder.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WORKER_ORDER_UNSPECIFIED: _WorkerOrder.ValueType  # 0
+    """Members by rank, then those that wait, then those that are gone."""
+    WORKER_ORDER_ATTENTION: _WorkerOrder.ValueType  # 1
+    """Those that may need a person first: missing at an open barrier, suspect, slower than the others; then by rank."""
+
+class WorkerOrder(_WorkerOrder, metaclass=_WorkerOrderEnumTypeWrapper):
+    """In which order workers are listed."""
+
+WORKER_ORDER_UNSPECIFIED: WorkerOrder.ValueType  # 0
+"""Members by rank, then those that wait, then those that are gone."""
+WORKER_ORDER_ATTENTION: WorkerOrder.ValueType  # 1
+"""Those that may need a person first: missing at an open barrier, suspect, slower than the others; then by rank."""
+Global___WorkerOrder: _TypeAlias = WorkerOrder  # noqa: Y015
+
+class _EventKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _EventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    EVENT_KIND_UNSPECIFIED: _EventKind.ValueType  # 0
+    """Not said."""
+    EVENT_KIND_JOB_CREATED: _EventKind.ValueType  # 1
+    """The job was created."""
+    EVENT_KIND_WORKER_JOINED: _EventKind.ValueType  # 2
+    """Workers joined."""
+    EVENT_KIND_WORKER_LEFT: _EventKind.ValueType  # 3
+    """Workers left on purpose."""
+    EVENT_KIND_WORKER_LOST: _EventKind.ValueType  # 4
+    """Workers were evicted."""
+    EVENT_KIND_WORKER_REPLACED: _EventKind.ValueType  # 5
+    """A new incarnation took over from one that was still there."""
+    EVENT_KIND_GENERATION_FORMED: _EventKind.ValueType  # 6
+    """A generation formed."""
+    EVENT_KIND_STRAGGLER: _EventKind.ValueType  # 7
+    """A worker's steps take far longer than those of the others, or do so no longer."""
+    EVENT_KIND_HANG: _EventKind.ValueType  # 8
+    """A worker lives and makes no progress."""
+    EVENT_KIND_SHARD_QUARANTINED: _EventKind.ValueType  # 9
+    """A shard failed too often."""
+    EVENT_KIND_BARRIER_SLOW: _EventKind.ValueType  # 10
+    """A barrier was open for long before it was released."""
+    EVENT_KIND_BARRIER_TIMED_OUT: _EventKind.ValueType  # 11
+    """A barrier was not complete in time."""
+    EVENT_KIND_CHECKPOINT_COMMITTED: _EventKind.ValueType  # 12
+    """A checkpoint was committed."""
+    EVENT_KIND_CHECKPOINT_BAD: _EventKind.ValueType  # 13
+    """A committed checkpoint could not be read."""
+    EVENT_KIND_RECOVERY: _EventKind.ValueType  # 14
+    """The job went back to a checkpoint, or to its beginning."""
+    EVENT_KIND_COMMAND_ISSUED: _EventKind.ValueType  # 15
+    """A command was issued."""
+    EVENT_KIND_FAILOVER: _EventKind.ValueType  # 16
+    """Another coordinator took over."""
+    EVENT_KIND_JOB_FINISHED: _EventKind.ValueType  # 17
+    """All data is consumed."""
+    EVENT_KIND_JOB_RESET: _EventKind.ValueType  # 18
+    """An operator began the next run."""
+
+class EventKind(_EventKind, metaclass=_EventKindEnumTypeWrapper):
+    """What kind of event."""
+
+EVENT_KIND_UNSPECIFIED: EventKind.ValueType  # 0
+"""Not said."""
+EVENT_KIND_JOB_CREATED: EventKind.ValueType  # 1
+"""The job was created."""
+EVENT_KIND_WORKER_JOINED: EventKind.ValueType  # 2
+"""Workers joined."""
+EVENT_KIND_WORKER_LEFT: EventKind.ValueType  # 3
+"""Workers left on purpose."""
+EVENT_KIND_WORKER_LOST: EventKind.ValueType  # 4
+"""Workers were evicted."""
+EVENT_KIND_WORKER_REPLACED: EventKind.ValueType  # 5
+"""A new incarnation took over from one that was still there."""
+EVENT_KIND_GENERATION_FORMED: EventKind.ValueType  # 6
+"""A generation formed."""
+EVENT_KIND_STRAGGLER: EventKind.ValueType  # 7
+"""A worker's steps take far longer than those of the others, or do so no longer."""
+EVENT_KIND_HANG: EventKind.ValueType  # 8
+"""A worker lives and makes no progress."""
+EVENT_KIND_SHARD_QUARANTINED: EventKind.ValueType  # 9
+"""A shard failed too often."""
+EVENT_KIND_BARRIER_SLOW: EventKind.ValueType  # 10
+"""A barrier was open for long before it was released."""
+EVENT_KIND_BARRIER_TIMED_OUT: EventKind.ValueType  # 11
+"""A barrier was not complete in time."""
+EVENT_KIND_CHECKPOINT_COMMITTED: EventKind.ValueType  # 12
+"""A checkpoint was committed."""
+EVENT_KIND_CHECKPOINT_BAD: EventKind.ValueType  # 13
+"""A committed checkpoint could not be read."""
+EVENT_KIND_RECOVERY: EventKind.ValueType  # 14
+"""The job went back to a checkpoint, or to its beginning."""
+EVENT_KIND_COMMAND_ISSUED: EventKind.ValueType  # 15
+"""A command was issued."""
+EVENT_KIND_FAILOVER: EventKind.ValueType  # 16
+"""Another coordinator took over."""
+EVENT_KIND_JOB_FINISHED: EventKind.ValueType  # 17
+"""All data is consumed."""
+EVENT_KIND_JOB_RESET: EventKind.ValueType  # 18
+"""An operator began the next run."""
+Global___EventKind: _TypeAlias = EventKind  # noqa: Y015
 
 @_typing.final
 class GpuMetrics(_message.Message):
@@ -731,6 +850,9 @@ class HeartbeatRequest(_message.Message):
     PROGRESS_FIELD_NUMBER: _builtins.int
     ACKED_COMMAND_IDS_FIELD_NUMBER: _builtins.int
     EXPLICIT_ACKS_FIELD_NUMBER: _builtins.int
+    COMPUTE_TIMES_MS_FIELD_NUMBER: _builtins.int
+    HANG_REPORT_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_STEP_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """As registered."""
     status: Global___WorkerStatus.ValueType
@@ -747,6 +869,10 @@ class HeartbeatRequest(_message.Message):
     """Duration of that step."""
     explicit_acks: _builtins.bool
     """Commands are repeated until acknowledged by id. False: each is sent once."""
+    checkpoint_step: _builtins.int
+    """The step that the worker does not go past before the ranks have agreed on it, or whose checkpoint it is writing; 0: none.
+    Absent from a worker whose program does not agree on the steps of checkpoints.
+    """
     @_builtins.property
     def resources(self) -> Global___ResourceUsage:
         """What the worker uses now."""
@@ -758,6 +884,16 @@ class HeartbeatRequest(_message.Message):
     @_builtins.property
     def acked_command_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Commands that the worker has carried out or refused."""
+
+    @_builtins.property
+    def compute_times_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Of the last steps up to `step`, at most 32, newest last: what the worker itself spent on each, without waiting for others.
+        Ranks that step together have equal step times; by these the slow one is found.
+        """
+
+    @_builtins.property
+    def hang_report(self) -> Global___HangReport:
+        """The response to HeartbeatResponse.hang_probe. A worker that cannot look into itself never sends one."""
 
     def __init__(
         self,
@@ -773,15 +909,22 @@ class HeartbeatRequest(_message.Message):
         progress: _abc.Iterable[Global___LeaseProgress] | None = ...,
         acked_command_ids: _abc.Iterable[_builtins.int] | None = ...,
         explicit_acks: _builtins.bool = ...,
+        compute_times_ms: _abc.Iterable[_builtins.float] | None = ...,
+        hang_report: Global___HangReport | None = ...,
+        checkpoint_step: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "_step_time_ms", b"_step_time_ms", "resources", b"resources", "step", b"step", "step_time_ms", b"step_time_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "_step", b"_step", "_step_time_ms", b"_step_time_ms", "checkpoint_step", b"checkpoint_step", "hang_report", b"hang_report", "resources", b"resources", "step", b"step", "step_time_ms", b"step_time_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "_step_time_ms", b"_step_time_ms", "acked_command_ids", b"acked_command_ids", "explicit_acks", b"explicit_acks", "generation", b"generation", "incarnation", b"incarnation", "job_id", b"job_id", "progress", b"progress", "resources", b"resources", "status", b"status", "step", b"step", "step_time_ms", b"step_time_ms", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "_step", b"_step", "_step_time_ms", b"_step_time_ms", "acked_command_ids", b"acked_command_ids", "checkpoint_step", b"checkpoint_step", "compute_times_ms", b"compute_times_ms", "explicit_acks", b"explicit_acks", "generation", b"generation", "hang_report", b"hang_report", "incarnation", b"incarnation", "job_id", b"job_id", "progress", b"progress", "resources", b"resources", "status", b"status", "step", b"step", "step_time_ms", b"step_time_ms", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__checkpoint_step: _TypeAlias = _typing.Literal["checkpoint_step"]  # noqa: Y015
+    _WhichOneofArgType__checkpoint_step: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step"]  # noqa: Y015
     _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
     _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
     _WhichOneofReturnType__step_time_ms: _TypeAlias = _typing.Literal["step_time_ms"]  # noqa: Y015
     _WhichOneofArgType__step_time_ms: _TypeAlias = _typing.Literal["_step_time_ms", b"_step_time_ms"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__checkpoint_step) -> _WhichOneofReturnType__checkpoint_step | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
     @_typing.overload
@@ -801,6 +944,8 @@ class HeartbeatResponse(_message.Message):
     HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _builtins.int
     LEADER_EPOCH_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_STEP_FIELD_NUMBER: _builtins.int
+    HANG_PROBE_FIELD_NUMBER: _builtins.int
     command: Global___CommandKind.ValueType
     """The most urgent of `commands`, or nothing."""
     generation: _builtins.int
@@ -811,6 +956,10 @@ class HeartbeatResponse(_message.Message):
     """As in WorkerConfig; a new one means that another coordinator took over."""
     token: _builtins.str
     """The successor of the caller's token, once half of its time has passed: use it in all later calls."""
+    checkpoint_step: _builtins.int
+    """All ranks of `generation` have agreed to write the checkpoint of this step."""
+    hang_probe: _builtins.int
+    """No member makes a step: report once for each number what the training thread does. 0: nothing to report."""
     @_builtins.property
     def commands(self) -> _containers.RepeatedCompositeFieldContainer[Global___Command]:
         """All that the worker has not acknowledged, oldest first."""
@@ -824,14 +973,73 @@ class HeartbeatResponse(_message.Message):
         heartbeat_interval_ms: _builtins.int = ...,
         leader_epoch: _builtins.int = ...,
         token: _builtins.str = ...,
+        checkpoint_step: _builtins.int | None = ...,
+        hang_probe: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "checkpoint_step", b"checkpoint_step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "commands", b"commands", "generation", b"generation", "heartbeat_interval_ms", b"heartbeat_interval_ms", "leader_epoch", b"leader_epoch", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "checkpoint_step", b"checkpoint_step", "command", b"command", "commands", b"commands", "generation", b"generation", "hang_probe", b"hang_probe", "heartbeat_interval_ms", b"heartbeat_interval_ms", "leader_epoch", b"leader_epoch", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__checkpoint_step: _TypeAlias = _typing.Literal["checkpoint_step"]  # noqa: Y015
+    _WhichOneofArgType__checkpoint_step: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__checkpoint_step) -> _WhichOneofReturnType__checkpoint_step | None: ...
 
 Global___HeartbeatResponse: _TypeAlias = HeartbeatResponse  # noqa: Y015
+
+@_typing.final
+class HangReport(_message.Message):
+    """What the training thread of a worker does while nobody makes a step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROBE_FIELD_NUMBER: _builtins.int
+    WAITS_FIELD_NUMBER: _builtins.int
+    BUSY_FIELD_NUMBER: _builtins.int
+    COLLECTIVE_FIELD_NUMBER: _builtins.int
+    CPU_S_FIELD_NUMBER: _builtins.int
+    FRAMES_FIELD_NUMBER: _builtins.int
+    OPERATION_FIELD_NUMBER: _builtins.int
+    probe: _builtins.int
+    """HeartbeatResponse.hang_probe that this responds to."""
+    waits: _builtins.bool
+    """Its stack is inside a collective operation."""
+    busy: _builtins.bool
+    """It does something that may take long and is no hang, such as writing a checkpoint."""
+    collective: _builtins.int
+    """The sequence number of the last collective that it began in the process group of all ranks."""
+    cpu_s: _builtins.float
+    """Processor time that the thread and child processes have used."""
+    operation: _builtins.str
+    """The last collective, as a flight recorder names it."""
+    @_builtins.property
+    def frames(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Its stack, innermost frame first, at most 16."""
+
+    def __init__(
+        self,
+        *,
+        probe: _builtins.int = ...,
+        waits: _builtins.bool = ...,
+        busy: _builtins.bool = ...,
+        collective: _builtins.int | None = ...,
+        cpu_s: _builtins.float | None = ...,
+        frames: _abc.Iterable[_builtins.str] | None = ...,
+        operation: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_collective", b"_collective", "_cpu_s", b"_cpu_s", "collective", b"collective", "cpu_s", b"cpu_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_collective", b"_collective", "_cpu_s", b"_cpu_s", "busy", b"busy", "collective", b"collective", "cpu_s", b"cpu_s", "frames", b"frames", "operation", b"operation", "probe", b"probe", "waits", b"waits"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__collective: _TypeAlias = _typing.Literal["collective"]  # noqa: Y015
+    _WhichOneofArgType__collective: _TypeAlias = _typing.Literal["_collective", b"_collective"]  # noqa: Y015
+    _WhichOneofReturnType__cpu_s: _TypeAlias = _typing.Literal["cpu_s"]  # noqa: Y015
+    _WhichOneofArgType__cpu_s: _TypeAlias = _typing.Literal["_cpu_s", b"_cpu_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__collective) -> _WhichOneofReturnType__collective | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cpu_s) -> _WhichOneofReturnType__cpu_s | None: ...
+
+Global___HangReport: _TypeAlias = HangReport  # noqa: Y015
 
 @_typing.final
 class Command(_message.Message):
@@ -1555,12 +1763,18 @@ class CheckpointAck(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     MISSING_RANKS_FIELD_NUMBER: _builtins.int
     TOMBSTONES_FIELD_NUMBER: _builtins.int
+    GENERATION_ENDS_FIELD_NUMBER: _builtins.int
+    DRAIN_FIELD_NUMBER: _builtins.int
     accepted: _builtins.bool
     """The report is recorded."""
     committed: _builtins.bool
     """Every rank has reported this step: the checkpoint is what a recovery goes back to."""
     step: _builtins.int
     """The step that the report was counted for."""
+    generation_ends: _builtins.bool
+    """The checkpoint is committed and workers leave with it: begin no other step, RequestRecovery in the next generation."""
+    drain: _builtins.bool
+    """This worker is one of those: call LeaveWorker."""
     @_builtins.property
     def missing_ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ranks that have not reported it, the first 64 of them."""
@@ -1577,10 +1791,12 @@ class CheckpointAck(_message.Message):
         step: _builtins.int = ...,
         missing_ranks: _abc.Iterable[_builtins.int] | None = ...,
         tombstones: _abc.Iterable[_builtins.str] | None = ...,
+        generation_ends: _builtins.bool = ...,
+        drain: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "committed", b"committed", "missing_ranks", b"missing_ranks", "step", b"step", "tombstones", b"tombstones"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "committed", b"committed", "drain", b"drain", "generation_ends", b"generation_ends", "missing_ranks", b"missing_ranks", "step", b"step", "tombstones", b"tombstones"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1885,10 +2101,13 @@ class AttachResponse(_message.Message):
     COMMANDS_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     LEADER_EPOCH_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_STEP_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """The current generation."""
     leader_epoch: _builtins.int
     """As in WorkerConfig."""
+    checkpoint_step: _builtins.int
+    """As in HeartbeatResponse."""
     @_builtins.property
     def commands(self) -> _containers.RepeatedCompositeFieldContainer[Global___Command]:
         """New commands; with the first message all that are not acknowledged."""
@@ -1899,12 +2118,15 @@ class AttachResponse(_message.Message):
         commands: _abc.Iterable[Global___Command] | None = ...,
         generation: _builtins.int = ...,
         leader_epoch: _builtins.int = ...,
+        checkpoint_step: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "checkpoint_step", b"checkpoint_step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commands", b"commands", "generation", b"generation", "leader_epoch", b"leader_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "checkpoint_step", b"checkpoint_step", "commands", b"commands", "generation", b"generation", "leader_epoch", b"leader_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__checkpoint_step: _TypeAlias = _typing.Literal["checkpoint_step"]  # noqa: Y015
+    _WhichOneofArgType__checkpoint_step: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__checkpoint_step) -> _WhichOneofReturnType__checkpoint_step | None: ...
 
 Global___AttachResponse: _TypeAlias = AttachResponse  # noqa: Y015
 
@@ -1988,19 +2210,39 @@ class GetJobRequest(_message.Message):
 
     JOB_ID_FIELD_NUMBER: _builtins.int
     HISTORY_LIMIT_FIELD_NUMBER: _builtins.int
+    WORKER_LIMIT_FIELD_NUMBER: _builtins.int
+    WORKER_OFFSET_FIELD_NUMBER: _builtins.int
+    WORKER_ORDER_FIELD_NUMBER: _builtins.int
+    WORKER_SEARCH_FIELD_NUMBER: _builtins.int
+    LANES_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """Empty: from metadata or token, else `default`."""
     history_limit: _builtins.int
     """Show so many checkpoints and incidents, the latest. 0: chosen by the coordinator."""
+    worker_limit: _builtins.int
+    """Describe at most so many workers. 0: all of them."""
+    worker_offset: _builtins.int
+    """Leave out so many workers at the beginning of the order."""
+    worker_order: Global___WorkerOrder.ValueType
+    """The order of workers."""
+    worker_search: _builtins.str
+    """Only workers whose id or hostname contains this."""
+    lanes: _builtins.bool
+    """Fill GetJobResponse.lanes for the workers that are described."""
     def __init__(
         self,
         *,
         job_id: _builtins.str = ...,
         history_limit: _builtins.int = ...,
+        worker_limit: _builtins.int = ...,
+        worker_offset: _builtins.int = ...,
+        worker_order: Global___WorkerOrder.ValueType = ...,
+        worker_search: _builtins.str = ...,
+        lanes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["history_limit", b"history_limit", "job_id", b"job_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["history_limit", b"history_limit", "job_id", b"job_id", "lanes", b"lanes", "worker_limit", b"worker_limit", "worker_offset", b"worker_offset", "worker_order", b"worker_order", "worker_search", b"worker_search"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2013,22 +2255,288 @@ class GetJobResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
+    WORKERS_TOTAL_FIELD_NUMBER: _builtins.int
+    WORKER_COUNTS_FIELD_NUMBER: _builtins.int
+    GOODPUT_FIELD_NUMBER: _builtins.int
+    LANE_TIMES_UNIX_MS_FIELD_NUMBER: _builtins.int
+    LANES_FIELD_NUMBER: _builtins.int
+    workers_total: _builtins.int
+    """Workers that match the request, on all pages together."""
     @_builtins.property
     def job(self) -> Global___JobState:
-        """The job."""
+        """The job; of its workers those that the request asks for."""
+
+    @_builtins.property
+    def worker_counts(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerCount]:
+        """With worker_limit: how many members are in each state, on all pages together."""
+
+    @_builtins.property
+    def goodput(self) -> Global___Goodput:
+        """How the time of this run was spent."""
+
+    @_builtins.property
+    def lane_times_unix_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """When the states in `lanes` were sampled, in order."""
+
+    @_builtins.property
+    def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerLane]:
+        """The last hour of the workers that are described, in the same order; of this coordinator process alone."""
 
     def __init__(
         self,
         *,
         job: Global___JobState | None = ...,
+        workers_total: _builtins.int = ...,
+        worker_counts: _abc.Iterable[Global___WorkerCount] | None = ...,
+        goodput: Global___Goodput | None = ...,
+        lane_times_unix_ms: _abc.Iterable[_builtins.int] | None = ...,
+        lanes: _abc.Iterable[Global___WorkerLane] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["goodput", b"goodput", "job", b"job"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["goodput", b"goodput", "job", b"job", "lane_times_unix_ms", b"lane_times_unix_ms", "lanes", b"lanes", "worker_counts", b"worker_counts", "workers_total", b"workers_total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetJobResponse: _TypeAlias = GetJobResponse  # noqa: Y015
+
+@_typing.final
+class WorkerCount(_message.Message):
+    """How many members are in one state."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATUS_FIELD_NUMBER: _builtins.int
+    LIVENESS_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    status: Global___WorkerStatus.ValueType
+    """What they say they do."""
+    liveness: Global___Liveness.ValueType
+    """Whether they live."""
+    count: _builtins.int
+    """How many."""
+    def __init__(
+        self,
+        *,
+        status: Global___WorkerStatus.ValueType = ...,
+        liveness: Global___Liveness.ValueType = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "liveness", b"liveness", "status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerCount: _TypeAlias = WorkerCount  # noqa: Y015
+
+@_typing.final
+class WorkerLane(_message.Message):
+    """What one worker did over time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Its id."""
+    states: _builtins.bytes
+    """A WorkerStatus, as one byte, for each time of the response; 0 where it was no member or had said nothing."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        states: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["states", b"states", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerLane: _TypeAlias = WorkerLane  # noqa: Y015
+
+@_typing.final
+class Goodput(_message.Message):
+    """How the time of a run was spent, in milliseconds of the whole job. The parts add up to the time since the run began."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    USEFUL_MS_FIELD_NUMBER: _builtins.int
+    WAITING_MS_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_MS_FIELD_NUMBER: _builtins.int
+    DETECT_MS_FIELD_NUMBER: _builtins.int
+    RESTART_MS_FIELD_NUMBER: _builtins.int
+    ROLLED_BACK_MS_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    PHASE_SINCE_UNIX_MS_FIELD_NUMBER: _builtins.int
+    useful_ms: _builtins.int
+    """Training whose result was kept."""
+    waiting_ms: _builtins.int
+    """Until the first generation, and while no worker was there."""
+    checkpoint_ms: _builtins.int
+    """From the first part of a checkpoint to its commit."""
+    detect_ms: _builtins.int
+    """From the last sign of a worker that was lost, or from a hang that was found, to its eviction."""
+    restart_ms: _builtins.int
+    """From a change of members to the moment at which all of them went on."""
+    rolled_back_ms: _builtins.int
+    """Training that a recovery threw away."""
+    phase: _builtins.str
+    """Which part grows now: USEFUL, WAITING, CHECKPOINT, DETECT, RESTART, or ENDED of a finished run."""
+    phase_since_unix_ms: _builtins.int
+    """Since when."""
+    def __init__(
+        self,
+        *,
+        useful_ms: _builtins.int = ...,
+        waiting_ms: _builtins.int = ...,
+        checkpoint_ms: _builtins.int = ...,
+        detect_ms: _builtins.int = ...,
+        restart_ms: _builtins.int = ...,
+        rolled_back_ms: _builtins.int = ...,
+        phase: _builtins.str = ...,
+        phase_since_unix_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_ms", b"checkpoint_ms", "detect_ms", b"detect_ms", "phase", b"phase", "phase_since_unix_ms", b"phase_since_unix_ms", "restart_ms", b"restart_ms", "rolled_back_ms", b"rolled_back_ms", "useful_ms", b"useful_ms", "waiting_ms", b"waiting_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Goodput: _TypeAlias = Goodput  # noqa: Y015
+
+@_typing.final
+class ListEventsRequest(_message.Message):
+    """ListEvents: which ones."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KINDS_FIELD_NUMBER: _builtins.int
+    SEARCH_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    search: _builtins.str
+    """Only events whose message or workers contain this, whatever the case of its letters."""
+    before: _builtins.int
+    """Only events before this number. 0: from the latest on."""
+    limit: _builtins.int
+    """At most so many. 0: chosen by the coordinator."""
+    job_id: _builtins.str
+    """Empty: from metadata or token, else `default`."""
+    @_builtins.property
+    def kinds(self) -> _containers.RepeatedScalarFieldContainer[Global___EventKind.ValueType]:
+        """Only these kinds; empty: all."""
+
+    def __init__(
+        self,
+        *,
+        kinds: _abc.Iterable[Global___EventKind.ValueType] | None = ...,
+        search: _builtins.str = ...,
+        before: _builtins.int = ...,
+        limit: _builtins.int = ...,
+        job_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "job_id", b"job_id", "kinds", b"kinds", "limit", b"limit", "search", b"search"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListEventsRequest: _TypeAlias = ListEventsRequest  # noqa: Y015
+
+@_typing.final
+class ListEventsResponse(_message.Message):
+    """ListEvents: a page."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: _builtins.int
+    NEXT_BEFORE_FIELD_NUMBER: _builtins.int
+    next_before: _builtins.int
+    """Where the next page begins: the next request's `before`. 0: there is none."""
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobEvent]:
+        """The latest first."""
+
+    def __init__(
+        self,
+        *,
+        events: _abc.Iterable[Global___JobEvent] | None = ...,
+        next_before: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "next_before", b"next_before"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListEventsResponse: _TypeAlias = ListEventsResponse  # noqa: Y015
+
+@_typing.final
+class JobEvent(_message.Message):
+    """Something that happened to a job."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    AT_UNIX_MS_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    WORKER_COUNT_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    DETECT_MS_FIELD_NUMBER: _builtins.int
+    RESTART_MS_FIELD_NUMBER: _builtins.int
+    ROLLED_BACK_MS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Its number in the job; later events have higher ones."""
+    kind: Global___EventKind.ValueType
+    """What it was."""
+    at_unix_ms: _builtins.int
+    """When; the first one, if workers did the same together."""
+    run: _builtins.int
+    """In which run."""
+    generation: _builtins.int
+    """In which generation."""
+    worker_count: _builtins.int
+    """How many workers."""
+    message: _builtins.str
+    """What happened and why, in a sentence."""
+    detect_ms: _builtins.int
+    """What it cost the job so far: until it was noticed."""
+    restart_ms: _builtins.int
+    """Until all members went on."""
+    rolled_back_ms: _builtins.int
+    """Training that was thrown away."""
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Which workers; of many only the first ones."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        kind: Global___EventKind.ValueType = ...,
+        at_unix_ms: _builtins.int = ...,
+        run: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        workers: _abc.Iterable[_builtins.str] | None = ...,
+        worker_count: _builtins.int = ...,
+        message: _builtins.str = ...,
+        detect_ms: _builtins.int = ...,
+        restart_ms: _builtins.int = ...,
+        rolled_back_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_unix_ms", b"at_unix_ms", "detect_ms", b"detect_ms", "generation", b"generation", "kind", b"kind", "message", b"message", "number", b"number", "restart_ms", b"restart_ms", "rolled_back_ms", b"rolled_back_ms", "run", b"run", "worker_count", b"worker_count", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JobEvent: _TypeAlias = JobEvent  # noqa: Y015
 
 @_typing.final
 class WatchJobRequest(_message.Message):
@@ -2039,22 +2547,26 @@ class WatchJobRequest(_message.Message):
     JOB_ID_FIELD_NUMBER: _builtins.int
     HISTORY_LIMIT_FIELD_NUMBER: _builtins.int
     MIN_INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    DELTAS_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """Empty: from metadata or token, else `default`."""
     history_limit: _builtins.int
     """As in GetJobRequest."""
     min_interval_ms: _builtins.int
-    """Changes within this time come together. 0: chosen by the coordinator."""
+    """Changes within this time come together. 0: chosen by the coordinator. In a large job more time than this may pass."""
+    deltas: _builtins.bool
+    """After the first response, `change` instead of the whole job."""
     def __init__(
         self,
         *,
         job_id: _builtins.str = ...,
         history_limit: _builtins.int = ...,
         min_interval_ms: _builtins.int = ...,
+        deltas: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["history_limit", b"history_limit", "job_id", b"job_id", "min_interval_ms", b"min_interval_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "history_limit", b"history_limit", "job_id", b"job_id", "min_interval_ms", b"min_interval_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2062,27 +2574,65 @@ Global___WatchJobRequest: _TypeAlias = WatchJobRequest  # noqa: Y015
 
 @_typing.final
 class WatchJobResponse(_message.Message):
-    """WatchJob: how it stands now."""
+    """WatchJob: how it stands now. Either the whole job or what changed in it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
+    CHANGE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def job(self) -> Global___JobState:
-        """The whole job, not the difference."""
+        """The whole job: in the first response, in every one unless the request has `deltas`, and whenever the job was replaced."""
+
+    @_builtins.property
+    def change(self) -> Global___JobChange:
+        """What changed since the last response."""
 
     def __init__(
         self,
         *,
         job: Global___JobState | None = ...,
+        change: Global___JobChange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "job", b"job"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "job", b"job"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchJobResponse: _TypeAlias = WatchJobResponse  # noqa: Y015
+
+@_typing.final
+class JobChange(_message.Message):
+    """The difference between two states of a job."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    REPLACED_FIELDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def job(self) -> Global___JobState:
+        """Single fields are always set. `workers` has those that are new or were observed again, each to replace the one of its id;
+        in a large job telemetry follows over several responses. Other repeated fields are set if `replaced_fields` names them.
+        """
+
+    @_builtins.property
+    def replaced_fields(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbers of repeated fields of JobState that are to be replaced."""
+
+    def __init__(
+        self,
+        *,
+        job: Global___JobState | None = ...,
+        replaced_fields: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "replaced_fields", b"replaced_fields"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JobChange: _TypeAlias = JobChange  # noqa: Y015
 
 @_typing.final
 class JobState(_message.Message):
@@ -2237,6 +2787,8 @@ class WorkerState(_message.Message):
     RESOURCES_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     SDK_VERSION_FIELD_NUMBER: _builtins.int
+    SLOWDOWN_FIELD_NUMBER: _builtins.int
+    COMPUTE_TIME_MS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Its id."""
     incarnation: _builtins.str
@@ -2271,6 +2823,10 @@ class WorkerState(_message.Message):
     """Shards that it holds."""
     sdk_version: _builtins.str
     """Its client library."""
+    slowdown: _builtins.float
+    """Its step time divided by the median of the members, by computing times where they are known; absent without both."""
+    compute_time_ms: _builtins.float
+    """What it spent on a step itself, without waiting for others; the median of the last steps."""
     @_builtins.property
     def resources(self) -> Global___ResourceUsage:
         """Its last telemetry."""
@@ -2301,19 +2857,29 @@ class WorkerState(_message.Message):
         resources: Global___ResourceUsage | None = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         sdk_version: _builtins.str = ...,
+        slowdown: _builtins.float | None = ...,
+        compute_time_ms: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "_step", b"_step", "_step_time_ms", b"_step_time_ms", "rank", b"rank", "resources", b"resources", "step", b"step", "step_time_ms", b"step_time_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_compute_time_ms", b"_compute_time_ms", "_rank", b"_rank", "_slowdown", b"_slowdown", "_step", b"_step", "_step_time_ms", b"_step_time_ms", "compute_time_ms", b"compute_time_ms", "rank", b"rank", "resources", b"resources", "slowdown", b"slowdown", "step", b"step", "step_time_ms", b"step_time_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "_step", b"_step", "_step_time_ms", b"_step_time_ms", "attached", b"attached", "gpu_count", b"gpu_count", "hostname", b"hostname", "incarnation", b"incarnation", "ip", b"ip", "labels", b"labels", "leased_shards", b"leased_shards", "liveness", b"liveness", "liveness_reason", b"liveness_reason", "port", b"port", "rank", b"rank", "resources", b"resources", "sdk_version", b"sdk_version", "silent_ms", b"silent_ms", "status", b"status", "step", b"step", "step_time_ms", b"step_time_ms", "weight", b"weight", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_compute_time_ms", b"_compute_time_ms", "_rank", b"_rank", "_slowdown", b"_slowdown", "_step", b"_step", "_step_time_ms", b"_step_time_ms", "attached", b"attached", "compute_time_ms", b"compute_time_ms", "gpu_count", b"gpu_count", "hostname", b"hostname", "incarnation", b"incarnation", "ip", b"ip", "labels", b"labels", "leased_shards", b"leased_shards", "liveness", b"liveness", "liveness_reason", b"liveness_reason", "port", b"port", "rank", b"rank", "resources", b"resources", "sdk_version", b"sdk_version", "silent_ms", b"silent_ms", "slowdown", b"slowdown", "status", b"status", "step", b"step", "step_time_ms", b"step_time_ms", "weight", b"weight", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__compute_time_ms: _TypeAlias = _typing.Literal["compute_time_ms"]  # noqa: Y015
+    _WhichOneofArgType__compute_time_ms: _TypeAlias = _typing.Literal["_compute_time_ms", b"_compute_time_ms"]  # noqa: Y015
     _WhichOneofReturnType__rank: _TypeAlias = _typing.Literal["rank"]  # noqa: Y015
     _WhichOneofArgType__rank: _TypeAlias = _typing.Literal["_rank", b"_rank"]  # noqa: Y015
+    _WhichOneofReturnType__slowdown: _TypeAlias = _typing.Literal["slowdown"]  # noqa: Y015
+    _WhichOneofArgType__slowdown: _TypeAlias = _typing.Literal["_slowdown", b"_slowdown"]  # noqa: Y015
     _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
     _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
     _WhichOneofReturnType__step_time_ms: _TypeAlias = _typing.Literal["step_time_ms"]  # noqa: Y015
     _WhichOneofArgType__step_time_ms: _TypeAlias = _typing.Literal["_step_time_ms", b"_step_time_ms"]  # noqa: Y015
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__compute_time_ms) -> _WhichOneofReturnType__compute_time_ms | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rank) -> _WhichOneofReturnType__rank | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__slowdown) -> _WhichOneofReturnType__slowdown | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
     @_typing.overload
@@ -2468,8 +3034,11 @@ class CheckpointState(_message.Message):
     MANIFEST_FIELD_NUMBER: _builtins.int
     COMMITTED_FIELD_NUMBER: _builtins.int
     MISSING_RANKS_FIELD_NUMBER: _builtins.int
+    COMMAND_ID_FIELD_NUMBER: _builtins.int
     committed: _builtins.bool
     """Every rank has reported."""
+    command_id: _builtins.int
+    """The operator's command that it answers; 0: none."""
     @_builtins.property
     def manifest(self) -> Global___CheckpointManifest:
         """What is known of it so far."""
@@ -2484,10 +3053,11 @@ class CheckpointState(_message.Message):
         manifest: Global___CheckpointManifest | None = ...,
         committed: _builtins.bool = ...,
         missing_ranks: _abc.Iterable[_builtins.int] | None = ...,
+        command_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["manifest", b"manifest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "manifest", b"manifest", "missing_ranks", b"missing_ranks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command_id", b"command_id", "committed", b"committed", "manifest", b"manifest", "missing_ranks", b"missing_ranks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2781,11 +3351,20 @@ class CreateJobRequest(_message.Message):
     MIN_WORKERS_FIELD_NUMBER: _builtins.int
     MAX_WORKERS_FIELD_NUMBER: _builtins.int
     TRAINING_PARAMETERS_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    MISSED_HEARTBEATS_FIELD_NUMBER: _builtins.int
+    RECONNECT_GRACE_MS_FIELD_NUMBER: _builtins.int
     JOB_ID_FIELD_NUMBER: _builtins.int
     min_workers: _builtins.int
     """No generation forms with fewer workers. 0: as the coordinator is configured."""
     max_workers: _builtins.int
     """No more workers may join. 0: as the coordinator is configured."""
+    heartbeat_interval_ms: _builtins.int
+    """Workers send a heartbeat this often, in a large fleet less often. 0: as the coordinator is configured."""
+    missed_heartbeats: _builtins.int
+    """A worker is lost after so many intervals of silence. 0: as the coordinator is configured."""
+    reconnect_grace_ms: _builtins.int
+    """A worker is lost when its presence stream is broken for this long. Absent: as the coordinator is configured."""
     job_id: _builtins.str
     """Empty: from metadata or token, else `default`."""
     @_builtins.property
@@ -2798,13 +3377,18 @@ class CreateJobRequest(_message.Message):
         min_workers: _builtins.int = ...,
         max_workers: _builtins.int = ...,
         training_parameters: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        heartbeat_interval_ms: _builtins.int = ...,
+        missed_heartbeats: _builtins.int = ...,
+        reconnect_grace_ms: _builtins.int | None = ...,
         job_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reconnect_grace_ms", b"_reconnect_grace_ms", "reconnect_grace_ms", b"reconnect_grace_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "max_workers", b"max_workers", "min_workers", b"min_workers", "training_parameters", b"training_parameters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reconnect_grace_ms", b"_reconnect_grace_ms", "heartbeat_interval_ms", b"heartbeat_interval_ms", "job_id", b"job_id", "max_workers", b"max_workers", "min_workers", b"min_workers", "missed_heartbeats", b"missed_heartbeats", "reconnect_grace_ms", b"reconnect_grace_ms", "training_parameters", b"training_parameters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__reconnect_grace_ms: _TypeAlias = _typing.Literal["reconnect_grace_ms"]  # noqa: Y015
+    _WhichOneofArgType__reconnect_grace_ms: _TypeAlias = _typing.Literal["_reconnect_grace_ms", b"_reconnect_grace_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reconnect_grace_ms) -> _WhichOneofReturnType__reconnect_grace_ms | None: ...
 
 Global___CreateJobRequest: _TypeAlias = CreateJobRequest  # noqa: Y015
 
@@ -2831,6 +3415,117 @@ class CreateJobResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CreateJobResponse: _TypeAlias = CreateJobResponse  # noqa: Y015
+
+@_typing.final
+class UpdateJobRequest(_message.Message):
+    """UpdateJob: change what is set here, and nothing else."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class TrainingParametersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    MIN_WORKERS_FIELD_NUMBER: _builtins.int
+    MAX_WORKERS_FIELD_NUMBER: _builtins.int
+    TRAINING_PARAMETERS_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    MISSED_HEARTBEATS_FIELD_NUMBER: _builtins.int
+    RECONNECT_GRACE_MS_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    min_workers: _builtins.int
+    """No generation forms with fewer workers."""
+    max_workers: _builtins.int
+    """No more workers may join; 0: no limit. Members that are there stay."""
+    heartbeat_interval_ms: _builtins.int
+    """As in CreateJobRequest."""
+    missed_heartbeats: _builtins.int
+    """As in CreateJobRequest."""
+    reconnect_grace_ms: _builtins.int
+    """As in CreateJobRequest."""
+    job_id: _builtins.str
+    """Empty: from metadata or token, else `default`."""
+    @_builtins.property
+    def training_parameters(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Training parameters to add or replace. Workers get them with their next registration."""
+
+    def __init__(
+        self,
+        *,
+        min_workers: _builtins.int | None = ...,
+        max_workers: _builtins.int | None = ...,
+        training_parameters: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        heartbeat_interval_ms: _builtins.int | None = ...,
+        missed_heartbeats: _builtins.int | None = ...,
+        reconnect_grace_ms: _builtins.int | None = ...,
+        job_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_heartbeat_interval_ms", b"_heartbeat_interval_ms", "_max_workers", b"_max_workers", "_min_workers", b"_min_workers", "_missed_heartbeats", b"_missed_heartbeats", "_reconnect_grace_ms", b"_reconnect_grace_ms", "heartbeat_interval_ms", b"heartbeat_interval_ms", "max_workers", b"max_workers", "min_workers", b"min_workers", "missed_heartbeats", b"missed_heartbeats", "reconnect_grace_ms", b"reconnect_grace_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_heartbeat_interval_ms", b"_heartbeat_interval_ms", "_max_workers", b"_max_workers", "_min_workers", b"_min_workers", "_missed_heartbeats", b"_missed_heartbeats", "_reconnect_grace_ms", b"_reconnect_grace_ms", "heartbeat_interval_ms", b"heartbeat_interval_ms", "job_id", b"job_id", "max_workers", b"max_workers", "min_workers", b"min_workers", "missed_heartbeats", b"missed_heartbeats", "reconnect_grace_ms", b"reconnect_grace_ms", "training_parameters", b"training_parameters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__heartbeat_interval_ms: _TypeAlias = _typing.Literal["heartbeat_interval_ms"]  # noqa: Y015
+    _WhichOneofArgType__heartbeat_interval_ms: _TypeAlias = _typing.Literal["_heartbeat_interval_ms", b"_heartbeat_interval_ms"]  # noqa: Y015
+    _WhichOneofReturnType__max_workers: _TypeAlias = _typing.Literal["max_workers"]  # noqa: Y015
+    _WhichOneofArgType__max_workers: _TypeAlias = _typing.Literal["_max_workers", b"_max_workers"]  # noqa: Y015
+    _WhichOneofReturnType__min_workers: _TypeAlias = _typing.Literal["min_workers"]  # noqa: Y015
+    _WhichOneofArgType__min_workers: _TypeAlias = _typing.Literal["_min_workers", b"_min_workers"]  # noqa: Y015
+    _WhichOneofReturnType__missed_heartbeats: _TypeAlias = _typing.Literal["missed_heartbeats"]  # noqa: Y015
+    _WhichOneofArgType__missed_heartbeats: _TypeAlias = _typing.Literal["_missed_heartbeats", b"_missed_heartbeats"]  # noqa: Y015
+    _WhichOneofReturnType__reconnect_grace_ms: _TypeAlias = _typing.Literal["reconnect_grace_ms"]  # noqa: Y015
+    _WhichOneofArgType__reconnect_grace_ms: _TypeAlias = _typing.Literal["_reconnect_grace_ms", b"_reconnect_grace_ms"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__heartbeat_interval_ms) -> _WhichOneofReturnType__heartbeat_interval_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_workers) -> _WhichOneofReturnType__max_workers | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_workers) -> _WhichOneofReturnType__min_workers | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__missed_heartbeats) -> _WhichOneofReturnType__missed_heartbeats | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reconnect_grace_ms) -> _WhichOneofReturnType__reconnect_grace_ms | None: ...
+
+Global___UpdateJobRequest: _TypeAlias = UpdateJobRequest  # noqa: Y015
+
+@_typing.final
+class UpdateJobResponse(_message.Message):
+    """UpdateJob: changed, or as it was requested already."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def job(self) -> Global___JobSummary:
+        """How it stands."""
+
+    def __init__(
+        self,
+        *,
+        job: Global___JobSummary | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateJobResponse: _TypeAlias = UpdateJobResponse  # noqa: Y015
 
 @_typing.final
 class ResetJobRequest(_message.Message):

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class CoordinatorStub:
-    """What a training worker calls; the last seven RPCs are for operators.
+    """What a training worker calls; the last nine RPCs are for operators.
     """
 
     def __init__(self, channel):
@@ -110,6 +110,11 @@ class CoordinatorStub:
                 request_serializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.CreateJobRequest.SerializeToString,
                 response_deserializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.CreateJobResponse.FromString,
                 _registered_method=True)
+        self.UpdateJob = channel.unary_unary(
+                '/strata.v1.Coordinator/UpdateJob',
+                request_serializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.UpdateJobRequest.SerializeToString,
+                response_deserializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.UpdateJobResponse.FromString,
+                _registered_method=True)
         self.ResetJob = channel.unary_unary(
                 '/strata.v1.Coordinator/ResetJob',
                 request_serializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.ResetJobRequest.SerializeToString,
@@ -120,10 +125,15 @@ class CoordinatorStub:
                 request_serializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.DeleteJobRequest.SerializeToString,
                 response_deserializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.DeleteJobResponse.FromString,
                 _registered_method=True)
+        self.ListEvents = channel.unary_unary(
+                '/strata.v1.Coordinator/ListEvents',
+                request_serializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.ListEventsRequest.SerializeToString,
+                response_deserializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.ListEventsResponse.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServicer:
-    """What a training worker calls; the last seven RPCs are for operators.
+    """What a training worker calls; the last nine RPCs are for operators.
     """
 
     def RegisterWorker(self, request, context):
@@ -231,6 +241,13 @@ class CoordinatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UpdateJob(self, request, context):
+        """Changes settings of a job, also while it runs; needs an operator's token. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ResetJob(self, request, context):
         """Begins the next run of a job without workers, from the beginning; needs an operator's token.
         """
@@ -240,6 +257,13 @@ class CoordinatorServicer:
 
     def DeleteJob(self, request, context):
         """Forgets a job without workers; needs an operator's token.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListEvents(self, request, context):
+        """What happened to a job, the latest first, a page at a time. It survives restarts and failovers of the coordinator.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -323,6 +347,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     request_deserializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.CreateJobRequest.FromString,
                     response_serializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.CreateJobResponse.SerializeToString,
             ),
+            'UpdateJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateJob,
+                    request_deserializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.UpdateJobRequest.FromString,
+                    response_serializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.UpdateJobResponse.SerializeToString,
+            ),
             'ResetJob': grpc.unary_unary_rpc_method_handler(
                     servicer.ResetJob,
                     request_deserializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.ResetJobRequest.FromString,
@@ -333,6 +362,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     request_deserializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.DeleteJobRequest.FromString,
                     response_serializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.DeleteJobResponse.SerializeToString,
             ),
+            'ListEvents': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListEvents,
+                    request_deserializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.ListEventsRequest.FromString,
+                    response_serializer=strata_dot_coord_dot_pb_dot_coordinator__pb2.ListEventsResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'strata.v1.Coordinator', rpc_method_handlers)
@@ -342,7 +376,7 @@ def add_CoordinatorServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Coordinator:
-    """What a training worker calls; the last seven RPCs are for operators.
+    """What a training worker calls; the last nine RPCs are for operators.
     """
 
     @staticmethod
@@ -751,6 +785,33 @@ class Coordinator:
             _registered_method=True)
 
     @staticmethod
+    def UpdateJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/strata.v1.Coordinator/UpdateJob',
+            strata_dot_coord_dot_pb_dot_coordinator__pb2.UpdateJobRequest.SerializeToString,
+            strata_dot_coord_dot_pb_dot_coordinator__pb2.UpdateJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def ResetJob(request,
             target,
             options=(),
@@ -794,6 +855,33 @@ class Coordinator:
             '/strata.v1.Coordinator/DeleteJob',
             strata_dot_coord_dot_pb_dot_coordinator__pb2.DeleteJobRequest.SerializeToString,
             strata_dot_coord_dot_pb_dot_coordinator__pb2.DeleteJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/strata.v1.Coordinator/ListEvents',
+            strata_dot_coord_dot_pb_dot_coordinator__pb2.ListEventsRequest.SerializeToString,
+            strata_dot_coord_dot_pb_dot_coordinator__pb2.ListEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,6 +27,13 @@ that registers after shards were handed out or a checkpoint was committed gets F
 GetNextShards and ReportCheckpoint until it has called RequestRecovery; so does every member after another one went back. The answer
 names the checkpoint to load, or none: start from the beginning. Only a worker that registers as `elastic` is excepted.
 
+AGREEING ON A STEP. Ranks are not in step, and a checkpoint is one of a single step. So a worker may say in its heartbeats that its
+program agrees on steps (`checkpoint_step`, 0 at first). CHECKPOINT_NOW then names a future step. A worker that has not finished it
+acknowledges the command with `checkpoint_step` = that step, and does not go past it; one that has acknowledges without, and a
+command with a later step follows. When all ranks have said so, the answers of Heartbeat and Attach carry the step as
+`checkpoint_step`, together with the generation: all ranks write the checkpoint of it, and say `checkpoint_step` until it is reported.
+A worker that waits at a step goes on when a later step is named or its generation is over.
+
 IDENTITY. Every request has room for job_id, worker_id and incarnation. Where a field is empty the coordinator takes, in
 this order, the metadata key `strata-job` or `strata-worker` of the call, then what the bearer token says (metadata key
 `authorization`, value `Bearer TOKEN`). Without any of them the job is `default`, which the first registration creates. A
@@ -98,7 +105,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class CoordinatorStub:
-    """What a training worker calls; the last seven RPCs are for operators."""
+    """What a training worker calls; the last nine RPCs are for operators."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -134,14 +141,18 @@ class CoordinatorStub:
     """The jobs that the token allows, in order of name."""
     CreateJob: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.CreateJobRequest, _coordinator_pb2.CreateJobResponse]
     """Creates a job before its first worker comes, with settings of its own; needs an operator's token. Idempotent."""
+    UpdateJob: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.UpdateJobRequest, _coordinator_pb2.UpdateJobResponse]
+    """Changes settings of a job, also while it runs; needs an operator's token. Idempotent."""
     ResetJob: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ResetJobRequest, _coordinator_pb2.ResetJobResponse]
     """Begins the next run of a job without workers, from the beginning; needs an operator's token."""
     DeleteJob: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DeleteJobRequest, _coordinator_pb2.DeleteJobResponse]
     """Forgets a job without workers; needs an operator's token."""
+    ListEvents: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListEventsRequest, _coordinator_pb2.ListEventsResponse]
+    """What happened to a job, the latest first, a page at a time. It survives restarts and failovers of the coordinator."""
 
 @_typing.type_check_only
 class CoordinatorAsyncStub(CoordinatorStub):
-    """What a training worker calls; the last seven RPCs are for operators."""
+    """What a training worker calls; the last nine RPCs are for operators."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     RegisterWorker: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.WorkerInfo, _coordinator_pb2.WorkerConfig]  # type: ignore[assignment]
@@ -174,13 +185,17 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """The jobs that the token allows, in order of name."""
     CreateJob: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.CreateJobRequest, _coordinator_pb2.CreateJobResponse]  # type: ignore[assignment]
     """Creates a job before its first worker comes, with settings of its own; needs an operator's token. Idempotent."""
+    UpdateJob: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.UpdateJobRequest, _coordinator_pb2.UpdateJobResponse]  # type: ignore[assignment]
+    """Changes settings of a job, also while it runs; needs an operator's token. Idempotent."""
     ResetJob: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ResetJobRequest, _coordinator_pb2.ResetJobResponse]  # type: ignore[assignment]
     """Begins the next run of a job without workers, from the beginning; needs an operator's token."""
     DeleteJob: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DeleteJobRequest, _coordinator_pb2.DeleteJobResponse]  # type: ignore[assignment]
     """Forgets a job without workers; needs an operator's token."""
+    ListEvents: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListEventsRequest, _coordinator_pb2.ListEventsResponse]  # type: ignore[assignment]
+    """What happened to a job, the latest first, a page at a time. It survives restarts and failovers of the coordinator."""
 
 class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
-    """What a training worker calls; the last seven RPCs are for operators."""
+    """What a training worker calls; the last nine RPCs are for operators."""
 
     @_abc_1.abstractmethod
     def RegisterWorker(
@@ -303,6 +318,14 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         """Creates a job before its first worker comes, with settings of its own; needs an operator's token. Idempotent."""
 
     @_abc_1.abstractmethod
+    def UpdateJob(
+        self,
+        request: _coordinator_pb2.UpdateJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.UpdateJobResponse, _abc.Awaitable[_coordinator_pb2.UpdateJobResponse]]:
+        """Changes settings of a job, also while it runs; needs an operator's token. Idempotent."""
+
+    @_abc_1.abstractmethod
     def ResetJob(
         self,
         request: _coordinator_pb2.ResetJobRequest,
@@ -317,5 +340,13 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.DeleteJobResponse, _abc.Awaitable[_coordinator_pb2.DeleteJobResponse]]:
         """Forgets a job without workers; needs an operator's token."""
+
+    @_abc_1.abstractmethod
+    def ListEvents(
+        self,
+        request: _coordinator_pb2.ListEventsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.ListEventsResponse, _abc.Awaitable[_coordinator_pb2.ListEventsResponse]]:
+        """What happened to a job, the latest first, a page at a time. It survives restarts and failovers of the coordinator."""
 
 def add_CoordinatorServicer_to_server(servicer: CoordinatorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -8,7 +8,7 @@ from typing import Final
 
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
-from strata.coord.server.tokens import Claims, TokenRole, Tokens
+from strata.coord.server.tokens import ALL_JOBS, Claims, TokenRole, Tokens
 from strata.coord.server.wire import Identity
 
 ANY: Final = frozenset(TokenRole)
@@ -87,7 +87,8 @@ class TokenAuthenticator:
                 Code.UNAUTHENTICATED, "this coordinator needs a token", hint="metadata authorization: Bearer TOKEN"
             )
         claims = self._tokens.read(bearer[len(_BEARER) :].strip(), self._clock.wall_s())
-        identity = Identity(job, worker_id, claims.job, claims.worker)
+        token_job = "" if claims.job == ALL_JOBS and claims.role is TokenRole.OPERATOR else claims.job
+        identity = Identity(job, worker_id, token_job, claims.worker)
         # Metadata that contradicts the token is rejected, even where a field of the message takes precedence.
         identity.job_of(job)
         if worker_id:

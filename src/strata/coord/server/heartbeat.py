@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
+from math import inf
 from typing import Final
 
 from strata.base.errors import Code, StrataError
+from strata.base.log_values import printable
+from strata.coord.core.hang_diagnosis import FRAMES, HangReport
 from strata.coord.core.inputs import Caller, Heartbeat, HeartbeatReply, Outcome
 from strata.coord.core.liveness import observe_plain_heartbeat
-from strata.coord.core.state import PendingCommand, StepProgress
+from strata.coord.core.state import JobState, PendingCommand, StepProgress
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.server.grpc_handler import MAX_BATCH, STATUS_OF, number
 from strata.coord.server.service import CoordinatorService, not_leading
@@ -28,6 +31,12 @@ URGENCY: Final = (
     pb.COMMAND_KIND_REBALANCE,
     pb.COMMAND_KIND_RELOAD,
 )
+
+PROBE_BITS: Final = 32
+"""The number of a probe, below the epoch of the leader that asks it."""
+FRAME_CHARACTERS: Final = 200
+COMPUTE_TIMES: Final = 32
+"""Of one heartbeat."""
 
 BUSY: Final = frozenset(
     (
@@ -49,6 +58,7 @@ class HeartbeatHandler:
 
     async def one(self, request: pb.HeartbeatRequest, who: Identity, _: object) -> pb.HeartbeatResponse | bytes:
         job_id, worker_id = who.job_of(request.job_id), who.worker_of(request.worker_id)
+        self._service.metrics.heartbeats.inc()
         reply = receive(self._service, request, job_id, worker_id, self._service.clock.monotonic_s())
         if isinstance(reply, SharedReply):
             return reply.encoded
@@ -62,6 +72,7 @@ class HeartbeatHandler:
         service = self._service
         if not service.leads:
             raise not_leading()
+        service.metrics.heartbeats.inc(len(heartbeats))
         # On the wire, a repeated field is the concatenation of its elements.
         parts: list[bytes] = []
         other: list[tuple[int, pb.HeartbeatOutcome]] = []
@@ -106,6 +117,7 @@ def receive(
         and telemetry is not None
         and not telemetry.delivered
         and not failed
+        and not message.HasField("hang_report")
         and observe_plain_heartbeat(state, job_id, worker_id, message.incarnation, progress, read_until, now_s)
     ):
         telemetry.heartbeats[worker_id] = message
@@ -113,7 +125,13 @@ def receive(
             telemetry.record_step(worker_id, progress.step)
         return telemetry.shared_reply or _shared_reply(service, telemetry, job_id)
     caller = Caller(job_id, worker_id, message.incarnation)
-    request = Heartbeat(caller, failed, _acked_commands(message, telemetry, worker_id), progress, read_until)
+    hang_report = (
+        _hang_report(message, state.jobs.get(job_id), state.leader_epoch)
+        if state is not None and message.HasField("hang_report")
+        else None
+    )
+    acked = _acked_commands(message, telemetry, worker_id)
+    request = Heartbeat(caller, failed, acked, progress, read_until, hang_report)
     return _decide(service, message, request)
 
 
@@ -128,7 +146,28 @@ def _decide(
 
 def _step_progress(message: pb.HeartbeatRequest, status: pb.WorkerStatus.ValueType) -> StepProgress:
     time_s = message.step_time_ms / 1000 if message.HasField("step_time_ms") else None
-    return StepProgress(message.step, time_s, status in BUSY, message.generation)
+    compute_s = tuple(ms / 1000 for ms in message.compute_times_ms[-COMPUTE_TIMES:] if 0 < ms < inf)
+    checkpoint_step = message.checkpoint_step if message.HasField("checkpoint_step") else None
+    return StepProgress(message.step, time_s, status in BUSY, message.generation, compute_s, checkpoint_step)
+
+
+def _hang_report(
+    message: pb.HeartbeatRequest, job: JobState | None, leader_epoch: int
+) -> tuple[int, HangReport] | None:
+    """None: of another leader's probe or of another generation."""
+    report = message.hang_report
+    if report.probe >> PROBE_BITS != leader_epoch or job is None or message.generation != job.generation:
+        return None
+    found = HangReport(
+        report.waits,
+        report.busy or message.status in BUSY,
+        report.collective if report.HasField("collective") else None,
+        report.cpu_s if report.HasField("cpu_s") else None,
+        # Workers wrote this, and terminals and pages show it.
+        tuple(printable(frame[:FRAME_CHARACTERS]) for frame in report.frames[:FRAMES]),
+        printable(report.operation[:FRAME_CHARACTERS]),
+    )
+    return report.probe & ((1 << PROBE_BITS) - 1), found
 
 
 def _read_until(message: pb.HeartbeatRequest) -> tuple[tuple[int, int], ...]:
@@ -185,9 +224,16 @@ def _shared_reply(service: CoordinatorService, telemetry: JobTelemetry, job_id: 
             generation=telemetry.generation,
             heartbeat_interval_ms=interval_ms(service.state, service.state.jobs[job_id]),
             leader_epoch=service.state.leader_epoch,
+            checkpoint_step=telemetry.checkpoint_step,
+            hang_probe=_probe(service, telemetry),
         )
         telemetry.shared_reply = SharedReply(message, message.SerializeToString())
     return telemetry.shared_reply
+
+
+def _probe(service: CoordinatorService, telemetry: JobTelemetry) -> int:
+    number = telemetry.hang_probe
+    return service.state.leader_epoch << PROBE_BITS | number if number else 0
 
 
 async def _fill_in(outcome: pb.HeartbeatOutcome, reply: Awaitable[pb.HeartbeatResponse]) -> None:

@@ -10,6 +10,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.notify import Notification
 from strata.coord.core import checkpoints, members
 from strata.coord.core.facts import BarrierVerdict, Dataset
+from strata.coord.core.history import LEFT
 from strata.coord.core.inputs import (
     Ack,
     ArriveAtBarrier,
@@ -33,7 +34,6 @@ from strata.coord.core.inputs import (
 from strata.coord.core.ledger import DatasetLedger
 from strata.coord.core.state import CoordState, JobState
 from strata.coord.server.service import CoordinatorService, not_leading
-from strata.coord.server.telemetry import LEFT
 
 RANK_WAIT_S: Final = 2.0
 """How long a registration waits for its generation to form."""
@@ -194,10 +194,7 @@ async def arrive(
     with service.barriers.subscribe((caller.job, generation, request.barrier_id)) as decided:
         state = (await service.submit(request)).reply
         assert isinstance(state, BarrierState)
-        telemetry = service.telemetry_of(caller.job)
-        telemetry.record_step(caller.worker_id, request.step)
-        if state.verdict is None and not decided.done():
-            telemetry.barrier_opened_s.setdefault(request.barrier_id, service.clock.monotonic_s())
+        service.telemetry_of(caller.job).record_step(caller.worker_id, request.step)
         if state.verdict is None and wait:
             with service.open_call(caller):
                 await on_wait()

@@ -18,6 +18,7 @@ class PresenceUpdate:
 
     generation: int
     commands: tuple[PendingCommand, ...]
+    checkpoint_step: int | None
 
 
 class Presence:
@@ -27,7 +28,8 @@ class Presence:
         self._service = service
         self._caller = caller
         self._delivered: set[int] = set()
-        self._generation = -1
+        self._sent: tuple[int, int | None] = (-1, None)
+        """The generation and the agreed step of the last update."""
 
     async def next_update(self) -> PresenceUpdate:
         """The next update: at once if the worker lacks something, else when something happens."""
@@ -42,10 +44,11 @@ class Presence:
                     for each in job.commands.values()
                     if caller.worker_id in each.waiting and self._is_new(each.command_id, telemetry.last_command)
                 )
-                if commands or self._generation != telemetry.generation:
-                    self._generation = telemetry.generation
+                found = (telemetry.generation, telemetry.checkpoint_step)
+                if commands or self._sent != found:
+                    self._sent = found
                     self._delivered.update(each.command_id for each in commands)
-                    return PresenceUpdate(telemetry.generation, commands)
+                    return PresenceUpdate(telemetry.generation, commands, telemetry.checkpoint_step)
                 if not await happened.wait():
                     raise not_leading()
 

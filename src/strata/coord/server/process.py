@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
-from collections.abc import Callable
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,20 +16,26 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from strata.base import log
-from strata.base.clock import SystemClock
+from strata.base.clock import Clock, SystemClock
 from strata.base.errors import Code, StrataError
+from strata.base.loop import every
 from strata.base.private import set_private_umask
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.coord.server.authenticator import TokenAuthenticator
+from strata.coord.server.authenticator import OPERATOR, TokenAuthenticator
 from strata.coord.server.grpc_handler import CoordinatorHandler, GenericOnly
 from strata.coord.server.service import CoordinatorService, ServiceOptions
 from strata.coord.server.servicer import Servicer
 from strata.coord.server.tokens import RevokedTokens, Tokens
 from strata.coord.settings import CoordinatorSettings, ServerTls, check_exposure
+from strata.database.online_backup import INTERVAL_S, OnlineBackup
+from strata.http.metrics import serve_metrics
 from strata.journal.open import open_journal
+from strata.journal.port import Journal
+from strata.journal.sqlite import SqliteJournal
 
 SERVICE: Final = pb.DESCRIPTOR.services_by_name["Coordinator"].full_name
-_PING_MS: Final = 2_000
+PINGS: Final = 3
+"""Pings are sent so many times within their timeout: a frozen process is found after one timeout and a third."""
 GC_THRESHOLDS: Final = (50_000, 20, 20)
 
 OPTIONS: Final = (
@@ -38,10 +46,6 @@ OPTIONS: Final = (
     # The defaults lose a herd: of 10,000 simultaneous calls nearly half were cancelled.
     ("grpc.server.max_pending_requests", 100_000),
     ("grpc.server.max_pending_requests_hard_limit", 200_000),
-    # A frozen peer answers no ping. Without ping_timeout_ms that is never noticed.
-    ("grpc.keepalive_time_ms", _PING_MS),
-    ("grpc.keepalive_timeout_ms", _PING_MS),
-    ("grpc.http2.ping_timeout_ms", _PING_MS),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
@@ -53,6 +57,16 @@ OPTIONS: Final = (
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _log = log.get(__name__)
+
+
+def _pings(timeout_s: float) -> tuple[tuple[str, int], ...]:
+    """A frozen peer answers no ping. Without ping_timeout_ms that is never noticed."""
+    timeout_ms = max(1, round(timeout_s * 1000))
+    return (
+        ("grpc.keepalive_time_ms", max(1, timeout_ms // PINGS)),
+        ("grpc.keepalive_timeout_ms", timeout_ms),
+        ("grpc.http2.ping_timeout_ms", timeout_ms),
+    )
 
 
 def run(settings: CoordinatorSettings, announce: Callable[[str], None]) -> None:
@@ -88,9 +102,59 @@ async def _serve(settings: CoordinatorSettings, announce: Callable[[str], None])
                 job=settings.job,
             ),
         )
-        server = CoordinatorServer(service, TokenAuthenticator(tokens, clock, revoked), settings)
-        await server.start(announce)
-        await server.serve_until(stop)
+        authenticator = TokenAuthenticator(tokens, clock, revoked)
+        server = CoordinatorServer(service, authenticator, settings)
+        async with (
+            expose_metrics(settings, service, authenticator) as metrics_url,
+            serve_backups(settings, journal, clock),
+        ):
+            await server.start(lambda line: announce(f"{line}, metrics on {metrics_url}" if metrics_url else line))
+            await server.serve_until(stop)
+
+
+@asynccontextmanager
+async def expose_metrics(
+    settings: CoordinatorSettings, service: CoordinatorService, authenticator: TokenAuthenticator
+) -> AsyncIterator[str]:
+    """Serve the metrics where the settings say so. Gives their URL, empty if they are not served."""
+    if not settings.metrics_listen:
+        yield ""
+        return
+
+    def check(authorization: str) -> None:
+        if not authenticator.allows_anonymous:
+            authenticator.identify((("authorization", authorization),), OPERATOR)
+
+    def render() -> bytes:
+        return service.metrics.render(service.state_if_leading)
+
+    tls = None if settings.tls is None else _ssl_context(settings.tls)
+    async with serve_metrics(settings.metrics_listen, render, check, tls) as url:
+        yield url
+
+
+@asynccontextmanager
+async def serve_backups(settings: CoordinatorSettings, journal: Journal, clock: Clock) -> AsyncIterator[None]:
+    """Copy the journal whenever a file in the folder of backups requests it."""
+    if settings.backups is None:
+        yield
+        return
+    if not isinstance(journal, SqliteJournal):
+        raise StrataError(Code.INVALID, "only a journal in SQLite is copied for backups", hint="unset backups")
+
+    async def copy(path: Path, _: float) -> None:
+        partial = path.with_name(f"{path.name}.partial")
+        partial.unlink(missing_ok=True)
+        await journal.copy_to(partial)
+        partial.rename(path)
+
+    backup = OnlineBackup(settings.backups, copy, clock)
+    serving = asyncio.create_task(every(INTERVAL_S, backup.run_once, clock=clock, max_backoff_s=INTERVAL_S))
+    try:
+        yield
+    finally:
+        serving.cancel()
+        await asyncio.wait([serving])
 
 
 class CoordinatorServer:
@@ -109,7 +173,7 @@ class CoordinatorServer:
         add_reflection(reflection.aio.ReflectionServicer(names), others)
         servicer = Servicer(service, authenticator)
         handlers = (CoordinatorHandler(servicer.calls, servicer.check_access), *others.handlers)
-        self._server = grpc.aio.server(handlers=handlers, options=OPTIONS)
+        self._server = grpc.aio.server(handlers=handlers, options=(*OPTIONS, *_pings(settings.ping_timeout_s)))
         self.port = 0
 
     async def start(self, announce: Callable[[str], None]) -> None:
@@ -163,6 +227,19 @@ class CoordinatorServer:
         if self._settings.token_secret is not None:
             return f"{transport}, tokens required"
         return f"{transport}, no tokens required: every user of this machine may call as any worker or operator"
+
+
+def _ssl_context(tls: ServerTls) -> ssl.SSLContext:
+    """As for gRPC: with `client_ca`, clients need a certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(tls.certificate, tls.key)
+        if tls.client_ca is not None:
+            context.load_verify_locations(tls.client_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except (OSError, ssl.SSLError) as error:
+        raise StrataError(Code.INVALID, f"the certificate of the coordinator cannot be used: {error}") from error
+    return context
 
 
 def _credentials(tls: ServerTls) -> grpc.ServerCredentials:

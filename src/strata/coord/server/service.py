@@ -19,8 +19,10 @@ from strata.base.failpoint import failpoint
 from strata.base.ids import Ids
 from strata.base.loop import every
 from strata.base.notify import KeyedNotifier
+from strata.coord.core import straggler_policy
 from strata.coord.core.facts import (
     BarrierDecided,
+    CheckpointAgreed,
     CommandIssued,
     CommandKind,
     Fact,
@@ -47,7 +49,9 @@ from strata.coord.core.inputs import (
 )
 from strata.coord.core.machine import CoordMachine
 from strata.coord.core.state import CoordState
-from strata.coord.pb import coordinator_pb2 as pb
+from strata.coord.metrics import CoordinatorMetrics
+from strata.coord.server.event_log import log_events
+from strata.coord.server.lanes import SAMPLE_S
 from strata.coord.server.telemetry import JobTelemetry
 from strata.journal.group_commit import WriterLimits
 from strata.journal.port import Journal
@@ -96,12 +100,16 @@ class CoordinatorService:
         self.events: KeyedNotifier[None] = KeyedNotifier()
         """By ("formed", job), ("data", job), ("changed", job) or ("worker", job, worker_id)."""
         self.telemetry: dict[str, JobTelemetry] = {}
+        self.metrics = CoordinatorMetrics()
         self._journal = journal
         self._replica: CoordReplica | None = None
         self._leading: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[Outcome]] = set()
         self._draining = asyncio.Event()
         self._fleet = 0
+        self._sampled_s = 0.0
+        self._logged: dict[str, int] = {}
+        """By job, the number of the last event that is in the log."""
 
     @property
     def leads(self) -> bool:
@@ -180,19 +188,19 @@ class CoordinatorService:
     def _start_leading(self, replica: CoordReplica) -> None:
         state = replica.state
         state.leader_epoch = replica.epoch
+        state.wall_offset_s = self.clock.wall_s() - self.clock.monotonic_s()
         self.telemetry = {name: JobTelemetry.from_journal(job) for name, job in state.jobs.items()}
-        if replica.epoch > 1:
-            for telemetry in self.telemetry.values():
-                message = f"a coordinator took over as leader {replica.epoch}"
-                telemetry.add_incident(pb.INCIDENT_KIND_FAILOVER, self.clock.wall_s(), message)
+        self._logged = {name: job.history.next_number - 1 for name, job in state.jobs.items()}
         self._replica = replica
         _log.info("leadership_acquired", stream=self.options.stream, epoch=replica.epoch, jobs=len(state.jobs))
 
     async def _lead(self, replica: CoordReplica) -> None:
         async def tick() -> None:
             try:
-                await self._decide(replica, Tick())
-                self._refresh_interval(replica.state)
+                await self._decide(replica, Tick(self.clock.wall_s()))
+                self._refresh_replies(replica.state)
+                self._sample_lanes(replica.state)
+                log_events(replica.state, self._logged, self.clock.wall_s())
             except StrataError:
                 # A failed leader is about to be dropped; `lead_until_replaced` returns the reason.
                 if replica.failure is None:
@@ -207,12 +215,26 @@ class CoordinatorService:
             ticking.cancel()
             await asyncio.wait([ticking])
 
-    def _refresh_interval(self, state: CoordState) -> None:
-        """The reply to heartbeats is encoded once and shared: encode it again when the interval has changed."""
-        if state.fleet != self._fleet:
-            self._fleet = state.fleet
-            for telemetry in self.telemetry.values():
+    def _refresh_replies(self, state: CoordState) -> None:
+        """The reply to heartbeats is encoded once and shared: encode it again when what it says has changed."""
+        is_resized = state.fleet != self._fleet
+        self._fleet = state.fleet
+        for name, telemetry in self.telemetry.items():
+            probe = straggler_policy.open_probe(state.soft_of(name))
+            if is_resized or probe != telemetry.hang_probe:
+                telemetry.hang_probe = probe
                 telemetry.shared_reply = None
+
+    def _sample_lanes(self, state: CoordState) -> None:
+        now_s = self.clock.monotonic_s()
+        if now_s < self._sampled_s + SAMPLE_S:
+            return
+        self._sampled_s = now_s
+        at_ms = round(self.clock.wall_s() * 1000)
+        for name, job in state.jobs.items():
+            telemetry = self.telemetry_of(name)
+            if job.members or telemetry.lanes.times_ms:
+                telemetry.sample_lanes(at_ms, job.members)
 
     def _stop_leading(self) -> None:
         self._replica = None
@@ -279,7 +301,9 @@ class CoordinatorService:
     async def _committed(self, replica: CoordReplica, outcome: Outcome, durable: asyncio.Future[int] | None) -> Outcome:
         try:
             if durable is not None:
+                decided_s = self.clock.monotonic_s()
                 await durable
+                self.metrics.journal_s.observe(self.clock.monotonic_s() - decided_s)
         except StrataError as error:
             if replica.failure is not None:
                 raise not_leading() from error
@@ -291,9 +315,8 @@ class CoordinatorService:
     def _on_committed(self, replica: CoordReplica, request: Input, outcome: Outcome) -> None:
         """Facts are committed: add them to the telemetry, and notify the calls that wait for them."""
         state = replica.state
-        at_s = self.clock.wall_s()
         for fact in outcome.facts:
-            self._record_fact(fact, state, at_s)
+            self._record_fact(fact, state)
             match fact:
                 case BarrierDecided():
                     self._release(fact, request, outcome)
@@ -304,6 +327,8 @@ class CoordinatorService:
                     self._notify_workers(fact.job, ranks)
                 case CommandIssued():
                     self._notify_workers(fact.job, fact.workers)
+                case CheckpointAgreed():
+                    self._notify_workers(fact.job, state.jobs[fact.job].ranks)
                 case WorkerLost():
                     self._notify_workers(fact.job, (fact.worker_id,))
                 case _:
@@ -317,14 +342,15 @@ class CoordinatorService:
         for worker_id in workers:
             self.events.notify(("worker", job, worker_id), None)
 
-    def _record_fact(self, fact: Fact, state: CoordState, at_s: float) -> None:
+    def _record_fact(self, fact: Fact, state: CoordState) -> None:
+        self.metrics.record_fact(fact)
         if isinstance(fact, JobReset | JobDeleted):
-            # The telemetry of workers, checkpoints and incidents belongs to a run that is over.
+            # The telemetry of workers belongs to a run that is over.
             self.telemetry.pop(fact.job, None)
             if fact.job in state.jobs:
                 self.telemetry[fact.job] = JobTelemetry.from_journal(state.jobs[fact.job])
         else:
-            self.telemetry_of(fact.job).record_fact(fact, at_s)
+            self.telemetry_of(fact.job).record_fact(fact)
 
     def _request_reregistration(self, replica: CoordReplica, fact: GenerationFormed, ranks: Iterable[str]) -> None:
         """A generation formed: workers that registered before and got no rank are told to register again."""

@@ -4,34 +4,41 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import aclosing
 from typing import Any, Final, NoReturn, TypeVar, cast
 
 import grpc
+import msgspec
 from google.protobuf.message import Message
 
 from strata.base import log
 from strata.base.errors import Code, StrataError
-from strata.coord.core.inputs import BarrierState, Caller, CreateJob, DeleteJob, RequestRecovery, ResetJob
+from strata.coord.core.history import find_events, open_cost
+from strata.coord.core.inputs import BarrierState, Caller, CreateJob, DeleteJob, RequestRecovery, ResetJob, UpdateJob
+from strata.coord.core.lifecycle import job_named
 from strata.coord.core.shards import file_ends
+from strata.coord.core.state import CoordState
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.server import operations, wire
 from strata.coord.server.authenticator import ANONYMOUS, ANY, OPERATOR, WORKER, Metadata, TokenAuthenticator
 from strata.coord.server.grpc_handler import STATUS_OF, trailing
 from strata.coord.server.heartbeat import HeartbeatHandler
 from strata.coord.server.presence import open_presence
-from strata.coord.server.service import CoordinatorService, not_leading
+from strata.coord.server.service import CoordinatorService
 from strata.coord.server.tokens import TokenRole
+from strata.coord.server.watch import JobWatches, unknown_job
 from strata.coord.server.wire import Identity
-from strata.coord.server.wire_job import job_config, job_state, summary
+from strata.coord.server.wire_job import EVENT_KIND_OF, created_config, job_event, summary, updated_config
 
 MAX_WAIT_S: Final = 60.0
 """A call for shards waits no longer than this, so that its reply still reaches the caller."""
 WATCH_S: Final = 0.5
+EVENTS: Final = 100
+MOST_EVENTS: Final = 1_000
 VALID_CHECK_S: Final = 1.0
 """How long a stream may outlive its token."""
-REFRESH_S: Final = 2.0
-"""Telemetry alone is no change, but operators want to see it."""
 
+STREAMS: Final = frozenset({"Attach", "WatchJob"})
 NAMED: Final = (pb.HeartbeatRequest, pb.ShardRequest, pb.BarrierRequest)
 """Frequent requests, which name their worker: then the metadata need not be read."""
 
@@ -50,6 +57,7 @@ class Servicer:
         self._service = service
         self._authenticator = authenticator
         self._released: tuple[BarrierState | None, bytes] = None, b""
+        self._watches = JobWatches(service)
         heartbeats = HeartbeatHandler(service)
         self._roles: dict[str, frozenset[TokenRole]] = {}
         self.calls: Final[Mapping[str, Handler]] = {
@@ -68,8 +76,10 @@ class Servicer:
             "IssueCommand": self._serve("IssueCommand", OPERATOR, self._issue),
             "ListJobs": self._serve("ListJobs", ANY, self._list_jobs),
             "CreateJob": self._serve("CreateJob", OPERATOR, self._create_job),
+            "UpdateJob": self._serve("UpdateJob", OPERATOR, self._update_job),
             "ResetJob": self._serve("ResetJob", OPERATOR, self._reset_job),
             "DeleteJob": self._serve("DeleteJob", OPERATOR, self._delete_job),
+            "ListEvents": self._serve("ListEvents", ANY, self._list_events),
         }
 
     def check_access(self, name: str, metadata: Metadata) -> None:
@@ -85,17 +95,25 @@ class Servicer:
     ) -> Handler:
         """The outermost handler of a call: an error leaves as a status, never as a traceback."""
         self._roles[name] = roles
+        record, monotonic_s = self._service.metrics.rpc(name, stream=name in STREAMS), self._service.clock.monotonic_s
 
         async def answer(request: Request | StrataError, context: Context) -> Reply:
+            started_s = monotonic_s()
             if isinstance(request, StrataError):
+                record(STATUS_OF[request.code].name, 0.0)
                 await self._abort(context, request)
             try:
-                return await work(request, self._identify(request, context, roles), context)
+                reply = await work(request, self._identify(request, context, roles), context)
             except grpc.aio.BaseError:
+                record("CANCELLED", monotonic_s() - started_s)
                 raise
             except Exception as error:
+                code = error.code if isinstance(error, StrataError) else Code.INTERNAL
+                record(STATUS_OF[code].name, monotonic_s() - started_s)
                 await self._abort(context, error)
                 raise AssertionError("abort always raises") from error
+            record("OK", monotonic_s() - started_s)
+            return reply
 
         return answer
 
@@ -209,9 +227,7 @@ class Servicer:
         caller = wire.caller(request, who)
         recovery_request = RequestRecovery(caller, request.observed_generation, request.bad_checkpoint_id or None)
         recovery = await operations.recover(self._service, recovery_request)
-        times = self._service.telemetry_of(caller.job).committed_at_s
-        at_s = times.get(recovery.checkpoint.checkpoint_id, 0.0) if recovery.checkpoint else 0.0
-        return wire.recovery(recovery, self._service.state.leader_epoch, at_s)
+        return wire.recovery(recovery, self._service.state.leader_epoch)
 
     async def _leave(self, request: pb.LeaveWorkerRequest, who: Identity, _: Context) -> pb.LeaveWorkerResponse:
         caller = wire.caller(request, who)
@@ -230,29 +246,34 @@ class Servicer:
                         commands=map(wire.command, update.commands),
                         generation=update.generation,
                         leader_epoch=self._service.state.leader_epoch,
+                        checkpoint_step=update.checkpoint_step,
                     )
                 )
 
     async def _get_job(self, request: pb.GetJobRequest, who: Identity, _: Context) -> pb.GetJobResponse:
-        return pb.GetJobResponse(job=self._describe_job(who.job_of(request.job_id), request.history_limit))
+        return await self._watches.describe(who.job_of(request.job_id), request)
 
     async def _watch_job(self, request: pb.WatchJobRequest, who: Identity, context: Context) -> None:
-        job_id = who.job_of(request.job_id)
         pause_s = request.min_interval_ms / 1000 or WATCH_S
-        while True:
-            with self._service.events.subscribe(("changed", job_id)) as changed:
-                await context.write(pb.WatchJobResponse(job=self._describe_job(job_id, request.history_limit)))
-                await self._service.clock.sleep(pause_s)
-                await changed.wait(max(REFRESH_S, pause_s))
-                if changed.cancelled():
-                    raise not_leading()
+        job_id, limit = who.job_of(request.job_id), request.history_limit
+        async with aclosing(self._watches.watch(job_id, limit, pause_s, deltas=request.deltas)) as responses:
+            async for response in responses:
+                await context.write(response)
 
-    def _describe_job(self, job_id: str, limit: int) -> pb.JobState:
-        state = self._service.state
-        if job_id not in state.jobs:
-            raise StrataError(Code.NOT_FOUND, f"there is no job {job_id!r}", reason="unknown-job")
-        clock = self._service.clock
-        return job_state(state, job_id, self._service.telemetry_of(job_id), clock.monotonic_s(), clock.wall_s(), limit)
+    async def _list_events(self, request: pb.ListEventsRequest, who: Identity, _: Context) -> pb.ListEventsResponse:
+        job_id = who.job_of(request.job_id)
+        job = self._service.state.jobs.get(job_id)
+        if job is None:
+            raise unknown_job(job_id)
+        kinds = frozenset(ours for ours, theirs in EVENT_KIND_OF.items() if theirs in request.kinds)
+        limit = min(request.limit or EVENTS, MOST_EVENTS)
+        events, before = find_events(job.history, kinds, request.search, request.before, limit)
+        lost = open_cost(job.history, round(self._service.clock.wall_s() * 1000))
+        shown = [
+            msgspec.structs.replace(each, cost=each.cost.plus(lost)) if each.number == job.history.charged else each
+            for each in events
+        ]
+        return pb.ListEventsResponse(events=map(job_event, shown), next_before=before)
 
     async def _issue(self, request: pb.IssueCommandRequest, who: Identity, _: Context) -> pb.IssueCommandResponse:
         command_id, workers = await operations.issue(self._service, wire.issue(request, who))
@@ -266,8 +287,17 @@ class Servicer:
 
     async def _create_job(self, request: pb.CreateJobRequest, who: Identity, _: Context) -> pb.CreateJobResponse:
         name = who.job_of(request.job_id)
-        await self._service.submit(CreateJob(name, job_config(request, self._service.options.job)))
+        await self._service.submit(CreateJob(name, created_config(request, self._service.options.job)))
         return pb.CreateJobResponse(job=summary(self._service.state.jobs[name]))
+
+    async def _update_job(self, request: pb.UpdateJobRequest, who: Identity, _: Context) -> pb.UpdateJobResponse:
+        name = who.job_of(request.job_id)
+
+        def update(state: CoordState) -> UpdateJob:
+            return UpdateJob(name, updated_config(request, job_named(state, name).config))
+
+        await self._service.submit(update)
+        return pb.UpdateJobResponse(job=summary(self._service.state.jobs[name]))
 
     async def _reset_job(self, request: pb.ResetJobRequest, who: Identity, _: Context) -> pb.ResetJobResponse:
         name = who.job_of(request.job_id)

@@ -20,6 +20,8 @@ from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 
 PREFIX: Final = "strata1"
+ALL_JOBS: Final = "*"
+"""The job of an operator's token that is for all jobs of a coordinator."""
 MIN_SECRET: Final = 32
 """Characters: a shorter secret could be guessed from one token."""
 MAX_TOKEN: Final = 4_096
@@ -74,6 +76,8 @@ class Tokens:
     def issue(self, claims: Claims) -> str:
         if not claims.job:
             raise StrataError(Code.INVALID, "a token needs a job")
+        if claims.job == ALL_JOBS and claims.role is not TokenRole.OPERATOR:
+            raise StrataError(Code.INVALID, "only an operator's token can be for all jobs")
         if claims.worker and claims.role is not TokenRole.WORKER:
             raise StrataError(Code.INVALID, "only a worker's token can be bound to a worker")
         head = f"{PREFIX}.{_encode_base64(_encode(claims))}"

@@ -9,8 +9,10 @@ from typing import Final, Protocol
 
 from strata.base.errors import Code, StrataError
 from strata.coord.core import inputs
+from strata.coord.core.checkpoint_requests import AFTER, STEP
 from strata.coord.core.facts import (
     DEFAULT_BUCKETS,
+    IF_HUNG,
     BarrierVerdict,
     CheckpointPart,
     CommandKind,
@@ -342,16 +344,18 @@ def checkpoint_ack(found: inputs.CheckpointState, step: int) -> pb.CheckpointAck
         step=step,
         missing_ranks=found.missing_ranks,
         tombstones=found.tombstones,
+        generation_ends=found.generation_ends,
+        drain=found.drain,
     )
 
 
-def manifest(found: CommittedCheckpoint, committed_at_s: float) -> pb.CheckpointManifest:
+def manifest(found: CommittedCheckpoint) -> pb.CheckpointManifest:
     return pb.CheckpointManifest(
         checkpoint_id=found.checkpoint_id,
         step=found.step,
         parts=map(part, found.parts),
         generation=found.generation,
-        committed_at_unix_ms=round(committed_at_s * 1000),
+        committed_at_unix_ms=found.committed_at_ms,
     )
 
 
@@ -359,7 +363,7 @@ def part(found: CheckpointPart) -> pb.CheckpointPart:
     return pb.CheckpointPart(rank=found.rank, uri=found.uri, size_bytes=found.size, digest=found.digest)
 
 
-def recovery(found: inputs.Recovery, leader_epoch: int, committed_at_s: float) -> pb.RecoveryResponse:
+def recovery(found: inputs.Recovery, leader_epoch: int) -> pb.RecoveryResponse:
     """The data position went back in any case: by this call, or by the one whose rewind it shares."""
     return pb.RecoveryResponse(
         generation=found.place.generation,
@@ -367,7 +371,7 @@ def recovery(found: inputs.Recovery, leader_epoch: int, committed_at_s: float) -
         world_size=found.place.world_size,
         ledger_rewound=True,
         leader_epoch=leader_epoch,
-        checkpoint=manifest(found.checkpoint, committed_at_s) if found.checkpoint else None,
+        checkpoint=manifest(found.checkpoint) if found.checkpoint else None,
     )
 
 
@@ -378,6 +382,8 @@ def issue(message: pb.IssueCommandRequest, identity: Identity) -> inputs.IssueCo
     arguments = dict(message.arguments)
     if sum(len(key) + len(value) for key, value in arguments.items()) > MAX_ARGUMENTS:
         raise StrataError(Code.INVALID, f"the arguments of a command have at most {MAX_ARGUMENTS:,} characters")
+    if kind is not CommandKind.RELOAD and (reserved := arguments.keys() & {STEP, AFTER, IF_HUNG}):
+        raise StrataError(Code.INVALID, f"the coordinator alone gives a command the argument {min(reserved)!r}")
     if len(message.request_id) > MAX_NAME:
         raise StrataError(Code.INVALID, f"request_id has at most {MAX_NAME} characters")
     return inputs.IssueCommand(

@@ -1,18 +1,26 @@
-"""A job as operators see it: the core's state and the telemetry of this process, in one message."""
+"""A job as operators see it: the core's state and the telemetry of this process, in messages.
+
+A large job has too many workers to describe them in one turn of the loop: callers describe them in slices.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Final
 
 import msgspec
 
 from strata.base.errors import Code, StrataError
+from strata.coord.core import goodput
 from strata.coord.core.barriers import missing_at
 from strata.coord.core.facts import DatasetMode, GangStatus, JobConfig
+from strata.coord.core.goodput import GoodputPhase
+from strata.coord.core.history import INCIDENTS, LEFT, HistoryEvent, HistoryKind
 from strata.coord.core.ledger import DatasetLedger, Quarantined
 from strata.coord.core.state import CoordState, JobState, Member, PendingCheckpoint, SoftState
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.coord.server.telemetry import LEFT, JobTelemetry
+from strata.coord.server.telemetry import JobTelemetry
 from strata.coord.server.wire import MAX_ARGUMENTS, address, command, manifest, open_epochs, part
 
 HISTORY: Final = 20
@@ -26,38 +34,34 @@ LATE_INTERVALS: Final = 1.5
 """Intervals of silence after which a heartbeat is late."""
 
 
-def job_state(
+EVENT_KIND_OF: Final[Mapping[HistoryKind, pb.EventKind.ValueType]] = {
+    kind: pb.EventKind.Value(f"EVENT_KIND_{kind.name}") for kind in HistoryKind
+}
+_INCIDENT_KIND_OF: Final[Mapping[HistoryKind, pb.IncidentKind.ValueType]] = {
+    kind: pb.IncidentKind.Value(f"INCIDENT_KIND_{kind.name}") for kind in INCIDENTS
+}
+
+
+def job_header(
     state: CoordState, job_id: str, telemetry: JobTelemetry, now_s: float, wall_s: float, limit: int
 ) -> pb.JobState:
-    """`limit`: how many checkpoints and incidents; 0: as many as is useful."""
+    """Everything but workers and checkpoints. `limit`: how many incidents; 0: as many as is useful."""
     job, soft = state.jobs[job_id], state.soft_of(job_id)
     limit = limit or HISTORY
-    incidents = list(telemetry.incidents)[-limit:]
     return pb.JobState(
         job_id=job.job,
         generation=telemetry.generation,
         world_size=len(job.ranks),
         leader_epoch=state.leader_epoch,
         observed_at_unix_ms=_ms(wall_s),
-        workers=_workers(job, soft, telemetry, now_s),
         datasets=[_dataset(each) for each in job.datasets.values()],
-        barriers=_barriers(job, soft, telemetry, now_s),
-        checkpoints=_checkpoints(job, telemetry)[:limit],
-        incidents=[
-            pb.Incident(
-                kind=each.kind,
-                at_unix_ms=_ms(each.at_s),
-                generation=each.generation,
-                worker_id=each.worker_id,
-                message=each.message,
-            )
-            for each in reversed(incidents)
-        ],
+        barriers=_barriers(job, soft, now_s),
+        incidents=_incidents(job, limit),
         commands=[
             pb.CommandState(
                 command=command(each),
                 waiting_for=each.waiting,
-                issued_at_unix_ms=_ms(telemetry.issued_at_s.get(each.command_id, 0.0)),
+                issued_at_unix_ms=each.issued_at_ms,
             )
             for each in job.commands.values()
         ],
@@ -80,38 +84,167 @@ def summary(job: JobState) -> pb.JobSummary:
     )
 
 
-def job_config(request: pb.CreateJobRequest, default: JobConfig) -> JobConfig:
-    parameters = {**default.parameters, **request.training_parameters}
-    if sum(len(key) + len(value) for key, value in parameters.items()) > MAX_ARGUMENTS:
-        raise StrataError(Code.INVALID, f"the parameters of a job have at most {MAX_ARGUMENTS:,} characters")
+def created_config(request: pb.CreateJobRequest, default: JobConfig) -> JobConfig:
+    """0 is the default, except for the grace period, which may be 0."""
+    found = _with_settings(request, default, ("reconnect_grace_ms",))
     return msgspec.structs.replace(
-        default,
+        found,
         min_workers=request.min_workers or default.min_workers,
         max_workers=request.max_workers or default.max_workers,
-        parameters=parameters,
+        heartbeat_interval_s=request.heartbeat_interval_ms / 1000 or default.heartbeat_interval_s,
+        missed_beats=request.missed_heartbeats or default.missed_beats,
     )
+
+
+def updated_config(request: pb.UpdateJobRequest, current: JobConfig) -> JobConfig:
+    return _with_settings(request, current, tuple(_SETTINGS))
+
+
+_SETTINGS: Final[Mapping[str, tuple[str, int]]] = {
+    "min_workers": ("min_workers", 1),
+    "max_workers": ("max_workers", 1),
+    "heartbeat_interval_ms": ("heartbeat_interval_s", 1000),
+    "missed_heartbeats": ("missed_beats", 1),
+    "reconnect_grace_ms": ("reconnect_grace_s", 1000),
+}
+"""By field of the contract, the setting and how many of the field's units are one of the setting's."""
+
+
+def _with_settings(
+    request: pb.CreateJobRequest | pb.UpdateJobRequest, config: JobConfig, fields: Sequence[str]
+) -> JobConfig:
+    """The configuration with the parameters of the request, and with those of the fields that it sets."""
+    parameters = {**config.parameters, **request.training_parameters}
+    if sum(len(key) + len(value) for key, value in parameters.items()) > MAX_ARGUMENTS:
+        raise StrataError(Code.INVALID, f"the parameters of a job have at most {MAX_ARGUMENTS:,} characters")
+    changed = {}
+    named = {descriptor.name for descriptor, _ in request.ListFields()}
+    for field in fields:
+        setting, units = _SETTINGS[field]
+        if field in named:
+            value = getattr(request, field)
+            changed[setting] = value / units if units > 1 else value
+    return msgspec.structs.replace(config, parameters=parameters, **changed)
 
 
 def _ms(seconds: float) -> int:
     return round(seconds * 1000)
 
 
-def _workers(job: JobState, soft: SoftState, telemetry: JobTelemetry, now_s: float) -> list[pb.WorkerState]:
-    order = [*(worker for worker in job.ranks if worker in job.members), *job.members]
-    found = [_worker(job, job.members[worker_id], soft, telemetry, now_s) for worker_id in dict.fromkeys(order)]
-    for worker_id, incarnation in job.evicted.items():
-        cause = telemetry.departed.get(worker_id, "was gone before this coordinator took over")
-        liveness = pb.LIVENESS_LEFT if cause.startswith(LEFT) else pb.LIVENESS_LOST
-        found.append(
-            pb.WorkerState(worker_id=worker_id, incarnation=incarnation, liveness=liveness, liveness_reason=cause)
-        )
-    return found
+def _incidents(job: JobState, limit: int) -> list[pb.Incident]:
+    """Of this run, the latest first; one for each worker that an event names."""
+    found: list[pb.Incident] = []
+    for event in reversed(job.history.events):
+        if len(found) >= limit or event.run != job.run:
+            break
+        if event.kind in INCIDENTS:
+            # A barrier names its missing workers in its message.
+            names = event.workers if event.kind is not HistoryKind.BARRIER_TIMED_OUT else ()
+            found += [
+                pb.Incident(
+                    kind=_INCIDENT_KIND_OF[event.kind],
+                    at_unix_ms=event.at_ms,
+                    generation=event.generation,
+                    worker_id=worker_id,
+                    message=event.message,
+                )
+                for worker_id in reversed(names or ("",))
+            ]
+    return found[:limit]
 
 
-def _worker(job: JobState, member: Member, soft: SoftState, telemetry: JobTelemetry, now_s: float) -> pb.WorkerState:
+def job_event(event: HistoryEvent) -> pb.JobEvent:
+    return pb.JobEvent(
+        number=event.number,
+        kind=EVENT_KIND_OF[event.kind],
+        at_unix_ms=event.at_ms,
+        run=event.run,
+        generation=event.generation,
+        workers=event.workers,
+        worker_count=event.worker_count,
+        message=event.message,
+        detect_ms=event.cost.detect_ms,
+        restart_ms=event.cost.restart_ms,
+        rolled_back_ms=event.cost.rolled_back_ms,
+    )
+
+
+def job_goodput(job: JobState, wall_s: float) -> pb.Goodput:
+    ledger = job.history.ledger
+    parts = goodput.parts_at(ledger, _ms(wall_s))
+    return pb.Goodput(
+        useful_ms=parts[GoodputPhase.USEFUL],
+        waiting_ms=parts[GoodputPhase.WAITING],
+        checkpoint_ms=parts[GoodputPhase.CHECKPOINT],
+        detect_ms=parts[GoodputPhase.DETECT],
+        restart_ms=parts[GoodputPhase.RESTART],
+        rolled_back_ms=parts[GoodputPhase.ROLLED_BACK],
+        phase=ledger.phase.name,
+        phase_since_unix_ms=ledger.entered_ms,
+    )
+
+
+def worker_order(job: JobState) -> list[str]:
+    """Members in order of rank, then those that wait, then those that are gone."""
+    ranked = (worker for worker in job.ranks if worker in job.members)
+    return list(dict.fromkeys((*ranked, *job.members, *job.evicted)))
+
+
+def worker_counts(counts: Mapping[tuple[int, int], int]) -> list[pb.WorkerCount]:
+    """Members by status and liveness."""
+    return [
+        pb.WorkerCount(status=pb.WorkerStatus.ValueType(status), liveness=pb.Liveness.ValueType(liveness), count=count)
+        for (status, liveness), count in sorted(counts.items())
+    ]
+
+
+def median_step_ms(job: JobState, telemetry: JobTelemetry) -> float | None:
+    times = [
+        own_ms
+        for worker_id in job.members
+        if (heartbeat := telemetry.heartbeats.get(worker_id)) is not None
+        and (own_ms := _own_step_ms(heartbeat)) is not None
+    ]
+    return median(times) if times else None
+
+
+def _own_step_ms(heartbeat: pb.HeartbeatRequest) -> float | None:
+    """What the worker itself takes for a step; ranks that wait for each other have equal step times."""
+    if heartbeat.compute_times_ms:
+        return median(heartbeat.compute_times_ms)
+    return heartbeat.step_time_ms if heartbeat.HasField("step_time_ms") else None
+
+
+def slowdown(telemetry: JobTelemetry, worker_id: str, typical_ms: float | None) -> float | None:
+    heartbeat = telemetry.heartbeats.get(worker_id)
+    own_ms = _own_step_ms(heartbeat) if heartbeat is not None else None
+    return own_ms / typical_ms if own_ms is not None and typical_ms else None
+
+
+def worker_state(
+    job: JobState,
+    soft: SoftState,
+    telemetry: JobTelemetry,
+    worker_id: str,
+    now_s: float,
+    typical_ms: float | None = None,
+) -> pb.WorkerState:
+    """A member, or one that is gone."""
+    member = job.members.get(worker_id)
+    if member is not None:
+        return _member(job, member, soft, telemetry, now_s, typical_ms)
+    cause = telemetry.departed.get(worker_id, "was gone before this coordinator took over")
+    liveness = pb.LIVENESS_LEFT if cause.startswith(LEFT) else pb.LIVENESS_LOST
+    incarnation = job.evicted.get(worker_id, "")
+    return pb.WorkerState(worker_id=worker_id, incarnation=incarnation, liveness=liveness, liveness_reason=cause)
+
+
+def _member(
+    job: JobState, member: Member, soft: SoftState, telemetry: JobTelemetry, now_s: float, typical_ms: float | None
+) -> pb.WorkerState:
     worker_id = member.worker.worker_id
     seen_s = soft.seen_s.get(worker_id, now_s)
-    liveness, reason = _liveness(job, soft, worker_id, now_s - seen_s)
+    liveness, reason = worker_liveness(job, soft, worker_id, now_s)
     ip, port = address(member.worker)
     held = (ledger.held.get(worker_id, ()) for dataset in job.datasets.values() for ledger in dataset.epochs.values())
     state = pb.WorkerState(
@@ -139,18 +272,25 @@ def _worker(job: JobState, member: Member, soft: SoftState, telemetry: JobTeleme
         state.status = heartbeat.status
         if heartbeat.HasField("step_time_ms"):
             state.step_time_ms = heartbeat.step_time_ms
+        if heartbeat.compute_times_ms:
+            state.compute_time_ms = median(heartbeat.compute_times_ms)
         if heartbeat.HasField("resources"):
             state.resources.CopyFrom(heartbeat.resources)
+        slow = slowdown(telemetry, worker_id, typical_ms)
+        if slow is not None:
+            state.slowdown = slow
     return state
 
 
-def _liveness(job: JobState, soft: SoftState, worker_id: str, silent_s: float) -> tuple[pb.Liveness.ValueType, str]:
+def worker_liveness(job: JobState, soft: SoftState, worker_id: str, now_s: float) -> tuple[pb.Liveness.ValueType, str]:
+    silent_s = now_s - soft.seen_s.get(worker_id, now_s)
     if worker_id in soft.disconnected_at_s:
         return pb.LIVENESS_SUSPECT, "its stream broke"
     if silent_s < 0:
         return pb.LIVENESS_SUSPECT, "not heard from since this coordinator took over"
     if silent_s > LATE_INTERVALS * max(soft.interval_s, job.config.heartbeat_interval_s):
-        return pb.LIVENESS_SUSPECT, f"silent for {silent_s:.1f} s"
+        alive = ", but its process answers pings" if worker_id in soft.attached else ""
+        return pb.LIVENESS_SUSPECT, f"silent for {silent_s:.1f} s{alive}"
     return pb.LIVENESS_ALIVE, "heard from in time"
 
 
@@ -182,7 +322,7 @@ def _quarantined(found: DatasetLedger) -> dict[int, list[Quarantined]]:
     return found.quarantined | {number: ledger.quarantined for number, ledger in found.epochs.items()}
 
 
-def _barriers(job: JobState, soft: SoftState, telemetry: JobTelemetry, now_s: float) -> list[pb.BarrierState]:
+def _barriers(job: JobState, soft: SoftState, now_s: float) -> list[pb.BarrierState]:
     return [
         pb.BarrierState(
             barrier_id=each.barrier_id,
@@ -191,21 +331,26 @@ def _barriers(job: JobState, soft: SoftState, telemetry: JobTelemetry, now_s: fl
             arrived=len(each.arrived),
             expected=each.expected or len(job.ranks),
             missing=missing_at(job, each),
-            open_ms=_ms(now_s - telemetry.barrier_opened_s.get(each.barrier_id, now_s)),
+            open_ms=_ms(now_s - each.opened_s),
         )
         for each in soft.barriers.values()
     ]
 
 
-def _checkpoints(job: JobState, telemetry: JobTelemetry) -> list[pb.CheckpointState]:
+def checkpoint_states(job: JobState, limit: int) -> list[pb.CheckpointState]:
+    """The latest first. Each has a part for every rank, so a large job makes it only when one changed."""
     open_ones = [_collecting(job, each) for each in job.collecting.values()]
     committed = [
-        pb.CheckpointState(
-            manifest=manifest(each, telemetry.committed_at_s.get(each.checkpoint_id, 0.0)), committed=True
-        )
+        pb.CheckpointState(manifest=manifest(each), committed=True, command_id=each.command_id)
         for each in job.checkpoints
     ]
-    return [*reversed(open_ones), *reversed(committed)]
+    return [*reversed(open_ones), *reversed(committed)][: limit or HISTORY]
+
+
+def checkpoint_key(job: JobState) -> object:
+    """Changes with `checkpoint_states`."""
+    collecting = tuple((name, len(each.parts)) for name, each in job.collecting.items())
+    return job.generation, tuple(each.checkpoint_id for each in job.checkpoints), collecting
 
 
 def _collecting(job: JobState, found: PendingCheckpoint) -> pb.CheckpointState:

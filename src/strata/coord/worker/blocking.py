@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -44,6 +45,14 @@ class LoopThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+async def _enter(phase: AbstractAsyncContextManager[None]) -> None:
+    await phase.__aenter__()
+
+
+async def _leave(phase: AbstractAsyncContextManager[None]) -> None:
+    await phase.__aexit__(None, None, None)
 
 
 class Worker:
@@ -89,6 +98,10 @@ class Worker:
         return self._thread.run(work)
 
     @property
+    def checkpoint_root(self) -> str:
+        return self._open().checkpoint_root
+
+    @property
     def worker_id(self) -> str:
         return self._open().worker_id
 
@@ -132,10 +145,6 @@ class Worker:
         return self._open().should_stop
 
     @property
-    def should_checkpoint(self) -> bool:
-        return self._open().should_checkpoint
-
-    @property
     def start(self) -> Manifest | None:
         return self._open().start
 
@@ -149,6 +158,13 @@ class Worker:
                 if reason_of(error) not in RECOVERABLE:
                     raise
                 failure = error.message
+            except RuntimeError as error:
+                if not self.lost_a_member(error):
+                    raise
+                failure = f"a collective failed: {error!r}"
+
+    def lost_a_member(self, error: RuntimeError) -> bool:
+        return self._run(self._open().lost_a_member(error))
 
     def commands(self) -> list[Command]:
         return self._open().commands()
@@ -201,8 +217,20 @@ class Worker:
     def barrier(self, barrier_id: str, *, timeout_s: float = 0.0, expected: int = 0) -> None:
         self._run(self._open().barrier(barrier_id, timeout_s=timeout_s, expected=expected))
 
-    def step(self, number: int) -> None:
-        self._open().step(number)
+    def step(self, number: int, *, compute_s: float | None = None) -> None:
+        self._open().step(number, compute_s=compute_s)
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        phase = self._open().busy()
+        self._run(_enter(phase))
+        try:
+            yield
+        finally:
+            self._run(_leave(phase))
+
+    def checkpoint_due(self) -> bool:
+        return self._run(self._open().checkpoint_due())
 
     def begin_checkpoint(self, step: int) -> Capture:
         async def begin() -> Capture:

@@ -6,7 +6,7 @@ import asyncio
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from strata.base.digest import file_digest
 from strata.base.errors import Code, StrataError
@@ -14,6 +14,9 @@ from strata.coord.core.facts import CommandKind
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.worker.leases import Capture
 from strata.coord.worker.session import WorkerSession
+
+if TYPE_CHECKING:
+    from strata.coord.worker.checkpoint_store import MemberCheckpoints
 
 COMMIT_POLL_S: Final = (0.02, 0.5)
 """First and longest pause between two looks at a checkpoint that others have not reported."""
@@ -44,6 +47,8 @@ class Reported:
     missing_ranks: tuple[int, ...]
     tombstones: tuple[str, ...]
     """Paths of older parts that no recovery needs any more: delete them."""
+    drained: bool = False
+    """An operator has drained this worker: it has to leave now, and the others go on from this checkpoint."""
 
 
 def manifest(message: pb.CheckpointManifest) -> Manifest:
@@ -90,6 +95,8 @@ def verify_part(path: str | Path, digest: str) -> None:
 @dataclass(frozen=True)
 class CheckpointReporter:
     session: WorkerSession
+    store: MemberCheckpoints | None = None
+    """For parts on hosts that share no storage."""
 
     def begin(self, step: int) -> Capture:
         self.session.check()
@@ -102,7 +109,7 @@ class CheckpointReporter:
         self.session.leases.end(capture)
 
     async def report(self, capture: Capture, path: str | Path, digest: str | None, size: int | None) -> Reported:
-        return await self._report(capture, await _stored(path, digest, size))
+        return await self._report(capture, await self._stored(path, digest, size))
 
     async def commit(
         self, step: int, path: str | Path, digest: str | None, size: int | None, within_s: float | None
@@ -110,7 +117,7 @@ class CheckpointReporter:
         """Begin, report and, unless `within_s` is 0, wait for the other ranks; the last reply."""
         capture = self.begin(step)
         try:
-            stored = await _stored(path, digest, size)
+            stored = await self._stored(path, digest, size)
             reported = await self._report(capture, stored)
         finally:
             self.give_up(capture)
@@ -149,9 +156,17 @@ class CheckpointReporter:
 
         ack = await session.call(lambda stub: stub.ReportCheckpoint, make)
         session.leases.end(capture)
+        if capture.step == session.checkpoint_step:
+            session.end_agreement()
         session.status = pb.WORKER_STATUS_TRAINING
-        return Reported(ack.step, ack.committed, tuple(ack.missing_ranks), tuple(ack.tombstones))
+        if ack.drain:
+            session.commands.draining = True
+        elif ack.generation_ends:
+            session.mark_stale(session.generation + 1)
+        if ack.committed and self.store is not None:
+            await asyncio.to_thread(self.store.publish, stored.uri)
+        return Reported(ack.step, ack.committed, tuple(ack.missing_ranks), tuple(ack.tombstones), ack.drain)
 
-
-async def _stored(path: str | Path, digest: str | None, size: int | None) -> StoredPart:
-    return await asyncio.to_thread(stored_part, os.fspath(path), digest, size)
+    async def _stored(self, path: str | Path, digest: str | None, size: int | None) -> StoredPart:
+        stored = await asyncio.to_thread(stored_part, os.fspath(path), digest, size)
+        return stored if self.store is None else await asyncio.to_thread(self.store.named, stored)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self, TypeVar
@@ -14,7 +14,8 @@ from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.coord.core.facts import CommandKind
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.coord.worker import checkpoints
+from strata.coord.worker import checkpoints, hang_report
+from strata.coord.worker.checkpoint_store import MemberCheckpoints
 from strata.coord.worker.checkpoints import CheckpointReporter, Manifest, Reported
 from strata.coord.worker.commands import Command
 from strata.coord.worker.garbage_collector import GarbageCollector, Swept
@@ -25,6 +26,7 @@ from strata.coord.worker.reasons import RECOVERABLE, Reason, reason_of
 from strata.coord.worker.session import ATTEMPT_S, MemberAddress, OnCommand, WorkerSession
 from strata.coord.worker.settings import WorkerSettings
 from strata.coord.worker.shard import DatasetOptions, Shard, pieces
+from strata.coord.worker.step_clock import StepClock, StepTimes
 from strata.coord.worker.stores import S3Settings
 
 WAIT_S: Final = 2.0
@@ -46,8 +48,11 @@ class AsyncWorker:
     ) -> None:
         self._session = WorkerSession(settings, clock, on_command)
         self._readers = Readers(s3)
-        self._garbage = GarbageCollector(settings.checkpoint_root, self._readers.stores)
-        self._checkpoints = CheckpointReporter(self._session)
+        self._store: MemberCheckpoints | None = None
+        if settings.fetched_checkpoints is not None:
+            self._store = MemberCheckpoints(Path(settings.checkpoint_root), settings.fetched_checkpoints, clock)
+        self._garbage = GarbageCollector(settings.checkpoint_root, self._readers.stores, self._store)
+        self._checkpoints = CheckpointReporter(self._session, self._store)
         self._prefetch = Prefetch(
             self._session.leases,
             self._prefetch_shards,
@@ -58,7 +63,7 @@ class AsyncWorker:
         self._datasets: dict[str, pb.DatasetInfo] = {}
         self._finished: dict[str, set[int]] = {}
         self._shards: dict[str, int] = {}
-        self._step_at_s: float | None = None
+        self._step_clock = StepClock()
         self._start: Manifest | None = None
         self._start_taken = True
 
@@ -99,6 +104,11 @@ class AsyncWorker:
         await self._session.close(failed=not on_purpose, reason="" if error is None else type(error).__name__)
 
     # Identity
+
+    @property
+    def checkpoint_root(self) -> str:
+        """Where checkpoints are to be written: a folder, or `s3://BUCKET/PREFIX`; empty if nothing is set."""
+        return self._session.settings.checkpoint_root
 
     @property
     def worker_id(self) -> str:
@@ -148,11 +158,6 @@ class AsyncWorker:
         """An operator wants this worker to end: no more shards come, and `epochs` ends."""
         return self._session.commands.stopping or self._session.commands.draining
 
-    @property
-    def should_checkpoint(self) -> bool:
-        """An operator wants a checkpoint at the next step; beginning one acknowledges that."""
-        return any(each.kind is CommandKind.CHECKPOINT_NOW for each in self._session.commands.waiting)
-
     def commands(self) -> list[Command]:
         """The pending commands for this loop (CHECKPOINT_NOW, RELOAD); taking them acknowledges them."""
         return self._session.commands.take()
@@ -181,7 +186,8 @@ class AsyncWorker:
     async def run(self, train: Callable[[Manifest | None], Awaitable[Result]]) -> Result:
         """Call `train` with the checkpoint to load (None: the beginning), and again after every recovery.
 
-        Until it returns, or raises anything else than that members came or went, or that it lost shards.
+        Until it returns, or raises anything else than that members came or went, or that it lost shards. A collective
+        that fails because its member was lost counts as that: `train` makes its process group anew.
         """
         start, failure = self.start, ""
         while True:
@@ -192,6 +198,14 @@ class AsyncWorker:
                 if reason_of(error) not in RECOVERABLE:
                     raise
                 failure = error.message
+            except RuntimeError as error:
+                if not await self.lost_a_member(error):
+                    raise
+                failure = f"a collective failed: {error!r}"
+
+    async def lost_a_member(self, error: RuntimeError) -> bool:
+        """Whether a collective failed because a member was lost: waits until the coordinator can know that."""
+        return hang_report.is_collective_error(error) and await self._session.wait_until_stale()
 
     # Data
 
@@ -383,23 +397,52 @@ class AsyncWorker:
                 timeout_ms=round(timeout_s * 1000),
             )
 
+        began_s = self._session.clock.monotonic_s()
         with self._reporting_status(pb.WORKER_STATUS_IDLE, then=pb.WORKER_STATUS_IDLE):
             while True:
                 reply = await self._session.call(lambda stub: stub.Barrier, make, timeout_s=None)
                 if reply.released:
-                    return
+                    break
                 self._session.mark_stale(reply.generation)
+        self._step_clock.waited(self._session.clock.monotonic_s() - began_s)
 
-    def step(self, number: int) -> None:
-        """A global step is finished. A safe point: raises what the loop has to know."""
-        now_s = self._session.clock.monotonic_s()
-        if self._step_at_s is not None:
-            self._session.step_time_ms = (now_s - self._step_at_s) * 1000
-        self._step_at_s, self._session.step = now_s, number
-        self._session.status = pb.WORKER_STATUS_TRAINING
+    def step(self, number: int, *, compute_s: float | None = None) -> None:
+        """A global step is finished. A safe point: raises what the loop has to know.
+
+        `compute_s` is what this worker spent on the step itself, without waiting for the others in collectives: by it
+        the slow one among workers that step together is found. Workers that meet at a barrier in every step need not
+        pass it.
+        """
+        self._session.report_step(number, self._step_clock.next(self._session.clock.monotonic_s(), compute_s))
         self._session.check()
 
+    @asynccontextmanager
+    async def busy(self) -> AsyncIterator[None]:
+        """Announce a long phase without steps, such as an evaluation: the worker does not count as hung meanwhile, and
+        its next step does not count as slow. The coordinator knows it when this returns, if it can be reached."""
+        clock, steps = self._session.clock, self._step_clock
+        steps.pause(clock.monotonic_s())
+        self._session.busy += 1
+        try:
+            await self._session.announce()
+            yield
+        finally:
+            self._session.busy -= 1
+            steps.resume(clock.monotonic_s())
+
     # Checkpoints
+
+    async def checkpoint_due(self) -> bool:
+        """Whether an operator wants a checkpoint of the step that `step` has just named: the same on all ranks.
+
+        Call it after every step: a step that no rank has finished is agreed on, and the ranks that reach it wait here
+        until all of them have agreed. A drain of one of several ranks begins with such a checkpoint.
+        """
+        if await self._session.agree_on_checkpoint():
+            return True
+        # A lone worker has to agree with nobody.
+        waiting = self._session.commands.waiting
+        return self.world_size == 1 and any(each.kind is CommandKind.CHECKPOINT_NOW for each in waiting)
 
     def begin_checkpoint(self, step: int) -> Capture:
         """Take note of what is consumed now; until the report nothing is acked. Inside a shard: `progress` first."""
@@ -430,7 +473,9 @@ class AsyncWorker:
         `checkpoint_root` is set, old parts are deleted.
         """
         reported = await self._checkpoints.commit(step, path, digest, size, commit_within_s)
-        if reported.committed:
+        # A worker that is drained acks what it consumed when it leaves; the others learn that their generation is over.
+        if reported.committed and not self._session.commands.draining:
+            self._session.check()
             await self.flush()
             if self._session.settings.checkpoint_root:
                 await self.sweep(reported)
@@ -471,10 +516,15 @@ class AsyncWorker:
             await asyncio.sleep(reply.retry_after_ms / 1000)
         session.leases.clear()
         session.adopt(reply.generation, reply.rank, reply.world_size)
+        self._step_clock = StepClock()
+        session.step_times = StepTimes()
         self._start_taken = True
         for dataset_id in self._datasets:
             await self._confirm(dataset_id)
-        return checkpoints.manifest(reply.checkpoint) if reply.HasField("checkpoint") else None
+        if not reply.HasField("checkpoint"):
+            return None
+        manifest = checkpoints.manifest(reply.checkpoint)
+        return manifest if self._store is None else await self._store.resolve(manifest)
 
     async def follow(self) -> None:
         """Go on in the current generation with what is held: right where nothing has to be undone."""

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from strata.coord.core.facts import CommandKind
+from strata.coord.core.checkpoint_requests import AFTER, STEP
+from strata.coord.core.facts import IF_HUNG, CommandKind
 from strata.coord.pb import coordinator_pb2 as pb
 
 KINDS: Final = frozenset(kind.value for kind in CommandKind)
@@ -23,7 +24,7 @@ class Command:
 
 @dataclass
 class Commands:
-    """`waiting` is for the training loop; the worker itself executes STOP, DRAIN and REBALANCE."""
+    """`waiting` is for the training loop; the worker itself executes the others."""
 
     stopping: bool = False
     draining: bool = False
@@ -62,13 +63,19 @@ class Commands:
     def _carry_out(self, command: Command) -> None:
         match command.kind:
             case CommandKind.STOP:
-                self.stopping = True
+                # Else the process ends if it hangs, and goes on if it moves.
+                self.stopping |= IF_HUNG not in command.arguments
                 self.to_ack.add(command.command_id)
             case CommandKind.DRAIN:
-                self.draining = True
+                # Else the reply to the report of a checkpoint says when.
+                self.draining |= AFTER not in command.arguments
                 self.to_ack.add(command.command_id)
             case CommandKind.REBALANCE:
                 # The new generation comes with every heartbeat.
+                self.to_ack.add(command.command_id)
+            case CommandKind.CHECKPOINT_NOW if STEP in command.arguments:
+                # One that named no step was sent before all programs agreed on steps.
+                self.take(CommandKind.CHECKPOINT_NOW)
                 self.to_ack.add(command.command_id)
             case CommandKind.CHECKPOINT_NOW | CommandKind.RELOAD:
                 self.waiting.append(command)

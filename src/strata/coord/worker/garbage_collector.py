@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from strata.base import log
 from strata.base.errors import Code, StrataError
+from strata.coord.worker.checkpoint_store import SCHEME, MemberCheckpoints
 from strata.coord.worker.stores import Stores, local_path, s3_place, translated
 
 if TYPE_CHECKING:
@@ -42,14 +43,18 @@ class GarbageCollector:
     is too long. So a part that does not exist counts as deleted, and is remembered as long as it is named.
     """
 
-    def __init__(self, root: str, stores: Stores) -> None:
+    def __init__(self, root: str, stores: Stores, checkpoints: MemberCheckpoints | None = None) -> None:
+        """With `checkpoints` only what lies there: the root is a folder of this host alone."""
         self._root = root
+        self._checkpoints = checkpoints
         self._stores = stores
         self._done: set[str] = set()
 
     def collect(self, named: Iterable[str]) -> Swept:
         """Delete what these names mean: a file, a folder with all that is in it, an object, or all objects below."""
         uris = tuple(dict.fromkeys(named))
+        if self._checkpoints is not None:
+            uris = tuple(uri for uri in uris if uri.startswith(SCHEME))
         # One that is not named any more was written again, or forgotten.
         self._done &= set(uris)
         deleted: list[str] = []
@@ -72,6 +77,9 @@ class GarbageCollector:
         """FORBIDDEN outside the root. To delete what is not there is no error."""
         if not self._root:
             raise StrataError(Code.FORBIDDEN, f"{uri} is not deleted: no root is set", hint="set checkpoint_root")
+        if self._checkpoints is not None and uri.startswith(SCHEME):
+            self._checkpoints.delete(uri)
+            return
         if _scheme(self._root) != _scheme(uri):
             raise _outside(uri, self._root)
         if uri.startswith("s3://"):

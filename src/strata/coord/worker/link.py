@@ -50,10 +50,11 @@ OPTIONS: Final = (
     # Not a pause but how long one attempt to connect may take at least: a busy coordinator or a far one takes a while.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # A coordinator whose machine vanished closes no connection: only unanswered pings reveal it.
+    # A coordinator whose machine vanished closes no connection: only unanswered pings reveal it. The timeout is longer
+    # than a machine stands still at times: after such a pause it may be noticed before the response that waits.
     ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 15_000),
+    ("grpc.http2.ping_timeout_ms", 15_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", 64 << 20),

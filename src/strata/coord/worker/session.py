@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
+import signal
 import socket
+import threading
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,20 +25,35 @@ from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.base.ids import Ids
 from strata.base.secret import Secret
+from strata.coord.core.checkpoint_requests import STEP
+from strata.coord.core.facts import IF_HUNG, KILL, CommandKind
+from strata.coord.core.hang_diagnosis import HangReport, stands
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
+from strata.coord.worker import hang_report
 from strata.coord.worker.commands import Command, Commands
 from strata.coord.worker.leases import LeaseTracker
 from strata.coord.worker.link import CoordinatorLink, Deadline, Reply, Request, UnaryCall, to_strata_error
 from strata.coord.worker.reasons import Reason, evicted, lease_lost, membership_changed, rank_differs, reason_of
 from strata.coord.worker.relay import RelayLink
 from strata.coord.worker.settings import WorkerSettings
+from strata.coord.worker.step_clock import FIRST_REPORT, StepTimes
 from strata.coord.worker.telemetry import Telemetry
 
 ATTEMPT_S: Final = 10.0
 """A reply that takes longer than this got lost."""
 LEAVE_TIMEOUT_S: Final = 2.0
 PRESENCE_S: Final = 2.0
+ANNOUNCE_S: Final = 2.0
+"""How long a program waits for the coordinator to know that it makes no steps now."""
+AGREEMENT_S: Final = 1.0
+"""How long a worker waits for an agreement before it looks whether it is still a member."""
+HANG_CHECK_S: Final = 2.0
+"""The training thread must not move for so long before its process is ended."""
+LOST_S: Final = 25.0
+LOST_BEATS: Final = 9
+"""A coordinator knows after so long, or so many heartbeats, that a member is lost: the six that may be missing, and two
+more after a change of the leader."""
 WAIT_FOR_POLL_S: Final = 0.1
 """Between two looks at a generation that has too few members for this worker."""
 
@@ -73,11 +92,19 @@ class WorkerSession:
         self.run_id = 0
         self.recover_first = False
         """Whether the last registration requires this incarnation to recover before its first shard."""
-        self.leases = LeaseTracker()
-        self.commands = Commands()
+        self.leases, self.commands = LeaseTracker(), Commands()
         self.status: pb.WorkerStatus.ValueType = pb.WORKER_STATUS_INITIALIZING
+        self._heartbeat_lock = asyncio.Lock()
+        self.busy = 0
+        """How many announced phases without steps the program is in."""
         self.step: int | None = None
-        self.step_time_ms: float | None = None
+        self.step_times = StepTimes()
+        self.checkpoint_step: int | None = None
+        """The step that this worker goes past only when the ranks agree on it, or whose checkpoint it writes; 0: none.
+        None: the program does not agree on steps."""
+        self._agreed: tuple[int, int] = (0, 0)
+        """The generation and the step that its ranks agreed on."""
+        self._agreement = asyncio.Event()
         self._link = CoordinatorLink(settings, self.worker_id, clock)
         self._relay = RelayLink(settings.relay, clock) if settings.relay is not None else None
         self._on_command = on_command
@@ -93,11 +120,22 @@ class WorkerSession:
         self._heartbeat_due = asyncio.Event()
         self._attached = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._training_thread: int | None = None
+        """The thread that reported the last step."""
+        self._generation_began_ns = 0
+        self._probe = 0
+        """The last probe about a hang that was reported, or is about to be."""
+        self._probed: tuple[int | None, HangReport] | None = None
+        """The step and what the training thread did then."""
+        self._hang_report: pb.HangReport | None = None
+        """Sent with every heartbeat until one was received."""
 
     # Beginning and end
 
     async def start(self) -> None:
         """Register, and wait until there are enough members for a generation."""
+        self._loop = asyncio.get_running_loop()
         await self._register(adopt=True, wait_for=self.settings.wait_for)
         self.status = pb.WORKER_STATUS_IDLE
         try:
@@ -262,7 +300,7 @@ class WorkerSession:
                 raise
             await self._on_replaced(error, incarnation)
         else:
-            self._on_job_update(reply.generation, reply.leader_epoch, reply.commands)
+            self._on_job_update(reply)
         return True
 
     async def _on_evicted(self, error: StrataError, incarnation: str) -> None:
@@ -299,7 +337,10 @@ class WorkerSession:
         self._job_generation = max(self._job_generation, generation)
         if not self._is_expected(rank, world_size):
             raise self._rank_differs(rank, world_size)
+        if generation != self.generation:
+            self._generation_began_ns = round(self.clock.wall_s() * 1e9)
         self.generation, self.rank, self.world_size = generation, rank, world_size
+        self.end_agreement()
 
     def _is_expected(self, rank: int, world_size: int) -> bool:
         return self.settings.rank is None or (rank, world_size) == (self.settings.rank, self.settings.wait_for)
@@ -389,6 +430,25 @@ class WorkerSession:
 
     # Heartbeats and presence
 
+    def report_step(self, number: int, times: StepTimes) -> None:
+        """The next heartbeat reports it. Called in the thread of the training loop."""
+        self.step, self.step_times = number, times
+        self._training_thread = threading.get_ident()
+        self.status = pb.WORKER_STATUS_TRAINING
+        if len(times.compute_ms) == FIRST_REPORT and self._loop is not None:
+            # Enough to tell a slow worker: the coordinator learns it now, once in a generation.
+            self._loop.call_soon_threadsafe(self._heartbeat_due.set)
+
+    async def announce(self) -> None:
+        """Send a heartbeat now: what the program does next may hold the GIL. Without a reply the next one says it."""
+        try:
+            # An earlier heartbeat must not arrive after this one: it may be in the relay still.
+            async with self._heartbeat_lock:
+                await self.attempt(lambda stub: stub.Heartbeat, self._heartbeat_message, timeout_s=ANNOUNCE_S)
+        except StrataError as error:
+            _log.debug("announcement_failed", code=error.code.value, reason=error.message)
+            self._heartbeat_due.set()
+
     async def _heartbeat_loop(self) -> None:
         attempt = 0
         while True:
@@ -411,16 +471,21 @@ class WorkerSession:
     async def _send_heartbeat(self) -> float:
         """The seconds to the next one."""
         incarnation = self.incarnation
-        message = self._heartbeat_message()
         try:
-            reply = await self._exchange_heartbeat(message)
+            async with self._heartbeat_lock:
+                message = self._heartbeat_message()
+                reply = await self._exchange_heartbeat(message)
         except StrataError as error:
             await self._handle_heartbeat_error(error, incarnation)
             raise
         self.commands.to_ack.difference_update(message.acked_command_ids)
+        if message.HasField("hang_report") and self._hang_report is not None:
+            reported = self._hang_report.probe == message.hang_report.probe
+            self._hang_report = None if reported else self._hang_report
+        self._respond_to(reply.hang_probe)
         if reply.token:
             self._link.use_token(Secret(reply.token))
-        self._on_job_update(reply.generation, reply.leader_epoch, reply.commands)
+        self._on_job_update(reply)
         if self._reattach_to > self._leader_epoch:
             # Another coordinator leads: report the held leases to it, and learn which of them are lost.
             await self._register(adopt=False)
@@ -450,28 +515,118 @@ class WorkerSession:
     def _heartbeat_message(self) -> pb.HeartbeatRequest:
         return pb.HeartbeatRequest(
             worker_id=self.worker_id,
-            status=self.status,
+            # To the coordinator, a worker that does something else than training cannot hang.
+            status=pb.WORKER_STATUS_IDLE if self.busy and self.status == pb.WORKER_STATUS_TRAINING else self.status,
             resources=self._telemetry.usage(),
             job_id=self.job,
             incarnation=self.incarnation,
             generation=self.generation,
             step=self.step,
-            step_time_ms=self.step_time_ms,
+            step_time_ms=self.step_times.step_ms,
+            compute_times_ms=self.step_times.compute_ms,
             # The results of a failed incarnation do not count.
             progress=() if self.status == pb.WORKER_STATUS_ERROR else self.leases.progress(),
             acked_command_ids=sorted(self.commands.to_ack),
             explicit_acks=True,
+            checkpoint_step=self.checkpoint_step,
+            hang_report=self._hang_report,
         )
 
-    def _on_job_update(self, generation: int, leader_epoch: int, commands: Iterable[pb.Command]) -> None:
-        self._job_generation = max(self._job_generation, generation)
-        self._reattach_to = max(self._reattach_to, leader_epoch)
-        for command in self.commands.receive(commands):
+    # Hangs
+
+    def _respond_to(self, probe: int) -> None:
+        if probe and probe != self._probe:
+            self._probe = probe
+            self._spawn(self._report_hang(probe), "hang report")
+
+    async def _report_hang(self, probe: int) -> None:
+        """In a thread: what is looked at may hang too."""
+        look = await asyncio.to_thread(hang_report.look_at, self._training_thread)
+        self._probed = (self.step, look)
+        found = await asyncio.to_thread(hang_report.report, probe, look, self._generation_began_ns)
+        _log.warning("no_worker_makes_a_step", step=self.step, waits=found.waits, stack=" < ".join(found.frames[:4]))
+        self._hang_report = found
+        self._heartbeat_due.set()
+
+    async def _end_if_hung(self, reason: str) -> None:
+        """Others wait for this worker in a collective, and no call of its program will ever see the stop command."""
+        if self._probed is None:
+            return
+        # As it was at the last probe: the command may come late, to a worker that has gone on since.
+        step, before = self._probed
+        await asyncio.sleep(HANG_CHECK_S)
+        now = await asyncio.to_thread(hang_report.look_at, self._training_thread)
+        if self.step != step or not stands(before, now):
+            _log.warning("still_moving_after_stop", reason=reason)
+            return
+        unprinted = hang_report.print_stacks()
+        _log.error("ending_hung_process", reason=reason, stack=" < ".join(now.frames), unprinted=unprinted)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    async def wait_until_stale(self) -> bool:
+        """A collective failed: whether a member is known to be lost, as soon as the coordinator can know it."""
+        until_s = self.clock.monotonic_s() + max(LOST_S, LOST_BEATS * self._interval_s)
+        while not self.is_stale and self._failure is None and self.clock.monotonic_s() < until_s:
+            self._heartbeat_due.set()
+            await asyncio.sleep(WAIT_FOR_POLL_S * 5)
+        return self.is_stale or self._failure is not None
+
+    def _on_job_update(self, update: pb.HeartbeatResponse | pb.AttachResponse) -> None:
+        self._job_generation = max(self._job_generation, update.generation)
+        self._reattach_to = max(self._reattach_to, update.leader_epoch)
+        if update.checkpoint_step:
+            self._agreed = (update.generation, update.checkpoint_step)
+        for command in self.commands.receive(update.commands):
             _log.info("command_received", command=command.kind.name, reason=command.reason)
+            if command.kind is CommandKind.CHECKPOINT_NOW and STEP in command.arguments:
+                self._promise(int(command.arguments[STEP]))
+                continue
+            if command.kind is CommandKind.STOP and command.arguments.get(IF_HUNG) == KILL:
+                self._spawn(self._end_if_hung(command.reason), "end of a hung process")
             if self._on_command is not None:
                 self._spawn(self._run_command(self._on_command, command), f"command {command.command_id}")
         if self.commands.to_ack or self._reattach_to > self._leader_epoch:
             self._heartbeat_due.set()
+        self._agreement.set()
+
+    # Agreement on the step of a checkpoint
+
+    def _promise(self, step: int) -> None:
+        """Not to go past this step, unless it is finished; then the ack of the command without it is a refusal."""
+        is_ahead = self.step is not None and step > self.step
+        if self.checkpoint_step is not None:
+            self.checkpoint_step = step if is_ahead else 0
+
+    async def agree_on_checkpoint(self) -> bool:
+        """Whether all ranks write a checkpoint of the step that is finished; waits if that is not known yet."""
+        if self.checkpoint_step is None:
+            self.checkpoint_step = 0
+            self._heartbeat_due.set()
+        if self.checkpoint_step < (self.step or 0) and self.leases.capture is None:
+            # The program did not write the checkpoint: the coordinator names another step.
+            self.checkpoint_step = 0
+        until_s = self.clock.monotonic_s() + self.settings.patience_s
+        while self.checkpoint_step and self.checkpoint_step == self.step:
+            self.check()
+            if self._agreed == (self.generation, self.step):
+                # The program writes its files now; the report of the checkpoint ends it.
+                self.status = pb.WORKER_STATUS_CHECKPOINTING
+                return True
+            if self.is_stale:
+                self.end_agreement()
+                break
+            if self.clock.monotonic_s() > until_s:
+                raise StrataError(Code.UNAVAILABLE, f"whether step {self.step} is a checkpoint was not decided in time")
+            self._agreement.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(AGREEMENT_S):
+                    await self._agreement.wait()
+        return False
+
+    def end_agreement(self) -> None:
+        """The checkpoint is reported, or its generation is over."""
+        if self.checkpoint_step:
+            self.checkpoint_step = 0
 
     async def _run_command(self, on_command: OnCommand, command: Command) -> None:
         """In a thread of its own unless it is a coroutine: heartbeats go on meanwhile."""
@@ -492,7 +647,7 @@ class WorkerSession:
                 async for news in self._link.stub().Attach(request, metadata=self._link.metadata):
                     attempt = 0
                     self._attached.set()
-                    self._on_job_update(news.generation, news.leader_epoch, news.commands)
+                    self._on_job_update(news)
             except grpc.aio.AioRpcError as error:
                 failure = to_strata_error(error)
                 _log.debug("presence_lost", code=failure.code.value, reason=failure.message)

@@ -57,6 +57,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Once evicted, join again as a new incarnation instead of raising."""
     checkpoint_root: str = ""
     """A folder or s3://BUCKET/PREFIX: old parts of checkpoints below it are deleted. Empty: none are."""
+    fetched_checkpoints: Path | None = None
+    """Where the agent of a fleet puts parts that other hosts wrote; it sets this, and `checkpoint_root` to a folder of
+    this host from which it uploads committed checkpoints."""
     patience_s: PositiveSeconds = 300.0
     """How long the coordinator may be unreachable, and how long to wait for the other members at the start."""
 
@@ -65,6 +68,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise StrataError(Code.INVALID, "the address of the coordinator is empty")
         if self.rank is not None and self.rank >= self.wait_for:
             raise StrataError(Code.INVALID, f"there is no rank {self.rank} of {self.wait_for}", hint="set wait_for")
+        if self.fetched_checkpoints is not None and not Path(self.checkpoint_root).is_absolute():
+            raise StrataError(Code.INVALID, "fetched_checkpoints needs a folder of this host as checkpoint_root")
         clear = [each for each in self.addresses if not _stays_here(each)]
         if self.token is not None and self.tls is None and clear:
             raise StrataError(

@@ -53,7 +53,7 @@ SPARE_LOOK_S: Final = 2.0
 STORE_TIMEOUT: Final = timedelta(seconds=60)
 """For what a node tells the others between the rendezvous and the start of the workers; one may die in between."""
 LOST_S: Final = 60.0
-"""A node that died resets its connections at once; the coordinator evicts it later, by default within 15 s."""
+"""A node that died resets its connections at once; the coordinator evicts it later, by default within 40 s."""
 BACKOFF: Final = Backoff(first_s=1.0, most_s=30.0)
 STEADY_S: Final = 300.0
 """Workers that ran for so long have not failed at once: the backoff begins anew."""

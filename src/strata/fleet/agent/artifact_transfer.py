@@ -11,6 +11,7 @@ from pathlib import Path
 
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
+from strata.base.progress import ReportProgress, no_progress
 from strata.fleet.agent.hub_api import HubApi
 from strata.fleet.artifacts.files import Tree, fetch_file, has_files, pieces, read_piece, scan
 from strata.fleet.artifacts.manifest import ArtifactLimits, ArtifactManifest, Lineage, check_manifest
@@ -41,14 +42,24 @@ def upload_folder(
 
 
 def send_missing_chunks(
-    hub: HubApi, folder: Path | Tree, manifest: ArtifactManifest, wanted: Callable[[], bool]
-) -> None:
+    hub: HubApi,
+    folder: Path | Tree,
+    manifest: ArtifactManifest,
+    wanted: Callable[[], bool],
+    report: ReportProgress = no_progress,
+) -> int:
+    """The number of bytes that the hub did not have."""
     missing = {chunk.digest: chunk for chunk in hub.missing(manifest.chunks())}
+    sent, total = 0, sum(chunk.size - chunk.received for chunk in missing.values())
+    report(sent, total)
     for piece in pieces(manifest, missing):
         if not wanted():
             raise StrataError(Code.STALE, "the attempt was dropped: the upload is cancelled")
         hub.put_chunk(missing[piece.digest], read_piece(folder, piece))
+        sent += missing[piece.digest].size - missing[piece.digest].received
+        report(sent, total)
         failpoint("agent.upload.chunk")
+    return total
 
 
 def download_as_tar(hub: HubApi, artifact_id: str) -> Iterator[bytes]:

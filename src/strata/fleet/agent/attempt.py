@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import subprocess
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,15 +17,15 @@ from typing import Any, Final
 
 import msgspec
 
-from strata.base import log
+from strata.base import log, trace
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.fleet import wire
 from strata.fleet.agent import identity, supervised
-from strata.fleet.agent.artifact_transfer import upload_folder
+from strata.fleet.agent.artifact_transfer import download_as_tar, upload_folder
 from strata.fleet.agent.attempt_folder import AttemptPaths, newest_checkpoint, remove_folder
 from strata.fleet.agent.exec_session import ExecSession, RunningJob, stop_leftovers
-from strata.fleet.agent.gang_member import write_token
+from strata.fleet.agent.gang_member import put_fetched, wanted_parts, write_token
 from strata.fleet.agent.log_uploader import StreamUploader, last_metrics, read_log_tail
 from strata.fleet.agent.outcome import classify_exit
 from strata.fleet.agent.prepare import HostContext, prepare_attempt
@@ -40,6 +41,7 @@ from strata.fleet.core.job import Cause
 
 POLL_S: Final = 0.2
 UPLOAD_EVERY_S: Final = 0.5
+FETCH_EVERY_S: Final = 1.0
 LAST_LOG_S: Final = 10.0
 """Time limit for uploading the rest of the log of a dropped attempt."""
 KILL_TIMEOUT_S: Final = 10.0
@@ -148,6 +150,12 @@ class Attempt:
 
     async def run(self) -> None:
         """Returns when the hub has the outcome and nothing of the attempt is left on this host."""
+        lease = self.record.lease
+        # Its task was started inside the span of the claim, and continues that trace.
+        with trace.span("attempt", job=lease.job_id, epoch=lease.epoch):
+            await self._run()
+
+    async def _run(self) -> None:
         try:
             if self.record.phase is AttemptPhase.PREPARING:
                 await self._prepare()
@@ -206,7 +214,7 @@ class Attempt:
         _log.error("child_not_killed", job=self.record.lease.job_id)
 
     async def _prepare(self) -> None:
-        lease = self.record.lease
+        lease, traceparent = self.record.lease, trace.traceparent()
         busy = AttemptOutcome(cause=Cause.INFRA, error="jobs that the hub has ended still run on this host")
         # The preparation of a server replaces its data folder, in which an earlier attempt may still run.
         if self._is_server and not await self._wait_for_room():
@@ -217,7 +225,12 @@ class Attempt:
                 self._pools.prepare,
                 "prepare",
                 lambda: prepare_attempt(
-                    self._host, lease, self._paths, self.record.devices, lambda: self.record.stop is None
+                    self._host,
+                    lease,
+                    self._paths,
+                    self.record.devices,
+                    lambda: self.record.stop is None,
+                    traceparent=traceparent,
                 ),
                 cancelled=self._dropped,
             )
@@ -254,7 +267,9 @@ class Attempt:
         return self._has_room(self.record)
 
     async def _watch(self) -> None:
-        uploading = asyncio.create_task(self._upload_until_ended())
+        moving = [asyncio.create_task(self._upload_until_ended())]
+        if self.record.lease.gang is not None:
+            moving.append(asyncio.create_task(self._fetch_until_ended()))
         try:
             status = await self._until_ended()
             tail = await run_in(self._pools.work, read_log_tail, self._folder / supervised.LOG)
@@ -266,7 +281,7 @@ class Attempt:
         finally:
             self._child_ended.set()
             await self._close_relay()
-            await uploading
+            await asyncio.gather(*moving)
 
     async def _until_ended(self) -> supervised.ChildExit | supervised.SupervisorLost:
         while True:
@@ -346,6 +361,29 @@ class Attempt:
                 if error.code not in TRANSIENT | _LEASE_LOST:
                     _log.warning("stream_upload_failed", job=self.record.lease.job_id, reason=error.message)
                 await wait_or_timeout(self._child_ended, BACKOFF.delay_s(failures, 0.5))
+
+    async def _fetch_until_ended(self) -> None:
+        """Download the parts of checkpoints that the workers of a gang wait for, as soon as all members have them
+        uploaded."""
+        failures = 0
+        while not await wait_or_timeout(
+            self._child_ended, BACKOFF.delay_s(failures, 0.5) if failures else FETCH_EVERY_S
+        ):
+            try:
+                await run_in(self._pools.work, self._fetch_parts)
+                failures = 0
+            except (StrataError, OSError) as error:
+                failures += 1
+                _log.warning("checkpoint_not_fetched", job=self.record.lease.job_id, reason=str(error))
+
+    def _fetch_parts(self) -> None:
+        hub, lease = self._host.hub, self.record.lease
+        for name, parts in wanted_parts(self._paths, self._host.uid):
+            artifacts = hub.find_parts(lease, parts)
+            if artifacts:
+                fetch = functools.partial(download_as_tar, hub)
+                put_fetched(self._paths, name, artifacts, fetch, self._host.job_user)
+                _log.info("checkpoint_fetched", job=lease.job_id, epoch=lease.epoch, artifacts=len(artifacts))
 
     def _upload_streams(self) -> bool:
         moved = self._log.upload_new()

@@ -69,6 +69,16 @@ class AttemptPaths:
         return self.folder / "gang"
 
     @property
+    def parts(self) -> Path:
+        """Of a member of a gang: where its workers write their parts of checkpoints. Committed ones move up."""
+        return self.checkpoints / ".parts"
+
+    @property
+    def fetched(self) -> Path:
+        """Of a member of a gang: checkpoints with the parts of all members."""
+        return self.gang / "fetched"
+
+    @property
     def tmp(self) -> Path:
         return self.folder / "tmp"
 

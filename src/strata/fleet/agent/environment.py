@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from strata.base import trace
 from strata.fleet.agent.attempt_folder import AttemptPaths
 from strata.fleet.agent.data_cache import variable_name
 from strata.fleet.agent.gpu import visible_devices
@@ -44,6 +45,8 @@ class JobInputs:
     """Settings of a job that is a server, by the names of variables."""
     gang: Mapping[str, str] = field(default_factory=dict)
     """Settings of the workers of a gang, by the names of variables."""
+    traceparent: str = ""
+    """The trace that the trainer may continue; empty: none."""
 
 
 def inherited_by_jobs(environ: Mapping[str, str], extra: Sequence[str] = ()) -> dict[str, str]:
@@ -69,6 +72,8 @@ def job_environment(
     inputs = inputs or JobInputs()
     environ = for_user(inherited, home)
     environ |= {"TMPDIR": str(paths.tmp), "PYTHONUNBUFFERED": "1"}
+    if inputs.traceparent:
+        environ[trace.VARIABLE] = inputs.traceparent
     if inputs.devices is not None:
         environ |= visible_devices(inputs.devices)
     venv = inputs.venv or trainer.venv

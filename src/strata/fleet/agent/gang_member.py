@@ -1,24 +1,38 @@
-"""A member of a gang on its host: the token for the coordinator, and the command that starts its workers.
+"""A member of a gang on its host: the token for the coordinator, the command that starts its workers, and the parts of
+checkpoints that other members wrote.
 
 The token lies in a folder of the agent: the job's user can read it and replace nothing there. Heartbeats renew it, and
 workers read the file again when the coordinator rejects the token they have.
+
+Where the hosts share no storage, the agent uploads the checkpoints that are committed (`strata.coord.worker`), and
+downloads the parts that a worker names in a file in `.wanted`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from strata.base.atomic import write_file
 from strata.base.errors import Code, StrataError
-from strata.fleet.agent.attempt_folder import AttemptPaths, JobUser, make_passable
+from strata.fleet.agent.attempt_folder import AttemptPaths, JobUser, make_passable, remove_folder
+from strata.fleet.agent.path_names import PathName, parts_name
+from strata.fleet.agent.privsep import run_with_input
 from strata.fleet.agent.settings import SandboxSettings
+from strata.fleet.agent.trainer_source import unpack_request
+from strata.fleet.artifacts.files import Tree, open_folder, open_regular
 from strata.fleet.wire import GangLease, LeaseGiven
 
 TOKEN_FILE: Final = "worker.token"  # noqa: S105 - the name of a file
 CA_FILE: Final = "ca.pem"
+WANTED: Final = ".wanted"
+_MAX_WANTED: Final = 4 << 20
+_NO_LIMIT: Final = 2**63 - 1
 _NEW_FILE: Final = ".new"
 JOIN_TIMEOUT_S: Final = 86_400
 """How long a member waits for the least number of others: a host that replaces a lost one may take its time."""
@@ -46,9 +60,73 @@ def prepare_member(
         variables["STRATA_WORKER_TOKEN_FILE"] = str(paths.gang / TOKEN_FILE)
     if gang.checkpoint_root:
         variables["STRATA_WORKER_CHECKPOINT_ROOT"] = f"{gang.checkpoint_root.rstrip('/')}/{gang.job}"
+    else:
+        variables |= _create_store(paths, job_user)
     if job_user is not None:
         make_passable(paths.gang)
     return variables
+
+
+def _create_store(paths: AttemptPaths, job_user: JobUser | None) -> dict[str, str]:
+    """The folders of checkpoints that this agent uploads and downloads; the variables that name them."""
+    paths.fetched.mkdir(mode=0o700)
+    paths.parts.mkdir(mode=0o700, parents=True)
+    if job_user is not None:
+        make_passable(paths.fetched)
+        os.lchown(paths.parts, job_user.uid, job_user.gid)
+    return {
+        "STRATA_WORKER_CHECKPOINT_ROOT": str(paths.parts),
+        "STRATA_WORKER_FETCHED_CHECKPOINTS": str(paths.fetched),
+    }
+
+
+class _WantedParts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    parts: dict[str, str]
+
+
+def wanted_parts(paths: AttemptPaths, uid: int | None) -> Iterator[tuple[PathName, Mapping[str, str]]]:
+    """What the workers wait for: the name of each request, and digests by the names of parts."""
+    tree = Tree(paths.folder, (*paths.parts.relative_to(paths.folder).parts, WANTED), uid=uid)
+    try:
+        with open_folder(tree) as entries:
+            files = [entry.name for entry in entries]
+    except FileNotFoundError:
+        return
+    for wanted in files:
+        name = parts_name(wanted)
+        if name is None or (paths.fetched / name).is_dir():
+            continue
+        try:
+            # A worker that waits no longer removes its file.
+            with suppress(FileNotFoundError), open_regular(tree, wanted) as file:
+                yield name, msgspec.json.decode(file.read(_MAX_WANTED), type=_WantedParts).parts
+        except (OSError, msgspec.DecodeError) as error:
+            raise StrataError(Code.INVALID, f"{WANTED}/{wanted} of the gang cannot be read: {error}") from error
+
+
+def put_fetched(
+    paths: AttemptPaths,
+    name: PathName,
+    artifacts: Sequence[str],
+    fetch: Callable[[str], Iterable[bytes]],
+    job_user: JobUser | None,
+) -> None:
+    """Unpack these artifacts into one folder, which appears as a whole. An earlier recovery needs its own no longer."""
+    for earlier in paths.fetched.iterdir():
+        remove_folder(earlier)
+    # While it is there, workers wait longer.
+    downloading = paths.fetched / f".{name}"
+    downloading.mkdir(mode=0o700)
+    if job_user is not None:
+        os.lchown(downloading, job_user.uid, job_user.gid)
+    try:
+        for artifact in artifacts:
+            request = unpack_request(downloading, max_bytes=_NO_LIMIT, max_members=_NO_LIMIT)
+            run_with_input(request, job_user, fetch(artifact))
+    except BaseException:
+        remove_folder(downloading)
+        raise
+    downloading.rename(paths.fetched / name)
 
 
 def write_token(paths: AttemptPaths, token: str, job_user: JobUser | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from strata import __version__
@@ -45,6 +46,11 @@ class HubApi:
     def publish(self, lease: LeaseGiven, body: wire.PublishRequest) -> None:
         """Say where the server of this attempt serves."""
         self.client.call("PUT", f"/v1/job/{lease.job_id}/server", type(None), body=body)
+
+    def find_parts(self, lease: LeaseGiven, parts: Mapping[str, str]) -> tuple[str, ...]:
+        """The artifacts that have these parts of a checkpoint of the gang together; none if one is missing."""
+        body = wire.PartsRequest(epoch=lease.epoch, parts=parts)
+        return self.client.call("POST", f"/v1/job/{lease.job_id}/parts", wire.PartsReply, body=body).artifacts
 
     def append(self, lease: LeaseGiven, stream: str, offset: int, piece: bytes, *, last: bool = False) -> int:
         """How many bytes of the stream the hub has now: `log`, `metrics`, or `exec/ID`."""

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from strata.base import log
+from strata.base import log, trace
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
@@ -21,6 +21,7 @@ from strata.base.loop import every
 from strata.fleet import wire
 from strata.fleet.agent import identity, preemption
 from strata.fleet.agent.attempt import Attempt
+from strata.fleet.agent.metrics import AgentCounts, expose_metrics
 from strata.fleet.agent.prepare import GIB, HostContext, prune_work_folder
 from strata.fleet.agent.probe import ProbeResult, probe_host, sample_host
 from strata.fleet.agent.retry import BACKOFF, TRANSIENT, ThreadPools, retry, run_in, wait_or_timeout
@@ -38,6 +39,7 @@ DRAIN_REPORT_S: Final = 20.0
 """While draining, after the last child has ended: how long reports are retried before the next agent gets them."""
 STOP_REPORT_S: Final = 5.0
 """The same for an agent that was stopped twice."""
+_AGENT_STOPPED: Final = StopOrder(cause=Cause.PREEMPTED, reason="the agent of this host was stopped")
 _MAX_CLAIM_COUNT: Final = 16
 _log = log.get(__name__)
 
@@ -65,9 +67,14 @@ class Agent:
         self._probed_at_s = clock.monotonic_s()
         self._claims_paused = ""
         """Why nothing is claimed at the moment; empty if claims go on."""
+        self._counts = AgentCounts()
 
     async def run(self) -> None:
         """Returns when the agent was stopped and has drained."""
+        async with expose_metrics(self._settings, self._counts):
+            await self._run()
+
+    async def _run(self) -> None:
         await self._register()
         await self._adopt_attempts()
         await self._check_host_availability()
@@ -141,19 +148,26 @@ class Agent:
             return
         self._state.save_claim(claim)
         failpoint("agent.claim.written")
+        with trace.span("claim", kind="client"):
+            leases = await self._send_claim(claim)
+            failpoint("agent.claim.replied")
+            for lease in leases:
+                self._accept_lease(lease)
+        failpoint("agent.claim.taken")
+        # Only now: after a crash before this line the same claim is sent again, and saved leases start only once.
+        self._state.clear_claim()
+
+    async def _send_claim(self, claim: PendingClaim) -> tuple[wire.LeaseGiven, ...]:
         try:
             leases = await run_in(self._pools.claims, self._host.hub.claim, claim, self._settings.poll_s)
         except StrataError as error:
+            self._counts.claims["failed"] += 1
             if error.code not in TRANSIENT:
                 # A retry would fail again; the next claim gets a new id.
                 self._state.clear_claim()
             raise
-        failpoint("agent.claim.replied")
-        for lease in leases:
-            self._accept_lease(lease)
-        failpoint("agent.claim.taken")
-        # Only now: after a crash before this line the same claim is sent again, and saved leases start only once.
-        self._state.clear_claim()
+        self._counts.claims["granted" if leases else "empty"] += 1
+        return leases
 
     def _next_claim(self) -> PendingClaim | None:
         # The hub counts what fits; an agent that has no room for any job whatever does not bother it.
@@ -167,7 +181,11 @@ class Agent:
         record = AttemptRecord(lease=lease, claimed_at_s=self._clock.wall_s(), devices=devices)
         if self._state.add(record):
             _log.info("job_claimed", job=lease.job_id, epoch=lease.epoch, label=lease.spec.label)
+            self._counts.leases += 1
             self._start_attempt(record)
+            if self._stopping.is_set() and self._on_stop != "leave":
+                # It was granted to a claim that waited at the hub when the agent was stopped.
+                self._attempts[record.key].stop(_AGENT_STOPPED, 0.0)
 
     def _start_attempt(self, record: AttemptRecord) -> None:
         attempt = Attempt(
@@ -185,6 +203,7 @@ class Agent:
         task = asyncio.create_task(attempt.run(), name=record.key)
         self._attempts[record.key] = attempt
         self._tasks[record.key] = task
+        self._counts.running = len(self._attempts)
         task.add_done_callback(lambda _: self._on_attempt_done(record.key, task))
 
     def _has_room(self, record: AttemptRecord) -> bool:
@@ -196,7 +215,11 @@ class Agent:
         return not held or room.admits(record.lease.taken)
 
     def _on_attempt_done(self, key: str, task: asyncio.Task[None]) -> None:
-        del self._attempts[key], self._tasks[key]
+        ended = self._attempts.pop(key)
+        del self._tasks[key]
+        self._counts.running = len(self._attempts)
+        if ended.record.outcome is not None:
+            self._counts.attempts[ended.record.outcome.cause or "completed"] += 1
         if not task.cancelled() and task.exception() is not None:
             # A bug: the record stays, and the next agent resumes the attempt.
             _log.error("attempt_crashed", attempt=key, reason=repr(task.exception()))
@@ -217,7 +240,12 @@ class Agent:
             for attempt in self._attempts.values()
         )
         sample, self._sample = self._sample, None
-        reply = await run_in(self._pools.heartbeats, self._host.hub.renew, held, sample)
+        try:
+            reply = await run_in(self._pools.heartbeats, self._host.hub.renew, held, sample)
+        except StrataError:
+            self._counts.heartbeats["failed"] += 1
+            raise
+        self._counts.heartbeats["answered"] += 1
         for verdict in reply.verdicts:
             if verdict.verdict == "stop" or verdict.yield_as:
                 self._apply_lease_verdict(verdict)
@@ -262,7 +290,7 @@ class Agent:
 
     async def _sample_once(self) -> None:
         """The next heartbeat carries it; a driver that hangs holds up no heartbeat."""
-        self._sample = await run_in(self._pools.work, self._take_sample)
+        self._sample = self._counts.sample = await run_in(self._pools.work, self._take_sample)
 
     def _take_sample(self) -> HostSample:
         host = self._host
@@ -310,6 +338,7 @@ class Agent:
         elif self._claims_paused and not reason:
             _log.info("claims_resumed")
         self._claims_paused = reason
+        self._counts.claims_paused = bool(reason)
         if not reason:
             self._changed.set()
         if local_use and self._settings.yield_to_people == "jobs":
@@ -342,7 +371,7 @@ class Agent:
 
     def _stop_all(self, grace_s: float) -> None:
         for attempt in self._attempts.values():
-            attempt.stop(StopOrder(cause=Cause.PREEMPTED, reason="the agent of this host was stopped"), grace_s)
+            attempt.stop(_AGENT_STOPPED, grace_s)
 
     async def _wait_until(self, condition: Callable[[], bool], interrupted: asyncio.Event) -> None:
         while not condition() and not interrupted.is_set():

@@ -20,6 +20,7 @@ _BLOB: Final = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _EXEC: Final = re.compile(r"[0-9a-f]{16}")
+_PARTS: Final = re.compile(r"([0-9a-f]{16})\.json")
 EXEC: Final = "exec-"
 _MAX_EPOCH: Final = 2**53
 
@@ -46,6 +47,12 @@ def exec_name(exec_id: str) -> PathName:
     if match is None:
         raise StrataError(Code.INVALID, f"{exec_id[:80]!r} is not a command in a job")
     return PathName(f"{EXEC}{match[0]}")
+
+
+def parts_name(file: str) -> PathName | None:
+    """The name of the folder with the parts that the workers of a gang request by this file; None for other files."""
+    match = _PARTS.fullmatch(file)
+    return None if match is None else PathName(match[1])
 
 
 def blob_digest(bundle: str) -> str:

@@ -123,8 +123,11 @@ def prepare_attempt(
     paths: AttemptPaths,
     devices: tuple[int | str, ...] | None,
     wanted: Callable[[], bool] = lambda: True,
+    *,
+    traceparent: str = "",
 ) -> PreparedAttempt:
-    """`wanted` is called now and then: when the attempt was stopped, its preparation ends with STALE."""
+    """`wanted` is called now and then: when the attempt was stopped, its preparation ends with STALE. `traceparent` is
+    for the trainer."""
     trainer = lease.trainer
     if trainer is None:
         raise StrataError(
@@ -163,7 +166,13 @@ def prepare_attempt(
     server = _prepare_server(host, lease, paths) if lease.spec.kind == "server" else {}
     gang = prepare_member(lease, paths, job_user, settings.sandbox) if lease.spec.gang is not None else {}
     inputs = environment.JobInputs(
-        devices=devices, venv=venv, secrets=lease.secrets, data=data.folders, server=server, gang=gang
+        devices=devices,
+        venv=venv,
+        secrets=lease.secrets,
+        data=data.folders,
+        server=server,
+        gang=gang,
+        traceparent=traceparent,
     )
     spec = _supervisor_spec(host, lease, trainer, paths, cwd, inputs)
     readable = [Path(folder) for folder in (*filter(None, [venv]), *data.folders.values())]

@@ -6,6 +6,7 @@ Heartbeats have a pool of their own: an upload that crawls must not cost the lea
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import random
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -41,7 +42,9 @@ class ThreadPools:
 
 
 async def run_in(pool: Executor, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    return await asyncio.get_running_loop().run_in_executor(pool, lambda: call(*args, **kwargs))
+    # The thread continues the trace of this task.
+    context = contextvars.copy_context()
+    return await asyncio.get_running_loop().run_in_executor(pool, lambda: context.run(call, *args, **kwargs))
 
 
 async def retry(

@@ -7,6 +7,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
+from strata.base.settings import Secret
 from strata.fleet.core.requirement import Label, LabelValue, Slots
 
 SECTION: Final = "agent"
@@ -102,6 +103,10 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     advertise: Annotated[str, msgspec.Meta(pattern=r"\A[0-9A-Za-z.:-]*\Z")] = ""
     """The address of this host at which a hub on another machine reaches its servers, with TLS. Empty: the one that the
     host reaches the hub from."""
+    metrics_listen: str = ""
+    """HOST:PORT of `GET /metrics` for Prometheus, on loopback; empty: there is none."""
+    metrics_token: Secret | None = None
+    """What it takes as the bearer token. None: the one in `metrics.token` of the state folder, which is made then."""
     log_format: Literal["json", "console"] | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 

@@ -23,6 +23,7 @@ from strata.fleet.agent.settings import AgentSettings
 from strata.fleet.agent.state import AgentState
 from strata.fleet.client import HubClient
 from strata.fleet.wire import HubHealth
+from strata.http import otel
 
 _log = log.get(__name__)
 
@@ -62,7 +63,11 @@ def run(settings: AgentSettings, environ: Mapping[str, str], announce: Callable[
             _log.warning("jobs_run_as_root", hint="set run_as: jobs can read this host's credentials")
         _log.info("sandbox_detected", sandbox=sandbox.level, reason=sandbox.describe())
         announce(f"{member.name} works for {member.url}, work in {settings.work_folder}")
-        asyncio.run(_run(host, probed))
+        stop_traces = otel.configure("strata-agent", environ)
+        try:
+            asyncio.run(_run(host, probed))
+        finally:
+            stop_traces()
     finally:
         os.close(lock)
 

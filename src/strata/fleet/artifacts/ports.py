@@ -125,8 +125,8 @@ class LineageFilter:
     model: str = ""
     mode: str = ""
     kind: ArtifactKind | None = None
-    parent: str = ""
-    """Only what was made from this artifact."""
+    parents: Sequence[str] = ()
+    """Only what was made from one of these artifacts."""
     metric: str = ""
     """Order by it, and only what has it; else the latest come first."""
     best: Literal["max", "min"] = "max"

@@ -290,6 +290,18 @@ class Artifacts:
             raise StrataError(Code.NOT_FOUND, f"there is no artifact {artifact_id}")
         return list(found.values())[:limit]
 
+    async def descendants(self, artifact_id: str, *, limit: int = 1000) -> Sequence[LineageRow]:
+        """What was made from it, and from that, and so on: each record once, nearest first."""
+        found: dict[str, LineageRow] = {}
+        seen: set[str] = set()
+        asked = [check_artifact_id(artifact_id)]
+        while asked and len(found) < limit:
+            seen.update(asked)
+            layer = await self.index.lineages(LineageFilter(parents=asked, removed=True, limit=limit))
+            found.update({row.id: row for row in layer})
+            asked = sorted({row.artifact_id for row in layer} - seen)
+        return list(found.values())[:limit]
+
     async def _first_lineage(self, wanted: LineageFilter) -> LineageRow:
         found = await self.index.lineages(wanted)
         if not found:

@@ -140,8 +140,8 @@ class Room:
         self._slots = capacity.slots
         self._cores = max(1, capacity.cores)
         self._ram_gib = capacity.ram_gib
-        self._cards = {card.id: (1.0, card.vram_gib) for card in capacity.cards}
-        """Of each card the share and the VRAM that are left."""
+        self._cards = {card.id: (1.0, card.vram_gib, card.vram_gib) for card in capacity.cards}
+        """Of each card the share and the VRAM that are left, and the VRAM that it has."""
         for taken in held:
             self.hold(taken)
 
@@ -155,7 +155,7 @@ class Room:
         """What is free: of the cards those that are not given away, each with the VRAM that is left."""
         if self._whole:
             return Capacity(cores=0, slots=None if self._slots is None else 0)
-        cards = tuple(Card(id_, vram_gib) for id_, (share, vram_gib) in self._cards.items() if share > _TOLERANCE)
+        cards = tuple(Card(id_, vram_gib) for id_, (share, vram_gib, _) in self._cards.items() if share > _TOLERANCE)
         return Capacity(cards, max(0, self._cores), max(0.0, self._ram_gib), self._slots)
 
     def fits(self, amounts: Amounts) -> bool:
@@ -258,29 +258,26 @@ class Room:
         self._ram_gib -= taken.ram_gib
         for card in taken.cards:
             if card in self._cards:
-                share, vram_gib = self._cards[card]
-                needed = taken.vram_gib or taken.gpu_share * self._size(card)
-                self._cards[card] = (share - taken.gpu_share, vram_gib - needed)
+                share, vram_gib, size_gib = self._cards[card]
+                needed = taken.vram_gib or taken.gpu_share * size_gib
+                self._cards[card] = (share - taken.gpu_share, vram_gib - needed, size_gib)
 
     def _copied(self) -> Room:
         room = Room(self._capacity)
         vars(room).update(vars(self), _cards=self._cards.copy())
         return room
 
-    def _size(self, card: str) -> float:
-        return next((each.vram_gib for each in self._capacity.cards if each.id == card), 0.0)
-
     def _card_has(self, card: str, share: float, vram_gib: float) -> bool:
         if card not in self._cards:
             return False
-        left, vram_left = self._cards[card]
-        needed = vram_gib or share * self._size(card)
+        left, vram_left, size_gib = self._cards[card]
+        needed = vram_gib or share * size_gib
         return share <= left + _TOLERANCE and needed <= vram_left + _TOLERANCE
 
     def _choose_cards(self, amounts: Amounts, count: int) -> tuple[str, ...] | None:
         """The fullest cards that suffice, then the smallest: larger ones stay free for jobs that need them."""
         suffice = [
-            (*self._cards[card.id], number, card.id)
+            (*self._cards[card.id][:2], number, card.id)
             for number, card in enumerate(self._capacity.cards)
             if self._card_has(card.id, amounts.gpu_share, amounts.vram_gib)
         ]
@@ -291,7 +288,7 @@ class Room:
     def _emptiest_cards(self, amounts: Amounts) -> tuple[str, ...]:
         """The cards that a job waits for: those of which most is free, as far as they are large enough."""
         large = [card.id for card in self._capacity.cards if card.vram_gib + _TOLERANCE >= amounts.vram_gib]
-        return tuple(sorted(large, key=self._cards.__getitem__, reverse=True)[: amounts.gpus])
+        return tuple(sorted(large, key=lambda card: self._cards[card][:2], reverse=True)[: amounts.gpus])
 
     def _card_shortage(self, amounts: Amounts) -> str:
         suffice = sum(self._card_has(card, amounts.gpu_share, amounts.vram_gib) for card in self._cards)

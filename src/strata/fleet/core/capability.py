@@ -11,6 +11,7 @@ gave the host, by its invitation or its policy; the labels of the agent's settin
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Final, TypeVar
 
@@ -23,6 +24,9 @@ from strata.fleet.core.requirement import Count, Label, LabelValue, Name, Sandbo
 
 GIB: Final = 1024**3
 _BUCKETS_PER_GIB: Final = 2
+_VERSION: Final = re.compile(r"(\d{1,4})\.(\d{1,4})")
+FIRST_WITH_GANGS: Final = (0, 2)
+"""The first version of agents that start members of gangs, and that take the state of a server along."""
 _Amount = TypeVar("_Amount", int, float)
 
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
@@ -127,6 +131,12 @@ def profile(
         allow_jobs=policy.allow_jobs,
         deny_jobs=policy.deny_jobs,
     )
+
+
+def is_outdated(agent_version: str) -> bool:
+    """Whether an agent is too old for gangs and for servers that have run. What has no version of ours is not."""
+    known = _VERSION.match(agent_version)
+    return known is not None and (int(known[1]), int(known[2])) < FIRST_WITH_GANGS
 
 
 def bucket_gib(size_bytes: int) -> float:

@@ -49,12 +49,13 @@ def add_up(capacities: Iterable[Capacity]) -> FleetTotals:
 class OwnerShares:
     """What the owners hold of the fleet now. `owners` are those with jobs that have not ended."""
 
-    def __init__(self, totals: FleetTotals, owners: Iterable[str], held: Iterable[tuple[str, Taken]] = ()) -> None:
+    def __init__(self, totals: FleetTotals, owners: Iterable[str], held: Iterable[tuple[str, Taken, int]] = ()) -> None:
+        """`held` are owners, what a lease of theirs takes, and how many such leases they have."""
         self.owners = tuple(owners)
         self._totals = totals
         self._held: dict[str, list[float]] = {}
-        for owner, taken in held:
-            _add(self._held, owner, self._parts(taken))
+        for owner, taken, leases in held:
+            _add(self._held, owner, [leases * part for part in self._parts(taken)])
 
     def share(self, owner: str) -> float:
         return _dominant(self._held, owner)

@@ -28,13 +28,26 @@ from strata.base.digest import digest, sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.base.ids import content_id
 from strata.fleet.core.lease import MAX_ATTEMPTS, MAX_INFRA, MAX_LOST, Budget
-from strata.fleet.core.requirement import Count, Gib, Label, LabelValue, Name, Needs, RequirementClass, Seconds, Slots
+from strata.fleet.core.requirement import (
+    Count,
+    Gib,
+    Label,
+    LabelValue,
+    Name,
+    Needs,
+    RequirementClass,
+    SandboxLevel,
+    Seconds,
+    Slots,
+    with_sandbox,
+)
 
 MAX_PRIORITY: Final = 1_000_000
 MIN_IDLE_S: Final = 10.0
 """Of a server that sleeps: it takes about as long to stop, to save its state and to start again."""
 MAX_MEMBERS: Final = 1024
 """Of one gang."""
+MAX_WORKERS_PER_HOST: Final = 1024
 DEFAULT_PROJECT: Final = "default"
 """The project of a manifest that names none, and of jobs that were submitted one by one."""
 DATASET: Final = "strata:"
@@ -83,7 +96,7 @@ class GangPlace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     index: Annotated[int, msgspec.Meta(ge=0, lt=MAX_MEMBERS)]
     min_size: Members
     """With fewer members it waits; with more it trains on without those that are lost."""
-    workers_per_host: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
+    workers_per_host: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS_PER_HOST)] = 1
     run: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
     """Counted up by the hub whenever the completed gang is to run again, so that it begins from nothing."""
 
@@ -148,6 +161,10 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def budget(self) -> Budget:
         return Budget(max_attempts=self.max_attempts, max_lost=self.max_lost, max_infra=self.max_infra)
+
+    def with_sandbox(self, required: Mapping[str, SandboxLevel]) -> JobSpec:
+        """With at least the sandbox that the hub requires of its project."""
+        return msgspec.structs.replace(self, needs=with_sandbox(self.needs, required, self.project))
 
     def starts_at_s(self, created_at_s: float) -> float:
         """Before this time no host gets it; 0 for a job that may start at once."""

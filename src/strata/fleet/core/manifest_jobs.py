@@ -14,6 +14,7 @@ from strata.base.suggest import did_you_mean
 from strata.fleet.core.hyper import HyperFinding, HyperSchema
 from strata.fleet.core.jobspec import (
     MAX_MEMBERS,
+    MAX_WORKERS_PER_HOST,
     MIN_IDLE_S,
     GangPlace,
     JobId,
@@ -184,19 +185,30 @@ def _start(problems: Problems, place: KeyPath, fields: Mapping[str, Any]) -> dic
 
 def _gang(problems: Problems, place: KeyPath, fields: Mapping[str, Any], *, alone: bool) -> GangPlace | None:
     """The place of the first member, if the job is a gang: it has more than one worker. `alone`: it may not be one."""
-    workers, per_host = fields.get("workers", 1), fields.get("workers_per_host", 1)
+    workers = fields.get("workers", 1)
+    per_host = fields.get("workers_per_host", workers)
     least = fields.get("min_workers", workers)
     before = len(problems)
     if alone and workers > 1:
-        problems.add((*place, "workers"), "the jobs of a sweep or of a schedule are no gangs; it has to be 1")
+        reason = "each run is followed as one job"
+        problems.add(
+            (*place, "workers"), f"the jobs of a sweep or of a schedule are no gangs, because {reason}; it has to be 1"
+        )
     if workers % per_host:
         problems.add((*place, "workers"), f"it is not a multiple of workers_per_host = {per_host}")
+    if per_host > MAX_WORKERS_PER_HOST:
+        problems.add(
+            (*place, "workers"), f"{per_host} on one host: set workers_per_host, to at most {MAX_WORKERS_PER_HOST}"
+        )
     if workers // per_host > MAX_MEMBERS:
         problems.add(
             (*place, "workers"), f"they need {workers // per_host} hosts, and at most {MAX_MEMBERS} are allowed"
         )
     if "min_workers" in fields and (least % per_host or least > workers):
-        problems.add((*place, "min_workers"), f"expected a multiple of workers_per_host, at most workers = {workers}")
+        problems.add(
+            (*place, "min_workers"),
+            f"expected a multiple of workers_per_host = {per_host}, at most workers = {workers}",
+        )
     if workers > 1 and "name" not in fields:
         problems.add(place, "name is required for a job with several workers")
     if workers == 1 or len(problems) > before:

@@ -1,4 +1,4 @@
-"""What a trainer says while it runs: JSON lines of metrics and progress, as `strata.fleet.trainer` writes them.
+"""What a trainer says while it runs: JSON lines, as `strata.fleet.trainer` writes them.
 
 The lines come from a program of the user, so nothing about them is trusted: a line that is none of ours is counted and
 left alone, never an error of the job.
@@ -31,12 +31,19 @@ class ProgressReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     note: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
 
-_DECODER: Final = msgspec.json.Decoder(MetricsReport | ProgressReport)
+class CheckpointReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="checkpoint"):
+    at_s: float
+    took_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)]
+    """How long the trainer wrote it."""
 
 
-def parse_lines(lines: Iterable[bytes]) -> tuple[list[MetricsReport | ProgressReport], int]:
+TrainerReport = MetricsReport | ProgressReport | CheckpointReport
+_DECODER: Final = msgspec.json.Decoder(TrainerReport)
+
+
+def parse_lines(lines: Iterable[bytes]) -> tuple[list[TrainerReport], int]:
     """The reports in `lines`, and how many lines were none."""
-    reports: list[MetricsReport | ProgressReport] = []
+    reports: list[TrainerReport] = []
     refused = 0
     for line in lines:
         if not line.strip():

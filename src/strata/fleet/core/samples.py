@@ -56,6 +56,10 @@ class SamplePoint(NamedTuple):
     values: Mapping[str, float]
 
 
+FLEET: Final = "fleet"
+"""In the place of a host: figures of the whole fleet."""
+
+
 class Resolution(NamedTuple):
     step_s: int
     """Of the means; 0: as they were sampled."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -16,6 +16,9 @@ from strata.fleet.core.schedule import format_moment
 
 _REFUSED: Final = "excluded"
 _BUSY: Final = "busy"
+_SHOWN: Final = 5
+"""Hosts that a sentence names."""
+_OUTDATED: Final = "outdated"
 _RESERVED: Final = "reserved"
 
 
@@ -34,10 +37,14 @@ class HostState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """What its jobs take of it."""
     refused: str = ""
     """Why it could not set this job up, if it could not: it is excluded for it."""
+    outdated: bool = False
+    """Its agent is too old for a job of this kind."""
     reserved: Mapping[str, Amounts] = {}
     """The other jobs for which it is reserved, by their names, and what they take."""
     drains: bool = False
     """It is reserved for this job."""
+    eligible: bool | None = None
+    """Whether it may take the job at all, if the caller knows."""
 
 
 class UnmetDependency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -94,24 +101,30 @@ def why(job: WhyQuery, hosts: Sequence[HostState], *, now_s: float) -> Why:
         return Why(headline=f"it is {job.status}", schedulable=False)
     if job.status in HELD:
         return Why(headline="a host has it")
-    verdicts = [eligible(job.requirement, host.profile) for host in hosts]
-    fitting = [host for host, verdict in zip(hosts, verdicts, strict=True) if verdict.eligible]
+    fitting = [host for host in hosts if _is_eligible(job.requirement, host)]
     own = list(_own_reasons(job, now_s))
     if not fitting:
-        return _unschedulable(verdicts, own)
+        return _unschedulable([eligible(job.requirement, host.profile) for host in hosts], own)
     busy = list(_availability(job.requirement, fitting))
     refusing = all(host.refused for host in fitting)
-    blocked = refusing or any(each.status in TERMINAL for each in job.after)
+    blocked = all(host.refused or host.outdated for host in fitting) or any(
+        each.status in TERMINAL for each in job.after
+    )
     names = tuple(sorted(host.profile.host for host in fitting))
     free = len(fitting) - sum(each.hosts for each in busy)
     if job.gang_hosts > free:
         detail = f"its gang starts on {job.gang_hosts} hosts at once, and {free} of {len(fitting)} could take it now"
-        own.append(Obstacle(what="gang", detail=detail))
+        fix = "add hosts, or raise workers_per_host" if job.gang_hosts > len(fitting) else ""
+        own.append(Obstacle(what="gang", detail=detail, fix=fix))
     headline = own[0].detail if own else _availability_headline(job, fitting, free)
     draining = [host.profile.host for host in fitting if host.drains]
     if draining and not refusing:
         headline = f"{_some(draining)} {'drains' if len(draining) == 1 else 'drain'} for it"
     return Why(headline=headline, obstacles=tuple(own + busy), eligible_hosts=names, schedulable=not blocked)
+
+
+def _is_eligible(requirement: RequirementClass, host: HostState) -> bool:
+    return eligible(requirement, host.profile).eligible if host.eligible is None else host.eligible
 
 
 def _availability_headline(job: WhyQuery, fitting: Sequence[HostState], free: int) -> str:
@@ -140,11 +153,26 @@ def _own_reasons(job: WhyQuery, now_s: float) -> Iterable[Obstacle]:
 
 def _availability(requirement: RequirementClass, fitting: Sequence[HostState]) -> Iterable[Obstacle]:
     stopped: dict[str, list[HostState]] = {}
+    # Most hosts of a large fleet are like others, and hold as much.
+    known: dict[Hashable, str] = {}
     for host in fitting:
-        reason = unavailable(requirement, host)
+        reason = _stopped(host)
+        if not reason and host.reserved:
+            reason = _lack_of_room(requirement, host)
+        elif not reason:
+            own = host.profile
+            alike = own.cards, own.vram_gib, own.cores, own.ram_gib, own.slots, host.held
+            if alike not in known:
+                known[alike] = _lack_of_room(requirement, host)
+            reason = known[alike]
         if reason:
             stopped.setdefault(reason, []).append(host)
-    fixes = {"paused": "resume it", "quarantined": "mend it, then resume it", "offline": "start its agent"}
+    fixes = {
+        _OUTDATED: "update its agent",
+        "paused": "resume it",
+        "quarantined": "mend it, then resume it",
+        "offline": "start its agent",
+    }
     refused = stopped.pop(_REFUSED, [])
     if refused:
         what = "eligible host" if len(refused) == 1 else "eligible hosts"
@@ -156,10 +184,11 @@ def _availability(requirement: RequirementClass, fitting: Sequence[HostState]) -
         what = "eligible host is" if len(states) == 1 else "eligible hosts are"
         names = _names(states)
         if reason == _BUSY:
-            names = [f"{host.profile.host} ({_shortage(requirement, host)})" for host in states]
+            first = sorted(states, key=lambda host: host.profile.host)[:_SHOWN]
+            names = [f"{host.profile.host} ({_shortage(requirement, host)})" for host in first]
         elif reason == _RESERVED:
             names = [f"{host.profile.host} (for {_some(list(host.reserved))})" for host in states]
-        detail = f"{len(states)} {what} {reason}: {_some(names)}"
+        detail = f"{len(states)} {what} {reason}: {_some(names, len(states))}"
         yield Obstacle(what=reason, detail=detail, hosts=len(states), of=len(fitting), fix=fixes.get(reason, ""))
 
 
@@ -167,28 +196,35 @@ def _names(hosts: Sequence[HostState]) -> list[str]:
     return [host.profile.host for host in hosts]
 
 
-def _shortage(requirement: RequirementClass, host: HostState, reserved: Iterable[Amounts] = ()) -> str:
+def _shortage(requirement: RequirementClass, host: HostState) -> str:
     capacity = host.profile.capacity
-    room = Room(capacity, host.held)
-    for amounts in reserved:
-        room.reserve(amounts)
-    return room.shortage(job_amounts(requirement.needs, capacity))
+    return Room(capacity, host.held).shortage(job_amounts(requirement.needs, capacity))
 
 
-def unavailable(requirement: RequirementClass, host: HostState) -> str:
-    """Why an eligible host cannot take the job just now, in a word; empty if it can."""
+def _stopped(host: HostState) -> str:
+    """Why an eligible host takes no job like this one just now, whatever it holds; empty if it would."""
     if host.refused:
         return _REFUSED
+    if host.outdated:
+        return _OUTDATED
     if not host.online:
         return "offline"
     if host.quarantined:
         return "quarantined"
     if host.paused:
         return "paused"
-    if host.quiet:
-        return "in quiet hours"
-    reserved = _RESERVED if _shortage(requirement, host, host.reserved.values()) else ""
-    return _BUSY if _shortage(requirement, host) else reserved
+    return "in quiet hours" if host.quiet else ""
+
+
+def _lack_of_room(requirement: RequirementClass, host: HostState) -> str:
+    """Whether what a host holds, or what is reserved on it, is in the way; empty if not."""
+    capacity = host.profile.capacity
+    room, wanted = Room(capacity, host.held), job_amounts(requirement.needs, capacity)
+    if not room.fits(wanted):
+        return _BUSY
+    for amounts in host.reserved.values():
+        room.reserve(amounts)
+    return "" if room.fits(wanted) else _RESERVED
 
 
 def _unschedulable(verdicts: Sequence[MatchResult], own: list[Obstacle]) -> Why:
@@ -225,6 +261,7 @@ def _by_constraint(verdicts: Sequence[MatchResult]) -> list[Obstacle]:
     return obstacles
 
 
-def _some(names: Sequence[str], most: int = 5) -> str:
-    shown = ", ".join(sorted(names)[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+def _some(names: Sequence[str], count: int = 0) -> str:
+    """The first names of so many, or of all of them."""
+    shown, more = ", ".join(sorted(names)[:_SHOWN]), max(count, len(names)) - _SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown

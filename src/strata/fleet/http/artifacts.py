@@ -14,6 +14,7 @@ from strata.fleet.artifacts import export
 from strata.fleet.artifacts.manifest import ArtifactChunk, ArtifactKind, Lineage
 from strata.fleet.artifacts.ports import CommitResult, LineageFilter, LineageRow
 from strata.fleet.artifacts.service import BLOB_PATH
+from strata.fleet.core.objective import choose_objective
 from strata.fleet.core.ownership import Submitter, check_owners
 from strata.fleet.http.context import HubCall, HubContext, calling_host, own_hold, resolve_artifact_id, submitter_of
 from strata.fleet.http.quotas import caller_account, check_stored_bytes, job_account
@@ -128,7 +129,7 @@ async def listed(call: HubCall, query: wire.ArtifactsQuery) -> wire.MadeReply:
         mode=query.mode,
         kind=query.kind,
         job_id=query.job_id,
-        parent=query.parent or "",
+        parents=[query.parent] if query.parent else [],
         metric=query.metric,
         best="min" if query.lowest else "max",
         removed=query.removed,
@@ -139,7 +140,7 @@ async def listed(call: HubCall, query: wire.ArtifactsQuery) -> wire.MadeReply:
     )
     rows = await context.artifacts.index.lineages(wanted)
     more = rows[-1].seq if len(rows) == query.limit and not query.metric else None
-    return wire.MadeReply(artifacts=tuple(map(_made_reply, rows)), next=more)
+    return wire.MadeReply(artifacts=tuple(map(_made_reply, rows)), next=more, objective=_objective(rows))
 
 
 async def latest(call: HubCall, query: wire.LatestQuery) -> wire.Made:
@@ -173,11 +174,17 @@ async def show(call: HubCall) -> wire.ArtifactReply:
     )
 
 
-async def ancestry(call: HubCall) -> wire.MadeReply:
-    """Where an artifact came from, and what that came from."""
+async def ancestry(call: HubCall, query: wire.LineageQuery) -> wire.MadeReply:
+    """Where an artifact came from, and what that came from; or what was made from it as well."""
     context = call.context
-    rows = await context.artifacts.ancestry(await resolve_artifact_id(call))
-    return wire.MadeReply(artifacts=tuple(map(_made_reply, rows)))
+    artifact_id = await resolve_artifact_id(call)
+    rows = list(await context.artifacts.ancestry(artifact_id, limit=query.limit))
+    if query.descendants:
+        known = {row.id for row in rows}
+        rows += [
+            each for each in await context.artifacts.descendants(artifact_id, limit=query.limit) if each.id not in known
+        ]
+    return wire.MadeReply(artifacts=tuple(map(_made_reply, rows)), objective=_objective(rows))
 
 
 async def file(call: HubCall, query: wire.FileQuery) -> RawReply:
@@ -318,6 +325,11 @@ async def _attempt_lineage(context: HubContext, given: Lineage, held: AttemptKey
 
 def _commit_reply(done: CommitResult) -> wire.CommitReply:
     return wire.CommitReply(artifact_id=done.artifact_id, lineage_id=done.lineage_id, new=done.new)
+
+
+def _objective(rows: Sequence[LineageRow]) -> wire.MetricObjective | None:
+    chosen = choose_objective(row.lineage.metrics for row in rows)
+    return None if chosen is None else wire.MetricObjective(metric=chosen.metric, direction=chosen.direction)
 
 
 def _made_reply(row: LineageRow) -> wire.Made:

@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
@@ -15,7 +15,9 @@ from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.base.ids import resolve_prefix
 from strata.base.notify import KeyedNotifier
+from strata.fleet import wire
 from strata.fleet.artifacts.service import Artifacts
+from strata.fleet.core.jobspec import JobSpec, coordinator_job
 from strata.fleet.core.lease_status import unknown_job
 from strata.fleet.core.ownership import Submitter
 from strata.fleet.core.requirement import SandboxLevel
@@ -26,6 +28,9 @@ from strata.fleet.http.feed import Feed
 from strata.fleet.http.leased_reads import LeasedReads
 from strata.fleet.http.long_poll import AttemptHosts
 from strata.fleet.http.proxy import ServerProxy
+from strata.fleet.hub_metrics import HubMetrics
+from strata.fleet.metric_history import MetricHistory
+from strata.fleet.overview import FleetHistory
 from strata.fleet.ports import (
     AttemptKey,
     HostRow,
@@ -80,6 +85,8 @@ class Sweeps(Protocol):
     async def replace(self, project: str, sweeps: Mapping[str, StoredSweep]) -> None:
         """Those of the project are these from now on."""
 
+    async def listed(self) -> Sequence[StoredSweep]: ...
+
 
 class Schedules(Protocol):
     """Jobs that are queued again and again, by project and name."""
@@ -117,11 +124,56 @@ class Subscriptions(Protocol):
     async def send_test(self, owner: str, name: str) -> str: ...
 
 
+class Gangs(Protocol):
+    """The gangs of a coordinator."""
+
+    async def listed(self) -> wire.GangsReply: ...
+
+    async def described(self, gang_id: str, query: wire.GangQuery) -> wire.GangReply: ...
+
+    async def events(self, gang_id: str, query: wire.GangEventsQuery) -> wire.GangEventsReply: ...
+
+
 @dataclass
 class WriteProbe:
     """Whether the last probe write to the database failed."""
 
     fails: bool = False
+
+
+@dataclass
+class ServedAt:
+    """Where the hub listens, once it does."""
+
+    url: str = ""
+
+
+@dataclass
+class LastScrape:
+    """When counts were read for the metrics; of the monotonic clock."""
+
+    read_at_s: float = float("-inf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GangCoordinator:
+    """The coordinator of the gangs of this hub, and the tokens that let their workers in."""
+
+    address: str
+    ca_pem: str = ""
+    checkpoint_root: str = ""
+    token_s: float = 0.0
+    sign: Callable[[str, str], str] | None = None
+    """A token for the workers of a job of the coordinator, with an id to revoke it by. None: it needs no tokens."""
+    needed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a host has got a member of a gang: `strata up` starts its coordinator then."""
+
+    def issue(self, spec: JobSpec, held: AttemptKey) -> str:
+        """For the workers of one attempt on one host; empty where none is needed."""
+        self.needed.set()
+        if self.sign is None:
+            return ""
+        return self.sign(coordinator_job(spec), f"{held.job_id}:{held.epoch}@{held.host_id}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +183,8 @@ class HubContext:
     leased: LeasedReads
     """What hosts may read."""
     streams: AttemptStreams
+    metrics: MetricHistory
+    history: FleetHistory
     identity: IdentityStore
     enrollment: Enrollment
     authenticator: Authenticator
@@ -155,16 +209,26 @@ class HubContext:
     """The file that `reload` applies."""
     pace: BodyPace = field(default_factory=BodyPace)
     writing: WriteProbe = field(default_factory=WriteProbe)
+    served: ServedAt = field(default_factory=ServedAt)
     limits: RootLimits = field(default_factory=RootLimits)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     appends: KeyedNotifier[None] = field(default_factory=KeyedNotifier)
     """Of pieces to logs and metrics, by job, epoch and name of the stream."""
     attempts: AttemptHosts = field(default_factory=AttemptHosts)
     proxy: ServerProxy = field(default_factory=ServerProxy)
+    coordinator: GangCoordinator | None = None
+    """None: this hub starts no gangs."""
+    gangs: Gangs | None = None
+    """None: this hub has no coordinator."""
     sessions: dict[str, tuple[str, bytes]] = field(default_factory=dict)
     """By session of a client of training servers: its tenant, and its tags and metadata for the servers it uses."""
     front_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     """The keys of the servers follow from it, so that no database has them."""
+    hub_metrics: HubMetrics = field(default_factory=HubMetrics)
+    """For Prometheus."""
+    scrape: LastScrape = field(default_factory=LastScrape)
+    data: Path | None = None
+    """The folder whose disk the metrics show."""
 
     def front_key(self, job_id: str, epoch: int) -> str:
         """The secret that the server of this attempt takes the hub's word for its callers with."""
@@ -202,7 +266,7 @@ async def resolve_artifact_id(call: HubCall) -> str:
 async def resolve_host(call: HubCall) -> HostRow:
     """The host that the path names by its id or its name."""
     text = call.path["id"]
-    matches = [host for host in await call.context.fleet.hosts() if text in (host.id, host.name)]
+    matches: Sequence[HostRow] = await call.context.fleet.find_hosts(text)
     # A name may have been used by a host that was revoked since: a host that has not left comes first.
     matches = [host for host in matches if host.id == text or host.state != "left"] or matches[-1:]
     if not matches:

@@ -8,25 +8,28 @@ from typing import Final
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.database.events import StoredEvent
+from strata.database.events import NEWEST, EventFilter, StoredEvent
 from strata.fleet import wire
 from strata.fleet.http.context import HubCall, HubContext, submitter_of
-from strata.fleet.http.long_poll import until_disconnect, wait_event
+from strata.fleet.http.long_poll import wait_event
+from strata.http.disconnect import until_disconnect
 from strata.http.route import RawReply
 
-NEWEST: Final = "newest"
 HEARTBEAT_S: Final = 10.0
 """A comment after so long without an event: proxies keep the connection."""
 CHECK_S: Final = 1.0
 """How often the credentials of a listener are checked again: a revoked one is disconnected."""
 MAX_LISTENERS: Final = 512
 _PAGE: Final = 256
+_HOST: Final = "host:"
 _encode: Final = msgspec.json.Encoder().encode
 
 
 async def events(call: HubCall, query: wire.EventsQuery) -> wire.EventsReply | RawReply:
     """What has changed, who did it, and when. `Accept: text/event-stream` makes it a stream."""
     context = call.context
+    if query.before:
+        return await _page_before(call, query)
     after = call.headers.get("last-event-id") or query.after
     if after == NEWEST:
         after = await context.feed.newest()
@@ -36,7 +39,19 @@ async def events(call: HubCall, query: wire.EventsQuery) -> wire.EventsReply | R
     first = await context.feed.after(after, _PAGE, subject=query.subject)
     if context.feed.listeners >= MAX_LISTENERS:
         raise StrataError(Code.EXHAUSTED, f"{MAX_LISTENERS} listeners are connected already")
-    return RawReply(_stream(context, call, after, first, query.subject), media_type="text/event-stream")
+    return RawReply(_stream(context, call, after, first, _filter(query)), media_type="text/event-stream")
+
+
+def _filter(query: wire.EventsQuery) -> EventFilter:
+    return EventFilter(subject=query.subject, kinds=query.kind, search=query.search)
+
+
+async def _page_before(call: HubCall, query: wire.EventsQuery) -> wire.EventsReply:
+    page = await call.context.fleet.store.events_before(query.before, query.limit, _filter(query))
+    shown = tuple(_event(each, call) for each in page.events)
+    hosts = {each.actor.removeprefix(_HOST) for each in shown if each.actor.startswith(_HOST)}
+    names = dict(await call.context.fleet.host_names(hosts)) if hosts else {}
+    return wire.EventsReply(events=shown, cursor=page.before, more=bool(page.before), hosts=names)
 
 
 async def _page(context: HubContext, call: HubCall, after: str, query: wire.EventsQuery) -> wire.EventsReply:
@@ -46,10 +61,13 @@ async def _page(context: HubContext, call: HubCall, after: str, query: wire.Even
         # The wait may have taken a minute, and the caller may have been revoked since.
         await call.reauthenticate()
     cursor = events[-1].cursor if events else after
-    return wire.EventsReply(events=tuple(_event(each, call) for each in events), cursor=cursor)
+    wanted = _filter(query)
+    shown = tuple(_event(each, call) for each in events if wanted.matches(each.event))
+    return wire.EventsReply(events=shown, cursor=cursor, more=len(events) == query.limit)
 
 
 async def _wait(context: HubContext, after: str, query: wire.EventsQuery) -> Sequence[StoredEvent]:
+    """Until there are events, also such that are not wanted: the caller goes on from there."""
     until_s = context.clock.monotonic_s() + query.wait_s
     while True:
         changed = context.feed.next()
@@ -61,7 +79,7 @@ async def _wait(context: HubContext, after: str, query: wire.EventsQuery) -> Seq
 
 
 async def _stream(
-    context: HubContext, call: HubCall, after: str, first: Sequence[StoredEvent], subject: str
+    context: HubContext, call: HubCall, after: str, first: Sequence[StoredEvent], wanted: EventFilter
 ) -> AsyncIterator[bytes]:
     with context.feed.listening():
         yield b"retry: 1000\n\n"
@@ -71,14 +89,17 @@ async def _stream(
             if context.clock.monotonic_s() - checked_s >= CHECK_S:
                 await call.reauthenticate()
                 checked_s = context.clock.monotonic_s()
+            frames = b"".join(_frame(each, call) for each in events if wanted.matches(each.event))
             if events:
-                yield b"".join(_frame(each, call) for each in events)
-                after, sent_s = events[-1].cursor, context.clock.monotonic_s()
+                after = events[-1].cursor
+            if frames:
+                yield frames
+                sent_s = context.clock.monotonic_s()
             elif context.clock.monotonic_s() - sent_s >= HEARTBEAT_S:
                 yield b": still here\n\n"
                 sent_s = context.clock.monotonic_s()
             changed = context.feed.next()
-            events = await context.feed.after(after, _PAGE, subject=subject)
+            events = await context.feed.after(after, _PAGE, subject=wanted.subject)
             if not events:
                 await wait_event(changed, CHECK_S)
 

@@ -10,7 +10,7 @@ from strata.fleet.core.job import HELD, JobStatus
 from strata.fleet.execs import MAX_OPEN, MAX_OUTPUT, ExecRow, RequestedExec
 from strata.fleet.http.context import HubCall, resolve_job_id
 from strata.fleet.http.jobs import check_may_change
-from strata.fleet.http.long_poll import until_disconnect
+from strata.http.disconnect import until_disconnect
 from strata.http.route import RawReply, Upload
 
 POLL_S: Final = 2.0

@@ -1,4 +1,5 @@
-"""The event feed of one hub: one reader of the table, any number of listeners, and no listener misses a row.
+"""The event feed of one hub: one reader of the table, any number of listeners, and no listener misses a row. It writes
+a line of the log for each event.
 
 A listener close to the end is served from memory; one that is far behind, or wants one subject only, reads the table.
 Both continue from a cursor, so both get the same rows.
@@ -11,8 +12,9 @@ import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Final, Protocol
 
+from strata.base import log
 from strata.base.notify import Broadcast
-from strata.database.events import StoredEvent
+from strata.database.events import FREQUENT, EventRecord, StoredEvent
 
 POLL_S: Final = 1.0
 """How often the table is read without a notification: another hub may write to it too."""
@@ -20,6 +22,7 @@ GAP_S: Final = 0.02
 """Between two reads: a busy hub publishes many events at once."""
 _MAX_RECENT: Final = 4096
 _PAGE: Final = 1000
+_log = log.get(__name__)
 
 
 class ReadEvents(Protocol):
@@ -27,9 +30,16 @@ class ReadEvents(Protocol):
 
 
 class Feed:
-    def __init__(self, read: ReadEvents, newest: Callable[[], Awaitable[str]]) -> None:
+    def __init__(
+        self,
+        read: ReadEvents,
+        newest: Callable[[], Awaitable[str]],
+        on_published: Callable[[float], None] | None = None,
+    ) -> None:
+        """`on_published` is called with the time of each event that listeners get."""
         self._read = read
         self._newest = newest
+        self._on_published = on_published
         self._cursor: str | None = None
         self._recent: list[StoredEvent] = []
         self._offsets: dict[str, int] = {}
@@ -86,6 +96,9 @@ class Feed:
 
     def _keep(self, fresh: Sequence[StoredEvent]) -> None:
         for each in fresh:
+            log_event(each.event)
+            if self._on_published is not None:
+                self._on_published(each.event.at_s)
             self._recent.append(each)
             self._offsets[each.cursor] = len(self._recent)
         self._cursor = fresh[-1].cursor
@@ -94,3 +107,9 @@ class Feed:
             before = self._recent[dropped - 1].cursor
             del self._recent[:dropped]
             self._offsets = {before: 0} | {each.cursor: n for n, each in enumerate(self._recent, 1)}
+
+
+def log_event(event: EventRecord) -> None:
+    """One line for each event, `job_failed` for `job.failed`; those of which every job has one are for debugging."""
+    write = _log.debug if event.kind in FREQUENT else _log.info
+    write(event.kind.replace(".", "_"), subject=event.subject, actor=event.actor, at_s=event.at_s, detail=event.body)

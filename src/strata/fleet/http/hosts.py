@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
 from strata.fleet.core.amounts import Capacity, Room
-from strata.fleet.core.lease import SUSPECT_S
+from strata.fleet.core.capability import GIB
+from strata.fleet.core.host_status import HostFacts, HostStatus, host_status, plan_action, policy_rules, quiet_in_words
+from strata.fleet.core.jobspec import HostSpec
 from strata.fleet.http.context import HubCall, HubContext, calling_host, resolve_host
-from strata.fleet.ports import HostRow
+from strata.fleet.ports import HostRow, JobOnHost
+from strata.fleet.service import HostView
 
 
 async def listed(call: HubCall) -> wire.HostsReply:
@@ -38,21 +43,65 @@ async def room(call: HubCall) -> wire.HostRoom:
     """What a host has for jobs, which jobs it has, and what is free beside them."""
     fleet = call.context.fleet
     row = await resolve_host(call)
-    capacity, held = await fleet.capacity(row.id), await fleet.held_attempts(row.id)
-    free = Room(capacity, [attempt.taken for _, attempt in held]).left
-    jobs = tuple(
-        wire.HostJob(
-            job_id=job.id,
-            label=job.spec.label,
-            owner=job.owner,
-            status=job.status,
-            epoch=attempt.epoch,
-            claimed_at_s=attempt.claimed_at_s,
-            taken=attempt.taken,
-        )
-        for job, attempt in held
+    capacity, held = await fleet.capacity(row.id), await _jobs_on(call.context, row.id)
+    free = Room(capacity, [job.taken for job in held]).left
+    return wire.HostRoom(capacity=_amounts(capacity), free=_amounts(free), jobs=tuple(map(_job_reply, held)))
+
+
+async def page(call: HubCall, query: wire.HostsQuery) -> wire.HostPageReply:
+    """Hosts with their load, cards and jobs, a page at a time."""
+    fleet = call.context.fleet
+    known = [_listed_host(call.context, view) for view in await fleet.cached_hosts()]
+    matches = [each for each in known if _matches(each.view.row, query.search.casefold())]
+    by_status = Counter[str](each.status for each in matches)
+    chosen = [each for each in matches if query.status is None or each.status == query.status]
+    chosen.sort(key=_sort_key(call.context, query.sort))
+    shown = chosen[query.offset : query.offset + query.limit]
+    held = await fleet.store.jobs_on([each.view.row.id for each in shown])
+    hosts = tuple(_summary(call.context, each, held.get(each.view.row.id, ())) for each in shown)
+    return wire.HostPageReply(hosts=hosts, total=len(chosen), by_status=dict(by_status))
+
+
+async def policy(call: HubCall) -> wire.HostPolicyReply:
+    """What an operator has declared for a host, in words."""
+    row = await resolve_host(call)
+    declared, quiet = await call.context.fleet.policy(row)
+    spec = HostSpec(name=row.name) if declared is None else declared.spec
+    return wire.HostPolicyReply(
+        project="" if declared is None else declared.project,
+        rules=policy_rules(spec),
+        quiet_hours=tuple(map(quiet_in_words, spec.quiet_hours)),
+        utc_offset_min=row.capability.utc_offset_min,
+        quiet_now=quiet,
     )
-    return wire.HostRoom(capacity=_amounts(capacity), free=_amounts(free), jobs=jobs)
+
+
+async def plan(call: HubCall, query: wire.HostPlanQuery) -> wire.HostPlanReply:
+    """What draining, pausing, resuming or revoking a host would do; nothing is changed."""
+    context = call.context
+    row = await resolve_host(call)
+    held = await _jobs_on(context, row.id)
+    servers = [job for job in held if job.serving]
+    stranded = 0 if query.action == "resume" else await context.fleet.stranded_by(row.id)
+    facts = HostFacts(
+        name=row.name,
+        state=row.state,
+        presence=context.fleet.presence(_ago_s(context, row)),
+        jobs=len(held) - len(servers),
+        servers=len(servers),
+        stranded=stranded,
+        lease_s=context.fleet.settings.stale_after_s,
+    )
+    planned = plan_action(query.action, facts)
+    ends = [job for job in held if (planned.ends_servers if job.serving else planned.ends_jobs)]
+    return wire.HostPlanReply(
+        action=query.action,
+        possible=planned.possible,
+        effects=planned.effects,
+        ends=tuple(map(_job_reply, ends)),
+        stays=tuple(_job_reply(job) for job in held if job not in ends),
+        stranded=stranded if planned.possible else 0,
+    )
 
 
 async def drain(call: HubCall, body: wire.HostStateRequest) -> wire.Host:
@@ -104,18 +153,100 @@ async def _resolve_enrolled_host(context: HubContext, call: HubCall) -> str:
     return matches[0]
 
 
+class _ListedHost(NamedTuple):
+    view: HostView
+    status: HostStatus
+
+
+def _sort_key(context: HubContext, sort: Literal["name", "load", "seen"]) -> Callable[[_ListedHost], Any]:
+    if sort == "name":
+        return lambda each: (each.view.row.name, each.view.row.id)
+    if sort == "seen":
+        return lambda each: (-each.view.seen_ago_s, each.view.row.name)
+    return lambda each: (-_load(context, each.view.row.id), each.view.row.name)
+
+
+def _load(context: HubContext, host_id: str) -> float:
+    """The use of its processors or of its busiest card; -1 if neither is known."""
+    sample = context.fleet.newest_sample(host_id)
+    return max((value for name, value in sample.items() if name == "cpu_use" or name.endswith("/use")), default=-1.0)
+
+
+def _listed_host(context: HubContext, view: HostView) -> _ListedHost:
+    presence = context.fleet.presence(view.seen_ago_s)
+    return _ListedHost(view, host_status(view.row.state, presence, quiet=bool(view.quiet)))
+
+
+def _matches(row: HostRow, search: str) -> bool:
+    if not search:
+        return True
+    labels = (f"{name}={value}" for name, value in (row.capability.labels | dict(row.labels)).items())
+    cards = (gpu.name for gpu in row.capability.gpus)
+    return any(search in text.casefold() for text in (row.name, row.id, row.pool, *labels, *cards))
+
+
+def _summary(context: HubContext, listed: _ListedHost, held: Sequence[JobOnHost]) -> wire.HostSummary:
+    view, sample = listed.view, context.fleet.newest_sample(listed.view.row.id)
+    row = view.row
+    taken: dict[str, float] = {}
+    for job in held:
+        for card in job.taken.cards:
+            taken[card] = taken.get(card, 0.0) + job.taken.gpu_share
+    ids = [gpu.uuid or str(number) for number, gpu in enumerate(row.capability.gpus)]
+    return wire.HostSummary(
+        id=row.id,
+        name=row.name,
+        status=listed.status,
+        status_reason=f"quiet hours {view.quiet}" if listed.status == "quiet" else row.state_reason,
+        pool=row.pool,
+        seen_ago_s=view.seen_ago_s,
+        cores=row.capability.cores,
+        ram_gib=row.capability.ram_bytes / GIB,
+        cpu_use=sample.get("cpu_use"),
+        ram_used_gib=sample.get("ram_used_gib"),
+        cards=tuple(
+            wire.HostCard(
+                id=card,
+                name=gpu.name,
+                vram_gib=gpu.vram_bytes / GIB,
+                taken=min(1.0, taken.get(card, 0.0)),
+                use=sample.get(f"{card}/use"),
+                vram_used_gib=sample.get(f"{card}/vram_used_gib"),
+            )
+            for card, gpu in zip(ids, row.capability.gpus, strict=True)
+        ),
+        jobs=tuple(map(_job_reply, held)),
+    )
+
+
+async def _jobs_on(context: HubContext, host_id: str) -> Sequence[JobOnHost]:
+    return (await context.fleet.store.jobs_on([host_id])).get(host_id, ())
+
+
+def _job_reply(job: JobOnHost) -> wire.HostJob:
+    return wire.HostJob(
+        job_id=job.job_id,
+        label=job.label,
+        owner=job.owner,
+        status=job.status,
+        epoch=job.epoch,
+        claimed_at_s=job.claimed_at_s,
+        taken=job.taken,
+        serving=job.serving,
+    )
+
+
+def _ago_s(context: HubContext, row: HostRow) -> float:
+    return max(0.0, context.fleet.now_s() - row.seen_at_s)
+
+
 def _amounts(capacity: Capacity) -> wire.HostAmounts:
     cards = {card.id: card.vram_gib for card in capacity.cards}
     return wire.HostAmounts(cores=capacity.cores, ram_gib=capacity.ram_gib, slots=capacity.slots, cards=cards)
 
 
 def _host_reply(context: HubContext, row: HostRow) -> wire.Host:
-    ago_s = max(0.0, context.fleet.now_s() - row.seen_at_s)
-    presence: Literal["online", "suspect", "offline"] = "online"
-    if ago_s > max(SUSPECT_S, context.fleet.settings.stale_after_s):
-        presence = "offline"
-    elif ago_s > SUSPECT_S:
-        presence = "suspect"
+    ago_s = _ago_s(context, row)
     return wire.Host(
         id=row.id,
         name=row.name,
@@ -128,6 +259,6 @@ def _host_reply(context: HubContext, row: HostRow) -> wire.Host:
         registered_at_s=row.registered_at_s,
         seen_at_s=row.seen_at_s,
         seen_ago_s=ago_s,
-        presence=presence,
+        presence=context.fleet.presence(ago_s),
         sample=dict(context.fleet.newest_sample(row.id)),
     )

@@ -11,6 +11,7 @@ from strata.fleet import wire
 from strata.fleet.core.ownership import check_owner_name
 from strata.fleet.http.context import HubCall, HubContext
 from strata.http.route import RawReply
+from strata.identity.authenticate import CODE_S
 from strata.identity.ca import IssuedCertificate
 from strata.identity.enroll import make_key
 from strata.identity.ports import ApiKey
@@ -102,6 +103,13 @@ async def caller(call: HubCall) -> wire.CallerReply:
     )
 
 
+async def make_login_code(call: HubCall) -> wire.LoginCodeReply:
+    """A code with which one browser logs in to the dashboard as the caller, once and soon."""
+    context = call.context
+    code = await context.authenticator.make_code(call.caller)
+    return wire.LoginCodeReply(code=code, expires_in_s=CODE_S, url=context.served.url)
+
+
 _KINDS: Final[Mapping[CallerKind, Literal["key", "host", "operator"]]] = {
     CallerKind.KEY: "key",
     CallerKind.HOST: "host",
@@ -125,13 +133,13 @@ async def add_key(call: HubCall, body: wire.HubKeyRequest) -> wire.HubKeyReply:
     key, text = await make_key(
         context.identity, context.clock, call.caller, name=body.name, role=role, valid_s=body.valid_s
     )
-    return wire.HubKeyReply(key=_key_reply(key), secret=text)
+    return wire.HubKeyReply(key=_key_reply(context, key), secret=text)
 
 
 async def keys(call: HubCall) -> wire.KeysReply:
     """All keys; never their secrets."""
     context = call.context
-    return wire.KeysReply(keys=tuple(map(_key_reply, await context.identity.keys())))
+    return wire.KeysReply(keys=tuple(_key_reply(context, key) for key in await context.identity.keys()))
 
 
 async def revoke_key(call: HubCall) -> None:
@@ -154,7 +162,7 @@ def _certificate_reply(
     )
 
 
-def _key_reply(key: ApiKey) -> wire.HubKey:
+def _key_reply(context: HubContext, key: ApiKey) -> wire.HubKey:
     name: wire.RoleName = _NAMES[key.role]
     return wire.HubKey(
         id=key.id,
@@ -163,6 +171,7 @@ def _key_reply(key: ApiKey) -> wire.HubKey:
         made_at_s=key.made_at_s,
         expires_at_s=key.expires_at_s,
         revoked_at_s=key.revoked_at_s,
+        used_at_s=context.authenticator.last_use_s(key),
     )
 
 

@@ -11,39 +11,54 @@ from strata import __version__
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
 from strata.fleet.core.hyper import HyperSchema
-from strata.fleet.core.job import HELD
+from strata.fleet.core.job import HELD, JobStatus
 from strata.fleet.core.jobspec import DEFAULT_PROJECT, JobSpec, TrainerSpec, check_trainer, qualified_trainer
 from strata.fleet.core.ownership import Submitter, check_owners
 from strata.fleet.core.plan import ApplyPlan
-from strata.fleet.core.requirement import with_sandbox
 from strata.fleet.core.why import Why
 from strata.fleet.http.context import HubCall, HubContext, calling_host, resolve_job_id, submitter_of
+from strata.fleet.http.logs import progress_reply
 from strata.fleet.http.quotas import check_stored_bytes
 from strata.fleet.http.secrets import check_secrets
 from strata.fleet.ports import AttemptRow, JobFilter, JobRow, ServerRow
 
 
 async def listed(call: HubCall, query: wire.JobsQuery) -> wire.JobsReply:
-    """Jobs by id, a page at a time. A host sees those of its leases."""
+    """Jobs, a page at a time, and how many there are in each status. A host sees those of its leases."""
     context = call.context
     host = calling_host(call)
-    rows = await context.fleet.store.jobs(
-        JobFilter(
-            status=tuple(HELD) if host else query.status,
-            model=query.model,
-            host_id=host or query.host,
-            sweep=query.sweep,
-            project=query.project,
-            owner=query.owner,
-            label=query.name,
-            hidden=query.hidden,
-            after_id=query.after,
-            limit=query.limit,
-        )
+    wanted = JobFilter(
+        status=tuple(HELD) if host else query.status,
+        model=query.model,
+        host_id=host or query.host,
+        sweep=query.sweep,
+        project=query.project,
+        owner=query.owner,
+        label=query.name,
+        search=query.search,
+        hidden=query.hidden,
+        order=query.order,
+        after=query.after,
+        limit=query.limit,
     )
-    following = rows[-1].id if len(rows) == query.limit else ""
+    rows = await context.fleet.store.jobs(wanted)
     servers = await _servers(context, rows)
-    return wire.JobsReply(jobs=tuple(job_reply(row, servers.get(row.id)) for row in rows), next=following)
+    shown = [job_reply(row, servers.get(row.id)) for row in rows]
+    if query.progress:
+        shown = [await with_progress(context, job) for job in shown]
+    return wire.JobsReply(
+        jobs=tuple(shown),
+        next=wanted.cursor_of(rows[-1]) if len(rows) == query.limit else "",
+        by_status={} if host else dict(await context.history.counts(query.project)),
+        hosts={} if host else dict(await context.fleet.host_names({row.host_id for row in rows})),
+    )
+
+
+async def with_progress(context: HubContext, job: wire.Job) -> wire.Job:
+    if job.status is not JobStatus.RUNNING:
+        return job
+    progress = progress_reply(await context.metrics.progress(job.id, job.epoch))
+    return msgspec.structs.replace(job, progress=progress)
 
 
 async def show(call: HubCall) -> wire.JobReply:
@@ -55,7 +70,8 @@ async def show(call: HubCall) -> wire.JobReply:
     row = await context.fleet.store.job(job_id)
     attempts = await context.fleet.store.attempts(job_id)
     server = (await _servers(context, [row])).get(job_id)
-    return wire.JobReply(job=job_reply(row, server), attempts=tuple(map(_attempt, attempts)))
+    job = await with_progress(context, job_reply(row, server))
+    return wire.JobReply(job=job, attempts=tuple(map(attempt_reply, attempts)))
 
 
 async def why(call: HubCall) -> Why:
@@ -82,9 +98,7 @@ async def submit(call: HubCall, body: wire.SubmitRequest) -> wire.SubmitReply:
     context = call.context
     if body.spec.gang is not None:
         raise StrataError(Code.INVALID, "a gang is several jobs: a manifest queues them together", hint="strata apply")
-    spec = msgspec.structs.replace(
-        body.spec, needs=with_sandbox(body.spec.needs, context.require_sandbox, body.spec.project)
-    )
+    spec = body.spec.with_sandbox(context.require_sandbox)
     trainers, seen = await _trainers(context, spec, body.trainer)
     await _check_hyper(context, spec)
     trainer = body.trainer or (await context.fleet.store.trainers())[spec.project, spec.trainer].spec
@@ -93,7 +107,7 @@ async def submit(call: HubCall, body: wire.SubmitRequest) -> wire.SubmitReply:
     for needed in spec.after:
         await context.fleet.store.job(needed)
     job_id = spec.id
-    new = not await _exists(context, job_id)
+    new = await context.fleet.find_job(job_id) is None
     if new:
         await check_stored_bytes(call)
         submitter = submitter_of(call)
@@ -188,7 +202,7 @@ def job_reply(row: JobRow, server: ServerRow | None = None) -> wire.Job:
     )
 
 
-def _attempt(row: AttemptRow) -> wire.JobAttempt:
+def attempt_reply(row: AttemptRow) -> wire.JobAttempt:
     return wire.JobAttempt(
         attempt=row.number,
         epoch=row.epoch,
@@ -204,16 +218,6 @@ def _attempt(row: AttemptRow) -> wire.JobAttempt:
         facts=dict(row.facts),
         trainer_digest=row.trainer_digest,
     )
-
-
-async def _exists(context: HubContext, job_id: str) -> bool:
-    try:
-        await context.fleet.store.job(job_id)
-    except StrataError as error:
-        if error.code is not Code.NOT_FOUND:
-            raise
-        return False
-    return True
 
 
 async def _trainers(

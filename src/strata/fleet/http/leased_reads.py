@@ -11,11 +11,13 @@ from strata.fleet.artifacts.manifest import ArtifactKind
 from strata.fleet.artifacts.ports import LineageFilter
 from strata.fleet.artifacts.service import Artifacts
 from strata.fleet.core.job import HELD
-from strata.fleet.core.jobspec import TrainerSpec
+from strata.fleet.core.jobspec import TrainerSpec, gang_ids
 from strata.fleet.ports import JobFilter, JobRow, Store
 
 REMEMBER_S: Final = 10.0
 """How long a host may go on reading what a lease named: a download asks for every chunk."""
+LAST_CHECKPOINTS: Final = 4
+"""Of each member of a gang that the others may read: the last one may not have been uploaded by all of them."""
 _MAX_LEASES: Final = 1024
 _MAX_HOSTS: Final = 10_000
 
@@ -73,6 +75,11 @@ class LeasedReads:
                 return True
         return False
 
+    async def last_checkpoints(self, job_id: str) -> list[str]:
+        """What the attempts of a job uploaded last, the latest first."""
+        wanted = LineageFilter(job_id=job_id, kind=ArtifactKind.CHECKPOINT, attempted=True, limit=LAST_CHECKPOINTS)
+        return [row.artifact_id for row in await self._artifacts.index.lineages(wanted)]
+
     def _known(self, host_id: str) -> bool:
         named = self._named.get(host_id)
         return named is not None and self._clock.monotonic_s() < named.until_s
@@ -84,6 +91,9 @@ class LeasedReads:
         artifacts: set[str] = set()
         blobs: set[str] = set()
         for row in await self._leased_jobs(host_id):
+            if row.spec.gang is not None:
+                for member in gang_ids(row.id, row.spec):
+                    artifacts.update(await self.last_checkpoints(member))
             for attempt in await self._store.attempts(row.id):
                 artifacts |= {attempt.checkpoint} - {""}
                 if attempt.epoch == row.epoch and attempt.trainer_digest:

@@ -11,13 +11,12 @@ from strata.base.errors import Code, StrataError
 from strata.fleet import wire
 from strata.fleet.artifacts.manifest import ArtifactKind
 from strata.fleet.artifacts.ports import LineageFilter
-from strata.fleet.core.jobspec import spec_for_host
+from strata.fleet.core.jobspec import coordinator_job, spec_for_host
 from strata.fleet.core.lease import RENEW_S
 from strata.fleet.core.requirement import Label, LabelValue
 from strata.fleet.http import secrets
 from strata.fleet.http.context import HubCall, HubContext, own_hold, resolve_job_id
 from strata.fleet.http.jobs import job_reply
-from strata.fleet.http.long_poll import until_disconnect
 from strata.fleet.http.proxy import TLS
 from strata.fleet.ports import (
     AttemptKey,
@@ -29,6 +28,7 @@ from strata.fleet.ports import (
     RenewalResult,
     YieldRequest,
 )
+from strata.http.disconnect import until_disconnect
 from strata.identity.ca import serving_name
 from strata.identity.ports import HostIdentity
 
@@ -75,19 +75,27 @@ async def claim(call: HubCall, body: wire.ClaimRequest) -> wire.ClaimReply:
     leases = await context.fleet.claim(host_id, body.claim_id, count=count)
     if not leases and body.wait_s:
         waiting = context.fleet.claim(host_id, body.claim_id, count=count, wait_s=body.wait_s)
-        leases = await until_disconnect(call, context.stopping, waiting)
+        with context.hub_metrics.claims_waiting.track_inprogress():
+            leases = await until_disconnect(call, context.stopping, waiting)
+    context.hub_metrics.record_claim(len(leases))
     return wire.ClaimReply(leases=tuple([await _lease_reply(context, lease) for lease in leases]))
 
 
 async def heartbeats(call: HubCall, body: wire.HeartbeatsRequest) -> wire.HeartbeatsReply:
     """Renew all leases of this host at once; each gets its verdict."""
     context = call.context
+    context.hub_metrics.heartbeats.inc()
     if body.sample is not None:
+        context.hub_metrics.samples.inc()
         context.fleet.add_sample(call.caller.require_host(), body.sample)
     renewals = [Renewal(job_id=each.job_id, epoch=each.epoch, running=each.running) for each in body.leases]
+    verdicts = await _renew(context, call, renewals)
+    due = {(each.job_id, each.epoch) for each in body.leases if each.renew_token}
+    if due:
+        verdicts = [await _with_token(call, each) if (each.job_id, each.epoch) in due else each for each in verdicts]
     execs = context.execs.of_host(call.caller.require_host())
     return wire.HeartbeatsReply(
-        verdicts=tuple(await _renew(context, call, renewals)),
+        verdicts=tuple(verdicts),
         execs=tuple(wire.ExecPending(id=each.id, job_id=each.job_id, epoch=each.epoch) for each in execs),
     )
 
@@ -107,7 +115,9 @@ async def complete(call: HubCall, body: wire.CompleteRequest) -> wire.Job:
     held = own_hold(call, job_id, body.epoch)
     artifact = await _resolve_upload(context, body.artifact, held)
     done = JobCompletion(artifact=artifact, metrics=body.metrics, facts=body.facts)
-    return job_reply(await context.fleet.complete(held, done))
+    row = await context.fleet.complete(held, done)
+    context.hub_metrics.attempts.labels("completed").inc()
+    return job_reply(row)
 
 
 async def fail(call: HubCall, body: wire.FailRequest) -> wire.Job:
@@ -115,7 +125,9 @@ async def fail(call: HubCall, body: wire.FailRequest) -> wire.Job:
     context = call.context
     job_id = await resolve_job_id(call)
     failure = JobFailure(cause=body.cause, error=body.error, facts=body.facts)
-    return job_reply(await context.fleet.fail(own_hold(call, job_id, body.epoch), failure))
+    row = await context.fleet.fail(own_hold(call, job_id, body.epoch), failure)
+    context.hub_metrics.attempts.labels(body.cause.value).inc()
+    return job_reply(row)
 
 
 async def publish(call: HubCall, body: wire.PublishRequest) -> None:
@@ -152,7 +164,22 @@ async def leave(call: HubCall) -> None:
 async def _renew(context: HubContext, call: HubCall, renewals: Sequence[Renewal]) -> Sequence[wire.LeaseVerdict]:
     renewed = await context.fleet.renew(call.caller.require_host(), renewals)
     now_s = context.fleet.now_s()
-    return [_verdict(each, now_s, context.fleet.yield_request(each.job_id)) for each in renewed]
+    verdicts = [_verdict(each, now_s, context.fleet.yield_request(each.job_id, each.epoch)) for each in renewed]
+    context.hub_metrics.leases_renewed.inc(len(verdicts))
+    context.hub_metrics.leases_lost.inc(sum(each.verdict == "stop" for each in verdicts))
+    return verdicts
+
+
+async def _with_token(call: HubCall, verdict: wire.LeaseVerdict) -> wire.LeaseVerdict:
+    """With another token for the workers of a member of a gang whose host holds the lease."""
+    coordinator = call.context.coordinator
+    if verdict.verdict != "continue" or coordinator is None:
+        return verdict
+    spec = (await call.context.fleet.store.job(verdict.job_id)).spec
+    if spec.gang is None:
+        return verdict
+    token = coordinator.issue(spec, own_hold(call, verdict.job_id, verdict.epoch))
+    return msgspec.structs.replace(verdict, token=token)
 
 
 def _verdict(renewed: RenewalResult, now_s: float, wanted: YieldRequest | None) -> wire.LeaseVerdict:
@@ -189,6 +216,21 @@ async def _lease_reply(context: HubContext, lease: JobLease) -> wire.LeaseGiven:
         front_key=context.front_key(lease.job_id, lease.epoch) if is_server else "",
         served_epoch=next((row.epoch for row in servers if row.job.id == lease.job_id), 0),
         due=lease.spec.due,
+        gang=_gang_lease(context, lease),
+    )
+
+
+def _gang_lease(context: HubContext, lease: JobLease) -> wire.GangLease | None:
+    coordinator = context.coordinator
+    if lease.spec.gang is None or coordinator is None:
+        return None
+    return wire.GangLease(
+        coordinator=coordinator.address,
+        job=coordinator_job(lease.spec),
+        ca_pem=coordinator.ca_pem,
+        token=coordinator.issue(lease.spec, AttemptKey(lease.host_id, lease.job_id, lease.epoch)),
+        token_s=coordinator.token_s,
+        checkpoint_root=coordinator.checkpoint_root,
     )
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Final
 
+import msgspec
+
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
+from strata.fleet.core.series import AttemptProgress, CombinedSeries
 from strata.fleet.http.context import HubCall, HubContext, resolve_job_id
-from strata.fleet.http.long_poll import until_disconnect
 from strata.fleet.ports import AttemptRow
 from strata.fleet.streams import Name
+from strata.http.disconnect import until_disconnect
 from strata.http.route import RawReply, Upload
 
 POLL_S: Final = 2.0
@@ -37,10 +40,45 @@ async def log(call: HubCall, query: wire.StreamQuery) -> RawReply:
     return await _read(context, call, "log", query)
 
 
-async def metrics(call: HubCall, query: wire.StreamQuery) -> RawReply:
-    """The metrics of an attempt, as JSON lines; read like a log."""
-    context = call.context
-    return await _read(context, call, "metrics", query)
+async def metrics(call: HubCall, query: wire.MetricsQuery) -> wire.MetricsReply | RawReply:
+    """The metrics of an attempt, as JSON lines, read like a log; with `points`, as series that can be plotted."""
+    if query.points:
+        return await _series(call, query)
+    return await _read(call.context, call, "metrics", query)
+
+
+async def _series(call: HubCall, query: wire.MetricsQuery) -> wire.MetricsReply:
+    history = call.context.metrics
+    job_id = await resolve_job_id(call)
+    attempts = await call.context.fleet.store.attempts(job_id)
+    if query.attempt:
+        attempts = [await _attempt(call.context, job_id, query.attempt) or attempts[0]]
+    epochs = [each.epoch for each in attempts]
+    names = [name for text in query.names for name in text.split(",") if name]
+    series = await history.series(job_id, epochs, names, query.points)
+    known = {name for epoch in epochs for name in (await history.attempt(job_id, epoch)).series}
+    return wire.MetricsReply(
+        series=tuple(map(_plotted, series)),
+        names=tuple(sorted(known)),
+        attempts=tuple(each.number for each in attempts),
+        progress=progress_reply(await history.progress(job_id, epochs[-1])) if epochs else None,
+    )
+
+
+def _plotted(series: CombinedSeries) -> wire.MetricSeries:
+    return wire.MetricSeries(
+        name=series.name,
+        at_s=tuple(point.at_s for point in series.points),
+        steps=tuple(point.step for point in series.points),
+        values=tuple(point.value for point in series.points),
+        last=series.last,
+        count=series.reported,
+        not_finite=series.not_finite,
+    )
+
+
+def progress_reply(progress: AttemptProgress | None) -> wire.JobProgress | None:
+    return None if progress is None else wire.JobProgress(**progress._asdict())
 
 
 async def _append(
@@ -63,6 +101,9 @@ async def _read(context: HubContext, call: HubCall, name: Name, query: wire.Stre
     attempt = await _attempt(context, job_id, query.attempt)
     content, ended = b"", True
     if attempt is not None:
+        if query.tail:
+            stored = await context.streams.size(attempt.job_id, attempt.epoch, name)
+            query = msgspec.structs.replace(query, offset=max(0, stored - query.tail))
         content, ended = await _read_now(context, attempt, name, query)
         if not content and not ended and query.wait_s:
             content, ended = await until_disconnect(call, context.stopping, _follow(context, attempt, name, query))

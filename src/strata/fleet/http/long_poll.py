@@ -1,38 +1,14 @@
-"""Long polls: a handler waits for work to finish, until the client disconnects or the hub stops."""
+"""What handlers wait with: for an event, and for the host of an attempt."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
-from typing import Any, Final, TypeVar
+from typing import Final
 
-from starlette.requests import ClientDisconnect
-
-from strata.base.errors import Code, StrataError
 from strata.fleet.ports import Store
-from strata.http.route import HttpCall
-
-T = TypeVar("T")
 
 _MAX_CACHED: Final = 10_000
-
-
-async def until_disconnect(call: HttpCall[Any], stopping: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; cancelled if the client disconnects or the hub stops before."""
-    working = asyncio.create_task(work)
-    others = [asyncio.create_task(call.disconnected()), asyncio.create_task(stopping.wait())]
-    try:
-        await asyncio.wait([working, *others], return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        if others[0].done():
-            raise ClientDisconnect
-        raise StrataError(Code.UNAVAILABLE, "this hub is stopping", hint="send the same request again")
-    finally:
-        for task in (working, *others):
-            task.cancel()
-        await asyncio.wait([working, *others])
 
 
 async def wait_event(event: asyncio.Event, wait_s: float) -> bool:

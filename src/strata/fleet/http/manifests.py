@@ -83,7 +83,7 @@ async def _schemas(
 
 async def _apply(context: HubContext, call: HubCall, body: wire.ManifestRequest) -> wire.ManifestReply:
     manifest = _with_sandbox(context, body.manifest)
-    _check_gangs(manifest)
+    _check_gangs(context, manifest)
     if manifest.searches:
         await context.sweeps.check()
     for trainer in manifest.trainers.values():
@@ -113,13 +113,16 @@ async def _apply(context: HubContext, call: HubCall, body: wire.ManifestRequest)
     return _manifest_reply(plan, due, applied=not body.dry_run)
 
 
-def _check_gangs(manifest: JobManifest) -> None:
+def _check_gangs(context: HubContext, manifest: JobManifest) -> None:
+    if context.coordinator is not None:
+        return
     gangs = sorted({spec.gang.name for spec in manifest.jobs.values() if spec.gang is not None})
     if gangs:
         raise StrataError(
             Code.UNSUPPORTED,
-            f"{gangs[0]} is a gang, and this hub starts no gangs yet",
-            hint="set workers = 1, or start it by hand on each host: strata gang run",
+            f"{gangs[0]} is a gang, and this hub has no coordinator for gangs",
+            hint="start 'strata coordinator' and name it in [hub.coordinator] (address, token_secret, ca); with"
+            " 'strata up' it is enough to install the extra coordinator: pip install 'strata-train[coordinator]'",
         )
 
 

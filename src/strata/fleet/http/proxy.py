@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 import re
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote, unquote
 
+from strata.base import trace
 from strata.base.errors import Code, StrataError
 from strata.base.unix_socket import open_socket, parse_unix_address
 from strata.http.budget import BodyBudget
@@ -27,17 +30,23 @@ if TYPE_CHECKING:
 MAX_BODY: Final = 256 << 20
 CONNECT_S: Final = 5.0
 REPLY_S: Final = 180.0
-"""How long a server may take for each piece of a reply; its long polls wait for half a minute."""
+"""How long a server may take for each piece of most replies; its long polls wait for half a minute."""
 CONNECTIONS: Final = 512
+"""To one server."""
+MAX_COMPLETIONS: Final = CONNECTIONS // 4
+"""Of one tenant at a time: each has a connection to its server until its samples have ended."""
 TLS: Final = "tls://"
 """The address of a server on another machine: `tls://NAME@HOST:PORT`, with the name in the certificate of that host."""
+MAX_MERGED: Final = 16 << 20
+"""Of a reply that the hub itself reads."""
 SMALL: Final = 1 << 20
 """A reply of known size up to this is read whole; a larger one is passed on piece by piece."""
 _OWN_FOLDER: Final = re.compile(r"(.*?/servers/[0-9a-f]+)/(.+)")
 """The folder of a server on its host, which the server may write to, and what is inside."""
 _REQUEST_HEADERS: Final = frozenset(
-    {"accept", "accept-encoding", "content-encoding", "content-type", "host", "if-none-match", "range", "x-request-id"}
-)
+    {"accept", "accept-encoding", "content-encoding", "content-type", "host", "if-none-match", "range", "traceparent",
+     "x-request-id"}
+)  # fmt: skip
 _REPLY_HEADERS: Final = frozenset(
     {"accept-ranges", "content-disposition", "content-encoding", "content-range", "etag", "location", "retry-after",
      "x-error-code", "x-repo-commit", "x-should-retry"}
@@ -50,10 +59,13 @@ class Tenant:
 
     name: str
     role: Role
+    sees_all: bool = False
+    """Other tenants by name: only for what an operator of the hub reads."""
 
     def headers(self) -> dict[str, str]:
         role = min(self.role, Role.RESEARCHER)
-        return {"x-strata-tenant": quote(self.name, safe=""), "x-strata-role": role.name.lower()}
+        headers = {"x-strata-tenant": quote(self.name, safe=""), "x-strata-role": role.name.lower()}
+        return headers | ({"x-strata-sees-all": "yes"} if self.sees_all else {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +75,8 @@ class ForwardedRequest:
     """Path and query."""
     headers: Mapping[str, str]
     content: bytes = b""
+    reply_s: float = REPLY_S
+    """How long the server may take for each piece of its reply."""
 
 
 def passed_headers(headers: Mapping[str, str], *, tls: bool) -> dict[str, str]:
@@ -95,10 +109,33 @@ class ServerConnections:
 
 
 @dataclass
+class CompletionLimit:
+    """Bounds the completions in flight of each tenant."""
+
+    limit: int = MAX_COMPLETIONS
+    _in_flight: Counter[str] = field(default_factory=Counter)
+
+    @contextmanager
+    def admit(self, tenant: str) -> Iterator[None]:
+        """EXHAUSTED if the tenant has as many already."""
+        if self._in_flight[tenant] >= self.limit:
+            message = f"{self.limit} completions of {tenant!r} are in flight, and no more are possible"
+            raise StrataError(Code.EXHAUSTED, message, hint="send it again when one of them has ended")
+        self._in_flight[tenant] += 1
+        try:
+            yield
+        finally:
+            self._in_flight[tenant] -= 1
+            if not self._in_flight[tenant]:
+                del self._in_flight[tenant]
+
+
+@dataclass
 class ServerProxy:
     """Connections to the servers, by address."""
 
     bodies: BodyBudget = field(default_factory=lambda: BodyBudget(largest=MAX_BODY))
+    completions: CompletionLimit = field(default_factory=CompletionLimit)
     tls: ssl.SSLContext | None = None
     """For servers on other machines: the hub's certificate, and the authority of its hosts alone."""
     _open: dict[str, ServerConnections] = field(default_factory=dict)
@@ -110,6 +147,8 @@ class ServerProxy:
         import httpx
 
         headers = dict(request.headers)
+        if traceparent := trace.traceparent():
+            headers[trace.HEADER] = traceparent
         if tenant is not None:
             headers |= tenant.headers() | {"x-strata-front": key}
         check_target(request.target)
@@ -126,6 +165,7 @@ class ServerProxy:
             request.target,
             headers=headers,
             content=request.content,
+            timeout=httpx.Timeout(request.reply_s, connect=CONNECT_S),
             extensions=dict(connections.extensions),
         )
         try:
@@ -143,11 +183,12 @@ class ServerProxy:
             return RawReply(b"", reply.status_code, media_type, passed)
         if request.method == "HEAD" and size.isdecimal():
             # The size is of the content that a GET would get.
-            return RawReply(_pieces(reply), reply.status_code, media_type, passed | {"content-length": size})
+            passed["content-length"] = size
+            return RawReply(_pieces(reply), reply.status_code, media_type, passed, reply.aclose)
         if reply.status_code == 204 or (size.isdecimal() and int(size) <= SMALL):
             content = b"".join([piece async for piece in _pieces(reply)])
             return RawReply(content, reply.status_code, media_type, passed)
-        return RawReply(_pieces(reply), reply.status_code, media_type, passed)
+        return RawReply(_pieces(reply), reply.status_code, media_type, passed, reply.aclose)
 
     def forget(self, addresses: set[str]) -> list[ServerConnections]:
         """Take out the connections to all but these addresses; the caller closes them."""
@@ -196,6 +237,20 @@ class ServerProxy:
 def _open_socket(path: Path) -> int:
     found = _OWN_FOLDER.fullmatch(str(path))
     return open_socket(Path("/"), str(path)[1:]) if found is None else open_socket(Path(found[1]), found[2])
+
+
+async def read_whole(reply: RawReply) -> bytes:
+    """The content of a reply that the hub itself reads; EXHAUSTED if it is too large for that."""
+    if isinstance(reply.content, bytes):
+        return reply.content
+    parts: list[bytes] = []
+    size = 0
+    async for part in reply.content:
+        size += len(part)
+        if size > MAX_MERGED:
+            raise StrataError(Code.EXHAUSTED, "a list of a training server is too long", hint="use a smaller limit")
+        parts.append(part)
+    return b"".join(parts)
 
 
 async def _pieces(reply: httpx.Response) -> AsyncIterator[bytes]:

@@ -19,12 +19,14 @@ async def listed(call: HubCall) -> wire.QuotasReply:
     quotas = await fleet.store.quotas()
     stored = await call.context.artifacts.index.owner_bytes()
     owners = {EVERYBODY, *quotas, *await fleet.store.owners(), *filter(None, stored), call.caller.owner}
+    windows = {quota_of(owner, quotas).window_s for owner in owners}
+    usages = {window_s: await call.context.history.usages(window_s) for window_s in windows}
     rows = []
     for owner in sorted(owners):
         quota = quota_of(owner, quotas)
         usage = OwnerUsage()
         if owner != EVERYBODY:
-            usage = await fleet.store.usage(owner, quota.window_s, fleet.now_s())
+            usage = usages[quota.window_s].get(owner, usage)
             usage = msgspec.structs.replace(usage, bytes=stored.get(owner, 0))
         rows.append(wire.OwnerQuota(owner=owner, own=owner in quotas, quota=quota, usage=usage))
     return wire.QuotasReply(quotas=tuple(rows))

@@ -6,6 +6,7 @@ What hosts request all the time stands first, because the router tries the route
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from strata import __version__
@@ -16,21 +17,27 @@ from strata.fleet.http import (
     artifacts,
     events,
     execs,
+    gangs,
+    history,
     hosts,
     identities,
     jobs,
     leases,
     logs,
     manifests,
+    metrics,
     quotas,
     schedules,
     secrets,
+    server_views,
     servers,
     subscriptions,
+    sweeps,
 )
 from strata.fleet.http.context import HubCall, HubContext
-from strata.http.app import Serving, build_app
+from strata.http.app import BrowserPages, Serving, build_app
 from strata.http.authentication import RequestAuthenticator
+from strata.http.errors import PLAIN
 from strata.http.openapi import BINARY, DocumentSpec, with_document
 from strata.http.reading import ReadingRules
 from strata.http.root import RootApp
@@ -71,6 +78,7 @@ _ROUTES: Final = (
     Route("POST", "/v1/job/{id}/complete", HOST, leases.complete, 1 * MIB),
     Route("POST", "/v1/job/{id}/fail", HOST, leases.fail, 1 * MIB),
     Route("PUT", "/v1/job/{id}/server", HOST, leases.publish),
+    Route("POST", "/v1/job/{id}/parts", HOST, gangs.find_parts, 4 * MIB),
     Route("PUT", "/v1/job/{id}/exec/{exec}", HOST, execs.put_output, 4 * MIB),
     Route("POST", "/v1/job/{id}/exec/{exec}/start", HOST, execs.start),
     Route("POST", "/v1/job/{id}/exec/{exec}/end", HOST, execs.end),
@@ -93,6 +101,8 @@ _ROUTES: Final = (
     Route("GET", "/v1/job/{id}/why", VIEWER, jobs.why),
     Route("GET", "/v1/job/{id}/log", VIEWER, logs.log),
     Route("GET", "/v1/job/{id}/metrics", VIEWER, logs.metrics),
+    Route("GET", "/v1/job/{id}/timeline", VIEWER, history.timeline),
+    Route("GET", "/v1/job/{id}/goodput", VIEWER, history.goodput),
     Route("POST", "/v1/job/{id}/cancel", RESEARCHER, jobs.cancel),
     Route("POST", "/v1/job/{id}/requeue", RESEARCHER, jobs.requeue),
     Route("POST", "/v1/job/{id}/archive", RESEARCHER, jobs.archive),
@@ -100,14 +110,21 @@ _ROUTES: Final = (
     Route("GET", "/v1/job/{id}/exec/{exec}", RESEARCHER, execs.output),
     Route("POST", "/v1/job/{id}/exec/{exec}/cancel", RESEARCHER, execs.cancel),
     Route("GET", "/v1/status", VIEWER, jobs.status),
+    Route("GET", "/v1/overview", VIEWER, history.overview),
+    Route("GET", "/v1/goodput", VIEWER, history.fleet_goodput),
     Route("POST", "/v1/manifest", RESEARCHER, manifests.apply, 128 * MIB),
     Route("POST", "/v1/manifest/reload", OPERATOR, manifests.reload),
     Route("GET", "/v1/quotas", VIEWER, quotas.listed),
+    Route("GET", "/v1/gangs", VIEWER, gangs.listed),
+    Route("GET", "/v1/gang/{id}", VIEWER, gangs.described),
+    Route("GET", "/v1/gang/{id}/events", VIEWER, gangs.events),
     Route("POST", "/v1/quotas", OPERATOR, quotas.change),
     Route("GET", "/v1/schedules", VIEWER, schedules.listed),
     Route("POST", "/v1/schedule/{project}/{name}/pause", RESEARCHER, schedules.pause),
     Route("POST", "/v1/schedule/{project}/{name}/resume", RESEARCHER, schedules.resume),
     Route("DELETE", "/v1/schedule/{project}/{name}", RESEARCHER, schedules.remove),
+    Route("GET", "/v1/sweeps", VIEWER, sweeps.listed),
+    Route("GET", "/v1/sweep/{project}/{name:path}", VIEWER, sweeps.show),
     Route("GET", "/v1/trainers", VIEWER, manifests.trainers),
     Route("GET", "/v1/events", VIEWER, events.events),
     # Secrets
@@ -120,10 +137,13 @@ _ROUTES: Final = (
     Route("POST", "/v1/subscription/{name}/test", RESEARCHER, subscriptions.send_test),
     # Hosts, for people
     Route("GET", "/v1/workers", READER, hosts.listed, public_read=True),
+    Route("GET", "/v1/hosts", VIEWER, hosts.page),
     Route("POST", "/v1/hosts/local", OPERATOR, identities.add_local),
     Route("GET", "/v1/host/{id}", VIEWER, hosts.show),
     Route("GET", "/v1/host/{id}/samples", VIEWER, hosts.samples),
     Route("GET", "/v1/host/{id}/room", VIEWER, hosts.room),
+    Route("GET", "/v1/host/{id}/policy", VIEWER, hosts.policy),
+    Route("GET", "/v1/host/{id}/plan", OPERATOR, hosts.plan),
     Route("POST", "/v1/host/{id}/drain", OPERATOR, hosts.drain),
     Route("POST", "/v1/host/{id}/pause", OPERATOR, hosts.pause),
     Route("POST", "/v1/host/{id}/resume", OPERATOR, hosts.resume),
@@ -145,12 +165,15 @@ _ROUTES: Final = (
     Route("GET", "/v1/invites", OPERATOR, identities.invites),
     Route("POST", "/v1/invite/{id}/revoke", OPERATOR, identities.revoke_invite),
     Route("GET", "/v1/caller", READER, identities.caller),
+    Route("POST", "/v1/login/code", VIEWER, identities.make_login_code),
     Route("POST", "/v1/keys", ADMIN, identities.add_key),
     Route("GET", "/v1/keys", ADMIN, identities.keys),
     Route("POST", "/v1/key/{id}/revoke", ADMIN, identities.revoke_key),
+    *server_views.ROUTES,
     *servers.ROUTES,
     Route("POST", "/v1/join", PUBLIC, identities.join, 20 * KIB),
     Route("GET", "/v1/ca", PUBLIC, identities.authority),
+    Route("GET", "/metrics", VIEWER, metrics.expose),
     Route("GET", "/v1/health", PUBLIC, health, operation="about.health"),
 )
 
@@ -170,12 +193,19 @@ DOCUMENT: Final = DocumentSpec(
     },
     security=_security,
     raw_body={"application/octet-stream": BINARY},
-    raw_reply={"events.events": "text/event-stream"},
+    raw_reply={
+        "events.events": "text/event-stream",
+        "logs.metrics": "application/x-ndjson",
+        "metrics.expose": "text/plain",
+    },
 )
 ROUTES: Final = with_document(_ROUTES, DOCUMENT_PATH, READER, DOCUMENT, limit=64 * KIB, operation="about.openapi")
 
 
-def application(context: HubContext, routes: Sequence[Route] = ROUTES) -> RootApp:
+def application(context: HubContext, routes: Sequence[Route] = ROUTES, *, pages: BrowserPages | None = None) -> RootApp:
+    """`pages` is the dashboard: its routes come after those of the API."""
+    if pages is not None:
+        routes = (*routes, *pages.routes)
     authenticator = RequestAuthenticator(
         routes,
         context.authenticator,
@@ -184,6 +214,7 @@ def application(context: HubContext, routes: Sequence[Route] = ROUTES) -> RootAp
         key_header="X-API-Key",
         key_header_below="/api/v1/",
         public_read=context.public_read,
+        session_cookie="" if pages is None else pages.session_cookie,
     )
 
     def before_reply(route: Route) -> None:
@@ -198,5 +229,7 @@ def application(context: HubContext, routes: Sequence[Route] = ROUTES) -> RootAp
         rules=ReadingRules(pace=context.pace),
         limits=context.limits,
         before_reply=before_reply,
+        errors=replace(PLAIN, page=None if pages is None else pages.error_page),
+        on_reply=context.hub_metrics.requests.count,
     )
     return build_app(routes, serving, authenticator.identify)

@@ -4,6 +4,9 @@ The hub opens a session for a client, and a session of its own with each server 
 latter is `SESSION.TAG`, and the ids of models, samplers, futures and checkpoints at a server begin with it: so every id
 says which job serves it, after any restart, and the hub keeps no table. A model that is created goes to the server of
 its base model. A server that is asleep is woken by the first request of a researcher for it.
+
+The OpenAI-compatible endpoints of the servers are at `/v1`, beside the hub's own API: a request goes to the server
+that its model names.
 """
 
 from __future__ import annotations
@@ -12,27 +15,32 @@ import asyncio
 import base64
 import re
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any, Final
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import parse_qsl, quote, urlencode
 
 import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.base.ids import Ids
+from strata.fleet import wire
 from strata.fleet.core.job import UNFINISHED
 from strata.fleet.core.jobspec import MIN_IDLE_S
 from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.http.context import HubCall, HubContext
-from strata.fleet.http.long_poll import until_disconnect
-from strata.fleet.http.proxy import MAX_BODY, ForwardedRequest, Tenant, passed_headers
+from strata.fleet.http.proxy import MAX_BODY, ForwardedRequest, Tenant, passed_headers, read_whole
 from strata.fleet.ports import JobFilter, ServerRow
+from strata.http.disconnect import until_disconnect
 from strata.http.route import KIB, MIB, PUBLIC, RESEARCHER, VIEWER, RawReply, Route, Upload
 from strata.http.zstd import decompress_frames, decompress_pieces
 from strata.identity.roles import CallerKind, Role
 
 BASE: Final = "/api/v1"
+OPENAI: Final = "/v1"
+MAX_COMPLETION: Final = 4 * MIB
+COMPLETE_S: Final = 600.0
+"""How long a completion may take before its reply begins, as long as OpenAI's client library waits."""
 TOKENIZER: Final = "/hf/{repository:path}/resolve/{revision}/{file}"
 WAKE_S: Final = 25.0
 """How long a request waits for a server that starts; then its client is told to try again."""
@@ -48,7 +56,7 @@ _LONGEST_ID: Final = 128
 _TAGGED: Final = re.compile(rb"session_[0-9a-z]+\.([0-9a-f]{12})")
 _OPENING: Final = frozenset({f"{BASE}/create_model", f"{BASE}/create_sampling_session", f"{BASE}/load_weights"})
 """What a client sends with the id of its session at the hub."""
-_READING: Final = ("get_info", "weights_info", "list_checkpoints", "client/config", "client/dynamic_config")
+_READING: Final = ("get_info", "weights_info", "list_checkpoints", "client/dynamic_config")
 """What is sent with POST and changes nothing."""
 _MAX_SESSIONS: Final = 10_000
 _MAX_OWN_SESSIONS: Final = 1000
@@ -56,7 +64,6 @@ _SESSION: Final = re.compile(r"session_[0-9a-z]{1,64}(\.[0-9a-f]{12})?")
 _LISTS: Final = {"training_runs": "last_request_time", "checkpoints": "time", "sessions": ""}
 """Lists of all servers, by the field that says how new an entry is; the ids of sessions say so themselves."""
 MAX_PAGE: Final = 1000
-MAX_MERGED: Final = 16 * MIB
 
 
 def tag_of(job_id: str) -> str:
@@ -176,6 +183,15 @@ async def capabilities(call: HubCall) -> RawReply:
     return _json({"supported_models": models})
 
 
+async def client_config(call: HubCall, body: Upload) -> RawReply:
+    """How clients of the `tinker` SDK are to behave: as a server says, but for what a hub between them changes."""
+    reply = await forward(call, body)
+    if reply.status != 200:
+        return reply
+    # A client that makes a model by `load_weights` composes its id from the session at the hub, without the tag.
+    return _json(_decode(await read_whole(reply)) | {"create_model_via_load_weights": False})
+
+
 async def listed(call: HubCall, body: Upload) -> RawReply:
     """Training runs, checkpoints or sessions of the caller: of the only server, or of all that are awake."""
     rows = await call.context.fleet.store.servers()
@@ -247,10 +263,119 @@ async def _forward(context: HubContext, request: ForwardedRequest, tenant: Tenan
     return await _send(context, server, request, tenant)
 
 
+async def complete(call: HubCall, body: Upload) -> RawReply:
+    """Forward a completion to the training server of its model."""
+    context = call.context
+    tenant = await _tenant(call)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(context.proxy.completions.admit(tenant.name))
+        async with _read_body(call, body) as content:
+            request = replace(_request(call, content), reply_s=COMPLETE_S)
+            model = _completed_model(request)
+            reply = await until_disconnect(call, context.stopping, _forward_model(context, request, tenant, model))
+        if reply.close is not None:
+            stack.push_async_callback(reply.close)
+        # In flight until its client has the reply, or has left.
+        return replace(reply, close=stack.pop_all().aclose)
+
+
+async def complete_at(call: HubCall, server: ServerRow, name: str, body: wire.ServerCompletion) -> RawReply:
+    """A completion of this server, whatever its model is called; in one piece."""
+    context = call.context
+    tenant = await _tenant(call)
+    headers = {"content-type": "application/json"}
+    request = ForwardedRequest(
+        method="POST", target=f"{OPENAI}/{name}", headers=headers, content=body.encode(), reply_s=COMPLETE_S
+    )
+
+    async def send() -> RawReply:
+        reply = await _send_with_session(context, await _awake(context, server, tenant), request, tenant)
+        return replace(reply, content=await read_whole(reply), close=None)
+
+    with context.proxy.completions.admit(tenant.name):
+        reply = await until_disconnect(call, context.stopping, send())
+    if reply.status != 200:
+        raise _completion_error(server, reply)
+    return reply
+
+
+def _completion_error(server: ServerRow, reply: RawReply) -> StrataError:
+    """The error in the words of the training server."""
+    assert isinstance(reply.content, bytes), "it was read whole"
+    codes = {400: Code.INVALID, 403: Code.FORBIDDEN, 404: Code.NOT_FOUND, 429: Code.EXHAUSTED}
+    try:
+        message = _failed.decode(reply.content).error.message
+    except msgspec.DecodeError:
+        message = f"the training server {server.job.spec.label} replied with status {reply.status}"
+    return StrataError(codes.get(reply.status, Code.UNAVAILABLE), message)
+
+
+class _FailedReason(msgspec.Struct):
+    message: str
+
+
+class _FailedCompletion(msgspec.Struct):
+    error: _FailedReason
+
+
+_failed: Final = msgspec.json.Decoder(_FailedCompletion)
+
+
+async def list_models(call: HubCall) -> RawReply:
+    """The models that can be sampled, of all training servers; of those that sleep only the base models."""
+    rows = await call.context.fleet.store.servers()
+    replies = await _ask_all(call, "GET", lambda _: (f"{OPENAI}/models", b""))
+    cards = [card for reply in replies for card in _listed(reply, "data")]
+    asleep = [row.models[0] for row in rows if row.asleep and row.models]
+    cards += [{"id": name, "object": "model", "created": 0, "owned_by": "strata", "root": name} for name in asleep]
+    return _json({"object": "list", "data": cards})
+
+
+async def show_model(call: HubCall) -> RawReply:
+    """One model that can be sampled."""
+    model = call.path["model"]
+    # A client may have encoded the slashes of the path.
+    request = replace(_request(call, b""), target=f"{OPENAI}/models/{quote(model, safe='/:')}")
+    return await _forward_model(call.context, request, await _tenant(call), model)
+
+
+async def _forward_model(context: HubContext, request: ForwardedRequest, tenant: Tenant, model: str) -> RawReply:
+    """To the server of a base model or of a checkpoint, where a session may have to be opened."""
+    rows = await context.fleet.store.servers()
+    found = _TAGGED.search(model.encode()) if len(rows) > 1 else None
+    server = await _select(context, rows, "" if found is None else found[1].decode(), model)
+    return await _send_with_session(context, await _awake(context, server, tenant), request, tenant)
+
+
+async def _send_with_session(
+    context: HubContext, server: ServerRow, request: ForwardedRequest, tenant: Tenant
+) -> RawReply:
+    """With the id for a session that the server may have to open."""
+    session = _at_server(Ids(context.clock).new("session"), tag_of(server.job.id))
+    request = replace(request, headers={**request.headers, "x-strata-session": session})
+    return await _send(context, server, request, tenant)
+
+
+def _completed_model(request: ForwardedRequest) -> str:
+    content = request.content
+    if request.headers.get("content-encoding", "").lower() == "zstd":
+        content = decompress_frames(content, MAX_COMPLETION)
+    try:
+        return _named.decode(content).model
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise StrataError(Code.INVALID, f"the body names no model: {error}", path="model") from None
+
+
+class _NamesModel(msgspec.Struct):
+    model: str
+
+
+_named: Final = msgspec.json.Decoder(_NamesModel)
+
+
 async def _send(context: HubContext, server: ServerRow, request: ForwardedRequest, tenant: Tenant) -> RawReply:
-    now_s = context.fleet.now_s()
-    if tenant.role >= Role.RESEARCHER and now_s - server.used_at_s > TOUCH_S:
-        await context.fleet.store.touch_server(server.job.id, now_s)
+    if tenant.role >= Role.RESEARCHER and context.fleet.now_s() - server.used_at_s > TOUCH_S:
+        await context.fleet.touch_server(server)
     key = context.front_key(server.job.id, server.epoch)
     async with _in_use(context, server, tenant):
         reply = await context.proxy.send(server.address, request, key=key, tenant=tenant)
@@ -268,7 +393,7 @@ async def _in_use(context: HubContext, server: ServerRow, tenant: Tenant) -> Asy
             await asyncio.sleep(IN_USE_S)
             # The next one makes up for one that fails.
             with suppress(StrataError):
-                await context.fleet.store.touch_server(server.job.id, context.fleet.now_s())
+                await context.fleet.touch_server(server)
 
     if tenant.role < Role.RESEARCHER:
         yield
@@ -292,8 +417,12 @@ async def _pieces_in_use(
 async def _choose(context: HubContext, request: ForwardedRequest, document: Mapping[str, Any]) -> ServerRow:
     """The server that the ids of the request name, or the one of its base model, or the only one."""
     rows = await context.fleet.store.servers()
-    base_model = document.get("base_model")
     tag = await _find_tag(request, several=len(rows) > 1)
+    return await _select(context, rows, tag, document.get("base_model"))
+
+
+async def _select(context: HubContext, rows: Sequence[ServerRow], tag: str, base_model: object) -> ServerRow:
+    """The server with this tag, or the one of the base model, or one that can answer; NOT_FOUND if there is none."""
     if tag:
         named = [row for row in rows if tag_of(row.job.id) == tag]
         missing = StrataError(Code.NOT_FOUND, "the training server of this id is no job of this hub any more")
@@ -336,10 +465,11 @@ async def _awake(context: HubContext, server: ServerRow, tenant: Tenant) -> Serv
 
     FORBIDDEN if it is asleep and the caller only reads, or if the quota of its owner is full.
     """
-    if server.asleep:
-        await _wake(context, server, tenant)
     until_s = context.fleet.now_s() + WAKE_S
     while not server.serving:
+        # Also one that falls asleep while a request waits for it: as it starts, nothing has used it yet.
+        if server.asleep:
+            await _wake(context, server, tenant)
         if _ended(server) or context.fleet.now_s() > until_s:
             raise _starting(server.models[0] if server.models else "")
         await asyncio.sleep(WAKE_POLL_S)
@@ -359,7 +489,9 @@ async def _wake(context: HubContext, server: ServerRow, tenant: Tenant) -> None:
     try:
         await context.fleet.wake_server(server.job.id, "hub", submitter)
     except StrataError as error:
-        # Clients try EXHAUSTED again at once, and a quota is not free again that soon.
+        if error.code is not Code.EXHAUSTED:
+            raise
+        # Clients try it again at once, and a quota is not free again that soon.
         raise StrataError(Code.FORBIDDEN, f"{asleep}, and may not start: {error.message}", hint=error.hint) from error
 
 
@@ -423,31 +555,17 @@ async def _ask_all(call: HubCall, method: str, request: Any) -> Sequence[Mapping
         try:
             async with asyncio.timeout(ASK_S):
                 reply = await context.proxy.send(server.address, forwarded, key=key, tenant=tenant)
-                content = await _whole(reply)
+                content = await read_whole(reply)
             replied = _decode(content) if reply.status == 200 else {}
         except (StrataError, TimeoutError):
             # One that has just gone, or replies with what nobody can read, has nothing to say; the others have.
             return {}
         if reply.status == 200 and method == "POST":
-            await context.fleet.store.touch_server(server.job.id, context.fleet.now_s())
+            await context.fleet.touch_server(server)
         return replied
 
     rows = [row for row in await context.fleet.store.servers() if row.serving]
     return await asyncio.gather(*map(ask, rows))
-
-
-async def _whole(reply: RawReply) -> bytes:
-    """The content of a reply that is merged with others; EXHAUSTED if it is too large for that."""
-    if isinstance(reply.content, bytes):
-        return reply.content
-    parts: list[bytes] = []
-    size = 0
-    async for part in reply.content:
-        size += len(part)
-        if size > MAX_MERGED:
-            raise StrataError(Code.EXHAUSTED, "a list of a training server is too long", hint="use a smaller limit")
-        parts.append(part)
-    return b"".join(parts)
 
 
 @asynccontextmanager
@@ -542,9 +660,16 @@ ROUTES: Final = (
     *(Route("GET", f"{BASE}/{name}", VIEWER, listed, any_query=True, operation=f"servers.{name}") for name in _LISTS),
     Route("GET", f"{BASE}/get_server_capabilities", VIEWER, capabilities),
     Route("POST", f"{BASE}/telemetry", VIEWER, telemetry, 4 * MIB),
+    Route("POST", f"{BASE}/client/config", VIEWER, client_config, any_query=True, operation="servers.client_config"),
     Route("GET", f"{BASE}/archive", PUBLIC, download, 1 * KIB, any_query=True),
     Route("GET", TOKENIZER, VIEWER, tokenizer_file, KIB, any_query=True),
     Route("HEAD", TOKENIZER, VIEWER, tokenizer_head, KIB, any_query=True),
+    Route(
+        "POST", f"{OPENAI}/chat/completions", RESEARCHER, complete, MAX_COMPLETION, operation="servers.chat_completions"
+    ),
+    Route("POST", f"{OPENAI}/completions", RESEARCHER, complete, MAX_COMPLETION, operation="servers.completions"),
+    Route("GET", f"{OPENAI}/models", VIEWER, list_models),
+    Route("GET", f"{OPENAI}/models/{{model:path}}", VIEWER, show_model),
     *(
         Route("POST", f"{BASE}/{name}", VIEWER, forward, any_query=True, operation=f"servers.{name.replace('/', '_')}")
         for name in _READING

@@ -25,6 +25,7 @@ from strata.database.events import EventRecord as Record
 from strata.database.migrations import Component, SqliteComponents, read_seal, seal, unseal
 from strata.database.sqlite import SqliteThread
 from strata.fleet.core.job import JobEvent, sources, target
+from strata.fleet.store.rows import ENDED
 
 if TYPE_CHECKING:
     from strata.database.postgres import Connections
@@ -46,10 +47,17 @@ _FENCE: Final = (
     " AND NOT EXISTS (SELECT 1 FROM ready WHERE ready.seq = job.seq)"
     " AND NOT EXISTS (SELECT 1 FROM ripening WHERE ripening.seq = job.seq)",
     f"UPDATE job SET epoch = epoch + {EPOCHS}",
+    # Rows that came back without their triggers were not counted.
+    "DELETE FROM job_count",
+    "INSERT INTO job_count SELECT project, shown, count(*) FROM (SELECT project, CASE"
+    f" WHEN NOT {ENDED} THEN 'open' WHEN archived OR superseded THEN '' ELSE status END AS shown FROM job) AS j"
+    " WHERE shown <> '' GROUP BY project, shown",
 )
 """The same in both databases, in this order."""
 _INVITES: Final = "UPDATE identity_invite SET revoked_at = {now} WHERE used_by = '' AND revoked_at IS NULL"
 """An invitation that was used since the backup would be good for a second host."""
+_SESSIONS: Final = "DELETE FROM identity_session"
+"""A person who has logged out since the backup would be logged in again."""
 
 _CURSORS: Final = f"UPDATE hub_cursor SET cursor = '0.' || {POSITION} WHERE cursor <> '' AND name <> 'health'"
 """The cursors of the readers of the feed: the same position, where transactions count from 0 again."""
@@ -120,6 +128,7 @@ def fence_sqlite(db: sqlite3.Connection, now_s: float) -> None:
         db.execute(statement.format(now=":now", why=":why"), values)
     if db.execute("SELECT 1 FROM sqlite_schema WHERE name = 'identity_invite'").fetchone():
         db.execute(_INVITES.format(now=":now"), values)
+        db.execute(_SESSIONS)
     db.execute("UPDATE sqlite_sequence SET seq = seq + ? WHERE name = 'event'", (EVENTS,))
     record_sqlite(db, [_restored(now_s)])
 
@@ -133,6 +142,7 @@ async def fence_postgres(connections: Connections, now_s: float) -> None:
         found = await (await connection.execute("SELECT to_regclass('identity_invite')")).fetchone()
         if found and found[0]:
             await connection.execute(_INVITES.format(now="%(now)s"), values)
+            await connection.execute(_SESSIONS)
         # Transactions are numbered by the server that ran them: those of another one may be in this one's future. Those
         # who read the events go on from the same place.
         found = await (await connection.execute("SELECT to_regclass('hub_cursor')")).fetchone()

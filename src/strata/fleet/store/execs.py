@@ -88,8 +88,10 @@ class ExecRows(Protocol):
 
     async def read(self, statement: str, values: Values) -> Sequence[ExecRow]: ...
 
-    async def change(self, statement: str, values: Values, event: Event | None = None) -> Sequence[ExecRow]:
-        """With an event for each row, in the same transaction."""
+    async def change(
+        self, statement: str, values: Values, event: Event | None = None, *, lock: str = ""
+    ) -> Sequence[ExecRow]:
+        """With an event for each row, in the same transaction. `lock` comes first where writers do not take turns."""
 
 
 class SqliteExecRows:
@@ -99,7 +101,14 @@ class SqliteExecRows:
     async def read(self, statement: str, values: Values) -> Sequence[ExecRow]:
         return await self._thread.read(lambda db: _decode(db.execute(statement, values).fetchall()))
 
-    async def change(self, statement: str, values: Values, event: Event | None = None) -> Sequence[ExecRow]:
+    async def change(
+        self,
+        statement: str,
+        values: Values,
+        event: Event | None = None,
+        *,
+        lock: str = "",  # noqa: ARG002
+    ) -> Sequence[ExecRow]:
         def change(db: sqlite3.Connection) -> Sequence[ExecRow]:
             rows = _decode(db.execute(statement, values).fetchall())
             record_sqlite(db, [event(row) for row in rows] if event else [])
@@ -115,11 +124,12 @@ class PostgresExecRows:
     async def read(self, statement: str, values: Values) -> Sequence[ExecRow]:
         return _decode(await self._connections.run(_PLACE.sub(r"%(\1)s", statement), values))
 
-    async def change(self, statement: str, values: Values, event: Event | None = None) -> Sequence[ExecRow]:
+    async def change(
+        self, statement: str, values: Values, event: Event | None = None, *, lock: str = ""
+    ) -> Sequence[ExecRow]:
         async with self._connections.transaction() as connection:
-            if statement == _ADD:
-                # Two requests at the same time would not count each other. Writes in SQLite come one after another.
-                await connection.execute(_PLACE.sub(r"%(\1)s", _LOCK_JOB), values)
+            if lock:
+                await connection.execute(_PLACE.sub(r"%(\1)s", lock), values)
             cursor = await connection.execute(_PLACE.sub(r"%(\1)s", statement), values)
             rows = _decode(await cursor.fetchall())
             await record_postgres(connection, [event(row) for row in rows] if event else [])
@@ -142,7 +152,8 @@ class ExecTable:
             "timeout": request.timeout_s,
             "until": now_s + START_S,
         }
-        return _only(await self._rows.change(_ADD, values, lambda row: _requested(row, now_s)))
+        # Without the lock, two requests at the same time would not count each other.
+        return _only(await self._rows.change(_ADD, values, lambda row: _requested(row, now_s), lock=_LOCK_JOB))
 
     async def find(self, exec_id: str) -> ExecRow | None:
         return _only(await self._rows.read(_FIND, {"id": exec_id}))

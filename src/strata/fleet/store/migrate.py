@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 _ROWS: Final = 5_000
 _WORLD: Final = 2**256
-_SKIPPED: Final = {"strata_schema", "strata_sealed"}
+_SKIPPED: Final = {"strata_schema", "strata_sealed", "job_count"}
+"""Not copied. The counts of jobs are kept by triggers, which count what is copied."""
 _CLOCKED: Final = {"event": "tx"}
 """A column that only PostgreSQL has: 0 is before every transaction of its own."""
 _CURSORS: Final = "hub_cursor"

@@ -62,13 +62,17 @@ def resume_from() -> Path | None:
 
 @contextmanager
 def new_checkpoint(name: str) -> Iterator[Path]:
-    """A folder to write a checkpoint to. Renamed to its final name at the end of the block, removed if that fails."""
+    """A folder to write a checkpoint to. Renamed to its final name at the end of the block, removed if that fails.
+
+    How long the block took is reported: the goodput of the job counts it as time for checkpoints.
+    """
     if not name or name.startswith(".") or name.endswith((".tmp", ".partial")) or os.sep in name:
         raise ValueError(f"{name!r} cannot be the name of a checkpoint")
     folder = Path(read_settings().checkpoint or "checkpoints")
     temporary, final = folder / f".{name}", folder / name
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
+    began_s = time.monotonic()
     try:
         yield temporary
         with suppress(FileNotFoundError):
@@ -77,6 +81,7 @@ def new_checkpoint(name: str) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    _write({"type": "checkpoint", "at_s": time.time(), "took_s": round(time.monotonic() - began_s, 3)})
 
 
 def report(*, step: int | None = None, **values: SupportsFloat) -> None:

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from strata.base import log
 from strata.base.errors import StrataError
-from strata.train.api.server import run
+from strata.train.api.server import MakePages, run
 from strata.train.settings import load_settings
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], pages: MakePages | None = None) -> int:
+    """`pages` are for browsers, beside the API."""
     parser = argparse.ArgumentParser(prog="python -m strata.train.api", description=__doc__)
     parser.add_argument("--settings", type=Path, required=True, help="the server's TOML file")
     parser.add_argument(
@@ -27,17 +28,24 @@ def main(arguments: Sequence[str]) -> int:
         settings = load_settings(options.settings)
         style = settings.server.log_format or ("console" if sys.stderr.isatty() else "json")
         log.configure(style, settings.server.log_level)
-        run(settings, lambda line: _announce(line, options.ready_fd), number=options.number, port=options.port)
+        run(
+            settings,
+            lambda address: _announce(address, options.ready_fd),
+            number=options.number,
+            port=options.port,
+            # A hub in front has a dashboard for all of its servers.
+            pages=pages if settings.server.front_key is None else None,
+        )
     except StrataError as error:
         _say(str(error))
         return 2
     return 0
 
 
-def _announce(line: str, ready_fd: int | None) -> None:
-    _say(line)
+def _announce(address: str, ready_fd: int | None) -> None:
+    _say(f"listening on {address}")
     if ready_fd is not None:
-        os.write(ready_fd, f"ready {line.rpartition(' ')[2]}\n".encode())
+        os.write(ready_fd, f"ready {address}\n".encode())
 
 
 def _say(line: str) -> None:

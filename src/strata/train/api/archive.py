@@ -10,6 +10,7 @@ import base64
 import binascii
 import contextlib
 import hmac
+import os
 import re
 import shutil
 from collections.abc import AsyncIterator
@@ -31,9 +32,11 @@ from strata.train.checkpoints.archive import MEDIA_TYPE, Archive, open_archive, 
 from strata.train.checkpoints.checkpoint import CheckpointManifest
 from strata.train.core import messages, ops
 from strata.train.core.state import IMPORTED
+from strata.train.core.status import TimelinesView
 from strata.train.peft import importer
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG
 from strata.train.wire import bodies, replies
+from strata.train.wire.timeline import chrome_trace
 
 DOWNLOAD: Final = "/api/v1/archive"
 IGNORED: Final = ("README.md",)
@@ -44,7 +47,7 @@ async def locate(call: ApiCall) -> RawReply:
     """Where the archive of a checkpoint can be fetched for a while, as a redirect (302)."""
     folder, expires_at_s = await _find_checkpoint(call)
     # Opened now, not only when it is fetched: the caller who requests the URL gets the error.
-    archive = await asyncio.to_thread(open_archive, call.context.settings.checkpoints / folder)
+    archive = await asyncio.to_thread(open_archive, call.context.settings.checkpoint_folder / folder)
     archive.closing.close()
     headers = {
         "Location": _signed_url(call, folder, "", expires_at_s),
@@ -57,7 +60,7 @@ async def locate(call: ApiCall) -> RawReply:
 async def locate_files(call: ApiCall) -> replies.ExternalWeights:
     """Where each file of a checkpoint can be fetched for a while."""
     folder, expires_at_s = await _find_checkpoint(call)
-    archive = await asyncio.to_thread(open_archive, call.context.settings.checkpoints / folder)
+    archive = await asyncio.to_thread(open_archive, call.context.settings.checkpoint_folder / folder)
     archive.closing.close()
     urls = {name: _signed_url(call, folder, name, expires_at_s) for name, _, _ in archive.files}
     return replies.ExternalWeights(urls=urls, expires=replies.to_datetime(expires_at_s))
@@ -69,24 +72,37 @@ async def _find_checkpoint(call: ApiCall) -> tuple[str, float]:
     checkpoint = await call.request(
         messages.DescribeCheckpoint(call.path["run_id"], kind, name), messages.ModelCheckpointView
     )
-    until_s = call.context.clock.wall_s() + call.context.settings.checkpoint.archive_valid_s
+    until_s = call.context.clock.wall_s() + call.context.settings.checkpoints.archive_valid_s
     return checkpoint.folder, until_s if checkpoint.expires_at_s is None else min(until_s, checkpoint.expires_at_s)
 
 
 def _signed_url(call: ApiCall, folder: str, file: str, expires_at_s: float) -> str:
-    grant = ArchiveGrant(folder, file, expires_at_s, call.caller.id if call.caller.kind is CallerKind.KEY else "")
+    grant = ArchiveGrant(folder, file, expires_at_s, _key_of(call))
+    return signed_url(call.headers, DOWNLOAD, token=sign_token(grant, call.context.signing_key))
+
+
+def _key_of(call: ApiCall) -> str:
+    return call.caller.id if call.caller.kind is CallerKind.KEY else ""
+
+
+async def trace_url(call: ApiCall, session_id: str) -> str:
+    """Where the trace of this session of the caller can be fetched for a while."""
+    until_s = call.context.clock.wall_s() + call.context.settings.checkpoints.archive_valid_s
+    grant = TraceGrant(session_id, await call.context.tenant(call.caller), until_s, _key_of(call))
     return signed_url(call.headers, DOWNLOAD, token=sign_token(grant, call.context.signing_key))
 
 
 async def fetch(call: ApiCall, query: bodies.ArchiveTokenQuery) -> RawReply:
-    """What such an address names: a tar file of PEFT's or Hugging Face's form, or one file of it."""
+    """What such an address names: a tar file of PEFT's or Hugging Face's form, one file of it, or a session's trace."""
     grant = verify_token(query.token, call.context.signing_key, call.context.clock.wall_s())
     if grant.key_id:
         key = await call.context.identity.key(grant.key_id)
         if key is None or key.revoked_at_s is not None:
             raise token_refused()
+    if isinstance(grant, TraceGrant):
+        return await _trace(call, grant)
     archive = await asyncio.to_thread(
-        open_archive, call.context.settings.checkpoints / grant.folder, grant.file or None
+        open_archive, call.context.settings.checkpoint_folder / grant.folder, grant.file or None
     )
     name = grant.file or f"{grant.folder.replace('/', '-').replace('@', '-')}.tar"
     headers = {
@@ -96,6 +112,16 @@ async def fetch(call: ApiCall, query: bodies.ArchiveTokenQuery) -> RawReply:
     }
     media_type = "application/octet-stream" if grant.file else MEDIA_TYPE
     return RawReply(_stream(archive, plain=bool(grant.file)), media_type=media_type, headers=headers)
+
+
+async def _trace(call: ApiCall, grant: TraceGrant) -> RawReply:
+    view = await call.request_as(grant.tenant, messages.ListTimelines(grant.session_id), TimelinesView)
+    content = await asyncio.to_thread(lambda: msgspec.json.encode(chrome_trace(view.timelines, shared=False)))
+    headers = {
+        "Content-Disposition": f'attachment; filename="{grant.session_id}.pftrace"',
+        "Cache-Control": "no-store",
+    }
+    return RawReply(content, headers=headers)
 
 
 async def _stream(archive: Archive, *, plain: bool) -> AsyncIterator[bytes]:
@@ -127,6 +153,25 @@ async def import_adapter(call: ApiCall, query: bodies.ImportQuery, body: RawBody
     finally:
         await asyncio.to_thread(_remove, folder)
     return replies.Imported(path=f"tinker://{run_id}/weights/{name}")
+
+
+async def import_files(call: ApiCall, request: messages.ImportCheckpoint, source: Path) -> None:
+    """Make a checkpoint of the files of another. They are shared with it: no file of a checkpoint is ever changed."""
+    folder = call.context.settings.imports / request.import_id
+    try:
+        await asyncio.to_thread(_link_files, source, folder / call.context.settings.staged)
+        await call.request(request, messages.Done)
+    finally:
+        await asyncio.to_thread(_remove, folder)
+
+
+def _link_files(source: Path, target: Path) -> None:
+    target.mkdir(parents=True, mode=0o700)
+    try:
+        for file in source.iterdir():
+            os.link(file, target / file.name)
+    except FileNotFoundError:
+        raise StrataError(Code.UNAVAILABLE, "the files of the checkpoint are not on this server now") from None
 
 
 def _remove(folder: Path) -> None:
@@ -164,7 +209,7 @@ def _stage(
 _HOST: Final = re.compile(r"[A-Za-z0-9.\-_\[\]:]{1,255}")
 
 
-class ArchiveGrant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class ArchiveGrant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag="archive"):
     folder: str
     """Of a checkpoint, under that of all checkpoints."""
     file: str
@@ -174,12 +219,23 @@ class ArchiveGrant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, arra
     """Of the key that requested it; the URL ends with that key."""
 
 
-def sign_token(grant: ArchiveGrant, key: bytes) -> str:
+class TraceGrant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag="trace"):
+    session_id: str
+    tenant: str
+    expires_at_s: float
+    key_id: str = ""
+    """As above."""
+
+
+Grant = ArchiveGrant | TraceGrant
+
+
+def sign_token(grant: Grant, key: bytes) -> str:
     content = msgspec.msgpack.encode(grant)
     return base64.urlsafe_b64encode(_mac(content, key) + content).decode().rstrip("=")
 
 
-def verify_token(token: str, key: bytes, now_s: float) -> ArchiveGrant:
+def verify_token(token: str, key: bytes, now_s: float) -> Grant:
     """FORBIDDEN with the same message for everything that may be wrong."""
     refused = token_refused()
     try:
@@ -188,7 +244,11 @@ def verify_token(token: str, key: bytes, now_s: float) -> ArchiveGrant:
         raise refused from None
     if not hmac.compare_digest(_mac(raw[32:], key), raw[:32]):
         raise refused
-    grant = msgspec.msgpack.decode(raw[32:], type=ArchiveGrant)
+    try:
+        grant: Grant = msgspec.msgpack.decode(raw[32:], type=Grant)
+    except msgspec.MsgspecError:
+        # Signed by an earlier version of this server.
+        raise refused from None
     if grant.expires_at_s <= now_s:
         raise refused
     return grant

@@ -9,27 +9,28 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeVar
 
-from prometheus_client import Counter, generate_latest
-from starlette.types import Scope
+from prometheus_client import CollectorRegistry, generate_latest
 
+from strata.base import trace
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.base.ids import Ids
 from strata.http.auth_failures import AuthFailures
 from strata.http.body import BodyPace
 from strata.http.budget import BodyBudget
-from strata.http.root import ROUTE
+from strata.http.metrics import new_registry
+from strata.http.request_metrics import RequestMetrics
 from strata.http.route import HttpCall
 from strata.identity.authenticate import Authenticator
 from strata.identity.ports import IdentityStore
 from strata.identity.roles import CallerKind, Principal
+from strata.train.api.sampler_cache import SamplerCache
+from strata.train.api.text import TextLoader
 from strata.train.core import messages, ops
 from strata.train.core.messages import OrchestratorRequest
-from strata.train.metrics_registry import PREFIX, new_registry
 from strata.train.payload import Payloads
-from strata.train.settings import ServerSettings
+from strata.train.settings import METRICS_PREFIX, ServerSettings
 
-NO_ROUTE: Final = "none"
 T = TypeVar("T", bound=messages.Output)
 
 
@@ -38,27 +39,15 @@ REPLY_TIMEOUT_S: Final = 10.0
 _NAMES: Final = 10_000
 
 
-class RequestMetrics:
+class ApiMetrics:
     """`number` is this server's among the API servers of a machine: any of them may be scraped."""
 
     def __init__(self, number: int = 0) -> None:
-        self._server = str(number)
-        self._registry = new_registry()
-        self._replies = Counter(
-            f"{PREFIX}http_requests_total",
-            "Requests that this API server answered, of callers it knows",
-            ("server", "method", "route", "status"),
-            registry=self._registry,
-        )
+        self._registry: CollectorRegistry = new_registry()
+        self.requests = RequestMetrics(METRICS_PREFIX, self._registry, {"server": str(number)})
 
     def expose(self) -> bytes:
         return generate_latest(self._registry)
-
-    def count(self, scope: Scope, status: int) -> None:
-        """Count a reply under its route. All paths that are none are one label, so clients cannot make new labels."""
-        route = scope.get(ROUTE)
-        method = NO_ROUTE if route is None else scope["method"]
-        self._replies.labels(self._server, method, route or NO_ROUTE, status).inc()
 
 
 class OrchestratorPort(Protocol):
@@ -74,16 +63,18 @@ class ApiContext:
     authenticator: Authenticator
     clock: Clock
     ids: Ids
+    text: TextLoader
     reply_timeout_s: float = REPLY_TIMEOUT_S
     pace: BodyPace = field(default_factory=BodyPace)
     names: dict[str, str] = field(default_factory=dict)
     signing_key: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     """Of the URLs of archives, which are valid for minutes."""
-    requests: RequestMetrics = field(default_factory=RequestMetrics)
+    metrics: ApiMetrics = field(default_factory=ApiMetrics)
     failures: AuthFailures = field(default_factory=AuthFailures)
     bodies: BodyBudget = field(default_factory=BodyBudget)
     number: int = 0
     """Among the API servers of this machine."""
+    samplers: SamplerCache = field(default_factory=SamplerCache)
 
     async def tenant(self, caller: Principal) -> str:
         """Keys of one name are one tenant, so that a key can be replaced by a new one. A name never changes."""
@@ -126,13 +117,25 @@ class ApiCall(HttpCall[ApiContext]):
         """Samples of one sampler that ended meanwhile, none if the time is over."""
         return _expect(await self._exchange(watch, watch.wait_s), messages.SamplesEnded)
 
-    async def _exchange(self, message: messages.Command | messages.Query, wait_s: float) -> messages.Output:
-        request = OrchestratorRequest(secrets.token_hex(12), await self.context.tenant(self.caller), message)
+    async def request_as(self, tenant: str, message: messages.Query, kind: type[T]) -> T:
+        """The response to a query of another tenant, which has granted it."""
+        return _expect(await self._exchange(message, 0.0, tenant), kind)
+
+    async def _exchange(
+        self, message: messages.Command | messages.Query, wait_s: float, tenant: str | None = None
+    ) -> messages.Output:
+        tenant = await self.context.tenant(self.caller) if tenant is None else tenant
+        request = OrchestratorRequest(secrets.token_hex(12), tenant, message, trace.traceparent())
         output = await self.context.orchestrator.request(request, timeout_s=self.context.reply_timeout_s + wait_s)
         if isinstance(output, messages.ErrorResponse):
             lost = self.context.settings.server.lost if output.code is Code.NOT_FOUND else ""
             raise StrataError(output.code, output.message, hint=lost or output.hint)
         return output
+
+
+def project_of(tenant: str) -> str:
+    """The id of a tenant's project: each has one, of its own name."""
+    return tenant.removeprefix("key:")
 
 
 def _expect(output: messages.Output, kind: type[T]) -> T:

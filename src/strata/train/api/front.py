@@ -22,6 +22,8 @@ KEY: Final = "x-strata-front"
 TENANT: Final = "x-strata-tenant"
 """The name of the caller's key at the hub, percent-encoded."""
 ROLE: Final = "x-strata-role"
+SEES_ALL: Final = "x-strata-sees-all"
+"""`yes` if the caller may see other tenants by name: an operator of the hub."""
 SESSION: Final = "x-strata-session"
 """The id of a session to open: ids of all the servers behind a hub follow from the hub's."""
 

@@ -8,7 +8,6 @@ orchestrator is away, not after the result has expired.
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any, Final
 
 import msgspec
@@ -21,7 +20,7 @@ from strata.http.route import KIB, MIB, RESEARCHER, Access, Handler, RawBody, Ra
 from strata.train.api.context import ApiCall
 from strata.train.core import messages, ops
 from strata.train.core.messages import QueueState
-from strata.train.core.sampling import decode_result
+from strata.train.core.sampling import SampleResult, decode_result
 from strata.train.wire import bodies, native, sampling, tinker, tinker_json
 from strata.train.wire.pass_request import OperationKey
 from strata.train.wire.replies import FutureReply, TryAgain
@@ -96,11 +95,16 @@ async def retrieve(call: ApiCall, body: bodies.RetrieveFutureBody) -> RawReply:
             request_id=body.request_id, queue_state=outcome.queue_state, queue_state_reason=outcome.reason
         )
         return RawReply(msgspec.json.encode(waiting), 408)
-    if isinstance(outcome.result, ops.SampleDone):
-        return await asyncio.to_thread(_sample_reply, call, outcome.result)
-    if not isinstance(outcome.result, ops.PassDone):
-        return RawReply(tinker_json.write_result(outcome.result))
-    return await asyncio.to_thread(_pass_reply, call, outcome.result)
+    result = outcome.result
+    if not isinstance(result, ops.PassDone | ops.SampleDone):
+        return RawReply(tinker_json.write_result(result))
+    # A result that came with the reply is small: nothing of it is worth a change of threads.
+    stored = isinstance(result.payload, ops.StoredPayload)
+    return await offload(b"", lambda: _payload_reply(call, result), large=stored)
+
+
+def _payload_reply(call: ApiCall, done: ops.PassDone | ops.SampleDone) -> RawReply:
+    return _pass_reply(call, done) if isinstance(done, ops.PassDone) else _sample_reply(call, done)
 
 
 def _pass_reply(call: ApiCall, done: ops.PassDone) -> RawReply:
@@ -117,11 +121,16 @@ def _pass_reply(call: ApiCall, done: ops.PassDone) -> RawReply:
     return RawReply(tinker_json.write_output(result))
 
 
-def _sample_reply(call: ApiCall, done: ops.SampleDone) -> RawReply:
+def read_sample(call: ApiCall, done: ops.SampleDone) -> SampleResult:
+    """Blocking."""
     try:
-        result = decode_result(call.context.payloads.read(done.payload))
+        return decode_result(call.context.payloads.read(done.payload))
     except msgspec.MsgspecError as error:
         raise StrataError(Code.CORRUPT, f"what was sampled cannot be read: {error}") from None
+
+
+def _sample_reply(call: ApiCall, done: ops.SampleDone) -> RawReply:
+    result = read_sample(call, done)
     if tinker.MEDIA_TYPE in call.headers.get("accept", ""):
         return RawReply(sampling.write_proto(result), media_type=tinker.MEDIA_TYPE)
     return RawReply(sampling.write_json(result))

@@ -6,11 +6,12 @@ What a training loop requests all the time stands first, because the router trie
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from strata.base.errors import Code
 from strata.base.unix_socket import format_unix_address
-from strata.http.app import Serving, build_app
+from strata.http.app import BrowserPages, Serving, build_app
 from strata.http.authentication import RequestAuthenticator
 from strata.http.body import path_first
 from strata.http.errors import ErrorTable
@@ -19,9 +20,12 @@ from strata.http.reading import BudgetRules, ReadingRules
 from strata.http.root import RootApp, RootLimits
 from strata.http.route import KIB, MIB, VIEWER, Access, Route
 from strata.train.api import (
+    account,
     archive,
+    completions,
     futures,
     keys,
+    refused,
     sampling,
     service,
     sessions,
@@ -63,6 +67,7 @@ DOCUMENT: Final = DocumentSpec(
     },
     security=_security,
     raw_body={tinker.MEDIA_TYPE: BINARY, native.MEDIA_TYPE: BINARY, "application/json": {}},
+    raw_reply={"completions.chat_completions": completions.STREAM, "completions.completions": completions.STREAM},
     operation_id=_operation_id,
 )
 ROUTES: Final = with_document(
@@ -70,10 +75,13 @@ ROUTES: Final = with_document(
         *futures.ROUTES,
         *training.ROUTES,
         *sampling.ROUTES,
+        *completions.ROUTES,
         *sessions.ROUTES,
         *service.ROUTES,
         *archive.ROUTES,
         *weights.ROUTES,
+        *account.ROUTES,
+        *refused.ROUTES,
         *tokenizer.ROUTES,
         *keys.ROUTES,
     ),
@@ -95,21 +103,28 @@ def reading_rules(context: ApiContext) -> ReadingRules:
     )
 
 
-def application(context: ApiContext, routes: Sequence[Route] = ROUTES) -> RootApp:
+def application(context: ApiContext, routes: Sequence[Route] = ROUTES, *, pages: BrowserPages | None = None) -> RootApp:
+    """`pages` is the dashboard: its routes come after those of the API."""
+    if pages is not None:
+        routes = (*routes, *pages.routes)
     authenticator = RequestAuthenticator(
-        routes, context.authenticator, address=format_unix_address(context.settings.api_socket), key_header=KEY_HEADER
+        routes,
+        context.authenticator,
+        address=format_unix_address(context.settings.api_socket),
+        key_header=KEY_HEADER,
+        session_cookie="" if pages is None else pages.session_cookie,
     )
     serving = Serving(
         context=context,
         server="server",
         document_path=DOCUMENT_PATH,
         rules=reading_rules(context),
-        errors=ERRORS,
+        errors=replace(ERRORS, page=None if pages is None else pages.error_page),
         # A result is one piece and may be large: a client that requests the next one without reading it is not waited
         # for.
         limits=RootLimits(time_every_send=True, failures=context.failures),
         call_type=ApiCall,
-        on_reply=context.requests.count,
+        on_reply=context.metrics.requests.count,
     )
     identify = identify_behind_front(authenticator.identify, context.settings.server.front_key)
     return build_app(routes, serving, identify)

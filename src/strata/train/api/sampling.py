@@ -9,23 +9,27 @@ from strata.http.route import KIB, MIB, OPERATOR, RESEARCHER, VIEWER, Route
 from strata.train.api.context import ApiCall
 from strata.train.api.futures import operation_route
 from strata.train.core import messages, ops
-from strata.train.core.sampling import check_result_size
+from strata.train.core.sampling import SampleOperation, check_result_size
 from strata.train.wire import bodies, replies, sampling
-from strata.train.wire.arrays import invalid_field
+from strata.train.wire.fields import invalid_field
 
 
 async def sample(call: ApiCall, body: sampling.SampleRequest) -> sampling.SampleFuture:
     """Draw samples that continue a prompt → future"""
     operation = body.operation()
     room = call.context.settings.sampling.cached_tokens
-    if operation.length >= room:
-        # Before it is made durable: what no rank can ever take does not belong into the journal.
-        raise invalid_field("prompt", f"has {operation.length} tokens, and a rank has room for {room}")
+    check_prompt_fits(operation, room)
     # No rank samples more than it has room for. How many that are without a limit of the client's, the ranks know.
     check_result_size(operation, min(operation.params.max_tokens or 1, room - operation.length + 1))
     accepted = await call.submit(operation)
     sequences = [f"{accepted.future_id}:{place}" for place in range(operation.num_samples)]
     return sampling.SampleFuture(request_id=accepted.future_id, sample_sequence_ids=sequences)
+
+
+def check_prompt_fits(operation: SampleOperation, room: int) -> None:
+    """Before it is made durable: what no rank can ever take does not belong into the journal."""
+    if operation.length >= room:
+        raise invalid_field("prompt", f"has {operation.length} tokens, and a rank has room for {room}")
 
 
 async def save_for_sampler(call: ApiCall, body: sampling.SaveWeightsForSampler) -> ops.SaveWeights | ops.SaveSampler:

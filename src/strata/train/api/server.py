@@ -17,26 +17,31 @@ from strata.base.atomic import write_file
 from strata.base.clock import Clock, SystemClock
 from strata.base.ids import Ids
 from strata.base.private import require_private_folder
+from strata.base.settings import process_environment
 from strata.base.unix_socket import format_unix_address, listen_unix
-from strata.http import server
+from strata.http import otel, server
+from strata.http.app import BrowserPages
 from strata.http.body import BodyPace
 from strata.http.budget import BodyBudget
 from strata.http.protocol import HEADER_S, new_protocol
 from strata.http.root import RootApp
 from strata.http.server import listen, new_loop, server_config, stop_on_signals, url_of
 from strata.identity.authenticate import Authenticator
-from strata.train.api.context import REPLY_TIMEOUT_S, ApiContext, OrchestratorPort, RequestMetrics
+from strata.train.api.context import REPLY_TIMEOUT_S, ApiContext, ApiMetrics, OrchestratorPort
 from strata.train.api.keys import create_first_key, load_operator_token, open_key_database
 from strata.train.api.routes import application
+from strata.train.api.text import TextLoader
 from strata.train.link.api import OrchestratorClient
 from strata.train.link.sockets import publish_address
 from strata.train.payload import Payloads
-from strata.train.settings import ServerSettings, check_exposure
+from strata.train.settings import ADDRESS_FILE, ServerSettings, check_exposure
 
-ADDRESS_FILE: Final = "api.address"
-"""In the data folder: where the server listens, also when it has chosen the port itself."""
 DRAIN_S: Final = 3
 MAX_CONNECTIONS: Final = 4096
+
+
+MakePages = Callable[[ApiContext, asyncio.Event], BrowserPages]
+"""The dashboard of a server; the event is set when the server stops."""
 
 
 class APIServer:
@@ -61,9 +66,12 @@ class APIServer:
         self._pace = pace or BodyPace()
 
     @asynccontextmanager
-    async def application(self, orchestrator: OrchestratorPort) -> AsyncIterator[RootApp]:
+    async def application(
+        self, orchestrator: OrchestratorPort, pages: MakePages | None = None, stop: asyncio.Event | None = None
+    ) -> AsyncIterator[RootApp]:
         async with self.open_context(orchestrator) as context:
-            yield application(context)
+            made = None if pages is None else pages(context, stop or asyncio.Event())
+            yield application(context, pages=made)
 
     @asynccontextmanager
     async def open_context(self, orchestrator: OrchestratorPort) -> AsyncIterator[ApiContext]:
@@ -84,20 +92,27 @@ class APIServer:
                 authenticator=Authenticator(identity, clock, authority=None, operator_token=token),
                 clock=clock,
                 ids=Ids(clock),
+                text=TextLoader(settings.model.path),
                 reply_timeout_s=self._reply_timeout_s,
                 pace=self._pace,
                 bodies=BodyBudget(largest=settings.server.max_body_bytes),
-                requests=RequestMetrics(self._number),
+                metrics=ApiMetrics(self._number),
                 number=self._number,
                 # The same in all API servers: each accepts what another has signed.
                 signing_key=hmac.digest(token.reveal().encode(), b"addresses of archives", "sha256"),
             )
 
-    async def serve(self, listeners: Sequence[socket.socket], stop: asyncio.Event, ready: Callable[[], None]) -> None:
+    async def serve(
+        self,
+        listeners: Sequence[socket.socket],
+        stop: asyncio.Event,
+        ready: Callable[[], None],
+        pages: MakePages | None = None,
+    ) -> None:
         """Serve on these sockets until `stop`. `ready` is called when all that a request needs is there."""
         async with (
             OrchestratorClient(self._settings, self._number) as orchestrator,
-            self.application(orchestrator) as app,
+            self.application(orchestrator, pages, stop) as app,
         ):
             ready()
             await serve_app(app, listeners, stop, header_s=self._header_s)
@@ -112,34 +127,52 @@ async def serve_app(
     await server.serve_http(server_config(app, http, max_connections=MAX_CONNECTIONS, drain_s=DRAIN_S), listeners, stop)
 
 
-def run(settings: ServerSettings, announce: Callable[[str], None], *, number: int = 0, port: int | None = None) -> None:
-    """Until SIGTERM or SIGINT. `announce` gets a line for people that says where the server listens.
+def run(
+    settings: ServerSettings,
+    announce: Callable[[str], None],
+    *,
+    number: int = 0,
+    port: int | None = None,
+    pages: MakePages | None = None,
+) -> None:
+    """Until SIGTERM or SIGINT. `announce` gets the address where the server listens.
 
-    `number` tells several on one port apart; `port` is the one that the launcher keeps for them.
+    `number` tells several on one port apart; `port` is the one that the launcher keeps for them. `pages` are for
+    browsers, beside the API.
     """
-    with asyncio.Runner(loop_factory=new_loop) as runner:
-        runner.run(_run(settings, announce, number, settings.server.port if port is None else port))
+    stop_traces = otel.configure("strata-api-server", process_environment())
+    try:
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(_run(settings, announce, number, settings.server.port if port is None else port, pages))
+    finally:
+        stop_traces()
 
 
-async def _run(settings: ServerSettings, announce: Callable[[str], None], number: int, port: int) -> None:
+async def _run(
+    settings: ServerSettings, announce: Callable[[str], None], number: int, port: int, pages: MakePages | None
+) -> None:
     stop = stop_on_signals()
     api = APIServer(settings, SystemClock(), number=number)
     with ExitStack() as stack:
-        shared = settings.server.api_servers > 1
-        tcp = stack.enter_context(listen(f"{settings.server.host}:{port}", shared=shared, free_port="server.port = 0"))
-        listeners = [tcp]
+        address = format_unix_address(settings.api_socket)
+        listeners = []
+        if settings.server.listen == "tcp":
+            shared = settings.server.api_servers > 1
+            place = f"{settings.server.host}:{port}"
+            listeners.append(stack.enter_context(listen(place, shared=shared, free_port="server.port = 0")))
+            address = url_of(listeners[0])
         if number == 0:
             # Processes can share a port, but not a Unix socket.
             require_private_folder(settings.sockets, "the sockets")
             listeners.append(stack.enter_context(listen_unix(settings.api_socket)))
 
         def ready() -> None:
-            publish_address(settings.data / ADDRESS_FILE, url_of(tcp))
+            publish_address(settings.data / ADDRESS_FILE, address)
             if settings.server.address_file is not None and number == 0:
                 _publish_to_agent(settings, settings.server.address_file)
-            announce(f"listening on {url_of(tcp)}")
+            announce(address)
 
-        await api.serve(listeners, stop, ready)
+        await api.serve(listeners, stop, ready, pages)
 
 
 def _publish_to_agent(settings: ServerSettings, file: Path) -> None:

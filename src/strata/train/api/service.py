@@ -7,13 +7,28 @@ import asyncio
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.http.route import KIB, MIB, OPERATOR, PUBLIC, VIEWER, RawReply, Route
-from strata.identity.roles import Role
+from strata.http.metrics import MEDIA_TYPE
+from strata.http.route import KIB, MIB, OPERATOR, PUBLIC, RESEARCHER, VIEWER, RawReply, Route
+from strata.identity.roles import CallerKind, Role
 from strata.train.api.context import ApiCall
+from strata.train.api.front import SEES_ALL
 from strata.train.core import messages, ops
-from strata.train.core.status import MetricsView, ServerStatus, StatusView, TimelinesView, TimelineView
-from strata.train.metrics_registry import MEDIA_TYPE
+from strata.train.core.rollouts import RolloutsView, RolloutView
+from strata.train.core.status import (
+    ActivityView,
+    CurvesView,
+    MetricsView,
+    ModelCurves,
+    ServerActivity,
+    ServerStatus,
+    StatusView,
+    ThroughputReport,
+    ThroughputView,
+    TimelinesView,
+    TimelineView,
+)
 from strata.train.wire import bodies, replies
+from strata.train.wire.rollouts import RolloutReply, RolloutsQuery, RolloutsReply, rollout_reply
 from strata.train.wire.timeline import TimelineReply, chrome_trace, timeline_reply
 
 
@@ -91,7 +106,10 @@ async def _manage(call: ApiCall, operation: ops.Sleep | ops.Wake) -> RawReply:
 
 
 def _sees_all_tenants(call: ApiCall) -> bool:
-    """An operator sees all tenants. Everybody else sees itself, and all others in the sum."""
+    """An operator sees all tenants, and so does one of a hub in front. Everybody else sees itself, and others in the
+    sum."""
+    if call.caller.kind is CallerKind.TENANT:
+        return call.headers.get(SEES_ALL) == "yes"
     return call.caller.role is not None and call.caller.role >= Role.OPERATOR
 
 
@@ -99,6 +117,47 @@ async def status(call: ApiCall) -> ServerStatus:
     """What the ranks do, who waits, how fast it goes, what ended last; others in the sum, for operators by name"""
     view = await call.request(messages.DescribeStatus(_sees_all_tenants(call)), StatusView)
     return view.status
+
+
+async def activity(call: ApiCall, query: bodies.ActivityQuery) -> ServerActivity:
+    """The last operations with their times, models, endpoints and throughput; of all tenants for operators"""
+    request = messages.DescribeActivity(_sees_all_tenants(call), query.operations)
+    return (await call.request(request, ActivityView)).activity
+
+
+async def throughput(call: ApiCall) -> ThroughputReport:
+    """Tokens that were trained and sampled per second, over the last hour"""
+    return (await call.request(messages.ReadThroughput(), ThroughputView)).throughput
+
+
+async def curves(call: ApiCall, query: bodies.CurvesQuery) -> ModelCurves:
+    """The metrics of a model over its optimizer steps: loss, gradients, distance of the sampler"""
+    names = tuple(name for name in query.names.split(",") if name)
+    request = messages.ReadCurves(call.path["run_id"], _sees_all_tenants(call), query.points, names)
+    return (await call.request(request, CurvesView)).curves
+
+
+async def rollouts(call: ApiCall, query: RolloutsQuery) -> RolloutsReply:
+    """The rollouts that the caller chose to keep, newest first"""
+    view = await call.request(messages.ListRollouts(query.model, query.limit), RolloutsView)
+    return RolloutsReply(rollouts=view.rollouts, total=view.total)
+
+
+async def rollout(call: ApiCall) -> RolloutReply:
+    """A kept rollout of the caller, token by token, with text if the server has the tokenizer"""
+    view = await call.request(messages.ReadRollout(call.path["rollout_id"]), RolloutView)
+    try:
+        text = await call.context.text.load()
+    except StrataError as error:
+        if error.code is not Code.UNSUPPORTED:
+            raise
+        return rollout_reply(view.rollout, None)
+    return await asyncio.to_thread(rollout_reply, view.rollout, text.token_text)
+
+
+async def report(call: ApiCall, body: bodies.ReportBody) -> None:
+    """Metrics that the client of a model measured, such as a reward, for the curves of its next step"""
+    await call.request(messages.ReportMetrics(call.path["run_id"], body.seq_id, body.values), messages.Done)
 
 
 async def timeline(call: ApiCall) -> TimelineReply:
@@ -116,7 +175,7 @@ async def trace(call: ApiCall) -> RawReply:
 async def metrics(call: ApiCall) -> RawReply:
     """Metrics for Prometheus; queues of other tenants as one, for operators by name"""
     view = await call.request(messages.ReadMetrics(_sees_all_tenants(call)), MetricsView)
-    return RawReply(view.text + call.context.requests.expose(), media_type=MEDIA_TYPE)
+    return RawReply(view.text + call.context.metrics.expose(), media_type=MEDIA_TYPE)
 
 
 ROUTES = (
@@ -130,6 +189,12 @@ ROUTES = (
     Route("POST", "/sleep", OPERATOR, sleep),
     Route("POST", "/wake_up", OPERATOR, wake_up),
     Route("GET", "/api/v1/status", VIEWER, status, KIB, operation="status.show"),
+    Route("GET", "/api/v1/activity", VIEWER, activity, KIB, operation="status.activity"),
+    Route("GET", "/api/v1/throughput", VIEWER, throughput, KIB, operation="status.throughput"),
+    Route("GET", "/api/v1/training_runs/{run_id}/curves", VIEWER, curves, KIB, operation="status.curves"),
+    Route("POST", "/api/v1/training_runs/{run_id}/curves", RESEARCHER, report, 4 * KIB, operation="status.report"),
+    Route("GET", "/api/v1/rollouts", VIEWER, rollouts, KIB, operation="rollouts.list"),
+    Route("GET", "/api/v1/rollouts/{rollout_id}", VIEWER, rollout, KIB, operation="rollouts.show"),
     Route("GET", "/api/v1/futures/{request_id}/timeline", VIEWER, timeline, KIB, operation="status.timeline"),
     Route("GET", "/api/v1/trace", OPERATOR, trace, KIB, operation="status.trace"),
     Route("GET", "/metrics", VIEWER, metrics, KIB, operation="status.metrics"),

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
+
+from strata.base.errors import Code, StrataError
 from strata.http.route import KIB, RESEARCHER, VIEWER, Route
-from strata.train.api.context import ApiCall
+from strata.train.api import archive
+from strata.train.api.context import ApiCall, project_of
 from strata.train.api.front import session_from_front
 from strata.train.core import messages, ops
 from strata.train.wire import bodies, replies
@@ -88,6 +92,46 @@ async def model(call: ApiCall) -> replies.ModelState:
     )
 
 
+async def search(call: ApiCall, body: bodies.SearchSessionsBody) -> replies.SessionPage:
+    """The caller's sessions that match, the newest first."""
+    tenant = await call.context.tenant(call.caller)
+    if not body.includes_owner(tenant) or not body.includes_project(project_of(tenant)):
+        return replies.SessionPage(sessions=[])
+    matching = sorted(filter(body.matches, await _sessions(call)), key=_place, reverse=True)
+    if body.cursor is not None:
+        last = (body.cursor.last_created_at, body.cursor.last_session_id)
+        matching = [each for each in matching if _place(each) < last]
+    checkpoints = (await call.request(messages.ListCheckpoints(), messages.CheckpointList)).checkpoints
+    page = [replies.session_summary(each, checkpoints, tenant, project_of(tenant)) for each in matching[: body.limit]]
+    if len(matching) <= body.limit:
+        return replies.SessionPage(sessions=page)
+    cursor = replies.SessionCursor(last_created_at=page[-1].created_at, last_session_id=page[-1].session_id)
+    return replies.SessionPage(sessions=page, next_cursor=cursor)
+
+
+def _place(session: messages.SessionView) -> tuple[datetime.datetime, str]:
+    """In the order of pages: by the time as a client reads it, which is rounded."""
+    return replies.to_datetime(session.opened_at_s), session.session_id
+
+
+async def set_project(call: ApiCall, body: bodies.ProjectBody) -> None:
+    """Nothing changes: a session stays in the one project of its tenant, and no other is accepted."""
+    await _session(call, call.path["session_id"])
+    own = project_of(await call.context.tenant(call.caller))
+    if body.project_id != own:
+        raise StrataError(
+            Code.INVALID,
+            f"this server has one project for each tenant, not {body.project_id!r}",
+            hint=f"yours is {own!r}",
+        )
+
+
+async def export_trace(call: ApiCall) -> replies.TraceExport:
+    """Where the trace of a session can be fetched for a while: its operations as far as their times are kept."""
+    session = await _session(call, call.path["session_id"])
+    return replies.TraceExport(url=await archive.trace_url(call, session.session_id))
+
+
 async def _sessions(call: ApiCall) -> list[messages.SessionView]:
     sessions = (await call.request(messages.ListSessions(), messages.SessionList)).sessions
     return sorted(sessions, key=lambda session: session.opened_at_s, reverse=True)
@@ -105,6 +149,9 @@ ROUTES = (
     Route("POST", "/api/v1/kill_session", RESEARCHER, kill),
     Route("GET", "/api/v1/session_info", VIEWER, state, KIB),
     Route("GET", "/api/v1/sessions", VIEWER, listed, KIB),
+    Route("POST", "/api/v1/sessions/search", VIEWER, search, 16 * KIB),
+    Route("PUT", "/api/v1/sessions/{session_id}/project", RESEARCHER, set_project, KIB),
+    Route("GET", "/api/v1/sessions/{session_id}/trace_export", VIEWER, export_trace, KIB),
     Route("GET", "/api/v1/sessions/{session_id}", VIEWER, show, KIB),
     Route("GET", "/api/v1/models/{model_id}", VIEWER, model, KIB),
 )

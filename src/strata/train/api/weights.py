@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Final
 
+from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.http.route import KIB, RESEARCHER, VIEWER, Route
-from strata.train.api.context import ApiCall
+from strata.identity.authenticate import Credentials
+from strata.identity.roles import CallerKind, Role
+from strata.train.api import archive
+from strata.train.api.context import ApiCall, project_of
 from strata.train.api.futures import operation_route
 from strata.train.core import messages, ops
+from strata.train.core.state import IMPORTED, INITIAL
 from strata.train.wire import bodies, replies
+
+ACCESS_TOKEN: Final = "x-tinker-weights-access-token"  # noqa: S105 - the name of a header
+
+COPY_OF_INITIAL: Final = "initial"
+"""A run has its own first checkpoint under the name that the original has."""
 
 
 async def save(call: ApiCall, body: bodies.SaveWeightsBody) -> ops.SaveWeights:
@@ -24,14 +35,44 @@ async def save_external(call: ApiCall, body: bodies.SaveWeightsExternalBody) -> 
     return body.operation()
 
 
-async def copy(call: ApiCall) -> None:
-    """Refused with 400: there are no projects here that weights could be copied into."""
-    del call
-    raise StrataError(
-        Code.INVALID,
-        "there are no projects here that weights could be copied into",
-        hint="load_weights makes a model of any checkpoint of yours",
+async def copy(call: ApiCall, body: bodies.CopyWeightsBody) -> replies.CopiedWeights:
+    """Copy a checkpoint of the caller, a public one, or one that a key of its owner opens, into a run of its own."""
+    context, tenant = call.context, await call.context.tenant(call.caller)
+    body.check_destination(project_of(tenant))
+    run_id, kind, name = bodies.tinker_path(body.source_path)
+    token = call.headers.get(ACCESS_TOKEN) or body.weights_access_token
+    reader = tenant if not token else await _tenant_of_key(call, token)
+    source = await call.request_as(
+        reader, messages.DescribeCheckpoint(run_id, kind, name), messages.ModelCheckpointView
     )
+    import_id = f"{context.number}.{context.ids.new('import')}"
+    # Idempotent: a client that retries under the same key makes no second copy.
+    content = "\n".join((tenant, source.folder, call.headers.get("x-idempotency-key", import_id)))
+    copied = f"{IMPORTED}{sha256_hex(content.encode())[:24]}"
+    name = COPY_OF_INITIAL if name == INITIAL else name
+    request = messages.ImportCheckpoint(
+        import_id=import_id,
+        name=name,
+        run_id=copied,
+        base_model=source.base_model,
+        lora=source.lora,
+        ttl_s=body.ttl_seconds,
+        user_metadata=source.user_metadata,
+        kind=kind,
+        optimizer=source.optimizer,
+    )
+    await archive.import_files(call, request, context.settings.checkpoint_folder / source.folder)
+    return replies.CopiedWeights(tinker_path=f"tinker://{copied}/{kind}/{name}")
+
+
+async def _tenant_of_key(call: ApiCall, token: str) -> str:
+    """The tenant of a key that its owner gave away for reading; as everywhere on TCP, no key of operators counts."""
+    caller = await call.context.authenticator.identify(Credentials(bearer=token))
+    if caller.kind is not CallerKind.KEY or caller.role not in (Role.VIEWER, Role.RESEARCHER):
+        raise StrataError(
+            Code.FORBIDDEN, "weights_access_token: only the key of a viewer or a researcher opens weights"
+        )
+    return await call.context.tenant(caller)
 
 
 async def load(call: ApiCall, body: bodies.LoadWeightsBody) -> ops.LoadWeights:
@@ -40,11 +81,13 @@ async def load(call: ApiCall, body: bodies.LoadWeightsBody) -> ops.LoadWeights:
     if body.session_id is not None and operation.seq_id == 0:
         request = messages.DescribeCheckpoint(operation.run_id, operation.kind, operation.name)
         checkpoint = await call.request(request, messages.ModelCheckpointView)
+        saved = checkpoint.optimizer if operation.optimizer else "adamw"
         create = ops.CreateModel(
             model_id=operation.model_id,
             base_model=body.base_model or checkpoint.base_model,
             lora=checkpoint.lora,
             user_metadata=bodies.metadata_as_text(body.user_metadata),
+            optimizer=body.optimizer_config.to_core() if body.optimizer_config else saved,
         )
         await call.submit(create, body.session_id)
     return operation
@@ -91,23 +134,18 @@ async def set_ttl(call: ApiCall, body: bodies.CheckpointTtlBody) -> None:
 
 
 async def publish(call: ApiCall) -> None:
-    """Refused with 403: checkpoints are for their owner alone."""
-    await _describe_checkpoint(call)
-    raise StrataError(
-        Code.FORBIDDEN, "checkpoints of this server are for their owner alone", hint="send an archive of it"
-    )
+    """Let every tenant of this server load, sample, copy and download a checkpoint."""
+    await _publish(call, public=True)
 
 
 async def unpublish(call: ApiCall) -> None:
-    """Nothing is ever public here, so there is nothing to do."""
-    await _describe_checkpoint(call)
+    """Let only its owner read a checkpoint."""
+    await _publish(call, public=False)
 
 
-async def _describe_checkpoint(call: ApiCall) -> messages.ModelCheckpointView:
+async def _publish(call: ApiCall, *, public: bool) -> None:
     kind, name = bodies.checkpoint_id(call.path["checkpoint_id"])
-    return await call.request(
-        messages.DescribeCheckpoint(call.path["run_id"], kind, name), messages.ModelCheckpointView
-    )
+    await call.request(messages.PublishCheckpoint(call.path["run_id"], kind, name, public), messages.Done)
 
 
 async def runs(call: ApiCall, query: bodies.PageQuery) -> replies.TrainingRuns:
@@ -129,6 +167,29 @@ async def run(call: ApiCall) -> replies.TrainingRun:
     model = await call.request(messages.DescribeModel(call.path["run_id"]), messages.ModelView)
     saved = (await call.request(messages.ListCheckpoints(model.model_id), messages.CheckpointList)).checkpoints
     return replies.training_run(model, saved, await call.context.tenant(call.caller))
+
+
+async def run_metrics(call: ApiCall, query: bodies.ResultsQuery) -> replies.ModelMetrics:
+    """The metrics of the passes and steps of a model that ended after one of them, as long as results are kept."""
+    request = messages.ListResults(call.path["run_id"], query.after, query.limit)
+    listed = await call.request(request, messages.ResultList)
+    points = await asyncio.to_thread(lambda: [_point(call, each) for each in listed.results])
+    return replies.ModelMetrics(points=[point for point in points if point is not None], unloaded=listed.unloaded)
+
+
+def _point(call: ApiCall, ended: messages.EndedResult) -> replies.ModelPoint | None:
+    """None if its result expired since it was listed."""
+    if isinstance(ended.result, ops.StepDone):
+        return replies.ModelPoint(
+            seq_id=ended.seq_id, kind="optim_step", at_s=ended.ended_at_s, values=ended.result.metrics
+        )
+    try:
+        values = ops.decode_pass_metrics(call.context.payloads.read(ended.result.payload)).metrics
+    except StrataError as error:
+        if error.code is not Code.NOT_FOUND:
+            raise
+        return None
+    return replies.ModelPoint(seq_id=ended.seq_id, kind="pass", at_s=ended.ended_at_s, values=values)
 
 
 async def _checkpoints(call: ApiCall, model_id: str | None) -> list[replies.CheckpointReply]:
@@ -155,6 +216,7 @@ ROUTES = (
     Route("GET", "/api/v1/training_runs", VIEWER, runs, KIB),
     Route("GET", "/api/v1/training_runs/{run_id}", VIEWER, run, KIB),
     Route("GET", "/api/v1/training_runs/{run_id}/checkpoints", VIEWER, of_run, KIB),
+    Route("GET", "/api/v1/training_runs/{run_id}/metrics", VIEWER, run_metrics, KIB),
     Route("PUT", f"{_ONE}/ttl", RESEARCHER, set_ttl, KIB),
     Route("POST", f"{_ONE}/publish", RESEARCHER, publish, KIB),
     Route("DELETE", f"{_ONE}/publish", RESEARCHER, unpublish, KIB),

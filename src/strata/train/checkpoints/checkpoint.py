@@ -7,11 +7,12 @@ holds tensors (safetensors) and JSON and nothing else: no format that could run 
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -26,7 +27,9 @@ from strata.train.core import ops
 
 MANIFEST: Final = "manifest.json"
 MANIFEST_LIMIT: Final = 16 << 20
-FORMAT: Final = 2
+FORMAT: Final = 3
+READABLE: Final = frozenset({2, FORMAT})
+"""Format 2 has the SHA-256 of each whole file, which one core computes alone."""
 NAMES: Final = 4
 """Folders above a checkpoint whose names must be durable: of its kind, its run, all runs, and the server's data."""
 PART: Final = ".part"
@@ -35,6 +38,12 @@ HEADER_LIMIT: Final = 32 << 20
 HEADER_KEYS: Final = frozenset({"format", "DCP_SHARDING_INFO", "DCP_VERSION"})
 """Metadata that our writers put into a header. Any other key is rejected."""
 THREADS: Final = 4
+LEAF: Final = 4 << 20
+"""Bytes of a leaf of a tree digest. Digests on disk depend on it."""
+TREE: Final = "sha256-tree:"
+"""Prefix of a tree digest: the SHA-256 of the SHA-256 of all leaves. Cores share the leaves of a file."""
+PIECE: Final = 256 << 10
+"""Bytes that are read and hashed at a time: they stay in the cache of a core."""
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}\.(safetensors|json|jinja)")
 
@@ -149,9 +158,9 @@ def read(folder: Path, *, share: tuple[int, int] = (0, 1)) -> CheckpointManifest
     _check_files(folder, manifest)
     rank, ranks = share
     own = sorted(manifest.files)[rank::ranks]
-    for name, digest in zip(own, file_digests([folder / name for name in own]), strict=True):
-        if digest != manifest.files[name].digest:
-            raise StrataError(Code.CORRUPT, f"the checkpoint {folder.name!r} is not as it was written: {name}")
+    damaged = find_damaged(folder, {name: manifest.files[name] for name in own})
+    if damaged is not None:
+        raise StrataError(Code.CORRUPT, f"the checkpoint {folder.name!r} is not as it was written: {damaged}")
     for name in own:
         check_header(folder / name)
     return manifest
@@ -194,7 +203,7 @@ def _read_manifest(folder: Path) -> CheckpointManifest | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
-        if (version := msgspec.json.decode(data, type=_Format).format) != FORMAT:
+        if (version := msgspec.json.decode(data, type=_Format).format) not in READABLE:
             raise StrataError(Code.UNSUPPORTED, f"the checkpoint {folder.name!r} has the format {version}")
         manifest = msgspec.json.decode(data, type=CheckpointManifest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -246,15 +255,40 @@ def sync_and_digest(files: Iterable[Path]) -> dict[str, CheckpointFile]:
             raise StrataError(Code.INTERNAL, f"{path.name!r} is no name for a file of a checkpoint")
     with ThreadPoolExecutor(THREADS) as pool:
         syncing = [pool.submit(sync_file, path) for path in paths]
-        found = list(pool.map(file_digest, paths))
+        digests = [_start_digest(pool, path, tree=True) for path in paths]
+        found = [digest() for digest in digests]
         for each in syncing:
             each.result()
     return {path.name: CheckpointFile(digest, path.stat().st_size) for path, digest in zip(paths, found, strict=True)}
 
 
-def file_digests(files: Sequence[Path]) -> list[str]:
+def find_damaged(folder: Path, files: Mapping[str, CheckpointFile]) -> str | None:
+    """The name of the first file that has not the digest of its entry; None if all have. Every byte is read."""
     with ThreadPoolExecutor(THREADS) as pool:
-        return list(pool.map(file_digest, files))
+        digests = {
+            name: _start_digest(pool, folder / name, tree=entry.digest.startswith(TREE))
+            for name, entry in files.items()
+        }
+        return next((name for name, digest in digests.items() if digest() != files[name].digest), None)
+
+
+def _start_digest(pool: ThreadPoolExecutor, path: Path, *, tree: bool) -> Callable[[], str]:
+    """Start to compute the digest of a file; the returned function waits for it."""
+    if not tree:
+        return pool.submit(file_digest, path).result
+    leaves = [pool.submit(_digest_leaf, path, start) for start in range(0, path.stat().st_size, LEAF)]
+    return lambda: f"{TREE}{sha256_hex(b''.join(leaf.result() for leaf in leaves))}"
+
+
+def _digest_leaf(path: Path, start: int) -> bytes:
+    digest, piece = hashlib.sha256(), memoryview(bytearray(PIECE))
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        left = LEAF
+        while left and (count := file.readinto(piece[:left])):
+            digest.update(piece[:count])
+            left -= count
+    return digest.digest()
 
 
 def check_header(file: Path) -> None:

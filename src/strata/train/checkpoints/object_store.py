@@ -7,7 +7,6 @@ leaves no partial checkpoint, only files that no manifest names. What is fetched
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import shutil
 from pathlib import Path
 
@@ -80,7 +79,7 @@ class CheckpointStore:
         return True
 
     async def _fetch_file(self, key: str, to: Path, expected: CheckpointFile) -> None:
-        digest, size = hashlib.sha256(), 0
+        size = 0
         stored = await self._bucket.open(key)
         if stored is None:
             raise StrataError(Code.CORRUPT, f"{key} is missing in the object store")
@@ -90,12 +89,15 @@ class CheckpointStore:
                     size += len(piece)
                     if size > expected.size:
                         break
-                    digest.update(piece)
                     await asyncio.to_thread(opened.write, piece)
         except OSError as error:
             # A disk may be full for a while only: UNAVAILABLE like the store, and retried.
             raise StrataError(Code.UNAVAILABLE, f"cannot write a copy of {key}: {error.strerror}") from error
-        if size != expected.size or f"sha256:{digest.hexdigest()}" != expected.digest:
+        is_complete = size == expected.size
+        if (
+            not is_complete
+            or await asyncio.to_thread(checkpoint.find_damaged, to.parent, {to.name: expected}) is not None
+        ):
             raise StrataError(Code.CORRUPT, f"{key} in the object store is not what was written")
 
     async def delete(self, name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from strata.base.errors import Code, StrataError
 from strata.train.core.overview import resident_models
-from strata.train.core.state import ClientSession, TrainState
+from strata.train.core.state import IMPORTED, ClientSession, TrainState
 
 
 def admit(state: TrainState, tenant: str) -> None:
@@ -40,6 +40,17 @@ def admit_session(state: TrainState, tenant: str) -> None:
     if sum(each.tenant == tenant and each.finished is None for each in state.sessions.values()) >= most:
         raise StrataError(
             Code.PRECONDITION, f"the quota of {tenant} is full: it has {most} sessions", hint="finish one first"
+        )
+
+
+def admit_import(state: TrainState, tenant: str) -> None:
+    most = state.rules.max_imports_per_tenant
+    runs = (state.models[run_id] for run_id, _, _ in state.checkpoints if run_id.startswith(IMPORTED))
+    if sum(run.tenant == tenant for run in runs) >= most:
+        raise StrataError(
+            Code.PRECONDITION,
+            f"the quota of {tenant} is full: it has {most} checkpoints that were imported or copied",
+            hint="delete one first",
         )
 
 

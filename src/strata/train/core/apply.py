@@ -8,7 +8,9 @@ from strata.train.core import checkpoint_retention, memory, ops, publishing, sna
 from strata.train.core.facts import (
     CheckpointDeleted,
     CheckpointImported,
+    CheckpointPublished,
     CheckpointTtlSet,
+    CustomLossCreated,
     Dispatched,
     DispatchFailed,
     EndpointAdded,
@@ -36,6 +38,7 @@ from strata.train.core.sampling import SampleOperation
 from strata.train.core.sequence import SequenceWindow
 from strata.train.core.state import (
     ClientSession,
+    CustomLossRecord,
     Dispatch,
     ModelCheckpoint,
     ModelRecord,
@@ -56,15 +59,19 @@ def apply(state: TrainState, fact: Fact) -> None:  # noqa: C901, PLR0912 - one a
         case SessionFinished():
             state.sessions[fact.session_id].finished = fact.reason
             state.sessions[fact.session_id].finished_at_s = fact.at_s
+            for loss_id in [each for each in state.custom_losses if each.startswith(f"{fact.session_id}:")]:
+                del state.custom_losses[loss_id]
         case SessionsForgotten():
             for session_id in fact.session_ids:
                 del state.sessions[session_id]
+        case CustomLossCreated():
+            state.custom_losses[fact.loss_id] = CustomLossRecord(fact.loss_id, fact.tenant, fact.loss)
         case OperationAccepted():
             _accept(state, fact)
         case Dispatched():
             _dispatch(state, fact)
         case OperationFinished():
-            _finish(state, fact.future_id, fact.result, fact.at_s)
+            _finish(state, fact.future_id, fact.result, fact.at_s, fact.took_s)
         case SliceEnded():
             state.dispatches.pop(fact.number, None)
             state.last_slice = fact.number
@@ -74,7 +81,7 @@ def apply(state: TrainState, fact: Fact) -> None:  # noqa: C901, PLR0912 - one a
             _attach_ranks(state, fact.group)
         case DispatchFailed():
             _fail_dispatch(state, fact)
-        case CheckpointDeleted() | CheckpointTtlSet() | CheckpointImported():
+        case CheckpointDeleted() | CheckpointTtlSet() | CheckpointImported() | CheckpointPublished():
             checkpoint_retention.apply(state, fact)
         case ResultsExpired():
             state.futures.expire(fact.until_s)
@@ -178,6 +185,7 @@ def _dispatch_operation(state: TrainState, fact: Dispatched, future_id: str) -> 
             state.samplers[operation.sampler_id].folder = fact.path
         case ops.SaveSampler() | ops.OpenSampler():
             state.samplers[operation.sampler_id].status = SamplerStatus.OPEN
+            state.samplers[operation.sampler_id].folder = fact.path
         case SampleOperation():
             state.sampling[future_id] = state.waiting.pop(future_id)
         case ops.Sleep() | ops.Wake():
@@ -200,11 +208,13 @@ def _attach_ranks(state: TrainState, group: str) -> None:
     state.waiting = returned | state.waiting
 
 
-def _finish(state: TrainState, future_id: str, result: ops.Result, at_s: float) -> None:
+def _finish(state: TrainState, future_id: str, result: ops.Result, at_s: float, took_s: float = 0.0) -> None:
     state.scheduler.remove(future_id)
     before = state.futures.get(future_id)
     operation = before.operation if before else None
     future = state.futures.end(future_id, result, at_s)
+    state.usage.record(future.tenant, operation, result, at_s)
+    snapshots.record_finished(state, future.number, operation, took_s)
     dispatch = state.dispatches.get(future.number)
     if dispatch is not None and dispatch.quantum is None:
         _end_in_dispatch(state, dispatch, future_id, result)

@@ -14,9 +14,16 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
-from strata.train.core.facts import CheckpointDeleted, CheckpointImported, CheckpointTtlSet, Dispatched
+from strata.train.core.admission import admit_import
+from strata.train.core.facts import (
+    CheckpointDeleted,
+    CheckpointImported,
+    CheckpointPublished,
+    CheckpointTtlSet,
+    Dispatched,
+)
 from strata.train.core.inputs import Decision, DeleteExpiredCheckpoints
-from strata.train.core.messages import DeleteCheckpoint, Done, ImportCheckpoint, SetCheckpointTtl
+from strata.train.core.messages import DeleteCheckpoint, Done, ImportCheckpoint, PublishCheckpoint, SetCheckpointTtl
 from strata.train.core.sequence import SequenceWindow
 from strata.train.core.snapshots import replay_starts
 from strata.train.core.state import (
@@ -37,7 +44,9 @@ EXPIRED: Final = "its time was over"
 SUPERSEDED: Final = "newer ones took its place"
 
 
-def apply(state: TrainState, fact: CheckpointDeleted | CheckpointTtlSet | CheckpointImported) -> None:
+def apply(
+    state: TrainState, fact: CheckpointDeleted | CheckpointTtlSet | CheckpointPublished | CheckpointImported
+) -> None:
     match fact:
         case CheckpointDeleted():
             gone = state.checkpoints.pop((fact.run_id, fact.kind, fact.name))
@@ -45,6 +54,9 @@ def apply(state: TrainState, fact: CheckpointDeleted | CheckpointTtlSet | Checkp
         case CheckpointTtlSet():
             key = (fact.run_id, fact.kind, fact.name)
             state.checkpoints[key] = msgspec.structs.replace(state.checkpoints[key], expires_at_s=fact.expires_at_s)
+        case CheckpointPublished():
+            key = (fact.run_id, fact.kind, fact.name)
+            state.checkpoints[key] = msgspec.structs.replace(state.checkpoints[key], public=fact.public)
         case CheckpointImported():
             create, operation = fact.create, fact.operation
             # An imported run is never trained: it exists so that its checkpoint belongs to a run.
@@ -199,6 +211,14 @@ def set_ttl(state: TrainState, tenant: str, command: SetCheckpointTtl, at_s: flo
     return Decision(Done(), (CheckpointTtlSet(command.run_id, command.kind, command.name, expires_at_s),))
 
 
+def publish(state: TrainState, tenant: str, command: PublishCheckpoint) -> Decision:
+    """Only its owner publishes a checkpoint. One that is saved again under its name is private again."""
+    checkpoint = find_checkpoint(state, tenant, command.run_id, command.kind, command.name)
+    if checkpoint.public == command.public:
+        return Decision(Done())
+    return Decision(Done(), (CheckpointPublished(command.run_id, command.kind, command.name, command.public),))
+
+
 def import_checkpoint(state: TrainState, tenant: str, command: ImportCheckpoint, at_s: float) -> Decision:
     """Idempotent: the same again is the same checkpoint."""
     create, operation = command.create(), command.save()
@@ -211,4 +231,5 @@ def import_checkpoint(state: TrainState, tenant: str, command: ImportCheckpoint,
         raise StrataError(Code.CONFLICT, f"there is a run {create.model_id!r} already")
     if key_of(operation) in state.checkpoints:
         return Decision(Done())
+    admit_import(state, tenant)
     return Decision(Done(), (CheckpointImported(tenant, create, operation, folder_of(operation), at_s),))

@@ -77,7 +77,7 @@ class ManageModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
 class MakeSampler(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="MAKE_SAMPLER"):
     operation: ops.SaveSampler | ops.OpenSampler
     path: str
-    """Of the checkpoint to open, if there is one."""
+    """Of the checkpoint to open, or where to save the weights of the sampler for engines; empty for neither."""
     close: Sequence[str] = ()
     """Samplers to evict first; one that does not exist is ignored."""
 
@@ -125,6 +125,8 @@ class AttachReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     """The last snapshot: an earlier orchestrator may not have received it."""
     exhausted: RowOutOfMemory | None = None
     """The row at which the group before this one ran out of memory, if it did."""
+    data_ranks: int = 0
+    """Ranks, or groups of ranks, that compute different rows of a pass; 0: each rank."""
 
 
 class RowOutOfMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -171,12 +173,14 @@ class ModelInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tokens of one row that fit into the memory of every rank: measured, or from the settings; 0 if unknown."""
 
 
-class DispatchCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="command"):
+class DispatchCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="command"):
     generation: int
     number: int
     work: Work
     durable: int
     """Rank 0 may drop its replies of dispatches up to this number."""
+    traceparent: str = ""
+    """The trace that this dispatch is part of; empty: none."""
 
 
 class Restore(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="restore"):

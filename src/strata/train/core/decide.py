@@ -13,7 +13,16 @@ import msgspec
 
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
-from strata.train.core import checkpoint_retention, dispatching, memory, ops, publishing, sampling_slices, snapshots
+from strata.train.core import (
+    checkpoint_retention,
+    custom_losses,
+    dispatching,
+    memory,
+    ops,
+    publishing,
+    sampling_slices,
+    snapshots,
+)
 from strata.train.core.admission import admit, admit_model, admit_session, forgettable_sessions
 from strata.train.core.facts import (
     DispatchFailed,
@@ -50,11 +59,13 @@ from strata.train.core.messages import (
     AbortOperation,
     Accepted,
     AddEndpoint,
+    CreateCustomLoss,
     DeleteCheckpoint,
     Done,
     FinishSession,
     ImportCheckpoint,
     OpenSession,
+    PublishCheckpoint,
     RemoveEndpoint,
     SetCheckpointTtl,
     SubmitOperation,
@@ -100,7 +111,7 @@ def decide(state: TrainState, request: Input) -> Decision:  # noqa: C901, PLR091
             assert_never(request)
 
 
-def _decide_command(state: TrainState, request: ClientCommand) -> Decision:  # noqa: PLR0911 - one arm per command
+def _decide_command(state: TrainState, request: ClientCommand) -> Decision:  # noqa: C901, PLR0911 - one arm per command
     tenant, command, at_s = request.tenant, request.command, request.at_s
     match command:
         case SubmitOperation():
@@ -111,10 +122,14 @@ def _decide_command(state: TrainState, request: ClientCommand) -> Decision:  # n
             return _open_session(state, tenant, command, at_s)
         case FinishSession():
             return _finish_session(state, tenant, command, at_s)
+        case CreateCustomLoss():
+            return custom_losses.create(state, tenant, command, at_s)
         case DeleteCheckpoint():
             return checkpoint_retention.delete(state, tenant, command)
         case SetCheckpointTtl():
             return checkpoint_retention.set_ttl(state, tenant, command, at_s)
+        case PublishCheckpoint():
+            return checkpoint_retention.publish(state, tenant, command)
         case ImportCheckpoint():
             return checkpoint_retention.import_checkpoint(state, tenant, command, at_s)
         case AddEndpoint():
@@ -313,8 +328,9 @@ def _complete_dispatch(state: TrainState, request: CompleteDispatch) -> Decision
     if push is not None and push.future_id:
         # The future ends when the push to the endpoints is complete.
         return Decision(Done(), (push,))
+    took_s = request.took_s / max(len(dispatch.future_ids), 1)
     facts = tuple(
-        OperationFinished(future_id, result, request.at_s)
+        OperationFinished(future_id, result, request.at_s, took_s)
         for future_id, result in zip(dispatch.future_ids, results, strict=True)
     )
     return Decision(Done(), facts if push is None else (*facts, push), tuple(dispatch.future_ids))

@@ -20,7 +20,10 @@ from strata.train.core.state import (
     is_name,
     key_of,
 )
+from strata.train.core.views import may_read
 
+UNNAMED: Final = "unnamed"
+"""The files of a sampler that was saved without a name. They stay as long as engines have its weights."""
 _SAMPLER_OPERATIONS: Final = (ops.SaveSampler, ops.OpenSampler)
 
 
@@ -75,11 +78,17 @@ def _dispatch(state: TrainState, chosen: list[_Chosen], request: DispatchNext, c
 
 
 def _packed(state: TrainState, chosen: list[_Chosen], request: DispatchNext) -> Packed:
-    items = [each.operation.lengths for each in chosen if isinstance(each.operation, ops.ForwardBackward)]
-    if not items:
+    passes = [each.operation for each in chosen if isinstance(each.operation, ops.ForwardBackward)]
+    if not passes:
         return Packed((), 1.0)
     capacity = min(state.rules.max_tokens_per_row, request.row_tokens or state.rules.max_tokens_per_row)
-    return pack(items, ranks=request.ranks, max_tokens_per_row=capacity, max_context=request.max_context)
+    return pack(
+        [operation.lengths for operation in passes],
+        ranks=request.ranks,
+        max_tokens_per_row=capacity,
+        max_context=request.max_context,
+        group_sizes=[operation.group_size for operation in passes],
+    )
 
 
 def _obstacle(state: TrainState, chosen: _Chosen, request: DispatchNext) -> str | None:  # noqa: PLR0911 - one arm per kind
@@ -123,8 +132,7 @@ def _save_obstacle(state: TrainState, operation: ops.SaveWeights) -> str | None:
 
 def _load_obstacle(state: TrainState, operation: ops.LoadWeights, tenant: str, now_s: float) -> str | None:
     checkpoint = _checkpoint(state, operation)
-    run = state.models.get(operation.run_id)
-    if checkpoint is None or run is None or run.tenant != tenant or checkpoint_retention.expired(checkpoint, now_s):
+    if checkpoint is None or not may_read(state, tenant, checkpoint) or checkpoint_retention.expired(checkpoint, now_s):
         return f"there is no checkpoint tinker://{operation.run_id}/{operation.kind}/{operation.name}"
     if operation.optimizer and operation.kind != "weights":
         return "a checkpoint for sampling does not hold the state of the optimizer"
@@ -163,5 +171,9 @@ def _path(state: TrainState, operation: ops.Operation) -> str:
             checkpoint = _checkpoint(state, operation.weights)
             assert checkpoint is not None, "checked before"
             return checkpoint.path
+        case ops.SaveSampler() if state.rules.engines:
+            # Engines read files. No other operation of this model has this sequence number, and so this folder.
+            unnamed = ops.SaveWeights(operation.model_id, operation.seq_id, "sampler_weights", UNNAMED)
+            return folder_of(unnamed)
         case _:
             return ""

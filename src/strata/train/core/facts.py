@@ -12,6 +12,7 @@ import msgspec
 
 from strata.train.core import ops
 from strata.train.core.commands import Row
+from strata.train.core.loss_graph import CustomLoss
 from strata.train.core.sampling import SlicePlan
 
 
@@ -38,6 +39,15 @@ class SessionsForgotten(_Fact, frozen=True, tag="sessions_forgotten"):
     """Ended sessions of which nothing is left but their names are dropped."""
 
     session_ids: Sequence[str]
+
+
+class CustomLossCreated(_Fact, frozen=True, tag="custom_loss_created"):
+    """A loss that passes of its session may name until the session ends; a payload that used it has a copy."""
+
+    loss_id: str
+    tenant: str
+    loss: CustomLoss
+    at_s: float
 
 
 class OperationAccepted(_Fact, frozen=True, tag="accepted"):
@@ -116,6 +126,8 @@ class OperationFinished(_Fact, frozen=True, tag="finished"):
     future_id: str
     result: ops.Result
     at_s: float
+    took_s: float = 0.0
+    """Its share of the time that the ranks took for its dispatch: a replay would take as long."""
 
 
 class DispatchFailed(_Fact, frozen=True, tag="given_up"):
@@ -141,6 +153,15 @@ class CheckpointTtlSet(_Fact, frozen=True, tag="checkpoint_timed"):
     kind: ops.WeightsKind
     name: str
     expires_at_s: float | None
+
+
+class CheckpointPublished(_Fact, frozen=True, tag="checkpoint_published"):
+    """The owner lets all tenants of this server read a checkpoint, or does so no longer."""
+
+    run_id: str
+    kind: ops.WeightsKind
+    name: str
+    public: bool
 
 
 class CheckpointImported(_Fact, frozen=True, tag="checkpoint_imported"):
@@ -199,9 +220,10 @@ class SampleRouted(_Fact, frozen=True, tag="sample_routed"):
 
 
 class SampleReturned(_Fact, frozen=True, tag="sample_returned"):
-    """The endpoint failed to sample it. The ranks do it."""
+    """The endpoint failed to sample it. The ranks do it, or with `again` an endpoint."""
 
     future_id: str
+    again: bool = False
 
 
 class ResultsExpired(_Fact, frozen=True, tag="expired"):
@@ -214,6 +236,7 @@ Fact = (
     SessionOpened
     | SessionFinished
     | SessionsForgotten
+    | CustomLossCreated
     | OperationAccepted
     | Dispatched
     | SliceEnded
@@ -226,6 +249,7 @@ Fact = (
     | DispatchFailed
     | CheckpointDeleted
     | CheckpointTtlSet
+    | CheckpointPublished
     | CheckpointImported
     | ResultsExpired
     | EndpointAdded

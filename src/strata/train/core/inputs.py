@@ -44,6 +44,8 @@ class CompleteDispatch:
     number: int
     results: Sequence[ops.Result]
     at_s: float
+    took_s: float = 0.0
+    """How long the ranks took."""
 
 
 @dataclass(frozen=True)
@@ -131,22 +133,25 @@ class RouteSamples:
     """Route samples to endpoints that have the weights, at most `limit` at a time."""
 
     limit: int
+    down: frozenset[str] = frozenset()
+    """Endpoints that do not reply at present: samples wait for them."""
 
 
 @dataclass(frozen=True)
 class CompleteRouted:
-    """An endpoint returned a routed sample."""
+    """An endpoint returned a routed sample, or failed so often that it has failed for good."""
 
     future_id: str
-    result: ops.SampleDone
+    result: ops.SampleDone | ops.Failed
     at_s: float
 
 
 @dataclass(frozen=True)
 class RequeueRouted:
-    """An endpoint failed to return a routed sample: the ranks sample it."""
+    """An endpoint failed to return a routed sample: the ranks sample it, or with `again` an endpoint."""
 
     future_id: str
+    again: bool = False
 
 
 @dataclass(frozen=True)

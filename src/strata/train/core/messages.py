@@ -16,6 +16,9 @@ import msgspec
 
 from strata.base.errors import Code
 from strata.train.core import ops, status
+from strata.train.core.loss_graph import CustomLoss
+from strata.train.core.rollouts import RolloutsView, RolloutView
+from strata.train.core.usage import UsageCount
 
 
 class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -89,6 +92,17 @@ class FinishSession(_SessionRequest, frozen=True, tag="finish_session"):
     reason: str
 
 
+class CreateCustomLoss(_Request, frozen=True, tag="create_custom_loss"):
+    """Idempotent: the same number with the same content is the same loss."""
+
+    loss_id: str
+    loss: CustomLoss
+
+    @property
+    def subject(self) -> str | None:
+        return self.loss_id
+
+
 class DeleteCheckpoint(_CheckpointRequest, frozen=True, tag="delete_checkpoint"):
     pass
 
@@ -96,6 +110,12 @@ class DeleteCheckpoint(_CheckpointRequest, frozen=True, tag="delete_checkpoint")
 class SetCheckpointTtl(_CheckpointRequest, frozen=True, tag="time_checkpoint"):
     ttl_s: float | None
     """Seconds from now until the checkpoint expires; None is never."""
+
+
+class PublishCheckpoint(_CheckpointRequest, frozen=True, tag="publish_checkpoint"):
+    """Let all tenants of this server read a checkpoint, or no longer. Idempotent."""
+
+    public: bool
 
 
 class ImportCheckpoint(_Request, frozen=True, tag="import_checkpoint"):
@@ -108,17 +128,19 @@ class ImportCheckpoint(_Request, frozen=True, tag="import_checkpoint"):
     name: str
     run_id: str
     base_model: str
-    lora: ops.LoraConfig
+    lora: ops.LoraConfig | None
     ttl_s: float | None = None
     user_metadata: Mapping[str, str] = {}
+    kind: ops.WeightsKind = "weights"
+    optimizer: ops.OptimizerName = "adamw"
 
     def create(self) -> ops.CreateModel:
         """A model that can load the weights."""
-        return ops.CreateModel(self.run_id, self.base_model, self.lora)
+        return ops.CreateModel(self.run_id, self.base_model, self.lora, optimizer=self.optimizer)
 
     def save(self) -> ops.SaveWeights:
         """The save that would have made the checkpoint."""
-        return ops.SaveWeights(self.run_id, 0, "weights", self.name, ttl_s=self.ttl_s, user_metadata=self.user_metadata)
+        return ops.SaveWeights(self.run_id, 0, self.kind, self.name, ttl_s=self.ttl_s, user_metadata=self.user_metadata)
 
 
 class AddEndpoint(_Request, frozen=True, tag="add_endpoint"):
@@ -140,8 +162,10 @@ Command = (
     | AbortOperation
     | OpenSession
     | FinishSession
+    | CreateCustomLoss
     | DeleteCheckpoint
     | SetCheckpointTtl
+    | PublishCheckpoint
     | ImportCheckpoint
     | AddEndpoint
     | RemoveEndpoint
@@ -181,6 +205,14 @@ class DescribeModel(_Request, frozen=True, tag="describe_model"):
         return self.model_id
 
 
+class DescribeCustomLoss(_Request, frozen=True, tag="describe_custom_loss"):
+    loss_id: str
+
+    @property
+    def subject(self) -> str | None:
+        return self.loss_id
+
+
 class DescribeSampler(_SamplerRequest, frozen=True, tag="describe_sampler"):
     pass
 
@@ -214,7 +246,20 @@ class ListCheckpoints(_Request, frozen=True, tag="list_checkpoints"):
 
 
 class DescribeCheckpoint(_CheckpointRequest, frozen=True, tag="describe_checkpoint"):
-    pass
+    """Of this tenant, or a public one."""
+
+
+class ListResults(_Request, frozen=True, tag="list_results"):
+    """Of the passes and steps of one model that ended and whose results are kept, in their order."""
+
+    model_id: str
+    after: int
+    """The sequence number of the last one that is known."""
+    limit: int
+
+    @property
+    def subject(self) -> str | None:
+        return self.model_id
 
 
 class DescribeServer(_Request, frozen=True, tag="describe_server"):
@@ -239,11 +284,66 @@ class DescribeTimeline(_FutureRequest, frozen=True, tag="describe_timeline"):
 
 
 class ListTimelines(_Request, frozen=True, tag="list_timelines"):
-    """Of all tenants."""
+    """Of all tenants; or of one session of this tenant."""
+
+    session_id: str = ""
+    """Empty: of all tenants."""
 
 
 class ReadMetrics(_Request, frozen=True, tag="read_metrics"):
     everything: bool
+
+
+class DescribeActivity(_Request, frozen=True, tag="describe_activity"):
+    everything: bool
+    operations: int
+
+
+class ReportMetrics(_Request, frozen=True, tag="report_metrics"):
+    """What the client of a model measured, for the curves of the next step. In memory only, and so no command."""
+
+    model_id: str
+    seq_id: int
+    """They belong to the first optimizer step from this number on."""
+    values: Mapping[str, float]
+
+    @property
+    def subject(self) -> str | None:
+        return self.model_id
+
+
+class ReadThroughput(_Request, frozen=True, tag="read_throughput"):
+    """Of the last hour."""
+
+
+class ReadUsage(_Request, frozen=True, tag="read_usage"):
+    """Of this tenant, in the hours that begin in this window."""
+
+    from_s: float
+    until_s: float
+
+
+class ReadCurves(_Request, frozen=True, tag="read_curves"):
+    """The metrics of a model over its steps."""
+
+    model_id: str
+    everything: bool
+    """Also of another tenant."""
+    points: int
+    names: Sequence[str] = ()
+    """Of the metrics; empty for all."""
+
+
+class ListRollouts(_Request, frozen=True, tag="list_rollouts"):
+    """The kept rollouts of the caller."""
+
+    model_id: str
+    """Of one model; empty: of all."""
+    limit: int
+
+
+class ReadRollout(_Request, frozen=True, tag="read_rollout"):
+    rollout_id: str
 
 
 Query = (
@@ -251,12 +351,14 @@ Query = (
     | WatchFuture
     | WatchSamples
     | DescribeModel
+    | DescribeCustomLoss
     | DescribeSampler
     | JoinSampler
     | ListModels
     | ListSessions
     | ListCheckpoints
     | DescribeCheckpoint
+    | ListResults
     | DescribeServer
     | CheckHealth
     | ListEndpoints
@@ -264,14 +366,23 @@ Query = (
     | DescribeTimeline
     | ListTimelines
     | ReadMetrics
+    | DescribeActivity
+    | ReportMetrics
+    | ReadThroughput
+    | ReadUsage
+    | ReadCurves
+    | ListRollouts
+    | ReadRollout
 )
 
 
-class OrchestratorRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class OrchestratorRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     request_id: str
     tenant: str
     """Of the caller, as the API server has authenticated it: what belongs to another tenant does not exist for it."""
     body: Command | Query
+    traceparent: str = ""
+    """The trace that this request is part of; empty: none."""
 
 
 # Responses
@@ -339,6 +450,10 @@ class ModelView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="mo
     """Later ones that arrived."""
 
 
+class CustomLossView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="custom_loss"):
+    loss: CustomLoss
+
+
 class SamplerView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sampler"):
     sampler_id: str
     base_model: str
@@ -380,6 +495,8 @@ class ModelCheckpointView(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     user_metadata: Mapping[str, str] = {}
     folder: str = ""
     """Of its files, under that of all checkpoints."""
+    public: bool = False
+    optimizer: ops.OptimizerName = "adamw"
 
     @property
     def path(self) -> str:
@@ -388,6 +505,22 @@ class ModelCheckpointView(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
 class CheckpointList(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="checkpoints"):
     checkpoints: Sequence[ModelCheckpointView]
+
+
+class UsageView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="usage"):
+    counts: Sequence[UsageCount]
+
+
+class EndedResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    seq_id: int
+    ended_at_s: float
+    result: ops.PassDone | ops.StepDone
+
+
+class ResultList(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="results"):
+    results: Sequence[EndedResult]
+    unloaded: bool
+    """The model is gone: nothing follows."""
 
 
 class ServerView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="server"):
@@ -437,16 +570,21 @@ Output = (
     | SamplesEnded
     | Done
     | ModelView
+    | CustomLossView
     | SamplerView
     | SamplerJoined
     | ModelList
     | SessionList
     | ModelCheckpointView
     | CheckpointList
+    | UsageView
+    | ResultList
     | ServerView
     | HealthReport
     | EndpointList
     | status.Views
+    | RolloutView
+    | RolloutsView
 )
 
 

@@ -14,6 +14,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
+from strata.train.core.loss_graph import CustomLoss
 from strata.train.core.sampling import SampleOperation
 
 WeightsKind = Literal["weights", "sampler_weights", "external_weights"]
@@ -38,6 +39,9 @@ MAX_INPUTS: Final = 64
 MAX_DIMENSIONS: Final = 8
 MAX_CONFIG: Final = 64
 MAX_NAME: Final = 256
+GROUP_SIZE: Final = "group_size"
+"""In the config of a custom loss."""
+MAX_GROUP: Final = 64
 
 
 class Dense(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="dense"):
@@ -73,10 +77,12 @@ class Datum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return len(self.tokens) // 4
 
 
-class PassData(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PassData(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What a payload holds: the data of one forward or forward-backward pass."""
 
     datums: Sequence[Datum]
+    custom: CustomLoss | None = None
+    """Of the loss `custom`: a replay needs nothing else than this payload."""
 
 
 class InlinePayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="inline"):
@@ -115,6 +121,24 @@ class AdamParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """0 is no clipping."""
 
 
+class MuonParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One step of Muon with the parameters of the client: those of `torch.optim.Muon`, without weight decay unless it
+    is given."""
+
+    learning_rate: float
+    momentum: float = 0.95
+    nesterov: bool = True
+    weight_decay: float = 0.0
+    ns_steps: int = 5
+    """Newton-Schulz iterations that orthogonalise an update."""
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
+    grad_clip_norm: float = 0.0
+    """0 is no clipping."""
+
+
+OptimizerName = Literal["adamw", "muon"]
+
+
 class LossName(StrEnum):
     CROSS_ENTROPY = "cross_entropy"
     IMPORTANCE_SAMPLING = "importance_sampling"
@@ -122,15 +146,19 @@ class LossName(StrEnum):
     CISPO = "cispo"
     DRO = "dro"
     GSPO = "gspo"
+    CUSTOM = "custom"
+    """A loss that the client has created: its graph is in the payload."""
 
 
-class CreateModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="create_model"):
+class CreateModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="create_model"):
     model_id: str
     base_model: str
     lora: LoraConfig | None
     """None is full fine-tuning: the model owns the base."""
     schedule: Schedule | None = None
     user_metadata: Mapping[str, str] = {}
+    optimizer: OptimizerName = "adamw"
+    """Fixed for the lifetime of the model."""
 
 
 class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -164,11 +192,32 @@ class ForwardBackward(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
     """Tokens of each datum, in order: all that the scheduler and packing need of the payload."""
     payload: Payload
 
+    @property
+    def group_size(self) -> int:
+        """So many datums, one after the other, have one loss."""
+        return group_size_of(self.loss, self.config)
 
-class OptimStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="optim_step"):
+
+def group_size_of(loss: LossName, config: Mapping[str, float]) -> int:
+    """Only a custom loss has groups. Bounded here too: one that does not divide a batch would stop all dispatches."""
+    if loss is not LossName.CUSTOM:
+        return 1
+    return min(max(int(config.get(GROUP_SIZE, 1)), 1), MAX_GROUP)
+
+
+class OptimStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="optim_step"):
+    """With the parameters of one optimizer: that of the model."""
+
     model_id: str
     seq_id: int
-    adam: AdamParams
+    adam: AdamParams | None
+    muon: MuonParams | None = None
+
+    @property
+    def params(self) -> AdamParams | MuonParams:
+        params = self.muon or self.adam
+        assert params is not None
+        return params
 
 
 class AbortGradients(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="abort_gradients"):
@@ -200,7 +249,7 @@ class LoadWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
 
 
 class SaveSampler(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="save_sampler"):
-    """A sampler of the model as it is at this sequence number. It lives in memory and has no files."""
+    """A sampler of the model as it is at this sequence number. It lives in memory; engines of the server get files."""
 
     model_id: str
     seq_id: int
@@ -293,6 +342,10 @@ class ModelCreated(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
     model_id: str
 
 
+class LossCreated(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="create_custom_loss"):
+    loss_id: str
+
+
 class DatumOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the loss says of one datum, per field a float32 array; `logprobs` is always there."""
 
@@ -303,6 +356,12 @@ class PassResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a result payload holds: outputs in the order of the datums asked for, and metrics named `name:reduction`."""
 
     outputs: Sequence[DatumOutput]
+    metrics: Mapping[str, float]
+
+
+class PassMetrics(msgspec.Struct, frozen=True):
+    """The metrics of an encoded `PassResult`, without its outputs."""
+
     metrics: Mapping[str, float]
 
 
@@ -355,6 +414,8 @@ class SamplerOpened(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 class SampleDone(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sample"):
     payload: Payload
     """An encoded `SampleResult`."""
+    tokens: int = 0
+    """Sampled, in all sequences."""
 
 
 class ModelUnloaded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="unload_model"):
@@ -384,6 +445,7 @@ class Failed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="faile
 
 Result = (
     ModelCreated
+    | LossCreated
     | PassDone
     | StepDone
     | GradientsAborted
@@ -402,3 +464,4 @@ Result = (
 encode_pass_data: Final = msgspec.msgpack.Encoder(order="deterministic").encode
 decode_pass_data: Final = msgspec.msgpack.Decoder(PassData).decode
 decode_pass_result: Final = msgspec.msgpack.Decoder(PassResult).decode
+decode_pass_metrics: Final = msgspec.msgpack.Decoder(PassMetrics).decode

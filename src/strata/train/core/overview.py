@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from strata.train.core.future import OperationFuture
-from strata.train.core.state import Dispatch, ModelRecord, TrainState
-from strata.train.core.status import OTHER_TENANTS, RECENT, RunningStatus, TenantStatus, Timeline
+from strata.train.core.learning_curves import CurvePoint, LearningCurves
+from strata.train.core.ops import SavedWeights
+from strata.train.core.state import Dispatch, ModelCheckpoint, ModelRecord, TrainState
+from strata.train.core.status import (
+    MAX_ACTIVE_MODELS,
+    OTHER_TENANTS,
+    RECENT,
+    CheckpointStatus,
+    CurveSeries,
+    EndpointStatus,
+    GapStatus,
+    HighGapStatus,
+    ModelCurves,
+    ModelStatus,
+    PublishedStatus,
+    RunningStatus,
+    TenantStatus,
+    Timeline,
+)
 from strata.train.core.throughput import ThroughputEstimate, in_flight_s
 from strata.train.core.views import tokens_of
 
@@ -103,3 +120,129 @@ def recently_ended(lines: Iterable[Timeline], *, own: str | None = None) -> list
     """The timelines of the operations that ended last, newest first."""
     ended = [each for each in lines if each.ended_at_s is not None and own in (None, each.tenant)]
     return sorted(ended, key=lambda each: each.ended_at_s or 0.0, reverse=True)[:RECENT]
+
+
+def last_operations(lines: Iterable[Timeline], most: int, *, own: str | None = None) -> list[Timeline]:
+    """The operations that were accepted last, newest first."""
+    seen = [each for each in lines if own in (None, each.tenant)]
+    return sorted(seen, key=lambda each: each.accepted_at_s, reverse=True)[:most]
+
+
+def model_rows(
+    state: TrainState, curves: LearningCurves, gaps: Mapping[str, GapStatus], *, own: str | None = None
+) -> list[ModelStatus]:
+    """The models that were used last, the newest first."""
+    models = [each for each in state.models.values() if own in (None, each.tenant) and not each.refused]
+    models.sort(key=lambda each: each.last_request_at_s, reverse=True)
+    newest = _newest_checkpoints(state)
+    return [
+        _model_row(each, _last_step(curves, each.model_id), newest.get(each.model_id), gaps.get(each.model_id))
+        for each in models[:MAX_ACTIVE_MODELS]
+    ]
+
+
+def high_gaps(state: TrainState, gaps: Mapping[str, GapStatus], *, own: str | None = None) -> list[HighGapStatus]:
+    """The models whose sampler and trainer differ by more than the alarm."""
+    high = [(state.models.get(model_id), gap) for model_id, gap in gaps.items() if gap.high]
+    return [
+        HighGapStatus(model_id=model.model_id, tenant=model.tenant, gap=gap)
+        for model, gap in high
+        if model is not None and own in (None, model.tenant)
+    ]
+
+
+def _model_row(
+    model: ModelRecord, last: CurvePoint | None, checkpoint: ModelCheckpoint | None, gap: GapStatus | None
+) -> ModelStatus:
+    return ModelStatus(
+        model_id=model.model_id,
+        tenant=model.tenant,
+        rank=None if model.create.lora is None else model.create.lora.rank,
+        created_at_s=model.created_at_s,
+        used_at_s=model.last_request_at_s,
+        unloaded=model.unloaded,
+        done=model.done,
+        waiting=max(model.line.released - model.done, 0) + len(model.line.held),
+        stepped_at_s=None if last is None else last.at_s,
+        values={} if last is None else last.values,
+        checkpoint=None if checkpoint is None else _checkpoint_status(checkpoint),
+        gap=gap,
+    )
+
+
+def _last_step(curves: LearningCurves, model_id: str) -> CurvePoint | None:
+    curve = curves.get(model_id)
+    points = () if curve is None else curve.points()
+    return points[-1] if points else None
+
+
+def _newest_checkpoints(state: TrainState) -> dict[str, ModelCheckpoint]:
+    newest: dict[str, ModelCheckpoint] = {}
+    for (run_id, _, _), each in state.checkpoints.items():
+        if run_id not in newest or newest[run_id].saved_at_s <= each.saved_at_s:
+            newest[run_id] = each
+    return newest
+
+
+def _checkpoint_status(checkpoint: ModelCheckpoint) -> CheckpointStatus:
+    saved = checkpoint.operation
+    return CheckpointStatus(
+        path=SavedWeights(saved.model_id, saved.kind, saved.name).path,
+        saved_at_s=checkpoint.saved_at_s,
+        expires_at_s=checkpoint.expires_at_s,
+    )
+
+
+def endpoint_rows(state: TrainState, curves: LearningCurves, *, own: str | None = None) -> list[EndpointStatus]:
+    """The inference endpoints, with the weights that were pushed to them last."""
+    pushing = {name for push in state.pushes.values() for name in push.endpoints}
+    rows = []
+    for name, endpoint in sorted(state.endpoints.items()):
+        published = []
+        for each in state.published.values():
+            model = state.models.get(each.model_id)
+            if name in each.endpoints and model is not None and own in (None, model.tenant):
+                last = _last_step(curves, each.model_id)
+                published.append(
+                    PublishedStatus(
+                        model_id=each.model_id,
+                        version=each.version,
+                        behind=max(model.done - each.seq_id, 0),
+                        sampler_gap=None if last is None else last.values.get("sampler_gap"),
+                    )
+                )
+        rows.append(
+            EndpointStatus(
+                name=name,
+                engine=endpoint.engine,
+                added_at_s=endpoint.added_at_s,
+                pushing=name in pushing,
+                published=published,
+            )
+        )
+    return rows
+
+
+def model_curves(curves: LearningCurves, model_id: str, points: int, names: Sequence[str]) -> ModelCurves:
+    """The metrics of a model over its steps: of each at most so many points, and only these names if there are any."""
+    curve = curves.get(model_id)
+    found = [] if curve is None else list(curve.points())
+    skip = -(-len(found) // max(points, 1))
+    # From the end, so that the newest is always there.
+    kept = found[::-1][:: max(skip, 1)][::-1]
+    wanted = names or sorted({name for each in kept for name in each.values})
+    return ModelCurves(
+        model_id=model_id,
+        steps_per_point=1 if curve is None else curve.stride,
+        series=[_series(kept, name) for name in wanted],
+    )
+
+
+def _series(points: Sequence[CurvePoint], name: str) -> CurveSeries:
+    of_name = [each for each in points if name in each.values]
+    return CurveSeries(
+        name=name,
+        steps=[each.seq_id for each in of_name],
+        at_s=[each.at_s for each in of_name],
+        values=[each.values[name] for each in of_name],
+    )

@@ -7,7 +7,7 @@ the longest of them: rows of similar length run in the same round.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 from strata.base.errors import Code, StrataError
@@ -24,17 +24,49 @@ class Packed(NamedTuple):
     """Tokens, divided by the capacity of the ranks in the time of the longest rows."""
 
 
-def pack(items: Sequence[Sequence[int]], *, ranks: int, max_tokens_per_row: int, max_context: int) -> Packed:
-    """`items[i]` are the lengths of the datums of operation i. INVALID if one is longer than the model can take."""
+class _Piece(NamedTuple):
+    """Datums that stay in one row."""
+
+    length: int
+    segments: tuple[Segment, ...]
+
+
+def pack(
+    items: Sequence[Sequence[int]],
+    *,
+    ranks: int,
+    max_tokens_per_row: int,
+    max_context: int,
+    group_sizes: Sequence[int] | None = None,
+) -> Packed:
+    """`items[i]` are the lengths of the datums of operation i. INVALID if one is longer than the model can take.
+
+    The datums of a group stay together if a row holds them all.
+    """
     check_lengths(items, max_context)
     pieces = [
-        (length, Segment(item, datum)) for item, lengths in enumerate(items) for datum, length in enumerate(lengths)
+        piece
+        for item, lengths in enumerate(items)
+        for piece in _pieces(item, lengths, group_sizes[item] if group_sizes else 1, max_tokens_per_row)
     ]
     # Long ones first; equal ones in the order asked for, so that the same operations always make the same rows.
-    pieces.sort(key=lambda piece: (-piece[0], piece[1].item, piece[1].datum))
+    pieces.sort(key=lambda piece: (-piece.length, piece.segments[0].item, piece.segments[0].datum))
     bins = _fewest_rounds(pieces, ranks, max_tokens_per_row)
-    length_of = {(segment.item, segment.datum): length for length, segment in pieces}
+    length_of = {(i, d): length for i, lengths in enumerate(items) for d, length in enumerate(lengths)}
     return _distribute(bins, length_of, ranks)
+
+
+def _pieces(item: int, lengths: Sequence[int], group_size: int, capacity: int) -> Iterator[_Piece]:
+    for start in range(0, len(lengths), group_size):
+        group = [
+            _Piece(lengths[datum], (Segment(item, datum),))
+            for datum in range(start, min(start + group_size, len(lengths)))
+        ]
+        total = sum(piece.length for piece in group)
+        if total <= capacity:
+            yield _Piece(total, tuple(segment for piece in group for segment in piece.segments))
+        else:
+            yield from group
 
 
 def check_lengths(items: Sequence[Sequence[int]], max_context: int, row_tokens: int = 0) -> None:
@@ -75,11 +107,11 @@ def unpack(rows: Rows, outputs: Sequence[Sequence[Sequence[Output]]]) -> list[li
     return [[found[item][datum] for datum in range(len(found[item]))] for item in range(len(found))]
 
 
-def _fewest_rounds(pieces: list[tuple[int, Segment]], ranks: int, capacity: int) -> list[list[Segment]]:
+def _fewest_rounds(pieces: Sequence[_Piece], ranks: int, capacity: int) -> list[list[Segment]]:
     """Rows that fill the ranks evenly: the smallest capacity that needs no more rounds than the one allowed."""
     bins = _best_fit(pieces, capacity)
     rounds = -(-len(bins) // ranks)
-    total, longest = sum(length for length, _ in pieces), pieces[0][0]
+    total, longest = sum(piece.length for piece in pieces), pieces[0].length
     low, high = min(max(longest, -(-total // (rounds * ranks))), capacity), capacity
     while low < high:
         middle = (low + high) // 2
@@ -91,18 +123,18 @@ def _fewest_rounds(pieces: list[tuple[int, Segment]], ranks: int, capacity: int)
     return bins
 
 
-def _best_fit(pieces: list[tuple[int, Segment]], capacity: int) -> list[list[Segment]]:
+def _best_fit(pieces: Sequence[_Piece], capacity: int) -> list[list[Segment]]:
     """Each into the fullest row that has room for it. One that is longer than a row gets one of its own."""
     bins: list[list[Segment]] = []
     room: list[tuple[int, int]] = []
-    for length, segment in pieces:
+    for length, segments in pieces:
         place = bisect_left(room, (length, -1))
         if place == len(room):
-            bins.append([segment])
+            bins.append(list(segments))
             left, index = capacity - length, len(bins) - 1
         else:
             left, index = room.pop(place)
-            bins[index].append(segment)
+            bins[index] += segments
             left -= length
         if left > 0:
             insort(room, (left, index))

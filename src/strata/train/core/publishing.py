@@ -6,9 +6,12 @@ push is idempotent, and a sample that names its version never runs on older weig
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Final, assert_never
 
+from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.train.core import checkpoint_retention, ops
 from strata.train.core.facts import (
@@ -28,6 +31,10 @@ from strata.train.core.sampling import SampleOperation
 from strata.train.core.state import Dispatch, InferenceEndpoint, Publication, Push, TrainState, is_name
 
 MAX_ENDPOINTS: Final = 64
+PREFIX_TOKENS: Final = 16
+"""Tokens of a prompt that choose its endpoint: a block of vLLM's prefix cache."""
+TOKEN_BYTES: Final = 4
+LOAD_BOUND: Final = 1.25
 SAMPLING_ENGINES: Final = frozenset({"vllm"})
 """Engines that accept tokens and return their log probabilities."""
 
@@ -44,7 +51,7 @@ def decide(state: TrainState, request: PublishingInput) -> Decision:
         case CompletePush():
             return _complete_push(state, request)
         case RouteSamples():
-            return _route(state, request.limit)
+            return _route(state, request)
         case CompleteRouted():
             # A sample that was cancelled meanwhile has its result already.
             if request.future_id not in state.routed:
@@ -53,7 +60,8 @@ def decide(state: TrainState, request: PublishingInput) -> Decision:
                 Done(), (OperationFinished(request.future_id, request.result, request.at_s),), (request.future_id,)
             )
         case RequeueRouted():
-            return Decision(Done(), (SampleReturned(request.future_id),) if request.future_id in state.routed else ())
+            returned = SampleReturned(request.future_id, request.again)
+            return Decision(Done(), (returned,) if request.future_id in state.routed else ())
         case _:
             assert_never(request)
 
@@ -67,7 +75,8 @@ def add_endpoint(state: TrainState, command: AddEndpoint, at_s: float) -> Decisi
         raise StrataError(Code.CONFLICT, f"there is an inference endpoint {command.name!r} already, another one")
     if existing is not None and existing.address == command.address:
         return Decision(Done())
-    if existing is None and len(state.endpoints) >= MAX_ENDPOINTS:
+    own = command.name in state.rules.engines
+    if existing is None and not own and len(state.endpoints) >= MAX_ENDPOINTS:
         raise StrataError(Code.EXHAUSTED, f"there are {MAX_ENDPOINTS} inference endpoints, which is the limit")
     return Decision(Done(), (EndpointAdded(command.name, command.url, command.address, command.engine, at_s),))
 
@@ -82,7 +91,7 @@ def push_after_save(
     state: TrainState, dispatch: Dispatch, results: Sequence[ops.Result], at_s: float
 ) -> PushBegun | None:
     """The push that follows when the ranks have saved the weights of this dispatch; None if there is none."""
-    if len(results) != 1 or not isinstance(results[0], ops.WeightsSaved):
+    if len(results) != 1 or not isinstance(results[0], ops.WeightsSaved | ops.SamplerOpened):
         return None
     future = state.futures.get(dispatch.future_ids[0])
     operation = future.operation if future else None
@@ -90,6 +99,8 @@ def push_after_save(
         endpoints, future_id = operation.endpoints or state.endpoints, dispatch.future_ids[0]
     elif isinstance(operation, ops.SaveWeights) and _is_pushed(state, operation):
         endpoints, future_id = state.endpoints, ""
+    elif isinstance(operation, ops.SaveSampler) and dispatch.path:
+        endpoints, future_id = state.rules.engines, ""
     else:
         return None
     return PushBegun(
@@ -124,19 +135,34 @@ def _complete_push(state: TrainState, request: CompletePush) -> Decision:
     return Decision(Done(), tuple(ended), (push.future_id,))
 
 
-def routable(state: TrainState, future_id: str, sample: SampleOperation) -> str | None:
-    """The endpoint that this sample is routed to; None: the ranks sample it.
+def endpoints_for(state: TrainState, future_id: str, sample: SampleOperation) -> Sequence[str] | None:
+    """The endpoints that may draw this sample; none of them: it waits for one. None: the ranks draw it.
 
     Engines return the log probability of the model itself. That equals the promised one only for an unmodified
     distribution, so every other sample, and every request about its prompt, is for the ranks.
     """
-    if not state.rules.route or not state.published or future_id in state.unroutable:
+    if not state.rules.route or future_id in state.unroutable:
         return None
     sampler = state.samplers.get(sample.sampler_id)
-    if sampler is None or not _engines_can_sample(sample):
+    if sampler is None or not sampler.folder or not _engines_can_sample(sample):
         return None
     publication = state.published.get(sampler.folder)
-    return None if publication is None else _least_loaded(state, publication)
+    if publication is None:
+        return () if _reaches_engines(state, sampler.folder) else None
+    able = [
+        name
+        for name in publication.endpoints
+        if name in state.endpoints and state.endpoints[name].engine in SAMPLING_ENGINES
+    ]
+    return able or None
+
+
+def _reaches_engines(state: TrainState, path: str) -> bool:
+    """Whether these weights are being saved for engines of the server, or are on their way there."""
+    if not state.rules.engines or state.rules.fallback:
+        return False
+    push = state.pushes.get(path)
+    return push is not None or any(dispatch.path == path for dispatch in state.dispatches.values())
 
 
 def _engines_can_sample(sample: SampleOperation) -> bool:
@@ -146,25 +172,27 @@ def _engines_can_sample(sample: SampleOperation) -> bool:
     return unmodified and not extra and params.max_tokens is not None
 
 
-def _least_loaded(state: TrainState, publication: Publication) -> str | None:
-    able = [
-        name
-        for name in publication.endpoints
-        if name in state.endpoints and state.endpoints[name].engine in SAMPLING_ENGINES
-    ]
-    load = [endpoint for endpoint, _ in state.routed.values()]
-    return min(able, key=load.count, default=None)
-
-
-def _route(state: TrainState, limit: int) -> Decision:
-    """One at a time, so that each goes to the endpoint with the lowest load."""
-    if len(state.routed) >= limit:
+def _route(state: TrainState, request: RouteSamples) -> Decision:
+    """One at a time, so that each choice sees the load of those before it."""
+    if len(state.routed) >= request.limit:
         return Decision(Done())
+    load = Counter(endpoint for endpoint, _ in state.routed.values())
     for future_id, sample in state.waiting.items():
-        endpoint = routable(state, future_id, sample)
-        if endpoint is not None:
-            return Decision(Done(), (SampleRouted(future_id, endpoint),))
+        able = [name for name in endpoints_for(state, future_id, sample) or () if name not in request.down]
+        if able:
+            return Decision(Done(), (SampleRouted(future_id, choose_endpoint(able, sample, load)),))
     return Decision(Done())
+
+
+def choose_endpoint(able: Sequence[str], sample: SampleOperation, load: Mapping[str, int]) -> str:
+    """By rendezvous hashing of the first block of the prompt: samples that share it find its KV cache in one endpoint,
+    and an endpoint that comes or goes moves none but its own. An endpoint takes no more than its share of the load and
+    a quarter; beyond that the next in the order of the hash does.
+    """
+    block = sample.prompt[: PREFIX_TOKENS * TOKEN_BYTES]
+    bound = math.ceil(LOAD_BOUND * (sum(load.get(name, 0) for name in able) + 1) / len(able))
+    ranked = sorted(able, key=lambda name: sha256_hex(name.encode() + b"\0" + block))
+    return next(name for name in ranked if load.get(name, 0) < bound)
 
 
 def apply(state: TrainState, fact: EndpointFact) -> None:
@@ -184,7 +212,8 @@ def apply(state: TrainState, fact: EndpointFact) -> None:
         case SampleReturned():
             _, sample = state.routed.pop(fact.future_id)
             state.futures.give_back(fact.future_id)
-            state.unroutable.add(fact.future_id)
+            if not fact.again:
+                state.unroutable.add(fact.future_id)
             # It was accepted before those that wait.
             state.waiting = {fact.future_id: sample} | state.waiting
         case _:
@@ -202,7 +231,9 @@ def _begin_push(state: TrainState, fact: PushBegun) -> None:
 
 def _end_push(state: TrainState, fact: PushEnded) -> None:
     push = state.pushes.pop(fact.path)
-    endpoints = tuple(each.endpoint for each in fact.outcomes if each.ok)
+    # An engine of the server that is down gets the weights with the first sample after its restart.
+    engines = state.rules.engines
+    endpoints = tuple(each.endpoint for each in fact.outcomes if each.ok or each.endpoint in engines)
     if endpoints and not state.models[push.model_id].unloaded:
         _publish(state, push, endpoints)
 

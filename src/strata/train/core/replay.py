@@ -44,10 +44,11 @@ def always_replayed(operations: Sequence[ops.Operation]) -> bool:
 def skip_on_replay(past: CompletedDispatch) -> bool:
     """It failed for the disk or a limit of then and changed nothing: today it might succeed and diverge.
 
-    A dispatch without operations is skipped too: none of them fitted into the memory of the ranks. Any other failure
-    either repeats itself, or changed a model, as that of a step that discards a gradient.
+    A dispatch without operations is skipped too: none of them fitted into the memory of the ranks. So is a pass that is
+    only forward: it changes no model, whatever came of it. Any other failure either repeats itself, or changed a model,
+    as that of a step that discards a gradient.
     """
-    if not past.operations:
+    if all(isinstance(each, ops.ForwardBackward) and each.forward_only for each in past.operations):
         return True
     passing = ops.CreateModel | ops.LoadWeights | ops.Sleep | ops.AbortGradients
     return all(past.failed) and isinstance(past.operations[0], passing)

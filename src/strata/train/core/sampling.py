@@ -21,6 +21,12 @@ MAX_RESULT_BYTES: Final = 64 << 20
 the client in one piece. 64 samples of 4096 tokens, each with the top 20, are two thirds of it."""
 
 
+REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
+"""What a tokenizer writes for bytes that are no text yet."""
+CONTEXT: Final = 4
+"""Tokens that are decoded before those in question: some tokenizers write the first token of a text differently."""
+
+
 class SampleParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_tokens: int | None = None
     """None is as many as the model's context leaves room for."""
@@ -135,6 +141,10 @@ class SampleResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
     targets: TargetLogprobs | None = None
     draws: Draws | None = None
 
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(len(sequence.tokens) for sequence in self.sequences) // 4
+
 
 class SampleFailed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="failed"):
     """`user`: the request itself is wrong. `server`: a retry may succeed."""
@@ -216,7 +226,14 @@ class SliceResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     sampled_tokens: int
     prompt_tokens: int
     """Prefilled in this slice: once for all samples of a request at one rank."""
+    reused_tokens: int = 0
+    """Of the same prompts, that the prefix cache had."""
 
 
 encode_result: Final = msgspec.msgpack.Encoder().encode
 decode_result: Final = msgspec.msgpack.Decoder(SampleResult).decode
+
+
+def cut_at_stop(text: str, stops: Sequence[str]) -> str:
+    """The text before the first of these strings, which a sampled sequence ends with."""
+    return text[: min((place for place in map(text.find, stops) if place >= 0), default=None)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
+from typing import Final
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops, publishing
@@ -18,7 +19,10 @@ from strata.train.core.inputs import CompleteSlice, Decision, Dispatching, Ranks
 from strata.train.core.messages import Accepted, Done
 from strata.train.core.sampling import SampleOperation, SlicePlan
 from strata.train.core.state import Dispatch, SamplerState, SamplerStatus, TrainState
-from strata.train.core.views import find_sampler, find_session
+from strata.train.core.views import find_sampler, find_session, may_read
+
+_NO_SAMPLER: Final = ops.Failed("server", "its sampler could not be opened, or was evicted")
+"""No error of the sample: the same one may succeed with another sampler."""
 
 
 def accept_sampler(state: TrainState, fact: OperationAccepted, operation: ops.OpenSampler, session_id: str) -> Decision:
@@ -45,6 +49,9 @@ def accept_sample(state: TrainState, fact: OperationAccepted, sample: SampleOper
     sampler = find_sampler(state, fact.tenant, sample.sampler_id)
     if state.sessions[sampler.session_id].finished is not None:
         raise StrataError(Code.PRECONDITION, f"session {sampler.session_id!r} is finished")
+    if sampler.status is SamplerStatus.FAILED:
+        # As if it were evicted already, which the next sampler that opens does: its client opens another one.
+        raise StrataError(Code.NOT_FOUND, f"sampler {sampler.sampler_id!r} could not be opened", hint="create it again")
     admit_sample(state, fact.tenant)
     return Decision(Accepted(fact.future_id, ""), (fact,))
 
@@ -67,7 +74,7 @@ def _ready(state: TrainState, future_id: str, sample: SampleOperation) -> bool:
     sampler = state.samplers.get(sample.sampler_id)
     if sampler is not None and sampler.status is SamplerStatus.COMING:
         return False
-    return publishing.routable(state, future_id, sample) is None
+    return publishing.endpoints_for(state, future_id, sample) is None
 
 
 def next_slice(state: TrainState, at_s: float) -> Decision:
@@ -75,8 +82,7 @@ def next_slice(state: TrainState, at_s: float) -> Decision:
     ready = {future_id: sample for future_id, sample in state.waiting.items() if _ready(state, future_id, sample)}
     failed = [future_id for future_id, sample in ready.items() if not _is_open(state, sample)]
     if failed:
-        result = ops.Failed("user", "its sampler could not be made, or has made room for others")
-        return Decision(Done(), tuple(OperationFinished(each, result, at_s) for each in failed), tuple(failed))
+        return Decision(Done(), tuple(OperationFinished(each, _NO_SAMPLER, at_s) for each in failed), tuple(failed))
     added = _select_fairly(state, ready)
     # Not for a sample that its quota holds back: a sample that ends need not be of the same tenant.
     full = len(state.sampling) + len(added) >= state.rules.max_running_samples
@@ -115,12 +121,22 @@ def complete_slice(state: TrainState, request: CompleteSlice) -> Decision:
     if request.number not in state.dispatches:
         return Decision(Done())
     # A sample that was cancelled meanwhile has its result already.
-    ended = {future_id: result for future_id, result in request.ended if future_id in state.sampling}
+    ended = {
+        future_id: _blame_sampler(state, future_id, result)
+        for future_id, result in request.ended
+        if future_id in state.sampling
+    }
     if not request.left:
         lost = ops.Failed("server", "the ranks do not know of this request any more")
         ended |= {future_id: lost for future_id in state.sampling if future_id not in ended}
     facts: list[Fact] = [OperationFinished(future_id, result, request.at_s) for future_id, result in ended.items()]
     return Decision(Done(), (*facts, SliceEnded(request.number)), tuple(ended))
+
+
+def _blame_sampler(state: TrainState, future_id: str, result: ops.Result) -> ops.Result:
+    """The result of a sample. One that the ranks got before they failed to open its sampler is no error of its own."""
+    rejected = isinstance(result, ops.Failed) and result.category == "user"
+    return _NO_SAMPLER if rejected and not _is_open(state, state.sampling[future_id]) else result
 
 
 def attach_ranks(state: TrainState, request: RanksAttached) -> Decision:
@@ -132,8 +148,8 @@ def open_obstacle(state: TrainState, operation: ops.OpenSampler, tenant: str) ->
     if weights is None:
         return None
     key = (weights.run_id, weights.kind, weights.name)
-    run = state.models.get(weights.run_id)
-    if (key not in state.saving and key not in state.checkpoints) or run is None or run.tenant != tenant:
+    checkpoint = state.saving.get(key) or state.checkpoints.get(key)
+    if checkpoint is None or not may_read(state, tenant, checkpoint):
         return f"there is no checkpoint {weights.path}"
     return None
 

@@ -30,6 +30,9 @@ from strata.train.core.state import Dispatch, ModelSnapshot, SnapshotBacklog, Tr
 KEEP: Final = 2
 MAX_BACKOFF_DOUBLINGS: Final = 6
 """Exponential backoff stops to double after so many failures in a row."""
+COST_SHARE: Final = 0.05
+"""At most this share of the time may go into snapshots that are due for their replay: those of large models take
+minutes."""
 _READ_ONLY: Final = (ops.SaveWeights, ops.SyncWeights, ops.Sleep, ops.Wake, ops.MalformedOperation, SampleOperation)
 
 
@@ -43,9 +46,17 @@ def due_reason(state: TrainState, at_s: float) -> str | None:
         return f"{since.dispatches} dispatches"
     if rules.snapshot_payload_bytes and since.payload_bytes >= rules.snapshot_payload_bytes * slower:
         return f"{since.payload_bytes} bytes of payloads"
+    if rules.snapshot_replay_s and since.dispatches and since.replay_s >= replay_limit_s(state) * slower:
+        return f"a replay of {since.replay_s:.0f} seconds"
     if rules.snapshot_s and since.dispatches and at_s - since.first_at_s >= rules.snapshot_s * slower:
         return f"{at_s - since.first_at_s:.0f} seconds"
     return None
+
+
+def replay_limit_s(state: TrainState) -> float:
+    """How long a replay may take before a snapshot is due for that reason."""
+    cost_s = state.snapshots[-1].cost_s if state.snapshots else 0.0
+    return max(state.rules.snapshot_replay_s, cost_s / COST_SHARE)
 
 
 def begin_snapshot(state: TrainState, at_s: float) -> Decision:
@@ -144,10 +155,24 @@ def record_dispatch(state: TrainState, fact: Dispatched, operations: list[ops.Op
     )
 
 
+def record_finished(state: TrainState, number: int, operation: ops.Operation | None, took_s: float) -> None:
+    """Count how long a replay of this operation would take: for the snapshot in progress if that covers it."""
+    if not took_s or (operation is not None and not _modifies_models(operation)):
+        return
+    taking, more = state.snapshotting, SnapshotBacklog(replay_s=took_s)
+    if taking is not None and number < taking.number:
+        state.snapshotting = msgspec.structs.replace(taking, since=_merge(taking.since, more))
+    else:
+        state.snapshot_backlog = _merge(state.snapshot_backlog, more)
+
+
 def _merge(one: SnapshotBacklog, other: SnapshotBacklog) -> SnapshotBacklog:
     times = [each.first_at_s for each in (one, other) if each.dispatches]
     return SnapshotBacklog(
-        one.dispatches + other.dispatches, one.payload_bytes + other.payload_bytes, min(times, default=0.0)
+        one.dispatches + other.dispatches,
+        one.payload_bytes + other.payload_bytes,
+        min(times, default=0.0),
+        one.replay_s + other.replay_s,
     )
 
 
@@ -195,7 +220,8 @@ def abandon_unfinished(state: TrainState) -> None:
 def _commit(state: TrainState, fact: SnapshotCommitted) -> None:
     taking, state.snapshotting = state.snapshotting, None
     assert taking is not None, "checked before"
-    made = msgspec.structs.replace(taking, digest=fact.digest, since=SnapshotBacklog())
+    cost_s = fact.held_s + fact.written_s
+    made = msgspec.structs.replace(taking, digest=fact.digest, since=SnapshotBacklog(), cost_s=cost_s)
     state.snapshots = [*state.snapshots, made][-KEEP:]
     state.snapshot_failures = 0
     if len(state.snapshots) == KEEP:

@@ -11,13 +11,19 @@ import msgspec
 from strata.train.core import ops
 from strata.train.core.commands import Row
 from strata.train.core.future import FutureStatus, FutureStore, OperationFuture
+from strata.train.core.loss_graph import CustomLoss
 from strata.train.core.sampling import SampleOperation, SlicePlan
 from strata.train.core.scheduler import QueuedOperation, Scheduler
 from strata.train.core.sequence import SequenceWindow
+from strata.train.core.usage import HourlyUsage, UsageCount
 
 _NAME_CHARACTERS: Final = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-")
 INITIAL: Final = "000000"
 """The name of every model's first checkpoint, from before anything was trained."""
+_DEVICES: Final = frozenset(
+    {"con", "prn", "aux", "nul", *(f"{port}{digit}" for port in ("com", "lpt") for digit in range(10))}
+)
+"""Names that Windows reserves, whatever follows their first dot."""
 IMPORTED: Final = "import-"
 """Prefix of the ids of imported runs."""
 INITIAL_LOAD: Final = "load"
@@ -47,6 +53,10 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     ended_session_ttl_s: float = 30 * 86_400.0
     max_ended_sessions: int = 1000
     """Of one tenant, without models."""
+    max_imports_per_tenant: int = 1000
+    """Checkpoints that were imported or copied."""
+    max_loss_bytes: int = 1 << 20
+    """Of all custom losses of one tenant, encoded."""
     max_pending_samples: int = 2048
     """Sample requests that are accepted and not yet dispatched."""
     max_running_samples: int = 256
@@ -56,12 +66,18 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """Push all weights that are saved for sampling to the endpoints."""
     route: bool = False
     """Route samples to endpoints that have the weights."""
+    engines: Sequence[str] = ()
+    """Endpoints that the server itself starts, and restarts when they die: samples wait for them."""
+    fallback: bool = False
+    """Let the ranks sample what those fail to deliver."""
     keep_versions: int = 2
     """Of each model on an endpoint."""
     snapshot_dispatches: int = 0
     """Dispatches that modify a model, between two snapshots of the models; 0 is never for this reason."""
     snapshot_s: float = 0.0
     snapshot_payload_bytes: int = 0
+    snapshot_replay_s: float = 0.0
+    """A snapshot is due when a replay would take so long, or as long as `snapshots.COST_SHARE` demands."""
     keep_checkpoints: int | None = None
     """Of each run and kind, the newest; None keeps all."""
 
@@ -89,6 +105,12 @@ class ClientSession(msgspec.Struct):
     models: list[str] = []
     finished_at_s: float = 0.0
     """0 for one that has not ended, or that ended before this was recorded."""
+
+
+class CustomLossRecord(msgspec.Struct, frozen=True):
+    loss_id: str
+    tenant: str
+    loss: CustomLoss
 
 
 class ModelRecord(msgspec.Struct):
@@ -168,6 +190,8 @@ class ModelCheckpoint(msgspec.Struct, frozen=True):
     expires_at_s: float | None = None
     number: int = 0
     """Of the dispatch that saved it; 0 if it was imported, and no replay can save it again."""
+    public: bool = False
+    """Its owner lets all tenants of this server read it."""
 
 
 class CheckpointRead(msgspec.Struct, frozen=True, array_like=True):
@@ -195,6 +219,8 @@ class SnapshotBacklog(msgspec.Struct, frozen=True):
     payload_bytes: int = 0
     first_at_s: float = 0.0
     """When the first of those was dispatched."""
+    replay_s: float = 0.0
+    """How long the ranks took for what a replay would repeat."""
 
 
 class ModelSnapshot(msgspec.Struct, frozen=True):
@@ -208,6 +234,8 @@ class ModelSnapshot(msgspec.Struct, frozen=True):
     """Operations that were accepted before it and not dispatched, by future: a replay from here needs them."""
     since: SnapshotBacklog = SnapshotBacklog()
     """While it is in progress: what it covers that the one before did not."""
+    cost_s: float = 0.0
+    """How long it took to copy and to write."""
 
 
 CheckpointKey = tuple[str, str, str]
@@ -266,6 +294,8 @@ class TrainState:
         self.snapshot_backlog = saved.since
         self.truncated_through = saved.cut
         """The journal is truncated up to this dispatch: there is a snapshot of it or a later one. 0: it is complete."""
+        self.usage = HourlyUsage(saved.usage)
+        self.custom_losses = {each.loss_id: each for each in saved.custom_losses}
         self.scheduler = Scheduler(rules.max_tokens_per_row)
         self._requeue(saved.routed)
 
@@ -325,6 +355,8 @@ class TrainState:
             snapshot_failures=self.snapshot_failures,
             since=self.snapshot_backlog,
             cut=self.truncated_through,
+            usage=list(self.usage),
+            custom_losses=list(self.custom_losses.values()),
         )
 
 
@@ -359,6 +391,8 @@ class SavedState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     snapshot_failures: int = 0
     since: SnapshotBacklog = SnapshotBacklog()
     cut: int = 0
+    usage: Sequence[UsageCount] = ()
+    custom_losses: Sequence[CustomLossRecord] = ()
 
 
 def is_name(text: str) -> bool:
@@ -379,8 +413,14 @@ def run_folder(model_id: str) -> str:
 
 
 def folder_of(operation: ops.SaveWeights) -> str:
-    """One folder per save, so that no two saves share one; the replay of a save finds its own again."""
-    return f"{run_folder(operation.model_id)}/{operation.kind}/{operation.name}@{operation.seq_id}"
+    """One folder per save, so that no two saves share one; the replay of a save finds its own again.
+
+    A folder that Windows would take for a device gets another name: an artifact cannot have it, and so the copies of a
+    server would end with a checkpoint of one tenant.
+    """
+    stem, dot, _ = operation.name.lower().partition(".")
+    mark = "_" if dot and stem in _DEVICES else ""
+    return f"{run_folder(operation.model_id)}/{operation.kind}/{mark}{operation.name}@{operation.seq_id}"
 
 
 def queued_operation(future: OperationFuture) -> QueuedOperation:

@@ -5,7 +5,7 @@ A caller that may see everything gets a row for every tenant; others get their o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, Literal
 
 import msgspec
@@ -18,6 +18,8 @@ MAX_TENANT_ROWS: Final = 20
 """Rows with a name; all other tenants are folded into one."""
 OTHER_TENANTS: Final = "other"
 RECENT: Final = 20
+MAX_ACTIVE_MODELS: Final = 200
+"""Models in a report of the activity: those used last."""
 
 
 class Timeline(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -131,6 +133,53 @@ class SnapshotStatus(msgspec.Struct, frozen=True, kw_only=True):
     held_s: float | None = None
 
 
+class RecoveryStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A group of ranks was lost, and another one took its place."""
+
+    lost_at_s: float
+    seconds: float
+    """From the loss to the end of the replay."""
+    reason: str
+    restored: int | None
+    """The dispatch whose snapshot was restored; None if there was none."""
+    replayed: int
+    """Dispatches after that."""
+
+
+class GapStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the sampler's log probabilities are from the trainer's in a pass, over tokens that the same weights drew.
+
+    In nats. Tokens of earlier weights are not in it.
+    """
+
+    mean: float
+    max: float
+    tokens: int
+    seq_id: int
+    """Of the pass."""
+    at_s: float
+    high: bool
+    """Whether the mean is above the alarm of the server."""
+
+
+class HighGapStatus(msgspec.Struct, frozen=True, kw_only=True):
+    model_id: str
+    tenant: str
+    gap: GapStatus
+
+
+class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """An inference engine that the launcher supervises."""
+
+    name: str
+    state: str
+    """`starting`, `ready`, `restarting`, `unknown`."""
+    reason: str
+    starts: int = 0
+    """Since the server started."""
+    since_s: float | None = None
+
+
 class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
     now_s: float
     leading_since_s: float
@@ -161,10 +210,116 @@ class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
     tenants: Sequence[TenantStatus]
     recent: Sequence[Timeline]
     """The last that ended, newest first."""
+    recovered: Sequence[RecoveryStatus] = ()
+    """The last recoveries, newest first."""
+    gap_alarm_nats: float = 0.0
+    """Above this mean gap between sampler and trainer a model is in `high_gaps`; 0: no alarm."""
+    high_gaps: Sequence[HighGapStatus] = ()
+    engines: Sequence[EngineStatus] = ()
+
+
+class CheckpointStatus(msgspec.Struct, frozen=True, kw_only=True):
+    path: str
+    """`tinker://run/kind/name`."""
+    saved_at_s: float
+    expires_at_s: float | None = None
+
+
+class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
+    model_id: str
+    tenant: str
+    rank: int | None
+    """Of its LoRA adapter; None for a full fine-tune."""
+    created_at_s: float
+    used_at_s: float
+    unloaded: bool
+    done: int
+    """The number of its last operation that has a result."""
+    waiting: int
+    """Operations without a result."""
+    stepped_at_s: float | None
+    """Its last optimizer step since this orchestrator leads."""
+    values: Mapping[str, float]
+    """The metrics of that step."""
+    checkpoint: CheckpointStatus | None
+    """The newest one."""
+    gap: GapStatus | None = None
+    """In the last pass that had tokens of the same weights; None if there was none."""
+
+
+class PublishedStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Weights of a model that an endpoint samples with."""
+
+    model_id: str
+    version: str
+    behind: int
+    """Operations of the model that have ended since they were saved."""
+    sampler_gap: float | None
+    """The mean distance of the sampler's log probabilities from the trainer's, in the last step that had samples."""
+
+
+class EndpointStatus(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    engine: str
+    added_at_s: float
+    pushing: bool
+    """Weights are on their way to it."""
+    published: Sequence[PublishedStatus]
+
+
+class ThroughputPoint(msgspec.Struct, frozen=True, kw_only=True):
+    at_s: float
+    values: Mapping[str, float]
+    """Tokens per second that were `trained` and `sampled`."""
+
+
+class ThroughputReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the last hour, and of all tenants."""
+
+    points: Sequence[ThroughputPoint]
+
+
+class ServerActivity(msgspec.Struct, frozen=True, kw_only=True):
+    """What happened at the server: of all tenants for an operator, else of the caller alone."""
+
+    now_s: float
+    operations: Sequence[Timeline]
+    """Newest first; those under way too."""
+    models: Sequence[ModelStatus]
+    """The one used last first."""
+    endpoints: Sequence[EndpointStatus]
+
+
+class CurveSeries(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    steps: Sequence[int]
+    """The numbers of the operations that were these steps."""
+    at_s: Sequence[float]
+    values: Sequence[float]
+
+
+class ModelCurves(msgspec.Struct, frozen=True, kw_only=True):
+    """The metrics of a model over its optimizer steps, since this orchestrator leads."""
+
+    model_id: str
+    steps_per_point: int
+    series: Sequence[CurveSeries]
+
+
+class ActivityView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="activity"):
+    activity: ServerActivity
+
+
+class ThroughputView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="throughput"):
+    throughput: ThroughputReport
+
+
+class CurvesView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="curves"):
+    curves: ModelCurves
 
 
 class StatusView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="status"):
     status: ServerStatus
 
 
-Views = StatusView | TimelineView | TimelinesView | MetricsView
+Views = StatusView | TimelineView | TimelinesView | MetricsView | ActivityView | ThroughputView | CurvesView

@@ -7,6 +7,7 @@ from typing import Final
 
 from strata.train.core.future import FutureStatus, OperationFuture
 from strata.train.core.messages import QueuePosition, QueueState
+from strata.train.core.publishing import endpoints_for
 from strata.train.core.sampling import SampleOperation
 from strata.train.core.scheduler import QueuedOperation
 from strata.train.core.state import TrainState
@@ -94,6 +95,9 @@ def _describe_sample(state: TrainState, future: OperationFuture) -> QueuePositio
         return QueuePosition(QueueState.PAUSED_CAPACITY, "the server sleeps")
     if future.status is FutureStatus.DISPATCHED:
         return QueuePosition(QueueState.ACTIVE, f"being sampled with {len(state.sampling) - 1} others")
+    sample = state.waiting.get(future.future_id)
+    if sample is not None and endpoints_for(state, future.future_id, sample) is not None:
+        return QueuePosition(QueueState.ACTIVE, "waits for an inference engine")
     position = next((at for at, future_id in enumerate(state.waiting) if future_id == future.future_id), 0)
     return QueuePosition(
         QueueState.ACTIVE, f"{_ordinal(position + 1)} to be sampled, {len(state.sampling)} are before it"

@@ -16,7 +16,7 @@ from strata.train.core.facts import Dispatched, OperationAccepted
 from strata.train.core.future import FutureStatus, OperationFuture
 from strata.train.core.inputs import Decision
 from strata.train.core.state import TrainState
-from strata.train.core.status import Timeline
+from strata.train.core.status import ThroughputPoint, Timeline
 from strata.train.core.views import tokens_of
 
 OUTCOMES: Final[Mapping[FutureStatus, Literal["finished", "failed", "cancelled"]]] = {
@@ -25,6 +25,8 @@ OUTCOMES: Final[Mapping[FutureStatus, Literal["finished", "failed", "cancelled"]
     FutureStatus.CANCELLED: "cancelled",
 }
 MINUTE_S: Final = 60
+HISTORY_STEP_S: Final = 10
+HISTORY_POINTS: Final = 360
 _MAX_IN_FLIGHT: Final = 64
 
 
@@ -43,6 +45,10 @@ class Timelines:
 
     def get(self, future_id: str) -> Timeline | None:
         return self._lines.get(future_id)
+
+    def in_flight(self, number: int) -> Sequence[str]:
+        """The operations of this dispatch, which has no reply yet."""
+        return self._in_flight.get(number, ())
 
     def record_decision(self, decision: Decision, state: TrainState, now_s: float) -> list[Timeline]:
         """Record the facts of a decision. Returns the timelines that ended with it."""
@@ -146,3 +152,32 @@ class Rate:
     def _forget(self, second: int) -> None:
         while self._seconds and self._seconds[0][0] <= second - MINUTE_S:
             self._seconds.popleft()
+
+
+class ThroughputHistory:
+    """How many tokens were trained and sampled, in steps of ten seconds over the last hour."""
+
+    def __init__(self) -> None:
+        self._steps: deque[list[int]] = deque(maxlen=HISTORY_POINTS)
+
+    def note(self, now_s: float, *, trained: int = 0, sampled: int = 0) -> None:
+        step = int(now_s) // HISTORY_STEP_S
+        if not self._steps or self._steps[-1][0] != step:
+            self._steps.append([step, 0, 0])
+        self._steps[-1][1] += trained
+        self._steps[-1][2] += sampled
+
+    def points(self, now_s: float) -> list[ThroughputPoint]:
+        """Of every step from the first that is kept to the last that is over; zero where nothing happened."""
+        last = int(now_s) // HISTORY_STEP_S - 1
+        noted = {step: (trained, sampled) for step, trained, sampled in self._steps if step > last - HISTORY_POINTS}
+        return [
+            ThroughputPoint(
+                at_s=float(step * HISTORY_STEP_S),
+                values={
+                    name: count / HISTORY_STEP_S
+                    for name, count in zip(("trained", "sampled"), noted.get(step, (0, 0)), strict=True)
+                },
+            )
+            for step in range(min(noted, default=last + 1), last + 1)
+        ]

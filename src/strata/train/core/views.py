@@ -24,6 +24,17 @@ def find_session(state: TrainState, tenant: str, session_id: str) -> ClientSessi
     return session
 
 
+def ended_results(state: TrainState, model_id: str, after: int, limit: int) -> list[messages.EndedResult]:
+    """Operations of a model end in the order of their numbers, so what is missing before the first has expired."""
+    prefix = f"{model_id}:"
+    ended = [
+        messages.EndedResult(int(future.future_id.removeprefix(prefix)), future.ended_at_s, future.result)
+        for future in state.futures
+        if future.model_id == model_id and isinstance(future.result, ops.PassDone | ops.StepDone)
+    ]
+    return sorted((each for each in ended if each.seq_id > after), key=lambda each: each.seq_id)[:limit]
+
+
 def find_model(state: TrainState, tenant: str, model_id: str) -> ModelRecord:
     model = state.models.get(model_id)
     if model is None or model.tenant != tenant:
@@ -99,15 +110,35 @@ def _was_accepted(model: ModelRecord, which: str) -> bool:
 
 
 def find_checkpoint(state: TrainState, tenant: str, run_id: str, kind: ops.WeightsKind, name: str) -> ModelCheckpoint:
-    checkpoint = state.checkpoints.get((run_id, kind, name))
-    model = state.models.get(run_id)
-    if checkpoint is None or model is None or model.tenant != tenant:
-        raise StrataError(
-            Code.NOT_FOUND,
-            f"there is no checkpoint tinker://{run_id}/{kind}/{name}",
-            hint="one that was deleted, or whose time was over, is gone",
-        )
+    """Of this tenant: it may change and delete the checkpoint."""
+    checkpoint = find_readable_checkpoint(state, tenant, run_id, kind, name)
+    if state.models[run_id].tenant != tenant:
+        raise _no_checkpoint(run_id, kind, name)
     return checkpoint
+
+
+def find_readable_checkpoint(
+    state: TrainState, tenant: str, run_id: str, kind: ops.WeightsKind, name: str
+) -> ModelCheckpoint:
+    """Of this tenant, or a public one."""
+    checkpoint = state.checkpoints.get((run_id, kind, name))
+    if checkpoint is None or not may_read(state, tenant, checkpoint):
+        raise _no_checkpoint(run_id, kind, name)
+    return checkpoint
+
+
+def may_read(state: TrainState, tenant: str, checkpoint: ModelCheckpoint) -> bool:
+    """Whether it belongs to this tenant, or is public."""
+    owner = state.models.get(checkpoint.operation.model_id)
+    return owner is not None and (owner.tenant == tenant or checkpoint.public)
+
+
+def _no_checkpoint(run_id: str, kind: ops.WeightsKind, name: str) -> StrataError:
+    return StrataError(
+        Code.NOT_FOUND,
+        f"there is no checkpoint tinker://{run_id}/{kind}/{name}",
+        hint="one that was deleted, or whose time was over, is gone",
+    )
 
 
 def checkpoints_of(state: TrainState, tenant: str, model_id: str | None) -> list[ModelCheckpoint]:
@@ -134,6 +165,8 @@ def view_checkpoint(state: TrainState, checkpoint: ModelCheckpoint, size: int) -
         expires_at_s=checkpoint.expires_at_s,
         folder=checkpoint.path,
         user_metadata=operation.user_metadata,
+        public=checkpoint.public,
+        optimizer=created.optimizer,
     )
 
 

@@ -17,7 +17,7 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret, read_secret
 from strata.train.core.state import InferenceEndpoint
-from strata.train.endpoints.origin import check_allowed, is_loopback, parse_origin
+from strata.train.endpoints.origin import EngineOrigin, check_allowed, is_loopback, parse_origin
 from strata.train.settings import InferenceSettings
 
 T = TypeVar("T")
@@ -43,15 +43,26 @@ class EngineReply(NamedTuple):
             raise StrataError(Code.UNAVAILABLE, f"{_MALFORMED}: {str(error)[:MAX_EXCERPT]}") from None
 
 
+class LocalEngine(NamedTuple):
+    """An engine that the launcher supervises: it listens on a Unix socket."""
+
+    socket: Path
+    key: Path
+
+
 class EngineClient:
-    def __init__(self, endpoint: InferenceEndpoint, settings: InferenceSettings) -> None:
+    def __init__(
+        self, endpoint: InferenceEndpoint, settings: InferenceSettings, local: LocalEngine | None = None
+    ) -> None:
         """FORBIDDEN if the settings do not allow the endpoint any more."""
-        self._origin = check_allowed(endpoint.url, settings.allow)
+        self._origin = EngineOrigin("http", endpoint.name, 80) if local else check_allowed(endpoint.url, settings.allow)
+        self._local = local
         self._address = endpoint.address
         self._settings = settings
+        limits = httpx.Limits(max_connections=settings.max_samples + 4, max_keepalive_connections=8)
         # The environment could name a proxy, and with it another address to connect to.
         self._http = httpx.AsyncClient(
-            base_url=self._origin.at(endpoint.address),
+            base_url=str(self._origin) if local else self._origin.at(endpoint.address),
             follow_redirects=False,
             trust_env=False,
             headers={
@@ -59,7 +70,8 @@ class EngineClient:
                 "Accept-Encoding": "identity",
                 "User-Agent": "strata",
             },
-            limits=httpx.Limits(max_connections=settings.max_samples + 4, max_keepalive_connections=8),
+            transport=httpx.AsyncHTTPTransport(uds=str(local.socket), limits=limits) if local else None,
+            limits=limits,
         )
 
     async def close(self) -> None:
@@ -89,7 +101,9 @@ class EngineClient:
         except TimeoutError:
             raise StrataError(Code.DEADLINE, f"{self._origin} did not reply within {timeout_s:g} seconds") from None
         except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
-            raise StrataError(Code.UNAVAILABLE, f"{self._origin} cannot be reached: {type(error).__name__}") from None
+            connected = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+            reason = f"{self._origin} cannot be reached: {type(error).__name__}"
+            raise StrataError(Code.UNAVAILABLE, reason, connected=connected) from None
 
     async def _exchange(self, request: httpx.Request) -> EngineReply:
         response = await self._http.send(request, stream=True)
@@ -109,6 +123,8 @@ class EngineClient:
 
     def _credentials(self) -> dict[str, str]:
         """Read for every request: a replaced key takes effect at once, and none is kept in memory for long."""
+        if self._local is not None:
+            return {"Authorization": f"Bearer {read_secret(self._local.key).reveal()}"}
         key = self._key()
         if key is None:
             return {}

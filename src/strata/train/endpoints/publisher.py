@@ -8,8 +8,8 @@ and a sample without a result has changed nothing.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -20,18 +20,36 @@ from strata.base.clock import Clock
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.train.core import messages, ops
-from strata.train.core.inputs import CompletePush, CompleteRouted, Decision, Input, RequeueRouted, RouteSamples
+from strata.train.core.inputs import (
+    ClientCommand,
+    CompletePush,
+    CompleteRouted,
+    Decision,
+    Input,
+    RequeueRouted,
+    RouteSamples,
+)
 from strata.train.core.sampling import SampleOperation, SampleResult, encode_result
 from strata.train.core.state import InferenceEndpoint, Publication, Push, TrainState
-from strata.train.endpoints.client import EngineClient
+from strata.train.endpoints.client import EngineClient, LocalEngine
 from strata.train.endpoints.engine import Engine, ModelVersion, stale_versions
 from strata.train.endpoints.transformers_serve import TransformersEngine
 from strata.train.endpoints.vllm import VllmEngine
 from strata.train.settings import ServerSettings
 
+LOCAL: Final = "unix:"
+"""In front of the name of an engine that the launcher supervises, in the place of a URL."""
 LIST_S: Final = 3.0
 """How long an endpoint may take to list its versions for a status query."""
 RETRY_S: Final = 5.0
+REVIVE_S: Final = 0.5
+SUSPECT: Final = 2
+"""After so many failed attempts a sample is drawn alone, so that those beside it do not fail with it."""
+MAX_FAILURES: Final = 5
+"""An engine may die of a sample: one in which so many attempts failed is not sent to another."""
+_IN_VAIN: Final = (Code.NOT_FOUND, Code.UNSUPPORTED, Code.DEADLINE)
+"""Errors after which another attempt ends the same: weights that were replaced, a request that the engine rejects, one
+that takes longer than it may."""
 _log = log.get(__name__)
 
 StoreResult = Callable[[ops.Result], Awaitable[ops.Result]]
@@ -55,14 +73,18 @@ class Publisher:
         self._settings = settings
         self._store = store
         self._store_result = store_result
-        self._route = RouteSamples(settings.inference.max_samples)
         self._engines: dict[str, tuple[InferenceEndpoint, Engine]] = {}
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """By endpoint: versions are pushed to it one after the other, in the order in which they were saved."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._down: set[str] = set()
+        """Engines of the server that failed and have not replied since: no sample is routed to them."""
+        self._failures: Counter[str] = Counter()
+        """By sample, how often an engine of the server failed while it drew it."""
 
     async def run(self) -> None:
         """Run until cancelled."""
+        await self._register_engines()
         try:
             while True:
                 self._store.publishable.clear()
@@ -83,9 +105,12 @@ class Publisher:
         for path, push in list(state.pushes.items()):
             self._start_task(f"push {path}", lambda push=push: self._push(push))  # type: ignore[misc]
         # Routing need not be durable: a sample whose route is lost is routed again.
-        while state.rules.route and state.waiting and self._store.submit_nowait(self._route)[0].facts:
+        route = RouteSamples(self._settings.inference.max_samples, frozenset(self._down))
+        while state.rules.route and state.waiting and self._store.submit_nowait(route)[0].facts:
             pass
-        for future_id, (endpoint, sample) in list(state.routed.items()):
+        for future_id in [each for each in self._failures if each not in state.waiting and each not in state.routed]:
+            del self._failures[future_id]
+        for future_id, endpoint, sample in self._due_samples():
             self._start_task(
                 f"sample {future_id}",
                 lambda future_id=future_id, endpoint=endpoint, sample=sample: self._sample(  # type: ignore[misc]
@@ -96,6 +121,19 @@ class Publisher:
             if name.startswith("sample ") and name.removeprefix("sample ") not in state.routed:
                 task.cancel()
         await self._close_removed()
+
+    def _due_samples(self) -> Iterator[tuple[str, str, SampleOperation]]:
+        """All samples of an endpoint. While engines may die of some, one of these alone, and the others wait."""
+        by_endpoint: defaultdict[str, dict[str, SampleOperation]] = defaultdict(dict)
+        for future_id, (endpoint, sample) in self._store.state.routed.items():
+            by_endpoint[endpoint][future_id] = sample
+        for endpoint, samples in by_endpoint.items():
+            if endpoint in self._down:
+                continue
+            suspects = [future_id for future_id in samples if self._failures[future_id] >= SUSPECT]
+            is_busy = any(f"sample {future_id}" in self._tasks for future_id in samples)
+            for future_id in suspects[: 0 if is_busy else 1] if suspects else list(samples):
+                yield future_id, endpoint, samples[future_id]
 
     async def _close_removed(self) -> None:
         """Close the clients of endpoints that were removed."""
@@ -118,6 +156,11 @@ class Publisher:
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("publish_task_failed", task=name, reason=repr(error))
             self._start_task("retry", self._retry)
+        elif name.startswith("sample ") and any(
+            f"sample {each}" not in self._tasks for each in self._store.state.routed
+        ):
+            # It was routed to another engine before this task had ended, or others waited until it had.
+            self._store.publishable.set()
 
     async def _retry(self) -> None:
         """Retry after an unexpected error: the task is still due, and perhaps no further fact triggers it."""
@@ -184,13 +227,48 @@ class Publisher:
     async def _sample(self, future_id: str, endpoint: str, sample: SampleOperation) -> None:
         try:
             result = await self._sample_from(future_id, endpoint, sample)
-            stored = await self._store_result(ops.SampleDone(ops.InlinePayload(encode_result(result))))
+            stored = await self._store_result(
+                ops.SampleDone(ops.InlinePayload(encode_result(result)), result.sampled_tokens)
+            )
         except (StrataError, OSError) as error:
             _log.warning("routed_sample_failed", endpoint=endpoint, reason=str(error))
-            await self._store.commit(RequeueRouted(future_id))
+            await self._store.commit(self._after_failure(future_id, endpoint, error))
             return
         assert isinstance(stored, ops.SampleDone)
         await self._store.commit(CompleteRouted(future_id, stored, self._store.clock.wall_s()))
+
+    def _after_failure(
+        self, future_id: str, endpoint: str, error: StrataError | OSError
+    ) -> RequeueRouted | CompleteRouted:
+        """The ranks draw what an endpoint of an operator fails to, what no engine would draw, and all if the settings
+        say so. Else the sample waits for an engine, and fails when engines failed with it too often: it may be what
+        they die of."""
+        inference = self._settings.inference
+        in_vain = isinstance(error, StrataError) and error.code in _IN_VAIN
+        if endpoint not in inference.engines or inference.fallback or in_vain:
+            return RequeueRouted(future_id)
+        # An engine that was down already has not seen the sample.
+        self._failures[future_id] += isinstance(error, StrataError) and bool(error.detail.get("connected", True))
+        if self._failures[future_id] >= MAX_FAILURES:
+            failed = ops.Failed("server", f"inference engines failed {MAX_FAILURES} times to draw it: {error}")
+            return CompleteRouted(future_id, failed, self._store.clock.wall_s())
+        self._down.add(endpoint)
+        self._start_task(f"revive {endpoint}", lambda: self._revive(endpoint))
+        return RequeueRouted(future_id, again=True)
+
+    async def _revive(self, endpoint: str) -> None:
+        """Return when the engine replies: samples are routed to it again."""
+        while True:
+            await self._store.clock.sleep(REVIVE_S)
+            try:
+                async with asyncio.timeout(LIST_S):
+                    await self._engine(endpoint).versions()
+            except (StrataError, TimeoutError):
+                continue
+            _log.info("engine_replies_again", endpoint=endpoint)
+            self._down.discard(endpoint)
+            self._store.publishable.set()
+            return
 
     async def _sample_from(self, future_id: str, endpoint: str, sample: SampleOperation) -> SampleResult:
         """A restarted engine has lost the weights: they are loaded again, and the request is retried once."""
@@ -209,12 +287,20 @@ class Publisher:
             if error.code is not Code.NOT_FOUND:
                 raise
         async with self._locks[endpoint]:
+            loaded = await engine.versions()
             # A full model replaces another one: it is loaded again only into an engine that has none.
-            if publication.path not in state.published or (self._full and await engine.versions()):
+            if publication.path not in state.published or (self._full and loaded and version.name not in loaded):
                 raise StrataError(Code.NOT_FOUND, "newer weights have replaced these")
-            await engine.load_version(version)
-        _log.info("lost_weights_reloaded", endpoint=endpoint, version=version.name)
-        return await engine.sample(version, sample, seed)
+            # Another sample may have found this out before.
+            if version.name not in loaded:
+                await engine.load_version(version)
+                _log.info("lost_weights_reloaded", endpoint=endpoint, version=version.name)
+        try:
+            return await engine.sample(version, sample, seed)
+        except StrataError as error:
+            if error.code is not Code.NOT_FOUND:
+                raise
+            raise StrataError(Code.UNAVAILABLE, "the engine has lost the weights again") from None
 
     # Status
 
@@ -248,6 +334,23 @@ class Publisher:
 
     # Engines
 
+    async def _register_engines(self) -> None:
+        """Make endpoints of the engines that the launcher supervises today, and of no others."""
+        names, now_s = self._settings.inference.engines, self._store.clock.wall_s()
+        for endpoint in list(self._store.state.endpoints.values()):
+            if endpoint.url.startswith(LOCAL) != (endpoint.name in names):
+                # An endpoint of an operator that has the name of an engine makes room for it.
+                _log.info("endpoint_replaced", endpoint=endpoint.name, url=endpoint.url)
+                await self._store.commit(ClientCommand("", messages.RemoveEndpoint(endpoint.name), now_s))
+        for name in names:
+            add = messages.AddEndpoint(name, f"{LOCAL}{name}", "vllm")
+            await self._store.commit(ClientCommand("", add, now_s))
+
+    def _local_engine(self, endpoint: InferenceEndpoint) -> LocalEngine | None:
+        if endpoint.name not in self._settings.inference.engines:
+            return None
+        return LocalEngine(self._settings.engine_socket(endpoint.name), self._settings.engine_key)
+
     @property
     def _full(self) -> bool:
         return self._settings.model.training == "full"
@@ -257,7 +360,7 @@ class Publisher:
         return self._store.state.rules.keep_versions
 
     def _version(self, publication: Push | Publication) -> ModelVersion:
-        folder = self._settings.checkpoints / publication.path
+        folder = self._settings.checkpoint_folder / publication.path
         return ModelVersion(publication.version, folder, full=self._full)
 
     def _engine(self, name: str) -> Engine:
@@ -269,7 +372,7 @@ class Publisher:
         if cached is not None and cached[0] == endpoint:
             return cached[1]
         settings = self._settings.inference
-        client = EngineClient(endpoint, settings)
+        client = EngineClient(endpoint, settings, self._local_engine(endpoint))
         engine: Engine
         match endpoint.engine:
             case "vllm":

@@ -22,6 +22,8 @@ from strata.train.endpoints.engine import ModelVersion
 from strata.train.settings import InferenceSettings
 
 LIST_S: Final = 10.0
+_REJECTED: Final = (400, 413, 422)
+"""Of a request: the tokens or the length are not for this engine, as it was started."""
 _START_TIME: Final = b"\nprocess_start_time_seconds "
 
 
@@ -125,6 +127,8 @@ class VllmEngine:
         reply = await self._client.post("/v1/completions", request(model, sample, seed), timeout_s=self._sample_s)
         if reply.status == 404:
             raise StrataError(Code.NOT_FOUND, f"the engine does not have {version.name}")
+        if reply.status in _REJECTED:
+            raise StrataError(Code.UNSUPPORTED, f"the engine rejects it: {reply.excerpt}")
         if reply.status != 200:
             raise engine_error(reply, "completions")
         if version.full:

@@ -1,4 +1,4 @@
-"""`Launcher`: starts ranks, orchestrator and API servers in this order, and stops them in the reverse order.
+"""`Launcher`: starts ranks, engines, orchestrator and API servers, and stops them in another order: API servers first.
 
 Each process reports that it is ready: rank 0 by its reply to the orchestrator, the others through a pipe. A process
 that dies is restarted alone. An API server and an orchestrator keep no state that is lost with them, and the ranks do
@@ -8,34 +8,36 @@ not notice; ranks that restart restore the last snapshot, and the orchestrator r
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import os
+import secrets
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final
 
-from strata.base import log
+from strata.base import folder_lock, log
 from strata.base.clock import Clock, SystemClock
 from strata.base.errors import Code, StrataError
 from strata.base.ids import Ids
 from strata.base.private import require_private_folder, set_private_umask
 from strata.base.settings import process_environment
-from strata.train.launch.preflight import check_memory, check_model
-from strata.train.launch.supervised_process import EVENTS, ProcessCommand, SupervisedProcess
+from strata.http import otel
+from strata.train.launch.engine_supervisor import EngineSupervisor, check_engine, write_engine_key
+from strata.train.launch.preflight import check_memory, check_mesh, check_model
+from strata.train.launch.supervised_process import EVENTS, MAX_FAILED_STARTS, ProcessCommand, SupervisedProcess
 from strata.train.link.keys import make_keys, read_keys
-from strata.train.settings import ServerSettings, check_exposure
+from strata.train.settings import LAUNCHER_LOCK, ServerSettings, check_exposure
 
-LOCK: Final = "launcher.lock"
-"""In the data folder: one launcher at a time."""
+API_MODULE: Final = "strata.train.api"
 FREE_PORT: Final = "another process may have that port; server.port = 0 takes a free one"
 STOP_S: Final = 15.0
 """How long each process may take to end."""
 RANKS_S: Final = 5.0
 """How long the ranks may take to end by themselves before they are signalled."""
+ENGINE_STOP_S: Final = 5.0
+"""How long an engine may take to end: it has no state."""
 START_S: Final = 60.0
 """How long orchestrator and API server may take to be ready."""
 
@@ -46,6 +48,9 @@ _SECRETS: Final = frozenset(
         "STRATA_SERVER_IDENTITY_DATABASE",
         "STRATA_SERVER_FRONT_KEY",
         "STRATA_SERVER_FRONT_KEY_FILE",
+        # Of commands that speak to a hub.
+        "STRATA_OPERATOR_TOKEN",
+        "STRATA_CLIENT_TOKEN",
     }
 )
 """Variables that may hold a password or a token: only a process that needs one gets it."""
@@ -53,24 +58,40 @@ _SECRETS: Final = frozenset(
 _log = log.get(__name__)
 
 
-def run_launcher(settings: ServerSettings, file: Path, announce: Callable[[str], None]) -> None:
+def run_launcher(
+    settings: ServerSettings, file: Path, announce: Callable[[str], None], *, api_module: str = API_MODULE
+) -> None:
+    """`api_module` is what API servers run: that of the layer, or one that serves more beside the API."""
+    otel.check(process_environment())
     set_private_umask()
-    asyncio.run(_run_until_signal(settings, file.absolute(), announce))
+    asyncio.run(_run_until_signal(settings, file.absolute(), announce, api_module))
 
 
-async def _run_until_signal(settings: ServerSettings, file: Path, announce: Callable[[str], None]) -> None:
+async def _run_until_signal(
+    settings: ServerSettings, file: Path, announce: Callable[[str], None], api_module: str
+) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     require_private_folder(settings.data, "the server's files")
     with lock_folder(settings.data):
-        await Launcher(settings, file, process_environment(), SystemClock()).run(stop, announce)
+        launcher = Launcher(settings, file, process_environment(), SystemClock(), api_module=api_module)
+        await launcher.run(stop, announce)
 
 
 class Launcher:
-    def __init__(self, settings: ServerSettings, file: Path, environment: Mapping[str, str], clock: Clock) -> None:
+    def __init__(
+        self,
+        settings: ServerSettings,
+        file: Path,
+        environment: Mapping[str, str],
+        clock: Clock,
+        *,
+        api_module: str = API_MODULE,
+    ) -> None:
         self._settings = settings
+        self._api_module = api_module
         self._clock = clock
         holder = Ids(clock).new("launcher")
         self._attached = asyncio.Event()
@@ -84,6 +105,11 @@ class Launcher:
         self._orchestrator = SupervisedProcess(
             orchestrator_command(file, holder, environment), clock, self._on_orchestrator_event
         )
+        self._engine_key = secrets.token_hex(32)
+        self._engines = [
+            EngineSupervisor(settings, name, environment, clock, self._engine_key)
+            for name in settings.inference.engines
+        ]
         self._api_servers: list[SupervisedProcess] = []
         self._supervisors: list[asyncio.Task[None]] = []
 
@@ -111,12 +137,16 @@ class Launcher:
     def _prepare(self) -> None:
         settings = self._settings
         check_exposure(settings.server.host)
-        # The API servers start last: a port that is taken is reported before anything is loaded.
-        _bind(settings).close()
+        if settings.server.listen == "tcp":
+            # The API servers start last: a port that is taken is reported before anything is loaded.
+            _bind(settings).close()
+        elif settings.server.api_servers > 1:
+            raise StrataError(Code.INVALID, 'server.listen = "unix" has one socket: set server.api_servers to 1')
         # An invalid address is reported here, once, and not by each process that would listen there.
         _log.debug("link_addresses", requests=settings.requests, outputs=settings.outputs)
         over_tcp = settings.server.transport == "tcp" or settings.rank0.startswith(("tcp:", "file:"))
         if settings.ranks.mode == "auto":
+            check_mesh(settings)
             check_model(settings)
             check_memory(settings)
             if over_tcp:
@@ -124,14 +154,23 @@ class Launcher:
         elif over_tcp:
             # The operator who starts the ranks has given them a copy.
             read_keys(settings.keys)
+        check_engine(settings, self._environment)
+        if self._engines:
+            write_engine_key(settings, self._engine_key)
 
     async def _start(self, port: int | None) -> str:
         if self._ranks is not None:
             self._supervise(self._ranks)
+        for engine in self._engines:
+            self._supervisors.append(asyncio.create_task(engine.supervise(), name=engine.name))
         self._supervise(self._orchestrator)
         await self._wait(self._leading, START_S, "the orchestrator does not lead its journal")
         _log.info("waiting_for_ranks", mode=self._settings.ranks.mode)
         await self._wait(self._attached, self._settings.ranks.start_timeout_s, "the ranks are not ready")
+        for engine in self._engines:
+            # A start that takes too long is repeated once, then its supervisor fails.
+            limit_s = (MAX_FAILED_STARTS + 1) * self._settings.inference.start_timeout_s
+            await self._wait(engine.ready, limit_s, f"the {engine.name} is not ready")
         # One after the other: the first creates the tables and the first key.
         for number in range(self._settings.server.api_servers):
             await self._start_api_server(number, port)
@@ -148,7 +187,9 @@ class Launcher:
                 listening.set()
 
         process = SupervisedProcess(
-            api_server_command(self._file, self._environment, number, port), self._clock, on_event
+            api_server_command(self._file, self._environment, number, port, module=self._api_module),
+            self._clock,
+            on_event,
         )
         self._api_servers.append(process)
         self._supervise(process)
@@ -187,7 +228,7 @@ class Launcher:
                     _log.error("ranks_stuck", group=group, action="the launcher restarts them")
                     self._ranks.kill()
             case "lost":
-                # They are dead or about to die: torchrun ends the others when one is gone, and `supervise` restarts it.
+                # They are dead or about to die: their parent kills the others as well, and forks the next group.
                 pass
             case _:
                 _log.warning("unknown_orchestrator_event", event_line=event)
@@ -195,6 +236,8 @@ class Launcher:
     async def _stop(self) -> None:
         _log.info("launcher_stopping")
         await asyncio.gather(*(process.stop(STOP_S) for process in self._api_servers))
+        # Samples that run there are in the journal, and are sampled again after the next start.
+        await asyncio.gather(*(engine.process.stop(ENGINE_STOP_S) for engine in self._engines))
         if self._ranks is None:
             await self._orchestrator.stop(STOP_S)
         else:
@@ -233,12 +276,14 @@ def _bind(settings: ServerSettings) -> socket.socket:
 
 
 def rank_command(settings: ServerSettings, file: Path, environment: Mapping[str, str]) -> ProcessCommand:
-    """All ranks of this machine under torchrun, which does not restart them itself: the launcher restarts the group."""
+    """The parent of all ranks of this machine, which forks them, and forks the next group when one of them dies."""
     variables = {
         "OMP_NUM_THREADS": str(settings.ranks.threads),
         # The model is a local folder or in the local cache: nothing is fetched while a server starts.
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        # To ask for a device without it would initialise CUDA, after which a process cannot fork.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
     if sys.platform == "linux":
         # A single node: the traffic between the ranks stays on it.
@@ -255,9 +300,9 @@ def orchestrator_command(file: Path, holder: str, environment: Mapping[str, str]
 
 
 def api_server_command(
-    file: Path, environment: Mapping[str, str], number: int = 0, port: int | None = None
+    file: Path, environment: Mapping[str, str], number: int = 0, port: int | None = None, *, module: str = API_MODULE
 ) -> ProcessCommand:
-    arguments = [sys.executable, "-m", "strata.train.api", "--settings", str(file), "--ready-fd", EVENTS]
+    arguments = [sys.executable, "-m", module, "--settings", str(file), "--ready-fd", EVENTS]
     arguments += ["--number", str(number)]
     if port is not None:
         arguments += ["--port", str(port)]
@@ -269,20 +314,8 @@ def _without(environment: Mapping[str, str], names: frozenset[str] | set[str]) -
     return {name: value for name, value in environment.items() if name not in names}
 
 
-@contextmanager
-def lock_folder(folder: Path) -> Iterator[None]:
-    """Lock the folder until this process ends, whatever kills it: two launchers would replace each other's sockets.
-
-    The descriptor is not inherited: children that outlive their launcher do not keep the next one out.
-    """
-    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise StrataError(
-                Code.CONFLICT, f"another server runs in {folder}", hint="give each one a server.data of its own"
-            ) from error
-        yield
-    finally:
-        os.close(descriptor)
+def lock_folder(folder: Path) -> AbstractContextManager[None]:
+    """Lock the folder until this process ends, whatever kills it: two launchers would replace each other's sockets."""
+    return folder_lock.lock_folder(
+        folder, LAUNCHER_LOCK, taken=f"another server runs in {folder}", hint="give each one a server.data of its own"
+    )

@@ -1,16 +1,19 @@
 """Preflight check of model and memory: a server that cannot hold its model says so in one line before it starts.
 
-The headers of the weight files give the shapes of all parameters; the memory that they need follows from the settings.
-The needs of torch and of activations are estimated, so this rejects only what cannot work, and warns of what may not.
+The headers of the weight files give the shapes of all parameters; the memory that they need follows from the settings,
+by the arithmetic of `strata plan` (`core/device_memory.py`). Activations are not known without a trace, so this rejects
+only what cannot work, and warns of what may not.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import struct
 import subprocess
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,120 +21,214 @@ import msgspec
 
 from strata.base import log
 from strata.base.errors import Code, StrataError
-from strata.train.settings import ServerSettings
+from strata.train.core.device_memory import MemoryRecipe, MeshShape, ModelCost, cache_numbers, plan_device
+from strata.train.hugging_face import CONFIG, WEIGHTS, find_folder
+from strata.train.peft.layers import kind_of
+from strata.train.settings import ParallelSettings, ServerSettings
 
-PROCESS_BYTES: Final = 400 << 20
-"""Memory of a rank with torch and transformers before it has loaded a model."""
-TRAINED_BYTES: Final = 16
-"""Memory of a trained parameter: weight, gradient and two moments in float32."""
+NVIDIA_SMI: Final = "nvidia-smi"
+_LAYER: Final = re.compile(r".*?\.\d+\.")
+"""The name of a layer, up to its number."""
+_EXPERTS: Final = ".experts."
+_HEAD: Final = "lm_head.weight"
 _MAX_HEADER: Final = 100 << 20
 _log = log.get(__name__)
 
 
 class MemoryEstimate(msgspec.Struct, frozen=True):
-    """Bytes on all ranks of this machine together."""
+    """Bytes of each rank, and so of each device."""
 
     base: int
     """The minimum to start."""
     full: int
-    """With every slot in use and the longest rows."""
+    """With every slot in use, a full KV cache, and several passes before a step."""
+
+
+class WeightIndex(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+    """The file of each weight."""
+
+
+class ModelFiles(msgspec.Struct, frozen=True):
+    """What the headers of a model's files say."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    config: Mapping[str, Any]
 
 
 def check_model(settings: ServerSettings) -> None:
     """INVALID if the model is neither in a folder nor in the local cache: a start downloads nothing."""
     path = settings.model.path
-    if not (Path(path).expanduser() / "config.json").is_file() and not _is_cached(path):
+    if find_folder(path) is None:
         raise StrataError(
             Code.INVALID,
             f"there is no model in {path}",
-            hint="model.path is a folder with a config.json and weights, or the id of a model in the local cache",
+            hint="model.path is a folder with a config.json and weights, or an id that `strata models pull` got",
         )
 
 
-def _is_cached(model_id: str) -> bool:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return isinstance(try_to_load_from_cache(model_id, "config.json"), str)
-    except HFValidationError:
-        return False
+def check_mesh(settings: ServerSettings) -> None:
+    """INVALID if the ranks do not form the mesh that `parallel` describes, or the model cannot be on it."""
+    if problem := settings.parallel.problem(settings.ranks.nproc):
+        raise StrataError(Code.INVALID, problem)
+    folder = find_folder(settings.model.path)
+    if folder is not None and (problem := settings.parallel.model_problem(read_config(folder))):
+        raise StrataError(Code.INVALID, problem)
 
 
 def check_memory(settings: ServerSettings) -> None:
-    """INVALID if the model cannot fit. A model that is not in a local folder is not checked."""
-    shapes = dict(_shapes(Path(settings.model.path)))
-    if not shapes:
-        _log.info("memory_check_skipped", reason="the weights are not in a local folder")
+    """INVALID if the model cannot fit. A model whose weights are not here is not checked."""
+    folder = find_folder(settings.model.path)
+    model = None if folder is None else read_model_files(folder)
+    if model is None or not model.shapes:
+        _log.info("memory_check_skipped", reason="the weights are not on this machine")
         return
-    needed, available = estimate(settings, shapes), available_bytes(settings)
+    needed, available = estimate(settings, model), available_bytes(settings)
     if available is None:
         return
     if needed.base > available:
+        ranks = settings.ranks.nproc
+        room = f" on each of {ranks} ranks, and each has" if ranks > 1 else ", and there are"
         raise StrataError(
             Code.INVALID,
-            f"{settings.model.base_model} needs {_gb(needed.base)} GB, and there are {_gb(available)} GB",
-            hint="use bfloat16, fewer ranks on this machine, LoRA instead of full training, or a smaller model",
+            f"{settings.model.base_model} needs {_gb(needed.base)} GB{room} {_gb(available)} GB",
+            hint="use bfloat16, more devices, LoRA instead of full training, or a smaller model",
         )
     if needed.full > available:
         _log.warning(
             "memory_may_not_suffice",
-            reason="for all slots and the longest rows",
+            reason="for all slots and the KV cache",
             needed_gb=_gb(needed.full),
             available_gb=_gb(available),
         )
 
 
-def estimate(settings: ServerSettings, shapes: dict[str, tuple[int, ...]]) -> MemoryEstimate:
-    parameters = sum(math.prod(shape) for shape in shapes.values())
-    itemsize = 2 if settings.model.dtype == "bfloat16" else 4
-    ranks = settings.ranks.nproc
-    largest = max(math.prod(shape) for shape in shapes.values())
-    hidden = min((min(shape) for shape in shapes.values() if len(shape) == 2), default=0)
-    logits = 2 * 4 * settings.model.max_tokens_per_row * (largest // max(hidden, 1))
-    processes = ranks * PROCESS_BYTES
-    if settings.model.training == "full":
-        weights = parameters * (TRAINED_BYTES + (itemsize if itemsize == 2 else 0))
-        return MemoryEstimate(processes + weights, processes + weights + ranks * logits)
-    weights = parameters * itemsize
-    # The base is sharded over the ranks; every rank holds all adapters.
-    adapters = ranks * settings.model.slots * _adapter_bytes(settings, shapes)
-    return MemoryEstimate(processes + weights, processes + weights + adapters + ranks * logits)
+def estimate(settings: ServerSettings, model: ModelFiles) -> MemoryEstimate:
+    """To start: without a LoRA model, a sample or a second pass before a step. The activations of a row come on top."""
+    recipe = memory_recipe(settings)
+    mesh = mesh_shape(settings.parallel, settings.ranks.nproc)
+    cost = model_cost(model, recipe, mesh)
+    least = msgspec.structs.replace(recipe, slots=0, cached_tokens=0, accumulates=False)
+    # What may work is not refused.
+    start = sum(part.bytes for part in plan_device(cost, least, mesh).parts if part.name != "margin")
+    return MemoryEstimate(start, plan_device(cost, recipe, mesh).total)
 
 
-def _adapter_bytes(settings: ServerSettings, shapes: dict[str, tuple[int, ...]]) -> int:
-    matrices = [shape for name, shape in shapes.items() if len(shape) == 2 and "embed" not in name]
-    return TRAINED_BYTES * settings.model.max_lora_rank * sum(rows + columns for rows, columns in matrices)
+def mesh_shape(parallel: ParallelSettings, ranks: int) -> MeshShape:
+    shard = max(ranks // (parallel.replicate * parallel.tensor), 1)
+    return MeshShape(parallel.replicate, shard, parallel.tensor, parallel.expert)
+
+
+def memory_recipe(settings: ServerSettings) -> MemoryRecipe:
+    model = settings.model
+    return MemoryRecipe(
+        training=model.training,
+        dtype=model.dtype,
+        lora_rank=model.max_lora_rank,
+        slots=model.slots,
+        row_tokens=model.max_tokens_per_row,
+        cached_tokens=settings.sampling.cached_tokens,
+        checkpointing=int(model.activation_checkpointing),
+        replicated_bytes=model.replicated_mb << 20,
+        device="cpu" if settings.ranks.backend == "gloo" or shutil.which(NVIDIA_SMI) is None else "cuda",
+    )
+
+
+def model_cost(model: ModelFiles, recipe: MemoryRecipe, mesh: MeshShape) -> ModelCost:
+    """The sizes of a model by the headers of its files, without a trace of a pass."""
+    of_rank = {name: _rank_parameters(model, name, mesh.tensor) for name in model.shapes}
+    layers: Counter[str] = Counter()
+    experts: Counter[str] = Counter()
+    for name, size in of_rank.items():
+        layer = _LAYER.match(name)
+        (experts if _EXPERTS in name else layers)[layer.group() if layer else ""] += size
+    root = layers.pop("", 0)
+    blocks = layers.keys() | experts.keys()
+    return ModelCost(
+        parameters=sum(map(math.prod, model.shapes.values())),
+        rank_parameters=sum(of_rank.values()),
+        expert_parameters=experts.total(),
+        largest_weight=max(of_rank.values(), default=0),
+        blocks=len(blocks),
+        expert_blocks=len(experts),
+        block_parameters=max((layers[name] + experts[name] // mesh.expert for name in blocks), default=0),
+        root_parameters=root,
+        adapter_parameters=recipe.lora_rank * sum(_adapted(name, shape) for name, shape in model.shapes.items()),
+        cache_numbers=cache_numbers(model.config),
+    )
+
+
+def _rank_parameters(model: ModelFiles, name: str, tensor: int) -> int:
+    """What a rank of a tensor group has of a weight. Matrices of layers are split, and a head that is not tied, if it
+    can be divided."""
+    shape = model.shapes[name]
+    is_head = name == _HEAD and not model.config.get("tie_word_embeddings") and shape[0] % tensor == 0
+    is_split = is_head or (len(shape) > 1 and _LAYER.match(name) is not None)
+    return math.prod(shape) // (tensor if is_split else 1)
+
+
+def _adapted(name: str, shape: tuple[int, ...]) -> int:
+    """Rows and columns of a weight that an adapter has, for each expert that it is of."""
+    target = name.removesuffix(".weight")
+    if len(shape) < 2 or kind_of(target) is None:
+        return 0
+    *experts, rows, columns = shape
+    # Files may have the two matrices apart that are one weight in memory, with one adapter.
+    shared = _EXPERTS in name and target.endswith((".up_proj", ".w3"))
+    return math.prod(experts) * (rows + (0 if shared else columns))
 
 
 def available_bytes(settings: ServerSettings) -> int | None:
-    if settings.ranks.backend != "gloo" and (on_gpus := _gpu_bytes(settings.ranks.nproc)) is not None:
-        return on_gpus
+    """Of each rank: the free memory of its device, or its share of the machine's."""
+    ranks = settings.ranks.nproc
+    if settings.ranks.backend != "gloo" and (on_gpu := _gpu_bytes(ranks)) is not None:
+        return on_gpu
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
     fields = {name: value for name, _, value in (line.partition(":") for line in lines)}
-    return int(fields["MemAvailable"].split()[0]) << 10 if "MemAvailable" in fields else None
+    return (int(fields["MemAvailable"].split()[0]) << 10) // ranks if "MemAvailable" in fields else None
 
 
 def _gpu_bytes(ranks: int) -> int | None:
-    """Free memory of as many devices as there are ranks; None without a driver."""
-    tool = shutil.which("nvidia-smi")
+    """Free memory of the fullest of as many devices as there are ranks; None without a driver."""
+    tool = shutil.which(NVIDIA_SMI)
     if tool is None:
         return None
     query = [tool, "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
     try:
         output = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
-        free = sorted((int(line) << 20 for line in output.split()), reverse=True)
+        free = [int(line) << 20 for line in output.split()]
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
-    return sum(free[:ranks]) or None
+    # Rank n has device n.
+    return min(free[:ranks], default=0) or None
 
 
-def _shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+def read_model_files(folder: Path) -> ModelFiles:
+    shapes, config = dict(_weight_shapes(folder)), read_config(folder)
+    if config.get("tie_word_embeddings") and list(shapes.values()).count(shapes.get(_HEAD, ())) > 1:
+        # Some files have a copy of the embeddings as the head; in memory they are one.
+        del shapes[_HEAD]
+    return ModelFiles(shapes, config)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode((folder / CONFIG).read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise StrataError(Code.INVALID, f"{folder / CONFIG} cannot be read: {error}") from None
+
+
+def _weight_shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of every tensor in the folder's safetensors files: their headers are JSON."""
-    for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():
+    index = folder / "model.safetensors.index.json"
+    # A folder may have the same weights in another format beside them.
+    named = msgspec.json.decode(index.read_bytes(), type=WeightIndex).weight_map.values() if index.is_file() else None
+    for file in sorted(folder.glob(WEIGHTS)):
+        if named is not None and file.name not in named:
+            continue
         with file.open("rb") as opened:
             (size,) = struct.unpack("<Q", opened.read(8))
             if size > _MAX_HEADER:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,10 @@ STEADY_S: Final = 30.0
 """A process that ran so long before it died is restarted without backoff."""
 MAX_FAILED_STARTS: Final = 2
 """How often a process that never became ready is started."""
-
+LAST_LINES: Final = 5
+LINE_CHARACTERS: Final = 300
+LOG_TAIL_BYTES: Final = 32_768
+_ERROR: Final = re.compile(r"\b[A-Za-z.]*(Error|Exception): ")
 _log = log.get(__name__)
 
 
@@ -34,15 +38,24 @@ class ProcessCommand:
     name: str
     arguments: Sequence[str]
     environment: Mapping[str, str]
+    log: Path | None = None
+    """The file for its output since its last start; unless set it shares that of the launcher."""
 
 
 class SupervisedProcess:
-    """`on_event` is called with every line that the process writes to its event pipe."""
+    """`on_event` is called with every line that the process writes to its event pipe, `on_start` before each start."""
 
-    def __init__(self, command: ProcessCommand, clock: Clock, on_event: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        command: ProcessCommand,
+        clock: Clock,
+        on_event: Callable[[str], None],
+        on_start: Callable[[], None] = lambda: None,
+    ) -> None:
         self.command = command
         self._clock = clock
         self._on_event = on_event
+        self._on_start = on_start
         self._process: asyncio.subprocess.Process | None = None
         self._stop = asyncio.Event()
         self.was_ready = False
@@ -70,18 +83,45 @@ class SupervisedProcess:
                 message = (
                     f"the {self.command.name} died {MAX_FAILED_STARTS} times before {ready} ready, with status {code}"
                 )
-                raise StrataError(Code.UNAVAILABLE, message, hint="the log above says why")
+                raise StrataError(Code.UNAVAILABLE, f"{message}{self._last_words()}", hint=self._log_hint())
             await self._clock.sleep(BACKOFF.delay_s(failures, no_jitter()))
+
+    def last_error(self) -> str:
+        """The last line of its log that names an error; empty if it has no log of its own, or no such line."""
+        return next((line for line in reversed(self._log_tail()) if _ERROR.search(line)), "")
+
+    def _last_words(self) -> str:
+        lines = self._log_tail()
+        error = self.last_error()
+        shown = lines[-LAST_LINES:]
+        return "".join(f"\n    {line}" for line in ([error, "…"] if error and error not in shown else []) + shown)
+
+    def _log_hint(self) -> str:
+        return "the log above says why" if self.command.log is None else f"the whole log is {self.command.log}"
+
+    def _log_tail(self) -> list[str]:
+        """What another program wrote, fit for a terminal."""
+        if self.command.log is None or not self.command.log.is_file():
+            return []
+        with self.command.log.open("rb") as file:
+            file.seek(max(file.seek(0, os.SEEK_END) - LOG_TAIL_BYTES, 0))
+            text = file.read().decode("utf-8", "replace")
+        lines = ("".join(char for char in line if char.isprintable())[:LINE_CHARACTERS] for line in text.splitlines())
+        return [line for line in lines if line.strip()]
 
     async def run_once(self) -> int:
         """Run the process from its start to its end; returns its exit status."""
+        self._on_start()
         reading, writing = os.pipe()
+        output = None if self.command.log is None else _open_log(self.command.log)
         arguments = [argument.replace(EVENTS, str(writing)) for argument in self.command.arguments]
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *arguments,
                 env=dict(self.command.environment),
                 stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
                 pass_fds=(writing,),
                 start_new_session=True,
                 preexec_fn=partial(end_with_parent, parent=os.getpid()),
@@ -91,10 +131,16 @@ class SupervisedProcess:
             raise StrataError(Code.UNAVAILABLE, f"cannot start {self.command.name}: {error.strerror}") from error
         finally:
             os.close(writing)
+            if output is not None:
+                os.close(output)
         self.starts += 1
         reader = asyncio.create_task(self._read_events(reading))
         try:
-            return await self._process.wait()
+            status = await self._process.wait()
+            # Its children do not outlive it: the next one needs their memory, their devices and their sockets.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            return status
         finally:
             reader.cancel()
             await asyncio.wait([reader])
@@ -147,8 +193,7 @@ async def _ended(process: asyncio.subprocess.Process, timeout_s: float) -> bool:
 
 
 def descendants(pid: int) -> list[int]:
-    """The descendants of a process, the youngest first. torchrun puts each rank into a session of its own, so that
-    a signal to its process group reaches none of them."""
+    """The descendants of a process, the youngest first."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -163,6 +208,14 @@ def descendants(pid: int) -> list[int]:
         collected += below
         pending += below
     return collected[::-1]
+
+
+def _open_log(file: Path) -> int:
+    """A new file; that of the start before gets the suffix `.1`."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if file.exists():
+        file.replace(file.with_name(f"{file.name}.1"))
+    return os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

@@ -18,7 +18,7 @@ import zmq.asyncio
 from strata.base import log
 from strata.base.errors import Code, StrataError
 from strata.train.core import messages
-from strata.train.link.sockets import decode_or_drop, listen, load_keys, raise_send_error, set_limits
+from strata.train.link.sockets import connect, decode_or_drop, listen, load_keys, raise_send_error, set_limits
 from strata.train.settings import ServerSettings
 
 _NAME: Final = re.compile(rb"orchestrator-([0-9]{1,18})")
@@ -166,7 +166,7 @@ class ApiLink:
             set_limits(socket)
             if keys is not None:
                 keys.secure_client(socket)
-            socket.connect(endpoint)
+            connect(socket, endpoint)
 
     async def receive(self) -> messages.OrchestratorRequest:
         """The next request; bytes that are none are dropped."""

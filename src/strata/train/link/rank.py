@@ -21,6 +21,7 @@ from strata.base.errors import StrataError
 from strata.train.core import commands
 from strata.train.link.keys import LinkKeys
 from strata.train.link.sockets import (
+    connect,
     decode_or_drop,
     listen,
     load_keys,
@@ -57,7 +58,7 @@ class RankConnection:
         # A new connection needs a new connect request. Not -1: messages received before the end would be dropped.
         self._socket.reconnect_ivl = self._socket.reconnect_ivl_max = NEVER_MS
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._socket.connect(endpoint)
+        connect(self._socket, endpoint)
 
     async def send(self, message: commands.ToRank) -> None:
         await self._socket.send(commands.encode(message))
@@ -86,7 +87,7 @@ async def connect_rank(
     try:
         set_limits(socket)
         present_keys(keys, socket, endpoint)
-        socket.connect(endpoint)
+        connect(socket, endpoint)
         await socket.send(_encode(request))
         pair: str | None = None
         while pair is None:

@@ -16,12 +16,14 @@ from strata.base import log
 from strata.base.atomic import write_file
 from strata.base.errors import Code, StrataError
 from strata.base.private import require_private_folder
+from strata.base.unix_socket import lasting_path
 from strata.train.link.keys import LinkKeys, read_keys
 from strata.train.settings import ServerSettings
 
 MAX_QUEUED: Final = 1_000
 """Messages that may wait in one direction of a link: the high-water mark."""
 MAX_REQUEST_BYTES: Final = 16 << 20
+_IPC: Final = "ipc://"
 
 _log = log.get(__name__)
 Message = TypeVar("Message")
@@ -71,17 +73,30 @@ def set_limits(socket: AnySocket, max_bytes: int = MAX_REQUEST_BYTES) -> None:
 
 
 def listen(socket: AnySocket, endpoint: str, keys: LinkKeys | None) -> str:
-    if endpoint.startswith("ipc://"):
-        require_private_folder(Path(endpoint.removeprefix("ipc://")).parent, "the sockets")
+    """Listen there; the address that others connect to."""
+    local = endpoint.startswith(_IPC)
+    if local:
+        require_private_folder(Path(endpoint.removeprefix(_IPC)).parent, "the sockets")
     elif keys is None:
         raise StrataError(Code.INTERNAL, f"{endpoint} would be open to all users")
     else:
         keys.secure_listener(socket)
     try:
-        socket.bind(endpoint)
+        socket.bind(_short(endpoint))
     except zmq.ZMQError as error:
         raise StrataError(Code.UNAVAILABLE, f"cannot listen on {endpoint}: {error}") from error
-    return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
+    return endpoint if local else bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
+
+
+def connect(socket: AnySocket, endpoint: str) -> None:
+    socket.connect(_short(endpoint))
+
+
+def _short(endpoint: str) -> str:
+    """The same place by a name that is short enough for a socket."""
+    if not endpoint.startswith(_IPC):
+        return endpoint
+    return f"{_IPC}{lasting_path(Path(endpoint.removeprefix(_IPC)))}"
 
 
 def own_address(known_as: str = "") -> str:

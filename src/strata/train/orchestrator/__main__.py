@@ -17,6 +17,8 @@ from strata.base.clock import SystemClock
 from strata.base.errors import StrataError
 from strata.base.ids import Ids
 from strata.base.private import require_private_folder
+from strata.base.settings import process_environment
+from strata.http import otel
 from strata.journal.open import open_journal
 from strata.journal.sqlite import SqliteJournal
 from strata.train.orchestrator.orchestrator import Orchestrator
@@ -38,8 +40,12 @@ def main(arguments: Sequence[str]) -> int:
         style = settings.server.log_format or ("console" if sys.stderr.isatty() else "json")
         log.configure(style, settings.server.log_level)
         holder = options.holder or Ids(SystemClock()).new("orchestrator")
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_run(settings, options.events_fd, holder))
+        stop_traces = otel.configure("strata-orchestrator", process_environment())
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(_run(settings, options.events_fd, holder))
+        finally:
+            stop_traces()
     except StrataError as error:
         _log.error("orchestrator_failed", code=error.code.value, reason=str(error))
         return 1

@@ -98,8 +98,8 @@ class RemoteBackend:
             await self._clock.sleep(FILE_POLL_S)
         return found
 
-    async def send(self, number: int, work: commands.Work, durable: int) -> None:
-        await self._connected().send(commands.DispatchCommand(self._generation, number, work, durable))
+    async def send(self, number: int, work: commands.Work, durable: int, traceparent: str = "") -> None:
+        await self._connected().send(commands.DispatchCommand(self._generation, number, work, durable, traceparent))
 
     async def restore(self, number: int, path: Path, digest: str) -> None:
         await self._connected().send(commands.Restore(self._generation, number, str(path), digest))

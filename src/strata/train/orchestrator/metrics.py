@@ -5,23 +5,39 @@ Both live as long as the process. Nothing is decided by them, and nothing of the
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
-from prometheus_client import Counter, Gauge, Histogram, Summary, generate_latest
+import msgspec
+from prometheus_client import generate_latest
 
 from strata.base.clock import Clock
+from strata.http.metrics import MetricFactory, new_registry
 from strata.train.core.commands import DispatchReply
-from strata.train.core.facts import Dispatched, Fact, OperationAccepted, SnapshotAbandoned, SnapshotCommitted
+from strata.train.core.facts import (
+    Dispatched,
+    Fact,
+    OperationAccepted,
+    SampleReturned,
+    SampleRouted,
+    SnapshotAbandoned,
+    SnapshotCommitted,
+)
 from strata.train.core.inputs import Decision, Dispatching
-from strata.train.core.ops import ForwardBackward, InlinePayload
+from strata.train.core.learning_curves import LearningCurves
+from strata.train.core.ops import ForwardBackward, InlinePayload, PassDone, Result, StepDone, decode_pass_metrics
+from strata.train.core.rollouts import RolloutLimits
 from strata.train.core.state import TrainState
-from strata.train.core.status import ServerStatus, SnapshotStatus, Timeline
-from strata.train.core.timeline import Rate, Timelines
-from strata.train.metrics_registry import PREFIX, new_registry
+from strata.train.core.status import RECENT, RecoveryStatus, ServerStatus, SnapshotStatus, Timeline
+from strata.train.core.timeline import Rate, ThroughputHistory, Timelines
+from strata.train.orchestrator.rollout_recorder import RolloutRecorder
+from strata.train.orchestrator.sampler_gap import GapMeasure
+from strata.train.settings import METRICS_PREFIX as PREFIX
 
-_TIMES_S: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 KEEP_TIMELINES: Final = 1_000
+KEEP_TRACES: Final = 10_000
 
 
 class OrchestratorMetrics:
@@ -29,19 +45,8 @@ class OrchestratorMetrics:
 
     def __init__(self) -> None:
         self._registry = registry = new_registry()
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"{PREFIX}{name}", text, labels, registry=registry)
-
-        def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(f"{PREFIX}{name}", text, labels, registry=registry)
-
-        def histogram(name: str, text: str, *labels: str) -> Histogram:
-            return Histogram(f"{PREFIX}{name}", text, labels, registry=registry, buckets=_TIMES_S)
-
-        def summary(name: str, text: str) -> Summary:
-            return Summary(f"{PREFIX}{name}", text, registry=registry)
-
+        make = MetricFactory(PREFIX, registry)
+        counter, gauge, histogram, summary = make.counter, make.gauge, make.histogram, make.summary
         self.accepted = counter("operations_accepted_total", "Operations that were accepted", "kind")
         self.ended = counter("operations_ended_total", "Operations that ended, by outcome", "kind", "outcome")
         self.payload_bytes = counter("payload_bytes_total", "Bytes of the batches that were accepted")
@@ -52,6 +57,13 @@ class OrchestratorMetrics:
         self.efficiency = summary("packing_efficiency", "Of passes: tokens divided by the capacity of their rows")
         self.trained = counter("trained_tokens_total", "Tokens of forward and backward passes")
         self.sampled = counter("sampled_tokens_total", "Tokens that the ranks sampled")
+        self.routed = counter("routed_samples_total", "Samples that were routed to an endpoint", "endpoint")
+        self.returned = counter(
+            "returned_samples_total", "Samples that an endpoint failed to draw, by who is next", "to"
+        )
+        self.prefilled = counter(
+            "prompt_tokens_total", "Tokens of prompts, by whether the prefix cache had them", "cached"
+        )
         self.quantum_s = summary("quantum_seconds", "Time that the ranks took for a sampling slice")
         self.journal_s = histogram("journal_seconds", "From a decision until it was durable")
         self.groups = counter("rank_groups_total", "Groups of ranks that were attached, one per start of the ranks")
@@ -67,6 +79,19 @@ class OrchestratorMetrics:
         self.ranks = gauge("ranks", "Attached ranks; 0 while they start")
         self.models = gauge("models", "Models that occupy a slot of the ranks")
         self.samplers = gauge("samplers", "Samplers that are open")
+        self.gap_nats = summary(
+            "sampler_gap_nats", "Per pass: mean distance of sampler and trainer, over tokens of the same weights"
+        )
+        self.gap_max_nats = gauge("sampler_gap_max_nats", "The largest such distance of a token in the last such pass")
+        self.gap_tokens = counter(
+            "sampler_gap_tokens_total", "Sampled tokens of passes, by whether compared", "compared"
+        )
+        for compared in ("same_weights", "stale", "unknown"):
+            self.gap_tokens.labels(compared)
+        self.gap_alarms = counter("sampler_gap_alarms_total", "Times that the gap of a model rose above the alarm")
+        self.gap_high = gauge("sampler_gap_high_models", "Models whose gap was above the alarm in their last such pass")
+        self.engines = gauge("engine_ready", "Whether an engine that the server starts is ready", "engine")
+        self.engine_starts = gauge("engine_starts", "Starts of an engine since the server started", "engine")
 
     def record_decision(self, decision: Decision, ended: list[Timeline]) -> None:
         for fact in decision.facts:
@@ -91,6 +116,10 @@ class OrchestratorMetrics:
                 self.accepted.labels(kind).inc()
             case Dispatched():
                 self.dispatches.inc()
+            case SampleRouted():
+                self.routed.labels(fact.endpoint).inc()
+            case SampleReturned():
+                self.returned.labels("engine" if fact.again else "ranks").inc()
             case SnapshotCommitted():
                 self.snapshots.labels("committed").inc()
                 self.held_s.observe(fact.held_s)
@@ -105,8 +134,22 @@ class OrchestratorMetrics:
         if reply.sampled is not None:
             self.quantum_s.observe(reply.timing.total_s)
             self.sampled.inc(reply.sampled.sampled_tokens)
+            self.prefilled.labels("no").inc(reply.sampled.prompt_tokens)
+            self.prefilled.labels("yes").inc(reply.sampled.reused_tokens)
         elif kind == "forward_backward":
             self.trained.inc(reply.timing.tokens)
+
+    def record_gap(self, measure: GapMeasure, *, alarm: bool) -> None:
+        for reason, tokens in (
+            ("same_weights", measure.tokens),
+            ("stale", measure.stale),
+            ("unknown", measure.unknown),
+        ):
+            self.gap_tokens.labels(reason).inc(tokens)
+        if measure.tokens:
+            self.gap_nats.observe(measure.mean)
+            self.gap_max_nats.set(measure.max)
+            self.gap_alarms.inc(alarm)
 
     def render(self, status: ServerStatus) -> bytes:
         """The exposition text, with gauges set from the status of this moment."""
@@ -118,18 +161,32 @@ class OrchestratorMetrics:
         self.ranks.set(status.ranks.size)
         self.models.set(status.models)
         self.samplers.set(status.samplers)
+        for engine in status.engines:
+            self.engines.labels(engine.name).set(engine.state == "ready")
+            self.engine_starts.labels(engine.name).set(engine.starts)
         return generate_latest(self._registry)
 
 
 class ServerTelemetry:
     """What a leading orchestrator records while it works: timelines, rates, recoveries and the Prometheus series."""
 
-    def __init__(self, clock: Clock, keep: int = KEEP_TIMELINES) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        keep: int = KEEP_TIMELINES,
+        gap_alarm_nats: float = 0.0,
+        rollouts: RolloutLimits = RolloutLimits(),  # noqa: B008 (frozen)
+    ) -> None:
         self._clock = clock
         self.leading_since_s = clock.wall_s()
         self.timelines = Timelines(keep)
         self.metrics = OrchestratorMetrics()
+        self.curves = LearningCurves()
+        self.rollouts = RolloutRecorder(clock, gap_alarm_nats, rollouts, self._record_gap)
         self.trained, self.sampled = Rate(), Rate()
+        self.throughput = ThroughputHistory()
+        self._traces: dict[str, str] = {}
+        """By operation that has not ended, the trace of the request that submitted it."""
         self._snapshot: SnapshotCommitted | None = None
         self._sent_at_s: dict[int, float] = {}
         """By dispatch in flight."""
@@ -137,8 +194,13 @@ class ServerTelemetry:
         self._group = ""
         self.attached_at_s: float | None = None
         self._lost_at_s: float | None = None
+        self._loss = ""
+        self._restored: int | None = None
+        self._replayed = 0
         self.recoveries = 0
         self.recovery_s: float | None = None
+        self.recovered: deque[RecoveryStatus] = deque(maxlen=RECENT)
+        """Newest first."""
 
     def record_decision(self, decision: Decision, state: TrainState) -> None:
         ended = self.timelines.record_decision(decision, state, self._clock.wall_s())
@@ -146,6 +208,20 @@ class ServerTelemetry:
         for fact in decision.facts:
             if isinstance(fact, SnapshotCommitted):
                 self._snapshot = fact
+        if self._traces:
+            for future_id in decision.ended:
+                self._traces.pop(future_id, None)
+
+    def record_traced(self, future_id: str, traceparent: str) -> None:
+        """An operation was submitted by a request that is traced; empty: it is not."""
+        if traceparent and len(self._traces) < KEEP_TRACES:
+            self._traces[future_id] = traceparent
+
+    def traces_of(self, future_ids: Sequence[str]) -> list[str]:
+        """The traces of those operations that have one."""
+        if not self._traces:
+            return []
+        return [self._traces[future_id] for future_id in future_ids if future_id in self._traces]
 
     def record_durable(self, decided_at_s: float) -> None:
         """`decided_at_s` is of the monotonic clock."""
@@ -156,8 +232,13 @@ class ServerTelemetry:
         self._sent_at_s[number] = now_s
         self.timelines.record_sent(state, number, future_ids, now_s)
 
+    def record_restored(self, number: int) -> None:
+        """The attached group has restored the snapshot after this dispatch."""
+        self._restored = number
+
     def record_replay(self) -> None:
         """One dispatch was replayed."""
+        self._replayed += 1
         self.metrics.replays.inc()
 
     def record_reply(self, reply: DispatchReply) -> None:
@@ -165,24 +246,49 @@ class ServerTelemetry:
         self._sent_at_s.pop(reply.number, None)
         self._replied_at_s = now_s
         ended = None if reply.sampled is None else [sample.request_id for sample in reply.sampled.ended]
+        if ended is None:
+            for future_id, result in zip(self.timelines.in_flight(reply.number), reply.results, strict=False):
+                self._record_result(future_id, result, now_s)
         timelines = self.timelines.record_reply(reply.number, reply.timing, now_s, ended)
         kind = timelines[0].kind if timelines else ""
         self.metrics.record_reply(reply, kind)
         if reply.sampled is not None:
             self.sampled.note(reply.sampled.sampled_tokens, now_s)
+            self.throughput.note(now_s, sampled=reply.sampled.sampled_tokens)
         elif kind == "forward_backward":
             self.trained.note(reply.timing.tokens, now_s)
+            self.throughput.note(now_s, trained=reply.timing.tokens)
+
+    def _record_result(self, future_id: str, result: Result, now_s: float) -> None:
+        line = self.timelines.get(future_id)
+        model_id, _, seq = future_id.rpartition(":")
+        if isinstance(result, PassDone) and line is not None and line.kind == "forward_backward":
+            # In a reply the payload is still inline; afterwards it may be a file.
+            payload = result.payload.data if isinstance(result.payload, InlinePayload) else b""
+            # A curve may have a gap, and no session may end for it.
+            with contextlib.suppress(msgspec.MsgspecError):
+                self.curves.add_pass(model_id, decode_pass_metrics(payload).metrics)
+        elif isinstance(result, StepDone):
+            self.curves.add_step(model_id, int(seq), now_s, result.metrics)
+
+    def _record_gap(self, operation: ForwardBackward, measure: GapMeasure) -> None:
+        gaps, alarm = self.rollouts.gaps, False
+        if measure.tokens:
+            self.curves.add_late(operation.model_id, operation.seq_id, measure.metrics())
+            alarm = gaps.record(operation.model_id, operation.seq_id, measure, self._clock.wall_s())
+        self.metrics.record_gap(measure, alarm=alarm)
 
     def record_attached(self, group: str) -> None:
         self.metrics.groups.inc(group != self._group)
         self._group, self.attached_at_s = group, self._clock.wall_s()
 
-    def record_lost(self) -> None:
+    def record_lost(self, reason: str) -> None:
         """If groups are lost in a row, the recovery began with the first."""
         self.attached_at_s = None
         self._sent_at_s.clear()
+        self._restored, self._replayed = None, 0
         if self._lost_at_s is None:
-            self._lost_at_s = self._clock.monotonic_s()
+            self._lost_at_s, self._loss = self._clock.monotonic_s(), reason
 
     def record_replayed(self) -> None:
         """The attached group has finished its replay."""
@@ -190,6 +296,15 @@ class ServerTelemetry:
             self.recovery_s, self._lost_at_s = self._clock.monotonic_s() - self._lost_at_s, None
             self.recoveries += 1
             self.metrics.recovery_s.observe(self.recovery_s)
+            self.recovered.appendleft(
+                RecoveryStatus(
+                    lost_at_s=self._clock.wall_s() - self.recovery_s,
+                    seconds=self.recovery_s,
+                    reason=self._loss,
+                    restored=self._restored,
+                    replayed=self._replayed,
+                )
+            )
 
     def begun_at_s(self, number: int) -> float | None:
         """When the ranks can have begun this dispatch: it was sent, and the one before had its reply."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 import msgspec
 
-from strata.base import log
+from strata.base import log, trace
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.base.loop import every
+from strata.journal.group_commit import WriterLimits
 from strata.journal.port import Journal
 from strata.journal.replica import Replica
 from strata.train.core import commands, messages
@@ -35,6 +37,7 @@ from strata.train.orchestrator.rank_session import (
     RankSession,
     SessionEnd,
     TimedOut,
+    describe_end,
 )
 from strata.train.orchestrator.request_handler import RequestHandler
 from strata.train.orchestrator.request_processor import RequestProcessor
@@ -98,7 +101,9 @@ class Orchestrator:
         replica: TrainReplica = Replica(
             self._journal, self._settings.stream, TrainMachine(rules_of(self._settings)), self._clock
         )
-        standby = asyncio.create_task(replica.stand_by(holder, self._settings.server.lease_s))
+        # An operation is dispatched as soon as it is accepted: both in one commit.
+        limits = WriterLimits(follow_up=True)
+        standby = asyncio.create_task(replica.stand_by(holder, self._settings.server.lease_s, limits))
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait([standby, stopping], return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
@@ -109,7 +114,10 @@ class Orchestrator:
         standby.result()
         self._notify("leading")
         links = self._links(self._settings)
-        telemetry = ServerTelemetry(self._clock, self._settings.server.timelines)
+        settings = self._settings
+        telemetry = ServerTelemetry(
+            self._clock, settings.server.timelines, settings.sampling.gap_alarm_nats, settings.rollouts.limits
+        )
         context = self._open_context(links, StateStore(replica, self._clock, telemetry))
         try:
             await self._lead(replica, context, links, stop)
@@ -138,7 +146,7 @@ class Orchestrator:
             backend=RemoteBackend(links, settings, self._clock, store.leader_epoch),
             processor=RequestProcessor(
                 Payloads(settings.payloads),
-                settings.checkpoints,
+                settings.checkpoint_folder,
                 self._replicator.fetch if self._replicator is not None else None,
             ),
             throughput=ThroughputEstimate(),
@@ -158,7 +166,7 @@ class Orchestrator:
             asyncio.create_task(self._supervise_ranks(context), name="ranks"),
             asyncio.create_task(every(EXPIRE_S, store.expire_results, clock=clock), name="expire results"),
             asyncio.create_task(
-                every(settings.checkpoint.sweep_s, handler.checkpoint_gc.run_once, clock=clock), name="checkpoint gc"
+                every(settings.checkpoints.sweep_s, handler.checkpoint_gc.run_once, clock=clock), name="checkpoint gc"
             ),
             asyncio.create_task(every(reaper.interval_s, reaper.run_once, clock=clock), name="session reaper"),
             asyncio.create_task(handler.publisher.run(), name="endpoints"),
@@ -167,6 +175,8 @@ class Orchestrator:
                 name="snapshot",
             ),
             asyncio.create_task(every(COMPACT_S, compaction.run_once, clock=clock), name="compaction"),
+            asyncio.create_task(every(EXPIRE_S, store.telemetry.rollouts.expire, clock=clock), name="expire rollouts"),
+            asyncio.create_task(store.telemetry.rollouts.run(Payloads(settings.payloads)), name="rollouts"),
         ]
         if self._replicator is not None:
             replicating = every(REPLICATE_S, self._replicator.run_once, clock=clock)
@@ -194,7 +204,9 @@ class Orchestrator:
 
     async def _serve_requests(self, link: ApiSide, handler: RequestHandler) -> None:
         async def respond(request: messages.OrchestratorRequest) -> None:
-            output = await handler.handle(request)
+            name = f"orchestrator {request.body.__struct_config__.tag}"
+            with trace.continued(name, request.traceparent, kind="server"), _correlated(request.traceparent):
+                output = await handler.handle(request)
             link.send(messages.OrchestratorOutputs(request.request_id, output))
 
         while True:
@@ -232,11 +244,12 @@ class Orchestrator:
             self._attached = attached
             context.store.telemetry.record_attached(attached.group)
             self._notify(f"attached {attached.group}")
+            end: SessionEnd | None = None
             try:
                 end = await RankSession(context, attached, self._rows).run()
             finally:
                 self._attached = None
-                context.store.telemetry.record_lost()
+                context.store.telemetry.record_lost(describe_end(end))
             await self._on_session_end(context, attached, end)
 
     async def _validate_group(self, context: OrchestratorContext, attached: commands.AttachReply) -> str | None:
@@ -329,6 +342,11 @@ class Orchestrator:
             _log.info("ranks_still_running", reason=str(error))
 
 
+def _correlated(traceparent: str) -> AbstractContextManager[None]:
+    """Log lines of a request that is traced carry the id of its trace, as those of the API server do."""
+    return log.correlation(trace.trace_id(traceparent)) if traceparent else nullcontext()
+
+
 def rules_of(settings: ServerSettings) -> Rules:
     limits = settings.limits
     return Rules(
@@ -337,6 +355,8 @@ def rules_of(settings: ServerSettings) -> Rules:
         max_pending_per_tenant=limits.max_pending_per_tenant,
         max_models_per_tenant=limits.max_models_per_tenant or (settings.model.places + 1) // 2,
         max_sessions_per_tenant=limits.max_sessions_per_tenant,
+        max_imports_per_tenant=limits.max_imports_per_tenant,
+        max_loss_bytes=limits.max_loss_bytes_per_tenant,
         ended_session_ttl_s=limits.ended_session_ttl_s,
         max_ended_sessions=limits.max_ended_sessions,
         base_models=settings.model.base_models,
@@ -350,12 +370,15 @@ def rules_of(settings: ServerSettings) -> Rules:
         max_pending_samples=settings.sampling.max_pending_requests,
         max_running_samples=settings.sampling.max_running_requests,
         quantum_steps=settings.sampling.quantum_steps,
-        push=settings.inference.push,
-        route=settings.inference.sample,
+        push=settings.inference.pushes,
+        route=settings.inference.routes,
+        engines=settings.inference.engines,
+        fallback=settings.inference.fallback,
         # An engine has one model of full fine-tunes at a time.
         keep_versions=1 if settings.model.training == "full" else settings.inference.keep,
         snapshot_dispatches=settings.snapshots.every_dispatches,
         snapshot_s=settings.snapshots.every_s,
         snapshot_payload_bytes=settings.snapshots.every_payload_mb << 20,
-        keep_checkpoints=settings.checkpoint.keep,
+        snapshot_replay_s=settings.snapshots.every_replay_s,
+        keep_checkpoints=settings.checkpoints.keep,
     )

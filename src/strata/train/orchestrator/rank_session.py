@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, assert_never
 
 import msgspec
 
-from strata.base import log
+from strata.base import log, trace
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.journal.port import Journal
@@ -105,10 +106,30 @@ class OutOfMemory:
 SessionEnd = Disconnected | TimedOut | Diverged | OutOfMemory
 
 
+def describe_end(end: SessionEnd | None) -> str:
+    """Why a session ended, for people; None if the orchestrator itself failed in it."""
+    match end:
+        case Disconnected(dispatch=None):
+            return "the ranks disconnected while they were idle"
+        case Disconnected():
+            return f"the ranks disconnected in dispatch {end.dispatch}"
+        case TimedOut():
+            return f"dispatch {end.dispatch} took too long"
+        case Diverged():
+            return f"dispatch {end.dispatch} had failed, and these ranks had applied it"
+        case OutOfMemory():
+            return f"the ranks lacked the memory to replay dispatch {end.dispatch}"
+        case None:
+            return "the session with the ranks failed"
+        case _:
+            assert_never(end)
+
+
 class RankSession:
     def __init__(self, context: OrchestratorContext, attached: commands.AttachReply, rows: RowLimit) -> None:
         self._context = context
         self._attached = attached
+        self._data_ranks = attached.data_ranks or attached.world_size
         self._rows = rows
         self._applied = attached.applied
         self._replay_through = context.store.state.settled_through
@@ -148,7 +169,7 @@ class RankSession:
         return Disconnected(min(self._in_flight, default=None), self._restoring is not None)
 
     async def _dispatch_loop(self) -> Diverged:
-        store, ranks = self._context.store, self._attached.world_size
+        store, ranks = self._context.store, self._data_ranks
         await self._restore_newest()
         await self._replay()
         # Not earlier: the next session must not take this group for replayed. Not later: the resent dispatches below
@@ -183,6 +204,7 @@ class RankSession:
             if restored.refused is None:
                 self._applied = snapshot.number
                 store.replayed = self._applied >= self._replay_through
+                store.telemetry.record_restored(snapshot.number)
                 _log.info("model_snapshot_restored", number=snapshot.number, through=self._replay_through)
                 return
             _log.error("model_snapshot_rejected", number=snapshot.number, name=snapshot.name, reason=restored.refused)
@@ -264,7 +286,9 @@ class RankSession:
             store.telemetry.record_sent(store.state, dispatch.number, dispatch.future_ids)
         else:
             store.telemetry.record_replay()
-        await context.backend.send(dispatch.number, work, store.durable_through)
+        # One dispatch may serve several clients: its span is in the trace of the first and names the others.
+        with _dispatch_span(dispatch.number, store.telemetry.traces_of(dispatch.future_ids)):
+            await context.backend.send(dispatch.number, work, store.durable_through, trace.traceparent())
         failpoint("train.orchestrator.dispatch_sent")
 
     async def _build_work(self, dispatch: Dispatch, operations: Sequence[ops.Operation]) -> commands.Work:
@@ -274,7 +298,7 @@ class RankSession:
         futures = context.store.state.futures
         tenants = [futures.tenant_of(each) for each in dispatch.future_ids] if dispatch.quantum is not None else ()
         work = await retry_unavailable(
-            lambda: context.processor.work(dispatch, operations, self._attached.world_size, tenants),
+            lambda: context.processor.work(dispatch, operations, self._data_ranks, tenants),
             context.store.clock,
             context.settings.limits.operation_timeout_s,
         )
@@ -375,6 +399,12 @@ class RankSession:
                 continue
 
 
+def _dispatch_span(number: int, traces: Sequence[str]) -> AbstractContextManager[trace.TraceSpan | None]:
+    if not traces:
+        return nullcontext()
+    return trace.span("dispatch", kind="producer", parent=traces[0], links=traces[1:], dispatch=number)
+
+
 def _kind(dispatch: Dispatch, operations: Sequence[ops.Operation]) -> str:
     if dispatch.snapshot:
         return SNAPSHOT
@@ -401,6 +431,6 @@ def _completion(
     reply: commands.DispatchReply, results: Sequence[ops.Result], at_s: float
 ) -> CompleteDispatch | CompleteSlice:
     if reply.sampled is None:
-        return CompleteDispatch(reply.number, results, at_s)
+        return CompleteDispatch(reply.number, results, at_s, reply.timing.total_s)
     future_ids = [ended.request_id for ended in reply.sampled.ended]
     return CompleteSlice(reply.number, [*zip(future_ids, results, strict=True)], reply.sampled.requests, at_s)

@@ -14,19 +14,21 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from strata.base import log
+from strata.base import log, trace
 from strata.base.errors import Code, StrataError
-from strata.train.core import commands, messages, ops, status
+from strata.train.core import commands, custom_losses, messages, ops, status
 from strata.train.core.completion_log import SamplerClientIds, Target, target_of
 from strata.train.core.inputs import ClientCommand, Decision, Dispatching
+from strata.train.core.rollouts import RolloutsView, RolloutView
 from strata.train.core.state import ModelCheckpoint, TrainState
 from strata.train.core.throughput import describe_wait
 from strata.train.core.views import (
     check_sampler_owner,
     checkpoints_of,
-    find_checkpoint,
+    ended_results,
     find_future,
     find_model,
+    find_readable_checkpoint,
     find_sampler,
     find_session,
     view_checkpoint,
@@ -41,7 +43,15 @@ from strata.train.orchestrator.maintenance.checkpoint_gc import CheckpointGc
 from strata.train.orchestrator.maintenance.session_reaper import SessionReaper
 from strata.train.orchestrator.rank_session import OrchestratorContext
 from strata.train.orchestrator.state_store import MAX_INLINE_RESULT_BYTES
-from strata.train.orchestrator.status import HEALTH_S, check_ranks, describe_status, describe_timeline, render_metrics
+from strata.train.orchestrator.status import (
+    HEALTH_S,
+    check_ranks,
+    describe_activity,
+    describe_status,
+    describe_timeline,
+    read_curves,
+    render_metrics,
+)
 
 MAX_WAIT_S: Final = 120.0
 TRANSIENT: Final = frozenset({Code.UNAVAILABLE, Code.EXHAUSTED, Code.DEADLINE})
@@ -68,12 +78,14 @@ class RequestHandler:
                 _query(messages.WatchFuture, self._watch_future),
                 _query(messages.WatchSamples, self._watch_samples),
                 _query(messages.DescribeModel, self._describe_model),
+                _query(messages.DescribeCustomLoss, self._describe_loss),
                 _query(messages.DescribeSampler, self._describe_sampler),
                 _query(messages.JoinSampler, self._join_sampler),
                 _query(messages.ListModels, self._list_models),
                 _query(messages.ListSessions, self._list_sessions),
                 _query(messages.ListCheckpoints, self._list_checkpoints),
                 _query(messages.DescribeCheckpoint, self._describe_checkpoint),
+                _query(messages.ListResults, self._list_results),
                 _query(messages.DescribeServer, self._describe_server),
                 _query(messages.CheckHealth, self._check_health),
                 _query(messages.ListEndpoints, self._list_endpoints),
@@ -81,6 +93,13 @@ class RequestHandler:
                 _query(messages.DescribeTimeline, self._describe_timeline),
                 _query(messages.ListTimelines, self._list_timelines),
                 _query(messages.ReadMetrics, self._read_metrics),
+                _query(messages.DescribeActivity, self._describe_activity),
+                _query(messages.ReportMetrics, self._report_metrics),
+                _query(messages.ReadThroughput, self._read_throughput),
+                _query(messages.ReadCurves, self._read_curves),
+                _query(messages.ReadUsage, self._read_usage),
+                _query(messages.ListRollouts, self._list_rollouts),
+                _query(messages.ReadRollout, self._read_rollout),
             ]
         )
 
@@ -108,6 +127,7 @@ class RequestHandler:
                 response = await self._execute(tenant, body)
                 if isinstance(response, messages.Accepted):
                     self.session_reaper.touch(tenant, response.future_id)
+                    self._store.telemetry.record_traced(response.future_id, trace.traceparent())
                 return response
             return await self.queries[type(body)](tenant, body)
         finally:
@@ -119,6 +139,10 @@ class RequestHandler:
         match command:
             case messages.ImportCheckpoint():
                 return _response(await self.checkpoint_gc.import_checkpoint(tenant, command))
+            case messages.AddEndpoint() | messages.RemoveEndpoint() if (
+                command.name in self._context.settings.inference.engines
+            ):
+                raise StrataError(Code.CONFLICT, f"{command.name} is an engine of the server itself")
             case messages.AddEndpoint():
                 origin = check_allowed(command.url, self._context.settings.inference.allow)
                 command = msgspec.structs.replace(command, url=str(origin), address=await resolve_address(origin))
@@ -137,6 +161,9 @@ class RequestHandler:
         return messages.Done()
 
     async def _watch_future(self, tenant: str, query: messages.WatchFuture) -> messages.Output:
+        if query.future_id in self._state.custom_losses:
+            created = custom_losses.find(self._state, tenant, query.future_id)
+            return messages.FutureResult(ops.LossCreated(created.loss_id))
         future = find_future(self._state, tenant, query.future_id)
         if future.result is None and query.wait_s > 0:
             await self._store.wait_for_completion(query.future_id, min(query.wait_s, MAX_WAIT_S))
@@ -173,6 +200,9 @@ class RequestHandler:
     async def _describe_model(self, tenant: str, query: messages.DescribeModel) -> messages.ModelView:
         return view_model(find_model(self._state, tenant, query.model_id), self._base)
 
+    async def _describe_loss(self, tenant: str, query: messages.DescribeCustomLoss) -> messages.CustomLossView:
+        return messages.CustomLossView(custom_losses.find(self._state, tenant, query.loss_id).loss)
+
     async def _describe_sampler(self, tenant: str, query: messages.DescribeSampler) -> messages.SamplerView:
         return view_sampler(find_sampler(self._state, tenant, query.sampler_id))
 
@@ -199,7 +229,15 @@ class RequestHandler:
         self, tenant: str, query: messages.DescribeCheckpoint
     ) -> messages.ModelCheckpointView:
         await self.checkpoint_gc.delete_expired()
-        return await self._view_checkpoint(find_checkpoint(self._state, tenant, query.run_id, query.kind, query.name))
+        checkpoint = find_readable_checkpoint(self._state, tenant, query.run_id, query.kind, query.name)
+        return await self._view_checkpoint(checkpoint)
+
+    async def _list_results(self, tenant: str, query: messages.ListResults) -> messages.ResultList:
+        model = find_model(self._state, tenant, query.model_id)
+        results = ended_results(self._state, query.model_id, query.after, query.limit)
+        # A result that is lost with the leadership may come again with another end.
+        await self._wait_durable()
+        return messages.ResultList(results, model.unloaded)
 
     async def _describe_server(self, _: str, __: messages.DescribeServer) -> messages.ServerView:
         state, attached, base = self._state, self._attached(), self._base
@@ -241,11 +279,41 @@ class RequestHandler:
     async def _describe_timeline(self, tenant: str, query: messages.DescribeTimeline) -> status.TimelineView:
         return describe_timeline(self._context, tenant, query.future_id)
 
-    async def _list_timelines(self, _: str, __: messages.ListTimelines) -> status.TimelinesView:
-        return status.TimelinesView(list(self._store.telemetry.timelines))
+    async def _list_timelines(self, tenant: str, query: messages.ListTimelines) -> status.TimelinesView:
+        lines = list(self._store.telemetry.timelines)
+        if query.session_id:
+            session = find_session(self._state, tenant, query.session_id)
+            lines = [line for line in lines if line.future_id.startswith(f"{session.session_id}:")]
+        return status.TimelinesView(lines)
 
     async def _read_metrics(self, tenant: str, query: messages.ReadMetrics) -> status.MetricsView:
         return render_metrics(self._context, self._attached(), None if query.everything else tenant)
+
+    async def _describe_activity(self, tenant: str, query: messages.DescribeActivity) -> status.ActivityView:
+        return describe_activity(self._context, query.operations, None if query.everything else tenant)
+
+    async def _report_metrics(self, tenant: str, query: messages.ReportMetrics) -> messages.Done:
+        find_model(self._state, tenant, query.model_id)
+        self._store.telemetry.curves.report(query.model_id, query.seq_id, query.values)
+        return messages.Done()
+
+    async def _read_throughput(self, _: str, __: messages.ReadThroughput) -> status.ThroughputView:
+        points = self._store.telemetry.throughput.points(self._now_s())
+        return status.ThroughputView(status.ThroughputReport(points=points))
+
+    async def _read_usage(self, tenant: str, query: messages.ReadUsage) -> messages.UsageView:
+        return messages.UsageView(self._state.usage.of(tenant, query.from_s, query.until_s))
+
+    async def _read_curves(self, tenant: str, query: messages.ReadCurves) -> status.CurvesView:
+        return read_curves(self._context, tenant, query)
+
+    async def _list_rollouts(self, tenant: str, query: messages.ListRollouts) -> RolloutsView:
+        if query.model_id:
+            find_model(self._state, tenant, query.model_id)
+        return self._store.telemetry.rollouts.kept.newest(tenant, query.model_id, query.limit, self._now_s())
+
+    async def _read_rollout(self, tenant: str, query: messages.ReadRollout) -> RolloutView:
+        return RolloutView(self._store.telemetry.rollouts.kept.get(tenant, query.rollout_id, self._now_s()))
 
     # What they share
 
@@ -270,7 +338,7 @@ class RequestHandler:
             raise StrataError(Code.UNAVAILABLE, f"the lead was lost: {error.message}", hint="ask again") from error
 
     async def _view_checkpoint(self, checkpoint: ModelCheckpoint) -> messages.ModelCheckpointView:
-        size = await asyncio.to_thread(_size, self._context.settings.checkpoints / checkpoint.path)
+        size = await asyncio.to_thread(_size, self._context.settings.checkpoint_folder / checkpoint.path)
         return view_checkpoint(self._state, checkpoint, size)
 
     def _now_s(self) -> float:

@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
+import msgspec
+
 from strata.base import log
 from strata.base.clock import Clock
 from strata.base.retry import Backoff, RetryPolicy, no_jitter, retry
@@ -82,7 +84,7 @@ class RequestProcessor:
         data = result.payload.data
         if len(data) <= inline_bytes:
             return result
-        return type(result)(await asyncio.to_thread(self._payloads.store, data))
+        return msgspec.structs.replace(result, payload=await asyncio.to_thread(self._payloads.store, data))
 
 
 async def retry_unavailable(make: Callable[[], Awaitable[T]], clock: Clock, limit_s: float) -> T:
@@ -106,7 +108,7 @@ def _single(dispatch: Dispatch, operation: ops.Operation, path: str) -> commands
         case ops.LoadWeights():
             return commands.LoadState(operation, path)
         case ops.SaveSampler() | ops.OpenSampler():
-            return commands.MakeSampler(operation, path, dispatch.close)
+            return commands.MakeSampler(operation, path if dispatch.path else "", dispatch.close)
         case ops.ForwardBackward() | ops.OptimStep() | ops.MalformedOperation() | SampleOperation():
             raise AssertionError(f"{type(operation).__name__} is not dispatched alone")
         case _:
@@ -127,4 +129,4 @@ def sample_result(outcome: SampleOutcome) -> ops.Result:
     """The result of a sample as it is stored: its sequences are encoded once for all readers."""
     if isinstance(outcome, SampleFailed):
         return ops.Failed(outcome.category, outcome.message)
-    return ops.SampleDone(ops.InlinePayload(encode_result(outcome)))
+    return ops.SampleDone(ops.InlinePayload(encode_result(outcome)), outcome.sampled_tokens)

@@ -67,6 +67,7 @@ class StateStore:
         """
         settled: list[int] = []
         decided_at_s = self.clock.monotonic_s()
+        self.telemetry.rollouts.observe(request, self.state)
         decision, durable = self._replica.submit_nowait(request, lambda _: self._on_committed(settled, decided_at_s))
         # Recorded now: by the time these facts are durable, the state may hold results that are not.
         settled.append(self.state.settled_through)

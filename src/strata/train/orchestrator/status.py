@@ -5,10 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import msgspec
+
 from strata.base.errors import Code, StrataError
-from strata.train.core import commands, status
-from strata.train.core.overview import fold_tenants, recently_ended, resident_models, running_dispatches, tenant_rows
-from strata.train.core.views import find_future
+from strata.train.core import commands, messages, status
+from strata.train.core.overview import (
+    endpoint_rows,
+    fold_tenants,
+    high_gaps,
+    last_operations,
+    model_curves,
+    model_rows,
+    recently_ended,
+    resident_models,
+    running_dispatches,
+    tenant_rows,
+)
+from strata.train.core.views import find_future, find_model
+from strata.train.endpoints.engine_report import engine_statuses
 from strata.train.orchestrator.rank_session import OrchestratorContext
 
 HEALTH_S: Final = 5.0
@@ -26,8 +40,10 @@ def render_metrics(
     context: OrchestratorContext, attached: commands.AttachReply | None, only: str | None
 ) -> status.MetricsView:
     """Metrics are scraped all the time: the ranks are not asked for them."""
-    report = describe_status(context, attached, (), only)
-    return status.MetricsView(context.store.telemetry.metrics.render(report))
+    report, telemetry = describe_status(context, attached, (), only), context.store.telemetry
+    # Of all tenants: it names none.
+    telemetry.metrics.gap_high.set(sum(gap.high for gap in telemetry.rollouts.gaps.by_model.values()))
+    return status.MetricsView(telemetry.metrics.render(report))
 
 
 def describe_status(
@@ -65,7 +81,33 @@ def describe_status(
         recovery_s=telemetry.recovery_s,
         tenants=fold_tenants(tenant_rows(state, context.throughput), most=status.MAX_TENANT_ROWS, own=only),
         recent=recently_ended(telemetry.timelines, own=only),
+        recovered=list(telemetry.recovered),
+        gap_alarm_nats=telemetry.rollouts.gaps.alarm_nats,
+        high_gaps=high_gaps(state, telemetry.rollouts.gaps.by_model, own=only),
+        # The reason may be a line of an engine's log, about a request of another tenant.
+        engines=[
+            each if only is None else msgspec.structs.replace(each, reason="") for each in engine_statuses(settings)
+        ],
     )
+
+
+def describe_activity(context: OrchestratorContext, operations: int, only: str | None) -> status.ActivityView:
+    state, telemetry, now_s = context.store.state, context.store.telemetry, context.store.clock.wall_s()
+    return status.ActivityView(
+        status.ServerActivity(
+            now_s=now_s,
+            operations=last_operations(telemetry.timelines, operations, own=only),
+            models=model_rows(state, telemetry.curves, telemetry.rollouts.gaps.by_model, own=only),
+            endpoints=endpoint_rows(state, telemetry.curves, own=only),
+        )
+    )
+
+
+def read_curves(context: OrchestratorContext, tenant: str, query: messages.ReadCurves) -> status.CurvesView:
+    state = context.store.state
+    if not query.everything or query.model_id not in state.models:
+        find_model(state, tenant, query.model_id)
+    return status.CurvesView(model_curves(context.store.telemetry.curves, query.model_id, query.points, query.names))
 
 
 def _describe_ranks(

@@ -251,7 +251,9 @@ def _check_shapes(target: str, parts: Mapping[str, Shape], base: _Base, rank: in
     count, rows, columns = base.targets[target]
     expected = {"lora_A": (rank * count, columns), "lora_B": (rows, rank * count)}
     transposed = {"lora_A": (rank * count, rows), "lora_B": (columns, rank * count)}
-    if parts != expected and not (target.rpartition(".")[2] in TRANSPOSED and parts == transposed):
+    # Families store fused experts as (out, in) or as (in, out); the ranks know which.
+    either = count > 1 or target.rpartition(".")[2] in TRANSPOSED
+    if parts != expected and not (either and parts == transposed):
         raise _invalid(ADAPTER, f"{target} is {dict(parts)}, and the base needs {expected} for r = {rank}")
 
 

@@ -4,23 +4,21 @@ An adapter's parameters are the same on every rank and stand outside the model's
 freezing of the base never see them. Each adapted layer has one forward hook, which adds the output of the span's
 adapter to every span of the row. Gradients accumulate on each rank and are all-reduced at an optimizer step.
 
-The experts of a mixture are one module with one fused weight. Their loop in transformers is repeated here because an
-adapter acts between its two matrices: on the tokens of a span, and on the matrix of their expert. What a family does
-between and after the matrices (its gate with or without a clamp, biases, a norm) is called as its module defines it.
-Experts of another form keep their own loop and get no adapter (`is_experts`).
+The experts of a mixture are one module with one fused weight; `experts.py` computes them with their adapters. Experts
+of another form keep their own computation and get no adapter (`is_experts`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.functional import linear, one_hot
 from transformers.pytorch_utils import Conv1D
 
 from strata.base.errors import Code, StrataError
@@ -40,6 +38,17 @@ class LoraTarget:
     @property
     def kind(self) -> Kind | None:
         return "mlp" if self.experts else kind_of(self.name)
+
+
+class LoraPart(NamedTuple):
+    """What a rank computes of a layer that is split over several: some outputs, or summands from some inputs."""
+
+    rows: slice = slice(None)
+    """Of B."""
+    columns: slice = slice(None)
+    """Of A."""
+    is_counted: bool = True
+    """Whether this rank's gradients count: of ranks that all compute the same, those of one do."""
 
 
 def targets_of(model: nn.Module, config: LoraConfig) -> list[LoraTarget]:
@@ -71,6 +80,8 @@ def _adaptable_weights(model: nn.Module) -> Iterator[LoraTarget]:
         if is_experts(module):
             for weight in ("gate_up_proj", "down_proj"):
                 count, rows, columns = getattr(module, weight).shape
+                if module.is_transposed:
+                    rows, columns = columns, rows
                 yield LoraTarget(f"{name}.{weight}", rows, columns, count)
 
 
@@ -82,9 +93,10 @@ def linear_shape(module: nn.Module) -> tuple[int, int] | None:
 
 
 def is_transposed(model: nn.Module, target: str) -> bool:
-    """Whether the weight of this layer is stored as (inputs, outputs)."""
+    """Whether the weight of this layer, or of each expert, is stored as (inputs, outputs)."""
     above, _, last = target.rpartition(".")
-    return isinstance(getattr(model.get_submodule(above), last), Conv1D)
+    module: Any = model.get_submodule(above)
+    return bool(module.is_transposed) if is_experts(module) else isinstance(getattr(module, last), Conv1D)
 
 
 def _unadaptable_weight(model: nn.Module, kind: Kind) -> str:
@@ -119,13 +131,13 @@ def _unadaptable_experts(model: nn.Module) -> str:
 
 
 def is_experts(module: Any) -> bool:
-    """A mixture's experts as one module with one weight for all of them, (expert, out, in), whose loop and gate are
-    those that transformers gives every such module (`use_experts_implementation`)."""
+    """A mixture's experts as one module with one weight for all of them, (expert, out, in) or transposed, whose loop
+    and gate are those that transformers gives every such module (`use_experts_implementation`)."""
     weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
     if not all(isinstance(weight, nn.Parameter) and weight.ndim == 3 for weight in weights):
         return False
     declared = hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
-    return declared and bool(module.has_gate) and not module.is_transposed
+    return declared and bool(module.has_gate)
 
 
 class Adapter:
@@ -133,18 +145,29 @@ class Adapter:
 
     A step is then one all-reduce and one update. A pass accumulates into a staging block (`begin`), which is added to
     the gradients (`commit`) or dropped (`discard`): a pass that fails adds nothing.
+
+    The blocks hold all of the adapter on every rank. Where a layer is split over ranks, `pairs` are the parts of its
+    matrices that this rank computes with, in the same memory; the other parts have no gradient here.
     """
 
-    def __init__(self, config: LoraConfig, targets: Sequence[LoraTarget], device: torch.device) -> None:
+    def __init__(
+        self,
+        config: LoraConfig,
+        targets: Sequence[LoraTarget],
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        part_of: Callable[[LoraTarget], LoraPart] = lambda _: LoraPart(),
+    ) -> None:
         self.config = config
         self.scale = config.alpha / config.rank
         self.shapes = _shapes(config.rank, targets)
         self.size = sum(math.prod(shape) for shape in self.shapes.values())
-        self.flat = torch.zeros(self.size, dtype=torch.float32, device=device)
+        self.flat = torch.zeros(self.size, dtype=dtype, device=device)
         self.pairs: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
-        self._leaves = {name: nn.Parameter(view) for name, view in self.views(self.flat).items()}
-        for target in targets:
-            self.pairs[target.name] = (self._leaves[f"{target.name}.lora_A"], self._leaves[f"{target.name}.lora_B"])
+        self._parts = {target.name: part_of(target) for target in targets}
+        for name, (a, b) in self._split(self.flat).items():
+            is_counted = self._parts[name].is_counted
+            self.pairs[name] = nn.Parameter(a, requires_grad=is_counted), nn.Parameter(b, requires_grad=is_counted)
         self.gradient: torch.Tensor | None = None
         self._staged: torch.Tensor | None = None
 
@@ -157,6 +180,18 @@ class Adapter:
             views[name] = flat[start : start + size].view(shape)
             start += size
         return views
+
+    def _split(self, flat: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """This rank's parts of A and B of each target in a flat block."""
+        views = self.views(flat)
+        return {
+            name: (views[f"{name}.lora_A"][..., part.columns], views[f"{name}.lora_B"][..., part.rows, :])
+            for name, part in self._parts.items()
+        }
+
+    def matrices(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The matrices of a flat block, those of experts one by one, as views of the same memory."""
+        return [matrix for view in self.views(flat).values() for matrix in (view if view.ndim == 3 else [view])]
 
     def initialise(self, seed: str) -> None:
         """A is uniform, as torch initialises a linear layer; B is zero: the model starts equal to the base.
@@ -177,12 +212,13 @@ class Adapter:
 
     def begin(self) -> None:
         self._staged = torch.zeros_like(self.flat)
-        for name, view in self.views(self._staged).items():
-            self._leaves[name].grad = view
+        for name, parts in self._split(self._staged).items():
+            for leaf, part in zip(self.pairs[name], parts, strict=True):
+                leaf.grad = part if leaf.requires_grad else None
 
     def is_finite(self) -> bool:
         """Whether all staged gradients are finite."""
-        return self._staged is None or bool(self._staged.isfinite().all())
+        return self._staged is None or is_finite(self._staged)
 
     def commit(self) -> None:
         assert self._staged is not None
@@ -191,8 +227,14 @@ class Adapter:
 
     def discard(self) -> None:
         self._staged = None
-        for leaf in self._leaves.values():
+        for leaf in chain.from_iterable(self.pairs.values()):
             leaf.grad = None
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all numbers of a contiguous tensor are finite. No temporary memory: a NaN is the least and the greatest
+    number of a tensor, and so is found like an infinity."""
+    return not tensor.numel() or all(bool(bound.isfinite()) for bound in torch.aminmax(tensor))
 
 
 def _shapes(rank: int, targets: Sequence[LoraTarget]) -> Mapping[str, tuple[int, ...]]:
@@ -222,7 +264,8 @@ class Adapters:
         """The spans of the tokens whose logits are computed: the row or a chunk of it."""
         for name, module in model.named_modules():
             if kind_of(name) is not None and linear_shape(module) is not None:
-                module.register_forward_hook(self._hook(name, head=kind_of(name) == "unembed"))
+                # First of all: outputs of a layer that is split over ranks are summed or gathered after it.
+                module.register_forward_hook(self._hook(name, head=kind_of(name) == "unembed"), prepend=True)
 
     def _hook(self, name: str, *, head: bool) -> Any:
         def add(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
@@ -300,15 +343,14 @@ class _AddSpans(torch.autograd.Function):
 
 def _accumulate(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor | None:
     """The gradient of a matrix; None if it was added to the staging block (`Adapter.begin`)."""
-    if matrix.grad is not None and matrix.grad.dtype == left.dtype:
+    if matrix.grad is None:
+        return torch.mm(left, right).mul_(scale).to(matrix.dtype)
+    if matrix.grad.dtype == left.dtype:
         matrix.grad.addmm_(left, right, alpha=scale)
-        return None
-    return torch.mm(left, right).mul_(scale).to(matrix.dtype)
-
-
-def delta(inputs: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """B A x times the scale, which is applied to the narrow side, where it is cheapest."""
-    return linear(linear(inputs, a.to(inputs.dtype)) * scale, b.to(inputs.dtype))
+    else:
+        # Not by autograd, which warns of the gradient of a part of a matrix: its rows are not adjacent.
+        matrix.grad.add_(torch.mm(left, right), alpha=scale)
+    return None
 
 
 def slice_spans(spans: Sequence[Span], start: int, end: int) -> list[Span]:
@@ -321,76 +363,3 @@ def slice_spans(spans: Sequence[Span], start: int, end: int) -> list[Span]:
             sliced.append(Span(span.adapter, length))
         offset += span.length
     return sliced
-
-
-# Mixtures of experts
-
-
-def adapt_experts(model: nn.Module, adapters: Adapters) -> None:
-    for name, module in model.named_modules():
-        if is_experts(module):
-            module.forward = _experts_forward(name, module, adapters)
-
-
-def _experts_forward(name: str, experts: Any, adapters: Adapters) -> Any:
-    biased = experts.has_bias
-
-    def forward(hidden: torch.Tensor, routed: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """`hidden` is (tokens, dimensions); `routed` and `weights` are (tokens, experts per token)."""
-        total = torch.zeros_like(hidden)
-        with torch.no_grad():
-            mask = one_hot(routed, num_classes=experts.gate_up_proj.shape[0]).permute(2, 1, 0)
-            active = mask.sum(dim=(-1, -2)).nonzero().flatten().tolist()
-        span_of = _span_numbers(adapters.row, hidden)
-        first = _expert_matrices(f"{name}.gate_up_proj", adapters.row)
-        second = _expert_matrices(f"{name}.down_proj", adapters.row)
-        for expert in active:
-            which, token = torch.where(mask[expert])
-            spans = span_of[token]
-            state = hidden[token]
-            up = linear(state, experts.gate_up_proj[expert], experts.gate_up_proj_bias[expert] if biased else None)
-            inner = experts._apply_gate(_add_to_experts(first, expert, state, up, spans))
-            down = linear(inner, experts.down_proj[expert], experts.down_proj_bias[expert] if biased else None)
-            down = _add_to_experts(second, expert, inner, down, spans)
-            if experts.has_post_expert_norm:
-                down = experts.post_expert_norm(down)
-            total.index_add_(0, token, (down * weights[token, which, None]).to(total.dtype))
-        return total
-
-    return forward
-
-
-def _span_numbers(spans: Sequence[Span], hidden: torch.Tensor) -> torch.Tensor:
-    """The number of each token's span."""
-    lengths = torch.tensor([span.length for span in spans] or [len(hidden)], device=hidden.device)
-    return torch.arange(len(lengths), device=hidden.device).repeat_interleave(lengths)
-
-
-@dataclass(frozen=True)
-class _ExpertMatrices:
-    """A and B of each expert for one span, and the scale. Unbound once, so that the gradient is stacked once."""
-
-    number: int
-    a: Sequence[torch.Tensor]
-    b: Sequence[torch.Tensor]
-    scale: float
-
-
-def _expert_matrices(name: str, spans: Sequence[Span]) -> list[_ExpertMatrices]:
-    matrices = []
-    for number, span in enumerate(spans):
-        if span.adapter is not None and name in span.adapter.pairs:
-            a, b = span.adapter.pairs[name]
-            matrices.append(_ExpertMatrices(number, a.unbind(), b.unbind(), span.adapter.scale))
-    return matrices
-
-
-def _add_to_experts(
-    matrices: Sequence[_ExpertMatrices], expert: int, inputs: torch.Tensor, output: torch.Tensor, spans: torch.Tensor
-) -> torch.Tensor:
-    for of_span in matrices:
-        tokens = (spans == of_span.number).nonzero().flatten()
-        if len(tokens):
-            added = delta(inputs[tokens], of_span.a[expert], of_span.b[expert], of_span.scale)
-            output = output.index_add(0, tokens, added)
-    return output

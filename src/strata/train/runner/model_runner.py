@@ -64,6 +64,7 @@ class ModelRunner:
             SamplerLimits(
                 sequences=settings.sequences,
                 cached_tokens=settings.cached_tokens,
+                prefix_tokens=settings.prefix_tokens,
                 samplers=UNLIMITED,
                 requests=UNLIMITED,
             ),
@@ -99,7 +100,7 @@ class ModelRunner:
         return [step if isinstance(step, ops.Failed) else _catch(step) for step in steps]
 
     def _start_step(self, operation: ops.OptimStep) -> Callable[[], ops.StepDone]:
-        step = self._find(operation.model_id).start_step(operation.adam)
+        step = self._find(operation.model_id).start_step(operation.params)
         return lambda: ops.StepDone(step().metrics)
 
     def _execute(self, work: Single) -> ops.Result:
@@ -159,7 +160,7 @@ class ModelRunner:
             raise StrataError(Code.INVALID, "this server trains LoRA adapters: give a lora_config")
         if not 1 <= lora.rank <= self.settings.max_lora_rank or not (math.isfinite(lora.alpha) and lora.alpha > 0):
             raise StrataError(Code.INVALID, f"rank must be 1 to {self.settings.max_lora_rank}, and alpha above 0")
-        adapter = Adapter(lora, targets_of(self.base.lm, lora), self.ranks.device)
+        adapter = self.base.new_adapter(lora, self.ranks.device)
         # Without a seed, the model id is the seed: the model starts the same when its creation is replayed.
         seed = f"seed/{lora.seed}" if lora.seed is not None else f"model/{operation.model_id}"
         adapter.initialise(hashlib.sha256(seed.encode()).hexdigest())
@@ -168,6 +169,12 @@ class ModelRunner:
     def _create_full(self, operation: ops.CreateModel) -> FullModel:
         if operation.lora is not None:
             raise StrataError(Code.INVALID, "this server trains the full model: it takes no lora_config")
+        if operation.optimizer != "adamw":
+            raise StrataError(
+                Code.INVALID,
+                f"optimizer_config.type: {operation.optimizer} steps on whole matrices, and a full fine-tune has shards"
+                " of them: use adamw",
+            )
         model = FullModel(operation, self.base.packed, self.ranks)
         if self._base_modified:
             with self.ranks.collective_errors():
@@ -214,6 +221,9 @@ class ModelRunner:
                 sampler.close(evicted)
         if isinstance(operation, ops.SaveSampler):
             model = self._resident(operation.model_id)
+            if folder != Path():
+                unnamed = ops.SaveWeights(operation.model_id, operation.seq_id, "sampler_weights", folder.name)
+                self.save(unnamed, folder)
             if isinstance(model, LoraModel):
                 sampler.open_adapter(sampler_id, model.adapter)
             else:

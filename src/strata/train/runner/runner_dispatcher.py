@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from pathlib import Path
 from time import perf_counter
@@ -21,10 +21,12 @@ from typing import Protocol, assert_never
 import msgspec
 import torch.distributed as dist
 
-from strata.base import log
+from strata.base import log, trace
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
+from strata.base.parent import name_process
 from strata.base.settings import process_environment
+from strata.http import otel
 from strata.train.core import commands, ops
 from strata.train.core.sampling import SamplingSlice, SliceResult
 from strata.train.link.rank import RankLink
@@ -68,6 +70,7 @@ class RunnerDispatcher:
         self._link = link
         self._group = group
         """Identifies this start of the ranks."""
+        self._data_ranks = runner.settings.parallel.data_ranks(ranks.size)
         self._generation = 0
         self._run_id: str | None = None
         self._applied = 0
@@ -152,6 +155,7 @@ class RunnerDispatcher:
             generation=self._generation,
             group=self._group,
             world_size=self._ranks.size,
+            data_ranks=self._data_ranks,
             applied=self._applied,
             model=msgspec.structs.replace(self._runner.base.info(), row_tokens=self._runner.memory.row_tokens),
             written=self._written,
@@ -162,7 +166,9 @@ class RunnerDispatcher:
         for number in [number for number in self._replies if number <= command.durable]:
             del self._replies[number]
         if command.number > self._applied:
-            self._replies[command.number] = self._dispatch(command)
+            name = f"rank {command.work.__struct_config__.tag}"
+            with trace.continued(name, command.traceparent, kind="consumer"):
+                self._replies[command.number] = self._dispatch(command)
             self._applied = command.number
         reply = self._replies[command.number]
         return msgspec.structs.replace(reply, generation=self._generation)
@@ -235,15 +241,19 @@ class RunnerDispatcher:
 
     def _pass(self, work: commands.PassCommand) -> tuple[Sequence[ops.Result], int]:
         try:
-            partitioned = partition.partition_pass(work, self._ranks.size)
+            partitioned = partition.partition_pass(work, self._data_ranks)
         except StrataError as error:
             return [partition.failed(error.code, str(error)) for _ in work.items], 0
-        parts = [partition.encode(part) for part in partitioned.of_ranks] if self._ranks.size > 1 else []
+        # Adjacent ranks compute the same rows together.
+        together = self._ranks.size // self._data_ranks
+        encoded = [partition.encode(part) for part in partitioned.of_ranks] if self._ranks.size > 1 else []
+        parts = [part for part in encoded for _ in range(together)]
         self._ranks.broadcast_header(BroadcastKind.PASS, [len(part) for part in parts])
         self._ranks.scatter(parts)
         report = self._runner.forward_backward(partitioned.of_ranks[0])
         if self._ranks.size == 1:
             return partition.merge_reports(partitioned, [report]), partitioned.tokens
+        # Of all ranks: one of a tensor group alone may have had no memory for a row.
         others = self._ranks.gather(partition.encode(report))[1:]
         reports = [report, *map(partition.decode_report, others)]
         return partition.merge_reports(partitioned, reports), partitioned.tokens
@@ -291,20 +301,28 @@ def main() -> int:
     arguments = parser.parse_args()
     settings = load_settings(arguments.settings)
     log.configure(settings.server.log_format or "json", settings.server.log_level, colour=False)
+    name_process(f"strata-rank-{process_environment()['RANK']}")
+    return run_rank(settings, lambda: None)
+
+
+def run_rank(settings: ServerSettings, on_ready: Callable[[], object]) -> int:
+    """Join the other ranks and serve until a shutdown; returns the exit status. The environment has this rank."""
     own = runner_settings(settings)
+    stop_traces = otel.configure("strata-rank", process_environment())
     try:
         device = join_process_group(own, settings.rendezvous_file)
-        serve(settings, own, RankGroup(device))
+        serve(settings, own, RankGroup(device), on_ready)
     except StrataError as error:
         _log.error("rank_start_failed", reason=str(error), code=error.code.value)
         return 1
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        stop_traces()
     return 0
 
 
-def serve(settings: ServerSettings, own: RunnerSettings, ranks: RankGroup) -> None:
+def serve(settings: ServerSettings, own: RunnerSettings, ranks: RankGroup, on_ready: Callable[[], object]) -> None:
     if ranks.is_rank0:
         # Missing keys are reported before the model is loaded, which may take long.
         load_keys(settings)
@@ -317,6 +335,7 @@ def serve(settings: ServerSettings, own: RunnerSettings, ranks: RankGroup) -> No
     link = RankLink(settings, process_environment().get("MASTER_ADDR", ""))
     try:
         _log.info("ranks_ready", endpoint=link.endpoint, ranks=ranks.size, model=own.name)
+        on_ready()
         RunnerDispatcher(runner, ranks, link, os.urandom(8).hex()).run()
     finally:
         link.close()

@@ -7,7 +7,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from strata.train.settings import ServerSettings
+from strata.train.settings import ParallelSettings, ServerSettings
 
 LOGITS_BYTES: Final = 256 << 20
 """Logits beyond this are computed in chunks, and recomputed in the backward pass."""
@@ -22,8 +22,9 @@ class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     public_name: str = ""
     """The base model that exported adapters name; `name` unless set."""
     training: Literal["lora", "full"] = "lora"
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """The dtype of the arithmetic. Trained weights are stored in float32."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """The dtype of the arithmetic. Trained weights are stored in float32, or in float64, in which meshes are compared.
+    """
     backend: Literal["gloo", "nccl", "auto"] = "auto"
     slots: int = 8
     """LoRA models that are resident on the device at once."""
@@ -35,7 +36,13 @@ class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens_per_row: int = 4096
     row_tokens: int | None = None
     """Tokens of a row that fit into the memory of a rank; None: measured at the start."""
-    activation_checkpointing: bool = False
+    replicated_bytes: int = 0
+    """A frozen base of at most this size is on every rank in full; a larger one is sharded. Gradients of all weights
+    that are at most so large are reduced once in a pass; larger ones after every row."""
+    parallel: ParallelSettings = ParallelSettings()
+    """The mesh of the ranks. A base that every rank has in full is on no mesh."""
+    activation_checkpointing: bool | int = False
+    """Of every layer, or of every n-th."""
     logits_bytes: int = LOGITS_BYTES
     sleep_folder: Path
     """Where a rank without a device offloads its weights while it sleeps."""
@@ -44,6 +51,8 @@ class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences that run at once on each rank."""
     cached_tokens: int = 32_768
     """Capacity of each rank's KV cache."""
+    prefix_tokens: int = 8192
+    """Of earlier prompts that are kept in it."""
     snapshot_timeout_s: float = 1800.0
     """How long rank 0 waits for the other ranks to write their files of a snapshot."""
 
@@ -68,10 +77,13 @@ def runner_settings(settings: ServerSettings) -> RunnerSettings:
         max_lora_rank=model.max_lora_rank,
         max_tokens_per_row=model.max_tokens_per_row,
         row_tokens=model.row_tokens,
+        replicated_bytes=model.replicated_mb << 20,
+        parallel=settings.parallel,
         activation_checkpointing=model.activation_checkpointing,
         sleep_folder=settings.data / "asleep",
         collective_timeout_s=settings.ranks.collective_timeout_s,
         sequences=settings.sampling.sequences,
         cached_tokens=settings.sampling.cached_tokens,
+        prefix_tokens=settings.sampling.prefix_tokens,
         snapshot_timeout_s=settings.snapshots.write_timeout_s,
     )

@@ -12,7 +12,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from strata.base.errors import Code, StrataError
 from strata.train.core.ops import (
     MAX_DATUMS,
     MAX_DIMENSIONS,
@@ -24,6 +23,7 @@ from strata.train.core.ops import (
     Sparse,
     Tensor,
 )
+from strata.train.wire.fields import invalid_field
 
 MAX_DENSE_BYTES: Final = 1 << 30
 """Of a sparse matrix when it is written out: a few bytes must not become all the memory of a rank."""
@@ -31,10 +31,6 @@ MAX_DENSE_BYTES: Final = 1 << 30
 NUMPY: Final = {DType.F32: "<f4", DType.I64: "<i8", DType.I32: "<i4", DType.BF16: "<u2"}
 PER_TOKEN: Final = frozenset({"target_tokens", "weights", "advantages", "logprobs"})
 """Inputs that every loss reads beside the tokens, one row for each."""
-
-
-def invalid_field(path: str, reason: str) -> StrataError:
-    return StrataError(Code.INVALID, f"{path}: {reason}", path=path)
 
 
 def check_datums(datums: Sequence[Datum]) -> None:

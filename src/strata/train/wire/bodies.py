@@ -6,15 +6,19 @@ applied. Bodies that only identify or describe a client, a session or a checkpoi
 
 from __future__ import annotations
 
+import datetime
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal, NamedTuple, get_args
 
 import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import messages, ops
+from strata.train.core.learning_curves import MAX_REPORTED
+from strata.train.core.loss_graph import MAX_INPUTS, CustomLoss, LossGraph, LossInput, check_loss
 from strata.train.core.ops import MAX_NAME
+from strata.train.core.usage import HOUR_S
 
 MAX_METADATA: Final = 4096
 """Bytes of the metadata of a session, as JSON: the server keeps it as long as the session's record."""
@@ -85,6 +89,17 @@ class LoraConfigBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class OptimizerConfigBody(LenientBody, frozen=True, kw_only=True):
     type: Text = "adamw"
 
+    def to_core(self) -> ops.OptimizerName:
+        """INVALID for an optimizer that is not there."""
+        match self.type:
+            case "adamw" | "muon":
+                return self.type
+            case _:
+                why = ": its update rule is not published" if self.type == "dimuon" else ""
+                raise StrataError(
+                    Code.INVALID, f"optimizer_config.type: this server steps with adamw or muon, not {self.type!r}{why}"
+                )
+
 
 class CreateModelBody(StrictBody, frozen=True, kw_only=True):
     session_id: Name
@@ -97,16 +112,13 @@ class CreateModelBody(StrictBody, frozen=True, kw_only=True):
     """A factor on every step's learning rate, for clients that do not compute their own."""
 
     def operation(self) -> ops.CreateModel:
-        if self.optimizer_config.type != "adamw":
-            raise StrataError(
-                Code.INVALID, f"optimizer_config.type: this server steps with adamw, not {self.optimizer_config.type!r}"
-            )
         return ops.CreateModel(
             model_id=f"{self.session_id}:train:{self.model_seq_id}",
             base_model=self.base_model,
             lora=None if self.lora_config is None else self.lora_config.to_core(),
             schedule=self.schedule,
             user_metadata=metadata_as_text(self.user_metadata),
+            optimizer=self.optimizer_config.to_core(),
         )
 
 
@@ -130,13 +142,54 @@ class AdamParamsBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         )
 
 
+class MuonParamsBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["muon"]
+    learning_rate: Amount
+    momentum: Share = 0.95
+    nesterov: bool = True
+    weight_decay: Amount = 0.0
+    ns_steps: Annotated[int, msgspec.Meta(ge=1, le=20)] = 5
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
+    grad_clip_norm: Amount = 0.0
+
+    def to_core(self) -> ops.MuonParams:
+        return ops.MuonParams(
+            learning_rate=self.learning_rate,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            weight_decay=self.weight_decay,
+            ns_steps=self.ns_steps,
+            adjust_lr_fn=self.adjust_lr_fn,
+            grad_clip_norm=self.grad_clip_norm,
+        )
+
+
 class OptimStepBody(StrictBody, frozen=True, kw_only=True):
     model_id: Name
     seq_id: Seq
     adam_params: AdamParamsBody = AdamParamsBody()
+    optimizer_params: MuonParamsBody | None = None
+    """Of every optimizer but AdamW."""
 
     def operation(self) -> ops.OptimStep:
+        if self.optimizer_params is not None:
+            return ops.OptimStep(self.model_id, self.seq_id, None, self.optimizer_params.to_core())
         return ops.OptimStep(self.model_id, self.seq_id, self.adam_params.to_core())
+
+
+class CreateCustomLossBody(StrictBody, frozen=True, kw_only=True):
+    session_id: Name
+    custom_loss_seq_id: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+    name: Name
+    inputs: Annotated[tuple[LossInput, ...], msgspec.Meta(max_length=MAX_INPUTS)]
+    graph: LossGraph
+
+    def command(self) -> messages.CreateCustomLoss:
+        loss_id = f"{self.session_id}:loss:{self.custom_loss_seq_id}"
+        loss = CustomLoss(self.name, self.inputs, self.graph)
+        # The orchestrator checks it too, before it is journaled; a number of any size would not even get there.
+        check_loss(loss)
+        return messages.CreateCustomLoss(loss_id, loss)
 
 
 class AbortGradientsBody(StrictBody, frozen=True, kw_only=True):
@@ -194,7 +247,8 @@ class LoadWeightsBody(StrictBody, frozen=True, kw_only=True):
     base_model: Name | None = None
     user_metadata: dict[str, Any] | None = None
     optimizer: bool = False
-    optimizer_config: OptimizerConfigBody = OptimizerConfigBody()
+    optimizer_config: OptimizerConfigBody | None = None
+    """Of a new model that does not continue with the state of the saved one."""
 
     @property
     def new_model_id(self) -> str | None:
@@ -203,10 +257,6 @@ class LoadWeightsBody(StrictBody, frozen=True, kw_only=True):
         return f"{self.session_id}:train:{self.model_seq_id}"
 
     def operation(self) -> ops.LoadWeights:
-        if self.optimizer_config.type != "adamw":
-            raise StrataError(
-                Code.INVALID, f"optimizer_config.type: this server steps with adamw, not {self.optimizer_config.type!r}"
-            )
         run_id, kind, name = tinker_path(self.path)
         new = self.new_model_id
         if new is not None and self.model_id is None and self.seq_id is None:
@@ -248,6 +298,121 @@ class CheckpointBody(LenientBody, frozen=True, kw_only=True):
     checkpoint_id: Name
 
 
+class CopyWeightsBody(StrictBody, frozen=True, kw_only=True):
+    source_path: Name
+    destination_project_id: Text | None = None
+    session_id: Name | None = None
+    model_seq_id: Int64 | None = None
+    ttl_seconds: Annotated[float, msgspec.Meta(gt=0, le=3.2e8)] | None = None
+    weights_access_token: Text | None = None
+
+    def check_destination(self, own: str) -> None:
+        """A copy goes into the one project of the caller."""
+        if self.session_id is not None or self.model_seq_id is not None:
+            raise StrataError(
+                Code.INVALID, "session_id: this server copies weights into a project", hint=f"yours is {own!r}"
+            )
+        if self.destination_project_id != own:
+            raise StrataError(
+                Code.INVALID,
+                f"destination_project_id: there is one project for each tenant, not {self.destination_project_id!r}",
+                hint=f"yours is {own!r}",
+            )
+
+
+class ProjectBody(StrictBody, frozen=True, kw_only=True):
+    project_id: Text
+
+
+class UsageQuery(LenientBody, frozen=True, kw_only=True):
+    starting_on: datetime.datetime
+    ending_before: datetime.datetime
+
+    def window(self, now_s: float) -> tuple[float, float]:
+        """In seconds since 1970. INVALID if it is not whole hours of at most fourteen days that have begun."""
+        for name in ("starting_on", "ending_before"):
+            moment = getattr(self, name)
+            if moment.tzinfo is None or moment.timestamp() % HOUR_S:
+                raise StrataError(
+                    Code.INVALID, f"{name}: needs a whole hour with a time zone, such as 2026-01-31T12:00:00Z"
+                )
+        from_s, until_s = self.starting_on.timestamp(), self.ending_before.timestamp()
+        if from_s > now_s:
+            raise StrataError(Code.INVALID, "starting_on: lies in the future")
+        if not 0 < until_s - from_s <= 14 * 24 * HOUR_S:
+            raise StrataError(Code.INVALID, "ending_before: lies at most 14 days after starting_on")
+        return from_s, until_s
+
+
+class StorageQuery(LenientBody, frozen=True, kw_only=True):
+    project_id: Text | None = None
+
+
+class SessionCursorBody(LenientBody, frozen=True, kw_only=True):
+    last_created_at: datetime.datetime
+    last_session_id: Name
+
+
+class SessionOwner(LenientBody, frozen=True, kw_only=True):
+    type: Literal["own", "accessible", "user"] = "own"
+    owner_urns: Annotated[tuple[Text, ...], msgspec.Meta(max_length=10)] = ()
+
+
+class SessionStatusQuery(LenientBody, frozen=True, kw_only=True):
+    type: Literal["active", "cancelled", "failed", "client_finished"]
+    reasons: Annotated[tuple[Text, ...], msgspec.Meta(max_length=10)] | None = None
+
+
+class SearchSessionsBody(StrictBody, frozen=True, kw_only=True):
+    session_id: Name | None = None
+    project_ids: Annotated[tuple[Text, ...], msgspec.Meta(max_length=100)] | None = None
+    user_metadata: dict[str, str] = {}
+    display_name: Text | None = None
+    owner: SessionOwner = SessionOwner()
+    statuses: Annotated[tuple[SessionStatusQuery, ...], msgspec.Meta(max_length=10)] | None = None
+    limit: Annotated[int, msgspec.Meta(ge=1, le=200)] = 50
+    cursor: SessionCursorBody | None = None
+
+    def includes_owner(self, tenant: str) -> bool:
+        return self.owner.type != "user" or tenant in self.owner.owner_urns
+
+    def includes_project(self, project: str) -> bool:
+        return self.project_ids is None or project in self.project_ids
+
+    def matches(self, session: messages.SessionView) -> bool:
+        metadata = metadata_as_text(session.user_metadata)
+        if any(metadata.get(name) != value for name, value in self.user_metadata.items()):
+            return False
+        status = session_status(session)
+        if self.statuses is not None and not any(
+            each.type == status.type and (each.reasons is None or status.reason in each.reasons)
+            for each in self.statuses
+        ):
+            return False
+        if self.session_id is None and self.display_name is None:
+            return True
+        words = (self.display_name or "").lower().split()
+        named = bool(words) and all(word in metadata.get("display_name", "").lower() for word in words)
+        return session.session_id == self.session_id or named
+
+
+class SessionStatus(NamedTuple):
+    type: Literal["active", "cancelled", "client_finished"]
+    reason: str = ""
+    """As the client gave it."""
+    detail: str | None = None
+
+
+def session_status(session: messages.SessionView) -> SessionStatus:
+    """A session that the server ended for another reason than its client's is cancelled."""
+    if session.finished is None:
+        return SessionStatus("active")
+    reason, _, detail = session.finished.partition(": ")
+    if reason in ("success", "errored", "interrupted"):
+        return SessionStatus("client_finished", reason, detail or None)
+    return SessionStatus("cancelled", detail=session.finished)
+
+
 class RetrieveFutureBody(LenientBody, frozen=True, kw_only=True):
     request_id: Name
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] | None = None
@@ -260,7 +425,32 @@ class FutureBody(LenientBody, frozen=True, kw_only=True):
 
 class PageQuery(LenientBody, frozen=True, kw_only=True):
     limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 100
-    offset: Annotated[int, msgspec.Meta(ge=0)] = 0
+    offset: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 0
+
+
+class ResultsQuery(LenientBody, frozen=True, kw_only=True):
+    after: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 0
+    """The `seq_id` of the last point that is known."""
+    limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 200
+
+
+class ActivityQuery(LenientBody, frozen=True, kw_only=True):
+    operations: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 200
+
+
+MetricName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9_./-]{0,63}\Z")]
+
+
+class ReportBody(StrictBody, frozen=True, kw_only=True):
+    values: Annotated[dict[MetricName, float], msgspec.Meta(min_length=1, max_length=MAX_REPORTED)]
+    seq_id: Annotated[int, msgspec.Meta(ge=0, le=2**62)] = 0
+    """They belong to the first optimizer step from this operation of the model on; 0: to the next one."""
+
+
+class CurvesQuery(LenientBody, frozen=True, kw_only=True):
+    points: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 500
+    names: Annotated[str, msgspec.Meta(max_length=1000)] = ""
+    """Of metrics, with commas between; empty for all."""
 
 
 class SessionQuery(LenientBody, frozen=True, kw_only=True):

@@ -10,10 +10,17 @@ from typing import Final
 from strata.base.errors import StrataError
 from strata.base.suggest import did_you_mean
 from strata.train.core import ops
+from strata.train.core.loss_graph import CustomLoss
 from strata.train.core.ops import MAX_CONFIG, MAX_NAME
-from strata.train.wire.arrays import check_datums, invalid_field
+from strata.train.wire.arrays import check_datums
+from strata.train.wire.fields import invalid_field
 
 MAX_SEQ: Final = 2**31 - 1
+LOSS_ID: Final = "loss_id"
+UNPUBLISHED: Final = {
+    "stable_reinforce": "its objective is not published; use cispo, ppo or gspo, or your own by create_custom_loss"
+}
+"""Losses of the `tinker` SDK whose formula only its own server has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +33,18 @@ class PassRequest:
     config: Mapping[str, float]
     forward_only: bool
     datums: Sequence[ops.Datum]
+    loss_id: str = ""
+    """Of the loss `custom`: which one."""
+    custom: CustomLoss | None = None
+    """That loss, once it was looked up."""
+
+    @property
+    def key(self) -> OperationKey:
+        return OperationKey(self.model_id, self.seq_id)
 
     def encoded(self) -> bytes:
         """What the payload holds."""
-        return ops.encode_pass_data(ops.PassData(self.datums))
+        return ops.encode_pass_data(ops.PassData(self.datums, self.custom))
 
     def operation(self, payload: ops.Payload) -> ops.ForwardBackward:
         return ops.ForwardBackward(
@@ -65,14 +80,34 @@ class OperationKey:
 def validate_pass(
     key: OperationKey, loss: str, config: Mapping[str, float | str], datums: Sequence[ops.Datum], *, forward_only: bool
 ) -> PassRequest:
+    if loss in UNPUBLISHED:
+        raise invalid_field("loss_fn", f"this server has no loss {loss!r}: {UNPUBLISHED[loss]}")
     try:
         name = ops.LossName(loss)
     except ValueError:
         near = did_you_mean(loss[:MAX_NAME], [each.value for each in ops.LossName])
         raise invalid_field("loss_fn", f"this server has no loss {loss[:MAX_NAME]!r}{near}") from None
-    numbers = _validate_config(config)
+    loss_id = ""
+    if name is ops.LossName.CUSTOM:
+        loss_id = _validate_loss_id(config, len(datums))
+    elif ops.GROUP_SIZE in config:
+        raise invalid_field(f"loss_fn_config.{ops.GROUP_SIZE}", f"the loss {name.value} has no groups; custom has")
+    numbers = _validate_config({each: value for each, value in config.items() if not loss_id or each != LOSS_ID})
     check_datums(datums)
-    return PassRequest(key.model_id, key.seq_id, name, numbers, forward_only, datums)
+    return PassRequest(key.model_id, key.seq_id, name, numbers, forward_only, datums, loss_id)
+
+
+def _validate_loss_id(config: Mapping[str, float | str], datums: int) -> str:
+    """The id of the loss; INVALID if there is none, or the datums are not groups of the size that the config has."""
+    loss_id = config.get(LOSS_ID)
+    if not isinstance(loss_id, str) or not 0 < len(loss_id) <= MAX_NAME:
+        raise invalid_field(f"loss_fn_config.{LOSS_ID}", "names the loss that create_custom_loss returned")
+    size = config.get(ops.GROUP_SIZE, 1)
+    if isinstance(size, str) or size not in range(1, ops.MAX_GROUP + 1):
+        raise invalid_field(f"loss_fn_config.{ops.GROUP_SIZE}", f"is a number from 1 to {ops.MAX_GROUP}, not {size}")
+    if datums % size:
+        raise invalid_field("data", f"has {datums} datums, which are no groups of {size:g}")
+    return loss_id
 
 
 def _validate_config(config: Mapping[str, float | str]) -> Mapping[str, float]:

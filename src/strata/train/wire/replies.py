@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, assert_never
 
 import msgspec
 
-from strata.train.core import messages
+from strata.train.core import messages, ops
+from strata.train.core.usage import UsageCount
+from strata.train.wire.bodies import metadata_as_text, session_status
 
 TYPE_OF = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 
@@ -34,6 +36,8 @@ class ClientConfigReply(msgspec.Struct, frozen=True, kw_only=True):
     create_model_via_load_weights: bool = True
     """One request makes a model of saved weights, with the scale they were trained with."""
     sample_join_sampling_session: bool = True
+    custom_loss_server_side: bool = True
+    """Losses of `create_custom_loss` run on the ranks."""
     sample_use_retrieve_futures: bool = True
     """One poll for all samples of a sampler, and not one for each."""
 
@@ -80,13 +84,19 @@ class ModelInfoReply(msgspec.Struct, frozen=True, kw_only=True):
     type: Literal["get_info"] = "get_info"
 
 
+class OptimizerConfigReply(msgspec.Struct, frozen=True, kw_only=True):
+    type: ops.OptimizerName
+
+
 class WeightsInfo(msgspec.Struct, frozen=True, kw_only=True):
     base_model: str
     is_lora: bool
     lora_rank: int | None
+    lora_alpha: float | None
     train_unembed: bool | None
     train_mlp: bool | None
     train_attn: bool | None
+    optimizer_config: OptimizerConfigReply
 
 
 class CheckpointReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,6 +108,125 @@ class CheckpointReply(msgspec.Struct, frozen=True, kw_only=True):
     public: bool
     user_metadata: Mapping[str, str]
     expires_at: datetime.datetime | None
+
+
+class CopiedWeights(msgspec.Struct, frozen=True, kw_only=True):
+    tinker_path: str
+
+
+class TraceExport(msgspec.Struct, frozen=True, kw_only=True):
+    url: str
+    status: Literal["ready"] = "ready"
+
+
+class KeyOrganization(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+
+
+class KeyUser(msgspec.Struct, frozen=True, kw_only=True):
+    email: str
+    """The name of the key: this server knows no addresses."""
+
+
+class KeyDetails(msgspec.Struct, frozen=True, kw_only=True):
+    org_details: KeyOrganization
+    user_details: KeyUser
+
+
+class OwnKeyReply(msgspec.Struct, frozen=True, kw_only=True):
+    key_id: int
+    name: str
+    note: str
+    details: KeyDetails
+
+
+class TrainingUsage(msgspec.Struct, frozen=True, kw_only=True, tag="training"):
+    token_count: int
+
+
+class PrefillUsage(msgspec.Struct, frozen=True, kw_only=True, tag="sampling_prefill"):
+    token_count: int
+    cached: bool = False
+    """Whether the prompt came from a cache."""
+
+
+class SampleUsage(msgspec.Struct, frozen=True, kw_only=True, tag="sampling_sample"):
+    token_count: int
+
+
+class CheckpointUsage(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint"):
+    count: int
+
+
+UsageInfo = TrainingUsage | PrefillUsage | SampleUsage | CheckpointUsage
+
+
+class UsageEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """What one session used in one hour. There are no prices here."""
+
+    bucket_start: datetime.datetime
+    bucket_end: datetime.datetime
+    base_model: str
+    user_id: str
+    user_name: str
+    session_id: str | None
+    """None if only the tenant is still known."""
+    project_id: str
+    event_info: UsageInfo
+
+
+class UsageSession(msgspec.Struct, frozen=True, kw_only=True):
+    user_metadata: Mapping[str, str]
+
+
+class UsageReply(msgspec.Struct, frozen=True, kw_only=True):
+    data: Sequence[UsageEvent]
+    sessions: Mapping[str, UsageSession]
+
+
+class StorageItem(msgspec.Struct, frozen=True, kw_only=True):
+    project_id: str
+    org_user_urn: str
+    user_name: str
+    checkpoint_count: int
+    size_bytes: int
+    size_gigabytes: float
+
+
+class StorageReply(msgspec.Struct, frozen=True, kw_only=True):
+    data: Sequence[StorageItem]
+
+
+class FinishedBy(msgspec.Struct, frozen=True, kw_only=True):
+    type: str
+
+
+class SessionStatusReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    type: Literal["active", "cancelled", "client_finished"]
+    reason: FinishedBy | None = None
+    detail: str | None = None
+
+
+class SessionSummary(msgspec.Struct, frozen=True, kw_only=True):
+    session_id: str
+    created_at: datetime.datetime
+    owner: str
+    project_id: str
+    status: SessionStatusReply
+    checkpoints_count: int
+    display_name: str | None
+    user_metadata: Mapping[str, str]
+    checkpoint_storage_bytes: int
+
+
+class SessionCursor(msgspec.Struct, frozen=True, kw_only=True):
+    last_created_at: datetime.datetime
+    last_session_id: str
+
+
+class SessionPage(msgspec.Struct, frozen=True, kw_only=True):
+    sessions: Sequence[SessionSummary]
+    next_cursor: SessionCursor | None = None
 
 
 class Imported(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,6 +260,22 @@ class TrainingRun(msgspec.Struct, frozen=True, kw_only=True):
     last_checkpoint: CheckpointReply | None
     last_sampler_checkpoint: CheckpointReply | None
     user_metadata: Mapping[str, str]
+
+
+class ModelPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """The metrics of one pass, or of one step of the optimizer."""
+
+    seq_id: int
+    kind: Literal["pass", "optim_step"]
+    at_s: float
+    values: Mapping[str, float]
+
+
+class ModelMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    points: Sequence[ModelPoint]
+    """In the order of `seq_id`; as long as the server keeps results."""
+    unloaded: bool
+    """The model is gone: nothing follows the last point."""
 
 
 class TrainingRuns(msgspec.Struct, frozen=True, kw_only=True):
@@ -230,7 +375,7 @@ def checkpoint(found: messages.ModelCheckpointView) -> CheckpointReply:
         time=to_datetime(found.saved_at_s),
         tinker_path=found.path,
         size_bytes=found.size,
-        public=False,
+        public=found.public,
         user_metadata=found.user_metadata,
         expires_at=None if found.expires_at_s is None else to_datetime(found.expires_at_s),
     )
@@ -242,9 +387,11 @@ def weights_info(found: messages.ModelCheckpointView) -> WeightsInfo:
         base_model=found.base_model,
         is_lora=lora is not None,
         lora_rank=None if lora is None else lora.rank,
+        lora_alpha=None if lora is None else lora.alpha,
         train_unembed=None if lora is None else lora.train_unembed,
         train_mlp=None if lora is None else lora.train_mlp,
         train_attn=None if lora is None else lora.train_attn,
+        optimizer_config=OptimizerConfigReply(type=found.optimizer),
     )
 
 
@@ -264,6 +411,41 @@ def training_run(model: messages.ModelView, saved: Sequence[messages.ModelCheckp
         last_checkpoint=checkpoint(newest["weights"]) if "weights" in newest else None,
         last_sampler_checkpoint=checkpoint(newest["sampler_weights"]) if "sampler_weights" in newest else None,
         user_metadata=model.user_metadata,
+    )
+
+
+def usage_info(used: UsageCount) -> UsageInfo:
+    match used.kind:
+        case "training":
+            return TrainingUsage(token_count=used.count)
+        case "sampling_prefill":
+            return PrefillUsage(token_count=used.count)
+        case "sampling_sample":
+            return SampleUsage(token_count=used.count)
+        case "checkpoint":
+            return CheckpointUsage(count=used.count)
+        case _:
+            assert_never(used.kind)
+
+
+def session_summary(
+    session: messages.SessionView, checkpoints: Sequence[messages.ModelCheckpointView], owner: str, project: str
+) -> SessionSummary:
+    own = [each for each in checkpoints if each.run_id.partition(":")[0] == session.session_id]
+    metadata = metadata_as_text(session.user_metadata)
+    status = session_status(session)
+    return SessionSummary(
+        session_id=session.session_id,
+        created_at=to_datetime(session.opened_at_s),
+        owner=owner,
+        project_id=project,
+        status=SessionStatusReply(
+            type=status.type, reason=FinishedBy(type=status.reason) if status.reason else None, detail=status.detail
+        ),
+        checkpoints_count=len(own),
+        display_name=metadata.get("display_name"),
+        user_metadata=metadata,
+        checkpoint_storage_bytes=sum(each.size for each in own),
     )
 
 

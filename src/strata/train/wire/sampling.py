@@ -27,8 +27,9 @@ from strata.train.core.sampling import (
     Targets,
     TopLogprobs,
 )
-from strata.train.wire.arrays import check_tensor, invalid_field
+from strata.train.wire.arrays import check_tensor
 from strata.train.wire.bodies import Name, Seq, StrictBody, checkpoint_name, metadata_as_text, tinker_path
+from strata.train.wire.fields import Token, invalid_field
 from strata.train.wire.pb import tinker_pb2 as pb
 from strata.train.wire.tinker_json import TensorJson, tensor_of, write
 
@@ -37,7 +38,6 @@ MAX_TARGETS: Final = 1 << 18
 _FIELD: Final = "target_prompt_logprobs"
 MAX_STOPS: Final = 64
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-Token = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
 class PromptChunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -299,13 +299,17 @@ def _sequence(sequence: SampledSequence) -> dict[str, Any]:
 
 def _top_logprobs(top: TopLogprobs) -> list[list[tuple[int, float]] | None]:
     """None where nothing was computed."""
+    return [pairs or None for pairs in top_pairs(top)]
+
+
+def top_pairs(top: TopLogprobs) -> list[list[tuple[int, float]]]:
+    """For each position the likeliest tokens with their log probabilities."""
     tokens = np.frombuffer(top.tokens, "<i4").reshape(top.length, top.k).tolist()
     logprobs = np.frombuffer(top.logprobs, "<f4").reshape(top.length, top.k).tolist()
-    places = []
-    for ids, values in zip(tokens, logprobs, strict=True):
-        kept = [(token, value) for token, value in zip(ids, values, strict=True) if value > MISSING_LOGPROB]
-        places.append(kept or None)
-    return places
+    return [
+        [(token, value) for token, value in zip(ids, values, strict=True) if value > MISSING_LOGPROB]
+        for ids, values in zip(tokens, logprobs, strict=True)
+    ]
 
 
 def targets_of(sent: TensorJson, length: int) -> Targets:

@@ -57,7 +57,8 @@ def timeline_reply(line: Timeline) -> TimelineReply:
     )
 
 
-def chrome_trace(timelines: Iterable[Timeline]) -> dict[str, Any]:
+def chrome_trace(timelines: Iterable[Timeline], *, shared: bool = True) -> dict[str, Any]:
+    """`shared`: also how many tokens a dispatch had, of which some may be of other tenants."""
     lines = list(timelines)
     threads = {tenant: thread for thread, tenant in enumerate(sorted({each.tenant for each in lines}), 1)}
     events = [
@@ -69,7 +70,7 @@ def chrome_trace(timelines: Iterable[Timeline]) -> dict[str, Any]:
     for line in lines:
         if line.number not in dispatches and line.kind != "sample":
             dispatches.add(line.number)
-            events += _rank_events(line)
+            events += _rank_events(line, shared=shared)
         events += _operation_events(line, threads[line.tenant])
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -78,11 +79,11 @@ def _metadata_event(what: str, process: int, thread: int, name: str) -> dict[str
     return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
 
 
-def _rank_events(line: Timeline) -> Iterator[dict[str, Any]]:
+def _rank_events(line: Timeline, *, shared: bool) -> Iterator[dict[str, Any]]:
     if line.begun_at_s is None or line.answered_at_s is None:
         return
     spent = line.spent
-    args = {"dispatch": line.number, "tokens": spent.tokens}
+    args = {"dispatch": line.number, "tokens": spent.tokens if shared else line.tokens}
     yield _span(line.kind, line.begun_at_s, line.answered_at_s - line.begun_at_s, args)
     # Rows alternate between forward and backward: only the sum of each phase is known, so they are drawn in turn.
     at_s = line.begun_at_s

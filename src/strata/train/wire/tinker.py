@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
 from strata.train.core.ops import MAX_DATUMS, MAX_DIMENSIONS, DType
-from strata.train.wire.arrays import invalid_field
+from strata.train.wire.fields import invalid_field
 from strata.train.wire.pass_request import OperationKey, PassRequest, validate_pass
 from strata.train.wire.pb import tinker_pb2 as pb
 

@@ -15,7 +15,8 @@ import numpy.typing as npt
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
 from strata.train.core.ops import MAX_DATUMS, DType
-from strata.train.wire.arrays import NUMPY, as_array, invalid_field, to_client_dtype
+from strata.train.wire.arrays import NUMPY, as_array, to_client_dtype
+from strata.train.wire.fields import invalid_field
 from strata.train.wire.pass_request import OperationKey, PassRequest, validate_pass
 from strata.train.wire.tinker import OUTPUT_TYPE
 

@@ -134,7 +134,7 @@ class PostgresIndex:
         return [id_ for (id_,) in found]
 
     async def lineages(self, wanted: LineageFilter) -> Sequence[LineageRow]:
-        query, values = rows.lineage_query(wanted, lambda name: f"%({name})s", "= ANY(%(artifact_ids)s)")
+        query, values = rows.lineage_query(wanted, lambda name: f"%({name})s", "= ANY(%({})s)".format)
         return [rows.decode_lineage(row) for row in await self._connections.run(query, values)]
 
     async def referenced(self) -> Mapping[str, str]:

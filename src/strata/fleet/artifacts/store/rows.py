@@ -163,8 +163,10 @@ def new_lineage(commit: Commit, artifact_id: str, lineage_id: str, now_s: float)
     )
 
 
-def lineage_query(wanted: LineageFilter, mark: Callable[[str], str], listed: str) -> tuple[str, dict[str, Any]]:
-    """`mark` writes a parameter the way of the database, `listed` tests membership in the parameter `artifact_ids`."""
+def lineage_query(
+    wanted: LineageFilter, mark: Callable[[str], str], listed: Callable[[str], str]
+) -> tuple[str, dict[str, Any]]:
+    """`mark` writes a parameter the way of the database, `listed` tests membership in a parameter that is a list."""
     equal = {column: f"l.{column} = {mark(column)}" for column in ("job_id", "model", "mode", "kind")}
     conditions = {
         "a.removed_at IS NULL": not wanted.removed,
@@ -173,19 +175,21 @@ def lineage_query(wanted: LineageFilter, mark: Callable[[str], str], listed: str
         ),
         "t.job_id IS NOT NULL": wanted.attempted,
         **{condition: getattr(wanted, column) for column, condition in equal.items()},
-        f"l.artifact_id {listed}": wanted.artifact_ids,
-        f"l.seq IN (SELECT lineage FROM artifact_parent WHERE parent = {mark('parent')})": wanted.parent,
+        f"l.artifact_id {listed('artifact_ids')}": wanted.artifact_ids,
+        f"l.seq IN (SELECT lineage FROM artifact_parent WHERE parent {listed('parents')})": wanted.parents,
         f"l.seq < {mark('before_seq')}": not wanted.metric,
+        f"m.name = {mark('metric')}": wanted.metric,
     }
+    first, order = "artifact_lineage l", "l.seq DESC"
+    if wanted.metric:
+        # Its index is read in order, and only as many lineages as are shown.
+        first = "artifact_metric m JOIN artifact_lineage l ON l.seq = m.lineage"
+        order = f"m.value {'DESC' if wanted.best == 'max' else 'ASC'}, m.lineage DESC"
     tables = (
-        "artifact_lineage l JOIN artifact a ON a.id = l.artifact_id LEFT JOIN job j ON j.id = l.job_id"
+        f"{first} JOIN artifact a ON a.id = l.artifact_id LEFT JOIN job j ON j.id = l.job_id"
         " LEFT JOIN attempt t ON t.job_id = l.job_id AND t.epoch = l.epoch"
     )
-    order = "l.seq DESC"
-    if wanted.metric:
-        tables += f" JOIN artifact_metric m ON m.lineage = l.seq AND m.name = {mark('metric')}"
-        order = f"m.value {'DESC' if wanted.best == 'max' else 'ASC'}, l.seq DESC"
     where = " AND ".join(condition for condition, asked in conditions.items() if asked)
     test = f" WHERE {where}" if where else ""
     query = f"SELECT {LINEAGE} FROM {tables}{test} ORDER BY {order} LIMIT {mark('limit')}"
-    return query, asdict(wanted) | {"artifact_ids": list(wanted.artifact_ids)}
+    return query, asdict(wanted) | {"artifact_ids": list(wanted.artifact_ids), "parents": list(wanted.parents)}

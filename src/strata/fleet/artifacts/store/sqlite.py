@@ -29,7 +29,6 @@ from strata.fleet.artifacts.states import ChunkEvent, ChunkState, among, becomes
 from strata.fleet.artifacts.store import rows
 from strata.fleet.core.quota import check_bytes
 
-_LISTED: Final = "IN (SELECT value FROM json_each(:artifact_ids))"
 _UNREFERENCED: Final = "NOT EXISTS (SELECT 1 FROM artifact_ref WHERE chunk = number)"
 _UNUSED: Final = (
     f"FROM artifact_chunk WHERE state IN {among(ChunkEvent.MARK)} AND wanted_at <= :before AND {_UNREFERENCED}"
@@ -119,8 +118,9 @@ class SqliteIndex:
         return [id_ for (id_,) in found]
 
     async def lineages(self, wanted: LineageFilter) -> Sequence[LineageRow]:
-        query, values = rows.lineage_query(wanted, lambda name: f":{name}", _LISTED)
-        values["artifact_ids"] = _json(values["artifact_ids"])
+        listed = "IN (SELECT value FROM json_each(:{}))".format
+        query, values = rows.lineage_query(wanted, lambda name: f":{name}", listed)
+        values |= {name: _json(values[name]) for name in ("artifact_ids", "parents")}
         return [rows.decode_lineage(row) for row in await self._rows(query, values)]
 
     async def referenced(self) -> Mapping[str, str]:

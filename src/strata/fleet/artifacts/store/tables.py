@@ -57,6 +57,11 @@ SQLITE: Final = Component(
           ORDER BY l.seq LIMIT 1), '');
         CREATE INDEX artifact_owner ON artifact (owner) WHERE removed_at IS NULL;
         """,
+        """
+        CREATE INDEX artifact_metric_value ON artifact_metric (name, value, lineage);
+        DROP INDEX artifact_owner;
+        CREATE INDEX artifact_owner ON artifact (owner, size) WHERE removed_at IS NULL;
+        """,
     ),
 )
 POSTGRES: Final = Component(
@@ -112,6 +117,11 @@ POSTGRES: Final = Component(
           SELECT j.owner FROM artifact_lineage l JOIN job j ON j.id = l.job_id WHERE l.artifact_id = artifact.id
           ORDER BY l.seq LIMIT 1), '');
         CREATE INDEX artifact_owner ON artifact (owner) WHERE removed_at IS NULL;
+        """,
+        """
+        CREATE INDEX artifact_metric_value ON artifact_metric (name, value, lineage);
+        DROP INDEX artifact_owner;
+        CREATE INDEX artifact_owner ON artifact (owner, size) WHERE removed_at IS NULL;
         """,
     ),
 )

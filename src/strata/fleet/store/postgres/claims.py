@@ -5,7 +5,8 @@ is committed, whichever hub serves it. The lock also makes claims idempotent: a 
 for it. `open_claims` leaves out claims that were answered before, and hosts that are not active.
 
 Most hosts that claim hold nothing, so that is assumed, and the statements that follow from it are sent along: one round
-trip. They pass over a host that does hold something; its claim takes two more.
+trip. They pass over a host that does hold something; its claim takes two more, as does one that is known to hold
+something, or that has to be fair between owners.
 
 Joins are written so that the planner cannot choose a full scan: a plan made while a table is empty is cached, and would
 read the whole table once it is full.
@@ -66,6 +67,9 @@ WITH displaced AS (
   FROM displaced d WHERE attempt.job_id = d.job_id AND attempt.epoch = d.epoch
 ), counted AS (
   UPDATE job SET lost = lost + 1 FROM displaced d WHERE job.id = d.job_id
+), told AS (
+  INSERT INTO event (at, actor, kind, subject, body)
+  SELECT %(now)s, 'hub', 'job.lost', job_id, convert_to('{"epoch":' || epoch || '}', 'UTF8') FROM displaced
 )
 DELETE FROM lease USING displaced d WHERE lease.job_id = d.job_id
 """
@@ -176,6 +180,7 @@ WITH given AS MATERIALIZED ({{given}}), gone AS (
   WHERE job_id = ANY (ARRAY(SELECT id FROM moved WHERE moved.epoch > 1))
     AND epoch = (SELECT moved.epoch - 1 FROM moved WHERE moved.id = attempt.job_id)
     AND (SELECT count(*) FROM lease WHERE lease.job_id = attempt.job_id) > 0
+  RETURNING job_id, epoch
 ), leased AS (
   INSERT INTO lease SELECT id, host, epoch, %(until)s, false FROM moved
   ON CONFLICT (job_id) DO UPDATE SET host_id = excluded.host_id, epoch = excluded.epoch,
@@ -187,6 +192,8 @@ WITH given AS MATERIALIZED ({{given}}), gone AS (
 ), told AS (
   INSERT INTO event (at, actor, kind, subject, body)
   SELECT %(now)s, 'host:' || host, 'job.claimed', id, convert_to('{{{{"epoch":' || epoch || '}}}}', 'UTF8') FROM moved
+  UNION ALL
+  SELECT %(now)s, 'hub', 'job.lost', job_id, convert_to('{{{{"epoch":' || epoch || '}}}}', 'UTF8') FROM replaced
 )
 SELECT host, claim, id, epoch, %(until)s::float8, moved.spec, checkpoint, trainer_digest, trainer.spec, taken
 FROM moved LEFT JOIN trainer ON trainer.digest = moved.trainer_digest ORDER BY place
@@ -213,10 +220,13 @@ async def claim_jobs(
 ) -> Sequence[Sequence[JobLease]]:
     named = {(each.host_id, each.claim_id): each for each in claims}
     times = {"now": now_s, "until": now_s + lease_s}
+    found, settled = list[Any](), set[_ClaimName]()
+    first, *others = take_turns(named)
     # With shares the jobs are chosen between two round trips in any case.
-    found, later = await _claim_for_idle_hosts(connections, named, times, assume=shares is None)
-    if later:
-        found += await _claim_for_holding_hosts(connections, {name: named[name] for name in later}, times, shares)
+    if assumed := {name: named[name] for name in first if shares is None and named[name].idle}:
+        found, settled = await _claim_for_idle_hosts(connections, assumed, times)
+    if later := {name: named[name] for turn in (first, *others) for name in turn if name not in settled}:
+        found += await _claim_for_holding_hosts(connections, later, times, shares)
     given: dict[_ClaimName, list[JobLease]] = {name: [] for name in named}
     for row in found:
         given[row[0], row[1]].append(_decode_lease(row))
@@ -224,27 +234,18 @@ async def claim_jobs(
 
 
 async def _claim_for_idle_hosts(
-    connections: Connections, named: Mapping[_ClaimName, Claim], times: dict[str, float], *, assume: bool
-) -> tuple[list[Any], list[_ClaimName]]:
-    """What was granted on the assumption that the hosts hold nothing, and the claims for which it was wrong.
-
-    Without `assume` only claims that were answered before are answered.
-    """
-    first, *others = take_turns(named)
-    assumed = [name for name in first if assume and named[name].idle]
-    statements = _idle_statements({name: named[name] for name in assumed}, times)
+    connections: Connections, named: Mapping[_ClaimName, Claim], times: dict[str, float]
+) -> tuple[list[Any], set[_ClaimName]]:
+    """What was granted on the assumption that the hosts hold nothing, and the claims for which it was right."""
+    statements = _idle_statements(named, times)
     async with connections.pipeline() as connection:
         opened = await connection.execute(OPEN, _names(list(named)), prepare=True, binary=True)
         cursors = [await connection.execute(*each, prepare=True, binary=True) for each in statements]
         failpoint("fleet.claim.written")
     rows = await opened.fetchall()
     found = [row for each in cursors for row in await each.fetchall()]
-    fresh = {(host, claim) for host, claim, *_ in rows if claim is not None}
-    if answered := named.keys() - fresh:
-        found += await connections.run(PREVIOUS_LEASES, _names(list(answered)))
     holding = {host for host, claim, *_ in rows if claim is None}
-    settled = {name for name in assumed if name[0] not in holding}
-    return found, [name for turn in (first, *others) for name in turn if name in fresh and name not in settled]
+    return found, {(host, claim) for host, claim, *_ in rows if claim is not None and host not in holding}
 
 
 def _idle_statements(named: Mapping[_ClaimName, Claim], times: dict[str, float]) -> list[tuple[str, dict[str, Any]]]:
@@ -260,12 +261,17 @@ async def _claim_for_holding_hosts(
     times: dict[str, float],
     shares: OwnerShares | None,
 ) -> list[Any]:
-    """For hosts that hold something: what fits is decided between two round trips of one transaction."""
+    """For hosts that hold something: what fits is decided between two round trips of one transaction. Claims that were
+    answered before get the same leases again."""
     # What is sent in a pipeline is one transaction, also when an answer is read in between.
     async with connections.pipeline() as connection:
         cursor = await connection.execute(OPEN, _names(list(named)), prepare=True, binary=True)
         rows = await cursor.fetchall()
         fresh, rooms, expired = await _read_rooms(connection, rows, named)
+        previous: list[Any] = []
+        if repeated := list(named.keys() - set(fresh)):
+            cursor = await connection.execute(PREVIOUS_LEASES, _names(repeated), prepare=True, binary=True)
+            previous = await cursor.fetchall()
         found = await _claim_reserved(connection, rows, {name: named[name] for name in fresh}, rooms, times)
         answered = {(host, claim) for host, claim, *_ in found}
         turns = take_turns(name for name in fresh if name not in answered)
@@ -291,7 +297,7 @@ async def _claim_for_holding_hosts(
             displaced = displaced_attempts(rooms, expired, [_decode_lease(row) for row in found])
             jobs, epochs = [job_id for job_id, _ in displaced], [epoch for _, epoch in displaced]
             await connection.execute(END_DISPLACED, {"jobs": jobs, "epochs": epochs, "now": times["now"]})
-    return found + [row for each in cursors for row in await each.fetchall()]
+    return previous + found + [row for each in cursors for row in await each.fetchall()]
 
 
 def _decode_lease(row: Sequence[Any]) -> JobLease:

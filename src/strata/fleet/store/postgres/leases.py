@@ -310,7 +310,10 @@ async def _apply_decision(
     if decision.event is JobEvent.EXPIRE:
         await connection.execute("UPDATE lease SET expired = true WHERE job_id = %s", (job_id,))
         await enqueue(connection, [job.seq], now_s)
-        await record(connection, now_s, actor, "job.expired", job_id, epoch=job.epoch, reason=decision.reason)
+        cursor = await connection.execute("SELECT seen FROM host_beat WHERE host_id = %s", (job.host_id,))
+        seen = await cursor.fetchone()
+        body = {"epoch": job.epoch, "reason": decision.reason, "seen_at_s": None if seen is None else seen[0]}
+        await record(connection, now_s, actor, "job.expired", job_id, **body)
         return
     if job.leased:
         outcome = {JobEvent.FAIL: "failed", JobEvent.RETRY: "retried", JobEvent.CANCEL: "cancelled"}[decision.event]
@@ -324,8 +327,8 @@ async def _apply_decision(
     if status is JobStatus.PENDING:
         await enqueue(connection, [job.seq], now_s)
     kinds = {JobEvent.FAIL: "job.failed", JobEvent.RETRY: "job.retried", JobEvent.CANCEL: "job.cancelled"}
-    body = {"epoch": job.epoch, "cause": decision.cause, "reason": decision.reason}
-    await record(connection, now_s, actor, kinds[decision.event], job_id, **body)
+    ended = {"epoch": job.epoch, "cause": decision.cause, "reason": decision.reason}
+    await record(connection, now_s, actor, kinds[decision.event], job_id, **ended)
 
 
 async def _move_to_class(connection: Connection, job: HeldJob, needs: Needs) -> None:

@@ -16,6 +16,7 @@ from strata.fleet.store.rows import (
     decode_held_places,
     decode_reservations,
     encode_amounts,
+    ended_reservations,
     new_reservations,
 )
 
@@ -44,7 +45,7 @@ async def apply_reservations(connection: Connection, planner: ReservationPlanner
     async with connection.pipeline():
         reserved = await connection.execute(RESERVATIONS)
         refusals = await connection.execute("SELECT host_id, seq FROM job_refusal")
-        places = await connection.execute(HELD_PLACES)
+        places = await connection.execute(HELD_PLACES.format(join="JOIN"))
     before = decode_reservations(await reserved.fetchall())
     refused = set(await refusals.fetchall())
     held = decode_held_places(await places.fetchall())
@@ -79,3 +80,5 @@ async def _write(
     )
     for each in new_reservations(plan, before):
         await record(connection, now_s, "hub", "job.reserved", each.job.job_id, host=each.host_id)
+    for each in ended_reservations(plan, before):
+        await record(connection, now_s, "hub", "job.unreserved", each.job.job_id, host=each.host_id)

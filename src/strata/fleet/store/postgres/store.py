@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from msgspec import to_builtins
 
 from strata.base.errors import Code, StrataError
 from strata.database import events
+from strata.database.events import EventFilter, EventPage
 from strata.database.postgres import Connections
 from strata.fleet.core.amounts import Taken
 from strata.fleet.core.fair_share import OwnerShares
+from strata.fleet.core.goodput import LEDGER_EVENTS
 from strata.fleet.core.job import UNFINISHED, JobStatus
 from strata.fleet.core.jobspec import TrainerSpec
 from strata.fleet.core.lease_status import stale_attempt
@@ -33,11 +35,17 @@ from strata.fleet.ports import (
     JobFailure,
     JobFilter,
     JobLease,
+    JobLedger,
+    JobOnHost,
     JobRow,
+    OwnerUsages,
     RefusedJob,
     Renewal,
     RenewalResult,
     ServerRow,
+    SweepRow,
+    TrialRow,
+    WaitingClass,
 )
 from strata.fleet.store.postgres import leases
 from strata.fleet.store.postgres import tables as sql
@@ -48,51 +56,117 @@ from strata.fleet.store.rows import (
     ATTEMPT,
     EXISTING_JOB,
     HELD,
+    HELD_AMOUNTS,
     HELD_BY_OWNER,
-    HIDDEN,
     HOST,
-    JOB,
-    NEWER,
+    JOBS_ON,
+    KEPT_COUNTS,
+    LEDGER_ATTEMPTS,
+    LEDGER_EVENTS_SINCE,
+    LOST_HOSTS,
+    OWNER_GPU_S,
+    OWNER_JOBS,
     OWNERS,
     POLICIES,
     PUBLISH,
     QUOTAS,
+    READY,
+    READY_OF,
     REFUSED,
     RESERVATIONS,
     SERVERS,
+    SWEEPS,
     TRAINERS,
+    TRIALS,
+    WAITING_CLASSES,
+    HostDecoder,
+    JobsDialect,
+    MatchingJobs,
     decode_attempt,
     decode_existing_job,
     decode_held,
     decode_host,
     decode_job,
+    decode_jobs_on_hosts,
     decode_known_trainer,
+    decode_ledger,
     decode_points,
     decode_policies,
     decode_quotas,
     decode_refused_jobs,
     decode_reservations,
     decode_server,
+    decode_sweeps,
     decode_taken,
     decode_trainers,
+    decode_trials,
     encode,
     encode_quota,
+    held_cards,
+    kept_counts,
+    owner_usages,
+    select_jobs,
     unfinished_members,
 )
 
 APPLY_S: Final = 120.0
-"""A plan may have tens of thousands of jobs, and is one transaction."""
+"""A plan may have tens of thousands of jobs, and is one transaction; the usage of a month may have as many attempts."""
+_LEDGER: Final = LEDGER_ATTEMPTS.format(
+    ended="attempt",
+    since="%(since)s",
+    limit="%(limit)s",
+    only="{only}",
+    # The planner would read all attempts there ever were.
+    attempt="CROSS JOIN LATERAL (SELECT * FROM attempt t"
+    " WHERE t.job_id = w.job_id AND t.epoch = w.epoch OFFSET 0) AS a",
+)
+_GPU_S: Final = OWNER_GPU_S.format(
+    cards="(SELECT jsonb_array_length(t -> 'cards') * coalesce((t ->> 'gpu_share')::float8, 1.0)"
+    " FROM (SELECT convert_from(a.taken, 'UTF8')::jsonb AS t) AS x)",
+    has_cards="position('\"cards\"'::bytea IN a.taken) > 0",
+    largest="greatest",
+    now="%(now)s",
+    since="%(since)s",
+)
+_LEDGER_EVENTS: Final = LEDGER_EVENTS_SINCE.format(
+    kind="%(kind)s", since="%(since)s", order="tx DESC, seq DESC", limit="%(limit)s"
+)
 _PUBLISH: Final = PUBLISH.format(
     **{name: f"%({name})s" for name in ("address", "models", "now", "job", "epoch", "host")}
 )
 _HOSTS = f"SELECT {HOST} FROM host LEFT JOIN host_beat ON host_id = id"
+FEW_HOSTS: Final = 100
+"""The jobs of so many hosts are found by their index."""
+NEWEST_MATCHES: Final = 1000
+"""So many jobs of each kind of match a search looks at first."""
+_BETWEEN: Final = " || '\n' || "
+_JOBS: Final = JobsDialect(
+    mark="%({})s",
+    one_of="{} = ANY({})",
+    listed=list,
+    # In one text: to lower its case costs more than to put it together.
+    contains=lambda columns, needle: f"strpos(lower({_BETWEEN.join(columns)}), {needle}) > 0",
+    needle=str.lower,
+    searched="job",
+    ended="job",
+    failed="job",
+    held="job",
+    newest="job",
+    servers="job",
+    may_serve=sql.MAY_SERVE,
+    # The planner would read all jobs a second time, to have them in order.
+    by_match="(SELECT DISTINCT seq AS match FROM ({matches}) AS m ORDER BY match DESC OFFSET 0) AS matching"
+    " CROSS JOIN LATERAL (SELECT * FROM job WHERE job.seq = matching.match AND {where} OFFSET 0) AS job",
+)
 
 
 class PostgresStore:
     """On connections to a database that has the components `event` and `fleet`."""
 
-    def __init__(self, connections: Connections) -> None:
+    def __init__(self, connections: Connections, *, newest_matches: int = NEWEST_MATCHES) -> None:
         self._connections = connections
+        self._newest_matches = newest_matches
+        self._hosts = HostDecoder()
 
     async def apply(
         self,
@@ -130,6 +204,14 @@ class PostgresStore:
     async def usage(self, owner: str, window_s: float, now_s: float) -> OwnerUsage:
         async with self._connections.transaction() as connection:
             return await read_usage(connection, owner, window_s, now_s)
+
+    async def usages(self, window_s: float, now_s: float) -> OwnerUsages:
+        jobs = await self._connections.run(OWNER_JOBS.format(job="job"), {})
+        async with self._connections.transaction(APPLY_S) as connection:
+            # Most attempts are read, which an index makes dearer.
+            await connection.execute("SET LOCAL enable_seqscan = on")
+            cursor = await connection.execute(_GPU_S, {"now": now_s, "since": now_s - window_s})
+            return owner_usages(jobs, await cursor.fetchall())
 
     async def owners(self) -> Collection[str]:
         return [owner for (owner,) in await self._connections.run(OWNERS.format(job="job"), {})]
@@ -175,7 +257,14 @@ class PostgresStore:
             return await _host(connection, host.id)
 
     async def hosts(self) -> Sequence[HostRow]:
-        return [decode_host(row) for row in await self._connections.run(f"{_HOSTS} ORDER BY name, id", {})]
+        # Sorted here: there the rows with all they have would be sorted on disk.
+        return self._hosts.decode(await self._connections.run(_HOSTS, {}))
+
+    async def find_hosts(self, text: str) -> Sequence[HostRow]:
+        rows = await self._connections.run(
+            f"{_HOSTS} WHERE id = %(text)s OR name = %(text)s ORDER BY name, id", {"text": text}
+        )
+        return [decode_host(row) for row in rows]
 
     async def set_host_state(self, host_id: str, state: str, reason: str, actor: str, now_s: float) -> HostRow:
         async with self._connections.transaction() as connection:
@@ -189,9 +278,17 @@ class PostgresStore:
         async with self._connections.transaction() as connection:
             await _record_heartbeats(connection, seen)
 
-    async def held_by_owner(self) -> Sequence[tuple[str, Taken]]:
-        rows = await self._connections.run(HELD_BY_OWNER, {})
-        return [(owner, decode_taken(taken)) for owner, taken in rows]
+    async def record_lost_hosts(self, silent_since_s: float, now_s: float) -> int:
+        async with self._connections.transaction() as connection:
+            insert = f"INSERT INTO host_lost {LOST_HOSTS.format(since='%s')} ON CONFLICT DO NOTHING RETURNING *"
+            lost = await (await connection.execute(insert, (silent_since_s,))).fetchall()
+            for host_id, seen_at_s in lost:
+                await leases.record(connection, now_s, "hub", "host.lost", host_id, seen_at_s=seen_at_s)
+            return len(lost)
+
+    async def held_by_owner(self) -> Sequence[tuple[str, Taken, int]]:
+        rows = await self._connections.run(HELD_BY_OWNER.format(join="JOIN"), {})
+        return [(owner, decode_taken(taken), leases) for owner, taken, leases in rows]
 
     async def claim(
         self, claims: Sequence[Claim], lease_s: float, now_s: float, shares: OwnerShares | None = None
@@ -341,18 +438,20 @@ class PostgresStore:
         return [id_ for (id_,) in rows]
 
     async def jobs(self, wanted: JobFilter) -> Sequence[JobRow]:
-        where = ["id > %(after)s"]
-        if wanted.status:
-            where.append("status = ANY(%(status)s)")
-        if not wanted.hidden:
-            where.append(f"NOT {HIDDEN}")
-        columns = ("model", "host_id", "sweep", "project", "owner", "label")
-        equal = {column: getattr(wanted, column) for column in columns if getattr(wanted, column)}
-        where += [f"{column} = %({column})s" for column in equal]
-        rows = await self._connections.run(
-            f"SELECT {JOB}, {NEWER} FROM job WHERE {' AND '.join(where)} ORDER BY id LIMIT %(limit)s",
-            {"after": wanted.after_id, "status": list(wanted.status), "limit": wanted.limit, **equal},
-        )
+        if wanted.search and wanted.order == "newest":
+            return await self._search_newest(wanted)
+        return [decode_job(row) for row in await self._connections.run(*select_jobs(wanted, _JOBS))]
+
+    async def _search_newest(self, wanted: JobFilter) -> Sequence[JobRow]:
+        """What many jobs match is found among the newest ones, without looking at all."""
+        select = f"SELECT id FROM host WHERE {_JOBS.contains(['name'], '%(needle)s')} LIMIT {FEW_HOSTS + 1}"
+        hosts = [id_ for (id_,) in await self._connections.run(select, {"needle": _JOBS.needle(wanted.search)})]
+        named = hosts if len(hosts) <= FEW_HOSTS else None
+        rows: list[tuple[Any, ...]] = []
+        for most in (self._newest_matches, None):
+            rows = await self._connections.run(*select_jobs(wanted, _JOBS, MatchingJobs(named, most)))
+            if len(rows) >= wanted.limit:
+                break
         return [decode_job(row) for row in rows]
 
     async def attempts(self, job_id: str) -> Sequence[AttemptRow]:
@@ -361,7 +460,18 @@ class PostgresStore:
         return [decode_attempt(row) for row in await self._connections.run(select, {"id": job_id})]
 
     async def held(self) -> Mapping[str, Sequence[Taken]]:
-        return decode_held(await self._connections.run(HELD, {}))
+        return decode_held(await self._connections.run(HELD.format(join="JOIN"), {}))
+
+    async def jobs_on(self, host_ids: Sequence[str]) -> Mapping[str, Sequence[JobOnHost]]:
+        select = JOBS_ON.format(listed="a.host_id || '' = ANY(%(hosts)s)")
+        return decode_jobs_on_hosts(await self._connections.run(select, {"hosts": list(host_ids)}))
+
+    async def sweeps(self) -> Sequence[SweepRow]:
+        return decode_sweeps(await self._connections.run(SWEEPS, {}))
+
+    async def trials(self, project: str, sweep: str) -> Sequence[TrialRow]:
+        select = TRIALS.format(project="%(project)s", sweep="%(sweep)s")
+        return decode_trials(await self._connections.run(select, {"project": project, "sweep": sweep}))
 
     async def refusals(self, job_id: str) -> Sequence[str]:
         select = "SELECT r.host_id FROM job_refusal r JOIN job j ON j.seq = r.seq WHERE j.id = %(id)s ORDER BY 1"
@@ -391,13 +501,35 @@ class PostgresStore:
         )
         return [job_id for (job_id,) in rows]
 
-    async def counts(self) -> Counts:
-        select = f"SELECT status, count(*) FROM job WHERE NOT {HIDDEN} GROUP BY status"
-        by_status = dict(await self._connections.run(select, {}))
+    async def counts(self, project: str = "") -> Counts:
+        only = "project = %(project)s" if project else "true"
+        rows = await self._connections.run(KEPT_COUNTS.format(only=only, held=_JOBS.held), {"project": project})
         ((ready, hosts),) = await self._connections.run(
             "SELECT (SELECT count(*) FROM ready), (SELECT count(*) FROM host)", {}
         )
-        return Counts(by_status=by_status, ready=ready, hosts=hosts)
+        return Counts(by_status=kept_counts(rows), ready=ready, hosts=hosts)
+
+    async def compact_counts(self) -> None:
+        await self._connections.write(sql.COMPACT_COUNTS, {})
+
+    async def held_cards(self) -> float:
+        return held_cards(await self._connections.run(HELD_AMOUNTS.format(join="JOIN"), {}))
+
+    async def waiting_classes(self, project: str = "") -> Sequence[WaitingClass]:
+        ready = READY_OF.format(project="%(project)s") if project else READY
+        rows = await self._connections.run(WAITING_CLASSES.format(ready=ready), {"project": project})
+        return [WaitingClass(*row) for row in rows]
+
+    async def ledger(self, since_s: float, project: str, limit: int) -> JobLedger:
+        values = {"since": since_s, "project": project, "limit": limit}
+        only = "j.project = %(project)s" if project else "true"
+        rows = await self._connections.run(_LEDGER.format(only=only), values)
+        events = [
+            row
+            for kind in LEDGER_EVENTS
+            for row in await self._connections.run(_LEDGER_EVENTS, {**values, "kind": kind})
+        ]
+        return decode_ledger(rows, events, limit)
 
     async def record_samples(self, points: Sequence[SamplePoint]) -> None:
         await self._write_samples(0, points)
@@ -419,7 +551,7 @@ class PostgresStore:
         insert = """
         INSERT INTO host_sample SELECT %(step)s, w.host, w.at, w.body
         FROM unnest(%(hosts)s::text[], %(at)s::float8[], %(bodies)s::bytea[]) AS w (host, at, body)
-        WHERE EXISTS (SELECT FROM host WHERE id = w.host)
+        WHERE w.host = 'fleet' OR EXISTS (SELECT FROM host WHERE id = w.host)
         ON CONFLICT (host_id, step, at) DO UPDATE SET body = excluded.body
         """
         values = {
@@ -442,6 +574,12 @@ class PostgresStore:
     async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[events.StoredEvent]:
         return await events.read_postgres(self._connections, after, limit, subject=subject)
 
+    async def events_before(self, before: str, limit: int, wanted: EventFilter) -> EventPage:
+        return await events.read_before_postgres(self._connections, before, limit, wanted)
+
+    async def drop_events(self, before_s: float, limit: int = 10_000) -> int:
+        return await events.drop_postgres(self._connections, before_s, limit)
+
     async def close(self) -> None:
         await self._connections.close()
 
@@ -461,3 +599,9 @@ async def _record_heartbeats(connection: leases.Connection, seen: Mapping[str, f
         " ON CONFLICT (host_id) DO UPDATE SET seen = greatest(host_beat.seen, excluded.seen)",
         ([host_id for host_id, _ in ordered], [at_s for _, at_s in ordered]),
     )
+    # The table is empty as a rule.
+    delete = "DELETE FROM host_lost WHERE host_id = ANY(%s) RETURNING host_id, since"
+    returned = await (await connection.execute(delete, (list(seen),))).fetchall()
+    for host_id, since_s in returned:
+        at_s = seen[host_id]
+        await leases.record(connection, at_s, "hub", "host.returned", host_id, silent_s=at_s - since_s)

@@ -11,6 +11,8 @@ from typing import Final
 
 from strata.database.migrations import Component
 
+MAY_SERVE: Final = """position('"kind":"server"'::bytea IN spec) > 0"""
+"""A spec with the text of that kind in it; also one that has it among its hyper-parameters."""
 COMPONENT: Final = Component(
     "fleet",
     (
@@ -260,6 +262,60 @@ COMPONENT: Final = Component(
             FROM reservation v WHERE v.host_id = ANY(hosts) AND v.kind <> 'missed' ORDER BY v.seq;
         END $$;
         """,
+        # Sweeps: their jobs and how many there are of each status, from the index alone.
+        """
+        CREATE INDEX job_sweep ON job (project, sweep, status, changed_at, archived, superseded) WHERE sweep <> '';
+        """,
+        # Counts that are kept: jobs that lists show, by project, and by the status in which they ended or `open`. A
+        # change adds rows, so that no two transactions wait for one row, and `COMPACT_COUNTS` sums them up. And the
+        # jobs that ended last. Nothing of it changes with a claim.
+        """
+        CREATE TABLE job_count (project text NOT NULL, status text NOT NULL, n bigint NOT NULL);
+        INSERT INTO job_count SELECT project, shown, count(*) FROM (
+          SELECT project, CASE WHEN status NOT IN ('completed', 'failed', 'cancelled') THEN 'open'
+            WHEN archived OR superseded THEN '' ELSE status END AS shown FROM job
+        ) AS j WHERE shown <> '' GROUP BY project, shown;
+        CREATE FUNCTION count_new_jobs() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+          INSERT INTO job_count SELECT project, shown, count(*) FROM (
+            SELECT project, CASE WHEN status NOT IN ('completed', 'failed', 'cancelled') THEN 'open'
+              WHEN archived OR superseded THEN '' ELSE status END AS shown FROM added
+          ) AS j WHERE shown <> '' GROUP BY project, shown;
+          RETURN NULL;
+        END $$;
+        CREATE TRIGGER job_count_insert AFTER INSERT ON job REFERENCING NEW TABLE AS added
+          FOR EACH STATEMENT EXECUTE FUNCTION count_new_jobs();
+        CREATE FUNCTION count_ended_job() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+          INSERT INTO job_count SELECT project, shown, n FROM (VALUES
+            (OLD.project, CASE WHEN OLD.status NOT IN ('completed', 'failed', 'cancelled') THEN 'open'
+              WHEN OLD.archived OR OLD.superseded THEN '' ELSE OLD.status END, -1),
+            (NEW.project, CASE WHEN NEW.status NOT IN ('completed', 'failed', 'cancelled') THEN 'open'
+              WHEN NEW.archived OR NEW.superseded THEN '' ELSE NEW.status END, 1)
+          ) AS c (project, shown, n) WHERE shown <> '';
+          RETURN NULL;
+        END $$;
+        CREATE TRIGGER job_count_update AFTER UPDATE OF status, archived, superseded ON job FOR EACH ROW
+          WHEN (OLD.status IN ('completed', 'failed', 'cancelled')
+            OR NEW.status IN ('completed', 'failed', 'cancelled'))
+          EXECUTE FUNCTION count_ended_job();
+        CREATE INDEX job_ended ON job (changed_at, seq) WHERE status IN ('completed', 'failed', 'cancelled');
+        CREATE INDEX job_failed ON job (changed_at, seq) WHERE status = 'failed';
+        """,
+        # Hosts that were silent for longer than a lease, until their next heartbeat; and the attempts that ended last.
+        """
+        CREATE INDEX attempt_ended ON attempt (ended_at) WHERE ended_at IS NOT NULL;
+        CREATE TABLE host_lost (host_id text PRIMARY KEY, since double precision NOT NULL);
+        """,
+        # Jobs that may be servers: a list of these looks at no other job. And what people search jobs by.
+        f"""
+        CREATE INDEX job_server ON job (id) WHERE {MAY_SERVE};
+        CREATE INDEX job_search ON job (seq) INCLUDE (label, owner, project, model, sweep);
+        """,
+        # Jobs that hosts hold: a list of the newest ones and their counts look at no other job.
+        """
+        CREATE INDEX job_held ON job (seq, project, status) WHERE status IN ('claimed', 'running');
+        """,
     ),
 )
 
@@ -278,3 +334,9 @@ WAITS_FOR: Final = """
 (SELECT count(*) FROM job_after a LEFT JOIN job n ON n.id = a.needs
  WHERE a.job_id = job.id AND n.status IS DISTINCT FROM 'completed')
 """
+
+COMPACT_COUNTS: Final = """
+WITH gone AS (DELETE FROM job_count RETURNING project, status, n)
+INSERT INTO job_count SELECT project, status, sum(n) FROM gone GROUP BY project, status HAVING sum(n) <> 0
+"""
+"""Of two at once, each row is summed up by one."""

@@ -327,3 +327,4 @@ def _end_lost_attempts(db: sqlite3.Connection, lost: Sequence[tuple[str, int]], 
     )
     column = attempt_counter(Cause.HOST_LOST)
     db.executemany(f"UPDATE job SET {column} = {column} + 1 WHERE id = ?", [(job_id,) for job_id, _ in lost])
+    record_sqlite(db, [Record(now_s, "hub", "job.lost", job_id, {"epoch": epoch}) for job_id, epoch in lost])

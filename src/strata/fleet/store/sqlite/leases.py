@@ -321,7 +321,9 @@ def _apply_decision(
         _advance_status(db, job, JobEvent.EXPIRE, now_s, decision.reason)
         db.execute("UPDATE lease SET expired = 1 WHERE job_id = ?", (job_id,))
         enqueue(db, job.seq, now_s)
-        record(db, now_s, actor, "job.expired", job_id, epoch=job.epoch, reason=decision.reason)
+        seen = db.execute("SELECT seen FROM host_beat WHERE host_id = ?", (job.host_id,)).fetchone()
+        seen_at_s = None if seen is None else seen[0]
+        record(db, now_s, actor, "job.expired", job_id, epoch=job.epoch, reason=decision.reason, seen_at_s=seen_at_s)
         return
     status = _advance_status(db, job, decision.event, now_s, decision.reason)
     if job.leased:

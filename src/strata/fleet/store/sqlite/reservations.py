@@ -10,6 +10,7 @@ from strata.fleet.core.reservation import QueueView, Reservation, ReservationPla
 from strata.fleet.store.rows import (
     GANG_MEMBERS,
     HELD_PLACES,
+    LEASES_FIRST,
     QUEUE_HEADS,
     RESERVATIONS,
     decode_gang_members,
@@ -17,6 +18,7 @@ from strata.fleet.store.rows import (
     decode_reservations,
     encode,
     encode_amounts,
+    ended_reservations,
     new_reservations,
 )
 from strata.fleet.store.sqlite.leases import cancel, record, release
@@ -39,7 +41,7 @@ def apply_reservations(db: sqlite3.Connection, planner: ReservationPlanner, now_
         return ReservationPlan(stuck=planner.stuck(heads, now_s))
     before = decode_reservations(db.execute(RESERVATIONS))
     refused = set(db.execute("SELECT host_id, seq FROM job_refusal"))
-    held = decode_held_places(db.execute(HELD_PLACES))
+    held = decode_held_places(db.execute(HELD_PLACES.format(join=LEASES_FIRST)))
     plan = planner.plan(QueueView(heads, before, held, members, refused), now_s)
     _write(db, plan, before, now_s, stored=stored)
     for job_id, reason in plan.returned.items():
@@ -69,3 +71,5 @@ def _write(
     )
     for each in new_reservations(plan, before):
         record(db, now_s, "hub", "job.reserved", each.job.job_id, host=each.host_id)
+    for each in ended_reservations(plan, before):
+        record(db, now_s, "hub", "job.unreserved", each.job.job_id, host=each.host_id)

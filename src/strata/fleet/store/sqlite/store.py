@@ -11,9 +11,11 @@ from msgspec import to_builtins
 
 from strata.base.errors import Code, StrataError
 from strata.database import events
+from strata.database.events import EventFilter, EventPage
 from strata.database.sqlite import SqliteThread
 from strata.fleet.core.amounts import Taken
 from strata.fleet.core.fair_share import OwnerShares
+from strata.fleet.core.goodput import LEDGER_EVENTS
 from strata.fleet.core.job import UNFINISHED
 from strata.fleet.core.jobspec import TrainerSpec
 from strata.fleet.core.lease_status import stale_attempt
@@ -34,52 +36,111 @@ from strata.fleet.ports import (
     JobFailure,
     JobFilter,
     JobLease,
+    JobLedger,
+    JobOnHost,
     JobRow,
+    OwnerUsages,
     RefusedJob,
     Renewal,
     RenewalResult,
     ServerRow,
+    SweepRow,
+    TrialRow,
+    WaitingClass,
 )
 from strata.fleet.store.rows import (
     ATTEMPT,
     EXISTING_JOB,
     HELD,
+    HELD_AMOUNTS,
     HELD_BY_OWNER,
-    HIDDEN,
     HOST,
-    JOB,
-    NEWER,
+    JOBS_ON,
+    KEPT_COUNTS,
+    LEASES_FIRST,
+    LEDGER_ATTEMPTS,
+    LEDGER_EVENTS_SINCE,
+    LOST_HOSTS,
+    OWNER_GPU_S,
+    OWNER_JOBS,
     OWNERS,
     POLICIES,
     PUBLISH,
     QUOTAS,
+    READY,
+    READY_OF,
     REFUSED,
     RESERVATIONS,
     SERVERS,
+    SWEEPS,
     TRAINERS,
+    TRIALS,
+    WAITING_CLASSES,
+    HostDecoder,
+    JobsDialect,
     decode_attempt,
     decode_existing_job,
     decode_held,
     decode_host,
     decode_job,
+    decode_jobs_on_hosts,
     decode_known_trainer,
+    decode_ledger,
     decode_points,
     decode_policies,
     decode_quotas,
     decode_refused_jobs,
     decode_reservations,
     decode_server,
+    decode_sweeps,
     decode_taken,
     decode_trainers,
+    decode_trials,
     encode,
     encode_quota,
+    held_cards,
+    kept_counts,
+    like_pattern,
+    owner_usages,
+    select_jobs,
     unfinished_members,
 )
-from strata.fleet.store.sqlite import leases
+from strata.fleet.store.sqlite import leases, tables
 from strata.fleet.store.sqlite.claims import claim_jobs
 from strata.fleet.store.sqlite.plan import apply_plan, check_quota, read_usage
 from strata.fleet.store.sqlite.reservations import apply_reservations
 
+_JOBS: Final = JobsDialect(
+    mark=":{}",
+    one_of="{} IN (SELECT value FROM json_each({}))",
+    listed=encode,
+    contains=lambda columns, needle: " OR ".join(f"{each} LIKE {needle} ESCAPE '!'" for each in columns),
+    needle=like_pattern,
+    searched="job INDEXED BY job_search",
+    ended="job INDEXED BY job_ended",
+    failed="job INDEXED BY job_failed",
+    held="job INDEXED BY job_held",
+    newest="job NOT INDEXED",
+    servers="job INDEXED BY job_server",
+    may_serve=tables.MAY_SERVE,
+)
+_ONLY: Final = ":project IN ('', project)"
+_LEDGER: Final = LEDGER_ATTEMPTS.format(
+    ended="attempt INDEXED BY attempt_ended",
+    since=":since",
+    limit=":limit",
+    only=":project IN ('', j.project)",
+    attempt="CROSS JOIN attempt a ON a.job_id = w.job_id AND a.epoch = w.epoch",
+)
+_LEDGER_EVENTS: Final = LEDGER_EVENTS_SINCE.format(kind=":kind", since=":since", order="seq DESC", limit=":limit")
+_GPU_S: Final = OWNER_GPU_S.format(
+    cards="(json_array_length(CAST(a.taken AS TEXT), '$.cards')"
+    " * coalesce(json_extract(CAST(a.taken AS TEXT), '$.gpu_share'), 1.0))",
+    has_cards="instr(a.taken, CAST('\"cards\"' AS BLOB)) > 0",
+    largest="max",
+    now=":now",
+    since=":since",
+)
 _PUBLISH: Final = PUBLISH.format(**{name: f":{name}" for name in ("address", "models", "now", "job", "epoch", "host")})
 
 
@@ -88,6 +149,7 @@ class SqliteStore:
 
     def __init__(self, thread: SqliteThread) -> None:
         self._thread = thread
+        self._hosts = HostDecoder()
 
     async def apply(
         self,
@@ -128,6 +190,10 @@ class SqliteStore:
     async def usage(self, owner: str, window_s: float, now_s: float) -> OwnerUsage:
         return await self._thread.read(lambda db: read_usage(db, owner, window_s, now_s))
 
+    async def usages(self, window_s: float, now_s: float) -> OwnerUsages:
+        jobs = await self._rows(OWNER_JOBS.format(job="job INDEXED BY job_owner"), ())
+        return owner_usages(jobs, await self._rows(_GPU_S, {"now": now_s, "since": now_s - window_s}))
+
     async def owners(self) -> Collection[str]:
         return [owner for (owner,) in await self._rows(OWNERS.format(job="job INDEXED BY job_owner"), ())]
 
@@ -166,8 +232,14 @@ class SqliteStore:
         return await self._thread.write(register)
 
     async def hosts(self) -> Sequence[HostRow]:
-        select = f"SELECT {HOST} FROM host LEFT JOIN host_beat ON host_id = id ORDER BY name, id"
-        return [decode_host(row) for row in await self._rows(select, ())]
+        select = f"SELECT {HOST} FROM host LEFT JOIN host_beat ON host_id = id"
+        return self._hosts.decode(await self._rows(select, ()))
+
+    async def find_hosts(self, text: str) -> Sequence[HostRow]:
+        select = (
+            f"SELECT {HOST} FROM host LEFT JOIN host_beat ON host_id = id WHERE id = ? OR name = ? ORDER BY name, id"
+        )
+        return [decode_host(row) for row in await self._rows(select, (text, text))]
 
     async def set_host_state(self, host_id: str, state: str, reason: str, actor: str, now_s: float) -> HostRow:
         def change(db: sqlite3.Connection) -> HostRow:
@@ -182,9 +254,19 @@ class SqliteStore:
     async def record_heartbeats(self, seen: Mapping[str, float]) -> None:
         await self._thread.write(lambda db: _record_heartbeats(db, seen))
 
-    async def held_by_owner(self) -> Sequence[tuple[str, Taken]]:
-        rows = await self._rows(HELD_BY_OWNER, ())
-        return [(owner, decode_taken(taken)) for owner, taken in rows]
+    async def record_lost_hosts(self, silent_since_s: float, now_s: float) -> int:
+        def lose(db: sqlite3.Connection) -> int:
+            lost = db.execute(LOST_HOSTS.format(since=":since"), {"since": silent_since_s}).fetchall()
+            db.executemany("INSERT INTO host_lost VALUES (?, ?)", lost)
+            for host_id, seen_at_s in lost:
+                leases.record(db, now_s, "hub", "host.lost", host_id, seen_at_s=seen_at_s)
+            return len(lost)
+
+        return await self._thread.write(lose)
+
+    async def held_by_owner(self) -> Sequence[tuple[str, Taken, int]]:
+        rows = await self._rows(HELD_BY_OWNER.format(join=LEASES_FIRST), ())
+        return [(owner, decode_taken(taken), leases) for owner, taken, leases in rows]
 
     async def claim(
         self, claims: Sequence[Claim], lease_s: float, now_s: float, shares: OwnerShares | None = None
@@ -294,18 +376,7 @@ class SqliteStore:
         return [id_ for (id_,) in rows]
 
     async def jobs(self, wanted: JobFilter) -> Sequence[JobRow]:
-        where, values = ["id > ?"], [wanted.after_id]
-        if wanted.status:
-            where.append(f"status IN ({', '.join('?' * len(wanted.status))})")
-            values += wanted.status
-        if not wanted.hidden:
-            where.append(f"NOT {HIDDEN}")
-        for column in ("model", "host_id", "sweep", "project", "owner", "label"):
-            if getattr(wanted, column):
-                where.append(f"{column} = ?")
-                values.append(getattr(wanted, column))
-        select = f"SELECT {JOB}, {NEWER} FROM job WHERE {' AND '.join(where)} ORDER BY id LIMIT ?"
-        return [decode_job(row) for row in await self._rows(select, (*values, wanted.limit))]
+        return [decode_job(row) for row in await self._rows(*select_jobs(wanted, _JOBS))]
 
     async def attempts(self, job_id: str) -> Sequence[AttemptRow]:
         await self.job(job_id)
@@ -313,7 +384,18 @@ class SqliteStore:
         return [decode_attempt(row) for row in await self._rows(select, (job_id,))]
 
     async def held(self) -> Mapping[str, Sequence[Taken]]:
-        return decode_held(await self._rows(HELD, ()))
+        return decode_held(await self._rows(HELD.format(join=LEASES_FIRST), ()))
+
+    async def jobs_on(self, host_ids: Sequence[str]) -> Mapping[str, Sequence[JobOnHost]]:
+        listed = "a.host_id IN (SELECT value FROM json_each(?))"
+        return decode_jobs_on_hosts(await self._rows(JOBS_ON.format(listed=listed), (encode(list(host_ids)).decode(),)))
+
+    async def sweeps(self) -> Sequence[SweepRow]:
+        return decode_sweeps(await self._rows(SWEEPS, ()))
+
+    async def trials(self, project: str, sweep: str) -> Sequence[TrialRow]:
+        select = TRIALS.format(project=":project", sweep=":sweep")
+        return decode_trials(await self._rows(select, {"project": project, "sweep": sweep}))
 
     async def refusals(self, job_id: str) -> Sequence[str]:
         select = "SELECT r.host_id FROM job_refusal r JOIN job j ON j.seq = r.seq WHERE j.id = ? ORDER BY 1"
@@ -341,11 +423,27 @@ class SqliteStore:
         )
         return [job_id for (job_id,) in rows]
 
-    async def counts(self) -> Counts:
-        select = f"SELECT status, count(*) FROM job WHERE NOT {HIDDEN} GROUP BY status"
-        by_status = dict(await self._rows(select, ()))
+    async def counts(self, project: str = "") -> Counts:
+        rows = await self._rows(KEPT_COUNTS.format(only=_ONLY, held=_JOBS.held), {"project": project})
         ((ready, hosts),) = await self._rows("SELECT (SELECT count(*) FROM ready), (SELECT count(*) FROM host)", ())
-        return Counts(by_status=by_status, ready=ready, hosts=hosts)
+        return Counts(by_status=kept_counts(rows), ready=ready, hosts=hosts)
+
+    async def compact_counts(self) -> None:
+        """Nothing to do: the one writer adds to the row of a count."""
+
+    async def held_cards(self) -> float:
+        return held_cards(await self._rows(HELD_AMOUNTS.format(join=LEASES_FIRST), ()))
+
+    async def waiting_classes(self, project: str = "") -> Sequence[WaitingClass]:
+        ready = READY_OF.format(project=":project") if project else READY
+        rows = await self._rows(WAITING_CLASSES.format(ready=ready), {"project": project} if project else {})
+        return [WaitingClass(*row) for row in rows]
+
+    async def ledger(self, since_s: float, project: str, limit: int) -> JobLedger:
+        values = {"since": since_s, "project": project, "limit": limit}
+        rows = await self._rows(_LEDGER, values)
+        events = [row for kind in LEDGER_EVENTS for row in await self._rows(_LEDGER_EVENTS, {**values, "kind": kind})]
+        return decode_ledger(rows, events, limit)
 
     async def record_samples(self, points: Sequence[SamplePoint]) -> None:
         await self._thread.write(lambda db: _write_samples(db, 0, points))
@@ -370,6 +468,12 @@ class SqliteStore:
     async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[events.StoredEvent]:
         return await events.read_sqlite(self._thread, after, limit, subject=subject)
 
+    async def events_before(self, before: str, limit: int, wanted: EventFilter) -> EventPage:
+        return await events.read_before_sqlite(self._thread, before, limit, wanted)
+
+    async def drop_events(self, before_s: float, limit: int = 10_000) -> int:
+        return await events.drop_sqlite(self._thread, before_s, limit)
+
     async def close(self) -> None:
         await self._thread.close()
 
@@ -386,8 +490,9 @@ def _host(db: sqlite3.Connection, host_id: str) -> HostRow:
 
 def _write_samples(db: sqlite3.Connection, step_s: int, points: Sequence[SamplePoint]) -> None:
     db.executemany(
-        "INSERT OR REPLACE INTO host_sample SELECT ?, id, ?, ? FROM host WHERE id = ?",
-        ((step_s, point.at_s, encode(point.values), point.host_id) for point in points),
+        "INSERT OR REPLACE INTO host_sample SELECT ?1, ?2, ?3, ?4"
+        " WHERE ?2 = 'fleet' OR EXISTS (SELECT 1 FROM host WHERE id = ?2)",
+        ((step_s, point.host_id, point.at_s, encode(point.values)) for point in points),
     )
 
 
@@ -397,3 +502,7 @@ def _record_heartbeats(db: sqlite3.Connection, seen: Mapping[str, float]) -> Non
         " ON CONFLICT (host_id) DO UPDATE SET seen = max(seen, excluded.seen)",
         ((seen_at_s, host_id) for host_id, seen_at_s in seen.items()),
     )
+    for host_id, since_s in db.execute("SELECT host_id, since FROM host_lost").fetchall():
+        if host_id in seen:
+            db.execute("DELETE FROM host_lost WHERE host_id = ?", (host_id,))
+            leases.record(db, seen[host_id], "hub", "host.returned", host_id, silent_s=seen[host_id] - since_s)

@@ -6,6 +6,8 @@ from typing import Final
 
 from strata.database.migrations import Component
 
+MAY_SERVE: Final = """instr(spec, CAST('"kind":"server"' AS BLOB)) > 0"""
+"""A spec with the text of that kind in it; also one that has it among its hyper-parameters."""
 COMPONENT: Final = Component(
     "fleet",
     (
@@ -158,6 +160,55 @@ COMPONENT: Final = Component(
         CREATE INDEX job_gang ON job (gang) WHERE gang <> '';
         CREATE INDEX job_gang_open ON job (gang) WHERE gang <> '' AND status IN ('pending', 'claimed', 'running');
         ALTER TABLE lease ADD COLUMN preempt TEXT NOT NULL DEFAULT '';
+        """,
+        # Sweeps: their jobs and how many there are of each status, from the index alone.
+        """
+        CREATE INDEX job_sweep ON job (project, sweep, status, changed_at, archived, superseded) WHERE sweep <> '';
+        """,
+        # Counts that are kept: jobs that lists show, by project, and by the status in which they ended or `open`. And
+        # what people search jobs by, and the jobs that ended last; neither changes with a claim.
+        """
+        CREATE TABLE job_count (
+          project TEXT NOT NULL, status TEXT NOT NULL, n INTEGER NOT NULL, PRIMARY KEY (project, status)
+        ) WITHOUT ROWID, STRICT;
+        INSERT INTO job_count SELECT project, shown, count(*) FROM (
+          SELECT project, CASE WHEN status NOT IN ('completed', 'failed', 'cancelled') THEN 'open'
+            WHEN archived OR superseded THEN '' ELSE status END AS shown FROM job
+        ) WHERE shown <> '' GROUP BY project, shown;
+        CREATE TRIGGER job_count_insert AFTER INSERT ON job
+        WHEN NEW.status NOT IN ('completed', 'failed', 'cancelled') OR NOT (NEW.archived OR NEW.superseded)
+        BEGIN
+          INSERT INTO job_count VALUES (NEW.project,
+            CASE WHEN NEW.status IN ('completed', 'failed', 'cancelled') THEN NEW.status ELSE 'open' END, 1)
+            ON CONFLICT (project, status) DO UPDATE SET n = n + 1;
+        END;
+        CREATE TRIGGER job_count_update AFTER UPDATE OF status, archived, superseded ON job
+        WHEN OLD.status IN ('completed', 'failed', 'cancelled') OR NEW.status IN ('completed', 'failed', 'cancelled')
+        BEGIN
+          UPDATE job_count SET n = n - 1 WHERE project = OLD.project AND status = CASE
+            WHEN OLD.status NOT IN ('completed', 'failed', 'cancelled') THEN 'open'
+            WHEN OLD.archived OR OLD.superseded THEN '' ELSE OLD.status END;
+          INSERT INTO job_count SELECT NEW.project, shown, 1 FROM (SELECT CASE
+            WHEN NEW.status NOT IN ('completed', 'failed', 'cancelled') THEN 'open'
+            WHEN NEW.archived OR NEW.superseded THEN '' ELSE NEW.status END AS shown) WHERE shown <> ''
+            ON CONFLICT (project, status) DO UPDATE SET n = n + 1;
+        END;
+        CREATE INDEX job_search ON job (label, owner, project, model, sweep);
+        CREATE INDEX job_ended ON job (changed_at, seq) WHERE status IN ('completed', 'failed', 'cancelled');
+        CREATE INDEX job_failed ON job (changed_at, seq) WHERE status = 'failed';
+        """,
+        # Hosts that were silent for longer than a lease, until their next heartbeat; and the attempts that ended last.
+        """
+        CREATE INDEX attempt_ended ON attempt (ended_at) WHERE ended_at IS NOT NULL;
+        CREATE TABLE host_lost (host_id TEXT PRIMARY KEY, since REAL NOT NULL) WITHOUT ROWID, STRICT;
+        """,
+        # Jobs that may be servers: a list of these looks at no other job.
+        f"""
+        CREATE INDEX job_server ON job (id) WHERE {MAY_SERVE};
+        """,
+        # Jobs that hosts hold: a list of the newest ones and their counts look at no other job.
+        """
+        CREATE INDEX job_held ON job (seq, project, status) WHERE status IN ('claimed', 'running');
         """,
     ),
 )

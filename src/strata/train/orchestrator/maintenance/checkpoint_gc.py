@@ -34,7 +34,7 @@ _log = log.get(__name__)
 class CheckpointGc:
     def __init__(self, store: StateStore, settings: ServerSettings) -> None:
         self._store = store
-        self._folder = settings.checkpoints
+        self._folder = settings.checkpoint_folder
         self._imports = settings.imports
         self._staged = settings.staged
         self._arriving: set[str] = set()
@@ -133,7 +133,8 @@ def _candidates(parent: Path) -> Iterator[str]:
 def _is_being_saved(state: TrainState, folder: str) -> bool:
     """A rank may be writing it at this moment."""
     parent, _, name = folder.rpartition("/")
-    saving = (saved.path.rpartition("/") for saved in state.saving.values())
+    paths = [saved.path for saved in state.saving.values()] + [each.path for each in state.dispatches.values()]
+    saving = (path.rpartition("/") for path in paths)
     return any(saving_parent == parent and name.startswith(f".{own}.") for saving_parent, _, own in saving)
 
 

@@ -91,10 +91,10 @@ class CheckpointReplicator:
 
 
 def open_replicator(settings: ServerSettings, store: StateStore) -> CheckpointReplicator | None:
-    if not settings.checkpoint.storage:
+    if not settings.checkpoints.storage:
         return None
     # The object-store client is an optional extra: a server without object storage runs without it.
     from strata.train.checkpoints.object_store import open_store
 
-    objects = open_store(settings.checkpoint, settings.server.name)
-    return CheckpointReplicator(store, objects, settings.checkpoints, settings.fetched)
+    objects = open_store(settings.checkpoints, settings.server.name)
+    return CheckpointReplicator(store, objects, settings.checkpoint_folder, settings.fetched)

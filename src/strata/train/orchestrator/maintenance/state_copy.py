@@ -46,7 +46,7 @@ class StateCopy:
         if position == self._copied_at:
             return
         settings = self._settings
-        folders = (settings.checkpoints, settings.snapshot_folder, settings.payloads)
+        folders = (settings.checkpoint_folder, settings.snapshot_folder, settings.payloads)
         name = f"{round(self._store.clock.wall_s() * 1000):015d}"
         self._folder.mkdir(mode=0o700, exist_ok=True)
         with new_folder(self._folder / name, temporary=self._folder / _TEMPORARY, mode=0o700, durable=False) as copy:

@@ -6,14 +6,14 @@ It runs offline, without ranks, on a folder whose digests it verifies. It never 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from strata.base.atomic import new_folder
 from strata.base.errors import Code, StrataError
@@ -25,13 +25,15 @@ from strata.train.peft import importer
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG, HEADS
 from strata.train.runner.checkpoint import shards
 from strata.train.runner.checkpoint.formats import copy_tokenizer, read_flat
+from strata.train.runner.checkpoint.hugging_face_files import groups_of, persistent_buffers, write_model
 from strata.train.runner.lora import Adapter, is_transposed, targets_of
-from strata.train.runner.model.base import load_lm
+from strata.train.runner.model.loading import build_skeleton, read_groups, untie_what_files_untie
 from strata.train.runner.passes.optimizer import MOMENTS
 
 Form = Literal["peft", "hf"]
 
-_MOMENT: Final = tuple(f"{moment}." for moment in MOMENTS)
+GENERATION: Final = "generation_config.json"
+_MOMENT: Final = tuple(f"{moment}." for names in MOMENTS.values() for moment in names)
 
 
 class _AdapterConfig(msgspec.Struct, frozen=True):
@@ -83,25 +85,45 @@ def _fill(folder: Path, temporary: Path, manifest: CheckpointManifest, form: For
 
 
 def _merge(folder: Path, temporary: Path, manifest: CheckpointManifest, lora: LoraConfig, base: str) -> None:
-    """Merge the adapter into the base, in the base's dtype. The sums are computed in float32."""
+    """Merge the adapter into the base, in the base's dtype, one layer after the other. The sums are computed in
+    float32."""
     config = msgspec.json.decode((folder / ADAPTER_CONFIG).read_bytes(), type=_AdapterConfig)
     path = base or config.base_model_name_or_path
-    lm = load_lm(path, _dtype_of(path))
+    dtype = _dtype_of(path)
+    lm = build_skeleton(path, dtype)
     if str(lm.config.model_type) != manifest.arch:
         raise StrataError(
             Code.INVALID, f"{folder.name!r} belongs to a {manifest.arch}, and {path} is a {lm.config.model_type}"
         )
+    for untied in untie_what_files_untie(lm, path):
+        del lm.all_tied_weights_keys[untied]
+    _say_what_is_tied(lm)
     adapter = Adapter(lora, targets_of(lm, lora), torch.device("cpu"))
     adapter.flat.copy_(read_flat(folder, adapter, manifest))
-    if HEADS.intersection(adapter.pairs):
-        _untie(lm)
-    with torch.no_grad():
-        for name, (a, b) in adapter.pairs.items():
-            weight = _weight(lm, name)
-            added = adapter.scale * (b @ a)
-            weight.copy_(weight.float() + (added.T if is_transposed(lm, name) else added))
-    lm.save_pretrained(str(temporary))
+    head = _untie(lm) if HEADS.intersection(adapter.pairs) else {}
+    groups = read_groups(lm, path, dtype, groups_of(lm))
+    write_model(lm, temporary, (_merge_group(lm, adapter, group, head) for group in groups), dtype)
     copy_tokenizer(path, temporary)
+    if (generation := Path(path) / GENERATION).is_file():
+        shutil.copyfile(generation, temporary / GENERATION)
+
+
+@torch.no_grad()
+def _merge_group(
+    lm: nn.Module, adapter: Adapter, group: Mapping[str, torch.Tensor], head: Mapping[str, str]
+) -> dict[str, torch.Tensor]:
+    copies = {head[name]: weight.clone() for name, weight in group.items() if name in head}
+    merged: dict[str, torch.Tensor] = {}
+    for name, weight in {**group, **copies}.items():
+        target = name if name in adapter.pairs else name.removesuffix(".weight")
+        if target in adapter.pairs:
+            a, b = adapter.pairs[target]
+            added = adapter.scale * (b @ a)
+            total = weight.float() + (added.mT if is_transposed(lm, target) else added)
+            merged[name] = total.to(weight.dtype)
+        else:
+            merged[name] = weight
+    return merged
 
 
 def _dtype_of(path: str) -> torch.dtype:
@@ -114,37 +136,45 @@ def _dtype_of(path: str) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
-def _weight(lm: nn.Module, name: str) -> torch.Tensor:
-    """The weight of a linear layer, or the fused weight of all experts."""
-    above, _, last = name.rpartition(".")
-    layer = getattr(lm.get_submodule(above), last)
-    weight = layer.weight if isinstance(layer, nn.Module) else layer
-    assert isinstance(weight, torch.Tensor)
-    return weight
+def _say_what_is_tied(lm: PreTrainedModel) -> None:
+    """In the configuration, which may say otherwise than the files."""
+    head: Any = lm.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if head is not None and head.weight is not lm.get_input_embeddings().weight:
+        lm.config.tie_word_embeddings = False
+        lm.config.get_text_config(decoder=True).tie_word_embeddings = False
 
 
-def _untie(lm: PreTrainedModel) -> None:
-    """A head that is tied to the embedding gets a weight of its own: the adapter changes the head alone."""
+def _untie(lm: PreTrainedModel) -> Mapping[str, str]:
+    """A head that is tied to the embedding gets a weight of its own: the adapter changes the head alone. Returns the
+    name of the embedding with that of the head's weight, if they are tied."""
     text = lm.config.get_text_config(decoder=True)
     if not text.tie_word_embeddings:
-        return
-    head = lm.get_output_embeddings()  # type: ignore[no-untyped-call]
-    assert isinstance(head, nn.Linear)
-    head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        return {}
     lm.config.tie_word_embeddings = False
     text.tie_word_embeddings = False
+    embedding = lm.get_input_embeddings()
+    head = lm.get_output_embeddings()  # type: ignore[no-untyped-call]
+    names = {id(module): name for name, module in lm.named_modules()}
+    return {f"{names[id(embedding)]}.weight": f"{names[id(head)]}.weight"}
 
 
 def _from_shards(folder: Path, temporary: Path) -> None:
-    config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    config.dtype = torch.float32
-    with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
-    state = shards.read_unsharded(folder, lambda name: not name.startswith(_MOMENT))
-    own = {name for name, _ in lm.named_parameters()}
-    if state.keys() != own:
-        raise StrataError(Code.CORRUPT, f"not a full model: {sorted(state.keys() ^ own)[0]}")
-    lm.load_state_dict(state, assign=True, strict=False)
-    lm.tie_weights()
-    lm.save_pretrained(str(temporary))
+    lm = build_skeleton(str(folder), torch.float32)
+    own = {name: parameter.shape for name, parameter in lm.named_parameters()}
+    saved = {name for name in shards.chunks_of(folder) if not name.startswith(_MOMENT)}
+    if saved != own.keys():
+        raise StrataError(Code.CORRUPT, f"not a full model: {sorted(saved ^ own.keys())[0]}")
+    if buffers := [name for name, _ in persistent_buffers(lm)]:
+        raise StrataError(
+            Code.UNSUPPORTED,
+            f"{folder.name!r} cannot be exported: it does not hold {buffers[0]}",
+            hint="export a checkpoint that was saved for sampling",
+        )
+
+    def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
+        state = {name: torch.empty(own[name], dtype=torch.float32) for name in names}
+        shards.fill(folder, state)
+        return state
+
+    write_model(lm, temporary, (read(names) for names in groups_of(lm)), torch.float32)
     copy_tokenizer(str(folder), temporary)

@@ -6,7 +6,7 @@ The moments of an optimizer have the names of the weights they belong to. All fi
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +14,8 @@ import msgspec
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from strata.base.errors import Code, StrataError
 from strata.train.checkpoints.checkpoint import CheckpointManifest
@@ -23,10 +24,19 @@ from strata.train.core.state import IMPORTED
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG, PREFIX, peft_layer
 from strata.train.runner.checkpoint import shards
 from strata.train.runner.lora import Adapter, linear_shape
-from strata.train.runner.model.base import BaseModel, load_lm, tokenizer_files
-from strata.train.runner.model.trained import FullModel, LoraModel, local, sharded, sharded_like
+from strata.train.runner.model.base import BaseModel, tokenizer_files
+from strata.train.runner.model.loading import load_sharded, parent_of
+from strata.train.runner.model.trained import (
+    FullModel,
+    LoraModel,
+    is_first_copy,
+    local,
+    mesh_size,
+    own_slice,
+    sharded,
+    sharded_like,
+)
 from strata.train.runner.passes.logprobs import PackedModel
-from strata.train.runner.passes.optimizer import MOMENTS
 
 OPTIMIZER: Final = "optimizer.safetensors"
 
@@ -42,9 +52,11 @@ def adapter_writer(model: LoraModel, base: BaseModel, *, optimizer: bool) -> Fil
         config = msgspec.json.encode(_peft_config(adapter, base))
         (folder / ADAPTER_CONFIG).write_bytes(msgspec.json.format(config))
         if optimizer:
-            moments = model.optimizer.moments()[0]
+            (moments,) = model.optimizer.moments()
             named = {
-                f"{moment}.{name}": view for moment in MOMENTS for name, view in adapter.views(moments[moment]).items()
+                f"{moment}.{name}": view
+                for moment, flat in moments.items()
+                for name, view in adapter.views(flat).items()
             }
             save_file(_cpu_copies(named), folder / OPTIMIZER)
 
@@ -60,9 +72,13 @@ def read_adapter(
     moments: dict[str, torch.Tensor] = {}
     if optimizer and steps:
         saved = load_file(folder / OPTIMIZER)
-        for moment in MOMENTS:
+        for moment in model.optimizer.moment_names:
             prefix = f"{moment}."
             tensors = {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
+            if not tensors:
+                raise StrataError(
+                    Code.INVALID, f"the state of the optimizer in the checkpoint is not one of {model.optimizer.name}"
+                )
             moments[moment] = _flatten(adapter, tensors)
 
     def install() -> None:
@@ -192,31 +208,28 @@ def _cpu_copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
-def full_state(model: FullModel, *, optimizer: bool) -> dict[str, torch.Tensor]:
+def own_state(model: FullModel) -> dict[str, torch.Tensor]:
+    """What this rank writes: of each weight one copy is written, however many there are."""
+    state = full_state(model, optimizer=True)
+    return {name: tensor for name, tensor in state.items() if is_first_copy(tensor)}
+
+
+def full_state(model: FullModel, *, optimizer: bool) -> dict[str, DTensor]:
     """Weights and moments under their names in the files, sharded over the ranks, without a copy."""
-    state: dict[str, torch.Tensor] = {}
+    state: dict[str, DTensor] = {}
     for (name, parameter), own in zip(model.parameters.items(), model.optimizer.moments(), strict=True):
-        state[name] = parameter.detach()
-        state |= {f"{moment}.{name}": sharded_like(parameter, own[moment]) for moment in MOMENTS if optimizer}
+        state[name] = sharded_like(parameter, local(parameter))
+        if optimizer:
+            state |= {f"{moment}.{name}": sharded_like(parameter, value) for moment, value in own.items()}
     return state
 
 
-def gather_full(model: FullModel, *, is_rank0: bool) -> dict[str, torch.Tensor]:
-    """Gather the full weights from all ranks. Every rank calls it; rank 0 gets them."""
-    weights: dict[str, torch.Tensor] = {}
-    for name, parameter in model.parameters.items():
-        full = parameter.full_tensor().detach().cpu()
+def gather_weights_of(names: Sequence[str], model: FullModel, *, is_rank0: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Gather some weights from all ranks, one after the other. Every rank calls it; rank 0 gets them on the host."""
+    for name in names:
+        full = model.parameters[name].full_tensor().detach()
         if is_rank0:
-            weights[name] = full
-    return weights
-
-
-def full_writer(base: BaseModel, weights: dict[str, torch.Tensor]) -> Fill:
-    def fill(folder: Path) -> None:
-        base.lm.save_pretrained(str(folder), state_dict=weights)
-        copy_tokenizer(base.settings.model, folder)
-
-    return fill
+            yield name, full.cpu()
 
 
 def write_config(base: BaseModel, folder: Path) -> None:
@@ -238,7 +251,8 @@ def read_full(folder: Path, model: FullModel, *, optimizer: bool, steps: int) ->
         shards.fill(folder, state)
         weights = [local(state[name]) for name in model.parameters]
         if optimizer and steps:
-            moments = [{moment: local(state[f"{moment}.{name}"]) for moment in MOMENTS} for name in model.parameters]
+            names = model.optimizer.moment_names
+            moments = [{moment: local(state[f"{moment}.{name}"]) for moment in names} for name in model.parameters]
     elif optimizer:
         raise StrataError(Code.INVALID, f"{folder.name!r} holds no optimizer state")
     else:
@@ -257,23 +271,29 @@ def read_shards_of(path: str, model: FullModel) -> list[torch.Tensor]:
 
 
 def _read_own_shards(path: str, parameters: Mapping[str, DTensor]) -> list[torch.Tensor]:
-    saved = dict(load_lm(path, torch.float32).named_parameters())
-    own = []
-    for name, parameter in parameters.items():
-        if name not in saved or saved[name].shape != parameter.shape:
-            raise StrataError(Code.INVALID, f"{name} in the checkpoint does not fit the model")
-        own.append(_own_shard(saved[name].detach(), parameter))
-    return own
+    like = next(iter(parameters.values()))
+    shards_of_weight = mesh_size(like, "shard")
+
+    def distribute(lm: PreTrainedModel) -> None:
+        own: dict[int, nn.Parameter] = {}
+        for name, weight in list(lm.named_parameters(remove_duplicate=False)):
+            if id(weight) not in own:
+                if name not in parameters or weight.shape != parameters[name].shape:
+                    raise StrataError(Code.INVALID, f"{name} in the checkpoint does not fit the model")
+                shard = sharded_like(parameters[name], own_slice(weight.detach(), parameters[name]))
+                own[id(weight)] = nn.Parameter(shard, requires_grad=False)
+            module, last = parent_of(lm, name)
+            setattr(module, last, own[id(weight)])
+
+    lm = load_sharded(path, torch.float32, local(like).device, shards_of_weight, distribute)
+    saved = dict(lm.named_parameters())
+    if saved.keys() != parameters.keys():
+        difference = sorted(saved.keys() ^ parameters.keys())[0]
+        raise StrataError(Code.INVALID, f"{difference} in the checkpoint does not fit the model")
+    return [local(saved[name]).to(local(like).device) for name in parameters]
 
 
 def install_weights(weights: list[torch.Tensor], model: FullModel) -> None:
     model.abort()
     for parameter, weight in zip(model.optimizer.parameters, weights, strict=True):
         parameter.data.copy_(weight)
-
-
-def _own_shard(full: torch.Tensor, parameter: DTensor) -> torch.Tensor:
-    """Without communication: every rank has read the full weight."""
-    device = parameter.to_local().device
-    distributed = distribute_tensor(full.to(device), parameter.device_mesh, parameter.placements, src_data_rank=None)
-    return distributed.to_local().clone()

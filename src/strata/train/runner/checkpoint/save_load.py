@@ -12,6 +12,7 @@ from typing import Final
 
 import msgspec
 import torch
+from safetensors import SafetensorError
 
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
@@ -19,6 +20,7 @@ from strata.train.checkpoints import checkpoint
 from strata.train.checkpoints.checkpoint import CheckpointFile, CheckpointManifest, sync_and_digest
 from strata.train.core import ops
 from strata.train.runner.checkpoint import formats, shards
+from strata.train.runner.checkpoint.hugging_face_files import ModelWriter, groups_of, persistent_buffers
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora import Adapter, targets_of
 from strata.train.runner.model.base import BaseModel
@@ -44,13 +46,44 @@ def save(
         _save_shards(folder, manifest, model, base, ranks, overwrite=overwrite)
         return
     if isinstance(model, FullModel):
-        fill = formats.full_writer(base, formats.gather_full(model, is_rank0=ranks.is_rank0))
-    else:
-        assert isinstance(model, LoraModel)
-        fill = formats.adapter_writer(model, base, optimizer=optimizer)
+        _save_gathered(folder, manifest, model, base, ranks, overwrite=overwrite)
+        return
+    assert isinstance(model, LoraModel)
+    fill = formats.adapter_writer(model, base, optimizer=optimizer)
     with ranks.collective_errors():
         if ranks.is_rank0:
             checkpoint.write(folder, manifest, fill, overwrite=overwrite)
+
+
+def _save_gathered(
+    folder: Path, manifest: CheckpointManifest, model: FullModel, base: BaseModel, ranks: RankGroup, *, overwrite: bool
+) -> None:
+    """In Hugging Face's format, by rank 0. The weights of one layer after the other are gathered for it."""
+    temporary = checkpoint.temporary_folder(folder, ranks.all_gather_int(checkpoint.new_token())[0])
+    is_new = False
+    with ranks.collective_errors():
+        if ranks.is_rank0:
+            is_new = checkpoint.begin_write(folder, temporary, manifest, overwrite=overwrite)
+    if not ranks.all_reduce_any([is_new])[0]:
+        return
+    writer = ModelWriter(base.lm, temporary)
+    failure: Exception | None = None
+    for group in groups_of(base.lm):
+        # Every rank takes part in every collective, also if rank 0 has failed to write.
+        weights = dict(formats.gather_weights_of(group, model, is_rank0=ranks.is_rank0))
+        if ranks.is_rank0 and failure is None:
+            try:
+                writer.add(weights)
+            except (OSError, SafetensorError) as error:
+                failure = error
+    with ranks.collective_errors():
+        if failure is not None:
+            raise failure
+        if ranks.is_rank0:
+            writer.add({name: buffer.detach().cpu() for name, buffer in persistent_buffers(base.lm)})
+            writer.finish(torch.float32)
+            formats.copy_tokenizer(base.settings.model, temporary)
+            checkpoint.commit(folder, temporary, manifest, sync_and_digest(temporary.iterdir()))
 
 
 def _save_shards(
@@ -69,9 +102,10 @@ def _save_shards(
     if not ranks.all_reduce_any([is_new])[0]:
         return
     with ranks.collective_errors():
-        file = shards.write(temporary, formats.full_state(model, optimizer=True), ranks.rank)
-        failpoint("train.checkpoint.after_shard")
-        files |= sync_and_digest([file])
+        if own := formats.own_state(model):
+            file = shards.write(temporary, own, ranks.rank)
+            failpoint("train.checkpoint.after_shard")
+            files |= sync_and_digest([file])
     gathered = ranks.gather(msgspec.msgpack.encode(files))
     with ranks.collective_errors():
         for rank, data in enumerate(gathered):

@@ -36,7 +36,9 @@ DTYPE: Final = "F32"
 State = dict[str, torch.Tensor]
 
 
-class _Offsets(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ShardOffsets(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a shard begins in its weight, as torch writes it into the header of a file."""
+
     saved_offsets: list[int]
 
 
@@ -57,14 +59,14 @@ class _OwnShard(HuggingFaceStorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the same file as torch would, directly from the memory of the weights: torch would make two copies."""
         tensors: State = {}
-        offsets: dict[str, _Offsets] = {}
+        offsets: dict[str, ShardOffsets] = {}
         for item in plan.items:
             assert item.tensor_data is not None
             name = item.index.fqn
             tensor = planner.resolve_data(item)
             assert isinstance(tensor, torch.Tensor)
             tensors[name] = tensor.detach().cpu().contiguous()
-            offsets[name] = _Offsets(list(item.tensor_data.chunk.offsets))
+            offsets[name] = ShardOffsets(list(item.tensor_data.chunk.offsets))
         metadata = {SHARDING: msgspec.json.encode(offsets).decode(), "DCP_VERSION": "1.0", "format": "pt"}
         save_file(tensors, self.file, metadata)
         done: Future[list[WriteResult]] = Future()
@@ -81,7 +83,10 @@ class _OwnPlan(DefaultSavePlanner):
 def write(folder: Path, state: State, rank: int) -> Path:
     """Write this rank's shards of `state`; returns the file. Ranks do not wait for each other."""
     writer = _OwnShard(folder, rank)
-    save(state, storage_writer=writer, planner=_OwnPlan(), use_collectives=False)
+    with warnings.catch_warnings():
+        # It warns that it assumes a single process. Otherwise it would wait for ranks that have nothing to write.
+        warnings.simplefilter("ignore")
+        save(state, storage_writer=writer, planner=_OwnPlan(), no_dist=True)
     return writer.file
 
 
@@ -116,7 +121,7 @@ def chunks_of(folder: Path) -> Mapping[str, Sequence[ShardChunk]]:
     for file in sorted(folder.glob(SHARDS)):
         header = read_header(file)
         try:
-            offsets = msgspec.json.decode(header.metadata.get(SHARDING, "{}"), type=dict[str, _Offsets])
+            offsets = msgspec.json.decode(header.metadata.get(SHARDING, "{}"), type=dict[str, ShardOffsets])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise _damaged(file.name, str(error)) from error
         for name, stored in header.tensors.items():
@@ -129,21 +134,27 @@ def chunks_of(folder: Path) -> Mapping[str, Sequence[ShardChunk]]:
 
 def check_complete(name: str, chunks: Sequence[ShardChunk], shape: Sequence[int]) -> None:
     """Check that the chunks leave no gap and do not overlap. torch does not check; it would leave a gap unfilled."""
-    ordered = sorted((chunk for chunk in chunks if math.prod(chunk.shape)), key=lambda chunk: list(chunk.offsets))
-    covered = 0
-    for chunk in ordered:
-        # Tensors are sharded along the first dimension only.
-        expected = [covered, *[0] * (len(shape) - 1)] if shape else []
-        if list(chunk.offsets) != expected or list(chunk.shape[1:]) != list(shape[1:]):
-            raise _damaged(name, "its shards do not fit together")
-        covered += _rows(chunk.shape)
-    if not ordered or covered != _rows(shape):
+    filled = [chunk for chunk in chunks if math.prod(chunk.shape)]
+    extent = [max(ends) for ends in zip(*map(_ends, filled), strict=True)]
+    if filled and not _is_grid(filled, extent):
+        raise _damaged(name, "its shards do not fit together")
+    if not filled or extent != list(shape):
         raise StrataError(Code.INVALID, f"{name} in the checkpoint does not fit the model")
 
 
-def _rows(shape: Sequence[int]) -> int:
-    """A number without dimensions is one row."""
-    return shape[0] if shape else 1
+def _is_grid(chunks: Sequence[ShardChunk], shape: Sequence[int], dimension: int = 0) -> bool:
+    """Whether the chunks are slices along this dimension, one after the other, each again of slices along the next."""
+    if dimension == len(shape):
+        return len(chunks) == 1
+    slices: dict[tuple[int, int], list[ShardChunk]] = {}
+    for chunk in chunks:
+        slices.setdefault((chunk.offsets[dimension], chunk.shape[dimension]), []).append(chunk)
+    end = 0
+    for offset, length in sorted(slices):
+        if offset != end:
+            return False
+        end += length
+    return end == shape[dimension] and all(_is_grid(each, shape, dimension + 1) for each in slices.values())
 
 
 def _ends(chunk: ShardChunk) -> list[int]:

@@ -2,27 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Final
 
 import msgspec
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import logging as transformers_logging
 
 from strata.base.errors import Code, StrataError
 from strata.train.core.commands import ModelInfo
+from strata.train.core.ops import LoraConfig
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora import Adapters, adapt_experts
+from strata.train.runner.experts import group_experts
+from strata.train.runner.lora import Adapter, Adapters, is_experts, targets_of
 from strata.train.runner.model.attention import ATTENTION
-from strata.train.runner.model.startup_check import compute_reference, unsupported_errors, verify_packing
+from strata.train.runner.model.expert_parallel import ExpertParallel
+from strata.train.runner.model.loading import build_skeleton, load_lm, load_sharded
+from strata.train.runner.model.memory import free_bytes, release_memory
+from strata.train.runner.model.startup_check import (
+    compute_reference,
+    find_decoder,
+    unsupported_errors,
+    verify_packing,
+)
+from strata.train.runner.model.tensor_parallel import TensorParallel
 from strata.train.runner.passes.logprobs import PackedModel, PackedRow
 from strata.train.runner.settings import RunnerSettings
+from strata.train.settings import ParallelSettings
 
-DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+REDUCED_BYTES: Final = 4
+"""Of a gradient: they are summed in float32."""
 FLOAT32_BYTES: Final = 2 << 30
 """A model whose files are up to this size is loaded a second time, in float32, for the start-up check."""
 
@@ -37,37 +57,94 @@ class BaseModel:
     def __init__(self, settings: RunnerSettings, ranks: RankGroup) -> None:
         self.settings = settings
         with ranks.collective_errors():
-            lm = load_lm(settings.model, self.storage_dtype)
-        self.arch = str(lm.config.model_type)
+            if problem := settings.parallel.problem(ranks.size):
+                raise StrataError(Code.INVALID, problem)
+            skeleton = build_skeleton(settings.model, self.storage_dtype)
+            if problem := settings.parallel.model_problem(skeleton.config.to_dict()):
+                raise StrataError(Code.UNSUPPORTED, problem)
+        self.arch = str(skeleton.config.model_type)
         with unsupported_errors(self.arch):
-            text = lm.config.get_text_config(decoder=True)
+            text = skeleton.config.get_text_config(decoder=True)
             self.vocabulary = int(text.vocab_size)
             self.max_context = longest_context(text)
-            self.parameters = sum(parameter.numel() for parameter in lm.parameters())
-            # The reference has to be computed before the model is modified in any way.
-            lm.to(ranks.device)  # type: ignore[arg-type]
-            reference = compute_reference(lm, self.vocabulary, ranks.device)
-            self.decoder = reference.decoder
-            self.adapters = self._add_hooks(lm)
-            self.packed = PackedModel(lm, self.decoder, self.adapters, settings.logits_bytes)
-            shard(self.packed, settings, ranks)
-            self.lm = lm
+            self.parameters = sum(parameter.numel() for parameter in skeleton.parameters())
+            self.decoder = find_decoder(skeleton)
+            size = sum(parameter.numel() * parameter.element_size() for parameter in skeleton.parameters())
+            del skeleton
+            # A frozen base that is small is not sharded: every rank has all of it, and no pass has to gather it.
+            is_replicated = not settings.full and settings.parallel.may_replicate and size <= settings.replicated_bytes
+            self.tensor: TensorParallel | None = None
+            self.experts: ExpertParallel | None = None
+            self.packed = self._load_replicated(ranks) if is_replicated else self._load_sharded(ranks)
+            self.lm = self.packed.lm
+            # The reference has to be computed before the model gets its hooks.
+            reference = compute_reference(self._unmodified_logits, self.vocabulary, ranks.device)
+            self.adapters = self._add_hooks(self.lm)
+            self.packed.adapters = self.adapters
             verify_packing(reference, self.logprobs, settings.dtype)
+
+    def _load_replicated(self, ranks: RankGroup) -> PackedModel:
+        with ranks.collective_errors():
+            lm = load_lm(self.settings.model, self.storage_dtype)
+        lm.to(ranks.device)  # type: ignore[arg-type]
+        for parameter in lm.parameters():
+            # What was loaded lies in the file's own pages, and a server that sleeps could not give them back.
+            parameter.data = parameter.data.clone()
+        lm.requires_grad_(requires_grad=False)
+        return PackedModel(lm, self.decoder, None, self.settings.logits_bytes)
+
+    def _load_sharded(self, ranks: RankGroup) -> PackedModel:
+        """Each rank reads its shards and nothing else. The model is sharded before it has memory."""
+        mesh = make_mesh(self.settings.parallel, ranks.size, ranks.device)
+        tensor = TensorParallel(mesh["tensor"]) if self.settings.parallel.tensor > 1 else None
+        assert mesh.mesh_dim_names is not None
+        expert_mesh = make_expert_mesh(self.settings.parallel, ranks.size, ranks.device)
+        experts = ExpertParallel(expert_mesh["expert"]) if expert_mesh is not None else None
+        packed: PackedModel | None = None
+
+        def distribute(lm: PreTrainedModel) -> None:
+            nonlocal packed
+            if not self.settings.full:
+                lm.requires_grad_(requires_grad=False)
+            if tensor is not None:
+                tensor.split(lm)
+            packed = PackedModel(lm, self.decoder, None, self.settings.logits_bytes)
+            if experts is not None:
+                experts.split(lm)
+            shard(packed, DTYPES[self.settings.dtype], mesh, expert_mesh)
+
+        with ranks.collective_errors():
+            shards = mesh.size(mesh.mesh_dim_names.index("shard"))
+            load_sharded(self.settings.model, self.storage_dtype, ranks.device, shards, distribute)
+        assert packed is not None
+        self.tensor, self.experts = tensor, experts
+        return packed
 
     def _add_hooks(self, lm: PreTrainedModel) -> Adapters | None:
         if not lm._can_set_attn_implementation():
             raise StrataError(Code.UNSUPPORTED, "its attention is not one that can be replaced")
         lm.set_attn_implementation(ATTENTION)
         adapters = None if self.settings.full else Adapters(lm)
+        group_experts(lm, adapters, None if self.experts is None else self.experts.dispatch)
         if adapters is not None:
-            adapt_experts(lm, adapters)
-            lm.requires_grad_(requires_grad=False)
             # Then every layer takes part in the backward pass of every rank, whichever adapters its row has. Each layer
             # has a collective in the backward pass; a rank that left one out would wait for the others for ever.
             lm.enable_input_require_grads()  # type: ignore[no-untyped-call]
         if self.settings.activation_checkpointing:
-            checkpoint_layers(lm)
+            checkpoint_layers(lm, every=int(self.settings.activation_checkpointing))
         return adapters
+
+    def new_adapter(self, config: LoraConfig, device: torch.device, dtype: torch.dtype = torch.float32) -> Adapter:
+        """An adapter for passes of this model. INVALID if the model does not have what is to be trained."""
+        tensor = self.tensor
+        if tensor is None:
+            return Adapter(config, targets_of(self.lm, config), device, dtype)
+        return Adapter(config, targets_of(self.lm, config), device, dtype, tensor.lora_part)
+
+    @property
+    def is_first_of_row(self) -> bool:
+        """Whether this rank stands for those that compute its rows together with it."""
+        return self.tensor is None or self.tensor.rank == 0
 
     def logprobs(self, row: PackedRow) -> torch.Tensor:
         """Log probabilities of a packed row. All ranks call this together.
@@ -80,16 +157,38 @@ class BaseModel:
             self.adapters.row = row.spans
         logprobs = self.packed(row)
         if not torch.is_grad_enabled():
-            for module in self.packed.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+            self._reshard()
         assert isinstance(logprobs, torch.Tensor)
         return logprobs
+
+    def reduce_gradients(self, *, enabled: bool) -> None:
+        """Whether the next backward pass reduces gradients over the ranks, or leaves its own to a later one.
+
+        What is left is the gradient of every weight, in full on each rank. So only a small model leaves any.
+        """
+        small = self.parameters * REDUCED_BYTES <= self.settings.replicated_bytes
+        if self.settings.full and small and isinstance(self.packed, FSDPModule):
+            self.packed.set_requires_gradient_sync(enabled)
+
+    def _unmodified_logits(self, document: torch.Tensor) -> torch.Tensor:
+        with contextlib.ExitStack() as stack:
+            for split in (self.tensor, self.experts):
+                if split is not None:
+                    stack.enter_context(split.unsplit())
+            logits = self.packed.unmodified_logits(document)
+        self._reshard()
+        return logits
+
+    def _reshard(self) -> None:
+        for module in self.packed.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     @property
     def storage_dtype(self) -> torch.dtype:
         """Trained weights are stored in float32; a frozen base is stored in the dtype of the arithmetic."""
-        return torch.float32 if self.settings.full else DTYPES[self.settings.dtype]
+        compute = DTYPES[self.settings.dtype]
+        return torch.promote_types(compute, torch.float32) if self.settings.full else compute
 
     def info(self) -> ModelInfo:
         settings = self.settings
@@ -106,23 +205,12 @@ class BaseModel:
         )
 
 
-def load_lm(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A causal language model from a local folder or the local cache: safetensors only, and no remote code."""
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=dtype,
-            attn_implementation="eager",
-            experts_implementation="eager",
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-        )
-    except (OSError, ValueError) as error:
-        raise StrataError(Code.INVALID, f"cannot load the model {path}: {error}") from error
-    assert isinstance(model, PreTrainedModel)
-    return model
+def import_architecture(path: str) -> None:
+    """Import the code of a model's architecture, for processes that are forked later. They report what is wrong with
+    the model, if anything is."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
 def longest_context(config: PreTrainedConfig) -> int:
@@ -132,27 +220,54 @@ def longest_context(config: PreTrainedConfig) -> int:
     return longest
 
 
-def checkpoint_layers(lm: PreTrainedModel) -> None:
-    """Activation checkpointing: layers are recomputed in the backward pass. transformers does that only in training
-    mode, so the mode is set for the layers, but not for the modules inside; a layer's own dropout is set to 0."""
+def checkpoint_layers(lm: PreTrainedModel, every: int) -> None:
+    """Activation checkpointing: every so many layers, one is recomputed in the backward pass. transformers does that
+    only in training mode, so the mode is set for the layers, but not for the modules inside; a layer's own dropout is
+    set to 0."""
     lm.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
-    for module in lm.modules():
-        if isinstance(module, GradientCheckpointingLayer):
+    layers = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for number, module in enumerate(layers):
+        module.gradient_checkpointing = number % every == 0
+        if module.gradient_checkpointing:
             module.training = True
             for name, value in vars(module).items():
                 if "drop" in name and isinstance(value, float):
                     setattr(module, name, 0.0)
 
 
-def shard(packed: PackedModel, settings: RunnerSettings, ranks: RankGroup) -> None:
-    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
-    compute = DTYPES[settings.dtype]
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    blocks = set(packed.lm._no_split_modules or ())
-    for module in list(packed.lm.modules()):
-        if type(module).__name__ in blocks:
-            fully_shard(module, mesh=mesh, mp_policy=policy)
-    fully_shard(packed, mesh=mesh, mp_policy=policy)
+def make_mesh(parallel: ParallelSettings, ranks: int, device: torch.device) -> DeviceMesh:
+    """The ranks in order: those of a tensor group are adjacent, and those of a copy of the model. A mesh without tensor
+    groups has no dimension for them, and one with a single copy none for copies."""
+    replicate, tensor = parallel.replicate, parallel.tensor
+    sizes = {"replicate": replicate, "shard": ranks // (replicate * tensor), "tensor": tensor}
+    sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def make_expert_mesh(parallel: ParallelSettings, ranks: int, device: torch.device) -> DeviceMesh | None:
+    """The same ranks as the experts are spread over them: those of an expert group are adjacent. None if there are no
+    groups."""
+    replicate, expert = parallel.replicate, parallel.expert
+    if expert == 1:
+        return None
+    sizes = {"replicate": replicate, "shard": ranks // (replicate * expert), "expert": expert}
+    sizes = {name: size for name, size in sizes.items() if size > 1 or name != "replicate"}
+    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def shard(packed: PackedModel, compute: torch.dtype, mesh: DeviceMesh, expert_mesh: DeviceMesh | None = None) -> None:
+    """Shard a model (FSDP), whose weights may be split over tensor or expert groups, over the rest of its mesh."""
+    reduce = torch.promote_types(compute, torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
+    if expert_mesh is not None:
+        for module in list(packed.lm.modules()):
+            if is_experts(module):
+                fully_shard(module, mesh=_mesh_without(expert_mesh, "expert"), mp_policy=policy)
+    sharding = _mesh_without(mesh, "tensor")
+    for module in blocks_of(packed.lm):
+        fully_shard(module, mesh=sharding, mp_policy=policy)
+    fully_shard(packed, mesh=sharding, mp_policy=policy)
+    register_fsdp_forward_method(packed, PackedModel.unmodified_logits.__name__)
     for module in packed.modules():
         if isinstance(module, FSDPModule):
             # FSDP would average over the ranks. A loss is a sum, so its gradient is one too.
@@ -161,18 +276,36 @@ def shard(packed: PackedModel, settings: RunnerSettings, ranks: RankGroup) -> No
             module.set_force_sum_reduction_for_comms(enable=True)
 
 
+def _mesh_without(mesh: DeviceMesh, dimension: str) -> DeviceMesh:
+    assert mesh.mesh_dim_names is not None
+    return mesh[tuple(name for name in mesh.mesh_dim_names if name != dimension)]
+
+
+def blocks_of(lm: PreTrainedModel) -> list[nn.Module]:
+    """The modules whose weights are gathered together: the layers of the model. All other weights are one group."""
+    names = set(lm._no_split_modules or ())
+    return [module for module in lm.modules() if type(module).__name__ in names]
+
+
 def load_base(settings: RunnerSettings, ranks: RankGroup) -> BaseModel:
     """Load and verify the base. In bfloat16, rounding hides small errors: if the model is small enough, the start-up
     check runs first in float32, on a copy that is then freed."""
-    if settings.dtype != "float32" and _affordable_in_float32(settings.model):
+    if settings.dtype == "bfloat16" and _affordable_in_float32(settings, ranks):
         BaseModel(msgspec.structs.replace(settings, dtype="float32"), ranks)
+        release_memory()
     return BaseModel(settings, ranks)
 
 
-def _affordable_in_float32(path: str) -> bool:
-    """By the files in its folder. The size of a model in the cache is unknown."""
-    sizes = [file.stat().st_size for file in Path(path).glob("*.safetensors")]
-    return 0 < sum(sizes) <= FLOAT32_BYTES
+def _affordable_in_float32(settings: RunnerSettings, ranks: RankGroup) -> bool:
+    """By the files in its folder, and by the free memory of every rank. The size of a model in the cache is unknown."""
+    sizes = [file.stat().st_size for file in Path(settings.model).glob("*.safetensors")]
+    # The files may be in float32 or in half of that.
+    needed = (
+        2 * sum(sizes) // (1 if sum(sizes) <= settings.replicated_bytes else ranks.size // settings.parallel.replicate)
+    )
+    free = free_bytes(ranks)
+    affordable = 0 < sum(sizes) <= FLOAT32_BYTES and (free is None or 2 * needed <= free)
+    return not ranks.all_reduce_any([not affordable])[0]
 
 
 def tokenizer_files(path: str) -> list[Path]:

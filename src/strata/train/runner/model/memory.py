@@ -27,7 +27,7 @@ from strata.train.core.commands import RowOutOfMemory
 from strata.train.core.memory import most_likely_cause
 from strata.train.core.ops import LoraConfig
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora import Adapter, Span, targets_of
+from strata.train.runner.lora import Adapter, Span
 from strata.train.runner.passes.logprobs import PackedRow
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class RowMemory:
         free = free_bytes(self._ranks)
         if free is None or needed <= PROBE * free:
             return True
-        _release()
+        release_memory()
         free = free_bytes(self._ranks)
         return free is None or needed <= PROBE * free
 
@@ -162,7 +162,7 @@ def measure(base: BaseModel, ranks: RankGroup) -> tuple[int, int]:
         enough = ranks.all_reduce_any([growth >= GROWTH or 4 * growth > free])[0]
     if base.adapters is not None:
         base.adapters.row = ()
-    _release()
+    release_memory()
     costs = ranks.all_gather_int(per_token)
     per_token = max(costs) if min(costs) else 0
     fitting = ranks.all_gather_int(int(SHARE * (free_bytes(ranks) or 0) / per_token) if per_token else 0)
@@ -175,7 +175,7 @@ def _measuring_adapter(base: BaseModel, device: torch.device) -> Adapter | None:
         return None
     try:
         config = LoraConfig(rank=1, alpha=1.0)
-        return Adapter(config, targets_of(base.lm, config), device)
+        return base.new_adapter(config, device)
     except StrataError:
         return None
 
@@ -216,7 +216,7 @@ def _peak(device: torch.device) -> int:
     return _status("VmHWM")
 
 
-def _release() -> None:
+def release_memory() -> None:
     """Return freed memory to the system: the allocator keeps it, and it would count as used."""
     gc.collect()
     if torch.cuda.is_available():

@@ -2,16 +2,16 @@
 
 The reference is computed first, by the model as transformers has loaded it: its own eager attention and experts, its
 own head, no hooks, one document at a time, in evaluation mode (no dropout, no noise in a router; training computes in
-that mode too). Then the same model gets its hooks and is sharded, and the documents go through it packed in one row. So
-no second copy of the weights is needed. A model whose log probabilities differ is rejected: it would silently train
-with wrong numbers.
+that mode too). If it is sharded already, its layers are gathered one after the other for that. Then the same model gets
+its hooks, and the documents go through it packed in one row. So no second copy of the weights is needed. A model whose
+log probabilities differ is rejected: it would silently train with wrong numbers.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,9 +23,9 @@ from strata.base.errors import Code, StrataError
 from strata.train.runner.model.memory import is_out_of_memory
 from strata.train.runner.passes.logprobs import PackedRow
 
-TOLERANCE: Final = {"float32": 1e-3, "bfloat16": 0.5}
+TOLERANCE: Final = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.5}
 """How far two computations of the same log probability may differ, in nats."""
-MEAN_TOLERANCE: Final = {"float32": 1e-3, "bfloat16": 0.05}
+MEAN_TOLERANCE: Final = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.05}
 """How far they may differ on average: rounding errs to both sides, a missing feature does not."""
 LENGTHS: Final = (17, 11, 1, 5)
 TARGETS: Final = 4
@@ -42,6 +42,8 @@ FAILURES: Final = (
 )
 """What the code of an architecture raises when it is used in a way that it does not support."""
 
+Logits = Callable[[torch.Tensor], torch.Tensor]
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -49,8 +51,6 @@ class Reference:
 
     row: PackedRow
     logprobs: torch.Tensor
-    decoder: str
-    """The name of the module that computes hidden states; logits are computed from these alone."""
 
 
 @contextmanager
@@ -75,15 +75,14 @@ def first_line(error: Exception) -> str:
 
 
 @torch.no_grad()
-def compute_reference(lm: PreTrainedModel, vocabulary: int, device: torch.device) -> Reference:
-    """The reference of a model as it was loaded, on its device."""
-    lm.train(mode=False)
+def compute_reference(logits: Logits, vocabulary: int, device: torch.device) -> Reference:
+    """The reference of a model as it was loaded. `logits` are those of one document."""
     generator = torch.Generator().manual_seed(0)
     first = torch.randint(vocabulary, (LENGTHS[0],), generator=generator)
     others = [torch.randint(vocabulary, (length,), generator=generator) for length in LENGTHS[2:]]
     documents = [document.to(device) for document in (first, first[: LENGTHS[1]], *others)]
-    decoder = _find_decoder(lm, documents[0])
-    logprobs = torch.cat([_logprobs(lm, document) for document in documents])
+    of_documents = [torch.log_softmax(logits(document), dim=-1, dtype=torch.float32) for document in documents]
+    logprobs = torch.cat(of_documents)
     if not bool(logprobs.isfinite().all()):
         raise StrataError(Code.UNSUPPORTED, "its log probabilities are not finite")
     leak = float((logprobs[: LENGTHS[1]] - logprobs[LENGTHS[0] : LENGTHS[0] + LENGTHS[1]]).abs().max())
@@ -98,24 +97,30 @@ def compute_reference(lm: PreTrainedModel, vocabulary: int, device: torch.device
         logit_indices=torch.arange(len(logprobs), device=device).repeat_interleave(TARGETS),
         targets=targets.flatten(),
     )
-    return Reference(row, logprobs[row.logit_indices, row.targets], decoder)
+    return Reference(row, logprobs[row.logit_indices, row.targets])
 
 
-def _logprobs(lm: Any, document: torch.Tensor) -> torch.Tensor:
-    logits = lm(input_ids=document[None], use_cache=False).logits[0]
-    return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+class _DecoderCalledError(Exception):
+    """Ends a forward pass: what comes after the decoder does not matter."""
 
 
-def _find_decoder(lm: PreTrainedModel, document: torch.Tensor) -> str:
-    """The outermost model that the model's own `forward` calls."""
+def find_decoder(skeleton: Any) -> str:
+    """The name of the outermost model that the model's own `forward` calls: it computes hidden states, and logits are
+    computed from these alone. The model needs no memory for this."""
     called: list[str] = []
+
+    def stop(name: str) -> None:
+        called.append(name)
+        raise _DecoderCalledError
+
     hooks = [
-        module.register_forward_pre_hook(lambda *_, name=name: called.append(name))
-        for name, module in lm.named_modules()
+        module.register_forward_pre_hook(lambda *_, name=name: stop(name))
+        for name, module in skeleton.named_modules()
         if name and isinstance(module, PreTrainedModel)
     ]
     try:
-        _logprobs(lm, document)
+        with torch.no_grad(), suppress(_DecoderCalledError):
+            skeleton(input_ids=torch.zeros((1, 1), dtype=torch.int64, device=skeleton.device), use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()

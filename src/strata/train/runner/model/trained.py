@@ -12,12 +12,13 @@ from typing import Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from strata.train.core import ops
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora import Adapter
+from strata.train.runner.lora import Adapter, is_finite
 from strata.train.runner.passes.logprobs import PackedModel
-from strata.train.runner.passes.optimizer import Optimizer, StepResult
+from strata.train.runner.passes.optimizer import Optimizer, StepParams, StepResult, step_settings
 
 
 class TrainedModel(Protocol):
@@ -36,7 +37,7 @@ class TrainedModel(Protocol):
 
     def abort(self) -> None: ...
 
-    def start_step(self, adam: ops.AdamParams) -> Callable[[], StepResult]:
+    def start_step(self, params: StepParams) -> Callable[[], StepResult]:
         """Start the all-reduce of the gradients. The returned function makes the step, or raises why it cannot."""
         ...
 
@@ -49,7 +50,7 @@ class LoraModel:
     def __init__(self, created: ops.CreateModel, adapter: Adapter, ranks: RankGroup) -> None:
         self.created = created
         self.adapter = adapter
-        self.optimizer = Optimizer([adapter.flat], created.schedule)
+        self.optimizer = Optimizer([adapter.flat], created.schedule, created.optimizer, adapter.matrices)
         self._ranks = ranks
 
     def begin(self) -> None:
@@ -67,15 +68,16 @@ class LoraModel:
     def abort(self) -> None:
         self.adapter.gradient = None
 
-    def start_step(self, adam: ops.AdamParams) -> Callable[[], StepResult]:
+    def start_step(self, params: StepParams) -> Callable[[], StepResult]:
         """A rank without tokens of this model takes part in the all-reduce with zeros."""
+        step_settings(self.optimizer.name, params)  # Raises before the gradients are taken, on all ranks alike.
         accumulated = self.adapter.gradient
         self.adapter.gradient = None
         wait = self._ranks.start_all_reduce(torch.zeros_like(self.adapter.flat) if accumulated is None else accumulated)
 
         def step() -> StepResult:
             gradient = wait()
-            return self.optimizer.step([gradient], float(torch.linalg.vector_norm(gradient)), adam)
+            return self.optimizer.step([gradient], float(torch.linalg.vector_norm(gradient)), params)
 
         return step
 
@@ -101,7 +103,8 @@ class FullModel:
         self.abort()
 
     def is_finite(self) -> bool:
-        return all(bool(gradient.isfinite().all()) for gradient in self.gradients())
+        gradients = (parameter.grad for parameter in self.parameters.values())
+        return all(is_finite(local(gradient)) for gradient in gradients if gradient is not None)
 
     def commit(self) -> None:
         for name, parameter in self.parameters.items():
@@ -126,12 +129,15 @@ class FullModel:
             for parameter in self.parameters.values()
         ]
 
-    def start_step(self, adam: ops.AdamParams) -> Callable[[], StepResult]:
+    def start_step(self, params: StepParams) -> Callable[[], StepResult]:
+        step_settings(self.optimizer.name, params)
         gradients = self.gradients()
         self.abort()
-        squares = torch.stack([gradient.double().square().sum() for gradient in gradients]).sum()
-        wait = self._ranks.start_all_reduce(squares)
-        return lambda: self.optimizer.step(gradients, float(wait().sqrt()), adam)
+        # Each gradient counts once, however many copies there are.
+        counted = [is_first_copy(parameter) for parameter in self.parameters.values()]
+        squares = [gradient.double().square().sum() * own for gradient, own in zip(gradients, counted, strict=True)]
+        wait = self._ranks.start_all_reduce(torch.stack(squares).sum())
+        return lambda: self.optimizer.step(gradients, float(wait().sqrt()), params)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from (local(parameter.grad) for parameter in self.parameters.values() if parameter.grad is not None)
@@ -155,3 +161,28 @@ def sharded_like(parameter: DTensor, shard: torch.Tensor) -> DTensor:
     mesh, placements = parameter.device_mesh, parameter.placements
     shape, stride = parameter.shape, parameter.stride()
     return DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def own_region(parameter: DTensor) -> tuple[slice, ...]:
+    """Which part of the weight this rank holds."""
+    shape, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return tuple(slice(offset, offset + length) for offset, length in zip(offsets, shape, strict=True))
+
+
+def own_slice(full: torch.Tensor, parameter: DTensor) -> torch.Tensor:
+    """A copy of this rank's shard of a full weight."""
+    return full[own_region(parameter)].to(local(parameter).device if not full.is_meta else None, copy=True)
+
+
+def mesh_size(parameter: DTensor, name: str) -> int:
+    """The size of this dimension of the weight's mesh; 1 if the mesh does not have it."""
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or ()
+    return mesh.size(names.index(name)) if name in names else 1
+
+
+def is_first_copy(parameter: DTensor) -> bool:
+    """Whether this rank holds a shard of the first copy of the weight, of which there may be several."""
+    mesh = parameter.device_mesh
+    copies = [number for number, placement in enumerate(parameter.placements) if placement.is_replicate()]
+    return not any(mesh.get_local_rank(number) for number in copies)

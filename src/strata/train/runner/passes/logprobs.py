@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from strata.train.runner.lora import Adapters, Span, slice_spans
 @dataclass(frozen=True)
 class PackedRow:
     """Documents, and the targets whose log probabilities are wanted: target i is scored by the logits of the token
-    `logit_indices[i]`."""
+    `logit_indices[i]`. Targets are in the order of their tokens."""
 
     tokens: torch.Tensor
     documents: Sequence[int]
@@ -43,7 +44,7 @@ class GatherLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, indices: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+        logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
         ctx.save_for_backward(logprobs, indices, targets)
         ctx.dtype = logits.dtype
         return logprobs[indices, targets]
@@ -109,39 +110,55 @@ class PackedModel(nn.Module):
         super().__init__()
         self.lm = lm
         self._split = DecoderAndHead(lm, decoder)
-        self._adapters = adapters
+        self.adapters = adapters
         self._chunk = max(1, logits_bytes // (4 * lm.config.get_text_config(decoder=True).vocab_size))
         """Tokens whose logits are in memory at once."""
 
+    def unmodified_logits(self, document: torch.Tensor) -> torch.Tensor:
+        """The logits of one document, by the model's own `forward`."""
+        logits = self.lm(input_ids=document[None], use_cache=False).logits
+        assert isinstance(logits, torch.Tensor)
+        return logits[0]
+
     def forward(self, row: PackedRow) -> torch.Tensor:
         """The float32 log probability of each target of the row."""
+        chunks = self._chunks(row)
         hidden = self._split.hidden(
             input_ids=row.tokens[None], position_ids=row.positions[None], documents=list(row.documents)
         )
-        if self._chunk >= len(hidden):
+        if len(chunks) == 1:
             return self._logprobs(hidden, row.logit_indices, row.targets, row.spans)
-        chunks = []
-        for start in range(0, len(hidden), self._chunk):
-            end = min(start + self._chunk, len(hidden))
-            in_chunk = (row.logit_indices >= start) & (row.logit_indices < end)
-            spans = slice_spans(row.spans, start, end)
-            chunks.append(
+        computed = []
+        for tokens, targets in chunks:
+            computed.append(
                 checkpoint(
                     self._logprobs,
-                    hidden[start:end],
-                    row.logit_indices[in_chunk] - start,
-                    row.targets[in_chunk],
-                    spans,
+                    hidden[tokens],
+                    row.logit_indices[targets] - tokens.start,
+                    row.targets[targets],
+                    slice_spans(row.spans, tokens.start, tokens.stop),
                     use_reentrant=False,
                     preserve_rng_state=False,
                 )
             )
-        return torch.cat(chunks)
+        return torch.cat(computed)
+
+    def _chunks(self, row: PackedRow) -> list[tuple[slice, slice]]:
+        """Tokens whose logits are computed together, and their targets."""
+        length, count = len(row.tokens), len(row.targets)
+        if self._chunk >= length:
+            return [(slice(0, length), slice(0, count))]
+        starts = list(range(0, length, self._chunk))
+        # Read once for a row, and before its layers are started: reading waits for the device.
+        firsts = torch.searchsorted(row.logit_indices, torch.tensor(starts, device=row.logit_indices.device)).tolist()
+        tokens = [slice(start, end) for start, end in pairwise([*starts, length])]
+        targets = [slice(first, last) for first, last in pairwise([*firsts, count])]
+        return list(zip(tokens, targets, strict=True))
 
     def _logprobs(
         self, hidden: torch.Tensor, indices: torch.Tensor, targets: torch.Tensor, spans: Sequence[Span]
     ) -> torch.Tensor:
-        if self._adapters is not None:
-            self._adapters.head_row = spans
+        if self.adapters is not None:
+            self.adapters.head_row = spans
         logits = self._split.logits(hidden)
         return GatherLogprobs.apply(logits, indices, targets)  # type: ignore[no-any-return, no-untyped-call]

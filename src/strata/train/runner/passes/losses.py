@@ -13,8 +13,8 @@ Position i of a datum predicts target i: the client has already shifted the targ
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
 import numpy as np
@@ -22,6 +22,7 @@ import torch
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
+from strata.train.core.loss_graph import CustomLoss, LossInput
 from strata.train.core.ops import LossName
 
 LOW: Final = "clip_low_threshold"
@@ -46,12 +47,15 @@ class LossInputs:
     high: torch.Tensor | float
     beta: float
     mask: torch.Tensor | None
+    custom: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """What a loss of the client reads, besides the log probabilities."""
 
     def to(self, device: torch.device) -> LossInputs:
-        moved: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            moved[field.name] = value.to(device) if isinstance(value, torch.Tensor) else value
+        moved: dict[str, Any] = {"custom": {name: tensor.to(device) for name, tensor in self.custom.items()}}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, torch.Tensor):
+                moved[each.name] = value.to(device)
         return replace(self, **moved)
 
 
@@ -110,7 +114,8 @@ def gspo(logprobs: torch.Tensor, datum: LossInputs) -> LossTerms:
     """
     sampled, advantages = _sampled(datum)
     assert datum.mask is not None
-    ratio_of_sequence = (logprobs.detach() - sampled)[datum.mask != 0].mean()
+    counted = datum.mask != 0
+    ratio_of_sequence = torch.where(counted, logprobs.detach() - sampled, 0.0).sum() / counted.sum()
     ratio = torch.exp(ratio_of_sequence + logprobs - logprobs.detach())
     return _clipped_objective(ratio, advantages, datum)
 
@@ -166,7 +171,7 @@ RULES: Final[Mapping[LossName, LossRule]] = {
 
 
 def check_config(name: LossName, config: Mapping[str, float]) -> None:
-    defaults = RULES[name].config
+    defaults = {ops.GROUP_SIZE: 1.0} if name is LossName.CUSTOM else RULES[name].config
     unknown = sorted(set(config) - set(defaults))
     if unknown:
         allowed = ", ".join(defaults) or "nothing"
@@ -198,6 +203,48 @@ def read_inputs(name: LossName, config: Mapping[str, float], datum: ops.Datum, v
         beta=settings.get("beta", 0.0),
         mask=needed.get(MASK),
     )
+
+
+def read_custom_inputs(loss: CustomLoss, datum: ops.Datum, vocabulary: int) -> LossInputs:
+    """What a loss of the client reads of a datum, each with the rank that it declared."""
+    tokens = _token_ids("tokens", _numbers(datum.tokens, ops.DType.I32), vocabulary)
+    given = datum.inputs.get("target_tokens")
+    targets = _read_targets(
+        tokens, None if given is None else _to_tensor("target_tokens", given), RULES[LossName.CROSS_ENTROPY], vocabulary
+    )
+    if targets.ndim != loss.inputs[0].rank:
+        raise _invalid(
+            f"target_tokens has the rank {targets.ndim} where the loss {loss.name!r} takes {loss.inputs[0].rank}"
+        )
+    custom = {each.name: _read_custom(loss, each, datum, len(tokens)) for each in loss.inputs[1:]}
+    return LossInputs(
+        tokens=tokens,
+        targets=targets,
+        weights=torch.ones(targets.shape),
+        logprobs=None,
+        advantages=None,
+        low=0.0,
+        high=0.0,
+        beta=0.0,
+        mask=None,
+        custom=custom,
+    )
+
+
+def _read_custom(loss: CustomLoss, declared: LossInput, datum: ops.Datum, tokens: int) -> torch.Tensor:
+    name, given = declared.name, datum.inputs.get(declared.name)
+    if given is None:
+        raise _invalid(f"{name} is missing, which the loss {loss.name!r} takes")
+    tensor = _to_tensor(name, given)
+    if declared.rank == 0 and tensor.numel() == 1:
+        # A number has no shape on the wire, and arrives as a list of one.
+        return tensor.reshape(())
+    if tensor.ndim != declared.rank or tensor.shape[:1] != (tokens,):
+        raise _invalid(
+            f"{name} has the shape {tuple(tensor.shape)} where the loss {loss.name!r} takes the rank {declared.rank} "
+            f"beside {tokens} tokens"
+        )
+    return tensor
 
 
 def _read_targets(tokens: torch.Tensor, targets: torch.Tensor | None, rule: LossRule, vocabulary: int) -> torch.Tensor:
@@ -276,19 +323,26 @@ def _densify(name: str, tensor: ops.Sparse, values: torch.Tensor) -> torch.Tenso
     return dense
 
 
-def metrics_of(terms: LossTerms, datum: LossInputs, logprobs: torch.Tensor) -> dict[str, float]:
-    """The metrics of one datum; see `combine_metrics` for an operation. A mean is over the tokens with a weight."""
+def measure_loss(terms: LossTerms, datum: LossInputs, logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The metrics of one datum, on the device and not read yet: `read_metrics` reads those of many datums at once.
+
+    A mean is over the tokens with a weight. Nothing here may wait for the device, so no tokens are selected by a mask.
+    """
     counted = datum.weights != 0
-    metrics = {"loss:sum": float(terms.loss.detach()), "tokens:sum": float(counted.sum())}
-    if terms.ratio is not None and bool(counted.any()):
-        ratio = terms.ratio[counted]
-        metrics |= {"ratio:mean": float(ratio.mean()), "ratio:min": float(ratio.min()), "ratio:max": float(ratio.max())}
+    tokens = counted.sum()
+    measured = {"loss:sum": terms.loss.detach(), "tokens:sum": tokens}
+    if terms.ratio is not None:
+        measured |= {
+            "ratio:mean": torch.where(counted, terms.ratio, 0.0).sum() / tokens,
+            "ratio:min": torch.where(counted, terms.ratio, torch.inf).min(),
+            "ratio:max": torch.where(counted, terms.ratio, -torch.inf).max(),
+        }
     if terms.clipped is not None:
-        metrics["clipped_tokens:sum"] = float((terms.clipped & counted).sum())
-    return metrics | _sampler_gap(logprobs.detach(), datum)
+        measured["clipped_tokens:sum"] = (terms.clipped & counted).sum()
+    return measured | _sampler_gap(logprobs.detach(), datum)
 
 
-def _sampler_gap(logprobs: torch.Tensor, datum: LossInputs) -> dict[str, float]:
+def _sampler_gap(logprobs: torch.Tensor, datum: LossInputs) -> dict[str, torch.Tensor]:
     """How far the sampler's log probabilities are from the trainer's, over the tokens that have an advantage.
 
     If both had the same weights, the gap is the numerical difference between two programs; after an optimizer step it
@@ -297,32 +351,29 @@ def _sampler_gap(logprobs: torch.Tensor, datum: LossInputs) -> dict[str, float]:
     if datum.logprobs is None or datum.advantages is None:
         return {}
     sampled = (datum.advantages != 0) & (datum.weights != 0)
-    distance = (logprobs - datum.logprobs)[sampled].double()
-    metrics = {"sampled_tokens:sum": float(len(distance))}
-    if len(distance):
-        metrics |= {
-            "sampler_gap:sum": float(distance.abs().sum()),
-            "sampler_gap:max": float(distance.abs().max()),
-            "sampler_kl:sum": float((distance.expm1() - distance).sum()),
-        }
-    return metrics
+    distance = torch.where(sampled, (logprobs - datum.logprobs).double(), 0.0)
+    return {
+        "sampled_tokens:sum": sampled.sum(),
+        "sampler_gap:sum": distance.abs().sum(),
+        "sampler_gap:max": distance.abs().max(),
+        "sampler_kl:sum": (distance.expm1() - distance).sum(),
+    }
 
 
-def combine_metrics(of_datums: list[Mapping[str, float]]) -> dict[str, float]:
-    """Reduce the metrics of datums, in their order, as their names say. Rows and ranks make no difference."""
-    names = dict.fromkeys(key for metrics in of_datums for key in metrics)
-    return {name: _reduce(name, [metrics for metrics in of_datums if name in metrics]) for name in names}
+def read_metrics(measured: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[str, float]]:
+    """The metrics of each datum, by one copy to the host; see `combine_metrics` for those of an operation."""
+    if not measured:
+        return []
+    tensors = [tensor.to(torch.float64) for each in measured for tensor in each.values()]
+    numbers: Iterator[float] = iter(torch.stack(tensors).tolist())
+    metrics = [dict(zip(each, numbers, strict=False)) for each in measured]
+    return [_without_undefined(each) for each in metrics]
 
 
-def _reduce(name: str, of_datums: list[Mapping[str, float]]) -> float:
-    values = [metrics[name] for metrics in of_datums]
-    match name.rpartition(":")[2]:
-        case "sum":
-            return sum(values)
-        case "min":
-            return min(values)
-        case "max":
-            return max(values)
-        case _:
-            tokens = [metrics["tokens:sum"] for metrics in of_datums]
-            return sum(value * count for value, count in zip(values, tokens, strict=True)) / sum(tokens)
+_OVER: Final = {"ratio:": "tokens:sum", "sampler_": "sampled_tokens:sum"}
+"""Metrics that have no value if there are no tokens of a kind."""
+
+
+def _without_undefined(metrics: dict[str, float]) -> dict[str, float]:
+    empty = tuple(prefix for prefix, tokens in _OVER.items() if not metrics.get(tokens, 0.0))
+    return {name: value for name, value in metrics.items() if not name.startswith(empty)}

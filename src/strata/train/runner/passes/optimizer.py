@@ -1,20 +1,27 @@
-"""AdamW of one model: the implementation of torch, with the hyperparameters that each step brings."""
+"""The optimizer of one model: AdamW or Muon of torch, with the hyperparameters that each step brings."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
 from strata.base.errors import Code, StrataError
-from strata.train.core.ops import AdamParams, Schedule
+from strata.train.core.ops import AdamParams, MuonParams, OptimizerName, Schedule
 
-MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+MOMENTS: Final[Mapping[OptimizerName, Sequence[str]]] = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "muon": ("momentum_buffer",),
+}
+"""As torch names them."""
 CLIP_EPS: Final = 1e-6
 """What torch's gradient clipping adds to a norm before it divides by it."""
+
+StepParams = AdamParams | MuonParams
+Moments = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -27,60 +34,111 @@ class StepResult:
         return {"grad_norm": self.grad_norm, "lr": self.lr}
 
 
-class Optimizer:
-    """Updates `parameters` in place: plain tensors on this rank, full ones or this rank's shards."""
+def _as_one(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    return [tensor]
 
-    def __init__(self, parameters: Sequence[torch.Tensor], schedule: Schedule | None) -> None:
+
+class Optimizer:
+    """Updates `parameters` in place: plain tensors on this rank, full ones or this rank's shards.
+
+    AdamW takes each as it is. Muon steps on whole matrices: `matrices` are those of a parameter, of its gradient or of
+    its momentum, as views of the same memory.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        schedule: Schedule | None,
+        name: OptimizerName = "adamw",
+        matrices: Callable[[torch.Tensor], Sequence[torch.Tensor]] = _as_one,
+    ) -> None:
         self.parameters = [torch.nn.Parameter(parameter, requires_grad=True) for parameter in parameters]
         self.schedule = schedule
+        self.name: OptimizerName = name
+        self.moment_names = MOMENTS[name]
         self.steps = 0
-        self._adam = torch.optim.AdamW(self.parameters, lr=0.0, fused=True)
+        self._matrices = _as_one if name == "adamw" else matrices
+        self._stepped = [[torch.nn.Parameter(each) for each in self._matrices(one.detach())] for one in self.parameters]
+        flat = [each for matrices_of in self._stepped for each in matrices_of]
+        self._torch: torch.optim.Optimizer = (
+            torch.optim.AdamW(flat, lr=0.0, fused=True) if name == "adamw" else torch.optim.Muon(flat, lr=0.0)
+        )
+        self._moments: list[Moments] = []
 
-    def step(self, gradients: Sequence[torch.Tensor], norm: float, adam: AdamParams) -> StepResult:
+    def step(self, gradients: Sequence[torch.Tensor], norm: float, params: StepParams) -> StepResult:
         """One step with the gradients summed over all ranks; `norm` is the norm of all of them."""
-        check(adam)
+        settings = step_settings(self.name, params)
         if not math.isfinite(norm):
             raise StrataError(Code.INVALID, f"the norm of the gradients is {norm}: they were discarded")
-        if adam.grad_clip_norm > 0 and norm + CLIP_EPS > adam.grad_clip_norm:
+        if params.grad_clip_norm > 0 and norm + CLIP_EPS > params.grad_clip_norm:
             for gradient in gradients:
-                gradient.mul_(adam.grad_clip_norm / (norm + CLIP_EPS))
+                gradient.mul_(params.grad_clip_norm / (norm + CLIP_EPS))
         factor = self.schedule.factor(self.steps + 1) if self.schedule else 1.0
-        lr = adam.learning_rate * factor
-        for group in self._adam.param_groups:
-            group.update(lr=lr, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay)
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = gradient
-        self._adam.step()
-        self._adam.zero_grad(set_to_none=True)
+        lr = params.learning_rate * factor
+        for group in self._torch.param_groups:
+            group.update(lr=lr, **settings)
+        if not self._moments:
+            self._install(self.moments(), 0)
+        for stepped, gradient in zip(self._stepped, gradients, strict=True):
+            for parameter, own in zip(stepped, self._matrices(gradient), strict=True):
+                parameter.grad = own
+        self._torch.step()
+        self._torch.zero_grad(set_to_none=True)
         self.steps += 1
         return StepResult(norm, lr)
 
-    def moments(self) -> list[dict[str, torch.Tensor]]:
+    def moments(self) -> list[Moments]:
         """The moments of each parameter, by name; zeros before the first step."""
-        return [
-            {name: state[name] if state else torch.zeros_like(parameter.data) for name in MOMENTS}
-            for parameter, state in ((parameter, self._adam.state[parameter]) for parameter in self.parameters)
+        return self._moments or [
+            {name: torch.zeros_like(parameter.data) for name in self.moment_names} for parameter in self.parameters
         ]
 
-    def restore(self, moments: Sequence[Mapping[str, torch.Tensor]], steps: int) -> None:
+    def restore(self, moments: Sequence[Moments], steps: int) -> None:
         self.steps = steps
-        self._adam.state.clear()
-        if not steps:
-            return
-        for parameter, restored in zip(self.parameters, moments, strict=True):
-            self._adam.state[parameter] = {
-                "step": torch.tensor(float(steps), device=parameter.device),
-                **{name: restored[name].to(parameter.device, copy=True) for name in MOMENTS},
-            }
+        self._moments = []
+        self._torch.state.clear()
+        if steps:
+            copies: list[Moments] = [
+                {name: restored[name].to(parameter.device, copy=True) for name in self.moment_names}
+                for parameter, restored in zip(self.parameters, moments, strict=True)
+            ]
+            self._install(copies, steps)
+
+    def _install(self, moments: list[Moments], steps: int) -> None:
+        """Let torch continue with these, in the memory that they have."""
+        self._moments = moments
+        for stepped, own in zip(self._stepped, moments, strict=True):
+            views = {name: self._matrices(value) for name, value in own.items()}
+            for number, parameter in enumerate(stepped):
+                state = {name: of_all[number] for name, of_all in views.items()}
+                if self.name == "adamw":
+                    state["step"] = torch.tensor(float(steps), device=parameter.device)
+                self._torch.state[parameter] = state
 
     def tensors(self) -> list[torch.Tensor]:
         """The optimizer state, without the parameters."""
-        return [value for state in self._adam.state.values() for value in state.values()]
+        return [value for state in self._torch.state.values() for value in state.values()]
 
 
-def check(adam: AdamParams) -> None:
-    numbers = (adam.learning_rate, adam.beta1, adam.beta2, adam.eps, adam.weight_decay, adam.grad_clip_norm)
-    if not all(math.isfinite(number) and number >= 0 for number in numbers) or max(adam.beta1, adam.beta2) >= 1:
+def step_settings(name: OptimizerName, params: StepParams) -> Mapping[str, object]:
+    """As torch's optimizer takes them; INVALID if they are of another one, or no numbers for a step."""
+    shares: tuple[float, ...]
+    if isinstance(params, AdamParams):
+        of, shares, amounts = "adamw", (params.beta1, params.beta2), (params.eps,)
+        settings: dict[str, object] = {"betas": shares, "eps": params.eps}
+    else:
+        of, shares, amounts = "muon", (params.momentum,), (float(params.ns_steps),)
+        settings = {
+            "momentum": params.momentum,
+            "nesterov": params.nesterov,
+            "ns_steps": params.ns_steps,
+            "adjust_lr_fn": params.adjust_lr_fn,
+        }
+    if of != name:
+        raise StrataError(Code.INVALID, f"the model was created with {name}, and these are hyperparameters of {of}")
+    numbers = (params.learning_rate, params.weight_decay, params.grad_clip_norm, *shares, *amounts)
+    if not all(math.isfinite(number) and number >= 0 for number in numbers) or max(shares) >= 1:
         raise StrataError(
             Code.INVALID, "the hyperparameters of a step must be finite and not negative, and the betas below 1"
         )
+    return {**settings, "weight_decay": params.weight_decay}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Final
@@ -11,7 +11,8 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import commands, ops
-from strata.train.runner.passes.losses import combine_metrics
+from strata.train.core.loss_graph import CustomLoss
+from strata.train.core.pass_metrics import combine_metrics
 
 
 class RankPassItem(msgspec.Struct, frozen=True, array_like=True):
@@ -20,6 +21,19 @@ class RankPassItem(msgspec.Struct, frozen=True, array_like=True):
     model_id: str
     loss: ops.LossName
     config: Mapping[str, float]
+    custom: CustomLoss | None = None
+    split: bool = False
+    """A group of its datums is in several rows, so that no row alone has all that its loss needs."""
+    datums: int = 1
+    """How many it has, on all ranks together."""
+
+    @property
+    def group_size(self) -> int:
+        return ops.group_size_of(self.loss, self.config)
+
+    @property
+    def groups(self) -> int:
+        return -(-self.datums // self.group_size)
 
 
 class PackedDatum(msgspec.Struct, frozen=True, array_like=True):
@@ -80,9 +94,14 @@ class PartitionedPass(msgspec.Struct, frozen=True):
 
 def partition_pass(command: commands.PassCommand, ranks: int) -> PartitionedPass:
     """The rows of each rank. The orchestrator has packed them; a packing that is not sound fails the whole pass."""
-    contents, failures = _decode_items(command.items)
+    payloads, failures = _decode_items(command.items)
+    contents = [payload.datums for payload in payloads]
     _check_packing(command, contents, {failure.item for failure in failures}, ranks)
-    items = [RankPassItem(item.model_id, item.loss, item.config) for item in command.items]
+    split = _split_items(command)
+    items = [
+        RankPassItem(item.model_id, item.loss, item.config, payload.custom, number in split, len(payload.datums))
+        for number, (item, payload) in enumerate(zip(command.items, payloads, strict=True))
+    ]
     of_ranks = [
         RankPass(command.forward_only, items, [_packed_datums(row, contents) for row in rows], command.replayed)
         for rows in command.rows
@@ -91,15 +110,27 @@ def partition_pass(command: commands.PassCommand, ranks: int) -> PartitionedPass
     return PartitionedPass(of_ranks, failures, [len(datums) for datums in contents], tokens)
 
 
-def _decode_items(items: Sequence[commands.PassItem]) -> tuple[list[Sequence[ops.Datum]], list[ItemFailure]]:
-    """The datums of each item; none of an item that cannot be decoded."""
-    contents: list[Sequence[ops.Datum]] = []
+def _split_items(command: commands.PassCommand) -> set[int]:
+    """Items of which a group is not in one row."""
+    rows_of: defaultdict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
+    for rank, rows in enumerate(command.rows):
+        for place, row in enumerate(rows):
+            for segment in row:
+                item = command.items[segment.item]
+                group = segment.datum // ops.group_size_of(item.loss, item.config)
+                rows_of[segment.item, group].add((rank, place))
+    return {item for (item, _), places in rows_of.items() if len(places) > 1}
+
+
+def _decode_items(items: Sequence[commands.PassItem]) -> tuple[list[ops.PassData], list[ItemFailure]]:
+    """The data of each item; none of an item that cannot be decoded."""
+    contents: list[ops.PassData] = []
     failures: list[ItemFailure] = []
     for number, item in enumerate(items):
         try:
-            contents.append(ops.decode_pass_data(item.data).datums)
+            contents.append(ops.decode_pass_data(item.data))
         except msgspec.MsgspecError as error:
-            contents.append(())
+            contents.append(ops.PassData(()))
             message = f"the payload cannot be decoded as the data of a pass: {error}"
             failures.append(ItemFailure(number, -1, Code.INVALID, message))
     return contents, failures

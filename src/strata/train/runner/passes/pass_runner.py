@@ -6,23 +6,36 @@ Each row is a micro-batch. The gradients of a pass are committed to a model only
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TypeVar
+from typing import Final, TypeVar
 
+import msgspec
 import torch
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
+from strata.train.core.loss_graph import CustomLoss
 from strata.train.core.memory import out_of_memory_message
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora import Adapter, Span
 from strata.train.runner.model.base import BaseModel
 from strata.train.runner.model.memory import RowMemory, is_out_of_memory
 from strata.train.runner.model.trained import LoraModel, TrainedModel
+from strata.train.runner.passes.custom_loss import GroupLoss, GroupMember, check_group, compute_group
 from strata.train.runner.passes.logprobs import PackedRow
-from strata.train.runner.passes.losses import RULES, LossInputs, check_config, metrics_of, read_inputs
+from strata.train.runner.passes.losses import (
+    RULES,
+    LossInputs,
+    check_config,
+    measure_loss,
+    read_custom_inputs,
+    read_inputs,
+    read_metrics,
+)
 from strata.train.runner.passes.partition import (
     ComputedDatum,
     ItemFailure,
@@ -33,6 +46,31 @@ from strata.train.runner.passes.partition import (
 )
 
 T = TypeVar("T")
+Place = tuple[int, int]
+"""An item, and one of its datums or groups."""
+
+
+class SplitDatum(msgspec.Struct, frozen=True, array_like=True):
+    """A datum whose group is in several rows: what rank 0 needs to compute the loss of the group."""
+
+    item: int
+    datum: int
+    logprobs: ops.Dense
+    inputs: Mapping[str, ops.Dense]
+
+
+class SplitGradient(msgspec.Struct, frozen=True, array_like=True):
+    """The gradient of the loss of its group by the log probabilities of a datum; empty if it was not requested."""
+
+    item: int
+    datum: int
+    gradient: ops.Dense | None
+    metrics: Mapping[str, float]
+
+
+_encode: Final = msgspec.msgpack.Encoder().encode
+_decode_split: Final = msgspec.msgpack.Decoder(list[SplitDatum]).decode
+_decode_gradients: Final = msgspec.msgpack.Decoder(list[SplitGradient]).decode
 
 
 @dataclass
@@ -51,12 +89,37 @@ class PackedDocument:
     loss: ops.LossName
     inputs: LossInputs
     adapter: Adapter | None
+    custom: CustomLoss | None = None
+    group_size: int = 1
+    groups: int = 1
+    """How many its item has."""
+    split: bool = False
+
+    @property
+    def place(self) -> Place:
+        return self.item, self.datum
+
+    @property
+    def group(self) -> Place:
+        return self.item, self.datum // self.group_size
+
+
+@dataclass
+class RowLosses:
+    """Metrics of the datums of a row."""
+
+    measured: dict[Place, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+    """Still on the device."""
+    of_groups: dict[Place, Mapping[str, float]] = field(default_factory=dict)
+    """Of the losses of clients, which are computed group by group."""
 
 
 @dataclass
 class PassOutcome:
     computed: list[ComputedDatum] = field(default_factory=list)
     failures: list[ItemFailure] = field(default_factory=list)
+    gradients: dict[Place, SplitGradient] = field(default_factory=dict)
+    """Of datums whose groups are in several rows."""
     tainted: frozenset[int] = frozenset()
     """Items whose results and gradients were discarded: the same on all ranks."""
 
@@ -106,12 +169,16 @@ class PassRunner:
             read = [self._read(packed, work.items[packed.item]) for packed in row if packed.item not in rejected]
             rows.append([document for document in read if isinstance(document, PackedDocument)])
             failures += [failure for failure in read if isinstance(failure, ItemFailure)]
+            failures += _check_groups(rows[-1])
         return rows, failures
 
     def _read(self, packed: PackedDatum, item: RankPassItem) -> PackedDocument | ItemFailure:
         """Validate one datum and move it to the device."""
         try:
-            inputs = read_inputs(item.loss, item.config, packed.content, self._base.vocabulary)
+            if item.custom is not None:
+                inputs = read_custom_inputs(item.custom, packed.content, self._base.vocabulary)
+            else:
+                inputs = read_inputs(item.loss, item.config, packed.content, self._base.vocabulary)
             self._check_length(len(inputs.tokens))
             on_device = inputs.to(self._ranks.device)
         except StrataError as error:
@@ -122,7 +189,17 @@ class PassRunner:
             return self._too_large(packed.item, packed.content.length)
         model = self._models[item.model_id]
         adapter = model.adapter if isinstance(model, LoraModel) else None
-        return PackedDocument(packed.item, packed.datum, item.loss, on_device, adapter)
+        return PackedDocument(
+            packed.item,
+            packed.datum,
+            item.loss,
+            on_device,
+            adapter,
+            item.custom,
+            item.group_size,
+            item.groups,
+            item.split,
+        )
 
     def _reject_oversized(self, rows: Sequence[Sequence[PackedDocument]]) -> list[ItemFailure]:
         """Of each row that does not fit into memory now, reject the item with the most tokens until the rest fits."""
@@ -151,6 +228,8 @@ class PassRunner:
         if item.model_id not in self._models:
             raise StrataError(Code.NOT_FOUND, f"there is no model {item.model_id!r}")
         check_config(item.loss, item.config)
+        if (item.custom is None) == (item.loss is ops.LossName.CUSTOM):
+            raise StrataError(Code.INVALID, "the loss custom has a graph, and no other loss has one")
 
     def _check_length(self, length: int) -> None:
         if length > self._base.max_context:
@@ -160,16 +239,45 @@ class PassRunner:
         """Compute these items, on all ranks together, and commit the gradients that are finite on all of them."""
         models = {} if work.forward_only else self._begin(work, items)
         outcome = PassOutcome()
-        for documents in rows:
+        split = [item for item in items if work.items[item].split]
+        if split:
+            self._compute_split(work, rows, split, outcome)
+        for number, documents in enumerate(rows, start=1):
             wanted = _group_by_adapter([document for document in documents if document.item in items])
-            tokens = _tokens_by_item(wanted)
-            name = work.items[max(tokens, key=tokens.__getitem__)].model_id if tokens else ""
-            with self._memory.computing(name, sum(tokens.values())):
+            self._base.reduce_gradients(enabled=number == len(rows))
+            with self._computing(work, _tokens_by_item(wanted)):
                 self._compute_row(wanted, outcome, backward=not work.forward_only)
         failed = self._on_any_rank(items, {failure.item for failure in outcome.failures})
         tainted = self._commit(models, {work.items[item].model_id for item in failed})
         outcome.tainted = failed | {item for item in items if work.items[item].model_id in tainted}
         return outcome
+
+    def _compute_split(
+        self, work: RankPass, rows: Sequence[Sequence[PackedDocument]], split: Sequence[int], outcome: PassOutcome
+    ) -> None:
+        """The first of two passes for groups that are in several rows: rank 0 gets all log probabilities, and computes
+        the losses and their gradients. The second pass then needs no more than those of its own rows."""
+        own: list[SplitDatum] = []
+        for documents in rows:
+            wanted = _group_by_adapter([document for document in documents if document.item in split])
+            with self._computing(work, _tokens_by_item(wanted)), torch.no_grad():
+                logprobs = self._base.logprobs(_pack(wanted, self._ranks.device))
+            if wanted and self._base.is_first_of_row:
+                own += _split_datums(wanted, logprobs)
+        gathered = [datum for data in self._ranks.gather(_encode(own)) for datum in _decode_split(data)]
+        tokens: Counter[int] = Counter()
+        for datum in gathered:
+            tokens[datum.item] += datum.logprobs.shape[0]
+        with self._computing(work, tokens):
+            computed, failures = _compute_gathered(work, gathered) if self._ranks.is_rank0 else ([], [])
+        outcome.failures += failures
+        shared = _decode_gradients(self._ranks.all_gather_bytes(_encode(computed))[0])
+        outcome.gradients = {(each.item, each.datum): each for each in shared}
+
+    def _computing(self, work: RankPass, tokens: Mapping[int, int]) -> AbstractContextManager[None]:
+        """Compute so many tokens of each item. The record names the model of the item that has most of them."""
+        name = work.items[max(tokens, key=tokens.__getitem__)].model_id if tokens else ""
+        return self._memory.computing(name, sum(tokens.values()))
 
     def _begin(self, work: RankPass, items: Sequence[int]) -> dict[str, TrainedModel]:
         """Begin to stage the gradients of the models of these items."""
@@ -203,42 +311,180 @@ class PassRunner:
         """One micro-batch. An empty row is computed too: the other ranks wait in the collectives of every layer."""
         row = _pack(documents, self._ranks.device)
         started = perf_counter()
+        losses = RowLosses()
         with torch.set_grad_enabled(backward):
             logprobs = self._base.logprobs(row)
             if documents:
                 sizes = [document.inputs.targets.numel() for document in documents]
-                total = self._losses(documents, torch.split(logprobs, sizes), outcome)
+                total = self._losses(documents, torch.split(logprobs, sizes), outcome, losses, backward=backward)
             else:
                 total = logprobs.sum() * 0
         forwarded = perf_counter()
         if backward:
             total.backward()  # type: ignore[no-untyped-call]
-            self.times.backward_s += perf_counter() - forwarded
-        self.times.forward_s += forwarded - started
+        # Results are read when all work was started: reading one of them waits for the device.
+        _collect_results(documents, logprobs, losses, outcome)
+        finished = perf_counter()
+        self.times.forward_s += (forwarded if backward else finished) - started
+        self.times.backward_s += finished - forwarded if backward else 0.0
         self.times.tokens += sum(len(document.inputs.tokens) for document in documents)
 
     def _losses(
-        self, documents: Sequence[PackedDocument], logprobs: Sequence[torch.Tensor], outcome: PassOutcome
+        self,
+        documents: Sequence[PackedDocument],
+        logprobs: Sequence[torch.Tensor],
+        outcome: PassOutcome,
+        losses: RowLosses,
+        *,
+        backward: bool,
     ) -> torch.Tensor:
-        losses = []
+        totals = []
+        groups: defaultdict[Place, list[tuple[PackedDocument, torch.Tensor]]] = defaultdict(list)
         for document, flat in zip(documents, logprobs, strict=True):
             shaped = flat.view(document.inputs.targets.shape)
-            terms = RULES[document.loss].loss(shaped, document.inputs)
-            losses.append(terms.loss)
-            metrics = metrics_of(terms, document.inputs, shaped)
-            if not math.isfinite(metrics["loss:sum"]):
-                message = f"its loss is {metrics['loss:sum']}"
-                outcome.failures.append(ItemFailure(document.item, document.datum, Code.INVALID, message))
+            if document.custom is not None:
+                groups[document.group].append((document, shaped))
                 continue
-            output = ops.DatumOutput({"logprobs": _to_dense(shaped)})
-            outcome.computed.append(ComputedDatum(document.item, document.datum, output, metrics))
-        return torch.stack(losses).sum()
+            terms = RULES[document.loss].loss(shaped, document.inputs)
+            totals.append(terms.loss)
+            losses.measured[document.place] = measure_loss(terms, document.inputs, shaped)
+        for members in groups.values():
+            members.sort(key=lambda member: member[0].datum)
+            totals += self._group_losses(members, outcome, losses, backward=backward)
+        return torch.stack(totals).sum()
+
+    def _group_losses(
+        self,
+        members: Sequence[tuple[PackedDocument, torch.Tensor]],
+        outcome: PassOutcome,
+        losses: RowLosses,
+        *,
+        backward: bool,
+    ) -> list[torch.Tensor]:
+        """For each member a number with the gradient of its group's loss: that loss itself needs no second backward."""
+        first = members[0][0]
+        if first.split:
+            computed = [outcome.gradients.get((document.item, document.datum)) for document, _ in members]
+        else:
+            assert first.custom is not None
+            try:
+                loss = compute_group(
+                    first.custom,
+                    [GroupMember(logprobs, document.inputs.custom) for document, logprobs in members],
+                    backward=backward,
+                )
+            except StrataError as error:
+                outcome.failures.append(ItemFailure(first.item, first.datum, error.code, error.message))
+                return [logprobs.sum() * 0 for _, logprobs in members]
+            computed = list(_gradients_of(first.item, first.datum, loss, [logprobs.numel() for _, logprobs in members]))
+        totals = []
+        for (document, logprobs), gradient in zip(members, computed, strict=True):
+            if gradient is None:
+                # Rank 0 has reported why.
+                totals.append(logprobs.sum() * 0)
+                continue
+            losses.of_groups[document.place] = gradient.metrics
+            weights = torch.zeros_like(logprobs) if gradient.gradient is None else _from_dense(gradient.gradient)
+            totals.append((weights.to(logprobs.device) * logprobs).sum())
+        return totals
+
+
+def _collect_results(
+    documents: Sequence[PackedDocument], logprobs: torch.Tensor, losses: RowLosses, outcome: PassOutcome
+) -> None:
+    """Read the results of a row, which has one copy of log probabilities and one of metrics however many datums."""
+    metrics = {**losses.of_groups, **dict(zip(losses.measured, read_metrics([*losses.measured.values()]), strict=True))}
+    if not metrics:
+        return
+    sizes = [document.inputs.targets.numel() for document in documents]
+    for document, flat in zip(documents, torch.split(logprobs.detach().to("cpu"), sizes), strict=True):
+        if document.place not in metrics:
+            continue
+        own = metrics[document.place]
+        if math.isfinite(own["loss:sum"]):
+            output = ops.DatumOutput({"logprobs": _to_dense(flat.view(document.inputs.targets.shape))})
+            outcome.computed.append(ComputedDatum(document.item, document.datum, output, own))
+        else:
+            message = f"its loss is {own['loss:sum']}"
+            outcome.failures.append(ItemFailure(document.item, document.datum, Code.INVALID, message))
+
+
+def _gradients_of(item: int, first: int, loss: GroupLoss, tokens: Sequence[int]) -> Iterator[SplitGradient]:
+    """Of each member of a group; its loss and metrics are those of the first."""
+    for place, count in enumerate(tokens):
+        metrics = {"loss:sum": 0.0 if place else loss.loss, "tokens:sum": float(count)}
+        gradient = _to_dense(loss.gradients[place]) if loss.gradients else None
+        yield SplitGradient(item, first + place, gradient, metrics if place else {**metrics, **loss.metrics})
+
+
+def _check_groups(row: Sequence[PackedDocument]) -> list[ItemFailure]:
+    """Failures of groups in this row whose graph does not fit their shapes, or would compute too much."""
+    groups: defaultdict[Place, list[PackedDocument]] = defaultdict(list)
+    for document in row:
+        if document.custom is not None and not document.split:
+            groups[document.group].append(document)
+    failures: dict[int, ItemFailure] = {}
+    checked: set[tuple[object, ...]] = set()
+    for (item, _), documents in groups.items():
+        documents.sort(key=lambda document: document.datum)
+        members = [GroupMember(document.inputs.weights, document.inputs.custom) for document in documents]
+        shapes = (item, *(each.shape for member in members for each in (member.logprobs, *member.inputs.values())))
+        if item in failures or shapes in checked:
+            continue
+        checked.add(shapes)
+        assert documents[0].custom is not None
+        try:
+            check_group(documents[0].custom, members, documents[0].groups)
+        except StrataError as error:
+            failures[item] = ItemFailure(item, documents[0].datum, error.code, error.message)
+    return list(failures.values())
+
+
+def _split_datums(documents: Sequence[PackedDocument], logprobs: torch.Tensor) -> Iterator[SplitDatum]:
+    sizes = [document.inputs.targets.numel() for document in documents]
+    for document, flat in zip(documents, torch.split(logprobs, sizes), strict=True):
+        shaped = flat.view(document.inputs.targets.shape)
+        inputs = {name: _to_dense(tensor) for name, tensor in document.inputs.custom.items()}
+        yield SplitDatum(document.item, document.datum, _to_dense(shaped), inputs)
+
+
+def _compute_gathered(work: RankPass, datums: Sequence[SplitDatum]) -> tuple[list[SplitGradient], list[ItemFailure]]:
+    """The losses of groups whose datums are of several rows, on rank 0."""
+    groups: defaultdict[Place, list[SplitDatum]] = defaultdict(list)
+    for datum in datums:
+        groups[datum.item, datum.datum // work.items[datum.item].group_size].append(datum)
+    computed: list[SplitGradient] = []
+    failures: dict[int, ItemFailure] = {}
+    for (item, _), group in sorted(groups.items()):
+        group.sort(key=lambda datum: datum.datum)
+        custom = work.items[item].custom
+        assert custom is not None
+        members = [
+            GroupMember(_from_dense(datum.logprobs), {name: _from_dense(each) for name, each in datum.inputs.items()})
+            for datum in group
+        ]
+        try:
+            check_group(custom, members, work.items[item].groups)
+            loss = compute_group(custom, members, backward=not work.forward_only)
+        except StrataError as error:
+            failures.setdefault(item, ItemFailure(item, group[0].datum, error.code, error.message))
+            continue
+        computed += _gradients_of(item, group[0].datum, loss, [member.logprobs.numel() for member in members])
+    return computed, list(failures.values())
 
 
 def _to_dense(tensor: torch.Tensor) -> ops.Dense:
-    """Encode a tensor as float32."""
-    plain = tensor.detach().to("cpu", torch.float32).contiguous()
-    return ops.Dense(ops.DType.F32, tuple(plain.shape), plain.numpy().tobytes())
+    """Encode a tensor as float32, or as int64 if it has whole numbers."""
+    dtype = ops.DType.F32 if tensor.is_floating_point() else ops.DType.I64
+    plain = tensor.detach().to("cpu", _TORCH[dtype]).contiguous()
+    return ops.Dense(dtype, tuple(plain.shape), plain.numpy().tobytes())
+
+
+def _from_dense(dense: ops.Dense) -> torch.Tensor:
+    return torch.frombuffer(bytearray(dense.data), dtype=_TORCH[dense.dtype]).view(dense.shape)
+
+
+_TORCH: Final = {ops.DType.F32: torch.float32, ops.DType.I64: torch.int64}
 
 
 def _tokens_by_item(documents: Sequence[PackedDocument]) -> dict[int, int]:

@@ -18,7 +18,7 @@ import torch
 from strata.train.core.sampling import SampledSequence
 from strata.train.runner.lora import Span
 from strata.train.runner.sampling.inference_model import InferenceModel
-from strata.train.runner.sampling.kv_cache import DecodePlan, KVCache, KVPool, KVPoolRows, PrefillPlan, Prompt
+from strata.train.runner.sampling.kv_cache import BLOCK, DecodePlan, KVCache, KVPool, KVPoolRows, PrefillPlan, Prompt
 from strata.train.runner.sampling.prompt_logprobs import PromptLogprobs, compute_prompt_logprobs
 from strata.train.runner.sampling.sampling_ops import LogitsProcessor, SampledTokens, sample_tokens
 from strata.train.runner.sampling.sequences import RunningSequence, SequenceGroup, top_of
@@ -36,6 +36,8 @@ class SliceOutcomes:
     failed: list[tuple[str, str]] = field(default_factory=list)
     sampled_tokens: int = 0
     prompt_tokens: int = 0
+    reused_tokens: int = 0
+    """Of prompts, that the prefix cache had."""
 
     @property
     def ended(self) -> int:
@@ -151,26 +153,34 @@ class RunningBatch:
     def _prefill(self, admitted: Admitted, outcomes: SliceOutcomes) -> None:
         """Compute the prompts into the KV cache, and sample the first token of each sequence."""
         admitted = _group_by_adapter(admitted)
-        hidden = self._prompt_hidden(admitted)
-        lengths = [len(group.prompt) for group, _ in admitted]
+        plan = [self._plan_prompt(group, sequences) for group, sequences in admitted]
+        hidden = self._prompt_hidden(admitted, plan)
+        for group, sequences in admitted:
+            first = sequences[0]
+            self._cache.remember(group.sample.sampler_id, group.sample.prompt, first.pool, first.slot)
+        lengths = [prompt.length for prompt in plan]
         for (group, _), prompt_hidden in zip(admitted, torch.split(hidden, lengths), strict=True):
             if group.wants_prompt:
                 outcomes.prompts.append((group.request_id, compute_prompt_logprobs(self._model, group, prompt_hidden)))
         outcomes.prompt_tokens += sum(lengths)
+        outcomes.reused_tokens += sum(prompt.reused for prompt in plan)
         last = torch.tensor(lengths, device=hidden.device).cumsum(0) - 1
         self._sample_first(admitted, hidden[last], outcomes)
 
-    def _prompt_hidden(self, admitted: Admitted) -> torch.Tensor:
-        """The hidden states of all prompts, one after the other."""
-        prompts = [group.prompt for group, _ in admitted]
-        plan = [
-            Prompt(len(group.prompt), [(sequence.pool, sequence.slot) for sequence in sequences])
-            for group, sequences in admitted
-        ]
+    def _plan_prompt(self, group: SequenceGroup, sequences: Sequence[RunningSequence]) -> Prompt:
+        """Log probabilities of a prompt need the hidden states of all its tokens, so nothing of it is reused."""
+        sample = group.sample
+        prefix = [] if group.wants_prompt else self._cache.prefixes.match(sample.sampler_id, sample.prompt)
+        slots = [(sequence.pool, sequence.slot) for sequence in sequences]
+        return Prompt(len(group.prompt) - len(prefix) * BLOCK, slots, prefix)
+
+    def _prompt_hidden(self, admitted: Admitted, plan: Sequence[Prompt]) -> torch.Tensor:
+        """The hidden states of what is computed of all prompts, one after the other."""
+        parts = [(group.prompt, prompt.reused) for (group, _), prompt in zip(admitted, plan, strict=True)]
         return self._model.hidden(
-            torch.cat(prompts),
-            torch.cat([torch.arange(len(prompt), device=prompt.device) for prompt in prompts]),
-            spans_of((group, len(group.prompt)) for group, _ in admitted),
+            torch.cat([tokens[reused:] for tokens, reused in parts]),
+            torch.cat([torch.arange(reused, len(tokens), device=tokens.device) for tokens, reused in parts]),
+            spans_of((group, prompt.length) for (group, _), prompt in zip(admitted, plan, strict=True)),
             PrefillPlan(plan),
         )
 

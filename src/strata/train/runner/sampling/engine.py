@@ -25,7 +25,7 @@ from strata.train.runner.lora import Adapter, targets_of
 from strata.train.runner.model.base import DTYPES, BaseModel
 from strata.train.runner.model.trained import local
 from strata.train.runner.sampling.continuous_batching import RunningBatch, SliceOutcomes
-from strata.train.runner.sampling.inference_model import InferenceModel, gather_weights, verify_decode_matches_training
+from strata.train.runner.sampling.inference_model import InferenceModel, verify_decode_matches_training
 from strata.train.runner.sampling.kv_cache import KVCache
 from strata.train.runner.sampling.request_validator import RequestValidator, SamplerLimits
 from strata.train.runner.sampling.scatter import RankSequences, RankSlice, RankSliceResult, SampleScatter
@@ -42,11 +42,11 @@ class SamplingEngine:
         self.limits = limits
         self._base = base
         self._ranks = ranks
-        self._model = InferenceModel(base.lm, base.decoder, DTYPES[base.settings.dtype], base.settings.logits_bytes)
+        self._model = InferenceModel(base, ranks)
         self._unsupported = verify_decode_matches_training(self._model, base, ranks.device)
         self._samplers = SamplerWeights(base, limits.samplers)
         self._validator = RequestValidator(base, limits)
-        self._cache = KVCache(limits.sequences, limits.cached_tokens)
+        self._cache = KVCache(limits.sequences, limits.cached_tokens, limits.prefix_tokens)
         self._batches: dict[str, RunningBatch] = {}
         self._aborted: list[tuple[str, str]] = []
 
@@ -70,6 +70,7 @@ class SamplingEngine:
     def close(self, sampler_id: str) -> None:
         """Requests that still run fail in the next time slice."""
         self._samplers.close(sampler_id)
+        self._cache.prefixes.drop(sampler_id)
         for batch in self._batches.values():
             aborted = {group.request_id for group in batch.groups() if group.sample.sampler_id == sampler_id}
             with torch.inference_mode():
@@ -99,10 +100,8 @@ class SamplingEngine:
                 batch.drop(set(work.cancel))
         open_samplers = [sampler_id for sampler_id in work.samplers if sampler_id in self._samplers]
         for key in dict.fromkeys(self._samplers.key(sampler_id) for sampler_id in open_samplers):
-            with torch.no_grad():
-                weights = gather_weights(self._samplers.parameters(key), self._model.dtype)
-            if key in self._batches:
-                with self._model.with_weights(weights), torch.inference_mode():
+            with self._model.with_weights(self._samplers.parameters(key)), torch.inference_mode():
+                if key in self._batches:
                     _run_steps(self._batches[key], work, outcomes)
         if not self._cache.sequences:
             self._cache.trim()
@@ -120,6 +119,7 @@ class SamplingEngine:
             free_tokens=self.limits.cached_tokens - self._cache.tokens,
             sampled_tokens=outcomes.sampled_tokens,
             prompt_tokens=outcomes.prompt_tokens,
+            reused_tokens=outcomes.reused_tokens,
         )
 
     def _add(self, added: RankSequences) -> None:

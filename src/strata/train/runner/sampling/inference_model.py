@@ -1,9 +1,12 @@
 """The model as the sampler runs it: the same modules once more, without weights of their own.
 
 The trained model is sharded and hooked for passes in which all ranks meet in the collectives of every layer. Sampling
-is the opposite: each rank decodes by itself, as many steps as its sequences need. So it has modules of its own. At the
-start of a time slice all ranks together gather the full weights for them (on one rank there is nothing to gather). The
+is the opposite: each rank decodes by itself, as many steps as its sequences need. So it has modules of its own. The
 weights are those of the live base, which adapters never change, or a copy of a full fine-tune.
+
+The ranks gather them together: of a small model all at the start of a time slice. Of a larger one, no rank ever holds
+more than one layer, besides the weights outside of layers: every forward pass of a rank gathers layer after layer, and
+all ranks take part in it, each with a pass of its own or with none (`_LayerStream`).
 
 A self-check at start-up compares the two: decoding with the KV cache must give the log probabilities that training
 computes.
@@ -13,20 +16,27 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from strata.base.errors import StrataError
-from strata.train.runner.lora import Adapters, Span, adapt_experts
-from strata.train.runner.model.attention import AttentionTerms, States, describe_mask, terms_of
-from strata.train.runner.model.base import BaseModel
+from strata.train.runner.collectives import RankGroup
+from strata.train.runner.experts import group_experts
+from strata.train.runner.lora import Adapters, Span
+from strata.train.runner.model.attention import describe_mask, terms_of
+from strata.train.runner.model.attention_kernels import AttentionTerms, States
+from strata.train.runner.model.base import DTYPES, BaseModel, blocks_of
+from strata.train.runner.model.loading import parent_of
 from strata.train.runner.model.startup_check import FAILURES, TOLERANCE, first_line
+from strata.train.runner.model.trained import local, mesh_size
 from strata.train.runner.passes.logprobs import DecoderAndHead, PackedRow
 from strata.train.runner.sampling.kv_cache import SHORTEST_SLOT, DecodePlan, KVCache, KVPoolRows, PrefillPlan, Prompt
 
@@ -34,6 +44,10 @@ ATTENTION: Final = "strata_sampling"
 CHECKED_PROMPT: Final = 7
 CHECKED_LENGTH: Final = 12
 """Tokens of the self-check that are prefilled, and all of its tokens."""
+SPLITTING: Final = ("tensor", "expert")
+"""Dimensions of meshes that split weights before FSDP shards them. A weight has at most one of them."""
+BUCKET_ELEMENTS: Final = 16 << 20
+"""Elements of weights that are gathered together: more would take memory beside the weights themselves."""
 
 
 class AttentionPlan(Protocol):
@@ -61,10 +75,20 @@ AttentionInterface.register(ATTENTION, planned_attention)
 AttentionMaskInterface.register(ATTENTION, describe_mask)
 
 
+Location = tuple[str, nn.Module, str]
+"""A weight: its name in the loaded model, the module that computes with it, and its name there."""
+
+
 class InferenceModel:
-    def __init__(self, lm: PreTrainedModel, decoder: str, dtype: torch.dtype, logits_bytes: int) -> None:
+    """Weights of at most `replicated_bytes` are gathered at once, larger ones layer by layer."""
+
+    def __init__(self, base: BaseModel, ranks: RankGroup) -> None:
+        lm, decoder = base.lm, base.decoder
+        dtype = DTYPES[base.settings.dtype]
         self.dtype = dtype
-        self.logits_bytes = logits_bytes
+        self.logits_bytes = base.settings.logits_bytes
+        self._gathered_bytes = base.settings.replicated_bytes
+        self._ranks = ranks
         self.vocabulary = int(lm.config.get_text_config(decoder=True).vocab_size)
         with torch.device("meta"):
             from_config: Any = type(lm)._from_config
@@ -74,9 +98,9 @@ class InferenceModel:
         self._lm.eval()
         self._split = DecoderAndHead(self._lm, decoder)
         self._adapters = Adapters(self._lm)
-        adapt_experts(self._lm, self._adapters)
+        group_experts(self._lm, self._adapters)
         for name, buffer in lm.named_buffers(remove_duplicate=False):
-            module, last = _parent(self._lm, name)
+            module, last = parent_of(self._lm, name)
             module._buffers[last] = buffer
         # A tied weight, such as a head that shares the embedding, goes by the first of its names. Which weights are
         # tied is taken from the loaded model: its files may overrule its configuration.
@@ -86,25 +110,38 @@ class InferenceModel:
             for name, parameter in lm.named_parameters(remove_duplicate=False)
         }
         empty = list(self._lm.named_parameters(remove_duplicate=False))
-        self._parameters = [(first_names[name], *_parent(self._lm, name)) for name, _ in empty]
-        self._empty = [parameter for _, parameter in empty]
+        locations = {name: (first_names[name], *parent_of(self._lm, name)) for name, _ in empty}
+        self._weights = _Weights(locations.values())
+        blocks = blocks_of(self._lm)
+        in_blocks = {id(module) for block in blocks for module in block.modules()}
+        self._outside = _Weights(each for each in locations.values() if id(each[1]) not in in_blocks)
+        self._stream = _LayerStream(blocks, locations.values(), dtype, ranks)
 
     @contextmanager
-    def with_weights(self, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Compute with these weights, by their names in the loaded model, until the context ends."""
-        for name, module, last in self._parameters:
-            module._parameters[last] = nn.Parameter(weights[name], requires_grad=False)
+    def with_weights(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Compute with these weights, sharded or not, by their names in the loaded model, until the context ends. All
+        ranks enter and leave it together; in between each may make as many passes as it wants."""
+        size = sum(parameter.numel() for parameter in parameters.values()) * self.dtype.itemsize
+        is_free = all(_costs_nothing(parameter, self.dtype) for parameter in parameters.values())
+        streamed = size > self._gathered_bytes and not is_free
+        weights = self._outside if streamed else self._weights
+        with torch.no_grad():
+            weights.install(gather_weights({name: parameters[name] for name in weights.names}, self.dtype))
         try:
-            yield
+            if streamed:
+                with self._stream.of(parameters):
+                    yield
+            else:
+                yield
         finally:
-            for (_, module, last), empty in zip(self._parameters, self._empty, strict=True):
-                module._parameters[last] = empty
+            weights.remove()
 
     def hidden(
         self, tokens: torch.Tensor, positions: torch.Tensor, spans: Sequence[Span], plan: AttentionPlan
     ) -> torch.Tensor:
         """The last hidden state of each of these tokens, which form one row."""
         self._adapters.row = spans
+        self._stream.begin_pass()
         return self._split.hidden(input_ids=tokens[None], position_ids=positions[None], plan=plan)
 
     def logits(self, hidden: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
@@ -112,18 +149,166 @@ class InferenceModel:
         return self._split.logits(hidden)
 
 
-def _parent(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, last = name.rpartition(".")
-    return model.get_submodule(path), last
+class _Weights:
+    """Weights of some modules, which have none otherwise."""
+
+    def __init__(self, locations: Iterable[Location]) -> None:
+        self._locations = list(locations)
+        self._empty = [module._parameters[last] for _, module, last in self._locations]
+        self.names = list(dict.fromkeys(name for name, _, _ in self._locations))
+
+    def install(self, weights: Mapping[str, torch.Tensor]) -> None:
+        for name, module, last in self._locations:
+            module._parameters[last] = nn.Parameter(weights[name], requires_grad=False)
+
+    def remove(self) -> None:
+        for (_, module, last), empty in zip(self._locations, self._empty, strict=True):
+            module._parameters[last] = empty
+
+
+class _LayerStream:
+    """The weights of one layer at a time, gathered before the layer computes and dropped after it.
+
+    Ranks make passes of their own, as many as they need. Each pass begins with an agreement: a rank that makes one, and
+    a rank that has ended its time slice, meet in it, and then in the collectives of every layer. When no rank makes a
+    pass any more, all have ended.
+    """
+
+    def __init__(
+        self, blocks: Sequence[nn.Module], locations: Iterable[Location], dtype: torch.dtype, ranks: RankGroup
+    ) -> None:
+        self._dtype = dtype
+        self._ranks = ranks
+        self._parameters: Mapping[str, torch.Tensor] | None = None
+        self._order: list[_Weights] = []
+        """The layers in the order in which the last pass called them: the same in all passes of a model."""
+        everywhere = list(locations)
+        for block in blocks:
+            modules = {id(module) for module in block.modules()}
+            weights = _Weights(each for each in everywhere if id(each[1]) in modules)
+            block.register_forward_pre_hook(lambda *_, weights=weights: self._gather(weights))
+            # Also after an error, which must not keep the layer.
+            block.register_forward_hook(lambda *_, weights=weights: self._drop(weights), always_call=True)
+
+    @contextmanager
+    def of(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        self._parameters = parameters
+        try:
+            yield
+            while self._ranks.all_reduce_any([False])[0]:
+                for weights in self._order:
+                    self._gathered(weights)
+        finally:
+            self._parameters = None
+
+    def begin_pass(self) -> None:
+        if self._parameters is not None:
+            self._ranks.all_reduce_any([True])
+            self._order = []
+
+    def _gather(self, weights: _Weights) -> None:
+        if self._parameters is not None:
+            weights.install(self._gathered(weights))
+            self._order.append(weights)
+
+    def _gathered(self, weights: _Weights) -> dict[str, torch.Tensor]:
+        assert self._parameters is not None
+        with torch.no_grad():
+            return gather_weights({name: self._parameters[name] for name in weights.names}, self._dtype)
+
+    def _drop(self, weights: _Weights) -> None:
+        if self._parameters is not None:
+            weights.remove()
+
+
+def _costs_nothing(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether this rank has the full weight in this dtype already."""
+    return _is_whole(parameter) and parameter.dtype == dtype
+
+
+def _is_whole(parameter: torch.Tensor) -> bool:
+    if not isinstance(parameter, DTensor):
+        return True
+    return all(mesh_size(parameter, name) == 1 for name in ("shard", *SPLITTING))
 
 
 def gather_weights(parameters: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """All-gather the full weights from the shards. All ranks call it together; an unsharded weight is not copied."""
-    weights = {}
+    """All-gather the full weights from the shards. All ranks call it together; an unsharded weight is not copied.
+
+    Shards of many weights share a collective: one for each weight takes longer than the first token of a sample.
+    """
+    weights: dict[str, torch.Tensor] = {}
+    buckets: dict[DeviceMesh, dict[str, DTensor]] = {}
     for name, parameter in parameters.items():
-        weight = parameter.detach().to(dtype)
-        weights[name] = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        if _is_whole(parameter):
+            weights[name] = local(parameter).to(dtype)
+            continue
+        assert isinstance(parameter, DTensor)
+        bucket = buckets.setdefault(parameter.device_mesh, {})
+        bucket[name] = parameter
+        if sum(shard.numel() for shard in bucket.values()) >= BUCKET_ELEMENTS:
+            weights |= _gather_bucket(buckets.pop(parameter.device_mesh), dtype)
+    for bucket in buckets.values():
+        weights |= _gather_bucket(bucket, dtype)
     return weights
+
+
+def _gather_bucket(bucket: Mapping[str, DTensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """A weight is split over a tensor or expert group first, in equal parts. FSDP splits the first dimension of a part
+    into as many equal shards as there are ranks; the last ones may be shorter."""
+    like = next(iter(bucket.values()))
+    count, mesh = mesh_size(like, "shard"), like.device_mesh
+    shapes = [_part_shape(weight) for weight in bucket.values()]
+    lengths = [-(-shape[0] // count) * math.prod(shape[1:]) for shape in shapes]
+    shards = [local(weight) for weight in bucket.values()]
+    gathered = _all_gather(shards, lengths, dtype, mesh.get_group("shard"), count)
+    parts = [part.reshape(-1, *shape[1:])[: shape[0]] for part, shape in zip(gathered, shapes, strict=True)]
+    weights = dict(zip(bucket, parts, strict=True))
+    if split := {name: dimension for name, weight in bucket.items() if (dimension := _split_dimension(weight)) >= 0}:
+        parts = [weights[name] for name in split]
+        lengths = [part.numel() for part in parts]
+        splitting = _splitting(like)
+        gathered = _all_gather(parts, lengths, dtype, mesh.get_group(splitting), mesh_size(like, splitting))
+        for (name, dimension), part in zip(split.items(), gathered, strict=True):
+            weights[name] = torch.cat([each.view(weights[name].shape) for each in part], dim=dimension)
+    return weights
+
+
+def _split_dimension(weight: DTensor) -> int:
+    """Along which a group splits the weight; -1 if each of its ranks has all of it."""
+    names = weight.device_mesh.mesh_dim_names or ()
+    placement = weight.placements[names.index(_splitting(weight))] if _splitting(weight) else None
+    return placement.dim if isinstance(placement, Shard) else -1
+
+
+def _splitting(weight: DTensor) -> str:
+    """The dimension of the weight's mesh that splits weights; empty if it has none."""
+    return next((name for name in weight.device_mesh.mesh_dim_names or () if name in SPLITTING), "")
+
+
+def _part_shape(weight: DTensor) -> list[int]:
+    """Of what a rank of a group computes with."""
+    dimension = _split_dimension(weight)
+    return [
+        length // mesh_size(weight, _splitting(weight)) if number == dimension else length
+        for number, length in enumerate(weight.shape)
+    ]
+
+
+def _all_gather(
+    tensors: Sequence[torch.Tensor],
+    lengths: Sequence[int],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup,
+    count: int,
+) -> Sequence[torch.Tensor]:
+    """For each tensor those of all ranks, (ranks, length), in one collective. A tensor may be shorter."""
+    sent = torch.empty(sum(lengths), dtype=dtype, device=tensors[0].device)
+    for room, tensor in zip(torch.split(sent, list(lengths)), tensors, strict=True):
+        room[: tensor.numel()].copy_(tensor.reshape(-1))
+    gathered = sent.new_empty(count * len(sent))
+    dist.all_gather_single(gathered, sent, group=group)
+    return torch.split(gathered.view(count, -1), list(lengths), dim=1)
 
 
 def verify_decode_matches_training(model: InferenceModel, base: BaseModel, device: torch.device) -> str:
@@ -137,9 +322,8 @@ def verify_decode_matches_training(model: InferenceModel, base: BaseModel, devic
     row = PackedRow(tokens=tokens, documents=[CHECKED_LENGTH], spans=(), logit_indices=indices, targets=tokens[1:])
     with torch.no_grad():
         trained = base.logprobs(row)
-        weights = gather_weights(dict(base.lm.named_parameters()), model.dtype)
     try:
-        with model.with_weights(weights), torch.inference_mode():
+        with model.with_weights(dict(base.lm.named_parameters())), torch.inference_mode():
             logits = _prefill_and_decode(model, tokens)
     except StrataError as error:
         return f"{base.arch} cannot be sampled here: {error.message}"

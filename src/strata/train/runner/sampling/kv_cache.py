@@ -4,6 +4,9 @@ A sequence gets its slot at admission, as long as the sequence can ever become; 
 in use first, so that a decode step computes over a plain view of them. The cache has a capacity in sequences and in
 tokens, which admission respects: a sequence that was admitted never runs out of cache. Prefill writes the
 keys and values of whole prompts. Decode appends those of one token of each sequence, and attends to all of its slot.
+
+Room that no slot needs holds blocks of earlier prompts: of a prompt that begins like one of them, only the rest is
+computed. Blocks belong to one sampler, so to one version of the weights and to one tenant.
 """
 
 from __future__ import annotations
@@ -11,16 +14,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import blake2b
 from typing import Final
 
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from strata.train.runner.model.attention import AttentionTerms, Reach, States, attend_documents, softmax_attention
+from strata.train.runner.model.attention_kernels import (
+    AttentionTerms,
+    Reach,
+    States,
+    attend_continuation,
+    attend_documents,
+    softmax_attention,
+)
 
 SHORTEST_SLOT: Final = 64
 """Slot lengths are powers of two from here: few pools, and at most half of a slot is never used."""
+
+BLOCK: Final = 32
+"""Tokens of a block of the prefix cache."""
+_TOKEN_BYTES: Final = 4
 
 
 def slot_length(tokens: int, longest: int) -> int:
@@ -71,12 +86,81 @@ class KVPool:
                     part[self.used, :last_tokens] = 0
 
 
+PrefixBlock = dict[int, tuple[torch.Tensor, torch.Tensor]]
+"""Keys and values of `BLOCK` tokens, by layer."""
+
+
+class PrefixCache:
+    """Blocks of prompts, by the sampler and all tokens up to their end; the least recently used are evicted first."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self._blocks: dict[tuple[str, bytes], PrefixBlock] = {}
+
+    @property
+    def tokens(self) -> int:
+        return len(self._blocks) * BLOCK
+
+    def match(self, sampler_id: str, prompt: bytes) -> list[PrefixBlock]:
+        """The blocks that this prompt begins with. Its last token is never in one: its hidden state is needed."""
+        names: list[tuple[str, bytes]] = []
+        for name in _block_names(sampler_id, prompt[:-_TOKEN_BYTES]):
+            if name not in self._blocks:
+                break
+            names.append(name)
+        blocks = [self._blocks[name] for name in names]
+        self._touch(names)
+        return blocks
+
+    def add(self, sampler_id: str, prompt: bytes, pool: KVPool, slot: int, room: int) -> None:
+        """Copy the blocks of a prompt from its slot. `room` is what the KV cache has beside its pools, in tokens."""
+        most = min(self.max_tokens, room) // BLOCK
+        names = _block_names(sampler_id, prompt)[:most]
+        for number, name in enumerate(names):
+            if name not in self._blocks:
+                part = slice(number * BLOCK, (number + 1) * BLOCK)
+                self._blocks[name] = {
+                    layer: (keys[slot, part].clone(), values[slot, part].clone())
+                    for layer, (keys, values) in pool.layers.items()
+                }
+        self._touch(names)
+        self.shrink(most * BLOCK)
+
+    def shrink(self, tokens: int) -> None:
+        while self._blocks and self.tokens > max(tokens, 0):
+            del self._blocks[next(iter(self._blocks))]
+
+    def drop(self, sampler_id: str) -> None:
+        self._blocks = {name: block for name, block in self._blocks.items() if name[0] != sampler_id}
+
+    def _touch(self, names: Sequence[tuple[str, bytes]]) -> None:
+        """The first block of a prompt last: without it the others match nothing."""
+        for name in reversed(names):
+            self._blocks[name] = self._blocks.pop(name)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        for block in self._blocks.values():
+            for layer in block.values():
+                yield from layer
+
+
+def _block_names(sampler_id: str, prompt: bytes) -> list[tuple[str, bytes]]:
+    """Of the whole blocks of a prompt."""
+    size, digest = BLOCK * _TOKEN_BYTES, blake2b(digest_size=16)
+    names = []
+    for start in range(0, len(prompt) - size + 1, size):
+        digest.update(prompt[start : start + size])
+        names.append((sampler_id, digest.digest()))
+    return names
+
+
 class KVCache:
     """The pools of a rank, within its capacity. `key` tells sequences of different base weights apart."""
 
-    def __init__(self, max_sequences: int, max_tokens: int) -> None:
+    def __init__(self, max_sequences: int, max_tokens: int, prefix_tokens: int = 0) -> None:
         self.max_sequences = max_sequences
         self.max_tokens = max_tokens
+        self.prefixes = PrefixCache(prefix_tokens)
         self.sequences = 0
         self.tokens = 0
         """Reserved by slots in use."""
@@ -85,6 +169,11 @@ class KVCache:
     @property
     def allocated(self) -> int:
         return sum(pool.slots * pool.length for pool in self._pools.values())
+
+    def remember(self, sampler_id: str, prompt: bytes, pool: KVPool, slot: int) -> None:
+        """Keep the blocks of a prompt that was prefilled into this slot, as far as there is room."""
+        if self.prefixes.max_tokens:
+            self.prefixes.add(sampler_id, prompt, pool, slot, self.max_tokens - self.allocated)
 
     def fits(self, length: int) -> bool:
         return self.sequences < self.max_sequences and self.tokens + length <= self.max_tokens
@@ -119,6 +208,8 @@ class KVCache:
         if self.allocated + added * length > self.max_tokens:
             self.trim()
             added = max(1, min(added, (self.max_tokens - self.allocated) // length))
+        # Slots have precedence over what may be reused.
+        self.prefixes.shrink(self.max_tokens - self.allocated - added * length)
         pool = self._pools.setdefault((key, length), KVPool(length))
         pool.resize(pool.slots + added)
         return pool
@@ -127,14 +218,30 @@ class KVCache:
         for pool in self._pools.values():
             for layer in pool.layers.values():
                 yield from layer
+        yield from self.prefixes.tensors()
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A document of a prefill: its length, and the slots of the sequences that continue it."""
+    """A document of a prefill: the tokens to compute, and the slots of the sequences that continue it."""
 
     length: int
+    """Without those of `prefix`."""
     slots: Sequence[tuple[KVPool, int]]
+    prefix: Sequence[PrefixBlock] = ()
+    """Computed before."""
+
+    @property
+    def reused(self) -> int:
+        return len(self.prefix) * BLOCK
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        until = self.reused + self.length
+        for pool, slot in self.slots:
+            for part, (cached, new) in enumerate(zip(pool.of_layer(layer, keys, values), (keys, values), strict=True)):
+                for number, block in enumerate(self.prefix):
+                    cached[slot, number * BLOCK : (number + 1) * BLOCK] = block[layer][part]
+                cached[slot, self.reused : until] = new
 
 
 class PrefillPlan:
@@ -148,10 +255,24 @@ class PrefillPlan:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         computed = [torch.split(part[0].transpose(0, 1), self._lengths) for part in states[1:]]
         for prompt, keys, values in zip(self._prompts, *computed, strict=True):
-            for pool, slot in prompt.slots:
-                for cached, new in zip(pool.of_layer(layer, keys, values), (keys, values), strict=True):
-                    cached[slot, : prompt.length] = new
-        return attend_documents(module, states, self._lengths, terms)
+            prompt.write(layer, keys, values)
+        if not any(prompt.prefix for prompt in self._prompts):
+            return attend_documents(states, self._lengths, terms)
+        split = zip(*(torch.split(part, self._lengths, 2) for part in states), strict=True)
+        attended = [
+            self._attend_one(layer, prompt, (query, key, value), terms)
+            for prompt, (query, key, value) in zip(self._prompts, split, strict=True)
+        ]
+        return torch.cat(attended, dim=1)
+
+    @staticmethod
+    def _attend_one(layer: int, prompt: Prompt, states: States, terms: AttentionTerms) -> torch.Tensor:
+        if not prompt.prefix:
+            return attend_documents(states, [prompt.length], terms)
+        pool, slot = prompt.slots[0]
+        until = prompt.reused + prompt.length
+        keys, values = (part[slot, :until].transpose(0, 1)[None] for part in pool.layers[layer])
+        return attend_continuation((states[0], keys, values), terms)
 
 
 class KVPoolRows:
@@ -246,7 +367,7 @@ def _attend(rows: KVPoolRows, layer: int, states: States, terms: AttentionTerms)
     until = rows.longest + 1
     keys, values = (part[: rows.count, :until].transpose(1, 2) for part in (keys, values))
     mask = rows.mask(terms.reach)
-    if not terms.fits_kernel:
+    if not terms.is_plain:
         return softmax_attention((query[:, :, None], keys, values), mask, terms)[:, 0]
     attended = scaled_dot_product_attention(
         query.reshape(rows.count, key.shape[1], -1, query.shape[-1]),

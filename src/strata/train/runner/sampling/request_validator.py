@@ -26,6 +26,8 @@ class SamplerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences that run at once; more wait."""
     cached_tokens: int = 32768
     """Capacity of the KV cache: the sum over the sequences, each as long as it may become."""
+    prefix_tokens: int = 8192
+    """Of earlier prompts that are kept for reuse, in room of the KV cache that no sequence needs."""
     prompt_tokens: int = 2048
     """Tokens of one prefill, before running sequences decode again. A longer prompt has a prefill of its own."""
     samplers: int = 64

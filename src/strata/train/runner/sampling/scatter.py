@@ -62,6 +62,7 @@ class RankSliceResult(msgspec.Struct, frozen=True, array_like=True):
     free_tokens: int
     sampled_tokens: int
     prompt_tokens: int
+    reused_tokens: int = 0
 
 
 encode: Final = msgspec.msgpack.Encoder().encode
@@ -161,6 +162,7 @@ class SampleScatter:
             free_tokens=sum(report.free_tokens for report in reports),
             sampled_tokens=sum(report.sampled_tokens for report in reports),
             prompt_tokens=sum(report.prompt_tokens for report in reports),
+            reused_tokens=sum(report.reused_tokens for report in reports),
         )
 
     def _collect(self, report: RankSliceResult) -> None:

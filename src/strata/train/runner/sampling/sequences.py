@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 
-from strata.train.core.sampling import MISSING_LOGPROB, SampledSequence, SampleOperation, TopLogprobs
+from strata.train.core.sampling import (
+    CONTEXT,
+    MISSING_LOGPROB,
+    REPLACEMENT,
+    SampledSequence,
+    SampleOperation,
+    TopLogprobs,
+)
 from strata.train.runner.lora import Adapter
 from strata.train.runner.sampling.kv_cache import KVPool
 from strata.train.runner.sampling.sampling_ops import SeededRng, is_greedy
 
 Decode = Callable[[Sequence[int]], str]
-CONTEXT: Final = 4
-"""Tokens that are decoded before those in question: some tokenizers write the first token of a text differently."""
-BROKEN: Final = "\N{REPLACEMENT CHARACTER}"
 
 
 def tokens_from(data: bytes) -> torch.Tensor:
@@ -54,7 +58,7 @@ class StopStrings:
     def match(self, tokens: list[int]) -> bool:
         tail = tokens[-self._window :]
         before = [*self._before, *tokens[-self._window - CONTEXT : -self._window]][-CONTEXT:]
-        context = self._decode(before).rstrip(BROKEN)
+        context = self._decode(before).rstrip(REPLACEMENT)
         text = self._decode([*before, *tail])[len(context) :]
         return any(string in text for string in self._strings)
 

@@ -27,10 +27,13 @@ from strata.base.atomic import sync_file, sync_folder, write_file
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
-from strata.train.checkpoints.checkpoint import CheckpointFile, check_header, file_digests, sync_and_digest
+from strata.train.checkpoints.checkpoint import CheckpointFile, check_header, find_damaged, sync_and_digest
 from strata.train.core import ops
+from strata.train.runner.checkpoint.shards import SHARDING, ShardOffsets
 
-FORMAT: Final = 1
+FORMAT: Final = 2
+READABLE: Final = frozenset({1, FORMAT})
+"""Format 1 has the SHA-256 of each whole file instead of tree digests."""
 MANIFEST: Final = "manifest.json"
 MANIFEST_LIMIT: Final = 64 << 20
 SHARED: Final = "shared.safetensors"
@@ -69,6 +72,8 @@ class SnapshotCopy(msgspec.Struct, frozen=True):
     manifest: SnapshotManifest
     shared: Mapping[str, torch.Tensor]
     own: Mapping[str, torch.Tensor]
+    offsets: Mapping[str, Sequence[int]] = {}
+    """Of each shard in `own`: where it begins in its weight."""
 
 
 class SnapshotResult(msgspec.Struct, frozen=True):
@@ -157,7 +162,8 @@ class SnapshotWriter:
     def _write_tensors(self, temporary: Path, copy: SnapshotCopy) -> dict[str, CheckpointFile]:
         failpoint("train.snapshot.before_files")
         own = temporary / rank_file(self._rank)
-        save_file(dict(copy.own), own)
+        offsets = {name: ShardOffsets(list(copy.offsets[name])) for name in copy.own if name in copy.offsets}
+        save_file(dict(copy.own), own, {SHARDING: msgspec.json.encode(offsets).decode()})
         written = [own]
         failpoint("train.snapshot.between_files")
         if self._rank == 0:
@@ -217,7 +223,7 @@ def read_manifest(folder: Path, digest: str) -> SnapshotManifest:
         manifest = msgspec.json.decode(data, type=SnapshotManifest)
     except msgspec.MsgspecError as error:
         raise StrataError(Code.UNSUPPORTED, f"the snapshot {folder.name!r} is of another version: {error}") from error
-    if manifest.format != FORMAT:
+    if manifest.format not in READABLE:
         raise StrataError(Code.UNSUPPORTED, f"the snapshot {folder.name!r} has the format {manifest.format}")
     if names != {MANIFEST, *manifest.files}:
         raise _damaged(folder, sorted(names ^ {MANIFEST, *manifest.files})[0])
@@ -231,9 +237,10 @@ def verify(folder: Path, manifest: SnapshotManifest, *, rank: int, ranks: int) -
         status = (folder / name).lstat()
         if not stat.S_ISREG(status.st_mode) or status.st_size != manifest.files[name].size:
             raise _damaged(folder, name)
-    for name, digest in zip(share, file_digests([folder / name for name in share]), strict=True):
-        if digest != manifest.files[name].digest:
-            raise _damaged(folder, name)
+    damaged = find_damaged(folder, {name: manifest.files[name] for name in share})
+    if damaged is not None:
+        raise _damaged(folder, damaged)
+    for name in share:
         check_header(folder / name)
 
 

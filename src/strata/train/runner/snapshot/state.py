@@ -1,24 +1,36 @@
 """The state of a snapshot: every tensor that later work depends on, copied from the ranks and restored bit for bit.
 
 Of a LoRA adapter: its weights and moments, which all ranks have, and the accumulated gradients, which differ from rank
-to rank until they are summed. Of a full fine-tune, and of a sampler's copy of one: this rank's shards. A group of
-another size combines the files of several ranks: it sums gradients and reshards weights.
+to rank until they are summed. Of a full fine-tune, and of a sampler's copy of one: this rank's shards, if it is the
+first copy of the model. A group of another shape combines the files of several ranks: it sums gradients, and each rank
+reads the slices of other ranks' shards that its own shards consist of.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
-from safetensors.torch import load_file
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from safetensors import safe_open
+from torch.distributed.tensor import DTensor
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
+from strata.train.runner.checkpoint.shards import SHARDING, ShardOffsets
 from strata.train.runner.lora import Adapter
-from strata.train.runner.model.trained import FullModel, LoraModel, TrainedModel, local, sharded_like
-from strata.train.runner.passes.optimizer import MOMENTS
+from strata.train.runner.model.trained import (
+    FullModel,
+    LoraModel,
+    TrainedModel,
+    is_first_copy,
+    local,
+    own_region,
+    sharded_like,
+)
 from strata.train.runner.snapshot.files import (
     SHARED,
     SnapshotCopy,
@@ -31,6 +43,15 @@ from strata.train.runner.snapshot.files import (
 Tensors = Mapping[str, torch.Tensor]
 WEIGHTS = "weights"
 GRADIENT = "gradient"
+
+
+@dataclass(frozen=True)
+class OwnTensor:
+    """A tensor that this rank alone writes. `shard_of` is the weight that it is a shard of, or like which it is."""
+
+    name: str
+    tensor: torch.Tensor
+    shard_of: DTensor | None = None
 
 
 class SamplerTensors:
@@ -52,10 +73,11 @@ class SamplerTensors:
         if self.adapter is not None:
             yield WEIGHTS, self.adapter.flat
 
-    def own(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def own(self) -> Iterator[OwnTensor]:
         """This rank's shards."""
-        if self.full is not None:
-            yield from ((f"{WEIGHTS}.{name}", local(shard)) for name, shard in self.full.items())
+        for name, shard in (self.full or {}).items():
+            assert isinstance(shard, DTensor)
+            yield OwnTensor(f"{WEIGHTS}.{name}", local(shard), shard)
 
 
 def copy_state(
@@ -67,15 +89,25 @@ def copy_state(
     """
     shared: dict[str, torch.Tensor] = {}
     own: dict[str, torch.Tensor] = {}
+    offsets: dict[str, Sequence[int]] = {}
+
+    def add_own(prefix: str, tensors: Iterator[OwnTensor]) -> None:
+        for each in tensors:
+            if each.shard_of is not None and not is_first_copy(each.shard_of):
+                continue
+            own[f"{prefix}.{each.name}"] = _copy(each.tensor)
+            if each.shard_of is not None:
+                offsets[f"{prefix}.{each.name}"] = [part.start for part in own_region(each.shard_of)]
+
     for number, model in enumerate(models):
         if is_rank0:
             shared |= _copies(f"models.{number}", _shared_tensors(model))
-        own |= _copies(f"models.{number}", _own_tensors(model))
+        add_own(f"models.{number}", _own_tensors(model))
     for number, sampler in enumerate(samplers):
         if is_rank0:
             shared |= _copies(f"samplers.{number}", sampler.shared())
-        own |= _copies(f"samplers.{number}", sampler.own())
-    return SnapshotCopy(manifest, shared, own)
+        add_own(f"samplers.{number}", sampler.own())
+    return SnapshotCopy(manifest, shared, own, offsets)
 
 
 def model_entries(models: Sequence[TrainedModel]) -> list[SnapshotModel]:
@@ -90,46 +122,86 @@ def _shared_tensors(model: TrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
             yield from model.optimizer.moments()[0].items()
 
 
-def _own_tensors(model: TrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+def _own_tensors(model: TrainedModel) -> Iterator[OwnTensor]:
     """What this rank alone has: the accumulated gradients of an adapter, the shards of a full model."""
     if isinstance(model, FullModel):
         yield from _full_tensors(model)
         return
     assert isinstance(model, LoraModel)
     if model.adapter.gradient is not None:
-        yield GRADIENT, model.adapter.gradient
+        yield OwnTensor(GRADIENT, model.adapter.gradient)
 
 
-def _full_tensors(model: FullModel) -> Iterator[tuple[str, torch.Tensor]]:
+def _full_tensors(model: FullModel) -> Iterator[OwnTensor]:
     moments = model.optimizer.moments() if model.optimizer.steps else []
     for number, (name, parameter) in enumerate(model.parameters.items()):
-        yield f"{WEIGHTS}.{name}", local(parameter)
-        if moments:
-            yield from ((f"{moment}.{name}", value) for moment, value in moments[number].items())
+        yield OwnTensor(f"{WEIGHTS}.{name}", local(parameter), parameter)
+        for moment, value in moments[number].items() if moments else ():
+            yield OwnTensor(f"{moment}.{name}", value, parameter)
         if parameter.grad is not None:
-            yield f"{GRADIENT}.{name}", local(parameter.grad)
+            yield OwnTensor(f"{GRADIENT}.{name}", local(parameter.grad), parameter)
 
 
 def _copies(prefix: str, tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {f"{prefix}.{name}": tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
+    return {f"{prefix}.{name}": _copy(tensor) for name, tensor in tensors}
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+class _RankFile:
+    """The tensors of one rank's file, of which nothing is in memory until it is read."""
+
+    def __init__(self, file: Path) -> None:
+        opened: Any = safe_open(file, framework="pt")
+        self._file = opened
+        self.names = frozenset(self._file.keys())
+        metadata: dict[str, str] = self._file.metadata() or {}
+        self.offsets: dict[str, ShardOffsets] | None = None
+        """None: an earlier version wrote the file, whose ranks had the rows of a weight in their order."""
+        if SHARDING in metadata:
+            self.offsets = msgspec.json.decode(metadata[SHARDING], type=dict[str, ShardOffsets])
+
+    def shape(self, name: str) -> list[int]:
+        return list(self._file.get_slice(name).get_shape())
+
+    def read(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._file.get_tensor(name)
+        return tensor
+
+    def read_region(self, name: str, region: Sequence[slice]) -> torch.Tensor:
+        if not region:
+            return self.read(name)
+        tensor: torch.Tensor = self._file.get_slice(name)[tuple(region)]
+        return tensor
 
 
 class SnapshotReader:
     """The files of a snapshot that one rank needs. All ranks together have verified them before."""
 
     def __init__(self, folder: Path, manifest: SnapshotManifest, *, rank: int, ranks: int) -> None:
-        self._same_size = manifest.ranks == ranks
-        self._shared = load_file(folder / SHARED)
-        reshard = manifest.full and not self._same_size
-        wanted = range(manifest.ranks) if reshard else range(rank, manifest.ranks, ranks)
-        self._of_ranks = [load_file(folder / rank_file(number)) for number in wanted]
+        self._folder = folder
+        self._ranks = manifest.ranks
+        self._shared = _RankFile(folder / SHARED)
+        self._opened: dict[int, _RankFile] = {}
+        self._summed = range(rank, manifest.ranks, ranks)
+        """The ranks whose gradients this one takes over."""
+        # Its own file first: in a group of the same shape, no rank needs another.
+        self._order = sorted(range(manifest.ranks), key=lambda number: number != rank)
+
+    def _file(self, rank: int) -> _RankFile:
+        if rank not in self._opened:
+            self._opened[rank] = _RankFile(self._folder / rank_file(rank))
+        return self._opened[rank]
 
     def shared(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        return _check_fit(name, self._shared.get(name), like)
+        return _check_fit(name, self._shared.read(name) if name in self._shared.names else None, like)
 
     def summed(self, name: str, like: torch.Tensor) -> torch.Tensor | None:
         """The sum of what several ranks had; None if none of the ranks that this one replaces had any."""
-        tensors = [_check_fit(name, tensors[name], like) for tensors in self._of_ranks if name in tensors]
+        files = [self._file(number) for number in self._summed]
+        tensors = [_check_fit(name, file.read(name), like) for file in files if name in file.names]
         if not tensors:
             return None
         total = tensors[0].to(like.device, copy=True)
@@ -138,20 +210,55 @@ class SnapshotReader:
         return total
 
     def sharded(self, name: str, like: DTensor) -> torch.Tensor | None:
-        """This rank's shard; None if no rank had the tensor."""
-        shards = [tensors[name] for tensors in self._of_ranks if name in tensors]
-        if not shards:
-            return None
-        if self._same_size:
-            return _check_fit(name, shards[0], local(like)).to(local(like).device, copy=True)
-        if len(shards) != len(self._of_ranks):
+        """This rank's shard, from the shards of all ranks that overlap with it; None if no rank had the tensor."""
+        wanted = own_region(like)
+        shard = torch.empty_like(local(like), memory_format=torch.contiguous_format)
+        missing, is_there = shard.numel(), False
+        read: set[tuple[int, ...]] = set()
+        for number in self._order:
+            if name not in self._file(number).names:
+                continue
+            is_there = True
+            if not missing:
+                break
+            offsets = tuple(self._offsets(number, name))
+            if offsets not in read:
+                read.add(offsets)
+                missing -= self._copy_overlap(number, name, offsets, wanted, shard)
+        if is_there and missing:
             raise _mismatch(name)
-        (placement,) = like.placements
-        full = _check_fit(name, torch.cat(shards, placement.dim if isinstance(placement, Shard) else 0), like)
-        resharded = distribute_tensor(
-            full.to(local(like).device), like.device_mesh, like.placements, src_data_rank=None
-        )
-        return resharded.to_local().clone()
+        return shard if is_there else None
+
+    def _copy_overlap(
+        self, rank: int, name: str, offsets: Sequence[int], wanted: Sequence[slice], shard: torch.Tensor
+    ) -> int:
+        """Copy what a rank's shard and the wanted one have in common; returns the number of elements."""
+        file = self._file(rank)
+        shape = file.shape(name)
+        if not len(shape) == len(offsets) == len(wanted):
+            raise _mismatch(name)
+        starts = [max(part.start, offset) for part, offset in zip(wanted, offsets, strict=True)]
+        stops = [min(part.stop, offset + size) for part, offset, size in zip(wanted, offsets, shape, strict=True)]
+        if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
+            return 0
+        ends = list(zip(starts, stops, strict=True))
+        there = [slice(start - at, stop - at) for (start, stop), at in zip(ends, offsets, strict=True)]
+        here = tuple(slice(start - at.start, stop - at.start) for (start, stop), at in zip(ends, wanted, strict=True))
+        piece = file.read_region(name, there)
+        if piece.dtype != shard.dtype:
+            raise _mismatch(name)
+        shard[here] = piece.to(shard.device)
+        return piece.numel()
+
+    def _offsets(self, rank: int, name: str) -> Sequence[int]:
+        file = self._file(rank)
+        if file.offsets is not None:
+            if name not in file.offsets:
+                raise _mismatch(name)
+            return file.offsets[name].saved_offsets
+        before = [self._file(number) for number in range(rank)]
+        shape = file.shape(name)
+        return [sum(other.shape(name)[0] for other in before if name in other.names), *[0] * (len(shape) - 1)]
 
 
 def read_model(reader: SnapshotReader, number: int, steps: int, model: TrainedModel) -> Callable[[], None]:
@@ -161,7 +268,8 @@ def read_model(reader: SnapshotReader, number: int, steps: int, model: TrainedMo
     assert isinstance(model, LoraModel)
     prefix, adapter = f"models.{number}", model.adapter
     weights = reader.shared(f"{prefix}.{WEIGHTS}", adapter.flat)
-    moments = {moment: reader.shared(f"{prefix}.{moment}", adapter.flat) for moment in MOMENTS} if steps else {}
+    names = model.optimizer.moment_names if steps else ()
+    moments = {moment: reader.shared(f"{prefix}.{moment}", adapter.flat) for moment in names}
     gradient = reader.summed(f"{prefix}.{GRADIENT}", adapter.flat)
 
     def install() -> None:
@@ -174,10 +282,11 @@ def read_model(reader: SnapshotReader, number: int, steps: int, model: TrainedMo
 
 def _read_full(reader: SnapshotReader, prefix: str, steps: int, model: FullModel) -> Callable[[], None]:
     weights, moments, gradients = [], [], {}
+    names = model.optimizer.moment_names
     for name, parameter in model.parameters.items():
         weights.append(_read_shard(f"{prefix}.{WEIGHTS}.{name}", reader, parameter))
         if steps:
-            moments.append({moment: _read_shard(f"{prefix}.{moment}.{name}", reader, parameter) for moment in MOMENTS})
+            moments.append({moment: _read_shard(f"{prefix}.{moment}.{name}", reader, parameter) for moment in names})
         gradient = reader.sharded(f"{prefix}.{GRADIENT}.{name}", parameter)
         if gradient is not None:
             gradients[name] = gradient

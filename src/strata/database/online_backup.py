@@ -1,6 +1,7 @@
-"""Backups of a SQLite database in use: requested and delivered as files, because only the hub may open the database.
+"""Backups of a SQLite database in use: requested and delivered as files, because one process alone may open it.
 
-The hub's own user may write to `backups` in the data folder, and therefore may request a backup. File names there:
+That is a hub, or the coordinator of `strata up`. Its own user may write to its folder of backups, and therefore may
+request one. File names there:
 
     NAME.wanted   a request
     NAME.db       the backup; it gets this name when it is complete
@@ -26,24 +27,24 @@ REQUEST: Final = ".wanted"
 BACKUP: Final = ".db"
 FAILURE: Final = ".failed"
 INTERVAL_S: Final = 1.0
-"""How often the hub looks for requests."""
+"""How often the process looks for requests."""
 TIMEOUT_S: Final = 30.0
 """How long a client waits without any progress."""
 _POLL_S: Final = 0.1
 _NAME_BYTES: Final = 8
 
-CopyDatabase = Callable[[Path, float], Awaitable[int]]
+CopyDatabase = Callable[[Path, float], Awaitable[object]]
 
 
 class OnlineBackup:
-    """The hub's side: `run_once` serves the pending requests."""
+    """The side of the process: `run_once` serves the pending requests."""
 
-    def __init__(self, data: Path, copy: CopyDatabase, clock: Clock) -> None:
-        self._folder = data / FOLDER
+    def __init__(self, folder: Path, copy: CopyDatabase, clock: Clock) -> None:
+        self._folder = folder
         self._copy = copy
         self._clock = clock
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        # Left by an earlier hub for clients that have gone; a client that still waits gets a new backup. Files with
+        # Left by an earlier process for clients that have gone; a client that still waits gets a new backup. Files with
         # names that `request_backup` never gives belong to somebody else and stay.
         for suffix in (f"{BACKUP}*", FAILURE):
             for stray in self._folder.glob(f"{'[0-9a-f]' * 2 * _NAME_BYTES}{suffix}"):
@@ -64,9 +65,9 @@ class OnlineBackup:
                     request.with_suffix(suffix).unlink(missing_ok=True)
 
 
-def request_backup(data: Path, target: Path) -> None:
-    """The client's side: request a backup from the hub with this data folder, and copy it to `target`."""
-    request = data / FOLDER / f"{secrets.token_hex(_NAME_BYTES)}{REQUEST}"
+def request_backup(folder: Path, target: Path) -> None:
+    """The client's side: request a backup from the process with this folder of backups, and copy it to `target`."""
+    request = folder / f"{secrets.token_hex(_NAME_BYTES)}{REQUEST}"
     try:
         write_file(request, b"")
         _wait_for_backup(request)
@@ -85,7 +86,7 @@ def request_backup(data: Path, target: Path) -> None:
 
 
 def _wait_for_backup(request: Path) -> None:
-    """Returns when the backup is complete. While the hub copies the database, a partial file beside it grows."""
+    """Returns when the backup is complete. While the database is copied, a partial file beside it grows."""
     backup, failure = request.with_suffix(BACKUP), request.with_suffix(FAILURE)
     partial = backup.with_name(f"{backup.name}.partial")
     deadline_s = time.monotonic() + TIMEOUT_S

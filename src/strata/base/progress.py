@@ -1,0 +1,12 @@
+"""How a long operation reports how far it is, to a caller that may show it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+ReportProgress = Callable[[int, int], None]
+"""Called with what is done and with the total, in bytes or in pieces; often, so it has to be cheap."""
+
+
+def no_progress(done: int, total: int) -> None:
+    """For callers that show nothing."""

@@ -1,0 +1,126 @@
+"""What the training thread does while no worker makes a step: its stack, its processor time, its collectives.
+
+The coordinator compares the reports of all ranks (`core.hang_diagnosis`). torch is looked at only if the program has
+imported it: this module works without.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import linecache
+import os
+import sys
+from pathlib import PurePath
+from types import FrameType, TracebackType
+from typing import Any, Final
+
+import psutil  # type: ignore[import-untyped]
+
+from strata.coord.core.hang_diagnosis import FRAMES, HangReport
+from strata.coord.pb import coordinator_pb2 as pb
+
+DISTRIBUTED: Final = "/torch/distributed/"
+BUSY_FILES: Final = ("/torch/distributed/checkpoint/", "/torch/serialization.py")
+"""Writing a checkpoint has collectives of its own and may take long."""
+BUSY_CALLS: Final = (".synchronize(", ".item(", ".cpu(", ".tolist(")
+"""The device may compute, or wait for a collective itself: the thread cannot tell."""
+COLLECTIVE_CALLS: Final = (".run_backward(", "TCPStore(", ".wait(")
+"""Where a thread waits for other ranks without a frame of torch.distributed: hooks of a backward pass, the store, the
+handle of an asynchronous operation."""
+
+
+def look_at(thread_id: int | None) -> HangReport:
+    """What this thread does, without its collectives. None, or a thread that has ended: nothing is known, which is
+    never a hang."""
+    frame = sys._current_frames().get(thread_id) if thread_id is not None else None
+    if thread_id is None or frame is None:
+        return HangReport(waits=False, busy=True, collective=None, cpu_s=None)
+    found = _walk(frame)
+    files = [file for file, _, _ in found]
+    line = linecache.getline(*found[0][:2])
+    busy = any(part in file for part in BUSY_FILES for file in files) or any(call in line for call in BUSY_CALLS)
+    frames = tuple(f"{'/'.join(PurePath(file).parts[-2:])}:{number} in {name}" for file, number, name in found)
+    waits = not busy and _is_collective(files[0], line)
+    return HangReport(waits, busy, collective=None, cpu_s=_cpu_s(), frames=frames)
+
+
+def is_collective_error(error: RuntimeError) -> bool:
+    """Whether a collective raised it: another rank may have gone."""
+    trace: TracebackType | None = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return False
+    file = trace.tb_frame.f_code.co_filename
+    return _is_collective(file, linecache.getline(file, trace.tb_lineno))
+
+
+def report(probe: int, look: HangReport, since_ns: int) -> pb.HangReport:
+    """`since_ns`: the time of day at which the worker's generation began; collectives from before do not count."""
+    return pb.HangReport(
+        probe=probe,
+        waits=look.waits,
+        busy=look.busy,
+        collective=_collectives_begun(),
+        cpu_s=look.cpu_s,
+        frames=look.frames,
+        operation=_last_operation(since_ns),
+    )
+
+
+def print_stacks() -> str:
+    """Of all threads, to stderr; empty, or why not."""
+    try:
+        faulthandler.dump_traceback(file=sys.stderr)
+    except (AttributeError, OSError, RuntimeError, ValueError) as error:
+        # No stderr, or one that is no file.
+        return repr(error)
+    return ""
+
+
+def _walk(frame: FrameType | None) -> list[tuple[str, int, str]]:
+    found: list[tuple[str, int, str]] = []
+    while frame is not None and len(found) < FRAMES:
+        found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return found
+
+
+def _is_collective(file: str, line: str) -> bool:
+    return DISTRIBUTED in file or any(call in line for call in COLLECTIVE_CALLS)
+
+
+def _cpu_s() -> float | None:
+    """Of all threads of the process, and of children that live or have ended: the thread may wait for any of them.
+    None: this system does not tell."""
+    try:
+        children = psutil.Process().children(recursive=True)
+        return sum(os.times()[:4]) + sum(sum(child.cpu_times()[:2]) for child in children)
+    except (OSError, psutil.Error):
+        return None
+
+
+def _collectives_begun() -> int | None:
+    """In the process group of all ranks; None without one."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    try:
+        if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+            return None
+        return int(distributed.group.WORLD._get_sequence_number_for_group())
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        # A backend that does not count, or a group that ends just now.
+        return None
+
+
+def _last_operation(since_ns: int) -> str:
+    """The newest entry of the flight recorder, if it is on; for people."""
+    c10d: Any = sys.modules.get("torch._C._distributed_c10d")
+    try:
+        entries = json.loads(c10d._dump_fr_trace_json())["entries"] if c10d is not None else []
+        last = max(entries, key=lambda entry: int(entry["time_created_ns"]), default=None)
+        if last is None or int(last["time_created_ns"]) < since_ns:
+            return ""
+        return f"{last['profiling_name']} {last['input_sizes']}"
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+        return ""

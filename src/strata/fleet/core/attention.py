@@ -1,0 +1,122 @@
+"""What of a fleet needs a person, worst first: what, since when, why, and one thing to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final, Literal, NamedTuple
+
+AttentionKind = Literal[
+    "hub_disk", "lost_host", "quarantined_host", "unservable_jobs", "failed_job", "failed_jobs", "backlog"
+]
+AttentionAction = Literal["free_disk", "show_host", "resume_host", "show_job", "list_failed", "list_waiting"]
+
+OF_FLEET: Final[frozenset[AttentionKind]] = frozenset({"hub_disk", "lost_host", "quarantined_host"})
+"""What concerns the jobs of every project."""
+SHOWN: Final = 5
+"""Failed jobs that are shown one by one, and hosts of a kind."""
+BACKLOG_JOBS: Final = 10
+BACKLOG_WAIT_S: Final = 600.0
+BACKLOG_SPAN_S: Final = 3600.0
+BACKLOG_GROWTH: Final = 1.5
+"""A queue is a backlog when so many jobs wait, the first of them for so long, and it has grown by so much in the
+span."""
+_MIB: Final = 1024 * 1024
+
+
+class Attention(NamedTuple):
+    kind: AttentionKind
+    what: str
+    since_s: float
+    why: str
+    action: AttentionAction
+    fix: str
+    subject: str = ""
+    jobs: int = 1
+
+
+class HubDisk(NamedTuple):
+    free_bytes: int
+    keep_free_bytes: int
+    writable: bool
+    """The last write to the database succeeded."""
+
+
+def check_disk(disk: HubDisk, now_s: float) -> Iterable[Attention]:
+    if not disk.writable:
+        why = f"a write to its database failed; {disk.free_bytes // _MIB} MiB are free"
+        yield Attention("hub_disk", "The hub cannot write", now_s, why, "free_disk", "free some space on its disk")
+    elif disk.free_bytes < 2 * disk.keep_free_bytes:
+        why = f"{disk.free_bytes // _MIB} MiB are free; below {disk.keep_free_bytes // _MIB} no artifact or log is kept"
+        what = "The hub's disk is nearly full"
+        yield Attention("hub_disk", what, now_s, why, "free_disk", "remove artifacts, or free some space on its disk")
+
+
+class SilentHost(NamedTuple):
+    host_id: str
+    name: str
+    seen_at_s: float
+
+
+def check_silent(hosts: Sequence[SilentHost]) -> Iterable[Attention]:
+    for each in sorted(hosts, key=lambda host: -host.seen_at_s)[:SHOWN]:
+        yield Attention(
+            "lost_host",
+            f"{each.name} does not answer",
+            each.seen_at_s,
+            "the hub has heard nothing from its agent since then; its jobs went to other hosts",
+            "show_host",
+            "look at the machine and its agent; remove the host if it is gone for good",
+            each.host_id,
+        )
+    if len(hosts) > SHOWN:
+        more = len(hosts) - SHOWN
+        since_s = min(host.seen_at_s for host in hosts)
+        yield Attention(
+            "lost_host", f"{more} more hosts do not answer", since_s, "", "show_host", "look at the list of hosts"
+        )
+
+
+def check_quarantined(host_id: str, name: str, reason: str, since_s: float) -> Attention:
+    fix = "mend the host, then resume it"
+    return Attention("quarantined_host", f"{name} is quarantined", since_s, reason, "resume_host", fix, host_id)
+
+
+def check_unservable(job_id: str, label: str, jobs: int, since_s: float, headline: str, fix: str) -> Attention:
+    what = f"{label} can run nowhere" if jobs == 1 else f"{label} and {jobs - 1} more jobs can run nowhere"
+    return Attention("unservable_jobs", what, since_s, headline, "show_job", fix or "change the job", job_id, jobs)
+
+
+class FailedJob(NamedTuple):
+    job_id: str
+    label: str
+    at_s: float
+    reason: str
+
+
+def check_failed(failed: Sequence[FailedJob]) -> Iterable[Attention]:
+    """Newest first, of the last day; archived ones are none."""
+    for each in failed[:SHOWN]:
+        reason = each.reason.strip().partition("\n")[0]
+        fix = "look at its log, then requeue or archive it"
+        yield Attention("failed_job", f"{each.label} failed", each.at_s, reason, "show_job", fix, each.job_id)
+    more = len(failed) - SHOWN
+    if more > 0:
+        what = f"{more} more jobs failed in the last day"
+        yield Attention("failed_jobs", what, failed[-1].at_s, "", "list_failed", "look at the failed jobs", jobs=more)
+
+
+def check_backlog(
+    history: Sequence[tuple[float, float]], waiting: int, longest_wait_s: float, now_s: float
+) -> Iterable[Attention]:
+    """`history` is how many jobs waited, and when, oldest first."""
+    recent = [(at_s, jobs) for at_s, jobs in history if at_s >= now_s - BACKLOG_SPAN_S]
+    if waiting < BACKLOG_JOBS or longest_wait_s < BACKLOG_WAIT_S or not recent:
+        return
+    # The last time it was that short: it has grown since.
+    since_s, least = min(recent, key=lambda point: (point[1], -point[0]))
+    if waiting < BACKLOG_GROWTH * max(least, 1.0):
+        return
+    minutes = round(longest_wait_s / 60)
+    why = f"{waiting} jobs wait, {round(least)} did then; the first has waited for {minutes} minutes"
+    fix = "add hosts, or look at what holds the queue up"
+    yield Attention("backlog", "The queue grows", since_s, why, "list_waiting", fix, jobs=waiting)

@@ -1,0 +1,116 @@
+"""Routes of what happened: the overview, the timeline of a job, and where its time went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from strata.fleet import wire
+from strata.fleet.core.goodput import JobInterruption, LedgerEvent, share
+from strata.fleet.http.context import HubCall, HubContext, resolve_job_id
+from strata.fleet.http.jobs import attempt_reply
+from strata.fleet.overview import Overview
+from strata.fleet.ports import AttemptRow
+
+_MARKED: Final = frozenset(
+    {
+        "job.checkpointed",
+        "job.expired",
+        "job.lost",
+        "job.revived",
+        "job.preempted",
+        "job.retried",
+        "job.failed",
+        "job.cancelled",
+        "job.completed",
+        "job.requeued",
+    }
+)
+
+
+async def overview(call: HubCall, query: wire.OverviewQuery) -> wire.OverviewReply:
+    """What needs a person, and four figures with their history of a day; of all projects, or of one."""
+    found = await call.context.history.overview(query.project)
+    return wire.OverviewReply(
+        at_s=found.at_s,
+        attention=tuple(wire.AttentionItem(**each._asdict()) for each in found.attention),
+        running=_figure(found, "running", found.running),
+        waiting=_figure(found, "waiting", found.waiting),
+        longest_wait_s=found.longest_wait_s,
+        longest_waiting=found.longest_waiting,
+        busy_cards=_figure(found, "busy_cards", found.busy_cards),
+        cards=found.cards,
+        goodput=_figure(found, "goodput", found.goodput),
+        hosts=dict(found.hosts),
+        by_status=dict(found.by_status),
+    )
+
+
+async def timeline(call: HubCall) -> wire.JobTimelineReply:
+    """What a job did when: queued, prepared, run, uploaded, with its checkpoints, kills and resumes."""
+    context = call.context
+    job_id = await resolve_job_id(call)
+    row, attempts = await context.fleet.store.job(job_id), await context.fleet.store.attempts(job_id)
+    computed, events = await context.history.job(row, attempts)
+    numbers = {each.epoch: each.number for each in attempts}
+    hosts = await _names(context, attempts)
+    segments = tuple(wire.TimelineSegment(**each._asdict()) for each in computed.segments)
+    return wire.JobTimelineReply(
+        from_s=row.created_at_s,
+        to_s=computed.segments[-1].to_s if computed.segments else row.created_at_s,
+        segments=segments,
+        marks=tuple(_mark(each, numbers) for each in events if each.kind in _MARKED),
+        attempts=tuple(map(attempt_reply, attempts)),
+        hosts=dict(hosts),
+        interruptions=tuple(_interruption(each, hosts) for each in computed.interruptions),
+    )
+
+
+async def goodput(call: HubCall) -> wire.GoodputReply:
+    """Where the time of a job went, and what each interruption cost."""
+    context = call.context
+    job_id = await resolve_job_id(call)
+    row, attempts = await context.fleet.store.job(job_id), await context.fleet.store.attempts(job_id)
+    computed, _ = await context.history.job(row, attempts)
+    seconds, hosts = computed.seconds(), await _names(context, attempts)
+    return wire.GoodputReply(
+        seconds=dict(seconds),
+        wall_s=sum(seconds.values()),
+        share=share(seconds),
+        interruptions=tuple(_interruption(each, hosts) for each in computed.interruptions),
+    )
+
+
+async def fleet_goodput(call: HubCall, query: wire.GoodputQuery) -> wire.GoodputReply:
+    """Where the time of all jobs went, or of those of a project, that a host had lately."""
+    found = await call.context.history.goodput(query.project, query.span_s)
+    names = {view.row.id: view.row.name for view in await call.context.fleet.cached_hosts()}
+    return wire.GoodputReply(
+        seconds=dict(found.seconds),
+        wall_s=sum(found.seconds.values()),
+        share=share(found.seconds),
+        interruptions=tuple(_interruption(each, names, job_id) for job_id, each in found.interruptions),
+        jobs=found.jobs,
+        whole=found.whole,
+    )
+
+
+def _figure(overview: Overview, name: str, value: float | None) -> wire.HistoryFigure:
+    points = overview.series(name)
+    at_s, values = tuple(at_s for at_s, _ in points), tuple(each for _, each in points)
+    return wire.HistoryFigure(value=value, at_s=at_s, values=values)
+
+
+async def _names(context: HubContext, attempts: Iterable[AttemptRow]) -> Mapping[str, str]:
+    """Of the hosts of these attempts."""
+    wanted = {each.host_id for each in attempts}
+    return {host.id: host.name for host_id in wanted for host in await context.fleet.find_hosts(host_id)}
+
+
+def _mark(event: LedgerEvent, numbers: Mapping[int, int]) -> wire.TimelineMark:
+    return wire.TimelineMark(at_s=event.at_s, kind=event.kind, attempt=numbers.get(event.epoch, 0))
+
+
+def _interruption(each: JobInterruption, hosts: Mapping[str, str], job_id: str = "") -> wire.Interruption:
+    fields: dict[str, Any] = each._asdict()
+    return wire.Interruption(**fields, host=hosts.get(each.host_id, ""), cost_s=each.cost_s, job_id=job_id)

@@ -1,0 +1,234 @@
+"""Routes of sweeps: all of them with the best trial so far, and one with its trials."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from typing import Any, Final, Literal, NamedTuple
+
+from strata.base.errors import Code, StrataError
+from strata.fleet import wire
+from strata.fleet.core.job import HELD, JobStatus
+from strata.fleet.core.jobspec import JobSpec
+from strata.fleet.core.objective import Objective, best_index, choose_objective, direction_of, flatten, varied_names
+from strata.fleet.core.report import MetricsReport, parse_lines
+from strata.fleet.core.search import PRUNED, SearchSweep
+from strata.fleet.core.sweep_plan import SEED_AXIS
+from strata.fleet.http.context import HubCall, HubContext
+from strata.fleet.ports import JobFilter, JobRow, SweepRow, TrialRow
+
+_TAIL_BYTES: Final = 16 * 1024
+"""Of the metrics of a trial that has not completed: enough for the last report of each metric, as a rule."""
+
+
+async def listed(call: HubCall, query: wire.SweepsQuery) -> wire.SweepsReply:
+    """All sweeps with their best trial so far, the one that changed last first."""
+    context = call.context
+    declared = await _declared(context)
+    rows = {(row.project, row.name): row for row in await context.fleet.store.sweeps()}
+    for place in declared.keys() - rows.keys():
+        rows[place] = SweepRow(project=place[0], name=place[1], by_status={}, changed_at_s=0.0)
+    search = query.search.casefold()
+    matches = [
+        row
+        for place, row in rows.items()
+        if query.project in ("", place[0]) and any(search in each.casefold() for each in place)
+    ]
+    matches.sort(key=lambda row: (-row.changed_at_s, row.project, row.name))
+    sweeps = []
+    for row in matches[query.offset : query.offset + query.limit]:
+        trials = await context.fleet.store.trials(row.project, row.name)
+        plan = declared.get((row.project, row.name))
+        comparison = _compare(trials, _objective(plan, [each.metrics for each in trials]))
+        best = None
+        if comparison.best is not None:
+            ids = _sample_ids(trials, comparison.best)
+            specs = {job.id: job.spec for job in await context.fleet.store.jobs(JobFilter(ids=ids, limit=len(ids)))}
+            best = _best(comparison, specs, plan)
+        sweeps.append(_summary(row, plan, comparison, best))
+    return wire.SweepsReply(sweeps=tuple(sweeps), total=len(matches))
+
+
+async def show(call: HubCall, query: wire.SweepQuery) -> wire.SweepReply:
+    """One sweep: its trials with their parameters and metrics, and the best so far."""
+    context = call.context
+    project, name = call.path["project"], call.path["name"]
+    trials = await context.fleet.store.trials(project, name)
+    plan = (await _declared(context)).get((project, name))
+    if not trials and plan is None:
+        raise StrataError(Code.NOT_FOUND, f"there is no sweep {name[:100]!r} in the project {project[:100]!r}")
+    objective = _objective(plan, [each.metrics for each in trials])
+    if query.metric:
+        lowest = direction_of(query.metric) == "minimize" if query.lowest is None else query.lowest
+        chosen = Objective(query.metric, "minimize" if lowest else "maximize")
+        objective = wire.MetricObjective(
+            metric=chosen.metric, direction=chosen.direction, declared=_is_declared(plan, chosen)
+        )
+    comparison = _compare(trials, objective)
+    shown = _shown(comparison, query.limit)
+    jobs: dict[str, JobRow] = {}
+    if shown:
+        wanted = JobFilter(ids=[each.job_id for each in shown], limit=len(shown))
+        jobs = {job.id: job for job in await context.fleet.store.jobs(wanted)}
+    replies = [await _trial(context, each, jobs[each.job_id]) for each in shown if each.job_id in jobs]
+    if objective is None:
+        # Before the first result the trials that run tell what there will be to compare.
+        objective = _objective(plan, [each.metrics for each in replies])
+        comparison = comparison._replace(objective=objective)
+    specs = {job_id: job.spec for job_id, job in jobs.items()}
+    points = [each.parameters for each in replies]
+    reported = Counter(metric for each in replies for metric in each.metrics)
+    row = SweepRow(
+        project=project,
+        name=name,
+        by_status=Counter(each.status for each in trials),
+        changed_at_s=max((each.changed_at_s for each in trials), default=0.0),
+    )
+    return wire.SweepReply(
+        sweep=_summary(row, plan, comparison, _best(comparison, specs, plan)),
+        axes=_axes(plan, points),
+        metrics=tuple(sorted(reported, key=lambda metric: (-reported[metric], metric))),
+        trials=tuple(replies),
+    )
+
+
+class _Comparison(NamedTuple):
+    trials: Sequence[TrialRow]
+    objective: wire.MetricObjective | None
+    best: TrialRow | None
+
+
+async def _declared(context: HubContext) -> Mapping[tuple[str, str], SearchSweep]:
+    """The sweeps that search, by project and name."""
+    sweeps = [stored.sweep for stored in await context.sweeps.listed()]
+    return {(sweep.base.project, sweep.base.sweep): sweep for sweep in sweeps}
+
+
+def _objective(plan: SearchSweep | None, reported: Sequence[Mapping[str, float]]) -> wire.MetricObjective | None:
+    """The first metric of the search, or else the one that the hub chooses."""
+    if plan is not None:
+        metric, direction = next(iter(plan.search.objective.items()))
+        return wire.MetricObjective(metric=metric, direction=direction, declared=True)
+    chosen = choose_objective(reported)
+    if chosen is None:
+        return None
+    return wire.MetricObjective(metric=chosen.metric, direction=chosen.direction, declared=False)
+
+
+def _is_declared(plan: SearchSweep | None, objective: Objective) -> bool:
+    return plan is not None and plan.search.objective.get(objective.metric) == objective.direction
+
+
+def _compare(trials: Sequence[TrialRow], objective: wire.MetricObjective | None) -> _Comparison:
+    if objective is None:
+        return _Comparison(trials, None, None)
+    wanted = Objective(objective.metric, objective.direction)
+    best = best_index(wanted, [each.metrics for each in trials])
+    return _Comparison(trials, objective, None if best is None else trials[best])
+
+
+def _sample_ids(trials: Sequence[TrialRow], best: TrialRow) -> list[str]:
+    """The best trial and some others: from these it shows which parameters are varied."""
+    some = [each.job_id for each in trials[:: max(1, len(trials) // 8)]]
+    return list(dict.fromkeys([best.job_id, *some]))
+
+
+def _shown(comparison: _Comparison, limit: int) -> Sequence[TrialRow]:
+    """All trials, or the best ones if there are too many, in the order in which they were queued."""
+    trials, objective = comparison.trials, comparison.objective
+    if len(trials) <= limit:
+        return trials
+    sign = 1.0 if objective is None or objective.direction == "minimize" else -1.0
+    metric = "" if objective is None else objective.metric
+
+    def rank(index: int) -> tuple[bool, float]:
+        value = trials[index].metrics.get(metric)
+        return value is None, 0.0 if value is None else sign * value
+
+    return [trials[index] for index in sorted(sorted(range(len(trials)), key=rank)[:limit])]
+
+
+def _best(comparison: _Comparison, specs: Mapping[str, JobSpec], plan: SearchSweep | None) -> wire.SweepBest | None:
+    best, objective = comparison.best, comparison.objective
+    if best is None or objective is None or best.job_id not in specs:
+        return None
+    points = {job_id: _parameters(spec) for job_id, spec in specs.items()}
+    axes = _axes(plan, list(points.values()))
+    own = points[best.job_id]
+    return wire.SweepBest(
+        job_id=best.job_id,
+        label=specs[best.job_id].label,
+        value=best.metrics[objective.metric],
+        metrics=dict(best.metrics),
+        parameters={axis: own[axis] for axis in axes if axis in own},
+    )
+
+
+def _axes(plan: SearchSweep | None, points: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    return varied_names(points) if plan is None else tuple(plan.search.space)
+
+
+def _parameters(spec: JobSpec) -> dict[str, Any]:
+    return {**flatten(spec.hyper), SEED_AXIS: spec.seed}
+
+
+def _summary(
+    row: SweepRow, plan: SearchSweep | None, comparison: _Comparison, best: wire.SweepBest | None
+) -> wire.SweepSummary:
+    trials = comparison.trials
+    pruned = sum(map(_is_pruned, trials))
+    by_status = dict(row.by_status)
+    planned = None if plan is None else plan.search.trials
+    state: Literal["running", "waiting", "ended"] = "ended"
+    if any(by_status.get(status) for status in HELD):
+        state = "running"
+    elif by_status.get(JobStatus.PENDING) or (planned is not None and len(trials) < planned):
+        state = "waiting"
+    return wire.SweepSummary(
+        project=row.project,
+        name=row.name,
+        owner=trials[0].owner if trials else "",
+        method="" if plan is None else plan.search.method,
+        state=state,
+        objective=comparison.objective,
+        trials=len(trials),
+        planned=planned,
+        by_status={str(status): count for status, count in by_status.items()},
+        pruned=pruned,
+        changed_at_s=row.changed_at_s,
+        best=best,
+    )
+
+
+def _is_pruned(trial: TrialRow) -> bool:
+    return trial.status is JobStatus.CANCELLED and trial.reason.startswith(PRUNED)
+
+
+async def _trial(context: HubContext, trial: TrialRow, job: JobRow) -> wire.SweepTrial:
+    metrics = trial.metrics
+    if trial.status is not JobStatus.COMPLETED and job.attempts:
+        metrics = await _last_reported(context, job)
+    return wire.SweepTrial(
+        job_id=job.id,
+        label=job.spec.label,
+        status=job.status,
+        pruned=_is_pruned(trial),
+        parameters=_parameters(job.spec),
+        metrics={name: value for name, value in metrics.items() if isfinite(value)},
+        reason=job.reason,
+        host_id=job.host_id,
+        attempt=job.attempts,
+        created_at_s=job.created_at_s,
+        changed_at_s=job.changed_at_s,
+    )
+
+
+async def _last_reported(context: HubContext, job: JobRow) -> Mapping[str, float]:
+    size = await context.streams.size(job.id, job.epoch, "metrics")
+    content = await context.streams.read(job.id, job.epoch, "metrics", max(0, size - _TAIL_BYTES))
+    last: dict[str, float] = {}
+    for report in parse_lines(content.splitlines())[0]:
+        if isinstance(report, MetricsReport):
+            last |= {name: value for name, value in report.values.items() if isinstance(value, float)}
+    return last

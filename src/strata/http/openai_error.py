@@ -1,0 +1,51 @@
+"""Errors in the form that clients of OpenAI's API read, on the paths that have its meaning at every server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from strata.base.errors import Code, StrataError
+
+OPENAI_PATHS: Final = ("/v1/models", "/v1/chat/completions", "/v1/completions")
+_CODES: Final[Mapping[Code, str]] = {
+    Code.UNAUTHENTICATED: "invalid_api_key",
+    Code.NOT_FOUND: "model_not_found",
+    Code.EXHAUSTED: "rate_limit_exceeded",
+}
+"""Codes that clients of OpenAI know by another name."""
+_TYPES: Final[Mapping[int, str]] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+class OpenAiProblem(msgspec.Struct, frozen=True, kw_only=True):
+    message: str
+    type: str
+    param: str | None
+    """The parameter that is wrong."""
+    code: str
+
+
+class OpenAiError(msgspec.Struct, frozen=True, kw_only=True):
+    error: OpenAiProblem
+
+
+def is_openai_path(path: str) -> bool:
+    return path in OPENAI_PATHS or path.startswith("/v1/models/")
+
+
+def openai_error(error: StrataError, status: int) -> OpenAiError:
+    kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
+    problem = OpenAiProblem(
+        message=str(error),
+        type=kind,
+        param=error.detail.get("path"),
+        code=_CODES.get(error.code, error.code.value),
+    )
+    return OpenAiError(error=problem)

@@ -1,0 +1,341 @@
+"""A recipe as a person writes it, in TOML or YAML: sections, defaults, and every problem with its place."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, get_args
+
+import msgspec
+
+from strata.base import toml
+from strata.base.errors import Code, StrataError
+from strata.fleet.core.problems import Problems, kinds_of, read_fields, table_at
+from strata.train.settings import ParallelSettings
+
+RecipeKind = Literal["sft", "dpo", "grpo", "distill"]
+TinyFamily = Literal["", "llama", "qwen3", "qwen3_moe"]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Whole = Annotated[int, msgspec.Meta(ge=0)]
+Seed = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class RecipeModel(_Section, frozen=True, kw_only=True):
+    """The base model, and the adapter that is trained over it."""
+
+    path: str = ""
+    """For a server that the recipe starts: a folder in Hugging Face's format, or the id of a model in the cache."""
+    tiny: TinyFamily = ""
+    """Or a small random model of this family, made in the run folder: for first steps."""
+    name: str = ""
+    """For a server that is named: one of its models; its first one unless set."""
+    start: str = ""
+    """A PEFT adapter to continue from: a folder, or `tinker://…` on that server."""
+    rank: Count = 16
+    alpha: Positive = 32.0
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+
+
+class RecipeData(_Section, frozen=True, kw_only=True):
+    """What is learned from."""
+
+    path: str
+    """A file (JSONL, JSON, Parquet), a folder of them, `s3://BUCKET/KEY`, or `hf://OWNER/NAME`."""
+    split: str = "train"
+    """Of a folder or a dataset of the Hugging Face Hub."""
+    max_tokens: Count = 1024
+    """Longer examples are left out."""
+    supervise: Literal["assistant", "all"] = "assistant"
+    """Of conversations: learn what the assistant says, or all of it."""
+
+
+class RecipeTraining(_Section, frozen=True, kw_only=True):
+    steps: Count | None = None
+    epochs: Positive | None = None
+    """Passes over the data, in place of steps; 1 unless one of them is set."""
+    batch_size: Count = 8
+    """Examples, pairs or prompts of a step."""
+    learning_rate: Positive = 1e-4
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Of the learning rate after the warm-up: constant, or down to zero at the last step."""
+    warmup_steps: Whole = 0
+    weight_decay: NotNegative = 0.0
+    grad_clip_norm: NotNegative = 0.0
+    """Of the gradient of the mean over tokens; 0 is no clipping."""
+    seed: Seed = 0
+    save_every: Count | None = None
+    """Steps between two saved states; a tenth of all unless set."""
+
+
+class RecipeEvaluation(_Section, frozen=True, kw_only=True):
+    path: str = ""
+    split: str = "test"
+    share: Share = 0.0
+    """In place of a path: this share of the data, which is then not trained on."""
+    every: Count = 10
+    """Steps between two evaluations; there is one before the first step and one after the last."""
+    patience: Whole = 0
+    """Stop after so many evaluations without improvement, and export the best; 0: never stop early."""
+    min_delta: NotNegative = 0.0
+    """What counts as an improvement."""
+    max_examples: Count = 256
+
+
+class RecipeOutput(_Section, frozen=True, kw_only=True):
+    folder: str = ""
+    """The run folder; `runs/NAME` of the recipe's file unless set."""
+    tracker: str = ""
+    """`tensorboard:FOLDER`, `wandb:PROJECT` or `wandb:ENTITY/PROJECT`."""
+    offline: bool = False
+    """W&B writes files for `wandb sync` and connects to nothing."""
+    keep_rollouts: bool = False
+    """The server keeps the newest answers that are learned from, with their rewards, for the dashboard."""
+
+
+class RecipeServer(_Section, frozen=True, kw_only=True):
+    """The training server: one that runs, by its URL, or how to start one for this run."""
+
+    url: str = ""
+    key_file: str = ""
+    ranks: Count = 1
+    threads: Count = 1
+    """Of each rank."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class RecipePreference(_Section, frozen=True, kw_only=True):
+    beta: Positive = 0.1
+    """How dear it is to move away from the model that training began with."""
+    label_smoothing: Annotated[float, msgspec.Meta(ge=0, lt=0.5)] = 0.0
+
+
+class RecipeSampling(_Section, frozen=True, kw_only=True):
+    group_size: Count = 8
+    """Answers that are drawn for each prompt."""
+    max_tokens: Count = 128
+    temperature: Positive = 1.0
+    stop: tuple[str, ...] = ()
+    """Beside the model's end of text."""
+
+
+class RecipeReinforcement(_Section, frozen=True, kw_only=True):
+    loss: Literal["importance_sampling", "ppo", "cispo"] = "importance_sampling"
+    substeps: Count = 1
+    """Optimizer steps on the answers of one step, each on a part of them."""
+    normalise: bool = False
+    """Divide advantages by the standard deviation of their group."""
+    kl: NotNegative = 0.0
+    """Weight of a penalty for moving away from the model that training began with."""
+
+
+class RecipeReward(_Section, frozen=True, kw_only=True):
+    check: str = "exact"
+    """`exact`, `number`, `regex`, or `FILE.py:FUNCTION` of your own."""
+    column: str = "answer"
+    """Of the data: the right answer."""
+    pattern: str = ""
+    """For `regex`: it must match, and its first group, if it has one, must be the right answer."""
+
+
+class RecipeTeacher(_Section, frozen=True, kw_only=True):
+    """The model to learn from. Without path, tiny and url it is on the student's server: an adapter, or the base."""
+
+    path: str = ""
+    tiny: TinyFamily = ""
+    tiny_seed: Seed = 1
+    url: str = ""
+    key_file: str = ""
+    adapter: str = ""
+    """A PEFT adapter over that model: a folder, or `tinker://…` on its server."""
+
+
+class RecipeDistillation(_Section, frozen=True, kw_only=True):
+    mode: Literal["on_policy", "off_policy"] = "on_policy"
+    """The student learns from its own answers, whose tokens the teacher judges, or from the teacher's answers."""
+
+
+class Recipe(_Section, frozen=True, kw_only=True):
+    kind: RecipeKind
+    model: RecipeModel = RecipeModel()
+    data: RecipeData
+    train: RecipeTraining = RecipeTraining()
+    eval: RecipeEvaluation | None = None
+    output: RecipeOutput = RecipeOutput()
+    server: RecipeServer = RecipeServer()
+    parallel: ParallelSettings = ParallelSettings()
+    """The mesh of the ranks of a server that the recipe starts."""
+    dpo: RecipePreference = RecipePreference()
+    sampling: RecipeSampling = RecipeSampling()
+    grpo: RecipeReinforcement = RecipeReinforcement()
+    reward: RecipeReward = RecipeReward()
+    teacher: RecipeTeacher = RecipeTeacher()
+    distill: RecipeDistillation = RecipeDistillation()
+
+
+KINDS: Final[Mapping[RecipeKind, str]] = {
+    "sft": "Supervised fine-tuning: learn texts, or the answers of conversations.",
+    "dpo": "Direct preference optimisation: learn from pairs of a better and a worse answer.",
+    "grpo": "Reinforcement learning: draw groups of answers, reward each, learn from the better ones.",
+    "distill": "Distillation: learn from another model, on its answers or on your own.",
+}
+_SECTIONS: Final[Mapping[str, type[msgspec.Struct]]] = {
+    "model": RecipeModel,
+    "data": RecipeData,
+    "train": RecipeTraining,
+    "eval": RecipeEvaluation,
+    "output": RecipeOutput,
+    "server": RecipeServer,
+    "parallel": ParallelSettings,
+    "dpo": RecipePreference,
+    "sampling": RecipeSampling,
+    "grpo": RecipeReinforcement,
+    "reward": RecipeReward,
+    "teacher": RecipeTeacher,
+    "distill": RecipeDistillation,
+}
+_OF_KINDS: Final[Mapping[str, Collection[str]]] = {
+    "dpo": ("dpo",),
+    "sampling": ("grpo", "distill"),
+    "grpo": ("grpo",),
+    "reward": ("grpo",),
+    "teacher": ("distill",),
+    "distill": ("distill",),
+}
+"""Sections that only some kinds have."""
+
+
+def is_recipe(path: Path) -> bool:
+    """Whether this file says which kind of recipe it is, as no other file does."""
+    return "kind" in _parse(path).data
+
+
+def read_recipe(path: Path) -> Recipe:
+    """The recipe in this file; INVALID with all that is wrong with it."""
+    document = _parse(path)
+    problems = Problems(document)
+    kind = document.data.get("kind")
+    if kind not in get_args(RecipeKind):
+        problems.add(("kind",), f"expected one of {', '.join(KINDS)}")
+    values: dict[str, Any] = {"kind": kind}
+    known = {"kind": str, **dict.fromkeys(_SECTIONS, dict[str, Any])}
+    for name, table in read_fields(problems, (), document.data, known).items():
+        if name in _SECTIONS:
+            values[name] = _read_section(problems, name, table)
+            if kind in KINDS and kind not in _OF_KINDS.get(name, KINDS):
+                problems.add((name,), f'a recipe of kind "{kind}" has no such section')
+    if "data" not in document.data:
+        problems.add(("data",), "required but not there: [data] with a path")
+    problems.raise_any()
+    recipe = Recipe(**values)
+    for place, message in _conflicts(recipe):
+        problems.add(place, message)
+    problems.raise_any()
+    return recipe
+
+
+def _read_section(problems: Problems, name: str, value: Any) -> msgspec.Struct | None:
+    kind, table = _SECTIONS[name], table_at(problems, (name,), value)
+    if table is None:
+        return None
+    required = [field.name for field in msgspec.structs.fields(kind) if field.required]
+    values = read_fields(problems, (name,), table, kinds_of(kind), required=required)
+    return None if any(field not in values for field in required) else kind(**values)
+
+
+def _conflicts(recipe: Recipe) -> list[tuple[tuple[str, ...], str]]:
+    """Settings that contradict each other."""
+    model, train, evaluation, reward = recipe.model, recipe.train, recipe.eval, recipe.reward
+    found: list[tuple[tuple[str, ...], str]] = []
+    if train.steps is not None and train.epochs is not None:
+        found.append((("train", "epochs"), "steps is set too; only one of them can be meant"))
+    if model.path and model.tiny:
+        found.append((("model", "tiny"), "path is set too; only one of them can be meant"))
+    if evaluation is not None and bool(evaluation.path) == bool(evaluation.share):
+        found.append((("eval",), "needs a path, or a share of the data"))
+    if recipe.kind == "grpo" and reward.check == "regex" and not reward.pattern:
+        found.append((("reward", "pattern"), 'required for check = "regex"'))
+    if recipe.kind == "grpo" and reward.check not in ("exact", "number", "regex") and ":" not in reward.check:
+        found.append((("reward", "check"), 'expected "exact", "number", "regex" or "FILE.py:FUNCTION"'))
+    if problem := recipe.parallel.problem(recipe.server.ranks):
+        found.append((("parallel",), problem))
+    if sum(map(bool, (recipe.teacher.path, recipe.teacher.tiny, recipe.teacher.url))) > 1:
+        found.append((("teacher",), "path, tiny and url name different models; set one of them"))
+    return found
+
+
+def _parse(path: Path) -> toml.TomlDocument:
+    try:
+        text = path.read_bytes().decode()
+    except OSError as error:
+        raise StrataError(Code.NOT_FOUND, f"cannot read the recipe {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise StrataError(Code.INVALID, f"{path}: the recipe is not UTF-8 text (byte {error.start})") from error
+    if path.suffix.lower() in (".yaml", ".yml"):
+        return _parse_yaml(text, str(path))
+    return toml.parse(text, str(path))
+
+
+def _parse_yaml(text: str, source: str) -> toml.TomlDocument:
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark is not None else source
+        raise StrataError(
+            Code.INVALID, f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}"
+        ) from error
+    if not isinstance(data, dict):
+        raise StrataError(Code.INVALID, f"{source}: expected sections such as data and train")
+    # YAML 1.1 reads 1e-3 as text.
+    return toml.TomlDocument(_read_numbers(data), "", source)
+
+
+def _read_numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _read_numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_read_numbers(inner) for inner in value]
+    if isinstance(value, str) and "e" in value.lower() and value[:1].isdigit():
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def recipe_settings(recipe: Recipe) -> dict[str, Any]:
+    """What decides the numbers of a run, by dotted name: all but where the student's server is and where results go."""
+    # As JSON has it: what is read back from the record compares equal.
+    values = msgspec.json.decode(msgspec.json.encode(recipe))
+    values.pop("output")
+    for name in ("url", "key_file"):
+        values["server"].pop(name)
+    values["teacher"].pop("key_file")
+    # Records of before these were compared do not have them.
+    if not recipe.teacher.url:
+        values["teacher"].pop("url")
+    if recipe.parallel == ParallelSettings():
+        values.pop("parallel")
+    return {
+        f"{section}.{key}": value
+        for section, table in values.items()
+        if isinstance(table, dict)
+        for key, value in table.items()
+    } | {"kind": recipe.kind}
+
+
+def recipe_text(kind: str) -> str:
+    """A recipe of this kind to begin with, as TOML with comments."""
+    return files("strata.sdk.recipes").joinpath("files", f"{kind}.toml").read_text(encoding="utf-8")

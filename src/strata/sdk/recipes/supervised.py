@@ -1,0 +1,59 @@
+"""Supervised fine-tuning: the cross entropy of the tokens to learn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from strata.sdk.recipes.batches import batch_at
+from strata.sdk.recipes.method import Metrics, ReadMetrics, StepContext
+from strata.sdk.recipes.recipe import RecipeTraining
+from strata.sdk.recipes.rendering import TokenExample
+from strata.sdk.train import Model
+
+EVALUATED_TOGETHER: Final = 32
+"""Examples of one pass of an evaluation."""
+
+
+class SupervisedTraining:
+    curve = "loss"
+    judged = "eval_loss"
+    higher_is_better = False
+
+    def __init__(
+        self, examples: Sequence[TokenExample], evaluation: Sequence[TokenExample], train: RecipeTraining
+    ) -> None:
+        self._examples = examples
+        self._evaluation = evaluation
+        self._train = train
+
+    @property
+    def count(self) -> int:
+        return len(self._examples)
+
+    @property
+    def evaluates(self) -> bool:
+        return bool(self._evaluation)
+
+    def step(self, context: StepContext) -> ReadMetrics:
+        batch = [self._examples[each] for each in batch_at(context.step, self.count, self._train)]
+        return learn_examples(context, batch)
+
+    def evaluate(self, model: Model) -> Metrics:
+        return {self.judged: mean_loss(model, self._evaluation)}
+
+
+def learn_examples(context: StepContext, batch: Sequence[TokenExample]) -> ReadMetrics:
+    """The loss that the server minimises is a sum; the metric is its mean over the tokens to learn."""
+    tokens = max(1, sum(each.learned_tokens for each in batch))
+    done = context.model.forward_backward([each.datum() for each in batch])
+    context.optimise(tokens)
+    return lambda: {"loss": done.result().loss / tokens}
+
+
+def mean_loss(model: Model, examples: Sequence[TokenExample]) -> float:
+    """Over the tokens to learn."""
+    parts = [examples[at : at + EVALUATED_TOGETHER] for at in range(0, len(examples), EVALUATED_TOGETHER)]
+    passes = [model.forward([each.datum() for each in part]) for part in parts]
+    tokens = max(1, sum(each.learned_tokens for each in examples))
+    return sum(each.result().loss for each in passes) / tokens

@@ -1,0 +1,220 @@
+"""The tokenizer of the base model in the API server: chats and texts to tokens, and sampled tokens to text.
+
+Chat templates are those of the model's own files. transformers renders them in jinja2's sandbox; a request brings data
+for them and never a template.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Final, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+from strata.base.errors import Code, StrataError
+from strata.train.core.sampling import CONTEXT, REPLACEMENT, SampledSequence, cut_at_stop
+from strata.train.wire.fields import invalid_field
+from strata.train.wire.openai import CalledFunction, ToolCall
+from strata.train.wire.sampling import top_pairs
+
+CALL_START: Final = "<tool_call>"
+CALL_END: Final = "</tool_call>"
+"""How the models that were trained on this form (Hermes, Qwen) write a call: a JSON object between these."""
+_TEMPLATE_NAMES: Final = frozenset({"add_generation_prompt", "documents", "messages", "tools"})
+_TEMPLATE_FAILURES: Final = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What code in a template raises when the data of a request does not have the form that it expects."""
+_CACHED_TOKENS: Final = 100_000
+
+
+class TokenText(NamedTuple):
+    text: str
+    logprob: float | None
+    top: Sequence[tuple[str, float]]
+    """The likeliest tokens at this position, likeliest first; empty if none were requested."""
+
+
+class SampledText(NamedTuple):
+    """A sample as a client of OpenAI's API reads it."""
+
+    text: str
+    """Without the token or the string that stopped it."""
+    length: int
+    """How many tokens were sampled."""
+    tokens: Sequence[TokenText]
+    """All that were sampled; empty if their log probabilities are not wanted."""
+    finish_reason: Literal["stop", "length"]
+
+
+class ModelText:
+    """The tokenizer of one model. Thread-safe: nothing of it changes after it is loaded."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        # Encoding may set padding and truncation at the first call; later calls find them set.
+        tokenizer("a", add_special_tokens=False)
+        self._longest_token = max(map(len, tokenizer.get_vocab()))
+        self._token_text = lru_cache(_CACHED_TOKENS)(self._decode_token)
+
+    @property
+    def end_tokens(self) -> Sequence[int]:
+        """The token that ends a reply of this model, by its tokenizer."""
+        end = self._tokenizer.eos_token_id
+        return () if end is None else (end,)
+
+    def encode(self, text: str, room: int) -> Sequence[int]:
+        """With the tokens that the model expects before a text, if any."""
+        self._check_length("prompt", text, room)
+        return self._encode(text, special=True)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+        room: int,
+    ) -> Sequence[int]:
+        """The prompt that the model's template makes of a chat; INVALID if it makes none."""
+        reserved = _TEMPLATE_NAMES.intersection(variables) | {name for name in variables if name.startswith("_")}
+        if reserved or "chat_template" in variables:
+            raise invalid_field("chat_template_kwargs", f"has names that are not for callers: {sorted(variables)[:5]}")
+        if not self._tokenizer.chat_template:
+            raise StrataError(
+                Code.INVALID, "the tokenizer of this model has no chat template", hint="use /v1/completions"
+            )
+        self._check_length("messages", "".join(str(each.get("content") or "") for each in messages), room)
+        text = self._render(messages, tools, variables)
+        self._check_length("messages", text, room)
+        return self._encode(text, special=False)
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+    ) -> str:
+        from jinja2 import TemplateError
+
+        offered = None if tools is None else list(tools)
+        try:
+            # Most templates know no developer, and leave out the messages of a role that they do not know.
+            if "developer" not in self._tokenizer.get_chat_template(tools=offered):
+                messages = [_as_system(each) for each in messages]
+            text = self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=offered,
+                add_generation_prompt=True,
+                tokenize=False,
+                **variables,
+            )
+        except (TemplateError, *_TEMPLATE_FAILURES) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise invalid_field("messages", f"the chat template of the model cannot render them: {reason}") from None
+        assert isinstance(text, str)
+        return text
+
+    def _check_length(self, field: str, text: str, room: int) -> None:
+        """Before the text is tokenized: no token is longer than the longest."""
+        if len(text) > room * self._longest_token:
+            raise invalid_field(field, f"has {len(text)} characters, and a rank has room for {room} tokens")
+
+    def _encode(self, text: str, *, special: bool) -> Sequence[int]:
+        tokens = self._tokenizer(text, add_special_tokens=special)["input_ids"]
+        return [int(token) for token in tokens]
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        text = self._tokenizer.decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    def continuation(self, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+        """The text that these tokens add to that of the prompt."""
+        before = prompt[-CONTEXT:]
+        return self.decode([*before, *tokens])[len(self.decode(before).rstrip(REPLACEMENT)) :]
+
+    def token_text(self, token: int) -> str:
+        return self._token_text(token)
+
+    def _decode_token(self, token: int) -> str:
+        return self.decode([token], special=True)
+
+    def sampled(
+        self, sequence: SampledSequence, stops: Sequence[str], prompt: Sequence[int], *, logprobs: bool
+    ) -> SampledText:
+        """`prompt` is what the sample continues; empty for a reply in a chat, which is a text of its own."""
+        tokens: list[int] = np.frombuffer(sequence.tokens, "<i4").tolist()
+        shown = tokens
+        if sequence.stop_reason == "stop":
+            whole = self.decode(tokens, special=True) if stops else ""
+            if not any(stop in whole for stop in stops):
+                shown = tokens[:-1]
+        text = self.continuation(prompt, shown) if prompt else self.decode(shown)
+        text = cut_at_stop(text, stops)
+        described = self._describe_sampled(sequence, tokens) if logprobs else ()
+        return SampledText(text, len(tokens), described, sequence.stop_reason)
+
+    def _describe_sampled(self, sequence: SampledSequence, tokens: Sequence[int]) -> Sequence[TokenText]:
+        logprobs: list[float] = np.frombuffer(sequence.logprobs, "<f4").tolist()
+        top = [] if sequence.top is None else top_pairs(sequence.top)
+        return [self.describe(token, logprobs[place], top[place] if top else ()) for place, token in enumerate(tokens)]
+
+    def describe(self, token: int, logprob: float | None, top: Sequence[tuple[int, float]]) -> TokenText:
+        return TokenText(self.token_text(token), logprob, [(self.token_text(each), value) for each, value in top])
+
+
+def _as_system(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message of a developer as one of the system, the older name of that role; any other as it is."""
+    return {**message, "role": "system"} if message.get("role") == "developer" else message
+
+
+class TextLoader:
+    """Loads the tokenizer when the first request needs it: most API servers only see tokens."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._loading: asyncio.Task[ModelText] | None = None
+
+    async def load(self) -> ModelText:
+        """Once for all requests: loading takes seconds, and goes on if the client that was first disconnects."""
+        if self._loading is None or (self._loading.done() and self._loading.exception() is not None):
+            self._loading = asyncio.create_task(asyncio.to_thread(load_text, self._path))
+        return await asyncio.shield(self._loading)
+
+
+def load_text(path: str) -> ModelText:
+    """From the model's files, without network and without code from them. Blocking."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise StrataError(
+            Code.UNSUPPORTED, f"texts need the tokenizer of the model, which cannot be loaded: {error}"
+        ) from error
+    return ModelText(tokenizer)
+
+
+class _WrittenCall(msgspec.Struct):
+    name: str
+    arguments: dict[str, Any] = {}
+
+
+_written: Final = msgspec.json.Decoder(_WrittenCall)
+
+
+def parse_tool_calls(text: str) -> tuple[str, Sequence[ToolCall]]:
+    """The text before the calls of tools that a reply has, and the calls; all of the text and none if it has none, or
+    one cannot be read."""
+    before, *parts = text.split(CALL_START)
+    calls: list[ToolCall] = []
+    for part in parts:
+        try:
+            written = _written.decode(part.partition(CALL_END)[0])
+        except (msgspec.DecodeError, RecursionError):
+            return text, ()
+        function = CalledFunction(name=written.name, arguments=msgspec.json.encode(written.arguments).decode())
+        calls.append(ToolCall(id=f"call_{secrets.token_hex(12)}", function=function))
+    return (before.rstrip(), calls) if calls else (text, ())

@@ -1,0 +1,267 @@
+"""Memory of a device, and traffic between devices, that training a model takes: the arithmetic from sizes to a plan.
+
+`strata plan` fills in the sizes by a trace of the model, `strata serve` and `strata models check` from the headers of
+its files. All of them compare the same sums with the memory that there is.
+
+A pass has two peaks: where the backward pass begins, with the activations of all layers, and where it ends, with the
+gradients of the embeddings and the head. Then comes the optimizer step. The plan is that of the moment that needs most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, Literal
+
+import msgspec
+
+MARGIN: Final = 0.10
+"""Added to everything that is traced or estimated."""
+PROCESS_BYTES: Final = {"cuda": 1 << 30, "cpu": 400 << 20}
+"""A CUDA context with its libraries and the buffers of collectives; or a process with torch and transformers."""
+MOMENTS_BYTES: Final = 8
+GRADIENT_BYTES: Final = 4
+"""Gradients are summed in float32."""
+NORM_BYTES: Final = 16
+"""Of each number of the largest weight, for its norm: a float64 copy, and one of the squares."""
+MOST_DEVICES: Final = 4096
+
+Source = Literal["counted", "traced", "estimated"]
+Moment = Literal["beginning of the backward pass", "end of the backward pass", "optimizer step"]
+
+
+class MemoryRecipe(msgspec.Struct, frozen=True, kw_only=True):
+    training: Literal["lora", "full"] = "lora"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    lora_rank: int = 32
+    slots: int = 1
+    """LoRA models on the device."""
+    row_tokens: int = 4096
+    cached_tokens: int = 32_768
+    checkpointing: int = 0
+    """Activation checkpointing of every n-th layer; 0 is none."""
+    replicated_bytes: int = 256 << 20
+    """A frozen base of at most this size is on every device in full. Gradients of all weights that are at most so large
+    are reduced once in a pass, and are on every device in full until then."""
+    accumulates: bool = True
+    """Several passes before an optimizer step: the sum of the earlier ones is there beside the gradients of the last.
+    """
+    device: Literal["cuda", "cpu"] = "cuda"
+
+    @property
+    def full(self) -> bool:
+        return self.training == "full"
+
+    @property
+    def item_bytes(self) -> int:
+        return 2 if self.dtype == "bfloat16" else 4
+
+
+class MeshShape(msgspec.Struct, frozen=True):
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+    expert: int = 1
+    """Of the devices that shard a copy, those that hold different experts."""
+
+    @property
+    def devices(self) -> int:
+        return self.replicate * self.shard * self.tensor
+
+
+ONE_DEVICE: Final = MeshShape()
+
+
+class PassMemory(msgspec.Struct, frozen=True):
+    """Bytes at the two peaks of a pass over one row."""
+
+    beginning: int
+    """Of the backward pass."""
+    end: int
+
+
+class CollectiveCost(msgspec.Struct, frozen=True):
+    """Calls of one kind by each device. Bytes are those of the largest tensor of each call, summed."""
+
+    name: Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
+    over: Literal["shard", "replicate", "tensor", "expert", "all"]
+    """The dimension of the mesh, or all devices."""
+    per: Literal["row", "step"]
+    calls: int
+    bytes: int
+
+
+class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
+    """The sizes of a model under a recipe, and on tensor or expert groups of one size, before it is sharded."""
+
+    parameters: int
+    rank_parameters: int
+    """Of one rank of a tensor group; all without such groups."""
+    expert_parameters: int
+    """Of all experts."""
+    largest_weight: int
+    """Of one rank of a tensor group."""
+    blocks: int
+    """Groups of weights that are gathered together: the layers."""
+    expert_blocks: int
+    """Layers with experts: those of an expert group are gathered apart."""
+    block_parameters: int
+    """Of the largest block, as a rank of a tensor or expert group computes with it."""
+    root_parameters: int
+    """Of what is in no block: embeddings and head. It stays gathered during a pass."""
+    adapter_parameters: int
+    """Of an adapter, which is on every rank in full."""
+    cache_numbers: int
+    """In the KV cache, of one token."""
+    activations: PassMemory | None = None
+    """Of a row, with all weights in place; None if nothing was traced."""
+    gathered: PassMemory | None = None
+    """What a pass takes beside that if the weights are sharded: gathered weights, gradients before they are reduced."""
+    copied: PassMemory | None = None
+    """What it takes if one device has all the weights: FSDP copies them too, perhaps to another dtype."""
+    exchanges: Sequence[CollectiveCost] = ()
+    """Collectives of a row within its tensor or expert group, as traced."""
+
+
+class MemoryPart(msgspec.Struct, frozen=True):
+    name: str
+    bytes: int
+    source: Source
+
+
+class DevicePlan(msgspec.Struct, frozen=True):
+    """What each device of the mesh needs at the moment that needs most."""
+
+    mesh: MeshShape
+    moment: Moment
+    parts: Sequence[MemoryPart]
+    collectives: Sequence[CollectiveCost]
+
+    @property
+    def total(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+
+def plan_device(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> DevicePlan:
+    weights = _share(cost.rank_parameters, 1 if is_replicated(cost, recipe, mesh) else mesh.shard)
+    trained = weights if recipe.full else recipe.slots * cost.adapter_parameters
+    held = [MemoryPart("weights", weights * (4 if recipe.full else recipe.item_bytes), "counted")]
+    if not recipe.full:
+        held.append(MemoryPart("adapters", trained * 4, "counted"))
+    held.append(MemoryPart("optimizer", trained * MOMENTS_BYTES, "counted"))
+    held.append(MemoryPart("KV cache", recipe.cached_tokens * cost.cache_numbers * recipe.item_bytes, "counted"))
+    held.append(MemoryPart("process", PROCESS_BYTES[recipe.device], "estimated"))
+    plans = []
+    for moment, parts in _moments(cost, recipe, mesh, trained):
+        uncertain = sum(part.bytes for part in parts if part.source != "counted")
+        margin = MemoryPart("margin", int(MARGIN * uncertain), "estimated")
+        shown = tuple(part for part in (*held, *parts, margin) if part.bytes)
+        plans.append(DevicePlan(mesh, moment, shown, collective_costs(cost, recipe, mesh)))
+    return max(plans, key=lambda plan: plan.total)
+
+
+def is_replicated(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> bool:
+    """A frozen base that is small is on every device in full, without FSDP."""
+    is_small = cost.parameters * recipe.item_bytes <= recipe.replicated_bytes
+    return not recipe.full and mesh.tensor == 1 and mesh.expert == 1 and is_small
+
+
+def collective_costs(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> tuple[CollectiveCost, ...]:
+    """Commands, rows and results travel besides; they are small."""
+    costs = []
+    groups, numbers = cost.blocks, _group_parameters(cost, mesh)
+    if mesh.expert > 1:
+        groups += cost.expert_blocks
+        if mesh.shard == mesh.expert:
+            # Each rank has all that it computes with of them.
+            groups, numbers = cost.blocks, cost.rank_parameters - cost.expert_parameters
+    if mesh.shard > 1 and not is_replicated(cost, recipe, mesh):
+        # A block is gathered for the forward and again for the backward pass, what is in no block once.
+        gathered = (2 * numbers - cost.root_parameters) * recipe.item_bytes
+        costs.append(CollectiveCost("all-gather", "shard", "row", 2 * groups + 1, gathered))
+        if recipe.full:
+            costs.append(CollectiveCost("reduce-scatter", "shard", "row", groups + 1, numbers * GRADIENT_BYTES))
+    if recipe.full and mesh.replicate > 1:
+        calls = cost.blocks + 1 + (cost.expert_blocks if mesh.expert > 1 else 0)
+        reduced = _share(cost.rank_parameters, mesh.shard) * GRADIENT_BYTES
+        costs.append(CollectiveCost("all-reduce", "replicate", "row", calls, reduced))
+    costs.extend(cost.exchanges)
+    if mesh.devices > 1:
+        # The norm of all gradients, or the gradients of every adapter.
+        calls, reduced = (1, 8) if recipe.full else (recipe.slots, recipe.slots * cost.adapter_parameters * 4)
+        costs.append(CollectiveCost("all-reduce", "all", "step", calls, reduced))
+    return tuple(costs)
+
+
+def smallest_plan(
+    cost: ModelCost, recipe: MemoryRecipe, device_bytes: int, groups: MeshShape = ONE_DEVICE
+) -> DevicePlan | None:
+    """The fewest devices that hold it, by doubling those that shard `groups`; None if more of them would not help."""
+    mesh = groups
+    while mesh.devices <= MOST_DEVICES:
+        plan = plan_device(cost, recipe, mesh)
+        if plan.total <= device_bytes:
+            return plan
+        mesh = msgspec.structs.replace(mesh, shard=2 * mesh.shard)
+    return None
+
+
+def cache_numbers(config: Mapping[str, Any]) -> int:
+    """Keys and values of one token in all layers, by a model's configuration; 0 if it does not say. A family that
+    compresses them needs less."""
+    text: Mapping[str, Any] = config.get("text_config") or config
+    heads, layers = text.get("num_attention_heads"), text.get("num_hidden_layers")
+    if not (isinstance(heads, int) and isinstance(layers, int)):
+        return 0
+    width = text.get("head_dim") or text.get("hidden_size", 0) // heads
+    return int(2 * layers * (text.get("num_key_value_heads") or heads) * width)
+
+
+def _moments(
+    cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape, trained: int
+) -> Iterator[tuple[Moment, Sequence[MemoryPart]]]:
+    last = trained * GRADIENT_BYTES
+    earlier = last if recipe.accumulates else 0
+    if recipe.full and cost.parameters * GRADIENT_BYTES <= recipe.replicated_bytes:
+        last = _group_parameters(cost, mesh) * GRADIENT_BYTES
+    # A pass has several rows: those of the first ones are there when the last one begins.
+    gradients = MemoryPart("gradients", earlier + last, "counted")
+    activations = cost.activations or PassMemory(0, 0)
+    gathered, source = _gathered(cost, recipe, mesh)
+    yield (
+        "beginning of the backward pass",
+        (
+            gradients,
+            MemoryPart("activations", activations.beginning, "traced"),
+            MemoryPart("gathered weights", gathered.beginning, source),
+        ),
+    )
+    yield (
+        "end of the backward pass",
+        (
+            gradients,
+            MemoryPart("activations", activations.end, "traced"),
+            MemoryPart("gathered weights", gathered.end, source),
+        ),
+    )
+    if recipe.full:
+        buffers = MemoryPart("buffers", _share(cost.largest_weight, mesh.shard) * NORM_BYTES, "estimated")
+        yield "optimizer step", (MemoryPart("gradients", trained * GRADIENT_BYTES, "counted"), buffers)
+
+
+def _gathered(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> tuple[PassMemory, Source]:
+    if is_replicated(cost, recipe, mesh):
+        return PassMemory(0, 0), "traced"
+    traced = cost.gathered if mesh.shard > 1 else cost.copied
+    if traced is not None:
+        return traced, "traced"
+    least = (cost.block_parameters + cost.root_parameters) * recipe.item_bytes
+    return PassMemory(least, least), "estimated"
+
+
+def _group_parameters(cost: ModelCost, mesh: MeshShape) -> int:
+    """What one rank of a tensor or expert group computes with."""
+    return cost.rank_parameters - cost.expert_parameters + _share(cost.expert_parameters, mesh.expert)
+
+
+def _share(numbers: int, shards: int) -> int:
+    return -(-numbers // shards)

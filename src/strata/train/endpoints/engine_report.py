@@ -1,0 +1,38 @@
+"""What the launcher reports of an engine that it supervises, in a file that the orchestrator reads for its status."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from strata.base.atomic import read_json
+from strata.base.errors import StrataError
+from strata.train.core.status import EngineStatus
+from strata.train.settings import ServerSettings
+
+EngineCondition = Literal["starting", "ready", "restarting"]
+
+
+class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
+    condition: EngineCondition
+    reason: str
+    starts: int
+    since_s: float
+
+
+def engine_statuses(settings: ServerSettings) -> list[EngineStatus]:
+    """Of all engines that the server starts. A file that cannot be read is a state too, and no error of the status."""
+    return [_status(settings, name) for name in settings.inference.engines]
+
+
+def _status(settings: ServerSettings, name: str) -> EngineStatus:
+    try:
+        report = read_json(settings.engine_report(name), EngineReport)
+    except (StrataError, OSError) as error:
+        return EngineStatus(name=name, state="unknown", reason=str(error))
+    if report is None:
+        return EngineStatus(name=name, state="unknown", reason="no launcher supervises it")
+    return EngineStatus(
+        name=name, state=report.condition, reason=report.reason, starts=report.starts, since_s=report.since_s
+    )

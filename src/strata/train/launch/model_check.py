@@ -1,0 +1,123 @@
+"""What a training server would make of a model, from its files' heads alone: no weights are loaded, and no torch.
+
+Whether a family is supported is what the tests of this version found for each of them; `docs/families.md` has the same
+table. The start-up check of a server has the last word, with the real weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+
+from strata.base.errors import Code, StrataError
+from strata.train.hugging_face import find_folder
+from strata.train.launch.preflight import ModelFiles, estimate, read_config, read_model_files
+from strata.train.settings import LimitSettings, ModelSettings, RankSettings, ServerSection, ServerSettings
+
+FAMILIES: Final = "families.json"
+"""In the package `strata.train`; `make families` writes it."""
+Support = Literal["yes", "no", "unproven"]
+
+
+class FamilyOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the tests of this version found for a family."""
+
+    result: Literal["equal", "refused", "not built"]
+    lora: str = ""
+    sampler: str = ""
+    why: str = ""
+
+    @property
+    def support(self) -> Support:
+        return {"equal": "yes", "refused": "no", "not built": "unproven"}[self.result]  # type: ignore[return-value]
+
+
+class MemoryNeed(msgspec.Struct, frozen=True, kw_only=True):
+    """Of each rank, and so of each device."""
+
+    training: Literal["lora", "full"]
+    dtype: Literal["float32", "bfloat16"]
+    start_bytes: int
+    """The least to start with."""
+    full_bytes: int
+    """With every slot in use, a full KV cache, and several passes before a step."""
+
+
+class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
+    family: str
+    support: Support
+    why: str
+    """Of a family that is refused or unproven, or what adapters cannot train."""
+    lora: str
+    """The kinds of layers that adapters can be trained for."""
+    sampler: str
+    parameters: int
+    ranks: int
+    memory: Sequence[MemoryNeed]
+
+
+@cache
+def known_families() -> Mapping[str, FamilyOutcome]:
+    content = (files("strata.train") / FAMILIES).read_bytes()
+    return msgspec.json.decode(content, type=dict[str, FamilyOutcome])
+
+
+def support_of(family: str) -> FamilyOutcome:
+    unknown = FamilyOutcome(result="not built", why="no test of this version knows this family")
+    return known_families().get(family, unknown)
+
+
+def check_model_files(model: str, ranks: int) -> ModelReport:
+    """NOT_FOUND if there is no such model here, INVALID if it has no weights."""
+    folder = find_folder(model)
+    if folder is None:
+        raise StrataError(
+            Code.NOT_FOUND,
+            f"there is no model in {model}, neither a folder nor in the cache",
+            hint=f"strata models pull {model}",
+        )
+    files = read_model_files(folder)
+    if not files.shapes:
+        raise StrataError(Code.INVALID, f"{folder} has no weights in safetensors")
+    family = family_of(folder)
+    outcome = support_of(family)
+    return ModelReport(
+        family=family,
+        support=outcome.support,
+        why=outcome.why,
+        lora=outcome.lora,
+        sampler=outcome.sampler,
+        parameters=sum(math.prod(shape) for shape in files.shapes.values()),
+        ranks=ranks,
+        memory=[
+            _need(files, ranks, training=training, dtype=dtype)
+            for training in ("lora", "full")
+            for dtype in ("bfloat16", "float32")
+        ],
+    )
+
+
+def family_of(folder: Path) -> str:
+    return str(read_config(folder).get("model_type", ""))
+
+
+def _need(files: ModelFiles, ranks: int, **model: Any) -> MemoryNeed:
+    settings = ServerSettings(
+        server=ServerSection(),
+        model=ModelSettings(path="", **model),
+        ranks=RankSettings(nproc=ranks),
+        limits=LimitSettings(),
+    )
+    needed = estimate(settings, files)
+    return MemoryNeed(
+        training=settings.model.training,
+        dtype=settings.model.dtype,
+        start_bytes=needed.base,
+        full_bytes=needed.full,
+    )

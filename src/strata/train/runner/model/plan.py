@@ -1,0 +1,361 @@
+"""Sizes of a model for a plan of its memory, from its configuration alone: no weights, no device.
+
+Parameters and adapters are counted by shapes. The memory of a pass is traced: the model runs one row forward and
+backward on tensors without content, split and sharded over ranks that do not exist, and everything that it allocates
+is counted until it is freed; so is what the ranks of a tensor or expert group exchange. A few layers of each kind are
+enough: each further one costs what the last one did. Temporary memory inside kernels and the allocator's fragmentation
+are not seen. Tokens choose all experts equally often.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from typing import Any, Final, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from strata.base.errors import Code, StrataError
+from strata.train.core.device_memory import (
+    ONE_DEVICE,
+    CollectiveCost,
+    MemoryRecipe,
+    MeshShape,
+    ModelCost,
+    PassMemory,
+    cache_numbers,
+)
+from strata.train.core.ops import LoraConfig
+from strata.train.runner.experts import group_experts
+from strata.train.runner.lora import Adapter, Adapters, Span, is_experts, targets_of
+from strata.train.runner.model.attention import ATTENTION
+from strata.train.runner.model.base import (
+    DTYPES,
+    blocks_of,
+    checkpoint_layers,
+    make_expert_mesh,
+    make_mesh,
+    shard,
+)
+from strata.train.runner.model.expert_parallel import ExpertParallel
+from strata.train.runner.model.loading import build_skeleton
+from strata.train.runner.model.startup_check import find_decoder, unsupported_errors
+from strata.train.runner.model.tensor_parallel import TensorParallel, placement_of, plan_splits
+from strata.train.runner.passes.logprobs import PackedModel, PackedRow
+from strata.train.runner.settings import LOGITS_BYTES
+from strata.train.settings import ParallelSettings
+
+TRACED: Final = 3
+"""Layers of each kind: FSDP gathers the weights of one, computes another, and reduces the gradients of a third."""
+SHARDS: Final = 2
+"""Of a traced model that is sharded: what a pass gathers is the same for more."""
+Layers = Sequence[int]
+"""Numbers of blocks, in their order."""
+Exchange = Literal["all-gather", "all-reduce", "all-to-all"]
+EXCHANGES: Final[dict[str, Exchange]] = {
+    "_allgather_base_": "all-gather",
+    "allreduce_": "all-reduce",
+    "alltoall_base_": "all-to-all",
+}
+"""What torch calls them."""
+CPU: Final = torch.device("cpu")
+
+
+class TracedPass(NamedTuple):
+    memory: PassMemory
+    calls: Counter[Exchange]
+    sent: Counter[Exchange]
+    """Bytes of the largest tensor of each call."""
+
+    def plus(self, count: int, more: TracedPass, less: TracedPass) -> TracedPass:
+        """With so many times the difference of two others."""
+
+        def add(own: Counter[Exchange], more: Counter[Exchange], less: Counter[Exchange]) -> Counter[Exchange]:
+            return Counter({name: own[name] + count * (more[name] - less[name]) for name in more})
+
+        beginning = self.memory.beginning + count * (more.memory.beginning - less.memory.beginning)
+        end = self.memory.end + count * (more.memory.end - less.memory.end)
+        calls, sent = add(self.calls, more.calls, less.calls), add(self.sent, more.sent, less.sent)
+        return TracedPass(PassMemory(beginning, end), calls, sent)
+
+
+def trace_cost(model: str, recipe: MemoryRecipe, mesh: MeshShape = ONE_DEVICE) -> ModelCost:
+    """The sizes of the model in this folder, on tensor or expert groups of this mesh. INVALID if it has no
+    configuration or cannot be on such groups, UNSUPPORTED if its family cannot be trained here, or cannot be traced
+    without content."""
+    skeleton = build_skeleton(model, DTYPES[recipe.dtype])
+    parallel = ParallelSettings(replicate=mesh.replicate, tensor=mesh.tensor, expert=mesh.expert)
+    if problem := parallel.problem(mesh.devices) or parallel.model_problem(skeleton.config.to_dict()):
+        raise StrataError(Code.INVALID, problem)
+    with unsupported_errors(str(skeleton.config.model_type)):
+        sizes = _rank_parameters(skeleton, mesh.tensor)
+        of_experts = {
+            id(weight) for module in skeleton.modules() if is_experts(module) for weight in module.parameters()
+        }
+        # Of each block, of experts and of the rest.
+        blocks = []
+        for block in blocks_of(skeleton):
+            experts = sum(sizes[id(weight)] for weight in block.parameters() if id(weight) in of_experts)
+            blocks.append((experts, sum(sizes[id(weight)] for weight in block.parameters()) - experts))
+        kinds = _layers_by_kind(skeleton, recipe)
+        in_place = _extrapolate(kinds, lambda layers: trace_pass(model, recipe, layers, 0, mesh))
+
+        def extra_memory(shards: int) -> PassMemory:
+            traced = _extrapolate(kinds, lambda layers: trace_pass(model, recipe, layers, shards, mesh)).memory
+            beginning, end = traced.beginning - in_place.memory.beginning, traced.end - in_place.memory.end
+            return PassMemory(max(beginning, 0), max(end, 0))
+
+        over: Literal["tensor", "expert"] = "tensor" if mesh.tensor > 1 else "expert"
+        return ModelCost(
+            parameters=sum(parameter.numel() for parameter in skeleton.parameters()),
+            rank_parameters=sum(sizes.values()),
+            expert_parameters=sum(experts for experts, _ in blocks),
+            largest_weight=max(sizes.values()),
+            blocks=len(blocks),
+            expert_blocks=sum(experts > 0 for experts, _ in blocks),
+            block_parameters=max((experts // mesh.expert + rest for experts, rest in blocks), default=0),
+            root_parameters=sum(sizes.values()) - sum(experts + rest for experts, rest in blocks),
+            adapter_parameters=0 if recipe.full else _new_adapter(skeleton, recipe, torch.device("meta"), None).size,
+            cache_numbers=cache_numbers(skeleton.config.to_dict()),
+            activations=in_place.memory,
+            gathered=extra_memory(SHARDS),
+            copied=extra_memory(1) if mesh.expert == 1 else None,
+            exchanges=[
+                CollectiveCost(name, over, "row", calls, in_place.sent[name]) for name, calls in in_place.calls.items()
+            ],
+        )
+
+
+def _rank_parameters(lm: PreTrainedModel, tensor: int) -> dict[int, int]:
+    """The size of each weight on a rank of a tensor group, by the identity of the weight."""
+    splits = plan_splits(lm, tensor) if tensor > 1 else {}
+    sizes = {}
+    for name, weight in lm.named_parameters():
+        module, _, last = name.rpartition(".")
+        is_split = isinstance(placement_of(splits.get(module), last), Shard)
+        sizes[id(weight)] = weight.numel() // (tensor if is_split else 1)
+    return sizes
+
+
+def _new_adapter(
+    lm: PreTrainedModel, recipe: MemoryRecipe, device: torch.device, tensor: TensorParallel | None
+) -> Adapter:
+    lora = LoraConfig(rank=recipe.lora_rank, alpha=1.0)
+    if tensor is None:
+        return Adapter(lora, targets_of(lm, lora), device)
+    return Adapter(lora, targets_of(lm, lora), device, part_of=tensor.lora_part)
+
+
+def _layers_by_kind(lm: PreTrainedModel, recipe: MemoryRecipe) -> list[Layers]:
+    """Layers of one kind have the same shapes, the same reach of attention, and are recomputed alike."""
+    if recipe.checkpointing:
+        checkpoint_layers(lm, every=recipe.checkpointing)
+    kinds: dict[object, list[int]] = defaultdict(list)
+    for number, block in enumerate(blocks_of(lm)):
+        shapes = tuple((name, parameter.shape) for name, parameter in block.named_parameters())
+        reach = tuple(getattr(module, "sliding_window", None) for module in block.modules())
+        kinds[shapes, reach, getattr(block, "gradient_checkpointing", False)].append(number)
+    return list(kinds.values())
+
+
+def _extrapolate(kinds: Sequence[Layers], trace: Callable[[Set[int]], TracedPass]) -> TracedPass:
+    few: set[int] = {number for layers in kinds for number in layers[:TRACED]}
+    least = traced = trace(few)
+    for layers in kinds:
+        if (further := len(layers) - TRACED) > 0:
+            traced = traced.plus(further, trace(few | {layers[TRACED]}), least)
+    return traced
+
+
+def trace_pass(
+    model: str, recipe: MemoryRecipe, layers: Set[int], shards: int, mesh: MeshShape = ONE_DEVICE
+) -> TracedPass:
+    """A row of one document, forward and backward, in a model of these layers. With 0 shards all weights of a rank are
+    in place; else FSDP gathers them, also on one rank. The ranks of an expert group shard what is not of experts; with
+    `SHARDS`, experts too if the mesh does so."""
+    compute = DTYPES[recipe.dtype]
+    lm = build_skeleton(model, torch.float32 if recipe.full and shards else compute)
+    if recipe.checkpointing:
+        checkpoint_layers(lm, every=recipe.checkpointing)
+    _keep_layers(lm, layers)
+    # FSDP changes the names of their classes.
+    first = blocks_of(lm)[0]
+    lm.tie_weights()
+    lm.requires_grad_(requires_grad=recipe.full)
+    packed = _TracedModel(lm, find_decoder(lm), None, LOGITS_BYTES)
+    parallel = ParallelSettings(tensor=mesh.tensor, expert=mesh.expert)
+    if mesh.shard == mesh.expert > 1:
+        shards = min(shards, 1)
+    with _fake_ranks(max(shards, 1) * mesh.tensor * mesh.expert) as size:
+        fake_mesh, expert_mesh = make_mesh(parallel, size, CPU), make_expert_mesh(parallel, size, CPU)
+        tensor = experts = None
+        if mesh.tensor > 1:
+            tensor = TensorParallel(fake_mesh["tensor"])
+            tensor.split(lm)
+        if expert_mesh is not None:
+            experts = _BalancedExperts(expert_mesh["expert"], recipe.row_tokens * lm.config.num_experts_per_tok)
+            experts.split(lm)
+        if shards:
+            shard(packed, compute, fake_mesh, expert_mesh)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            lm.to_empty(device=CPU)
+            lm.tie_weights()
+            lm.set_attn_implementation(ATTENTION)
+            adapters = None if recipe.full else Adapters(lm)
+            group_experts(lm, adapters, None if experts is None else experts.dispatch)
+            adapter = None
+            if adapters is not None:
+                adapter = _new_adapter(lm, recipe, CPU, tensor)
+                adapter.begin()
+                lm.enable_input_require_grads()  # type: ignore[no-untyped-call]
+            packed.adapters = adapters
+            return _trace_row(packed, first, adapter, recipe.row_tokens)
+
+
+class _BalancedExperts(ExpertParallel):
+    """Every rank gets as many pairs: no number has to be read to know how many."""
+
+    def __init__(self, mesh: DeviceMesh, pairs: int) -> None:
+        super().__init__(mesh)
+        ranks = mesh.size()
+        self._sizes = [pairs // ranks + (rank < pairs % ranks) for rank in range(ranks)]
+
+    def _read_sizes(self, sent: torch.Tensor, received: torch.Tensor) -> tuple[Sequence[int], Sequence[int]]:
+        del sent, received
+        return self._sizes, self._sizes
+
+
+def _keep_layers(lm: PreTrainedModel, layers: Set[int]) -> None:
+    kept = {block for number, block in enumerate(blocks_of(lm)) if number in layers}
+    dropped = set(blocks_of(lm)) - kept
+    for module in list(lm.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.ModuleList) and dropped.intersection(child):
+                setattr(module, name, nn.ModuleList(block for block in child if block not in dropped))
+
+
+@contextmanager
+def _fake_ranks(size: int) -> Iterator[int]:
+    """A group of which this process is the first rank; the others do not exist, and collectives do nothing."""
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield size
+    finally:
+        dist.destroy_process_group()
+
+
+def _trace_row(packed: PackedModel, first: nn.Module, adapter: Adapter | None, tokens: int) -> TracedPass:
+    content = torch.zeros(tokens, dtype=torch.int64)
+    spans = [Span(adapter, tokens)]
+    row = PackedRow(tokens=content, documents=[tokens], spans=spans, logit_indices=content, targets=content)
+    if packed.adapters is not None:
+        packed.adapters.row = spans
+    for parameter in packed.parameters():
+        if parameter.requires_grad:
+            # What is left of a gradient, this rank's shard of it, is counted apart.
+            parameter.register_post_accumulate_grad_hook(_free_gradient)  # type: ignore[no-untyped-call]
+    live = _LiveBytes()
+
+    def watch_gradient(_: nn.Module, __: object, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            hidden.register_hook(live.begin_end)
+
+    first.register_forward_hook(watch_gradient)
+    with live:
+        packed(row).sum().backward()
+    return TracedPass(PassMemory(live.peak, live.end_peak), live.calls, live.sent)
+
+
+class _TracedModel(PackedModel):
+    """Each token of a row has one target: no number has to be read to know which are in a chunk."""
+
+    def _chunks(self, row: PackedRow) -> list[tuple[slice, slice]]:
+        length = len(row.tokens)
+        slices = [slice(start, min(start + self._chunk, length)) for start in range(0, length, self._chunk)]
+        return [(each, each) for each in slices]
+
+
+def _free_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the memory of tensors that were made inside, from their first appearance until they are freed, and
+    collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        """Until the backward pass reached the first layer."""
+        self.end_peak = 0
+        """Since then."""
+        self.calls: Counter[Exchange] = Counter()
+        self.sent: Counter[Exchange] = Counter()
+        self._live = 0
+        self._at_end = False
+        self._sizes: dict[int, int] = {}
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def begin_end(self, _: torch.Tensor) -> None:
+        self._at_end = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # FSDP frees and allocates the memory of gathered weights between operations.
+        for number, reference in list(self._storages.items()):
+            if (storage := reference()) is not None and storage.nbytes() != self._sizes[number]:
+                self._resize(number, storage.nbytes())
+        is_grouped = func is torch.ops.aten._grouped_mm.default
+        result = _grouped_shape(*args, **(kwargs or {})) if is_grouped else func(*args, **(kwargs or {}))
+        if (exchange := EXCHANGES.get(func.__name__.partition(".")[0])) is not None:
+            self.calls[exchange] += 1
+            self.sent[exchange] += max(tensor.nbytes for tensor in _tensors(args))
+        inputs = {tensor.untyped_storage()._cdata for tensor in _tensors((*args, *(kwargs or {}).values()))}
+        for tensor in _tensors((result,)):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in inputs and storage._cdata not in self._storages:
+                self._add(storage)
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        number = storage._cdata
+
+        def freed(_: object) -> None:
+            self._storages.pop(number, None)
+            self._live -= self._sizes.pop(number, 0)
+
+        self._storages[number] = weakref.ref(storage, freed)
+        self._resize(number, storage.nbytes())
+
+    def _resize(self, number: int, size: int) -> None:
+        self._live += size - self._sizes.get(number, 0)
+        self._sizes[number] = size
+        if self._at_end:
+            self.end_peak = max(self.end_peak, self._live)
+        else:
+            self.peak = max(self.peak, self._live)
+
+
+def _grouped_shape(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """What a grouped multiplication returns. Without content torch has it in bfloat16 only."""
+    if right.ndim == 3:
+        return left.new_empty(left.shape[0], right.shape[2])
+    return left.new_empty(len(offs), left.shape[0], right.shape[1])
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)

@@ -1,0 +1,232 @@
+"""Tensor parallelism: the ranks of a tensor group compute the same rows together, each with its part of the matrices.
+
+transformers knows which layers of a family are split, and how (its `tp_plan`); the arithmetic is here. Weights are
+tensors that are split over the group, or replicated on it: so FSDP can shard them further, and files show which part a
+rank holds. A layer computes with its part as a plain tensor. Two sums make the numbers those of one rank:
+
+- Of a layer that is split by its outputs (`columns`), each rank has some outputs; gradients of its inputs are summed
+  where the block begins that such layers belong to, once for all of them.
+- Of a layer that is split by its inputs (`rows`), each rank has a summand of all outputs; the layer's output is summed.
+
+In between, a rank has attention heads and inner dimensions of its own. A weight that all of them share there, such as
+the norm of a head, gets the sum of its gradients. Embeddings are replicated, and a head that is tied to them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Final, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from transformers import PreTrainedModel
+
+from strata.base.errors import Code, StrataError
+from strata.train.runner.lora import LoraPart, LoraTarget
+from strata.train.runner.model.distributed_weights import SplitModel, compute_locally, distribute_weight
+from strata.train.runner.model.loading import parent_of
+
+Split = Literal["columns", "rows", "shared", "gathered"]
+SPLITS: Final[Mapping[str, Split | None]] = {
+    "colwise": "columns",
+    "rowwise": "rows",
+    "replicated_with_grad_allreduce": "shared",
+    "colwise_gather_output": "gathered",
+    "embedding_rowwise": None,
+}
+"""What transformers calls the ways to split a layer. `gathered` is `columns` with the outputs of all ranks."""
+_NUMBER: Final = re.compile(r"\.\d+(?=\.|$)")
+
+
+class TensorParallel(SplitModel):
+    """A model that is split over a tensor group. All ranks of the group call the model together, with the same row."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__(mesh)
+        self.rank = mesh.get_local_rank()
+        self._splits: Mapping[str, Split] = {}
+
+    def split(self, lm: PreTrainedModel) -> None:
+        """Replace the weights and add the sums. The model may have no memory yet; nothing is communicated."""
+        self._splits = plan_splits(lm, self._mesh.size())
+        replaced: dict[int, nn.Parameter] = {}
+        for name, weight in list(lm.named_parameters(remove_duplicate=False)):
+            module, last = parent_of(lm, name)
+            if id(weight) not in replaced:
+                placement = placement_of(self._splits.get(name.rpartition(".")[0]), last)
+                replaced[id(weight)] = distribute_weight(weight, self._mesh, placement)
+            setattr(module, last, replaced[id(weight)])
+        blocks = _blocks(self._splits)
+        for name, module in lm.named_modules():
+            if module._parameters:
+                compute_locally(module, partial(self._local, self._splits.get(name)))
+            if name in blocks or self._splits.get(name) == "gathered":
+                module.register_forward_pre_hook(self._sum_input_gradients, with_kwargs=True)
+            if self._splits.get(name) == "rows":
+                module.register_forward_hook(self._sum_output)
+            if self._splits.get(name) == "gathered":
+                module.register_forward_hook(self._gather_output)
+
+    def lora_part(self, target: LoraTarget) -> LoraPart:
+        """What this rank's computation of a layer takes of the layer's adapter. Gradients are summed over all ranks:
+        those of a layer that every rank computes in full count once."""
+        count = self._mesh.size()
+        match self._splits.get(target.name):
+            case "columns" | "gathered":
+                return LoraPart(rows=_part(target.rows, self.rank, count))
+            case "rows":
+                return LoraPart(columns=_part(target.columns, self.rank, count))
+            case _:
+                return LoraPart(is_counted=self.rank == 0)
+
+    def _local(self, split: Split | None, name: str, weight: DTensor) -> torch.Tensor:
+        if self._whole:
+            return weight.full_tensor()
+        local = weight.to_local()
+        if split == "shared":
+            return self._sum_gradients(local)
+        if split == "rows" and name == "bias":
+            # The outputs are summed, and the bias is in that sum once.
+            return self._sum_gradients(local) * (self.rank == 0)
+        return local
+
+    def _sum_gradients(self, value: torch.Tensor) -> torch.Tensor:
+        return _SumGradients.apply(value, self._group)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _sum_input_gradients(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._whole:
+            return args, kwargs
+        if args:
+            return (self._sum_gradients(args[0]), *args[1:]), kwargs
+        if "hidden_states" not in kwargs:
+            raise StrataError(Code.UNSUPPORTED, f"{type(module).__name__} has other inputs than hidden states")
+        return args, {**kwargs, "hidden_states": self._sum_gradients(kwargs["hidden_states"])}
+
+    def _sum_output(self, module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        del module, args
+        return output if self._whole else _Sum.apply(output, self._group)  # type: ignore[no-untyped-call]
+
+    def _gather_output(self, module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        del module, args
+        return output if self._whole else _Gather.apply(output, self._group)  # type: ignore[no-untyped-call]
+
+
+def plan_splits(lm: PreTrainedModel, size: int) -> dict[str, Split]:
+    """How each layer is split by so many ranks. UNSUPPORTED if transformers has no plan, or another kind of one."""
+    splits: dict[str, Split] = {}
+    names = _names_of_weights(lm)
+    for name, module in lm.named_modules():
+        style = lm.tp_plan.get(_NUMBER.sub(".*", name))
+        if style is None:
+            continue
+        if style not in SPLITS:
+            raise StrataError(Code.UNSUPPORTED, f"{name} would be split as {style}, which is not computed here")
+        split = SPLITS[style]
+        if split == "gathered" and not _fits(module, names, size):
+            continue
+        if split is not None:
+            splits[name] = split
+            _check_divisible(name, module, split, size)
+    if not _blocks(splits):
+        raise StrataError(Code.UNSUPPORTED, "transformers has no plan to split its layers")
+    for block in _blocks(splits):
+        for name, _ in lm.get_submodule(block).named_parameters(prefix=block):
+            if name.rpartition(".")[0] not in splits:
+                # Its gradient would be that of one rank's part of the block.
+                raise StrataError(Code.UNSUPPORTED, f"the plan of transformers leaves out {name}")
+    return splits
+
+
+def placement_of(split: Split | None, name: str) -> Placement:
+    """Where a tensor group has a weight, by the split of its module and its name there."""
+    match split:
+        case "columns" | "gathered":
+            return Shard(0)
+        case "rows" if name == "weight":
+            return Shard(1)
+        case _:
+            return Replicate()
+
+
+def _blocks(splits: Mapping[str, Split]) -> set[str]:
+    """The modules, such as attention, whose inputs all ranks have and whose outputs they sum."""
+    return {name.rpartition(".")[0] for name, split in splits.items() if split == "rows"}
+
+
+def _names_of_weights(lm: nn.Module) -> dict[int, int]:
+    """How many names each weight has: more than one if it is tied."""
+    counts: dict[int, int] = {}
+    for _, weight in lm.named_parameters(remove_duplicate=False):
+        counts[id(weight)] = counts.get(id(weight), 0) + 1
+    return counts
+
+
+def _fits(module: nn.Module, names: Mapping[int, int], size: int) -> bool:
+    weights = [weight for _, weight in module.named_parameters(recurse=False)]
+    return all(names[id(weight)] == 1 and weight.shape[0] % size == 0 for weight in weights)
+
+
+def _check_divisible(name: str, module: nn.Module, split: Split, size: int) -> None:
+    if split == "shared":
+        return
+    weight = module.get_parameter("weight")
+    length = weight.shape[1 if split == "rows" else 0]
+    if length % size:
+        what = "inputs" if split == "rows" else "outputs"
+        raise StrataError(Code.UNSUPPORTED, f"{name} has {length} {what}, which parallel.tensor {size} does not divide")
+
+
+def _part(length: int, rank: int, count: int) -> slice:
+    return slice(rank * length // count, (rank + 1) * length // count)
+
+
+class _SumGradients(torch.autograd.Function):
+    """A value that all ranks have in common, at the beginning of what each computes by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = grads[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over the ranks, in place: `value` is fresh from its layer. Its gradient is the same on all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        dist.all_reduce(value, group=group)
+        ctx.mark_dirty(value)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        del ctx
+        return grads[0], None
+
+
+class _Gather(torch.autograd.Function):
+    """The outputs of all ranks, in their order. The gradient of them is the same on all ranks; each takes its own."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.rank, ctx.count = dist.get_rank(group), dist.get_world_size(group)
+        gathered = value.new_empty(ctx.count * value.shape[0], *value.shape[1:])
+        dist.all_gather_single(gathered, value.contiguous(), group=group)
+        return torch.cat(gathered.chunk(ctx.count), dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.chunk(grads[0], ctx.count, dim=-1)[ctx.rank], None

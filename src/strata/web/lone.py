@@ -1,0 +1,30 @@
+"""The dashboard of a training server without a hub, beside its API."""
+
+from __future__ import annotations
+
+import asyncio
+
+from strata.base.digest import sha256_hex
+from strata.http.app import BrowserPages
+from strata.train.api import completions, service
+from strata.train.api.context import ApiContext
+from strata.web.api import LocalApi
+from strata.web.live import LiveTopics, NoEvents
+from strata.web.pages import login, lone_server
+from strata.web.routes import browser_pages, build_site
+
+
+def server_pages(context: ApiContext, stopping: asyncio.Event) -> BrowserPages:
+    """What browsers see of the server."""
+    pages = (lone_server, login)
+    site = build_site(
+        api=LocalApi((*service.ROUTES, *completions.ROUTES)),
+        clock=context.clock,
+        authenticator=context.authenticator,
+        failures=context.failures,
+        live=LiveTopics(NoEvents(), stopping),
+        server_id=sha256_hex(str(context.settings.data).encode())[:8],
+        tls=False,
+        pages=pages,
+    )
+    return browser_pages(site, pages)

@@ -1,0 +1,284 @@
+"""One job: why it waits, its attempts, plots, log, parameters, artifacts and events, and what to do with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
+from urllib.parse import quote, urlencode
+
+import msgspec
+
+from strata.fleet import wire
+from strata.fleet.core.job import HELD, TERMINAL, JobStatus
+from strata.fleet.core.why import Why
+from strata.http.route import KIB, MIB, RESEARCHER, VIEWER, RawReply, Route
+from strata.web.page import Form, Page, View
+from strata.web.render import MISSING, duration
+
+LOG_TAIL: Final = 64 * KIB
+EVENTS: Final = 50
+MAX_PLOTS: Final = 24
+POINTS: Final = 500
+WIDTH: Final = 1000.0
+"""Of a lane of the timeline, in its own units."""
+Id = Annotated[str, msgspec.Meta(max_length=80)]
+
+
+class JobPageQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    attempt: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
+    """Whose log is shown; 0: the last one."""
+    against: Id = ""
+    """Another job, whose parameters and metrics are compared."""
+
+
+class DownloadQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    attempt: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
+
+
+@dataclass(frozen=True)
+class LaneBar:
+    x: float
+    width: float
+    phase: str
+    words: str
+
+
+@dataclass(frozen=True)
+class AttemptLane:
+    """An attempt on the time axis of its job, with the wait before it."""
+
+    attempt: wire.JobAttempt | None
+    """None: it waits for one."""
+    state: str
+    bars: Sequence[LaneBar]
+    marks: Sequence[LaneBar]
+    resumed: bool = False
+    """An attempt before it saved a checkpoint."""
+
+
+@dataclass(frozen=True)
+class MetricPlot:
+    name: str
+    src: str
+    labels: str = ""
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    name: str
+    value: str
+    other: str | None = None
+
+    @property
+    def differs(self) -> bool:
+        return self.other is not None and self.value != self.other
+
+
+@dataclass(frozen=True)
+class LogTail:
+    text: str
+    next: int
+    cut: bool
+    """It does not begin at the beginning."""
+
+
+async def job(page: Page, query: JobPageQuery) -> View:
+    """One job, and everything about it."""
+    shown = (await page.get(f"/v1/job/{page.path['id']}", wire.JobReply)).job
+    other = (await page.find(f"/v1/job/{quote(query.against)}", wire.JobReply)) if query.against else None
+    compared = other.job if other else None
+    below = f"/v1/job/{shown.id}"
+    timeline, goodput, metrics, artifacts, events = await asyncio.gather(
+        page.get(f"{below}/timeline", wire.JobTimelineReply),
+        page.get(f"{below}/goodput", wire.GoodputReply),
+        page.get(f"{below}/metrics", wire.MetricsReply, points=1),
+        page.get("/v1/artifacts", wire.MadeReply, job_id=shown.id, limit=50),
+        page.get("/v1/events", wire.EventsReply, subject=shown.id, before="newest", limit=EVENTS),
+    )
+    attempts, lanes = timeline.attempts, attempt_lanes(timeline)
+    attempt = query.attempt or (attempts[-1].attempt if attempts else 0)
+    return page.render(
+        "job.html",
+        title=shown.spec.label,
+        section="/jobs",
+        topics=[f"job:{shown.id}"],
+        every_s=10 if shown.status in HELD else 0,
+        job=shown,
+        attempts=attempts,
+        host_names=timeline.hosts,
+        lanes=lanes,
+        phases={bar.phase for lane in lanes for bar in (*lane.bars, *lane.marks)},
+        goodput=goodput,
+        ledger=ledger_bars(goodput),
+        progress_of=metrics.progress,
+        plots=metric_plots(shown, metrics.names, compared),
+        why=await page.get(f"{below}/why", Why) if shown.status is JobStatus.PENDING else None,
+        attempt=attempt,
+        log=await _log_tail(page, shown.id, attempt) if attempt else None,
+        parameters=compare(shown, compared),
+        other=compared,
+        against=query.against,
+        artifacts=artifacts.artifacts,
+        events=events.events,
+        may_change=page.may_change(shown.owner),
+        ended=shown.status in TERMINAL,
+    )
+
+
+def attempt_lanes(timeline: wire.JobTimelineReply) -> list[AttemptLane]:
+    """One lane for each attempt, all on the time axis of the job; what comes before an attempt is in its lane."""
+    scale = WIDTH / max(1e-3, timeline.to_s - timeline.from_s)
+    numbers = [each.attempt for each in timeline.attempts]
+    bars: dict[int, list[LaneBar]] = {}
+    waiting: list[LaneBar] = []
+    for each in timeline.segments:
+        words = f"{each.phase} {duration(each.to_s - each.from_s)}"
+        bar = LaneBar((each.from_s - timeline.from_s) * scale, (each.to_s - each.from_s) * scale, each.phase, words)
+        waiting.append(bar)
+        if each.attempt in numbers:
+            bars.setdefault(each.attempt, []).extend(waiting)
+            waiting = []
+    lanes = [
+        AttemptLane(
+            attempt,
+            "running" if attempt.ended_at_s is None else attempt.outcome or "lost",
+            bars.get(attempt.attempt, []),
+            [
+                LaneBar(
+                    (mark.at_s - timeline.from_s) * scale,
+                    0.0,
+                    "good" if mark.kind in ("job.completed", "job.checkpointed") else "bad",
+                    mark.kind.removeprefix("job."),
+                )
+                for mark in timeline.marks
+                if mark.attempt == attempt.attempt
+            ],
+            any(before.checkpoint for before in timeline.attempts[:place]),
+        )
+        for place, attempt in enumerate(timeline.attempts)
+    ]
+    return [*lanes, AttemptLane(None, "pending", waiting, [])] if waiting else lanes
+
+
+def ledger_bars(goodput: wire.GoodputReply) -> list[LaneBar]:
+    """Where the time went, as parts of one bar."""
+    bars, x = [], 0.0
+    for part, seconds in goodput.seconds.items():
+        width = seconds * WIDTH / goodput.wall_s if goodput.wall_s else 0.0
+        if width:
+            bars.append(LaneBar(x, width, part, f"{part.replace('_', ' ')} {duration(seconds)}"))
+        x += width
+    return bars
+
+
+def metric_plots(shown: wire.Job, names: Sequence[str], other: wire.Job | None) -> list[MetricPlot]:
+    plots = []
+    for name in names[:MAX_PLOTS]:
+        sources = [
+            f"/v1/job/{each.id}/metrics?{urlencode({'points': POINTS, 'names': name})}"
+            for each in (shown, other)
+            if each is not None
+        ]
+        labels = "" if other is None else f"{shown.spec.label}\n{other.spec.label}"
+        plots.append(MetricPlot(name, " ".join(sources), labels))
+    return plots
+
+
+def compare(shown: wire.Job, other: wire.Job | None) -> list[ParameterRow]:
+    """What the job is made of, beside that of another one."""
+    mine = _parameters(shown)
+    theirs = _parameters(other) if other else {}
+    names = dict.fromkeys([*mine, *theirs])
+    return [ParameterRow(name, mine.get(name, MISSING), theirs.get(name, MISSING) if other else None) for name in names]
+
+
+def _parameters(shown: wire.Job) -> Mapping[str, str]:
+    spec = shown.spec
+    fixed = {
+        "model": spec.model,
+        "mode": spec.mode,
+        "seed": str(spec.seed),
+        "trainer": spec.trainer,
+        "priority": str(spec.priority),
+    }
+    return {**fixed, **{f"hyper.{name}": _text(value) for name, value in _flat(spec.hyper)}}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for name, value in values.items():
+        found += _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) and value else [(prefix + name, value)]
+    return found
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+async def _log_tail(page: Page, job_id: str, attempt: int) -> LogTail:
+    reply = await page.get(f"/v1/job/{job_id}/log", RawReply, attempt=attempt, tail=LOG_TAIL, limit=2 * LOG_TAIL)
+    assert isinstance(reply.content, bytes)
+    begins = int(reply.headers["X-Strata-Offset"])
+    content = reply.content
+    if begins:
+        # From the next whole line on.
+        content = content[content.find(b"\n") + 1 :]
+    return LogTail(content.decode("utf-8", "replace"), int(reply.headers["X-Strata-Next"]), begins > 0)
+
+
+async def download_log(page: Page, query: DownloadQuery) -> RawReply:
+    """The whole log of an attempt, as a file."""
+    job_id = (await page.get(f"/v1/job/{page.path['id']}", wire.JobReply)).job.id
+    first = await page.get(f"/v1/job/{job_id}/log", RawReply, attempt=query.attempt, limit=MIB)
+    name = f"{job_id.rpartition('_')[2][:12]}-{first.headers['X-Strata-Attempt']}.log"
+
+    async def pieces() -> AsyncIterator[bytes]:
+        reply = first
+        while reply.content:
+            assert isinstance(reply.content, bytes)
+            yield reply.content
+            reply = await page.get(
+                f"/v1/job/{job_id}/log",
+                RawReply,
+                attempt=first.headers["X-Strata-Attempt"],
+                offset=reply.headers["X-Strata-Next"],
+                limit=MIB,
+            )
+
+    headers = {"Content-Disposition": f'attachment; filename="{name}"'}
+    return RawReply(pieces(), media_type="text/plain; charset=utf-8", headers=headers)
+
+
+async def cancel(page: Page, form: Form) -> str:
+    """End the job."""
+    await page.post(f"/v1/job/{page.path['id']}/cancel", wire.CancelRequest(reason=form.get("reason", "")[:1000]))
+    return _path(page)
+
+
+async def requeue(page: Page, form: Form) -> str:
+    """Let the job run again."""
+    del form
+    await page.post(f"/v1/job/{page.path['id']}/requeue")
+    return _path(page)
+
+
+async def archive(page: Page, form: Form) -> str:
+    """Leave the job out of lists."""
+    del form
+    await page.post(f"/v1/job/{page.path['id']}/archive")
+    return _path(page)
+
+
+def _path(page: Page) -> str:
+    return f"/jobs/{quote(page.path['id'])}"
+
+
+ROUTES = (
+    Route("GET", "/jobs/{id}", VIEWER, job),
+    Route("GET", "/jobs/{id}/log.txt", VIEWER, download_log),
+    Route("POST", "/jobs/{id}/cancel", RESEARCHER, cancel),
+    Route("POST", "/jobs/{id}/requeue", RESEARCHER, requeue),
+    Route("POST", "/jobs/{id}/archive", RESEARCHER, archive),
+)

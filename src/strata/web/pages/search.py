@@ -1,0 +1,37 @@
+"""Search: one word, and every job, host, model and artifact that has it in its name or begins its id with it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Final
+
+import msgspec
+
+from strata.fleet import wire
+from strata.http.route import VIEWER, Route
+from strata.web.page import Page, View
+
+LIMIT: Final = 20
+
+
+class SearchQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    q: Annotated[str, msgspec.Meta(max_length=128)] = ""
+
+
+async def search(page: Page, query: SearchQuery) -> View:
+    """What matches the word."""
+    word = query.q.strip()
+    jobs: tuple[wire.Job, ...] = ()
+    hosts: tuple[wire.HostSummary, ...] = ()
+    artifacts: tuple[wire.Made, ...] = ()
+    if word:
+        found = await asyncio.gather(
+            page.get("/v1/jobs", wire.JobsReply, search=word, order="newest", limit=LIMIT),
+            page.get("/v1/hosts", wire.HostPageReply, search=word, limit=LIMIT),
+            page.get("/v1/artifacts", wire.MadeReply, model=word, limit=LIMIT),
+        )
+        jobs, hosts, artifacts = found[0].jobs, found[1].hosts, found[2].artifacts
+    return page.render("search.html", title="Search", word=word, jobs=jobs, hosts=hosts, artifacts=artifacts)
+
+
+ROUTES = (Route("GET", "/search", VIEWER, search),)

@@ -1,0 +1,252 @@
+"""Training servers: which there are, and of each one its tenants, operations, models, recoveries and endpoints."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Final, TypeVar
+from urllib.parse import quote
+
+import msgspec
+
+from strata.base.errors import Code, StrataError
+from strata.fleet import wire
+from strata.http.route import VIEWER, RawReply, Route
+from strata.identity.roles import Role
+from strata.train.core.status import ModelStatus, ServerActivity, ServerStatus, Timeline
+from strata.web.page import Page, View
+from strata.web.render import duration
+
+T = TypeVar("T", bound=msgspec.Struct)
+OPERATIONS: Final = 80
+WINDOW_S: Final = 600.0
+"""How far before the last operation the lanes begin at most."""
+LANES: Final = ("queue", "pack", "forward", "backward", "optimizer", "publish", "sample")
+MODELS: Final = 50
+COMPARED: Final = 4
+MAX_PLOTS: Final = 8
+FIRST: Final = ("loss", "reward", "tokens", "grad_norm", "same_weights_gap", "sampler_gap", "sampler_kl", "lr")
+"""The order of plots; other metrics come after these."""
+WIDTH: Final = 1000.0
+_AWAY: Final = frozenset({Code.UNAVAILABLE, Code.PRECONDITION, Code.NOT_FOUND, Code.UNSUPPORTED})
+"""Errors of a server that is away for a moment, or of an earlier version."""
+
+
+class TrainingPageQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    model: Annotated[str, msgspec.Meta(max_length=200)] = ""
+    """The model whose metrics are shown; empty: the one that stepped last."""
+
+
+@dataclass(frozen=True)
+class ServerPage:
+    api: str
+    """The path below which the public API has the views of the server."""
+    title: str
+    job: wire.Job | None = None
+    """None for a server without a hub."""
+
+
+@dataclass(frozen=True)
+class ModelPlot:
+    title: str
+    src: str
+    name: str
+    """Of the metric."""
+    labels: str = ""
+
+
+@dataclass(frozen=True)
+class PhaseBar:
+    x: float
+    width: float
+    words: str
+
+
+@dataclass(frozen=True)
+class PhaseLane:
+    phase: str
+    bars: Sequence[PhaseBar]
+    seconds: float
+    """Of all its bars together."""
+
+
+@dataclass(frozen=True)
+class PhaseLanes:
+    begin_s: float
+    end_s: float
+    operations: int
+    lanes: Sequence[PhaseLane]
+
+
+async def servers(page: Page) -> View:
+    """The training servers of this hub."""
+    reply = await page.get("/v1/servers", wire.ServersReply)
+    return page.render(
+        "training.html",
+        title="Training",
+        section="/training",
+        topics=["jobs"],
+        every_s=5,
+        servers=reply.servers,
+        host_names=reply.hosts,
+    )
+
+
+async def server(page: Page, query: TrainingPageQuery) -> View:
+    """One training server, and what it does for whom."""
+    job = (await page.get(f"/v1/job/{page.path['id']}", wire.JobReply)).job
+    if job.spec.kind != "server":
+        raise StrataError(Code.NOT_FOUND, f"{job.spec.label} is no training server")
+    return await render_server(page, query, ServerPage(f"/v1/server/{job.id}", job.spec.label, job))
+
+
+async def render_server(page: Page, query: TrainingPageQuery, shown: ServerPage) -> View:
+    """Of a server at a hub, or of the one that this dashboard is of."""
+    job, api = shown.job, shown.api
+    serving, failure = job is None or job.serving == "serving", ""
+    status: ServerStatus | None = None
+    activity: ServerActivity | None = None
+    if serving:
+        try:
+            status = await read(page, f"{api}/status", ServerStatus)
+            activity = await read(page, f"{api}/activity", ServerActivity, operations=OPERATIONS)
+        except StrataError as error:
+            if error.code not in _AWAY:
+                raise
+            failure = error.message
+    models = () if activity is None else activity.models
+    stepped = sorted((each for each in models if each.stepped_at_s), key=lambda each: -(each.stepped_at_s or 0.0))
+    model = next((each for each in models if each.model_id == query.model), stepped[0] if stepped else None)
+    return page.render(
+        "training_server.html",
+        title=shown.title,
+        section="/training" if job is not None else "/",
+        topics=[] if job is None else [f"job:{job.id}"],
+        every_s=5 if serving else 0,
+        crumbs=[] if job is None else [("/training", "Training")],
+        job=job,
+        failure=failure,
+        brief=brief,
+        model_label=model_label,
+        api=api,
+        pages="" if job is None else f"/training/{job.id}",
+        status=status,
+        activity=activity,
+        models=models[:MODELS],
+        shares=token_shares(activity.operations) if activity is not None and page.may(Role.OPERATOR) else {},
+        lanes=phase_lanes(activity.operations, activity.now_s) if activity is not None else None,
+        model=model,
+        plots=list(model_plots(api, model, stepped[:COMPARED])),
+    )
+
+
+async def read(page: Page, path: str, kind: type[T], **query: object) -> T:
+    """What a training server says: in its own words where a hub passes them on."""
+    return read_reply(await page.site.api.request(page.call, "GET", path, query, None), kind)
+
+
+def read_reply(reply: object, kind: type[T]) -> T:
+    if isinstance(reply, kind):
+        return reply
+    assert isinstance(reply, RawReply), f"a {kind.__name__} is expected, and no {type(reply).__name__}"
+    assert isinstance(reply.content, bytes), f"a {kind.__name__} is read whole"
+    try:
+        return msgspec.json.decode(reply.content, type=kind)
+    except msgspec.DecodeError as error:
+        raise StrataError(Code.UNSUPPORTED, f"this training server has another version: {error}") from None
+
+
+def model_plots(api: str, model: ModelStatus | None, compared: Sequence[ModelStatus]) -> Iterator[ModelPlot]:
+    """The loss of the models that stepped last, and the metrics of one of them: what people look at first."""
+    if len(compared) > 1:
+        paths = " ".join(curve_path(api, each.model_id) for each in compared)
+        yield ModelPlot(
+            "loss of the last models", paths, "loss", "\n".join(model_label(each.model_id) for each in compared)
+        )
+    if model is not None:
+        # The last step may have had no tokens to compare.
+        names = {*model.values, *(() if model.gap is None else ("same_weights_gap",))}
+        known = [name for name in FIRST if name in names]
+        for name in [*known, *sorted(set(model.values) - set(known))][:MAX_PLOTS]:
+            yield ModelPlot(name.replace("_", " "), curve_path(api, model.model_id), name)
+
+
+def token_shares(operations: Sequence[Timeline]) -> dict[str, float]:
+    """By tenant, its part of the tokens of these operations."""
+    counts: Counter[str] = Counter()
+    for each in operations:
+        counts[each.tenant] += each.tokens
+    total = counts.total()
+    return {tenant: count / total for tenant, count in counts.items()} if total else {}
+
+
+def phase_lanes(operations: Sequence[Timeline], now_s: float) -> PhaseLanes | None:
+    """When the operations were in which phase, one lane for each; None if there was none."""
+    if not operations:
+        return None
+    end_s = max(each.ended_at_s or now_s for each in operations)
+    begin_s = max(min(each.accepted_at_s for each in operations), end_s - WINDOW_S)
+    scale = WIDTH / max(end_s - begin_s, 1e-3)
+    bars: dict[str, list[PhaseBar]] = {phase: [] for phase in LANES}
+    seconds = dict.fromkeys(LANES, 0.0)
+    for phase, start_s, until_s, words in _spans(operations, now_s):
+        if until_s > begin_s:
+            x = max(start_s - begin_s, 0.0) * scale
+            bars[phase].append(PhaseBar(x, max((until_s - begin_s) * scale - x, 1.5), words))
+            seconds[phase] += until_s - start_s
+    lanes = [PhaseLane(phase, bars[phase], seconds[phase]) for phase in LANES if bars[phase] or phase != "sample"]
+    return PhaseLanes(begin_s, end_s, len(operations), lanes)
+
+
+def _spans(operations: Sequence[Timeline], now_s: float) -> Iterator[tuple[str, float, float, str]]:
+    """Phase, begin, end and words of each. What operations of one dispatch share is there once."""
+    dispatches: set[int] = set()
+    for each in operations:
+        words = f"{each.kind} of {each.tenant.removeprefix('key:')}"
+        moments = (("queue", each.ready_at_s, each.dispatched_at_s), ("pack", each.dispatched_at_s, each.sent_at_s))
+        for phase, start_s, then_s in moments:
+            until_s = then_s if then_s is not None or each.ended_at_s is not None else now_s
+            if start_s is not None and until_s is not None and until_s > start_s:
+                yield phase, start_s, until_s, f"{words}: {until_s - start_s:.3f} s"
+        if each.kind == "sample" and each.begun_at_s is not None:
+            until_s = each.answered_at_s or now_s
+            yield "sample", each.begun_at_s, until_s, f"{words}: {until_s - each.begun_at_s:.3f} s"
+        if each.begun_at_s is None or each.number in dispatches or each.kind == "sample":
+            continue
+        dispatches.add(each.number)
+        yield from _at_the_ranks(each, words)
+
+
+def _at_the_ranks(line: Timeline, words: str) -> Iterator[tuple[str, float, float, str]]:
+    """Rows alternate between forward and backward: only the sum of each is known, so they are drawn in turn."""
+    at_s = line.begun_at_s or 0.0
+    phases = line.phases()
+    for phase in ("forward", "backward", "optimizer", "publish"):
+        took_s = phases.get(phase, 0.0)
+        if took_s > 0:
+            yield phase, at_s, at_s + took_s, f"{words}, dispatch {line.number}: {took_s:.3f} s"
+            at_s += took_s
+
+
+def model_label(model_id: str) -> str:
+    """A model in a few letters: the end of its session's id, and its number there."""
+    session, _, number = model_id.partition(":")
+    return f"{session.partition('.')[0][-6:]}:{number.rpartition(':')[2]}"
+
+
+def brief(seconds: float) -> str:
+    """A time inside a server, where milliseconds count."""
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else duration(seconds)
+
+
+def curve_path(api: str, model_id: str) -> str:
+    """The route of a model's metrics."""
+    run = "training_runs" if api.startswith("/api/") else "run"
+    return f"{api}/{run}/{quote(model_id, safe=':')}/curves"
+
+
+ROUTES = (
+    Route("GET", "/training", VIEWER, servers),
+    Route("GET", "/training/{id}", VIEWER, server),
+)

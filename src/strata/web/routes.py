@@ -1,0 +1,142 @@
+"""Every page of the dashboard, and what a server needs to show them: routes, the session cookie, and error pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Final
+
+from starlette.responses import Response
+from starlette.types import Scope
+
+from strata.base.clock import Clock
+from strata.base.errors import Code, StrataError
+from strata.http.app import BrowserPages
+from strata.http.auth_failures import AuthFailures
+from strata.http.authentication import API_PATHS, FirstHeaders
+from strata.http.root import CALLER
+from strata.http.route import Route
+from strata.web.api import Api
+from strata.web.assets import Assets
+from strata.web.live import LiveTopics
+from strata.web.page import SECURITY_HEADERS, FragmentCache, NavEntry, PageAuthenticator, ProjectList, Site, to_route
+from strata.web.pages import (
+    artifacts,
+    events,
+    gangs,
+    hosts,
+    job,
+    jobs,
+    login,
+    overview,
+    people,
+    playground,
+    rollouts,
+    search,
+    sweeps,
+    training,
+)
+from strata.web.render import ADVICE, make_environment
+from strata.web.session import SessionCookie
+
+PAGES: Final[Sequence[ModuleType]] = (
+    overview,
+    jobs,
+    job,
+    sweeps,
+    hosts,
+    training,
+    rollouts,
+    playground,
+    artifacts,
+    events,
+    people,
+    gangs,
+    search,
+    login,
+)
+NAVIGATION: Final = (
+    NavEntry(path="/", name="Overview", icon="overview"),
+    NavEntry(path="/jobs", name="Jobs", icon="jobs"),
+    NavEntry(path="/sweeps", name="Sweeps", icon="sweeps"),
+    NavEntry(path="/hosts", name="Hosts", icon="hosts"),
+    NavEntry(path="/gangs", name="Gangs", icon="gangs"),
+    NavEntry(path="/training", name="Training", icon="training"),
+    NavEntry(path="/artifacts", name="Artifacts", icon="artifacts"),
+    NavEntry(path="/events", name="Events", icon="events"),
+    NavEntry(path="/people", name="People", icon="people"),
+)
+"""The rail; entries whose page a server does not have are left out."""
+
+
+def build_site(  # noqa: PLR0913 (what a server gives its dashboard)
+    *,
+    api: Api,
+    clock: Clock,
+    authenticator: PageAuthenticator,
+    failures: AuthFailures,
+    live: LiveTopics,
+    server_id: str,
+    tls: bool,
+    pages: Sequence[ModuleType] = PAGES,
+) -> Site:
+    """`server_id` tells the cookies of servers on one machine apart."""
+    assets = Assets()
+    declared = {route.path for module in pages for route in module.ROUTES}
+    return Site(
+        api=api,
+        clock=clock,
+        authenticator=authenticator,
+        failures=failures,
+        cookie=SessionCookie(server_id, tls=tls),
+        assets=assets,
+        live=live,
+        environment=make_environment({"asset": assets.url}),
+        navigation=[entry for entry in NAVIGATION if entry.path in declared],
+        tls=tls,
+        fragments=FragmentCache(clock, live),
+        projects=ProjectList(clock),
+    )
+
+
+def dashboard_routes(site: Site, pages: Sequence[ModuleType] = PAGES) -> Sequence[Route]:
+    declared: list[Route] = [route for module in pages for route in module.ROUTES]
+    return [
+        *(to_route(route, site) for route in declared),
+        *login.login_routes(site),
+        *site.live.routes(),
+        *site.assets.routes(),
+    ]
+
+
+def browser_pages(site: Site, pages: Sequence[ModuleType] = PAGES) -> BrowserPages:
+    """For the application of a server."""
+
+    def error_page(scope: Scope, headers: FirstHeaders, error: StrataError, status: int) -> Response | None:
+        return _error_page(site, scope, headers, error, status)
+
+    return BrowserPages(routes=dashboard_routes(site, pages), session_cookie=site.cookie.name, error_page=error_page)
+
+
+def _error_page(site: Site, scope: Scope, headers: FirstHeaders, error: StrataError, status: int) -> Response | None:
+    """What happened, why, and what to do; an unknown caller is sent to the login instead."""
+    fragment = headers.get(b"hx-request") == b"true"
+    is_browser = fragment or b"text/html" in headers.get(b"accept", b"")
+    if not is_browser or scope["path"].startswith(API_PATHS):
+        return None
+    if error.code is Code.UNAUTHENTICATED:
+        path: str = scope["raw_path"].decode("latin-1")
+        query = scope["query_string"].decode("latin-1")
+        target = f"{path}?{query}" if query else path
+        there = login.login_path("/" if fragment or scope["method"] != "GET" else target)
+        location = {"HX-Redirect": there} if fragment else {"Location": there}
+        return Response(status_code=200 if fragment else 303, headers={**SECURITY_HEADERS, **location})
+    caller = scope.get(CALLER)
+    html = site.environment.get_template("error.html").render(
+        error=error,
+        status=status,
+        advice=error.hint or ADVICE.get(error.code, ""),
+        known=caller is not None and caller.role is not None,
+        fragment=fragment,
+    )
+    return Response(html, status, dict(SECURITY_HEADERS), "text/html; charset=utf-8")

@@ -1,0 +1,88 @@
+"""The arithmetic of the kinds of training, beside torch and by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from strata.base.errors import StrataError
+from strata.sdk.operations import Sample
+from strata.sdk.recipes.preference import preference_loss, preference_weight
+from strata.sdk.recipes.recipe import Recipe, RecipeData, RecipePreference, RecipeReward, RecipeSampling
+from strata.sdk.recipes.reinforcement import ReinforcementTraining, group_advantages
+from strata.sdk.recipes.rendering import Renderer
+from strata.sdk.recipes.rewards import load_reward
+from strata.sdk.recipes.rollouts import PromptRow, Rollout
+from strata.train.runner.model.tiny import train_tokenizer
+
+
+@pytest.mark.parametrize("margin", [-900.0, -3.0, 0.0, 0.5, 40.0, 9000.0])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_loss_and_weight_of_a_pair_are_those_that_torch_derives(margin: float, smoothing: float) -> None:
+    dpo = RecipePreference(beta=0.3, label_smoothing=smoothing)
+    chosen = torch.tensor(margin, dtype=torch.float64, requires_grad=True)
+    logsigmoid = torch.nn.functional.logsigmoid
+    loss = -(1 - smoothing) * logsigmoid(0.3 * chosen) - smoothing * logsigmoid(-0.3 * chosen)
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert chosen.grad is not None
+    assert preference_loss(margin, dpo) == pytest.approx(loss.item(), rel=1e-12)
+    assert preference_weight(margin, dpo) == pytest.approx(-chosen.grad.item(), rel=1e-9, abs=1e-300)
+
+
+def test_advantages_are_over_the_mean_of_the_group() -> None:
+    assert group_advantages([1.0, 0.0, 0.0, 1.0], normalise=False) == [0.5, -0.5, -0.5, 0.5]
+    assert group_advantages([2.0, 0.0], normalise=True) == [1.0, -1.0]
+    assert group_advantages([1.0, 1.0], normalise=True) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("reward", "text", "expected"),
+    [
+        (RecipeReward(check="exact"), " 12\n", 1.0),
+        (RecipeReward(check="exact"), "12.", 0.0),
+        (RecipeReward(check="number"), "5 + 7 makes 12.0", 1.0),
+        (RecipeReward(check="number"), "12 or 13", 0.0),
+        (RecipeReward(check="number"), "no idea", 0.0),
+        (RecipeReward(check="regex", pattern=r"<a>(.*?)</a>"), "so <a> 12 </a>", 1.0),
+        (RecipeReward(check="regex", pattern=r"<a>(.*?)</a>"), "so <a>13</a>", 0.0),
+        (RecipeReward(check="regex", pattern=r"\d"), "x", 0.0),
+        (RecipeReward(check="regex", pattern=r"\d"), "3", 1.0),
+    ],
+)
+def test_a_built_in_check(reward: RecipeReward, text: str, expected: float) -> None:
+    assert load_reward(reward, Path())(text, {"answer": 12}) == expected
+
+
+def test_a_reward_may_be_a_function_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def short(text, row):\n    return len(text) < row['most']\n", encoding="utf-8")
+    reward = load_reward(RecipeReward(check="mine.py:short"), tmp_path)
+    assert [reward(text, {"most": 3}) for text in ("ab", "abc")] == [1.0, 0.0]
+    for check, problem in (("mine.py:long", "has no function 'long'"), ("no.py:x", "there is no Python file")):
+        with pytest.raises(StrataError, match=problem):
+            load_reward(RecipeReward(check=check), tmp_path)
+
+
+def test_a_reward_does_not_see_the_text_that_has_stopped_the_answer() -> None:
+    tokenizer = train_tokenizer(512)
+    recipe = Recipe(kind="grpo", data=RecipeData(path="x"), sampling=RecipeSampling(stop=("\n", "END")))
+    method = ReinforcementTraining(
+        prompts=[],
+        evaluation=[],
+        recipe=recipe,
+        renderer=Renderer(tokenizer),
+        reward=load_reward(recipe.reward, Path()),
+        reference=None,
+    )
+    rewards = []
+    for text in ("12", "12\n", "12END", "12 or 13\n", "\n12"):
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        sample = Sample(tokens=tokens, logprobs=[0.0] * len(tokens), stop_reason="stop")
+        rewards.append(method.reward_of(Rollout(PromptRow([1], {"answer": "12"}), sample)))
+    assert rewards == [1.0, 1.0, 1.0, 0.0, 0.0]
+
+
+def test_a_row_without_the_answer_is_refused() -> None:
+    with pytest.raises(StrataError, match="has no column 'answer'"):
+        load_reward(RecipeReward(check="exact"), Path())("x", {"prompt": "y"})

@@ -1,0 +1,81 @@
+"""What a recipe file may say, and what the errors say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from strata.base.errors import StrataError
+from strata.sdk.recipes.recipe import KINDS, read_recipe, recipe_settings, recipe_text
+
+EXAMPLES: Final = Path(__file__).parents[3] / "examples" / "recipes"
+
+
+def written(folder: Path, text: str, name: str = "r.toml") -> Path:
+    file = folder / name
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_file_that_is_shown_for_a_kind_is_a_recipe_of_it(tmp_path: Path, kind: str) -> None:
+    assert read_recipe(written(tmp_path, recipe_text(kind))).kind == kind
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.toml")), ids=lambda file: file.name)
+def test_an_example_is_a_recipe_whose_data_is_there(file: Path) -> None:
+    recipe = read_recipe(file)
+    assert recipe.kind == file.stem
+    assert (file.parent / recipe.data.path).is_file()
+
+
+def test_yaml_says_the_same_as_toml(tmp_path: Path) -> None:
+    toml = written(tmp_path, 'kind = "sft"\n[data]\npath = "x.jsonl"\n[train]\nsteps = 3\nlearning_rate = 1e-3\n')
+    text = "kind: sft\ndata:\n  path: x.jsonl\ntrain:\n  steps: 3\n  learning_rate: 1e-3\n"
+    yaml = written(tmp_path, text, "r.yaml")
+    assert read_recipe(toml) == read_recipe(yaml)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('kind = "sft"\n[data]\npath = "x"\n[train]\nlearning_rat = 1', "r.toml:5: train.learning_rat: unknown"),
+        ('kind = "sft"\n[data]\npath = "x"\n[trian]\nsteps = 1', 'did you mean "train"?'),
+        ('kind = "stf"\n[data]\npath = "x"', "kind: expected one of sft, dpo, grpo, distill"),
+        ('kind = "sft"', "data: required but not there"),
+        ('kind = "sft"\n[data]\nsplit = "x"', "path is required"),
+        ('kind = "sft"\n[data]\npath = "x"\n[train]\nsteps = 0', "r.toml:5: train.steps: expected"),
+        ('kind = "sft"\n[data]\npath = "x"\n[reward]\ncheck = "exact"', 'a recipe of kind "sft" has no such section'),
+        ('kind = "sft"\n[data]\npath = "x"\n[train]\nsteps = 1\nepochs = 1.0', "steps is set too"),
+        ('kind = "sft"\n[data]\npath = "x"\n[eval]\nevery = 1', "needs a path, or a share"),
+        ('kind = "grpo"\n[data]\npath = "x"\n[reward]\ncheck = "regex"', "reward.pattern: required"),
+        ('kind = "sft"\n[data]\npath = "x"\n[parallel]\ntensor = 2', "r.toml:4: parallel: parallel.tensor 2 does not"),
+        ('kind = "sft"\n[data\npath = "x"', "not valid TOML"),
+    ],
+)
+def test_a_mistake_is_named_with_its_place(tmp_path: Path, text: str, problem: str) -> None:
+    with pytest.raises(StrataError) as raised:
+        read_recipe(written(tmp_path, text))
+    assert problem in raised.value.message
+
+
+def test_yaml_that_is_none_is_named_with_its_place(tmp_path: Path) -> None:
+    with pytest.raises(StrataError, match=r"r\.yaml:2:\d+: not valid YAML"):
+        read_recipe(written(tmp_path, "kind: sft\ndata: [", "r.yaml"))
+
+
+def test_where_the_server_is_and_where_results_go_does_not_decide_the_numbers(tmp_path: Path) -> None:
+    text = 'kind = "sft"\n[data]\npath = "x"\n'
+    one = read_recipe(written(tmp_path, text))
+    other = read_recipe(written(tmp_path, f'{text}[server]\nurl = "https://x"\n[output]\nfolder = "y"\n'))
+    assert recipe_settings(one) == recipe_settings(other)
+    taught = text.replace("sft", "distill")
+    urls = [read_recipe(written(tmp_path, f'{taught}[teacher]\nurl = "https://{name}"\n')) for name in ("a", "b")]
+    assert recipe_settings(urls[0]) != recipe_settings(urls[1]), "another teacher"
+    mesh = f"{text}[server]\nranks = 2\n[parallel]\n"
+    meshes = [read_recipe(written(tmp_path, f"{mesh}{size} = 2\n")) for size in ("replicate", "tensor")]
+    assert recipe_settings(meshes[0]) != recipe_settings(meshes[1]), "another mesh"
+    changed = read_recipe(written(tmp_path, f"{text}[train]\nseed = 1\n"))
+    assert recipe_settings(one) != recipe_settings(changed)

@@ -1,0 +1,84 @@
+"""One pass over a sharded base and over one that every rank has in full: `torchrun … replicated FOLDER`.
+
+Each rank has a row of its own and writes by how much the two differ, and whether a single bit does.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from strata.train.core.ops import LoraConfig
+from strata.train.runner.collectives import RankGroup
+from strata.train.runner.lora import Adapter, Span, targets_of
+from strata.train.runner.model.base import BaseModel
+from strata.train.runner.model.offload import SleepOffload
+from strata.train.runner.model.tiny import TinyModel, make
+from strata.train.runner.passes.logprobs import PackedRow
+from strata.train.runner.settings import RunnerSettings
+
+TOKENS = 24
+DTYPES: Final = ("float32", "bfloat16")
+
+
+class Compared(msgspec.Struct):
+    equal: bool
+    difference: float
+
+
+def compute(base: BaseModel, rank: int) -> torch.Tensor:
+    """Log probabilities of a row, and the gradient of the adapter."""
+    config = LoraConfig(rank=4, alpha=8.0)
+    adapter = Adapter(config, targets_of(base.lm, config), torch.device("cpu"))
+    adapter.initialise("seed")
+    # B begins with zeros, and A would have no gradient.
+    adapter.flat.add_(0.01)
+    tokens = (torch.arange(TOKENS) * (rank + 3)) % base.vocabulary
+    indices = torch.arange(TOKENS)
+    row = PackedRow(
+        tokens=tokens, documents=[TOKENS], spans=[Span(adapter, TOKENS)], logit_indices=indices, targets=tokens.flip(0)
+    )
+    adapter.begin()
+    logprobs = base.logprobs(row)
+    logprobs.sum().backward()  # type: ignore[no-untyped-call]
+    adapter.commit()
+    assert adapter.gradient is not None
+    return torch.cat([logprobs.detach(), adapter.gradient])
+
+
+def main(folder: Path) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    torch.set_num_threads(1)
+    ranks = RankGroup(torch.device("cpu"))
+    with ranks.collective_errors():
+        if ranks.is_rank0:
+            make(folder / "model", TinyModel())
+    for dtype in DTYPES:
+        results = []
+        for size, is_sharded in ((0, True), (1 << 30, False)):
+            settings = RunnerSettings(
+                model=str(folder / "model"), sleep_folder=folder, replicated_bytes=size, dtype=dtype
+            )
+            base = BaseModel(settings, ranks)
+            assert all(isinstance(parameter, DTensor) is is_sharded for parameter in base.lm.parameters())
+            results.append(compute(base, ranks.rank))
+            if not is_sharded:
+                offload = SleepOffload(base.lm.parameters(), folder / f"asleep-{ranks.rank}")
+                assert offload.freed > 0
+                offload.restore()
+                assert torch.equal(compute(base, ranks.rank), results[-1]), "it has slept"
+        assert float(results[0][TOKENS:].abs().max()) > 0
+        difference = float((results[0] - results[1]).abs().max())
+        compared = Compared(torch.equal(*results), difference)
+        (folder / f"{dtype}-{ranks.rank}").write_bytes(msgspec.json.encode(compared))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,267 @@
+"""Tensor and expert groups of four ranks: `torchrun … -m tests.shell.train_runner.split_mesh FOLDER MESH FAMILY …`.
+
+MESH is one of `MESHES`. Rank 0 writes what was found. The losses, gradients and steps of a mesh are compared with those
+of the unmodified model, or of PEFT's around it, that one process computes of all rows: in float64, or in float32 of
+experts, whose grouped multiplication has no float64. Then a full fine-tune of the first family is saved on this mesh
+and read on others, and adapters of the last are trained and sampled through the dispatcher, as an orchestrator would.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import msgspec
+import numpy as np
+import peft
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from strata.train.core import commands, ops
+from strata.train.core.ops import LoraConfig
+from strata.train.core.sampling import AddedSample, SampleOperation, SampleParams, SampleResult, SamplingSlice
+from strata.train.runner.checkpoint.formats import to_peft
+from strata.train.runner.collectives import RankGroup
+from strata.train.runner.lora import Adapter
+from strata.train.runner.model.base import DTYPES, BaseModel
+from strata.train.runner.model.tiny import Family, TinyModel, make
+from strata.train.runner.model.trained import FullModel, LoraModel, local, own_slice
+from strata.train.runner.model_runner import ModelRunner
+from strata.train.runner.runner_dispatcher import RunnerDispatcher, follow
+from strata.train.runner.settings import RunnerSettings
+from strata.train.settings import ParallelSettings
+from tests.shell.train_runner import tiny_families
+from tests.shell.train_runner.check_results import Found
+from tests.shell.train_runner.checks_custom_loss import (
+    preferences_have_the_gradient_of_the_client_side_way_in_one_pass_and_in_two,
+)
+from tests.shell.train_runner.checks_lora import losses_logprobs_and_gradients_are_those_of_peft, trained
+from tests.shell.train_runner.driver import Driver, Memory, datum, dense, logprobs_of
+from tests.shell.train_runner.mesh import reshard, row_of, tie
+
+LORA = LoraConfig(rank=4, alpha=8.0)
+ADAM = ops.AdamParams(learning_rate=0.01, weight_decay=0.1, grad_clip_norm=0.5)
+MESHES: Mapping[str, ParallelSettings] = {
+    "2x2": ParallelSettings(shard=2, tensor=2),
+    "1x4": ParallelSettings(tensor=4),
+    "2x1x2": ParallelSettings(replicate=2, tensor=2),
+    "experts 2x2": ParallelSettings(expert=2),
+    "experts 1x4": ParallelSettings(expert=4),
+    "experts 2x1x2": ParallelSettings(replicate=2, expert=2),
+}
+Training = Literal["full", "lora"]
+
+
+class SplitParity(msgspec.Struct):
+    case: str
+    loss: float
+    """By how much the sum of log probabilities differs, by that sum."""
+    gradient: float
+    """By how much a gradient differs at most, by the largest of its tensor."""
+    norm: float
+    step: float
+    """By how much a value differs after a step from the same gradients, by the largest of its tensor."""
+    shards_equal: bool
+    """Whether each rank has loaded its part of what the unmodified loader reads."""
+
+
+class SplitFound(msgspec.Struct):
+    parity: list[SplitParity]
+    resharded: dict[str, bool]
+    sampled: float
+    """By how much the sampler's log probabilities of a prompt differ from those of a training pass."""
+
+
+class Oracle:
+    """The unmodified model in this process, or PEFT's adapters around it. Its eager attention computes the softmax in
+    float32, so it is not used."""
+
+    def __init__(self, folder: Path, adapter: Adapter | None, dtype: torch.dtype) -> None:
+        self.lm: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="sdpa", experts_implementation="eager"
+        )
+        self._dtype = dtype
+        self.trained: dict[str, torch.Tensor] = dict(self.lm.named_parameters())
+        if adapter is not None:
+            config = peft.LoraConfig(
+                r=LORA.rank,
+                lora_alpha=int(LORA.alpha),
+                target_modules=[name for name, (a, _) in adapter.pairs.items() if a.ndim == 2],
+                target_parameters=[name for name, (a, _) in adapter.pairs.items() if a.ndim == 3] or None,
+            )
+            self.lm = peft.get_peft_model(self.lm, config, autocast_adapter_dtype=False)
+            parameters = self.lm.named_parameters()
+            self.trained = {name.replace(".default", ""): value for name, value in parameters if "lora_" in name}
+            with torch.no_grad():
+                for name, view in to_peft(adapter.views(adapter.flat)).items():
+                    self.trained[name].copy_(view)
+
+    def loss(self, rows: int) -> float:
+        total = torch.zeros((), dtype=self._dtype)
+        for number in range(rows):
+            row = row_of(number, self.lm.config.vocab_size, None)
+            logits = self.lm(input_ids=row.tokens[None], use_cache=False).logits[0]
+            total = total + torch.log_softmax(logits, dim=-1)[row.logit_indices, row.targets].sum()
+        total.backward()  # type: ignore[no-untyped-call]
+        return float(total.detach())
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        gradients = {name: value.grad for name, value in self.trained.items()}
+        return {name: gradient for name, gradient in gradients.items() if gradient is not None}
+
+    def step(self, gradients: Mapping[str, torch.Tensor]) -> float:
+        """A step of torch's own AdamW and clipping from these gradients; returns their norm."""
+        values = list(self.trained.values())
+        for name, value in self.trained.items():
+            value.grad = gradients[name].clone()
+        norm = float(torch.nn.utils.clip_grad_norm_(values, ADAM.grad_clip_norm))
+        betas = (ADAM.beta1, ADAM.beta2)
+        torch.optim.AdamW(
+            values, lr=ADAM.learning_rate, betas=betas, eps=ADAM.eps, weight_decay=ADAM.weight_decay
+        ).step()
+        return norm
+
+
+def compare(folder: Path, ranks: RankGroup, training: Training, mesh: str) -> SplitParity:
+    parallel = MESHES[mesh]
+    dtype: Literal["float32", "float64"] = "float32" if parallel.expert > 1 else "float64"
+    settings = RunnerSettings(model=str(folder), training=training, sleep_folder=folder, dtype=dtype, parallel=parallel)
+    base = BaseModel(settings, ranks)
+    adapter = None
+    if not settings.full:
+        adapter = base.new_adapter(LORA, ranks.device, DTYPES[dtype])
+        adapter.initialise("seed")
+        # B begins with zeros, and A would have no gradient; nor would the head's, if all rows of its B were the same.
+        adapter.flat.add_(0.01 * torch.sin(torch.arange(adapter.size, dtype=torch.float64)))
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
+    equal = all(
+        isinstance(parameter, DTensor)
+        and name == other
+        and torch.equal(local(parameter), own_slice(value.detach(), parameter))
+        for (name, parameter), (other, value) in zip(base.lm.named_parameters(), whole.named_parameters(), strict=True)
+    )
+    oracle = Oracle(folder, adapter, DTYPES[dtype])
+    expected = oracle.loss(parallel.data_ranks(ranks.size))
+    create = ops.CreateModel("m", "tiny", None if adapter is None else LORA)
+    model = FullModel(create, base.packed, ranks) if adapter is None else LoraModel(create, adapter, ranks)
+    model.begin()
+    total = base.logprobs(row_of(ranks.rank // parallel.tensor, base.vocabulary, adapter)).sum()
+    total.backward()  # type: ignore[no-untyped-call]
+    model.commit()
+    gradients = gathered_gradients(model, ranks)
+    worst = difference(gradients, oracle.gradients())
+    norm = oracle.step(gradients)
+    result = model.start_step(ADAM)()
+    own = values_of(model)
+    loss = total.detach().clone() * base.is_first_of_row
+    case = f"{folder.name} {training} {mesh}"
+    return SplitParity(
+        case,
+        abs(float(ranks.start_all_reduce(loss)()) - expected) / abs(expected),
+        worst,
+        abs(result.grad_norm - norm) / norm,
+        difference(own, {name: value.detach() for name, value in oracle.trained.items()}),
+        equal,
+    )
+
+
+def gathered_gradients(model: FullModel | LoraModel, ranks: RankGroup) -> dict[str, torch.Tensor]:
+    if isinstance(model, FullModel):
+        gradients: dict[str, Any] = {name: parameter.grad for name, parameter in model.parameters.items()}
+        return {name: gradient.full_tensor() for name, gradient in gradients.items()}
+    assert model.adapter.gradient is not None
+    return to_peft(model.adapter.views(ranks.start_all_reduce(model.adapter.gradient.clone())()))
+
+
+def values_of(model: FullModel | LoraModel) -> dict[str, torch.Tensor]:
+    if isinstance(model, FullModel):
+        return {name: parameter.full_tensor().detach() for name, parameter in model.parameters.items()}
+    return to_peft(model.adapter.views(model.adapter.flat))
+
+
+def difference(own: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+    assert own.keys() == expected.keys()
+    return max(float((own[name] - value).abs().max() / value.abs().max()) for name, value in expected.items())
+
+
+def drive(folder: Path, family: str, ranks: RankGroup, parallel: ParallelSettings) -> float:
+    """Run checks of one rank on this mesh; returns by how much the sampler differs from training."""
+    settings = RunnerSettings(
+        model=str(folder / family), name=family, sleep_folder=folder / "asleep", row_tokens=4096, parallel=parallel
+    )
+    runner = ModelRunner(settings, ranks)
+    if not ranks.is_rank0:
+        follow(runner, ranks)
+        return 0.0
+    link = Memory()
+    data_ranks = parallel.data_ranks(ranks.size)
+    driver = Driver(RunnerDispatcher(runner, ranks, link, "tensor"), link, data_ranks, folder)
+    found = Found(data_ranks, folder)
+    losses_logprobs_and_gradients_are_those_of_peft(driver, found)
+    if data_ranks > 1:
+        # Its groups are in rows of several ranks.
+        preferences_have_the_gradient_of_the_client_side_way_in_one_pass_and_in_two(driver, found)
+    off = _sample(driver)
+    driver.dispatcher.run_once(commands.RankRequest(driver.generation, 1, commands.Shutdown()))
+    return off
+
+
+def _sample(driver: Driver) -> float:
+    prompt = datum(3, 12)
+    model = trained(driver, "sampled")
+    (computed,) = logprobs_of(driver.train(model, [_of_next_tokens(prompt)], forward_only=True))
+    assert driver.do(commands.MakeSampler(ops.SaveSampler(model, 2, "copy"), "")) == [ops.SamplerOpened("copy")]
+    operation = SampleOperation("copy", 0, prompt.tokens, SampleParams(max_tokens=2), 3, prompt_logprobs=True)
+    driver.number += 1
+    work = SamplingSlice(8, [AddedSample("copy:0", operation)])
+    reply = driver.say(commands.DispatchCommand(driver.generation, driver.number, work, driver.number - 1))
+    assert isinstance(reply, commands.DispatchReply)
+    assert reply.sampled is not None
+    (ended,) = reply.sampled.ended
+    assert isinstance(ended.outcome, SampleResult), ended
+    assert ended.outcome.prompt_logprobs is not None
+    sampled = np.frombuffer(ended.outcome.prompt_logprobs, "<f4")[1:]
+    return float(np.abs(sampled - computed[:-1]).max())
+
+
+def _of_next_tokens(prompt: ops.Datum) -> ops.Datum:
+    following = np.roll(np.frombuffer(prompt.tokens, "<i4"), -1)
+    return ops.Datum(prompt.tokens, {**prompt.inputs, "target_tokens": dense(following, ops.DType.I64)})
+
+
+def build(folder: Path, family: str, tensor: int) -> None:
+    """With as many key-value heads as there are ranks in a tensor group."""
+    if family in get_args(Family):
+        make(folder / family, TinyModel(family=family, hidden=64 * tensor, experts=8))  # type: ignore[arg-type]
+    else:
+        tiny_families.make(family, folder / family, num_key_value_heads=tensor)
+
+
+def main(folder: Path, mesh: str, families: list[str]) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    torch.set_num_threads(1)
+    ranks = RankGroup(torch.device("cpu"))
+    with ranks.collective_errors():
+        if ranks.is_rank0:
+            for family in families:
+                build(folder, family, MESHES[mesh].tensor)
+            if "llama" in families:
+                tie(folder / "llama")
+    trainings: tuple[Training, ...] = ("full", "lora")
+    parity = [compare(folder / family, ranks, training, mesh) for family in families for training in trainings]
+    others = {"one rank": ParallelSettings(replicate=4), "two shards": ParallelSettings(replicate=2)}
+    resharded = reshard(folder, families[0], ranks, {mesh: MESHES[mesh], **others})
+    found = SplitFound(parity, resharded, drive(folder, families[-1], ranks, MESHES[mesh]))
+    if ranks.is_rank0:
+        (folder / "found.json").write_bytes(msgspec.json.encode(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    # A rank that ends with the threads of its group aborts when the other rank has gone first.
+    dist.destroy_process_group()

@@ -1,0 +1,134 @@
+"""Experts by grouped matrix multiplication beside transformers' own modules, unmodified, with gradients.
+
+Adapters are compared with the definition: the same unmodified module, whose weights have B A of one adapter added to
+them, over the tokens of that adapter alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from strata.train.core.ops import LoraConfig
+from strata.train.runner.experts import group_experts
+from strata.train.runner.lora import Adapter, Adapters, Span, is_experts, targets_of
+from tests.shell.train_runner import tiny_families
+from tests.shell.train_runner.dispatched import Dispatched
+
+FAMILIES: Final = ("aria_text", "deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe")
+TOKENS: Final = 37
+CHOSEN: Final = 2
+CLOSE: Final = 2e-6
+"""Of float32, beside the largest number of a tensor."""
+Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Holder(nn.Module):
+    """The experts alone, under the name that they have in a model."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.experts = experts
+
+
+def experts_of(family: str) -> Any:
+    model = tiny_families.shape_of(family, experts_implementation="eager")
+    tiny_families.draw(model)
+    return next(module for module in model.modules() if is_experts(module))
+
+
+def routed(experts: Any, *, unused: int = 0) -> Routed:
+    """Tokens, their experts, and the weights of those; the last experts have no token."""
+    generator = torch.Generator().manual_seed(3)
+    width = experts.gate_up_proj.shape[1 if experts.is_transposed else 2]
+    hidden = torch.randn(TOKENS, width, generator=generator)
+    scores = torch.rand(TOKENS, len(experts.gate_up_proj), generator=generator)
+    scores[:, scores.shape[1] - unused :] = -1
+    weights, chosen = scores.topk(CHOSEN)
+    return hidden, chosen, weights
+
+
+def with_gradients(
+    forward: Callable[..., torch.Tensor], inputs: Routed, parameters: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    hidden, chosen, weights = (part.clone() for part in inputs)
+    hidden.requires_grad_()
+    weights.requires_grad_()
+    output = forward(hidden, chosen, weights)
+    loss = (output * torch.randn(output.shape, generator=torch.Generator().manual_seed(4))).sum()
+    names = ["hidden", "weights", *parameters]
+    found = torch.autograd.grad(loss, [hidden, weights, *parameters.values()], materialize_grads=True)
+    return {"output": output.detach(), **dict(zip(names, found, strict=True))}
+
+
+def assert_close(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert float((ours[name] - value).abs().max()) <= CLOSE * float(value.abs().max()), name
+
+
+@pytest.mark.parametrize("unused", [0, 1])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_output_and_all_gradients_are_those_of_the_unmodified_module(family: str, unused: int) -> None:
+    experts = experts_of(family)
+    inputs, parameters = routed(experts, unused=unused), dict(experts.named_parameters())
+    theirs = with_gradients(experts, inputs, parameters)
+    group_experts(experts, None)
+    assert_close(with_gradients(experts, inputs, parameters), theirs)
+
+
+@pytest.mark.parametrize("rank", [3, 8])
+@pytest.mark.parametrize("spans", [(TOKENS,), (11, 7, 0, TOKENS - 18)], ids=["one", "several"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_add_what_their_definition_says(family: str, spans: Sequence[int], rank: int) -> None:
+    """The second of several spans has no adapter."""
+    holder = Holder(experts_of(family))
+    config = LoraConfig(rank=rank, alpha=2.0 * rank, train_attn=False, train_unembed=False)
+    adapted = [Adapter(config, targets_of(holder, config), torch.device("cpu")) for _ in spans]
+    for number, adapter in enumerate(adapted):
+        adapter.flat.copy_(torch.randn(adapter.size, generator=torch.Generator().manual_seed(number)) * 0.1)
+    chosen = [adapter if number != 1 else None for number, adapter in enumerate(adapted)]
+    leaves = {
+        f"{number}.{name}.{part}": matrix
+        for number, adapter in enumerate(chosen)
+        if adapter is not None
+        for name, pair in adapter.pairs.items()
+        for part, matrix in zip("AB", pair, strict=True)
+    }
+    experts: Any = holder.experts
+
+    def by_definition(hidden: torch.Tensor, routed: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        outputs = []
+        parts = zip(chosen, *(torch.split(part, list(spans)) for part in (hidden, routed, weights)), strict=True)
+        for adapter, *own in parts:
+            merged = dict(experts.named_parameters())
+            for name, (a, b) in (adapter.pairs if adapter is not None else {}).items():
+                last = name.rpartition(".")[2]
+                added = (b @ a) * 2.0
+                merged[last] = merged[last] + (added.mT if experts.is_transposed else added)
+            outputs.append(functional_call(experts, merged, tuple(own)))
+        return torch.cat(outputs)
+
+    inputs = routed(experts)
+    theirs = with_gradients(by_definition, inputs, leaves)
+    adapters = Adapters(holder)
+    adapters.row = [Span(adapter, length) for adapter, length in zip(chosen, spans, strict=True)]
+    group_experts(holder, adapters)
+    assert_close(with_gradients(experts, inputs, leaves), theirs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_number_is_read_by_the_host(family: str) -> None:
+    """On a device, each would wait for everything that was started before."""
+    experts = experts_of(family)
+    inputs, parameters = routed(experts), dict(experts.named_parameters())
+    group_experts(experts, None)
+    with Dispatched() as dispatched:
+        with_gradients(experts, inputs, parameters)
+    assert dispatched.count("grouped_mm") > 0
+    assert dispatched.reads == 0

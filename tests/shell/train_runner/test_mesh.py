@@ -1,0 +1,276 @@
+"""Meshes of four ranks: each loads its shards, computes what one process does, and reads what another mesh wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from strata.base.errors import StrataError
+from strata.base.settings import process_environment
+from strata.train.launch.preflight import check_mesh
+from strata.train.runner.checkpoint import shards
+from strata.train.runner.checkpoint.export import export
+from strata.train.settings import (
+    EXPERT_FAMILIES,
+    TENSOR_FAMILIES,
+    LimitSettings,
+    ModelSettings,
+    ParallelSettings,
+    RankSettings,
+    ServerSection,
+    ServerSettings,
+)
+from tests.shell.train_runner.limited import GROUPS
+from tests.shell.train_runner.mesh import Found
+from tests.shell.train_runner.split_mesh import SplitFound
+
+pytestmark = pytest.mark.slow
+
+ROOT: Final = Path(__file__).parents[3]
+SPLIT: Final = ParallelSettings(tensor=4)
+LAUNCHER: Final = ("-m", "torch.distributed.run", "--standalone")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mesh")
+    done = run([*LAUNCHER, "--nproc-per-node=4", "-m", "tests.shell.train_runner.mesh", str(folder)])
+    assert (folder / "found.json").exists(), done.stderr[-4000:]
+    return folder
+
+
+def run(arguments: list[str], timeout_s: int = 300) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **process_environment(),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "MALLOC_MMAP_THRESHOLD_": "262144",
+    }
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> Found:
+    return msgspec.json.decode((folder / "found.json").read_bytes(), type=Found)
+
+
+def test_losses_and_gradients_of_a_mesh_are_those_of_the_unmodified_model(found: Found) -> None:
+    assert {each.case for each in found.parity} == {
+        f"{model} {mesh}" for model in ("llama full", "llama lora", "qwen3_moe full") for mesh in ("2x2", "1x4")
+    }
+    for each in found.parity:
+        tolerance = 1e-5 if each.case.startswith("qwen3_moe") else 1e-9
+        assert each.loss <= tolerance, each
+        assert each.gradient <= tolerance, each
+
+
+def test_each_rank_has_its_slice_of_what_the_unmodified_loader_reads(found: Found) -> None:
+    assert all(each.shards_equal for each in found.parity)
+
+
+def test_what_one_mesh_wrote_another_reads_bit_for_bit(found: Found) -> None:
+    names = ("snapshot", "checkpoint", "weights")
+    assert found.resharded == {f"{name} {mesh}": True for name in names for mesh in ("2x2", "1x4")}
+
+
+def test_of_two_copies_of_a_model_one_is_written(folder: Path) -> None:
+    assert len(list((folder / "saved").glob(shards.SHARDS))) == 2
+    sizes = [len(load_file(file)) for file in sorted((folder / "snapshot").glob("rank-*.safetensors"))]
+    assert [bool(size) for size in sizes] == [True, True, False, False]
+
+
+def test_weights_for_sampling_and_exported_ones_are_those_of_the_unmodified_loader(
+    folder: Path, tmp_path: Path
+) -> None:
+    export(folder / "saved", tmp_path / "out", "hf")
+    saved = shards.read_unsharded(folder / "saved", lambda name: not name.startswith("exp_avg"))
+    for written in (folder / "sampled", tmp_path / "out"):
+        lm = AutoModelForCausalLM.from_pretrained(written, dtype=torch.float32)
+        weights = dict(lm.named_parameters())
+        assert weights.keys() == saved.keys()
+        assert all(torch.equal(weights[name], saved[name]) for name in saved)
+
+
+@pytest.fixture(scope="module")
+def split_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_split_mesh(tmp_path_factory.mktemp("split"), "2x2", "llama", "qwen3")
+
+
+def run_split_mesh(folder: Path, mesh: str, *families: str) -> Path:
+    program = [*LAUNCHER, "--nproc-per-node=4", "-m", "tests.shell.train_runner.split_mesh"]
+    done = run([*program, str(folder), mesh, *families])
+    assert (folder / "found.json").exists(), done.stderr[-4000:]
+    return folder
+
+
+def check_split_mesh(folder: Path, mesh: str, *families: str) -> None:
+    found = msgspec.json.decode((folder / "found.json").read_bytes(), type=SplitFound)
+    assert [each.case for each in found.parity] == [
+        f"{family} {training} {mesh}" for family in families for training in ("full", "lora")
+    ]
+    for each in found.parity:
+        # The norms of gemma3, and so their gradients, are computed in float32; so are experts.
+        tolerance = 1e-5 if each.case.startswith(("gemma3_text", "qwen3_moe")) else 1e-9
+        assert max(each.loss, each.gradient, each.norm, each.step) <= tolerance, each
+        assert each.shards_equal, each
+    names = ("snapshot", "checkpoint", "weights")
+    assert found.resharded == {f"{name} {on}": True for name in names for on in (mesh, "one rank", "two shards")}
+    assert found.sampled <= 1e-5
+
+
+def test_losses_gradients_steps_and_files_of_tensor_groups_are_those_of_one_process(split_folder: Path) -> None:
+    check_split_mesh(split_folder, "2x2", "llama", "qwen3")
+
+
+def test_a_checkpoint_of_tensor_groups_is_exported_as_the_model_that_was_trained(
+    split_folder: Path, tmp_path: Path
+) -> None:
+    export(split_folder / "saved", tmp_path / "out", "hf")
+    lm = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    sampled = AutoModelForCausalLM.from_pretrained(split_folder / "sampled", dtype=torch.float32)
+    for (name, weight), (other, same) in zip(lm.named_parameters(), sampled.named_parameters(), strict=True):
+        assert name == other
+        assert torch.equal(weight, same)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mesh", ["2x2", "1x4", "2x1x2"])
+def test_every_family_whose_layers_can_be_split_computes_what_one_process_does(mesh: str, tmp_path: Path) -> None:
+    families = ("llama", *sorted(TENSOR_FAMILIES - {"llama"}))
+    check_split_mesh(run_split_mesh(tmp_path, mesh, *families), mesh, *families)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mesh", ["experts 2x2", "experts 1x4", "experts 2x1x2"])
+def test_ranks_that_hold_different_experts_compute_what_one_process_does(mesh: str, tmp_path: Path) -> None:
+    families = sorted(EXPERT_FAMILIES)
+    check_split_mesh(run_split_mesh(tmp_path, mesh, *families), mesh, *families)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "config", "problem"),
+    [
+        (
+            SPLIT,
+            {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 96},
+            "",
+        ),
+        (
+            ParallelSettings(expert=4),
+            {"model_type": "qwen3_moe", "num_experts": 6},
+            "parallel.expert is 4, which does not divide the num_experts of the model, 6",
+        ),
+        (
+            ParallelSettings(expert=4),
+            {"model_type": "llama"},
+            "parallel.expert is 4: experts of llama cannot be spread, only those of qwen3_moe",
+        ),
+        (
+            SPLIT,
+            {"model_type": "qwen3", "num_attention_heads": 8, "num_key_value_heads": 2},
+            "parallel.tensor is 4, which does not divide the num_key_value_heads of the model, 2",
+        ),
+        (
+            SPLIT,
+            {"model_type": "gpt_oss"},
+            "parallel.tensor is 4: layers of gpt_oss cannot be split, only those of gemma3_text, llama, qwen3",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_split_is_refused_before_anything_starts(
+    parallel: ParallelSettings, config: dict[str, object], problem: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    settings = ServerSettings(
+        server=ServerSection(),
+        model=ModelSettings(path=str(tmp_path)),
+        ranks=RankSettings(nproc=4),
+        limits=LimitSettings(),
+        parallel=parallel,
+    )
+    if not problem:
+        check_mesh(settings)
+        return
+    with pytest.raises(StrataError, match="^" + re.escape(problem)):
+        check_mesh(settings)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "problem"),
+    [
+        (ParallelSettings(), 3, ""),
+        (ParallelSettings(replicate=2), 4, ""),
+        (ParallelSettings(replicate=2, shard=2), 4, ""),
+        (ParallelSettings(tensor=2), 4, ""),
+        (ParallelSettings(replicate=2, shard=1, tensor=2), 4, ""),
+        (ParallelSettings(replicate=3), 4, "parallel.replicate 3 does not divide the number of ranks, 4"),
+        (
+            ParallelSettings(replicate=2, tensor=4),
+            4,
+            "parallel.replicate 2 times parallel.tensor 4 is 8, which does not divide the number of ranks, 4",
+        ),
+        (
+            ParallelSettings(shard=4, tensor=2),
+            4,
+            "parallel.tensor 2 times parallel.shard 4 is 8, and there are 4 ranks",
+        ),
+        (
+            ParallelSettings(replicate=2, shard=4),
+            4,
+            "parallel.replicate 2 times parallel.shard 4 is 8, and there are 4 ranks",
+        ),
+        (ParallelSettings(expert=4), 4, ""),
+        (
+            ParallelSettings(replicate=2, expert=4),
+            4,
+            "parallel.expert 4 does not divide the ranks that shard the model, 2",
+        ),
+        (
+            ParallelSettings(tensor=2, expert=2),
+            4,
+            "parallel.expert and parallel.tensor are both above 1, which this version does not have",
+        ),
+        (ParallelSettings(context=2), 4, "parallel.context is 2: this version does not have it"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused_with_a_reason(parallel: ParallelSettings, ranks: int, problem: str) -> None:
+    assert parallel.problem(ranks) == problem
+
+
+@pytest.fixture
+def limited(tmp_path: Path) -> Iterator[Path]:
+    if not os.access(GROUPS / "cgroup.procs", os.W_OK):
+        pytest.skip("memory is limited by control groups of version 1, which need root")
+    yield tmp_path
+    for file in tmp_path.glob("group-*"):
+        Path(file.read_text(encoding="utf-8")).rmdir()
+
+
+@pytest.mark.nightly
+def test_a_model_larger_than_the_memory_of_a_rank_is_trained_sampled_saved_and_exported(limited: Path) -> None:
+    program = "tests.shell.train_runner.limited"
+    done = run([*LAUNCHER, "--nproc-per-node=2", "-m", program, str(limited), "run"], 600)
+    assert (limited / "done").exists(), done.stderr[-4000:]
+    exported = run(["-m", program, str(limited), "export"])
+    assert exported.returncode == 0, exported.stderr[-4000:]
+    AutoModelForCausalLM.from_pretrained(limited / "exported", dtype=torch.float32)

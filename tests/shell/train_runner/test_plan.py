@@ -1,0 +1,233 @@
+"""The planned memory of a device: arithmetic, traced sizes, and plans beside what training really takes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Final, Literal
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from bench.plan import OVER, UNDER
+from strata.base.errors import Code, StrataError
+from strata.base.settings import process_environment
+from strata.cli.plan import plan
+from strata.train.core.device_memory import (
+    CollectiveCost,
+    MemoryRecipe,
+    MeshShape,
+    ModelCost,
+    PassMemory,
+    cache_numbers,
+    plan_device,
+    smallest_plan,
+)
+from strata.train.launch.preflight import model_cost, read_model_files
+from strata.train.runner.model.plan import trace_cost, trace_pass
+from strata.train.runner.model.tiny import TinyModel, make
+
+pytestmark = pytest.mark.slow
+
+COST: Final = ModelCost(
+    parameters=70_000_000_000,
+    rank_parameters=70_000_000_000,
+    expert_parameters=0,
+    largest_weight=1_000_000_000,
+    blocks=80,
+    expert_blocks=0,
+    block_parameters=850_000_000,
+    root_parameters=2_000_000_000,
+    adapter_parameters=400_000_000,
+    cache_numbers=163_840,
+    activations=PassMemory(8_000_000_000, 2_000_000_000),
+    gathered=PassMemory(5_000_000_000, 6_000_000_000),
+    copied=PassMemory(5_000_000_000, 6_000_000_000),
+)
+LLAMA_70B: Final = {
+    "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128_256,
+    "max_position_embeddings": 131_072, "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN3_235B: Final = {
+    "model_type": "qwen3_moe", "hidden_size": 4096, "intermediate_size": 12_288, "moe_intermediate_size": 1536,
+    "num_hidden_layers": 94, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128,
+    "vocab_size": 151_936, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+    "max_position_embeddings": 40_960, "tie_word_embeddings": False,
+}  # fmt: skip
+"""As published, without what changes no size."""
+
+
+def parts_of(recipe: MemoryRecipe, mesh: MeshShape) -> dict[str, int]:
+    return {part.name: part.bytes for part in plan_device(COST, recipe, mesh).parts}
+
+
+def test_the_fewest_devices_hold_it_and_half_of_them_do_not() -> None:
+    for training in ("lora", "full"):
+        recipe = msgspec.convert({"training": training}, MemoryRecipe)
+        found = smallest_plan(COST, recipe, 80 * 10**9)
+        assert found is not None
+        half = MeshShape(shard=found.mesh.shard // 2)
+        assert found.total <= 80 * 10**9 < plan_device(COST, recipe, half).total
+    assert smallest_plan(COST, MemoryRecipe(), 8 * 10**9) is None
+
+
+def test_full_training_has_twenty_bytes_of_a_parameter_among_the_devices_of_a_copy() -> None:
+    recipe = MemoryRecipe(training="full")
+    for mesh in (MeshShape(1, 8), MeshShape(4, 8)):
+        parts = parts_of(recipe, mesh)
+        assert sum(parts[name] for name in ("weights", "gradients", "optimizer")) == 20 * COST.parameters // 8
+        assert "adapters" not in parts
+    once = parts_of(msgspec.structs.replace(recipe, accumulates=False), MeshShape(1, 8))
+    assert once["gradients"] == 4 * COST.parameters // 8
+
+
+def test_every_slot_has_values_two_gradients_and_moments_on_each_device() -> None:
+    parts = parts_of(MemoryRecipe(slots=3), MeshShape(shard=4))
+    assert parts["weights"] == COST.parameters * 2 // 4
+    assert sum(parts[name] for name in ("adapters", "gradients", "optimizer")) == 3 * 20 * COST.adapter_parameters
+
+
+def test_a_small_frozen_base_is_on_every_device_and_is_not_gathered() -> None:
+    recipe = MemoryRecipe(replicated_bytes=2 * COST.parameters)
+    found = plan_device(COST, recipe, MeshShape(shard=4))
+    parts = {part.name: part.bytes for part in found.parts}
+    assert parts["weights"] == 2 * COST.parameters
+    assert "gathered weights" not in parts
+    assert {each.name for each in found.collectives} == {"all-reduce"}
+
+
+def test_each_layer_is_gathered_twice_and_reduced_once() -> None:
+    collectives = plan_device(COST, MemoryRecipe(training="full"), MeshShape(2, 4)).collectives
+    assert collectives == (
+        CollectiveCost("all-gather", "shard", "row", 161, 2 * (2 * 68_000_000_000 + 2_000_000_000)),
+        CollectiveCost("reduce-scatter", "shard", "row", 81, 4 * COST.parameters),
+        CollectiveCost("all-reduce", "replicate", "row", 81, COST.parameters),
+        CollectiveCost("all-reduce", "all", "step", 1, 8),
+    )
+
+
+def test_experts_are_gathered_from_the_devices_that_hold_the_same_ones() -> None:
+    """64 of 70 billion numbers are of experts. Of 8 devices, two hold the same ones if a group has 4."""
+    cost = msgspec.structs.replace(COST, expert_parameters=64_000_000_000, expert_blocks=80)
+    recipe = MemoryRecipe(training="full")
+
+    def gathered(expert: int) -> CollectiveCost:
+        return plan_device(cost, recipe, MeshShape(shard=8, expert=expert)).collectives[0]
+
+    assert gathered(4) == CollectiveCost("all-gather", "shard", "row", 321, 2 * (2 * 22_000_000_000 - 2_000_000_000))
+    assert gathered(8) == CollectiveCost("all-gather", "shard", "row", 161, 2 * (2 * 6_000_000_000 - 2_000_000_000))
+    in_place = {part.name: part.bytes for part in plan_device(cost, recipe, MeshShape(shard=8, expert=4)).parts}
+    assert in_place["weights"] == 4 * COST.parameters // 8
+
+
+def test_the_kv_cache_follows_from_the_configuration() -> None:
+    assert cache_numbers(LLAMA_70B) == 2 * 80 * 8 * 128
+    assert cache_numbers({"text_config": {**LLAMA_70B, "head_dim": None}}) == 2 * 80 * 8 * 128
+    assert cache_numbers({}) == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"), [("llama", MeshShape(shard=2, tensor=2)), ("qwen3_moe", MeshShape(shard=4, expert=2))]
+)
+def test_files_and_configuration_give_the_same_sizes(
+    family: Literal["llama", "qwen3_moe"], mesh: MeshShape, tmp_path: Path
+) -> None:
+    """So `strata serve` refuses by the figures of `strata plan`. On groups each layer of one kind exchanges as much."""
+    make(tmp_path, TinyModel(family=family, layers=4, hidden=128))
+    recipe = MemoryRecipe(row_tokens=64)
+    traced = trace_cost(str(tmp_path), recipe, mesh)
+    untraced = msgspec.structs.replace(
+        traced, activations=None, gathered=None, copied=None, exchanges=(), largest_weight=0
+    )
+    of_files = model_cost(read_model_files(tmp_path), recipe, mesh)
+    assert msgspec.structs.replace(of_files, largest_weight=0) == untraced
+    row, logits, pairs = 64 * 128 * 2, 64 * 512 * 2, 64 * 2 * 2
+    if family == "llama":
+        # Sums of attention and MLP, forward and backward, and of the gradient before the head.
+        assert traced.exchanges == [
+            CollectiveCost("all-reduce", "tensor", "row", 4 * 4 + 1, (4 * 4 + 1) * row),
+            CollectiveCost("all-gather", "tensor", "row", 1, logits),
+        ]
+        matrices = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256
+        assert traced.rank_parameters == 512 * 128 * 3 // 2 + 4 * (matrices // 2 + 2 * 128) + 128
+    else:
+        # Both ways of two matrices, forward and backward; and how many pairs there are for each of four experts.
+        there_and_back = (128 + 2 * 128) + (128 + 128)
+        numbers = CollectiveCost("all-to-all", "expert", "row", 4 * 9, 4 * (2 * pairs * there_and_back + 4 * 8))
+        assert traced.exchanges == [numbers]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_a_few_layers_give_the_cost_of_all(family: Literal["llama", "qwen3_moe"], tmp_path: Path) -> None:
+    make(tmp_path, TinyModel(family=family, layers=6))
+    recipe = MemoryRecipe(row_tokens=256)
+
+    def whole(shards: int = 0, **changes: int) -> PassMemory:
+        return trace_pass(str(tmp_path), msgspec.structs.replace(recipe, **changes), set(range(6)), shards).memory
+
+    cost, in_place, sharded = trace_cost(str(tmp_path), recipe), whole(), whole(shards=2)
+    assert cost.activations == in_place
+    assert cost.gathered == PassMemory(sharded.beginning - in_place.beginning, sharded.end - in_place.end)
+    assert whole(checkpointing=1).beginning < 0.8 * in_place.beginning
+    assert whole(row_tokens=128).beginning < 0.6 * in_place.beginning
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StrataError, match="cannot load the model") as caught:
+        trace_cost(str(tmp_path), MemoryRecipe())
+    assert caught.value.code is Code.INVALID
+
+
+def test_settings_of_a_server_are_planned_with_lines_for_a_manifest(tmp_path: Path) -> None:
+    make(tmp_path / "model", TinyModel())
+    file = tmp_path / "train.toml"
+    settings = (
+        f'[model]\npath = "{tmp_path / "model"}"\ntraining = "full"\nmax_tokens_per_row = 64\n[ranks]\nnproc = 2\n'
+    )
+    file.write_text(settings, "utf-8")
+    runner = CliRunner()
+    shown = runner.invoke(plan, [str(file)], catch_exceptions=False)
+    assert shown.stdout.splitlines()[-2:] == ["min_gpus = 2", "min_vram_gib = 1"]
+    found = json.loads(
+        runner.invoke(plan, [str(file), "--training", "lora", "-o", "json"], catch_exceptions=False).stdout
+    )
+    assert found["mesh"] == {"replicate": 1, "shard": 2, "tensor": 1, "expert": 1}
+    assert found["total"] == sum(part["bytes"] for part in found["parts"])
+    assert found["manifest"]["min_gpus"] == 2
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_training_takes_what_was_planned() -> None:
+    """With its margin, a plan is at most 5 % too small and 15 % too large."""
+    bench = subprocess.run(
+        [sys.executable, "-m", "bench", "plan", "--json-only"],
+        env={**process_environment(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=1750,
+    )
+    ratios = {line["case"]: line["ratio"] for line in map(json.loads, bench.stdout.splitlines())}
+    assert len(ratios) == 8
+    outside = {case: ratio for case, ratio in ratios.items() if not UNDER <= ratio <= OVER}
+    assert not outside
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("training", ["lora", "full"])
+@pytest.mark.parametrize("config", [LLAMA_70B, QWEN3_235B], ids=["70B", "235B-A22B"])
+def test_large_models_are_planned_within_a_minute(config: dict[str, Any], training: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
+    recipe = MemoryRecipe(training=training, checkpointing=1, cached_tokens=0)
+    began = perf_counter()
+    cost = trace_cost(str(tmp_path), recipe)
+    assert perf_counter() - began < 60
+    assert cost.parameters == {"llama": 70_553_706_496, "qwen3_moe": 235_093_634_560}[config["model_type"]]
+    assert plan_device(cost, recipe, MeshShape(shard=64)).total < plan_device(cost, recipe, MeshShape(shard=8)).total
