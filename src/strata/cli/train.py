@@ -15,7 +15,7 @@ from strata.cli.layout import console_width
 from strata.cli.output import print_error, write
 from strata.cli.plot import format_number, plot_lines
 from strata.cli.progress import ProgressLine
-from strata.cli.training_server import choose_server, context_option, key_file_option
+from strata.cli.training_server import choose_server, context_option, is_settings_file, key_file_option
 
 if TYPE_CHECKING:
     from strata.fleet.client import HubClient
@@ -82,7 +82,7 @@ def train(recipe: Path, folder: Path | None, server: str | None, key_file: Path 
             if server is None and context is None and wanted.server.url:
                 server = wanted.server.url
                 key_file = key_file or (base / wanted.server.key_file if wanted.server.key_file else None)
-            if server is not None and Path(server).is_file():
+            if is_settings_file(server, context):
                 settings = _serve(stack, Path(server), process_environment(), run.path / LOG, key_file)
             elif server is not None or context is not None:
                 settings = choose_server(server, key_file, context)

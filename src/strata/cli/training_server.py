@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import click
 
@@ -48,10 +48,19 @@ def choose_server(
 ) -> ClientSettings:
     from strata.sdk.fleet import client_settings
 
-    if server is not None and Path(server).is_file():
+    if is_settings_file(server, context):
         server, credential = _local(Path(server), own)
         key_file = key_file or credential
     return client_settings(context=context, url=server, token_path=key_file)
+
+
+def is_settings_file(server: str | None, context: str | None) -> TypeGuard[str]:
+    """Whether `server` names the settings of a server on this machine, which a context cannot be."""
+    if server is None or not Path(server).is_file():
+        return False
+    if context is not None:
+        raise click.UsageError(f"--context {context} names a server, and so does the settings file {server}")
+    return True
 
 
 def _local(config: Path, own: str) -> tuple[str, Path]:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
+import click
 import pytest
 
 from strata.base import folder_lock
@@ -17,6 +18,7 @@ from strata.base.private import require_private_folder
 from strata.base.settings import process_environment
 from strata.base.unix_socket import is_listening, listen_unix
 from strata.cli.local_server import COMMAND_LOCK, NO_PORT, local_server, without_server_settings
+from strata.cli.training_server import choose_server
 from strata.sdk.fleet import client_settings
 from strata.sdk.recipes.run_folder import SERVER, RunFolder
 from strata.train.launch.launcher import lock_folder
@@ -139,3 +141,12 @@ def listening_ports(pid: int) -> list[str]:
         for line in Path(f"/proc/{pid}/net/{table}").read_text(encoding="ascii").splitlines()[1:]
     ]
     return [row[1] for row in rows if row[3] == LISTENING and f"socket:[{row[9]}]" in sockets]
+
+
+def test_a_context_beside_a_settings_file_is_refused(tmp_path: Path, settings: ServerSettings) -> None:
+    file = str(tmp_path / "server.toml")
+    with pytest.raises(click.UsageError, match="--context lab names a server, and so does the settings file"):
+        choose_server(file, None, "lab")
+    with pytest.raises(StrataError, match="no training server is running with the data folder"):
+        choose_server(file, None, None)
+    assert choose_server("http://127.0.0.1:1", None, "lab").context == "lab"
