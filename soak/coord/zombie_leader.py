@@ -68,7 +68,7 @@ async def run_leaders(ask: CampaignRequest, tell: OnProgress) -> CampaignResult:
                 break
         tally.epochs = await pool.finish(FINISH_S)
         tally.confirmed = expected.confirmed
-        expected.problems += await _check_journal(ask.url)
+        expected.problems += await check_journal(ask.url)
     finally:
         await pool.close()
         for each in both:
@@ -122,7 +122,7 @@ async def _code(stub: pb_grpc.CoordinatorAsyncStub, ghost: pb.WorkerInfo) -> str
     return "OK"
 
 
-async def _check_journal(url: str) -> list[str]:
+async def check_journal(url: str) -> list[str]:
     """Under every epoch facts were added to the end only: none of an older epoch after one of a newer."""
     stream = CoordinatorSettings().stream
     async with await open_journal(url, SystemClock(), create=False) as journal:

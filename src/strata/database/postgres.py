@@ -12,7 +12,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 import psycopg
 from psycopg import errors as pg_errors
@@ -70,6 +69,8 @@ class Connections:
         self._slots = asyncio.Semaphore(limit)
         self._idle: list[_Connection] = []
         self._closed = False
+        self.opened = 0
+        """How many connections were opened so far."""
         self.observe: Callable[[float], None] | None = None
         """Called with the seconds that each statement or transaction took, with its wait for a connection."""
 
@@ -171,6 +172,7 @@ class Connections:
         except BaseException:
             await connection.close()
             raise
+        self.opened += 1
         return connection
 
     async def _drop_idle(self) -> None:
@@ -227,6 +229,10 @@ def _one_line(error: Exception) -> str:
 
 
 def display_address(url: str) -> str:
-    """The address for messages, without user or password."""
-    parts = urlsplit(url)
-    return f"{parts.hostname or 'local socket'}:{parts.port or 5432}{parts.path}"
+    """The address for messages, without user or password; of several servers, all of them."""
+    read = conninfo_to_dict(url)
+    hosts, ports = (str(read.get(name) or "").split(",") for name in ("host", "port"))
+    if len(ports) < len(hosts):
+        ports = ports * len(hosts)
+    servers = (f"{host or 'local socket'}:{port or 5432}" for host, port in zip(hosts, ports, strict=False))
+    return f"{','.join(servers)}/{read.get('dbname') or ''}"

@@ -226,6 +226,18 @@ def wrong_position(stream: str, after: int, head: int) -> StrataError:
     )
 
 
+def went_back(stream: str, known: int, head: int) -> StrataError:
+    return StrataError(
+        Code.CORRUPT,
+        f"the database has lost facts of stream {stream!r}: of {known} that were committed some are missing,"
+        f" and it has {head} now",
+        hint="it is a standby that had not received everything, or a backup: bring the right database back, or restart"
+        " this process to go on with what is there",
+        stream=stream,
+        went_back=True,
+    )
+
+
 def truncated(stream: str, after: int, floor: int) -> StrataError:
     return StrataError(
         Code.GONE,

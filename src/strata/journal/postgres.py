@@ -8,7 +8,7 @@ run out. There is no NOTIFY (it takes a lock that all commits share): a standby 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 import psycopg
 
@@ -35,6 +35,7 @@ from strata.journal.port import (
     stale,
     truncated,
     unknown_stream,
+    went_back,
     wrong_position,
 )
 
@@ -42,12 +43,31 @@ _PAGE_ROWS: Final = 512
 _POLL_S: Final = 0.05
 
 
+class _Known(NamedTuple):
+    """The newest that this process knows to be committed in a stream."""
+
+    epoch: int = 0
+    last: int = 0
+    batch: Mapping[str, Any] | None = None
+    """What `FIND_BATCH` needs of the one that ends at `last`; None if only a snapshot is known."""
+
+
+_NOTHING: Final = _Known()
+
+
 class PostgresJournal:
-    """Open with `await PostgresJournal.open(url, clock)`."""
+    """Open with `await PostgresJournal.open(url, clock)`.
+
+    It refuses a database that has lost what this process saw committed there, as one does that was restored, or a
+    standby that was promoted before it had received everything.
+    """
 
     def __init__(self, connections: Connections, clock: Clock) -> None:
         self._connections = connections
         self._clock = clock
+        self._known: dict[str, _Known] = {}
+        self._checked_at: dict[str, int] = {}
+        """By stream, how many connections had been opened when what is known of it was last looked for."""
 
     @classmethod
     async def open(
@@ -68,11 +88,18 @@ class PostgresJournal:
     async def lead(self, stream: str, holder: str, lease_s: float, *, expired_lease: str | None = None) -> Lead:
         check_candidate(stream, holder, lease_s)
         values = {"stream": stream, "holder": holder, "lease_s": lease_s, "expired_lease": expired_lease or ""}
+        known = self._known.get(stream, _NOTHING)
+        if known.last:
+            await self._check_known(stream)
         rows = await self._connections.run(sql.LEAD, values)
         if not rows:
             raise lease_held(stream, *(await self._connections.run(sql.LEASE, {"stream": stream}))[0])
         failpoint("journal.postgres.after_lead")
-        return Lead(stream, *rows[0])
+        lead = Lead(stream, *rows[0])
+        if lead.epoch <= known.epoch or lead.head < known.last:
+            raise went_back(stream, known.last, lead.head)
+        self._know(stream, known._replace(epoch=lead.epoch))
+        return lead
 
     async def renew(self, stream: str, epoch: int, lease_s: float) -> None:
         check_lease(lease_s)
@@ -105,6 +132,7 @@ class PostgresJournal:
         failpoint("journal.postgres.before_append")
         if not await self._connections.write(sql.APPEND, batch):
             await self._recognise(batch)
+        self._know(stream, _Known(epoch, last, _identity(batch)))
         failpoint("journal.postgres.after_append")
         return last
 
@@ -125,7 +153,29 @@ class PostgresJournal:
         _, _, floor = await self._row(stream)
         if after < floor:
             raise truncated(stream, after, floor)
-        return [unpack(stream, first, epoch, blob, checksum).after(after) for first, epoch, checksum, blob in rows]
+        found = [unpack(stream, first, epoch, blob, checksum) for first, epoch, checksum, blob in rows]
+        if self._checked_at.get(stream) != self._connections.opened:
+            # The database may be another one than before.
+            await self._check_known(stream)
+        if found:
+            newest = {"stream": stream, "first": found[-1].first, "last": found[-1].last, "checksum": rows[-1][2]}
+            self._know(stream, _Known(found[-1].epoch, found[-1].last, {**newest, "epoch": found[-1].epoch}))
+        return [batch.after(after) for batch in found]
+
+    def _know(self, stream: str, new: _Known) -> None:
+        known = self._known.get(stream, _NOTHING)
+        newest = new if new.last >= known.last else known
+        self._known[stream] = newest._replace(epoch=max(known.epoch, new.epoch))
+
+    async def _check_known(self, stream: str) -> None:
+        """Raise if the newest batch that this process knows is not there."""
+        opened, known = self._connections.opened, self._known.get(stream, _NOTHING)
+        _, head, floor = await self._row(stream)
+        if known.batch is not None and known.last > floor:
+            there = await self._connections.run(sql.FIND_BATCH, known.batch)
+            if not there and known.last > (await self._row(stream))[2]:
+                raise went_back(stream, known.last, head)
+        self._checked_at[stream] = opened
 
     async def wait_for_growth(self, stream: str, after: int, timeout_s: float) -> int:
         until_s = self._clock.monotonic_s() + timeout_s
@@ -160,7 +210,9 @@ class PostgresJournal:
         if not rows:
             await self._row(stream)
             return None
-        return checked_snapshot(stream, *rows[0])
+        snapshot = checked_snapshot(stream, *rows[0])
+        self._know(stream, _Known(snapshot.epoch, snapshot.position))
+        return snapshot
 
     async def truncate(self, stream: str, epoch: int, through: int) -> None:
         check_position(through)
@@ -186,13 +238,21 @@ class PostgresJournal:
         await self.close()
 
     async def _row(self, stream: str) -> tuple[int, int, int]:
+        # Of before the statement: what is committed while it runs need not be in its answer.
+        known = self._known.get(stream, _NOTHING)
         rows = await self._connections.run(
             "SELECT epoch, head, floor FROM journal_stream WHERE stream = %(stream)s", {"stream": stream}
         )
-        if not rows:
+        if not rows and not known.last:
             raise unknown_stream(stream)
-        epoch, head, floor = rows[0]
+        epoch, head, floor = rows[0] if rows else (0, 0, 0)
+        if epoch < known.epoch or head < known.last:
+            raise went_back(stream, known.last, head)
         return epoch, head, floor
+
+
+def _identity(batch: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: batch[name] for name in ("stream", "first", "last", "epoch", "checksum")}
 
 
 async def _prepare(connection: psycopg.AsyncConnection[Any], *, create: bool) -> None:

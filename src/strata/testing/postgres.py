@@ -205,6 +205,50 @@ class PostgresServer:
         process.wait()
         self._forget_process()
 
+    def follow(self, primary: PostgresServer) -> None:
+        """Become a standby of another server, in place of all that this one had, and run. Before: stop or kill it."""
+        if self._process is not None:
+            raise StrataError(Code.PRECONDITION, "a server that runs cannot become a standby")
+        data = self.directory / "data"
+        shutil.rmtree(data)
+        copy = [
+            str(self._postgres.with_name("pg_basebackup")),
+            "--checkpoint=fast",
+            "--no-sync",
+            "--write-recovery-conf",
+        ]
+        self._run_to_end([*copy, "-d", primary.server_url, "-D", str(data)])
+        with (data / "postgresql.auto.conf").open("a", encoding="utf-8") as settings:
+            # What the primary waits for is in the copy; once promoted, this server has no standby at first.
+            settings.write("synchronous_standby_names = ''\n")
+        self._configure()
+        self.start()
+
+    def wait_for_standby(self, *, timeout_s: float = 60.0) -> None:
+        """From now on nothing counts as committed before the standby has it."""
+        until_s = time.monotonic() + timeout_s
+        with psycopg.connect(self.server_url, autocommit=True, connect_timeout=10) as connection:
+            connection.execute("ALTER SYSTEM SET synchronous_standby_names = '*'")
+            connection.execute("SELECT pg_reload_conf()")
+            synchronous = "SELECT 1 FROM pg_stat_replication WHERE sync_state = 'sync' AND state = 'streaming'"
+            while connection.execute(synchronous).fetchone() is None:
+                if time.monotonic() > until_s:
+                    raise self._failure(Code.DEADLINE, f"no standby followed within {timeout_s:g} s")
+                time.sleep(0.02)
+
+    def wait_for_nobody(self) -> None:
+        """From now on what is committed may be lost with this server."""
+        with psycopg.connect(self.server_url, autocommit=True, connect_timeout=10) as connection:
+            connection.execute("ALTER SYSTEM SET synchronous_standby_names = ''")
+            connection.execute("SELECT pg_reload_conf()")
+
+    def promote(self) -> None:
+        """From a standby to a primary."""
+        with psycopg.connect(self.server_url, autocommit=True, connect_timeout=10) as connection:
+            row = connection.execute("SELECT pg_promote(true, 60)").fetchone()
+        if row != (True,):
+            raise self._failure(Code.DEADLINE, "the standby was not promoted")
+
     def close(self) -> None:
         """End the server if it runs and remove the cluster. The object is of no use afterwards."""
         if self._process is not None:
@@ -219,14 +263,20 @@ class PostgresServer:
             os.chown(self.directory, self._account.pw_uid, self._account.pw_gid)
         data = self.directory / "data"
         options = ["-A", "trust", "-U", "postgres", "-E", "UTF8", "--locale=C", "--no-sync"]
-        self._process = self._spawn([str(initdb), *options, "-D", str(data)])
+        self._run_to_end([str(initdb), *options, "-D", str(data)])
+        self._configure()
+
+    def _configure(self) -> None:
+        with (self.directory / "data" / "postgresql.conf").open("a", encoding="utf-8") as settings:
+            settings.write(_SETTINGS)
+            settings.write(f"port = {self.port}\nunix_socket_directories = '{self.directory}'\n")
+
+    def _run_to_end(self, command: list[str]) -> None:
+        self._process = self._spawn(command)
         status = self._process.wait()
         self._forget_process()
         if status != 0:
-            raise self._failure(Code.INTERNAL, f"initdb ended with status {status}")
-        with (data / "postgresql.conf").open("a", encoding="utf-8") as settings:
-            settings.write(_SETTINGS)
-            settings.write(f"port = {self.port}\nunix_socket_directories = '{self.directory}'\n")
+            raise self._failure(Code.INTERNAL, f"{Path(command[0]).name} ended with status {status}")
 
     def _spawn(self, command: list[str]) -> subprocess.Popen[bytes]:
         with self.log_path.open("ab") as log:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from soak.coord import kill, load, restart, zombie
+from soak.coord import failover, kill, load, restart, zombie
 from soak.coord.workers import WorkerPlan
 from soak.coord.zombie_leader import LEADS_S
 from soak.trials import CampaignRequest, CampaignResult, Database
@@ -66,6 +66,13 @@ async def test_a_leader_that_was_thought_dead_changes_nothing(tmp_path: Path, po
     assert result.problems == []
     assert result.times == 1
     assert result.worst_s <= LEADS_S * BUSY
+
+
+async def test_nothing_is_lost_with_the_primary_and_a_standby_without_all_facts_is_refused(tmp_path: Path) -> None:
+    # 3 is with a frozen leader, 4 with a standby that lacks facts.
+    result = await failover.run(ask(tmp_path, "postgresql:", times=2, workers=20, first=3), show)
+    assert result.problems == []
+    assert result.times == 2
 
 
 async def test_a_herd_registers_beats_and_meets_without_losing_anybody(tmp_path: Path, sqlite_url: str) -> None:

@@ -82,9 +82,14 @@ class ServiceOptions:
     """Of jobs that their first worker creates."""
 
 
-def not_leading() -> StrataError:
+def not_leading(reason: StrataError | None = None) -> StrataError:
+    """What a caller is told; `reason` is why this coordinator refuses to lead."""
+    why = f": {reason.message}" if reason else ""
     return StrataError(
-        Code.UNAVAILABLE, "this coordinator does not lead", hint="call again after the delay", retry_after_s=RETRY_S
+        Code.UNAVAILABLE,
+        f"this coordinator does not lead{why}",
+        hint="call again after the delay",
+        retry_after_s=RETRY_S,
     )
 
 
@@ -106,6 +111,8 @@ class CoordinatorService:
         self._leading: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[Outcome]] = set()
         self._draining = asyncio.Event()
+        self._refusal: StrataError | None = None
+        """Why this process does not want to lead: the database has lost what it saw there."""
         self._fleet = 0
         self._sampled_s = 0.0
         self._logged: dict[str, int] = {}
@@ -120,7 +127,7 @@ class CoordinatorService:
         """For reading. UNAVAILABLE unless we lead."""
         state = self.state_if_leading
         if state is None:
-            raise not_leading()
+            raise not_leading(self._refusal)
         return state
 
     @property
@@ -143,11 +150,17 @@ class CoordinatorService:
             try:
                 await replica.stand_by(holder, self.options.lease_s, WriterLimits(gather_s=GATHER_S))
             except StrataError as error:
+                if error.detail.get("went_back"):
+                    # To end would be to accept it: the supervisor would start a process that knows nothing of it.
+                    self._refuse(error)
+                    await self.clock.sleep(self.options.lease_s)
+                    continue
                 # Another candidate took the lead while this one still read to the head.
                 if error.code not in (Code.STALE, Code.UNAVAILABLE):
                     raise
                 await self.clock.sleep(TICK_S)
                 continue
+            self._refusal = None
             if self._draining.is_set():
                 await replica.resign()
                 return
@@ -162,6 +175,11 @@ class CoordinatorService:
             if not self._leading.cancelled():
                 self._leading.result()
             await on_change()
+
+    def _refuse(self, reason: StrataError) -> None:
+        if self._refusal is None:
+            _log.error("database_went_back", stream=self.options.stream, reason=str(reason), hint=reason.hint)
+        self._refusal = reason
 
     async def drain(self) -> None:
         """Accept no more calls, finish those in progress, and resign, so that a standby takes over at once."""
@@ -244,14 +262,14 @@ class CoordinatorService:
     async def submit(self, request: InputSource) -> Outcome:
         """Decide, and return once the facts are durable. Waiters are notified even if this caller is cancelled."""
         if self._replica is None:
-            raise not_leading()
+            raise not_leading(self._refusal)
         return await self._decide(self._replica, request)
 
     def submit_heartbeat(self, request: Heartbeat) -> tuple[Outcome, Awaitable[Outcome] | None]:
         """Decide a heartbeat. None: it made no facts, and its reply, made of committed values only, may go at once."""
         replica = self._replica
         if replica is None or replica.failure is not None:
-            raise not_leading()
+            raise not_leading(self._refusal)
         outcome, durable = self._decide_now(replica, request, settle=False)
         return outcome, None if durable is None else self._committed(replica, outcome, durable)
 
