@@ -16,7 +16,7 @@ import time
 import uuid
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Literal, Self, TypedDict
+from typing import Final, Literal, Self
 from urllib.parse import urlsplit, urlunsplit
 
 import psycopg
@@ -168,9 +168,9 @@ class PostgresServer:
         self._process = self._spawn([str(self._postgres), "-D", str(self.directory / "data")])
         until_s = time.monotonic() + timeout_s
         while not self._accepts():
-            if self._process.poll() is not None:
+            if (status := self._process.poll()) is not None:
                 self._forget_process()
-                raise self._failure(Code.INTERNAL, "the PostgreSQL server ended while starting")
+                raise self._failure(Code.INTERNAL, f"the PostgreSQL server ended with status {status} while starting")
             if time.monotonic() > until_s:
                 self.kill()
                 raise self._failure(Code.DEADLINE, f"PostgreSQL accepted no connection within {timeout_s:g} s")
@@ -281,13 +281,12 @@ class PostgresServer:
     def _spawn(self, command: list[str]) -> subprocess.Popen[bytes]:
         with self.log_path.open("ab") as log:
             process = subprocess.Popen(
-                command,
+                [*_as_account(self._account), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=self.directory,
                 start_new_session=True,
-                **_identity(self._account),
             )
         self._notify_cleaner(str(process.pid))
         return process
@@ -333,12 +332,6 @@ def find_programs(search_path: str | None = None, packaged: Path = Path("/usr/li
     )
 
 
-class _Identity(TypedDict, total=False):
-    user: int
-    group: int
-    extra_groups: list[int]
-
-
 def _account() -> pwd.struct_passwd | None:
     """Whom to run as: ourselves (None), or `postgres` when we are root, as whom PostgreSQL refuses to run."""
     if os.geteuid() != 0:
@@ -353,11 +346,11 @@ def _account() -> pwd.struct_passwd | None:
         ) from None
 
 
-def _identity(account: pwd.struct_passwd | None) -> _Identity:
+def _as_account(account: pwd.struct_passwd | None) -> list[str]:
+    """Not by options of Popen: with these it forks, and gRPC in this process would crash in the child."""
     if account is None:
-        return {}
-    groups = os.getgrouplist(account.pw_name, account.pw_gid)
-    return {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": groups}
+        return []
+    return ["setpriv", f"--reuid={account.pw_uid}", f"--regid={account.pw_gid}", "--init-groups"]
 
 
 def _wait_for_exit(handle: int) -> None:

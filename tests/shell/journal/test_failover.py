@@ -13,7 +13,7 @@ from strata.database.postgres import display_address
 from strata.journal.postgres import PostgresJournal
 from strata.testing.postgres import PostgresServer
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 @pytest.fixture
