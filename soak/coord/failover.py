@@ -96,7 +96,7 @@ class Campaign:
     async def _rewound(self, number: int) -> None:
         primary, standby = self._servers
         await asyncio.to_thread(standby.stop, "immediate")
-        await asyncio.to_thread(primary.wait_for_nobody)
+        await asyncio.to_thread(primary.commit_alone)
         confirmed = self._pool.expected.confirmed
         until_s = time.monotonic() + SETTLED_S
         # The expected state has no callback, and neither has a log.

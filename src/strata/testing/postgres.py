@@ -236,7 +236,7 @@ class PostgresServer:
                     raise self._failure(Code.DEADLINE, f"no standby followed within {timeout_s:g} s")
                 time.sleep(0.02)
 
-    def wait_for_nobody(self) -> None:
+    def commit_alone(self) -> None:
         """From now on what is committed may be lost with this server."""
         with psycopg.connect(self.server_url, autocommit=True, connect_timeout=10) as connection:
             connection.execute("ALTER SYSTEM SET synchronous_standby_names = ''")

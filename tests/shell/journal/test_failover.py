@@ -68,7 +68,7 @@ async def test_a_standby_that_had_not_received_everything_is_refused(
         lead = await leader.lead("s", "here", 0.0)
         await leader.append("s", lead.epoch, 0, [b"a"])
         standby.stop()
-        primary.wait_for_nobody()
+        primary.commit_alone()
         await leader.append("s", lead.epoch, 1, [b"lost"])
         assert len(await follower.read("s", 0)) == 2
         primary.kill()
