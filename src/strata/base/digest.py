@@ -11,6 +11,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,6 +52,26 @@ def file_digest(path: Path) -> str:
     """`sha256:` and the hash of the file's bytes, read in pieces: the file may be larger than the memory."""
     with path.open("rb") as file:
         return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+
+
+def without_defaults(struct: msgspec.Struct) -> dict[str, Any]:
+    """The fields that differ from their defaults, for a digest that a field added later does not change.
+
+    `omit_defaults` alone will not do: it compares by identity, so a 0.0 that was decoded is not the 0.0 of the default.
+    """
+    kept: dict[str, Any] = {}
+    for field in _fields(type(struct)):
+        value = getattr(struct, field.name)
+        default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+        if default is msgspec.NODEFAULT or value != default:
+            kept[field.encode_name] = without_defaults(value) if isinstance(value, msgspec.Struct) else value
+    return kept
+
+
+@cache
+def _fields(struct: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    """They never change, and msgspec evaluates all annotations whenever it is called for them."""
+    return msgspec.structs.fields(struct)
 
 
 def _refused(path: str, reason: str) -> StrataError:

@@ -1,4 +1,4 @@
-"""One suite for both databases: a test takes `store`."""
+"""One suite for both databases, and for the one in memory that histories use: a test takes `store`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from strata.fleet.store.postgres import tables as postgres_tables
 from strata.fleet.store.postgres.store import PostgresStore
 from strata.fleet.store.sqlite import tables as sqlite_tables
 from strata.fleet.store.sqlite.store import SqliteStore
+from tests.shell.fleet_proof.stores import open_memory
 
 
-@pytest.fixture(params=["sqlite", "postgres"])
+@pytest.fixture(params=["sqlite", "memory", "postgres"])
 async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
     opened: Store
     if request.param == "sqlite":
         components = SqliteComponents([events.SQLITE, sqlite_tables.COMPONENT])
         opened = SqliteStore(await SqliteThread.open(tmp_path / "hub.db", components))
+    elif request.param == "memory":
+        opened = open_memory()
     else:
         opened = await open_postgres(request.getfixturevalue("postgres_url"))
     yield opened

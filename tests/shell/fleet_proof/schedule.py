@@ -8,18 +8,16 @@ ones.
 from __future__ import annotations
 
 import random
-import tempfile
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
 from strata.base.errors import StrataError
 from strata.fleet.core.amounts import Amounts, Capacity, Card, Room, job_amounts
 from strata.fleet.core.capability import Capability
 from strata.fleet.core.fair_share import OwnerShares, add_up
-from strata.fleet.core.job import HELD, TERMINAL, Cause, JobStatus
+from strata.fleet.core.job import HELD, TERMINAL, UNFINISHED, Cause, JobStatus
 from strata.fleet.core.jobspec import GangPlace, JobSpec
 from strata.fleet.core.ownership import Submitter
 from strata.fleet.core.plan import ApplyPlan
@@ -38,7 +36,7 @@ from strata.fleet.ports import (
     Renewal,
     Store,
 )
-from tests.shell.fleet_proof.stores import open_sqlite
+from tests.shell.fleet_proof.stores import open_memory
 from tests.support.accounts import assert_within
 
 LEASE_S: Final = 45.0
@@ -63,6 +61,8 @@ NEEDS: Final = (
     Needs(min_gpus=2),
     Needs(gpu_share=0.5),
 )
+GONE: Final = 0.3
+"""How often hosts do not come back in the end."""
 PARTIAL_S: Final = INCOMPLETE_S + GRANT_S + 4 * STEP_S
 """How long too few members of a gang may hold hosts."""
 
@@ -81,6 +81,10 @@ class ScheduleHistory:
     leases: dict[str, dict[str, JobLease]] = field(default_factory=dict)
     """What each host believes to hold."""
     checkpoints: dict[str, str] = field(default_factory=dict)
+    takes: dict[tuple[str, int], Amounts | None] = field(default_factory=dict)
+    """What a job of a class takes of a host; None: it does not fit there."""
+    gangs: dict[str, list[str]] = field(default_factory=dict)
+    """The members of each gang, until all of them have ended."""
     partial_since_s: dict[str, float] = field(default_factory=dict)
 
     async def run(self) -> None:
@@ -117,13 +121,12 @@ class ScheduleHistory:
         held = await self.store.held()
         for host, capacity in self.hosts.items():
             assert_within(capacity, held.get(host, ()))
-        rows = await self.rows()
-        gangs: dict[str, list[JobRow]] = {}
-        for row in rows.values():
-            if row.spec.gang is not None:
-                gangs.setdefault(row.spec.gang.name, []).append(row)
-        for name, members in gangs.items():
+        rows = await self.members()
+        for name, ids in list(self.gangs.items()):
+            members = [rows[job_id] for job_id in ids]
             self.check_gang(name, members)
+            if all(row.status in TERMINAL for row in members):
+                del self.gangs[name]
 
     def check_gang(self, name: str, members: list[JobRow]) -> None:
         holding = [row for row in members if row.status in HELD]
@@ -136,16 +139,40 @@ class ScheduleHistory:
         else:
             self.partial_since_s.pop(name, None)
 
-    async def rows(self) -> Mapping[str, JobRow]:
-        return {row.id: row for row in await self.store.jobs(JobFilter(limit=10_000))}
+    async def rows(self, *status: JobStatus, ids: Collection[str] = ()) -> Mapping[str, JobRow]:
+        wanted = JobFilter(status=status, ids=list(ids), limit=10_000)
+        return {row.id: row for row in await self.store.jobs(wanted)}
+
+    async def members(self) -> Mapping[str, JobRow]:
+        """Of all gangs that have not ended."""
+        ids = [job_id for members in self.gangs.values() for job_id in members]
+        return await self.rows(ids=ids) if ids else {}
 
     def served(self, host: str, classes: Collection[ClassRow]) -> dict[int, Amounts]:
-        capacity, equal = self.hosts[host], dict[Amounts, Amounts]()
-        amounts = {row.id: job_amounts(row.requirement.needs, capacity) for row in classes}
-        return {id_: equal.setdefault(each, each) for id_, each in amounts.items() if Room(capacity).fits(each)}
+        """What a job of each class takes of the host. Equal amounts are one object: claims rely on it."""
+        for row in classes:
+            if (host, row.id) not in self.takes:
+                amounts = job_amounts(row.requirement.needs, self.hosts[host])
+                equal = next((each for each in self.takes.values() if each == amounts), amounts)
+                self.takes[host, row.id] = equal if Room(self.hosts[host]).fits(amounts) else None
+        return {row.id: takes for row in classes if (takes := self.takes[host, row.id]) is not None}
 
     async def shares(self) -> OwnerShares:
         return OwnerShares(add_up(self.hosts.values()), await self.store.owners(), await self.store.held_by_owner())
+
+    async def dominant_shares(self) -> dict[str, float]:
+        """Of each owner the largest of its shares of hosts, slots, cores, memory and cards."""
+        held = {owner: [0.0] * 5 for owner in OWNERS}
+        for owner, taken, leases in await self.store.held_by_owner():
+            cards = len(taken.cards) * taken.gpu_share
+            amounts = (float(taken.whole), taken.slots, taken.cores, taken.ram_gib, cards)
+            held[owner] = [before + leases * amount for before, amount in zip(held[owner], amounts, strict=True)]
+        all_of = [(1.0, each.slots or 0, each.cores, each.ram_gib, len(each.cards)) for each in self.hosts.values()]
+        totals = [sum(column) for column in zip(*all_of, strict=True)]
+        return {
+            owner: max(part / total for part, total in zip(parts, totals, strict=True) if total)
+            for owner, parts in held.items()
+        }
 
     async def planner(self, classes: Collection[ClassRow]) -> ReservationPlanner:
         offers = {
@@ -167,13 +194,13 @@ class ScheduleHistory:
         served, shares = self.served(host, single), await self.shares()
         self.names += 1
         wanted = Claim(host_id=host, claim_id=f"c{self.names}", classes=served, capacity=self.hosts[host])
-        now = {owner: shares.share(owner) for owner in OWNERS}
+        now = await self.dominant_shares()
         (granted,) = await self.store.claim([wanted], LEASE_S, self.now_s, shares)
         for lease in granted:
             self.leases[host][lease.job_id] = lease
             assert lease.checkpoint == self.checkpoints.get(lease.job_id, ""), "it does not resume"
             if lease.job_id not in reserved:
-                rows = await self.rows()
+                rows = await self.rows(JobStatus.PENDING, JobStatus.CLAIMED)
                 self.check_fairness(rows, rows[lease.job_id], now)
 
     def check_fairness(self, rows: Mapping[str, JobRow], got: JobRow, shares: Mapping[str, float]) -> None:
@@ -198,15 +225,24 @@ class ScheduleHistory:
 
     async def fail(self, lease: JobLease, cause: Cause) -> None:
         with suppress(StrataError):
-            await self.store.fail(self.key(lease), JobFailure(cause=cause), self.now_s, chance=0.0)
+            row = await self.store.fail(self.key(lease), JobFailure(cause=cause), self.now_s, chance=0.0)
+            assert cause is not Cause.PREEMPTED or row.status is JobStatus.PENDING, f"preempted, and {row.status}"
 
     @staticmethod
     def key(lease: JobLease) -> AttemptKey:
         return AttemptKey(lease.host_id, lease.job_id, lease.epoch)
 
+    def present_leases(self) -> list[JobLease]:
+        return [lease for host, mine in self.leases.items() if host not in self.away for lease in mine.values()]
+
     def some_lease(self) -> JobLease | None:
-        present = [lease for host, mine in self.leases.items() if host not in self.away for lease in mine.values()]
+        present = self.present_leases()
         return self.rng.choice(present) if present else None
+
+    def hosts_of_gangs(self) -> list[str]:
+        """Of those that need more than one."""
+        gangs = [(lease.host_id, lease.spec.gang) for lease in self.present_leases()]
+        return [host for host, gang in gangs if gang is not None and gang.min_size > 1]
 
     async def add(self, *specs: JobSpec) -> None:
         plan = ApplyPlan(new={spec.id: spec for spec in specs})
@@ -226,6 +262,7 @@ class ScheduleHistory:
         places = [GangPlace(name=name, size=size, index=index, min_size=least) for index in range(size)]
         priority, cores = self.rng.choice((LOW, LOW, -1)), self.rng.choice((1, 2))
         specs = [JobSpec(model=name, needs=Needs(min_cores=cores), priority=priority, gang=each) for each in places]
+        self.gangs[name] = [spec.id for spec in specs]
         await self.add(*specs)
 
     async def end(self) -> None:
@@ -260,57 +297,66 @@ class ScheduleHistory:
         self.idle.clear()
 
     async def cancel(self) -> None:
-        rows = await self.rows()
-        open_jobs = [row.id for row in rows.values() if row.status not in TERMINAL and row.spec.gang is None]
+        rows = await self.rows(*UNFINISHED)
+        open_jobs = [row.id for row in rows.values() if row.spec.gang is None]
         if open_jobs and self.rng.random() < 0.5:
             await self.store.cancel(self.rng.choice(sorted(open_jobs)), "", "operator", self.now_s)
 
     async def finish(self) -> None:
-        """All hosts are back and small jobs keep coming: everything that a host could take ends all the same."""
+        """All hosts are back, until some go for good, and small jobs keep coming: everything that a host could take
+        ends all the same, and no gang that cannot go on keeps its hosts."""
         await self.come_back()
-        classes = await self.store.classes()
-        servable = {id_ for host in self.hosts for id_ in self.served(host, classes)}
-        unfinished = {
-            row.id: row
-            for row in (await self.rows()).values()
-            if row.status not in TERMINAL and self.can_run(row, servable)
-        }
+        loses_hosts = self.rng.random() < GONE
+        unfinished = await self.unfinished()
         for _ in range(LAST_STEPS):
-            rows = await self.rows()
-            unfinished = {job_id: rows[job_id] for job_id in unfinished if rows[job_id].status not in TERMINAL}
-            if not unfinished:
+            rows = await self.rows(ids=unfinished) if unfinished else {}
+            unfinished = [job_id for job_id in unfinished if rows[job_id].status not in TERMINAL]
+            if not unfinished and not self.partial_since_s:
                 return
+            if loses_hosts and (hosts := self.hosts_of_gangs()):
+                loses_hosts = False
+                others = sorted(self.hosts.keys() - {self.rng.choice(hosts)})
+                self.away.update(self.rng.sample(others, self.rng.randint(1, len(others))))
+                unfinished = await self.unfinished()
+            members = await self.members()
             self.names += 1
             await self.add(JobSpec(model="stream", seed=self.names, needs=Needs(min_cores=1), priority=LOW))
-            for lease in [each for mine in self.leases.values() for each in mine.values()]:
-                if self.rng.random() < 0.7 and self.trains(lease, rows):
+            for lease in self.present_leases():
+                if self.rng.random() < 0.7 and self.trains(lease, members):
                     await self.complete(lease)
             await self.step(STEP_S)
-        stuck = [f"{row.id[:12]} {row.status} {row.spec.gang} {row.spec.needs}" for row in unfinished.values()]
+        rows = await self.rows(ids=unfinished)
+        stuck = [f"{row.id[:12]} {row.status} {row.spec.gang} {row.spec.needs}" for row in rows.values()]
         raise AssertionError(f"never ended: {stuck}")
+
+    async def unfinished(self) -> list[str]:
+        """The jobs that the hosts that are there can take."""
+        classes = await self.store.classes()
+        servable = {id_ for host in self.hosts if host not in self.away for id_ in self.served(host, classes)}
+        return [row.id for row in (await self.rows(*UNFINISHED)).values() if self.can_run(row, servable)]
 
     def can_run(self, row: JobRow, servable: Collection[int]) -> bool:
         gang = row.spec.gang
-        capable = sum(Room(each).fits(job_amounts(row.spec.needs, each)) for each in self.hosts.values())
+        present = [capacity for host, capacity in self.hosts.items() if host not in self.away]
+        capable = sum(Room(each).fits(job_amounts(row.spec.needs, each)) for each in present)
         return row.class_id in servable and (gang is None or capable >= gang.min_size)
 
-    def trains(self, lease: JobLease, rows: Mapping[str, JobRow]) -> bool:
+    def trains(self, lease: JobLease, members: Mapping[str, JobRow]) -> bool:
         """A member ends only in a gang that is large enough; the others wait for it."""
         gang = lease.spec.gang
-        if gang is None:
+        if gang is None or gang.name not in self.gangs:
             return True
-        members = [row for row in rows.values() if row.spec.gang is not None and row.spec.gang.name == gang.name]
-        return sum(row.status in HELD or row.status is JobStatus.COMPLETED for row in members) >= gang.min_size
+        status = [members[job_id].status for job_id in self.gangs[gang.name]]
+        return sum(each in HELD or each is JobStatus.COMPLETED for each in status) >= gang.min_size
 
 
 async def schedule_history(seed: int) -> str | None:
     """What is wrong with the history of this seed, or None."""
-    with tempfile.TemporaryDirectory(prefix="strata-schedule-") as folder:
-        store = await open_sqlite(Path(folder) / "hub.db")
-        try:
-            await ScheduleHistory(store, random.Random(seed)).run()
-        except AssertionError as error:
-            return str(error)
-        finally:
-            await store.close()
+    store = open_memory()
+    try:
+        await ScheduleHistory(store, random.Random(seed)).run()
+    except AssertionError as error:
+        return str(error)
+    finally:
+        await store.close()
     return None

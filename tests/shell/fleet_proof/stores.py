@@ -1,13 +1,14 @@
-"""Real stores for many short histories: a file each on SQLite, one database that is emptied on PostgreSQL."""
+"""Real stores for many short histories: a file or memory each on SQLite, one emptied database on PostgreSQL."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+import sqlite3
 import tempfile
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar, cast
 
 from strata.database import events
 from strata.database.migrations import SqliteComponents, upgrade_postgres
@@ -20,12 +21,61 @@ from strata.fleet.store.sqlite.store import SqliteStore
 from strata.testing.postgres import PostgresDatabases
 from tests.shell.fleet_proof.histories import run_history
 
+T = TypeVar("T")
+
 COMPONENTS: Final = (events.SQLITE, sqlite_tables.COMPONENT)
+SCHEMA: Final = SqliteComponents(COMPONENTS)
+_IDLE: Final = list[sqlite3.Connection]()
+"""Databases in memory that are not in use."""
 _TABLES: Final = "job, job_after, ready, ripening, lease, reservation, attempt, event, req_class, host, host_beat"
 
 
 async def open_sqlite(path: Path) -> SqliteStore:
-    return SqliteStore(await SqliteThread.open(path, SqliteComponents(COMPONENTS)))
+    return SqliteStore(await SqliteThread.open(path, SCHEMA))
+
+
+class SqliteMemory:
+    """A database in memory, used in the thread of its only caller: what `SqliteThread` does, one function for each
+    transaction, without a disk to wait for and without a change of threads for every statement.
+
+    All is rolled back at the end, and the next one uses the same connection: its tables are empty and its statements
+    prepared.
+    """
+
+    def __init__(self, idle: list[sqlite3.Connection]) -> None:
+        self._idle = idle
+        self._db = idle.pop() if idle else _connect()
+        self._db.execute("BEGIN")
+
+    async def write(self, run: Callable[[sqlite3.Connection], T]) -> T:
+        self._db.execute("SAVEPOINT one")
+        try:
+            return run(self._db)
+        except BaseException:
+            self._db.execute("ROLLBACK TO one")
+            raise
+        finally:
+            self._db.execute("RELEASE one")
+
+    async def read(self, run: Callable[[sqlite3.Connection], T]) -> T:
+        return run(self._db)
+
+    async def close(self) -> None:
+        self._db.execute("ROLLBACK")
+        self._idle.append(self._db)
+
+
+def _connect() -> sqlite3.Connection:
+    db = sqlite3.connect(":memory:", isolation_level=None, cached_statements=256)
+    db.execute("PRAGMA foreign_keys = ON")
+    db.execute("BEGIN")
+    SCHEMA.upgrade(db)
+    db.execute("COMMIT")
+    return db
+
+
+def open_memory() -> SqliteStore:
+    return SqliteStore(cast("SqliteThread", SqliteMemory(_IDLE)))
 
 
 async def open_postgres(url: str) -> PostgresStore:

@@ -17,10 +17,11 @@ from typing import Annotated, Final, TypeVar
 
 import msgspec
 
+from strata.base.digest import without_defaults
 from strata.base.ids import content_id
 from strata.fleet.core.amounts import Capacity, Card
 from strata.fleet.core.jobspec import HostSpec, QuietHours
-from strata.fleet.core.requirement import Count, Label, LabelValue, Name, SandboxLevel, Slots, without_defaults
+from strata.fleet.core.requirement import Count, Label, LabelValue, Name, SandboxLevel, Slots
 
 GIB: Final = 1024**3
 _BUCKETS_PER_GIB: Final = 2

@@ -8,10 +8,11 @@ difference. Fields at their defaults are left out of the key: a field added late
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
+from strata.base.digest import without_defaults
 from strata.base.ids import content_id
 
 NAME_PATTERN: Final = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
@@ -30,20 +31,6 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=31_536_000)]
 SandboxLevel = Literal["none", "user", "namespaces"]
 SANDBOX_LEVELS: Final[tuple[SandboxLevel, ...]] = ("none", "user", "namespaces")
 """What confines the jobs of a host, the weakest first."""
-
-
-def without_defaults(struct: msgspec.Struct) -> dict[str, Any]:
-    """The fields that differ from their defaults, for a digest.
-
-    `omit_defaults` alone will not do: it compares by identity, so a 0.0 that was decoded is not the 0.0 of the default.
-    """
-    kept: dict[str, Any] = {}
-    for field in msgspec.structs.fields(struct):
-        value = getattr(struct, field.name)
-        default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
-        if default is msgspec.NODEFAULT or value != default:
-            kept[field.encode_name] = without_defaults(value) if isinstance(value, msgspec.Struct) else value
-    return kept
 
 
 def _sort(struct: msgspec.Struct, field: str, values: tuple[str, ...]) -> None:
