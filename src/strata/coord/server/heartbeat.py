@@ -146,7 +146,8 @@ def _decide(
 
 def _step_progress(message: pb.HeartbeatRequest, status: pb.WorkerStatus.ValueType) -> StepProgress:
     time_s = message.step_time_ms / 1000 if message.HasField("step_time_ms") else None
-    compute_s = tuple(ms / 1000 for ms in message.compute_times_ms[-COMPUTE_TIMES:] if 0 < ms < inf)
+    times_ms = message.compute_times_ms
+    compute_s = tuple(ms / 1000 for ms in times_ms[-COMPUTE_TIMES:] if 0 < ms < inf) if times_ms else ()
     checkpoint_step = message.checkpoint_step if message.HasField("checkpoint_step") else None
     return StepProgress(message.step, time_s, status in BUSY, message.generation, compute_s, checkpoint_step)
 
