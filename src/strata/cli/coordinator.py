@@ -31,6 +31,11 @@ _config: Final = click.option(
 @click.option("--metrics-listen", metavar="HOST:PORT", help="Serve metrics for Prometheus here (default: nowhere).")
 @click.option("--database", metavar="URL", help="sqlite:PATH, or postgresql://…, which several coordinators can share.")
 @click.option(
+    "--partitions",
+    metavar="N",
+    help="Divide the jobs into N parts, shared out among all coordinators on this PostgreSQL (default 1).",
+)
+@click.option(
     "--tls-certificate", metavar="FILE", help="Server certificate, PEM; required unless it listens on loopback."
 )
 @click.option("--tls-key", metavar="FILE", help="Private key of the certificate, PEM.")
@@ -45,7 +50,8 @@ def coordinator(ctx: click.Context, /, config: Path | None, **flags: str | None)
     """Run the coordinator that keeps the workers of a job together.
 
     Every option can also be set in FILE or in the environment (STRATA_COORDINATOR_LISTEN, …). Of several coordinators
-    on one PostgreSQL database one leads and the others stand by. SIGTERM drains it.
+    on one PostgreSQL database one leads and the others stand by; with --partitions each leads its share of the
+    jobs, and workers may call any of them. SIGTERM drains it.
     """
     if ctx.invoked_subcommand is None:
         _run(config, flags)

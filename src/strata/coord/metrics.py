@@ -5,7 +5,7 @@ Counters restart with the process, and only the leader counts. Nothing is decide
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from prometheus_client import Counter, generate_latest
@@ -53,8 +53,14 @@ class CoordinatorMetrics:
         acked = counter("shards_acked_total", "Shards that workers acknowledged")
         returned = counter("shards_returned_total", "Shards that were returned unread or put aside")
         self._judged = counter("straggler_findings_total", "Workers that were judged anew, by finding", "finding")
+        self._forwards = counter("forwards_total", "Calls that were forwarded to the leader of their job", "status")
+        self._forwards.labels("OK")
         self._leader = gauge("leader", "1 while this process leads, else 0")
         self._epoch = gauge("leader_epoch", "The epoch that this process leads under; 0 if it does not lead")
+        self._partition_epoch = gauge(
+            "partition_epoch", "The epoch that this process leads a partition under; absent: it does not", "partition"
+        )
+        self._partition_workers = gauge("partition_workers", "Members of all jobs of a led partition", "partition")
         self._jobs = gauge("jobs", "Jobs, by status", "status")
         self._workers = gauge("workers", "Members of all jobs")
         self._open_barriers = gauge("barriers_open", "Barriers at which workers wait")
@@ -104,15 +110,24 @@ class CoordinatorMetrics:
             case _:
                 pass
 
-    def render(self, state: CoordState | None) -> bytes:
-        """The exposition text, with gauges from the state of this moment; None if this process does not lead."""
-        jobs = [] if state is None else list(state.jobs.values())
-        self._leader.set(state is not None)
-        self._epoch.set(0 if state is None else state.leader_epoch)
+    def record_forward(self, status: str) -> None:
+        self._forwards.labels(status).inc()
+
+    def render(self, states: Mapping[int, CoordState]) -> bytes:
+        """The exposition text, with gauges from the state of this moment of each partition that this process leads."""
+        jobs = [job for state in states.values() for job in state.jobs.values()]
+        self._leader.set(bool(states))
+        self._epoch.set(max((state.leader_epoch for state in states.values()), default=0))
+        self._partition_epoch.clear()
+        self._partition_workers.clear()
+        for number, state in states.items():
+            self._partition_epoch.labels(str(number)).set(state.leader_epoch)
+            self._partition_workers.labels(str(number)).set(sum(len(job.members) for job in state.jobs.values()))
         for status in GangStatus:
             self._jobs.labels(status.value).set(sum(job.status is status for job in jobs))
         self._workers.set(sum(len(job.members) for job in jobs))
-        self._open_barriers.set(0 if state is None else sum(len(soft.barriers) for soft in state.soft.values()))
+        barriers = sum(len(soft.barriers) for state in states.values() for soft in state.soft.values())
+        self._open_barriers.set(barriers)
         return generate_latest(self._registry)
 
 

@@ -24,6 +24,9 @@ class ServerTls(msgspec.Struct, frozen=True, kw_only=True):
     certificate: Path
     key: Path
     client_ca: Path | None = None
+    ca: Path | None = None
+    """The authority of the certificates of all coordinators; needed with several partitions, where they call each other
+    with their own certificates."""
 
 
 class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +34,11 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """HOST:PORT; port 0 takes a free one."""
     database: str = "sqlite:coord.db"
     stream: str = "coord/0"
+    partitions: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
+    """All jobs are divided into so many parts, each with a leader of its own. The number is stored with the first start
+    and cannot be changed. More than 1 needs PostgreSQL."""
+    advertise: str = ""
+    """HOST:PORT at which the other coordinators reach this one, with several partitions; empty: as `listen`."""
     lease_s: PositiveSeconds = 2.0
     """A standby takes over this long after the leader was last heard from, at the latest."""
     snapshot_every: Annotated[int, msgspec.Meta(ge=1)] = 20_000
@@ -59,8 +67,34 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 def check_exposure(settings: CoordinatorSettings) -> None:
     """Reject an address that other machines reach in the clear, or without tokens."""
-    for listen in filter(None, (settings.listen, settings.metrics_listen)):
+    advertise = settings.advertise if settings.partitions > 1 else ""
+    for listen in filter(None, (settings.listen, settings.metrics_listen, advertise)):
         _check_address(settings, listen)
+
+
+def check_partitioned(settings: CoordinatorSettings) -> None:
+    """Reject settings with which several processes cannot share the jobs."""
+    if settings.partitions == 1:
+        return
+    if not settings.database.startswith(("postgresql:", "postgres:")):
+        raise StrataError(
+            Code.INVALID,
+            f"{settings.partitions} partitions need PostgreSQL: one process alone can use a SQLite database",
+            hint="set coordinator.database to postgresql://…, or leave coordinator.partitions at 1",
+        )
+    host = settings.listen.rpartition(":")[0]
+    if not settings.advertise and host in ("", "0.0.0.0", "[::]", "::"):  # noqa: S104 - compared, not bound
+        raise StrataError(
+            Code.INVALID,
+            f"the other coordinators cannot reach this one at {settings.listen}",
+            hint="set coordinator.advertise to the HOST:PORT at which they can",
+        )
+    if settings.tls is not None and settings.tls.ca is None:
+        raise StrataError(
+            Code.INVALID,
+            "coordinators with several partitions call each other, and cannot check each other's certificates",
+            hint="set coordinator.tls.ca to the authority that issued them",
+        )
 
 
 def _check_address(settings: CoordinatorSettings, listen: str) -> None:

@@ -194,6 +194,8 @@ class JobSummaryView(msgspec.Struct, frozen=True, kw_only=True):
     min_workers: int
     max_workers: int
     checkpoint_step: int | None = None
+    partition: int | None = None
+    leader: str = ""
 
 
 class WorkerCountView(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,8 +9,9 @@ from strata.base.errors import Code, StrataError
 from strata.journal.port import Journal
 
 
-async def open_journal(database: str, clock: Clock, *, create: bool = True) -> Journal:
+async def open_journal(database: str, clock: Clock, *, create: bool = True, connections: int = 4) -> Journal:
     """Open the journal there, creating its tables unless `create` is off: a reader must not change the database.
+    `connections` are for PostgreSQL: as many statements can run at once.
 
     Each adapter is imported only when it is needed: a base install has no database driver.
     """
@@ -18,7 +19,7 @@ async def open_journal(database: str, clock: Clock, *, create: bool = True) -> J
     if scheme in ("postgresql", "postgres") and separator:
         from strata.journal.postgres import PostgresJournal
 
-        return await PostgresJournal.open(database, clock, create=create)
+        return await PostgresJournal.open(database, clock, create=create, connections=connections)
     if database == "memory:":
         from strata.journal.memory import MemoryJournal
 

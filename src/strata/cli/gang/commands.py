@@ -132,6 +132,8 @@ _LISTED: Final = (
     Column("max_workers", number=True),
     Column("generation", number=True),
     Column("checkpoint_step", number=True),
+    Column("partition", number=True, wide=True),
+    Column("leader", wide=True),
 )
 
 

@@ -84,6 +84,8 @@ class Detached:
     """The presence stream broke: the worker is suspect and has a moment to reconnect."""
 
     caller: Caller
+    suspect: bool = True
+    """False: the process that forwarded the stream may have broken it; heartbeats tell whether the worker lives."""
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,8 @@ def _observe_member(state: CoordState, soft: SoftState, request: FromMember, now
             liveness.touch_presence(soft, worker_id, now_s)
         case Detached():
             soft.attached.discard(worker_id)
-            soft.disconnected_at_s.setdefault(worker_id, now_s)
+            if request.suspect:
+                soft.disconnected_at_s.setdefault(worker_id, now_s)
         case ArriveAtBarrier():
             liveness.touch(soft, worker_id, now_s)
             barriers.record_arrival(state, soft, request, now_s)

@@ -3284,6 +3284,8 @@ class JobSummary(_message.Message):
     MIN_WORKERS_FIELD_NUMBER: _builtins.int
     MAX_WORKERS_FIELD_NUMBER: _builtins.int
     CHECKPOINT_STEP_FIELD_NUMBER: _builtins.int
+    PARTITION_FIELD_NUMBER: _builtins.int
+    LEADER_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """Its id."""
     status: Global___JobStatus.ValueType
@@ -3300,6 +3302,10 @@ class JobSummary(_message.Message):
     """No more workers may join; 0: no limit."""
     checkpoint_step: _builtins.int
     """Step of the last committed checkpoint; absent: there is none."""
+    partition: _builtins.int
+    """Of ListJobs, and only where jobs are divided into partitions: the one that the job is in."""
+    leader: _builtins.str
+    """Likewise, HOST:PORT of the coordinator that leads the partition."""
     def __init__(
         self,
         *,
@@ -3311,14 +3317,21 @@ class JobSummary(_message.Message):
         min_workers: _builtins.int = ...,
         max_workers: _builtins.int = ...,
         checkpoint_step: _builtins.int | None = ...,
+        partition: _builtins.int | None = ...,
+        leader: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "checkpoint_step", b"checkpoint_step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "_partition", b"_partition", "checkpoint_step", b"checkpoint_step", "partition", b"partition"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "checkpoint_step", b"checkpoint_step", "generation", b"generation", "job_id", b"job_id", "max_workers", b"max_workers", "min_workers", b"min_workers", "run", b"run", "status", b"status", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "_partition", b"_partition", "checkpoint_step", b"checkpoint_step", "generation", b"generation", "job_id", b"job_id", "leader", b"leader", "max_workers", b"max_workers", "min_workers", b"min_workers", "partition", b"partition", "run", b"run", "status", b"status", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__checkpoint_step: _TypeAlias = _typing.Literal["checkpoint_step"]  # noqa: Y015
     _WhichOneofArgType__checkpoint_step: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step"]  # noqa: Y015
+    _WhichOneofReturnType__partition: _TypeAlias = _typing.Literal["partition"]  # noqa: Y015
+    _WhichOneofArgType__partition: _TypeAlias = _typing.Literal["_partition", b"_partition"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__checkpoint_step) -> _WhichOneofReturnType__checkpoint_step | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__partition) -> _WhichOneofReturnType__partition | None: ...
 
 Global___JobSummary: _TypeAlias = JobSummary  # noqa: Y015
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -57,7 +57,10 @@ class Presence:
 
 
 @contextmanager
-def open_presence(service: CoordinatorService, caller: Caller) -> Iterator[Presence]:
+def open_presence(
+    service: CoordinatorService, caller: Caller, on_broken_hop: Callable[[Caller], None] | None = None
+) -> Iterator[Presence]:
+    """`on_broken_hop` is for a stream that another process forwards: its end says nothing yet about the worker."""
     job = members.job_of(service.state, caller)
     # An empty incarnation means the current one: a break of this stream must say nothing about the next.
     caller = replace(caller, incarnation=members.member_of(job, caller).worker.incarnation)
@@ -70,4 +73,21 @@ def open_presence(service: CoordinatorService, caller: Caller) -> Iterator[Prese
     finally:
         if streams.get(caller.worker_id) is presence:
             del streams[caller.worker_id]
-            service.observe(Detached(caller))
+            service.observe(Detached(caller, suspect=on_broken_hop is None))
+            if on_broken_hop is not None:
+                on_broken_hop(caller)
+
+
+async def suspect_unless(
+    service: CoordinatorService, caller: Caller, is_hop_broken: Callable[[], Awaitable[bool]]
+) -> None:
+    """Make a worker suspect whose forwarded stream ended, if the process that forwarded it is well."""
+    broke_s = service.clock.monotonic_s()
+    if await is_hop_broken():
+        return
+    state = service.state_if_leading
+    if state is None or caller.job not in state.jobs:
+        return
+    is_back = caller.worker_id in service.telemetry_of(caller.job).streams
+    if not is_back and state.soft_of(caller.job).seen_s.get(caller.worker_id, 0.0) < broke_s:
+        service.observe(Detached(caller))

@@ -23,10 +23,12 @@ from strata.base.private import set_private_umask
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.server.authenticator import OPERATOR, TokenAuthenticator
 from strata.coord.server.grpc_handler import CoordinatorHandler, GenericOnly
+from strata.coord.server.partitions import Partitions, check_partitions
+from strata.coord.server.router import PartitionRouter, Peers
 from strata.coord.server.service import CoordinatorService, ServiceOptions
 from strata.coord.server.servicer import Servicer
 from strata.coord.server.tokens import RevokedTokens, Tokens
-from strata.coord.settings import CoordinatorSettings, ServerTls, check_exposure
+from strata.coord.settings import CoordinatorSettings, ServerTls, check_exposure, check_partitioned
 from strata.database.online_backup import INTERVAL_S, OnlineBackup
 from strata.http.metrics import serve_metrics
 from strata.journal.open import open_journal
@@ -36,6 +38,10 @@ from strata.journal.sqlite import SqliteJournal
 SERVICE: Final = pb.DESCRIPTOR.services_by_name["Coordinator"].full_name
 PINGS: Final = 3
 """Pings are sent so many times within their timeout: a frozen process is found after one timeout and a third."""
+SPARE_CONNECTIONS: Final = 4
+"""To PostgreSQL: for renewals, snapshots and reads, and for the commits of one partition."""
+MOST_COMMITS: Final = 12
+"""Of several partitions at once."""
 GC_THRESHOLDS: Final = (50_000, 20, 20)
 
 OPTIONS: Final = (
@@ -53,6 +59,9 @@ OPTIONS: Final = (
     ("grpc.max_receive_message_length", 16 << 20),
     ("grpc.max_send_message_length", 64 << 20),
 )
+
+Leadership = CoordinatorService | Partitions
+"""What a process leads: all jobs, or some of the partitions into which they are divided."""
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -74,6 +83,7 @@ def run(settings: CoordinatorSettings, announce: Callable[[str], None]) -> None:
     import uvloop
 
     check_exposure(settings)
+    check_partitioned(settings)
     set_private_umask()
     # Calls make many objects and few cycles: at the usual thresholds the state of all jobs is looked through too often.
     gc.collect()
@@ -91,16 +101,20 @@ async def _serve(settings: CoordinatorSettings, announce: Callable[[str], None])
     clock = SystemClock()
     tokens = Tokens(settings.token_secret) if settings.token_secret else None
     revoked = RevokedTokens(settings.revoked_tokens, clock) if settings.revoked_tokens else frozenset[str]()
-    async with await open_journal(settings.database, clock) as journal:
-        service = CoordinatorService(
-            journal,
-            clock,
-            ServiceOptions(
-                stream=settings.stream,
-                lease_s=settings.lease_s,
-                snapshot_every=settings.snapshot_every,
-                job=settings.job,
-            ),
+    count = settings.partitions
+    connections = SPARE_CONNECTIONS + min(count, MOST_COMMITS) if count > 1 else SPARE_CONNECTIONS
+    async with await open_journal(settings.database, clock, connections=connections) as journal:
+        await check_partitions(journal, settings.stream, count, lease_s=settings.lease_s, clock=clock)
+        options = ServiceOptions(
+            stream=settings.stream,
+            lease_s=settings.lease_s,
+            snapshot_every=settings.snapshot_every,
+            job=settings.job,
+        )
+        service: Leadership = (
+            CoordinatorService(journal, clock, options)
+            if count == 1
+            else Partitions(journal, clock, options, partitions=count)
         )
         authenticator = TokenAuthenticator(tokens, clock, revoked)
         server = CoordinatorServer(service, authenticator, settings)
@@ -114,7 +128,7 @@ async def _serve(settings: CoordinatorSettings, announce: Callable[[str], None])
 
 @asynccontextmanager
 async def expose_metrics(
-    settings: CoordinatorSettings, service: CoordinatorService, authenticator: TokenAuthenticator
+    settings: CoordinatorSettings, service: Leadership, authenticator: TokenAuthenticator
 ) -> AsyncIterator[str]:
     """Serve the metrics where the settings say so. Gives their URL, empty if they are not served."""
     if not settings.metrics_listen:
@@ -126,7 +140,7 @@ async def expose_metrics(
             authenticator.identify((("authorization", authorization),), OPERATOR)
 
     def render() -> bytes:
-        return service.metrics.render(service.state_if_leading)
+        return service.metrics.render(service.states_led)
 
     tls = None if settings.tls is None else _ssl_context(settings.tls)
     async with serve_metrics(settings.metrics_listen, render, check, tls) as url:
@@ -158,11 +172,9 @@ async def serve_backups(settings: CoordinatorSettings, journal: Journal, clock: 
 
 
 class CoordinatorServer:
-    """The gRPC server around one service."""
+    """The gRPC server around one service, or around all partitions."""
 
-    def __init__(
-        self, service: CoordinatorService, authenticator: TokenAuthenticator, settings: CoordinatorSettings
-    ) -> None:
+    def __init__(self, service: Leadership, authenticator: TokenAuthenticator, settings: CoordinatorSettings) -> None:
         self._service = service
         self._settings = settings
         self._health = health.aio.HealthServicer()
@@ -171,7 +183,12 @@ class CoordinatorServer:
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         add_reflection: Any = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
         add_reflection(reflection.aio.ReflectionServicer(names), others)
-        servicer = Servicer(service, authenticator)
+        self._peers = Peers(None if settings.tls is None else _peer_credentials(settings.tls))
+        servicer = (
+            PartitionRouter(service, authenticator, self._peers)
+            if isinstance(service, Partitions)
+            else Servicer(service, authenticator)
+        )
         handlers = (CoordinatorHandler(servicer.calls, servicer.check_access), *others.handlers)
         self._server = grpc.aio.server(handlers=handlers, options=(*OPTIONS, *_pings(settings.ping_timeout_s)))
         self.port = 0
@@ -182,6 +199,8 @@ class CoordinatorServer:
         self.port = self._bind()
         await self._server.start()
         host = self._settings.listen.rpartition(":")[0]
+        if isinstance(self._service, Partitions):
+            self._service.address = self._settings.advertise or f"{host}:{self.port}"
         announce(f"listening on {host}:{self.port}, {self._guarded_by()}")
 
     async def serve_until(self, stop: asyncio.Event) -> None:
@@ -202,7 +221,9 @@ class CoordinatorServer:
         _log.info("coordinator_draining")
         await self._health.enter_graceful_shutdown()
         await self._service.drain()
+        self._peers.end_streams()
         await self._server.stop(self._settings.drain_s)
+        await self._peers.close()
         _log.info("coordinator_drained")
 
     async def _on_change(self) -> None:
@@ -249,6 +270,13 @@ def _credentials(tls: ServerTls) -> grpc.ServerCredentials:
         root_certificates=client_ca,
         require_client_auth=client_ca is not None,
     )
+
+
+def _peer_credentials(tls: ServerTls) -> grpc.ChannelCredentials | None:
+    """For calls to other coordinators; the own certificate is shown to those that ask for one."""
+    if tls.ca is None:
+        return None
+    return grpc.ssl_channel_credentials(_read(tls.ca), _read(tls.key), _read(tls.certificate))
 
 
 def _read(path: Path) -> bytes:

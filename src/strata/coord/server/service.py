@@ -82,6 +82,10 @@ class ServiceOptions:
     """Of jobs that their first worker creates."""
 
 
+OnChange = Callable[[], Awaitable[None]]
+"""Called when a service has begun or ceased to lead."""
+
+
 def not_leading(reason: StrataError | None = None) -> StrataError:
     """What a caller is told; `reason` is why this coordinator refuses to lead."""
     why = f": {reason.message}" if reason else ""
@@ -96,7 +100,9 @@ def not_leading(reason: StrataError | None = None) -> StrataError:
 class CoordinatorService:
     """Holds at most one leading replica. A deposed replica is dropped, and every call that waits on it is cancelled."""
 
-    def __init__(self, journal: Journal, clock: Clock, options: ServiceOptions) -> None:
+    def __init__(
+        self, journal: Journal, clock: Clock, options: ServiceOptions, metrics: CoordinatorMetrics | None = None
+    ) -> None:
         self.clock = clock
         self.options = options
         self.ids = Ids(clock)
@@ -105,7 +111,7 @@ class CoordinatorService:
         self.events: KeyedNotifier[None] = KeyedNotifier()
         """By ("formed", job), ("data", job), ("changed", job) or ("worker", job, worker_id)."""
         self.telemetry: dict[str, JobTelemetry] = {}
-        self.metrics = CoordinatorMetrics()
+        self.metrics = metrics or CoordinatorMetrics()
         self._journal = journal
         self._replica: CoordReplica | None = None
         self._leading: asyncio.Task[None] | None = None
@@ -135,6 +141,12 @@ class CoordinatorService:
         replica = self._replica
         return replica.state if replica is not None and replica.failure is None else None
 
+    @property
+    def states_led(self) -> dict[int, CoordState]:
+        """By partition, for metrics: this is the only one."""
+        state = self.state_if_leading
+        return {} if state is None else {0: state}
+
     def telemetry_of(self, job: str) -> JobTelemetry:
         """The telemetry of a job that exists."""
         found = self.telemetry.get(job)
@@ -142,11 +154,11 @@ class CoordinatorService:
             found = self.telemetry[job] = JobTelemetry()
         return found
 
-    async def run(self, on_change: Callable[[], Awaitable[None]]) -> None:
+    async def run(self, on_change: OnChange) -> None:
         """Stand by, lead, stand by again when deposed; until cancelled or drained. `on_change`: `leads` has changed."""
         holder = self.ids.new("coordinator")
         while not self._draining.is_set():
-            replica: CoordReplica = Replica(self._journal, self.options.stream, CoordMachine(), self.clock)
+            replica = self._new_replica()
             try:
                 await replica.stand_by(holder, self.options.lease_s, WriterLimits(gather_s=GATHER_S))
             except StrataError as error:
@@ -160,21 +172,39 @@ class CoordinatorService:
                     raise
                 await self.clock.sleep(TICK_S)
                 continue
-            self._refusal = None
-            if self._draining.is_set():
-                await replica.resign()
-                return
-            self._start_leading(replica)
-            await on_change()
-            self._leading = asyncio.create_task(self._lead(replica), name=f"lead {self.options.stream}")
-            try:
-                await asyncio.wait([self._leading])
-            finally:
-                self._leading.cancel()
-                self._stop_leading()
-            if not self._leading.cancelled():
-                self._leading.result()
-            await on_change()
+            await self._lead_until_lost(replica, on_change)
+
+    async def lead(self, holder: str, on_change: OnChange) -> None:
+        """Take the lead, and keep it until it is lost or given away. CONFLICT while another process has it."""
+        replica = self._new_replica()
+        try:
+            # Before taking the lead: a long replay would outlast a lease.
+            await replica.catch_up()
+        except StrataError as error:
+            if error.code is not Code.NOT_FOUND:
+                raise
+        await replica.lead(holder, self.options.lease_s, WriterLimits(gather_s=GATHER_S))
+        await self._lead_until_lost(replica, on_change)
+
+    def _new_replica(self) -> CoordReplica:
+        return Replica(self._journal, self.options.stream, CoordMachine(), self.clock)
+
+    async def _lead_until_lost(self, replica: CoordReplica, on_change: OnChange) -> None:
+        self._refusal = None
+        if self._draining.is_set():
+            await replica.resign()
+            return
+        self._start_leading(replica)
+        await on_change()
+        self._leading = asyncio.create_task(self._lead(replica), name=f"lead {self.options.stream}")
+        try:
+            await asyncio.wait([self._leading])
+        finally:
+            self._leading.cancel()
+            self._stop_leading()
+        if not self._leading.cancelled():
+            self._leading.result()
+        await on_change()
 
     def _refuse(self, reason: StrataError) -> None:
         if self._refusal is None:
@@ -184,6 +214,10 @@ class CoordinatorService:
     async def drain(self) -> None:
         """Accept no more calls, finish those in progress, and resign, so that a standby takes over at once."""
         self._draining.set()
+        await self.give_away()
+
+    async def give_away(self) -> None:
+        """Drain and resign, but be ready to lead again."""
         replica, self._replica = self._replica, None
         if replica is None:
             return
@@ -191,7 +225,7 @@ class CoordinatorService:
             async with asyncio.timeout(DRAIN_S):
                 await self._resign(replica)
         except (StrataError, TimeoutError) as error:
-            _log.warning("resign_failed", reason=str(error))
+            _log.warning("resign_failed", stream=self.options.stream, reason=str(error))
         self._stop_leading()
 
     async def _resign(self, replica: CoordReplica) -> None:

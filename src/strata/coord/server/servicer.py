@@ -23,7 +23,7 @@ from strata.coord.server import operations, wire
 from strata.coord.server.authenticator import ANONYMOUS, ANY, OPERATOR, WORKER, Metadata, TokenAuthenticator
 from strata.coord.server.grpc_handler import STATUS_OF, trailing
 from strata.coord.server.heartbeat import HeartbeatHandler
-from strata.coord.server.presence import open_presence
+from strata.coord.server.presence import open_presence, suspect_unless
 from strata.coord.server.service import CoordinatorService
 from strata.coord.server.tokens import TokenRole
 from strata.coord.server.watch import JobWatches, unknown_job
@@ -39,6 +39,8 @@ VALID_CHECK_S: Final = 1.0
 """How long a stream may outlive its token."""
 
 STREAMS: Final = frozenset({"Attach", "WatchJob"})
+FORWARDED: Final = "strata-forwarded"
+"""Metadata of a call that another process of the installation has forwarded: the address of that process."""
 NAMED: Final = (pb.HeartbeatRequest, pb.ShardRequest, pb.BarrierRequest)
 """Frequent requests, which name their worker: then the metadata need not be read."""
 
@@ -53,13 +55,21 @@ _log = log.get(__name__)
 class Servicer:
     """What answers each call of the contract, in `operations` under the contract's name."""
 
-    def __init__(self, service: CoordinatorService, authenticator: TokenAuthenticator) -> None:
+    def __init__(
+        self,
+        service: CoordinatorService,
+        authenticator: TokenAuthenticator,
+        is_hop_broken: Callable[[str], Awaitable[bool]] | None = None,
+    ) -> None:
+        """`is_hop_broken` tells whether the process at an address, which forwarded a stream, may have broken it."""
         self._service = service
         self._authenticator = authenticator
+        self._is_hop_broken = is_hop_broken
+        self._hop_checks: set[asyncio.Task[None]] = set()
         self._released: tuple[BarrierState | None, bytes] = None, b""
         self._watches = JobWatches(service)
-        heartbeats = HeartbeatHandler(service)
-        self._roles: dict[str, frozenset[TokenRole]] = {}
+        self.heartbeats = heartbeats = HeartbeatHandler(service)
+        self.roles: dict[str, frozenset[TokenRole]] = {}
         self.calls: Final[Mapping[str, Handler]] = {
             "RegisterWorker": self._serve("RegisterWorker", WORKER, self._register),
             "Heartbeat": self._serve("Heartbeat", WORKER, self._with_token_renewal(heartbeats.one)),
@@ -85,7 +95,7 @@ class Servicer:
     def check_access(self, name: str, metadata: Metadata) -> None:
         """Raise unless the metadata may make this call; before its message is read."""
         if not self._authenticator.allows_anonymous:
-            self._authenticator.identify(metadata, self._roles[name])
+            self._authenticator.identify(metadata, self.roles[name])
 
     def _serve(
         self,
@@ -94,7 +104,7 @@ class Servicer:
         work: Callable[[Request, Identity, Context], Awaitable[Reply]],
     ) -> Handler:
         """The outermost handler of a call: an error leaves as a status, never as a traceback."""
-        self._roles[name] = roles
+        self.roles[name] = roles
         record, monotonic_s = self._service.metrics.rpc(name, stream=name in STREAMS), self._service.clock.monotonic_s
 
         async def answer(request: Request | StrataError, context: Context) -> Reply:
@@ -238,7 +248,7 @@ class Servicer:
 
     async def _attach(self, request: pb.AttachRequest, who: Identity, context: Context) -> None:
         caller: Caller = wire.caller(request, who)
-        with open_presence(self._service, caller) as presence:
+        with open_presence(self._service, caller, self._on_broken_hop(context)) as presence:
             while True:
                 update = await presence.next_update()
                 await context.write(
@@ -249,6 +259,20 @@ class Servicer:
                         checkpoint_step=update.checkpoint_step,
                     )
                 )
+
+    def _on_broken_hop(self, context: Context) -> Callable[[Caller], None] | None:
+        """None: the stream comes from the worker itself."""
+        is_hop_broken = self._is_hop_broken
+        address = forwarder_of(context) if is_hop_broken is not None else ""
+        if is_hop_broken is None or not address:
+            return None
+
+        def check(caller: Caller) -> None:
+            task = asyncio.create_task(suspect_unless(self._service, caller, lambda: is_hop_broken(address)))
+            self._hop_checks.add(task)
+            task.add_done_callback(self._hop_checks.discard)
+
+        return check
 
     async def _get_job(self, request: pb.GetJobRequest, who: Identity, _: Context) -> pb.GetJobResponse:
         return await self._watches.describe(who.job_of(request.job_id), request)
@@ -280,10 +304,12 @@ class Servicer:
         return pb.IssueCommandResponse(command_id=command_id, worker_ids=workers)
 
     async def _list_jobs(self, _: pb.ListJobsRequest, who: Identity, __: Context) -> pb.ListJobsResponse:
+        return pb.ListJobsResponse(jobs=self.list_jobs(who))
+
+    def list_jobs(self, who: Identity) -> list[pb.JobSummary]:
+        """Those that the caller's token allows, in order of name."""
         jobs = self._service.state.jobs
-        return pb.ListJobsResponse(
-            jobs=[summary(jobs[name]) for name in sorted(jobs) if who.token_job in ("", name)],
-        )
+        return [summary(jobs[name]) for name in sorted(jobs) if who.token_job in ("", name)]
 
     async def _create_job(self, request: pb.CreateJobRequest, who: Identity, _: Context) -> pb.CreateJobResponse:
         name = who.job_of(request.job_id)
@@ -307,3 +333,9 @@ class Servicer:
     async def _delete_job(self, request: pb.DeleteJobRequest, who: Identity, _: Context) -> pb.DeleteJobResponse:
         await self._service.submit(DeleteJob(who.job_of(request.job_id)))
         return pb.DeleteJobResponse()
+
+
+def forwarder_of(context: Context) -> str:
+    """The address of the process that forwarded this call; empty: it comes from a client."""
+    metadata = cast(Metadata, context.invocation_metadata() or ())
+    return next((value for key, value in metadata if key == FORWARDED and isinstance(value, str)), "")
