@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from soak import fleet
-from soak.coord import failover, kill, load, restart, zombie
+from soak.coord import failover, kill, load, partitions, restart, scale, zombie
 from soak.fleet_agent import kill as agent_kill
 from soak.fleet_agent import zombie as agent_zombie
 from soak.fleet_hub import kill as hub_kill
@@ -94,6 +94,8 @@ SIMULATED: Final = {
 }
 REAL: Final = {
     "coordinator-kill": Real(kill.run, times=100, workers=1_000),
+    "coordinator-partitions": Real(partitions.run, times=20, workers=128),
+    "coordinator-scale": Real(scale.run, times=5, workers=100_000),
     "coordinator-zombie": Real(zombie.run, times=20, workers=50),
     "coordinator-failover": Real(failover.run, times=20, workers=50, own_server=True),
     "coordinator-herd": Real(load.run, times=1, workers=10_000),

@@ -69,12 +69,14 @@ class LogicalWorker:
 class WorkerPool:
     """All workers of one job. Records every grant and ack in the expected state; ends when `finish` says so."""
 
-    def __init__(self, addresses: list[str], plan: WorkerPlan, expected: ExpectedState, rng: random.Random) -> None:
+    def __init__(
+        self, addresses: list[str], plan: WorkerPlan, expected: ExpectedState, rng: random.Random, job: str = ""
+    ) -> None:
         self.plan = plan
         self.expected = expected
         self._rng = rng
         self._clock = SystemClock()
-        settings = WorkerSettings(address=",".join(addresses))
+        settings = WorkerSettings(address=",".join(addresses), job=job)
         self._links = [CoordinatorLink(settings, "", self._clock) for _ in range(plan.channels)]
         self.workers = [
             LogicalWorker(f"w{number}", f"w{number}-1", number % plan.channels) for number in range(plan.workers)
@@ -184,7 +186,7 @@ class WorkerPool:
             index = link.index
             request = pb.AttachRequest(worker_id=worker.worker_id, incarnation=worker.incarnation)
             try:
-                async for news in link.stub().Attach(request):
+                async for news in link.stub().Attach(request, metadata=link.metadata):
                     attempt = 0
                     self._same_generation(worker, news.generation)
             except grpc.aio.AioRpcError as error:

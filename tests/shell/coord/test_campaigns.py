@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from soak.coord import failover, kill, load, restart, zombie
+from soak.coord import failover, kill, load, partitions, restart, zombie
 from soak.coord.workers import WorkerPlan
 from soak.coord.zombie_leader import LEADS_S
 from soak.trials import CampaignRequest, CampaignResult, Database
@@ -45,6 +45,15 @@ async def test_nothing_is_taken_back_when_a_standby_takes_over(tmp_path: Path, p
     assert result.problems == []
     assert result.times == 2
     assert 0 < result.worst_s <= kill.LIMIT_S["postgres"] * BUSY
+
+
+async def test_nobody_is_evicted_and_nothing_lost_when_a_process_that_leads_partitions_is_killed(
+    tmp_path: Path, postgres_url: str
+) -> None:
+    result = await partitions.run(ask(tmp_path, postgres_url, times=1, workers=48), show)
+    assert result.problems == []
+    assert result.times == 1
+    assert 0 < result.worst_s <= partitions.LIMIT_S * BUSY
 
 
 async def test_a_worker_that_was_thought_dead_changes_nothing_in_any_of_its_fates(
