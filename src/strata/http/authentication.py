@@ -23,6 +23,7 @@ ANONYMOUS: Final = Principal(CallerKind.KEY, "", None)
 ANONYMOUS_VIEWER: Final = Principal(CallerKind.KEY, "", Role.VIEWER)
 """A client without credentials, on the routes that the settings of a server make public."""
 
+NO_CREDENTIALS: Final = Credentials()
 API_PATHS: Final = ("/v1/", "/api/")
 FirstHeaders = Mapping[bytes, bytes]
 """Names in lower case; of a repeated header the first."""
@@ -62,10 +63,10 @@ class RequestAuthenticator:
         certificate = scope.get(CLIENT_CERTIFICATE, b"")
         key_header = self._key_header if scope["path"].startswith(self._key_header_below) else ""
         credentials = read_credentials(headers, key_header=key_header, certificate_der=certificate)
-        if credentials == Credentials() and (session := self._read_session(scope, headers)):
+        if credentials == NO_CREDENTIALS and (session := self._read_session(scope, headers)):
             caller = await self._authenticator.identify(Credentials(session=session))
             return caller if is_private(scope) else with_limited_role(caller)
-        if wanted in self._shown and credentials == Credentials():
+        if wanted in self._shown and credentials == NO_CREDENTIALS:
             return ANONYMOUS_VIEWER
         if credentials.bearer.startswith("hst-") and scope["scheme"] == "https":
             raise StrataError(
