@@ -75,6 +75,8 @@ CASES: Final = (
     _case("dense full tensor 2", DENSE, MeshShape(tensor=2), training="full"),
     _case("experts LoRA expert 2", EXPERTS, MeshShape(shard=2, expert=2), lora_rank=8),
     _case("experts full expert 2", EXPERTS, MeshShape(shard=2, expert=2), training="full"),
+    _case("dense LoRA context 2", DENSE, MeshShape(context=2), lora_rank=32),
+    _case("dense full context 2", DENSE, MeshShape(context=2), training="full"),
 )
 SHORT: Final = ("dense full 1x2", "experts LoRA 1x2")
 
@@ -147,7 +149,12 @@ def _measure(case: PlanCase, model: str, rank: int, folder: Path) -> int:
         dtype=case.recipe.dtype,
         replicated_bytes=case.recipe.replicated_bytes,
         activation_checkpointing=case.recipe.checkpointing,
-        parallel=ParallelSettings(replicate=case.mesh.replicate, tensor=case.mesh.tensor, expert=case.mesh.expert),
+        parallel=ParallelSettings(
+            replicate=case.mesh.replicate,
+            context=case.mesh.context,
+            tensor=case.mesh.tensor,
+            expert=case.mesh.expert,
+        ),
     )
     # What the first process left behind, garbage with it, is not freed meanwhile.
     memory.release_memory()

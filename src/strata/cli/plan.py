@@ -13,6 +13,7 @@ from strata.cli.output import Column, Format, Rows, output_option, print_data, p
 
 if TYPE_CHECKING:
     from strata.train.core.device_memory import DevicePlan, MemoryRecipe, MeshShape
+    from strata.train.settings import ParallelSettings
 
 FILES: Final = (".toml", ".yaml", ".yml")
 
@@ -34,6 +35,7 @@ FILES: Final = (".toml", ".yaml", ".yml")
 @click.option("--device-gb", type=click.FloatRange(0.1), default=80.0, show_default=True, help="Memory of one device.")
 @click.option("--devices", type=click.IntRange(1), help="Plan for so many devices instead of the fewest that hold it.")
 @click.option("--replicate", type=click.IntRange(1), help="Copies of the model on them.  [default: 1]")
+@click.option("--context", type=click.IntRange(1), help="Devices that split each row.  [default: 1]")
 @click.option("--tensor", type=click.IntRange(1), help="Devices that split each layer.  [default: 1]")
 @click.option("--expert", type=click.IntRange(1), help="Devices that hold different experts.  [default: 1]")
 @output_option
@@ -54,15 +56,14 @@ def plan(model: str, device_gb: float, devices: int | None, output: Format, **op
     import msgspec
 
     from strata.train.core.device_memory import MOST_DEVICES, ONE_DEVICE, MemoryRecipe, plan_device, smallest_plan
+    from strata.train.settings import ParallelSettings
 
     recipe, of_file = MemoryRecipe(), ONE_DEVICE
     if Path(model).suffix in FILES and Path(model).is_file():
         model, recipe, of_file = _read_file(Path(model))
         devices = devices or of_file.devices
-    replicate, tensor, expert = (
-        options.pop(name) or getattr(of_file, name) for name in ("replicate", "tensor", "expert")
-    )
-    mesh = _make_mesh(devices, replicate, tensor, expert)
+    sizes = {name: options.pop(name) or getattr(of_file, name) for name in ("replicate", "context", "tensor", "expert")}
+    mesh = _make_mesh(devices, ParallelSettings(**sizes))
     recipe = msgspec.structs.replace(recipe, **{name: value for name, value in options.items() if value is not None})
     from strata.train.runner.model.plan import trace_cost
 
@@ -84,15 +85,14 @@ def plan(model: str, device_gb: float, devices: int | None, output: Format, **op
     print_error(needed)
 
 
-def _make_mesh(devices: int | None, replicate: int, tensor: int, expert: int) -> MeshShape:
+def _make_mesh(devices: int | None, parallel: ParallelSettings) -> MeshShape:
     """Of so many devices, or of the fewest that such groups can be on."""
-    from strata.train.core.device_memory import MeshShape
-    from strata.train.settings import ParallelSettings
+    from strata.train.launch.preflight import mesh_shape
 
-    devices = tensor * expert if devices is None else devices
-    if problem := ParallelSettings(replicate=replicate, tensor=tensor, expert=expert).problem(devices):
+    devices = parallel.tensor * math.lcm(parallel.expert, parallel.context) if devices is None else devices
+    if problem := parallel.problem(devices):
         raise StrataError(Code.INVALID, problem)
-    return MeshShape(replicate, devices // (replicate * tensor), tensor, expert)
+    return mesh_shape(parallel, devices)
 
 
 def _read_file(file: Path) -> tuple[str, MemoryRecipe, MeshShape]:
@@ -127,9 +127,12 @@ def _print_plan(shown: DevicePlan, output: Format) -> None:
         print_data({"name": "plan", **msgspec.to_builtins(shown), "total": shown.total, "manifest": manifest}, output)
         return
     mesh = shown.mesh
-    sizes = f"{mesh.replicate} x {mesh.shard} x {mesh.tensor} devices (replicate x shard x tensor)"
-    experts = f", experts over {mesh.expert} of each {mesh.shard}" if mesh.expert > 1 else ""
-    print_error(f"at the {shown.moment}, on {sizes}{experts}:")
+    sizes = {name: getattr(mesh, name) for name in ("replicate", "shard", "context", "tensor")}
+    if mesh.context == 1:
+        del sizes["context"]
+    shape = f"{' x '.join(map(str, sizes.values()))} devices ({' x '.join(sizes)})"
+    experts = f", experts over {mesh.expert} of each {mesh.shards}" if mesh.expert > 1 else ""
+    print_error(f"at the {shown.moment}, on {shape}{experts}:")
     with Rows(output, (Column("part"), Column("size", number=True), Column("source"))) as rows:
         for part in shown.parts:
             rows.add({"part": part.name, "size": format_bytes(part.bytes), "source": part.source})

@@ -29,6 +29,8 @@ TENSOR_FAMILIES: Final = frozenset({"llama", "qwen3", "gemma3_text"})
 """Families (`model_type`) whose layers can be split over ranks: transformers plans it, and it was compared."""
 EXPERT_FAMILIES: Final = frozenset({"qwen3_moe"})
 """Families whose experts can be spread over ranks."""
+LENGTH_DEPENDENT_ROPE: Final = frozenset({"dynamic", "longrope"})
+"""Types of rotary embeddings whose frequencies transformers chooses by the largest position that it is called with."""
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -174,19 +176,20 @@ class ParallelSettings(msgspec.Struct, frozen=True, kw_only=True):
     tensor: Count = 1
     """Ranks that compute the same rows together, each with its part of every layer."""
     context: Count = 1
+    """Ranks that compute the same rows together, each with its slice of every row. They hold a copy of the model
+    together too, `shard` times `context` of them."""
     expert: Count = 1
     """Of the ranks that shard the model, those that hold different experts and compute them for each other."""
     pipeline: Count = 1
 
     def problem(self, ranks: int) -> str:
         """Why so many ranks cannot form this mesh; empty if they can."""
-        for name in ("context", "pipeline"):
-            if getattr(self, name) > 1:
-                return f"parallel.{name} is {getattr(self, name)}: this version does not have it"
+        if self.pipeline > 1:
+            return f"parallel.pipeline is {self.pipeline}: this version does not have it"
         if self.expert > 1 and self.tensor > 1:
             return "parallel.expert and parallel.tensor are both above 1, which this version does not have"
-        sizes = {name: size for name in ("replicate", "tensor") if (size := getattr(self, name)) > 1}
-        product = self.replicate * self.tensor
+        sizes = {name: size for name in ("replicate", "context", "tensor") if (size := getattr(self, name)) > 1}
+        product = self.replicate * self.context * self.tensor
         if ranks % product:
             named = " times ".join(f"parallel.{name} {size}" for name, size in sizes.items())
             is_product = f" is {product}, which" if len(sizes) > 1 else ""
@@ -194,8 +197,8 @@ class ParallelSettings(msgspec.Struct, frozen=True, kw_only=True):
         if self.shard is not None and product * self.shard != ranks:
             named = " times ".join(f"parallel.{name} {size}" for name, size in [*sizes.items(), ("shard", self.shard)])
             return f"{named} is {product * self.shard}, and there are {ranks} ranks"
-        if (ranks // product) % self.expert:
-            return f"parallel.expert {self.expert} does not divide the ranks that shard the model, {ranks // product}"
+        if (shards := self.shards(ranks)) % self.expert:
+            return f"parallel.expert {self.expert} does not divide the ranks that shard the model, {shards}"
         return ""
 
     def model_problem(self, config: Mapping[str, Any]) -> str:
@@ -215,6 +218,16 @@ class ParallelSettings(msgspec.Struct, frozen=True, kw_only=True):
                 count = config.get(field)
                 if isinstance(count, int) and count % size:
                     return f"parallel.{name} is {size}, which does not divide the {field} of the model, {count}"
+        return self._context_problem(config.get("text_config") or config) if self.context > 1 else ""
+
+    def _context_problem(self, config: Mapping[str, Any]) -> str:
+        named, groups = f"parallel.context is {self.context}", self.context * self.tensor
+        heads = config.get("num_attention_heads")
+        if isinstance(heads, int) and heads % groups:
+            times = f", times parallel.tensor {self.tensor} is {groups}" if self.tensor > 1 else ""
+            return f"{named}{times}, which does not divide the num_attention_heads of the model, {heads}"
+        for kind in sorted(_rope_types(config) & LENGTH_DEPENDENT_ROPE):
+            return f"{named}: rotary embeddings of type {kind} depend on the length of a row, and a rank has a slice"
         return ""
 
     @property
@@ -222,9 +235,23 @@ class ParallelSettings(msgspec.Struct, frozen=True, kw_only=True):
         """Whether a small frozen base may be on every rank in full instead of on the mesh."""
         return self.tensor == 1 and self.expert == 1
 
+    def shards(self, ranks: int) -> int:
+        """How many of the ranks hold one copy of the model together, or of a rank's part of it in a tensor group."""
+        return ranks // (self.replicate * self.tensor)
+
     def data_ranks(self, ranks: int) -> int:
         """How many of the ranks, or groups of them, compute rows of their own."""
-        return ranks // self.tensor
+        return ranks // (self.context * self.tensor)
+
+
+def _rope_types(config: Mapping[str, Any]) -> set[str]:
+    """Those of a model's rotary embeddings, which may differ from layer to layer."""
+    found: set[str] = set()
+    for parameters in (config.get("rope_parameters"), config.get("rope_scaling")):
+        if isinstance(parameters, Mapping):
+            kinds = [parameters, *(each for each in parameters.values() if isinstance(each, Mapping))]
+            found.update(str(each.get("rope_type", each.get("type"))) for each in kinds)
+    return found
 
 
 class LimitSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -31,7 +31,8 @@ from tests.shell.train_runner.driver import (
 )
 from tests.shell.train_runner.test_custom_loss import dpo, reference_kl, to_core
 
-EQUAL: Final = 1e-6
+EQUAL: Final = 5e-6
+"""In float32: rows of another composition are summed in another order."""
 PAIR: Final = {"group_size": 2.0}
 
 

@@ -161,7 +161,8 @@ def reshard(folder: Path, family: str, ranks: RankGroup, meshes: Mapping[str, Pa
         )
         runner = ModelRunner(settings, ranks)
         runner.sampler.check_architecture()
-        own_row = row_of(ranks.rank // parallel.tensor, runner.base.vocabulary, None)
+        together = ranks.size // parallel.data_ranks(ranks.size)
+        own_row = row_of(ranks.rank // together, runner.base.vocabulary, None)
         create = ops.CreateModel("m", family, None)
         if not states:
             runner.create_model(create)

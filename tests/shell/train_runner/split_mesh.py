@@ -1,9 +1,11 @@
-"""Tensor and expert groups of four ranks: `torchrun … -m tests.shell.train_runner.split_mesh FOLDER MESH FAMILY …`.
+"""Tensor, expert and context groups of four ranks: `torchrun … -m tests.shell.train_runner.split_mesh FOLDER MESH DTYPE
+FAMILY …`.
 
 MESH is one of `MESHES`. Rank 0 writes what was found. The losses, gradients and steps of a mesh are compared with those
-of the unmodified model, or of PEFT's around it, that one process computes of all rows: in float64, or in float32 of
-experts, whose grouped multiplication has no float64. Then a full fine-tune of the first family is saved on this mesh
-and read on others, and adapters of the last are trained and sampled through the dispatcher, as an orchestrator would.
+of the unmodified model, or of PEFT's around it, that one process computes of all documents, one at a time: in float64,
+or in float32 of experts, whose grouped multiplication has no float64. Then a full fine-tune of the first family is
+saved on this mesh and read on others, and adapters of the last are trained and sampled through the dispatcher, as an
+orchestrator would.
 """
 
 from __future__ import annotations
@@ -27,11 +29,12 @@ from strata.train.core.ops import LoraConfig
 from strata.train.core.sampling import AddedSample, SampleOperation, SampleParams, SampleResult, SamplingSlice
 from strata.train.runner.checkpoint.formats import to_peft
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora import Adapter
+from strata.train.runner.lora import Adapter, Span
 from strata.train.runner.model.base import DTYPES, BaseModel
 from strata.train.runner.model.tiny import Family, TinyModel, make
 from strata.train.runner.model.trained import FullModel, LoraModel, local, own_slice
 from strata.train.runner.model_runner import ModelRunner
+from strata.train.runner.passes.logprobs import PackedRow
 from strata.train.runner.runner_dispatcher import RunnerDispatcher, follow
 from strata.train.runner.settings import RunnerSettings
 from strata.train.settings import ParallelSettings
@@ -40,9 +43,13 @@ from tests.shell.train_runner.check_results import Found
 from tests.shell.train_runner.checks_custom_loss import (
     preferences_have_the_gradient_of_the_client_side_way_in_one_pass_and_in_two,
 )
-from tests.shell.train_runner.checks_lora import losses_logprobs_and_gradients_are_those_of_peft, trained
+from tests.shell.train_runner.checks_lora import (
+    losses_logprobs_and_gradients_are_those_of_peft,
+    neighbours_of_other_clients_change_nothing,
+    trained,
+)
 from tests.shell.train_runner.driver import Driver, Memory, datum, dense, logprobs_of
-from tests.shell.train_runner.mesh import reshard, row_of, tie
+from tests.shell.train_runner.mesh import reshard, tie
 
 LORA = LoraConfig(rank=4, alpha=8.0)
 ADAM = ops.AdamParams(learning_rate=0.01, weight_decay=0.1, grad_clip_norm=0.5)
@@ -53,8 +60,20 @@ MESHES: Mapping[str, ParallelSettings] = {
     "experts 2x2": ParallelSettings(expert=2),
     "experts 1x4": ParallelSettings(expert=4),
     "experts 2x1x2": ParallelSettings(replicate=2, expert=2),
+    "context 2x2": ParallelSettings(shard=2, context=2),
+    "context 1x4": ParallelSettings(context=4),
+    "context 2x1x2": ParallelSettings(replicate=2, context=2),
+    "context 2 tensor 2": ParallelSettings(context=2, tensor=2),
+    "context 2 experts 2": ParallelSettings(shard=2, context=2, expert=2),
+    "context 2 experts 4": ParallelSettings(shard=2, context=2, expert=4),
 }
+DOCUMENTS = ((9, 14, 3, 5), (6, 1, 4), (11, 2), (7,))
+"""Their lengths in the row of each data rank: neither two nor four ranks divide a row, and both cut documents."""
+WITH_EXPERTS = frozenset({"qwen3_moe", "gpt_oss", "deepseek_v3"})
+EAGER = frozenset({"gpt_oss", "gemma2"})
+"""Families whose sinks and soft-capping no kernel has."""
 Training = Literal["full", "lora"]
+Dtype = Literal["float32", "float64"]
 
 
 class SplitParity(msgspec.Struct):
@@ -77,13 +96,35 @@ class SplitFound(msgspec.Struct):
     """By how much the sampler's log probabilities of a prompt differ from those of a training pass."""
 
 
+def packed_row(number: int, vocabulary: int, adapter: Adapter | None) -> PackedRow:
+    """Tokens have no target, one or two."""
+    lengths = DOCUMENTS[number]
+    tokens = (torch.arange(sum(lengths)) * (7 + number) + number) % vocabulary
+    indices = torch.arange(len(tokens)).repeat_interleave(torch.arange(len(tokens)) % 3)
+    return PackedRow(
+        tokens=tokens,
+        documents=lengths,
+        spans=[Span(adapter, len(tokens))] if adapter is not None else (),
+        logit_indices=indices,
+        targets=(torch.arange(len(indices)) * 5 + 3) % vocabulary,
+    )
+
+
+def weigh(logprobs: torch.Tensor) -> torch.Tensor:
+    """A loss in which every target counts differently."""
+    return (logprobs * (1 + 0.5 * torch.sin(torch.arange(len(logprobs))))).sum()
+
+
 class Oracle:
     """The unmodified model in this process, or PEFT's adapters around it. Its eager attention computes the softmax in
-    float32, so it is not used."""
+    float32, so it is not used where there is another."""
 
     def __init__(self, folder: Path, adapter: Adapter | None, dtype: torch.dtype) -> None:
         self.lm: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="sdpa", experts_implementation="eager"
+            folder,
+            dtype=dtype,
+            attn_implementation="eager" if folder.name in EAGER else "sdpa",
+            experts_implementation="eager",
         )
         self._dtype = dtype
         self.trained: dict[str, torch.Tensor] = dict(self.lm.named_parameters())
@@ -104,9 +145,10 @@ class Oracle:
     def loss(self, rows: int) -> float:
         total = torch.zeros((), dtype=self._dtype)
         for number in range(rows):
-            row = row_of(number, self.lm.config.vocab_size, None)
-            logits = self.lm(input_ids=row.tokens[None], use_cache=False).logits[0]
-            total = total + torch.log_softmax(logits, dim=-1)[row.logit_indices, row.targets].sum()
+            row = packed_row(number, self.lm.config.vocab_size, None)
+            documents = torch.split(row.tokens, list(row.documents))
+            logits = torch.cat([self.lm(input_ids=each[None], use_cache=False).logits[0] for each in documents])
+            total = total + weigh(torch.log_softmax(logits, dim=-1)[row.logit_indices, row.targets])
         total.backward()  # type: ignore[no-untyped-call]
         return float(total.detach())
 
@@ -127,10 +169,19 @@ class Oracle:
         return norm
 
 
-def compare(folder: Path, ranks: RankGroup, training: Training, mesh: str) -> SplitParity:
+def compare(folder: Path, ranks: RankGroup, training: Training, mesh: str, dtype: Dtype) -> SplitParity:
     parallel = MESHES[mesh]
-    dtype: Literal["float32", "float64"] = "float32" if parallel.expert > 1 else "float64"
-    settings = RunnerSettings(model=str(folder), training=training, sleep_folder=folder, dtype=dtype, parallel=parallel)
+    dtype = "float32" if folder.name in WITH_EXPERTS else dtype
+    settings = RunnerSettings(
+        model=str(folder),
+        training=training,
+        sleep_folder=folder,
+        dtype=dtype,
+        # One of two layers is recomputed, and logits are computed of a few tokens at a time.
+        activation_checkpointing=2,
+        logits_bytes=5 * 4 * 512,
+        parallel=parallel,
+    )
     base = BaseModel(settings, ranks)
     adapter = None
     if not settings.full:
@@ -150,7 +201,8 @@ def compare(folder: Path, ranks: RankGroup, training: Training, mesh: str) -> Sp
     create = ops.CreateModel("m", "tiny", None if adapter is None else LORA)
     model = FullModel(create, base.packed, ranks) if adapter is None else LoraModel(create, adapter, ranks)
     model.begin()
-    total = base.logprobs(row_of(ranks.rank // parallel.tensor, base.vocabulary, adapter)).sum()
+    number = ranks.rank * parallel.data_ranks(ranks.size) // ranks.size
+    total = weigh(base.logprobs(packed_row(number, base.vocabulary, adapter)))
     total.backward()  # type: ignore[no-untyped-call]
     model.commit()
     gradients = gathered_gradients(model, ranks)
@@ -159,9 +211,8 @@ def compare(folder: Path, ranks: RankGroup, training: Training, mesh: str) -> Sp
     result = model.start_step(ADAM)()
     own = values_of(model)
     loss = total.detach().clone() * base.is_first_of_row
-    case = f"{folder.name} {training} {mesh}"
     return SplitParity(
-        case,
+        f"{folder.name} {training} {mesh}",
         abs(float(ranks.start_all_reduce(loss)()) - expected) / abs(expected),
         worst,
         abs(result.grad_norm - norm) / norm,
@@ -192,7 +243,13 @@ def difference(own: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Ten
 def drive(folder: Path, family: str, ranks: RankGroup, parallel: ParallelSettings) -> float:
     """Run checks of one rank on this mesh; returns by how much the sampler differs from training."""
     settings = RunnerSettings(
-        model=str(folder / family), name=family, sleep_folder=folder / "asleep", row_tokens=4096, parallel=parallel
+        model=str(folder / family),
+        name=family,
+        sleep_folder=folder / "asleep",
+        row_tokens=4096,
+        # Where the mesh allows it, every rank has all of the base.
+        replicated_bytes=1 << 30,
+        parallel=parallel,
     )
     runner = ModelRunner(settings, ranks)
     if not ranks.is_rank0:
@@ -203,6 +260,7 @@ def drive(folder: Path, family: str, ranks: RankGroup, parallel: ParallelSetting
     driver = Driver(RunnerDispatcher(runner, ranks, link, "tensor"), link, data_ranks, folder)
     found = Found(data_ranks, folder)
     losses_logprobs_and_gradients_are_those_of_peft(driver, found)
+    neighbours_of_other_clients_change_nothing(driver, found)
     if data_ranks > 1:
         # Its groups are in rows of several ranks.
         preferences_have_the_gradient_of_the_client_side_way_in_one_pass_and_in_two(driver, found)
@@ -234,26 +292,30 @@ def _of_next_tokens(prompt: ops.Datum) -> ops.Datum:
     return ops.Datum(prompt.tokens, {**prompt.inputs, "target_tokens": dense(following, ops.DType.I64)})
 
 
-def build(folder: Path, family: str, tensor: int) -> None:
-    """With as many key-value heads as there are ranks in a tensor group."""
+def build(folder: Path, family: str, parallel: ParallelSettings) -> None:
+    """With as many key-value heads as there are ranks in a tensor group. The ranks of a context group share those of
+    llama."""
+    heads = (1 if family == "llama" else 2) * parallel.context if parallel.context > 1 else 2
     if family in get_args(Family):
-        make(folder / family, TinyModel(family=family, hidden=64 * tensor, experts=8))  # type: ignore[arg-type]
+        hidden = 32 * heads * parallel.tensor
+        make(folder / family, TinyModel(family=family, hidden=hidden, experts=8))  # type: ignore[arg-type]
     else:
-        tiny_families.make(family, folder / family, num_key_value_heads=tensor)
+        changes = {} if parallel.context > 1 else {"num_key_value_heads": parallel.tensor}
+        tiny_families.make(family, folder / family, **changes)
 
 
-def main(folder: Path, mesh: str, families: list[str]) -> None:
+def main(folder: Path, mesh: str, dtype: Dtype, families: list[str]) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     torch.set_num_threads(1)
     ranks = RankGroup(torch.device("cpu"))
     with ranks.collective_errors():
         if ranks.is_rank0:
             for family in families:
-                build(folder, family, MESHES[mesh].tensor)
+                build(folder, family, MESHES[mesh])
             if "llama" in families:
                 tie(folder / "llama")
     trainings: tuple[Training, ...] = ("full", "lora")
-    parity = [compare(folder / family, ranks, training, mesh) for family in families for training in trainings]
+    parity = [compare(folder / family, ranks, training, mesh, dtype) for family in families for training in trainings]
     others = {"one rank": ParallelSettings(replicate=4), "two shards": ParallelSettings(replicate=2)}
     resharded = reshard(folder, families[0], ranks, {mesh: MESHES[mesh], **others})
     found = SplitFound(parity, resharded, drive(folder, families[-1], ranks, MESHES[mesh]))
@@ -262,6 +324,6 @@ def main(folder: Path, mesh: str, families: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    main(Path(sys.argv[1]), sys.argv[2], msgspec.convert(sys.argv[3], Dtype), sys.argv[4:])
     # A rank that ends with the threads of its group aborts when the other rank has gone first.
     dist.destroy_process_group()

@@ -162,6 +162,25 @@ def test_files_and_configuration_give_the_same_sizes(
         assert traced.exchanges == [numbers]
 
 
+def test_devices_that_share_a_row_have_their_part_of_its_activations_and_exchange_the_rest(tmp_path: Path) -> None:
+    make(tmp_path, TinyModel(layers=4, hidden=128))
+    recipe = MemoryRecipe(row_tokens=1024)
+    alone, shared = (trace_cost(str(tmp_path), recipe, mesh) for mesh in (MeshShape(shard=4), MeshShape(context=4)))
+    assert alone.activations is not None
+    assert shared.activations is not None
+    assert 0.2 < shared.activations.beginning / alone.activations.beginning < 0.35
+    # There, queries of 4 heads, and keys and values of 2 that are sent to two ranks each; back, 4 heads: and gradients.
+    sent = 256 * 32 * 2 * (4 + 2 * 4 + 4)
+    assert shared.exchanges == [CollectiveCost("all-to-all", "context", "row", 4 * 4, 4 * 2 * sent)]
+    for name in ("parameters", "rank_parameters", "block_parameters", "adapter_parameters"):
+        assert getattr(shared, name) == getattr(alone, name)
+    plans = [
+        plan_device(shared, MemoryRecipe(training="full"), mesh)
+        for mesh in (MeshShape(shard=4), MeshShape(1, 2, 1, 1, 2))
+    ]
+    assert plans[0].parts == plans[1].parts
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_a_few_layers_give_the_cost_of_all(family: Literal["llama", "qwen3_moe"], tmp_path: Path) -> None:
     make(tmp_path, TinyModel(family=family, layers=6))
@@ -196,7 +215,7 @@ def test_settings_of_a_server_are_planned_with_lines_for_a_manifest(tmp_path: Pa
     found = json.loads(
         runner.invoke(plan, [str(file), "--training", "lora", "-o", "json"], catch_exceptions=False).stdout
     )
-    assert found["mesh"] == {"replicate": 1, "shard": 2, "tensor": 1, "expert": 1}
+    assert found["mesh"] == {"replicate": 1, "shard": 2, "tensor": 1, "expert": 1, "context": 1}
     assert found["total"] == sum(part["bytes"] for part in found["parts"])
     assert found["manifest"]["min_gpus"] == 2
 
@@ -214,7 +233,7 @@ def test_training_takes_what_was_planned() -> None:
         timeout=1750,
     )
     ratios = {line["case"]: line["ratio"] for line in map(json.loads, bench.stdout.splitlines())}
-    assert len(ratios) == 8
+    assert len(ratios) == 10
     outside = {case: ratio for case, ratio in ratios.items() if not UNDER <= ratio <= OVER}
     assert not outside
 

@@ -62,10 +62,17 @@ class MeshShape(msgspec.Struct, frozen=True):
     tensor: int = 1
     expert: int = 1
     """Of the devices that shard a copy, those that hold different experts."""
+    context: int = 1
+    """Devices that have different slices of the same rows. They shard a copy too."""
+
+    @property
+    def shards(self) -> int:
+        """Devices that shard a copy."""
+        return self.shard * self.context
 
     @property
     def devices(self) -> int:
-        return self.replicate * self.shard * self.tensor
+        return self.replicate * self.shards * self.tensor
 
 
 ONE_DEVICE: Final = MeshShape()
@@ -83,7 +90,7 @@ class CollectiveCost(msgspec.Struct, frozen=True):
     """Calls of one kind by each device. Bytes are those of the largest tensor of each call, summed."""
 
     name: Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
-    over: Literal["shard", "replicate", "tensor", "expert", "all"]
+    over: Literal["shard", "replicate", "context", "tensor", "expert", "all"]
     """The dimension of the mesh, or all devices."""
     per: Literal["row", "step"]
     calls: int
@@ -91,7 +98,7 @@ class CollectiveCost(msgspec.Struct, frozen=True):
 
 
 class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes of a model under a recipe, and on tensor or expert groups of one size, before it is sharded."""
+    """The sizes of a model under a recipe, on groups of one size, before it is sharded."""
 
     parameters: int
     rank_parameters: int
@@ -113,13 +120,13 @@ class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
     cache_numbers: int
     """In the KV cache, of one token."""
     activations: PassMemory | None = None
-    """Of a row, with all weights in place; None if nothing was traced."""
+    """Of a row, or a rank's slice of it, with all weights in place; None if nothing was traced."""
     gathered: PassMemory | None = None
     """What a pass takes beside that if the weights are sharded: gathered weights, gradients before they are reduced."""
     copied: PassMemory | None = None
     """What it takes if one device has all the weights: FSDP copies them too, perhaps to another dtype."""
     exchanges: Sequence[CollectiveCost] = ()
-    """Collectives of a row within its tensor or expert group, as traced."""
+    """Collectives of a row within its tensor, expert or context group, as traced."""
 
 
 class MemoryPart(msgspec.Struct, frozen=True):
@@ -142,7 +149,7 @@ class DevicePlan(msgspec.Struct, frozen=True):
 
 
 def plan_device(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> DevicePlan:
-    weights = _share(cost.rank_parameters, 1 if is_replicated(cost, recipe, mesh) else mesh.shard)
+    weights = _share(cost.rank_parameters, 1 if is_replicated(cost, recipe, mesh) else mesh.shards)
     trained = weights if recipe.full else recipe.slots * cost.adapter_parameters
     held = [MemoryPart("weights", weights * (4 if recipe.full else recipe.item_bytes), "counted")]
     if not recipe.full:
@@ -171,10 +178,10 @@ def collective_costs(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> 
     groups, numbers = cost.blocks, _group_parameters(cost, mesh)
     if mesh.expert > 1:
         groups += cost.expert_blocks
-        if mesh.shard == mesh.expert:
+        if mesh.shards == mesh.expert:
             # Each rank has all that it computes with of them.
             groups, numbers = cost.blocks, cost.rank_parameters - cost.expert_parameters
-    if mesh.shard > 1 and not is_replicated(cost, recipe, mesh):
+    if mesh.shards > 1 and not is_replicated(cost, recipe, mesh):
         # A block is gathered for the forward and again for the backward pass, what is in no block once.
         gathered = (2 * numbers - cost.root_parameters) * recipe.item_bytes
         costs.append(CollectiveCost("all-gather", "shard", "row", 2 * groups + 1, gathered))
@@ -182,7 +189,7 @@ def collective_costs(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> 
             costs.append(CollectiveCost("reduce-scatter", "shard", "row", groups + 1, numbers * GRADIENT_BYTES))
     if recipe.full and mesh.replicate > 1:
         calls = cost.blocks + 1 + (cost.expert_blocks if mesh.expert > 1 else 0)
-        reduced = _share(cost.rank_parameters, mesh.shard) * GRADIENT_BYTES
+        reduced = _share(cost.rank_parameters, mesh.shards) * GRADIENT_BYTES
         costs.append(CollectiveCost("all-reduce", "replicate", "row", calls, reduced))
     costs.extend(cost.exchanges)
     if mesh.devices > 1:
@@ -244,14 +251,14 @@ def _moments(
         ),
     )
     if recipe.full:
-        buffers = MemoryPart("buffers", _share(cost.largest_weight, mesh.shard) * NORM_BYTES, "estimated")
+        buffers = MemoryPart("buffers", _share(cost.largest_weight, mesh.shards) * NORM_BYTES, "estimated")
         yield "optimizer step", (MemoryPart("gradients", trained * GRADIENT_BYTES, "counted"), buffers)
 
 
 def _gathered(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> tuple[PassMemory, Source]:
     if is_replicated(cost, recipe, mesh):
         return PassMemory(0, 0), "traced"
-    traced = cost.gathered if mesh.shard > 1 else cost.copied
+    traced = cost.gathered if mesh.shards > 1 else cost.copied
     if traced is not None:
         return traced, "traced"
     least = (cost.block_parameters + cost.root_parameters) * recipe.item_bytes

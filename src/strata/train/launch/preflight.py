@@ -115,8 +115,8 @@ def estimate(settings: ServerSettings, model: ModelFiles) -> MemoryEstimate:
 
 
 def mesh_shape(parallel: ParallelSettings, ranks: int) -> MeshShape:
-    shard = max(ranks // (parallel.replicate * parallel.tensor), 1)
-    return MeshShape(parallel.replicate, shard, parallel.tensor, parallel.expert)
+    shard = max(parallel.shards(ranks) // parallel.context, 1)
+    return MeshShape(parallel.replicate, shard, parallel.tensor, parallel.expert, parallel.context)
 
 
 def memory_recipe(settings: ServerSettings) -> MemoryRecipe:

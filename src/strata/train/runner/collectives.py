@@ -1,4 +1,5 @@
-"""The rank group: joining it, broadcast, scatter, gather, all-reduce, and errors that all ranks raise together.
+"""The rank group: joining it, broadcast, scatter, gather, all-reduce, and errors that all ranks raise together; and an
+exchange of rows within a group, which has a gradient.
 
 torch.distributed finds a rank and its peers in the environment that torchrun sets. Only tensors of bytes and numbers
 travel. Nothing here pickles, unlike torch's object collectives.
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -183,3 +184,33 @@ class RankGroup:
 
 def _bytes_tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def exchange_rows(
+    rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Send so many rows to each rank of the group, in their order, and receive so many from each. Gradients take the
+    way back."""
+    return _Exchange.apply(rows, sent, received, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.sizes, ctx.group = (sent, received), group
+        return _exchange(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        sent, received = ctx.sizes
+        return _exchange(grads[0], received, sent, ctx.group), None, None, None
+
+
+def _exchange(
+    rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    output = rows.new_empty(sum(received), rows.shape[1])
+    dist.all_to_all_single(output, rows.contiguous(), list(received), list(sent), group=group)
+    return output

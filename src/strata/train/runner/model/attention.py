@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from strata.base.errors import Code, StrataError
 from strata.train.runner.model.attention_kernels import AttentionTerms, Reach, attend_documents
+from strata.train.runner.model.context_parallel import ContextParallel
 
 ATTENTION: Final = "strata_documents"
 COMPUTED: Final = frozenset({"scaling", "softcap", "s_aux"})
@@ -101,10 +102,14 @@ def document_attention(
     documents: Sequence[int] | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """(batch, heads, tokens, dimensions) in, tokens before heads out."""
+    """(batch, heads, tokens, dimensions) in, tokens before heads out. In a context group the tokens are a slice of the
+    row that has these documents."""
     del module
+    context: ContextParallel | None = options.pop("context", None)
+    states, terms = (query, key, value), terms_of(attention_mask, options)
     lengths = list(documents) if documents is not None else [query.shape[2]]
-    return attend_documents((query, key, value), lengths, terms_of(attention_mask, options)), None
+    attend = attend_documents if context is None else context.attend
+    return attend(states, lengths, terms), None
 
 
 AttentionInterface.register(ATTENTION, document_attention)

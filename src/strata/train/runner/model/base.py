@@ -26,6 +26,7 @@ from strata.train.runner.collectives import RankGroup
 from strata.train.runner.experts import group_experts
 from strata.train.runner.lora import Adapter, Adapters, is_experts, targets_of
 from strata.train.runner.model.attention import ATTENTION
+from strata.train.runner.model.context_parallel import ContextParallel
 from strata.train.runner.model.expert_parallel import ExpertParallel
 from strata.train.runner.model.loading import build_skeleton, load_lm, load_sharded
 from strata.train.runner.model.memory import free_bytes, release_memory
@@ -73,10 +74,14 @@ class BaseModel:
             del skeleton
             # A frozen base that is small is not sharded: every rank has all of it, and no pass has to gather it.
             is_replicated = not settings.full and settings.parallel.may_replicate and size <= settings.replicated_bytes
+            self.is_first_of_row = ranks.rank % (ranks.size // settings.parallel.data_ranks(ranks.size)) == 0
+            """Whether this rank stands for those that compute its rows together with it."""
             self.tensor: TensorParallel | None = None
             self.experts: ExpertParallel | None = None
             self.packed = self._load_replicated(ranks) if is_replicated else self._load_sharded(ranks)
             self.lm = self.packed.lm
+            if (context_mesh := make_context_mesh(settings.parallel, ranks.size, ranks.device)) is not None:
+                self.packed.context = ContextParallel(context_mesh)
             # The reference has to be computed before the model gets its hooks.
             reference = compute_reference(self._unmodified_logits, self.vocabulary, ranks.device)
             self.adapters = self._add_hooks(self.lm)
@@ -141,17 +146,16 @@ class BaseModel:
             return Adapter(config, targets_of(self.lm, config), device, dtype)
         return Adapter(config, targets_of(self.lm, config), device, dtype, tensor.lora_part)
 
-    @property
-    def is_first_of_row(self) -> bool:
-        """Whether this rank stands for those that compute its rows together with it."""
-        return self.tensor is None or self.tensor.rank == 0
-
     def logprobs(self, row: PackedRow) -> torch.Tensor:
-        """Log probabilities of a packed row. All ranks call this together.
+        """Log probabilities of a packed row. All ranks call this together, those of a tensor or context group with the
+        same row.
 
         Without a backward pass, which would reshard them, gathered weights are resharded here; they would be stale
         after the next optimizer step.
         """
+        context, count, own = self.packed.context, len(row.targets), slice(None)
+        if context is not None:
+            row, own = row.slice_for(context.rank, context.size)
         if self.adapters is not None:
             # The spans stay until the next pass: the backward pass may recompute the layers.
             self.adapters.row = row.spans
@@ -159,7 +163,7 @@ class BaseModel:
         if not torch.is_grad_enabled():
             self._reshard()
         assert isinstance(logprobs, torch.Tensor)
-        return logprobs
+        return logprobs if context is None else context.join(logprobs, own, count)
 
     def reduce_gradients(self, *, enabled: bool) -> None:
         """Whether the next backward pass reduces gradients over the ranks, or leaves its own to a later one.
@@ -237,11 +241,20 @@ def checkpoint_layers(lm: PreTrainedModel, every: int) -> None:
 
 def make_mesh(parallel: ParallelSettings, ranks: int, device: torch.device) -> DeviceMesh:
     """The ranks in order: those of a tensor group are adjacent, and those of a copy of the model. A mesh without tensor
-    groups has no dimension for them, and one with a single copy none for copies."""
-    replicate, tensor = parallel.replicate, parallel.tensor
-    sizes = {"replicate": replicate, "shard": ranks // (replicate * tensor), "tensor": tensor}
+    groups has no dimension for them, and one with a single copy none for copies. Ranks of a context group shard the
+    model as others do."""
+    sizes = {"replicate": parallel.replicate, "shard": parallel.shards(ranks), "tensor": parallel.tensor}
     sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
     return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def make_context_mesh(parallel: ParallelSettings, ranks: int, device: torch.device) -> DeviceMesh | None:
+    """The context group of this rank: adjacent ranks, or those of adjacent tensor groups that have the same part of a
+    layer. None if there are no groups."""
+    if parallel.context == 1:
+        return None
+    sizes = (parallel.data_ranks(ranks), parallel.context, parallel.tensor)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=("rows", "context", "tensor"))["context"]
 
 
 def make_expert_mesh(parallel: ParallelSettings, ranks: int, device: torch.device) -> DeviceMesh | None:

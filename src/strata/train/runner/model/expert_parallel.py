@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import pad
 
 from strata.base.errors import Code, StrataError
+from strata.train.runner.collectives import exchange_rows
 from strata.train.runner.experts import ExpertDispatch, multiply_groups
 from strata.train.runner.lora import is_experts
 from strata.train.runner.model.distributed_weights import SplitModel, compute_locally, distribute_weight
@@ -42,13 +42,13 @@ class _Dispatch:
     """After the last of each expert that this rank holds."""
 
     def multiply(self, inputs: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-        there = _Exchange.apply(inputs, self.sent, self.received, self.group)  # type: ignore[no-untyped-call]
+        there = exchange_rows(inputs, self.sent, self.received, self.group)
         rows, ends = there[self.order], self.ends
         if not len(rows):
             # The gradient of no rows is none that the kernel can compute; that of a row of zeros is zero.
             rows, ends = pad(rows, (0, 0, 0, 1)), ends + 1
         output = multiply_groups(rows, matrices, ends)[self.place]
-        return _Exchange.apply(output, self.received, self.sent, self.group)  # type: ignore[no-any-return, no-untyped-call]
+        return exchange_rows(output, self.received, self.sent, self.group)
 
 
 class ExpertParallel(SplitModel):
@@ -88,27 +88,3 @@ class ExpertParallel(SplitModel):
     def _local(self, name: str, weight: DTensor) -> torch.Tensor:
         del name
         return weight.full_tensor() if self._whole else weight.to_local()
-
-
-class _Exchange(torch.autograd.Function):
-    """Rows from each rank to each other; gradients take the way back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
-    ) -> torch.Tensor:
-        ctx.sizes, ctx.group = (sent, received), group
-        return _exchange(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        sent, received = ctx.sizes
-        return _exchange(grads[0], received, sent, ctx.group), None, None, None
-
-
-def _exchange(
-    rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
-) -> torch.Tensor:
-    output = rows.new_empty(sum(received), rows.shape[1])
-    dist.all_to_all_single(output, rows.contiguous(), list(received), list(sent), group=group)
-    return output

@@ -2,16 +2,17 @@
 
 Parameters and adapters are counted by shapes. The memory of a pass is traced: the model runs one row forward and
 backward on tensors without content, split and sharded over ranks that do not exist, and everything that it allocates
-is counted until it is freed; so is what the ranks of a tensor or expert group exchange. A few layers of each kind are
-enough: each further one costs what the last one did. Temporary memory inside kernels and the allocator's fragmentation
-are not seen. Tokens choose all experts equally often.
+is counted until it is freed; so is what the ranks of a tensor, expert or context group exchange. A few layers of each
+kind are enough: each further one costs what the last one did. Temporary memory inside kernels and the allocator's
+fragmentation are not seen. Tokens choose all experts equally often.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, Final, Literal, NamedTuple
 
@@ -43,10 +44,12 @@ from strata.train.runner.model.base import (
     DTYPES,
     blocks_of,
     checkpoint_layers,
+    make_context_mesh,
     make_expert_mesh,
     make_mesh,
     shard,
 )
+from strata.train.runner.model.context_parallel import ContextParallel
 from strata.train.runner.model.expert_parallel import ExpertParallel
 from strata.train.runner.model.loading import build_skeleton
 from strata.train.runner.model.startup_check import find_decoder, unsupported_errors
@@ -61,8 +64,10 @@ SHARDS: Final = 2
 """Of a traced model that is sharded: what a pass gathers is the same for more."""
 Layers = Sequence[int]
 """Numbers of blocks, in their order."""
-Exchange = Literal["all-gather", "all-reduce", "all-to-all"]
-EXCHANGES: Final[dict[str, Exchange]] = {
+Collective = Literal["all-gather", "all-reduce", "all-to-all"]
+Groups = Literal["tensor", "expert", "context"]
+Exchange = tuple[Collective, Groups]
+COLLECTIVES: Final[dict[str, Collective]] = {
     "_allgather_base_": "all-gather",
     "allreduce_": "all-reduce",
     "alltoall_base_": "all-to-all",
@@ -90,11 +95,11 @@ class TracedPass(NamedTuple):
 
 
 def trace_cost(model: str, recipe: MemoryRecipe, mesh: MeshShape = ONE_DEVICE) -> ModelCost:
-    """The sizes of the model in this folder, on tensor or expert groups of this mesh. INVALID if it has no
+    """The sizes of the model in this folder, on tensor, expert or context groups of this mesh. INVALID if it has no
     configuration or cannot be on such groups, UNSUPPORTED if its family cannot be trained here, or cannot be traced
     without content."""
     skeleton = build_skeleton(model, DTYPES[recipe.dtype])
-    parallel = ParallelSettings(replicate=mesh.replicate, tensor=mesh.tensor, expert=mesh.expert)
+    parallel = ParallelSettings(replicate=mesh.replicate, context=mesh.context, tensor=mesh.tensor, expert=mesh.expert)
     if problem := parallel.problem(mesh.devices) or parallel.model_problem(skeleton.config.to_dict()):
         raise StrataError(Code.INVALID, problem)
     with unsupported_errors(str(skeleton.config.model_type)):
@@ -115,7 +120,6 @@ def trace_cost(model: str, recipe: MemoryRecipe, mesh: MeshShape = ONE_DEVICE) -
             beginning, end = traced.beginning - in_place.memory.beginning, traced.end - in_place.memory.end
             return PassMemory(max(beginning, 0), max(end, 0))
 
-        over: Literal["tensor", "expert"] = "tensor" if mesh.tensor > 1 else "expert"
         return ModelCost(
             parameters=sum(parameter.numel() for parameter in skeleton.parameters()),
             rank_parameters=sum(sizes.values()),
@@ -129,9 +133,10 @@ def trace_cost(model: str, recipe: MemoryRecipe, mesh: MeshShape = ONE_DEVICE) -
             cache_numbers=cache_numbers(skeleton.config.to_dict()),
             activations=in_place.memory,
             gathered=extra_memory(SHARDS),
-            copied=extra_memory(1) if mesh.expert == 1 else None,
+            copied=extra_memory(1) if mesh.expert == mesh.context == 1 else None,
             exchanges=[
-                CollectiveCost(name, over, "row", calls, in_place.sent[name]) for name, calls in in_place.calls.items()
+                CollectiveCost(*exchange, "row", calls, in_place.sent[exchange])
+                for exchange, calls in in_place.calls.items()
             ],
         )
 
@@ -181,8 +186,8 @@ def trace_pass(
     model: str, recipe: MemoryRecipe, layers: Set[int], shards: int, mesh: MeshShape = ONE_DEVICE
 ) -> TracedPass:
     """A row of one document, forward and backward, in a model of these layers. With 0 shards all weights of a rank are
-    in place; else FSDP gathers them, also on one rank. The ranks of an expert group shard what is not of experts; with
-    `SHARDS`, experts too if the mesh does so."""
+    in place; else FSDP gathers them, also on one rank. The ranks of a context group shard the model too, those of an
+    expert group what is not of experts; with `SHARDS`, experts too if the mesh does so."""
     compute = DTYPES[recipe.dtype]
     lm = build_skeleton(model, torch.float32 if recipe.full and shards else compute)
     if recipe.checkpointing:
@@ -193,18 +198,26 @@ def trace_pass(
     lm.tie_weights()
     lm.requires_grad_(requires_grad=recipe.full)
     packed = _TracedModel(lm, find_decoder(lm), None, LOGITS_BYTES)
-    parallel = ParallelSettings(tensor=mesh.tensor, expert=mesh.expert)
-    if mesh.shard == mesh.expert > 1:
+    parallel = ParallelSettings(context=mesh.context, tensor=mesh.tensor, expert=mesh.expert)
+    tokens = -(-recipe.row_tokens // mesh.context)
+    if mesh.shards == mesh.expert > 1:
         shards = min(shards, 1)
-    with _fake_ranks(max(shards, 1) * mesh.tensor * mesh.expert) as size:
+    with _fake_ranks(max(shards, 1) * mesh.tensor * math.lcm(mesh.expert, mesh.context)) as size:
         fake_mesh, expert_mesh = make_mesh(parallel, size, CPU), make_expert_mesh(parallel, size, CPU)
+        groups: dict[Groups, DeviceMesh] = {}
         tensor = experts = None
         if mesh.tensor > 1:
-            tensor = TensorParallel(fake_mesh["tensor"])
+            groups["tensor"] = fake_mesh["tensor"]
+            tensor = TensorParallel(groups["tensor"])
             tensor.split(lm)
         if expert_mesh is not None:
-            experts = _BalancedExperts(expert_mesh["expert"], recipe.row_tokens * lm.config.num_experts_per_tok)
+            groups["expert"] = expert_mesh["expert"]
+            experts = _BalancedExperts(groups["expert"], tokens * lm.config.num_experts_per_tok)
             experts.split(lm)
+        if (context_mesh := make_context_mesh(parallel, size, CPU)) is not None:
+            groups["context"] = context_mesh
+            packed.context = ContextParallel(context_mesh)
+        live = _LiveBytes({group.get_group().group_name: name for name, group in groups.items()})
         if shards:
             shard(packed, compute, fake_mesh, expert_mesh)
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -219,7 +232,7 @@ def trace_pass(
                 adapter.begin()
                 lm.enable_input_require_grads()  # type: ignore[no-untyped-call]
             packed.adapters = adapters
-            return _trace_row(packed, first, adapter, recipe.row_tokens)
+            return _trace_row(packed, first, adapter, tokens, live)
 
 
 class _BalancedExperts(ExpertParallel):
@@ -254,17 +267,19 @@ def _fake_ranks(size: int) -> Iterator[int]:
         dist.destroy_process_group()
 
 
-def _trace_row(packed: PackedModel, first: nn.Module, adapter: Adapter | None, tokens: int) -> TracedPass:
+def _trace_row(
+    packed: PackedModel, first: nn.Module, adapter: Adapter | None, tokens: int, live: _LiveBytes
+) -> TracedPass:
+    """`tokens` are those of this rank."""
     content = torch.zeros(tokens, dtype=torch.int64)
-    spans = [Span(adapter, tokens)]
-    row = PackedRow(tokens=content, documents=[tokens], spans=spans, logit_indices=content, targets=content)
+    spans, ranks = [Span(adapter, tokens)], 1 if packed.context is None else packed.context.size
+    row = PackedRow(tokens=content, documents=[ranks * tokens], spans=spans, logit_indices=content, targets=content)
     if packed.adapters is not None:
         packed.adapters.row = spans
     for parameter in packed.parameters():
         if parameter.requires_grad:
             # What is left of a gradient, this rank's shard of it, is counted apart.
             parameter.register_post_accumulate_grad_hook(_free_gradient)  # type: ignore[no-untyped-call]
-    live = _LiveBytes()
 
     def watch_gradient(_: nn.Module, __: object, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
@@ -292,10 +307,11 @@ def _free_gradient(parameter: torch.Tensor) -> None:
 
 class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the memory of tensors that were made inside, from their first appearance until they are freed, and
-    collectives."""
+    collectives of these groups, by their names."""
 
-    def __init__(self) -> None:
+    def __init__(self, groups: Mapping[str, Groups]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._groups = groups
         self.peak = 0
         """Until the backward pass reached the first layer."""
         self.end_peak = 0
@@ -317,15 +333,21 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._resize(number, storage.nbytes())
         is_grouped = func is torch.ops.aten._grouped_mm.default
         result = _grouped_shape(*args, **(kwargs or {})) if is_grouped else func(*args, **(kwargs or {}))
-        if (exchange := EXCHANGES.get(func.__name__.partition(".")[0])) is not None:
-            self.calls[exchange] += 1
-            self.sent[exchange] += max(tensor.nbytes for tensor in _tensors(args))
+        if (collective := COLLECTIVES.get(func.__name__.partition(".")[0])) is not None:
+            self._count(collective, args)
         inputs = {tensor.untyped_storage()._cdata for tensor in _tensors((*args, *(kwargs or {}).values()))}
         for tensor in _tensors((result,)):
             storage = tensor.untyped_storage()
             if storage._cdata not in inputs and storage._cdata not in self._storages:
                 self._add(storage)
         return result
+
+    def _count(self, collective: Collective, args: Sequence[Any]) -> None:
+        boxed = next(each for each in args if isinstance(each, torch.ScriptObject))
+        group = self._groups.get(dist.ProcessGroup.unbox(boxed).group_name)
+        if group is not None:
+            self.calls[collective, group] += 1
+            self.sent[collective, group] += max(tensor.nbytes for tensor in _tensors(args))
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         number = storage._cdata

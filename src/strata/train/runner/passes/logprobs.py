@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from strata.base.errors import Code, StrataError
 from strata.train.runner.lora import Adapters, Span, slice_spans
+from strata.train.runner.model.context_parallel import ContextParallel
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,32 @@ class PackedRow:
     spans: Sequence[Span]
     logit_indices: torch.Tensor
     targets: torch.Tensor
+    start: int = 0
+    """The first token of this slice of a row, whose documents `documents` then are."""
 
     @property
     def positions(self) -> torch.Tensor:
-        return torch.cat([torch.arange(length, device=self.tokens.device) for length in self.documents])
+        positions = torch.cat([torch.arange(length, device=self.tokens.device) for length in self.documents])
+        return positions[self.start : self.start + len(self.tokens)]
+
+    def slice_for(self, rank: int, ranks: int) -> tuple[PackedRow, slice]:
+        """The slice of one of so many ranks, and which of the targets it has. Slices are equally long: a document
+        without targets pads the row."""
+        length = -(-len(self.tokens) // ranks)
+        padding = ranks * length - len(self.tokens)
+        start, end = rank * length, (rank + 1) * length
+        # Read before the layers of the row are started: reading waits for the device.
+        bounds = torch.tensor([start, end], device=self.logit_indices.device)
+        own = slice(*torch.searchsorted(self.logit_indices, bounds).tolist())
+        part = PackedRow(
+            tokens=pad(self.tokens, (0, padding))[start:end],
+            documents=[*self.documents, padding] if padding else self.documents,
+            spans=slice_spans([*self.spans, Span(None, padding)], start, end),
+            logit_indices=self.logit_indices[own] - start,
+            targets=self.targets[own],
+            start=start,
+        )
+        return part, own
 
 
 class GatherLogprobs(torch.autograd.Function):
@@ -111,6 +135,8 @@ class PackedModel(nn.Module):
         self.lm = lm
         self._split = DecoderAndHead(lm, decoder)
         self.adapters = adapters
+        self.context: ContextParallel | None = None
+        """The ranks that have the other slices of the rows."""
         self._chunk = max(1, logits_bytes // (4 * lm.config.get_text_config(decoder=True).vocab_size))
         """Tokens whose logits are in memory at once."""
 
@@ -124,7 +150,10 @@ class PackedModel(nn.Module):
         """The float32 log probability of each target of the row."""
         chunks = self._chunks(row)
         hidden = self._split.hidden(
-            input_ids=row.tokens[None], position_ids=row.positions[None], documents=list(row.documents)
+            input_ids=row.tokens[None],
+            position_ids=row.positions[None],
+            documents=list(row.documents),
+            context=self.context,
         )
         if len(chunks) == 1:
             return self._logprobs(hidden, row.logit_indices, row.targets, row.spans)
