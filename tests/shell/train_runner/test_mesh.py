@@ -34,7 +34,7 @@ from strata.train.settings import (
 )
 from tests.shell.train_runner.limited import GROUPS
 from tests.shell.train_runner.mesh import Found
-from tests.shell.train_runner.split_mesh import Dtype, SplitFound
+from tests.shell.train_runner.split_mesh import Dtype, SplitFound, trainings_of
 
 pytestmark = pytest.mark.slow
 
@@ -126,7 +126,7 @@ def run_split_mesh(folder: Path, mesh: str, *families: str, dtype: Dtype = "floa
 def check_split_mesh(folder: Path, mesh: str, *families: str, dtype: Dtype = "float64") -> None:
     found = msgspec.json.decode((folder / "found.json").read_bytes(), type=SplitFound)
     assert [each.case for each in found.parity] == [
-        f"{family} {training} {mesh}" for family in families for training in ("full", "lora")
+        f"{family} {training} {mesh}" for family in families for training in trainings_of(family)
     ]
     for each in found.parity:
         # The norms of gemma3, and so their gradients, are computed in float32; so are experts, and sinks by the oracle.
@@ -199,7 +199,7 @@ def test_context_groups_of_every_mesh_and_kind_of_attention_give_the_numbers_of_
 @pytest.mark.nightly
 def test_each_rank_of_a_context_group_has_its_part_of_the_activations_of_a_row(tmp_path: Path) -> None:
     program = "tests.shell.train_runner.context_memory"
-    done = run([*LAUNCHER, "--nproc-per-node=4", "-m", program, str(tmp_path), "2048"])
+    done = run([*LAUNCHER, "--nproc-per-node=4", "-m", program, str(tmp_path), "4096"])
     assert (tmp_path / "peaks.json").exists(), done.stderr[-4000:]
     peaks = msgspec.json.decode((tmp_path / "peaks.json").read_bytes(), type=dict[int, int])
     assert peaks[2] < 0.6 * peaks[1]
