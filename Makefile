@@ -27,6 +27,8 @@ TORCH := 2.13.0
 # Of tests only: adapters written by one are read by the other. Both name torch, so they come with it and without their own.
 PEFT := 0.21.2
 ACCELERATE := 1.15.0
+# The extra `quantised`. It names torch too.
+BITSANDBYTES := 0.50.2
 
 PYTEST := $(BIN)/python -m pytest
 
@@ -41,7 +43,7 @@ setup: $(STAMP) ## create .venv with the pinned packages; does nothing when noth
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --require-hashes -r constraints.txt
-	$(BIN)/python -m pip install --quiet --no-deps torch==$(TORCH) peft==$(PEFT) accelerate==$(ACCELERATE)
+	$(BIN)/python -m pip install --quiet --no-deps torch==$(TORCH) peft==$(PEFT) accelerate==$(ACCELERATE) bitsandbytes==$(BITSANDBYTES)
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 

@@ -32,6 +32,7 @@ BENCHES: Final = {
     "pages": "pages of the dashboard with 100,000 jobs and 10,000 hosts, first paint in Chromium, and 50 viewers",
     "peers": "operations and fine-tuning of the training server beside TuFT, by the same SDK",
     "publish": "from an optimizer step to the first token of the new weights, beside the same in one process",
+    "quantised": "memory of a rank with a quantised base beside one in float32, and how far its numbers are off",
     "recovery": "the first result after kill -9 of a rank beside a new process that loads the model",
     "sampling": "tokens of the built-in sampler beside Hugging Face's `generate`, one request at a time",
     "tenants": "many tenants in shared passes beside one with the same tokens, beside time slices, and with snapshots",

@@ -29,12 +29,14 @@ from bench.interleave import Comparison
 from bench.report import Report
 from strata.train.core.device_memory import MemoryRecipe, MeshShape, plan_device
 from strata.train.core.ops import AdamParams, CreateModel, LoraConfig
+from strata.train.core.quantisation import NF4_BLOCK
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora import Adapter, Span
 from strata.train.runner.model import memory
 from strata.train.runner.model.base import BaseModel
 from strata.train.runner.model.loading import build_skeleton
 from strata.train.runner.model.plan import trace_cost
+from strata.train.runner.model.quantised import quantise_rows
 from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.runner.model.trained import FullModel, LoraModel, TrainedModel
 from strata.train.runner.passes.logprobs import PackedRow
@@ -75,8 +77,14 @@ CASES: Final = (
     _case("dense full tensor 2", DENSE, MeshShape(tensor=2), training="full"),
     _case("experts LoRA expert 2", EXPERTS, MeshShape(shard=2, expert=2), lora_rank=8),
     _case("experts full expert 2", EXPERTS, MeshShape(shard=2, expert=2), training="full"),
+<<<<<<< HEAD
     _case("dense LoRA context 2", DENSE, MeshShape(context=2), lora_rank=32),
     _case("dense full context 2", DENSE, MeshShape(context=2), training="full"),
+=======
+    _case("dense LoRA nf4 1x1", DENSE, MeshShape(), lora_rank=32, quantise="nf4"),
+    _case("dense LoRA nf4 1x2", DENSE, SHARED, lora_rank=32, quantise="nf4"),
+    _case("dense LoRA int8 1x2", DENSE, SHARED, lora_rank=32, quantise="int8"),
+>>>>>>> 72c6ddc (Train LoRA on bases that bitsandbytes quantises to NF4 or int8)
 )
 SHORT: Final = ("dense full 1x2", "experts LoRA 1x2")
 
@@ -142,11 +150,14 @@ def _measure(case: PlanCase, model: str, rank: int, folder: Path) -> int:
     )
     ranks = RankGroup(torch.device("cpu"))
     build_skeleton(model, torch.float32)
+    if case.recipe.quantise:
+        quantise_rows(torch.zeros(1, NF4_BLOCK), case.recipe.quantise)
     settings = RunnerSettings(
         model=model,
         sleep_folder=folder,
         training=case.recipe.training,
         dtype=case.recipe.dtype,
+        quantise=case.recipe.quantise,
         replicated_bytes=case.recipe.replicated_bytes,
         activation_checkpointing=case.recipe.checkpointing,
         parallel=ParallelSettings(

@@ -13,6 +13,7 @@ DISTRIBUTION: Final = "strata-train"
 DISTRIBUTION_OF: Final[Mapping[str, str]] = {
     "apprise": "apprise",
     "backports": "backports-zstd",
+    "bitsandbytes": "bitsandbytes",
     "cmaes": "cmaes",
     "cryptography": "cryptography",
     "google": "protobuf",

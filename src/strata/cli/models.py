@@ -156,13 +156,20 @@ def _print_report(report: Any, output: Format) -> None:
         print_error(f"LoRA trains {report.lora}; built-in sampler: {report.sampler}")
     if report.why and report.support != "no":
         print_error(report.why)
-    columns = (Column("training"), Column("dtype"), Column("start", number=True), Column("full", number=True))
+    columns = (
+        Column("training"),
+        Column("dtype"),
+        Column("base"),
+        Column("start", number=True),
+        Column("full", number=True),
+    )
     with Rows(output, columns) as rows:
         for need in report.memory:
             rows.add(
                 {
                     "training": need.training,
                     "dtype": need.dtype,
+                    "base": need.quantise or need.dtype,
                     "start": format_bytes(need.start_bytes),
                     "full": format_bytes(need.full_bytes),
                 }

@@ -22,6 +22,7 @@ FILES: Final = (".toml", ".yaml", ".yml")
 @click.argument("model", metavar="MODEL")
 @click.option("--training", type=click.Choice(["lora", "full"]), help="What to train.  [default: lora]")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), help="Of arithmetic.  [default: bfloat16]")
+@click.option("--quantise", type=click.Choice(["nf4", "int8"]), help="Quantise the frozen base.  [default: not]")
 @click.option("--rank", "lora_rank", type=click.IntRange(1), help="LoRA rank.  [default: 32]")
 @click.option("--slots", type=click.IntRange(1), help="LoRA models on the device.  [default: 1]")
 @click.option("--tokens", "row_tokens", type=click.IntRange(1), help="Of a packed row.  [default: 4096]")
@@ -65,6 +66,8 @@ def plan(model: str, device_gb: float, devices: int | None, output: Format, **op
     sizes = {name: options.pop(name) or getattr(of_file, name) for name in ("replicate", "context", "tensor", "expert")}
     mesh = _make_mesh(devices, ParallelSettings(**sizes))
     recipe = msgspec.structs.replace(recipe, **{name: value for name, value in options.items() if value is not None})
+    if recipe.quantise:
+        require("bitsandbytes", extra="quantised")
     from strata.train.runner.model.plan import trace_cost
 
     room = int(device_gb * 1e9)
@@ -81,7 +84,7 @@ def plan(model: str, device_gb: float, devices: int | None, output: Format, **op
     _print_plan(shown, output)
     needed = f"each of {shown.mesh.devices} devices needs {shown.total / 1e9:.3g} GB and has {device_gb:g} GB"
     if found is None or found.total > room:
-        raise StrataError(Code.EXHAUSTED, needed, hint="try --checkpointing 1, fewer --tokens, or LoRA")
+        raise StrataError(Code.EXHAUSTED, needed, hint="try --checkpointing 1, fewer --tokens, LoRA or --quantise")
     print_error(needed)
 
 
@@ -111,7 +114,7 @@ def _read_file(file: Path) -> tuple[str, MemoryRecipe, MeshShape]:
     recipe = read_recipe(file)
     if not recipe.model.path:
         raise StrataError(Code.INVALID, f"{file} names no model.path", hint="give the model's folder instead")
-    of_server = MemoryRecipe(dtype=recipe.server.dtype, lora_rank=recipe.model.rank)
+    of_server = MemoryRecipe(dtype=recipe.server.dtype, quantise=recipe.server.quantise, lora_rank=recipe.model.rank)
     mesh = mesh_shape(recipe.parallel, recipe.server.ranks)
     return model_path(recipe.model.path, file.parent), of_server, mesh
 

@@ -220,6 +220,7 @@ port = 0
 [model]
 path = {json.dumps(model)}
 dtype = "{recipe.server.dtype}"
+quantise = "{recipe.server.quantise}"
 max_lora_rank = {max(64, recipe.model.rank)}
 
 [ranks]

@@ -8,6 +8,7 @@ other. The addresses of their links and the paths of their files are derived her
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -16,6 +17,7 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.base.loopback import is_loopback_host
 from strata.base.settings import Secret, load
+from strata.train.core.quantisation import Quantise
 from strata.train.core.rollouts import RolloutLimits
 
 REQUESTS_PORT: Final = 6000
@@ -101,6 +103,8 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     training: Literal["lora", "full"] = "lora"
     """LoRA adapters of many models over one frozen base, or one full fine-tune of the base."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    quantise: Quantise = ""
+    """`nf4` or `int8`: the linear layers of a frozen base are quantised when they are loaded (bitsandbytes)."""
     slots: Count = 8
     """LoRA models that are resident on the device at a time, and in one pass."""
     max_models: Count = 64
@@ -576,6 +580,31 @@ def load_settings(
         distinct = tuple(dict.fromkeys(problems))
         raise StrataError(Code.INVALID, "\n".join(distinct), problems=distinct)
     return ServerSettings(**loaded)  # type: ignore[arg-type]
+
+
+def check_quantise(quantise: Quantise, training: Literal["lora", "full"], parallel: ParallelSettings) -> None:
+    """INVALID if a quantised base cannot be trained so, UNSUPPORTED if the package that quantises is not installed."""
+    if not quantise:
+        return
+    if training == "full":
+        raise StrataError(
+            Code.INVALID,
+            f"model.quantise is {quantise}: the weights of a quantised base cannot be trained, only LoRA adapters",
+            hint='set model.training = "lora", or leave model.quantise out',
+        )
+    for name in ("tensor", "context", "expert", "pipeline"):
+        if (size := getattr(parallel, name)) > 1:
+            raise StrataError(
+                Code.INVALID,
+                f"parallel.{name} is {size}, and model.quantise is {quantise}: a quantised base can be sharded and"
+                " replicated, and not be split in another way",
+            )
+    if find_spec("bitsandbytes") is None:
+        raise StrataError(
+            Code.UNSUPPORTED,
+            f"model.quantise is {quantise}, which needs bitsandbytes, and that is not installed",
+            hint="pip install 'strata-train[quantised]'",
+        )
 
 
 def check_exposure(host: str) -> None:

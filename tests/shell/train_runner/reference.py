@@ -8,14 +8,28 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from strata.train.core import ops
+from strata.train.core.quantisation import QuantisedKind
 from tests.shell.train_runner.driver import array_of, tokens_of
 
 
 def plain(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, attn_implementation="eager").train()
+
+
+def bitsandbytes_model(path: Path, kind: QuantisedKind, dtype: torch.dtype) -> Any:
+    """As transformers quantises it. In training mode bitsandbytes dequantises int8 weights on a CPU, and quantises no
+    activations."""
+    options: dict[QuantisedKind, dict[str, Any]] = {
+        "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype},
+        "int8": {"load_in_8bit": True},
+    }
+    quantised = BitsAndBytesConfig(**options[kind])  # type: ignore[no-untyped-call]
+    return AutoModelForCausalLM.from_pretrained(
+        str(path), dtype=dtype, attn_implementation="eager", quantization_config=quantised, device_map="cpu"
+    )
 
 
 def with_adapter(path: Path, adapter: Path) -> Any:

@@ -111,6 +111,8 @@ class RecipeServer(_Section, frozen=True, kw_only=True):
     threads: Count = 1
     """Of each rank."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    quantise: Literal["", "nf4", "int8"] = ""
+    """How the frozen base is quantised; empty: not at all."""
 
 
 class RecipePreference(_Section, frozen=True, kw_only=True):

@@ -14,10 +14,14 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from strata.train.core.quantisation import Quantise
+
 MARGIN: Final = 0.10
 """Added to everything that is traced or estimated."""
 PROCESS_BYTES: Final = {"cuda": 1 << 30, "cpu": 400 << 20}
 """A CUDA context with its libraries and the buffers of collectives; or a process with torch and transformers."""
+QUANTISING_BYTES: Final = 48 << 20
+"""What bitsandbytes adds to a process."""
 MOMENTS_BYTES: Final = 8
 GRADIENT_BYTES: Final = 4
 """Gradients are summed in float32."""
@@ -32,6 +36,8 @@ Moment = Literal["beginning of the backward pass", "end of the backward pass", "
 class MemoryRecipe(msgspec.Struct, frozen=True, kw_only=True):
     training: Literal["lora", "full"] = "lora"
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    quantise: Quantise = ""
+    """How the linear layers of a frozen base are quantised."""
     lora_rank: int = 32
     slots: int = 1
     """LoRA models on the device."""
@@ -119,6 +125,10 @@ class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
     """Of an adapter, which is on every rank in full."""
     cache_numbers: int
     """In the KV cache, of one token."""
+    saved_bytes: int = 0
+    """By which the weights are smaller because layers are quantised."""
+    block_saved_bytes: int = 0
+    """By which the largest block is."""
     activations: PassMemory | None = None
     """Of a row, or a rank's slice of it, with all weights in place; None if nothing was traced."""
     gathered: PassMemory | None = None
@@ -149,14 +159,21 @@ class DevicePlan(msgspec.Struct, frozen=True):
 
 
 def plan_device(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> DevicePlan:
+<<<<<<< HEAD
     weights = _share(cost.rank_parameters, 1 if is_replicated(cost, recipe, mesh) else mesh.shards)
+=======
+    shards = 1 if is_replicated(cost, recipe, mesh) else mesh.shard
+    weights = _share(cost.rank_parameters, shards)
+>>>>>>> 72c6ddc (Train LoRA on bases that bitsandbytes quantises to NF4 or int8)
     trained = weights if recipe.full else recipe.slots * cost.adapter_parameters
-    held = [MemoryPart("weights", weights * (4 if recipe.full else recipe.item_bytes), "counted")]
+    weights_bytes = weights * (4 if recipe.full else recipe.item_bytes) - cost.saved_bytes // shards
+    held = [MemoryPart("weights", weights_bytes, "counted")]
     if not recipe.full:
         held.append(MemoryPart("adapters", trained * 4, "counted"))
     held.append(MemoryPart("optimizer", trained * MOMENTS_BYTES, "counted"))
     held.append(MemoryPart("KV cache", recipe.cached_tokens * cost.cache_numbers * recipe.item_bytes, "counted"))
-    held.append(MemoryPart("process", PROCESS_BYTES[recipe.device], "estimated"))
+    quantising = QUANTISING_BYTES if recipe.quantise and recipe.device == "cpu" else 0
+    held.append(MemoryPart("process", PROCESS_BYTES[recipe.device] + quantising, "estimated"))
     plans = []
     for moment, parts in _moments(cost, recipe, mesh, trained):
         uncertain = sum(part.bytes for part in parts if part.source != "counted")
@@ -168,7 +185,7 @@ def plan_device(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> Devic
 
 def is_replicated(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> bool:
     """A frozen base that is small is on every device in full, without FSDP."""
-    is_small = cost.parameters * recipe.item_bytes <= recipe.replicated_bytes
+    is_small = cost.parameters * recipe.item_bytes - cost.saved_bytes <= recipe.replicated_bytes
     return not recipe.full and mesh.tensor == 1 and mesh.expert == 1 and is_small
 
 
@@ -183,7 +200,7 @@ def collective_costs(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> 
             groups, numbers = cost.blocks, cost.rank_parameters - cost.expert_parameters
     if mesh.shards > 1 and not is_replicated(cost, recipe, mesh):
         # A block is gathered for the forward and again for the backward pass, what is in no block once.
-        gathered = (2 * numbers - cost.root_parameters) * recipe.item_bytes
+        gathered = (2 * numbers - cost.root_parameters) * recipe.item_bytes - 2 * cost.saved_bytes
         costs.append(CollectiveCost("all-gather", "shard", "row", 2 * groups + 1, gathered))
         if recipe.full:
             costs.append(CollectiveCost("reduce-scatter", "shard", "row", groups + 1, numbers * GRADIENT_BYTES))
@@ -261,7 +278,7 @@ def _gathered(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> tuple[P
     traced = cost.gathered if mesh.shards > 1 else cost.copied
     if traced is not None:
         return traced, "traced"
-    least = (cost.block_parameters + cost.root_parameters) * recipe.item_bytes
+    least = (cost.block_parameters + cost.root_parameters) * recipe.item_bytes - cost.block_saved_bytes
     return PassMemory(least, least), "estimated"
 
 

@@ -16,6 +16,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from strata.base.errors import Code, StrataError
+from strata.train.core.quantisation import Quantise
 from strata.train.hugging_face import find_folder
 from strata.train.launch.preflight import ModelFiles, estimate, read_config, read_model_files
 from strata.train.settings import LimitSettings, ModelSettings, RankSettings, ServerSection, ServerSettings
@@ -43,6 +44,7 @@ class MemoryNeed(msgspec.Struct, frozen=True, kw_only=True):
 
     training: Literal["lora", "full"]
     dtype: Literal["float32", "bfloat16"]
+    quantise: Quantise
     start_bytes: int
     """The least to start with."""
     full_bytes: int
@@ -96,9 +98,12 @@ def check_model_files(model: str, ranks: int) -> ModelReport:
         parameters=sum(math.prod(shape) for shape in files.shapes.values()),
         ranks=ranks,
         memory=[
-            _need(files, ranks, training=training, dtype=dtype)
-            for training in ("lora", "full")
-            for dtype in ("bfloat16", "float32")
+            *(_need(files, ranks, training="lora", dtype="bfloat16", quantise=kind) for kind in ("nf4", "int8")),
+            *(
+                _need(files, ranks, training=training, dtype=dtype)
+                for training in ("lora", "full")
+                for dtype in ("bfloat16", "float32")
+            ),
         ],
     )
 
@@ -118,6 +123,7 @@ def _need(files: ModelFiles, ranks: int, **model: Any) -> MemoryNeed:
     return MemoryNeed(
         training=settings.model.training,
         dtype=settings.model.dtype,
+        quantise=settings.model.quantise,
         start_bytes=needed.base,
         full_bytes=needed.full,
     )

@@ -22,9 +22,10 @@ import msgspec
 from strata.base import log
 from strata.base.errors import Code, StrataError
 from strata.train.core.device_memory import MemoryRecipe, MeshShape, ModelCost, cache_numbers, plan_device
+from strata.train.core.quantisation import can_be_quantised, saved_bytes
 from strata.train.hugging_face import CONFIG, WEIGHTS, find_folder
 from strata.train.peft.layers import kind_of
-from strata.train.settings import ParallelSettings, ServerSettings
+from strata.train.settings import ParallelSettings, ServerSettings, check_quantise
 
 NVIDIA_SMI: Final = "nvidia-smi"
 _LAYER: Final = re.compile(r".*?\.\d+\.")
@@ -76,6 +77,34 @@ def check_mesh(settings: ServerSettings) -> None:
         raise StrataError(Code.INVALID, problem)
 
 
+def check_quantised(settings: ServerSettings) -> None:
+    """INVALID or UNSUPPORTED if the model, or the server's work, cannot be based on quantised weights."""
+    quantise = settings.model.quantise
+    check_quantise(quantise, settings.model.training, settings.parallel)
+    if not quantise:
+        return
+    if settings.inference.engine:
+        raise StrataError(
+            Code.INVALID,
+            f"model.quantise is {quantise}, and inference.engine is {settings.inference.engine}: the engine would"
+            " sample from the base as it is in its files, and not from the one that is trained",
+            hint="leave inference.engine out: the ranks sample",
+        )
+    folder = find_folder(settings.model.path)
+    if folder is None:
+        return
+    files, recipe = read_model_files(folder), memory_recipe(settings)
+    if files.config.get("quantization_config"):
+        raise StrataError(
+            Code.INVALID,
+            f"model.quantise is {quantise}, and {settings.model.base_model} is quantised already",
+            hint="model.path is a model as it was before that",
+        )
+    shapes = files.shapes
+    if shapes and not any(_saved_bytes(name, shape, recipe) for name, shape in shapes.items()):
+        raise StrataError(Code.INVALID, f"{settings.model.base_model} has no layer that can be quantised to {quantise}")
+
+
 def check_memory(settings: ServerSettings) -> None:
     """INVALID if the model cannot fit. A model whose weights are not here is not checked."""
     folder = find_folder(settings.model.path)
@@ -92,7 +121,7 @@ def check_memory(settings: ServerSettings) -> None:
         raise StrataError(
             Code.INVALID,
             f"{settings.model.base_model} needs {_gb(needed.base)} GB{room} {_gb(available)} GB",
-            hint="use bfloat16, more devices, LoRA instead of full training, or a smaller model",
+            hint="use bfloat16, more devices, LoRA instead of full training, a quantised base, or a smaller model",
         )
     if needed.full > available:
         _log.warning(
@@ -124,6 +153,7 @@ def memory_recipe(settings: ServerSettings) -> MemoryRecipe:
     return MemoryRecipe(
         training=model.training,
         dtype=model.dtype,
+        quantise=model.quantise,
         lora_rank=model.max_lora_rank,
         slots=model.slots,
         row_tokens=model.max_tokens_per_row,
@@ -139,9 +169,12 @@ def model_cost(model: ModelFiles, recipe: MemoryRecipe, mesh: MeshShape) -> Mode
     of_rank = {name: _rank_parameters(model, name, mesh.tensor) for name in model.shapes}
     layers: Counter[str] = Counter()
     experts: Counter[str] = Counter()
+    saved: Counter[str] = Counter()
     for name, size in of_rank.items():
-        layer = _LAYER.match(name)
-        (experts if _EXPERTS in name else layers)[layer.group() if layer else ""] += size
+        match = _LAYER.match(name)
+        layer = match.group() if match else ""
+        (experts if _EXPERTS in name else layers)[layer] += size
+        saved[layer] += _saved_bytes(name, model.shapes[name], recipe)
     root = layers.pop("", 0)
     blocks = layers.keys() | experts.keys()
     return ModelCost(
@@ -155,6 +188,8 @@ def model_cost(model: ModelFiles, recipe: MemoryRecipe, mesh: MeshShape) -> Mode
         root_parameters=root,
         adapter_parameters=recipe.lora_rank * sum(_adapted(name, shape) for name, shape in model.shapes.items()),
         cache_numbers=cache_numbers(model.config),
+        saved_bytes=saved.total(),
+        block_saved_bytes=max(saved.values(), default=0),
     )
 
 
@@ -165,6 +200,16 @@ def _rank_parameters(model: ModelFiles, name: str, tensor: int) -> int:
     is_head = name == _HEAD and not model.config.get("tie_word_embeddings") and shape[0] % tensor == 0
     is_split = is_head or (len(shape) > 1 and _LAYER.match(name) is not None)
     return math.prod(shape) // (tensor if is_split else 1)
+
+
+def _saved_bytes(name: str, shape: tuple[int, ...], recipe: MemoryRecipe) -> int:
+    """By which a weight is smaller if it is quantised. Experts are not."""
+    if not recipe.quantise or len(shape) != 2 or _EXPERTS in name:
+        return 0
+    rows, columns = shape
+    if not can_be_quantised(recipe.quantise, kind_of(name.removesuffix(".weight")), columns):
+        return 0
+    return saved_bytes(recipe.quantise, rows, columns, recipe.item_bytes)
 
 
 def _adapted(name: str, shape: tuple[int, ...]) -> int:

@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from strata.base.errors import Code, StrataError
 from strata.train.core.ops import LoraConfig
 from strata.train.peft.layers import ATTENTION, Kind, kind_of
+from strata.train.runner.model.quantised import QuantisedLinear
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def _adaptable_weights(model: nn.Module) -> Iterator[LoraTarget]:
 
 def linear_shape(module: nn.Module) -> tuple[int, int] | None:
     """Outputs and inputs of a linear layer; None if the module is not one."""
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear | QuantisedLinear):
         return module.out_features, module.in_features
     return (module.nf, module.nx) if isinstance(module, Conv1D) else None
 

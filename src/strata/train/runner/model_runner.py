@@ -312,6 +312,7 @@ class ModelRunner:
             arch=base.arch,
             parameters=base.parameters,
             full=base.full,
+            quantise=self.settings.quantise,
             ranks=self.ranks.size,
             base_modified=self._base_modified,
             models=state.model_entries(list(self.models.values())),

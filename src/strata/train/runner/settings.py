@@ -7,6 +7,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from strata.train.core.quantisation import Quantise
 from strata.train.settings import ParallelSettings, ServerSettings
 
 LOGITS_BYTES: Final = 256 << 20
@@ -25,6 +26,8 @@ class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """The dtype of the arithmetic. Trained weights are stored in float32, or in float64, in which meshes are compared.
     """
+    quantise: Quantise = ""
+    """How the linear layers of a frozen base are quantised."""
     backend: Literal["gloo", "nccl", "auto"] = "auto"
     slots: int = 8
     """LoRA models that are resident on the device at once."""
@@ -70,6 +73,7 @@ def runner_settings(settings: ServerSettings) -> RunnerSettings:
         public_name=model.public_name,
         training=model.training,
         dtype=model.dtype,
+        quantise=model.quantise,
         backend=settings.ranks.backend,
         slots=1 if model.training == "full" else model.slots,
         max_models=model.places,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -21,13 +22,16 @@ from strata.train.checkpoints import checkpoint
 from strata.train.checkpoints.archive import published
 from strata.train.checkpoints.checkpoint import CheckpointManifest
 from strata.train.core.ops import LoraConfig
+from strata.train.core.quantisation import QuantisedKind
 from strata.train.peft import importer
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG, HEADS
 from strata.train.runner.checkpoint import shards
 from strata.train.runner.checkpoint.formats import copy_tokenizer, read_flat
 from strata.train.runner.checkpoint.hugging_face_files import groups_of, persistent_buffers, write_model
 from strata.train.runner.lora import Adapter, is_transposed, targets_of
+from strata.train.runner.model.base import DTYPES
 from strata.train.runner.model.loading import build_skeleton, read_groups, untie_what_files_untie
+from strata.train.runner.model.quantised import QuantisedWeights, quantisable_layers, round_trip
 from strata.train.runner.passes.optimizer import MOMENTS
 
 Form = Literal["peft", "hf"]
@@ -86,7 +90,7 @@ def _fill(folder: Path, temporary: Path, manifest: CheckpointManifest, form: For
 
 def _merge(folder: Path, temporary: Path, manifest: CheckpointManifest, lora: LoraConfig, base: str) -> None:
     """Merge the adapter into the base, in the base's dtype, one layer after the other. The sums are computed in
-    float32."""
+    float32. The base is the one that the adapter was trained on: if that was quantised, with the same loss."""
     config = msgspec.json.decode((folder / ADAPTER_CONFIG).read_bytes(), type=_AdapterConfig)
     path = base or config.base_model_name_or_path
     dtype = _dtype_of(path)
@@ -101,29 +105,50 @@ def _merge(folder: Path, temporary: Path, manifest: CheckpointManifest, lora: Lo
     adapter = Adapter(lora, targets_of(lm, lora), torch.device("cpu"))
     adapter.flat.copy_(read_flat(folder, adapter, manifest))
     head = _untie(lm) if HEADS.intersection(adapter.pairs) else {}
+    merge = _Merge(lm, adapter, head, _trained_on(lm, folder))
     groups = read_groups(lm, path, dtype, groups_of(lm))
-    write_model(lm, temporary, (_merge_group(lm, adapter, group, head) for group in groups), dtype)
+    write_model(lm, temporary, map(merge.group, groups), dtype)
     copy_tokenizer(path, temporary)
     if (generation := Path(path) / GENERATION).is_file():
         shutil.copyfile(generation, temporary / GENERATION)
 
 
-@torch.no_grad()
-def _merge_group(
-    lm: nn.Module, adapter: Adapter, group: Mapping[str, torch.Tensor], head: Mapping[str, str]
-) -> dict[str, torch.Tensor]:
-    copies = {head[name]: weight.clone() for name, weight in group.items() if name in head}
-    merged: dict[str, torch.Tensor] = {}
-    for name, weight in {**group, **copies}.items():
+def _trained_on(lm: nn.Module, folder: Path) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """From a weight of the base to the one that the adapter was trained on: the header of its file says how the base
+    was quantised."""
+    metadata = checkpoint.read_header(folder / ADAPTER).metadata
+    if "quantise" not in metadata:
+        return lambda _, weight: weight
+    try:
+        kind = msgspec.convert(metadata["quantise"], type=QuantisedKind)
+        quantised = QuantisedWeights(kind, DTYPES[metadata["dtype"]])
+    except (msgspec.ValidationError, KeyError) as error:
+        raise StrataError(Code.CORRUPT, f"{ADAPTER} was trained on a base of a kind that is not known here") from error
+    names = {f"{name}.weight" for name, _ in quantisable_layers(lm, quantised.kind)}
+    return lambda name, weight: round_trip(weight, quantised) if name in names else weight
+
+
+@dataclass(frozen=True)
+class _Merge:
+    lm: nn.Module
+    adapter: Adapter
+    head: Mapping[str, str]
+    """The name of an embedding with that of the head which was tied to it."""
+    trained_on: Callable[[str, torch.Tensor], torch.Tensor]
+
+    @torch.no_grad()
+    def group(self, group: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        copies = {self.head[name]: weight.clone() for name, weight in group.items() if name in self.head}
+        return {name: self._weight(name, weight).to(weight.dtype) for name, weight in {**group, **copies}.items()}
+
+    def _weight(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        adapter, base = self.adapter, self.trained_on(name, weight)
         target = name if name in adapter.pairs else name.removesuffix(".weight")
-        if target in adapter.pairs:
-            a, b = adapter.pairs[target]
-            added = adapter.scale * (b @ a)
-            total = weight.float() + (added.mT if is_transposed(lm, target) else added)
-            merged[name] = total.to(weight.dtype)
-        else:
-            merged[name] = weight
-    return merged
+        if target not in adapter.pairs:
+            return base
+        a, b = adapter.pairs[target]
+        added = adapter.scale * (b @ a)
+        return base.float() + (added.mT if is_transposed(self.lm, target) else added)
 
 
 def _dtype_of(path: str) -> torch.dtype:

@@ -48,7 +48,7 @@ def adapter_writer(model: LoraModel, base: BaseModel, *, optimizer: bool) -> Fil
 
     def fill(folder: Path) -> None:
         adapter = model.adapter
-        save_file(to_peft(adapter.views(adapter.flat)), folder / ADAPTER, {"format": "pt"})
+        save_file(to_peft(adapter.views(adapter.flat)), folder / ADAPTER, {"format": "pt", **_quantised_from(base)})
         config = msgspec.json.encode(_peft_config(adapter, base))
         (folder / ADAPTER_CONFIG).write_bytes(msgspec.json.format(config))
         if optimizer:
@@ -61,6 +61,12 @@ def adapter_writer(model: LoraModel, base: BaseModel, *, optimizer: bool) -> Fil
             save_file(_cpu_copies(named), folder / OPTIMIZER)
 
     return fill
+
+
+def _quantised_from(base: BaseModel) -> dict[str, str]:
+    """How the base was quantised that an adapter was trained on, and from which dtype: a merge has to do the same."""
+    settings = base.settings
+    return {"quantise": settings.quantise, "dtype": settings.dtype} if settings.quantise else {}
 
 
 def read_adapter(

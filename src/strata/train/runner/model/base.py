@@ -30,6 +30,7 @@ from strata.train.runner.model.context_parallel import ContextParallel
 from strata.train.runner.model.expert_parallel import ExpertParallel
 from strata.train.runner.model.loading import build_skeleton, load_lm, load_sharded
 from strata.train.runner.model.memory import free_bytes, release_memory
+from strata.train.runner.model.quantised import replace_layers
 from strata.train.runner.model.startup_check import (
     compute_reference,
     find_decoder,
@@ -39,7 +40,7 @@ from strata.train.runner.model.startup_check import (
 from strata.train.runner.model.tensor_parallel import TensorParallel
 from strata.train.runner.passes.logprobs import PackedModel, PackedRow
 from strata.train.runner.settings import RunnerSettings
-from strata.train.settings import ParallelSettings
+from strata.train.settings import ParallelSettings, check_quantise
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 REDUCED_BYTES: Final = 4
@@ -60,6 +61,7 @@ class BaseModel:
         with ranks.collective_errors():
             if problem := settings.parallel.problem(ranks.size):
                 raise StrataError(Code.INVALID, problem)
+            check_quantise(settings.quantise, settings.training, settings.parallel)
             skeleton = build_skeleton(settings.model, self.storage_dtype)
             if problem := settings.parallel.model_problem(skeleton.config.to_dict()):
                 raise StrataError(Code.UNSUPPORTED, problem)
@@ -70,6 +72,8 @@ class BaseModel:
             self.max_context = longest_context(text)
             self.parameters = sum(parameter.numel() for parameter in skeleton.parameters())
             self.decoder = find_decoder(skeleton)
+            if settings.quantise:
+                replace_layers(skeleton, settings.quantise)
             size = sum(parameter.numel() * parameter.element_size() for parameter in skeleton.parameters())
             del skeleton
             # A frozen base that is small is not sharded: every rank has all of it, and no pass has to gather it.
@@ -90,13 +94,19 @@ class BaseModel:
 
     def _load_replicated(self, ranks: RankGroup) -> PackedModel:
         with ranks.collective_errors():
-            lm = load_lm(self.settings.model, self.storage_dtype)
+            lm = self._load_whole(ranks.device)
         lm.to(ranks.device)  # type: ignore[arg-type]
         for parameter in lm.parameters():
             # What was loaded lies in the file's own pages, and a server that sleeps could not give them back.
             parameter.data = parameter.data.clone()
         lm.requires_grad_(requires_grad=False)
         return PackedModel(lm, self.decoder, None, self.settings.logits_bytes)
+
+    def _load_whole(self, device: torch.device) -> PreTrainedModel:
+        path, quantise = self.settings.model, self.settings.quantise
+        if not quantise:
+            return load_lm(path, self.storage_dtype)
+        return load_sharded(path, self.storage_dtype, device, 1, lambda _: None, quantise)
 
     def _load_sharded(self, ranks: RankGroup) -> PackedModel:
         """Each rank reads its shards and nothing else. The model is sharded before it has memory."""
@@ -120,7 +130,8 @@ class BaseModel:
 
         with ranks.collective_errors():
             shards = mesh.size(mesh.mesh_dim_names.index("shard"))
-            load_sharded(self.settings.model, self.storage_dtype, ranks.device, shards, distribute)
+            path, quantise = self.settings.model, self.settings.quantise
+            load_sharded(path, self.storage_dtype, ranks.device, shards, distribute, quantise)
         assert packed is not None
         self.tensor, self.experts = tensor, experts
         return packed

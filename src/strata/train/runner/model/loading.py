@@ -4,10 +4,14 @@ A sharded model is never whole in the memory of a rank. transformers builds it w
 parameters by sharded ones, and then the loader of transformers reads of each file what this rank holds, and fuses the
 experts that the files keep apart. The loader cannot do that for every conversion between files and parameters: a model
 with another one is read as a whole on each rank and sharded afterwards (`model_read_whole` in the log).
+
+The layers of a base that is quantised are read here, one weight after the other: each rank reads the rows that it
+holds, and quantises them. Unquantised, no rank ever has more than its rows of one of these weights.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -33,8 +37,11 @@ from transformers.utils import logging as transformers_logging
 
 from strata.base import log
 from strata.base.errors import Code, StrataError
+from strata.train.core.quantisation import Quantise
 from strata.train.hugging_face import find_folder
+from strata.train.runner.model.quantised import PARAMETERS, quantise_rows, quantised_layers, replace_layers
 from strata.train.runner.model.startup_check import unsupported_errors
+from strata.train.runner.model.trained import local, own_region
 
 ROWS: Final = 4096
 """Rows of two weights that are compared at a time."""
@@ -65,7 +72,7 @@ def build_skeleton(path: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def load_sharded(
-    path: str, dtype: torch.dtype, device: torch.device, shards: int, distribute: Distribute
+    path: str, dtype: torch.dtype, device: torch.device, shards: int, distribute: Distribute, quantise: Quantise = ""
 ) -> PreTrainedModel:
     """A model whose parameters `distribute` shards `shards` times along their first dimension."""
     skeleton = build_skeleton(path, dtype)
@@ -73,16 +80,24 @@ def load_sharded(
     if reason:
         _log.warning("model_read_whole", model=path, reason=reason)
         lm = load_lm(path, dtype)
+        if quantise:
+            replace_layers(lm, quantise)
         distribute(lm)
     else:
-        lm = _read_shards(type(skeleton), path, dtype, device, distribute)
+        lm = _read_shards(type(skeleton), path, dtype, device, distribute, quantise)
+        _read_quantised(lm, skeleton, path, dtype)
     for parameter in lm.parameters():
         _own_memory(parameter)
     return lm
 
 
 def _read_shards(
-    model_class: type[PreTrainedModel], path: str, dtype: torch.dtype, device: torch.device, distribute: Distribute
+    model_class: type[PreTrainedModel],
+    path: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    distribute: Distribute,
+    quantise: Quantise,
 ) -> PreTrainedModel:
     def prepare_distribute_model(cls: Any, config: Any, device_map: Any = None) -> tuple[Any, Any, None]:
         del cls
@@ -95,6 +110,9 @@ def _read_shards(
         # transformers ties weights when they are loaded, and sharding has to know before.
         lm.tie_weights(recompute_mapping=False)
         untie_what_files_untie(lm, path)
+        if quantise:
+            replace_layers(lm, quantise)
+            _leave_out_quantised(lm)
         tied.update(_first_names(lm))
         distribute(lm)
         return lm
@@ -122,6 +140,40 @@ def _read_shards(
     if _first_names(lm) != tied:
         raise StrataError(Code.UNSUPPORTED, "its files tie other weights than its configuration")
     return lm
+
+
+def _leave_out_quantised(lm: PreTrainedModel) -> None:
+    """transformers neither reads the weights that are quantised, nor reports that they are missing."""
+    names = [re.escape(name) for name, _ in quantised_layers(lm)]
+    parameters = "|".join(PARAMETERS)
+    lm._keys_to_ignore_on_load_missing = {
+        *(lm._keys_to_ignore_on_load_missing or ()),
+        *(rf"^{name}\.({parameters})$" for name in names),
+    }
+    lm._keys_to_ignore_on_load_unexpected = {
+        *(lm._keys_to_ignore_on_load_unexpected or ()),
+        *(rf"^{name}\.weight$" for name in names),
+    }
+
+
+def _read_quantised(lm: PreTrainedModel, skeleton: PreTrainedModel, path: str, dtype: torch.dtype) -> None:
+    """The weights of quantised layers, which are stored as they are in the model, perhaps by other names."""
+    layers = {f"{name}.weight": layer for name, layer in quantised_layers(lm)}
+    if not layers:
+        return
+    names = _names_in_model(skeleton, path, get_model_conversion_mapping(skeleton))
+    with ExitStack() as stack:
+        opened = [stack.enter_context(safe_open(file, framework="pt")) for file in _files(path)]
+        stored = {names[key]: file.get_slice(key) for file in opened for key in file.keys()}  # noqa: SIM118
+        if missing := sorted(layers.keys() - stored.keys()):
+            raise StrataError(Code.INVALID, f"cannot load the model {path}: its files have no {missing[0]}")
+        for name, layer in layers.items():
+            if stored[name].get_shape() != [layer.out_features, layer.in_features]:
+                raise StrataError(Code.INVALID, f"cannot load the model {path}: {name} does not fit")
+            rows = own_region(layer.codes)[0] if isinstance(layer.codes, DTensor) else slice(None)
+            read = stored[name][rows].to(device=layer.codes.device, dtype=dtype)
+            for parameter, values in zip((layer.codes, layer.scales), quantise_rows(read, layer.kind), strict=True):
+                local(parameter).copy_(values)
 
 
 def _from_pretrained(model_class: Any, path: str, dtype: torch.dtype, **options: Any) -> PreTrainedModel:

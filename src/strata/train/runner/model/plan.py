@@ -37,6 +37,7 @@ from strata.train.core.device_memory import (
     cache_numbers,
 )
 from strata.train.core.ops import LoraConfig
+from strata.train.core.quantisation import saved_bytes
 from strata.train.runner.experts import group_experts
 from strata.train.runner.lora import Adapter, Adapters, Span, is_experts, targets_of
 from strata.train.runner.model.attention import ATTENTION
@@ -52,11 +53,12 @@ from strata.train.runner.model.base import (
 from strata.train.runner.model.context_parallel import ContextParallel
 from strata.train.runner.model.expert_parallel import ExpertParallel
 from strata.train.runner.model.loading import build_skeleton
+from strata.train.runner.model.quantised import quantised_layers, replace_layers
 from strata.train.runner.model.startup_check import find_decoder, unsupported_errors
 from strata.train.runner.model.tensor_parallel import TensorParallel, placement_of, plan_splits
 from strata.train.runner.passes.logprobs import PackedModel, PackedRow
 from strata.train.runner.settings import LOGITS_BYTES
-from strata.train.settings import ParallelSettings
+from strata.train.settings import ParallelSettings, check_quantise
 
 TRACED: Final = 3
 """Layers of each kind: FSDP gathers the weights of one, computes another, and reduces the gradients of a third."""
@@ -99,7 +101,12 @@ def trace_cost(model: str, recipe: MemoryRecipe, mesh: MeshShape = ONE_DEVICE) -
     configuration or cannot be on such groups, UNSUPPORTED if its family cannot be trained here, or cannot be traced
     without content."""
     skeleton = build_skeleton(model, DTYPES[recipe.dtype])
+<<<<<<< HEAD
     parallel = ParallelSettings(replicate=mesh.replicate, context=mesh.context, tensor=mesh.tensor, expert=mesh.expert)
+=======
+    parallel = ParallelSettings(replicate=mesh.replicate, tensor=mesh.tensor, expert=mesh.expert)
+    check_quantise(recipe.quantise, recipe.training, parallel)
+>>>>>>> 72c6ddc (Train LoRA on bases that bitsandbytes quantises to NF4 or int8)
     if problem := parallel.problem(mesh.devices) or parallel.model_problem(skeleton.config.to_dict()):
         raise StrataError(Code.INVALID, problem)
     with unsupported_errors(str(skeleton.config.model_type)):
@@ -120,8 +127,14 @@ def trace_cost(model: str, recipe: MemoryRecipe, mesh: MeshShape = ONE_DEVICE) -
             beginning, end = traced.beginning - in_place.memory.beginning, traced.end - in_place.memory.end
             return PassMemory(max(beginning, 0), max(end, 0))
 
+<<<<<<< HEAD
+=======
+        parameters = sum(parameter.numel() for parameter in skeleton.parameters())
+        saved, block_saved = _saved_by_quantising(skeleton, recipe)
+        over: Literal["tensor", "expert"] = "tensor" if mesh.tensor > 1 else "expert"
+>>>>>>> 72c6ddc (Train LoRA on bases that bitsandbytes quantises to NF4 or int8)
         return ModelCost(
-            parameters=sum(parameter.numel() for parameter in skeleton.parameters()),
+            parameters=parameters,
             rank_parameters=sum(sizes.values()),
             expert_parameters=sum(experts for experts, _ in blocks),
             largest_weight=max(sizes.values()),
@@ -131,6 +144,8 @@ def trace_cost(model: str, recipe: MemoryRecipe, mesh: MeshShape = ONE_DEVICE) -
             root_parameters=sum(sizes.values()) - sum(experts + rest for experts, rest in blocks),
             adapter_parameters=0 if recipe.full else _new_adapter(skeleton, recipe, torch.device("meta"), None).size,
             cache_numbers=cache_numbers(skeleton.config.to_dict()),
+            saved_bytes=saved,
+            block_saved_bytes=block_saved,
             activations=in_place.memory,
             gathered=extra_memory(SHARDS),
             copied=extra_memory(1) if mesh.expert == mesh.context == 1 else None,
@@ -150,6 +165,21 @@ def _rank_parameters(lm: PreTrainedModel, tensor: int) -> dict[int, int]:
         is_split = isinstance(placement_of(splits.get(module), last), Shard)
         sizes[id(weight)] = weight.numel() // (tensor if is_split else 1)
     return sizes
+
+
+def _saved_by_quantising(skeleton: PreTrainedModel, recipe: MemoryRecipe) -> tuple[int, int]:
+    """Bytes by which all weights, and those of the largest block, are smaller. The skeleton's layers are replaced."""
+    if not recipe.quantise:
+        return 0, 0
+    replace_layers(skeleton, recipe.quantise)
+
+    def saved(module: nn.Module) -> int:
+        return sum(
+            saved_bytes(layer.kind, layer.out_features, layer.in_features, recipe.item_bytes)
+            for _, layer in quantised_layers(module)
+        )
+
+    return saved(skeleton), max(map(saved, blocks_of(skeleton)), default=0)
 
 
 def _new_adapter(
@@ -192,6 +222,8 @@ def trace_pass(
     lm = build_skeleton(model, torch.float32 if recipe.full and shards else compute)
     if recipe.checkpointing:
         checkpoint_layers(lm, every=recipe.checkpointing)
+    if recipe.quantise:
+        replace_layers(lm, recipe.quantise)
     _keep_layers(lm, layers)
     # FSDP changes the names of their classes.
     first = blocks_of(lm)[0]

@@ -35,6 +35,7 @@ from strata.train.runner.model.attention import describe_mask, terms_of
 from strata.train.runner.model.attention_kernels import AttentionTerms, States
 from strata.train.runner.model.base import DTYPES, BaseModel, blocks_of
 from strata.train.runner.model.loading import parent_of
+from strata.train.runner.model.quantised import replace_layers
 from strata.train.runner.model.startup_check import FAILURES, TOLERANCE, first_line
 from strata.train.runner.model.trained import local, mesh_size
 from strata.train.runner.passes.logprobs import DecoderAndHead, PackedRow
@@ -95,6 +96,8 @@ class InferenceModel:
             self._lm: PreTrainedModel = from_config(
                 copy.deepcopy(lm.config), attn_implementation=ATTENTION, dtype=dtype
             )
+        if base.settings.quantise:
+            replace_layers(self._lm, base.settings.quantise)
         self._lm.eval()
         self._split = DecoderAndHead(self._lm, decoder)
         self._adapters = Adapters(self._lm)
@@ -121,7 +124,9 @@ class InferenceModel:
     def with_weights(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """Compute with these weights, sharded or not, by their names in the loaded model, until the context ends. All
         ranks enter and leave it together; in between each may make as many passes as it wants."""
-        size = sum(parameter.numel() for parameter in parameters.values()) * self.dtype.itemsize
+        size = sum(
+            parameter.numel() * _gathered_dtype(parameter, self.dtype).itemsize for parameter in parameters.values()
+        )
         is_free = all(_costs_nothing(parameter, self.dtype) for parameter in parameters.values())
         streamed = size > self._gathered_bytes and not is_free
         weights = self._outside if streamed else self._weights
@@ -223,7 +228,12 @@ class _LayerStream:
 
 def _costs_nothing(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether this rank has the full weight in this dtype already."""
-    return _is_whole(parameter) and parameter.dtype == dtype
+    return _is_whole(parameter) and parameter.dtype == _gathered_dtype(parameter, dtype)
+
+
+def _gathered_dtype(parameter: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Numbers and scales of a quantised weight stay what they are."""
+    return dtype if parameter.dtype.is_floating_point else parameter.dtype
 
 
 def _is_whole(parameter: torch.Tensor) -> bool:
@@ -238,18 +248,20 @@ def gather_weights(parameters: Mapping[str, torch.Tensor], dtype: torch.dtype) -
     Shards of many weights share a collective: one for each weight takes longer than the first token of a sample.
     """
     weights: dict[str, torch.Tensor] = {}
-    buckets: dict[DeviceMesh, dict[str, DTensor]] = {}
+    buckets: dict[tuple[DeviceMesh, torch.dtype], dict[str, DTensor]] = {}
     for name, parameter in parameters.items():
+        wanted = _gathered_dtype(parameter, dtype)
         if _is_whole(parameter):
-            weights[name] = local(parameter).to(dtype)
+            weights[name] = local(parameter).to(wanted)
             continue
         assert isinstance(parameter, DTensor)
-        bucket = buckets.setdefault(parameter.device_mesh, {})
+        key = parameter.device_mesh, wanted
+        bucket = buckets.setdefault(key, {})
         bucket[name] = parameter
         if sum(shard.numel() for shard in bucket.values()) >= BUCKET_ELEMENTS:
-            weights |= _gather_bucket(buckets.pop(parameter.device_mesh), dtype)
-    for bucket in buckets.values():
-        weights |= _gather_bucket(bucket, dtype)
+            weights |= _gather_bucket(buckets.pop(key), wanted)
+    for (_, wanted), bucket in buckets.items():
+        weights |= _gather_bucket(bucket, wanted)
     return weights
 
 

@@ -29,6 +29,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.train.checkpoints.checkpoint import CheckpointFile, check_header, find_damaged, sync_and_digest
 from strata.train.core import ops
+from strata.train.core.quantisation import Quantise
 from strata.train.runner.checkpoint.shards import SHARDING, ShardOffsets
 
 FORMAT: Final = 2
@@ -58,6 +59,7 @@ class SnapshotManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     arch: str
     parameters: int
     full: bool
+    quantise: Quantise = ""
     ranks: int
     base_modified: bool = msgspec.field(name="touched")
     """Whether the weights of the base differ from those in its folder."""

@@ -316,7 +316,7 @@ def read_sampler_full(reader: SnapshotReader, number: int, live: Mapping[str, DT
 
 def check_base(manifest: SnapshotManifest, own: SnapshotManifest) -> None:
     """A snapshot of another base must not be restored: its adapters would silently be applied to this one."""
-    for name in ("arch", "parameters", "full"):
+    for name in ("arch", "parameters", "full", "quantise"):
         there, here = getattr(manifest, name), getattr(own, name)
         if there != here:
             raise StrataError(Code.INVALID, f"the snapshot is of a server with {name} {there!r}, here it is {here!r}")
