@@ -19,7 +19,7 @@ ADDRESS: Final = "http://127.0.0.1:5555"
 BIN: Final = Path(sys.executable).parent
 
 
-def test_the_program_of_the_page_gets_a_reply(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_the_programs_of_the_page_get_a_reply(tmp_path_factory: pytest.TempPathFactory) -> None:
     """On another port: somebody may have a server running here."""
     folder = tmp_path_factory.mktemp("t")
     page = list(blocks(PAGE.read_text(encoding="utf-8")))
@@ -32,12 +32,13 @@ def test_the_program_of_the_page_gets_a_reply(tmp_path_factory: pytest.TempPathF
     environment = {**process_environment(), "STRATA_SERVER_PORT": "0"}
     subprocess.run(make, cwd=folder, env=environment, check=True, timeout=120)
     with served(serve, folder, environment):
-        program = folder / "chat.py"
         address = (folder / "strata-train" / "api.address").read_text().strip()
-        assert ADDRESS in program.read_text()
-        program.write_text(program.read_text().replace(ADDRESS, address))
-        done = subprocess.run(
-            [sys.executable, "chat.py"], cwd=folder, capture_output=True, text=True, check=False, timeout=120
-        )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+        for name in ("chat.py", "stream.py"):
+            program = folder / name
+            assert ADDRESS in program.read_text()
+            program.write_text(program.read_text().replace(ADDRESS, address))
+            done = subprocess.run(
+                [sys.executable, name], cwd=folder, capture_output=True, text=True, check=False, timeout=120
+            )
+            assert done.returncode == 0, done.stderr
+            assert done.stdout.strip()

@@ -8,11 +8,13 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+import httpx
 import pytest
 import tinker
 from tinker import types
@@ -191,6 +193,91 @@ def test_a_stream_adds_up_to_the_reply(client: Any) -> None:
     assert streamed == client.completions.create(**continued).choices[0].text
 
 
+def timed(stream: Any) -> list[tuple[float, Any]]:
+    return [(time.monotonic(), chunk) for chunk in stream]
+
+
+def content_of(chunks: list[Any]) -> str:
+    return "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+
+
+def test_the_first_tokens_of_a_stream_come_well_before_the_last(client: Any) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "messages": CHAT, "temperature": 0, "max_tokens": 300, "logprobs": True}
+    whole = client.chat.completions.create(**asked).choices[0]
+    began_s = time.monotonic()
+    told = timed(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    chunks = [chunk for _, chunk in told]
+    first_s, last_s = told[0][0] - began_s, told[-1][0] - began_s
+    print(f"\n{len(chunks)} chunks, the first after {first_s * 1e3:.0f} ms, the last after {last_s * 1e3:.0f} ms")
+    assert first_s < last_s / 3
+    assert len(chunks) > 30
+    assert content_of(chunks) == whole.message.content
+    logprobs = [
+        each for chunk in chunks for choice in chunk.choices if choice.logprobs for each in choice.logprobs.content
+    ]
+    assert [each.token for each in logprobs] == [each.token for each in whole.logprobs.content]
+    assert [each.logprob for each in logprobs] == pytest.approx([each.logprob for each in whole.logprobs.content])
+    assert [chunk.choices[0].delta.role for chunk in chunks[:2]] == ["assistant", None]
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert chunks[-1].usage.completion_tokens == len(whole.logprobs.content)
+    assert [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason] == [
+        whole.finish_reason
+    ]
+
+
+def test_a_client_that_leaves_its_stream_frees_the_sampler(client: Any, server: Processes) -> None:
+    before = samples_running(server)
+    stream = client.completions.create(model="tiny", prompt=TEXT, max_tokens=1900, temperature=0, stream=True)
+    assert next(iter(stream)).choices[0].text
+    assert samples_running(server) == before + 1
+    stream.close()
+    deadline_s = time.monotonic() + WAIT_S
+    while samples_running(server) > before:
+        assert time.monotonic() < deadline_s, "the sample goes on"
+        time.sleep(0.05)
+
+
+def samples_running(server: Processes) -> int:
+    reply = httpx.get(f"{server.url}/api/v1/status", headers={"x-api-key": server.key}, timeout=30)
+    assert reply.status_code == 200, reply.text
+    return int(reply.json()["samples_running"])
+
+
+def test_characters_of_several_tokens_and_stop_strings_are_not_cut_in_a_stream(
+    client: Any, trained: Trained, tokenizer: Any
+) -> None:
+    """A model is trained to write them. Each of these characters is several tokens."""
+    text = "Grüße aus 東京 😀👍🏽! Ende gut. Ende hier."
+    path = taught(trained, tokenizer, chat_tokens(tokenizer), text)
+    asked: dict[str, Any] = {"model": path, "messages": CHAT, "temperature": 0, "max_tokens": 128, "stream": True}
+    for stop, expected in (
+        (None, text),
+        (["Ende hier"], text.removesuffix("Ende hier.")),
+        (["京 😀", "Ende"], "Grüße aus 東"),
+        (["! End and more", "."], "Grüße aus 東京 😀👍🏽! Ende gut"),
+    ):
+        chunks = list(client.chat.completions.create(**asked, stop=stop))
+        assert content_of(chunks) == expected
+        assert len(chunks) > 5
+        for chunk in chunks:
+            assert "\N{REPLACEMENT CHARACTER}" not in content_of([chunk])
+
+
+def taught(trained: Trained, tokenizer: Any, prompt: list[int], text: str) -> str:
+    """The path of a sampler whose greedy reply to the prompt is this text."""
+    training = trained.service.create_lora_training_client(base_model="tiny", rank=16, seed=1)
+    reply = [*tokenizer.encode(text), tokenizer.eos_token_id]
+    row = prompt + reply
+    inputs: Any = {"target_tokens": row[1:], "weights": [0.0] * (len(prompt) - 1) + [1.0] * len(reply)}
+    batch = [types.Datum(model_input=types.ModelInput.from_ints(row[:-1]), loss_fn_inputs=inputs)]
+    futures = []
+    for _ in range(60):
+        futures.append(training.forward_backward(batch, "cross_entropy"))
+        training.optim_step(types.AdamParams(learning_rate=1e-2))
+    assert futures[-1].result(WAIT_S).metrics["loss:sum"] < 1
+    return str(training.save_weights_for_sampler("taught").result(WAIT_S).path)
+
+
 def test_a_seed_repeats_a_sample_and_a_stop_string_ends_it_unshown(client: Any) -> None:
     asked: dict[str, Any] = {"model": "tiny", "prompt": TEXT, "max_tokens": 48, "temperature": 1.0, "seed": 11}
     text = client.completions.create(**asked).choices[0].text
@@ -236,17 +323,7 @@ def test_tools_reach_the_template_and_calls_are_read_from_the_reply(
     """A model is trained to write a call, so that there is one to read."""
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     prompt = chat_tokens(tokenizer, tools=[TOOL])
-    training = trained.service.create_lora_training_client(base_model="tiny", rank=16, seed=1)
-    reply = [*tokenizer.encode(call), tokenizer.eos_token_id]
-    row = prompt + reply
-    inputs: Any = {"target_tokens": row[1:], "weights": [0.0] * (len(prompt) - 1) + [1.0] * len(reply)}
-    batch = [types.Datum(model_input=types.ModelInput.from_ints(row[:-1]), loss_fn_inputs=inputs)]
-    futures = []
-    for _ in range(60):
-        futures.append(training.forward_backward(batch, "cross_entropy"))
-        training.optim_step(types.AdamParams(learning_rate=1e-2))
-    assert futures[-1].result(WAIT_S).metrics["loss:sum"] < 1
-    path = training.save_weights_for_sampler("calls").result(WAIT_S).path
+    path = taught(trained, tokenizer, prompt, call)
     asked: dict[str, Any] = {"model": path, "messages": CHAT, "tools": [TOOL], "temperature": 0, "max_tokens": 64}
     (choice,) = client.chat.completions.create(**asked).choices
     assert choice.finish_reason == "tool_calls"
@@ -254,6 +331,11 @@ def test_tools_reach_the_template_and_calls_are_read_from_the_reply(
     (called,) = choice.message.tool_calls or []
     assert called.type == "function"
     assert (called.function.name, json.loads(called.function.arguments)) == ("add", {"a": 1})
+    chunks = list(client.chat.completions.create(**asked, stream=True))
+    assert content_of(chunks) == ""
+    (streamed,) = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    assert (streamed.function.name, json.loads(streamed.function.arguments)) == ("add", {"a": 1})
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
     (plain,) = client.chat.completions.create(**asked | {"tool_choice": "none"}).choices
     assert not plain.message.tool_calls
     history = [

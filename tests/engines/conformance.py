@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import array
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 
 from strata.base.errors import Code, StrataError
+from strata.train.core.sampling import SampledPart, SampleOperation, SampleParams
 from strata.train.endpoints.engine import Engine, ModelVersion
 
 Ask = Callable[[ModelVersion], Awaitable[Sequence[int] | str]]
@@ -61,9 +64,35 @@ async def what_is_let_go_of_is_gone_and_the_other_stays(case: Case) -> None:
     assert case.first.name in await engine.versions()
 
 
+async def a_streamed_sample_reports_its_tokens_and_is_the_plain_one(case: Case) -> None:
+    prompt = array.array("i", [5, 6, 7]).tobytes()
+    await case.engine.load_version(case.second)
+    for temperature, samples in ((0.0, 2), (1.0, 2)):
+        params = SampleParams(max_tokens=12, seed=3, temperature=temperature, end_tokens=False)
+        plain = SampleOperation("s", 1, prompt, params, samples)
+        expected = await case.engine.sample(case.second, plain, 3, _unexpected)
+        parts: list[SampledPart] = []
+        drawn = await case.engine.sample(case.second, msgspec.structs.replace(plain, stream=True), 3, parts.append)
+        assert [each.tokens for each in drawn.sequences] == [each.tokens for each in expected.sequences]
+        for index, sequence in enumerate(drawn.sequences):
+            told = [each for each in parts if each.index == index]
+            assert [each.start for each in told] == [0, *(each.end for each in told[:-1])]
+            assert len(told) > 2
+            tokens = b"".join(each.tokens for each in told)
+            assert sequence.tokens.startswith(tokens)
+            assert sequence.logprobs.startswith(b"".join(each.logprobs for each in told))
+            assert len(tokens) < len(sequence.tokens), "the last token comes with the result"
+
+
+def _unexpected(part: SampledPart) -> None:
+    raise AssertionError(f"it is not streamed: {part}")
+
+
 ADAPTERS = (
     an_engine_has_what_it_was_told_of_and_nothing_else,
     files_that_are_gone_are_refused_and_the_engine_lives_on,
     what_is_let_go_of_is_gone_and_the_other_stays,
 )
-WHOLE = ADAPTERS[:2]
+SAMPLERS = (*ADAPTERS, a_streamed_sample_reports_its_tokens_and_is_the_plain_one)
+"""Of engines that samples are routed to."""
+WHOLE = (*ADAPTERS[:2], *SAMPLERS[-1:])

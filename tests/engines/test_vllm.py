@@ -17,7 +17,7 @@ from strata.train.endpoints.vllm import VllmEngine
 from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.settings import InferenceSettings
 from tests.engines import processes
-from tests.engines.conformance import ADAPTERS, Case
+from tests.engines.conformance import SAMPLERS, Case
 from tests.engines.processes import EngineProcess
 from tests.engines.reference import greedy, load, made_weights
 from tests.engines.trainee import Operator, Trainee, told
@@ -195,7 +195,7 @@ async def case(engine: EngineProcess, model: Path, tmp_path: Path) -> AsyncItera
     await adapter.close()
 
 
-@pytest.mark.parametrize("check", ADAPTERS)
+@pytest.mark.parametrize("check", SAMPLERS)
 async def test_the_suite_of_engines(case: Case, check: Callable[[Case], Awaitable[None]]) -> None:
     await check(case)
 

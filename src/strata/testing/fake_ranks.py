@@ -34,6 +34,7 @@ from strata.train.core.pack import unpack
 from strata.train.core.sampling import (
     Draws,
     EndedSample,
+    SampledPart,
     SampledSequence,
     SampleFailed,
     SampleOperation,
@@ -363,8 +364,19 @@ class FakeRanks:
             if running.remaining <= 0:
                 del self.sampling[request_id]
                 ended.append(EndedSample(request_id, self._sample_result(running.sample)))
+            elif running.sample.stream:
+                parts = [(request_id, part) for part in self._sampled_parts(running, work.steps)]
+                self.outbox.append(commands.SampleProgress(self.generation, parts))
         left = len(self.sampling)
         return SliceResult(ended, left, left, 0, MAX_CONTEXT - left, MAX_CONTEXT, before * work.steps, 0)
+
+    def _sampled_parts(self, running: FakeSequence, steps: int) -> Iterable[SampledPart]:
+        """The tokens of the last so many steps."""
+        end = (running.sample.params.max_tokens or 1) - running.remaining
+        start = max(end - steps, 0)
+        for index, sequence in enumerate(self._sample_result(running.sample).sequences):
+            tokens, logprobs = sequence.tokens[4 * start : 4 * end], sequence.logprobs[4 * start : 4 * end]
+            yield SampledPart(index, start, tokens, logprobs)
 
     def _sample_result(self, sample: SampleOperation) -> SampleResult:
         prompt = array.array("i", sample.prompt)

@@ -15,14 +15,15 @@ import itertools
 import json
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final, Self
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from strata.base.settings import process_environment
@@ -39,7 +40,8 @@ class FakeVllm:
     def __init__(self, *, uds: Path | None = None, key: str = "", delay_s: float = 0.0) -> None:
         self._uds = uds
         self._key = key
-        self._delay_s = delay_s
+        self.delay_s = delay_s
+        """How long a sample takes."""
         self._open_samples = 0
         self._sampled_tokens = 0
         self.adapters: dict[str, Path] = {}
@@ -183,12 +185,6 @@ class FakeVllm:
         if body["temperature"] == 0 and body["n"] > 1:
             return _error(400, "n must be 1 when using greedy sampling")
         weights = self.full_weights if model == BASE else _digest(self.adapters[model])
-        self._open_samples += 1
-        try:
-            await asyncio.sleep(self._delay_s)
-        finally:
-            self._open_samples -= 1
-        self._sampled_tokens += body["n"] * body["max_tokens"]
         seed = "" if body["temperature"] == 0 else f"{body['seed']}"
         choices = []
         for index in range(body["n"]):
@@ -199,7 +195,36 @@ class FakeVllm:
                 logprobs.append(-1.0 - digest[5] / 256)
             choice = {"index": index, "token_ids": tokens, "logprobs": {"token_logprobs": logprobs}}
             choices.append({**choice, "finish_reason": "length"})
+        if body.get("stream"):
+            return StreamingResponse(self._stream(body, choices), media_type="text/event-stream")
+        async with self._sampling(body):
+            await asyncio.sleep(self.delay_s)
         return JSONResponse({"model": model, "choices": choices})
+
+    @asynccontextmanager
+    async def _sampling(self, body: Body) -> AsyncIterator[None]:
+        self._open_samples += 1
+        try:
+            yield
+        finally:
+            self._open_samples -= 1
+        self._sampled_tokens += body["n"] * body["max_tokens"]
+
+    async def _stream(self, body: Body, choices: Sequence[dict[str, Any]]) -> AsyncIterator[bytes]:
+        """A token of each choice at a time; the reason with the last one."""
+        async with self._sampling(body):
+            for position in range(body["max_tokens"]):
+                await asyncio.sleep(self.delay_s / body["max_tokens"])
+                last = position == body["max_tokens"] - 1
+                for choice in choices:
+                    part = {
+                        "index": choice["index"],
+                        "token_ids": [choice["token_ids"][position]],
+                        "logprobs": {"token_logprobs": [choice["logprobs"]["token_logprobs"][position]]},
+                        "finish_reason": "length" if last else None,
+                    }
+                    yield b"data: " + json.dumps({"model": body["model"], "choices": [part]}).encode() + b"\n\n"
+            yield b"data: [DONE]\n\n"
 
 
 def _error(status: int, message: str) -> Response:

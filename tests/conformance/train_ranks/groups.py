@@ -135,6 +135,23 @@ class Speaker:
     async def do(self, work: commands.Work) -> commands.DispatchReply:
         return await self.say(self.command(work), commands.DispatchReply)
 
+    async def until_reply(self, work: commands.Work) -> tuple[list[commands.SampleProgress], commands.DispatchReply]:
+        """The reply, and what rank 0 says before it. After a health check nothing of this is left to be heard."""
+        assert self._connection is not None
+        progress: list[commands.SampleProgress] = []
+        reply: commands.DispatchReply | None = None
+        async with asyncio.timeout(PATIENCE_S):
+            await self._connection.send(self.command(work))
+            await self._connection.send(commands.RankRequest(self.group.generation, 1, commands.HealthCheck()))
+            while not isinstance(heard := await self._connection.receive(), commands.HealthReply):
+                if isinstance(heard, commands.SampleProgress):
+                    progress.append(heard)
+                else:
+                    assert isinstance(heard, commands.DispatchReply), heard
+                    reply = heard
+        assert reply is not None
+        return progress, reply
+
     async def hear(self, kind: type[Heard]) -> Heard:
         """What rank 0 says without being asked."""
         assert self._connection is not None

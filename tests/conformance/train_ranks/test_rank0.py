@@ -11,6 +11,7 @@ import pytest
 from strata.train.core import commands, ops
 from strata.train.core.sampling import (
     AddedSample,
+    SampledPart,
     SampleFailed,
     SampleOperation,
     SampleParams,
@@ -233,6 +234,36 @@ async def test_a_request_goes_on_from_quantum_to_quantum_and_ends_once(speaker: 
     assert isinstance(ended.outcome, SampleResult)
     assert len(ended.outcome.sequences[0].tokens) == 4 * 6
     assert (second.requests, third.ended, third.requests) == (0, [], 0)
+
+
+async def test_the_tokens_of_a_streamed_request_are_reported_while_it_runs_but_for_the_last(speaker: Speaker) -> None:
+    """Also of samples that run on another rank than rank 0."""
+    await speaker.one(commands.MakeSampler(ops.OpenSampler("read", "x"), ""))
+    request = added("read:0", "read")
+    sample = msgspec.structs.replace(request.sample, num_samples=RANKS, stream=True)
+    request = msgspec.structs.replace(request, sample=sample)
+    parts: dict[int, list[SampledPart]] = {}
+    quantum = SamplingSlice(2, [request, added("unread:0", "read")])
+    while True:
+        heard, slice_ended = await speaker.until_reply(quantum)
+        quantum = SamplingSlice(2)
+        for progress in heard:
+            for request_id, part in progress.parts:
+                assert request_id == "read:0", "the other one is not streamed"
+                parts.setdefault(part.index, []).append(part)
+        if slice_ended.sampled is not None and not slice_ended.sampled.requests:
+            break
+    assert slice_ended.sampled is not None
+    results = {each.request_id: each.outcome for each in slice_ended.sampled.ended}
+    outcome = results["read:0"]
+    assert isinstance(outcome, SampleResult)
+    assert sorted(parts) == list(range(RANKS))
+    for index, sequence in enumerate(outcome.sequences):
+        assert [each.start for each in parts[index]] == [0, *(each.end for each in parts[index][:-1])]
+        tokens = b"".join(each.tokens for each in parts[index])
+        assert sequence.tokens.startswith(tokens)
+        assert sequence.logprobs.startswith(b"".join(each.logprobs for each in parts[index]))
+        assert 0 < len(tokens) < len(sequence.tokens)
 
 
 async def test_a_quantum_that_comes_again_is_answered_from_memory_and_not_done_again(speaker: Speaker) -> None:

@@ -22,12 +22,14 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from strata.base.clock import SystemClock
+from strata.base.errors import StrataError
 from strata.http.root import RootApp
 from strata.testing.fake_ranks import VOCABULARY
+from strata.train.api import completion_forms
 from strata.train.api.context import ApiContext
 from strata.train.api.routes import application
 from strata.train.api.server import APIServer
-from strata.train.api.text import ModelText, TextLoader
+from strata.train.api.text import ModelText, TextLoader, TextStream
 from strata.train.core import messages, ops
 from strata.train.core.sampling import SampledSequence
 from strata.train.runner.model.tiny import train_tokenizer
@@ -290,6 +292,82 @@ async def test_a_checkpoint_that_was_saved_again_is_sampled_anew(site: Site) -> 
 LONG = {"model": BASE, "prompt": [1], "max_tokens": 3000}
 SLOW = "[sampling]\nquantum_steps = 1\n"
 """One token of a sample for each slice, so that a long one does not end while a test looks."""
+
+
+async def read_events(client: httpx.AsyncClient, key: str, body: dict[str, Any]) -> AsyncIterator[Any]:
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    sent = {"model": BASE, "stream": True, **body}
+    async with client.stream("POST", path, json=sent, headers={"x-api-key": key}) as reply:
+        assert reply.status_code == 200
+        async for line in reply.aiter_lines():
+            if line.startswith("data: ") and line != "data: [DONE]":
+                yield json.loads(line.removeprefix("data: "))
+
+
+async def test_the_tokens_of_a_stream_come_while_it_is_sampled(tmp_path: Path) -> None:
+    """Of several prompts and samples at once, with their log probabilities; what comes adds up to the plain reply."""
+    body = {"prompt": [[1], [40, 2]], "n": 2, "max_tokens": 40, "seed": 5, "logprobs": 0}
+    async with site_in(tmp_path, SLOW) as site, listening(site.root) as url:
+        whole = await site.complete(body)
+        texts, logprobs, offsets, early = [""] * 4, [[] for _ in range(4)], [[] for _ in range(4)], 0  # type: ignore[var-annotated]
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+            async for event in read_events(http, site.alice.key, body):
+                (choice,) = event["choices"]
+                index = choice["index"]
+                early += bool(choice["text"]) and choice["finish_reason"] is None
+                texts[index] += choice["text"]
+                logprobs[index] += choice["logprobs"]["token_logprobs"]
+                offsets[index] += choice["logprobs"]["text_offset"]
+        assert early > 20
+        assert texts == [each["text"] for each in whole["choices"]]
+        assert logprobs == [each["logprobs"]["token_logprobs"] for each in whole["choices"]]
+        assert offsets == [each["logprobs"]["text_offset"] for each in whole["choices"]]
+
+
+async def test_a_stream_echoes_its_prompt_once_before_its_tokens(tmp_path: Path) -> None:
+    async with (
+        site_in(tmp_path, SLOW) as site,
+        listening(site.root) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
+    ):
+        for body in ({"logprobs": 0}, {}):
+            asked = {"prompt": "hello", "echo": True, "max_tokens": 30, **body}
+            whole = (await site.complete(asked))["choices"][0]["text"]
+            told = [each async for each in read_events(http, site.alice.key, asked)]
+            assert "".join(each["choices"][0]["text"] for each in told) == whole
+            assert (len(told) > 5) is not bool(body), "log probabilities of a prompt come with the result"
+
+
+async def test_a_stream_survives_the_death_of_the_orchestrator_and_of_the_ranks(tmp_path: Path) -> None:
+    body = {"messages": CHAT, "max_tokens": 400}
+    async with site_in(tmp_path, SLOW) as site, listening(site.root) as url:
+        text, seen = "", 0
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+            async for event in read_events(http, site.alice.key, body):
+                text += event["choices"][0]["delta"].get("content") or ""
+                seen += 1
+                if seen == 3:
+                    await site.stack.orchestrator.kill()
+                    await site.stack.start_orchestrator()
+                if seen == 30:
+                    await site.stack.ranks.kill()
+                    await site.stack.start_ranks()
+        assert seen > 30
+        assert text == (await site.complete(body))["choices"][0]["message"]["content"]
+
+
+def test_a_sample_that_was_drawn_again_in_another_way_ends_its_stream(site_text: ModelText) -> None:
+    sent = completion_forms._SentChoice(TextStream(site_text, (), (), tools=False))
+    sent.tokens += np.asarray([7, 8], "<i4").tobytes()
+    same, other = [SampledSequence(np.asarray(each, "<i4").tobytes(), b"", "stop") for each in ([7, 8, 9], [7, 9])]
+    sent.check_same(same)
+    with pytest.raises(StrataError, match="drawn again"):
+        sent.check_same(other)
+
+
+@pytest.fixture
+def site_text() -> ModelText:
+    return ModelText(train_tokenizer(400))
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "streamed"])

@@ -14,7 +14,7 @@ from strata.train.endpoints.client import EngineClient
 from strata.train.endpoints.engine import ModelVersion, stale_versions
 from strata.train.endpoints.vllm import VllmEngine
 from strata.train.settings import InferenceSettings
-from tests.engines.conformance import ADAPTERS, WHOLE, Case
+from tests.engines.conformance import SAMPLERS, WHOLE, Case
 
 
 def weights(folder: Path, text: str) -> Path:
@@ -46,7 +46,7 @@ async def case(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[
         await engine.close()
 
 
-@pytest.mark.parametrize("check", ADAPTERS)
+@pytest.mark.parametrize("check", SAMPLERS)
 async def test_the_suite_of_engines(case: Case, check: Callable[[Case], Awaitable[None]]) -> None:
     if case.first.full and check not in WHOLE:
         return

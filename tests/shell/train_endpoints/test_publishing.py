@@ -218,6 +218,30 @@ async def test_samples_come_from_the_engine_that_has_the_weights_and_else_from_t
     assert completions() == before, "weights that are not kept there any more are the ranks' to sample"
 
 
+async def test_the_tokens_of_a_streamed_sample_come_while_the_engine_draws_it(site: Site) -> None:
+    stack, engine, model = site.stack, site.engine, await site.model()
+    sampler = await site.sampler(model, (await synced(stack, model, 1)).path)
+    params = SampleParams(max_tokens=40, seed=7)
+    plain = sequences(stack, await stack.result(await stack.submit(SampleOperation(sampler, 1, PROMPT, params))))
+    engine.delay_s = 2.0
+    try:
+        future = await stack.submit(SampleOperation(sampler, 2, PROMPT, params, stream=True))
+        tokens, parts = b"", 0
+        while True:
+            output = await stack.watch_tokens(future, [len(tokens) // 4])
+            if isinstance(output, messages.FutureResult):
+                break
+            if isinstance(output, messages.TokensSampled):
+                parts += 1
+                tokens += b"".join(part.tokens for part in output.parts)
+    finally:
+        engine.delay_s = 0.0
+    assert parts > 5
+    result = sequences(stack, await stack.result(future))
+    assert result.sequences == plain.sequences
+    assert result.sequences[0].tokens.startswith(tokens)
+
+
 async def test_what_an_endpoint_does_not_give_comes_from_the_ranks(site: Site) -> None:
     stack, engine, model = site.stack, site.engine, await site.model()
     sampler = await site.sampler(model, (await synced(stack, model, 1)).path)

@@ -152,6 +152,9 @@ class Stack:
     async def watch(self, future_id: str, wait_s: float = 0.0, tenant: str = TENANT) -> messages.Output:
         return await self._ask(messages.WatchFuture(future_id, wait_s), tenant)
 
+    async def watch_tokens(self, future_id: str, counts: Sequence[int], wait_s: float = 5.0) -> messages.Output:
+        return await self._ask(messages.WatchTokens(future_id, counts, wait_s), TENANT)
+
     async def result(self, future_id: str, tenant: str = TENANT) -> ops.Result:
         async with asyncio.timeout(REPLY_TIMEOUT_S):
             while True:

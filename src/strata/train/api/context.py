@@ -6,6 +6,7 @@ Nothing here remembers a client: any API server can take any request.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeVar
 
@@ -112,6 +113,15 @@ class ApiCall(HttpCall[ApiContext]):
         """The result of an operation, or where it stands when the time is over."""
         output = await self._exchange(messages.WatchFuture(future_id, wait_s), wait_s)
         return output if isinstance(output, messages.QueuePosition) else _expect(output, messages.FutureResult)
+
+    async def watch_tokens(
+        self, future_id: str, counts: Sequence[int], wait_s: float
+    ) -> messages.FutureResult | messages.QueuePosition | messages.TokensSampled:
+        """As `watch`, or before that tokens of a streamed sample beyond these counts."""
+        output = await self._exchange(messages.WatchTokens(future_id, counts, wait_s), wait_s)
+        if isinstance(output, messages.QueuePosition | messages.TokensSampled):
+            return output
+        return _expect(output, messages.FutureResult)
 
     async def watch_samples(self, watch: messages.WatchSamples) -> messages.SamplesEnded:
         """Samples of one sampler that ended meanwhile, none if the time is over."""

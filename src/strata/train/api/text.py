@@ -16,7 +16,14 @@ import msgspec
 import numpy as np
 
 from strata.base.errors import Code, StrataError
-from strata.train.core.sampling import CONTEXT, REPLACEMENT, SampledSequence, cut_at_stop
+from strata.train.core.sampling import (
+    CONTEXT,
+    REPLACEMENT,
+    SampledPart,
+    SampledSequence,
+    cut_at_stop,
+    decode_context,
+)
 from strata.train.wire.fields import invalid_field
 from strata.train.wire.openai import CalledFunction, ToolCall
 from strata.train.wire.sampling import top_pairs
@@ -132,8 +139,8 @@ class ModelText:
 
     def continuation(self, prompt: Sequence[int], tokens: Sequence[int]) -> str:
         """The text that these tokens add to that of the prompt."""
-        before = prompt[-CONTEXT:]
-        return self.decode([*before, *tokens])[len(self.decode(before).rstrip(REPLACEMENT)) :]
+        before, context = decode_context(self.decode, prompt)
+        return self.decode([*before, *tokens])[len(context) :]
 
     def token_text(self, token: int) -> str:
         return self._token_text(token)
@@ -153,16 +160,64 @@ class ModelText:
                 shown = tokens[:-1]
         text = self.continuation(prompt, shown) if prompt else self.decode(shown)
         text = cut_at_stop(text, stops)
-        described = self._describe_sampled(sequence, tokens) if logprobs else ()
+        described = self.describe_sampled(sequence) if logprobs else ()
         return SampledText(text, len(tokens), described, sequence.stop_reason)
 
-    def _describe_sampled(self, sequence: SampledSequence, tokens: Sequence[int]) -> Sequence[TokenText]:
+    def describe_sampled(self, sequence: SampledSequence | SampledPart) -> Sequence[TokenText]:
+        tokens: list[int] = np.frombuffer(sequence.tokens, "<i4").tolist()
         logprobs: list[float] = np.frombuffer(sequence.logprobs, "<f4").tolist()
         top = [] if sequence.top is None else top_pairs(sequence.top)
         return [self.describe(token, logprobs[place], top[place] if top else ()) for place, token in enumerate(tokens)]
 
     def describe(self, token: int, logprob: float | None, top: Sequence[tuple[int, float]]) -> TokenText:
         return TokenText(self.token_text(token), logprob, [(self.token_text(each), value) for each, value in top])
+
+
+class TextStream:
+    """The text of a sample while it runs. Text that was returned is never taken back, so it holds back what later
+    tokens may change: a character of which bytes are missing, and what may be the beginning of a stop string or of a
+    call of a tool."""
+
+    def __init__(self, text: ModelText, stops: Sequence[str], prompt: Sequence[int], *, tools: bool) -> None:
+        self._text = text
+        self._stops = stops
+        self._marks = (*stops, CALL_START) if tools else tuple(stops)
+        self._tools = tools
+        self._before = list(prompt[-2 * CONTEXT :])
+        self._tokens: list[int] = []
+        """Whose text may still change."""
+        self._held = ""
+        self._returned = 0
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """What is sure of the text with these tokens, and was not before."""
+        self._tokens += tokens
+        added = self._text.continuation(self._before, self._tokens)
+        if added.endswith(REPLACEMENT):
+            return ""
+        self._before, self._tokens = [*self._before, *self._tokens][-2 * CONTEXT :], []
+        self._held += added
+        sure = self._held[: self._sure()]
+        self._held = self._held[len(sure) :]
+        self._returned += len(sure)
+        return sure
+
+    def _sure(self) -> int:
+        """How many characters of what is held can be returned."""
+        text = self._held
+        places = [place for place in map(text.find, self._marks) if place >= 0]
+        end = min(places) if places else len(text) - max((_overlap(text, mark) for mark in self._marks), default=0)
+        # The text before a call of a tool is returned without the space at its end.
+        return len(text[:end].rstrip()) if self._tools else end
+
+    def rest(self, text: str) -> str:
+        """What is left of the whole text, when it is known."""
+        return text[self._returned :]
+
+
+def _overlap(text: str, mark: str) -> int:
+    """The length of the longest beginning of the mark, short of all of it, that the text ends with."""
+    return next((length for length in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:length])), 0)
 
 
 def _as_system(message: Mapping[str, Any]) -> Mapping[str, Any]:

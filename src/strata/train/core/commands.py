@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from strata.train.core import ops
-from strata.train.core.sampling import SamplingSlice, SliceResult
+from strata.train.core.sampling import SampledPart, SamplingSlice, SliceResult
 
 
 class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -234,6 +234,14 @@ class DispatchReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     sampled: SliceResult | None = None
 
 
+class SampleProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sampled"):
+    """Tokens of streamed samples, while their slice runs. Sent without a request; one that is lost is not repeated."""
+
+    generation: int
+    parts: Sequence[tuple[str, SampledPart]]
+    """By request."""
+
+
 class HealthReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="healthy"):
     generation: int
     ask_id: int
@@ -248,7 +256,7 @@ class Fenced(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="fence
 
 
 ToRank = Attach | Restore | DispatchCommand | RankRequest
-FromRank = AttachReply | Restored | DispatchReply | SnapshotWritten | HealthReply | Fenced
+FromRank = AttachReply | Restored | DispatchReply | SnapshotWritten | SampleProgress | HealthReply | Fenced
 
 encode: Final = msgspec.msgpack.Encoder().encode
 decode_to_rank: Final = msgspec.msgpack.Decoder(ToRank).decode

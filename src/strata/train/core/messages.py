@@ -18,6 +18,7 @@ from strata.base.errors import Code
 from strata.train.core import ops, status
 from strata.train.core.loss_graph import CustomLoss
 from strata.train.core.rollouts import RolloutsView, RolloutView
+from strata.train.core.sampling import SampledPart
 from strata.train.core.usage import UsageCount
 
 
@@ -185,6 +186,14 @@ class WatchFuture(_FutureRequest, frozen=True, tag="watch_future"):
     wait_s: float
 
 
+class WatchTokens(_FutureRequest, frozen=True, tag="watch_tokens"):
+    """As `WatchFuture`, or before that the tokens of a streamed sample beyond those that the client has."""
+
+    counts: Sequence[int]
+    """How many tokens the client has of each sample of the request."""
+    wait_s: float
+
+
 class WatchSamples(_SamplerRequest, frozen=True, tag="watch_samples"):
     """The samples of this sampler that ended after the cursor, as soon as there is one, or after `wait_s`."""
 
@@ -349,6 +358,7 @@ class ReadRollout(_Request, frozen=True, tag="read_rollout"):
 Query = (
     SessionHeartbeat
     | WatchFuture
+    | WatchTokens
     | WatchSamples
     | DescribeModel
     | DescribeCustomLoss
@@ -420,6 +430,10 @@ class SampleEnded(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     future_id: str
     size: int | None
     """Bytes of the result; None if it failed or expired."""
+
+
+class TokensSampled(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="tokens_sampled"):
+    parts: Sequence[SampledPart]
 
 
 class SamplesEnded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="samples_ended"):
@@ -567,6 +581,7 @@ Output = (
     | ErrorResponse
     | FutureResult
     | QueuePosition
+    | TokensSampled
     | SamplesEnded
     | Done
     | ModelView

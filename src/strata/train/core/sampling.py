@@ -7,7 +7,7 @@ two slices, and nothing has to be polled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Literal
 
 import msgspec
@@ -77,6 +77,8 @@ class SampleOperation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
     targets: Targets | None = None
     prompt_draws: int = 0
     """So many tokens are drawn at each position of the prompt but the first."""
+    stream: bool = False
+    """A client reads the tokens while they are sampled: each is reported as a `SampledPart`."""
 
     @property
     def wants_prompt(self) -> bool:
@@ -129,6 +131,35 @@ class SampledSequence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """float32."""
     stop_reason: Literal["stop", "length"]
     top: TopLogprobs | None = None
+
+
+class SampledPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Tokens of a sample that runs. Its last token is in no part: that comes with the result."""
+
+    index: int
+    """Which of the request's samples it is."""
+    start: int
+    """How many tokens of the sample come before these."""
+    tokens: bytes
+    """int32, little-endian."""
+    logprobs: bytes
+    """float32."""
+    top: TopLogprobs | None = None
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens) // 4
+
+    def after(self, count: int) -> SampledPart:
+        """Without the tokens that are among the first so many of the sample."""
+        place = 4 * (count - self.start)
+        if place <= 0:
+            return self
+        top = self.top
+        if top is not None:
+            first = place * top.k
+            top = TopLogprobs(top.tokens[first:], top.logprobs[first:], top.k, self.end - count)
+        return SampledPart(self.index, count, self.tokens[place:], self.logprobs[place:], top)
 
 
 class SampleResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="sample"):
@@ -232,6 +263,19 @@ class SliceResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
 
 encode_result: Final = msgspec.msgpack.Encoder().encode
 decode_result: Final = msgspec.msgpack.Decoder(SampleResult).decode
+
+
+def decode_context(decode: Callable[[Sequence[int]], str], tokens: Sequence[int]) -> tuple[Sequence[int], str]:
+    """The last of these tokens, at least `CONTEXT` if there are so many, and their text. They begin where a character
+    does: some tokenizers make no text at all of bytes of which the first ones are missing."""
+    last, text = tokens[-CONTEXT:], ""
+    for size in range(CONTEXT, 2 * CONTEXT):
+        last = tokens[-size:]
+        text = decode(last)
+        if not text.startswith(REPLACEMENT):
+            break
+    # What follows may complete the character that they end with.
+    return last, text.rstrip(REPLACEMENT)
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ before it gets into a message.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -80,10 +80,25 @@ class EngineClient:
     async def get(self, path: str, *, timeout_s: float) -> EngineReply:
         return await self._request("GET", path, None, timeout_s)
 
-    async def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float) -> EngineReply:
-        return await self._request("POST", path, body, timeout_s)
+    async def post(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float,
+        read_line: Callable[[bytes], None] | None = None,
+    ) -> EngineReply:
+        """`read_line` gets each line of a successful reply when it comes."""
+        return await self._request("POST", path, body, timeout_s, read_line)
 
-    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> EngineReply:
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        timeout_s: float,
+        read_line: Callable[[bytes], None] | None = None,
+    ) -> EngineReply:
         content = b"" if body is None else msgspec.json.encode(body)
         headers = {"Content-Type": "application/json"} | await asyncio.to_thread(self._credentials)
         request = self._http.build_request(
@@ -97,7 +112,7 @@ class EngineClient:
         try:
             # The timeouts of httpx are for each read; an engine that sends a byte now and then would never time out.
             async with asyncio.timeout(timeout_s):
-                return await self._exchange(request)
+                return await self._exchange(request, read_line)
         except TimeoutError:
             raise StrataError(Code.DEADLINE, f"{self._origin} did not reply within {timeout_s:g} seconds") from None
         except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
@@ -105,7 +120,7 @@ class EngineClient:
             reason = f"{self._origin} cannot be reached: {type(error).__name__}"
             raise StrataError(Code.UNAVAILABLE, reason, connected=connected) from None
 
-    async def _exchange(self, request: httpx.Request) -> EngineReply:
+    async def _exchange(self, request: httpx.Request, read_line: Callable[[bytes], None] | None = None) -> EngineReply:
         response = await self._http.send(request, stream=True)
         try:
             if 300 <= response.status_code < 400:
@@ -113,8 +128,12 @@ class EngineClient:
             if response.headers.get("content-encoding", "identity") != "identity":
                 raise StrataError(Code.UNAVAILABLE, f"{self._origin} compresses its reply, which was not requested")
             content = bytearray()
+            read = 0
             async for chunk in response.aiter_raw():
                 content += chunk
+                while read_line is not None and response.status_code == 200 and (end := content.find(b"\n", read)) >= 0:
+                    read_line(bytes(content[read:end]))
+                    read = end + 1
                 if len(content) > MAX_REPLY:
                     raise StrataError(Code.UNAVAILABLE, f"{self._origin} replies with more than {MAX_REPLY} bytes")
             return EngineReply(response.status_code, bytes(content))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from strata.base.errors import Code, StrataError
-from strata.train.core.sampling import SampleOperation, SampleResult
+from strata.train.core.sampling import SampledPart, SampleOperation, SampleResult
+
+ReportPart = Callable[[SampledPart], None]
+"""Reports tokens of a streamed sample while it runs."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,9 @@ class Engine(Protocol):
         """Unload a version. Idempotent: one that is not loaded is no error."""
         ...
 
-    async def sample(self, version: ModelVersion, sample: SampleOperation, seed: int) -> SampleResult:
+    async def sample(
+        self, version: ModelVersion, sample: SampleOperation, seed: int, report: ReportPart
+    ) -> SampleResult:
         """Sample from exactly this version. NOT_FOUND if it is not loaded, UNSUPPORTED if the engine cannot."""
         ...
 

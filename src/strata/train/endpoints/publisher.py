@@ -29,7 +29,7 @@ from strata.train.core.inputs import (
     RequeueRouted,
     RouteSamples,
 )
-from strata.train.core.sampling import SampleOperation, SampleResult, encode_result
+from strata.train.core.sampling import SampledPart, SampleOperation, SampleResult, encode_result
 from strata.train.core.state import InferenceEndpoint, Publication, Push, TrainState
 from strata.train.endpoints.client import EngineClient, LocalEngine
 from strata.train.endpoints.engine import Engine, ModelVersion, stale_versions
@@ -66,6 +66,7 @@ class StateStorePort(Protocol):
     def publishable(self) -> asyncio.Event: ...
     def submit_nowait(self, request: Input) -> tuple[Decision, asyncio.Future[int] | None]: ...
     async def commit(self, request: Input) -> Decision: ...
+    def record_tokens(self, future_id: str, part: SampledPart) -> None: ...
 
 
 class Publisher:
@@ -281,8 +282,12 @@ class Publisher:
         # Without a seed, the request's own id is the seed, as on the ranks.
         requested = sample.params.seed
         seed = int(sha256_hex(future_id.encode())[:15], 16) if requested is None else requested & (2**63 - 1)
+
+        def report(part: SampledPart) -> None:
+            self._store.record_tokens(future_id, part)
+
         try:
-            return await engine.sample(version, sample, seed)
+            return await engine.sample(version, sample, seed, report)
         except StrataError as error:
             if error.code is not Code.NOT_FOUND:
                 raise
@@ -296,7 +301,7 @@ class Publisher:
                 await engine.load_version(version)
                 _log.info("lost_weights_reloaded", endpoint=endpoint, version=version.name)
         try:
-            return await engine.sample(version, sample, seed)
+            return await engine.sample(version, sample, seed, report)
         except StrataError as error:
             if error.code is not Code.NOT_FOUND:
                 raise

@@ -20,7 +20,7 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.train.core.sampling import SampleOperation
 from strata.train.endpoints.client import EngineClient, engine_error
-from strata.train.endpoints.engine import ModelVersion
+from strata.train.endpoints.engine import ModelVersion, ReportPart
 from strata.train.settings import InferenceSettings
 
 LIST_S: Final = 10.0
@@ -67,8 +67,8 @@ class TransformersEngine:
         if name in await asyncio.to_thread(lambda: list(_names(self._published))):
             await asyncio.to_thread(shutil.rmtree, self._published / name)
 
-    async def sample(self, version: ModelVersion, sample: SampleOperation, seed: int) -> NoReturn:
-        del version, sample, seed
+    async def sample(self, version: ModelVersion, sample: SampleOperation, seed: int, report: ReportPart) -> NoReturn:
+        del version, sample, seed, report
         raise StrataError(Code.UNSUPPORTED, "transformers serve gives no log probabilities")
 
 

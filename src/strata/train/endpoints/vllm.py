@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 import msgspec
 import numpy as np
 
 from strata.base.errors import Code, StrataError
-from strata.train.core.sampling import SampledSequence, SampleOperation, SampleResult
-from strata.train.endpoints.client import EngineClient, EngineReply, engine_error
-from strata.train.endpoints.engine import ModelVersion
+from strata.train.core.sampling import SampledPart, SampledSequence, SampleOperation, SampleResult
+from strata.train.endpoints.client import MAX_EXCERPT, EngineClient, EngineReply, engine_error
+from strata.train.endpoints.engine import ModelVersion, ReportPart
 from strata.train.settings import InferenceSettings
 
 LIST_S: Final = 10.0
@@ -50,6 +51,26 @@ class _Choice(msgspec.Struct):
 class _Completion(msgspec.Struct):
     model: str
     choices: Sequence[_Choice]
+
+
+class _PartChoice(msgspec.Struct):
+    index: int
+    token_ids: Sequence[int] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+
+
+class _Event(msgspec.Struct):
+    """Of a stream: a part of some choices, or an error."""
+
+    model: str = ""
+    choices: Sequence[_PartChoice] = ()
+    error: Any = None
+
+
+_events: Final = msgspec.json.Decoder(_Event)
+_DATA: Final = b"data: "
+_LAST: Final = b"[DONE]"
 
 
 class _Success(msgspec.Struct):
@@ -119,12 +140,20 @@ class VllmEngine:
         if reply.status not in (200, 404):
             raise engine_error(reply, "unload_lora_adapter")
 
-    async def sample(self, version: ModelVersion, sample: SampleOperation, seed: int) -> SampleResult:
+    async def sample(
+        self, version: ModelVersion, sample: SampleOperation, seed: int, report: ReportPart
+    ) -> SampleResult:
         model = version.name
         if version.full:
             await self._check_full(version)
             model = next((card.id for card in await self._cards() if card.parent is None), "")
-        reply = await self._client.post("/v1/completions", request(model, sample, seed), timeout_s=self._sample_s)
+        stream = _Stream(sample, report) if sample.stream else None
+        reply = await self._client.post(
+            "/v1/completions",
+            request(model, sample, seed),
+            timeout_s=self._sample_s,
+            read_line=None if stream is None else stream.read_line,
+        )
         if reply.status == 404:
             raise StrataError(Code.NOT_FOUND, f"the engine does not have {version.name}")
         if reply.status in _REJECTED:
@@ -133,7 +162,7 @@ class VllmEngine:
             raise engine_error(reply, "completions")
         if version.full:
             await self._check_full(version)
-        return result(reply.read(_Completion), model, sample)
+        return result(reply.read(_Completion) if stream is None else stream.completion(), model, sample)
 
     async def _check_full(self, version: ModelVersion) -> None:
         if self._full is None or self._full[0] != version.name or self._full[1] != await self._start_time():
@@ -169,9 +198,72 @@ def request(model: str, sample: SampleOperation, seed: int) -> dict[str, Any]:
         "stop_token_ids": list(params.stop_tokens),
         "ignore_eos": not params.end_tokens,
         "logprobs": 0,
+        "stream": sample.stream,
         "return_token_ids": True,
         "skip_special_tokens": False,
     }
+
+
+@dataclass
+class _Drawn:
+    """What a stream has brought of a choice."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str = ""
+
+
+class _Stream:
+    """Reads the events of a stream, reports their tokens, and puts the completion together."""
+
+    def __init__(self, sample: SampleOperation, report: ReportPart) -> None:
+        self._copies = sample.num_samples if sample.params.temperature == 0 else 1
+        self._report = report
+        self._model = ""
+        self._drawn: dict[int, _Drawn] = {}
+        self._ended = False
+
+    def read_line(self, line: bytes) -> None:
+        if not line.startswith(_DATA):
+            return
+        data = line.removeprefix(_DATA).strip()
+        if data == _LAST:
+            self._ended = True
+            return
+        try:
+            event = _events.decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise StrataError(Code.UNAVAILABLE, f"the engine's stream cannot be read: {error}") from None
+        if event.error is not None:
+            raise StrataError(Code.UNAVAILABLE, f"the engine failed: {str(event.error)[:MAX_EXCERPT]!r}")
+        self._model = event.model or self._model
+        for choice in event.choices:
+            self._read(choice)
+
+    def _read(self, choice: _PartChoice) -> None:
+        drawn = self._drawn.setdefault(choice.index, _Drawn())
+        tokens = list(choice.token_ids or ())
+        logprobs = [] if choice.logprobs is None else list(choice.logprobs.token_logprobs)
+        start = len(drawn.tokens)
+        drawn.tokens += tokens
+        drawn.logprobs += logprobs
+        drawn.finish_reason = choice.finish_reason or drawn.finish_reason
+        # The last token may be one that is not shown.
+        shown = len(tokens) - (1 if drawn.finish_reason else 0)
+        if shown > 0:
+            packed, numbers = _pack(tokens[:shown], logprobs[:shown])
+            # Greedy samples are all the same, and one was drawn for all of them.
+            for index in range(self._copies) if self._copies > 1 else (choice.index,):
+                self._report(SampledPart(index, start, packed, numbers))
+
+    def completion(self) -> _Completion:
+        if not self._ended:
+            raise StrataError(Code.UNAVAILABLE, "the engine's stream broke off")
+        choices = [
+            _Choice(index, drawn.tokens, _Logprobs(drawn.logprobs), drawn.finish_reason)
+            for index, drawn in self._drawn.items()
+        ]
+        return _Completion(self._model, choices)
 
 
 def result(completion: _Completion, model: str, sample: SampleOperation) -> SampleResult:
@@ -185,12 +277,15 @@ def result(completion: _Completion, model: str, sample: SampleOperation) -> Samp
 
 
 def _sequence(choice: _Choice) -> SampledSequence:
-    tokens, logprobs = list(choice.token_ids), list(choice.logprobs.token_logprobs)
+    tokens, logprobs = _pack(choice.token_ids, choice.logprobs.token_logprobs)
+    stopped: Literal["stop", "length"] = "length" if choice.finish_reason == "length" else "stop"
+    return SampledSequence(tokens, logprobs, stopped)
+
+
+def _pack(tokens: Sequence[int], logprobs: Sequence[float]) -> tuple[bytes, bytes]:
     if not tokens or len(tokens) != len(logprobs) or not np.isfinite(logprobs).all():
         raise StrataError(Code.UNAVAILABLE, "the engine's log probabilities are not those of its tokens")
     try:
-        packed = np.asarray(tokens, "<i4").tobytes()
+        return np.asarray(tokens, "<i4").tobytes(), np.asarray(logprobs, "<f4").tobytes()
     except OverflowError:
         raise StrataError(Code.UNAVAILABLE, "the engine's tokens are out of range") from None
-    stopped: Literal["stop", "length"] = "length" if choice.finish_reason == "length" else "stop"
-    return SampledSequence(packed, np.asarray(logprobs, "<f4").tobytes(), stopped)

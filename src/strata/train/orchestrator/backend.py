@@ -22,6 +22,9 @@ FILE_POLL_S: Final = 0.25
 
 _log = log.get(__name__)
 
+RankMessage = commands.DispatchReply | commands.Restored | commands.SnapshotWritten | commands.SampleProgress
+"""What a session gets from rank 0."""
+
 
 class RemoteBackend:
     """At most one connection at a time. Dispatches are numbered; replies are returned as they are."""
@@ -104,13 +107,16 @@ class RemoteBackend:
     async def restore(self, number: int, path: Path, digest: str) -> None:
         await self._connected().send(commands.Restore(self._generation, number, str(path), digest))
 
-    async def receive(self) -> commands.DispatchReply | commands.Restored | commands.SnapshotWritten:
+    async def receive(self) -> RankMessage:
         """The next message of rank 0. STALE if it is attached to another orchestrator now."""
         while True:
             match await self._connected().receive():
-                case commands.DispatchReply() | commands.Restored() | commands.SnapshotWritten() as message if (
-                    message.generation == self._generation
-                ):
+                case (
+                    commands.DispatchReply()
+                    | commands.Restored()
+                    | commands.SnapshotWritten()
+                    | commands.SampleProgress() as message
+                ) if message.generation == self._generation:
                     return message
                 case commands.HealthReply() as healthy:
                     reply = self._requests.pop(healthy.ask_id, None)

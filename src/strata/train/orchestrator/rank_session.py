@@ -316,6 +316,9 @@ class RankSession:
                     await self._on_reply(reply)
                 case commands.SnapshotWritten() as written:
                     self._written = written
+                case commands.SampleProgress(parts=parts):
+                    for future_id, part in parts:
+                        self._context.store.record_tokens(future_id, part)
                 case commands.Restored() as restored:
                     self._in_flight.pop(restored.number, None)
                     self._progressed.set()

@@ -76,6 +76,7 @@ class RequestHandler:
             [
                 _query(messages.SessionHeartbeat, self._heartbeat),
                 _query(messages.WatchFuture, self._watch_future),
+                _query(messages.WatchTokens, self._watch_tokens),
                 _query(messages.WatchSamples, self._watch_samples),
                 _query(messages.DescribeModel, self._describe_model),
                 _query(messages.DescribeCustomLoss, self._describe_loss),
@@ -176,6 +177,16 @@ class RequestHandler:
             return messages.FutureResult(future.result)
         attached = self._attached() is not None
         return describe_wait(self._state, future, self._context.throughput, attached=attached)
+
+    async def _watch_tokens(self, tenant: str, query: messages.WatchTokens) -> messages.Output:
+        future, store = find_future(self._state, tenant, query.future_id), self._store
+        parts = store.streams.after(query.future_id, query.counts)
+        if future.result is None and not parts:
+            await store.wait_for_completion(query.future_id, min(query.wait_s, MAX_WAIT_S))
+            parts = store.streams.after(query.future_id, query.counts)
+        if parts:
+            return messages.TokensSampled(parts)
+        return await self._watch_future(tenant, messages.WatchFuture(query.future_id, 0.0))
 
     async def _watch_samples(self, tenant: str, query: messages.WatchSamples) -> messages.SamplesEnded:
         store, state = self._store, self._state

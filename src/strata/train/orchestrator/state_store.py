@@ -13,7 +13,9 @@ from strata.journal.replica import Replica
 from strata.train.core.completion_log import CompletionLog, Target
 from strata.train.core.facts import SnapshotCommitted
 from strata.train.core.inputs import Decision, ExpireResults, Input
+from strata.train.core.sampling import SampledPart
 from strata.train.core.state import TrainState
+from strata.train.core.token_streams import TokenStreams
 from strata.train.orchestrator.metrics import ServerTelemetry
 
 MAX_INLINE_RESULT_BYTES: Final = 32 << 20
@@ -41,6 +43,7 @@ class StateStore:
         """The ranks have applied every dispatch that has results: they load no old checkpoint any more."""
         self._replica = replica
         self.completions = CompletionLog(replica.epoch, replica.state.futures.ended)
+        self.streams = TokenStreams()
         self._completed: KeyedNotifier[None] = KeyedNotifier()
         self._snapshot_attempted_at = replica.position
         self._snapshot_saved_at = 0
@@ -73,6 +76,7 @@ class StateStore:
         settled.append(self.state.settled_through)
         for future_id in decision.ended:
             self._completed.notify(future_id, None)
+            self.streams.drop(future_id)
             target = self.completions.add(future_id)
             if target is not None:
                 self._completed.notify(target, None)
@@ -104,9 +108,16 @@ class StateStore:
         self.telemetry.record_durable(decided_at_s)
 
     async def wait_for_completion(self, key: str | Target, wait_s: float) -> None:
-        """Return when the future has its result, the next sample of the target has ended, or the time is over."""
+        """Return when the future has its result or more tokens, the next sample of the target has ended, or the time is
+        over."""
         with self._completed.subscribe(key) as completion:
             await completion.wait(wait_s)
+
+    def record_tokens(self, future_id: str, part: SampledPart) -> None:
+        """Tokens of a sample that runs. They wake the client that reads them; a sample that has ended needs none."""
+        if future_id in self.state.sampling or future_id in self.state.routed:
+            self.streams.record(future_id, part)
+            self._completed.notify(future_id, None)
 
     async def expire_results(self) -> None:
         """Drop results beyond their TTL, and the entries of the completion log that pointed to them."""

@@ -28,7 +28,7 @@ from strata.base.parent import name_process
 from strata.base.settings import process_environment
 from strata.http import otel
 from strata.train.core import commands, ops
-from strata.train.core.sampling import SamplingSlice, SliceResult
+from strata.train.core.sampling import SampledPart, SamplingSlice, SliceResult
 from strata.train.link.rank import RankLink
 from strata.train.link.sockets import load_keys
 from strata.train.runner.collectives import RankGroup, join_process_group
@@ -236,8 +236,16 @@ class RunnerDispatcher:
         parts = [scatter.encode(part) for part in self._scatter.partition(work)]
         self._ranks.broadcast_header(BroadcastKind.SAMPLE, [len(part) for part in parts])
         self._ranks.scatter(parts)
-        report = scatter.encode(sampler.run(scatter.decode_slice(parts[0])))
-        return self._scatter.merge([scatter.decode_slice_result(result) for result in self._ranks.gather(report)])
+        report = scatter.encode(sampler.run(scatter.decode_slice(parts[0]), self._report_parts))
+        reports = [scatter.decode_slice_result(result) for result in self._ranks.gather(report)]
+        # Those of the other ranks, which have no link of their own.
+        streamed = [part for each in reports for part in each.streamed]
+        if streamed:
+            self._report_parts(streamed)
+        return self._scatter.merge(reports)
+
+    def _report_parts(self, parts: Sequence[tuple[str, SampledPart]]) -> None:
+        self._link.send(commands.SampleProgress(self._generation, parts))
 
     def _pass(self, work: commands.PassCommand) -> tuple[Sequence[ops.Result], int]:
         try:

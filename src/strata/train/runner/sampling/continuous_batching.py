@@ -15,7 +15,7 @@ from itertools import groupby
 
 import torch
 
-from strata.train.core.sampling import SampledSequence
+from strata.train.core.sampling import SampledPart, SampledSequence
 from strata.train.runner.lora import Span
 from strata.train.runner.sampling.inference_model import InferenceModel
 from strata.train.runner.sampling.kv_cache import BLOCK, DecodePlan, KVCache, KVPool, KVPoolRows, PrefillPlan, Prompt
@@ -34,6 +34,8 @@ class SliceOutcomes:
     """By request, and which of its samples it is."""
     prompts: list[tuple[str, PromptLogprobs]] = field(default_factory=list)
     failed: list[tuple[str, str]] = field(default_factory=list)
+    streamed: list[tuple[str, SampledPart]] = field(default_factory=list)
+    """By request: tokens of samples that run on, in order, if their client reads them meanwhile."""
     sampled_tokens: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
@@ -223,6 +225,8 @@ class RunningBatch:
             if reason is not None:
                 finished.append(sequence)
                 outcomes.sequences.append((sequence.group.request_id, sequence.index, sequence.result(reason)))
+            elif sequence.group.sample.stream:
+                outcomes.streamed.append((sequence.group.request_id, sequence.last_part()))
         for sequence in finished:
             self._remove(sequence)
         if not_finite:

@@ -11,7 +11,7 @@ continued by another model after it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from strata.base.errors import Code, StrataError
-from strata.train.core.sampling import SampleOperation
+from strata.train.core.sampling import SampledPart, SampleOperation
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora import Adapter, targets_of
 from strata.train.runner.model.base import DTYPES, BaseModel
@@ -33,6 +33,9 @@ from strata.train.runner.sampling.sequences import SequenceGroup, tokens_from
 
 LIVE: Final = ""
 """The key of the live base's weights. No sampler has this name."""
+
+ReportParts = Callable[[Sequence[tuple[str, SampledPart]]], None]
+"""Reports tokens of streamed samples, by request."""
 
 
 class SamplingEngine:
@@ -89,8 +92,11 @@ class SamplingEngine:
         self._validator.check(sample)
         return self._validator.slot_length(sample)
 
-    def run(self, work: RankSlice) -> RankSliceResult:
-        """Run one time slice. The ranks communicate only to gather weights, and never between two steps."""
+    def run(self, work: RankSlice, report: ReportParts | None = None) -> RankSliceResult:
+        """Run one time slice. The ranks communicate only to gather weights, and never between two steps.
+
+        Tokens of streamed samples are reported after each step; without `report` they are part of the result.
+        """
         outcomes = SliceOutcomes()
         outcomes.failed, self._aborted = self._aborted, []
         with torch.inference_mode():
@@ -102,7 +108,7 @@ class SamplingEngine:
         for key in dict.fromkeys(self._samplers.key(sampler_id) for sampler_id in open_samplers):
             with self._model.with_weights(self._samplers.parameters(key)), torch.inference_mode():
                 if key in self._batches:
-                    _run_steps(self._batches[key], work, outcomes)
+                    _run_steps(self._batches[key], work, outcomes, report)
         if not self._cache.sequences:
             self._cache.trim()
         return self._report(outcomes)
@@ -113,6 +119,7 @@ class SamplingEngine:
             sequences=outcomes.sequences,
             prompts=outcomes.prompts,
             failed=outcomes.failed,
+            streamed=outcomes.streamed,
             running=sum(len(batch.running) for batch in batches),
             waiting=sum(batch.waiting for batch in batches),
             free_sequences=self.limits.sequences - self._cache.sequences,
@@ -157,12 +164,15 @@ class SamplingEngine:
         yield from self._samplers.tensors()
 
 
-def _run_steps(batch: RunningBatch, work: RankSlice, outcomes: SliceOutcomes) -> None:
+def _run_steps(batch: RunningBatch, work: RankSlice, outcomes: SliceOutcomes, report: ReportParts | None) -> None:
     for _ in range(work.steps):
         if not batch.running and not batch.waiting:
             return
         ended = outcomes.ended
         batch.step(outcomes)
+        if report is not None and outcomes.streamed:
+            report(outcomes.streamed)
+            outcomes.streamed = []
         if work.eager and outcomes.ended > ended:
             return
 

@@ -16,6 +16,7 @@ from strata.base.errors import StrataError
 from strata.train.core.sampling import (
     AddedSample,
     EndedSample,
+    SampledPart,
     SampledSequence,
     SampleFailed,
     SampleOperation,
@@ -63,6 +64,7 @@ class RankSliceResult(msgspec.Struct, frozen=True, array_like=True):
     sampled_tokens: int
     prompt_tokens: int
     reused_tokens: int = 0
+    streamed: Sequence[tuple[str, SampledPart]] = ()
 
 
 encode: Final = msgspec.msgpack.Encoder().encode

@@ -12,10 +12,11 @@ import torch
 from strata.train.core.sampling import (
     CONTEXT,
     MISSING_LOGPROB,
-    REPLACEMENT,
+    SampledPart,
     SampledSequence,
     SampleOperation,
     TopLogprobs,
+    decode_context,
 )
 from strata.train.runner.lora import Adapter
 from strata.train.runner.sampling.kv_cache import KVPool
@@ -53,12 +54,12 @@ class StopStrings:
         self._strings = strings
         # Every token is at least one byte of the text.
         self._window = max(len(string.encode()) for string in strings)
-        self._before = list(prompt[-CONTEXT:])
+        self._before = list(prompt[-2 * CONTEXT :])
 
     def match(self, tokens: list[int]) -> bool:
         tail = tokens[-self._window :]
-        before = [*self._before, *tokens[-self._window - CONTEXT : -self._window]][-CONTEXT:]
-        context = self._decode(before).rstrip(REPLACEMENT)
+        earlier = [*self._before, *tokens[-self._window - 2 * CONTEXT : -self._window]]
+        before, context = decode_context(self._decode, earlier)
         text = self._decode([*before, *tail])[len(context) :]
         return any(string in text for string in self._strings)
 
@@ -109,7 +110,7 @@ class RunningSequence:
         if not is_greedy(params):
             self.rng = SeededRng(f"{rng_name(sample)}/{self.index}")
         if params.stop_strings and self.group.decode is not None:
-            prompt = self.group.prompt[-CONTEXT:].tolist()
+            prompt = self.group.prompt[-2 * CONTEXT :].tolist()
             self.strings = StopStrings(self.group.decode, params.stop_strings, prompt)
 
     def accept(self, token: int, logprob: float) -> Literal["stop", "length"] | None:
@@ -126,6 +127,14 @@ class RunningSequence:
         k = self.group.sample.topk_sample_logprobs
         self.top_tokens += tokens[:k].numpy().tobytes()
         self.top_logprobs += logprobs[:k].numpy().tobytes()
+
+    def last_part(self) -> SampledPart:
+        """The newest token."""
+        place, k = len(self.tokens) - 1, self.group.sample.topk_sample_logprobs
+        first = 4 * k * place
+        top = TopLogprobs(bytes(self.top_tokens[first:]), bytes(self.top_logprobs[first:]), k, 1) if k else None
+        tokens, logprobs = np.asarray(self.tokens[place:], "<i4"), np.asarray(self.logprobs[place:], "<f4")
+        return SampledPart(self.index, place, tokens.tobytes(), logprobs.tobytes(), top)
 
     def result(self, reason: Literal["stop", "length"]) -> SampledSequence:
         k = self.group.sample.topk_sample_logprobs

@@ -1,0 +1,44 @@
+"""The tokens of samples that run, for clients that read them before the sample has ended.
+
+In memory only: a result is durable, its parts are not. Ranks that restart draw the sample again from its first token;
+an orchestrator that restarts has the parts from then on. A client that lacks tokens before them waits for the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from strata.train.core.sampling import SampledPart
+
+
+class TokenStreams:
+    def __init__(self) -> None:
+        self._parts: dict[str, dict[int, list[SampledPart]]] = {}
+        """By future and by sample: without gaps, in order."""
+
+    def record(self, future_id: str, part: SampledPart) -> None:
+        parts = self._parts.setdefault(future_id, {}).setdefault(part.index, [])
+        while parts and parts[-1].end > part.start:
+            # The sample is drawn again.
+            parts.pop()
+        if parts and parts[-1].end < part.start:
+            parts.clear()
+        parts.append(part)
+
+    def after(self, future_id: str, counts: Sequence[int]) -> list[SampledPart]:
+        """What follows the first `counts[index]` tokens of each sample."""
+        samples = self._parts.get(future_id, {})
+        return [part for index, count in enumerate(counts) for part in _after(samples.get(index, []), count)]
+
+    def drop(self, future_id: str) -> None:
+        self._parts.pop(future_id, None)
+
+
+def _after(parts: Sequence[SampledPart], count: int) -> list[SampledPart]:
+    newer: list[SampledPart] = []
+    for part in reversed(parts):
+        if part.end <= count:
+            break
+        newer.append(part.after(count))
+    newer.reverse()
+    return newer if newer and newer[0].start == count else []
