@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import subprocess
 import sys
 import warnings
@@ -66,6 +67,53 @@ def batch(step: int) -> list[types.Datum]:
 
 ADAM: Final = types.AdamParams(learning_rate=1e-2, weight_decay=0.01)
 MUON: Final = OptimParamsBase(type="muon", learning_rate=2e-2)  # type: ignore[call-arg]
+
+
+async def test_checkpoints_say_what_they_were_trained_with(server: ServeProcess) -> None:
+    """As `strata weights list` shows it: through the SDK, with tokens that the client declared to be sampled."""
+    listed = await asyncio.to_thread(train_with_provenance, server)
+    first, second = listed
+    assert (first["steps"], first["datums"], first["tokens"], first["passes"]) == (2, 6, 48, 2)
+    assert (first["sampled"], first["total tokens"], first["parent"]) == (15, 48, "")
+    assert (second["steps"], second["datums"], second["tokens"], second["sampled"]) == (1, 3, 24, 0)
+    assert (second["total tokens"], second["parent"]) == (72, first["checkpoint"])
+
+
+def train_with_provenance(server: ServeProcess) -> list[dict[str, Any]]:
+    prompt = types.PromptProvenanceSpan(sequence_id="drawn", length=3)
+    sampled = types.SampledProvenanceSpan(sequence_id="drawn", length=5)
+    drawn = [each.with_provenance([prompt, sampled], [prompt, sampled]) for each in batch(1)]
+    with connected(server) as service:
+        training = service.create_lora_training_client(base_model="tiny", rank=4)
+        for data in (drawn, batch(2)):
+            training.forward_backward(data, "cross_entropy").result(PATIENCE_S)
+            training.optim_step(ADAM).result(PATIENCE_S)
+        # Its gradients are in no step.
+        training.forward_backward(batch(3), "cross_entropy").result(PATIENCE_S)
+        first = training.save_state("counted").result(PATIENCE_S).path
+        other = service.create_training_client_from_state_with_optimizer(first)
+        other.forward_backward(batch(4), "cross_entropy").result(PATIENCE_S)
+        other.optim_step(ADAM).result(PATIENCE_S)
+        second = other.save_state("counted-on").result(PATIENCE_S).path
+    shown = subprocess.run(
+        [
+            STRATA,
+            "weights",
+            "list",
+            "--server",
+            server.url,
+            "--key-file",
+            server.settings.data / "api.key",
+            "-o",
+            "json",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    rows = {row["checkpoint"]: row for row in json.loads(shown.stdout)}
+    return [rows[first], rows[second]]
 
 
 def train(model: tinker.TrainingClient, steps: range, params: types.OptimParams = ADAM) -> list[list[float]]:

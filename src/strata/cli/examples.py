@@ -141,6 +141,7 @@ EXAMPLES: Final[Mapping[str, tuple[str, ...]]] = {
         "strata weights export tinker://RUN/weights/final ./adapter --format peft",
         "strata weights export ./checkpoint ./merged --format hf --base ./model",
     ),
+    "weights list": ("strata weights list", "strata weights list --server train.toml -o wide"),
     "weights import": ("strata weights import ./adapter --name start",),
     "login": ("strata login https://hub.example:8443", "strata login http://127.0.0.1:8443 --token-file token"),
     "contexts": ("strata contexts", "strata contexts lab"),

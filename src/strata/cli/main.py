@@ -132,7 +132,9 @@ COMMANDS: Final[Mapping[str, CommandEntry]] = {
     ),
     "plan": CommandEntry("strata.cli.plan:plan", "Plan the memory of each device for training MODEL.", _TRAINING),
     "weights": CommandEntry(
-        "strata.cli.weights:weights", "Export checkpoints of a training server, or import a LoRA adapter.", _TRAINING
+        "strata.cli.weights:weights",
+        "List and export checkpoints of a training server, or import a LoRA adapter.",
+        _TRAINING,
     ),
     "login": CommandEntry(
         "strata.cli.contexts:login", "Log in to the server at URL and use it for all other commands.", _MACHINE

@@ -1,4 +1,4 @@
-"""`strata weights`: export checkpoints of the training server for other programs, and import LoRA adapters."""
+"""`strata weights`: list and export checkpoints of the training server, and import LoRA adapters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 import click
 
 from strata.cli.groups import VerbGroup
-from strata.cli.output import print_error, write
+from strata.cli.output import Column, Format, Rows, output_option, print_error, write
 from strata.cli.progress import ProgressLine
 from strata.cli.training_server import connect_server, context_option, key_file_option, server_option
 
@@ -20,7 +20,51 @@ ANSWER_S: Final = 600.0
 
 @click.group(cls=VerbGroup)
 def weights() -> None:
-    """Export checkpoints of a training server, or import a LoRA adapter."""
+    """List and export checkpoints of a training server, or import a LoRA adapter."""
+
+
+@weights.command("list")
+@output_option
+@server_option
+@key_file_option
+@context_option
+def list_(output: Format, server: str | None, key_file: Path | None, context: str | None) -> None:
+    """List your checkpoints on a training server, the newest first, and what they were trained with.
+
+    'parent' is the checkpoint that training began with. Steps, datums and tokens are those since then; 'total tokens'
+    has those of the parent too. 'sampled' are tokens that the client declared to be sampled.
+    """
+    from strata.cli.fleet.client import format_bytes
+    from strata.sdk.checkpoints import list_checkpoints
+
+    columns = (
+        Column("checkpoint", identifies=True),
+        Column("saved"),
+        Column("size", number=True, wide=True),
+        *(Column(name, number=True) for name in ("steps", "datums", "tokens")),
+        *(Column(name, number=True, wide=True) for name in ("passes", "sampled", "total tokens")),
+        Column("parent"),
+    )
+    with (
+        connect_server(server, key_file, context, own="api.key", timeout_s=ANSWER_S) as client,
+        Rows(output, columns) as rows,
+    ):
+        for each in list_checkpoints(client):
+            trained, total = each.provenance.trained, each.provenance.total
+            rows.add(
+                {
+                    "checkpoint": each.tinker_path,
+                    "saved": each.time.isoformat(timespec="seconds"),
+                    "size": each.size_bytes if output.for_programs else format_bytes(each.size_bytes),
+                    "steps": trained.steps,
+                    "datums": trained.datums,
+                    "tokens": trained.tokens,
+                    "passes": trained.passes,
+                    "sampled": trained.sampled_tokens,
+                    "total tokens": total.tokens,
+                    "parent": each.provenance.parent or "",
+                }
+            )
 
 
 @weights.command()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import tarfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 from urllib.parse import quote, urlsplit
@@ -16,6 +16,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.progress import ReportProgress, no_progress
 from strata.fleet.client import HubClient
 from strata.train.peft.layers import ADAPTER_CONFIG, TOKENIZER_FILES
+from strata.train.wire.replies import CheckpointReply, CheckpointsReply
 
 SCHEME: Final = "tinker://"
 KINDS: Final = ("weights", "sampler_weights")
@@ -33,6 +34,11 @@ class _Supported(msgspec.Struct, frozen=True):
 
 class _ImportQuery(msgspec.Struct, frozen=True):
     name: str
+
+
+class _Page(msgspec.Struct, frozen=True):
+    offset: int
+    limit: int = 1000
 
 
 class _Imported(msgspec.Struct, frozen=True):
@@ -106,6 +112,14 @@ def fetch_adapter(client: HubClient, path: str, out: Path, report: ReportProgres
             raise StrataError(Code.INVALID, f"{path} is a full fine-tune, no adapter", hint="use --format hf")
 
     _make(out, fill)
+
+
+def list_checkpoints(client: HubClient) -> Iterator[CheckpointReply]:
+    """The caller's checkpoints, the newest first, with what they were trained with."""
+    offset = 0
+    while page := client.call("GET", "/api/v1/checkpoints", CheckpointsReply, query=_Page(offset)).checkpoints:
+        yield from page
+        offset += len(page)
 
 
 def import_adapter(client: HubClient, folder: Path, name: str) -> str:

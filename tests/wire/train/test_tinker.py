@@ -103,6 +103,23 @@ def test_text_in_several_chunks_is_one_text() -> None:
     assert np.frombuffer(read(batch(sent)).datums[0].tokens, "<i4").tolist() == [1, 2, 3]
 
 
+def test_tokens_that_were_sampled_are_counted_by_their_provenance() -> None:
+    prompt = types.PromptProvenanceSpan(sequence_id="s", length=1)
+    sampled = types.SampledProvenanceSpan(sequence_id="s", offset=1, length=2)
+    told = datum([1, 2, 3], target_tokens=[2, 3, 4]).with_provenance([prompt, sampled], [prompt, sampled])
+    assert read(batch(told, datum([4, 5]), told)).sampled_tokens == 4
+    for spans, words in (((prompt,), "cover 1 tokens of a datum of 3"), ((prompt, sampled, sampled), "cover 5 tokens")):
+        message = theirs.ForwardBackwardRequest.FromString(batch(told))
+        del message.data[0].model_input_spans[:]
+        for span in spans:
+            part = message.data[0].model_input_spans.add()
+            kind = part.sampled_tokens if span is sampled else part.prompt_tokens
+            kind.sequence_id, kind.length = span.sequence_id, span.length
+        refused = tinker.read_pass(message.SerializeToString())
+        assert isinstance(refused, ops.MalformedOperation)
+        assert words in refused.message
+
+
 def test_a_compressed_body_is_unpacked_up_to_the_limit() -> None:
     body = batch(datum([1] * 1000, target_tokens=[1] * 1000, weights=[1.0] * 1000))
     packed = zstd.compress(body)

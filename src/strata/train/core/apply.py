@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from strata.train.core import checkpoint_retention, memory, ops, publishing, snapshots
+from strata.train.core import checkpoint_retention, lineage, memory, ops, publishing, snapshots
 from strata.train.core.facts import (
     CheckpointDeleted,
     CheckpointImported,
@@ -216,6 +216,7 @@ def _finish(state: TrainState, future_id: str, result: ops.Result, at_s: float, 
     state.usage.record(future.tenant, operation, result, at_s)
     snapshots.record_finished(state, future.number, operation, took_s)
     dispatch = state.dispatches.get(future.number)
+    lineage.record(state, operation, result, dispatch.path if dispatch is not None else "")
     if dispatch is not None and dispatch.quantum is None:
         _end_in_dispatch(state, dispatch, future_id, result)
     match operation:

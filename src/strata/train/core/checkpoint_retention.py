@@ -23,6 +23,7 @@ from strata.train.core.facts import (
     Dispatched,
 )
 from strata.train.core.inputs import Decision, DeleteExpiredCheckpoints
+from strata.train.core.lineage import IMPORTED_FROM, Lineage
 from strata.train.core.messages import DeleteCheckpoint, Done, ImportCheckpoint, PublishCheckpoint, SetCheckpointTtl
 from strata.train.core.sequence import SequenceWindow
 from strata.train.core.snapshots import replay_starts
@@ -63,7 +64,7 @@ def apply(
             run = ModelRecord(create.model_id, fact.tenant, "", create, fact.at_s, fact.at_s, line=SequenceWindow())
             run.unloading = run.unloaded = True
             state.models.setdefault(create.model_id, run)
-            imported = ModelCheckpoint(operation, fact.path)
+            imported = ModelCheckpoint(operation, fact.path, lineage=Lineage(IMPORTED_FROM))
             state.checkpoints[key_of(operation)] = completed(imported, fact.at_s)
         case _:
             assert_never(fact)
@@ -86,7 +87,8 @@ def end_save(state: TrainState, operation: ops.SaveWeights, number: int, at_s: f
     if saving is not None and saving.path == path:
         del state.saving[key]
     if at_s is not None:
-        state.checkpoints[key] = completed(ModelCheckpoint(operation, path, number=number), at_s)
+        saved = ModelCheckpoint(operation, path, number=number, lineage=state.models[operation.model_id].lineage)
+        state.checkpoints[key] = completed(saved, at_s)
 
 
 def record_read(state: TrainState, fact: Dispatched, read: ops.LoadWeights | ops.SavedWeights) -> None:

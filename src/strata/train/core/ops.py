@@ -191,6 +191,8 @@ class ForwardBackward(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
     lengths: Sequence[int]
     """Tokens of each datum, in order: all that the scheduler and packing need of the payload."""
     payload: Payload
+    sampled_tokens: int = 0
+    """Of the tokens, that the client declared to be sampled."""
 
     @property
     def group_size(self) -> int:

@@ -167,6 +167,7 @@ def view_checkpoint(state: TrainState, checkpoint: ModelCheckpoint, size: int) -
         user_metadata=operation.user_metadata,
         public=checkpoint.public,
         optimizer=created.optimizer,
+        lineage=checkpoint.lineage,
     )
 
 

@@ -37,6 +37,8 @@ class PassRequest:
     """Of the loss `custom`: which one."""
     custom: CustomLoss | None = None
     """That loss, once it was looked up."""
+    sampled_tokens: int = 0
+    """Of all datums, by their provenance."""
 
     @property
     def key(self) -> OperationKey:
@@ -55,6 +57,7 @@ class PassRequest:
             forward_only=self.forward_only,
             lengths=[datum.length for datum in self.datums],
             payload=payload,
+            sampled_tokens=self.sampled_tokens,
         )
 
 

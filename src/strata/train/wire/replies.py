@@ -9,6 +9,7 @@ from typing import Literal, assert_never
 import msgspec
 
 from strata.train.core import messages, ops
+from strata.train.core.lineage import Lineage, TrainedCount
 from strata.train.core.usage import UsageCount
 from strata.train.wire.bodies import metadata_as_text, session_status
 
@@ -99,6 +100,25 @@ class WeightsInfo(msgspec.Struct, frozen=True, kw_only=True):
     optimizer_config: OptimizerConfigReply
 
 
+class TrainedReply(msgspec.Struct, frozen=True, kw_only=True):
+    steps: int
+    passes: int
+    datums: int
+    tokens: int
+    sampled_tokens: int
+
+
+class Provenance(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint was trained with; clients of the `tinker` SDK ignore it."""
+
+    parent: str | None
+    """The path of the checkpoint that training began with; `imported` if this server did not train it."""
+    trained: TrainedReply
+    """Since the parent."""
+    total: TrainedReply
+    """With the parent and all before it, as far as this server trained them."""
+
+
 class CheckpointReply(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_id: str
     checkpoint_type: str
@@ -108,6 +128,7 @@ class CheckpointReply(msgspec.Struct, frozen=True, kw_only=True):
     public: bool
     user_metadata: Mapping[str, str]
     expires_at: datetime.datetime | None
+    provenance: Provenance
 
 
 class CopiedWeights(msgspec.Struct, frozen=True, kw_only=True):
@@ -378,7 +399,17 @@ def checkpoint(found: messages.ModelCheckpointView) -> CheckpointReply:
         public=found.public,
         user_metadata=found.user_metadata,
         expires_at=None if found.expires_at_s is None else to_datetime(found.expires_at_s),
+        provenance=_provenance(found.lineage),
     )
+
+
+def _provenance(lineage: Lineage) -> Provenance:
+    total = lineage.before.plus(lineage.trained)
+    return Provenance(parent=lineage.parent or None, trained=_trained(lineage.trained), total=_trained(total))
+
+
+def _trained(count: TrainedCount) -> TrainedReply:
+    return TrainedReply(**msgspec.structs.asdict(count))
 
 
 def weights_info(found: messages.ModelCheckpointView) -> WeightsInfo:

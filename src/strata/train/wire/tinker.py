@@ -5,6 +5,7 @@ The elements of a message are limited before it is parsed: two bytes may become 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -54,7 +55,11 @@ def read_pass(body: bytes) -> PassRequest | ops.MalformedOperation:
         if len(message.data) > MAX_DATUMS:
             raise invalid_field("data", f"has {len(message.data)} datums; one operation takes at most {MAX_DATUMS}")
         datums = [_datum(f"data[{index}]", datum) for index, datum in enumerate(message.data)]
-        return validate_pass(key, message.loss_fn, _config(message), datums, forward_only=message.forward_only)
+        sampled = sum(
+            _sampled_tokens(f"data[{index}]", message.data[index], datum.length) for index, datum in enumerate(datums)
+        )
+        request = validate_pass(key, message.loss_fn, _config(message), datums, forward_only=message.forward_only)
+        return dataclasses.replace(request, sampled_tokens=sampled)
     except StrataError as error:
         return key.malformed(error)
 
@@ -79,6 +84,23 @@ def _datum(path: str, datum: pb.Datum) -> ops.Datum:
         pieces.append(chunk.encoded_text.tokens)
     inputs = {name: _tensor(f"{path}.loss_fn_inputs.{name}", each) for name, each in datum.loss_fn_inputs.items()}
     return ops.Datum(tokens=pieces[0] if len(pieces) == 1 else b"".join(pieces), inputs=inputs)
+
+
+def _sampled_tokens(path: str, datum: pb.Datum, length: int) -> int:
+    """How many tokens of the datum were sampled, by the spans that its client attached; 0 if it attached none."""
+    if not datum.model_input_spans:
+        return 0
+    covered = sampled = 0
+    for index, span in enumerate(datum.model_input_spans):
+        kind = span.WhichOneof("span")
+        tokens = span.sampled_tokens if kind == "sampled_tokens" else span.prompt_tokens
+        if kind is None or tokens.length < 0:
+            raise invalid_field(f"{path}.model_input_spans[{index}]", "names no tokens")
+        covered += tokens.length
+        sampled += tokens.length if kind == "sampled_tokens" else 0
+    if covered != length:
+        raise invalid_field(f"{path}.model_input_spans", f"cover {covered} tokens of a datum of {length}")
+    return sampled
 
 
 def _tensor(path: str, tensor: pb.Tensor) -> ops.Tensor:

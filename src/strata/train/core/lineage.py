@@ -1,0 +1,84 @@
+"""Where the weights of a model come from: the checkpoint that they began with, and what was trained since.
+
+Counted from the results that the journal has anyway. A pass counts with the optimizer step that used its gradients:
+what no step used is not in the weights.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from strata.train.core import ops
+
+if TYPE_CHECKING:
+    from strata.train.core.state import TrainState
+
+IMPORTED_FROM: Final = "imported"
+"""The parent of weights that were trained elsewhere."""
+
+
+class TrainedCount(msgspec.Struct, frozen=True, array_like=True):
+    steps: int = 0
+    passes: int = 0
+    """Backward passes, of which a client may send several for one step."""
+    datums: int = 0
+    tokens: int = 0
+    sampled_tokens: int = 0
+    """Of these, that the client declared to be sampled (`Datum.with_provenance`)."""
+
+    def plus(self, other: TrainedCount) -> TrainedCount:
+        return TrainedCount(
+            self.steps + other.steps,
+            self.passes + other.passes,
+            self.datums + other.datums,
+            self.tokens + other.tokens,
+            self.sampled_tokens + other.sampled_tokens,
+        )
+
+
+class Lineage(msgspec.Struct, frozen=True, array_like=True):
+    parent: str = ""
+    """The path of the checkpoint that was loaded; empty if training began with the base model."""
+    trained: TrainedCount = TrainedCount()
+    """Since the parent."""
+    before: TrainedCount = TrainedCount()
+    """Of the parent with all before it, as far as this server trained them."""
+    pending: TrainedCount = TrainedCount()
+    """Passes whose gradients no step has used yet."""
+
+
+def record(state: TrainState, operation: ops.Operation | None, result: ops.Result, folder: str) -> None:
+    """`folder` is that of the checkpoint which the operation loaded."""
+    match operation, result:
+        case ops.ForwardBackward(forward_only=False), ops.PassDone():
+            count = TrainedCount(0, 1, len(operation.lengths), sum(operation.lengths), operation.sampled_tokens)
+            _change(state, operation.model_id, pending=_of(state, operation.model_id).pending.plus(count))
+        case ops.OptimStep(), ops.StepDone():
+            lineage = _of(state, operation.model_id)
+            stepped = lineage.trained.plus(lineage.pending).plus(TrainedCount(steps=1))
+            _change(state, operation.model_id, trained=stepped, pending=TrainedCount())
+        case ops.AbortGradients(), ops.GradientsAborted():
+            _change(state, operation.model_id, pending=TrainedCount())
+        case ops.LoadWeights(), ops.WeightsLoaded():
+            state.models[operation.model_id].lineage = _loaded(state, operation, folder)
+        case _:
+            pass
+
+
+def _of(state: TrainState, model_id: str) -> Lineage:
+    return state.models[model_id].lineage
+
+
+def _change(state: TrainState, model_id: str, **changes: TrainedCount) -> None:
+    state.models[model_id].lineage = msgspec.structs.replace(_of(state, model_id), **changes)
+
+
+def _loaded(state: TrainState, operation: ops.LoadWeights, folder: str) -> Lineage:
+    path = f"tinker://{operation.run_id}/{operation.kind}/{operation.name}"
+    parent = state.checkpoints.get((operation.run_id, operation.kind, operation.name))
+    if parent is None or parent.path != folder:
+        # Another one was saved under this name meanwhile.
+        return Lineage(path)
+    return Lineage(path, before=parent.lineage.before.plus(parent.lineage.trained))
