@@ -77,14 +77,11 @@ CASES: Final = (
     _case("dense full tensor 2", DENSE, MeshShape(tensor=2), training="full"),
     _case("experts LoRA expert 2", EXPERTS, MeshShape(shard=2, expert=2), lora_rank=8),
     _case("experts full expert 2", EXPERTS, MeshShape(shard=2, expert=2), training="full"),
-<<<<<<< HEAD
     _case("dense LoRA context 2", DENSE, MeshShape(context=2), lora_rank=32),
     _case("dense full context 2", DENSE, MeshShape(context=2), training="full"),
-=======
     _case("dense LoRA nf4 1x1", DENSE, MeshShape(), lora_rank=32, quantise="nf4"),
     _case("dense LoRA nf4 1x2", DENSE, SHARED, lora_rank=32, quantise="nf4"),
     _case("dense LoRA int8 1x2", DENSE, SHARED, lora_rank=32, quantise="int8"),
->>>>>>> 72c6ddc (Train LoRA on bases that bitsandbytes quantises to NF4 or int8)
 )
 SHORT: Final = ("dense full 1x2", "experts LoRA 1x2")
 

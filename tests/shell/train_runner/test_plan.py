@@ -259,11 +259,7 @@ def test_training_takes_what_was_planned() -> None:
         timeout=1750,
     )
     ratios = {line["case"]: line["ratio"] for line in map(json.loads, bench.stdout.splitlines())}
-<<<<<<< HEAD
-    assert len(ratios) == 10
-=======
-    assert len(ratios) == 11
->>>>>>> 72c6ddc (Train LoRA on bases that bitsandbytes quantises to NF4 or int8)
+    assert len(ratios) == 13
     outside = {case: ratio for case, ratio in ratios.items() if not UNDER <= ratio <= OVER}
     assert not outside
 

@@ -159,12 +159,8 @@ class DevicePlan(msgspec.Struct, frozen=True):
 
 
 def plan_device(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> DevicePlan:
-<<<<<<< HEAD
-    weights = _share(cost.rank_parameters, 1 if is_replicated(cost, recipe, mesh) else mesh.shards)
-=======
-    shards = 1 if is_replicated(cost, recipe, mesh) else mesh.shard
+    shards = 1 if is_replicated(cost, recipe, mesh) else mesh.shards
     weights = _share(cost.rank_parameters, shards)
->>>>>>> 72c6ddc (Train LoRA on bases that bitsandbytes quantises to NF4 or int8)
     trained = weights if recipe.full else recipe.slots * cost.adapter_parameters
     weights_bytes = weights * (4 if recipe.full else recipe.item_bytes) - cost.saved_bytes // shards
     held = [MemoryPart("weights", weights_bytes, "counted")]

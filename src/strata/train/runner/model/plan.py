@@ -101,12 +101,8 @@ def trace_cost(model: str, recipe: MemoryRecipe, mesh: MeshShape = ONE_DEVICE) -
     configuration or cannot be on such groups, UNSUPPORTED if its family cannot be trained here, or cannot be traced
     without content."""
     skeleton = build_skeleton(model, DTYPES[recipe.dtype])
-<<<<<<< HEAD
     parallel = ParallelSettings(replicate=mesh.replicate, context=mesh.context, tensor=mesh.tensor, expert=mesh.expert)
-=======
-    parallel = ParallelSettings(replicate=mesh.replicate, tensor=mesh.tensor, expert=mesh.expert)
     check_quantise(recipe.quantise, recipe.training, parallel)
->>>>>>> 72c6ddc (Train LoRA on bases that bitsandbytes quantises to NF4 or int8)
     if problem := parallel.problem(mesh.devices) or parallel.model_problem(skeleton.config.to_dict()):
         raise StrataError(Code.INVALID, problem)
     with unsupported_errors(str(skeleton.config.model_type)):
@@ -127,12 +123,8 @@ def trace_cost(model: str, recipe: MemoryRecipe, mesh: MeshShape = ONE_DEVICE) -
             beginning, end = traced.beginning - in_place.memory.beginning, traced.end - in_place.memory.end
             return PassMemory(max(beginning, 0), max(end, 0))
 
-<<<<<<< HEAD
-=======
         parameters = sum(parameter.numel() for parameter in skeleton.parameters())
         saved, block_saved = _saved_by_quantising(skeleton, recipe)
-        over: Literal["tensor", "expert"] = "tensor" if mesh.tensor > 1 else "expert"
->>>>>>> 72c6ddc (Train LoRA on bases that bitsandbytes quantises to NF4 or int8)
         return ModelCost(
             parameters=parameters,
             rank_parameters=sum(sizes.values()),
