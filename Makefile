@@ -33,7 +33,7 @@ BITSANDBYTES := 0.50.2
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check lint rules test e2e nightly release bench soak docs services constraints proto contract diagrams families format clean installed
+.PHONY: help setup check lint rules test tsan e2e nightly release bench soak docs services constraints proto contract diagrams families format clean installed
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,6 +65,9 @@ rules: installed ## the tests of the rules that the tree itself has to keep
 test: installed ## the tests; SUITE=tests/core for one suite, SLOW=1 for all of it, ARGS= for pytest
 	$(PYTEST) -n $(WORKERS) --dist loadfile --durations=10 $(FAST) $(or $(SUITE),tests --ignore=tests/rules --ignore=tests/e2e --ignore=tests/engines) $(ARGS)
 
+tsan: installed ## the conformance suite with the worker in C++ under ThreadSanitizer
+	STRATA_TEST_CPP_PRESET=tsan $(PYTEST) tests/conformance/coordinator -k cpp $(ARGS)
+
 e2e: installed ## the end-to-end tests: real processes and real servers
 	$(PYTEST) --durations=10 tests/e2e $(ARGS)
 
@@ -72,6 +75,7 @@ e2e: installed ## the end-to-end tests: real processes and real servers
 nightly: installed ## inference engines (vLLM), long kill campaigns, an agent on arm64 under qemu; as root, hours on two cores
 	$(PYTEST) --durations=10 tests/engines $(ARGS)
 	$(PYTEST) --durations=10 -m nightly tests/e2e tests/shell $(ARGS)
+	$(MAKE) --no-print-directory tsan
 	$(BIN)/python -m soak train-kill --kills 40
 	$(BIN)/python -m soak coordinator-kill --kills 40
 	$(BIN)/python -m soak fleet-hub-kill --kills 40

@@ -10,11 +10,11 @@
 #include <optional>
 #include <string>
 
-#include "files.h"
+#include "strata/files.h"
 #include "leases.h"
 #include "link.h"
-#include "permutation.h"
-#include "strata_worker.h"
+#include "strata/permutation.h"
+#include "strata/worker.h"
 
 namespace strata {
 namespace {

@@ -1,4 +1,4 @@
-#include "errors.h"
+#include "strata/errors.h"
 
 #include <array>
 

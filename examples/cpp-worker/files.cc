@@ -1,4 +1,4 @@
-#include "files.h"
+#include "strata/files.h"
 
 #include <openssl/evp.h>
 

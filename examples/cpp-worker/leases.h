@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "errors.h"
+#include "strata/errors.h"
 #include "strata/v1/coordinator.pb.h"
 
 namespace strata {

@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "settings.h"
+#include "strata/settings.h"
 #include "strata/v1/coordinator.grpc.pb.h"
 
 namespace strata {

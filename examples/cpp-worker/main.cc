@@ -17,8 +17,8 @@
 #include <vector>
 
 #include "driver.h"
-#include "files.h"
-#include "strata_worker.h"
+#include "strata/files.h"
+#include "strata/worker.h"
 
 namespace {
 

@@ -1,9 +1,9 @@
-#include "permutation.h"
+#include "strata/permutation.h"
 
 #include <algorithm>
 #include <utility>
 
-#include "errors.h"
+#include "strata/errors.h"
 
 namespace strata {
 namespace {

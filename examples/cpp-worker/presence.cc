@@ -50,6 +50,8 @@ v1::HeartbeatRequest Session::heartbeat() {
   for (const std::uint64_t command_id : to_ack_) request.add_acked_command_ids(command_id);
   request.set_explicit_acks(true);
   if (checkpoint_step_) request.set_checkpoint_step(*checkpoint_step_);
+  request.set_checkpoint_asked_step(asked_step_.value_or(0));
+  request.set_checkpoint_stride(asked_stride_);
   return request;
 }
 
@@ -157,6 +159,11 @@ bool Session::agree_on_checkpoint() {
   const auto until = std::chrono::steady_clock::now() + settings_.patience;
   const bool is_writing = leases.has_capture();
   std::unique_lock lock(mutex_);
+  if (step_ && step_ != asked_step_) {
+    // After a recovery the steps begin at an earlier one, at the same distance.
+    if (asked_step_ && *asked_step_ < *step_) asked_stride_ = *step_ - *asked_step_;
+    asked_step_ = step_;
+  }
   if (!checkpoint_step_) {
     checkpoint_step_ = 0;
     background_.wake();

@@ -1,5 +1,5 @@
 // The session of a worker with the coordinator: registration, heartbeats, presence, commands, and calls under the right identity.
-// Decides whether a refusal can be overcome or is for the loop that trains; data and checkpoints are in strata_worker.
+// Decides whether a refusal can be overcome or is for the loop that trains; data and checkpoints are in worker.
 #pragma once
 
 #include <condition_variable>
@@ -15,7 +15,7 @@
 
 #include "leases.h"
 #include "link.h"
-#include "strata_worker.h"
+#include "strata/worker.h"
 #include "telemetry.h"
 
 namespace strata {
@@ -133,6 +133,9 @@ class Session {
   // The step that this worker goes past only when the ranks agree on it, or whose checkpoint it writes; 0: none. Nothing: the
   // program does not agree on steps.
   std::optional<std::uint64_t> checkpoint_step_;
+  // The last step after which the program asked whether a checkpoint is due, and its distance from the one before; 0: there was none.
+  std::optional<std::uint64_t> asked_step_;
+  std::uint64_t asked_stride_ = 0;
   std::pair<std::uint64_t, std::uint64_t> agreed_{0, 0};  // the generation and the step that its ranks agreed on
   std::condition_variable agreement_changed_;
   bool stopping_ = false;

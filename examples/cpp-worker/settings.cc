@@ -1,4 +1,4 @@
-#include "settings.h"
+#include "strata/settings.h"
 
 #include <unistd.h>
 

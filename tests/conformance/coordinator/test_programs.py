@@ -27,6 +27,7 @@ async def run(found: Site, name: str, command: Sequence[str]) -> str:
     """What a program says, once it has ended well."""
     environ = {
         "PATH": os.defpath,
+        **drivers.SANITIZER,
         "STRATA_WORKER_ADDRESS": found.coordinator.address,
         "STRATA_WORKER_ID": name,
         "STRATA_WORKER_PATIENCE_S": "20",
@@ -76,7 +77,7 @@ async def test_the_program_in_cpp_counts_a_field_of_json_lines(tmp_path: Path, c
 async def test_without_a_compiler_the_packages_to_install_are_named(tmp_path: Path) -> None:
     with pytest.raises(drivers.NotBuiltError) as caught:
         drivers.build_cpp(search=str(tmp_path))
-    assert "no g++, make, pkg-config, protoc, grpc_cpp_plugin here" in str(caught.value)
+    assert "no g++, cmake, make, pkg-config, protoc, grpc_cpp_plugin here" in str(caught.value)
     assert f"apt-get install -y --no-install-recommends {drivers.PACKAGES}" in str(caught.value)
 
 

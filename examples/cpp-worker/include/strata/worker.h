@@ -20,8 +20,8 @@
 #include <string>
 #include <vector>
 
-#include "errors.h"
-#include "settings.h"
+#include "strata/errors.h"
+#include "strata/settings.h"
 
 namespace strata {
 

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "errors.h"
+#include "strata/errors.h"
 
 namespace strata {
 

@@ -1,4 +1,4 @@
-#include "strata_worker.h"
+#include "strata/worker.h"
 
 #include <algorithm>
 #include <exception>
@@ -6,7 +6,7 @@
 #include <thread>
 #include <utility>
 
-#include "files.h"
+#include "strata/files.h"
 #include "leases.h"
 #include "session.h"
 

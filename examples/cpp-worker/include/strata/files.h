@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "strata_worker.h"
+#include "strata/worker.h"
 
 namespace strata {
 
