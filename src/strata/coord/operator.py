@@ -317,6 +317,7 @@ _EMPTY: Final[Mapping[str, Any]] = {
     "checkpoints": (),
     "incidents": (),
     "commands": (),
+    "refused_commands": (),
     "training_parameters": {},
 }
 

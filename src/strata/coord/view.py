@@ -152,6 +152,11 @@ class CommandStateView(msgspec.Struct, frozen=True, kw_only=True):
     """0: before this coordinator took over."""
 
 
+class RefusedCommandView(msgspec.Struct, frozen=True, kw_only=True):
+    command_id: int
+    reason: str
+
+
 class JobView(msgspec.Struct, frozen=True, kw_only=True):
     job_id: str
     generation: int
@@ -169,6 +174,11 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     status: str | None
     """CREATED, RUNNING, STOPPED or FINISHED."""
     run: int
+    refused_commands: tuple[RefusedCommandView, ...] = ()
+
+    def refusal(self, command_id: int) -> str | None:
+        """Why nothing comes of a command; None: something may."""
+        return next((each.reason for each in self.refused_commands if each.command_id == command_id), None)
 
     @property
     def members(self) -> tuple[WorkerView, ...]:

@@ -62,9 +62,9 @@ class Fleet:
         await asyncio.gather(*(driver.ask("follow") for driver in drivers))
         return drivers
 
-    async def until(self, wanted: Callable[[pb.JobState], bool]) -> pb.JobState:
+    async def until(self, wanted: Callable[[pb.JobState], bool], within_s: float = WATCH_S) -> pb.JobState:
         """The job as soon as it is as wanted."""
-        async with asyncio.timeout(WATCH_S):
+        async with asyncio.timeout(within_s):
             while True:
                 try:
                     async for news in self.stub.WatchJob(pb.WatchJobRequest(job_id=self.job, min_interval_ms=20)):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from strata.coord.pb import coordinator_pb2 as pb
 from tests.conformance.coordinator.drivers import Answer, Driver
 from tests.conformance.coordinator.fleet import MARKS, Fleet
@@ -22,10 +24,10 @@ async def not_in_step(fleet: Fleet, pair: tuple[str, str]) -> list[Driver]:
     return workers
 
 
-async def go_on(worker: Driver, step: int) -> int:
+async def go_on(worker: Driver, step: int, stride: int = 1) -> int:
     """To the step of which a checkpoint is due."""
     while True:
-        step += 1
+        step += stride
         await worker.ask("step", number=step)
         if (await worker.ask("checkpoint_due"))["due"]:
             return step
@@ -53,6 +55,43 @@ async def test_ranks_that_are_not_in_step_write_one_checkpoint_of_one_step(fleet
     assert (committed.manifest.step, committed.command_id) == (first, issued.command_id)
     await workers[0].ask("step", number=first + 1)
     assert not (await workers[0].ask("checkpoint_due"))["due"]
+
+
+async def test_ranks_that_report_every_seventh_step_write_a_checkpoint_of_such_a_step(
+    fleet: Fleet, pair: tuple[str, str]
+) -> None:
+    workers = await fleet.join_all(*pair)
+    for worker in workers:
+        for step in (7, 14):
+            await worker.ask("step", number=step)
+            assert not (await worker.ask("checkpoint_due"))["due"]
+    await fleet.until(lambda job: [each.step for each in job.workers] == [14, 14])
+    await fleet.tell(pb.COMMAND_KIND_CHECKPOINT_NOW)
+    first, second = await asyncio.gather(*(go_on(worker, 14, 7) for worker in workers))
+    assert first == second
+    assert first % 7 == 0
+    assert all(each["committed"] for each in await written(fleet, workers, first))
+
+
+@pytest.mark.slow
+async def test_ranks_that_share_no_step_are_refused_and_wait_for_nobody(fleet: Fleet, pair: tuple[str, str]) -> None:
+    workers = await fleet.join_all(*pair)
+    for number, worker in enumerate(workers):
+        for step in (number, number + 2):
+            await worker.ask("step", number=step)
+            await worker.ask("checkpoint_due")
+    await fleet.until(lambda job: sorted(each.step for each in job.workers) == [2, 3])
+    request = pb.IssueCommandRequest(job_id=fleet.job, kind=pb.COMMAND_KIND_CHECKPOINT_NOW)
+    issued = await fleet.stub.IssueCommand(request)
+    job = await fleet.until(lambda job: len(job.refused_commands) == 1, within_s=60)
+    (refused,) = job.refused_commands
+    assert refused.command_id == issued.command_id
+    assert "asks for checkpoints after every 2 steps" in refused.reason
+    assert "w0" in refused.reason
+    assert "w1" in refused.reason
+    for worker, step in zip(workers, (4, 5), strict=True):
+        await worker.ask("step", number=step)
+        assert not (await worker.ask("checkpoint_due"))["due"]
 
 
 async def test_a_drained_rank_leaves_with_a_checkpoint_and_the_other_goes_on(

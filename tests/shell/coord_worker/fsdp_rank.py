@@ -47,8 +47,8 @@ def whole(model: nn.Linear) -> Tensor:
     return weight.full_tensor().detach()
 
 
-def train(worker: strata.Worker, folder: Path, start: strata.Manifest | None, more: int) -> None:
-    """Until it is drained or members change; after a recovery so many steps more."""
+def train(worker: strata.Worker, folder: Path, start: strata.Manifest | None, more: int, every: int) -> None:
+    """Until it is drained or members change; after a recovery so many steps more. Reports every n-th step."""
     store = folder / f"store-{worker.generation}"
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=worker.rank, world_size=worker.world_size, timeout=SILENCE
@@ -64,8 +64,10 @@ def train(worker: strata.Worker, folder: Path, start: strata.Manifest | None, mo
         while step != until and not worker.should_stop:
             step += 1
             learn(model, optimizer, step)
-            worker.step(step)
             print(json.dumps({"step": step, "world_size": dist.get_world_size()}), flush=True)
+            if step % every:
+                continue
+            worker.step(step)
             if worker.checkpoint_due():
                 part = folder / f"{worker.generation}-{step}-{worker.rank}.safetensors"
                 save_file({"weight": whole(model)}, part)
@@ -77,10 +79,10 @@ def train(worker: strata.Worker, folder: Path, start: strata.Manifest | None, mo
 
 
 def main() -> None:
-    folder, members, more = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    folder, members, more, every = Path(sys.argv[1]), *map(int, sys.argv[2:])
     torch.set_num_threads(1)
     with strata.join(wait_for=members, patience_s=120) as worker:
-        worker.run(lambda start: train(worker, folder, start, more))
+        worker.run(lambda start: train(worker, folder, start, more, every))
 
 
 if __name__ == "__main__":

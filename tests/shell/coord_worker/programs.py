@@ -173,19 +173,28 @@ def train(given: dict[str, Any]) -> None:
 
 
 def pace(given: dict[str, Any]) -> None:
-    """Steps at its own pace until it is told to stop; a checkpoint whenever an operator wants one."""
+    """Steps at its own pace until it is told to stop; a checkpoint whenever an operator wants one.
+
+    It reports every `report_every`-th step, and asks after those of every `ask_every`-th, counted from `ask_from`.
+    """
+    report_every, ask_every, ask_from = (
+        given.get("report_every", 1),
+        given.get("ask_every", 1),
+        given.get("ask_from", 0),
+    )
     with strata.join(**given["join"]) as worker:
         step = 0
         while not worker.should_stop:
             time.sleep(given["step_s"])
             step += 1
-            worker.step(step)
-            if worker.checkpoint_due():
+            if step % report_every == 0:
+                worker.step(step)
+            if (step - ask_from) % ask_every == 0 and worker.checkpoint_due():
                 part = Path(given["out"], f"{worker.worker_id}-{step}")
                 part.write_text(str(step), encoding="utf-8")
                 worker.checkpoint(step, part, commit_within_s=60)
                 say("saved", step=step)
-            if step == 5:
+            if step == 5 * max(report_every, ask_every):
                 say("stepping")
 
 

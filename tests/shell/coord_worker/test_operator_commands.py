@@ -6,12 +6,13 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from strata.coord.core.facts import CheckpointCommitted, WorkerLost
-from tests.shell.coord_worker.running import Site, site
+from tests.shell.coord_worker.running import Program, Site, site
 
 FSDP_RANK = Path(__file__).with_name("fsdp_rank.py")
 MORE_STEPS = 50
@@ -52,15 +53,60 @@ async def test_a_checkpoint_of_workers_that_are_not_in_step_is_one_of_one_step(t
         assert row["ranks"] == 2
 
 
+async def pacing(found: Site, folder: Path, **given: Mapping[str, int]) -> list[Program]:
+    """Workers that step; by name, how each reports and asks."""
+    workers = [
+        await found.start("pace", name, join={"patience_s": 90}, step_s=0.005, out=str(folder), **habits)
+        for name, habits in given.items()
+    ]
+    for worker in workers:
+        await worker.event("stepping", within_s=90)
+    return workers
+
+
 @pytest.mark.timeout(400)
-async def test_a_drained_fsdp_rank_leaves_and_the_others_lose_no_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("habits", [{"report_every": 10, "ask_every": 10}, {"ask_every": 10}], ids=["reports", "asks"])
+async def test_programs_that_report_or_ask_after_every_tenth_step_write_a_checkpoint(
+    tmp_path: Path, habits: Mapping[str, int]
+) -> None:
+    async with site(tmp_path, min_workers="2", heartbeat_interval_s="1") as found:
+        workers = await pacing(found, tmp_path, a=habits, b=habits)
+        status, (row,) = await gang(found, "checkpoint", "default", "--wait", "60")
+        assert (status, int(str(row["step"])) % 10, row["ranks"]) == (0, 0, 2)
+        status, _ = await gang(found, "drain", "default", "a", "--wait", "60")
+        assert status == 0
+        assert await workers[0].end(within_s=60) == 0
+        saved = [[event["step"] for event in worker.all("saved")] for worker in workers]
+        assert saved[0][0] == row["step"]
+        assert all(step % 10 == 0 for steps in saved for step in steps)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_ranks_that_share_no_step_are_refused_by_name_and_go_on(tmp_path: Path) -> None:
+    async with site(tmp_path, min_workers="2", heartbeat_interval_s="1") as found:
+        odd, even = {"ask_every": 2, "ask_from": 1}, {"ask_every": 2}
+        workers = await pacing(found, tmp_path, odd=odd, even=even)
+        status, rows = await gang(found, "checkpoint", "default", "--wait", "90")
+        assert (status, rows) == (100, [])
+        assert (await gang(found, "drain", "default", "odd", "--wait", "90"))[0] == 100
+        status, rows = await gang(found, "events", "default", "--kind", "command_refused")
+        assert [str(row["message"]).count("after every 2 steps") for row in rows] == [1, 1]
+        status, _ = await gang(found, "stop", "default", "--all", "--wait", "60")
+        assert status == 0
+        assert await asyncio.gather(*(worker.end(within_s=60) for worker in workers)) == [0, 0]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("every", [1, pytest.param(3, marks=pytest.mark.slow)])
+async def test_a_drained_fsdp_rank_leaves_and_the_others_lose_no_step(tmp_path: Path, every: int) -> None:
     import torch
     from safetensors.torch import load_file
 
     from tests.shell.coord_worker.fsdp_rank import learn, new_model
 
     async with site(tmp_path, min_workers="2", heartbeat_interval_s="1") as found:
-        ranks = {name: await fsdp_rank(found, name, tmp_path) for name in ("a", "b", "c")}
+        ranks = {name: await fsdp_rank(found, name, tmp_path, every) for name in ("a", "b", "c")}
         try:
             for process in ranks.values():
                 await step_of(process, 10)
@@ -76,6 +122,7 @@ async def test_a_drained_fsdp_rank_leaves_and_the_others_lose_no_step(tmp_path: 
         assert [fact.cause for fact in facts if isinstance(fact, WorkerLost)] == ["left"] * 3
         (drained,) = [fact.step for fact in facts if isinstance(fact, CheckpointCommitted)]
         assert drained > 10
+        assert drained % every == 0
     # torch alone, in one process: a step that was lost or repeated would show.
     model = new_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -87,9 +134,9 @@ async def test_a_drained_fsdp_rank_leaves_and_the_others_lose_no_step(tmp_path: 
         torch.testing.assert_close(found_weight, model.weight.detach(), rtol=1e-4, atol=1e-5)
 
 
-async def fsdp_rank(found: Site, name: str, folder: Path) -> asyncio.subprocess.Process:
+async def fsdp_rank(found: Site, name: str, folder: Path, every: int) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, str(FSDP_RANK), str(folder), "3", str(MORE_STEPS)),
+        *(sys.executable, str(FSDP_RANK), str(folder), "3", str(MORE_STEPS), str(every)),
         env={
             "PATH": os.defpath,
             "STRATA_WORKER_ADDRESS": found.coordinator.address,

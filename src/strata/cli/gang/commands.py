@@ -22,7 +22,7 @@ from strata.cli.watch import check_watched, watch_flag, watch_option
 
 if TYPE_CHECKING:
     from strata.coord.operator import CommandReceipt, JobSettings, Operator, OperatorSettings
-    from strata.coord.view import JobSummaryView, WorkerView
+    from strata.coord.view import JobSummaryView, JobView, WorkerView
 
 T = TypeVar("T")
 _Function = TypeVar("_Function", bound=Callable[..., object])
@@ -427,8 +427,10 @@ async def _committed(operator: Operator, issued: CommandReceipt, wait_s: float, 
     try:
         async with asyncio.timeout(wait_s), aclosing(operator.watch(_ALL)) as states:
             async for state in states:
-                known = state.checkpoints if isinstance(state, JobView) else ()
-                found = next((each for each in known if each.command_id == issued.command_id), None)
+                if not isinstance(state, JobView):
+                    continue
+                _check_refusal(state, issued)
+                found = next((each for each in state.checkpoints if each.command_id == issued.command_id), None)
                 if found is not None:
                     break
     except TimeoutError:
@@ -477,11 +479,22 @@ _OPEN: Final = frozenset({"waiting", "leaving"})
 """Answers that others follow."""
 
 
+def _check_refusal(state: JobView, issued: CommandReceipt) -> None:
+    reason = state.refusal(issued.command_id)
+    if reason is not None:
+        raise StrataError(
+            Code.PRECONDITION,
+            f"command {issued.command_id} was refused: {reason}",
+            hint="let the programs of all ranks call checkpoint_due after the same steps",
+        )
+
+
 def _answers(state: object, issued: CommandReceipt, *, until_gone: bool) -> dict[str, str]:
     from strata.coord.view import JobView
 
     if not isinstance(state, JobView):
         return {}
+    _check_refusal(state, issued)
     waiting = {
         worker for each in state.commands if each.command.command_id == issued.command_id for worker in each.waiting_for
     }

@@ -12,6 +12,7 @@ from strata.coord.core.facts import (
     CheckpointAgreed,
     CheckpointCommitted,
     CheckpointPart,
+    CheckpointRefused,
     CheckpointReported,
     CheckpointRequested,
     CheckpointStepNamed,
@@ -46,6 +47,7 @@ from strata.coord.core.state import (
     EVICTED_KEPT,
     FENCED_KEPT,
     PARTED_KEPT,
+    REFUSED_KEPT,
     REQUESTED_KEPT,
     REQUESTS_KEPT,
     TOMBSTONES_KEPT,
@@ -119,7 +121,7 @@ def _apply_to_job(job: JobState, fact: Fact) -> None:  # noqa: C901, PLR0912, PL
             _report(job, fact)
         case CheckpointCommitted():
             _commit(job, fact)
-        case CheckpointRequested() | CheckpointStepNamed() | CheckpointAgreed() | DrainBegun():
+        case CheckpointRequested() | CheckpointStepNamed() | CheckpointAgreed() | CheckpointRefused() | DrainBegun():
             _follow_request(job, fact)
         case Recovered():
             _recover(job, fact)
@@ -222,7 +224,7 @@ def _issue_command(job: JobState, fact: CommandIssued) -> None:
 
 
 def _follow_request(
-    job: JobState, fact: CheckpointRequested | CheckpointStepNamed | CheckpointAgreed | DrainBegun
+    job: JobState, fact: CheckpointRequested | CheckpointStepNamed | CheckpointAgreed | CheckpointRefused | DrainBegun
 ) -> None:
     """What becomes of a checkpoint that an operator requested."""
     match fact:
@@ -231,6 +233,8 @@ def _follow_request(
             if request is None or request.command_id != fact.command_id:
                 request = CheckpointRequest(fact.command_id, fact.reason, proposal=fact.command_id)
             request.drain |= dict.fromkeys(fact.drain)
+            if fact.drain_command and fact.drain_command not in request.drain_commands:
+                request.drain_commands.append(fact.drain_command)
             job.checkpoint_request = request
         case CheckpointStepNamed():
             assert job.checkpoint_request is not None
@@ -238,6 +242,13 @@ def _follow_request(
         case CheckpointAgreed():
             assert job.checkpoint_request is not None
             job.checkpoint_request.agreed = True
+        case CheckpointRefused():
+            assert job.checkpoint_request is not None
+            for command_id in (job.checkpoint_request.proposal, *fact.command_ids):
+                job.commands.pop(command_id, None)
+            job.checkpoint_request = None
+            job.refused |= dict.fromkeys(fact.command_ids, fact.reason)
+            _drop_oldest(job.refused, REFUSED_KEPT)
         case DrainBegun():
             job.settled = False
             job.draining |= dict.fromkeys(fact.workers)
@@ -249,7 +260,9 @@ def _name_step(job: JobState, request: CheckpointRequest, fact: CheckpointStepNa
     if request.proposal != fact.command_id:
         # The step that it named is of no interest any more.
         job.commands.pop(request.proposal, None)
-    request.attempts = request.attempts + 1 if request.generation == fact.generation else 1
+    is_same = request.generation == fact.generation
+    request.attempts = request.attempts + 1 if is_same else 1
+    request.missed = request.missed + request.agreed if is_same else 0
     request.proposal, request.generation, request.step = fact.command_id, fact.generation, fact.step
     request.agreed = False
 

@@ -360,10 +360,15 @@ class CheckpointRequested(msgspec.Struct, frozen=True, tag=True):
     reason: str = ""
     drain: tuple[str, ...] = ()
     """Workers that leave as soon as it is committed."""
+    drain_command: int = 0
+    """The command that drains them; 0: none."""
 
 
 class CheckpointStepNamed(msgspec.Struct, frozen=True, tag=True):
-    """The requested checkpoint shall be of this step, if all ranks agree; the command that carries it to them."""
+    """The requested checkpoint shall be of this step, if all ranks agree; the command that carries it to them.
+
+    Step 0: of none yet, so that no rank waits for the others at the one that was named before.
+    """
 
     job: str
     command_id: int
@@ -377,6 +382,15 @@ class CheckpointAgreed(msgspec.Struct, frozen=True, tag=True):
     job: str
     generation: int
     step: int
+
+
+class CheckpointRefused(msgspec.Struct, frozen=True, tag=True):
+    """The ranks share no step, or go past those that they agree on: nothing comes of the request and of its drains."""
+
+    job: str
+    command_ids: tuple[int, ...]
+    reason: str
+    at_ms: int = 0
 
 
 class DrainBegun(msgspec.Struct, frozen=True, tag=True):
@@ -447,6 +461,7 @@ Fact = (
     | CheckpointRequested
     | CheckpointStepNamed
     | CheckpointAgreed
+    | CheckpointRefused
     | DrainBegun
     | Recovered
     | WorkerRecovered
@@ -467,6 +482,7 @@ TimedFact = (
     | BarrierDecided
     | CheckpointReported
     | CheckpointCommitted
+    | CheckpointRefused
     | Recovered
     | WorkerRecovered
     | CommandIssued

@@ -17,6 +17,7 @@ from strata.coord.core.facts import (
     BarrierDecided,
     BarrierVerdict,
     CheckpointCommitted,
+    CheckpointRefused,
     CommandIssued,
     EscalationLevel,
     Fact,
@@ -78,6 +79,7 @@ class HistoryKind(StrEnum):
     CHECKPOINT_BAD = "checkpoint_bad"
     RECOVERY = "recovery"
     COMMAND_ISSUED = "command_issued"
+    COMMAND_REFUSED = "command_refused"
     FAILOVER = "failover"
     JOB_FINISHED = "job_finished"
     JOB_RESET = "job_reset"
@@ -295,6 +297,9 @@ def _events(job: JobState, fact: TimedFact) -> list[_Described]:  # noqa: C901, 
         case CommandIssued():
             reason = f": {fact.reason}" if fact.reason else ""
             return [(HistoryKind.COMMAND_ISSUED, f"command {fact.command_id} {fact.kind.name}{reason}", fact.workers)]
+        case CheckpointRefused():
+            commands = ", ".join(map(str, fact.command_ids))
+            return [(HistoryKind.COMMAND_REFUSED, f"command {commands} was refused: {fact.reason}", ())]
         case _:
             return []
 

@@ -188,6 +188,7 @@ def _observe_tick(state: CoordState, tick: Tick, now_s: float) -> None:
         liveness.grant_grace(job, soft, timeout_s, now_s)
         liveness.touch_open_calls(job, soft, now_s - timeout_s, now_s)
         straggler_policy.start_stop_timers(job, soft, now_s)
+        checkpoint_requests.observe_grids(job, soft, now_s)
         expired = liveness.expired(job, soft, timeout_s, now_s)
         for worker_id in expired.keys() - job.members.keys():
             _forget(soft, worker_id)
@@ -338,7 +339,7 @@ def _tick(state: CoordState, now_s: float) -> list[Fact]:
         else:
             escalated = straggler_policy.escalate(job, soft.stragglers.incidents)
             # Both number their commands from the last one of the state.
-            facts += escalated or checkpoint_requests.advance(job, soft)
+            facts += escalated or checkpoint_requests.advance(job, soft, now_s)
             facts += barriers.time_out(job, soft, now_s)
         if not evicted:
             facts += members.form_if_settled(job, soft, now_s)

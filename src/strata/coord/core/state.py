@@ -37,6 +37,7 @@ FENCED_KEPT: Final = 8
 PARTED_KEPT: Final = 256
 """Workers that left and whose acks are kept, in case the same incarnation comes back."""
 REQUESTS_KEPT: Final = 1_024
+REFUSED_KEPT: Final = 16
 REQUESTED_KEPT: Final = 100_000
 """Names of workers in all requests that are kept."""
 HEARTBEATS_PER_S: Final = 1_000.0
@@ -114,6 +115,9 @@ class CheckpointRequest(msgspec.Struct):
     attempts: int = 0
     agreed: bool = False
     """Every rank writes the checkpoint of this step."""
+    missed: int = 0
+    """How many agreed steps of this generation some rank went past."""
+    drain_commands: list[int] = []
 
 
 class PendingCommand(msgspec.Struct):
@@ -178,6 +182,8 @@ class JobState(msgspec.Struct):
     last_command: int = 0
     requests: dict[str, IssuedRequest] = {}
     """By the operators' own ids; oldest first."""
+    refused: dict[int, str] = {}
+    """By command, why nothing came of it; oldest first."""
     history: JobHistory = msgspec.field(default_factory=JobHistory)
     leader_epoch: int = 0
     """The last leader that the history has."""
@@ -218,6 +224,10 @@ class StepProgress(NamedTuple):
     """What it spent on each of its last steps itself, newest last; empty: it does not report that."""
     checkpoint_step: int | None = None
     """The step that it goes past only when all ranks have agreed on it; 0: none. None: its program does not agree."""
+    asked_step: int = 0
+    """The last step after which its program asked whether a checkpoint is due."""
+    asked_stride: int = 1
+    """The distance of that step from the one before."""
 
 
 @dataclass
@@ -274,6 +284,8 @@ class SoftState:
     read_until: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     """By worker, how far it last reported to have read in its leases."""
     stragglers: StragglerState = field(default_factory=StragglerState)
+    unmatched_s: float | None = None
+    """Since when the ranks share no step that a requested checkpoint could be of."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,9 @@ program agrees on steps (`checkpoint_step`, 0 at first). CHECKPOINT_NOW then nam
 acknowledges the command with `checkpoint_step` = that step, and does not go past it; one that has acknowledges without, and a
 command with a later step follows. When all ranks have said so, the answers of Heartbeat and Attach carry the step as
 `checkpoint_step`, together with the generation: all ranks write the checkpoint of it, and say `checkpoint_step` until it is reported.
-A worker that waits at a step goes on when a later step is named or its generation is over.
+A worker that waits at a step goes on when a later step is named, or step 0 (none), or its generation is over. A program that asks
+only after every n-th step says so (`checkpoint_asked_step`, `checkpoint_stride`): a step that all ranks ask after is named. If there
+is none, or the ranks keep going past agreed steps, the request is refused (`JobState.refused_commands`).
 
 IDENTITY. Every request has room for job_id, worker_id and incarnation. Where a field is empty the coordinator takes, in
 this order, the metadata key `strata-job` or `strata-worker` of the call, then what the bearer token says (metadata key
@@ -417,6 +419,8 @@ class _EventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventKind.V
     """All data is consumed."""
     EVENT_KIND_JOB_RESET: _EventKind.ValueType  # 18
     """An operator began the next run."""
+    EVENT_KIND_COMMAND_REFUSED: _EventKind.ValueType  # 19
+    """Nothing will come of a command."""
 
 class EventKind(_EventKind, metaclass=_EventKindEnumTypeWrapper):
     """What kind of event."""
@@ -459,6 +463,8 @@ EVENT_KIND_JOB_FINISHED: EventKind.ValueType  # 17
 """All data is consumed."""
 EVENT_KIND_JOB_RESET: EventKind.ValueType  # 18
 """An operator began the next run."""
+EVENT_KIND_COMMAND_REFUSED: EventKind.ValueType  # 19
+"""Nothing will come of a command."""
 Global___EventKind: _TypeAlias = EventKind  # noqa: Y015
 
 @_typing.final
@@ -853,6 +859,8 @@ class HeartbeatRequest(_message.Message):
     COMPUTE_TIMES_MS_FIELD_NUMBER: _builtins.int
     HANG_REPORT_FIELD_NUMBER: _builtins.int
     CHECKPOINT_STEP_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_ASKED_STEP_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_STRIDE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """As registered."""
     status: Global___WorkerStatus.ValueType
@@ -873,6 +881,10 @@ class HeartbeatRequest(_message.Message):
     """The step that the worker does not go past before the ranks have agreed on it, or whose checkpoint it is writing; 0: none.
     Absent from a worker whose program does not agree on the steps of checkpoints.
     """
+    checkpoint_asked_step: _builtins.int
+    """The last step after which the program asked whether a checkpoint is due. Only steps that all ranks ask after are named."""
+    checkpoint_stride: _builtins.int
+    """The distance of that step from the one that it asked after before; 0: it asked after one step only, which counts as 1."""
     @_builtins.property
     def resources(self) -> Global___ResourceUsage:
         """What the worker uses now."""
@@ -912,10 +924,12 @@ class HeartbeatRequest(_message.Message):
         compute_times_ms: _abc.Iterable[_builtins.float] | None = ...,
         hang_report: Global___HangReport | None = ...,
         checkpoint_step: _builtins.int | None = ...,
+        checkpoint_asked_step: _builtins.int = ...,
+        checkpoint_stride: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "_step", b"_step", "_step_time_ms", b"_step_time_ms", "checkpoint_step", b"checkpoint_step", "hang_report", b"hang_report", "resources", b"resources", "step", b"step", "step_time_ms", b"step_time_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "_step", b"_step", "_step_time_ms", b"_step_time_ms", "acked_command_ids", b"acked_command_ids", "checkpoint_step", b"checkpoint_step", "compute_times_ms", b"compute_times_ms", "explicit_acks", b"explicit_acks", "generation", b"generation", "hang_report", b"hang_report", "incarnation", b"incarnation", "job_id", b"job_id", "progress", b"progress", "resources", b"resources", "status", b"status", "step", b"step", "step_time_ms", b"step_time_ms", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "_step", b"_step", "_step_time_ms", b"_step_time_ms", "acked_command_ids", b"acked_command_ids", "checkpoint_asked_step", b"checkpoint_asked_step", "checkpoint_step", b"checkpoint_step", "checkpoint_stride", b"checkpoint_stride", "compute_times_ms", b"compute_times_ms", "explicit_acks", b"explicit_acks", "generation", b"generation", "hang_report", b"hang_report", "incarnation", b"incarnation", "job_id", b"job_id", "progress", b"progress", "resources", b"resources", "status", b"status", "step", b"step", "step_time_ms", b"step_time_ms", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__checkpoint_step: _TypeAlias = _typing.Literal["checkpoint_step"]  # noqa: Y015
     _WhichOneofArgType__checkpoint_step: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step"]  # noqa: Y015
@@ -2674,6 +2688,7 @@ class JobState(_message.Message):
     TRAINING_PARAMETERS_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
+    REFUSED_COMMANDS_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """Its id."""
     generation: _builtins.int
@@ -2716,6 +2731,10 @@ class JobState(_message.Message):
     def training_parameters(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """As in WorkerConfig."""
 
+    @_builtins.property
+    def refused_commands(self) -> _containers.RepeatedCompositeFieldContainer[Global___RefusedCommand]:
+        """The last commands that nothing will come of, and why; the latest first."""
+
     def __init__(
         self,
         *,
@@ -2733,14 +2752,41 @@ class JobState(_message.Message):
         training_parameters: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         status: Global___JobStatus.ValueType = ...,
         run: _builtins.int = ...,
+        refused_commands: _abc.Iterable[Global___RefusedCommand] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["barriers", b"barriers", "checkpoints", b"checkpoints", "commands", b"commands", "datasets", b"datasets", "generation", b"generation", "incidents", b"incidents", "job_id", b"job_id", "leader_epoch", b"leader_epoch", "observed_at_unix_ms", b"observed_at_unix_ms", "run", b"run", "status", b"status", "training_parameters", b"training_parameters", "workers", b"workers", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["barriers", b"barriers", "checkpoints", b"checkpoints", "commands", b"commands", "datasets", b"datasets", "generation", b"generation", "incidents", b"incidents", "job_id", b"job_id", "leader_epoch", b"leader_epoch", "observed_at_unix_ms", b"observed_at_unix_ms", "refused_commands", b"refused_commands", "run", b"run", "status", b"status", "training_parameters", b"training_parameters", "workers", b"workers", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JobState: _TypeAlias = JobState  # noqa: Y015
+
+@_typing.final
+class RefusedCommand(_message.Message):
+    """A command that the coordinator took and could not carry out."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMMAND_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    command_id: _builtins.int
+    """Its id."""
+    reason: _builtins.str
+    """Why, in a sentence."""
+    def __init__(
+        self,
+        *,
+        command_id: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command_id", b"command_id", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RefusedCommand: _TypeAlias = RefusedCommand  # noqa: Y015
 
 @_typing.final
 class WorkerState(_message.Message):

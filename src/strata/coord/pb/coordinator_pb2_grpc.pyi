@@ -32,7 +32,9 @@ program agrees on steps (`checkpoint_step`, 0 at first). CHECKPOINT_NOW then nam
 acknowledges the command with `checkpoint_step` = that step, and does not go past it; one that has acknowledges without, and a
 command with a later step follows. When all ranks have said so, the answers of Heartbeat and Attach carry the step as
 `checkpoint_step`, together with the generation: all ranks write the checkpoint of it, and say `checkpoint_step` until it is reported.
-A worker that waits at a step goes on when a later step is named or its generation is over.
+A worker that waits at a step goes on when a later step is named, or step 0 (none), or its generation is over. A program that asks
+only after every n-th step says so (`checkpoint_asked_step`, `checkpoint_stride`): a step that all ranks ask after is named. If there
+is none, or the ranks keep going past agreed steps, the request is refused (`JobState.refused_commands`).
 
 IDENTITY. Every request has room for job_id, worker_id and incarnation. Where a field is empty the coordinator takes, in
 this order, the metadata key `strata-job` or `strata-worker` of the call, then what the bearer token says (metadata key

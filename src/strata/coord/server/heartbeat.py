@@ -149,7 +149,16 @@ def _step_progress(message: pb.HeartbeatRequest, status: pb.WorkerStatus.ValueTy
     times_ms = message.compute_times_ms
     compute_s = tuple(ms / 1000 for ms in times_ms[-COMPUTE_TIMES:] if 0 < ms < inf) if times_ms else ()
     checkpoint_step = message.checkpoint_step if message.HasField("checkpoint_step") else None
-    return StepProgress(message.step, time_s, status in BUSY, message.generation, compute_s, checkpoint_step)
+    return StepProgress(
+        message.step,
+        time_s,
+        status in BUSY,
+        message.generation,
+        compute_s,
+        checkpoint_step,
+        message.checkpoint_asked_step,
+        max(1, message.checkpoint_stride),
+    )
 
 
 def _hang_report(

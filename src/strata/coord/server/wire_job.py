@@ -68,6 +68,10 @@ def job_header(
         training_parameters=job.config.parameters,
         status=STATUS_OF[job.status],
         run=job.run,
+        refused_commands=[
+            pb.RefusedCommand(command_id=command_id, reason=reason)
+            for command_id, reason in reversed(job.refused.items())
+        ],
     )
 
 

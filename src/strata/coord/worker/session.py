@@ -37,7 +37,7 @@ from strata.coord.worker.link import CoordinatorLink, Deadline, Reply, Request, 
 from strata.coord.worker.reasons import Reason, evicted, lease_lost, membership_changed, rank_differs, reason_of
 from strata.coord.worker.relay import RelayLink
 from strata.coord.worker.settings import WorkerSettings
-from strata.coord.worker.step_clock import FIRST_REPORT, StepTimes
+from strata.coord.worker.step_clock import FIRST_REPORT, AskedSteps, StepTimes
 from strata.coord.worker.telemetry import Telemetry
 
 ATTEMPT_S: Final = 10.0
@@ -85,9 +85,7 @@ class WorkerSession:
         self.worker_id = settings.worker_id
         self.job = settings.job
         self.incarnation = self.ids.new("incarnation")
-        self.generation = 0
-        self.rank = 0
-        self.world_size = 0
+        self.generation = self.rank = self.world_size = 0
         self.parameters: dict[str, str] = {}
         self.run_id = 0
         self.recover_first = False
@@ -102,6 +100,7 @@ class WorkerSession:
         self.checkpoint_step: int | None = None
         """The step that this worker goes past only when the ranks agree on it, or whose checkpoint it writes; 0: none.
         None: the program does not agree on steps."""
+        self._asked = AskedSteps()
         self._agreed: tuple[int, int] = (0, 0)
         """The generation and the step that its ranks agreed on."""
         self._agreement = asyncio.Event()
@@ -529,6 +528,8 @@ class WorkerSession:
             acked_command_ids=sorted(self.commands.to_ack),
             explicit_acks=True,
             checkpoint_step=self.checkpoint_step,
+            checkpoint_asked_step=self._asked.last or 0,
+            checkpoint_stride=self._asked.stride,
             hang_report=self._hang_report,
         )
 
@@ -599,6 +600,8 @@ class WorkerSession:
 
     async def agree_on_checkpoint(self) -> bool:
         """Whether all ranks write a checkpoint of the step that is finished; waits if that is not known yet."""
+        if self.step is not None:
+            self._asked.ask(self.step)
         if self.checkpoint_step is None:
             self.checkpoint_step = 0
             self._heartbeat_due.set()

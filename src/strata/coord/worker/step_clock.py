@@ -67,3 +67,18 @@ class StepClock:
         if step_s is None or not (self._has_met and self._met_before):
             return None
         return max(0.0, step_s - self._waited_s)
+
+
+@dataclass
+class AskedSteps:
+    """After which steps the program asks whether a checkpoint is due."""
+
+    last: int | None = None
+    stride: int = 0
+    """Its distance from the one before; 0: there was none."""
+
+    def ask(self, step: int) -> None:
+        # After a recovery the steps begin at an earlier one, at the same distance.
+        if self.last is not None and self.last < step:
+            self.stride = step - self.last
+        self.last = step
