@@ -6,7 +6,7 @@ import pytest
 
 from strata.train.core import ops
 from strata.train.core.inputs import ClientCommand
-from strata.train.core.lineage import IMPORTED_FROM, Lineage, TrainedCount
+from strata.train.core.lineage import IMPORTED_FROM, TrainedCount, WeightsLineage
 from strata.train.core.messages import ImportCheckpoint
 from tests.core.train.servers import LORA, TENANT, Server, forward_backward, step
 
@@ -27,7 +27,7 @@ def save(model: str, seq: int, name: str) -> tuple[ops.Operation, ops.Result]:
     return operation, ops.WeightsSaved(f"tinker://{model}/weights/{name}")
 
 
-def lineage(server: Server, model: str, name: str) -> Lineage:
+def lineage(server: Server, model: str, name: str) -> WeightsLineage:
     return server.state.checkpoints[model, "weights", name].lineage
 
 
@@ -77,4 +77,4 @@ def test_imported_weights_say_that_they_were_trained_elsewhere() -> None:
     server = Server()
     command = ImportCheckpoint("i", "theirs", "import-1", "tiny", LORA)
     server.ask(ClientCommand(TENANT, command, server.now_s))
-    assert lineage(server, "import-1", "theirs") == Lineage(IMPORTED_FROM)
+    assert lineage(server, "import-1", "theirs") == WeightsLineage(IMPORTED_FROM)

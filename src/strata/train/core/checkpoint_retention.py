@@ -23,7 +23,7 @@ from strata.train.core.facts import (
     Dispatched,
 )
 from strata.train.core.inputs import Decision, DeleteExpiredCheckpoints
-from strata.train.core.lineage import IMPORTED_FROM, Lineage
+from strata.train.core.lineage import IMPORTED_FROM, WeightsLineage
 from strata.train.core.messages import DeleteCheckpoint, Done, ImportCheckpoint, PublishCheckpoint, SetCheckpointTtl
 from strata.train.core.sequence import SequenceWindow
 from strata.train.core.snapshots import replay_starts
@@ -64,7 +64,7 @@ def apply(
             run = ModelRecord(create.model_id, fact.tenant, "", create, fact.at_s, fact.at_s, line=SequenceWindow())
             run.unloading = run.unloaded = True
             state.models.setdefault(create.model_id, run)
-            imported = ModelCheckpoint(operation, fact.path, lineage=Lineage(IMPORTED_FROM))
+            imported = ModelCheckpoint(operation, fact.path, lineage=WeightsLineage(IMPORTED_FROM))
             state.checkpoints[key_of(operation)] = completed(imported, fact.at_s)
         case _:
             assert_never(fact)

@@ -38,7 +38,7 @@ class TrainedCount(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
-class Lineage(msgspec.Struct, frozen=True, array_like=True):
+class WeightsLineage(msgspec.Struct, frozen=True, array_like=True):
     parent: str = ""
     """The path of the checkpoint that was loaded; empty if training began with the base model."""
     trained: TrainedCount = TrainedCount()
@@ -67,7 +67,7 @@ def record(state: TrainState, operation: ops.Operation | None, result: ops.Resul
             pass
 
 
-def _of(state: TrainState, model_id: str) -> Lineage:
+def _of(state: TrainState, model_id: str) -> WeightsLineage:
     return state.models[model_id].lineage
 
 
@@ -75,10 +75,10 @@ def _change(state: TrainState, model_id: str, **changes: TrainedCount) -> None:
     state.models[model_id].lineage = msgspec.structs.replace(_of(state, model_id), **changes)
 
 
-def _loaded(state: TrainState, operation: ops.LoadWeights, folder: str) -> Lineage:
+def _loaded(state: TrainState, operation: ops.LoadWeights, folder: str) -> WeightsLineage:
     path = f"tinker://{operation.run_id}/{operation.kind}/{operation.name}"
     parent = state.checkpoints.get((operation.run_id, operation.kind, operation.name))
     if parent is None or parent.path != folder:
         # Another one was saved under this name meanwhile.
-        return Lineage(path)
-    return Lineage(path, before=parent.lineage.before.plus(parent.lineage.trained))
+        return WeightsLineage(path)
+    return WeightsLineage(path, before=parent.lineage.before.plus(parent.lineage.trained))

@@ -16,7 +16,7 @@ import msgspec
 
 from strata.base.errors import Code
 from strata.train.core import ops, status
-from strata.train.core.lineage import Lineage
+from strata.train.core.lineage import WeightsLineage
 from strata.train.core.loss_graph import CustomLoss
 from strata.train.core.rollouts import RolloutsView, RolloutView
 from strata.train.core.sampling import SampledPart
@@ -512,7 +512,7 @@ class ModelCheckpointView(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     """Of its files, under that of all checkpoints."""
     public: bool = False
     optimizer: ops.OptimizerName = "adamw"
-    lineage: Lineage = Lineage()
+    lineage: WeightsLineage = WeightsLineage()
 
     @property
     def path(self) -> str:

@@ -11,7 +11,7 @@ import msgspec
 from strata.train.core import ops
 from strata.train.core.commands import Row
 from strata.train.core.future import FutureStatus, FutureStore, OperationFuture
-from strata.train.core.lineage import Lineage
+from strata.train.core.lineage import WeightsLineage
 from strata.train.core.loss_graph import CustomLoss
 from strata.train.core.sampling import SampleOperation, SlicePlan
 from strata.train.core.scheduler import QueuedOperation, Scheduler
@@ -128,7 +128,7 @@ class ModelRecord(msgspec.Struct):
     """The ranks rejected its creation: its configuration is invalid, or there was no slot."""
     unloading: bool = False
     unloaded: bool = False
-    lineage: Lineage = Lineage()
+    lineage: WeightsLineage = WeightsLineage()
 
 
 class SamplerStatus(StrEnum):
@@ -194,7 +194,7 @@ class ModelCheckpoint(msgspec.Struct, frozen=True):
     """Of the dispatch that saved it; 0 if it was imported, and no replay can save it again."""
     public: bool = False
     """Its owner lets all tenants of this server read it."""
-    lineage: Lineage = Lineage()
+    lineage: WeightsLineage = WeightsLineage()
 
 
 class CheckpointRead(msgspec.Struct, frozen=True, array_like=True):

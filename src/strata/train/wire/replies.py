@@ -9,7 +9,7 @@ from typing import Literal, assert_never
 import msgspec
 
 from strata.train.core import messages, ops
-from strata.train.core.lineage import Lineage, TrainedCount
+from strata.train.core.lineage import TrainedCount, WeightsLineage
 from strata.train.core.usage import UsageCount
 from strata.train.wire.bodies import metadata_as_text, session_status
 
@@ -403,7 +403,7 @@ def checkpoint(found: messages.ModelCheckpointView) -> CheckpointReply:
     )
 
 
-def _provenance(lineage: Lineage) -> Provenance:
+def _provenance(lineage: WeightsLineage) -> Provenance:
     total = lineage.before.plus(lineage.trained)
     return Provenance(parent=lineage.parent or None, trained=_trained(lineage.trained), total=_trained(total))
 
