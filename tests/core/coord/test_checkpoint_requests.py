@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from strata.base.errors import Code
+from strata.coord.core.checkpoint_requests import next_common_step
 from strata.coord.core.facts import (
     CheckpointAgreed,
     CheckpointCommitted,
@@ -266,3 +267,9 @@ def test_a_drained_rank_that_does_not_leave_is_evicted() -> None:
     assert [fact.worker_id for fact in facts if isinstance(fact, WorkerLost)] == ["w1"]
     ranks.job.run(1.0, beating=("w0",))
     assert list(ranks.job.job.ranks) == ["w0"]
+
+
+def test_grids_whose_common_steps_are_too_far_apart_share_none() -> None:
+    assert next_common_step([(1, 3), (1, 5)], 2) == 16
+    primes = [3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61]
+    assert next_common_step([(0, each) for each in primes], 1) is None

@@ -21,7 +21,7 @@ from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
 from strata.coord.server.authenticator import TokenAuthenticator
 from strata.coord.server.partitions import Partitions, check_partitions, partition_of
 from strata.coord.server.process import CoordinatorServer
-from strata.coord.server.service import ServiceOptions
+from strata.coord.server.service import CoordinatorService, ServiceOptions
 from strata.coord.server.tokens import Claims, TokenRole, Tokens
 from strata.coord.settings import CoordinatorSettings, ServerTls, check_exposure, check_partitioned
 from strata.journal.memory import MemoryJournal
@@ -335,3 +335,51 @@ def test_settings_that_several_processes_cannot_share_are_refused(settings: Coor
 def test_an_advertised_address_is_exposed_like_one_that_it_listens_on() -> None:
     with pytest.raises(StrataError, match="in the clear"):
         check_exposure(CoordinatorSettings(partitions=2, advertise="10.0.0.1:7070"))
+
+
+class StuckJournal(MemoryJournal):
+    """Its database does not answer a leader that resigns, as one that is cut off."""
+
+    def __init__(self) -> None:
+        super().__init__(SystemClock())
+        self.asked = asyncio.Event()
+        self.answer = asyncio.Event()
+
+    async def resign(self, stream: str, epoch: int) -> None:
+        self.asked.set()
+        await self.answer.wait()
+        await super().resign(stream, epoch)
+
+
+async def test_a_process_that_leads_again_while_it_could_not_resign_goes_on_leading() -> None:
+    journal = StuckJournal()
+    service = CoordinatorService(journal, SystemClock(), ServiceOptions(lease_s=LEASE_S))
+
+    async def nothing() -> None:
+        pass
+
+    first = asyncio.create_task(service.lead("me", nothing))
+    await until(lambda: service.leads)
+    giving = asyncio.create_task(service.give_away())
+    await journal.asked.wait()
+    await first
+    again = asyncio.create_task(service.lead("me", nothing))
+    await until(lambda: service.leads)
+    journal.answer.set()
+    await giving
+    assert service.leads
+    assert service.state.leader_epoch == 2
+    await service.drain()
+    await again
+
+
+async def test_steps_that_no_fact_could_hold_are_refused() -> None:
+    async with installation(1) as one:
+        await one.balanced(COUNT)
+        (process,) = one.processes
+        await register(process.stub, "w", job=job_in(0))
+        for field_name in ("step", "checkpoint_asked_step", "checkpoint_stride"):
+            beat = pb.HeartbeatRequest(worker_id="w", job_id=job_in(0), step=1)
+            setattr(beat, field_name, (1 << 64) - 1)
+            error = await refused(process.stub.Heartbeat(beat))
+            assert error.code() is Status.INVALID_ARGUMENT

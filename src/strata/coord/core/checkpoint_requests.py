@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, islice
 from math import gcd, lcm
 from typing import Final
 
@@ -44,6 +44,9 @@ UNMATCHED_S: Final = 20.0
 FARTHEST: Final = 1 << 14
 """A shared step that lies farther ahead, also in strides of the ranks, is none."""
 FARTHEST_STRIDES: Final = 4
+FARTHEST_COMMON: Final = 1 << 62
+MOST_PAIRS: Final = 10_000
+"""So many pairs of ranks are looked at for two that share no step."""
 STEP: Final = "step"
 """The argument of CHECKPOINT_NOW that names the step."""
 AFTER: Final = "after"
@@ -57,7 +60,9 @@ def issue_checkpoint(job: JobState, soft: SoftState, request: IssueCommand) -> t
     is_complete = not request.workers or set(request.workers) == set(members)
     pending = job.checkpoint_request
     reports = _agreeing_reports(job, soft)
-    is_open = pending is not None and (pending.generation > 0 or pending.command_id in job.commands)
+    is_open = pending is not None and (
+        pending.generation > 0 or pending.command_id in job.commands or bool(pending.drain)
+    )
     if pending is not None and (is_open or reports is not None):
         facts: list[Fact] = _remember(job, request, pending.command_id) if request.request_id else []
         return facts, IssuedCommand(pending.command_id, members)
@@ -140,7 +145,10 @@ def _agreeing_reports(job: JobState, soft: SoftState) -> list[StepProgress] | No
 
 
 def next_common_step(grids: Iterable[tuple[int, int]], least: int) -> int | None:
-    """The first step from `least` on that is on all grids; a grid is one of its steps and their distance."""
+    """The first step from `least` on that is on all grids; a grid is one of its steps and their distance.
+
+    None also if the steps that all share are too far apart to be computed with.
+    """
     offset, stride = 0, 1
     for step, distance in grids:
         shared = gcd(stride, distance)
@@ -150,6 +158,8 @@ def next_common_step(grids: Iterable[tuple[int, int]], least: int) -> int | None
         # The Chinese remainder theorem, one grid after the other.
         offset += stride * (apart * pow(stride // shared, -1, distance // shared) % (distance // shared))
         stride = lcm(stride, distance)
+        if stride > FARTHEST_COMMON:
+            return None
     return least + (offset - least) % stride
 
 
@@ -224,9 +234,9 @@ def _mismatch(job: JobState, reports: Sequence[StepProgress]) -> str:
         (each.asked_step % each.asked_stride, each.asked_stride): (worker_id, each)
         for worker_id, each in zip(job.ranks, reports, strict=True)
     }
-    pairs = list(combinations(by_grid.values(), 2))
+    pairs = islice(combinations(by_grid.values(), 2), MOST_PAIRS)
     apart = (pair for pair in pairs if _shared_step((pair[0][1], pair[1][1]), 0, 0) is None)
-    (first, one), (second, other) = next(apart, pairs[0])
+    (first, one), (second, other) = next(apart, None) or next(combinations(by_grid.values(), 2))
     return (
         f"{first} asks for checkpoints after every {one.asked_stride} steps (last {one.asked_step}), "
         f"{second} after every {other.asked_stride} (last {other.asked_step}): the ranks share no step"

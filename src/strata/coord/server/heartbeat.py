@@ -38,6 +38,8 @@ FRAME_CHARACTERS: Final = 200
 COMPUTE_TIMES: Final = 32
 """Of one heartbeat."""
 
+MOST_STEP: Final = 1 << 48
+"""Steps are added and multiplied, and what comes of it must fit into a fact."""
 BUSY: Final = frozenset(
     (
         pb.WORKER_STATUS_INITIALIZING,
@@ -145,6 +147,8 @@ def _decide(
 
 
 def _step_progress(message: pb.HeartbeatRequest, status: pb.WorkerStatus.ValueType) -> StepProgress:
+    if max(message.step, message.checkpoint_asked_step, message.checkpoint_stride) > MOST_STEP:
+        raise StrataError(Code.INVALID, f"a step is at most {MOST_STEP:,}")
     time_s = message.step_time_ms / 1000 if message.HasField("step_time_ms") else None
     times_ms = message.compute_times_ms
     compute_s = tuple(ms / 1000 for ms in times_ms[-COMPUTE_TIMES:] if 0 < ms < inf) if times_ms else ()

@@ -97,8 +97,13 @@ async def _stored_partitions(journal: Journal, stream: str) -> int | None:
         return 1
     try:
         return _decode((await journal.read(stream, 0))[0].facts[0]).partitions
-    except (msgspec.DecodeError, StrataError):
-        # The first fact of a job, or truncated.
+    except msgspec.DecodeError:
+        # The first fact of a job.
+        return 1
+    except StrataError as error:
+        # Truncated.
+        if error.code is not Code.GONE:
+            raise
         return 1
 
 
@@ -162,6 +167,8 @@ class Partitions:
         self._live: frozenset[str] = frozenset()
         self._leading: dict[int, asyncio.Task[None]] = {}
         self._giving: asyncio.Task[None] | None = None
+        self._given: int | None = None
+        """The partition that is being given away, or was the last one."""
         self._free_since_s: dict[int, float] = {}
         self._retry_at_s: dict[int, float] = {}
         self._unchanged = 0
@@ -226,15 +233,27 @@ class Partitions:
             except StrataError as error:
                 _log.warning("resign_failed", stream=self._seat.stream, reason=str(error))
         await asyncio.gather(*(service.drain() for service in self.services))
+        if self._giving is not None:
+            await asyncio.wait([self._giving])
 
     async def _run_round(self) -> None:
         try:
             await self.run_once()
         except StrataError as error:
+            if error.detail.get("went_back"):
+                await self._refuse(error)
+                return
             # What is led stays led as long as its own leases can be renewed.
             if error.code is not Code.UNAVAILABLE:
                 raise
             _log.warning("partitions_unknown", reason=str(error))
+
+    async def _refuse(self, reason: StrataError) -> None:
+        """Serve nothing until the right database is back, or a person restarts this process."""
+        for service in self.services:
+            service.refuse(reason)
+        self._rounds = 0
+        await self._changed()
 
     async def run_once(self) -> None:
         """Look at all leases; then take what is free and due to this process, or give one partition away."""
@@ -244,18 +263,24 @@ class Partitions:
         self._read(statuses)
         self._rounds += 1
         if self._rounds == 1:
+            for service in self.services:
+                service.accept()
             # Processes that start together share the partitions out before anything has to move.
             await self._changed()
             return
         plan = plan_leadership(self.holder, self._holders(), self._live, self._overdue())
         now_s = self.clock.monotonic_s()
+        is_given = self._giving is None or self._giving.done()
         for number in plan.take:
+            if number == self._given and not is_given:
+                continue
             if number not in self._leading and now_s >= self._retry_at_s.get(number, 0.0):
                 self._leading[number] = asyncio.create_task(self._lead(number), name=f"partition {number}")
-        is_settled = self._unchanged >= BALANCED_ROUNDS and (self._giving is None or self._giving.done())
+        is_settled = self._unchanged >= BALANCED_ROUNDS and is_given
         if plan.give is not None and is_settled and not self._draining.is_set():
             self._unchanged = 0
             _log.info("partition_given_away", partition=plan.give, processes=len(self._live))
+            self._given = plan.give
             self._giving = asyncio.create_task(self.services[plan.give].give_away())
 
     async def _keep_seat(self) -> None:
@@ -320,7 +345,9 @@ class Partitions:
         except StrataError as error:
             # Another process was faster, or the database is away. Anything else a person has to see to, and the other
             # partitions go on.
-            if error.code not in (Code.CONFLICT, Code.STALE, Code.UNAVAILABLE):
+            if error.detail.get("went_back"):
+                self.services[number].refuse(error)
+            elif error.code not in (Code.CONFLICT, Code.STALE, Code.UNAVAILABLE):
                 _log.error("partition_failed", partition=number, code=error.code.value, reason=str(error))
         finally:
             self._retry_at_s[number] = self.clock.monotonic_s() + self._lease_s

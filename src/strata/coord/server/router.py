@@ -336,8 +336,12 @@ class PartitionRouter:
         return list(pb.ListJobsResponse.FromString(encoded).jobs)
 
     async def _is_hop_broken(self, address: str) -> bool:
-        """Whether a stream may have ended because of the process at `address`, which forwarded it."""
-        return self._partitions.is_process(address) and not await self._peers.is_serving(address)
+        """Whether a stream may have ended because of the process at `address`, which forwarded it.
+
+        One that holds no lease any more was cut off or frozen, and its workers are elsewhere: heartbeats decide. Only
+        addresses from the database are called.
+        """
+        return not self._partitions.is_process(address) or not await self._peers.is_serving(address)
 
 
 def _metadata(context: Context) -> Metadata:

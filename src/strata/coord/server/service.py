@@ -160,11 +160,14 @@ class CoordinatorService:
         while not self._draining.is_set():
             replica = self._new_replica()
             try:
+                if self._refusal is not None:
+                    await replica.catch_up()
+                    self.accept()
                 await replica.stand_by(holder, self.options.lease_s, WriterLimits(gather_s=GATHER_S))
             except StrataError as error:
                 if error.detail.get("went_back"):
                     # To end would be to accept it: the supervisor would start a process that knows nothing of it.
-                    self._refuse(error)
+                    self.refuse(error)
                     await self.clock.sleep(self.options.lease_s)
                     continue
                 # Another candidate took the lead while this one still read to the head.
@@ -190,7 +193,7 @@ class CoordinatorService:
         return Replica(self._journal, self.options.stream, CoordMachine(), self.clock)
 
     async def _lead_until_lost(self, replica: CoordReplica, on_change: OnChange) -> None:
-        self._refusal = None
+        self.accept()
         if self._draining.is_set():
             await replica.resign()
             return
@@ -206,10 +209,15 @@ class CoordinatorService:
             self._leading.result()
         await on_change()
 
-    def _refuse(self, reason: StrataError) -> None:
+    def refuse(self, reason: StrataError) -> None:
+        """The database has lost what this process saw there: callers are told so while it does not lead."""
         if self._refusal is None:
             _log.error("database_went_back", stream=self.options.stream, reason=str(reason), hint=reason.hint)
         self._refusal = reason
+
+    def accept(self) -> None:
+        """The right database is back."""
+        self._refusal = None
 
     async def drain(self) -> None:
         """Accept no more calls, finish those in progress, and resign, so that a standby takes over at once."""
@@ -226,7 +234,9 @@ class CoordinatorService:
                 await self._resign(replica)
         except (StrataError, TimeoutError) as error:
             _log.warning("resign_failed", stream=self.options.stream, reason=str(error))
-        self._stop_leading()
+        if self._replica is None:
+            # Else this process has taken the lead again while the old leader could not resign.
+            self._stop_leading()
 
     async def _resign(self, replica: CoordReplica) -> None:
         if self._background:
