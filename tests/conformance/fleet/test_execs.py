@@ -35,7 +35,7 @@ async def tables(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
         thread = await SqliteThread.open(tmp_path / "hub.db", components)
         opened = Tables(SqliteStore(thread), exec_table.ExecTable(exec_table.SqliteExecRows(thread)))
     else:
-        connections = Connections(request.getfixturevalue("postgres_url"), 8, 5.0, what="hub", by_index=True)
+        connections = Connections(request.getfixturevalue("postgres_url"), 8, 60.0, what="hub", by_index=True)
         async with connections.acquire() as connection:
             await upgrade_postgres(connection, [events.POSTGRES, postgres_tables.COMPONENT, exec_table.POSTGRES])
         opened = Tables(PostgresStore(connections), exec_table.ExecTable(exec_table.PostgresExecRows(connections)))

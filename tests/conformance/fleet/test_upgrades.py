@@ -65,7 +65,7 @@ async def upgraded_sqlite(path: Path, steps: int, rows: Rows) -> Store:
 
 
 async def upgraded_postgres(url: str, steps: int, rows: Rows) -> Store:
-    connections = Connections(url, 8, 5.0, what="hub")
+    connections = Connections(url, 8, 60.0, what="hub")
     async with connections.acquire() as connection:
         before = older(postgres_tables.COMPONENT, steps)
         await upgrade_postgres(connection, [events.POSTGRES, before])

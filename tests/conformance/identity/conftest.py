@@ -23,7 +23,7 @@ async def opened(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
         yield sqlite.SqliteIdentity(thread), lambda after, limit: events.read_sqlite(thread, after, limit)
         await thread.close()
         return
-    connections = Connections(request.getfixturevalue("postgres_url"), 8, 5.0, what="hub")
+    connections = Connections(request.getfixturevalue("postgres_url"), 8, 60.0, what="hub")
     async with connections.acquire() as connection:
         await upgrade_postgres(connection, [events.POSTGRES, postgres.COMPONENT])
     yield postgres.PostgresIdentity(connections), lambda after, limit: events.read_postgres(connections, after, limit)

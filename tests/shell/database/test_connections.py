@@ -18,7 +18,7 @@ ASLEEP = "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AN
 
 @pytest.fixture
 async def connections(postgres_url: str) -> AsyncIterator[Connections]:
-    opened = Connections(postgres_url, 2, 5.0, what="test")
+    opened = Connections(postgres_url, 2, 60.0, what="test")
     yield opened
     await opened.close()
 
@@ -64,7 +64,7 @@ async def test_whoever_waits_for_an_answer_leaves_the_processor_alone(connection
 
 
 async def test_a_table_that_was_empty_when_its_plan_was_made_is_looked_up_by_its_index(postgres_url: str) -> None:
-    connections = Connections(postgres_url, 1, 5.0, what="test", by_index=True)
+    connections = Connections(postgres_url, 1, 60.0, what="test", by_index=True)
     await connections.write("CREATE TABLE t (n int PRIMARY KEY)", {})
     await connections.write("VACUUM ANALYZE t", {})
     for number in range(8):

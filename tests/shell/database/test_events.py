@@ -15,7 +15,7 @@ def event(subject: str) -> EventRecord:
 
 
 async def test_a_slow_transaction_with_an_older_number_is_not_skipped(postgres_url: str) -> None:
-    connections = Connections(postgres_url, 4, 5.0, what="hub")
+    connections = Connections(postgres_url, 4, 60.0, what="hub")
     async with connections.acquire() as connection:
         await upgrade_postgres(connection, [POSTGRES])
     async with connections.transaction() as slow:

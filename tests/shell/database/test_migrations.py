@@ -73,7 +73,7 @@ async def test_a_step_that_fails_takes_no_part_of_the_upgrade(tmp_path: Path) ->
 
 @pytest.fixture
 async def connections(postgres_url: str) -> AsyncIterator[Connections]:
-    connections = Connections(postgres_url, 2, 5.0, what="database")
+    connections = Connections(postgres_url, 2, 60.0, what="database")
     yield connections
     await connections.close()
 

@@ -79,7 +79,7 @@ def open_memory() -> SqliteStore:
 
 
 async def open_postgres(url: str) -> PostgresStore:
-    connections = Connections(url, 8, 5.0, what="hub")
+    connections = Connections(url, 8, 60.0, what="hub")
     async with connections.acquire() as connection:
         await upgrade_postgres(connection, [events.POSTGRES, postgres_tables.COMPONENT])
     return PostgresStore(connections)
