@@ -47,6 +47,7 @@ EVERY_FACT: list[Fact] = [
     kinds.CheckpointRequested(JOB, 3, "nightly", ("w1",)),
     kinds.CheckpointStepNamed(JOB, 3, 1, 7),
     kinds.CheckpointAgreed(JOB, 1, 7),
+    kinds.CheckpointRefused(JOB, (3, 4), "the ranks share no step", 1),
     kinds.DrainBegun(JOB, ("w1",)),
     kinds.Recovered(JOB, None, "c7", recover_first=True),
     kinds.WorkerRecovered(JOB, "w0"),
