@@ -232,6 +232,9 @@ class ParallelSettings(msgspec.Struct, frozen=True, kw_only=True):
             return f"{named}{times}, which does not divide the num_attention_heads of the model, {heads}"
         for kind in sorted(_rope_types(config) & LENGTH_DEPENDENT_ROPE):
             return f"{named}: rotary embeddings of type {kind} depend on the length of a row, and a rank has a slice"
+        # transformers sets it for this family unless the configuration says otherwise.
+        if config.get("attn_temperature_tuning", config.get("model_type") == "llama4_text"):
+            return f"{named}: attn_temperature_tuning scales by the place in a row, and a rank has a slice"
         return ""
 
     @property

@@ -255,6 +255,12 @@ def test_each_rank_of_a_context_group_has_its_part_of_the_activations_of_a_row(t
             {"model_type": "x", "rope_parameters": {"full_attention": {"rope_type": "dynamic"}}},
             "parallel.context is 2: rotary embeddings of type dynamic depend on the length of a row, and a rank has a",
         ),
+        (
+            ParallelSettings(context=2),
+            {"model_type": "llama4", "text_config": {"model_type": "llama4_text"}},
+            "parallel.context is 2: attn_temperature_tuning scales by the place in a row, and a rank has a slice",
+        ),
+        (ParallelSettings(context=2), {"model_type": "llama4_text", "attn_temperature_tuning": False}, ""),
     ],
 )
 def test_a_model_that_cannot_be_split_is_refused_before_anything_starts(
