@@ -16,10 +16,10 @@ from strata.train.settings import load_settings
 from tests.shell.train_endpoints.fake_engines import engine_settings
 
 
-def serve(folder: Path, inference: str) -> subprocess.CompletedProcess[str]:
+def serve(folder: Path, inference: str, model: str = "") -> subprocess.CompletedProcess[str]:
     file = folder / "server.toml"
     file.write_text(
-        f'[server]\ndata = "{folder}/d"\nport = 0\nlog_level = "error"\n[model]\npath = "none"\n'
+        f'[server]\ndata = "{folder}/d"\nport = 0\nlog_level = "error"\n[model]\npath = "none"\n{model}'
         f'[ranks]\nmode = "connect"\n{inference}',
         encoding="utf-8",
     )
@@ -41,6 +41,12 @@ def test_an_engine_that_is_not_installed_is_one_line_that_says_what_to_do(tmp_pa
     )
     assert bare.returncode == 2
     assert "vLLM is not installed for /usr/bin/python3" in bare.stderr
+
+
+def test_an_engine_is_refused_beside_a_quantised_base_whoever_starts_the_ranks(tmp_path: Path) -> None:
+    refused = serve(tmp_path, '[inference]\nengine = "vllm"\npython = "/nowhere/python"\n', 'quantise = "nf4"\n')
+    assert refused.returncode == 2
+    assert "model.quantise is nf4, and inference.engine is vllm" in refused.stderr
 
 
 def test_an_engine_that_dies_at_each_start_ends_the_server_with_its_last_words(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from strata.base.private import require_private_folder, set_private_umask
 from strata.base.settings import process_environment
 from strata.http import otel
 from strata.train.launch.engine_supervisor import EngineSupervisor, check_engine, write_engine_key
-from strata.train.launch.preflight import check_memory, check_mesh, check_model, check_quantised
+from strata.train.launch.preflight import check_memory, check_mesh, check_model, check_quantised, check_quantised_base
 from strata.train.launch.supervised_process import EVENTS, MAX_FAILED_STARTS, ProcessCommand, SupervisedProcess
 from strata.train.link.keys import make_keys, read_keys
 from strata.train.settings import LAUNCHER_LOCK, ServerSettings, check_exposure
@@ -152,9 +152,11 @@ class Launcher:
             check_memory(settings)
             if over_tcp:
                 make_keys(settings.keys)
-        elif over_tcp:
-            # The operator who starts the ranks has given them a copy.
-            read_keys(settings.keys)
+        else:
+            check_quantised_base(settings)
+            if over_tcp:
+                # The operator who starts the ranks has given them a copy.
+                read_keys(settings.keys)
         check_engine(settings, self._environment)
         if self._engines:
             write_engine_key(settings, self._engine_key)

@@ -81,6 +81,18 @@ def check_quantised(settings: ServerSettings) -> None:
     """INVALID or UNSUPPORTED if the model, or the server's work, cannot be based on quantised weights."""
     quantise = settings.model.quantise
     check_quantise(quantise, settings.model.training, settings.parallel)
+    check_quantised_base(settings)
+    folder = find_folder(settings.model.path)
+    if not quantise or folder is None:
+        return
+    files, recipe = read_model_files(folder), memory_recipe(settings)
+    if files.shapes and not any(_saved_bytes(files, name, recipe) for name in files.shapes):
+        raise StrataError(Code.INVALID, f"{settings.model.base_model} has no layer that can be quantised to {quantise}")
+
+
+def check_quantised_base(settings: ServerSettings) -> None:
+    """The part of `check_quantised` that does not ask what this machine has: ranks may be on others."""
+    quantise = settings.model.quantise
     if not quantise:
         return
     if settings.inference.engine:
@@ -91,18 +103,12 @@ def check_quantised(settings: ServerSettings) -> None:
             hint="leave inference.engine out: the ranks sample",
         )
     folder = find_folder(settings.model.path)
-    if folder is None:
-        return
-    files, recipe = read_model_files(folder), memory_recipe(settings)
-    if files.config.get("quantization_config"):
+    if folder is not None and read_config(folder).get("quantization_config"):
         raise StrataError(
             Code.INVALID,
             f"model.quantise is {quantise}, and {settings.model.base_model} is quantised already",
             hint="model.path is a model as it was before that",
         )
-    shapes = files.shapes
-    if shapes and not any(_saved_bytes(name, shape, recipe) for name, shape in shapes.items()):
-        raise StrataError(Code.INVALID, f"{settings.model.base_model} has no layer that can be quantised to {quantise}")
 
 
 def check_memory(settings: ServerSettings) -> None:
@@ -174,7 +180,7 @@ def model_cost(model: ModelFiles, recipe: MemoryRecipe, mesh: MeshShape) -> Mode
         match = _LAYER.match(name)
         layer = match.group() if match else ""
         (experts if _EXPERTS in name else layers)[layer] += size
-        saved[layer] += _saved_bytes(name, model.shapes[name], recipe)
+        saved[layer] += _saved_bytes(model, name, recipe)
     root = layers.pop("", 0)
     blocks = layers.keys() | experts.keys()
     return ModelCost(
@@ -202,8 +208,9 @@ def _rank_parameters(model: ModelFiles, name: str, tensor: int) -> int:
     return math.prod(shape) // (tensor if is_split else 1)
 
 
-def _saved_bytes(name: str, shape: tuple[int, ...], recipe: MemoryRecipe) -> int:
+def _saved_bytes(model: ModelFiles, name: str, recipe: MemoryRecipe) -> int:
     """By which a weight is smaller if it is quantised. Experts are not."""
+    shape = model.shapes[name]
     if not recipe.quantise or len(shape) != 2 or _EXPERTS in name:
         return 0
     rows, columns = shape
