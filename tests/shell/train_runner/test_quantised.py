@@ -63,6 +63,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "narrow" / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
     narrow = {"model.layers.0.self_attn.q_proj.weight": torch.zeros(96, 96), "lm_head.weight": torch.zeros(64, 64)}
     save_file(narrow, folder / "narrow" / "model.safetensors")
+    (folder / "conv1d").mkdir()
+    (folder / "conv1d" / "config.json").write_text('{"model_type": "gpt2"}', encoding="utf-8")
+    save_file({"h.0.attn.c_attn.weight": torch.zeros(64, 192)}, folder / "conv1d" / "model.safetensors")
     (folder / "small").mkdir()
     (folder / "small" / "config.json").write_text('{"quantization_config": {"bits": 4}}', encoding="utf-8")
     return folder
@@ -183,6 +186,7 @@ def test_what_a_quantised_base_cannot_do_is_refused_before_anything_starts(model
         (settings_of(llama, parallel=ParallelSettings(expert=2)), "parallel.expert is 2, and model.quantise is nf4"),
         (settings_of(llama, inference=InferenceSettings(engine="vllm")), "model.quantise is nf4, and inference.engine"),
         (settings_of(models / "narrow"), "narrow has no layer that can be quantised to nf4"),
+        (settings_of(models / "conv1d"), "conv1d has no layer that can be quantised to nf4"),
         (settings_of(models / "small"), "model.quantise is nf4, and small is quantised already"),
     ):
         with pytest.raises(StrataError, match="^" + re.escape(reason)) as refused:

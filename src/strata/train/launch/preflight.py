@@ -31,6 +31,9 @@ NVIDIA_SMI: Final = "nvidia-smi"
 _LAYER: Final = re.compile(r".*?\.\d+\.")
 """The name of a layer, up to its number."""
 _EXPERTS: Final = ".experts."
+_CONV1D_FAMILIES: Final = frozenset({"gpt2", "openai-gpt"})
+"""Families (`model_type`) whose layers are `Conv1D` of transformers, which are not quantised; only the model has their
+types, not its files."""
 _HEAD: Final = "lm_head.weight"
 _MAX_HEADER: Final = 100 << 20
 _log = log.get(__name__)
@@ -209,9 +212,9 @@ def _rank_parameters(model: ModelFiles, name: str, tensor: int) -> int:
 
 
 def _saved_bytes(model: ModelFiles, name: str, recipe: MemoryRecipe) -> int:
-    """By which a weight is smaller if it is quantised. Experts are not."""
+    """By which a weight is smaller if it is quantised. Experts are not, nor are `Conv1D` layers."""
     shape = model.shapes[name]
-    if not recipe.quantise or len(shape) != 2 or _EXPERTS in name:
+    if not recipe.quantise or len(shape) != 2 or _EXPERTS in name or model.config.get("model_type") in _CONV1D_FAMILIES:
         return 0
     rows, columns = shape
     if not can_be_quantised(recipe.quantise, kind_of(name.removesuffix(".weight")), columns):
