@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strata.train.core.sampling import SampledPart, TopLogprobs
-from strata.train.core.token_streams import TokenStreams
+from strata.train.core.token_streams import MAX_TOKENS, TokenStreams
 
 
 def part(start: int, *tokens: int, index: int = 0, k: int = 0) -> SampledPart:
@@ -34,6 +34,21 @@ def test_a_client_gets_what_it_does_not_have_of_each_sample() -> None:
     assert streams.after("another", [0]) == []
     streams.drop("f")
     assert streams.after("f", [0, 0]) == []
+
+
+def test_a_client_that_lacks_many_tokens_gets_them_in_several_replies() -> None:
+    streams, length = TokenStreams(), MAX_TOKENS // 2 + 100
+    for index in range(3):
+        for place in range(length):
+            streams.record("f", part(place, place, index=index))
+    counts, replies = [0, 0, 0], 0
+    while parts := streams.after("f", counts):
+        assert len(parts) <= MAX_TOKENS
+        for each in parts:
+            assert each.start == counts[each.index]
+            counts[each.index] = each.end
+        replies += 1
+    assert (counts, replies) == ([length] * 3, 2)
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=8), st.integers(0, 40), st.integers(0, 3))

@@ -7,8 +7,12 @@ an orchestrator that restarts has the parts from then on. A client that lacks to
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from strata.train.core.sampling import SampledPart
+
+MAX_TOKENS: Final = 4000
+"""Of one reply, or a few more: with all that is known of each token it is far below the largest message of the link."""
 
 
 class TokenStreams:
@@ -26,9 +30,16 @@ class TokenStreams:
         parts.append(part)
 
     def after(self, future_id: str, counts: Sequence[int]) -> list[SampledPart]:
-        """What follows the first `counts[index]` tokens of each sample."""
-        samples = self._parts.get(future_id, {})
-        return [part for index, count in enumerate(counts) for part in _after(samples.get(index, []), count)]
+        """What follows the first `counts[index]` tokens of each sample, as much of it as one reply has room for."""
+        samples, room = self._parts.get(future_id, {}), MAX_TOKENS
+        parts: list[SampledPart] = []
+        for index, count in enumerate(counts):
+            for part in _after(samples.get(index, []), count):
+                if room <= 0:
+                    return parts
+                parts.append(part)
+                room -= part.end - part.start
+        return parts
 
     def drop(self, future_id: str) -> None:
         self._parts.pop(future_id, None)
