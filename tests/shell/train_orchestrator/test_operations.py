@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ import msgspec
 
 from strata.base.errors import Code
 from strata.train.core import messages, ops
+from strata.train.core.sampling import SampleOperation, SampleParams
 from tests.shell.train_orchestrator.stacks import TENANT, running
 
 SMALL = "max_running_requests = 1\nmax_pending_requests = 6\nmax_pending_per_tenant = 3"
@@ -164,3 +166,15 @@ async def test_models_sessions_server_and_health_are_described(tmp_path: Path) -
         health = await stack.look(messages.HealthReport, messages.CheckHealth())
         assert (health.status, list(health.ranks)) == ("healthy", [0, 1])
         assert (await stack.look(messages.ServerView, messages.DescribeServer())).world_size == 2
+
+
+async def test_a_client_is_not_answered_for_tokens_that_it_has(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack:
+        model = await stack.model()
+        sampler = f"{model.partition(':')[0]}:sample:0"
+        assert await stack.result(await stack.submit(ops.SaveSampler(model, 1, sampler))) == ops.SamplerOpened(sampler)
+        params = SampleParams(max_tokens=300, seed=3, end_tokens=False)
+        sample = SampleOperation(sampler, 0, array.array("i", [1, 2, 3]).tobytes(), params, stream=True)
+        future_id = await stack.submit(sample)
+        output = await stack.watch_tokens(future_id, [300], 20.0)
+        assert isinstance(output, messages.FutureResult), output

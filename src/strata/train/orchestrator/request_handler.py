@@ -180,10 +180,13 @@ class RequestHandler:
 
     async def _watch_tokens(self, tenant: str, query: messages.WatchTokens) -> messages.Output:
         future, store = find_future(self._state, tenant, query.future_id), self._store
-        parts = store.streams.after(query.future_id, query.counts)
-        if future.result is None and not parts:
-            await store.wait_for_completion(query.future_id, min(query.wait_s, MAX_WAIT_S))
-            parts = store.streams.after(query.future_id, query.counts)
+        deadline_s = store.clock.monotonic_s() + min(query.wait_s, MAX_WAIT_S)
+        while not (parts := store.streams.after(query.future_id, query.counts)) and future.result is None:
+            # Tokens that this client has, or cannot use yet, wake it too.
+            left_s = deadline_s - store.clock.monotonic_s()
+            if left_s <= 0:
+                break
+            await store.wait_for_completion(query.future_id, left_s)
         if parts:
             return messages.TokensSampled(parts)
         return await self._watch_future(tenant, messages.WatchFuture(query.future_id, 0.0))
