@@ -32,7 +32,8 @@ def list_(output: Format, server: str | None, key_file: Path | None, context: st
     """List your checkpoints on a training server, the newest first, and what they were trained with.
 
     'parent' is the checkpoint that training began with. Steps, datums and tokens are those since then; 'total tokens'
-    has those of the parent too. 'sampled' are tokens that the client declared to be sampled.
+    has those of the parent too. 'sampled' are tokens that the client declared to be sampled. '-' is not known: an older
+    version trained it.
     """
     from strata.cli.fleet.client import format_bytes
     from strata.sdk.checkpoints import list_checkpoints
@@ -50,19 +51,20 @@ def list_(output: Format, server: str | None, key_file: Path | None, context: st
         Rows(output, columns) as rows,
     ):
         for each in list_checkpoints(client):
-            trained, total = each.provenance.trained, each.provenance.total
+            known = each.provenance
+            trained, total = (None, None) if known is None else (known.trained, known.total)
             rows.add(
                 {
                     "checkpoint": each.tinker_path,
                     "saved": each.time.isoformat(timespec="seconds"),
                     "size": each.size_bytes if output.for_programs else format_bytes(each.size_bytes),
-                    "steps": trained.steps,
-                    "datums": trained.datums,
-                    "tokens": trained.tokens,
-                    "passes": trained.passes,
-                    "sampled": trained.sampled_tokens,
-                    "total tokens": total.tokens,
-                    "parent": each.provenance.parent or "",
+                    "steps": trained and trained.steps,
+                    "datums": trained and trained.datums,
+                    "tokens": trained and trained.tokens,
+                    "passes": trained and trained.passes,
+                    "sampled": trained and trained.sampled_tokens,
+                    "total tokens": total and total.tokens,
+                    "parent": known and (known.parent or ""),
                 }
             )
 

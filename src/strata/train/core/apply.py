@@ -112,7 +112,14 @@ def _accept(state: TrainState, fact: OperationAccepted) -> None:
             future.turn = state.samplers[operation.sampler_id].used = state.turns
         case ops.CreateModel():
             state.models[model_id] = ModelRecord(
-                model_id, fact.tenant, fact.session_id, operation, fact.at_s, fact.at_s, line=SequenceWindow()
+                model_id,
+                fact.tenant,
+                fact.session_id,
+                operation,
+                fact.at_s,
+                fact.at_s,
+                line=SequenceWindow(),
+                lineage=lineage.WeightsLineage(),
             )
             state.sessions[fact.session_id].models.append(model_id)
             _enqueue(state, fact.future_id)

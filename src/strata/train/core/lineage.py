@@ -6,9 +6,11 @@ what no step used is not in the weights.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from strata.train.core import ops
 
@@ -54,31 +56,35 @@ def record(state: TrainState, operation: ops.Operation | None, result: ops.Resul
     match operation, result:
         case ops.ForwardBackward(forward_only=False), ops.PassDone():
             count = TrainedCount(0, 1, len(operation.lengths), sum(operation.lengths), operation.sampled_tokens)
-            _change(state, operation.model_id, pending=_of(state, operation.model_id).pending.plus(count))
+            _change(state, operation.model_id, lambda known: replace(known, pending=known.pending.plus(count)))
         case ops.OptimStep(), ops.StepDone():
-            lineage = _of(state, operation.model_id)
-            stepped = lineage.trained.plus(lineage.pending).plus(TrainedCount(steps=1))
-            _change(state, operation.model_id, trained=stepped, pending=TrainedCount())
+            _change(state, operation.model_id, _stepped)
         case ops.AbortGradients(), ops.GradientsAborted():
-            _change(state, operation.model_id, pending=TrainedCount())
+            _change(state, operation.model_id, lambda known: replace(known, pending=TrainedCount()))
         case ops.LoadWeights(), ops.WeightsLoaded():
             state.models[operation.model_id].lineage = _loaded(state, operation, folder)
         case _:
             pass
 
 
-def _of(state: TrainState, model_id: str) -> WeightsLineage:
-    return state.models[model_id].lineage
+def _change(state: TrainState, model_id: str, change: Callable[[WeightsLineage], WeightsLineage]) -> None:
+    """What is not known stays so."""
+    model = state.models[model_id]
+    if model.lineage is not None:
+        model.lineage = change(model.lineage)
 
 
-def _change(state: TrainState, model_id: str, **changes: TrainedCount) -> None:
-    state.models[model_id].lineage = msgspec.structs.replace(_of(state, model_id), **changes)
+def _stepped(known: WeightsLineage) -> WeightsLineage:
+    trained = known.trained.plus(known.pending).plus(TrainedCount(steps=1))
+    return replace(known, trained=trained, pending=TrainedCount())
 
 
-def _loaded(state: TrainState, operation: ops.LoadWeights, folder: str) -> WeightsLineage:
+def _loaded(state: TrainState, operation: ops.LoadWeights, folder: str) -> WeightsLineage | None:
     path = f"tinker://{operation.run_id}/{operation.kind}/{operation.name}"
     parent = state.checkpoints.get((operation.run_id, operation.kind, operation.name))
     if parent is None or parent.path != folder:
         # Another one was saved under this name meanwhile.
         return WeightsLineage(path)
+    if parent.lineage is None:
+        return None
     return WeightsLineage(path, before=parent.lineage.before.plus(parent.lineage.trained))

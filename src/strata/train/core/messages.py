@@ -512,7 +512,7 @@ class ModelCheckpointView(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     """Of its files, under that of all checkpoints."""
     public: bool = False
     optimizer: ops.OptimizerName = "adamw"
-    lineage: WeightsLineage = WeightsLineage()
+    lineage: WeightsLineage | None = None
 
     @property
     def path(self) -> str:

@@ -128,7 +128,8 @@ class ModelRecord(msgspec.Struct):
     """The ranks rejected its creation: its configuration is invalid, or there was no slot."""
     unloading: bool = False
     unloaded: bool = False
-    lineage: WeightsLineage = WeightsLineage()
+    lineage: WeightsLineage | None = None
+    """None if it is not known: a version that did not count has trained it."""
 
 
 class SamplerStatus(StrEnum):
@@ -194,7 +195,8 @@ class ModelCheckpoint(msgspec.Struct, frozen=True):
     """Of the dispatch that saved it; 0 if it was imported, and no replay can save it again."""
     public: bool = False
     """Its owner lets all tenants of this server read it."""
-    lineage: WeightsLineage = WeightsLineage()
+    lineage: WeightsLineage | None = None
+    """None if it is not known: a version that did not count has trained it."""
 
 
 class CheckpointRead(msgspec.Struct, frozen=True, array_like=True):

@@ -128,7 +128,8 @@ class CheckpointReply(msgspec.Struct, frozen=True, kw_only=True):
     public: bool
     user_metadata: Mapping[str, str]
     expires_at: datetime.datetime | None
-    provenance: Provenance
+    provenance: Provenance | None = None
+    """None if the server does not know it: an older version saved the checkpoint."""
 
 
 class CopiedWeights(msgspec.Struct, frozen=True, kw_only=True):
@@ -403,7 +404,9 @@ def checkpoint(found: messages.ModelCheckpointView) -> CheckpointReply:
     )
 
 
-def _provenance(lineage: WeightsLineage) -> Provenance:
+def _provenance(lineage: WeightsLineage | None) -> Provenance | None:
+    if lineage is None:
+        return None
     total = lineage.before.plus(lineage.trained)
     return Provenance(parent=lineage.parent or None, trained=_trained(lineage.trained), total=_trained(total))
 
