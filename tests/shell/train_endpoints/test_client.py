@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 
 from strata.base.errors import Code, StrataError
+from strata.train.core.sampling import SampleOperation, SampleParams
 from strata.train.core.state import InferenceEndpoint
+from strata.train.endpoints import client as client_module
+from strata.train.endpoints import vllm
 from strata.train.endpoints.client import EngineClient
 from strata.train.settings import InferenceSettings
-from tests.shell.train_endpoints.hostile import hostile, says
+from tests.shell.train_endpoints.hostile import hostile, never_ends, says
 
 OK = "HTTP/1.1 200 OK\nConnection: close"
 
@@ -75,3 +78,25 @@ async def test_a_key_is_not_sent_where_others_could_read_it(tmp_path: Path) -> N
     async with speaking_to(url, "192.0.2.1", keys={url: file}) as client:
         with pytest.raises(StrataError, match="the connection is not encrypted"):
             await client.get("/v1/models", timeout_s=5)
+
+
+async def test_a_stream_may_be_longer_than_any_reply_and_a_line_of_it_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "MAX_REPLY", 200_000)
+    sent = [b"%d " % place * (place % 7) for place in range(200_000)]
+    lines: list[bytes] = []
+    async with hostile(says(OK, b"\n".join([*sent, b"rest"]))) as engine, speaking_to(engine.url) as client:
+        reply = await client.post("/v1/completions", {}, timeout_s=20, read_line=lines.append)
+    assert lines == sent
+    assert reply.content == b"rest"
+    async with hostile(never_ends) as engine, speaking_to(engine.url) as client:
+        with pytest.raises(StrataError, match="replies with more than 200000 bytes"):
+            await client.post("/v1/completions", {}, timeout_s=20, read_line=lines.append)
+
+
+@pytest.mark.parametrize("index", [-1, 2])
+def test_a_stream_of_samples_that_were_not_requested_is_an_error(index: int) -> None:
+    sample = SampleOperation("sampler", 0, bytes(4), SampleParams(max_tokens=3), num_samples=2)
+    stream = vllm._Stream(sample, lambda _: None)
+    stream.read_line(b'data: {"model": "m", "choices": [{"index": 1}]}')
+    with pytest.raises(StrataError, match="more than was requested"):
+        stream.read_line(b'data: {"model": "m", "choices": [{"index": %d}]}' % index)

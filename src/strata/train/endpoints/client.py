@@ -88,7 +88,8 @@ class EngineClient:
         timeout_s: float,
         read_line: Callable[[bytes], None] | None = None,
     ) -> EngineReply:
-        """`read_line` gets each line of a successful reply when it comes."""
+        """`read_line` gets each line of a successful reply when it comes. They are not kept: only the length of each is
+        bounded."""
         return await self._request("POST", path, body, timeout_s, read_line)
 
     async def _request(
@@ -128,12 +129,10 @@ class EngineClient:
             if response.headers.get("content-encoding", "identity") != "identity":
                 raise StrataError(Code.UNAVAILABLE, f"{self._origin} compresses its reply, which was not requested")
             content = bytearray()
-            read = 0
             async for chunk in response.aiter_raw():
                 content += chunk
-                while read_line is not None and response.status_code == 200 and (end := content.find(b"\n", read)) >= 0:
-                    read_line(bytes(content[read:end]))
-                    read = end + 1
+                if read_line is not None and response.status_code == 200:
+                    _take_lines(content, len(content) - len(chunk), read_line)
                 if len(content) > MAX_REPLY:
                     raise StrataError(Code.UNAVAILABLE, f"{self._origin} replies with more than {MAX_REPLY} bytes")
             return EngineReply(response.status_code, bytes(content))
@@ -156,6 +155,14 @@ class EngineClient:
             if parse_origin(url) == self._origin:
                 return read_secret(Path(file).expanduser())
         return None
+
+
+def _take_lines(content: bytearray, searched: int, read_line: Callable[[bytes], None]) -> None:
+    """Have the complete lines read, and remove them; there is no end of a line before `searched`."""
+    if end := content.rfind(b"\n", searched) + 1:
+        for line in bytes(content[: end - 1]).split(b"\n"):
+            read_line(line)
+        del content[:end]
 
 
 def engine_error(reply: EngineReply, what: str) -> StrataError:

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from strata.base.errors import Code, StrataError
-from strata.train.core.sampling import SampledPart, SampledSequence, SampleOperation, SampleResult
+from strata.train.core.sampling import MAX_RESULT_BYTES, SampledPart, SampledSequence, SampleOperation, SampleResult
 from strata.train.endpoints.client import MAX_EXCERPT, EngineClient, EngineReply, engine_error
 from strata.train.endpoints.engine import ModelVersion, ReportPart
 from strata.train.settings import InferenceSettings
@@ -217,7 +217,9 @@ class _Stream:
     """Reads the events of a stream, reports their tokens, and puts the completion together."""
 
     def __init__(self, sample: SampleOperation, report: ReportPart) -> None:
-        self._copies = sample.num_samples if sample.params.temperature == 0 else 1
+        greedy = sample.params.temperature == 0
+        self._copies, self._choices = (sample.num_samples, 1) if greedy else (1, sample.num_samples)
+        self._room = MAX_RESULT_BYTES // (2 * np.dtype("<f4").itemsize)
         self._report = report
         self._model = ""
         self._drawn: dict[int, _Drawn] = {}
@@ -241,9 +243,12 @@ class _Stream:
             self._read(choice)
 
     def _read(self, choice: _PartChoice) -> None:
-        drawn = self._drawn.setdefault(choice.index, _Drawn())
         tokens = list(choice.token_ids or ())
         logprobs = [] if choice.logprobs is None else list(choice.logprobs.token_logprobs)
+        self._room -= max(len(tokens), len(logprobs))
+        if self._room < 0 or not 0 <= choice.index < self._choices:
+            raise StrataError(Code.UNAVAILABLE, "the engine's stream has more than was requested")
+        drawn = self._drawn.setdefault(choice.index, _Drawn())
         start = len(drawn.tokens)
         drawn.tokens += tokens
         drawn.logprobs += logprobs
