@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from strata.base.errors import StrataError
 from strata.train.api.text import CALL_START, ModelText, TextStream
 from strata.train.core.sampling import REPLACEMENT
 from strata.train.runner.model.tiny import train_tokenizer
@@ -86,8 +87,9 @@ def test_a_stream_adds_up_to_the_text_before_its_stop_and_cuts_no_character(
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_any_tokens_stream_as_they_decode(data: st.DataObject) -> None:
-    """Also bytes that are no text."""
-    tokens = data.draw(st.lists(st.integers(2, len(BYTE_LEVEL) - 1), min_size=1, max_size=40))
+    """Also bytes that are no text, and special tokens."""
+    assert BYTE_LEVEL.all_special_ids == [0, 1]
+    tokens = data.draw(st.lists(st.integers(0, len(BYTE_LEVEL) - 1), min_size=1, max_size=40))
     expected = str(BYTE_LEVEL.decode(tokens, skip_special_tokens=True))
     stream = TextStream(ModelText(BYTE_LEVEL), (), (), tools=False)
     sent = "".join(stream.add([token]) for token in tokens)
@@ -97,15 +99,30 @@ def test_any_tokens_stream_as_they_decode(data: st.DataObject) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.sampled_from(["▁one", "▁two", "ab", "c", "日", "▁", "語", "😀", "ö"]), min_size=1, max_size=12))
-def test_tokens_of_bytes_and_of_words_stream_as_they_decode(pieces: list[str]) -> None:
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["▁one", "▁two", "ab", "c", "日", "▁", "語", "😀", "ö"]), st.integers(0, 9)),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_tokens_of_bytes_and_of_words_stream_as_they_decode(pieces: list[tuple[str, int]]) -> None:
+    """Each after so many special tokens."""
     tokens: list[int] = []
-    for piece in pieces:
-        tokens += [WORDS.index(piece) + 1] if piece in WORDS else bytes_of(piece)
+    for piece, special in pieces:
+        tokens += [0] * special + ([WORDS.index(piece) + 1] if piece in WORDS else bytes_of(piece))
     expected = str(FALLBACK.decode(tokens, skip_special_tokens=True))
     stream = TextStream(ModelText(FALLBACK), (), (), tools=False)
     assert "".join(stream.add([token]) for token in tokens) == expected
     assert REPLACEMENT not in expected
+
+
+def test_text_that_contradicts_what_was_returned_is_an_error() -> None:
+    """A byte that is no text makes none of those before it, by this kind of tokenizer."""
+    stream, tokens = TextStream(ModelText(FALLBACK), (), (), tools=False), [*bytes_of("L"), bytes_of("日")[0]]
+    assert "".join(stream.add([token]) for token in tokens) == "L"
+    with pytest.raises(StrataError, match="differs from what was sent"):
+        stream.rest(str(FALLBACK.decode(tokens, skip_special_tokens=True)))
 
 
 @settings(max_examples=100, deadline=None)

@@ -63,6 +63,7 @@ class ModelText:
         self._tokenizer = tokenizer
         # Encoding may set padding and truncation at the first call; later calls find them set.
         tokenizer("a", add_special_tokens=False)
+        self.special_tokens: frozenset[int] = frozenset(tokenizer.all_special_ids)
         self._longest_token = max(map(len, tokenizer.get_vocab()))
         self._token_text = lru_cache(_CACHED_TOKENS)(self._decode_token)
 
@@ -187,7 +188,7 @@ class TextStream:
         self._tokens: list[int] = []
         """Whose text may still change."""
         self._held = ""
-        self._returned = 0
+        self._returned = ""
 
     def add(self, tokens: Sequence[int]) -> str:
         """What is sure of the text with these tokens, and was not before."""
@@ -195,11 +196,13 @@ class TextStream:
         added = self._text.continuation(self._before, self._tokens)
         if added.endswith(REPLACEMENT):
             return ""
-        self._before, self._tokens = [*self._before, *self._tokens][-2 * CONTEXT :], []
+        # Special tokens have no text: a run of them would leave no context.
+        told = [token for token in self._tokens if token not in self._text.special_tokens]
+        self._before, self._tokens = [*self._before, *told][-2 * CONTEXT :], []
         self._held += added
         sure = self._held[: self._sure()]
         self._held = self._held[len(sure) :]
-        self._returned += len(sure)
+        self._returned += sure
         return sure
 
     def _sure(self) -> int:
@@ -211,8 +214,14 @@ class TextStream:
         return len(text[:end].rstrip()) if self._tools else end
 
     def rest(self, text: str) -> str:
-        """What is left of the whole text, when it is known."""
-        return text[self._returned :]
+        """What is left of the whole text, when it is known; UNAVAILABLE if it does not begin with what was returned."""
+        if not text.startswith(self._returned):
+            raise StrataError(
+                Code.UNAVAILABLE,
+                "the text of the sample differs from what was sent while it was drawn",
+                hint="send the request again, without a stream",
+            )
+        return text[len(self._returned) :]
 
 
 def _overlap(text: str, mark: str) -> int:
