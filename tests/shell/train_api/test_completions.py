@@ -338,7 +338,8 @@ async def test_a_stream_echoes_its_prompt_once_before_its_tokens(tmp_path: Path)
             assert (len(told) > 5) is not bool(body), "log probabilities of a prompt come with the result"
 
 
-async def test_a_stream_survives_the_death_of_the_orchestrator_and_of_the_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("victim", ["orchestrator", "ranks"])
+async def test_a_stream_survives_the_death_of_the_orchestrator_and_of_the_ranks(tmp_path: Path, victim: str) -> None:
     body = {"messages": CHAT, "max_tokens": 400}
     async with site_in(tmp_path, SLOW) as site, listening(site.root) as url:
         text, seen = "", 0
@@ -346,13 +347,14 @@ async def test_a_stream_survives_the_death_of_the_orchestrator_and_of_the_ranks(
             async for event in read_events(http, site.alice.key, body):
                 text += event["choices"][0]["delta"].get("content") or ""
                 seen += 1
-                if seen == 3:
+                if seen == 3 and victim == "orchestrator":
                     await site.stack.orchestrator.kill()
                     await site.stack.start_orchestrator()
-                if seen == 30:
+                if seen == 3 and victim == "ranks":
                     await site.stack.ranks.kill()
                     await site.stack.start_ranks()
-        assert seen > 30
+        # What was sampled while no orchestrator ran comes with the result, in one event.
+        assert seen > 3
         assert text == (await site.complete(body))["choices"][0]["message"]["content"]
 
 

@@ -179,13 +179,15 @@ class RequestHandler:
         return describe_wait(self._state, future, self._context.throughput, attached=attached)
 
     async def _watch_tokens(self, tenant: str, query: messages.WatchTokens) -> messages.Output:
-        future, store = find_future(self._state, tenant, query.future_id), self._store
+        store = self._store
         deadline_s = store.clock.monotonic_s() + min(query.wait_s, MAX_WAIT_S)
-        while not (parts := store.streams.after(query.future_id, query.counts)) and future.result is None:
-            # Tokens that this client has, or cannot use yet, wake it too.
+        while True:
+            future = find_future(self._state, tenant, query.future_id)
+            parts = store.streams.after(query.future_id, query.counts)
             left_s = deadline_s - store.clock.monotonic_s()
-            if left_s <= 0:
+            if parts or future.result is not None or left_s <= 0:
                 break
+            # Tokens that this client has, or cannot use yet, wake it too.
             await store.wait_for_completion(query.future_id, left_s)
         if parts:
             return messages.TokensSampled(parts)
