@@ -133,7 +133,7 @@ COMMANDS: Final[Mapping[str, CommandEntry]] = {
     "plan": CommandEntry("strata.cli.plan:plan", "Plan the memory of each device for training MODEL.", _TRAINING),
     "weights": CommandEntry(
         "strata.cli.weights:weights",
-        "List and export checkpoints of a training server, or import a LoRA adapter.",
+        "List or export checkpoints of a server, or import a LoRA adapter.",
         _TRAINING,
     ),
     "login": CommandEntry(

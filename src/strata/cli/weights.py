@@ -20,7 +20,7 @@ ANSWER_S: Final = 600.0
 
 @click.group(cls=VerbGroup)
 def weights() -> None:
-    """List and export checkpoints of a training server, or import a LoRA adapter."""
+    """List or export checkpoints of a server, or import a LoRA adapter."""
 
 
 @weights.command("list")

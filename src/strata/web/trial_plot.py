@@ -15,6 +15,8 @@ LEFT: Final = 64
 RIGHT: Final = 12
 TOP: Final = 12
 BOTTOM: Final = 28
+SMALLEST_STEP: Final = 1e-12
+"""Ticks are rounded to as many digits."""
 
 
 class TrialMark(NamedTuple):
@@ -106,9 +108,9 @@ def _numbers(count: int) -> list[int]:
 
 def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
     """Round numbers from `low` or below to `high` or above."""
-    if not high > low:
-        return [low]
     raw = (high - low) / count
+    if not raw > SMALLEST_STEP:
+        return [low]
     power = 10.0 ** floor(log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw)
     first, last = floor(low / step), ceil(high / step)

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Container, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -66,6 +66,8 @@ async def in_process(
     journal = MemoryJournal(clock)
     options = ServiceOptions(job=job)
     if standby:
+        # It takes over from a leader that has not renewed for so long.
+        options = replace(options, lease_s=3_600)
         await journal.lead(options.stream, "somebody-else", 3_600)
     service = CoordinatorService(journal, clock, options)
     settings = CoordinatorSettings(listen="127.0.0.1:0", drain_s=0, tls=tls, ping_timeout_s=ping_timeout_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from strata.fleet import wire
@@ -79,6 +79,7 @@ def test_the_line_of_the_best_so_far_counts_completed_trials_alone() -> None:
 
 
 @given(st.floats(-1e12, 1e12), st.floats(-1e12, 1e12))
+@example(0.0, 5e-324)
 def test_ticks_are_few_and_reach_around_the_values(one: float, other: float) -> None:
     low, high = sorted((one, other))
     ticks = nice_ticks(low, high)
