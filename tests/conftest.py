@@ -86,14 +86,17 @@ def pytest_configure() -> None:
 
 # First: what is marked here is what `-m` looks at.
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # What ends a worker of xdist is shown nowhere: there the controller looks.
-    if not hasattr(config, "workerinput"):
-        _refuse_same_ids([item.nodeid for item in items])
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _limit_s(item) > SLOW_LIMIT_S or item.path.is_relative_to(END_TO_END):
             item.add_marker(pytest.mark.slow)
     _start_long_files_first(items)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    # What ends a worker of xdist is shown nowhere: there the controller looks.
+    if not hasattr(session.config, "workerinput"):
+        _refuse_same_ids([item.nodeid for item in session.items])
 
 
 def _limit_s(item: pytest.Item) -> int:
