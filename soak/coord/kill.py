@@ -17,7 +17,6 @@ from soak.coord.processes import Arm, Coordinator, failpoints
 from soak.coord.workers import WorkerPlan, WorkerPool
 from soak.trials import CampaignRequest, CampaignResult, Database, OnProgress, seeded_random, spread_s
 from strata.coord.core.facts import JobConfig
-from strata.coord.pb import coordinator_pb2 as pb
 
 Value = TypeVar("Value")
 
@@ -233,12 +232,8 @@ class Campaign:
         job = await self._unless_killed(pool.job(), "said how the job stands")
         if job is None:
             return
-        if (job.generation, job.world_size) != (pool.generation, len(pool.workers)):
-            pool.expected.problem(f"generation {job.generation} has {job.world_size} workers, not {len(pool.workers)}")
-        lost = [each.message for each in job.incidents if each.kind != pb.INCIDENT_KIND_FAILOVER]
-        if lost:
-            # First of all: the rest follows from it.
-            pool.expected.problems.insert(0, f"{len(lost)} incidents, such as: {'; '.join(lost[-3:])}")
+        # First of all: the rest follows from it.
+        pool.expected.problems[:0] = pool.missing_members(job)
         for progress in (each for dataset in job.datasets for each in dataset.open_epochs):
             if progress.epoch == epoch and progress.done_shards < confirmed:
                 pool.expected.problem(f"{confirmed} acks of epoch {epoch} confirmed, {progress.done_shards} are known")

@@ -148,12 +148,8 @@ class Campaign:
     async def _check_jobs(self) -> None:
         """No worker of any job is gone."""
         for name, pool in self._pools.items():
-            job = await pool.job()
-            if (job.generation, job.world_size) != (pool.generation, len(pool.workers)):
-                pool.expected.problem(f"{name}: generation {job.generation} has {job.world_size} workers")
-            lost = [each.message for each in job.incidents if each.kind != pb.INCIDENT_KIND_FAILOVER]
-            if lost:
-                pool.expected.problem(f"{name}: {len(lost)} incidents, such as: {'; '.join(lost[-3:])}")
+            for problem in pool.missing_members(await pool.job()):
+                pool.expected.problem(f"{name}: {problem}")
 
     def _count(self) -> None:
         outcome = self.outcome

@@ -122,6 +122,14 @@ class WorkerPool:
         found: pb.GetJobResponse = await self._call(0, "GetJob", pb.GetJobRequest(history_limit=1_000), SHORT)
         return found.job
 
+    def missing_members(self, job: pb.JobState) -> list[str]:
+        """A sentence for each sign that somebody is gone: incidents, but for a change of the leader, come first."""
+        lost = [each.message for each in job.incidents if each.kind != pb.INCIDENT_KIND_FAILOVER]
+        found = [f"{len(lost)} incidents, such as: {'; '.join(lost[-3:])}"] if lost else []
+        if (job.generation, job.world_size) != (self.generation, len(self.workers)):
+            found.append(f"generation {job.generation} has {job.world_size} workers, not {len(self.workers)}")
+        return found
+
     async def join(self) -> None:
         """All workers join one generation and register a dataset; then they work."""
         await asyncio.gather(*(self._register(worker) for worker in self.workers))

@@ -120,19 +120,12 @@ class PostgresJournal:
         check_position(after)
         blob, checksum = pack(facts)
         last = after + len(facts)
-        batch = {
-            "stream": stream,
-            "epoch": epoch,
-            "after": after,
-            "first": after + 1,
-            "last": last,
-            "checksum": checksum,
-            "facts": blob,
-        }
+        identity = _identity(stream, after + 1, last, epoch, checksum)
+        batch = {**identity, "after": after, "facts": blob}
         failpoint("journal.postgres.before_append")
         if not await self._connections.write(sql.APPEND, batch):
             await self._recognise(batch)
-        self._know(stream, _Known(epoch, last, _identity(batch)))
+        self._know(stream, _Known(epoch, last, identity))
         failpoint("journal.postgres.after_append")
         return last
 
@@ -158,8 +151,8 @@ class PostgresJournal:
             # The database may be another one than before.
             await self._check_known(stream)
         if found:
-            newest = {"stream": stream, "first": found[-1].first, "last": found[-1].last, "checksum": rows[-1][2]}
-            self._know(stream, _Known(found[-1].epoch, found[-1].last, {**newest, "epoch": found[-1].epoch}))
+            first, epoch, checksum, _ = rows[-1]
+            self._know(stream, _Known(epoch, found[-1].last, _identity(stream, first, found[-1].last, epoch, checksum)))
         return [batch.after(after) for batch in found]
 
     def _know(self, stream: str, new: _Known) -> None:
@@ -251,8 +244,9 @@ class PostgresJournal:
         return epoch, head, floor
 
 
-def _identity(batch: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: batch[name] for name in ("stream", "first", "last", "epoch", "checksum")}
+def _identity(stream: str, first: int, last: int, epoch: int, checksum: int) -> dict[str, Any]:
+    """What `FIND_BATCH` recognises a batch by."""
+    return {"stream": stream, "first": first, "last": last, "epoch": epoch, "checksum": checksum}
 
 
 async def _prepare(connection: psycopg.AsyncConnection[Any], *, create: bool) -> None:
