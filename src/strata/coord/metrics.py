@@ -5,7 +5,7 @@ Counters restart with the process, and only the leader counts. Nothing is decide
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 from prometheus_client import Counter, generate_latest
@@ -27,11 +27,9 @@ from strata.coord.core.facts import (
     WorkerLost,
 )
 from strata.coord.core.state import CoordState
-from strata.http.metrics import MetricFactory, process_registry
+from strata.http.metrics import MetricFactory, RecordCall, process_registry
 
 PREFIX: Final = "strata_coordinator_"
-RecordRpc = Callable[[str, float], None]
-"""Called with the status of a reply, and the seconds it took."""
 
 
 class CoordinatorMetrics:
@@ -39,9 +37,14 @@ class CoordinatorMetrics:
         self._registry = registry = process_registry(PREFIX)
         make = MetricFactory(PREFIX, registry)
         counter, gauge, histogram = make.counter, make.gauge, make.histogram
-        self._rpcs = counter("rpcs_total", "Calls that were let in, by the status of their reply", "rpc", "status")
-        self._rpc_s = histogram("rpc_seconds", "Time until the reply, with what the call waits; without streams", "rpc")
-        self.heartbeats = counter("heartbeats_total", "Heartbeats of workers, each of a batch counted")
+        self._rpcs = make.calls(
+            ("rpcs_total", "Calls that were let in, by the status of their reply"),
+            ("rpc_seconds", "Time until the reply, with what the call waits; without streams"),
+            "rpc",
+        )
+        self._heartbeats = counter("heartbeats_total", "Heartbeats of workers, each of a batch counted")
+        self.heartbeats = 0
+        """Those since the last scrape: a plain number, since a counter would be a good part of a heartbeat's cost."""
         self.journal_s = histogram("journal_seconds", "From a decision until its facts were durable")
         self._barriers = counter("barriers_total", "Barriers that ended, by verdict", "verdict")
         self._lost = counter("worker_losses_total", "Workers that are no members any more, by reason", "reason")
@@ -77,20 +80,9 @@ class CoordinatorMetrics:
         self._findings = {each: self._judged.labels(each.value) for each in StragglerFinding}
         self._reasons = {each: self._lost.labels(each) for each in ("left", "replaced", "evicted")}
 
-    def rpc(self, name: str, *, stream: bool) -> RecordRpc:
+    def rpc(self, name: str, *, stream: bool) -> RecordCall:
         """What records the calls of this name."""
-        statuses: dict[str, Counter] = {}
-        seconds = self._rpc_s.labels(name)
-
-        def record(status: str, took_s: float) -> None:
-            counted = statuses.get(status)
-            if counted is None:
-                counted = statuses[status] = self._rpcs.labels(name, status)
-            counted.inc()
-            if not stream:
-                seconds.observe(took_s)
-
-        return record
+        return self._rpcs.recorder(name, timed=not stream)
 
     def record_fact(self, fact: Fact) -> None:
         """A fact is committed."""
@@ -116,6 +108,8 @@ class CoordinatorMetrics:
     def render(self, states: Mapping[int, CoordState]) -> bytes:
         """The exposition text, with gauges from the state of this moment of each partition that this process leads."""
         jobs = [job for state in states.values() for job in state.jobs.values()]
+        self._heartbeats.inc(self.heartbeats)
+        self.heartbeats = 0
         self._leader.set(bool(states))
         self._epoch.set(max((state.leader_epoch for state in states.values()), default=0))
         self._partition_epoch.clear()

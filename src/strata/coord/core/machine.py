@@ -7,7 +7,7 @@ and answers the same; the indexes of a job are caches that it may fill. `apply` 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, assert_never
+from typing import Final, assert_never, get_args
 
 import msgspec
 
@@ -86,6 +86,8 @@ FromMember = (
     | RegisterDataset
 )
 """Requests of a worker that is a member already."""
+_FROM_MEMBER: Final = get_args(FromMember)
+"""A tuple is compared faster than a union."""
 
 _encode = msgspec.msgpack.Encoder().encode
 decode_fact = msgspec.msgpack.Decoder(Fact).decode
@@ -133,7 +135,7 @@ def observe(state: CoordState, request: Input, now_s: float) -> None:
         _observe_tick(state, request, now_s)
     elif isinstance(request, Register):
         _observe_registration(state, request, now_s)
-    elif isinstance(request, FromMember):
+    elif isinstance(request, _FROM_MEMBER):
         soft = state.writable_soft(request.caller.job) if request.caller.job in state.jobs else None
         if soft is not None and isinstance(request, CallClosed):
             # Also of an incarnation that is over: its count must not stay.

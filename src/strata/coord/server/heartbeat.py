@@ -60,7 +60,7 @@ class HeartbeatHandler:
 
     async def one(self, request: pb.HeartbeatRequest, who: Identity, _: object) -> pb.HeartbeatResponse | bytes:
         job_id, worker_id = who.job_of(request.job_id), who.worker_of(request.worker_id)
-        self._service.metrics.heartbeats.inc()
+        self._service.metrics.heartbeats += 1
         reply = receive(self._service, request, job_id, worker_id, self._service.clock.monotonic_s())
         if isinstance(reply, SharedReply):
             return reply.encoded
@@ -74,7 +74,7 @@ class HeartbeatHandler:
         service = self._service
         if not service.leads:
             raise not_leading()
-        service.metrics.heartbeats.inc(len(heartbeats))
+        service.metrics.heartbeats += len(heartbeats)
         # On the wire, a repeated field is the concatenation of its elements.
         parts: list[bytes] = []
         other: list[tuple[int, pb.HeartbeatOutcome]] = []

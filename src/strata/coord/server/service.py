@@ -433,19 +433,19 @@ class CoordinatorService:
 class OpenCall:
     """A call that waits here. Ten thousand of them end at once when a barrier is released."""
 
-    __slots__ = ("_caller", "_service")
+    __slots__ = ("_closed", "_opened", "_service")
 
     def __init__(self, service: CoordinatorService, caller: Caller) -> None:
         self._service = service
-        self._caller = caller
+        self._opened, self._closed = CallOpened(caller), CallClosed(caller)
 
     def __enter__(self) -> None:
-        self._service.observe(CallOpened(self._caller))
+        self._service.observe(self._opened)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._service.observe(CallClosed(self._caller))
+        self._service.observe(self._closed)
 
 
 def _may_free_shards(fact: Fact, state: CoordState) -> bool:
