@@ -209,7 +209,6 @@ class _CompletedFacts(msgspec.Struct):
     metrics: dict[str, float] = {}
 
 
-_SEARCHED: Final = ("label", "owner", "project", "model", "sweep")
 _ID_PREFIX: Final = re.compile(r"[0-9a-z_]{1,80}")
 
 encode: Final = msgspec.json.Encoder().encode
@@ -283,12 +282,12 @@ class JobsDialect:
     """A column that is one of the values of a parameter."""
     listed: Callable[[Sequence[str]], Any]
     """The value of such a parameter."""
-    contains: Callable[[Sequence[str], str], str]
-    """Whether one of these columns has a parameter in it, without regard to case."""
-    needle: Callable[[str], str]
-    """The value of such a parameter."""
+    contains: str
+    """Whether a text in lower case contains a parameter, without regard to case."""
     searched: str
     """The table of jobs with the index of their texts."""
+    searched_text: str
+    """All texts of a job that people search by, in lower case."""
     ended: str
     """With the index of those that have ended, and with that of those that failed."""
     failed: str
@@ -402,15 +401,15 @@ def _matches(
     text: str, mark: Callable[[str, Any], str], dialect: JobsDialect, matching: MatchingJobs | None = None
 ) -> list[str]:
     """Statements for the numbers of the jobs."""
-    needle = mark("needle", dialect.needle(text))
-    on_host = f"host_id IN (SELECT id FROM host WHERE {dialect.contains(['name'], needle)})"
+    needle = mark("needle", text)
+    on_host = f"host_id IN (SELECT id FROM host WHERE {dialect.contains.format('lower(name)', needle)})"
     if matching is not None and matching.hosts is not None:
         on_host = dialect.one_of.format("host_id", mark("hosts", dialect.listed(matching.hosts)))
     elif matching is not None:
         # As a test of each job from the newest on, which the planner cannot turn round.
         on_host = f"({on_host}) IS TRUE"
     found = [
-        f"SELECT seq FROM {dialect.searched} WHERE {dialect.contains(_SEARCHED, needle)}",
+        f"SELECT seq FROM {dialect.searched} WHERE {dialect.contains.format(dialect.searched_text, needle)}",
         f"SELECT seq FROM job WHERE host_id <> '' AND {on_host}",
     ]
     if _ID_PREFIX.fullmatch(text.lower()):
@@ -418,11 +417,6 @@ def _matches(
         # '~' sorts after every character of an id.
         found.append(f"SELECT seq FROM job WHERE id >= {mark('low', low)} AND id < {mark('high', f'{low}~')}")
     return found
-
-
-def like_pattern(text: str) -> str:
-    """For texts that contain this one."""
-    return "%" + re.sub("([!%_])", r"!\1", text) + "%"
 
 
 def kept_counts(rows: Iterable[Sequence[Any]]) -> dict[str, int]:

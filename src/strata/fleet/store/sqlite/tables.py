@@ -7,6 +7,9 @@ from typing import Final
 from strata.database.migrations import Component
 
 MAY_SERVE: Final = """instr(spec, CAST('"kind":"server"' AS BLOB)) > 0"""
+SEARCHED_TEXT: Final = (
+    "lower(label || char(10) || owner || char(10) || project || char(10) || model || char(10) || sweep)"
+)
 """A spec with the text of that kind in it; also one that has it among its hyper-parameters."""
 COMPONENT: Final = Component(
     "fleet",
@@ -209,6 +212,11 @@ COMPONENT: Final = Component(
         # Jobs that hosts hold: a list of the newest ones and their counts look at no other job.
         """
         CREATE INDEX job_held ON job (seq, project, status) WHERE status IN ('claimed', 'running');
+        """,
+        # What people search jobs by, as one text: `LIKE` on each column took three times as long.
+        f"""
+        DROP INDEX job_search;
+        CREATE INDEX job_search ON job ({SEARCHED_TEXT});
         """,
     ),
 )
