@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,8 +17,10 @@ import pytest
 
 from soak.train.server import make_model
 from strata.base.settings import process_environment
+from strata.testing.s3 import S3Server
 from tests.e2e.blocks import blocks
 from tests.e2e.served import served
+from tests.support.tracked import scalars, wandb_history
 
 pytestmark = pytest.mark.timeout(600)
 ROOT: Final = Path(__file__).parents[2]
@@ -33,11 +35,11 @@ def environment() -> dict[str, str]:
     return {**process_environment(), "OMP_NUM_THREADS": "1"}
 
 
-def train(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def train(folder: Path, *options: str, more: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [STRATA, "train", *options],
         cwd=folder,
-        env=environment(),
+        env={**environment(), **(more or {})},
         capture_output=True,
         text=True,
         timeout=500,
@@ -139,14 +141,21 @@ def test_the_command_of_the_document_trains_from_a_clean_folder(tmp_path: Path) 
 
 
 def kill_after(
-    place: Path, run: Path, step: int, *, group: bool, recipe: str = "sft.toml", options: Sequence[str] = ()
+    place: Path,
+    run: Path,
+    step: int,
+    *,
+    group: bool,
+    recipe: str = "sft.toml",
+    options: Sequence[str] = (),
+    more: Mapping[str, str] | None = None,
 ) -> None:
     """Start the run, and kill it when the metrics of this step are there; 0: while its server starts."""
     command = [STRATA, "train", recipe, "--folder", run.name, *options]
     process = subprocess.Popen(
         command,
         cwd=place,
-        env=environment(),
+        env={**environment(), **(more or {})},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
@@ -165,6 +174,41 @@ def kill_after(
     else:
         process.kill()
     process.wait()
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Mapping[str, str]]]:
+    """The name of a bucket with the rows of the example, and what a client of it needs in its environment."""
+    with S3Server() as server:
+        name = server.create_bucket()
+        server.store(name).put("data/answers.jsonl", (RECIPES / "data" / "answers.jsonl").read_bytes())
+        yield name, server.environment
+
+
+@pytest.mark.parametrize("tracker", ["tensorboard:tracked", "wandb:tracked"])
+def test_a_run_with_data_from_a_bucket_is_tracked_once_through_a_kill(
+    place: Path, undisturbed: Path, bucket: tuple[str, Mapping[str, str]], tracker: str
+) -> None:
+    name, keys = bucket
+    kind = tracker.partition(":")[0]
+    text = (place / "sft.toml").read_text(encoding="utf-8")
+    text = text.replace(f"{RECIPES}/data/answers.jsonl", f"s3://{name}/data/answers.jsonl")
+    text += f'\n[output]\ntracker = "{tracker}"\noffline = true\n'
+    (place / f"{kind}.toml").write_text(text, encoding="utf-8")
+    run = place / kind
+    kill_after(place, run, 7, group=True, recipe=f"{kind}.toml", more=keys)
+    done = train(place, f"{kind}.toml", "--folder", kind, more=keys)
+    assert done.returncode == 0, done.stderr
+    assert "continuing after step 6 of 12" in done.stderr
+    assert (run / "metrics.jsonl").read_bytes() == (undisturbed / "metrics.jsonl").read_bytes()
+    losses = [(line["step"], line["values"]["loss"]) for line in metrics(run) if "loss" in line["values"]]
+    if kind == "tensorboard":
+        found = scalars(place / "tracked")
+    else:
+        rows = wandb_history(run / "tracker")
+        assert [row["_step"] for row in rows] == list(range(STEPS + 1))
+        found = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+    assert found == [(step, pytest.approx(loss)) for step, loss in losses]
 
 
 def test_a_finished_run_is_shown_again_and_trains_nothing(place: Path, undisturbed: Path) -> None:

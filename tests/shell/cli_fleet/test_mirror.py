@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
-from wandb.util import get_core_path
 
 from strata.cli.exit_codes import ExitCode
 from strata.fleet import wire
 from strata.fleet.core.job import Cause
 from tests.shell.cli_fleet.driving import HostByHand, Person
+from tests.support.tracked import scalars, wandb_history, wandb_records
 
 MANIFEST = """\
 [trainers.default]
@@ -69,24 +66,10 @@ class MirroredJob:
         self.mirror("--to", f"tensorboard:{self.folder / 'runs'}")
 
     def scalars(self, tag: str = "loss") -> list[tuple[int, float]]:
-        (folder,) = {path.parent for path in (self.folder / "runs").rglob("events.out.tfevents.*")}
-        return [(event.step, event.value) for event in EventAccumulator(str(folder)).Reload().Scalars(tag)]
+        return scalars(self.folder / "runs", tag)
 
     def to_wandb(self) -> None:
         self.mirror("--to", "wandb:trees", "--offline")
-
-    def history(self) -> list[dict[str, Any]]:
-        """Of all files of the run, in the order in which they were written."""
-        return [record["history"]["item"] for record in self.wandb_records() if record["type"] == "history"]
-
-    def wandb_records(self) -> list[dict[str, Any]]:
-        return [record for file in sorted((self.folder / "records").rglob("*.wandb")) for record in _records(file)]
-
-
-def _records(file: Path) -> Iterator[dict[str, Any]]:
-    words = [get_core_path(), "leet", "inspect", "-no-observability", "-json", "-run-file", str(file)]
-    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, check=True, timeout=60)
-    yield from map(json.loads, done.stdout.splitlines())
 
 
 @pytest.fixture
@@ -158,10 +141,10 @@ def test_wandb_reads_every_point_once_with_the_trainers_step(job: MirroredJob) -
     job.resume()
     job.report(lines(2, range(5, 7)), last=True)
     job.to_wandb()
-    rows = job.history()
+    rows = wandb_history(job.folder / "records")
     assert [row["_step"] for row in rows] == list(range(8))
     assert [(row["step"], row["loss"]) for row in rows] == expected(1, range(6)) + expected(2, range(5, 7))
-    first = next(record["run"] for record in job.wandb_records() if record["type"] == "run")
+    first = next(record["run"] for record in wandb_records(job.folder / "records") if record["type"] == "run")
     assert (first["project"], first["display_name"]) == ("trees", "tree-small")
     config = first["config"]["update"]
     assert (config["depth"], config["model"]) == (3, "tree")

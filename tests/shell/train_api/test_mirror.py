@@ -5,18 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from strata.cli.main import run
 from strata.sdk.train import Datum, TrainingServer
 from tests.shell.train_api.processes import serving
+from tests.support.tracked import scalars
 
 TOKENS = list(range(20))
-
-
-def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
-    (run_folder,) = {path.parent for path in folder.rglob("events.out.tfevents.*")}
-    return [(event.step, event.value) for event in EventAccumulator(str(run_folder)).Reload().Scalars(tag)]
 
 
 def test_the_metrics_of_a_model_are_mirrored_each_once(tmp_path_factory: pytest.TempPathFactory) -> None:
