@@ -106,12 +106,12 @@ def _limit_s(item: pytest.Item) -> int:
 
 def _start_long_files_first(items: list[pytest.Item]) -> None:
     """With `--dist loadfile --no-loadscope-reorder` the other workers then have files left while a long one runs. How
-    long a test may take is the best guess of how long it does."""
+    long a test may take is the best guess of how long it does. What users do comes first, should time run out."""
     longest_s: Counter[Path] = Counter()
     tests = Counter(item.path for item in items)
     for item in items:
         longest_s[item.path] = max(longest_s[item.path], _limit_s(item))
-    items.sort(key=lambda item: (-longest_s[item.path], -tests[item.path]))
+    items.sort(key=lambda item: (not item.path.is_relative_to(END_TO_END), -longest_s[item.path], -tests[item.path]))
 
 
 @pytest.hookimpl(tryfirst=True)
