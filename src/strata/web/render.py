@@ -139,9 +139,12 @@ def cause(word: str) -> str:
     return "out of memory" if word == "oom" else word.replace("_", " ")
 
 
-def details(body: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Name and value of each detail of an event that says something; ids are shortened, and long values are cut."""
-    return [(name, _shown(name, value)) for name, value in body.items() if value not in ("", None, [], {}, 0, False)]
+def details(body: Mapping[str, Any], host_names: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Name and value of each detail of an event that says something: hosts by name, ids shortened, long values cut."""
+    said = {name: value for name, value in body.items() if value not in ("", None, [], {}, 0, False)}
+    if isinstance(host := said.get("host"), str):
+        said["host"] = host_names.get(host, host)
+    return [(name, _shown(name, value)) for name, value in said.items()]
 
 
 def _shown(name: str, value: object) -> str:

@@ -17,6 +17,7 @@ from strata.fleet.artifacts.manifest import ArtifactKind
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.ports import AttemptKey, JobCompletion
 from strata.hub.settings import HubTlsSettings
+from strata.web.render import details
 from tests.shell.fleet_http.running import HostClient, Running, ok, running
 from tests.shell.web.browsing import Browser, Tags, log_in
 from tests.shell.web.filling import add_artifact, add_lineage, add_sweep, heartbeat
@@ -233,6 +234,11 @@ async def test_an_event_names_its_host_and_shortens_the_ids_in_its_details(site:
     page = await browser.shows(f"/events?subject={job_id}&kind=job.completed")
     assert f'<span title="host:{host.id}">gpu-1</span>' in page
     assert f'<span class="meta">artifact</span> {artifact.rpartition("_")[2][:8]}</span>' in page
+
+
+def test_details_of_an_event_name_the_host_that_they_are_about() -> None:
+    said = details({"host": "host1_0a", "epoch": 0, "reason": "full"}, {"host1_0a": "gpu-1"})
+    assert said == [("host", "gpu-1"), ("reason", "full")]
 
 
 async def test_hostile_names_stay_text_on_every_page_of_the_fleet(site: Running) -> None:

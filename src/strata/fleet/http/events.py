@@ -50,6 +50,7 @@ async def _page_before(call: HubCall, query: wire.EventsQuery) -> wire.EventsRep
     page = await call.context.fleet.store.events_before(query.before, query.limit, _filter(query))
     shown = tuple(_event(each, call) for each in page.events)
     hosts = {each.actor.removeprefix(_HOST) for each in shown if each.actor.startswith(_HOST)}
+    hosts |= {host for each in shown if isinstance(host := each.body.get("host"), str)}
     names = dict(await call.context.fleet.host_names(hosts)) if hosts else {}
     return wire.EventsReply(events=shown, cursor=page.before, more=bool(page.before), hosts=names)
 

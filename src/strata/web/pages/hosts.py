@@ -94,6 +94,7 @@ async def show_host(page: Page, query: HostPageQuery) -> View:
         policy=policy,
         cards=cards,
         events=events.events,
+        host_names=events.hosts,
         span=span,
         spans=SPANS,
         actions=_possible(host) if page.may(Role.OPERATOR) else (),

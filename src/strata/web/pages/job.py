@@ -107,7 +107,7 @@ async def job(page: Page, query: JobPageQuery) -> View:
         every_s=10 if shown.status in HELD else 0,
         job=shown,
         attempts=attempts,
-        host_names=timeline.hosts,
+        host_names={**timeline.hosts, **events.hosts},
         lanes=lanes,
         phases={bar.phase for lane in lanes for bar in (*lane.bars, *lane.marks)},
         goodput=goodput,
