@@ -33,7 +33,7 @@ BITSANDBYTES := 0.50.2
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check lint rules test tsan e2e nightly release bench soak docs services constraints proto contract diagrams families format clean installed
+.PHONY: help setup check lint rules test tsan e2e nightly gpu release bench soak docs services constraints proto contract diagrams families format clean installed
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -85,6 +85,9 @@ nightly: installed ## inference engines (vLLM), long kill campaigns, an agent on
 	$(BIN)/python -m soak fleet-schedule --seeds 10000
 	$(BIN)/python -m soak train-sim --seeds 1000
 	scripts/e2e-arm64.sh
+
+gpu: installed ## tests, kill campaign and benches on 1, 2 and 8 CUDA devices; status 77 of the script without one
+	$(BIN)/python scripts/gpu.py $(ARGS)
 
 release: installed ## the release checklist: builds, clean installs on each Python, bill of materials; ARGS="--only build" for a part
 	$(BIN)/python scripts/release.py $(ARGS)

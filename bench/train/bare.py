@@ -22,7 +22,7 @@ import zmq
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
@@ -34,20 +34,23 @@ IDLE: Final = timedelta(hours=12)
 
 
 class Loop:
-    def __init__(self, path: str, training: str) -> None:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    def __init__(self, path: str, training: str, dtype: torch.dtype, device: torch.device) -> None:
+        # Weights that are trained stay in float32; adapters have the dtype of the arithmetic.
+        storage = dtype if training == "lora" else torch.float32
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=storage, local_files_only=True)
         block = set(model._no_split_modules)
         if training == "lora":
             adapters = LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, lora_dropout=0.0, target_modules=list(LAYERS))
-            model = get_peft_model(model, adapters)
-        model.train()
+            model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
+        model.to(device).train()
         # Adapters are small: the same on every rank, and summed once in a step instead of in every layer.
         self.replicated = {one for one in model.parameters() if one.requires_grad and training == "lora"}
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         for module in list(model.modules()):
             if type(module).__name__ in block:
-                fully_shard(module, mesh=mesh, ignored_params=self.replicated)
-        fully_shard(model, mesh=mesh, ignored_params=self.replicated)
+                fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=self.replicated)
+        fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=self.replicated)
         self.model: nn.Module = model
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.adam = torch.optim.AdamW(trained, lr=RATE, betas=BETAS, eps=EPS, weight_decay=0.0, fused=True)
@@ -76,7 +79,7 @@ class Loop:
 
     def backward(self, row: torch.Tensor) -> torch.Tensor:
         logits = self.model(input_ids=row[:, :-1], use_cache=False).logits
-        loss = cross_entropy(logits.flatten(0, 1), row[:, 1:].flatten(), reduction="sum")
+        loss = cross_entropy(logits.flatten(0, 1).float(), row[:, 1:].flatten(), reduction="sum")
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
@@ -119,20 +122,32 @@ def follow(loop: Loop, batches: Sequence[torch.Tensor]) -> None:
         going = order.kind != "end"
 
 
-def own(batches: Tokens, rank: int) -> list[torch.Tensor]:
-    return [torch.from_numpy(batch[rank]).long() for batch in batches]
+def own(batches: Tokens, rank: int, device: torch.device) -> list[torch.Tensor]:
+    return [torch.from_numpy(batch[rank]).long().to(device) for batch in batches]
+
+
+def join() -> torch.device:
+    """A CUDA device for each rank if there are any, else CPUs."""
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo", timeout=IDLE)
+        return torch.device("cpu")
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=IDLE)
+    device = torch.device("cuda", dist.get_node_local_rank())
+    torch.cuda.set_device(device)
+    return device
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="A plain training loop that takes orders.")
     parser.add_argument("--model", required=True)
     parser.add_argument("--training", choices=("lora", "full"), required=True)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), required=True)
     parser.add_argument("--batches", type=Path, required=True)
     parser.add_argument("--endpoint", required=True)
     given = parser.parse_args()
-    dist.init_process_group("gloo", timeout=IDLE)
-    loop = Loop(given.model, given.training)
-    batches = own(load(given.batches), dist.get_rank())
+    device = join()
+    loop = Loop(given.model, given.training, getattr(torch, given.dtype), device)
+    batches = own(load(given.batches), dist.get_rank(), device)
     if dist.get_rank() == 0:
         lead(loop, batches, given.endpoint)
     else:

@@ -2,8 +2,9 @@
 
 The server runs as `strata serve` starts it: API server, orchestrator with its journal, ranks under torchrun. A bare
 torchrun loop (`bench.train.bare`) runs as many ranks of the same model. Both stay alive for the whole run and
-alternate, so that only one of them computes at a time. Files are in the system's temporary directory; set TMPDIR to the
-disk that is to be measured.
+alternate, so that only one of them computes at a time. On a machine with CUDA devices there is a rank on each that
+`CUDA_VISIBLE_DEVICES` shows, in bfloat16, and the note has the model FLOPs utilisation (MFU). Files are in the system's
+temporary directory; set TMPDIR to the disk that is to be measured.
 
 - `op.latency`: an operation that computes nothing (discard gradients), submitted over HTTP until its result is there.
   Bare is a message to rank 0, a broadcast to all ranks, an all-reduce and the reply. The ratio is bare by ours, so
@@ -12,6 +13,7 @@ disk that is to be measured.
   varies by more than what the server may add.
 - `sft.tokens`: fine-tuning with every step submitted before waiting for the first, by a minimal client
   (`bench.train.wire`). `sft.tinker` is the same with the `tinker` SDK, in its own process.
+- `sft.memory`: the peak memory of a rank of both sides, on its CUDA device or in the host's memory.
 - `packing`, `decode`: see `bench.train.packing` and `bench.train.decode`.
 """
 
@@ -26,10 +28,13 @@ from statistics import median
 from time import perf_counter
 from typing import Final
 
+import msgspec
+
 from bench.interleave import Comparison, Side, interleave
 from bench.percentiles import percentile
 from bench.report import Report
 from bench.train import decode, packing
+from bench.train.devices import cuda_devices, peak_flops
 from bench.train.processes import Sides, sides, tinker_client
 from bench.train.protocol import BenchCommand, BenchResult, Tokens, Work, load
 from bench.train.wire import Wire
@@ -38,7 +43,7 @@ Client = Callable[[BenchCommand], Awaitable[BenchResult]]
 
 MAY_ADD_MS: Final = 5.0
 SFT_GOAL: Final = 0.97
-SAME_LOSS: Final = 1e-4
+SAME_LOSS: Final = {"float32": 1e-4, "bfloat16": 1e-2}
 """How far the losses of both sides may be apart before anything was trained, relatively: they do the same work."""
 
 
@@ -60,6 +65,8 @@ SMALL: Final = Work(layers=4, hidden=256, vocabulary=2048, documents=8, length=2
 """About 3 million parameters and 4 thousand tokens in a step: what `--quick` has the time for."""
 LARGE: Final = Work(layers=11, hidden=640, vocabulary=8192, documents=8, length=512)
 """About 50 million parameters and 8 thousand tokens in a step."""
+ON_CUDA: Final = Work(layers=24, hidden=2048, vocabulary=32768, documents=8, length=2048, dtype="bfloat16")
+"""About a billion parameters and 16 thousand tokens in a step of each device."""
 QUICK: Final = Turns(
     operations=25, passes=6, operation_rounds=6, steps=2, step_rounds=5, decode_rounds=20, packing_batches=40
 )
@@ -73,14 +80,20 @@ async def run(report: Report, *, quick: bool) -> None:
     packing.run(report, batches=turns.packing_batches)
     await decode.run(report, rounds=turns.decode_rounds)
     report.progress("both groups of ranks start")
-    async with sides(SMALL) as both:
+    devices = cuda_devices()
+    async with sides(on_devices(SMALL, devices)) as both:
         await operations(report, both, turns)
         if quick:
             await fine_tuning(report, both, turns)
     if not quick:
         report.progress("both groups of ranks start, with the large model")
-        async with sides(LARGE) as both:
+        async with sides(on_devices(ON_CUDA if devices else LARGE, devices)) as both:
             await fine_tuning(report, both, turns)
+
+
+def on_devices(work: Work, devices: int) -> Work:
+    """With a rank on each of so many CUDA devices; as it is if there are none."""
+    return msgspec.structs.replace(work, ranks=devices) if devices else work
 
 
 async def operations(report: Report, both: Sides, turns: Turns) -> None:
@@ -156,11 +169,29 @@ async def fine_tuning(report: Report, both: Sides, turns: Turns) -> None:
             return await asyncio.to_thread(train, wire, order, batches)
 
         found, cpu = await in_turns(both, by_wire, turns, untrained)
-        report.add("sft.tokens", "tokens/s", found, goal=SFT_GOAL, note=f"{cpu}; {note}")
+        report.add("sft.tokens", "tokens/s", found, goal=SFT_GOAL, note=f"{cpu}; {utilisation(both, found)}{note}")
+    ours, bare = both.memory_bytes("ours"), both.memory_bytes("bare")
+    if ours is None or bare is None:
+        report.progress("the driver does not report the memory of these processes")
+    else:
+        memory = Comparison([ours / 2**20], [bare / 2**20], "lower")
+        report.add("sft.memory", "MiB", memory, note="peak of the process with most")
     report.progress("the same by the tinker SDK")
     async with tinker_client(both) as client:
         found, cpu = await in_turns(both, client.carry_out, turns, untrained)
         report.add("sft.tinker", "tokens/s", found, goal=SFT_GOAL, note=f"{cpu}; by the tinker SDK")
+
+
+def utilisation(both: Sides, found: Comparison) -> str:
+    """Model FLOPs utilisation: two FLOPs for each parameter and token forward, twice as many backward, of which frozen
+    weights need half. Attention and the lookup of embeddings do not count."""
+    peak = peak_flops()
+    if peak is None:
+        return ""
+    work = both.work
+    per_token = (4 if work.training == "lora" else 6) * (both.parameters - work.vocabulary * work.hidden)
+    ours, bare = (median(rates) * per_token / (peak * work.ranks) for rates in (found.ours, found.bare))
+    return f"MFU {ours:.1%} beside {bare:.1%}; "
 
 
 async def in_turns(both: Sides, ours: Client, turns: Turns, untrained: BenchResult) -> tuple[Comparison, str]:
@@ -171,7 +202,7 @@ async def in_turns(both: Sides, ours: Client, turns: Turns, untrained: BenchResu
     """
     tokens = turns.steps * both.work.step_tokens
     first = await ours(BenchCommand(kind="train", steps=turns.steps))
-    if not math.isclose(first.loss, untrained.loss, rel_tol=SAME_LOSS):
+    if not math.isclose(first.loss, untrained.loss, rel_tol=SAME_LOSS[both.work.dtype]):
         raise RuntimeError(f"both sides should have the same loss: ours is {first.loss}, the other {untrained.loss}")
     order = BenchCommand(kind="train", first=turns.steps, steps=turns.steps)
     cpu_s: dict[Side, float] = {"ours": 0.0, "bare": 0.0}

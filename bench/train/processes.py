@@ -18,7 +18,9 @@ import psutil  # type: ignore[import-untyped]
 import zmq
 
 from bench.interleave import Side
+from bench.train.devices import largest_memory, process_tree
 from bench.train.protocol import MODEL, BenchCommand, BenchResult, Server, Work, draw, save
+from strata.base.settings import process_environment
 from strata.train.api.keys import KEY_FILE
 from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.settings import ADDRESS_FILE
@@ -38,16 +40,19 @@ log_level = "warning"
 path = "{folder}/model"
 name = "{name}"
 training = "{work.training}"
+dtype = "{work.dtype}"
 max_tokens_per_row = {work.row_tokens}
 [ranks]
 nproc = {work.ranks}
 """
+CUDA_VARIABLES: Final = ("CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")
 ENVIRONMENT: Final = {
     "PATH": os.defpath,
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "GLOO_SOCKET_IFNAME": "lo",
+    **{name: value for name, value in process_environment().items() if name in CUDA_VARIABLES},
 }
 """The same for both sides: one thread for each rank, and what they say to each other stays on this machine."""
 
@@ -95,9 +100,12 @@ class Sides:
 
     def cpu_s(self, side: Side) -> float:
         """Of all processes of a side together: what disturbs the machine does not show in it."""
-        first = psutil.Process(self.pids[side])
-        times = [process.cpu_times() for process in (first, *first.children(recursive=True))]
+        times = [psutil.Process(pid).cpu_times() for pid in process_tree(self.pids[side])]
         return float(sum(each.user + each.system for each in times))
+
+    def memory_bytes(self, side: Side) -> int | None:
+        """Of the process with most, which is one of its ranks."""
+        return largest_memory(process_tree(self.pids[side]))
 
 
 @asynccontextmanager
@@ -113,7 +121,8 @@ async def sides(work: Work) -> AsyncIterator[Sides]:
         settings.write_text(SETTINGS.format(folder=folder, name=MODEL, work=work), encoding="utf-8")
         endpoint = f"ipc://{folder}/bare"
         torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={work.ranks}")
-        loop = ("-m", "bench.train.bare", "--model", str(folder / "model"), "--training", work.training)
+        model = ("--model", str(folder / "model"), "--training", work.training, "--dtype", work.dtype)
+        loop = ("-m", "bench.train.bare", *model)
         async with (
             _process(STRATA, "serve", str(settings), log=folder / "ours.log") as serving,
             _process(

@@ -33,6 +33,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """The workload: in each step one row of documents of one length for each rank."""
 
     training: Literal["lora", "full"] = "lora"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the arithmetic."""
     layers: int
     hidden: int
     vocabulary: int

@@ -7,22 +7,35 @@ import sys
 from pathlib import Path
 from typing import Final
 
+import pytest
+import torch
+
 from strata.base.settings import process_environment
+from tests.support.ranks import on_cuda
 
 ROOT: Final = Path(__file__).parents[2]
 
 
+def launcher(ranks: int) -> list[str]:
+    """torchrun with so many ranks on this machine. Skips the test if each is to have a CUDA device and there are too
+    few."""
+    if on_cuda() and torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} CUDA devices")
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+
+
 def run_on_ranks(module: str, ranks: int, *arguments: str, within_s: float) -> str:
     """What it printed; it must end well."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = {
         **process_environment(),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        # What deterministic matrix products of CUDA need.
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }
     done = subprocess.run(
-        [*launcher, "-m", module, *arguments],
+        [*launcher(ranks), "-m", module, *arguments],
         cwd=ROOT,
         env=environment,
         capture_output=True,

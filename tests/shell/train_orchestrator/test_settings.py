@@ -179,6 +179,21 @@ def test_a_model_that_fits_and_one_that_is_elsewhere_pass(tmp_path: Path) -> Non
         check_memory(settings)
 
 
+def test_the_memory_of_devices_that_are_not_shown_to_the_ranks_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `nvidia-smi` answers: of all devices, or of those that `--id` names."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text('#!/bin/sh\ncase "$*" in *--id=1,2*) printf "20\\n30\\n";; *) printf "10\\n20\\n30\\n";; esac\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    settings = load_settings(written(tmp_path, '[model]\npath = "m"\n[ranks]\nnproc = 2'), environ={})
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert available_bytes(settings) == 10 << 20
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    assert available_bytes(settings) == 20 << 20
+
+
 # Before the model is loaded
 
 

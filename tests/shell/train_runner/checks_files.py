@@ -53,7 +53,7 @@ def steps_are_those_of_muon(driver: Driver, found: Found) -> None:
     """Each matrix of an adapter is stepped alone; the optimizer of torch gets them as parameters of their own."""
     driver.create("steps", SMALL, optimizer="muon")
     adapter = driver.dispatcher._runner.models["steps"].adapter  # type: ignore[attr-defined]
-    theirs = [torch.nn.Parameter(matrix.clone()) for matrix in adapter.matrices(adapter.flat)]
+    theirs = [torch.nn.Parameter(matrix.clone()) for matrix in adapter.matrices(adapter.flat.cpu())]
     other = torch.optim.Muon(theirs, lr=1.0)
     orders = (
         ops.MuonParams(0.02, weight_decay=0.1),
@@ -76,9 +76,9 @@ def steps_are_those_of_muon(driver: Driver, found: Found) -> None:
         other.step()  # type: ignore[no-untyped-call]
         expected = torch.cat([matrix.detach().flatten() for matrix in theirs])
         # torch orthogonalises in bfloat16: where two gradients round otherwise, so do their updates.
-        assert float((adapter.flat - expected).abs().max()) < 0.02 * float((expected - before).abs().max())
+        assert float((adapter.flat.cpu() - expected).abs().max()) < 0.02 * float((expected - before).abs().max())
         with torch.no_grad():
-            for matrix, own in zip(theirs, adapter.matrices(adapter.flat), strict=True):
+            for matrix, own in zip(theirs, adapter.matrices(adapter.flat.cpu()), strict=True):
                 matrix.copy_(own)
     driver.unload("steps")
 
@@ -111,7 +111,7 @@ def a_model_with_muon_goes_on_from_a_checkpoint_and_takes_nothing_of_adamw(drive
 
 def _adapter(driver: Driver, name: str) -> torch.Tensor:
     model = driver.dispatcher._runner.models[name]
-    return model.adapter.flat.clone()  # type: ignore[attr-defined, no-any-return]
+    return model.adapter.flat.cpu().clone()  # type: ignore[attr-defined, no-any-return]
 
 
 def _summed(driver: Driver) -> torch.Tensor:

@@ -6,11 +6,9 @@ Rank 0 writes, for context groups of each size, the bytes that a pass over a row
 from __future__ import annotations
 
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import msgspec
-import torch
 import torch.distributed as dist
 
 from strata.train.runner.collectives import RankGroup
@@ -19,6 +17,7 @@ from strata.train.runner.model.base import BaseModel
 from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.runner.settings import RunnerSettings
 from strata.train.settings import ParallelSettings
+from tests.support.ranks import join_ranks
 
 SIZES = (1, 2, 4)
 
@@ -37,9 +36,7 @@ def peak_of_row(folder: Path, context: int, tokens: int, ranks: RankGroup) -> in
 
 
 def main(folder: Path, tokens: int) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
-    torch.set_num_threads(1)
-    ranks = RankGroup(torch.device("cpu"))
+    ranks = join_ranks(300)
     with ranks.collective_errors():
         if ranks.is_rank0:
             make(folder / "model", TinyModel(layers=4, hidden=256, context=tokens))

@@ -10,22 +10,20 @@ from __future__ import annotations
 import array
 import os
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
-import torch
 import torch.distributed as dist
 
 from strata.train.core import commands, ops
 from strata.train.core.sampling import AddedSample, SampleOperation, SampleParams, SamplingSlice, SliceResult
 from strata.train.runner.checkpoint.export import export
-from strata.train.runner.collectives import RankGroup
 from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.runner.model_runner import ModelRunner
 from strata.train.runner.runner_dispatcher import RunnerDispatcher, follow
 from strata.train.runner.settings import RunnerSettings
 from tests.shell.train_runner.driver import Driver, Memory, batch
+from tests.support.ranks import join_ranks
 
 TINY: Final = TinyModel(family="llama", layers=20, hidden=768, vocabulary=1024)
 GROUPS: Final = Path("/sys/fs/cgroup/memory")
@@ -34,9 +32,7 @@ SHARE: Final = 0.98
 
 
 def main(folder: Path) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
-    torch.set_num_threads(1)
-    ranks = RankGroup(torch.device("cpu"))
+    ranks = join_ranks(300)
     with ranks.collective_errors():
         if ranks.is_rank0 and not (folder / "model").exists():
             make(folder / "model", TINY)

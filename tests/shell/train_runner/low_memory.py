@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +19,7 @@ from strata.train.runner.model_runner import ModelRunner
 from strata.train.runner.runner_dispatcher import RunnerDispatcher, follow
 from strata.train.runner.settings import RunnerSettings
 from tests.shell.train_runner.driver import Driver, Memory, datum
+from tests.support.ranks import join_ranks
 
 LONG: Final = 12_000
 LEFT: Final = 100 << 20
@@ -37,20 +37,25 @@ class Outcome(msgspec.Struct):
 
 
 def main(out: Path) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    torch.set_num_threads(1)
-    ranks = RankGroup(torch.device("cpu"))
+    ranks = join_ranks(120)
     folder = out.parent / "model"
     with ranks.collective_errors():
         if ranks.is_rank0:
             make(folder, TinyModel(context=20_000))
     runner = ModelRunner(RunnerSettings(model=str(folder), sleep_folder=out.parent / "asleep"), ranks)
     if not ranks.is_rank0:
-        taken = memory._status("VmData")
-        resource.setrlimit(resource.RLIMIT_DATA, (taken + LEFT, resource.RLIM_INFINITY))
+        limit_memory(ranks.device)
         follow(runner, ranks)
         return
     drive(runner, ranks, out)
+
+
+def limit_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        _, total = torch.cuda.mem_get_info(device)
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated(device) + LEFT) / total, device)
+    else:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory._status("VmData") + LEFT, resource.RLIM_INFINITY))
 
 
 def drive(runner: ModelRunner, ranks: RankGroup, out: Path) -> None:

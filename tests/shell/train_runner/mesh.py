@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +31,7 @@ from strata.train.runner.model_runner import ModelRunner
 from strata.train.runner.passes.logprobs import PackedRow
 from strata.train.runner.settings import RunnerSettings
 from strata.train.settings import ParallelSettings
+from tests.support.ranks import join_ranks
 
 LENGTHS = (9, 14, 6, 11)
 """Tokens of the row of each rank."""
@@ -64,10 +64,10 @@ def tie(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
-def row_of(rank: int, vocabulary: int, adapter: Adapter | None) -> PackedRow:
-    tokens = (torch.arange(LENGTHS[rank]) * (7 + rank) + rank) % vocabulary
+def row_of(rank: int, vocabulary: int, adapter: Adapter | None, device: torch.device | None = None) -> PackedRow:
+    indices = torch.arange(LENGTHS[rank], device=device)
+    tokens = (indices * (7 + rank) + rank) % vocabulary
     spans = [Span(adapter, len(tokens))] if adapter is not None else ()
-    indices = torch.arange(len(tokens))
     return PackedRow(tokens=tokens, documents=[len(tokens)], spans=spans, logit_indices=indices, targets=tokens.flip(0))
 
 
@@ -75,7 +75,7 @@ def new_adapter(lm: Any, device: torch.device) -> Adapter:
     adapter = Adapter(LORA, targets_of(lm, LORA), device, torch.float64)
     adapter.initialise("seed")
     # B begins with zeros, and A would have no gradient; nor would the head's, if all rows of its B were the same.
-    adapter.flat.add_(0.01 * torch.sin(torch.arange(adapter.size, dtype=torch.float64)))
+    adapter.flat.add_(0.01 * torch.sin(torch.arange(adapter.size, dtype=torch.float64)).to(device))
     return adapter
 
 
@@ -89,7 +89,9 @@ def oracle(folder: Path, adapter: Adapter | None, dtype: torch.dtype) -> tuple[f
     if adapter is not None:
         lm.requires_grad_(requires_grad=False)
         for name, (a, b) in adapter.pairs.items():
-            own[f"{name}.lora_A"], own[f"{name}.lora_B"] = (each.detach().clone().requires_grad_() for each in (a, b))
+            own[f"{name}.lora_A"], own[f"{name}.lora_B"] = (
+                each.detach().cpu().clone().requires_grad_() for each in (a, b)
+            )
             lm.get_submodule(name).register_forward_hook(_add(own[f"{name}.lora_A"], own[f"{name}.lora_B"]))
     total = torch.zeros((), dtype=dtype)
     for rank in range(len(LENGTHS)):
@@ -120,13 +122,15 @@ def compare(folder: Path, ranks: RankGroup, training: Any, parallel: ParallelSet
     )
     if adapter is not None:
         adapter.begin()
-    total = base.logprobs(row_of(ranks.rank, base.vocabulary, adapter)).sum()
+    total = base.logprobs(row_of(ranks.rank, base.vocabulary, adapter, ranks.device)).sum()
     total.backward()  # type: ignore[no-untyped-call]
     if adapter is not None:
         adapter.commit()
         assert adapter.gradient is not None
         own = adapter.views(ranks.start_all_reduce(adapter.gradient)())
-        worst = max(float((own[name] - value).abs().max() / value.abs().max()) for name, value in gradients.items())
+        worst = max(
+            float((own[name].cpu() - value).abs().max() / value.abs().max()) for name, value in gradients.items()
+        )
     else:
         worst = max(_differences(base, gradients))
     loss = ranks.start_all_reduce(total.detach().clone())()
@@ -138,7 +142,7 @@ def _differences(base: BaseModel, gradients: dict[str, torch.Tensor]) -> Iterato
     for name, parameter in base.lm.named_parameters():
         assert isinstance(parameter, DTensor)
         expected = gradients[name]
-        difference = torch.zeros((), dtype=expected.dtype)
+        difference = torch.zeros((), dtype=expected.dtype, device=local(parameter).device)
         if local(parameter).numel():
             assert parameter.grad is not None
             difference = (local(parameter.grad) - own_slice(expected, parameter)).abs().max() / expected.abs().max()
@@ -162,7 +166,7 @@ def reshard(folder: Path, family: str, ranks: RankGroup, meshes: Mapping[str, Pa
         runner = ModelRunner(settings, ranks)
         runner.sampler.check_architecture()
         together = ranks.size // parallel.data_ranks(ranks.size)
-        own_row = row_of(ranks.rank // together, runner.base.vocabulary, None)
+        own_row = row_of(ranks.rank // together, runner.base.vocabulary, None, ranks.device)
         create = ops.CreateModel("m", family, None)
         if not states:
             runner.create_model(create)
@@ -210,9 +214,7 @@ def _all_equal(read: list[torch.Tensor], written: list[torch.Tensor]) -> bool:
 
 
 def main(folder: Path) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    torch.set_num_threads(1)
-    ranks = RankGroup(torch.device("cpu"))
+    ranks = join_ranks(120)
     with ranks.collective_errors():
         if ranks.is_rank0:
             for family in MODELS:

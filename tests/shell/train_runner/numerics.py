@@ -10,15 +10,12 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
 
-import torch
 import torch.distributed as dist
 
 from strata.train.core import commands, ops
-from strata.train.runner.collectives import RankGroup
 from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.runner.model_runner import ModelRunner
 from strata.train.runner.runner_dispatcher import RunnerDispatcher, follow
@@ -34,6 +31,7 @@ from tests.shell.train_runner import (
 )
 from tests.shell.train_runner.check_results import Check, Found
 from tests.shell.train_runner.driver import Driver, Memory
+from tests.support.ranks import join_ranks
 
 GENERAL: Sequence[Check] = (
     *checks_lora.CHECKS,
@@ -47,9 +45,7 @@ GENERAL: Sequence[Check] = (
 
 def main(out: Path, *, once_more: bool) -> None:
     """`once_more` does only what is to have the same bits in every start."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    torch.set_num_threads(1)
-    ranks = RankGroup(torch.device("cpu"))
+    ranks = join_ranks(60)
     models = out.parent / "models"
     found = Found(ranks.size, models)
     with ranks.collective_errors():

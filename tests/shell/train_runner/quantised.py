@@ -7,17 +7,14 @@ differ, and which part of the quantised weights it holds. The sampler gathers th
 from __future__ import annotations
 
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from strata.train.core.quantisation import QuantisedKind
-from strata.train.runner.collectives import RankGroup
 from strata.train.runner.model.base import BaseModel
 from strata.train.runner.model.quantised import quantised_layers
 from strata.train.runner.model.tiny import TinyModel, make
@@ -25,6 +22,7 @@ from strata.train.runner.model.trained import local
 from strata.train.runner.sampling.inference_model import InferenceModel, verify_decode_matches_training
 from strata.train.runner.settings import RunnerSettings
 from tests.shell.train_runner.replicated import TOKENS, compute
+from tests.support.ranks import join_ranks
 
 KINDS: Final[tuple[QuantisedKind, ...]] = ("nf4", "int8")
 
@@ -40,9 +38,7 @@ class Compared(msgspec.Struct):
 
 
 def main(folder: Path) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    torch.set_num_threads(1)
-    ranks = RankGroup(torch.device("cpu"))
+    ranks = join_ranks(120)
     with ranks.collective_errors():
         if ranks.is_rank0:
             make(folder / "model", TinyModel(hidden=128))
@@ -59,7 +55,7 @@ def main(folder: Path) -> None:
             weights = [weight for _, layer in quantised_layers(base.lm) for weight in (layer.codes, layer.scales)]
             assert all(isinstance(weight, DTensor) is is_sharded for weight in weights)
             held.append(sum(local(weight).nbytes for weight in weights))
-        one, other = (compute(base, ranks.rank) for base in bases)
+        one, other = (compute(base, ranks) for base in bases)
         assert float(one[TOKENS:].abs().max()) > 0
         unsampled = verify_decode_matches_training(InferenceModel(bases[0], ranks), bases[0], ranks.device)
         difference = float((one - other).abs().max())

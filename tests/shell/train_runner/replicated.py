@@ -6,13 +6,11 @@ Each rank has a row of its own and writes by how much the two differ, and whethe
 from __future__ import annotations
 
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from strata.train.core.ops import LoraConfig
@@ -23,6 +21,7 @@ from strata.train.runner.model.offload import SleepOffload
 from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.runner.passes.logprobs import PackedRow
 from strata.train.runner.settings import RunnerSettings
+from tests.support.ranks import join_ranks
 
 TOKENS = 24
 DTYPES: Final = ("float32", "bfloat16")
@@ -33,15 +32,15 @@ class Compared(msgspec.Struct):
     difference: float
 
 
-def compute(base: BaseModel, rank: int) -> torch.Tensor:
+def compute(base: BaseModel, ranks: RankGroup) -> torch.Tensor:
     """Log probabilities of a row, and the gradient of the adapter."""
     config = LoraConfig(rank=4, alpha=8.0)
-    adapter = Adapter(config, targets_of(base.lm, config), torch.device("cpu"))
+    adapter = Adapter(config, targets_of(base.lm, config), ranks.device)
     adapter.initialise("seed")
     # B begins with zeros, and A would have no gradient.
     adapter.flat.add_(0.01)
-    tokens = (torch.arange(TOKENS) * (rank + 3)) % base.vocabulary
-    indices = torch.arange(TOKENS)
+    indices = torch.arange(TOKENS, device=ranks.device)
+    tokens = (indices * (ranks.rank + 3)) % base.vocabulary
     row = PackedRow(
         tokens=tokens, documents=[TOKENS], spans=[Span(adapter, TOKENS)], logit_indices=indices, targets=tokens.flip(0)
     )
@@ -54,9 +53,7 @@ def compute(base: BaseModel, rank: int) -> torch.Tensor:
 
 
 def main(folder: Path) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    torch.set_num_threads(1)
-    ranks = RankGroup(torch.device("cpu"))
+    ranks = join_ranks(120)
     with ranks.collective_errors():
         if ranks.is_rank0:
             make(folder / "model", TinyModel())
@@ -68,12 +65,12 @@ def main(folder: Path) -> None:
             )
             base = BaseModel(settings, ranks)
             assert all(isinstance(parameter, DTensor) is is_sharded for parameter in base.lm.parameters())
-            results.append(compute(base, ranks.rank))
+            results.append(compute(base, ranks))
             if not is_sharded:
                 offload = SleepOffload(base.lm.parameters(), folder / f"asleep-{ranks.rank}")
                 assert offload.freed > 0
                 offload.restore()
-                assert torch.equal(compute(base, ranks.rank), results[-1]), "it has slept"
+                assert torch.equal(compute(base, ranks), results[-1]), "it has slept"
         assert float(results[0][TOKENS:].abs().max()) > 0
         difference = float((results[0] - results[1]).abs().max())
         compared = Compared(torch.equal(*results), difference)

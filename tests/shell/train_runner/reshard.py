@@ -8,25 +8,19 @@ from __future__ import annotations
 
 import json
 import sys
-from datetime import timedelta
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
 
 from strata.base.failpoint import arm, kill
 from strata.train.core import ops
-from strata.train.runner.collectives import RankGroup
 from strata.train.runner.model_runner import ModelRunner
 from strata.train.runner.runner_dispatcher import RunnerDispatcher, follow
 from strata.train.runner.settings import RunnerSettings
 from tests.shell.train_runner.driver import Driver, Memory, batch
+from tests.support.ranks import join_ranks
 
 
 def main(model: Path, folder: Path) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    torch.set_num_threads(1)
-    ranks = RankGroup(torch.device("cpu"))
+    ranks = join_ranks(60)
     settings = RunnerSettings(model=str(model), name=model.name, sleep_folder=folder / "asleep", training="full")
     runner = ModelRunner(settings, ranks)
     unpickled: list[str] = []

@@ -12,7 +12,6 @@ import json
 import sys
 import threading
 import traceback
-from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
@@ -23,21 +22,19 @@ from safetensors.torch import load_file, save_file
 from strata.base import failpoint
 from strata.train.core import commands, ops
 from strata.train.core.sampling import AddedSample, SampleOperation, SampleParams, SamplingSlice, SliceResult
-from strata.train.runner.collectives import RankGroup
 from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.runner.model_runner import ModelRunner
 from strata.train.runner.runner_dispatcher import RunnerDispatcher, follow
 from strata.train.runner.settings import RunnerSettings
 from tests.shell.train_runner.driver import Driver, Memory, apart_by, batch, on_last
+from tests.support.ranks import join_ranks
 
 Training = Literal["lora", "full"]
 WAIT_S = 60.0
 
 
 def main(folder: Path) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    torch.set_num_threads(1)
-    ranks = RankGroup(torch.device("cpu"))
+    ranks = join_ranks(60)
     with ranks.collective_errors():
         if ranks.is_rank0 and not (folder / "llama").exists():
             make(folder / "llama", TinyModel(family="llama"))

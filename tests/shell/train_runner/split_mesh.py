@@ -1,5 +1,5 @@
-"""Tensor, expert and context groups of four ranks: `torchrun … -m tests.shell.train_runner.split_mesh FOLDER MESH DTYPE
-FAMILY …`.
+"""Tensor, expert and context groups of four or eight ranks: `torchrun … -m tests.shell.train_runner.split_mesh FOLDER
+MESH DTYPE FAMILY …`.
 
 MESH is one of `MESHES`. Rank 0 writes what was found. The losses, gradients and steps of a mesh are compared with those
 of the unmodified model, or of PEFT's around it, that one process computes of all documents, one at a time: in float64,
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -50,6 +49,7 @@ from tests.shell.train_runner.checks_lora import (
 )
 from tests.shell.train_runner.driver import Driver, Memory, datum, dense, logprobs_of
 from tests.shell.train_runner.mesh import reshard, tie
+from tests.support.ranks import join_ranks
 
 LORA = LoraConfig(rank=4, alpha=8.0)
 ADAM = ops.AdamParams(learning_rate=0.01, weight_decay=0.1, grad_clip_norm=0.5)
@@ -57,12 +57,14 @@ MESHES: Mapping[str, ParallelSettings] = {
     "2x2": ParallelSettings(shard=2, tensor=2),
     "1x4": ParallelSettings(tensor=4),
     "2x1x2": ParallelSettings(replicate=2, tensor=2),
+    "2x2x2": ParallelSettings(replicate=2, shard=2, tensor=2),
     "experts 2x2": ParallelSettings(expert=2),
     "experts 1x4": ParallelSettings(expert=4),
     "experts 2x1x2": ParallelSettings(replicate=2, expert=2),
     "context 2x2": ParallelSettings(shard=2, context=2),
     "context 1x4": ParallelSettings(context=4),
     "context 2x1x2": ParallelSettings(replicate=2, context=2),
+    "context 2x2x2": ParallelSettings(replicate=2, shard=2, context=2),
     "context 2 tensor 2": ParallelSettings(context=2, tensor=2),
     "context 2 experts 2": ParallelSettings(shard=2, context=2, expert=2),
     "context 2 experts 4": ParallelSettings(shard=2, context=2, expert=4),
@@ -102,23 +104,24 @@ def trainings_of(family: str) -> tuple[Training, ...]:
     return ("full",) if family in WITHOUT_ORACLE else ("full", "lora")
 
 
-def packed_row(number: int, vocabulary: int, adapter: Adapter | None) -> PackedRow:
+def packed_row(number: int, vocabulary: int, adapter: Adapter | None, device: torch.device | None = None) -> PackedRow:
     """Tokens have no target, one or two."""
     lengths = DOCUMENTS[number]
-    tokens = (torch.arange(sum(lengths)) * (7 + number) + number) % vocabulary
-    indices = torch.arange(len(tokens)).repeat_interleave(torch.arange(len(tokens)) % 3)
+    places = torch.arange(sum(lengths), device=device)
+    tokens = (places * (7 + number) + number) % vocabulary
+    indices = places.repeat_interleave(places % 3)
     return PackedRow(
         tokens=tokens,
         documents=lengths,
         spans=[Span(adapter, len(tokens))] if adapter is not None else (),
         logit_indices=indices,
-        targets=(torch.arange(len(indices)) * 5 + 3) % vocabulary,
+        targets=(torch.arange(len(indices), device=device) * 5 + 3) % vocabulary,
     )
 
 
 def weigh(logprobs: torch.Tensor) -> torch.Tensor:
     """A loss in which every target counts differently."""
-    return (logprobs * (1 + 0.5 * torch.sin(torch.arange(len(logprobs))))).sum()
+    return (logprobs * (1 + 0.5 * torch.sin(torch.arange(len(logprobs)))).to(logprobs.device)).sum()
 
 
 class Oracle:
@@ -194,7 +197,7 @@ def compare(folder: Path, ranks: RankGroup, training: Training, mesh: str, dtype
         adapter = base.new_adapter(LORA, ranks.device, DTYPES[dtype])
         adapter.initialise("seed")
         # B begins with zeros, and A would have no gradient; nor would the head's, if all rows of its B were the same.
-        adapter.flat.add_(0.01 * torch.sin(torch.arange(adapter.size, dtype=torch.float64)))
+        adapter.flat.add_(0.01 * torch.sin(torch.arange(adapter.size, dtype=torch.float64)).to(ranks.device))
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
     equal = all(
         isinstance(parameter, DTensor)
@@ -208,7 +211,7 @@ def compare(folder: Path, ranks: RankGroup, training: Training, mesh: str, dtype
     model = FullModel(create, base.packed, ranks) if adapter is None else LoraModel(create, adapter, ranks)
     model.begin()
     number = ranks.rank * parallel.data_ranks(ranks.size) // ranks.size
-    total = weigh(base.logprobs(packed_row(number, base.vocabulary, adapter)))
+    total = weigh(base.logprobs(packed_row(number, base.vocabulary, adapter, ranks.device)))
     total.backward()  # type: ignore[no-untyped-call]
     model.commit()
     gradients = gathered_gradients(model, ranks)
@@ -230,15 +233,15 @@ def compare(folder: Path, ranks: RankGroup, training: Training, mesh: str, dtype
 def gathered_gradients(model: FullModel | LoraModel, ranks: RankGroup) -> dict[str, torch.Tensor]:
     if isinstance(model, FullModel):
         gradients: dict[str, Any] = {name: parameter.grad for name, parameter in model.parameters.items()}
-        return {name: gradient.full_tensor() for name, gradient in gradients.items()}
+        return {name: gradient.full_tensor().cpu() for name, gradient in gradients.items()}
     assert model.adapter.gradient is not None
-    return to_peft(model.adapter.views(ranks.start_all_reduce(model.adapter.gradient.clone())()))
+    return to_peft(model.adapter.views(ranks.start_all_reduce(model.adapter.gradient.clone())().cpu()))
 
 
 def values_of(model: FullModel | LoraModel) -> dict[str, torch.Tensor]:
     if isinstance(model, FullModel):
-        return {name: parameter.full_tensor().detach() for name, parameter in model.parameters.items()}
-    return to_peft(model.adapter.views(model.adapter.flat))
+        return {name: parameter.full_tensor().detach().cpu() for name, parameter in model.parameters.items()}
+    return to_peft(model.adapter.views(model.adapter.flat.cpu()))
 
 
 def difference(own: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
@@ -311,9 +314,7 @@ def build(folder: Path, family: str, parallel: ParallelSettings) -> None:
 
 
 def main(folder: Path, mesh: str, dtype: Dtype, families: list[str]) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    torch.set_num_threads(1)
-    ranks = RankGroup(torch.device("cpu"))
+    ranks = join_ranks(120)
     with ranks.collective_errors():
         if ranks.is_rank0:
             for family in families:
@@ -325,7 +326,10 @@ def main(folder: Path, mesh: str, dtype: Dtype, families: list[str]) -> None:
         for family in families
         for training in trainings_of(family)
     ]
-    others = {"one rank": ParallelSettings(replicate=4), "two shards": ParallelSettings(replicate=2)}
+    others = {
+        "one rank": ParallelSettings(replicate=ranks.size),
+        "two shards": ParallelSettings(replicate=ranks.size // 2),
+    }
     resharded = reshard(folder, families[0], ranks, {mesh: MESHES[mesh], **others})
     found = SplitFound(parity, resharded, drive(folder, families[-1], ranks, MESHES[mesh]))
     if ranks.is_rank0:

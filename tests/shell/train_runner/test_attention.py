@@ -166,6 +166,7 @@ def test_the_kernel_for_rows_takes_and_returns_the_right_shapes(reach: Reach, si
     assert [each.shape for each in gradients] == [each.shape for each in leaves]
 
 
+@pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("softcap", [False, True], ids=["", "softcap"])

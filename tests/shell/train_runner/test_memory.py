@@ -29,6 +29,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return msgspec.msgpack.decode(out.read_bytes(), type=Outcome)
 
 
+@pytest.mark.gpu
 def test_the_operation_whose_row_does_not_fit_fails_on_all_ranks_with_tokens_and_limit(outcome: Outcome) -> None:
     rejected, _ = outcome.together
     assert isinstance(rejected, ops.Failed)
@@ -37,10 +38,12 @@ def test_the_operation_whose_row_does_not_fit_fails_on_all_ranks_with_tokens_and
     assert "holds about" in rejected.message
 
 
+@pytest.mark.gpu
 def test_another_model_in_the_same_row_is_computed(outcome: Outcome) -> None:
     assert isinstance(outcome.together[1], ops.PassDone)
 
 
+@pytest.mark.gpu
 def test_the_ranks_go_on_and_nothing_of_the_failed_pass_is_in_the_gradients(outcome: Outcome) -> None:
     assert [type(each) for each in outcome.after] == [ops.PassDone, ops.PassDone]
     greedy, modest = outcome.gradients
@@ -48,6 +51,7 @@ def test_the_ranks_go_on_and_nothing_of_the_failed_pass_is_in_the_gradients(outc
     assert 0 < greedy < modest
 
 
+@pytest.mark.gpu
 def test_the_limit_was_measured(outcome: Outcome) -> None:
     assert outcome.row_tokens > LONG
 

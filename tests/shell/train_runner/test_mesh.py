@@ -35,31 +35,32 @@ from strata.train.settings import (
 from tests.shell.train_runner.limited import GROUPS
 from tests.shell.train_runner.mesh import Found
 from tests.shell.train_runner.split_mesh import Dtype, SplitFound, trainings_of
+from tests.support.torchrun import launcher
 
 pytestmark = pytest.mark.slow
 
 ROOT: Final = Path(__file__).parents[3]
 SPLIT: Final = ParallelSettings(tensor=4)
-LAUNCHER: Final = ("-m", "torch.distributed.run", "--standalone")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mesh")
-    done = run([*LAUNCHER, "--nproc-per-node=4", "-m", "tests.shell.train_runner.mesh", str(folder)])
+    done = run([*launcher(4), "-m", "tests.shell.train_runner.mesh", str(folder)])
     assert (folder / "found.json").exists(), done.stderr[-4000:]
     return folder
 
 
-def run(arguments: list[str], timeout_s: int = 300) -> subprocess.CompletedProcess[str]:
+def run(command: list[str], timeout_s: int = 300) -> subprocess.CompletedProcess[str]:
     environment = {
         **process_environment(),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "MALLOC_MMAP_THRESHOLD_": "262144",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }
     return subprocess.run(
-        [sys.executable, *arguments],
+        command,
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -74,6 +75,7 @@ def found(folder: Path) -> Found:
     return msgspec.json.decode((folder / "found.json").read_bytes(), type=Found)
 
 
+@pytest.mark.gpu
 def test_losses_and_gradients_of_a_mesh_are_those_of_the_unmodified_model(found: Found) -> None:
     assert {each.case for each in found.parity} == {
         f"{model} {mesh}" for model in ("llama full", "llama lora", "qwen3_moe full") for mesh in ("2x2", "1x4")
@@ -84,10 +86,12 @@ def test_losses_and_gradients_of_a_mesh_are_those_of_the_unmodified_model(found:
         assert each.gradient <= tolerance, each
 
 
+@pytest.mark.gpu
 def test_each_rank_has_its_slice_of_what_the_unmodified_loader_reads(found: Found) -> None:
     assert all(each.shards_equal for each in found.parity)
 
 
+@pytest.mark.gpu
 def test_what_one_mesh_wrote_another_reads_bit_for_bit(found: Found) -> None:
     names = ("snapshot", "checkpoint", "weights")
     assert found.resharded == {f"{name} {mesh}": True for name in names for mesh in ("2x2", "1x4")}
@@ -116,9 +120,9 @@ def split_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_split_mesh(tmp_path_factory.mktemp("split"), "2x2", "llama", "qwen3")
 
 
-def run_split_mesh(folder: Path, mesh: str, *families: str, dtype: Dtype = "float64") -> Path:
-    program = [*LAUNCHER, "--nproc-per-node=4", "-m", "tests.shell.train_runner.split_mesh"]
-    done = run([*program, str(folder), mesh, dtype, *families])
+def run_split_mesh(folder: Path, mesh: str, *families: str, dtype: Dtype = "float64", ranks: int = 4) -> Path:
+    program = [*launcher(ranks), "-m", "tests.shell.train_runner.split_mesh"]
+    done = run([*program, str(folder), mesh, dtype, *families], 75 * ranks)
     assert (folder / "found.json").exists(), done.stderr[-4000:]
     return folder
 
@@ -139,6 +143,7 @@ def check_split_mesh(folder: Path, mesh: str, *families: str, dtype: Dtype = "fl
     assert found.sampled <= 1e-5
 
 
+@pytest.mark.gpu
 def test_losses_gradients_steps_and_files_of_tensor_groups_are_those_of_one_process(split_folder: Path) -> None:
     check_split_mesh(split_folder, "2x2", "llama", "qwen3")
 
@@ -154,6 +159,7 @@ def test_a_checkpoint_of_tensor_groups_is_exported_as_the_model_that_was_trained
         assert torch.equal(weight, same)
 
 
+@pytest.mark.gpu
 @pytest.mark.nightly
 @pytest.mark.parametrize("mesh", ["2x2", "1x4", "2x1x2"])
 def test_every_family_whose_layers_can_be_split_computes_what_one_process_does(mesh: str, tmp_path: Path) -> None:
@@ -161,6 +167,7 @@ def test_every_family_whose_layers_can_be_split_computes_what_one_process_does(m
     check_split_mesh(run_split_mesh(tmp_path, mesh, *families), mesh, *families)
 
 
+@pytest.mark.gpu
 @pytest.mark.nightly
 @pytest.mark.parametrize("mesh", ["experts 2x2", "experts 1x4", "experts 2x1x2"])
 def test_ranks_that_hold_different_experts_compute_what_one_process_does(mesh: str, tmp_path: Path) -> None:
@@ -168,14 +175,25 @@ def test_ranks_that_hold_different_experts_compute_what_one_process_does(mesh: s
     check_split_mesh(run_split_mesh(tmp_path, mesh, *families), mesh, *families)
 
 
+@pytest.mark.gpu
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mesh", ["2x2x2", "context 2x2x2"])
+def test_eight_ranks_in_three_dimensions_compute_what_one_process_does(mesh: str, tmp_path: Path) -> None:
+    families = ("llama", "qwen3")
+    check_split_mesh(run_split_mesh(tmp_path, mesh, *families, ranks=8), mesh, *families)
+
+
 CONTEXT_FAMILIES: Final = ("llama", "qwen3", "gemma3_text", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_moe")
 
 
+@pytest.mark.gpu
 def test_documents_that_are_cut_between_ranks_give_the_numbers_of_one_process(tmp_path: Path) -> None:
     families = ("llama", "qwen3")
     check_split_mesh(run_split_mesh(tmp_path, "context 2x2", *families), "context 2x2", *families)
 
 
+@pytest.mark.gpu
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
@@ -199,7 +217,7 @@ def test_context_groups_of_every_mesh_and_kind_of_attention_give_the_numbers_of_
 @pytest.mark.nightly
 def test_each_rank_of_a_context_group_has_its_part_of_the_activations_of_a_row(tmp_path: Path) -> None:
     program = "tests.shell.train_runner.context_memory"
-    done = run([*LAUNCHER, "--nproc-per-node=4", "-m", program, str(tmp_path), "4096"])
+    done = run([*launcher(4), "-m", program, str(tmp_path), "4096"])
     assert (tmp_path / "peaks.json").exists(), done.stderr[-4000:]
     peaks = msgspec.json.decode((tmp_path / "peaks.json").read_bytes(), type=dict[int, int])
     assert peaks[2] < 0.6 * peaks[1]
@@ -344,8 +362,8 @@ def limited(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.nightly
 def test_a_model_larger_than_the_memory_of_a_rank_is_trained_sampled_saved_and_exported(limited: Path) -> None:
     program = "tests.shell.train_runner.limited"
-    done = run([*LAUNCHER, "--nproc-per-node=2", "-m", program, str(limited), "run"], 600)
+    done = run([*launcher(2), "-m", program, str(limited), "run"], 600)
     assert (limited / "done").exists(), done.stderr[-4000:]
-    exported = run(["-m", program, str(limited), "export"])
+    exported = run([sys.executable, "-m", program, str(limited), "export"])
     assert exported.returncode == 0, exported.stderr[-4000:]
     AutoModelForCausalLM.from_pretrained(limited / "exported", dtype=torch.float32)

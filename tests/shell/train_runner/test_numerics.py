@@ -1,4 +1,7 @@
-"""The numerical checks on one rank and on two, each group started once by the engine's own launcher."""
+"""The numerical checks on one rank and on two, each group started once by the engine's own launcher.
+
+`make gpu` runs them on eight CUDA devices too; then the group of two is one of eight.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,12 @@ from typing import Any, Final
 
 import pytest
 
+from tests.support.ranks import group_size
 from tests.support.torchrun import run_on_ranks
 
 LONGEST_S: Final = 240
 
-pytestmark = pytest.mark.timeout(LONGEST_S + 20)
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(LONGEST_S + 20)]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +40,7 @@ def one_rank(folder: Path) -> dict[str, Any]:
 def two_ranks(folder: Path, one_rank: dict[str, Any]) -> dict[str, Any]:
     """After the other: they share the models, and the machine."""
     del one_rank
-    return run_kit(folder, "two", 2)
+    return run_kit(folder, "two", group_size())
 
 
 def failures(found: dict[str, Any]) -> str:
@@ -72,6 +76,6 @@ def test_half_precision_is_close_to_full_precision(one_rank: dict[str, Any]) -> 
 
 
 def test_two_starts_make_the_same_bits(folder: Path, two_ranks: dict[str, Any]) -> None:
-    again = run_kit(folder, "again", 2, "--once-more")
+    again = run_kit(folder, "again", group_size(), "--once-more")
     assert failures(again) == ""
     assert again["numbers"]["bits"] == two_ranks["numbers"]["bits"]

@@ -17,6 +17,7 @@ from tests.support.torchrun import run_on_ranks
 LONGEST_S: Final = 200
 
 
+@pytest.mark.gpu
 @pytest.mark.timeout(LONGEST_S + 20)
 def test_a_base_on_every_rank_gives_the_log_probabilities_and_gradients_of_a_sharded_one(tmp_path: Path) -> None:
     run_on_ranks("tests.shell.train_runner.replicated", 2, str(tmp_path), within_s=LONGEST_S)

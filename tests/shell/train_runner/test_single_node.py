@@ -12,6 +12,9 @@ from typing import Final
 
 import pytest
 
+from strata.base.errors import StrataError
+from strata.train.runner.collectives import join_process_group
+from strata.train.runner.settings import RunnerSettings
 from strata.train.runner.single_node import GroupEnd, run_group, run_groups
 
 pytestmark = pytest.mark.timeout(60)
@@ -102,3 +105,13 @@ def test_a_group_follows_one_that_died_after_it_was_ready(ends: list[GroupEnd], 
     coming = iter(ends)
     assert run_groups(lambda: next(coming)) == status
     assert len(ends) - len(list(coming)) == groups
+
+
+def test_a_rank_without_a_cuda_device_says_so_before_it_waits_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "65", "LOCAL_RANK": "65", "WORLD_SIZE": "66"}.items():
+        monkeypatch.setenv(name, value)
+    settings = RunnerSettings(model="m", backend="nccl", sleep_folder=tmp_path)
+    with pytest.raises(StrataError, match=r"rank 65 of this machine has no CUDA device: there are \d"):
+        join_process_group(settings, tmp_path / "rendezvous")

@@ -40,6 +40,7 @@ def found(folder: Path, training: str, life: str) -> str:
     return (folder / f"{training}-{life}.txt").read_text(encoding="utf-8")
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("training", ["lora", "full"])
 def test_ranks_that_restore_a_snapshot_go_on_bit_for_bit_and_never_load_a_damaged_one(
     training: str, folder: Path
@@ -48,6 +49,7 @@ def test_ranks_that_restore_a_snapshot_go_on_bit_for_bit_and_never_load_a_damage
     assert found(folder, training, "restore_it") == ""
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("training", ["lora", "full"])
 def test_a_snapshot_of_two_ranks_is_restored_by_one(training: str, folder: Path) -> None:
     assert found(folder, training, "restore_on_fewer") == ""

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 import torch.distributed as dist
 
 from strata.train.core.ops import LoraConfig
 from strata.train.core.sampling import SampleOperation, SampleResult
 from strata.train.runner.collectives import RankGroup
 from tests.shell.train_sampler.stage import BASE, Stage, ask, base_of, greedy, logprobs_in, prompt_of, tokens_in
+from tests.support.ranks import join_ranks
 
 Found = dict[str, Any]
 
@@ -84,9 +83,7 @@ def scenes(models: Path, ranks: RankGroup) -> Found:
 
 
 def main(models: Path, out: Path) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    torch.set_num_threads(1)
-    ranks = RankGroup(torch.device("cpu"))
+    ranks = join_ranks(60)
     found = scenes(models, ranks)
     if ranks.is_rank0:
         out.write_bytes(msgspec.json.encode(found))

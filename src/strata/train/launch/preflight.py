@@ -21,6 +21,7 @@ import msgspec
 
 from strata.base import log
 from strata.base.errors import Code, StrataError
+from strata.base.settings import process_environment
 from strata.train.core.device_memory import MemoryRecipe, MeshShape, ModelCost, cache_numbers, plan_device
 from strata.train.core.quantisation import can_be_quantised, saved_bytes
 from strata.train.hugging_face import CONFIG, WEIGHTS, find_folder
@@ -252,12 +253,14 @@ def _gpu_bytes(ranks: int) -> int | None:
     if tool is None:
         return None
     query = [tool, "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    if shown := process_environment().get("CUDA_VISIBLE_DEVICES"):
+        query.append(f"--id={shown}")
     try:
         output = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
         free = [int(line) << 20 for line in output.split()]
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
-    # Rank n has device n.
+    # Rank n has device n of those that it is shown.
     return min(free[:ranks], default=0) or None
 
 

@@ -46,6 +46,7 @@ def join_process_group(settings: RunnerSettings, rendezvous_file: Path) -> torch
     with_cuda = settings.backend == "nccl" or (settings.backend == "auto" and torch.cuda.is_available())
     environment = process_environment()
     single_node = environment.get("TORCHELASTIC_RUN_ID") == SINGLE_NODE
+    device = _cuda_device(int(environment["LOCAL_RANK"])) if with_cuda else torch.device("cpu")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if with_cuda else "gloo",
         init_method=f"file://{rendezvous_file}" if single_node else "env://",
@@ -53,9 +54,18 @@ def join_process_group(settings: RunnerSettings, rendezvous_file: Path) -> torch
         world_size=int(environment["WORLD_SIZE"]),
         timeout=timedelta(seconds=settings.collective_timeout_s),
     )
-    if not with_cuda:
-        return torch.device("cpu")
-    device = torch.device("cuda", dist.get_node_local_rank())
+    return device
+
+
+def _cuda_device(number: int) -> torch.device:
+    """INVALID if this machine does not show so many."""
+    if number >= (count := torch.cuda.device_count()):
+        raise StrataError(
+            Code.INVALID,
+            f"rank {number} of this machine has no CUDA device: there are {count}; "
+            'lower ranks.nproc, or set ranks.backend to "gloo"',
+        )
+    device = torch.device("cuda", number)
     torch.cuda.set_device(device)
     return device
 

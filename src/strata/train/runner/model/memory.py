@@ -232,7 +232,7 @@ def _trim() -> None:
 def free_bytes(ranks: RankGroup) -> int | None:
     """Free memory for this rank: of its device, or the least of the limits of process, control group and machine."""
     if ranks.device.type == "cuda":
-        return int(torch.cuda.mem_get_info(ranks.device)[0])
+        return _cuda_bytes(ranks.device)
     available = [free for free in (_machine_bytes(), _cgroup_bytes()) if free is not None]
     shares = [free // ranks.local_size for free in available]
     for limit, used in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
@@ -240,6 +240,14 @@ def free_bytes(ranks: RankGroup) -> int | None:
         if soft != resource.RLIM_INFINITY:
             shares.append(max(soft - _status(used), 0))
     return min(shares, default=None)
+
+
+def _cuda_bytes(device: torch.device) -> int:
+    """Memory that torch's allocator holds without using it is free too: a pass leaves all that it needed there."""
+    free, total = torch.cuda.mem_get_info(device)
+    used = torch.cuda.memory_allocated(device)
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total) - used
+    return max(min(free + torch.cuda.memory_reserved(device) - used, allowed), 0)
 
 
 def _machine_bytes() -> int | None:
