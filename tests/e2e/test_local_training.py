@@ -1,4 +1,4 @@
-"""`strata train` on two ranks, a mesh and two hosts: killed, continued by a server, and back.
+"""`strata train` on two ranks, a mesh, two hosts and a gang of two hosts: killed, continued by a server, and back.
 
 One rank is in test_recipes.py.
 """
@@ -14,10 +14,10 @@ import pytest
 from strata.cli.local_server import run_own_command
 from tests.e2e.nodes import network
 from tests.e2e.served import served
+from tests.e2e.test_gang_nodes import ADDRESS, JOB, WITH_NETWORKS, guarded_coordinator
 from tests.e2e.test_recipes import STEPS, STRATA, environment, kill_after, metrics, place, train
 from tests.e2e.test_train_connect import FIRST, HEAD, SECOND, Page, page, start_nodes
 from tests.shell.fleet_agent.waiting import eventually
-from tests.support.kernel import lets_make_networks
 
 __all__ = ["page", "place"]
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
@@ -74,17 +74,31 @@ def test_the_command_continues_what_a_server_began_and_the_server_what_the_comma
     assert not differing(run, place / "alone")
 
 
-@pytest.mark.skipif(not lets_make_networks(), reason="the kernel lets this process make no network namespaces")
-def test_a_run_with_ranks_on_two_hosts_that_is_killed_with_them_is_bit_equal_to_one_on_one_machine(
-    place: Path, page: Page, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+@pytest.fixture(scope="module")
+def shared(place: Path, page: Page, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that two hosts share, and in it a run of two ranks on one machine that nothing disturbed."""
     recipe = f"{(place / 'sft.toml').read_text(encoding='utf-8')}\n[server]\nranks = 2\n"
-    # A path of a socket must be short, and the name of this test is not.
+    # A path of a socket must be short, and the names of these tests are not.
     folder = tmp_path_factory.mktemp("n")
     shutil.copytree(place / "model", folder / "model")
     (folder / "sft.toml").write_text(recipe, encoding="utf-8")
-    (folder / "nodes.toml").write_text(f"{page.files['nodes.toml']}[limits]\npack_tenants = false\n", "utf-8")
+    for name in ("nodes", "gang"):
+        nodes = page.files["nodes.toml"].replace("strata-train", name)
+        (folder / f"{name}.toml").write_text(f"{nodes}[limits]\npack_tenants = false\n", encoding="utf-8")
     finish(folder, "sft.toml", "--folder", "one")
+    return folder
+
+
+def assert_equal(run: Path, other: Path) -> None:
+    # The configuration names the base as the server does.
+    assert [name for name in differing(run, other) if name != "adapter/adapter_config.json"] == []
+
+
+@WITH_NETWORKS
+def test_a_run_with_ranks_on_two_hosts_that_is_killed_with_them_is_bit_equal_to_one_on_one_machine(
+    shared: Path, page: Page
+) -> None:
+    folder = shared
     run, command = folder / "several", "strata train sft.toml --folder several --server nodes.toml"
     with network(HEAD, FIRST, SECOND) as machines:
         machines[0].run(page.make_keys, folder)
@@ -99,5 +113,32 @@ def test_a_run_with_ranks_on_two_hosts_that_is_killed_with_them_is_bit_equal_to_
         assert training.end() == 0, training.said()
         assert "continuing after step" in training.said()
         assert all(node.running for node in nodes)
-    # The configuration names the base as the server does.
-    assert [name for name in differing(run, folder / "one") if name != "adapter/adapter_config.json"] == []
+    assert_equal(run, folder / "one")
+
+
+@WITH_NETWORKS
+def test_a_run_on_a_gang_of_two_hosts_one_of_which_dies_and_returns_is_bit_equal_to_one_on_one_machine(
+    shared: Path, page: Page
+) -> None:
+    """The command that trains is given once: it waits until the gang is whole again."""
+    run = shared / "gang-run"
+    gang = f"strata gang run --nproc 1 --nnodes 2 --coordinator {ADDRESS} --job {JOB} --data"
+    program = "-- -m strata.train.runner --settings gang.toml"
+    settings = {"STRATA_COORDINATOR_JOB_HEARTBEAT_INTERVAL_S": "2", "STRATA_COORDINATOR_PING_TIMEOUT_S": "2"}
+    with guarded_coordinator(shared, **settings) as (head, hosts):
+        head.run(page.make_keys.replace("nodes.toml", "gang.toml"), shared)
+        for number, host in enumerate(hosts):
+            host.start(f"{gang} gang-{number} {program}", shared, shared / f"gang-{number}.log")
+        training = head.start(
+            "OMP_NUM_THREADS=1 strata train sft.toml --folder gang-run --server gang.toml", shared, shared / "gang.log"
+        )
+        eventually(lambda: any(line["step"] >= 5 for line in metrics(run)), 600)
+        hosts[1].close()
+        assert training.running, training.said()
+        again = hosts[1].start(f"{gang} gang-1 {program}", shared, shared / "gang-again.log")
+        eventually(lambda: not training.running, 600)
+        assert training.end() == 0, training.said() + (shared / "gang-0.log").read_text("utf-8")[-3000:]
+        assert again.running
+        logs = [file.read_text("utf-8") for file in shared.glob("gang-*.log")]
+        assert sum(log.count('"ranks_ready"') for log in logs) >= 2, "the ranks did not start again"
+    assert_equal(run, shared / "one")
