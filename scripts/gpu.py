@@ -21,7 +21,9 @@ ROOT: Final = Path(__file__).parents[1]
 SIZES: Final = (1, 2, 8)
 NO_DEVICE: Final = 77
 """The exit status of a test that was skipped, by the convention of Automake."""
-TESTS: Final = ("pytest", "-n0", "-m", "gpu", "tests/shell/train_runner")
+FOLDER: Final = "tests/shell/train_runner"
+FILES: Final = ("numerics", "attention", "mesh", "memory", "snapshots", "replicated")
+TESTS: Final = ("pytest", "-n0", "-m", "gpu", *(f"{FOLDER}/test_{name}.py" for name in FILES))
 
 
 class Step(NamedTuple):
