@@ -18,7 +18,7 @@ from typing import Any, Final
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from examples.elastic_sft.check import Run, judge, lines
+from examples.elastic_sft.check import Run, judge, lines, survivors
 from examples.elastic_sft.corpus import write_corpus
 from strata.base.atomic import write_file
 from strata.base.settings import process_environment
@@ -37,23 +37,22 @@ SAMPLES: Final = 128
 EVERY: Final = 4
 """Steps between two checkpoints."""
 WITHIN_S: Final = 280
+UNFINISHED: Final = 101
 
 pytestmark = pytest.mark.timeout(WITHIN_S + 20)
 Line = dict[str, Any]
 
 
 class Host:
-    """A torchrun and its workers, which die together."""
+    """A launcher of workers and these, which die together."""
 
-    def __init__(self, folder: Path, coordinator: str, ip: str) -> None:
+    def __init__(self, folder: Path, ip: str, launcher: Sequence[str]) -> None:
         self.name = f"host {ip}"
         self.log = folder / f"{ip}.log"
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [
-                    *(TORCHRUN, "--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "20"),
-                    *("--rdzv-backend", "strata", "--rdzv-endpoint", coordinator, "--rdzv-id", JOB),
-                    *("--rdzv-conf", "last_call_timeout=30", "--local-addr", ip, "--monitor-interval", "0.2"),
+                    *(*launcher, "--local-addr", ip),
                     *(PROGRAM, "--corpus", folder / "corpus.jsonl", "--out", folder),
                     *("--epochs", str(EPOCHS), "--checkpoint-every", str(EVERY)),
                 ],
@@ -61,6 +60,11 @@ class Host:
                 stdout=log,
                 stderr=log,
             )
+
+    @property
+    def ranks(self) -> set[int]:
+        below = psutil.Process(self.process.pid).children(recursive=True)
+        return {int(each.environ()["RANK"]) for each in below if str(PROGRAM) in each.cmdline()[1:3]}
 
     def die(self) -> None:
         """As when the power fails: nobody gets to say a word."""
@@ -111,6 +115,12 @@ class Log:
         said = self.wait(lambda said: newest(said)[0] > after and newest(said)[1] == {*range(world_size)}, what)
         return newest(said)[0]
 
+    def began(self, generation: int) -> int:
+        """The step from which a generation has started."""
+        said = lines(self.folder, "rank-*.jsonl")
+        (step,) = {each["step"] for each in said if (each["event"], each["generation"]) == ("started", generation)}
+        return int(step)
+
     def trained(self, generation: int, step: int, world_size: int) -> None:
         """Wait until all ranks of a generation have done a step."""
 
@@ -136,12 +146,35 @@ class Site(Log):
         command = [STRATA, "coordinator", "--listen", self.address]
         with (folder / "coordinator.log").open("wb") as log:
             self.coordinator = subprocess.Popen(
-                [*command, "--database", f"sqlite:{folder / 'coordinator.db'}"], stdout=log, stderr=log
+                [*command, "--database", f"sqlite:{folder / 'coordinator.db'}"],
+                env={**process_environment(), "STRATA_COORDINATOR_JOB_HEARTBEAT_INTERVAL_S": "2"},
+                stdout=log,
+                stderr=log,
             )
 
     def start(self, ip: str) -> Host:
-        self.hosts.append(Host(self.folder, self.address, ip))
+        """Two workers under torchrun."""
+        torchrun = (
+            *(TORCHRUN, "--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "20"),
+            *("--rdzv-backend", "strata", "--rdzv-endpoint", self.address, "--rdzv-id", JOB),
+            *("--rdzv-conf", "last_call_timeout=30", "--monitor-interval", "0.2"),
+        )
+        return self._start(ip, torchrun)
+
+    def run(self, ip: str, workers: int) -> Host:
+        """Under `strata gang run`."""
+        command = (STRATA, "gang", "run", "--nnodes", "1:2", "--nproc", str(workers), "--coordinator", self.address)
+        return self._start(ip, (*command, "--job", JOB, "--data", str(self.folder / f"data-{ip}")))
+
+    def _start(self, ip: str, launcher: Sequence[str]) -> Host:
+        self.hosts.append(Host(self.folder, ip, launcher))
         return self.hosts[-1]
+
+    def drain(self, rank: int) -> None:
+        """While the gate holds the ranks, so that they are not at their end before; it opens then."""
+        drain = [STRATA, "gang", "drain", JOB, f"rank-{rank}", "--address", self.address, "--wait", "0"]
+        assert subprocess.run(drain, check=False).returncode == UNFINISHED
+        self.let_go()
 
     def check(self) -> None:
         for host in self.hosts:
@@ -198,6 +231,34 @@ def test_a_gang_over_two_hosts_shrinks_when_one_dies_and_grows_when_it_is_back(t
             assert host.process.wait(WITHIN_S / 3) == 0, host.log.read_text("utf-8")[-3000:]
 
     gang.is_right((both, alone, again))
+
+
+@pytest.mark.nightly
+def test_a_gang_goes_on_without_drained_ranks_and_loses_no_step(tmp_path: Path) -> None:
+    """Of a host with two ranks one is drained, then the only one of the other host."""
+    write_corpus(tmp_path / "corpus.jsonl", SAMPLES)
+    with site(tmp_path) as gang:
+        gang.hold_at(0)
+        first, second = gang.run("127.0.0.1", workers=2), gang.run("127.0.0.2", workers=1)
+        three = gang.started(world_size=3)
+        gang.hold_at(EVERY + 1)
+        gang.trained(three, EVERY + 1, world_size=3)
+        gang.drain(max(first.ranks))
+        two = gang.started(world_size=2, after=three)
+        assert (len(first.ranks), len(second.ranks)) == (1, 1)
+        began = gang.began(two)
+        gang.hold_at(began + 3)
+        gang.trained(two, began + 3, world_size=2)
+        gang.drain(*second.ranks)
+        one = gang.started(world_size=1, after=two)
+        assert [host.process.wait(WITHIN_S / 3) for host in (first, second)] == [0, 0]
+        assert "drained workers of this host: 1; it goes on with 1" in first.log.read_text("utf-8")
+        assert "drained workers of this host: 1; it goes on with 0" in second.log.read_text("utf-8")
+    run = Run.read(tmp_path)
+    assert judge(run, epochs=EPOCHS, loss_below=5.0).problems == []
+    steps = [line for line in run.log if line["event"] == "step"]
+    assert survivors(run.log) == sorted(steps, key=lambda line: (line["step"], line["rank"])), "none was repeated"
+    assert {line["generation"] for line in steps} == {three, two, one}
 
 
 CUT: Final = """

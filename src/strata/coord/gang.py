@@ -1,7 +1,8 @@
 """`strata gang run`: the workers of one host under torchrun, and for a run on one host its coordinator.
 
 torchrun starts failed workers again, all hosts together (`torch_rendezvous`). Here is what it cannot do: start a
-coordinator and torchrun again when one of them dies, see to workers that hang, and relay their heartbeats.
+coordinator and torchrun again when one of them dies, go on with fewer workers when some are drained, see to workers
+that hang, and relay their heartbeats.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ INTERRUPTED: Final = -signal.SIGINT
 PHASE_S: Final = 60.0
 """Longer than most intervals of heartbeats."""
 RELAY: Final = "STRATA_WORKER_RELAY"
+DRAINED: Final = "STRATA_WORKER_DRAINED"
 TOKENS_S: Final = 3650 * 86_400
 """Tokens of a private coordinator end with its secret, which is made anew for every run."""
 
@@ -158,9 +160,13 @@ class GangLauncher:
         self._say = say
         self._show = show
         self._hangs = HangWatch(options.hang_after_s)
+        self._worker_count = options.workers
+        """Without those that were drained."""
         self._tokens: PrivateTokens | None = None
         """None: the coordinator is not ours."""
         self._relay: Path | None = None
+        self._drained: Path | None = None
+        """Where workers of the running torchrun say that they are drained."""
         self._torchrun: asyncio.subprocess.Process | None = None
         self._workers: dict[str, psutil.Process] = {}
         """Last seen below torchrun: one that is killed may leave them behind."""
@@ -185,8 +191,13 @@ class GangLauncher:
             settings = _operator_settings(address, options.job, self._tokens)
             operator = await stack.enter_async_context(Operator(settings, self._clock))
             if await self._is_finished(operator, address):
+                self._say(f"job {options.job} has ended")
                 return 0
-            self._relay = await self._open_relay(stack, address)
+            # The path of a socket must be short, and only this user may reach what is in it.
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="strata-gang-")))
+            self._relay = await self._open_relay(stack, address, folder / "relay")
+            self._drained = folder / "drained"
+            self._drained.mkdir()
             # Before this a signal ends the process as usual; from here on workers get time to end.
             stop = asyncio.Event()
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -226,6 +237,8 @@ class GangLauncher:
 
     async def _judge(self, status: int, operator: Operator) -> int:
         """A host that was cut off finds the job finished by the others when it is back: its own torchrun fails then."""
+        if not status and self._worker_count:
+            self._say(f"job {self._options.job} has ended")
         if not status or not self._options.finished_ok:
             return status
         try:
@@ -238,11 +251,9 @@ class GangLauncher:
         self._say(f"job {self._options.job} was finished by other hosts")
         return 0
 
-    async def _open_relay(self, stack: AsyncExitStack, address: str) -> Path | None:
-        """In a folder of its own: the path of a socket must be short, and only this user may reach it."""
+    async def _open_relay(self, stack: AsyncExitStack, address: str, path: Path) -> Path | None:
         settings, phase_s = _worker_settings(address, self._options.job), random.uniform(0, PHASE_S)  # noqa: S311
         try:
-            path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="strata-gang-")), "relay")
             await stack.enter_async_context(HeartbeatRelay(settings, path, self._clock, phase_s))
         except (OSError, StrataError) as error:
             self._say(f"each worker sends its own heartbeats: {error}")
@@ -270,31 +281,62 @@ class GangLauncher:
                 return
 
     async def _keep_torchrun(self, address: str) -> int:
-        """Start it again if a signal or the rendezvous ended it; any other end is the result of the training."""
+        """Start it again if a drain, a signal or the rendezvous ended it; other ends are the result of the training."""
         failure_file = self._options.folder / "rendezvous-failure.txt"
-        for failures in range(1, self._options.max_restarts + 2):
+        failures = 0
+        while True:
             failure_file.unlink(missing_ok=True)
             self._torchrun = process = await asyncio.create_subprocess_exec(
-                *_torchrun_command(self._options, address, failure_file),
+                *_torchrun_command(self._options, self._worker_count, address, failure_file),
                 env=self._worker_environment(),
                 start_new_session=True,
                 preexec_fn=partial(end_with_parent, parent=os.getpid()),
             )
-            status = await process.wait()
+            status = await self._wait_for(process)
             self._kill_workers()
+            drained = self._drained_workers()
+            # It ends well if the drained ones were all it had, or the others have finished the job.
+            if drained and (status or len(drained) == self._worker_count):
+                for each in drained:
+                    each.unlink()
+                self._worker_count -= len(drained)
+                self._say(f"drained workers of this host: {len(drained)}; it goes on with {self._worker_count}")
+                if not self._worker_count:
+                    return 0
+                continue
+            failures += 1
             reason = f"was killed by signal {-status}" if status < 0 else _rendezvous_failure(status, failure_file)
             if not reason or failures > self._options.max_restarts:
                 return status
             self._say(f"torchrun {reason}: starting it again")
             await self._clock.sleep(BACKOFF.delay_s(failures, no_jitter()))
-        raise AssertionError("the last attempt returns")
+
+    async def _wait_for(self, torchrun: asyncio.subprocess.Process) -> int:
+        """The status it ends with, or is ended with once drained workers are gone: it would start them again."""
+        while True:
+            try:
+                async with asyncio.timeout(LOOK_S):
+                    return await torchrun.wait()
+            except TimeoutError:
+                drained = self._drained_workers()
+                if not drained or any(_is_running(int(each.name)) for each in drained):
+                    continue
+            if not self._workers_here():
+                # It waits for the torchruns of other hosts to end too, and heeds no signal meanwhile.
+                torchrun.kill()
+            await stop_process(torchrun, STOP_S)
+
+    def _drained_workers(self) -> list[Path]:
+        """Files named after the processes of workers that were drained since torchrun was started."""
+        return [*self._drained.iterdir()] if self._drained is not None else []
 
     def _worker_environment(self) -> Mapping[str, str]:
-        """A relay is that of this run; a run inside another one does not inherit it."""
+        """Relay and folder are those of this run; a run inside another one does not inherit them."""
         own = self._tokens
         found = process_environment() if own is None else with_secret_file("WORKER_TOKEN", own.worker)
-        relay = {RELAY: str(self._relay)} if self._relay is not None else {}
-        return {name: value for name, value in found.items() if name != RELAY} | relay
+        here = {RELAY: self._relay, DRAINED: self._drained}
+        others = {name: value for name, value in found.items() if name not in here}
+        return others | {name: str(path) for name, path in here.items() if path is not None}
 
     async def _end(self, *tasks: asyncio.Task[int] | asyncio.Task[None] | asyncio.Task[bool]) -> None:
         for task in tasks:
@@ -423,14 +465,21 @@ def _rendezvous_failure(status: int, file: Path) -> str:
     return f"failed in the rendezvous ({file.read_text('utf-8', errors='replace')[:200]})"
 
 
-def _torchrun_command(options: GangOptions, address: str, failure_file: Path) -> list[str]:
+def _is_running(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _torchrun_command(options: GangOptions, workers: int, address: str, failure_file: Path) -> list[str]:
     local = ("--local-addr", options.local_address) if options.local_address else ()
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
         *("--rdzv-backend", "strata", "--rdzv-endpoint", address, "--rdzv-id", options.job),
         # A comma would begin the next setting.
         *("--rdzv-conf", f"failure_file={quote(str(failure_file))},join_timeout={options.join_timeout_s}"),
-        *("--nnodes", options.hosts, "--nproc-per-node", str(options.workers)),
+        *("--nnodes", options.hosts, "--nproc-per-node", str(workers)),
         *("--max-restarts", str(options.max_restarts), *local),
         # A torchrun that is killed leaves its workers; these the kernel ends, whatever they do.
         *("--no-python", *TIED_COMMAND, sys.executable, "-u", *options.program),

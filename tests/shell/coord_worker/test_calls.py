@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,9 +106,9 @@ async def test_leaving_acks_what_was_done() -> None:
         ]
 
 
-async def test_drain_ends_the_loop_and_is_acknowledged() -> None:
+async def test_drain_ends_the_loop_and_is_acknowledged(tmp_path: Path) -> None:
     told: list[strata.Command] = []
-    async with in_process() as running, worker(running, on_command=told.append) as found:
+    async with in_process() as running, worker(running, on_command=told.append, drained=tmp_path) as found:
         await found.dataset("corpus", samples=100, shard_size=10)
         read = 0
         async for _ in found.shards("corpus", 0):
@@ -123,6 +125,7 @@ async def test_drain_ends_the_loop_and_is_acknowledged() -> None:
         assert [(each.kind, each.reason) for each in told] == [(strata.CommandKind.DRAIN, "upgrade")]
         assert len(leases(running)) == 1
     assert running.service.telemetry_of(JOB).departed == {"w": "left"}
+    assert [each.name for each in tmp_path.iterdir()] == [str(os.getpid())], "its launcher starts one worker fewer"
 
 
 async def test_a_wanted_checkpoint_is_acknowledged_by_beginning_one() -> None:

@@ -103,7 +103,6 @@ def run(ctx: click.Context, /, program: tuple[str, ...], **given: Any) -> None:
     if status:
         _say(f"the training failed: torchrun ended with status {status}")
         ctx.exit(ExitCode.FAILED)
-    _say(f"job {job} has ended")
 
 
 def _say(line: str) -> None:

@@ -160,7 +160,7 @@ class CheckpointReporter:
             session.end_agreement()
         session.status = pb.WORKER_STATUS_TRAINING
         if ack.drain:
-            session.commands.draining = True
+            session.commands.drain()
         elif ack.generation_ends:
             session.mark_stale(session.generation + 1)
         if ack.committed and self.store is not None:

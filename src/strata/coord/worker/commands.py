@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -26,6 +26,7 @@ class Command:
 class Commands:
     """`waiting` is for the training loop; the worker itself executes the others."""
 
+    on_drain: Callable[[], None]
     stopping: bool = False
     draining: bool = False
     waiting: list[Command] = field(default_factory=list)
@@ -48,6 +49,12 @@ class Commands:
             self._carry_out(command)
         return new
 
+    def drain(self) -> None:
+        """This worker has to leave, and the others go on without it."""
+        if not self.draining:
+            self.draining = True
+            self.on_drain()
+
     def take(self, kind: CommandKind | None = None) -> list[Command]:
         """The pending ones, all or of one kind; taking a command acknowledges it."""
         taken = [each for each in self.waiting if kind in (None, each.kind)]
@@ -68,7 +75,8 @@ class Commands:
                 self.to_ack.add(command.command_id)
             case CommandKind.DRAIN:
                 # Else the reply to the report of a checkpoint says when.
-                self.draining |= AFTER not in command.arguments
+                if AFTER not in command.arguments:
+                    self.drain()
                 self.to_ack.add(command.command_id)
             case CommandKind.REBALANCE:
                 # The new generation comes with every heartbeat.

@@ -90,7 +90,7 @@ class WorkerSession:
         self.run_id = 0
         self.recover_first = False
         """Whether the last registration requires this incarnation to recover before its first shard."""
-        self.leases, self.commands = LeaseTracker(), Commands()
+        self.leases, self.commands = LeaseTracker(), Commands(self._mark_drained)
         self.status: pb.WorkerStatus.ValueType = pb.WORKER_STATUS_INITIALIZING
         self._heartbeat_lock = asyncio.Lock()
         self.busy = 0
@@ -186,6 +186,15 @@ class WorkerSession:
         self.leases.confirm(sent, reply.rejected_leases)
         if lost := self.leases.pop_lost():
             raise lease_lost(lost)
+
+    def _mark_drained(self) -> None:
+        """At once, not when it leaves: its launcher may end it before."""
+        if self.settings.drained is None:
+            return
+        try:
+            (self.settings.drained / str(os.getpid())).touch()
+        except OSError as error:
+            _log.warning("drain_not_marked", folder=str(self.settings.drained), reason=str(error))
 
     async def _report_failure(self) -> None:
         self.status = pb.WORKER_STATUS_ERROR

@@ -53,6 +53,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     relay: Path | None = None
     """The Unix socket of the host's relay, which sends the heartbeats of its workers together; `strata gang run` sets
     this. A worker that does not reach it sends its heartbeats itself."""
+    drained: Path | None = None
+    """A folder where a worker that is drained puts a file with its process id as its name; `strata gang run` sets this,
+    and starts one worker fewer from then on."""
     rejoin: bool = False
     """Once evicted, join again as a new incarnation instead of raising."""
     checkpoint_root: str = ""
