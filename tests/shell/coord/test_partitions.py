@@ -54,8 +54,12 @@ class Process:
 
     async def drain(self) -> None:
         self._stop.set()
-        assert self._serving is not None
-        await self._serving
+        await self.drained()
+
+    async def drained(self) -> None:
+        serving, self._serving = self._serving, None
+        if serving is not None:
+            await serving
 
     @property
     def led(self) -> set[int]:
@@ -71,11 +75,11 @@ class Installation:
     credentials: grpc.ChannelCredentials | None
     processes: list[Process] = field(default_factory=list)
 
-    async def add(self) -> Process:
+    async def add(self, advertise: str = "", lease_s: float = LEASE_S) -> Process:
         clock = SystemClock()
-        options = ServiceOptions(lease_s=LEASE_S, job=JobConfig(settle_s=QUICK.settle_s))
+        options = ServiceOptions(lease_s=lease_s, job=JobConfig(settle_s=QUICK.settle_s))
         partitions = Partitions(self.journal, clock, options, partitions=COUNT)
-        settings = CoordinatorSettings(listen="127.0.0.1:0", drain_s=0, tls=self.tls)
+        settings = CoordinatorSettings(listen="127.0.0.1:0", drain_s=0, tls=self.tls, advertise=advertise)
         server = CoordinatorServer(partitions, TokenAuthenticator(self.tokens, clock), settings)
         await server.start(lambda line: None)
         channel = await self.stack.enter_async_context(connect(f"127.0.0.1:{server.port}", self.credentials))
@@ -280,6 +284,30 @@ async def test_partitions_move_to_a_process_that_joins_and_nothing_is_lost() -> 
         await until(lambda: second.led == set(range(COUNT)))
         for partition in range(COUNT):
             await patiently(second.stub.Heartbeat, pb.HeartbeatRequest(job_id=job_in(partition), worker_id="w"))
+
+
+async def test_a_process_with_the_address_of_another_one_ends_with_the_reason() -> None:
+    async with installation(1) as found:
+        await found.balanced(COUNT)
+        (first,) = found.processes
+        twin = await found.add(first.partitions.address, lease_s=0.5)
+        found.processes.remove(twin)
+        twin.start()
+        with pytest.raises(StrataError) as refused:
+            await twin.drained()
+        assert refused.value.code is Code.INVALID
+        assert f"advertises {first.partitions.address} and is alive" in refused.value.message
+        assert not twin.led
+        await found.balanced(COUNT)
+
+
+async def test_a_process_takes_the_address_of_one_that_was_killed() -> None:
+    async with installation(0) as found:
+        for stream in ("coord/0/process/0", "coord/0/0"):
+            await found.journal.lead(stream, "coordinator_dead@127.0.0.1:9", LEASE_S / 2)
+        process = await found.add("127.0.0.1:9")
+        process.start()
+        await found.balanced(COUNT)
 
 
 async def check(journal: MemoryJournal, partitions: int) -> None:
