@@ -10,7 +10,7 @@ void Leases::take(const std::string& dataset_id, std::uint32_t epoch,
   const std::lock_guard lock(mutex_);
   for (const auto& shard : shards) {
     if (find(shard.lease_id())) continue;
-    held_.push_back({dataset_id, epoch, shard, shard.start_index(), shard.start_index(), false, std::nullopt});
+    held_.push_back({dataset_id, epoch, shard, shard.start_index(), shard.start_index(), false, std::nullopt, false});
   }
 }
 
@@ -48,6 +48,11 @@ void Leases::fail(std::uint64_t lease_id, const std::string& reason) {
   if (Held* held = find(lease_id)) held->failure = reason;
 }
 
+void Leases::return_unread() {
+  const std::lock_guard lock(mutex_);
+  for (auto& held : held_) held.returned = held.returned || !(held.begun || held.is_over());
+}
+
 std::vector<std::uint64_t> Leases::ids(const std::string& dataset_id) const {
   const std::lock_guard lock(mutex_);
   std::vector<std::uint64_t> found;
@@ -65,6 +70,7 @@ std::vector<Sent> Leases::acks(const std::string& dataset_id) const {
     Sent sent{held.at, held.is_over(), {}};
     sent.message.set_lease_id(held.shard.lease_id());
     if (held.failure || held.at < held.shard.end_index()) sent.message.set_consumed_until(held.at);
+    sent.message.set_returned(held.returned);
     if (held.failure) {
       sent.message.set_failed(true);
       sent.message.set_reason(*held.failure);

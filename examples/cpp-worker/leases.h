@@ -21,8 +21,9 @@ struct Held {
   std::uint64_t acked;
   bool begun = false;  // handed to the loop that trains
   std::optional<std::string> failure;
+  bool returned = false;  // not begun, and given to others
 
-  bool is_over() const { return at == shard.end_index() || failure; }
+  bool is_over() const { return at == shard.end_index() || failure || returned; }
   bool is_news() const { return is_over() || at > acked; }
 };
 
@@ -53,6 +54,8 @@ class Leases {
   // Of a lease that was lost nothing is said: the next call tells.
   void consume(std::uint64_t lease_id, std::optional<std::uint64_t> until);
   void fail(std::uint64_t lease_id, const std::string& reason);
+  // Gives to others what is not begun; the next acks say so.
+  void return_unread();
 
   std::vector<std::uint64_t> ids(const std::string& dataset_id = "") const;
   // What to ack now, of one dataset or of all.

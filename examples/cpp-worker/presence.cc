@@ -215,6 +215,7 @@ void Session::receive(const v1::Command& message) {
       to_ack_.insert(message.command_id());
       break;
     case v1::COMMAND_KIND_REBALANCE:  // the new generation comes with every heartbeat
+      leases.return_unread();
       to_ack_.insert(message.command_id());
       break;
     case v1::COMMAND_KIND_CHECKPOINT_NOW:

@@ -197,7 +197,7 @@ def _words(fact: Fact) -> str:
         case BarrierDecided():
             return f"{kind}: {fact.verdict.name}"
         case ShardReturned():
-            return f"{kind}: {'failed too often' if fact.quarantined else 'failed'}"
+            return f"{kind}: {'failed too often' if fact.quarantined else 'failed' if fact.failed else 'not begun'}"
         case ShardAcked():
             return f"{kind}: to the end"
         case _:

@@ -89,6 +89,23 @@ async def test_a_shard_that_cannot_be_read_goes_to_somebody_else(fleet: Fleet, p
     assert (rest["shard_id"], rest["start"], rest["end"]) == (shard["shard_id"], 5, 20)
 
 
+async def test_a_rebalance_gives_what_a_worker_has_not_begun_to_others(fleet: Fleet, pair: tuple[str, str]) -> None:
+    slow, quick = await fleet.join_all(*pair)
+    await slow.ask("dataset", dataset_id="corpus", samples=40, shard_size=10)
+    begun = (await slow.ask("next_shard", dataset_id="corpus", epoch=0, at_once=4))["shard"]
+    await fleet.tell(pb.COMMAND_KIND_REBALANCE)
+    await fleet.until(lambda job: not job.commands)
+    await slow.ask("flush")
+    moved = [await next_shard(quick) for _ in range(3)]
+    assert samples([begun, *moved]) == list(range(40))
+    for worker, shards in ((slow, [begun]), (quick, moved)):
+        for shard in shards:
+            await finish(worker, shard)
+        await worker.ask("flush")
+    (dataset,) = (await fleet.stub.GetJob(pb.GetJobRequest(job_id=fleet.job))).job.datasets
+    assert list(dataset.finished_epochs) == [0]
+
+
 async def test_a_worker_hears_that_its_leases_were_lost(fleet: Fleet, pair: tuple[str, str]) -> None:
     late, other = await fleet.join_all(*pair, elastic=True)
     await late.ask("dataset", dataset_id="corpus", samples=40, shard_size=10)

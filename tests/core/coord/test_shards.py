@@ -211,6 +211,27 @@ def test_a_shard_that_fails_too_often_is_put_aside_and_shown_and_the_epoch_ends_
     assert [fact.quarantined for fact in returned] == [False, False, True]
 
 
+def test_a_lease_that_was_not_begun_goes_to_the_next_worker_and_never_counts_as_failed() -> None:
+    job = reading(workers=2, config=JobConfig(max_shard_failures=1), samples=12)
+    begun, *others = job.take("w0", count=3)
+    for _ in range(2):
+        returned = tuple(Ack(lease, returned=True) for lease in others)
+        found = job.next("w0", acks=returned, held=(begun, *others), count=0)
+        assert (found.leases, found.end_of_epoch, found.stale) == ((), False, ()), "also if it is repeated"
+    mine = job.job.datasets[CORPUS].epochs[0]
+    assert (list(mine.leases), mine.failures, mine.quarantined) == ([begun], {}, [])
+    moved = job.take("w1", count=2)
+    job.ack("w0", Ack(begun))
+    assert job.ack("w1", *map(Ack, moved)).end_of_epoch
+
+
+def test_of_a_lease_that_was_begun_only_the_rest_is_returned() -> None:
+    job = reading(workers=2, samples=4)
+    (lease,) = job.take("w0")
+    job.next("w0", acks=(Ack(lease, until=1, returned=True),), held=(lease,), count=0)
+    assert samples_of(job.next("w1")) == [1, 2, 3]
+
+
 def test_an_epoch_whose_last_shard_is_put_aside_ends_with_it() -> None:
     job = reading(config=JobConfig(max_shard_failures=1), samples=4)
     (lease,) = job.take("w0")

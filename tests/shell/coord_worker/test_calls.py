@@ -128,6 +128,32 @@ async def test_drain_ends_the_loop_and_is_acknowledged(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == [str(os.getpid())], "its launcher starts one worker fewer"
 
 
+async def test_a_rebalance_gives_what_was_not_begun_to_a_worker_that_waits() -> None:
+    async with (
+        in_process() as running,
+        worker(running, "slow", elastic=True) as slow,
+        worker(running, "quick", elastic=True) as quick,
+    ):
+        await slow.dataset("corpus", samples=40, shard_size=10)
+        begun = await slow.next_shard("corpus", 0, at_once=4)
+        assert begun is not None
+        waiting = asyncio.create_task(quick.next_shard("corpus", 0))
+        await running.stub.IssueCommand(pb.IssueCommandRequest(kind=pb.COMMAND_KIND_REBALANCE))
+        moved = []
+        async with asyncio.timeout(10):
+            for number in range(3):
+                shard = await (waiting if number == 0 else quick.next_shard("corpus", 0))
+                assert shard is not None
+                moved.append(shard)
+                shard.done()
+        begun.done()
+        await slow.flush()
+        assert await quick.next_shard("corpus", 0) is None
+        assert sorted(each.start for each in (begun, *moved)) == [0, 10, 20, 30]
+        ledger = running.service.state.jobs[JOB].datasets["corpus"]
+        assert (ledger.finished, ledger.quarantined) == ([0], {})
+
+
 async def test_a_wanted_checkpoint_is_acknowledged_by_beginning_one() -> None:
     async with in_process() as running, worker(running) as found:
         await running.stub.IssueCommand(pb.IssueCommandRequest(kind=pb.COMMAND_KIND_CHECKPOINT_NOW))

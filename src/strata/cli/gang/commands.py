@@ -375,7 +375,12 @@ _order(
     ends_work=True,
     until_gone=True,
 )
-_order("rebalance", "REBALANCE", "Make workers register again.", ends_work=False)
+_order(
+    "rebalance",
+    "REBALANCE",
+    "Let workers give the shards that they have not begun to those that request next.",
+    ends_work=False,
+)
 _order(
     "reload",
     "RELOAD",

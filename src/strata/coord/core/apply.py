@@ -288,7 +288,7 @@ def _return(job: JobState, fact: ShardReturned) -> None:
     if fact.quarantined:
         ledgers.quarantine(ledger, fact.lease_id, fact.reason)
     else:
-        ledgers.give_back(ledger, fact.lease_id, failed=True)
+        ledgers.give_back(ledger, fact.lease_id, failed=fact.failed)
     ledgers.close_finished(dataset, fact.epoch)
 
 

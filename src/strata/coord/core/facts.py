@@ -313,6 +313,8 @@ class ShardReturned(msgspec.Struct, frozen=True, tag=True):
     reason: str
     quarantined: bool
     at_ms: int = 0
+    failed: bool = True
+    """It could not be read. False: the worker has not begun it."""
 
 
 class BarrierDecided(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

@@ -110,12 +110,16 @@ class RegisterDataset:
 
 @dataclass(frozen=True)
 class Ack:
-    """Samples of a lease before `until` are consumed; None means all. A failed lease is returned from there on."""
+    """Samples of a lease before `until` are consumed; None means all. A failed lease is returned from there on.
+
+    One that is `returned` without a failure was not begun from there on: another worker may be faster.
+    """
 
     lease_id: int
     until: int | None = None
     failed: bool = False
     reason: str = ""
+    returned: bool = False
 
 
 @dataclass(frozen=True)

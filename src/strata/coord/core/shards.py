@@ -142,17 +142,17 @@ def _decide_acks(
             facts.append(ShardAcked(job.job, request.dataset_id, request.data_epoch, ack.lease_id, until))
         if until == lease.end:
             over.add(ack.lease_id)
-        elif ack.failed:
+        elif ack.failed or ack.returned:
             over.add(ack.lease_id)
-            facts.append(_returned(job, request, lease, ack.reason))
+            facts.append(_returned(job, request, lease, ack))
     return facts, over, tuple(stale)
 
 
 def _acked_until(ack: Ack, lease: Lease) -> int:
-    """Without a place, an ack means the whole lease, and a failure nothing of it."""
+    """Without a place, an ack means the whole lease, and a failure or a return nothing of it."""
     until = ack.until
     if until is None:
-        return lease.until if ack.failed else lease.end
+        return lease.until if ack.failed or ack.returned else lease.end
     if not lease.until <= until <= lease.end:
         raise StrataError(
             Code.INVALID,
@@ -162,15 +162,16 @@ def _acked_until(ack: Ack, lease: Lease) -> int:
     return until
 
 
-def _returned(job: JobState, request: NextShards, lease: Lease, reason: str) -> ShardReturned:
+def _returned(job: JobState, request: NextShards, lease: Lease, ack: Ack) -> ShardReturned:
     failed_before = job.datasets[request.dataset_id].epoch(request.data_epoch).failures.get(lease.shard, 0)
     return ShardReturned(
         job=job.job,
         dataset_id=request.dataset_id,
         epoch=request.data_epoch,
         lease_id=lease.lease_id,
-        reason=reason or "the worker gave it back",
-        quarantined=failed_before + 1 >= job.config.max_shard_failures,
+        reason=ack.reason or "the worker gave it back",
+        quarantined=ack.failed and failed_before + 1 >= job.config.max_shard_failures,
+        failed=ack.failed,
     )
 
 

@@ -154,7 +154,9 @@ class _CommandKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CommandKi
     COMMAND_KIND_STOP: _CommandKind.ValueType  # 1
     """End the process; call LeaveWorker if there is time."""
     COMMAND_KIND_REBALANCE: _CommandKind.ValueType  # 2
-    """The membership changed: finish the step, then RegisterWorker again for rank and generation."""
+    """The membership or the speed of workers changed: return the leases that are not begun (ShardAck.returned), finish the step,
+    then RegisterWorker again for rank and generation.
+    """
     COMMAND_KIND_CHECKPOINT_NOW: _CommandKind.ValueType  # 3
     """Write and report a checkpoint: of the step in the argument `step`, see AGREEING ON A STEP; without one, of the next."""
     COMMAND_KIND_RELOAD: _CommandKind.ValueType  # 4
@@ -172,7 +174,9 @@ COMMAND_KIND_UNSPECIFIED: CommandKind.ValueType  # 0
 COMMAND_KIND_STOP: CommandKind.ValueType  # 1
 """End the process; call LeaveWorker if there is time."""
 COMMAND_KIND_REBALANCE: CommandKind.ValueType  # 2
-"""The membership changed: finish the step, then RegisterWorker again for rank and generation."""
+"""The membership or the speed of workers changed: return the leases that are not begun (ShardAck.returned), finish the step,
+then RegisterWorker again for rank and generation.
+"""
 COMMAND_KIND_CHECKPOINT_NOW: CommandKind.ValueType  # 3
 """Write and report a checkpoint: of the step in the argument `step`, see AGREEING ON A STEP; without one, of the next."""
 COMMAND_KIND_RELOAD: CommandKind.ValueType  # 4
@@ -1197,6 +1201,7 @@ class ShardAck(_message.Message):
     CONSUMED_UNTIL_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    RETURNED_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     """The lease it was handed out under; one that is no longer current is ignored and named in rejected_leases."""
     consumed_until: _builtins.int
@@ -1205,6 +1210,10 @@ class ShardAck(_message.Message):
     """The rest could not be read: the lease ends, another worker gets the rest; after several failures it is quarantined."""
     reason: _builtins.str
     """Why it failed, for people."""
+    returned: _builtins.bool
+    """The worker has not begun the rest and gives it to others: the lease ends, and that is no failure. With `consumed_until`, so
+    that a coordinator which does not know this field lets the lease go on.
+    """
     def __init__(
         self,
         *,
@@ -1212,10 +1221,11 @@ class ShardAck(_message.Message):
         consumed_until: _builtins.int | None = ...,
         failed: _builtins.bool = ...,
         reason: _builtins.str = ...,
+        returned: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_consumed_until", b"_consumed_until", "consumed_until", b"consumed_until"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_consumed_until", b"_consumed_until", "consumed_until", b"consumed_until", "failed", b"failed", "lease_id", b"lease_id", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_consumed_until", b"_consumed_until", "consumed_until", b"consumed_until", "failed", b"failed", "lease_id", b"lease_id", "reason", b"reason", "returned", b"returned"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__consumed_until: _TypeAlias = _typing.Literal["consumed_until"]  # noqa: Y015
     _WhichOneofArgType__consumed_until: _TypeAlias = _typing.Literal["_consumed_until", b"_consumed_until"]  # noqa: Y015

@@ -226,6 +226,7 @@ def acks(found: Sequence[pb.ShardAck]) -> tuple[Ack, ...]:
             ack.consumed_until if ack.HasField("consumed_until") else None,
             failed=ack.failed,
             reason=ack.reason,
+            returned=ack.returned,
         )
         for ack in found
     )

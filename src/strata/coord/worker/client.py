@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
+from strata.base import log
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.coord.core.facts import CommandKind
@@ -35,6 +36,8 @@ START_BARRIER: Final = "strata/start"
 
 Result = TypeVar("Result")
 
+_log = log.get(__name__)
+
 
 class AsyncWorker:
     """One worker of a job, between `async with`. The training loop is one task; other tasks may use it too."""
@@ -46,7 +49,7 @@ class AsyncWorker:
         on_command: OnCommand | None = None,
         s3: S3Settings | None = None,
     ) -> None:
-        self._session = WorkerSession(settings, clock, on_command)
+        self._session = WorkerSession(settings, clock, on_command, self._flush_returned)
         self._readers = Readers(s3)
         self._store: MemberCheckpoints | None = None
         if settings.fetched_checkpoints is not None:
@@ -378,6 +381,15 @@ class AsyncWorker:
         # A heartbeat may have found an eviction before this call; then nothing is left to ack, and nothing counts.
         self._session.check_failure()
         self._session.check_leases()
+
+    async def _flush_returned(self) -> None:
+        """Beside the training loop, which may be slow, or hang: others wait for these leases."""
+        try:
+            for dataset_id, epoch in self._session.leases.unacked_epochs():
+                await self._request_shards(dataset_id, epoch, 1, wait_s=0.0, grant=False, ahead=True)
+        except StrataError as error:
+            # The loop's next request sends them.
+            _log.debug("return_of_leases_failed", code=error.code.value, reason=error.message)
 
     # Together
 

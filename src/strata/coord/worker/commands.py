@@ -79,7 +79,7 @@ class Commands:
                     self.drain()
                 self.to_ack.add(command.command_id)
             case CommandKind.REBALANCE:
-                # The new generation comes with every heartbeat.
+                # The session returns leases; a new generation comes with every heartbeat.
                 self.to_ack.add(command.command_id)
             case CommandKind.CHECKPOINT_NOW if STEP in command.arguments:
                 # One that named no step was sent before all programs agreed on steps.

@@ -24,6 +24,8 @@ class HeldLease:
     delivered: bool = False
     """Handed to the training loop."""
     failure: str | None = None
+    returned: bool = False
+    """Not begun, and given to others."""
     lost: bool = False
 
     @property
@@ -32,7 +34,7 @@ class HeldLease:
 
     @property
     def is_finished(self) -> bool:
-        return self.position == self.shard.end_index or self.failure is not None
+        return self.position == self.shard.end_index or self.failure is not None or self.returned
 
     def consume(self, until: int) -> None:
         if not self.position <= until <= self.shard.end_index:
@@ -92,6 +94,11 @@ class LeaseTracker:
     def unread(self, dataset_id: str, epoch: int) -> list[HeldLease]:
         """What the training loop has not got yet."""
         return [held for held in self._of(dataset_id, epoch) if not held.delivered and not held.is_finished]
+
+    def return_unread(self) -> None:
+        """Give to others what the training loop has not got yet; the next ack says so."""
+        for held in self._held.values():
+            held.returned |= not (held.delivered or held.is_finished)
 
     def ids(self, dataset_id: str | None = None) -> list[int]:
         return [held.lease_id for held in self._held.values() if dataset_id in (None, held.dataset_id)]
@@ -191,5 +198,5 @@ def _ack_of(held: HeldLease) -> SentAck:
     if failure is not None:
         message.failed, message.reason, message.consumed_until = True, failure, position
     elif position < held.shard.end_index:
-        message.consumed_until = position
-    return SentAck(held, position, failure is not None or position == held.shard.end_index, message)
+        message.consumed_until, message.returned = position, held.returned
+    return SentAck(held, position, held.is_finished, message)

@@ -78,7 +78,13 @@ class MemberAddress:
 class WorkerSession:
     """The worker's identity and background tasks; `generation` changes only in calls of the training loop."""
 
-    def __init__(self, settings: WorkerSettings, clock: Clock, on_command: OnCommand | None = None) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        clock: Clock,
+        on_command: OnCommand | None = None,
+        flush_returned: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         self.settings = settings
         self.clock = clock
         self.ids = Ids(clock)
@@ -106,7 +112,7 @@ class WorkerSession:
         self._agreement = asyncio.Event()
         self._link = CoordinatorLink(settings, self.worker_id, clock)
         self._relay = RelayLink(settings.relay, clock) if settings.relay is not None else None
-        self._on_command = on_command
+        self._on_command, self._flush_returned = on_command, flush_returned
         self._telemetry = Telemetry()
         self._job_generation = 0
         """The generation of the job as last received; the worker's own may be older."""
@@ -591,6 +597,9 @@ class WorkerSession:
             if command.kind is CommandKind.CHECKPOINT_NOW and STEP in command.arguments:
                 self._promise(int(command.arguments[STEP]))
                 continue
+            if command.kind is CommandKind.REBALANCE and self._flush_returned is not None:
+                self.leases.return_unread()
+                self._spawn(self._flush_returned(), "return of leases")
             if command.kind is CommandKind.STOP and command.arguments.get(IF_HUNG) == KILL:
                 self._spawn(self._end_if_hung(command.reason), "end of a hung process")
             if self._on_command is not None:
