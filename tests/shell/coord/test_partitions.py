@@ -290,14 +290,14 @@ async def test_a_process_with_the_address_of_another_one_ends_with_the_reason() 
     async with installation(1) as found:
         await found.balanced(COUNT)
         (first,) = found.processes
-        twin = await found.add(first.partitions.address, lease_s=0.5)
-        found.processes.remove(twin)
-        twin.start()
+        second = await found.add(first.partitions.address, lease_s=0.5)
+        found.processes.remove(second)
+        second.start()
         with pytest.raises(StrataError) as refused:
-            await twin.drained()
+            await second.drained()
         assert refused.value.code is Code.INVALID
         assert f"advertises {first.partitions.address} and is alive" in refused.value.message
-        assert not twin.led
+        assert not second.led
         await found.balanced(COUNT)
 
 

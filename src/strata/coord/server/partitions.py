@@ -29,7 +29,7 @@ ROUNDS: Final = 4
 """Times that a process looks at the leases, in the time of one."""
 FREE_LEASES: Final = 3.0
 """After so many leases a free partition is taken by any process, also by one with more than its share."""
-TWIN_LEASES: Final = 2.0
+SHARED_LEASES: Final = 2.0
 """So long another process may seem to live at the address of one that starts: it may be the same one, restarted."""
 BALANCED_ROUNDS: Final = 4
 """Rounds without a change between two moves."""
@@ -175,7 +175,7 @@ class Partitions:
         self._retry_at_s: dict[int, float] = {}
         self._unchanged = 0
         self._rounds = 0
-        self._twin_since_s: float | None = None
+        self._shared_since_s: float | None = None
         self._failure: StrataError | None = None
         self._draining = asyncio.Event()
         self._on_change: OnChange | None = None
@@ -267,7 +267,7 @@ class Partitions:
         await self._keep_seat()
         statuses = {each.stream: each for each in await self._journal.streams()}
         self._read(statuses)
-        if self._rounds == 0 and self._has_twin():
+        if self._rounds == 0 and self._shares_address():
             return
         self._rounds += 1
         if self._rounds == 1:
@@ -291,23 +291,23 @@ class Partitions:
             self._given = plan.give
             self._giving = asyncio.create_task(self.services[plan.give].give_away())
 
-    def _has_twin(self) -> bool:
+    def _shares_address(self) -> bool:
         """Whether this process cannot begin because of another one that lives, or lived a moment ago, at its address.
 
         Each of the two would take the calls that the other one leads for its own.
         """
         leading = (each.holder for each in self._leaders if each is not None and each.led)
-        twins = [each for each in {*self._live, *leading} - {self.holder} if address_of(each) == self.address]
+        others = [each for each in {*self._live, *leading} - {self.holder} if address_of(each) == self.address]
         now_s = self.clock.monotonic_s()
-        self._twin_since_s = (self._twin_since_s or now_s) if twins else None
-        if self._twin_since_s is not None and now_s - self._twin_since_s > TWIN_LEASES * self._lease_s:
+        self._shared_since_s = (self._shared_since_s or now_s) if others else None
+        if self._shared_since_s is not None and now_s - self._shared_since_s > SHARED_LEASES * self._lease_s:
             self._failure = StrataError(
                 Code.INVALID,
-                f"another coordinator of this installation advertises {self.address} and is alive ({twins[0]})",
+                f"another coordinator of this installation advertises {self.address} and is alive ({others[0]})",
                 hint="give each process an address of its own with coordinator.advertise",
             )
             self._draining.set()
-        return bool(twins)
+        return bool(others)
 
     async def _keep_seat(self) -> None:
         """Hold one of as many leases as there are partitions: those that are held tell how many processes live."""
