@@ -202,8 +202,9 @@ def test_a_run_with_data_from_a_bucket_is_tracked_once_through_a_kill(
     assert "continuing after step 6 of 12" in done.stderr
     assert (run / "metrics.jsonl").read_bytes() == (undisturbed / "metrics.jsonl").read_bytes()
     losses = [(line["step"], line["values"]["loss"]) for line in metrics(run) if "loss" in line["values"]]
+    found: list[tuple[int, Any]]
     if kind == "tensorboard":
-        found = scalars(place / "tracked")
+        found = [*scalars(place / "tracked")]
     else:
         rows = wandb_history(run / "tracker")
         assert [row["_step"] for row in rows] == list(range(STEPS + 1))
