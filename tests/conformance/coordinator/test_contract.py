@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from strata.coord.pb import coordinator_pb2 as pb
@@ -12,7 +14,6 @@ pytestmark = MARKS
 
 
 async def define(driver: Driver, fleet: Fleet, worker: str) -> None:
-    """Somebody has to: a worker that knows fields 1 to 9 only cannot."""
     request = {"dataset_id": "corpus", "num_samples": 30, "shard_size": 10}
     assert (await driver.call("AckDataset", request, job=fleet.job, worker=worker))["created"]
 
@@ -28,12 +29,22 @@ async def test_a_worker_that_knows_only_the_first_fields_can_live(fleet: Fleet, 
     assert config["heartbeat_interval_ms"] == 1000
     assert config["training_parameters"] == {"learning_rate": "0.1", "name": "größer"}
     assert config["world_size"] == 1
-    await define(driver, fleet, "w")
+    files = {fleet.folder / "a.txt": 1_500, fleet.folder / "b.txt": 1_000}
+    for path, lines in files.items():
+        path.write_text("".join(f"{path.name} {number}\n" for number in range(lines)), encoding="utf-8")
+    defined = await call(
+        "AckDataset", dataset_id="corpus", file_paths=[str(path) for path in files], file_samples=[*files.values()]
+    )
+    assert (defined["created"], defined["num_shards"]) == (True, "3")
 
-    read = []
+    # All files one after the other: that is what the indexes count.
+    everything = [line for path in files for line in path.read_text("utf-8").splitlines()]
+    read: list[str] = []
     while not (assigned := await call("GetNextShards", dataset_id="corpus", epoch=0)).get("end_of_epoch"):
-        read.append((int(assigned.get("start_index", "0")), int(assigned["end_index"])))
-    assert sorted(read) == [(0, 10), (10, 20), (20, 30)]
+        lines_of_shard = everything[int(assigned.get("start_index", "0")) : int(assigned["end_index"])]
+        assert {line.split()[0] for line in lines_of_shard} == {Path(each).name for each in assigned["file_paths"]}
+        read += lines_of_shard
+    assert sorted(read) == sorted(everything)
 
     resources = {
         "cpu_percent": 12.5,
@@ -51,6 +62,28 @@ async def test_a_worker_that_knows_only_the_first_fields_can_live(fleet: Fleet, 
     assert (stored["committed"], stored["step"]) == (True, "3")
     recovery = await call("RequestRecovery")
     assert recovery["checkpoint"]["parts"] == [{"uri": "mem://c", "size_bytes": "7"}]
+
+
+@pytest.mark.parametrize(
+    ("request_", "problem"),
+    [
+        ({"file_paths": ["a", "b"], "file_samples": ["1"]}, "2 file_paths need as many file_samples, not 1"),
+        ({"file_samples": ["1", "2"]}, "0 file_paths need as many file_samples, not 2"),
+        ({"file_paths": ["a"]}, "1 file_paths need as many file_samples, not 0"),
+        ({"file_paths": ["a"], "file_samples": ["1"], "num_samples": "1"}, "in place of files and num_samples"),
+    ],
+)
+async def test_a_dataset_that_is_defined_twice_or_by_half_is_refused(
+    fleet: Fleet, sdk: str, request_: Answer, problem: str
+) -> None:
+    driver = await fleet.start(sdk)
+    await driver.call("RegisterWorker", {"worker_id": "w"}, job=fleet.job)
+    metadata = {"strata-job": fleet.job, "strata-worker": "w"}
+    error = await driver.refused(
+        "call", method="AckDataset", request={"dataset_id": "corpus", **request_}, metadata=metadata
+    )
+    assert error.code == "INVALID_ARGUMENT"
+    assert problem in error.message
 
 
 async def test_a_command_reaches_a_minimal_worker_once(fleet: Fleet, sdk: str) -> None:

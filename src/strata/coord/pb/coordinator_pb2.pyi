@@ -43,6 +43,8 @@ field or a metadata key that contradicts the token is refused with PERMISSION_DE
 
 THE MINIMAL WORKER sets only fields numbered 1 to 9 and sends `strata-worker` or a token of its own. It works, because
 - an empty incarnation is assigned by the coordinator and never compared; a generation of 0 means "the current one";
+- it defines a dataset by its files and how many samples each has (DatasetInfo.file_paths, file_samples); shards are of 1,024
+  samples then, and a range of samples that begins in one file may end in the next: its files are named in order;
 - without `explicit_acks`, a call acknowledges what the previous answer to the same call handed out: the next GetNextShards
   (of the same dataset and epoch) the shards, the next Heartbeat the commands;
 - Barrier blocks, and expects all members of the generation;
@@ -1388,6 +1390,8 @@ class DatasetInfo(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DATASET_ID_FIELD_NUMBER: _builtins.int
+    FILE_PATHS_FIELD_NUMBER: _builtins.int
+    FILE_SAMPLES_FIELD_NUMBER: _builtins.int
     JOB_ID_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
@@ -1425,6 +1429,14 @@ class DatasetInfo(_message.Message):
     global_batch_shards: _builtins.int
     """Shards that all workers together take in one step; DETERMINISTIC datasets need it, and the world size must divide it."""
     @_builtins.property
+    def file_paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The paths of its files, for a minimal worker: in place of `files`."""
+
+    @_builtins.property
+    def file_samples(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """With `file_paths` the samples of each of them, without it one number: all samples. In place of `files` and `num_samples`."""
+
+    @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___DatasetFile]:
         """Its files; samples are counted in this order."""
 
@@ -1432,6 +1444,8 @@ class DatasetInfo(_message.Message):
         self,
         *,
         dataset_id: _builtins.str = ...,
+        file_paths: _abc.Iterable[_builtins.str] | None = ...,
+        file_samples: _abc.Iterable[_builtins.int] | None = ...,
         job_id: _builtins.str = ...,
         worker_id: _builtins.str = ...,
         incarnation: _builtins.str = ...,
@@ -1447,7 +1461,7 @@ class DatasetInfo(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_shuffle", b"_shuffle", "shuffle", b"shuffle"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shuffle", b"_shuffle", "buckets", b"buckets", "dataset_id", b"dataset_id", "files", b"files", "generation", b"generation", "global_batch_shards", b"global_batch_shards", "incarnation", b"incarnation", "job_id", b"job_id", "mode", b"mode", "num_samples", b"num_samples", "seed", b"seed", "shard_size", b"shard_size", "shuffle", b"shuffle", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shuffle", b"_shuffle", "buckets", b"buckets", "dataset_id", b"dataset_id", "file_paths", b"file_paths", "file_samples", b"file_samples", "files", b"files", "generation", b"generation", "global_batch_shards", b"global_batch_shards", "incarnation", b"incarnation", "job_id", b"job_id", "mode", b"mode", "num_samples", b"num_samples", "seed", b"seed", "shard_size", b"shard_size", "shuffle", b"shuffle", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__shuffle: _TypeAlias = _typing.Literal["shuffle"]  # noqa: Y015
     _WhichOneofArgType__shuffle: _TypeAlias = _typing.Literal["_shuffle", b"_shuffle"]  # noqa: Y015

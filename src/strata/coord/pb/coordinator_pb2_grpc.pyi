@@ -43,6 +43,8 @@ field or a metadata key that contradicts the token is refused with PERMISSION_DE
 
 THE MINIMAL WORKER sets only fields numbered 1 to 9 and sends `strata-worker` or a token of its own. It works, because
 - an empty incarnation is assigned by the coordinator and never compared; a generation of 0 means "the current one";
+- it defines a dataset by its files and how many samples each has (DatasetInfo.file_paths, file_samples); shards are of 1,024
+  samples then, and a range of samples that begins in one file may end in the next: its files are named in order;
 - without `explicit_acks`, a call acknowledges what the previous answer to the same call handed out: the next GetNextShards
   (of the same dataset and epoch) the shards, the next Heartbeat the commands;
 - Barrier blocks, and expects all members of the generation;

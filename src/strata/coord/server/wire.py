@@ -176,7 +176,10 @@ def command(found: PendingCommand) -> pb.Command:
 def dataset(message: pb.DatasetInfo, known: Dataset | None) -> Dataset | None:
     """None if the message names a dataset without defining it. What it leaves to us is as registered, if it is."""
     _name(message.dataset_id, "dataset_id")
-    samples = message.num_samples or sum(file.num_samples for file in message.files)
+    files = _data_files(message)
+    samples = message.num_samples or sum(file.samples for file in files)
+    if message.file_samples and not message.file_paths:
+        samples = message.file_samples[0]
     if samples == 0:
         return None
     shard_size, buckets = (known.shard_size, known.buckets) if known else (DEFAULT_SHARD_SIZE, DEFAULT_BUCKETS)
@@ -184,13 +187,28 @@ def dataset(message: pb.DatasetInfo, known: Dataset | None) -> Dataset | None:
         dataset_id=message.dataset_id,
         samples=samples,
         shard_size=message.shard_size or shard_size,
-        files=tuple(DataFile(file.path, file.num_samples) for file in message.files),
+        files=files,
         mode=MODE_OF.get(message.mode, DatasetMode.LEASED),
         seed=message.seed,
         shuffle=message.shuffle if message.HasField("shuffle") else True,
         buckets=message.buckets or buckets,
         global_batch=message.global_batch_shards or 1,
     )
+
+
+def _data_files(message: pb.DatasetInfo) -> tuple[DataFile, ...]:
+    """As a minimal worker names them, or in full."""
+    paths, samples = message.file_paths, message.file_samples
+    if not (paths or samples):
+        return tuple(DataFile(file.path, file.num_samples) for file in message.files)
+    problem = ""
+    if message.files or message.num_samples:
+        problem = "file_paths and file_samples stand in place of files and num_samples: send one of the two"
+    elif len(samples) != max(1, len(paths)):
+        problem = f"{len(paths)} file_paths need as many file_samples, not {len(samples)}"
+    if problem:
+        raise StrataError(Code.INVALID, f"dataset {message.dataset_id!r}: {problem}")
+    return tuple(DataFile(path, count) for path, count in zip(paths, samples, strict=bool(paths)))
 
 
 def dataset_ack(found: inputs.DatasetRegistration, ledger: DatasetLedger) -> pb.DatasetAck:
