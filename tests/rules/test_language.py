@@ -12,7 +12,7 @@ from typing import Final
 from tests.rules import language
 
 KEPT_NAMES: Final[Mapping[str, str]] = {
-    "strata.coord.worker.parquet.tell": "the position of a file object, as Python's `io` names it",
+    "strata.coord.worker.stores.tell": "the position of a file object, as Python's `io` names it",
 }
 """Names with a removed word, as `module.name`, and why they keep it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -19,24 +20,30 @@ from strata.coord.server.wire import slices
 from strata.coord.worker.stores import S3Settings
 from strata.testing.s3 import S3Server
 
-SUFFIXES: Final = (".txt", ".jsonl", ".parquet")
+SUFFIXES: Final = (".txt", ".jsonl", ".parquet", ".txt.gz", ".jsonl.gz")
+LOCAL_SUFFIXES: Final = (*SUFFIXES, ".arrow")
+SCHEMA: Final = pa.schema([("number", pa.int64()), ("text", pa.string())])
 
 
 def write(path: Path, texts: Sequence[str], rows_in_group: int = 4, end: str = "\n") -> list[Any]:
     """A file with these texts as samples; what they are when they are read. `end` ends the last line."""
-    match path.suffix:
-        case ".txt":
-            samples: list[Any] = list(texts)
-            lines = list(texts)
+    rows: list[Any] = [{"number": number, "text": text} for number, text in enumerate(texts)]
+    match path.suffixes[0]:
+        case ".parquet":
+            parquet.write_table(pa.Table.from_pylist(rows, SCHEMA), path, row_group_size=rows_in_group)
+            return rows
+        case ".arrow":
+            # Half of them as a stream, as Hugging Face `datasets` writes them.
+            kind = pa.ipc.new_stream if len(texts) % 2 else pa.ipc.new_file
+            with kind(path, SCHEMA) as writer:
+                writer.write_table(pa.Table.from_pylist(rows, SCHEMA), rows_in_group)
+            return rows
         case ".jsonl":
-            samples = [{"number": number, "text": text} for number, text in enumerate(texts)]
-            lines = [json.dumps(each, ensure_ascii=False) for each in samples]
+            samples, lines = rows, [json.dumps(each, ensure_ascii=False) for each in rows]
         case _:
-            samples = [{"number": number, "text": text} for number, text in enumerate(texts)]
-            schema = pa.schema([("number", pa.int64()), ("text", pa.string())])
-            parquet.write_table(pa.Table.from_pylist(samples, schema), path, row_group_size=rows_in_group)
-            return samples
-    path.write_bytes(("\n".join(lines) + (end if lines else "")).encode())
+            samples, lines = list(texts), list(texts)
+    content = ("\n".join(lines) + (end if lines else "")).encode()
+    path.write_bytes(gzip.compress(content, 1) if path.suffix == ".gz" else content)
     return samples
 
 

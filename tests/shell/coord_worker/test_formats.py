@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +19,11 @@ from pyarrow import parquet  # type: ignore[import-untyped]
 
 from strata.base.errors import Code, StrataError
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.coord.worker.lines import MARKS, LineIndex
+from strata.coord.worker.lines import LineIndex
 from strata.coord.worker.readers import Readers
-from strata.coord.worker.stores import S3Settings, load_s3
+from strata.coord.worker.stores import S3Settings, Stores, load_s3
 from strata.testing.s3 import S3Server
-from tests.shell.coord_worker.corpora import SUFFIXES, cut, settings, upload, write
+from tests.shell.coord_worker.corpora import LOCAL_SUFFIXES, SUFFIXES, cut, settings, upload, write
 
 TEXTS = ["", "one\r", "two\u2028half", "ä" * 50, "last"]
 
@@ -70,7 +71,7 @@ def corpora(draw: st.DrawFn) -> list[tuple[str, list[str], int, str]]:
         texts = draw(st.lists(line, max_size=12))
         # An empty last line without a line feed is none.
         end = draw(st.sampled_from(("\n", ""))) if texts and texts[-1] else "\n"
-        found.append((draw(st.sampled_from(SUFFIXES)), texts, draw(st.integers(1, 5)), end))
+        found.append((draw(st.sampled_from(LOCAL_SUFFIXES)), texts, draw(st.integers(1, 5)), end))
     return found
 
 
@@ -109,21 +110,111 @@ def test_a_shard_at_the_end_of_a_known_file_does_not_read_all_of_it(tmp_path: Pa
     assert psutil.Process().io_counters().read_chars - before < size // 4
 
 
-def test_an_index_of_lines_stays_small_however_long_the_file_is(tmp_path: Path) -> None:
+def bytes_read(call: Callable[[], object]) -> int:
+    before = psutil.Process().io_counters().read_chars
+    call()
+    return int(psutil.Process().io_counters().read_chars - before)
+
+
+@pytest.mark.parametrize(("suffix", "part", "share"), [(".jsonl", 50, 0.1), (".txt.gz", 20, 0.7)])
+def test_only_the_first_reader_of_a_folder_reads_all_lines(
+    tmp_path: Path, suffix: str, part: int, share: float
+) -> None:
+    path = tmp_path / f"large{suffix}"
+    samples = write(path, [os.urandom(500).hex() for _ in range(10_000)])
+    size = path.stat().st_size
+    assert bytes_read(lambda: Readers().count(path)) >= size
+    index = path.with_name(path.name + ".strata-index")
+    assert index.stat().st_size < size // part
+    assert bytes_read(lambda: Readers().count(path)) < size // part
+    got: list[Any] = []
+    assert bytes_read(lambda: got.extend(Readers().read(whole(str(path), 5_010, 5_000)))) < share * size
+    assert got == samples[5_000:5_010]
+
+
+def test_processes_that_start_together_read_the_lines_once(tmp_path: Path) -> None:
+    path = tmp_path / "large.txt"
+    write(path, [os.urandom(500).hex() for _ in range(20_000)])
+    code = (
+        "import psutil, sys; from strata.coord.worker.readers import Readers\n"
+        "sys.stdin.readline(); before = psutil.Process().io_counters().read_chars\n"
+        f"assert Readers().count({str(path)!r}) == 20_000\n"
+        "print(psutil.Process().io_counters().read_chars - before)"
+    )
+    programs = [
+        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(3)
+    ]
+    for each in programs:
+        assert each.stdin is not None
+        each.stdin.write(b"\n")
+        each.stdin.flush()
+    read = sorted(int(each.communicate(timeout=60)[0]) for each in programs)
+    assert read[1] < 100_000 < path.stat().st_size <= read[2]
+
+
+def test_an_index_of_lines_is_small_and_never_larger_than_its_bound(tmp_path: Path) -> None:
     path = tmp_path / "lines.txt"
-    path.write_bytes(b"x\n" * (MARKS * 3))
-    readers = Readers(local_block=2)
-    index = LineIndex()
-    with readers.stores.open(str(path)) as source:
-        assert index.count(source) == MARKS * 3
-        assert len(index._lines) <= MARKS
-        line, offset = index.begin(source, MARKS * 2 + 1)
-        assert offset == line * 2
-        assert MARKS * 2 - 8 <= line <= MARKS * 2 + 1
+    path.write_bytes(b"x\n" * 50_000)
+    with Stores().open(str(path)) as source:
+        content = [source.read(0, source.seen.size)]
+        index = LineIndex.build(content, grain=5)
+        assert index.samples == 50_000
+        # Each segment is the least number of whole lines that is large enough.
+        assert len(index.encode(source.seen)) < 50_000 // 3 * 24 + 500
+        assert list(index.read(source, 7, 9)) == [(7, [b"x", b"x"])]
+        assert len(LineIndex.build(content).encode(source.seen)) < 200
+
+
+def test_a_file_that_changed_since_it_was_indexed_is_corrupt_for_new_readers_too(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one\ntwo\n", encoding="utf-8")
+    kept = path.stat()
+    assert Readers().count(path) == 2
+    # Other content of the same size, and even of the same time.
+    path.write_text("one\ntwi\n", encoding="utf-8")
+    with pytest.raises(StrataError, match=r"index of lines was written: its content differs.*delete .*strata-index"):
+        Readers().count(path)
+    os.utime(path, ns=(kept.st_atime_ns, kept.st_mtime_ns))
+    with pytest.raises(StrataError, match="bytes 0 to 7") as caught:
+        list(Readers().read(whole(str(path), 2)))
+    assert caught.value.code is Code.CORRUPT
+    path.write_text("one\ntwo\nthree\n", encoding="utf-8")
+    with pytest.raises(StrataError, match=r"it has 14 bytes and not 8"):
+        Readers().count(path)
+    # The same content again, with another time: a copy. The index is brought up to date.
+    path.write_text("one\ntwo\n", encoding="utf-8")
+    assert list(Readers().read(whole(str(path), 2))) == ["one", "two"]
+    index = Path(f"{path}.strata-index")
+    assert str(path.stat().st_mtime_ns) in index.read_bytes()[:100].decode(errors="replace")
+    index.write_bytes(index.read_bytes()[:-3])
+    with pytest.raises(StrataError, match="damaged"):
+        Readers().count(path)
+
+
+def test_a_folder_that_cannot_be_written_has_no_index_and_is_read_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one\ntwo\n", encoding="utf-8")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    # Root may write everywhere.
+    monkeypatch.setattr("strata.base.atomic.write_file", refuse)
+    assert list(Readers().read(whole(str(path), 2))) == ["one", "two"]
+    assert [each.name for each in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_compressed_text_that_was_cut_off_is_corrupt(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt.gz"
+    write(path, [os.urandom(50).hex() for _ in range(1_000)])
+    path.write_bytes(path.read_bytes()[:-100])
+    assert code_of(lambda: Readers().count(path)) is Code.CORRUPT
 
 
 def append(path: Path) -> None:
-    if path.suffix == ".parquet":
+    if path.suffix in (".parquet", ".gz"):
         write(path, ["x"] * 9)
     else:
         with path.open("ab") as file:
@@ -132,7 +223,10 @@ def append(path: Path) -> None:
 
 def rewrite(path: Path) -> None:
     """The same size, other content, another time."""
-    path.write_bytes(path.read_bytes().replace(b"b", b"c"))
+    if path.suffix == ".gz":
+        write(path, ["a", "c", "c"])
+    else:
+        path.write_bytes(path.read_bytes().replace(b"b", b"c"))
     os.utime(path, ns=(1, 1))
 
 
@@ -256,7 +350,9 @@ def test_a_package_that_is_missing_is_named_with_the_extra(monkeypatch: pytest.M
         assert caught.value.code is Code.UNSUPPORTED
 
 
-@pytest.mark.parametrize("path", ["gs://bucket/a.txt", "/data/none", "/data/a.jsonl.gz", "s3://bucket/a.zip"])
+@pytest.mark.parametrize(
+    "path", ["gs://bucket/a.txt", "/data/none", "/data/a.jsonl.zst", "/data/a.gz", "s3://bucket/a.zip"]
+)
 def test_what_there_is_no_reader_for_is_unsupported(path: str) -> None:
     assert code_of(lambda: Readers(S3Settings()).count(path)) is Code.UNSUPPORTED
 

@@ -15,6 +15,7 @@ rewinds all workers to the last checkpoint and returns it. With `elastic=True` t
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import signal
 from typing import Any, Final
 
@@ -73,12 +74,24 @@ def join(*, on_command: OnCommand | None = None, s3: S3Settings | None = None, *
     `s3` is how to reach s3://; what is not given is in STRATA_S3_… or AWS_…, and looked for when it is needed.
     """
     found = _settings(settings)
+    _refuse_in_import()
     return Worker(lambda: AsyncWorker(found, SystemClock(), on_command, s3))
 
 
 def join_async(*, on_command: OnCommand | None = None, s3: S3Settings | None = None, **settings: Any) -> AsyncWorker:
     """The same for `async with`, inside a running event loop."""
+    _refuse_in_import()
     return AsyncWorker(_settings(settings), SystemClock(), on_command, s3)
+
+
+def _refuse_in_import() -> None:
+    """A process that multiprocessing starts imports the program first, and would take the place of its creator."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise StrataError(
+            Code.PRECONDITION,
+            "a process of multiprocessing imports this program, and would join in place of the worker that started it",
+            hint='begin the program with: if __name__ == "__main__":',
+        )
 
 
 def _settings(given: dict[str, Any]) -> WorkerSettings:

@@ -16,6 +16,7 @@ from strata.coord.worker.client import AsyncWorker
 from strata.coord.worker.commands import Command
 from strata.coord.worker.garbage_collector import Swept
 from strata.coord.worker.leases import Capture
+from strata.coord.worker.readers import DatasetReader, MapStyle
 from strata.coord.worker.reasons import RECOVERABLE, reason_of
 from strata.coord.worker.session import MemberAddress
 from strata.coord.worker.shard import DatasetOptions, Shard
@@ -177,10 +178,12 @@ class Worker:
         samples: int | Sequence[int] | None = None,
         shard_size: int = 0,
         options: DatasetOptions | None = None,
+        source: MapStyle | None = None,
     ) -> int:
-        return self._run(
-            self._open().dataset(dataset_id, files, samples=samples, shard_size=shard_size, options=options)
+        work = self._open().dataset(
+            dataset_id, files, samples=samples, shard_size=shard_size, options=options, source=source
         )
+        return self._run(work)
 
     def epochs(self, count: int) -> Iterator[int]:
         return self._open().epochs(count)
@@ -191,6 +194,9 @@ class Worker:
         while (shard := self.next_shard(dataset_id, epoch, at_once=at_once, prefetch=prefetch)) is not None:
             yield shard
             shard.done()
+
+    def reader(self, dataset_id: str) -> DatasetReader:
+        return self._open().reader(dataset_id)
 
     def restart(self, dataset_id: str, epoch: int) -> None:
         async def restart() -> None:

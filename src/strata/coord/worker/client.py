@@ -22,7 +22,7 @@ from strata.coord.worker.commands import Command
 from strata.coord.worker.garbage_collector import GarbageCollector, Swept
 from strata.coord.worker.leases import Capture, HeldLease
 from strata.coord.worker.prefetch import Prefetch
-from strata.coord.worker.readers import Readers
+from strata.coord.worker.readers import DatasetReader, MapStyle, Readers
 from strata.coord.worker.reasons import RECOVERABLE, Reason, reason_of
 from strata.coord.worker.session import ATTEMPT_S, MemberAddress, OnCommand, WorkerSession
 from strata.coord.worker.settings import WorkerSettings
@@ -61,6 +61,7 @@ class AsyncWorker:
             self._prefetch_shards,
             lambda held: self._readers.batches(pieces(held.shard, held.position)),
         )
+        self._sources: dict[str, MapStyle] = {}
         self._data_lock = asyncio.Lock()
         """One request for data at a time: each lists the known leases, so no other reply may be on its way."""
         self._datasets: dict[str, pb.DatasetInfo] = {}
@@ -220,12 +221,21 @@ class AsyncWorker:
         samples: int | Sequence[int] | None = None,
         shard_size: int = 0,
         options: DatasetOptions | None = None,
+        source: MapStyle | None = None,
     ) -> int:
         """Register a dataset, or confirm that it is registered like this; the number of its shards.
 
         `samples` are those of all files in order, of the whole dataset if there are no files, or None: count those of
-        the files. With nothing but its name, a dataset that is registered is meant.
+        the files. `source`, instead of files and samples, is a dataset of a library. With nothing but its name, a
+        dataset that is registered is meant.
         """
+        if source is not None:
+            if files or samples is not None:
+                raise StrataError(
+                    Code.INVALID, f"dataset {dataset_id!r}: a source says itself which samples it has", hint="no files"
+                )
+            samples = len(source)
+            self._sources[dataset_id] = source
         counts = await asyncio.to_thread(_counts, self._readers, files, samples)
         message = pb.DatasetInfo(dataset_id=dataset_id, shard_size=shard_size)
         message.files.extend(
@@ -270,6 +280,10 @@ class AsyncWorker:
             yield shard
             shard.done()
 
+    def reader(self, dataset_id: str) -> DatasetReader:
+        """Reads samples of the dataset; it may go to another process."""
+        return DatasetReader(self._readers, self._sources.get(dataset_id))
+
     def restart(self, dataset_id: str, epoch: int) -> None:
         """For a loop over `next_shard`: what an earlier loop left unfinished comes again."""
         self._session.leases.restart(dataset_id, epoch)
@@ -295,7 +309,7 @@ class AsyncWorker:
                     held.delivered = True
                     if prefetch:
                         self._prefetch.begin(dataset_id, epoch, prefetch)
-                    return Shard(held, self._readers, self._prefetch.take(held))
+                    return Shard(held, self.reader(dataset_id), self._prefetch.take(held))
                 if self.should_stop:
                     # Leaving acks what is consumed; a request only to ack could bring another shard.
                     return None
@@ -372,7 +386,7 @@ class AsyncWorker:
 
         reply = await self._session.call(lambda stub: stub.GetNextShards, make)
         held = [HeldLease(dataset_id, epoch, each, each.start_index, each.start_index) for each in reply.shards]
-        return [Shard(each, self._readers) for each in held]
+        return [Shard(each, self.reader(dataset_id)) for each in held]
 
     async def flush(self) -> None:
         """Ack what is consumed, now; raises LEASE_LOST if some of it does not count."""

@@ -1,28 +1,50 @@
 """Samples of a dataset's files: what a shard's slices mean, whatever the format and wherever the files are.
 
-A sample is a line of text, the value that a line of JSONL says, or a row of a Parquet file as a dict. The suffix of a
-path says which; indexes count samples from the beginning of a file.
+The suffix of a path says what a sample is; indexes count samples from the beginning of a file. Each format is one class
+with the number of samples of a file and a method that reads a range of them.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from strata.base.errors import Code, StrataError
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.coord.worker import lines, parquet
-from strata.coord.worker.lines import LineIndex
-from strata.coord.worker.parquet import RowIndex
+from strata.coord.worker.columns import ArrowRows, ParquetRows
+from strata.coord.worker.lines import TextLines, parse_json
 from strata.coord.worker.stores import LOCAL_BLOCK, S3Settings, Seen, Source, Stores
+
+
+class SampleReader(Protocol):
+    """A file in its format. Made once for each file and used while the file is the same, by several threads."""
+
+    @property
+    def samples(self) -> int: ...
+
+    def read(self, source: Source, start: int, end: int) -> Iterator[list[Any]]:
+        """The samples from `start` up to, without, `end`, or as many of them as there are, in lists of bounded size."""
+
 
 TEXT: Final = (".txt", ".text", ".md", ".csv", ".tsv")
 JSON_LINES: Final = (".jsonl", ".ndjson")
-PARQUET: Final = (".parquet", ".pq")
+FORMATS: Final[Mapping[str, Callable[[Source, Stores], SampleReader]]] = {
+    **dict.fromkeys(TEXT, TextLines),
+    **dict.fromkeys(JSON_LINES, partial(TextLines, parse=parse_json)),
+    **dict.fromkeys((f"{each}.gz" for each in TEXT), partial(TextLines, gzip=True)),
+    **dict.fromkeys((f"{each}.gz" for each in JSON_LINES), partial(TextLines, parse=parse_json, gzip=True)),
+    **dict.fromkeys((".parquet", ".pq"), ParquetRows),
+    **dict.fromkeys((".arrow", ".feather"), ArrowRows),
+}
+"""By the last suffix of a path, or by the last two of a compressed file."""
+SOURCE_BATCH: Final = 64
+"""Samples that are requested of a library's dataset at once."""
 FILES_KEPT: Final = 1_024
 """Of so many files it is remembered where their samples are."""
 
@@ -30,24 +52,27 @@ FILES_KEPT: Final = 1_024
 @dataclass(frozen=True)
 class _Known:
     seen: Seen
-    index: LineIndex | RowIndex
+    reader: SampleReader
 
 
 class Readers:
     """Reads samples, and remembers of each file where they are. Several threads may read at once."""
 
     def __init__(self, s3: S3Settings | None = None, *, local_block: int = LOCAL_BLOCK) -> None:
+        self._settings = s3, local_block
         self.stores = Stores(s3, local_block=local_block)
         self._known: OrderedDict[str, _Known] = OrderedDict()
-        self._learning = threading.Lock()
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Callable[..., Readers], tuple[S3Settings | None, int]]:
+        """In another process it learns for itself where samples are, from their index."""
+        return _new_readers, self._settings
 
     def count(self, path: str | Path) -> int:
-        """The samples of a file. Of text and JSONL that reads all of it; a last line without a line feed counts too."""
+        """The samples of a file. The first process that counts lines reads all of them and writes their index."""
         place = str(path)
-        _suffix(place)
-        with self.stores.open(place, self._seen(place)) as source:
-            index = self._index(source)
-            return index.count(source) if isinstance(index, LineIndex) else index.rows
+        with self._open(place) as source:
+            return self._reader(source).samples
 
     def read(self, slices: Iterable[pb.FileSlice]) -> Iterator[Any]:
         """The samples of all slices, in order."""
@@ -58,9 +83,10 @@ class Readers:
         """The same in lists, none of them empty, of about a megabyte each or, from S3, four."""
         for piece in slices:
             taken = 0
-            for batch in self._piece(piece):
-                taken += len(batch)
-                yield batch
+            with self._open(piece.path) as source:
+                for batch in self._reader(source).read(source, piece.start_index, piece.end_index):
+                    taken += len(batch)
+                    yield batch
             if taken < piece.end_index - piece.start_index:
                 raise StrataError(
                     Code.CORRUPT,
@@ -68,47 +94,76 @@ class Readers:
                     path=piece.path,
                 )
 
-    def _piece(self, piece: pb.FileSlice) -> Iterator[list[Any]]:
-        suffix = _suffix(piece.path)
-        with self.stores.open(piece.path, self._seen(piece.path)) as source:
-            index = self._index(source)
-            start, end = piece.start_index, piece.end_index
-            if isinstance(index, RowIndex):
-                yield from parquet.rows(source, index, start, end)
-            elif suffix in JSON_LINES:
-                yield from lines.json_lines(source, index, start, end)
-            else:
-                yield from lines.text(source, index, start, end)
-
-    def _seen(self, path: str) -> Seen | None:
-        with self._learning:
+    def _open(self, path: str) -> AbstractContextManager[Source]:
+        _format(path)
+        with self._lock:
             known = self._known.get(path)
-        return known.seen if known else None
+        return self.stores.open(path, known.seen if known else None)
 
-    def _index(self, source: Source) -> LineIndex | RowIndex:
-        with self._learning:
+    def _reader(self, source: Source) -> SampleReader:
+        with self._lock:
             known = self._known.get(source.path)
-            if known is None:
-                index = RowIndex(source) if _suffix(source.path) in PARQUET else LineIndex()
-                known = self._known[source.path] = _Known(source.seen, index)
-                if len(self._known) > FILES_KEPT:
-                    self._known.popitem(last=False)
+        if known is None:
+            # Outside the lock: it may have to read the file, and other threads read other files meanwhile.
+            known = _Known(source.seen, _format(source.path)(source, self.stores))
+        with self._lock:
+            self._known[source.path] = known
             self._known.move_to_end(source.path)
-        return known.index
+            if len(self._known) > FILES_KEPT:
+                self._known.popitem(last=False)
+        return known.reader
+
+
+class MapStyle(Protocol):
+    """A dataset of a library: Hugging Face `datasets`, any map-style dataset of torch."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class DatasetReader:
+    """Reads samples of one dataset, in any process: it has no lease and no connection."""
+
+    readers: Readers
+    source: MapStyle | None = None
+    """Instead of files."""
+
+    def batches(self, slices: Iterable[pb.FileSlice], start: int, end: int) -> Iterator[list[Any]]:
+        """The samples from `start` up to, without, `end`, which lie in these slices of files."""
+        if self.source is None:
+            pieces = tuple(slices)
+            if not pieces and start < end:
+                raise StrataError(
+                    Code.PRECONDITION,
+                    f"samples {start} to {end - 1} lie in no file: the dataset is registered by its number of samples",
+                    hint="read them by their numbers, or call worker.dataset(…, source=…) in this process",
+                )
+            yield from self.readers.batches(pieces)
+            return
+        get_many = getattr(self.source, "__getitems__", None)
+        for at in range(start, end, SOURCE_BATCH):
+            wanted = range(at, min(at + SOURCE_BATCH, end))
+            yield list(get_many([*wanted])) if get_many else [self.source[index] for index in wanted]
+
+
+def _new_readers(s3: S3Settings | None, local_block: int) -> Readers:
+    return Readers(s3, local_block=local_block)
 
 
 def count_samples(path: str | Path) -> int:
-    """The samples of a file, for a dataset that is described by hand."""
+    """The samples of a file, for a dataset that is described by hand; writes the index of lines if there is none."""
     return Readers().count(path)
 
 
-def _suffix(path: str) -> str:
-    suffix = PurePosixPath(path).suffix.lower()
-    known = (*TEXT, *JSON_LINES, *PARQUET)
-    if suffix not in known:
+def _format(path: str) -> Callable[[Source, Stores], SampleReader]:
+    suffixes = PurePosixPath(path.lower()).suffixes
+    suffix = "".join(suffixes[-2:] if suffixes[-1:] == [".gz"] else suffixes[-1:])
+    if suffix not in FORMATS:
         raise StrataError(
             Code.UNSUPPORTED,
             f"cannot read {path}: no reader for {suffix or 'a file without a suffix'}",
-            hint=f"readable are {', '.join(known)}; or read the shard's slices yourself",
+            hint=f"readable are {', '.join(FORMATS)}; or read the shard's slices yourself",
         )
-    return suffix
+    return FORMATS[suffix]

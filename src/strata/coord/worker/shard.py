@@ -10,7 +10,7 @@ from typing import Any
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.worker.leases import HeldLease
 from strata.coord.worker.prefetch import ReadAhead
-from strata.coord.worker.readers import Readers
+from strata.coord.worker.readers import DatasetReader
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class FileSlice:
 class Shard:
     """A range of samples of a dataset, leased to this worker: samples from `start` up to, without, `end`."""
 
-    def __init__(self, held: HeldLease, readers: Readers, ahead: ReadAhead | None = None) -> None:
+    def __init__(self, held: HeldLease, reader: DatasetReader, ahead: ReadAhead | None = None) -> None:
         self._held = held
-        self._readers = readers
+        self._reader = reader
         self._ahead = ahead
         self.start = held.position
         self.end = held.shard.end_index
@@ -88,7 +88,7 @@ class Shard:
         return tuple(FileSlice(each.path, each.start_index, each.end_index) for each in self._pieces())
 
     def open(self) -> Iterator[Any]:
-        """The samples: the lines of text, the values of JSONL, the rows of Parquet."""
+        """The samples: lines of text, values of JSONL, rows of Parquet and Arrow, or those of a library's dataset."""
         for batch in self._batches():
             yield from batch
 
@@ -114,7 +114,7 @@ class Shard:
     def _batches(self) -> Iterator[list[Any]]:
         """Samples that were read ahead can be taken once; a second `open` reads them again."""
         ahead, self._ahead = self._ahead, None
-        return iter(ahead) if ahead is not None else self._readers.batches(self._pieces())
+        return iter(ahead) if ahead is not None else self._reader.batches(self._pieces(), self.start, self.end)
 
     def _pieces(self) -> list[pb.FileSlice]:
         return pieces(self._held.shard, self.start)

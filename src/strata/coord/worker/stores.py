@@ -6,16 +6,19 @@ A `Source` is one file, opened: it knows its size and reads ranges of bytes. Err
 
 from __future__ import annotations
 
+import fcntl
+import io
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
 
+from strata.base import atomic
 from strata.base.errors import Code, StrataError
 from strata.base.settings import Secret, load_explained
 
@@ -108,6 +111,12 @@ class Source(Protocol):
     def read(self, start: int, end: int) -> bytes:
         """All bytes from `start` up to, without, `end`, which must not be beyond the size."""
 
+    def locked(self) -> AbstractContextManager[None]:
+        """While one process of the host is in here, others wait. A store of objects has no locks."""
+
+    def check_unchanged(self) -> None:
+        """CORRUPT if it was written to since it was opened."""
+
 
 @dataclass(frozen=True)
 class LocalFile:
@@ -128,6 +137,21 @@ class LocalFile:
             parts.append(part)
             start += len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        # A file system without locks costs the same work twice, no more.
+        with suppress(OSError):
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+
+    def check_unchanged(self) -> None:
+        if _seen(self.descriptor) != self.seen:
+            raise changed(self.path)
 
 
 @dataclass(frozen=True)
@@ -150,6 +174,52 @@ class StoredObject:
         if found.meta["size"] != self.seen.size or len(content) != end - start:
             raise changed(self.path)
         return content
+
+    def locked(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def check_unchanged(self) -> None:
+        """Every read has checked it."""
+
+
+class SourceFile(io.RawIOBase):
+    """A source as libraries want a file. Not buffered: they ask for what they need, in large pieces."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.failure: StrataError | None = None
+        """The last one of a read."""
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.source.seen.size}[whence]
+        self._at = base + offset
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(0, self.source.seen.size - self._at)
+        take = left if size is None or size < 0 else min(size, left)
+        try:
+            content = self.source.read(self._at, self._at + take)
+        except StrataError as error:
+            self.failure = error
+            raise
+        self._at += len(content)
+        return content
+
+    def readinto(self, buffer: Any, /) -> int:
+        content = self.read(len(buffer))
+        buffer[: len(content)] = content
+        return len(content)
 
 
 class Stores:
@@ -175,13 +245,36 @@ class Stores:
         except OSError as error:
             raise unreadable(path, error) from error
         try:
-            status = os.fstat(descriptor)
-            seen = Seen(status.st_size, str(status.st_mtime_ns))
+            seen = _seen(descriptor)
             if known not in (None, seen):
                 raise changed(path)
             yield LocalFile(path, seen, descriptor, self._local_block)
         finally:
             os.close(descriptor)
+
+    def get(self, path: str) -> bytes | None:
+        """All of a small file; None if there is none. A store may say FORBIDDEN of an object that does not exist."""
+        try:
+            with self.open(path) as source:
+                return source.read(0, source.seen.size)
+        except StrataError as error:
+            if error.code in (Code.NOT_FOUND, Code.FORBIDDEN):
+                return None
+            raise
+
+    def put(self, path: str, content: bytes) -> None:
+        """Write a small file as a whole: a reader sees the old content or the new one."""
+        if path.startswith("s3://"):
+            from obstore import put
+
+            bucket, key = s3_place(path)
+            with translated(path):
+                put(self.bucket(bucket), key, content)
+            return
+        try:
+            atomic.write_file(local_path(path), content, mode=0o644)
+        except OSError as error:
+            raise StrataError(Code.INVALID, f"cannot write {path}: {error.strerror}", path=path) from error
 
     def bucket(self, name: str) -> S3Store:
         if name not in self._buckets:
@@ -189,6 +282,11 @@ class Stores:
                 self._s3 = load_s3()
             self._buckets[name] = _client(name, self._s3)
         return self._buckets[name]
+
+
+def _seen(descriptor: int) -> Seen:
+    status = os.fstat(descriptor)
+    return Seen(status.st_size, str(status.st_mtime_ns))
 
 
 def local_path(path: str) -> Path:
