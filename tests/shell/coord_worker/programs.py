@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import json
+import multiprocessing
 import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import psutil  # type: ignore[import-untyped]
 
@@ -172,6 +174,39 @@ def train(given: dict[str, Any]) -> None:
         say("trained", part=training.part)
 
 
+def train_with_loader(given: dict[str, Any]) -> None:
+    """A model is the list of samples in it, read by loader processes and saved after every fifth step."""
+    from strata.coord.worker.torch_dataset import ShardDataset, ShardLoader
+
+    with strata.join(**given["join"]) as worker:
+        worker.dataset("corpus", given["files"], shard_size=given["shard_size"])
+
+        def train(start: strata.Manifest | None) -> list[str]:
+            model: list[str] = []
+            step = 0
+            if start is not None:
+                model, step = json.loads(Path(start.parts[0].uri).read_text("utf-8")), start.step
+            say("started", step=step)
+            for epoch in worker.epochs(given["epochs"]):
+                dataset = ShardDataset(worker, "corpus", epoch)
+                loader = ShardLoader(dataset, given["batch_size"], collate_fn=list, num_workers=2)
+                while not dataset.is_over:
+                    for batch in loader:
+                        model += [f"{epoch} {line}" for line in batch]
+                        dataset.consumed()
+                        step += 1
+                        if step % 5 == 0:
+                            part = Path(given["out"], f"{worker.generation}-{step}.json")
+                            part.write_text(json.dumps(model), encoding="utf-8")
+                            worker.checkpoint(step, part)
+                        if step == given["hold_at"]:
+                            say("loaders", pids=[each.pid for each in multiprocessing.active_children()])
+                            hold()
+            return model
+
+        say("trained", model=worker.run(train))
+
+
 def pace(given: dict[str, Any]) -> None:
     """Steps at its own pace until it is told to stop; a checkpoint whenever an operator wants one.
 
@@ -226,26 +261,23 @@ def come_and_go(given: dict[str, Any]) -> None:
     say("left", left=left, files=psutil.Process().num_fds())
 
 
+PROGRAMS: Final[dict[str, Callable[[dict[str, Any]], None]]] = {
+    "count": count_words,
+    "count-async": lambda given: asyncio.run(count_words_async(given)),
+    "meet": meet,
+    "train": train,
+    "train-with-loader": train_with_loader,
+    "step-together": step_together,
+    "pace": pace,
+    "hold-the-gil": hold_the_gil,
+    "come-and-go": come_and_go,
+}
+
+
 def main() -> None:
     given = json.loads(sys.argv[1])
     try:
-        match given["program"]:
-            case "count":
-                count_words(given)
-            case "count-async":
-                asyncio.run(count_words_async(given))
-            case "meet":
-                meet(given)
-            case "train":
-                train(given)
-            case "step-together":
-                step_together(given)
-            case "pace":
-                pace(given)
-            case "hold-the-gil":
-                hold_the_gil(given)
-            case "come-and-go":
-                come_and_go(given)
+        PROGRAMS[given["program"]](given)
     except strata.StrataError as error:
         say("error", code=error.code.value, reason=error.detail.get("reason"), message=str(error))
         sys.exit(1)
