@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,22 +20,16 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from strata.train.core import ops
-from strata.train.core.ops import LoraConfig
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora import Adapter, Span, targets_of
+from strata.train.runner.lora import Adapter, targets_of
 from strata.train.runner.model.base import DTYPES, BaseModel
 from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.runner.model.trained import local, own_slice
-from strata.train.runner.model_runner import ModelRunner
-from strata.train.runner.passes.logprobs import PackedRow
 from strata.train.runner.settings import RunnerSettings
 from strata.train.settings import ParallelSettings
+from tests.shell.train_runner.resharding import LENGTHS, LORA, reshard, row_of
 from tests.support.ranks import join_ranks
 
-LENGTHS = (9, 14, 6, 11)
-"""Tokens of the row of each rank."""
-LORA = LoraConfig(rank=4, alpha=8.0)
 Family = Literal["llama", "qwen3_moe"]
 MODELS: tuple[Family, ...] = ("llama", "qwen3_moe")
 
@@ -62,13 +56,6 @@ def tie(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     del weights["lm_head.weight"]
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-
-
-def row_of(rank: int, vocabulary: int, adapter: Adapter | None, device: torch.device | None = None) -> PackedRow:
-    indices = torch.arange(LENGTHS[rank], device=device)
-    tokens = (indices * (7 + rank) + rank) % vocabulary
-    spans = [Span(adapter, len(tokens))] if adapter is not None else ()
-    return PackedRow(tokens=tokens, documents=[len(tokens)], spans=spans, logit_indices=indices, targets=tokens.flip(0))
 
 
 def new_adapter(lm: Any, device: torch.device) -> Adapter:
@@ -150,69 +137,6 @@ def _differences(base: BaseModel, gradients: dict[str, torch.Tensor]) -> Iterato
         yield float(difference)
 
 
-def reshard(folder: Path, family: str, ranks: RankGroup, meshes: Mapping[str, ParallelSettings]) -> dict[str, bool]:
-    """A checkpoint and a snapshot, written on the first mesh and read on all of them."""
-    found: dict[str, bool] = {}
-    states: dict[str, list[torch.Tensor]] = {}
-    digest = ""
-    for name, parallel in meshes.items():
-        settings = RunnerSettings(
-            model=str(folder / family),
-            name=family,
-            training="full",
-            sleep_folder=folder / "asleep",
-            parallel=parallel,
-        )
-        runner = ModelRunner(settings, ranks)
-        runner.sampler.check_architecture()
-        together = ranks.size // parallel.data_ranks(ranks.size)
-        own_row = row_of(ranks.rank // together, runner.base.vocabulary, None, ranks.device)
-        create = ops.CreateModel("m", family, None)
-        if not states:
-            runner.create_model(create)
-            for _ in range(2):
-                runner.base.logprobs(own_row).sum().backward()  # type: ignore[no-untyped-call]
-                runner.models["m"].start_step(ops.AdamParams(learning_rate=0.01))()
-            # A gradient that no step has used yet.
-            runner.base.logprobs(own_row).sum().backward()  # type: ignore[no-untyped-call]
-            states["written"] = gathered(runner)
-            runner.save(ops.SaveWeights("m", 1, "weights", "a"), folder / "saved")
-            runner.save(ops.SaveWeights("m", 2, "sampler_weights", "b"), folder / "sampled")
-            assert runner.take_snapshot(1, folder / "snapshot") is None
-            runner.snapshots.join(60)
-            result = runner.snapshots.take() if ranks.is_rank0 else None
-            digest = ranks.all_gather_bytes(result.digest.encode() if result is not None else b"")[0].decode()
-        runner.models.clear()
-        runner.restore(folder / "snapshot", digest)
-        found[f"snapshot {name}"] = _all_equal(gathered(runner), states["written"])
-        runner.load(ops.LoadWeights("m", 3, "run", "weights", "a", optimizer=True), folder / "saved")
-        found[f"checkpoint {name}"] = _all_equal(gathered(runner, gradients=False), states["written"])
-        runner.load(ops.LoadWeights("m", 4, "run", "sampler_weights", "b", optimizer=False), folder / "sampled")
-        found[f"weights {name}"] = _all_equal(gathered(runner, moments=False), states["written"])
-    return found
-
-
-def gathered(runner: ModelRunner, *, moments: bool = True, gradients: bool = True) -> list[torch.Tensor]:
-    """Weights, then moments, then gradients of the model, in full."""
-    model: Any = runner.models["m"]
-    tensors = [parameter.full_tensor().detach().clone() for parameter in model.parameters.values()]
-    if moments:
-        for own, parameter in zip(model.optimizer.moments(), model.parameters.values(), strict=True):
-            mesh, placements = parameter.device_mesh, parameter.placements
-            for value in own.values():
-                shard = DTensor.from_local(
-                    value, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-                )
-                tensors.append(shard.full_tensor())
-        if gradients:
-            tensors += [parameter.grad.full_tensor() for parameter in model.parameters.values()]
-    return tensors
-
-
-def _all_equal(read: list[torch.Tensor], written: list[torch.Tensor]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(read, written, strict=False))
-
-
 def main(folder: Path) -> None:
     ranks = join_ranks(120)
     with ranks.collective_errors():
@@ -225,7 +149,7 @@ def main(folder: Path) -> None:
         parity += [compare(folder / "llama", ranks, training, parallel) for training in ("full", "lora")]
         parity.append(compare(folder / "qwen3_moe", ranks, "full", parallel))
     meshes = {"2x2": ParallelSettings(replicate=2), "1x4": ParallelSettings()}
-    found = Found(parity, reshard(folder, "llama", ranks, meshes))
+    found = Found(parity, reshard(folder, folder / "llama", ranks, meshes))
     if ranks.is_rank0:
         (folder / "found.json").write_bytes(msgspec.json.encode(found))
 

@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from strata.train.core import commands, ops
-from strata.train.core.ops import LoraConfig
 from strata.train.core.sampling import AddedSample, SampleOperation, SampleParams, SampleResult, SamplingSlice
 from strata.train.runner.checkpoint.formats import to_peft
 from strata.train.runner.collectives import RankGroup
@@ -48,10 +47,10 @@ from tests.shell.train_runner.checks_lora import (
     trained,
 )
 from tests.shell.train_runner.driver import Driver, Memory, datum, dense, logprobs_of
-from tests.shell.train_runner.mesh import reshard, tie
+from tests.shell.train_runner.mesh import tie
+from tests.shell.train_runner.resharding import LORA, reshard
 from tests.support.ranks import join_ranks
 
-LORA = LoraConfig(rank=4, alpha=8.0)
 ADAM = ops.AdamParams(learning_rate=0.01, weight_decay=0.1, grad_clip_norm=0.5)
 MESHES: Mapping[str, ParallelSettings] = {
     "2x2": ParallelSettings(shard=2, tensor=2),
@@ -330,7 +329,7 @@ def main(folder: Path, mesh: str, dtype: Dtype, families: list[str]) -> None:
         "one rank": ParallelSettings(replicate=ranks.size),
         "two shards": ParallelSettings(replicate=ranks.size // 2),
     }
-    resharded = reshard(folder, families[0], ranks, {mesh: MESHES[mesh], **others})
+    resharded = reshard(folder, folder / families[0], ranks, {mesh: MESHES[mesh], **others})
     found = SplitFound(parity, resharded, drive(folder, families[-1], ranks, MESHES[mesh]))
     if ranks.is_rank0:
         (folder / "found.json").write_bytes(msgspec.json.encode(found))

@@ -7,13 +7,16 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
 import msgspec
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -34,6 +37,7 @@ from strata.train.settings import (
 )
 from tests.shell.train_runner.limited import GROUPS
 from tests.shell.train_runner.mesh import Found
+from tests.shell.train_runner.resharding import MOMENTS, SAMPLER, STATE, TRAININGS, bytes_of
 from tests.shell.train_runner.split_mesh import Dtype, SplitFound, trainings_of
 from tests.support.torchrun import launcher
 
@@ -113,6 +117,99 @@ def test_weights_for_sampling_and_exported_ones_are_those_of_the_unmodified_load
         weights = dict(lm.named_parameters())
         assert weights.keys() == saved.keys()
         assert all(torch.equal(weights[name], saved[name]) for name in saved)
+
+
+DENSE_MESHES: Final = ("shard=4", "replicate=2 shard=2", "shard=2 tensor=2", "tensor=4", "shard=2 context=2")
+MOE_MESHES: Final = ("shard=4", "expert=2", "expert=4", "replicate=2 expert=2", "shard=2 context=2 expert=4")
+
+
+def check_resharded(folder: Path, family: str, meshes: Sequence[str], numbers: Sequence[int]) -> None:
+    """What four ranks wrote on the first of these meshes is on all of them what it was, and on other numbers of ranks.
+    The safetensors library alone reads the files again."""
+    program = ["-m", "tests.shell.train_runner.resharding", str(folder), family]
+    others = {ranks: [f"shard={ranks}"] for ranks in numbers}
+    for ranks, own in {4: meshes, **others}.items():
+        done = run([*launcher(ranks), *program, *own], 600)
+        assert (folder / f"found-{ranks}.json").exists(), done.stderr[-4000:]
+        found = msgspec.json.decode((folder / f"found-{ranks}.json").read_bytes())
+        names = [f"{what} {mesh}" for mesh in own for what in ("snapshot", "checkpoint", "weights")]
+        assert found == {training: dict.fromkeys(names, True) for training in TRAININGS}
+    every = ["saved", *(f"again {mesh}" for mesh in (*meshes, *chain(*others.values())))]
+    check_full_files(folder / "full", every)
+    check_adapter_files(folder / "lora", every)
+
+
+def check_full_files(folder: Path, checkpoints: Sequence[str]) -> None:
+    state = load_file(folder / STATE)
+    trained = {name.removeprefix("weights."): value for name, value in state.items() if name.startswith("weights.")}
+    trained |= {name: value for name, value in state.items() if name.startswith(MOMENTS)}
+    for name in checkpoints:
+        assert_same_bits(assemble((folder / name).glob(shards.SHARDS)), trained)
+    in_snapshot = {
+        f"samplers.0.weights.{name.removeprefix(SAMPLER)}" if name.startswith(SAMPLER) else f"models.0.{name}": value
+        for name, value in state.items()
+    }
+    assert_same_bits(assemble((folder / "snapshot").glob("rank-*.safetensors")), in_snapshot)
+
+
+def check_adapter_files(folder: Path, checkpoints: Sequence[str]) -> None:
+    state = load_file(folder / STATE)
+    moments = {name: value for name, value in state.items() if name.startswith(MOMENTS)}
+    assert_same_bits(load_file(folder / "saved" / "optimizer.safetensors"), moments)
+    weights = load_file(folder / "saved" / "adapter_model.safetensors")
+    of_layers = {
+        f"base_model.model.{name.removeprefix('weights.')}.weight": value
+        for name, value in state.items()
+        if name.startswith("weights.") and value.ndim == 2
+    }
+    assert of_layers
+    assert_same_bits({name: weights[name] for name in of_layers}, of_layers)
+    for name in checkpoints:
+        for file in ("adapter_model.safetensors", "optimizer.safetensors"):
+            assert (folder / name / file).read_bytes() == (folder / "saved" / file).read_bytes(), (name, file)
+
+
+def assemble(files: Iterable[Path]) -> dict[str, torch.Tensor]:
+    """Tensors of which several files have shards, by the offsets in their headers. What no file has is not a number."""
+    parts: dict[str, list[tuple[list[int], torch.Tensor]]] = defaultdict(list)
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            offsets = json.loads((opened.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
+            for name in opened.keys():  # noqa: SIM118
+                parts[name].append((offsets[name]["saved_offsets"], opened.get_tensor(name)))
+    whole: dict[str, torch.Tensor] = {}
+    for name, shards_of in parts.items():
+        ends = [[at + length for at, length in zip(offset, part.shape, strict=True)] for offset, part in shards_of]
+        whole[name] = torch.full([max(each) for each in zip(*ends, strict=True)], torch.nan)
+        for (offset, part), end in zip(shards_of, ends, strict=True):
+            whole[name][tuple(slice(*each) for each in zip(offset, end, strict=True))] = part
+    return whole
+
+
+def assert_same_bits(read: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tensor]) -> None:
+    assert read.keys() == written.keys()
+    differing = [name for name, value in written.items() if bytes_of(read[name]) != bytes_of(value)]
+    assert not differing
+
+
+@pytest.mark.timeout(600)
+def test_files_of_one_mesh_are_read_on_another_and_on_one_rank_bit_for_bit(tmp_path: Path) -> None:
+    check_resharded(tmp_path, "llama", ("shard=4", "shard=2 tensor=2"), numbers=[1])
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("family", "meshes", "writer"),
+    [
+        *(("llama", DENSE_MESHES, writer) for writer in DENSE_MESHES),
+        *(("qwen3_moe", MOE_MESHES, writer) for writer in MOE_MESHES),
+    ],
+)
+def test_files_of_any_mesh_are_read_on_six_others_bit_for_bit(
+    family: str, meshes: tuple[str, ...], writer: str, tmp_path: Path
+) -> None:
+    check_resharded(tmp_path, family, [writer, *(mesh for mesh in meshes if mesh != writer)], numbers=[1, 3])
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,184 @@
+"""Checkpoints and snapshots between meshes: `torchrun … -m tests.shell.train_runner.resharding FOLDER FAMILY MESH …`.
+
+A mesh is given as `shard=2 tensor=2`. If FOLDER is empty, the ranks train a full fine-tune and an adapter on the first
+mesh, and write checkpoints and snapshots of them. All meshes then read these. The program may be run again in the same
+FOLDER with another number of ranks. It writes what was found into `found-RANKS.json`; beside it, each mesh leaves a
+checkpoint of what it has read (`again MESH`), for readers that are not ours.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from strata.train.core import ops
+from strata.train.core.ops import LoraConfig
+from strata.train.runner.collectives import RankGroup
+from strata.train.runner.lora import Adapter, Span
+from strata.train.runner.model.tiny import Family, TinyModel, make
+from strata.train.runner.model.trained import LoraModel, sharded_like
+from strata.train.runner.model_runner import ModelRunner
+from strata.train.runner.passes.logprobs import PackedRow
+from strata.train.runner.settings import RunnerSettings
+from strata.train.settings import ParallelSettings
+from tests.support.ranks import join_ranks
+
+LENGTHS = (9, 14, 6, 11)
+"""Tokens of the row of each rank."""
+LORA = LoraConfig(rank=4, alpha=8.0)
+STATE = "state.safetensors"
+"""What was written, gathered by torch from the ranks that wrote it."""
+DIGEST = "digest.txt"
+GRADIENT = "gradient."
+SAMPLER = "sampler."
+MOMENTS = ("exp_avg.", "exp_avg_sq.")
+Training = Literal["full", "lora"]
+TRAININGS: tuple[Training, ...] = ("full", "lora")
+State = dict[str, torch.Tensor]
+
+
+def parse_mesh(text: str) -> ParallelSettings:
+    return msgspec.convert(dict(part.split("=") for part in text.split()), ParallelSettings, strict=False)
+
+
+def row_of(rank: int, vocabulary: int, adapter: Adapter | None, device: torch.device | None = None) -> PackedRow:
+    indices = torch.arange(LENGTHS[rank], device=device)
+    tokens = (indices * (7 + rank) + rank) % vocabulary
+    spans = [Span(adapter, len(tokens))] if adapter is not None else ()
+    return PackedRow(tokens=tokens, documents=[len(tokens)], spans=spans, logit_indices=indices, targets=tokens.flip(0))
+
+
+def reshard(
+    folder: Path, model: Path, ranks: RankGroup, meshes: Mapping[str, ParallelSettings], training: Training = "full"
+) -> dict[str, bool]:
+    """Whether a snapshot, a checkpoint and weights for sampling in `folder` are on each mesh what was written, bit by
+    bit. The first mesh writes them if they are not there."""
+    found: dict[str, bool] = {}
+    for name, parallel in meshes.items():
+        settings = RunnerSettings(
+            model=str(model),
+            name=model.name,
+            training=training,
+            sleep_folder=folder / "asleep",
+            row_tokens=64,
+            cached_tokens=512,
+            prefix_tokens=128,
+            parallel=parallel,
+        )
+        runner = ModelRunner(settings, ranks)
+        runner.sampler.check_architecture()
+        if not (folder / STATE).exists():
+            _write(folder, runner)
+        runner.restore(folder / "snapshot", (folder / DIGEST).read_text(encoding="utf-8"))
+        found[f"snapshot {name}"] = _is_equal(folder, runner, "weights.", *MOMENTS, GRADIENT, SAMPLER)
+        runner.load(ops.LoadWeights("m", 3, "run", "weights", "a", optimizer=True), folder / "saved")
+        found[f"checkpoint {name}"] = _is_equal(folder, runner, "weights.", *MOMENTS)
+        runner.save(ops.SaveWeights("m", 4, "weights", "c"), folder / f"again {name}")
+        runner.load(ops.LoadWeights("m", 5, "run", "sampler_weights", "b", optimizer=False), folder / "sampled")
+        found[f"weights {name}"] = _is_equal(folder, runner, "weights.")
+    return found
+
+
+def _write(folder: Path, runner: ModelRunner) -> None:
+    ranks, parallel = runner.ranks, runner.settings.parallel
+    runner.create_model(ops.CreateModel("m", runner.settings.name, None if runner.settings.full else LORA))
+    model = runner.models["m"]
+    adapter = model.adapter if isinstance(model, LoraModel) else None
+    together = ranks.size // parallel.data_ranks(ranks.size)
+    row = row_of(ranks.rank // together, runner.base.vocabulary, adapter, ranks.device)
+    # The gradient of the last pass waits for a step.
+    for number in range(3):
+        model.begin()
+        runner.base.logprobs(row).sum().backward()  # type: ignore[no-untyped-call]
+        model.commit()
+        if number < 2:
+            model.start_step(ops.AdamParams(learning_rate=0.01))()
+    runner.make_sampler(ops.SaveSampler("m", 1, "copy"), Path(), ())
+    runner.save(ops.SaveWeights("m", 1, "weights", "a"), folder / "saved")
+    runner.save(ops.SaveWeights("m", 2, "sampler_weights", "b"), folder / "sampled")
+    assert runner.take_snapshot(1, folder / "snapshot") is None
+    runner.snapshots.join(60)
+    state = gathered(runner)
+    with ranks.collective_errors():
+        if ranks.is_rank0:
+            result = runner.snapshots.take()
+            assert result is not None
+            (folder / DIGEST).write_text(result.digest, encoding="utf-8")
+            save_file({name: value.contiguous() for name, value in state.items()}, folder / STATE)
+    runner.models.clear()
+    runner.sampler.close("copy")
+
+
+def gathered(runner: ModelRunner) -> State:
+    """Weights, moments, gradients and the sampler's weights of the model, in full."""
+    model: Any = runner.models["m"]
+    ((_, sampled, full),) = runner.sampler.entries()
+    if isinstance(model, LoraModel):
+        assert sampled is not None
+        own = model.adapter
+        gradient = torch.zeros_like(own.flat) if own.gradient is None else own.gradient.clone()
+        (moments,) = model.optimizer.moments()
+        flat = {"weights.": own.flat, **{f"{name}.": value for name, value in moments.items()}}
+        flat |= {GRADIENT: runner.ranks.start_all_reduce(gradient)(), SAMPLER: sampled.flat}
+        return {
+            f"{kind}{name}": view.cpu().clone()
+            for kind, block in flat.items()
+            for name, view in own.views(block).items()
+        }
+    assert full is not None
+    state: dict[str, Any] = {f"{SAMPLER}{name}": value for name, value in full.items()}
+    for (name, parameter), own_moments in zip(model.parameters.items(), model.optimizer.moments(), strict=True):
+        state[f"weights.{name}"] = parameter
+        state |= {f"{moment}.{name}": sharded_like(parameter, value) for moment, value in own_moments.items()}
+        if parameter.grad is not None:
+            state[f"{GRADIENT}{name}"] = parameter.grad
+    return {name: value.full_tensor().detach().cpu().clone() for name, value in state.items()}
+
+
+def _is_equal(folder: Path, runner: ModelRunner, *kinds: str) -> bool:
+    written = {name: value for name, value in load_file(folder / STATE).items() if name.startswith(kinds)}
+    state = gathered(runner)
+    differing = [name for name, value in written.items() if not _is_same(name, state[name], value, runner)]
+    return not runner.ranks.all_reduce_any([bool(differing) or not written])[0]
+
+
+def _is_same(name: str, read: torch.Tensor, written: torch.Tensor, runner: ModelRunner) -> bool:
+    if name.startswith(GRADIENT) and not runner.settings.full:
+        # The ranks have summands of it, and another number of them adds these in another order.
+        return torch.allclose(read, written, rtol=0, atol=1e-6 * float(written.abs().max()))
+    return read.shape == written.shape and bytes_of(read) == bytes_of(written)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().numpy().tobytes()
+
+
+def main(folder: Path, family: Family, meshes: Sequence[str]) -> None:
+    ranks = join_ranks(120)
+    with ranks.collective_errors():
+        if ranks.is_rank0 and not (folder / family).exists():
+            # No number of ranks divides the vocabulary.
+            make(folder / family, TinyModel(family=family, hidden=256, vocabulary=515, experts=8))
+            for training in TRAININGS:
+                (folder / training).mkdir()
+    found = {
+        training: reshard(
+            folder / training, folder / family, ranks, {mesh: parse_mesh(mesh) for mesh in meshes}, training
+        )
+        for training in TRAININGS
+    }
+    if ranks.is_rank0:
+        (folder / f"found-{ranks.size}.json").write_bytes(msgspec.json.encode(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), msgspec.convert(sys.argv[2], Family), sys.argv[3:])
+    # A rank that ends with the threads of its group aborts when the other rank has gone first.
+    dist.destroy_process_group()
