@@ -27,10 +27,12 @@ LAUNCHER_LOCK: Final = "launcher.lock"
 """In the data folder: one launcher at a time."""
 ADDRESS_FILE: Final = "api.address"
 """In the data folder: where the server listens, also when it has chosen the port itself."""
-TENSOR_FAMILIES: Final = frozenset({"llama", "qwen3", "gemma3_text"})
-"""Families (`model_type`) whose layers can be split over ranks: transformers plans it, and it was compared."""
-EXPERT_FAMILIES: Final = frozenset({"qwen3_moe"})
-"""Families whose experts can be spread over ranks."""
+EXPERT_FAMILIES: Final = frozenset({"qwen3_moe", "gpt_oss", "deepseek_v3"})
+"""Families (`model_type`) whose experts can be spread over ranks: they were compared."""
+TENSOR_FAMILIES: Final = frozenset({"llama", "qwen3", "gemma3_text"}) | EXPERT_FAMILIES
+"""Families whose layers can be split over ranks: there is a plan for it, and it was compared."""
+EXPERT_COUNTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What families call the number of their experts."""
 LENGTH_DEPENDENT_ROPE: Final = frozenset({"dynamic", "longrope"})
 """Types of rotary embeddings whose frequencies transformers chooses by the largest position that it is called with."""
 
@@ -183,15 +185,15 @@ class ParallelSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks that compute the same rows together, each with its slice of every row. They hold a copy of the model
     together too, `shard` times `context` of them."""
     expert: Count = 1
-    """Of the ranks that shard the model, those that hold different experts and compute them for each other."""
+    """Of the ranks that hold a copy of the model, those that hold different experts and compute them for each other."""
     pipeline: Count = 1
 
     def problem(self, ranks: int) -> str:
         """Why so many ranks cannot form this mesh; empty if they can."""
         if self.pipeline > 1:
             return f"parallel.pipeline is {self.pipeline}: this version does not have it"
-        if self.expert > 1 and self.tensor > 1:
-            return "parallel.expert and parallel.tensor are both above 1, which this version does not have"
+        if self.expert > 1 and self.expert % self.tensor:
+            return f"parallel.expert {self.expert} is no multiple of parallel.tensor {self.tensor}"
         sizes = {name: size for name in ("replicate", "context", "tensor") if (size := getattr(self, name)) > 1}
         product = self.replicate * self.context * self.tensor
         if ranks % product:
@@ -201,8 +203,8 @@ class ParallelSettings(msgspec.Struct, frozen=True, kw_only=True):
         if self.shard is not None and product * self.shard != ranks:
             named = " times ".join(f"parallel.{name} {size}" for name, size in [*sizes.items(), ("shard", self.shard)])
             return f"{named} is {product * self.shard}, and there are {ranks} ranks"
-        if (shards := self.shards(ranks)) % self.expert:
-            return f"parallel.expert {self.expert} does not divide the ranks that shard the model, {shards}"
+        if (holders := self.shards(ranks) * self.tensor) % self.expert:
+            return f"parallel.expert {self.expert} does not divide the ranks that hold one copy of the model, {holders}"
         return ""
 
     def model_problem(self, config: Mapping[str, Any]) -> str:
@@ -214,9 +216,14 @@ class ParallelSettings(msgspec.Struct, frozen=True, kw_only=True):
         if self.expert > 1 and family not in EXPERT_FAMILIES:
             families = ", ".join(sorted(EXPERT_FAMILIES))
             return f"parallel.expert is {self.expert}: experts of {family} cannot be spread, only those of {families}"
+        if self.tensor > 1 and self.expert == 1 and family in EXPERT_FAMILIES:
+            return (
+                f"parallel.tensor is {self.tensor}: experts of {family} are not split, but spread over tensor groups: "
+                f"set parallel.expert to a multiple of {self.tensor}"
+            )
         for size, name, fields in (
             (self.tensor, "tensor", ("num_attention_heads", "num_key_value_heads", "intermediate_size")),
-            (self.expert, "expert", ("num_experts",)),
+            (self.expert, "expert", EXPERT_COUNTS),
         ):
             for field in fields:
                 count = config.get(field)

@@ -79,7 +79,7 @@ def oracle(folder: Path, adapter: Adapter | None, dtype: torch.dtype) -> tuple[f
             own[f"{name}.lora_A"], own[f"{name}.lora_B"] = (
                 each.detach().cpu().clone().requires_grad_() for each in (a, b)
             )
-            lm.get_submodule(name).register_forward_hook(_add(own[f"{name}.lora_A"], own[f"{name}.lora_B"]))
+            lm.get_submodule(name).register_forward_hook(add_product(own[f"{name}.lora_A"], own[f"{name}.lora_B"]))
     total = torch.zeros((), dtype=dtype)
     for rank in range(len(LENGTHS)):
         row = row_of(rank, lm.config.vocab_size, None)
@@ -90,7 +90,8 @@ def oracle(folder: Path, adapter: Adapter | None, dtype: torch.dtype) -> tuple[f
     return float(total.detach()), {name: value.grad for name, value in trained.items() if value.grad is not None}, lm
 
 
-def _add(a: torch.Tensor, b: torch.Tensor) -> Any:
+def add_product(a: torch.Tensor, b: torch.Tensor) -> Any:
+    """A hook that adds a plain LoRA layer."""
     scale = LORA.alpha / LORA.rank
     return lambda module, args, output: output + scale * (args[0] @ a.T) @ b.T
 

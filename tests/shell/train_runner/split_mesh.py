@@ -47,8 +47,8 @@ from tests.shell.train_runner.checks_lora import (
     trained,
 )
 from tests.shell.train_runner.driver import Driver, Memory, datum, dense, logprobs_of
-from tests.shell.train_runner.mesh import tie
-from tests.shell.train_runner.resharding import LORA, reshard
+from tests.shell.train_runner.mesh import add_product, tie
+from tests.shell.train_runner.resharding import LORA, TRAININGS, Training, reshard
 from tests.support.ranks import join_ranks
 
 ADAM = ops.AdamParams(learning_rate=0.01, weight_decay=0.1, grad_clip_norm=0.5)
@@ -60,6 +60,10 @@ MESHES: Mapping[str, ParallelSettings] = {
     "experts 2x2": ParallelSettings(expert=2),
     "experts 1x4": ParallelSettings(expert=4),
     "experts 2x1x2": ParallelSettings(replicate=2, expert=2),
+    "tensor 2 experts 2": ParallelSettings(shard=2, tensor=2, expert=2),
+    "tensor 2 experts 4": ParallelSettings(shard=2, tensor=2, expert=4),
+    "tensor 4 experts 4": ParallelSettings(tensor=4, expert=4),
+    "replicate 2 tensor 2 experts 2": ParallelSettings(replicate=2, tensor=2, expert=2),
     "context 2x2": ParallelSettings(shard=2, context=2),
     "context 1x4": ParallelSettings(context=4),
     "context 2x1x2": ParallelSettings(replicate=2, context=2),
@@ -67,15 +71,16 @@ MESHES: Mapping[str, ParallelSettings] = {
     "context 2 tensor 2": ParallelSettings(context=2, tensor=2),
     "context 2 experts 2": ParallelSettings(shard=2, context=2, expert=2),
     "context 2 experts 4": ParallelSettings(shard=2, context=2, expert=4),
+    "context 2 tensor 2 experts 4": ParallelSettings(context=2, tensor=2, expert=4),
 }
 DOCUMENTS = ((9, 14, 3, 5), (6, 1, 4), (11, 2), (7,))
 """Their lengths in the row of each data rank: neither two nor four ranks divide a row, and both cut documents."""
 WITH_EXPERTS = frozenset({"qwen3_moe", "gpt_oss", "deepseek_v3"})
 EAGER = frozenset({"gpt_oss", "gemma2"})
 """Families whose sinks and soft-capping no kernel has."""
-WITHOUT_ORACLE = frozenset({"deepseek_v3"})
-"""Families of which PEFT converts the targets before it adapts them, so that only full fine-tunes are compared."""
-Training = Literal["full", "lora"]
+WITHOUT_PEFT = frozenset({"deepseek_v3"})
+"""Families of which PEFT converts the targets before it adapts them. Plain LoRA layers around the linear ones of
+attention and the head are compared."""
 Dtype = Literal["float32", "float64"]
 
 
@@ -97,10 +102,6 @@ class SplitFound(msgspec.Struct):
     resharded: dict[str, bool]
     sampled: float
     """By how much the sampler's log probabilities of a prompt differ from those of a training pass."""
-
-
-def trainings_of(family: str) -> tuple[Training, ...]:
-    return ("full",) if family in WITHOUT_ORACLE else ("full", "lora")
 
 
 def packed_row(number: int, vocabulary: int, adapter: Adapter | None, device: torch.device | None = None) -> PackedRow:
@@ -136,19 +137,37 @@ class Oracle:
         )
         self._dtype = dtype
         self.trained: dict[str, torch.Tensor] = dict(self.lm.named_parameters())
-        if adapter is not None:
-            config = peft.LoraConfig(
-                r=LORA.rank,
-                lora_alpha=int(LORA.alpha),
-                target_modules=[name for name, (a, _) in adapter.pairs.items() if a.ndim == 2],
-                target_parameters=[name for name, (a, _) in adapter.pairs.items() if a.ndim == 3] or None,
-            )
-            self.lm = peft.get_peft_model(self.lm, config, autocast_adapter_dtype=False)
-            parameters = self.lm.named_parameters()
-            self.trained = {name.replace(".default", ""): value for name, value in parameters if "lora_" in name}
-            with torch.no_grad():
-                for name, view in to_peft(adapter.views(adapter.flat)).items():
-                    self.trained[name].copy_(view)
+        if adapter is None:
+            return
+        if folder.name in WITHOUT_PEFT:
+            self.trained = self._add_plain_layers(adapter)
+        else:
+            self.lm, self.trained = self._add_adapters_of_peft(adapter)
+        with torch.no_grad():
+            for name, view in to_peft(adapter.views(adapter.flat)).items():
+                self.trained[name].copy_(view)
+
+    def _add_plain_layers(self, adapter: Adapter) -> dict[str, torch.Tensor]:
+        self.lm.requires_grad_(requires_grad=False)
+        trained: dict[str, torch.Tensor] = {}
+        for target in adapter.pairs:
+            a, b = (torch.zeros(adapter.shapes[f"{target}.{part}"], dtype=self._dtype) for part in ("lora_A", "lora_B"))
+            self.lm.get_submodule(target).register_forward_hook(add_product(a.requires_grad_(), b.requires_grad_()))
+            trained |= {
+                f"base_model.model.{target}.{part}.weight": each for part, each in (("lora_A", a), ("lora_B", b))
+            }
+        return trained
+
+    def _add_adapters_of_peft(self, adapter: Adapter) -> tuple[Any, dict[str, torch.Tensor]]:
+        config = peft.LoraConfig(
+            r=LORA.rank,
+            lora_alpha=int(LORA.alpha),
+            target_modules=[name for name, (a, _) in adapter.pairs.items() if a.ndim == 2],
+            target_parameters=[name for name, (a, _) in adapter.pairs.items() if a.ndim == 3] or None,
+        )
+        adapted: Any = peft.get_peft_model(self.lm, config, autocast_adapter_dtype=False)
+        parameters = adapted.named_parameters()
+        return adapted, {name.replace(".default", ""): value for name, value in parameters if "lora_" in name}
 
     def loss(self, rows: int) -> float:
         total = torch.zeros((), dtype=self._dtype)
@@ -193,7 +212,8 @@ def compare(folder: Path, ranks: RankGroup, training: Training, mesh: str, dtype
     base = BaseModel(settings, ranks)
     adapter = None
     if not settings.full:
-        adapter = base.new_adapter(LORA, ranks.device, DTYPES[dtype])
+        lora = msgspec.structs.replace(LORA, train_mlp=folder.name not in WITHOUT_PEFT)
+        adapter = base.new_adapter(lora, ranks.device, DTYPES[dtype])
         adapter.initialise("seed")
         # B begins with zeros, and A would have no gradient; nor would the head's, if all rows of its B were the same.
         adapter.flat.add_(0.01 * torch.sin(torch.arange(adapter.size, dtype=torch.float64)).to(ranks.device))
@@ -206,7 +226,7 @@ def compare(folder: Path, ranks: RankGroup, training: Training, mesh: str, dtype
     )
     oracle = Oracle(folder, adapter, DTYPES[dtype])
     expected = oracle.loss(parallel.data_ranks(ranks.size))
-    create = ops.CreateModel("m", "tiny", None if adapter is None else LORA)
+    create = ops.CreateModel("m", "tiny", None if adapter is None else adapter.config)
     model = FullModel(create, base.packed, ranks) if adapter is None else LoraModel(create, adapter, ranks)
     model.begin()
     number = ranks.rank * parallel.data_ranks(ranks.size) // ranks.size
@@ -308,7 +328,9 @@ def build(folder: Path, family: str, parallel: ParallelSettings) -> None:
         hidden = 32 * heads * parallel.tensor
         make(folder / family, TinyModel(family=family, hidden=hidden, experts=8))  # type: ignore[arg-type]
     else:
-        changes = {} if parallel.context > 1 else {"num_key_value_heads": parallel.tensor}
+        # Each head of deepseek_v3 has keys and values of its own.
+        shared = parallel.context == 1 and family != "deepseek_v3"
+        changes = {"num_key_value_heads": parallel.tensor} if shared else {}
         tiny_families.make(family, folder / family, **changes)
 
 
@@ -320,11 +342,7 @@ def main(folder: Path, mesh: str, dtype: Dtype, families: list[str]) -> None:
                 build(folder, family, MESHES[mesh])
             if "llama" in families:
                 tie(folder / "llama")
-    parity = [
-        compare(folder / family, ranks, training, mesh, dtype)
-        for family in families
-        for training in trainings_of(family)
-    ]
+    parity = [compare(folder / family, ranks, training, mesh, dtype) for family in families for training in TRAININGS]
     others = {
         "one rank": ParallelSettings(replicate=ranks.size),
         "two shards": ParallelSettings(replicate=ranks.size // 2),

@@ -38,7 +38,7 @@ from strata.train.settings import (
 from tests.shell.train_runner.limited import GROUPS
 from tests.shell.train_runner.mesh import Found
 from tests.shell.train_runner.resharding import MOMENTS, SAMPLER, STATE, TRAININGS, bytes_of
-from tests.shell.train_runner.split_mesh import Dtype, SplitFound, trainings_of
+from tests.shell.train_runner.split_mesh import WITH_EXPERTS, Dtype, SplitFound
 from tests.support.torchrun import launcher
 
 pytestmark = pytest.mark.slow
@@ -227,7 +227,7 @@ def run_split_mesh(folder: Path, mesh: str, *families: str, dtype: Dtype = "floa
 def check_split_mesh(folder: Path, mesh: str, *families: str, dtype: Dtype = "float64") -> None:
     found = msgspec.json.decode((folder / "found.json").read_bytes(), type=SplitFound)
     assert [each.case for each in found.parity] == [
-        f"{family} {training} {mesh}" for family in families for training in trainings_of(family)
+        f"{family} {training} {mesh}" for family in families for training in TRAININGS
     ]
     for each in found.parity:
         # The norms of gemma3, and so their gradients, are computed in float32; so are experts, and sinks by the oracle.
@@ -260,16 +260,36 @@ def test_a_checkpoint_of_tensor_groups_is_exported_as_the_model_that_was_trained
 @pytest.mark.nightly
 @pytest.mark.parametrize("mesh", ["2x2", "1x4", "2x1x2"])
 def test_every_family_whose_layers_can_be_split_computes_what_one_process_does(mesh: str, tmp_path: Path) -> None:
-    families = ("llama", *sorted(TENSOR_FAMILIES - {"llama"}))
+    families = ("llama", *sorted(TENSOR_FAMILIES - EXPERT_FAMILIES - {"llama"}))
     check_split_mesh(run_split_mesh(tmp_path, mesh, *families), mesh, *families)
 
 
 @pytest.mark.gpu
 @pytest.mark.nightly
-@pytest.mark.parametrize("mesh", ["experts 2x2", "experts 1x4", "experts 2x1x2"])
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "experts 2x2",
+        "experts 1x4",
+        "experts 2x1x2",
+        "tensor 2 experts 2",
+        "tensor 2 experts 4",
+        "tensor 4 experts 4",
+        "replicate 2 tensor 2 experts 2",
+        "context 2 tensor 2 experts 4",
+    ],
+)
 def test_ranks_that_hold_different_experts_compute_what_one_process_does(mesh: str, tmp_path: Path) -> None:
     families = sorted(EXPERT_FAMILIES)
+    assert families == sorted(WITH_EXPERTS)
     check_split_mesh(run_split_mesh(tmp_path, mesh, *families), mesh, *families)
+
+
+@pytest.mark.gpu
+def test_ranks_that_share_layers_and_experts_compute_what_one_process_does(tmp_path: Path) -> None:
+    mesh, family = "tensor 2 experts 4", "qwen3_moe"
+    check_split_mesh(run_split_mesh(tmp_path, mesh, family), mesh, family)
 
 
 @pytest.mark.gpu
@@ -337,7 +357,17 @@ def test_each_rank_of_a_context_group_has_its_part_of_the_activations_of_a_row(t
         (
             ParallelSettings(expert=4),
             {"model_type": "llama"},
-            "parallel.expert is 4: experts of llama cannot be spread, only those of qwen3_moe",
+            "parallel.expert is 4: experts of llama cannot be spread, only those of deepseek_v3, gpt_oss, qwen3_moe",
+        ),
+        (
+            ParallelSettings(expert=4),
+            {"model_type": "deepseek_v3", "n_routed_experts": 6},
+            "parallel.expert is 4, which does not divide the n_routed_experts of the model, 6",
+        ),
+        (
+            SPLIT,
+            {"model_type": "qwen3_moe", "num_experts": 8},
+            "parallel.tensor is 4: experts of qwen3_moe are not split, but spread over tensor groups: set parallel.",
         ),
         (
             SPLIT,
@@ -346,8 +376,8 @@ def test_each_rank_of_a_context_group_has_its_part_of_the_activations_of_a_row(t
         ),
         (
             SPLIT,
-            {"model_type": "gpt_oss"},
-            "parallel.tensor is 4: layers of gpt_oss cannot be split, only those of gemma3_text, llama, qwen3",
+            {"model_type": "mixtral"},
+            "parallel.tensor is 4: layers of mixtral cannot be split, only those of deepseek_v3, gemma3_text, gpt_oss,",
         ),
         (ParallelSettings(context=4), {"model_type": "qwen3", "num_attention_heads": 8, "num_key_value_heads": 2}, ""),
         (
@@ -424,13 +454,11 @@ def test_a_model_that_cannot_be_split_is_refused_before_anything_starts(
         (
             ParallelSettings(replicate=2, expert=4),
             4,
-            "parallel.expert 4 does not divide the ranks that shard the model, 2",
+            "parallel.expert 4 does not divide the ranks that hold one copy of the model, 2",
         ),
-        (
-            ParallelSettings(tensor=2, expert=2),
-            4,
-            "parallel.expert and parallel.tensor are both above 1, which this version does not have",
-        ),
+        (ParallelSettings(tensor=2, expert=2), 4, ""),
+        (ParallelSettings(tensor=2, expert=4), 4, ""),
+        (ParallelSettings(tensor=4, expert=2), 4, "parallel.expert 2 is no multiple of parallel.tensor 4"),
         (ParallelSettings(context=2), 4, ""),
         (ParallelSettings(replicate=2, shard=1, context=2), 4, ""),
         (ParallelSettings(context=4, expert=2), 4, ""),

@@ -158,7 +158,12 @@ def test_the_weights_of_a_quantised_base_are_counted_as_bitsandbytes_has_them(
 
 
 @pytest.mark.parametrize(
-    ("family", "mesh"), [("llama", MeshShape(shard=2, tensor=2)), ("qwen3_moe", MeshShape(shard=4, expert=2))]
+    ("family", "mesh"),
+    [
+        ("llama", MeshShape(shard=2, tensor=2)),
+        ("qwen3_moe", MeshShape(shard=4, expert=2)),
+        ("qwen3_moe", MeshShape(shard=2, tensor=2, expert=2)),
+    ],
 )
 def test_files_and_configuration_give_the_same_sizes(
     family: Literal["llama", "qwen3_moe"], mesh: MeshShape, tmp_path: Path
@@ -181,11 +186,18 @@ def test_files_and_configuration_give_the_same_sizes(
         ]
         matrices = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256
         assert traced.rank_parameters == 512 * 128 * 3 // 2 + 4 * (matrices // 2 + 2 * 128) + 128
-    else:
-        # Both ways of two matrices, forward and backward; and how many pairs there are for each of four experts.
-        there_and_back = (128 + 2 * 128) + (128 + 128)
-        numbers = CollectiveCost("all-to-all", "expert", "row", 4 * 9, 4 * (2 * pairs * there_and_back + 4 * 8))
+        return
+    # Both ways of two matrices, forward and backward; and how many pairs there are for each of four experts.
+    there_and_back = (128 + 2 * 128) + (128 + 128)
+    sent = 2 * pairs // mesh.tensor * there_and_back
+    numbers = CollectiveCost("all-to-all", "expert", "row", 4 * 9, 4 * (sent + 4 * 8))
+    if mesh.tensor == 1:
         assert traced.exchanges == [numbers]
+        return
+    # The ranks of both groups are the same here, and so is their name.
+    assert numbers in traced.exchanges
+    gathered = [(cost.calls, cost.bytes) for cost in traced.exchanges if cost.name == "all-gather"]
+    assert gathered == [(4 + 1, 4 * row + logits)]
 
 
 def test_devices_that_share_a_row_have_their_part_of_its_activations_and_exchange_the_rest(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ class MeshShape(msgspec.Struct, frozen=True):
     shard: int = 1
     tensor: int = 1
     expert: int = 1
-    """Of the devices that shard a copy, those that hold different experts."""
+    """Of the devices that hold a copy, those that hold different experts."""
     context: int = 1
     """Devices that have different slices of the same rows. They shard a copy too."""
 
@@ -110,7 +110,7 @@ class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
     rank_parameters: int
     """Of one rank of a tensor group; all without such groups."""
     expert_parameters: int
-    """Of all experts."""
+    """Of all experts; of one rank of a tensor group, as if it had its share of each."""
     largest_weight: int
     """Of one rank of a tensor group."""
     blocks: int
@@ -191,7 +191,7 @@ def collective_costs(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> 
     groups, numbers = cost.blocks, _group_parameters(cost, mesh)
     if mesh.expert > 1:
         groups += cost.expert_blocks
-        if mesh.shards == mesh.expert:
+        if mesh.shards * mesh.tensor == mesh.expert:
             # Each rank has all that it computes with of them.
             groups, numbers = cost.blocks, cost.rank_parameters - cost.expert_parameters
     if mesh.shards > 1 and not is_replicated(cost, recipe, mesh):
@@ -280,7 +280,7 @@ def _gathered(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> tuple[P
 
 def _group_parameters(cost: ModelCost, mesh: MeshShape) -> int:
     """What one rank of a tensor or expert group computes with."""
-    return cost.rank_parameters - cost.expert_parameters + _share(cost.expert_parameters, mesh.expert)
+    return cost.rank_parameters - cost.expert_parameters + _share(cost.expert_parameters * mesh.tensor, mesh.expert)
 
 
 def _share(numbers: int, shards: int) -> int:

@@ -32,6 +32,8 @@ NVIDIA_SMI: Final = "nvidia-smi"
 _LAYER: Final = re.compile(r".*?\.\d+\.")
 """The name of a layer, up to its number."""
 _EXPERTS: Final = ".experts."
+_UNSPLIT: Final = (".gate.weight", ".router.weight", ".q_a_proj.weight", ".kv_a_proj_with_mqa.weight")
+"""Matrices of layers that every rank of a tensor group has: routers, and what all heads of `deepseek_v3` share."""
 _CONV1D_FAMILIES: Final = frozenset({"gpt2", "openai-gpt"})
 """Families (`model_type`) whose layers are `Conv1D` of transformers, which are not quantised; only the model has their
 types, not its files."""
@@ -194,7 +196,7 @@ def model_cost(model: ModelFiles, recipe: MemoryRecipe, mesh: MeshShape) -> Mode
         largest_weight=max(of_rank.values(), default=0),
         blocks=len(blocks),
         expert_blocks=len(experts),
-        block_parameters=max((layers[name] + experts[name] // mesh.expert for name in blocks), default=0),
+        block_parameters=max((layers[name] + experts[name] * mesh.tensor // mesh.expert for name in blocks), default=0),
         root_parameters=root,
         adapter_parameters=recipe.lora_rank * sum(_adapted(name, shape) for name, shape in model.shapes.items()),
         cache_numbers=cache_numbers(model.config),
@@ -204,11 +206,12 @@ def model_cost(model: ModelFiles, recipe: MemoryRecipe, mesh: MeshShape) -> Mode
 
 
 def _rank_parameters(model: ModelFiles, name: str, tensor: int) -> int:
-    """What a rank of a tensor group has of a weight. Matrices of layers are split, and a head that is not tied, if it
-    can be divided."""
+    """What a rank of a tensor group has of a weight. Matrices of layers are split, if no rank needs them in full, and a
+    head that is not tied, if it can be divided."""
     shape = model.shapes[name]
     is_head = name == _HEAD and not model.config.get("tie_word_embeddings") and shape[0] % tensor == 0
-    is_split = is_head or (len(shape) > 1 and _LAYER.match(name) is not None)
+    in_layer = _LAYER.match(name) is not None and not name.endswith(_UNSPLIT)
+    is_split = is_head or (len(shape) > 1 and in_layer)
     return math.prod(shape) // (tensor if is_split else 1)
 
 

@@ -28,9 +28,9 @@ ALIGNMENT: Final = 16
 class ExpertDispatch(Protocol):
     """Products with experts that other ranks hold."""
 
-    def multiply(self, inputs: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-        """Pairs that are sorted by expert, each by the matrix of its expert. `matrices` are those that this rank holds.
-        All ranks of the group call it together."""
+    def multiply(self, inputs: torch.Tensor, matrices: torch.Tensor, biases: torch.Tensor | None) -> torch.Tensor:
+        """Pairs that are sorted by expert, each by the matrix of its expert, with its bias if there are any. Matrices
+        and biases are those that this rank holds. All ranks of the group call it together."""
         ...
 
 
@@ -38,11 +38,31 @@ PlanDispatch = Callable[[torch.Tensor], ExpertDispatch]
 """Where to send pairs that are sorted by expert, by the ends of the experts among them."""
 
 
-def group_experts(model: nn.Module, adapters: Adapters | None, plan: PlanDispatch | None = None) -> None:
-    """Replace the loops over experts in a model. With `plan`, this rank holds some of the experts only."""
+class TokenGroup(Protocol):
+    """Ranks that all have the same tokens, of which each computes a slice."""
+
+    def take_tokens(self, values: torch.Tensor) -> torch.Tensor:
+        """This rank's slice of what there is for each token, one or more. Zeros are added for tokens that no rank has.
+        Gradients are those of all ranks."""
+        ...
+
+    def take_spans(self, spans: Sequence[Span], tokens: int) -> Sequence[Span]:
+        """Those of the same slice, of so many tokens in all."""
+        ...
+
+    def gather_tokens(self, values: torch.Tensor, tokens: int) -> torch.Tensor:
+        """Of all tokens, from the slices of all ranks."""
+        ...
+
+
+def group_experts(
+    model: nn.Module, adapters: Adapters | None, plan: PlanDispatch | None = None, group: TokenGroup | None = None
+) -> None:
+    """Replace the loops over experts in a model. With `plan`, this rank holds some of the experts only. With `group`,
+    other ranks have the same tokens."""
     for name, module in model.named_modules():
         if is_experts(module):
-            module.forward = _grouped_forward(name, module, adapters, plan)
+            module.forward = _grouped_forward(name, module, adapters, plan, group)
 
 
 @dataclass(frozen=True)
@@ -87,38 +107,50 @@ def _ends(sorted_experts: torch.Tensor, experts: int) -> torch.Tensor:
 class _OwnExperts:
     """This rank holds all experts."""
 
-    ends: torch.Tensor
+    routing: _Routing
 
-    def multiply(self, inputs: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-        return multiply_groups(inputs, matrices, self.ends)
+    def multiply(self, inputs: torch.Tensor, matrices: torch.Tensor, biases: torch.Tensor | None) -> torch.Tensor:
+        return add_biases(multiply_groups(inputs, matrices, self.routing.ends), self.routing.expert, biases)
 
 
-def _grouped_forward(name: str, experts: Any, adapters: Adapters | None, plan: PlanDispatch | None) -> Any:
-    biased, transposed = experts.has_bias, experts.is_transposed
+def _grouped_forward(
+    name: str, experts: Any, adapters: Adapters | None, plan: PlanDispatch | None, group: TokenGroup | None
+) -> Any:
     count = experts.gate_up_proj.shape[0]
 
-    def multiply(weight: str, inputs: torch.Tensor, routing: _Routing, dispatch: ExpertDispatch) -> torch.Tensor:
+    def multiply(
+        weight: str, inputs: torch.Tensor, routing: _Routing, dispatch: ExpertDispatch, spans: Sequence[Span]
+    ) -> torch.Tensor:
         """One of the two matrices of each expert, with its bias and its adapters."""
         matrix = getattr(experts, weight)
-        output = dispatch.multiply(inputs, matrix if transposed else matrix.mT)
-        if biased:
-            output = output + embedding(routing.expert, getattr(experts, f"{weight}_bias"))
-        return _add_adapters(f"{name}.{weight}", inputs, output, routing, () if adapters is None else adapters.row)
+        biases = getattr(experts, f"{weight}_bias") if experts.has_bias else None
+        output = dispatch.multiply(inputs, matrix if experts.is_transposed else matrix.mT, biases)
+        return _add_adapters(f"{name}.{weight}", inputs, output, routing, spans)
 
     def forward(hidden: torch.Tensor, routed: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """`hidden` is (tokens, dimensions); `routed` and `weights` are (tokens, experts per token)."""
+        tokens, spans = len(hidden), () if adapters is None else adapters.row
+        if group is not None:
+            hidden, routed, weights = map(group.take_tokens, (hidden, routed, weights))
+            spans = group.take_spans(spans, tokens)
         # `embedding` and not an index: several threads would add the gradients of an index in any order.
         with torch.no_grad():
             routing = _route(routed, count)
-            dispatch: ExpertDispatch = _OwnExperts(routing.ends) if plan is None else plan(routing.ends)
-        inner = experts._apply_gate(multiply("gate_up_proj", embedding(routing.tokens, hidden), routing, dispatch))
-        output = multiply("down_proj", inner, routing, dispatch)
+            dispatch: ExpertDispatch = _OwnExperts(routing) if plan is None else plan(routing.ends)
+        inner = multiply("gate_up_proj", embedding(routing.tokens, hidden), routing, dispatch, spans)
+        output = multiply("down_proj", experts._apply_gate(inner), routing, dispatch, spans)
         if experts.has_post_expert_norm:
             output = experts.post_expert_norm(output)
         output = output * weights.reshape(-1)[routing.order][:, None]
-        return output[routing.place].view(*routed.shape, -1).sum(dim=1).to(hidden.dtype)
+        output = output[routing.place].view(*routed.shape, -1).sum(dim=1).to(hidden.dtype)
+        return output if group is None else group.gather_tokens(output, tokens)
 
     return forward
+
+
+def add_biases(output: torch.Tensor, expert: torch.Tensor, biases: torch.Tensor | None) -> torch.Tensor:
+    """To each pair that of its expert."""
+    return output if biases is None else output + embedding(expert, biases)
 
 
 def _add_adapters(

@@ -126,6 +126,8 @@ class BaseModel:
             packed = PackedModel(lm, self.decoder, None, self.settings.logits_bytes)
             if experts is not None:
                 experts.split(lm)
+            elif tensor is not None and any(map(is_experts, lm.modules())):
+                raise StrataError(Code.UNSUPPORTED, "a tensor group splits no experts: set parallel.expert")
             shard(packed, DTYPES[self.settings.dtype], mesh, expert_mesh)
 
         with ranks.collective_errors():
@@ -141,7 +143,7 @@ class BaseModel:
             raise StrataError(Code.UNSUPPORTED, "its attention is not one that can be replaced")
         lm.set_attn_implementation(ATTENTION)
         adapters = None if self.settings.full else Adapters(lm)
-        group_experts(lm, adapters, None if self.experts is None else self.experts.dispatch)
+        group_experts(lm, adapters, None if self.experts is None else self.experts.dispatch, self.tensor)
         if adapters is not None:
             # Then every layer takes part in the backward pass of every rank, whichever adapters its row has. Each layer
             # has a collective in the backward pass; a rank that left one out would wait for the others for ever.
@@ -269,8 +271,8 @@ def make_context_mesh(parallel: ParallelSettings, ranks: int, device: torch.devi
 
 
 def make_expert_mesh(parallel: ParallelSettings, ranks: int, device: torch.device) -> DeviceMesh | None:
-    """The same ranks as the experts are spread over them: those of an expert group are adjacent. None if there are no
-    groups."""
+    """The same ranks as the experts are spread over them: those of an expert group are adjacent, and are those of one
+    tensor group or of several. None if there are no groups."""
     replicate, expert = parallel.replicate, parallel.expert
     if expert == 1:
         return None

@@ -1,6 +1,7 @@
 """Expert parallelism: each rank of an expert group holds some experts of every layer, and computes them for all ranks.
 
-The rows of the ranks are different ones. The pairs of a token and one of its experts travel to the rank that holds the
+The rows of the ranks are different ones, or slices of one row in a tensor group, whose ranks have the same tokens. The
+pairs of a token and one of its experts travel to the rank that holds the
 expert, and the product with the expert's matrix travels back: one exchange each way for each of the two matrices. What
 lies between the matrices, and adapters, is computed where the token is, as without expert parallelism. So an adapter,
 which every rank has in full, needs to know nothing of other ranks' rows.
@@ -21,7 +22,7 @@ from torch.nn.functional import pad
 
 from strata.base.errors import Code, StrataError
 from strata.train.runner.collectives import exchange_rows
-from strata.train.runner.experts import ExpertDispatch, multiply_groups
+from strata.train.runner.experts import ExpertDispatch, add_biases, multiply_groups
 from strata.train.runner.lora import is_experts
 from strata.train.runner.model.distributed_weights import SplitModel, compute_locally, distribute_weight
 
@@ -38,16 +39,18 @@ class _Dispatch:
     """Of the received pairs, by expert."""
     place: torch.Tensor
     """Where each of them is in that order."""
+    expert: torch.Tensor
+    """The number of each of them, in that order, among those that this rank holds."""
     ends: torch.Tensor
     """After the last of each expert that this rank holds."""
 
-    def multiply(self, inputs: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    def multiply(self, inputs: torch.Tensor, matrices: torch.Tensor, biases: torch.Tensor | None) -> torch.Tensor:
         there = exchange_rows(inputs, self.sent, self.received, self.group)
-        rows, ends = there[self.order], self.ends
+        rows, expert, ends = there[self.order], self.expert, self.ends
         if not len(rows):
             # The gradient of no rows is none that the kernel can compute; that of a row of zeros is zero.
-            rows, ends = pad(rows, (0, 0, 0, 1)), ends + 1
-        output = multiply_groups(rows, matrices, ends)[self.place]
+            rows, expert, ends = pad(rows, (0, 0, 0, 1)), pad(expert, (0, 1)), ends + 1
+        output = add_biases(multiply_groups(rows, matrices, ends), expert, biases)[self.place]
         return exchange_rows(output, self.received, self.sent, self.group)
 
 
@@ -78,7 +81,8 @@ class ExpertParallel(SplitModel):
         order = torch.argsort(expert, stable=True)
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)
-        return _Dispatch(self._group, sent, received, order, place, by_rank.sum(dim=0).cumsum(dim=0).to(torch.int32))
+        local_ends = by_rank.sum(dim=0).cumsum(dim=0).to(torch.int32)
+        return _Dispatch(self._group, sent, received, order, place, expert[order], local_ends)
 
     def _read_sizes(self, sent: torch.Tensor, received: torch.Tensor) -> tuple[Sequence[int], Sequence[int]]:
         """Pairs to each rank, and from each. It waits for the device: they have to be known on the host."""

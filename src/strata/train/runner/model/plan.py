@@ -132,7 +132,7 @@ def trace_cost(model: str, recipe: MemoryRecipe, mesh: MeshShape = ONE_DEVICE) -
             largest_weight=max(sizes.values()),
             blocks=len(blocks),
             expert_blocks=sum(experts > 0 for experts, _ in blocks),
-            block_parameters=max((experts // mesh.expert + rest for experts, rest in blocks), default=0),
+            block_parameters=max((experts * mesh.tensor // mesh.expert + rest for experts, rest in blocks), default=0),
             root_parameters=sum(sizes.values()) - sum(experts + rest for experts, rest in blocks),
             adapter_parameters=0 if recipe.full else _new_adapter(skeleton, recipe, torch.device("meta"), None).size,
             cache_numbers=cache_numbers(skeleton.config.to_dict()),
@@ -140,7 +140,7 @@ def trace_cost(model: str, recipe: MemoryRecipe, mesh: MeshShape = ONE_DEVICE) -
             block_saved_bytes=block_saved,
             activations=in_place.memory,
             gathered=extra_memory(SHARDS),
-            copied=extra_memory(1) if mesh.expert == mesh.context == 1 else None,
+            copied=extra_memory(1) if mesh.expert <= mesh.tensor and mesh.context == 1 else None,
             exchanges=[
                 CollectiveCost(*exchange, "row", calls, in_place.sent[exchange])
                 for exchange, calls in in_place.calls.items()
@@ -149,12 +149,13 @@ def trace_cost(model: str, recipe: MemoryRecipe, mesh: MeshShape = ONE_DEVICE) -
 
 
 def _rank_parameters(lm: PreTrainedModel, tensor: int) -> dict[int, int]:
-    """The size of each weight on a rank of a tensor group, by the identity of the weight."""
+    """The size of each weight on a rank of a tensor group, by the identity of the weight. Experts are spread over more
+    ranks, so that the ranks of a tensor group have different ones."""
     splits = plan_splits(lm, tensor) if tensor > 1 else {}
     sizes = {}
     for name, weight in lm.named_parameters():
         module, _, last = name.rpartition(".")
-        is_split = isinstance(placement_of(splits.get(module), last), Shard)
+        is_split = isinstance(placement_of(splits.get(module), last), Shard) or is_experts(lm.get_submodule(module))
         sizes[id(weight)] = weight.numel() // (tensor if is_split else 1)
     return sizes
 
@@ -224,9 +225,9 @@ def trace_pass(
     packed = _TracedModel(lm, find_decoder(lm), None, LOGITS_BYTES)
     parallel = ParallelSettings(context=mesh.context, tensor=mesh.tensor, expert=mesh.expert)
     tokens = -(-recipe.row_tokens // mesh.context)
-    if mesh.shards == mesh.expert > 1:
+    if mesh.shards * mesh.tensor == mesh.expert > 1:
         shards = min(shards, 1)
-    with _fake_ranks(max(shards, 1) * mesh.tensor * math.lcm(mesh.expert, mesh.context)) as size:
+    with _fake_ranks(max(shards, 1) * math.lcm(mesh.expert, mesh.tensor * mesh.context)) as size:
         fake_mesh, expert_mesh = make_mesh(parallel, size, CPU), make_expert_mesh(parallel, size, CPU)
         groups: dict[Groups, DeviceMesh] = {}
         tensor = experts = None
@@ -236,7 +237,7 @@ def trace_pass(
             tensor.split(lm)
         if expert_mesh is not None:
             groups["expert"] = expert_mesh["expert"]
-            experts = _BalancedExperts(groups["expert"], tokens * lm.config.num_experts_per_tok)
+            experts = _BalancedExperts(groups["expert"], -(-tokens // mesh.tensor) * lm.config.num_experts_per_tok)
             experts.split(lm)
         if (context_mesh := make_context_mesh(parallel, size, CPU)) is not None:
             groups["context"] = context_mesh
@@ -249,7 +250,7 @@ def trace_pass(
             lm.tie_weights()
             lm.set_attn_implementation(ATTENTION)
             adapters = None if recipe.full else Adapters(lm)
-            group_experts(lm, adapters, None if experts is None else experts.dispatch)
+            group_experts(lm, adapters, None if experts is None else experts.dispatch, tensor)
             adapter = None
             if adapters is not None:
                 adapter = _new_adapter(lm, recipe, CPU, tensor)

@@ -10,12 +10,15 @@ rank holds. A layer computes with its part as a plain tensor. Two sums make the 
 
 In between, a rank has attention heads and inner dimensions of its own. A weight that all of them share there, such as
 the norm of a head, gets the sum of its gradients. Embeddings are replicated, and a head that is tied to them.
+
+Experts are not split here but spread over expert groups (`expert_parallel`), to which the ranks of a tensor group
+belong. Each rank of it sends a slice of the tokens to their experts, and the results are gathered.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Literal
 
@@ -24,10 +27,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from strata.base.errors import Code, StrataError
-from strata.train.runner.lora import LoraPart, LoraTarget
+from strata.train.runner.lora import LoraPart, LoraTarget, Span, is_experts, slice_spans
 from strata.train.runner.model.distributed_weights import SplitModel, compute_locally, distribute_weight
 from strata.train.runner.model.loading import parent_of
 
@@ -38,8 +42,25 @@ SPLITS: Final[Mapping[str, Split | None]] = {
     "replicated_with_grad_allreduce": "shared",
     "colwise_gather_output": "gathered",
     "embedding_rowwise": None,
+    "moe_tp_experts": None,
 }
 """What transformers calls the ways to split a layer. `gathered` is `columns` with the outputs of all ranks."""
+ATTENTION_PLANS: Final[Mapping[str, Mapping[str, str]]] = {
+    # Of attention itself: one sink for each head.
+    "gpt_oss": {"": "colwise", ".q_proj": "colwise", ".k_proj": "colwise", ".v_proj": "colwise", ".o_proj": "rowwise"},
+    # Queries, keys and values are computed from a few numbers that all heads share.
+    "deepseek_v3": {
+        ".q_proj": "colwise",
+        ".q_a_proj": "replicated_with_grad_allreduce",
+        ".q_a_layernorm": "replicated_with_grad_allreduce",
+        ".q_b_proj": "colwise",
+        ".kv_a_proj_with_mqa": "replicated_with_grad_allreduce",
+        ".kv_a_layernorm": "replicated_with_grad_allreduce",
+        ".kv_b_proj": "colwise",
+        ".o_proj": "rowwise",
+    },
+}
+"""How layers of attention are split in families of which transformers has no plan for them."""
 _NUMBER: Final = re.compile(r"\.\d+(?=\.|$)")
 
 
@@ -57,13 +78,15 @@ class TensorParallel(SplitModel):
         replaced: dict[int, nn.Parameter] = {}
         for name, weight in list(lm.named_parameters(remove_duplicate=False)):
             module, last = parent_of(lm, name)
+            if is_experts(module):
+                continue
             if id(weight) not in replaced:
                 placement = placement_of(self._splits.get(name.rpartition(".")[0]), last)
                 replaced[id(weight)] = distribute_weight(weight, self._mesh, placement)
             setattr(module, last, replaced[id(weight)])
         blocks = _blocks(self._splits)
         for name, module in lm.named_modules():
-            if module._parameters:
+            if module._parameters and not is_experts(module):
                 compute_locally(module, partial(self._local, self._splits.get(name)))
             if name in blocks or self._splits.get(name) == "gathered":
                 module.register_forward_pre_hook(self._sum_input_gradients, with_kwargs=True)
@@ -74,15 +97,39 @@ class TensorParallel(SplitModel):
 
     def lora_part(self, target: LoraTarget) -> LoraPart:
         """What this rank's computation of a layer takes of the layer's adapter. Gradients are summed over all ranks:
-        those of a layer that every rank computes in full count once."""
+        those of a layer that every rank computes in full count once. Of a layer that the heads of all ranks share, a
+        rank has the gradient from its own heads, and of experts that from its own tokens."""
         count = self._mesh.size()
+        if target.experts:
+            return LoraPart()
         match self._splits.get(target.name):
             case "columns" | "gathered":
                 return LoraPart(rows=_part(target.rows, self.rank, count))
             case "rows":
                 return LoraPart(columns=_part(target.columns, self.rank, count))
+            case "shared":
+                return LoraPart()
             case _:
                 return LoraPart(is_counted=self.rank == 0)
+
+    def take_tokens(self, values: torch.Tensor) -> torch.Tensor:
+        """This rank's slice of what all ranks have for each token. Slices are equally long: zeros are added."""
+        length = self._slice_length(len(values))
+        padded = pad(self._sum_gradients(values), (0, 0, 0, length * self._mesh.size() - len(values)))
+        return padded[self.rank * length : (self.rank + 1) * length]
+
+    def take_spans(self, spans: Sequence[Span], tokens: int) -> Sequence[Span]:
+        length = self._slice_length(tokens)
+        padding = Span(None, length * self._mesh.size() - tokens)
+        return slice_spans([*spans, padding], self.rank * length, (self.rank + 1) * length)
+
+    def gather_tokens(self, values: torch.Tensor, tokens: int) -> torch.Tensor:
+        gathered = self._gather(values, dim=0)
+        # A copy: FSDP's hook on the result of a module does not bear a view that is changed in place.
+        return gathered if len(gathered) == tokens else gathered[:tokens].clone()
+
+    def _slice_length(self, tokens: int) -> int:
+        return -(-tokens // self._mesh.size())
 
     def _local(self, split: Split | None, name: str, weight: DTensor) -> torch.Tensor:
         if self._whole:
@@ -115,15 +162,19 @@ class TensorParallel(SplitModel):
 
     def _gather_output(self, module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
         del module, args
-        return output if self._whole else _Gather.apply(output, self._group)  # type: ignore[no-untyped-call]
+        return output if self._whole else self._gather(output, dim=-1)
+
+    def _gather(self, value: torch.Tensor, dim: int) -> torch.Tensor:
+        return _Gather.apply(value, self._group, dim)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def plan_splits(lm: PreTrainedModel, size: int) -> dict[str, Split]:
-    """How each layer is split by so many ranks. UNSUPPORTED if transformers has no plan, or another kind of one."""
+    """How each layer is split by so many ranks. UNSUPPORTED if there is no plan, or another kind of one."""
     splits: dict[str, Split] = {}
     names = _names_of_weights(lm)
+    plan = {**lm.tp_plan, **_attention_plan(lm)}
     for name, module in lm.named_modules():
-        style = lm.tp_plan.get(_NUMBER.sub(".*", name))
+        style = plan.get(_NUMBER.sub(".*", name))
         if style is None:
             continue
         if style not in SPLITS:
@@ -135,13 +186,18 @@ def plan_splits(lm: PreTrainedModel, size: int) -> dict[str, Split]:
             splits[name] = split
             _check_divisible(name, module, split, size)
     if not _blocks(splits):
-        raise StrataError(Code.UNSUPPORTED, "transformers has no plan to split its layers")
+        raise StrataError(Code.UNSUPPORTED, "there is no plan to split its layers")
     for block in _blocks(splits):
         for name, _ in lm.get_submodule(block).named_parameters(prefix=block):
             if name.rpartition(".")[0] not in splits:
                 # Its gradient would be that of one rank's part of the block.
                 raise StrataError(Code.UNSUPPORTED, f"the plan of transformers leaves out {name}")
     return splits
+
+
+def _attention_plan(lm: PreTrainedModel) -> dict[str, str]:
+    plan = ATTENTION_PLANS.get(str(lm.config.model_type), {})
+    return {f"{lm.base_model_prefix}.layers.*.self_attn{name}": style for name, style in plan.items()}
 
 
 def placement_of(split: Split | None, name: str) -> Placement:
@@ -174,13 +230,11 @@ def _fits(module: nn.Module, names: Mapping[int, int], size: int) -> bool:
 
 
 def _check_divisible(name: str, module: nn.Module, split: Split, size: int) -> None:
-    if split == "shared":
-        return
-    weight = module.get_parameter("weight")
-    length = weight.shape[1 if split == "rows" else 0]
-    if length % size:
-        what = "inputs" if split == "rows" else "outputs"
-        raise StrataError(Code.UNSUPPORTED, f"{name} has {length} {what}, which parallel.tensor {size} does not divide")
+    for last, weight in module.named_parameters(recurse=False):
+        placement = placement_of(split, last)
+        if isinstance(placement, Shard) and (length := weight.shape[placement.dim]) % size:
+            what = f"{length} {'inputs' if split == 'rows' else 'outputs'}"
+            raise StrataError(Code.UNSUPPORTED, f"{name} has {what}, which parallel.tensor {size} does not divide")
 
 
 def _part(length: int, rank: int, count: int) -> slice:
@@ -218,15 +272,15 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """The outputs of all ranks, in their order. The gradient of them is the same on all ranks; each takes its own."""
+    """The values of all ranks, in their order. The gradient of them is the same on all ranks; each takes its own."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.rank, ctx.count = dist.get_rank(group), dist.get_world_size(group)
+    def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+        ctx.rank, ctx.count, ctx.dim = dist.get_rank(group), dist.get_world_size(group), dim
         gathered = value.new_empty(ctx.count * value.shape[0], *value.shape[1:])
         dist.all_gather_single(gathered, value.contiguous(), group=group)
-        return torch.cat(gathered.chunk(ctx.count), dim=-1)
+        return torch.cat(gathered.chunk(ctx.count), dim=dim)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return torch.chunk(grads[0], ctx.count, dim=-1)[ctx.rank], None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return torch.chunk(grads[0], ctx.count, dim=ctx.dim)[ctx.rank], None, None
