@@ -1,4 +1,7 @@
-"""`python peft_loss.py MODEL ADAPTER ROWS`: the loss per token of the assistant's answers, by transformers and PEFT."""
+"""`python peft_loss.py MODEL ADAPTER ROWS [nf4]`: the loss per token of the answers, by transformers and PEFT.
+
+With `nf4` bitsandbytes quantises the model.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,19 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, BitsAndBytesConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 
-def main(folder: str, adapter: str, rows: str) -> None:
+def main(folder: str, adapter: str, rows: str, quantise: str = "") -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    model: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), adapter).eval()
+    options: dict[str, Any] = {}
+    if quantise:
+        config = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+            load_in_4bit=True, bnb_4bit_quant_type=quantise, bnb_4bit_compute_dtype=torch.float32
+        )
+        options = {"quantization_config": config, "device_map": "cpu", "dtype": torch.float32}
+    model: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder, **options), adapter).eval()
     total, count = 0.0, 0
     for line in Path(rows).read_text(encoding="utf-8").splitlines():
         user, assistant = json.loads(line)["messages"]

@@ -15,7 +15,7 @@ from strata.cli.local_server import run_own_command
 from tests.e2e.nodes import network
 from tests.e2e.served import served
 from tests.e2e.test_gang_nodes import ADDRESS, JOB, WITH_NETWORKS, guarded_coordinator
-from tests.e2e.test_recipes import STEPS, STRATA, environment, kill_after, metrics, place, train
+from tests.e2e.test_recipes import STEPS, STRATA, environment, kill_after, metrics, peft_loss, place, train
 from tests.e2e.test_train_connect import FIRST, HEAD, SECOND, Page, page, start_nodes
 from tests.shell.fleet_agent.waiting import eventually
 
@@ -72,6 +72,21 @@ def test_the_command_continues_what_a_server_began_and_the_server_what_the_comma
     assert "continuing after step" in said
     assert not (run / "server").exists(), "it made a server of its own"
     assert not differing(run, place / "alone")
+
+
+def test_a_recipe_on_a_base_in_nf4_learns_what_bitsandbytes_and_peft_compute(place: Path) -> None:
+    """Killed once, too. PEFT loads the adapter around the model that bitsandbytes quantised itself."""
+    run_own_command("models", "tiny", str(place / "nf4"), "--hidden", "128")
+    text = (place / "sft.toml").read_text(encoding="utf-8").replace(str(place / "model"), str(place / "nf4"))
+    (place / "nf4.toml").write_text(f'{text}\n[server]\nquantise = "nf4"\n', encoding="utf-8")
+    kill_after(place, place / "quantised", 5, group=True, recipe="nf4.toml")
+    said = finish(place, "nf4.toml", "--folder", "quantised")
+    assert "continuing after step" in said
+    lines = metrics(place / "quantised")
+    assert lines[-1]["values"]["eval_loss"] < 0.8 * lines[0]["values"]["eval_loss"]
+    own, adapter = lines[-1]["values"]["eval_loss"], place / "quantised" / "adapter"
+    assert peft_loss(place / "nf4", adapter, "nf4") == pytest.approx(own, abs=1e-4)
+    assert peft_loss(place / "nf4", adapter) != pytest.approx(own, abs=1e-4), "the base was not quantised"
 
 
 @pytest.fixture(scope="module")
