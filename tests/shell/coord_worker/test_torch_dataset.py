@@ -267,7 +267,7 @@ async def test_a_loader_process_that_is_killed_loses_no_sample(found: Site) -> N
 @pytest.mark.timeout(300)
 async def test_a_worker_that_is_killed_takes_its_loader_processes_with_it_and_loses_no_sample(found: Site) -> None:
     files = found.corpus(300)
-    given = {"files": files, "shard_size": 40, "batch_size": 4, "epochs": 2, "out": str(found.folder)}
+    given: dict[str, Any] = {"files": files, "shard_size": 40, "batch_size": 4, "epochs": 2, "out": str(found.folder)}
     first = await found.start("train-with-loader", "w", hold_at=33, **given)
     # In the middle of an epoch, of a shard and between two checkpoints.
     loaders = (await first.event("loaders", 120))["pids"]
