@@ -64,7 +64,7 @@ def plan(model: str, device_gb: float, devices: int | None, output: Format, **op
         model, recipe, of_file = _read_file(Path(model))
         devices = devices or of_file.devices
     sizes = {name: options.pop(name) or getattr(of_file, name) for name in ("replicate", "context", "tensor", "expert")}
-    mesh = _make_mesh(devices, ParallelSettings(**sizes))
+    mesh = _make_mesh(devices, ParallelSettings(**sizes, pipeline=of_file.pipeline))
     recipe = msgspec.structs.replace(recipe, **{name: value for name, value in options.items() if value is not None})
     if recipe.quantise:
         require("bitsandbytes", extra="quantised")

@@ -211,7 +211,7 @@ def _start_server(
         # Another folder in each attempt that begins anew: a server of the last one may be about to end.
         data = folder / f"data-{secrets.token_hex(4)}"
         sizes = {name: size for name in parallel.__struct_fields__ if (size := getattr(parallel, name)) is not None}
-        mesh = "".join(f"{name} = {size}\n" for name, size in sizes.items())
+        mesh = "".join(f"{name} = {json.dumps(size)}\n" for name, size in sizes.items())
         # With one model in a pass nothing depends on what shares it, and a resumed run has the same numbers.
         text = f"""[server]
 data = {json.dumps(str(data))}

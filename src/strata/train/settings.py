@@ -33,9 +33,12 @@ TENSOR_FAMILIES: Final = frozenset({"llama", "qwen3", "gemma3_text"}) | EXPERT_F
 """Families whose layers can be split over ranks: there is a plan for it, and it was compared."""
 EXPERT_COUNTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 """What families call the number of their experts."""
+PIPELINE_FAMILIES: Final = frozenset({"llama", "qwen3", "gemma3_text", "qwen3_moe"})
+"""Families whose layers can be on different ranks, one after the other: it was compared."""
 LENGTH_DEPENDENT_ROPE: Final = frozenset({"dynamic", "longrope"})
 """Types of rotary embeddings whose frequencies transformers chooses by the largest position that it is called with."""
 
+PipelineSchedule = Literal["1f1b", "gpipe"]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
@@ -187,15 +190,21 @@ class ParallelSettings(msgspec.Struct, frozen=True, kw_only=True):
     expert: Count = 1
     """Of the ranks that hold a copy of the model, those that hold different experts and compute them for each other."""
     pipeline: Count = 1
+    """Stages: each has some of the layers, and passes every row on to the next. The others of these sizes are those of
+    one stage."""
+    schedule: PipelineSchedule = "1f1b"
+    """In which order a stage computes the rows of a pass. `gpipe`: all rows forward, then all of them backward. `1f1b`:
+    backward as soon as it can, so that a stage has the activations of at most `pipeline` rows."""
 
     def problem(self, ranks: int) -> str:
         """Why so many ranks cannot form this mesh; empty if they can."""
-        if self.pipeline > 1:
-            return f"parallel.pipeline is {self.pipeline}: this version does not have it"
+        if self.expert > 1 and self.pipeline > 1:
+            return "parallel.expert and parallel.pipeline are both above 1, which this version does not have"
         if self.expert > 1 and self.expert % self.tensor:
             return f"parallel.expert {self.expert} is no multiple of parallel.tensor {self.tensor}"
-        sizes = {name: size for name in ("replicate", "context", "tensor") if (size := getattr(self, name)) > 1}
-        product = self.replicate * self.context * self.tensor
+        names = ("pipeline", "replicate", "context", "tensor")
+        sizes = {name: size for name in names if (size := getattr(self, name)) > 1}
+        product = self.pipeline * self.replicate * self.context * self.tensor
         if ranks % product:
             named = " times ".join(f"parallel.{name} {size}" for name, size in sizes.items())
             is_product = f" is {product}, which" if len(sizes) > 1 else ""
@@ -229,7 +238,19 @@ class ParallelSettings(msgspec.Struct, frozen=True, kw_only=True):
                 count = config.get(field)
                 if isinstance(count, int) and count % size:
                     return f"parallel.{name} is {size}, which does not divide the {field} of the model, {count}"
+        if self.pipeline > 1 and (problem := self._pipeline_problem(config)):
+            return problem
         return self._context_problem(config.get("text_config") or config) if self.context > 1 else ""
+
+    def _pipeline_problem(self, config: Mapping[str, Any]) -> str:
+        named, family = f"parallel.pipeline is {self.pipeline}", str(config.get("model_type"))
+        if family not in PIPELINE_FAMILIES:
+            families = ", ".join(sorted(PIPELINE_FAMILIES))
+            return f"{named}: {family} cannot be on several stages, only {families}"
+        layers = config.get("num_hidden_layers")
+        if isinstance(layers, int) and layers < self.pipeline:
+            return f"{named}, which is more than the num_hidden_layers of the model, {layers}"
+        return ""
 
     def _context_problem(self, config: Mapping[str, Any]) -> str:
         named, groups = f"parallel.context is {self.context}", self.context * self.tensor
@@ -247,15 +268,29 @@ class ParallelSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def may_replicate(self) -> bool:
         """Whether a small frozen base may be on every rank in full instead of on the mesh."""
-        return self.tensor == 1 and self.expert == 1
+        return self.tensor == self.expert == self.pipeline == 1
+
+    def stage_ranks(self, ranks: int) -> int:
+        """How many of the ranks each stage has: adjacent ones."""
+        return ranks // self.pipeline
+
+    def stage_layers(self, stage: int, layers: int) -> range:
+        """Which of so many layers this stage has."""
+        return range(stage * layers // self.pipeline, (stage + 1) * layers // self.pipeline)
 
     def shards(self, ranks: int) -> int:
-        """How many of the ranks hold one copy of the model together, or of a rank's part of it in a tensor group."""
-        return ranks // (self.replicate * self.tensor)
+        """How many of the ranks hold one copy of the model together, or of a rank's part of it in a tensor group, or of
+        a stage of it."""
+        return self.stage_ranks(ranks) // (self.replicate * self.tensor)
 
     def data_ranks(self, ranks: int) -> int:
         """How many of the ranks, or groups of them, compute rows of their own."""
-        return ranks // (self.context * self.tensor)
+        return self.stage_ranks(ranks) // self.row_ranks
+
+    @property
+    def row_ranks(self) -> int:
+        """How many adjacent ranks of a stage compute the same rows together."""
+        return self.context * self.tensor
 
 
 def _rope_types(config: Mapping[str, Any]) -> set[str]:

@@ -15,7 +15,14 @@ import zmq
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.train.launch.launcher import Launcher, api_server_command, orchestrator_command, rank_command
-from strata.train.launch.preflight import ModelFiles, available_bytes, check_memory, estimate
+from strata.train.launch.preflight import (
+    MemoryEstimate,
+    ModelFiles,
+    available_bytes,
+    check_memory,
+    check_mesh,
+    estimate,
+)
 from strata.train.link.sockets import connect, listen
 from strata.train.orchestrator.orchestrator import rules_of
 from strata.train.settings import ServerSettings, load_settings
@@ -153,6 +160,38 @@ def test_of_an_expert_group_each_rank_computes_with_its_own_experts_alone(tmp_pa
         return estimate(load_settings(written(tmp_path, text), environ={}), model).base
 
     assert needed(1) - needed(4) == 4 * (8 - 2) * 1000 * 100
+
+
+def test_of_a_pipeline_the_stage_with_most_parameters_counts_and_adapters_of_all_layers(tmp_path: Path) -> None:
+    layers = {f"model.layers.{number}.mlp.up_proj.weight": (1000, 100) for number in range(5)}
+    ends = {"model.embed_tokens.weight": (2000, 100), "model.norm.weight": (100,), "lm_head.weight": (2000, 100)}
+
+    def needed(pipeline: int, training: str, *, tied: bool = False) -> MemoryEstimate:
+        model = f'[model]\npath = "m"\nreplicated_mb = 0\ntraining = "{training}"\nmax_lora_rank = 8\nslots = 1\n'
+        text = f"{model}[ranks]\nnproc = {pipeline}\n[parallel]\npipeline = {pipeline}"
+        shapes = {**layers, **ends}
+        if tied:
+            del shapes["lm_head.weight"]
+        files = ModelFiles(shapes, {"num_hidden_layers": 5})
+        return estimate(load_settings(written(tmp_path, text), environ={}), files)
+
+    # Weights, gradients and moments: the last of two stages has three layers and the head.
+    elsewhere = 2 * 1000 * 100 + 2000 * 100
+    assert needed(1, "full").base - needed(2, "full").base == pytest.approx(16 * elsewhere, rel=1e-3)
+    # The embedding, that is the head, is on both ends.
+    assert needed(2, "full").base == needed(2, "full", tied=True).base
+    adapters = 8 * (5 * 1100 + 2100) * (4 + 8 + 2 * 4)
+    with_adapters = needed(2, "lora")
+    assert with_adapters.full - with_adapters.base >= adapters
+
+
+def test_stages_are_refused_with_an_engine_that_would_wait_for_samplers(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    text = f'[model]\npath = "{tmp_path}"\n[ranks]\nnproc = 2\n[parallel]\npipeline = 2\n'
+    check_mesh(load_settings(written(tmp_path, text), environ={}))
+    with pytest.raises(StrataError, match="ranks that are stages open no samplers"):
+        check_mesh(load_settings(written(tmp_path, f'{text}[inference]\nengine = "vllm"\n'), environ={}))
 
 
 def test_a_model_that_cannot_fit_is_refused_before_anything_starts(tmp_path: Path) -> None:

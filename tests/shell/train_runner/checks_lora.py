@@ -14,6 +14,7 @@ from tests.shell.train_runner import reference
 from tests.shell.train_runner.check_results import Check, Found
 from tests.shell.train_runner.driver import (
     Driver,
+    Layout,
     apart,
     apart_by,
     backwards,
@@ -93,13 +94,13 @@ def rows_and_ranks_make_no_difference_and_outputs_keep_their_order(driver: Drive
     driver.unload(model)
 
 
-def neighbours_of_other_clients_change_nothing(driver: Driver, found: Found) -> None:
+def neighbours_of_other_clients_change_nothing(driver: Driver, found: Found, layout: Layout = packed) -> None:
     mine, other, third = trained(driver, "mine"), trained(driver, "other", LARGER), trained(driver, "third", HEAD_ONLY)
     alone = driver.train(mine, batch())
     gradient = driver.gradient(mine)
     theirs_alone = driver.train(other, batch(seed=7))
     theirs = driver.gradient(other)
-    results = driver.passes((other, batch(seed=7)), (mine, batch()), (third, batch(2, seed=8)))
+    results = driver.passes((other, batch(seed=7)), (mine, batch()), (third, batch(2, seed=8)), layout=layout)
     for together, single in ((results[1], alone), (results[0], theirs_alone)):
         for ours, expected in zip(logprobs_of(outcome(together)), logprobs_of(single), strict=True):
             np.testing.assert_allclose(ours, expected, atol=1e-4)

@@ -61,7 +61,7 @@ def a_row_reads_no_number_for_each_datum(driver: Driver, found: Found) -> None:
     model = trained(driver, "reads")
     few, many = ([sampled(driver, model, seed, 6) for seed in range(1, count)] for count in (3, 9))
     passes = driver.dispatcher._runner._passes
-    compute_row = passes._compute_row
+    compute_rows = passes._compute_rows
     for name in FORMULAS:
         reads = []
         for data in (few, many):
@@ -71,24 +71,24 @@ def a_row_reads_no_number_for_each_datum(driver: Driver, found: Found) -> None:
             reads.append(dispatched.reads)
         # transformers reads one itself, to learn whether the row is packed.
         assert reads[0] == reads[1] <= 1, (name, reads)
-    assert passes._compute_row == compute_row
+    assert passes._compute_rows == compute_rows
     driver.unload(model)
 
 
 @contextmanager
 def _dispatched_in_rows(passes: Any) -> Iterator[Dispatched]:
     """What is dispatched while rows are computed; their inputs are checked on the host, before."""
-    compute_row, dispatched = passes._compute_row, Dispatched()
+    compute_rows, dispatched = passes._compute_rows, Dispatched()
 
     def compute(*args: Any, **options: Any) -> None:
         with dispatched:
-            compute_row(*args, **options)
+            compute_rows(*args, **options)
 
-    passes._compute_row = compute
+    passes._compute_rows = compute
     try:
         yield dispatched
     finally:
-        del passes._compute_row
+        del passes._compute_rows
 
 
 def _weights(name: str, logprobs: Array, inputs: dict[str, Array], config: Mapping[str, float]) -> Array:

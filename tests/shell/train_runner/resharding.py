@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save, save_file
 
 from strata.train.core import ops
 from strata.train.core.ops import LoraConfig
@@ -73,7 +73,8 @@ def reshard(
             parallel=parallel,
         )
         runner = ModelRunner(settings, ranks)
-        runner.sampler.check_architecture()
+        if parallel.pipeline == 1:
+            runner.sampler.check_architecture()
         if not (folder / STATE).exists():
             _write(folder, runner)
         runner.restore(folder / "snapshot", (folder / DIGEST).read_text(encoding="utf-8"))
@@ -91,8 +92,7 @@ def _write(folder: Path, runner: ModelRunner) -> None:
     runner.create_model(ops.CreateModel("m", runner.settings.name, None if runner.settings.full else LORA))
     model = runner.models["m"]
     adapter = model.adapter if isinstance(model, LoraModel) else None
-    together = ranks.size // parallel.data_ranks(ranks.size)
-    row = row_of(ranks.rank // together, runner.base.vocabulary, adapter, ranks.device)
+    row = row_of(data_rank(ranks, parallel), runner.base.vocabulary, adapter, ranks.device)
     # The gradient of the last pass waits for a step.
     for number in range(3):
         model.begin()
@@ -100,7 +100,8 @@ def _write(folder: Path, runner: ModelRunner) -> None:
         model.commit()
         if number < 2:
             model.start_step(ops.AdamParams(learning_rate=0.01))()
-    runner.make_sampler(ops.SaveSampler("m", 1, "copy"), Path(), ())
+    if parallel.pipeline == 1:
+        runner.make_sampler(ops.SaveSampler("m", 1, "copy"), Path(), ())
     runner.save(ops.SaveWeights("m", 1, "weights", "a"), folder / "saved")
     runner.save(ops.SaveWeights("m", 2, "sampler_weights", "b"), folder / "sampled")
     assert runner.take_snapshot(1, folder / "snapshot") is None
@@ -113,33 +114,45 @@ def _write(folder: Path, runner: ModelRunner) -> None:
             (folder / DIGEST).write_text(result.digest, encoding="utf-8")
             save_file({name: value.contiguous() for name, value in state.items()}, folder / STATE)
     runner.models.clear()
-    runner.sampler.close("copy")
+    if parallel.pipeline == 1:
+        runner.sampler.close("copy")
+
+
+def data_rank(ranks: RankGroup, parallel: ParallelSettings) -> int:
+    """Which of the rows this rank has."""
+    return ranks.rank % parallel.stage_ranks(ranks.size) // parallel.row_ranks
+
+
+def on_all_stages(own: State, ranks: RankGroup) -> State:
+    gathered = ranks.all_gather_bytes(save({name: tensor.contiguous() for name, tensor in own.items()}))
+    return {name: tensor for data in gathered for name, tensor in load(data).items()}
 
 
 def gathered(runner: ModelRunner) -> State:
-    """Weights, moments, gradients and the sampler's weights of the model, in full."""
+    """Weights, moments, gradients and the sampler's weights, if there is a sampler, of the model, in full."""
     model: Any = runner.models["m"]
-    ((_, sampled, full),) = runner.sampler.entries()
+    _, sampled, full = next(runner.sampler.entries(), ("", None, None))
     if isinstance(model, LoraModel):
-        assert sampled is not None
         own = model.adapter
         gradient = torch.zeros_like(own.flat) if own.gradient is None else own.gradient.clone()
         (moments,) = model.optimizer.moments()
         flat = {"weights.": own.flat, **{f"{name}.": value for name, value in moments.items()}}
-        flat |= {GRADIENT: runner.ranks.start_all_reduce(gradient)(), SAMPLER: sampled.flat}
+        flat[GRADIENT] = runner.ranks.start_all_reduce(gradient)()
+        if sampled is not None:
+            flat[SAMPLER] = sampled.flat
         return {
             f"{kind}{name}": view.cpu().clone()
             for kind, block in flat.items()
             for name, view in own.views(block).items()
         }
-    assert full is not None
-    state: dict[str, Any] = {f"{SAMPLER}{name}": value for name, value in full.items()}
+    state: dict[str, Any] = {f"{SAMPLER}{name}": value for name, value in (full or {}).items()}
     for (name, parameter), own_moments in zip(model.parameters.items(), model.optimizer.moments(), strict=True):
         state[f"weights.{name}"] = parameter
         state |= {f"{moment}.{name}": sharded_like(parameter, value) for moment, value in own_moments.items()}
         if parameter.grad is not None:
             state[f"{GRADIENT}{name}"] = parameter.grad
-    return {name: value.full_tensor().detach().cpu().clone() for name, value in state.items()}
+    tensors = {name: value.full_tensor().detach().cpu().clone() for name, value in state.items()}
+    return on_all_stages(tensors, runner.ranks)
 
 
 def _is_equal(folder: Path, runner: ModelRunner, *kinds: str) -> bool:

@@ -1,4 +1,4 @@
-"""Tensor, expert and context groups of four or eight ranks: `torchrun … -m tests.shell.train_runner.split_mesh FOLDER
+"""Tensor, expert and context groups and stages of a pipeline: `torchrun … -m tests.shell.train_runner.split_mesh FOLDER
 MESH DTYPE FAMILY …`.
 
 MESH is one of `MESHES`. Rank 0 writes what was found. The losses, gradients and steps of a mesh are compared with those
@@ -11,7 +11,7 @@ orchestrator would.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -29,6 +29,7 @@ from strata.train.runner.checkpoint.formats import to_peft
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora import Adapter, Span
 from strata.train.runner.model.base import DTYPES, BaseModel
+from strata.train.runner.model.pipeline_parallel import plan_steps
 from strata.train.runner.model.tiny import Family, TinyModel, make
 from strata.train.runner.model.trained import FullModel, LoraModel, local, own_slice
 from strata.train.runner.model_runner import ModelRunner
@@ -44,11 +45,12 @@ from tests.shell.train_runner.checks_custom_loss import (
 from tests.shell.train_runner.checks_lora import (
     losses_logprobs_and_gradients_are_those_of_peft,
     neighbours_of_other_clients_change_nothing,
+    rows_and_ranks_make_no_difference_and_outputs_keep_their_order,
     trained,
 )
-from tests.shell.train_runner.driver import Driver, Memory, datum, dense, logprobs_of
+from tests.shell.train_runner.driver import Driver, Memory, apart, datum, dense, logprobs_of
 from tests.shell.train_runner.mesh import add_product, tie
-from tests.shell.train_runner.resharding import LORA, TRAININGS, Training, reshard
+from tests.shell.train_runner.resharding import LORA, TRAININGS, Training, data_rank, on_all_stages, reshard
 from tests.support.ranks import join_ranks
 
 ADAM = ops.AdamParams(learning_rate=0.01, weight_decay=0.1, grad_clip_norm=0.5)
@@ -72,9 +74,17 @@ MESHES: Mapping[str, ParallelSettings] = {
     "context 2 experts 2": ParallelSettings(shard=2, context=2, expert=2),
     "context 2 experts 4": ParallelSettings(shard=2, context=2, expert=4),
     "context 2 tensor 2 experts 4": ParallelSettings(context=2, tensor=2, expert=4),
+    "stages 2": ParallelSettings(pipeline=2),
+    "stages 2x2": ParallelSettings(pipeline=2, shard=2),
+    "stages 2x2 gpipe": ParallelSettings(pipeline=2, shard=2, schedule="gpipe"),
+    "stages 2x2x1": ParallelSettings(pipeline=2, replicate=2),
+    "stages 4": ParallelSettings(pipeline=4),
+    "stages 2 tensor 2": ParallelSettings(pipeline=2, tensor=2),
+    "stages 2 context 2": ParallelSettings(pipeline=2, context=2),
 }
 DOCUMENTS = ((9, 14, 3, 5), (6, 1, 4), (11, 2), (7,))
-"""Their lengths in the row of each data rank: neither two nor four ranks divide a row, and both cut documents."""
+"""Their lengths in each of the rows, which the data ranks share: neither two nor four ranks divide a row, and both cut
+documents."""
 WITH_EXPERTS = frozenset({"qwen3_moe", "gpt_oss", "deepseek_v3"})
 EAGER = frozenset({"gpt_oss", "gemma2"})
 """Families whose sinks and soft-capping no kernel has."""
@@ -218,27 +228,22 @@ def compare(folder: Path, ranks: RankGroup, training: Training, mesh: str, dtype
         # B begins with zeros, and A would have no gradient; nor would the head's, if all rows of its B were the same.
         adapter.flat.add_(0.01 * torch.sin(torch.arange(adapter.size, dtype=torch.float64)).to(ranks.device))
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
-    equal = all(
-        isinstance(parameter, DTensor)
-        and name == other
-        and torch.equal(local(parameter), own_slice(value.detach(), parameter))
-        for (name, parameter), (other, value) in zip(base.lm.named_parameters(), whole.named_parameters(), strict=True)
-    )
+    equal = are_own_shards(base, ranks, dict(whole.named_parameters()))
     oracle = Oracle(folder, adapter, DTYPES[dtype])
-    expected = oracle.loss(parallel.data_ranks(ranks.size))
+    expected = oracle.loss(len(DOCUMENTS))
     create = ops.CreateModel("m", "tiny", None if adapter is None else adapter.config)
     model = FullModel(create, base.packed, ranks) if adapter is None else LoraModel(create, adapter, ranks)
     model.begin()
-    number = ranks.rank * parallel.data_ranks(ranks.size) // ranks.size
-    total = weigh(base.logprobs(packed_row(number, base.vocabulary, adapter, ranks.device)))
-    total.backward()  # type: ignore[no-untyped-call]
+    numbers = range(data_rank(ranks, parallel), len(DOCUMENTS), parallel.data_ranks(ranks.size))
+    rows = [packed_row(number, base.vocabulary, adapter, ranks.device) for number in numbers]
+    total = compute_rows(base, rows)
     model.commit()
     gradients = gathered_gradients(model, ranks)
     worst = difference(gradients, oracle.gradients())
     norm = oracle.step(gradients)
     result = model.start_step(ADAM)()
-    own = values_of(model)
-    loss = total.detach().clone() * base.is_first_of_row
+    own = values_of(model, ranks)
+    loss = total * base.is_first_of_row
     return SplitParity(
         f"{folder.name} {training} {mesh}",
         abs(float(ranks.start_all_reduce(loss)()) - expected) / abs(expected),
@@ -249,17 +254,46 @@ def compare(folder: Path, ranks: RankGroup, training: Training, mesh: str, dtype
     )
 
 
+def are_own_shards(base: BaseModel, ranks: RankGroup, whole: Mapping[str, torch.Tensor]) -> bool:
+    """Whether each rank has its part of the weights that it has, and each stage those of its layers and no others."""
+    own = dict(base.lm.named_parameters())
+    equal = all(
+        isinstance(parameter, DTensor) and torch.equal(local(parameter), own_slice(whole[name].detach(), parameter))
+        for name, parameter in own.items()
+    )
+    gathered = [
+        msgspec.json.decode(data, type=list[str]) for data in ranks.all_gather_bytes(msgspec.json.encode([*own]))
+    ]
+    stages = gathered[:: base.settings.parallel.stage_ranks(ranks.size)]
+    # A tied embedding is on the first and on the last stage, and the last is read after it.
+    names = [name for number, each in enumerate(stages) for name in each if not number or name not in stages[0]]
+    return equal and sorted(names) == sorted(whole) and (len(stages) == 1 or max(map(len, stages)) < len(whole))
+
+
+def compute_rows(base: BaseModel, rows: Sequence[PackedRow]) -> torch.Tensor:
+    """Forward and backward in the order of the schedule; returns the sum of the losses."""
+    stage = 0 if base.stage is None else base.stage.number
+    totals: dict[int, torch.Tensor] = {}
+    for step in plan_steps(base.settings.parallel, stage, len(rows)):
+        if step.is_backward:
+            totals[step.row].backward()  # type: ignore[no-untyped-call]
+        else:
+            totals[step.row] = weigh(base.logprobs(rows[step.row]))
+    return torch.stack([total.detach() for total in totals.values()]).sum()
+
+
 def gathered_gradients(model: FullModel | LoraModel, ranks: RankGroup) -> dict[str, torch.Tensor]:
     if isinstance(model, FullModel):
         gradients: dict[str, Any] = {name: parameter.grad for name, parameter in model.parameters.items()}
-        return {name: gradient.full_tensor().cpu() for name, gradient in gradients.items()}
+        return on_all_stages({name: gradient.full_tensor().cpu() for name, gradient in gradients.items()}, ranks)
     assert model.adapter.gradient is not None
     return to_peft(model.adapter.views(ranks.start_all_reduce(model.adapter.gradient.clone())().cpu()))
 
 
-def values_of(model: FullModel | LoraModel) -> dict[str, torch.Tensor]:
+def values_of(model: FullModel | LoraModel, ranks: RankGroup) -> dict[str, torch.Tensor]:
     if isinstance(model, FullModel):
-        return {name: parameter.full_tensor().detach().cpu() for name, parameter in model.parameters.items()}
+        values = {name: parameter.full_tensor().detach().cpu() for name, parameter in model.parameters.items()}
+        return on_all_stages(values, ranks)
     return to_peft(model.adapter.views(model.adapter.flat.cpu()))
 
 
@@ -277,6 +311,7 @@ def drive(folder: Path, family: str, ranks: RankGroup, parallel: ParallelSetting
         row_tokens=4096,
         # Where the mesh allows it, every rank has all of the base.
         replicated_bytes=1 << 30,
+        activation_checkpointing=2,
         parallel=parallel,
     )
     runner = ModelRunner(settings, ranks)
@@ -289,10 +324,13 @@ def drive(folder: Path, family: str, ranks: RankGroup, parallel: ParallelSetting
     found = Found(data_ranks, folder)
     losses_logprobs_and_gradients_are_those_of_peft(driver, found)
     neighbours_of_other_clients_change_nothing(driver, found)
+    if parallel.pipeline > 1:
+        neighbours_of_other_clients_change_nothing(driver, found, layout=apart)
+        rows_and_ranks_make_no_difference_and_outputs_keep_their_order(driver, found)
     if data_ranks > 1:
         # Its groups are in rows of several ranks.
         preferences_have_the_gradient_of_the_client_side_way_in_one_pass_and_in_two(driver, found)
-    off = _sample(driver)
+    off = _sample(driver) if parallel.pipeline == 1 else _fail_to_sample(driver)
     driver.dispatcher.run_once(commands.RankRequest(driver.generation, 1, commands.Shutdown()))
     return off
 
@@ -315,6 +353,14 @@ def _sample(driver: Driver) -> float:
     return float(np.abs(sampled - computed[:-1]).max())
 
 
+def _fail_to_sample(driver: Driver) -> float:
+    model = trained(driver, "sampled")
+    (refused,) = driver.do(commands.MakeSampler(ops.SaveSampler(model, 2, "copy"), ""))
+    assert isinstance(refused, ops.Failed), refused
+    assert "no rank has all layers" in refused.message
+    return 0.0
+
+
 def _of_next_tokens(prompt: ops.Datum) -> ops.Datum:
     following = np.roll(np.frombuffer(prompt.tokens, "<i4"), -1)
     return ops.Datum(prompt.tokens, {**prompt.inputs, "target_tokens": dense(following, ops.DType.I64)})
@@ -326,7 +372,9 @@ def build(folder: Path, family: str, parallel: ParallelSettings) -> None:
     heads = (1 if family == "llama" else 2) * parallel.context if parallel.context > 1 else 2
     if family in get_args(Family):
         hidden = 32 * heads * parallel.tensor
-        make(folder / family, TinyModel(family=family, hidden=hidden, experts=8))  # type: ignore[arg-type]
+        # Stages do not divide them.
+        layers = parallel.pipeline + 1
+        make(folder / family, TinyModel(family=family, hidden=hidden, experts=8, layers=layers))  # type: ignore[arg-type]
     else:
         # Each head of deepseek_v3 has keys and values of its own.
         shared = parallel.context == 1 and family != "deepseek_v3"
@@ -345,7 +393,7 @@ def main(folder: Path, mesh: str, dtype: Dtype, families: list[str]) -> None:
     parity = [compare(folder / family, ranks, training, mesh, dtype) for family in families for training in TRAININGS]
     others = {
         "one rank": ParallelSettings(replicate=ranks.size),
-        "two shards": ParallelSettings(replicate=ranks.size // 2),
+        "two shards": ParallelSettings(shard=2, replicate=ranks.size // 2),
     }
     resharded = reshard(folder, folder / families[0], ranks, {mesh: MESHES[mesh], **others})
     found = SplitFound(parity, resharded, drive(folder, families[-1], ranks, MESHES[mesh]))

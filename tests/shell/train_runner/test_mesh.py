@@ -25,8 +25,10 @@ from strata.base.settings import process_environment
 from strata.train.launch.preflight import check_mesh
 from strata.train.runner.checkpoint import shards
 from strata.train.runner.checkpoint.export import export
+from strata.train.runner.model.pipeline_parallel import plan_steps, rows_in_flight
 from strata.train.settings import (
     EXPERT_FAMILIES,
+    PIPELINE_FAMILIES,
     TENSOR_FAMILIES,
     LimitSettings,
     ModelSettings,
@@ -248,9 +250,13 @@ def test_losses_gradients_steps_and_files_of_tensor_groups_are_those_of_one_proc
 def test_a_checkpoint_of_tensor_groups_is_exported_as_the_model_that_was_trained(
     split_folder: Path, tmp_path: Path
 ) -> None:
-    export(split_folder / "saved", tmp_path / "out", "hf")
-    lm = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    sampled = AutoModelForCausalLM.from_pretrained(split_folder / "sampled", dtype=torch.float32)
+    check_export(split_folder, tmp_path / "out")
+
+
+def check_export(folder: Path, out: Path) -> None:
+    export(folder / "saved", out, "hf")
+    lm = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    sampled = AutoModelForCausalLM.from_pretrained(folder / "sampled", dtype=torch.float32)
     for (name, weight), (other, same) in zip(lm.named_parameters(), sampled.named_parameters(), strict=True):
         assert name == other
         assert torch.equal(weight, same)
@@ -301,6 +307,7 @@ def test_eight_ranks_in_three_dimensions_compute_what_one_process_does(mesh: str
     check_split_mesh(run_split_mesh(tmp_path, mesh, *families, ranks=8), mesh, *families)
 
 
+STAGE_FAMILIES: Final = ("llama", *sorted(PIPELINE_FAMILIES - {"llama"}))
 CONTEXT_FAMILIES: Final = ("llama", "qwen3", "gemma3_text", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_moe")
 
 
@@ -320,7 +327,7 @@ def test_documents_that_are_cut_between_ranks_give_the_numbers_of_one_process(tm
         ("context 2x2", CONTEXT_FAMILIES),
         ("context 1x4", CONTEXT_FAMILIES),
         ("context 2x1x2", CONTEXT_FAMILIES),
-        ("context 2 tensor 2", ("llama", "qwen3", "gemma3_text")),
+        ("context 2 tensor 2", ("llama", "gemma3_text", "qwen3")),
         ("context 2 experts 2", ("qwen3_moe",)),
         ("context 2 experts 4", ("qwen3_moe",)),
     ],
@@ -329,6 +336,42 @@ def test_context_groups_of_every_mesh_and_kind_of_attention_give_the_numbers_of_
     mesh: str, families: tuple[str, ...], dtype: Dtype, tmp_path: Path
 ) -> None:
     check_split_mesh(run_split_mesh(tmp_path, mesh, *families, dtype=dtype), mesh, *families, dtype=dtype)
+
+
+@pytest.mark.gpu
+def test_stages_give_the_numbers_and_the_files_of_one_process(tmp_path: Path) -> None:
+    families = ("llama", "qwen3")
+    folder = run_split_mesh(tmp_path, "stages 2x2", *families)
+    check_split_mesh(folder, "stages 2x2", *families)
+    check_export(folder, tmp_path / "out")
+    # Of the tied embedding, which two stages have, one is written.
+    written = [name for file in (folder / "saved").glob(shards.SHARDS) for name in load_file(file)]
+    assert written.count("model.embed_tokens.weight") == 2
+    assert len(set(written)) == len(written) / 2
+
+
+@pytest.mark.gpu
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize(
+    ("mesh", "families"),
+    [
+        ("stages 2", STAGE_FAMILIES),
+        ("stages 2x2", STAGE_FAMILIES),
+        ("stages 2x2 gpipe", STAGE_FAMILIES),
+        ("stages 2x2x1", STAGE_FAMILIES),
+        ("stages 4", ("llama", "qwen3", "qwen3_moe")),
+        ("stages 2 tensor 2", ("llama", "gemma3_text", "qwen3")),
+        ("stages 2 context 2", STAGE_FAMILIES),
+    ],
+)
+def test_stages_of_every_mesh_schedule_and_family_give_the_numbers_of_one_process(
+    mesh: str, families: tuple[str, ...], dtype: Dtype, tmp_path: Path
+) -> None:
+    ranks = 2 if mesh == "stages 2" else 4
+    folder = run_split_mesh(tmp_path, mesh, *families, dtype=dtype, ranks=ranks)
+    check_split_mesh(folder, mesh, *families, dtype=dtype)
 
 
 @pytest.mark.nightly
@@ -406,6 +449,17 @@ def test_each_rank_of_a_context_group_has_its_part_of_the_activations_of_a_row(t
             "parallel.context is 2: attn_temperature_tuning scales by the place in a row, and a rank has a slice",
         ),
         (ParallelSettings(context=2), {"model_type": "llama4_text", "attn_temperature_tuning": False}, ""),
+        (ParallelSettings(pipeline=4), {"model_type": "qwen3", "num_hidden_layers": 4}, ""),
+        (
+            ParallelSettings(pipeline=4),
+            {"model_type": "llama", "num_hidden_layers": 3},
+            "parallel.pipeline is 4, which is more than the num_hidden_layers of the model, 3",
+        ),
+        (
+            ParallelSettings(pipeline=2),
+            {"model_type": "gemma2", "num_hidden_layers": 4},
+            "parallel.pipeline is 2: gemma2 cannot be on several stages, only gemma3_text, llama, qwen3, qwen3_moe",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_split_is_refused_before_anything_starts(
@@ -468,11 +522,60 @@ def test_a_model_that_cannot_be_split_is_refused_before_anything_starts(
             4,
             "parallel.context 2 times parallel.shard 4 is 8, and there are 4 ranks",
         ),
-        (ParallelSettings(pipeline=2), 4, "parallel.pipeline is 2: this version does not have it"),
+        (ParallelSettings(pipeline=2), 4, ""),
+        (ParallelSettings(pipeline=2, replicate=2, shard=1), 4, ""),
+        (ParallelSettings(pipeline=2, context=2), 4, ""),
+        (
+            ParallelSettings(pipeline=3),
+            4,
+            "parallel.pipeline 3 does not divide the number of ranks, 4",
+        ),
+        (
+            ParallelSettings(pipeline=2, shard=4),
+            4,
+            "parallel.pipeline 2 times parallel.shard 4 is 8, and there are 4 ranks",
+        ),
+        (
+            ParallelSettings(pipeline=2, expert=2),
+            4,
+            "parallel.expert and parallel.pipeline are both above 1, which this version does not have",
+        ),
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused_with_a_reason(parallel: ParallelSettings, ranks: int, problem: str) -> None:
     assert parallel.problem(ranks) == problem
+
+
+def written_steps(parallel: ParallelSettings, stage: int, rows: int) -> str:
+    return " ".join(f"{'B' if step.is_backward else 'F'}{step.row}" for step in plan_steps(parallel, stage, rows))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "rows", "of_stages", "in_flight"),
+    [
+        (ParallelSettings(), 3, ["F0 B0 F1 B1 F2 B2"], 1),
+        (ParallelSettings(schedule="gpipe"), 2, ["F0 B0 F1 B1"], 1),
+        (
+            ParallelSettings(pipeline=2),
+            4,
+            ["F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"],
+            2,
+        ),
+        (
+            ParallelSettings(pipeline=3),
+            4,
+            ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"],
+            3,
+        ),
+        (ParallelSettings(pipeline=3), 1, ["F0 B0", "F0 B0", "F0 B0"], 1),
+        (ParallelSettings(pipeline=2, schedule="gpipe"), 3, ["F0 F1 F2 B0 B1 B2", "F0 F1 F2 B0 B1 B2"], 3),
+    ],
+)
+def test_a_schedule_is_the_order_in_which_each_stage_computes_rows(
+    parallel: ParallelSettings, rows: int, of_stages: list[str], in_flight: int
+) -> None:
+    assert [written_steps(parallel, stage, rows) for stage in range(parallel.pipeline)] == of_stages
+    assert rows_in_flight(parallel, rows) == in_flight
 
 
 @pytest.fixture

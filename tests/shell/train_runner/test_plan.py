@@ -253,9 +253,16 @@ def test_settings_of_a_server_are_planned_with_lines_for_a_manifest(tmp_path: Pa
     found = json.loads(
         runner.invoke(plan, [str(file), "--training", "lora", "-o", "json"], catch_exceptions=False).stdout
     )
-    assert found["mesh"] == {"replicate": 1, "shard": 2, "tensor": 1, "expert": 1, "context": 1}
+    assert found["mesh"] == {"replicate": 1, "shard": 2, "tensor": 1, "expert": 1, "context": 1, "pipeline": 1}
     assert found["total"] == sum(part["bytes"] for part in found["parts"])
     assert found["manifest"]["min_gpus"] == 2
+
+
+def test_stages_are_not_planned(tmp_path: Path) -> None:
+    file = tmp_path / "train.toml"
+    file.write_text('[model]\npath = "model"\n[ranks]\nnproc = 2\n[parallel]\npipeline = 2\n', "utf-8")
+    with pytest.raises(StrataError, match="a plan does not count what is on a stage"):
+        CliRunner().invoke(plan, [str(file)], catch_exceptions=False)
 
 
 @pytest.mark.nightly

@@ -270,6 +270,9 @@ def _conflicts(recipe: Recipe) -> list[tuple[tuple[str, ...], str]]:
         found.append((("reward", "check"), 'expected "exact", "number", "regex" or "FILE.py:FUNCTION"'))
     if problem := recipe.parallel.problem(recipe.server.ranks):
         found.append((("parallel",), problem))
+    samples = recipe.kind == "grpo" or (recipe.kind == "distill" and recipe.distill.mode == "on_policy")
+    if recipe.parallel.pipeline > 1 and samples:
+        found.append((("parallel", "pipeline"), f"{recipe.kind} samples, and ranks that are stages cannot"))
     if sum(map(bool, (recipe.teacher.path, recipe.teacher.tiny, recipe.teacher.url))) > 1:
         found.append((("teacher",), "path, tiny and url name different models; set one of them"))
     return found
@@ -330,6 +333,9 @@ def recipe_settings(recipe: Recipe) -> dict[str, Any]:
         values["teacher"].pop("url")
     if recipe.parallel == ParallelSettings():
         values.pop("parallel")
+    else:
+        # The order of rows does not change their sum.
+        values["parallel"].pop("schedule")
     return {
         f"{section}.{key}": value
         for section, table in values.items()

@@ -70,15 +70,17 @@ class MeshShape(msgspec.Struct, frozen=True):
     """Of the devices that hold a copy, those that hold different experts."""
     context: int = 1
     """Devices that have different slices of the same rows. They shard a copy too."""
+    pipeline: int = 1
+    """Stages, each on devices of its own."""
 
     @property
     def shards(self) -> int:
-        """Devices that shard a copy."""
+        """Devices that shard a copy, or a stage of it."""
         return self.shard * self.context
 
     @property
     def devices(self) -> int:
-        return self.replicate * self.shards * self.tensor
+        return self.pipeline * self.replicate * self.shards * self.tensor
 
 
 ONE_DEVICE: Final = MeshShape()
@@ -182,7 +184,7 @@ def plan_device(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> Devic
 def is_replicated(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> bool:
     """A frozen base that is small is on every device in full, without FSDP."""
     is_small = cost.parameters * recipe.item_bytes - cost.saved_bytes <= recipe.replicated_bytes
-    return not recipe.full and mesh.tensor == 1 and mesh.expert == 1 and is_small
+    return not recipe.full and mesh.tensor == mesh.expert == mesh.pipeline == 1 and is_small
 
 
 def collective_costs(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> tuple[CollectiveCost, ...]:

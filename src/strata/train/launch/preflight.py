@@ -38,6 +38,7 @@ _CONV1D_FAMILIES: Final = frozenset({"gpt2", "openai-gpt"})
 """Families (`model_type`) whose layers are `Conv1D` of transformers, which are not quantised; only the model has their
 types, not its files."""
 _HEAD: Final = "lm_head.weight"
+_EMBEDDING: Final = "embed_tokens."
 _MAX_HEADER: Final = 100 << 20
 _log = log.get(__name__)
 
@@ -81,6 +82,13 @@ def check_mesh(settings: ServerSettings) -> None:
     folder = find_folder(settings.model.path)
     if folder is not None and (problem := settings.parallel.model_problem(read_config(folder))):
         raise StrataError(Code.INVALID, problem)
+    if settings.parallel.pipeline > 1 and settings.inference.engine:
+        raise StrataError(
+            Code.INVALID,
+            f"parallel.pipeline is {settings.parallel.pipeline}, and inference.engine is {settings.inference.engine}:"
+            " ranks that are stages open no samplers, with an engine or without",
+            hint="leave inference.engine out, and sample from saved weights elsewhere",
+        )
 
 
 def check_quantised(settings: ServerSettings) -> None:
@@ -148,7 +156,7 @@ def estimate(settings: ServerSettings, model: ModelFiles) -> MemoryEstimate:
     """To start: without a LoRA model, a sample or a second pass before a step. The activations of a row come on top."""
     recipe = memory_recipe(settings)
     mesh = mesh_shape(settings.parallel, settings.ranks.nproc)
-    cost = model_cost(model, recipe, mesh)
+    cost = largest_stage_cost(model, recipe, settings.parallel, mesh)
     least = msgspec.structs.replace(recipe, slots=0, cached_tokens=0, accumulates=False)
     # What may work is not refused.
     start = sum(part.bytes for part in plan_device(cost, least, mesh).parts if part.name != "margin")
@@ -157,7 +165,7 @@ def estimate(settings: ServerSettings, model: ModelFiles) -> MemoryEstimate:
 
 def mesh_shape(parallel: ParallelSettings, ranks: int) -> MeshShape:
     shard = max(parallel.shards(ranks) // parallel.context, 1)
-    return MeshShape(parallel.replicate, shard, parallel.tensor, parallel.expert, parallel.context)
+    return MeshShape(parallel.replicate, shard, parallel.tensor, parallel.expert, parallel.context, parallel.pipeline)
 
 
 def memory_recipe(settings: ServerSettings) -> MemoryRecipe:
@@ -174,6 +182,43 @@ def memory_recipe(settings: ServerSettings) -> MemoryRecipe:
         replicated_bytes=model.replicated_mb << 20,
         device="cpu" if settings.ranks.backend == "gloo" or shutil.which(NVIDIA_SMI) is None else "cuda",
     )
+
+
+def largest_stage_cost(
+    model: ModelFiles, recipe: MemoryRecipe, parallel: ParallelSettings, mesh: MeshShape
+) -> ModelCost:
+    """Of the stage that has most parameters, and of adapters in full, which all ranks have; ranks that are stages have
+    no KV cache. Without stages, of the model."""
+    whole = model_cost(model, recipe, mesh)
+    if mesh.pipeline == 1:
+        return whole
+    stages = [
+        model_cost(ModelFiles(_stage_shapes(model, parallel, stage), model.config), recipe, mesh)
+        for stage in range(mesh.pipeline)
+    ]
+    return msgspec.structs.replace(
+        max(stages, key=lambda cost: cost.rank_parameters),
+        parameters=whole.parameters,
+        adapter_parameters=whole.adapter_parameters,
+        cache_numbers=0,
+    )
+
+
+def _stage_shapes(model: ModelFiles, parallel: ParallelSettings, stage: int) -> dict[str, tuple[int, ...]]:
+    """A tied head is on the last stage too."""
+    own = parallel.stage_layers(stage, int(model.config.get("num_hidden_layers", 0)))
+    is_last, is_tied = stage == parallel.pipeline - 1, _HEAD not in model.shapes
+    shapes = {}
+    for name, shape in model.shapes.items():
+        if (match := _LAYER.match(name)) is not None:
+            is_own = int(match.group().split(".")[-2]) in own
+        elif _EMBEDDING in name:
+            is_own = stage == 0 or (is_last and is_tied)
+        else:
+            is_own = is_last
+        if is_own:
+            shapes[name] = shape
+    return shapes
 
 
 def model_cost(model: ModelFiles, recipe: MemoryRecipe, mesh: MeshShape) -> ModelCost:

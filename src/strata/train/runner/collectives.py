@@ -167,6 +167,18 @@ class RankGroup:
 
         return wait
 
+    def send_to_rank0(self, tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
+        """On rank 0 the tensor of the first rank that has it; the others get what they gave. `like` has its shape and
+        dtype."""
+        sender = self.all_gather_int(int(tensor is not None)).index(1)
+        if sender and self.rank == sender:
+            assert tensor is not None
+            dist.send(tensor.contiguous(), 0)
+        elif sender and self.is_rank0:
+            tensor = torch.empty(like.shape, dtype=like.dtype, device=self.device)
+            dist.recv(tensor, sender)
+        return tensor
+
     @contextmanager
     def collective_errors(self) -> Iterator[None]:
         """An error inside on one rank is raised on all of them, with the same message. Nothing inside may communicate.

@@ -256,8 +256,8 @@ class Span:
 
 
 class Adapters:
-    """The forward hooks in the base, and the spans of the row that they compute. The spans stay set until the backward
-    pass is over: layers that are recomputed in it must add the same."""
+    """The forward hooks in the base, and the spans of the row that they compute. They are set again when the backward
+    pass of the row begins: layers that are recomputed in it must add the same."""
 
     def __init__(self, model: nn.Module) -> None:
         self.row: Sequence[Span] = ()
@@ -267,6 +267,11 @@ class Adapters:
             if kind_of(name) is not None and linear_shape(module) is not None:
                 # First of all: outputs of a layer that is split over ranks are summed or gathered after it.
                 module.register_forward_hook(self._hook(name, head=kind_of(name) == "unembed"), prepend=True)
+
+    def restore_row(self, spans: Sequence[Span], gradient: torch.Tensor) -> None:
+        """A hook of what a row computes, for its backward pass."""
+        del gradient
+        self.row = spans
 
     def _hook(self, name: str, *, head: bool) -> Any:
         def add(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:

@@ -178,7 +178,7 @@ class ModelRunner:
         model = FullModel(operation, self.base.packed, self.ranks)
         if self._base_modified:
             with self.ranks.collective_errors():
-                weights = formats.read_shards_of(self.settings.model, model)
+                weights = formats.read_shards_of(self.settings.model, model, self.base)
             formats.install_weights(weights, model)
             self._base_modified = False
         return model
@@ -297,7 +297,7 @@ class ModelRunner:
                 return lambda: self.sampler.open_base(entry.sampler_id)
             case "adapter":
                 lora = state.sampler_lora(entry)
-                adapter = Adapter(lora, targets_of(self.base.lm, lora), self.ranks.device)
+                adapter = Adapter(lora, targets_of(self.base.all_stages, lora), self.ranks.device)
                 state.read_sampler_adapter(reader, number, adapter)
                 return lambda: self.sampler.open_adapter(entry.sampler_id, adapter)
             case "whole":

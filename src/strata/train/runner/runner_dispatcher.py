@@ -252,10 +252,10 @@ class RunnerDispatcher:
             partitioned = partition.partition_pass(work, self._data_ranks)
         except StrataError as error:
             return [partition.failed(error.code, str(error)) for _ in work.items], 0
-        # Adjacent ranks compute the same rows together.
-        together = self._ranks.size // self._data_ranks
+        # Adjacent ranks compute the same rows together, and so do those of the other stages.
+        parallel = self._runner.settings.parallel
         encoded = [partition.encode(part) for part in partitioned.of_ranks] if self._ranks.size > 1 else []
-        parts = [part for part in encoded for _ in range(together)]
+        parts = [part for part in encoded for _ in range(parallel.row_ranks)] * parallel.pipeline
         self._ranks.broadcast_header(BroadcastKind.PASS, [len(part) for part in parts])
         self._ranks.scatter(parts)
         report = self._runner.forward_backward(partitioned.of_ranks[0])

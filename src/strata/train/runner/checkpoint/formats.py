@@ -6,7 +6,7 @@ The moments of an optimizer have the names of the weights they belong to. All fi
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,20 +23,19 @@ from strata.train.core.ops import LoraConfig
 from strata.train.core.state import IMPORTED
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG, PREFIX, peft_layer
 from strata.train.runner.checkpoint import shards
+from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora import Adapter, linear_shape
 from strata.train.runner.model.base import BaseModel, tokenizer_files
-from strata.train.runner.model.loading import load_sharded, parent_of
+from strata.train.runner.model.loading import RankPart, load_sharded, parent_of
 from strata.train.runner.model.trained import (
     FullModel,
     LoraModel,
-    is_first_copy,
     local,
     mesh_size,
     own_slice,
     sharded,
     sharded_like,
 )
-from strata.train.runner.passes.logprobs import PackedModel
 
 OPTIMIZER: Final = "optimizer.safetensors"
 
@@ -113,14 +112,14 @@ def _kinds(lora: LoraConfig | None) -> tuple[bool, ...]:
     return () if lora is None else (lora.train_attn, lora.train_mlp, lora.train_unembed)
 
 
-def full_parameters(folder: Path, packed: PackedModel) -> dict[str, torch.Tensor]:
+def full_parameters(folder: Path, base: BaseModel) -> dict[str, torch.Tensor]:
     """The weights of a saved full model, sharded as the live ones are."""
-    live = dict(sharded(packed))
+    live = dict(sharded(base.packed))
     if shards.has_shards(folder):
         state = shards.empty_like({name: parameter.detach() for name, parameter in live.items()})
         shards.fill(folder, state)
         return state
-    own = _read_own_shards(str(folder), live)
+    own = _read_own_shards(str(folder), live, base)
     return {name: sharded_like(parameter, shard) for (name, parameter), shard in zip(live.items(), own, strict=True)}
 
 
@@ -152,7 +151,7 @@ def _peft_config(adapter: Adapter, base: BaseModel) -> Mapping[str, Any]:
         "lora_alpha": adapter.config.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": _target_modules(base.lm, linear),
+        "target_modules": _target_modules(base.all_stages, linear),
         "target_parameters": list(dict.fromkeys(experts)) or None,
         "inference_mode": True,
     }
@@ -216,25 +215,34 @@ def _cpu_copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def own_state(model: FullModel) -> dict[str, torch.Tensor]:
     """What this rank writes: of each weight one copy is written, however many there are."""
-    state = full_state(model, optimizer=True)
-    return {name: tensor for name, tensor in state.items() if is_first_copy(tensor)}
+    own = {name for name in model.parameters if model.has_first_copy(name)}
+    return dict(_state_of(model, own, optimizer=True))
 
 
 def full_state(model: FullModel, *, optimizer: bool) -> dict[str, DTensor]:
     """Weights and moments under their names in the files, sharded over the ranks, without a copy."""
-    state: dict[str, DTensor] = {}
+    return dict(_state_of(model, model.parameters.keys(), optimizer=optimizer))
+
+
+def _state_of(model: FullModel, names: Set[str], *, optimizer: bool) -> Iterator[tuple[str, DTensor]]:
     for (name, parameter), own in zip(model.parameters.items(), model.optimizer.moments(), strict=True):
-        state[name] = sharded_like(parameter, local(parameter))
-        if optimizer:
-            state |= {f"{moment}.{name}": sharded_like(parameter, value) for moment, value in own.items()}
-    return state
+        if name in names:
+            yield name, sharded_like(parameter, local(parameter))
+            for moment, value in own.items() if optimizer else ():
+                yield f"{moment}.{name}", sharded_like(parameter, value)
 
 
-def gather_weights_of(names: Sequence[str], model: FullModel, *, is_rank0: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def gather_weights_of(
+    names: Sequence[str], model: FullModel, base: BaseModel, ranks: RankGroup
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Gather some weights from all ranks, one after the other. Every rank calls it; rank 0 gets them on the host."""
     for name in names:
-        full = model.parameters[name].full_tensor().detach()
-        if is_rank0:
+        parameter = model.parameters.get(name)
+        full = None if parameter is None else parameter.full_tensor().detach()
+        if base.stage is not None:
+            full = ranks.send_to_rank0(full, base.all_stages.get_parameter(name))
+        if ranks.is_rank0:
+            assert full is not None
             yield name, full.cpu()
 
 
@@ -249,7 +257,7 @@ def copy_tokenizer(model: str, folder: Path) -> None:
         shutil.copyfile(file, folder / file.name)
 
 
-def read_full(folder: Path, model: FullModel, *, optimizer: bool, steps: int) -> Callable[[], None]:
+def read_full(folder: Path, model: FullModel, base: BaseModel, *, optimizer: bool, steps: int) -> Callable[[], None]:
     """From shards, or without the optimizer from a folder in Hugging Face's format."""
     moments: list[dict[str, torch.Tensor]] = []
     if shards.has_shards(folder):
@@ -262,7 +270,7 @@ def read_full(folder: Path, model: FullModel, *, optimizer: bool, steps: int) ->
     elif optimizer:
         raise StrataError(Code.INVALID, f"{folder.name!r} holds no optimizer state")
     else:
-        weights = read_shards_of(str(folder), model)
+        weights = read_shards_of(str(folder), model, base)
 
     def install() -> None:
         install_weights(weights, model)
@@ -271,12 +279,12 @@ def read_full(folder: Path, model: FullModel, *, optimizer: bool, steps: int) ->
     return install
 
 
-def read_shards_of(path: str, model: FullModel) -> list[torch.Tensor]:
+def read_shards_of(path: str, model: FullModel, base: BaseModel) -> list[torch.Tensor]:
     """This rank's shard of every weight of a full model in Hugging Face's format."""
-    return _read_own_shards(path, model.parameters)
+    return _read_own_shards(path, model.parameters, base)
 
 
-def _read_own_shards(path: str, parameters: Mapping[str, DTensor]) -> list[torch.Tensor]:
+def _read_own_shards(path: str, parameters: Mapping[str, DTensor], base: BaseModel) -> list[torch.Tensor]:
     like = next(iter(parameters.values()))
     shards_of_weight = mesh_size(like, "shard")
 
@@ -291,7 +299,7 @@ def _read_own_shards(path: str, parameters: Mapping[str, DTensor]) -> list[torch
             module, last = parent_of(lm, name)
             setattr(module, last, own[id(weight)])
 
-    lm = load_sharded(path, torch.float32, local(like).device, shards_of_weight, distribute)
+    lm = load_sharded(path, torch.float32, local(like).device, RankPart(distribute, shards_of_weight, base.cut))
     saved = dict(lm.named_parameters())
     if saved.keys() != parameters.keys():
         difference = sorted(saved.keys() ^ parameters.keys())[0]

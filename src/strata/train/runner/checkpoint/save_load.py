@@ -68,9 +68,9 @@ def _save_gathered(
         return
     writer = ModelWriter(base.lm, temporary)
     failure: Exception | None = None
-    for group in groups_of(base.lm):
+    for group in groups_of(base.all_stages):
         # Every rank takes part in every collective, also if rank 0 has failed to write.
-        weights = dict(formats.gather_weights_of(group, model, is_rank0=ranks.is_rank0))
+        weights = dict(formats.gather_weights_of(group, model, base, ranks))
         if ranks.is_rank0 and failure is None:
             try:
                 writer.add(weights)
@@ -137,7 +137,7 @@ def load(folder: Path, model: TrainedModel, base: BaseModel, ranks: RankGroup, *
         if (manifest.lora is None) != (model.created.lora is None):
             raise StrataError(Code.INVALID, f"{name!r} was made by the other kind of training (LoRA or full)")
         if isinstance(model, FullModel):
-            install = formats.read_full(folder, model, optimizer=optimizer, steps=manifest.steps)
+            install = formats.read_full(folder, model, base, optimizer=optimizer, steps=manifest.steps)
         else:
             assert isinstance(model, LoraModel)
             _check_scale(manifest.lora, model.adapter.config)
@@ -154,9 +154,9 @@ def open_weights(folder: Path, base: BaseModel, ranks: RankGroup) -> Adapter | d
         if (lora is None) != base.settings.full:
             raise StrataError(Code.INVALID, f"{folder.name!r} was made by the other kind of training (LoRA or full)")
         if lora is None:
-            weights = formats.full_parameters(folder, base.packed)
+            weights = formats.full_parameters(folder, base)
         else:
-            weights = Adapter(lora, targets_of(base.lm, lora), ranks.device)
+            weights = Adapter(lora, targets_of(base.all_stages, lora), ranks.device)
             weights.flat.copy_(formats.read_flat(folder, weights, manifest))
     return weights
 

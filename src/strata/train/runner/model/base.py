@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -28,8 +30,9 @@ from strata.train.runner.lora import Adapter, Adapters, is_experts, targets_of
 from strata.train.runner.model.attention import ATTENTION
 from strata.train.runner.model.context_parallel import ContextParallel
 from strata.train.runner.model.expert_parallel import ExpertParallel
-from strata.train.runner.model.loading import build_skeleton, load_lm, load_sharded
+from strata.train.runner.model.loading import RankPart, build_skeleton, load_lm, load_sharded, tie_skeleton
 from strata.train.runner.model.memory import free_bytes, release_memory
+from strata.train.runner.model.pipeline_parallel import PipelineStage
 from strata.train.runner.model.quantised import replace_layers
 from strata.train.runner.model.startup_check import (
     compute_reference,
@@ -75,22 +78,37 @@ class BaseModel:
             if settings.quantise:
                 replace_layers(skeleton, settings.quantise)
             size = sum(parameter.numel() * parameter.element_size() for parameter in skeleton.parameters())
-            del skeleton
             # A frozen base that is small is not sharded: every rank has all of it, and no pass has to gather it.
             is_replicated = not settings.full and settings.parallel.may_replicate and size <= settings.replicated_bytes
-            self.is_first_of_row = ranks.rank % (ranks.size // settings.parallel.data_ranks(ranks.size)) == 0
+            self.stage = self._make_stage(ranks)
+            self.has_results = self.stage is None or self.stage.is_last
+            """Whether this rank computes log probabilities, and not only what the next stage needs for them."""
+            self.is_first_of_row = self.has_results and ranks.rank % settings.parallel.row_ranks == 0
             """Whether this rank stands for those that compute its rows together with it."""
             self.tensor: TensorParallel | None = None
             self.experts: ExpertParallel | None = None
             self.packed = self._load_replicated(ranks) if is_replicated else self._load_sharded(ranks)
             self.lm = self.packed.lm
+            self.all_stages = self.lm if self.stage is None else tie_skeleton(skeleton, settings.model)
+            """The model with the modules of all stages. It may have no memory."""
             if (context_mesh := make_context_mesh(settings.parallel, ranks.size, ranks.device)) is not None:
                 self.packed.context = ContextParallel(context_mesh)
             # The reference has to be computed before the model gets its hooks.
             reference = compute_reference(self._unmodified_logits, self.vocabulary, ranks.device)
             self.adapters = self._add_hooks(self.lm)
             self.packed.adapters = self.adapters
-            verify_packing(reference, self.logprobs, settings.dtype)
+            verify_packing(reference, self._shared_logprobs, settings.dtype)
+
+    def _make_stage(self, ranks: RankGroup) -> PipelineStage | None:
+        parallel = self.settings.parallel
+        if parallel.pipeline == 1:
+            return None
+        return PipelineStage(parallel, ranks.rank, ranks.size, DTYPES[self.settings.dtype])
+
+    def cut(self, lm: PreTrainedModel) -> None:
+        """Leave the modules of this rank's stage, if there are stages."""
+        if self.stage is not None:
+            self.stage.cut(lm, self.decoder)
 
     def _load_replicated(self, ranks: RankGroup) -> PackedModel:
         with ranks.collective_errors():
@@ -106,7 +124,7 @@ class BaseModel:
         path, quantise = self.settings.model, self.settings.quantise
         if not quantise:
             return load_lm(path, self.storage_dtype)
-        return load_sharded(path, self.storage_dtype, device, 1, lambda _: None, quantise)
+        return load_sharded(path, self.storage_dtype, device, RankPart(lambda _: None), quantise)
 
     def _load_sharded(self, ranks: RankGroup) -> PackedModel:
         """Each rank reads its shards and nothing else. The model is sharded before it has memory."""
@@ -124,6 +142,7 @@ class BaseModel:
             if tensor is not None:
                 tensor.split(lm)
             packed = PackedModel(lm, self.decoder, None, self.settings.logits_bytes)
+            packed.stage = self.stage
             if experts is not None:
                 experts.split(lm)
             elif tensor is not None and any(map(is_experts, lm.modules())):
@@ -133,7 +152,8 @@ class BaseModel:
         with ranks.collective_errors():
             shards = mesh.size(mesh.mesh_dim_names.index("shard"))
             path, quantise = self.settings.model, self.settings.quantise
-            load_sharded(path, self.storage_dtype, ranks.device, shards, distribute, quantise)
+            part = RankPart(distribute, shards, self.cut)
+            load_sharded(path, self.storage_dtype, ranks.device, part, quantise)
         assert packed is not None
         self.tensor, self.experts = tensor, experts
         return packed
@@ -144,7 +164,7 @@ class BaseModel:
         lm.set_attn_implementation(ATTENTION)
         adapters = None if self.settings.full else Adapters(lm)
         group_experts(lm, adapters, None if self.experts is None else self.experts.dispatch, self.tensor)
-        if adapters is not None:
+        if adapters is not None and (self.stage is None or self.stage.is_first):
             # Then every layer takes part in the backward pass of every rank, whichever adapters its row has. Each layer
             # has a collective in the backward pass; a rank that left one out would wait for the others for ever.
             lm.enable_input_require_grads()  # type: ignore[no-untyped-call]
@@ -156,12 +176,12 @@ class BaseModel:
         """An adapter for passes of this model. INVALID if the model does not have what is to be trained."""
         tensor = self.tensor
         if tensor is None:
-            return Adapter(config, targets_of(self.lm, config), device, dtype)
-        return Adapter(config, targets_of(self.lm, config), device, dtype, tensor.lora_part)
+            return Adapter(config, targets_of(self.all_stages, config), device, dtype)
+        return Adapter(config, targets_of(self.all_stages, config), device, dtype, tensor.lora_part)
 
     def logprobs(self, row: PackedRow) -> torch.Tensor:
-        """Log probabilities of a packed row. All ranks call this together, those of a tensor or context group with the
-        same row.
+        """Log probabilities of a packed row. All ranks call this together, those of a tensor or context group, and
+        peers in other stages, with the same row. On other stages than the last (`has_results`), zeros.
 
         Without a backward pass, which would reshard them, gathered weights are resharded here; they would be stale
         after the next optimizer step.
@@ -170,13 +190,23 @@ class BaseModel:
         if context is not None:
             row, own = row.slice_for(context.rank, context.size)
         if self.adapters is not None:
-            # The spans stay until the next pass: the backward pass may recompute the layers.
             self.adapters.row = row.spans
         logprobs = self.packed(row)
+        if self.adapters is not None and logprobs.requires_grad:
+            logprobs.register_hook(partial(self.adapters.restore_row, row.spans))
         if not torch.is_grad_enabled():
             self._reshard()
         assert isinstance(logprobs, torch.Tensor)
-        return logprobs if context is None else context.join(logprobs, own, count)
+        if context is None or not self.has_results:
+            return logprobs
+        return context.join(logprobs, own, count)
+
+    def _shared_logprobs(self, row: PackedRow) -> torch.Tensor:
+        """Log probabilities on all stages, so that all of them decide alike."""
+        logprobs = self.logprobs(row)
+        if self.stage is None:
+            return logprobs
+        return self.stage.share(logprobs if self.has_results else logprobs.new_zeros(len(row.targets)))
 
     def reduce_gradients(self, *, enabled: bool) -> None:
         """Whether the next backward pass reduces gradients over the ranks, or leaves its own to a later one.
@@ -253,12 +283,20 @@ def checkpoint_layers(lm: PreTrainedModel, every: int) -> None:
 
 
 def make_mesh(parallel: ParallelSettings, ranks: int, device: torch.device) -> DeviceMesh:
-    """The ranks in order: those of a tensor group are adjacent, and those of a copy of the model. A mesh without tensor
-    groups has no dimension for them, and one with a single copy none for copies. Ranks of a context group shard the
-    model as others do."""
+    """The ranks of a stage in order: those of a tensor group are adjacent, and those of a copy of the model. A mesh
+    without tensor groups has no dimension for them, and one with a single copy none for copies. Ranks of a context
+    group shard the model as others do."""
     sizes = {"replicate": parallel.replicate, "shard": parallel.shards(ranks), "tensor": parallel.tensor}
-    sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
-    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return _make_stage_mesh(
+        parallel, {name: size for name, size in sizes.items() if size > 1 or name == "shard"}, device
+    )
+
+
+def _make_stage_mesh(parallel: ParallelSettings, sizes: Mapping[str, int], device: torch.device) -> DeviceMesh:
+    """A mesh of these sizes in each stage."""
+    stages = {"pipeline": parallel.pipeline} if parallel.pipeline > 1 else {}
+    mesh = init_device_mesh(device.type, (*stages.values(), *sizes.values()), mesh_dim_names=(*stages, *sizes))
+    return mesh[tuple(sizes)] if stages else mesh
 
 
 def make_context_mesh(parallel: ParallelSettings, ranks: int, device: torch.device) -> DeviceMesh | None:
@@ -266,8 +304,8 @@ def make_context_mesh(parallel: ParallelSettings, ranks: int, device: torch.devi
     layer. None if there are no groups."""
     if parallel.context == 1:
         return None
-    sizes = (parallel.data_ranks(ranks), parallel.context, parallel.tensor)
-    return init_device_mesh(device.type, sizes, mesh_dim_names=("rows", "context", "tensor"))["context"]
+    sizes = {"rows": parallel.data_ranks(ranks), "context": parallel.context, "tensor": parallel.tensor}
+    return _make_stage_mesh(parallel, sizes, device)["context"]
 
 
 def make_expert_mesh(parallel: ParallelSettings, ranks: int, device: torch.device) -> DeviceMesh | None:

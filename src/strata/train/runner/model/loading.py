@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -49,6 +49,8 @@ EAGER: Final[Mapping[str, Any]] = {"attn_implementation": "eager", "experts_impl
 """The arithmetic as the family defines it."""
 Distribute = Callable[[PreTrainedModel], None]
 """Replaces the parameters of a model by sharded ones, without communication. The model may have no memory yet."""
+Cut = Callable[[PreTrainedModel], None]
+"""Removes modules that are not needed on this rank. Their weights are not read."""
 _log = log.get(__name__)
 
 
@@ -71,20 +73,41 @@ def build_skeleton(path: str, dtype: torch.dtype) -> PreTrainedModel:
     return skeleton
 
 
+def _keep_all(lm: PreTrainedModel) -> None:
+    del lm
+
+
+class RankPart(NamedTuple):
+    """What a rank has of a model."""
+
+    distribute: Distribute
+    shards: int = 1
+    """How many times `distribute` shards parameters along their first dimension."""
+    cut: Cut = _keep_all
+
+
+def tie_skeleton(skeleton: PreTrainedModel, path: str) -> PreTrainedModel:
+    """The skeleton with the weights tied that a loaded model ties."""
+    skeleton.tie_weights()
+    untie_what_files_untie(skeleton, path)
+    return skeleton
+
+
 def load_sharded(
-    path: str, dtype: torch.dtype, device: torch.device, shards: int, distribute: Distribute, quantise: Quantise = ""
+    path: str, dtype: torch.dtype, device: torch.device, part: RankPart, quantise: Quantise = ""
 ) -> PreTrainedModel:
-    """A model whose parameters `distribute` shards `shards` times along their first dimension."""
+    """This rank's part of a model."""
     skeleton = build_skeleton(path, dtype)
-    reason = _unreadable_in_shards(skeleton, path, shards)
+    reason = _unreadable_in_shards(skeleton, path, part.shards)
     if reason:
         _log.warning("model_read_whole", model=path, reason=reason)
         lm = load_lm(path, dtype)
         if quantise:
             replace_layers(lm, quantise)
-        distribute(lm)
+        part.cut(lm)
+        part.distribute(lm)
     else:
-        lm = _read_shards(type(skeleton), path, dtype, device, distribute, quantise)
+        lm = _read_shards(type(skeleton), path, dtype, device, part, quantise)
         _read_quantised(lm, skeleton, path, dtype)
     for parameter in lm.parameters():
         _own_memory(parameter)
@@ -96,7 +119,7 @@ def _read_shards(
     path: str,
     dtype: torch.dtype,
     device: torch.device,
-    distribute: Distribute,
+    part: RankPart,
     quantise: Quantise,
 ) -> PreTrainedModel:
     def prepare_distribute_model(cls: Any, config: Any, device_map: Any = None) -> tuple[Any, Any, None]:
@@ -113,8 +136,9 @@ def _read_shards(
         if quantise:
             replace_layers(lm, quantise)
             _leave_out_quantised(lm)
+        part.cut(lm)
         tied.update(_first_names(lm))
-        distribute(lm)
+        part.distribute(lm)
         return lm
 
     def initialize_weights(lm: PreTrainedModel) -> None:

@@ -165,7 +165,9 @@ def measure(base: BaseModel, ranks: RankGroup) -> tuple[int, int]:
     release_memory()
     costs = ranks.all_gather_int(per_token)
     per_token = max(costs) if min(costs) else 0
-    fitting = ranks.all_gather_int(int(SHARE * (free_bytes(ranks) or 0) / per_token) if per_token else 0)
+    # Stages have the activations of several rows at once.
+    costs_of_rows = per_token * base.settings.parallel.pipeline
+    fitting = ranks.all_gather_int(int(SHARE * (free_bytes(ranks) or 0) / costs_of_rows) if per_token else 0)
     return per_token, min(fitting)
 
 

@@ -100,6 +100,12 @@ def trace_cost(model: str, recipe: MemoryRecipe, mesh: MeshShape = ONE_DEVICE) -
     """The sizes of the model in this folder, on tensor, expert or context groups of this mesh. INVALID if it has no
     configuration or cannot be on such groups, UNSUPPORTED if its family cannot be trained here, or cannot be traced
     without content."""
+    if mesh.pipeline > 1:
+        raise StrataError(
+            Code.INVALID,
+            f"parallel.pipeline is {mesh.pipeline}: a plan does not count what is on a stage",
+            hint="plan without stages; 'strata serve' counts the weights of each stage before it starts",
+        )
     skeleton = build_skeleton(model, DTYPES[recipe.dtype])
     parallel = ParallelSettings(replicate=mesh.replicate, context=mesh.context, tensor=mesh.tensor, expert=mesh.expert)
     check_quantise(recipe.quantise, recipe.training, parallel)

@@ -94,6 +94,9 @@ class FullModel:
     def __init__(self, created: ops.CreateModel, packed: PackedModel, ranks: RankGroup) -> None:
         self.created = created
         self.parameters: dict[str, DTensor] = dict(sharded(packed))
+        """Those of this rank's stage, if there are stages."""
+        self._stage = packed.stage
+        self._tied = [] if packed.stage is None else packed.stage.tied_weights(packed.lm)
         self.optimizer = Optimizer([local(parameter) for parameter in self.parameters.values()], created.schedule)
         self._ranks = ranks
         self._accumulated: dict[str, torch.Tensor | None] = {}
@@ -107,11 +110,19 @@ class FullModel:
         return all(is_finite(local(gradient)) for gradient in gradients if gradient is not None)
 
     def commit(self) -> None:
+        self._sum_tied()
         for name, parameter in self.parameters.items():
             accumulated = self._accumulated.get(name)
             if accumulated is not None:
                 parameter.grad = accumulated if parameter.grad is None else accumulated.add_(parameter.grad)
         self._accumulated = {}
+
+    def _sum_tied(self) -> None:
+        """Each of two stages has computed a part of the gradient."""
+        for name in self._tied:
+            gradient = self.parameters[name].grad
+            if self._stage is not None and gradient is not None:
+                self._stage.sum_tied(local(gradient))
 
     def discard(self) -> None:
         for name, parameter in self.parameters.items():
@@ -121,6 +132,11 @@ class FullModel:
     def abort(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
+
+    def has_first_copy(self, name: str) -> bool:
+        """Whether this rank's shard of a weight is the one that counts, and that is written."""
+        is_elsewhere = name in self._tied and self._stage is not None and self._stage.is_last
+        return not is_elsewhere and is_first_copy(self.parameters[name])
 
     def gradients(self) -> list[torch.Tensor]:
         """This rank's shards; FSDP has already summed them over the ranks."""
@@ -134,7 +150,7 @@ class FullModel:
         gradients = self.gradients()
         self.abort()
         # Each gradient counts once, however many copies there are.
-        counted = [is_first_copy(parameter) for parameter in self.parameters.values()]
+        counted = [self.has_first_copy(name) for name in self.parameters]
         squares = [gradient.double().square().sum() * own for gradient, own in zip(gradients, counted, strict=True)]
         wait = self._ranks.start_all_reduce(torch.stack(squares).sum())
         return lambda: self.optimizer.step(gradients, float(wait().sqrt()), params)

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from strata.base.errors import Code, StrataError
 from strata.train.runner.lora import Adapters, Span, slice_spans
 from strata.train.runner.model.context_parallel import ContextParallel
+from strata.train.runner.model.pipeline_parallel import PipelineStage
 
 
 @dataclass(frozen=True)
@@ -137,24 +138,45 @@ class PackedModel(nn.Module):
         self.adapters = adapters
         self.context: ContextParallel | None = None
         """The ranks that have the other slices of the rows."""
-        self._chunk = max(1, logits_bytes // (4 * lm.config.get_text_config(decoder=True).vocab_size))
+        self.stage: PipelineStage | None = None
+        """Which layers this rank has, if it does not have all."""
+        config = lm.config.get_text_config(decoder=True)
+        self._vocabulary, self._width = int(config.vocab_size), int(config.hidden_size)
+        self._chunk = max(1, logits_bytes // (4 * self._vocabulary))
         """Tokens whose logits are in memory at once."""
 
     def unmodified_logits(self, document: torch.Tensor) -> torch.Tensor:
-        """The logits of one document, by the model's own `forward`."""
+        """The logits of one document, by the model's own `forward`, or stage by stage by that of its decoder."""
+        if self.stage is not None:
+            return self._logits_of_stages(self.stage, document)
         logits = self.lm(input_ids=document[None], use_cache=False).logits
         assert isinstance(logits, torch.Tensor)
         return logits[0]
 
+    def _logits_of_stages(self, stage: PipelineStage, document: torch.Tensor) -> torch.Tensor:
+        hidden = self._split.hidden(**self._inputs(document))
+        if stage.is_last:
+            return stage.share(self._split.logits(hidden).float())
+        stage.send(hidden[None], 0)
+        return stage.share(torch.empty(len(document), self._vocabulary, device=document.device))
+
+    def _inputs(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What the decoder begins with: tokens, or what the previous stage has made of them."""
+        if self.stage is None or self.stage.is_first:
+            return {"input_ids": tokens[None]}
+        return {"inputs_embeds": self.stage.receive((1, len(tokens), self._width), tokens.device)}
+
     def forward(self, row: PackedRow) -> torch.Tensor:
-        """The float32 log probability of each target of the row."""
+        """The float32 log probability of each target of the row. Only the last stage has them; others return zeros."""
         chunks = self._chunks(row)
         hidden = self._split.hidden(
-            input_ids=row.tokens[None],
+            **self._inputs(row.tokens),
             position_ids=row.positions[None],
             documents=list(row.documents),
             context=self.context,
         )
+        if self.stage is not None and not self.stage.is_last:
+            return self.stage.send(hidden[None], len(row.targets))
         if len(chunks) == 1:
             return self._logprobs(hidden, row.logit_indices, row.targets, row.spans)
         computed = []

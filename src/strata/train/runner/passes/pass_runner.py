@@ -24,6 +24,7 @@ from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora import Adapter, Span
 from strata.train.runner.model.base import BaseModel
 from strata.train.runner.model.memory import RowMemory, is_out_of_memory
+from strata.train.runner.model.pipeline_parallel import RowStep, plan_steps, rows_in_flight
 from strata.train.runner.model.trained import LoraModel, TrainedModel
 from strata.train.runner.passes.custom_loss import GroupLoss, GroupMember, check_group, compute_group
 from strata.train.runner.passes.logprobs import PackedRow
@@ -114,6 +115,16 @@ class RowLosses:
     """Of the losses of clients, which are computed group by group."""
 
 
+@dataclass(frozen=True)
+class ForwardedRow:
+    """A row between its forward and its backward pass."""
+
+    documents: Sequence[PackedDocument]
+    logprobs: torch.Tensor
+    total: torch.Tensor
+    losses: RowLosses
+
+
 @dataclass
 class PassOutcome:
     computed: list[ComputedDatum] = field(default_factory=list)
@@ -202,10 +213,12 @@ class PassRunner:
         )
 
     def _reject_oversized(self, rows: Sequence[Sequence[PackedDocument]]) -> list[ItemFailure]:
-        """Of each row that does not fit into memory now, reject the item with the most tokens until the rest fits."""
+        """Of rows that do not fit into memory together now, reject the item with the most tokens until the rest fits.
+        Without stages, of each row."""
         failures: list[ItemFailure] = []
-        for row in rows:
-            remaining = _tokens_by_item(row)
+        in_flight = rows_in_flight(self._base.settings.parallel, len(rows))
+        for first in range(len(rows) - in_flight + 1):
+            remaining = _tokens_by_item([document for row in rows[first : first + in_flight] for document in row])
             while (tokens := sum(remaining.values())) and not self._memory.fits(tokens):
                 largest = max(remaining, key=remaining.__getitem__)
                 failures.append(self._too_large(largest, tokens))
@@ -242,11 +255,8 @@ class PassRunner:
         split = [item for item in items if work.items[item].split]
         if split:
             self._compute_split(work, rows, split, outcome)
-        for number, documents in enumerate(rows, start=1):
-            wanted = _group_by_adapter([document for document in documents if document.item in items])
-            self._base.reduce_gradients(enabled=number == len(rows))
-            with self._computing(work, _tokens_by_item(wanted)):
-                self._compute_row(wanted, outcome, backward=not work.forward_only)
+        wanted = [_group_by_adapter([document for document in row if document.item in items]) for row in rows]
+        self._compute_rows(work, wanted, outcome)
         failed = self._on_any_rank(items, {failure.item for failure in outcome.failures})
         tainted = self._commit(models, {work.items[item].model_id for item in failed})
         outcome.tainted = failed | {item for item in items if work.items[item].model_id in tainted}
@@ -307,27 +317,57 @@ class PassRunner:
         flags = self._ranks.all_reduce_any([each in own for each in all_of])
         return frozenset(each for each, flag in zip(all_of, flags, strict=True) if flag)
 
-    def _compute_row(self, documents: Sequence[PackedDocument], outcome: PassOutcome, *, backward: bool) -> None:
+    def _compute_rows(self, work: RankPass, rows: Sequence[list[PackedDocument]], outcome: PassOutcome) -> None:
+        """Each row forward and, unless the pass is forward only, backward: row after row, or as the schedule of this
+        rank's stage has it."""
+        backward = not work.forward_only
+        forwarded: dict[int, ForwardedRow] = {}
+        for step in self._steps(len(rows), backward=backward):
+            with self._computing(work, _tokens_by_item(rows[step.row])):
+                if not step.is_backward:
+                    forwarded[step.row] = self._forward(rows[step.row], outcome, backward=backward)
+                else:
+                    self._base.reduce_gradients(enabled=step.row == len(rows) - 1)
+                    self._backward(forwarded[step.row])
+                if step.is_backward or not backward:
+                    self._collect(forwarded.pop(step.row), outcome)
+
+    def _steps(self, rows: int, *, backward: bool) -> list[RowStep]:
+        if not backward:
+            return [RowStep(row, is_backward=False) for row in range(rows)]
+        stage = self._base.stage
+        return plan_steps(self._base.settings.parallel, 0 if stage is None else stage.number, rows)
+
+    def _forward(self, documents: Sequence[PackedDocument], outcome: PassOutcome, *, backward: bool) -> ForwardedRow:
         """One micro-batch. An empty row is computed too: the other ranks wait in the collectives of every layer."""
         row = _pack(documents, self._ranks.device)
         started = perf_counter()
         losses = RowLosses()
         with torch.set_grad_enabled(backward):
             logprobs = self._base.logprobs(row)
-            if documents:
+            if documents and self._base.has_results:
                 sizes = [document.inputs.targets.numel() for document in documents]
                 total = self._losses(documents, torch.split(logprobs, sizes), outcome, losses, backward=backward)
             else:
                 total = logprobs.sum() * 0
-        forwarded = perf_counter()
-        if backward:
-            total.backward()  # type: ignore[no-untyped-call]
-        # Results are read when all work was started: reading one of them waits for the device.
-        _collect_results(documents, logprobs, losses, outcome)
-        finished = perf_counter()
-        self.times.forward_s += (forwarded if backward else finished) - started
-        self.times.backward_s += finished - forwarded if backward else 0.0
+        self.times.forward_s += perf_counter() - started
         self.times.tokens += sum(len(document.inputs.tokens) for document in documents)
+        return ForwardedRow(documents, logprobs, total, losses)
+
+    def _backward(self, row: ForwardedRow) -> None:
+        started = perf_counter()
+        row.total.backward()  # type: ignore[no-untyped-call]
+        self.times.backward_s += perf_counter() - started
+
+    def _collect(self, row: ForwardedRow, outcome: PassOutcome) -> None:
+        """Results are read when all work was started: reading one of them waits for the device."""
+        started = perf_counter()
+        _collect_results(row.documents, row.logprobs, row.losses, outcome)
+        waited_s = perf_counter() - started
+        if row.total.requires_grad:
+            self.times.backward_s += waited_s
+        else:
+            self.times.forward_s += waited_s
 
     def _losses(
         self,

@@ -18,6 +18,7 @@ from typing import Final
 import torch
 from transformers import PreTrainedModel
 
+from strata.base import log
 from strata.base.errors import Code, StrataError
 from strata.train.core.sampling import SampledPart, SampleOperation
 from strata.train.runner.collectives import RankGroup
@@ -34,6 +35,8 @@ from strata.train.runner.sampling.sequences import SequenceGroup, tokens_from
 LIVE: Final = ""
 """The key of the live base's weights. No sampler has this name."""
 
+_log = log.get(__name__)
+
 ReportParts = Callable[[Sequence[tuple[str, SampledPart]]], None]
 """Reports tokens of streamed samples, by request."""
 
@@ -47,6 +50,8 @@ class SamplingEngine:
         self._ranks = ranks
         self._model = InferenceModel(base, ranks)
         self._unsupported = verify_decode_matches_training(self._model, base, ranks.device)
+        if self._unsupported and ranks.is_rank0:
+            _log.warning("sampling_unsupported", reason=self._unsupported)
         self._samplers = SamplerWeights(base, limits.samplers)
         self._validator = RequestValidator(base, limits)
         self._cache = KVCache(limits.sequences, limits.cached_tokens, limits.prefix_tokens)
@@ -205,7 +210,7 @@ class SamplerWeights:
     def open_adapter(self, sampler_id: str, adapter: Adapter) -> None:
         """A copy of the adapter as it is now."""
         self._check_capacity(sampler_id)
-        self._samplers[sampler_id] = _Weights(adapter=_copy_adapter(adapter, self._base.lm))
+        self._samplers[sampler_id] = _Weights(adapter=_copy_adapter(adapter, self._base.all_stages))
 
     def open_full(self, sampler_id: str, parameters: Mapping[str, torch.Tensor] | None = None) -> None:
         """A copy of these parameters, or of the live ones as they are now."""

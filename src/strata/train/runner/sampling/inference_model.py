@@ -110,7 +110,7 @@ class InferenceModel:
         first: dict[int, str] = {}
         first_names = {
             name: first.setdefault(id(parameter), name)
-            for name, parameter in lm.named_parameters(remove_duplicate=False)
+            for name, parameter in base.all_stages.named_parameters(remove_duplicate=False)
         }
         empty = list(self._lm.named_parameters(remove_duplicate=False))
         locations = {name: (first_names[name], *parent_of(self._lm, name)) for name, _ in empty}
@@ -329,6 +329,8 @@ def verify_decode_matches_training(model: InferenceModel, base: BaseModel, devic
     A layer that keeps state other than keys and values, or keeps it elsewhere, would silently sample from another
     distribution than the one that is trained.
     """
+    if base.stage is not None:
+        return f"parallel.pipeline is {base.settings.parallel.pipeline}: no rank has all layers, so none can sample"
     tokens = torch.randint(base.vocabulary, (CHECKED_LENGTH,), generator=torch.Generator().manual_seed(1)).to(device)
     indices = torch.arange(CHECKED_LENGTH - 1, device=device)
     row = PackedRow(tokens=tokens, documents=[CHECKED_LENGTH], spans=(), logit_indices=indices, targets=tokens[1:])

@@ -135,6 +135,8 @@ def _own_tensors(model: TrainedModel) -> Iterator[OwnTensor]:
 def _full_tensors(model: FullModel) -> Iterator[OwnTensor]:
     moments = model.optimizer.moments() if model.optimizer.steps else []
     for number, (name, parameter) in enumerate(model.parameters.items()):
+        if not model.has_first_copy(name):
+            continue
         yield OwnTensor(f"{WEIGHTS}.{name}", local(parameter), parameter)
         for moment, value in moments[number].items() if moments else ():
             yield OwnTensor(f"{moment}.{name}", value, parameter)
