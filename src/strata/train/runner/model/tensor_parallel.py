@@ -175,7 +175,8 @@ def plan_splits(lm: PreTrainedModel, size: int) -> dict[str, Split]:
     plan = {**lm.tp_plan, **_attention_plan(lm)}
     for name, module in lm.named_modules():
         style = plan.get(_NUMBER.sub(".*", name))
-        if style is None:
+        # What another stage of a pipeline has is without weights here.
+        if style is None or next(module.parameters(), None) is None:
             continue
         if style not in SPLITS:
             raise StrataError(Code.UNSUPPORTED, f"{name} would be split as {style}, which is not computed here")
