@@ -31,7 +31,7 @@ from bench.report import Report
 from strata.base.settings import process_environment
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.model.base import make_mesh, shard
-from strata.train.runner.model.loading import build_skeleton, load_lm, load_sharded
+from strata.train.runner.model.loading import RankPart, build_skeleton, load_lm, load_sharded
 from strata.train.runner.model.startup_check import find_decoder
 from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.runner.model.trained import local
@@ -100,7 +100,7 @@ def load(way: Way, model: str, ranks: RankGroup) -> PackedModel:
         shard(made[0], torch.bfloat16, mesh)
 
     if way == "ours":
-        load_sharded(model, torch.bfloat16, ranks.device, ranks.size, distribute)
+        load_sharded(model, torch.bfloat16, ranks.device, RankPart(distribute, ranks.size))
     else:
         distribute(load_lm(model, torch.bfloat16))
     return made[0]

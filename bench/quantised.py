@@ -28,7 +28,7 @@ from bench.report import Report
 from strata.train.core.device_memory import MemoryRecipe, MeshShape
 from strata.train.core.quantisation import NF4_BLOCK, Quantise
 from strata.train.runner.model import memory
-from strata.train.runner.model.loading import build_skeleton, load_lm, load_sharded
+from strata.train.runner.model.loading import RankPart, build_skeleton, load_lm, load_sharded
 from strata.train.runner.model.quantised import quantise_rows
 from strata.train.runner.model.tiny import TinyModel, make
 
@@ -114,7 +114,7 @@ def load(model: str, dtype: str, quantise: Quantise) -> int:
         quantise_rows(torch.zeros(1, NF4_BLOCK), quantise)
     memory.release_memory()
     with sampled() as peak:
-        load_sharded(model, kept, torch.device("cpu"), 1, lambda _: None, quantise)
+        load_sharded(model, kept, torch.device("cpu"), RankPart(lambda _: None), quantise)
     return peak[0]
 
 
@@ -147,7 +147,7 @@ def distance(folder: Path, quantise: Quantise) -> int:
     plain = logprobs(load_lm(str(folder), torch.float32), rows)
     if not quantise:
         return int(-plain.mean() * MICRO)
-    lm = load_sharded(str(folder), torch.float32, torch.device("cpu"), 1, lambda _: None, quantise)
+    lm = load_sharded(str(folder), torch.float32, torch.device("cpu"), RankPart(lambda _: None), quantise)
     return int((logprobs(lm, rows) - plain).abs().mean() * MICRO)
 
 
