@@ -11,6 +11,7 @@ from strata.base.errors import Code, StrataError
 DISTRIBUTION: Final = "strata-train"
 
 DISTRIBUTION_OF: Final[Mapping[str, str]] = {
+    "accelerate": "accelerate",
     "apprise": "apprise",
     "backports": "backports-zstd",
     "bitsandbytes": "bitsandbytes",
@@ -22,6 +23,7 @@ DISTRIBUTION_OF: Final[Mapping[str, str]] = {
     "grpc_reflection": "grpcio-reflection",
     "httpx": "httpx",
     "huggingface_hub": "huggingface-hub",
+    "indexed_gzip": "indexed-gzip",
     "jinja2": "jinja2",
     "numpy": "numpy",
     "obstore": "obstore",
