@@ -170,7 +170,11 @@ class RecipeTrainer:
         tracker = make_tracker(MirrorSettings(to=output.tracker, offline=output.offline, folder=folder))
         name = self._place.folder.path.name
         run = TrackedRun(id=f"{name}_{_short_id(self._record)}", name=name, config=self._record.settings)
-        return tracker.open_run(run, len(self._lines), self._record.tracker_mark)
+        opened = tracker.open_run(run, len(self._lines), self._record.tracker_mark)
+        # A process that was killed may not have written all that it logged.
+        for number in range(opened.next_number, len(self._lines)):
+            opened.log([_point(number, self._lines[number])])
+        return opened
 
     def _send_step(self, step: int) -> None:
         train = self._recipe.train
@@ -274,8 +278,12 @@ class RecipeTrainer:
         self._lines.append(line)
         self._place.folder.append_metrics(line)
         if self._tracker is not None and len(self._lines) > self._tracker.next_number:
-            self._tracker.log([TrackedPoint(len(self._lines) - 1, line.step, SystemClock().wall_s(), line.values)])
+            self._tracker.log([_point(len(self._lines) - 1, line)])
         self._report(line)
+
+
+def _point(number: int, line: MetricLine) -> TrackedPoint:
+    return TrackedPoint(number, line.step, SystemClock().wall_s(), line.values)
 
 
 def _short_id(record: RecipeRunRecord) -> str:
