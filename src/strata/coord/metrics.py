@@ -36,7 +36,7 @@ class CoordinatorMetrics:
     def __init__(self) -> None:
         self._registry = registry = process_registry(PREFIX)
         make = MetricFactory(PREFIX, registry)
-        counter, gauge, histogram = make.counter, make.gauge, make.histogram
+        counter, gauge = make.counter, make.gauge
         self._rpcs = make.calls(
             ("rpcs_total", "Calls that were let in, by the status of their reply"),
             ("rpc_seconds", "Time until the reply, with what the call waits; without streams"),
@@ -45,7 +45,7 @@ class CoordinatorMetrics:
         self._heartbeats = counter("heartbeats_total", "Heartbeats of workers, each of a batch counted")
         self.heartbeats = 0
         """Those since the last scrape: a plain number, since a counter would be a good part of a heartbeat's cost."""
-        self.journal_s = histogram("journal_seconds", "From a decision until its facts were durable")
+        self.journal_s = make.plain_histogram("journal_seconds", "From a decision until its facts were durable")
         self._barriers = counter("barriers_total", "Barriers that ended, by verdict", "verdict")
         self._lost = counter("worker_losses_total", "Workers that are no members any more, by reason", "reason")
         joined = counter("worker_joins_total", "Workers that joined")
@@ -76,6 +76,9 @@ class CoordinatorMetrics:
             ShardReturned: returned,
         }
         """Facts that are counted one by one."""
+        self._facts: dict[type[Fact], int] = dict.fromkeys(self._by_fact, 0)
+        self._grants = 0
+        """Of those and of shards, how many there were since the last scrape."""
         self._verdicts = {each: self._barriers.labels(each.name.lower()) for each in BarrierVerdict}
         self._findings = {each: self._judged.labels(each.value) for each in StragglerFinding}
         self._reasons = {each: self._lost.labels(each) for each in ("left", "replaced", "evicted")}
@@ -86,13 +89,13 @@ class CoordinatorMetrics:
 
     def record_fact(self, fact: Fact) -> None:
         """A fact is committed."""
-        counted = self._by_fact.get(type(fact))
-        if counted is not None:
-            counted.inc()
+        kind = type(fact)
+        if kind in self._facts:
+            self._facts[kind] += 1
             return
         match fact:
             case ShardsGranted():
-                self._granted.inc(len(fact.grants))
+                self._grants += len(fact.grants)
             case BarrierDecided():
                 self._verdicts[fact.verdict].inc()
             case WorkerLost():
@@ -109,7 +112,11 @@ class CoordinatorMetrics:
         """The exposition text, with gauges from the state of this moment of each partition that this process leads."""
         jobs = [job for state in states.values() for job in state.jobs.values()]
         self._heartbeats.inc(self.heartbeats)
-        self.heartbeats = 0
+        self._granted.inc(self._grants)
+        self.heartbeats = self._grants = 0
+        for kind, counted in self._by_fact.items():
+            counted.inc(self._facts[kind])
+            self._facts[kind] = 0
         self._leader.set(bool(states))
         self._epoch.set(max((state.leader_epoch for state in states.values()), default=0))
         self._partition_epoch.clear()

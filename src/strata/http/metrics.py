@@ -78,6 +78,12 @@ class MetricFactory:
     def histogram(self, name: str, text: str, *labels: str) -> Histogram:
         return Histogram(f"{self.prefix}{name}", text, labels, registry=self.registry, buckets=TIMES_S)
 
+    def plain_histogram(self, name: str, text: str) -> PlainHistogram:
+        """For what only one thread records, and often."""
+        found = PlainHistogram(f"{self.prefix}{name}", text)
+        self.registry.register(found)
+        return found
+
     def summary(self, name: str, text: str) -> Summary:
         return Summary(f"{self.prefix}{name}", text, registry=self.registry)
 
@@ -109,14 +115,13 @@ class CallMetrics(Collector):
 
     def recorder(self, *labels: str, timed: bool = True) -> RecordCall:
         """What records the calls with these labels; without their times unless they are `timed`."""
-        series = self._series.setdefault(labels, _CallSeries(timed=timed))
-        statuses, buckets = series.statuses, series.buckets
+        series = self._series.setdefault(labels, _CallSeries(_Times() if timed else None))
+        statuses, times = series.statuses, series.times
 
         def record(status: str, took_s: float) -> None:
             statuses[status] = statuses.get(status, 0) + 1
-            if timed:
-                buckets[bisect_left(TIMES_S, took_s)] += 1
-                series.sum_s += took_s
+            if times is not None:
+                times.record(took_s)
 
         return record
 
@@ -126,21 +131,46 @@ class CallMetrics(Collector):
         for labels, series in list(self._series.items()):
             for status, number in list(series.statuses.items()):
                 count.add_metric((*labels, status), number)
-            if series.timed:
-                bounds = [*map(floatToGoString, TIMES_S), "+Inf"]
-                buckets = list(zip(bounds, accumulate(series.buckets), strict=True))
-                seconds.add_metric(labels, buckets, series.sum_s)
+            if series.times is not None:
+                seconds.add_metric(labels, series.times.cumulative(), series.times.sum_s)
         yield count
         yield seconds
 
 
+class PlainHistogram(Collector):
+    """A histogram of times without labels. One thread records, so the numbers need no locks."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self._name = name
+        self._text = text
+        self._times = _Times()
+        self.observe: Final = self._times.record
+
+    def collect(self) -> Iterator[Metric]:
+        found = HistogramMetricFamily(self._name, self._text)
+        found.add_metric((), self._times.cumulative(), self._times.sum_s)
+        yield found
+
+
+@dataclass
+class _Times:
+    buckets: list[int] = field(default_factory=lambda: [0] * (len(TIMES_S) + 1))
+    """As many took at most so long as each of `TIMES_S`, and longer than the one before it."""
+    sum_s: float = 0.0
+
+    def record(self, took_s: float) -> None:
+        self.buckets[bisect_left(TIMES_S, took_s)] += 1
+        self.sum_s += took_s
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        bounds = [*map(floatToGoString, TIMES_S), "+Inf"]
+        return list(zip(bounds, accumulate(self.buckets), strict=True))
+
+
 @dataclass
 class _CallSeries:
-    timed: bool
+    times: _Times | None
     statuses: dict[str, int] = field(default_factory=dict)
-    buckets: list[int] = field(default_factory=lambda: [0] * (len(TIMES_S) + 1))
-    """As many calls took at most so long as each of `TIMES_S`, and longer than the one before it."""
-    sum_s: float = 0.0
 
 
 @contextlib.asynccontextmanager

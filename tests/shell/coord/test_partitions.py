@@ -407,7 +407,7 @@ async def test_steps_that_no_fact_could_hold_are_refused() -> None:
         (process,) = one.processes
         await register(process.stub, "w", job=job_in(0))
         for field_name in ("step", "checkpoint_asked_step", "checkpoint_stride"):
-            beat = pb.HeartbeatRequest(worker_id="w", job_id=job_in(0), step=1)
+            beat = pb.HeartbeatRequest(worker_id="w", job_id=job_in(0), step=1, checkpoint_step=0)
             setattr(beat, field_name, (1 << 64) - 1)
             error = await refused(process.stub.Heartbeat(beat))
             assert error.code() is Status.INVALID_ARGUMENT

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
@@ -211,7 +211,7 @@ class OpenBarrier:
     """Members of the generation that have not arrived, in order of rank."""
 
 
-class StepProgress(NamedTuple):
+class StepProgress(msgspec.Struct, frozen=True, gc=False):
     """A worker's progress as its heartbeat reports it."""
 
     step: int

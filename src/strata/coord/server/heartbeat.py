@@ -17,7 +17,7 @@ from strata.base.log_values import printable
 from strata.coord.core.hang_diagnosis import FRAMES, HangReport
 from strata.coord.core.inputs import Caller, Heartbeat, HeartbeatReply, Outcome
 from strata.coord.core.liveness import observe_plain_heartbeat
-from strata.coord.core.state import JobState, PendingCommand, StepProgress
+from strata.coord.core.state import CoordState, JobState, PendingCommand, StepProgress
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.server.grpc_handler import MAX_BATCH, STATUS_OF, number
 from strata.coord.server.service import CoordinatorService, not_leading
@@ -61,7 +61,8 @@ class HeartbeatHandler:
     async def one(self, request: pb.HeartbeatRequest, who: Identity, _: object) -> pb.HeartbeatResponse | bytes:
         job_id, worker_id = who.job_of(request.job_id), who.worker_of(request.worker_id)
         self._service.metrics.heartbeats += 1
-        reply = receive(self._service, request, job_id, worker_id, self._service.clock.monotonic_s())
+        service = self._service
+        reply = receive(service, service.state_if_leading, request, job_id, worker_id, service.clock.monotonic_s())
         if isinstance(reply, SharedReply):
             return reply.encoded
         return reply if isinstance(reply, pb.HeartbeatResponse) else await reply
@@ -72,7 +73,8 @@ class HeartbeatHandler:
         if len(heartbeats) > MAX_BATCH:
             raise StrataError(Code.INVALID, f"a batch has at most {MAX_BATCH} heartbeats")
         service = self._service
-        if not service.leads:
+        state = service.state_if_leading
+        if state is None:
             raise not_leading()
         service.metrics.heartbeats += len(heartbeats)
         # On the wire, a repeated field is the concatenation of its elements.
@@ -84,7 +86,7 @@ class HeartbeatHandler:
             name, job_id = message.worker_id, message.job_id
             try:
                 job_id, worker_id = who.job_of(job_id), who.worker_of(name)
-                reply = receive(service, message, job_id, worker_id, now_s)
+                reply = receive(service, state, message, job_id, worker_id, now_s)
                 if isinstance(reply, SharedReply):
                     parts.append(reply.outcomes.get(name) or _encode_outcome(reply, name, job_id))
                     continue
@@ -106,10 +108,15 @@ class HeartbeatHandler:
 
 
 def receive(
-    service: CoordinatorService, message: pb.HeartbeatRequest, job_id: str, worker_id: str, now_s: float
+    service: CoordinatorService,
+    state: CoordState | None,
+    message: pb.HeartbeatRequest,
+    job_id: str,
+    worker_id: str,
+    now_s: float,
 ) -> SharedReply | pb.HeartbeatResponse | Awaitable[pb.HeartbeatResponse]:
     """The reply, at once unless the heartbeat makes facts. Nearly every one gets a `SharedReply`, so that is cheap."""
-    state, telemetry = service.state_if_leading, service.telemetry.get(job_id)
+    telemetry = service.telemetry.get(job_id)
     status = message.status
     failed = status == pb.WORKER_STATUS_ERROR
     progress = _step_progress(message, status) if message.HasField("step") else None
@@ -119,7 +126,7 @@ def receive(
         and telemetry is not None
         and not telemetry.delivered
         and not failed
-        and not message.HasField("hang_report")
+        and not (telemetry.hang_probe and message.HasField("hang_report"))
         and observe_plain_heartbeat(state, job_id, worker_id, message.incarnation, progress, read_until, now_s)
     ):
         telemetry.heartbeats[worker_id] = message
@@ -147,21 +154,18 @@ def _decide(
 
 
 def _step_progress(message: pb.HeartbeatRequest, status: pb.WorkerStatus.ValueType) -> StepProgress:
-    if max(message.step, message.checkpoint_asked_step, message.checkpoint_stride) > MOST_STEP:
-        raise StrataError(Code.INVALID, f"a step is at most {MOST_STEP:,}")
-    time_s = message.step_time_ms / 1000 if message.HasField("step_time_ms") else None
-    times_ms = message.compute_times_ms
+    """Reading a field is a tenth of the whole, so those that belong to another are read only with it."""
+    step, time_s, times_ms = message.step, message.step_time_ms / 1000, message.compute_times_ms
     compute_s = tuple(ms / 1000 for ms in times_ms[-COMPUTE_TIMES:] if 0 < ms < inf) if times_ms else ()
-    checkpoint_step = message.checkpoint_step if message.HasField("checkpoint_step") else None
+    checkpoint_step, asked_step, stride = None, 0, 1
+    if message.HasField("checkpoint_step"):
+        checkpoint_step, asked_step = message.checkpoint_step, message.checkpoint_asked_step
+        stride = message.checkpoint_stride or 1
+    if step > MOST_STEP or asked_step > MOST_STEP or stride > MOST_STEP:
+        raise StrataError(Code.INVALID, f"a step is at most {MOST_STEP:,}")
+    # No time at all means that none was measured.
     return StepProgress(
-        message.step,
-        time_s,
-        status in BUSY,
-        message.generation,
-        compute_s,
-        checkpoint_step,
-        message.checkpoint_asked_step,
-        max(1, message.checkpoint_stride),
+        step, time_s or None, status in BUSY, message.generation, compute_s, checkpoint_step, asked_step, stride
     )
 
 
