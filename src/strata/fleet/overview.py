@@ -249,7 +249,7 @@ class FleetHistory:
         minutes = await fleet.store.samples(FLEET, 60, now_s - DAY_S)
         by_presence: dict[str, list[HostRow]] = {name: [] for name in get_args(Presence)}
         for view in hosts:
-            by_presence[fleet.presence(view.seen_ago_s)].append(view.row)
+            by_presence[view.presence].append(view.row)
         queue = [(point.at_s, point.values["waiting"]) for point in minutes if "waiting" in point.values]
         pending = counts.by_status.get(JobStatus.PENDING, 0)
         found = [

@@ -25,7 +25,7 @@ from strata.base.notify import Broadcast
 from strata.fleet.claims import ClaimQueue
 from strata.fleet.core.amounts import Amounts, Capacity, more_memory
 from strata.fleet.core.fair_share import FleetTotals, OwnerShares
-from strata.fleet.core.host_status import Presence
+from strata.fleet.core.host_status import HostStatus, Presence, host_status
 from strata.fleet.core.job import HELD, Cause, JobStatus
 from strata.fleet.core.jobspec import JobSpec, gang_ids
 from strata.fleet.core.lease import ASLEEP, LEASE_S, SUSPECT_S, may_expire_leases, quarantine
@@ -85,6 +85,8 @@ class HostView(NamedTuple):
     seen_ago_s: float
     quiet: str
     """The quiet hours it is in; empty when it is not."""
+    presence: Presence
+    status: HostStatus
 
 
 class Fleet:
@@ -342,9 +344,9 @@ class Fleet:
 
     def presence(self, silent_s: float) -> Presence:
         """Of a host whose last heartbeat is so long ago."""
-        if silent_s > max(SUSPECT_S, self.settings.stale_after_s):
-            return "offline"
-        return "suspect" if silent_s > SUSPECT_S else "online"
+        if silent_s <= SUSPECT_S:
+            return "online"
+        return "offline" if silent_s > self.settings.stale_after_s else "suspect"
 
     async def counts(self) -> FleetCounts:
         """For the metrics: jobs and hosts by state, and what the GPUs of hosts that are online do."""
@@ -384,13 +386,18 @@ class Fleet:
         return self._roster.names(ids)
 
     async def cached_hosts(self) -> Sequence[HostView]:
-        """All hosts as this hub knows them without reading each row again, at most `roster.FRESH_S` old."""
+        """All hosts as this hub knows them without reading each row again, at most `roster.FRESH_S` old, by name."""
         await self._roster.refresh(self.now_s())
         now_s = self.now_s()
+        heartbeats, quiet_of, presence_of = self._heartbeats, self._roster.quiet, self.presence
         views = []
         for host in self._roster.hosts():
-            seen_at_s = max(host.seen_at_s, self._heartbeats.get(host.id, 0.0))
-            views.append(HostView(host, max(0.0, now_s - seen_at_s), self._roster.quiet(host, now_s)))
+            silent_s = now_s - host.seen_at_s
+            if host.id in heartbeats:
+                silent_s = min(silent_s, now_s - heartbeats[host.id])
+            quiet, presence = quiet_of(host, now_s), presence_of(silent_s)
+            status = host_status(host.state, presence, quiet=quiet != "")
+            views.append(HostView(host, max(0.0, silent_s), quiet, presence, status))
         return views
 
     async def policy(self, host: HostRow) -> tuple[HostPolicy | None, str]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
 from strata.fleet.core.amounts import Capacity, Room
 from strata.fleet.core.capability import GIB
-from strata.fleet.core.host_status import HostFacts, HostStatus, host_status, plan_action, policy_rules, quiet_in_words
+from strata.fleet.core.host_status import HostFacts, plan_action, policy_rules, quiet_in_words
 from strata.fleet.core.jobspec import HostSpec
 from strata.fleet.http.context import HubCall, HubContext, calling_host, resolve_host
 from strata.fleet.ports import HostRow, JobOnHost
@@ -51,14 +51,15 @@ async def room(call: HubCall) -> wire.HostRoom:
 async def page(call: HubCall, query: wire.HostsQuery) -> wire.HostPageReply:
     """Hosts with their load, cards and jobs, a page at a time."""
     fleet = call.context.fleet
-    known = [_listed_host(call.context, view) for view in await fleet.cached_hosts()]
-    matches = [each for each in known if _matches(each.view.row, query.search.casefold())]
+    search = query.search.casefold()
+    matches = [view for view in await fleet.cached_hosts() if not search or _matches(view.row, search)]
     by_status = Counter[str](each.status for each in matches)
     chosen = [each for each in matches if query.status is None or each.status == query.status]
-    chosen.sort(key=_sort_key(call.context, query.sort))
+    if query.sort != "name":
+        chosen.sort(key=_sort_key(call.context, query.sort))
     shown = chosen[query.offset : query.offset + query.limit]
-    held = await fleet.store.jobs_on([each.view.row.id for each in shown])
-    hosts = tuple(_summary(call.context, each, held.get(each.view.row.id, ())) for each in shown)
+    held = await fleet.store.jobs_on([each.row.id for each in shown])
+    hosts = tuple(_summary(call.context, each, held.get(each.row.id, ())) for each in shown)
     return wire.HostPageReply(hosts=hosts, total=len(chosen), by_status=dict(by_status))
 
 
@@ -153,17 +154,10 @@ async def _resolve_enrolled_host(context: HubContext, call: HubCall) -> str:
     return matches[0]
 
 
-class _ListedHost(NamedTuple):
-    view: HostView
-    status: HostStatus
-
-
-def _sort_key(context: HubContext, sort: Literal["name", "load", "seen"]) -> Callable[[_ListedHost], Any]:
-    if sort == "name":
-        return lambda each: (each.view.row.name, each.view.row.id)
+def _sort_key(context: HubContext, sort: Literal["load", "seen"]) -> Callable[[HostView], Any]:
     if sort == "seen":
-        return lambda each: (-each.view.seen_ago_s, each.view.row.name)
-    return lambda each: (-_load(context, each.view.row.id), each.view.row.name)
+        return lambda view: (-view.seen_ago_s, view.row.name)
+    return lambda view: (-_load(context, view.row.id), view.row.name)
 
 
 def _load(context: HubContext, host_id: str) -> float:
@@ -172,22 +166,14 @@ def _load(context: HubContext, host_id: str) -> float:
     return max((value for name, value in sample.items() if name == "cpu_use" or name.endswith("/use")), default=-1.0)
 
 
-def _listed_host(context: HubContext, view: HostView) -> _ListedHost:
-    presence = context.fleet.presence(view.seen_ago_s)
-    return _ListedHost(view, host_status(view.row.state, presence, quiet=bool(view.quiet)))
-
-
 def _matches(row: HostRow, search: str) -> bool:
-    if not search:
-        return True
     labels = (f"{name}={value}" for name, value in (row.capability.labels | dict(row.labels)).items())
     cards = (gpu.name for gpu in row.capability.gpus)
     return any(search in text.casefold() for text in (row.name, row.id, row.pool, *labels, *cards))
 
 
-def _summary(context: HubContext, listed: _ListedHost, held: Sequence[JobOnHost]) -> wire.HostSummary:
-    view, sample = listed.view, context.fleet.newest_sample(listed.view.row.id)
-    row = view.row
+def _summary(context: HubContext, view: HostView, held: Sequence[JobOnHost]) -> wire.HostSummary:
+    row, sample = view.row, context.fleet.newest_sample(view.row.id)
     taken: dict[str, float] = {}
     for job in held:
         for card in job.taken.cards:
@@ -196,8 +182,8 @@ def _summary(context: HubContext, listed: _ListedHost, held: Sequence[JobOnHost]
     return wire.HostSummary(
         id=row.id,
         name=row.name,
-        status=listed.status,
-        status_reason=f"quiet hours {view.quiet}" if listed.status == "quiet" else row.state_reason,
+        status=view.status,
+        status_reason=f"quiet hours {view.quiet}" if view.status == "quiet" else row.state_reason,
         pool=row.pool,
         seen_ago_s=view.seen_ago_s,
         cores=row.capability.cores,
