@@ -40,7 +40,8 @@ _log = log.get(__name__)
 OVERVIEW_S: Final = 5.0
 SAMPLE_S: Final = 15.0
 GOODPUT_S: Final = 60.0
-"""How long the goodput of many jobs is used before it is computed again."""
+FEW_JOBS: Final = 100
+"""How long the goodput of many jobs is used before it is computed again; that of a few always is."""
 COUNTS_S: Final = 1.0
 MAX_ATTEMPTS: Final = 2000
 """Of which the goodput of many jobs is computed."""
@@ -168,7 +169,7 @@ class FleetHistory:
         """Of the jobs that a host had in the last `span_s`, within that time."""
         now_s, key = self._fleet.now_s(), (project, span_s)
         known = self._goodput.get(key)
-        if known is not None and now_s - known[0] < GOODPUT_S:
+        if known is not None and known[1].jobs > FEW_JOBS and now_s - known[0] < GOODPUT_S:
             return known[1]
         ledger = await self._fleet.store.ledger(now_s - span_s, project, MAX_ATTEMPTS)
         computed = await _add_up(ledger, now_s - span_s, now_s)

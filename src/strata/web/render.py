@@ -177,7 +177,7 @@ def url_with(query: Iterable[tuple[str, str]], **changes: object) -> str:
 
 
 ADVICE: Final[Mapping[Code, str]] = {
-    Code.NOT_FOUND: "Check the address, or search for it above.",
+    Code.NOT_FOUND: "Check the address, or search for it on the overview.",
     Code.FORBIDDEN: "Ask somebody with that role, or log in with another key.",
     Code.UNAVAILABLE: "Reload the page in a moment. If it stays, look at the server's log.",
     Code.EXHAUSTED: "Wait a moment, then reload the page.",
