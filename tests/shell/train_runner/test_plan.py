@@ -179,10 +179,12 @@ def test_files_and_configuration_give_the_same_sizes(
     assert msgspec.structs.replace(of_files, largest_weight=0) == untraced
     row, logits, pairs = 64 * 128 * 2, 64 * 512 * 2, 64 * 2 * 2
     if family == "llama":
-        # Sums of attention and MLP, forward and backward, and of the gradient before the head.
-        assert traced.exchanges == [
-            CollectiveCost("all-reduce", "tensor", "row", 4 * 4 + 1, (4 * 4 + 1) * row),
-            CollectiveCost("all-gather", "tensor", "row", 1, logits),
+        # The tokens of attention and MLP are gathered and their sums scattered, forward and backward; before the first
+        # and after the last layer tokens are gathered too, and the gradient before the head is summed.
+        assert sorted(traced.exchanges, key=lambda cost: cost.name) == [
+            CollectiveCost("all-gather", "tensor", "row", 4 * 4 + 3, (4 * 4 + 2) * row + logits),
+            CollectiveCost("all-reduce", "tensor", "row", 1, row),
+            CollectiveCost("reduce-scatter", "tensor", "row", 4 * 4, 4 * 4 * row),
         ]
         matrices = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256
         assert traced.rank_parameters == 512 * 128 * 3 // 2 + 4 * (matrices // 2 + 2 * 128) + 128
@@ -196,8 +198,29 @@ def test_files_and_configuration_give_the_same_sizes(
         return
     # The ranks of both groups are the same here, and so is their name.
     assert numbers in traced.exchanges
+    # Experts compute this rank's tokens: only those of attention are gathered.
     gathered = [(cost.calls, cost.bytes) for cost in traced.exchanges if cost.name == "all-gather"]
-    assert gathered == [(4 + 1, 4 * row + logits)]
+    assert gathered == [(4 * 2 + 3, (4 * 2 + 2) * row + logits)]
+
+
+def test_devices_of_a_tensor_group_keep_slices_of_hidden_states_between_blocks(tmp_path: Path) -> None:
+    make(tmp_path, TinyModel(layers=4, hidden=128))
+    recipe = MemoryRecipe(row_tokens=2048, checkpointing=1)
+    alone, sliced, odd = (
+        trace_cost(str(tmp_path), each, mesh).activations
+        for each, mesh in (
+            (recipe, MeshShape(shard=4)),
+            (recipe, MeshShape(shard=2, tensor=2)),
+            (msgspec.structs.replace(recipe, row_tokens=2047), MeshShape(shard=2, tensor=2)),
+        )
+    )
+    assert alone is not None
+    assert sliced is not None
+    assert odd is not None
+    # A row of one token less is not sliced, and would otherwise take as much.
+    assert sliced.beginning < 0.96 * odd.beginning
+    assert sliced.end < 0.9 * odd.end
+    assert odd.end < 0.9 * alone.end
 
 
 def test_devices_that_share_a_row_have_their_part_of_its_activations_and_exchange_the_rest(tmp_path: Path) -> None:

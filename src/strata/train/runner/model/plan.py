@@ -66,11 +66,12 @@ SHARDS: Final = 2
 """Of a traced model that is sharded: what a pass gathers is the same for more."""
 Layers = Sequence[int]
 """Numbers of blocks, in their order."""
-Collective = Literal["all-gather", "all-reduce", "all-to-all"]
+Collective = Literal["all-gather", "all-reduce", "all-to-all", "reduce-scatter"]
 Groups = Literal["tensor", "expert", "context"]
 Exchange = tuple[Collective, Groups]
 COLLECTIVES: Final[dict[str, Collective]] = {
     "_allgather_base_": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
     "allreduce_": "all-reduce",
     "alltoall_base_": "all-to-all",
 }

@@ -11,14 +11,20 @@ rank holds. A layer computes with its part as a plain tensor. Two sums make the 
 In between, a rank has attention heads and inner dimensions of its own. A weight that all of them share there, such as
 the norm of a head, gets the sum of its gradients. Embeddings are replicated, and a head that is tied to them.
 
+Between these blocks each rank has a slice of the tokens of a row (sequence parallelism): hidden states, their norms and
+what a backward pass keeps of them are divided by the group. A block gathers the tokens of all ranks where it begins,
+and a sum that ends it leaves each rank its slice; a weight between blocks gets the sum of its gradients. A row that the
+group does not divide, and several rows at once, are not sliced.
+
 Experts are not split here but spread over expert groups (`expert_parallel`), to which the ranks of a tensor group
-belong. Each rank of it sends a slice of the tokens to their experts, and the results are gathered.
+belong. Each rank of it sends its slice of the tokens to their experts; if the row is not sliced, one that is taken for
+that, and the results are gathered.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Literal
 
@@ -36,6 +42,8 @@ from strata.train.runner.model.distributed_weights import SplitModel, compute_lo
 from strata.train.runner.model.loading import parent_of
 
 Split = Literal["columns", "rows", "shared", "gathered"]
+HookedInput = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments of a module, and those by name."""
 SPLITS: Final[Mapping[str, Split | None]] = {
     "colwise": "columns",
     "rowwise": "rows",
@@ -62,6 +70,7 @@ ATTENTION_PLANS: Final[Mapping[str, Mapping[str, str]]] = {
 }
 """How layers of attention are split in families of which transformers has no plan for them."""
 _NUMBER: Final = re.compile(r"\.\d+(?=\.|$)")
+_LAYER: Final = re.compile(r"\.layers\.\d+$")
 
 
 class TensorParallel(SplitModel):
@@ -71,6 +80,8 @@ class TensorParallel(SplitModel):
         super().__init__(mesh)
         self.rank = mesh.get_local_rank()
         self._splits: Mapping[str, Split] = {}
+        self._is_sliced = False
+        """Whether this rank has a slice of the tokens between the blocks of the layer that computes."""
 
     def split(self, lm: PreTrainedModel) -> None:
         """Replace the weights and add the sums. The model may have no memory yet; nothing is communicated."""
@@ -81,19 +92,27 @@ class TensorParallel(SplitModel):
             if is_experts(module):
                 continue
             if id(weight) not in replaced:
-                placement = placement_of(self._splits.get(name.rpartition(".")[0]), last)
+                placement = placement_of(self._splits.get(_parent(name)), last)
                 replaced[id(weight)] = distribute_weight(weight, self._mesh, placement)
             setattr(module, last, replaced[id(weight)])
         blocks = _blocks(self._splits)
+        layers = [name for name, _ in lm.named_modules() if _LAYER.search(name) and f"{name}.self_attn" in blocks]
         for name, module in lm.named_modules():
+            is_between = _is_in(name, layers) and not _is_in(name, blocks)
             if module._parameters and not is_experts(module):
-                compute_locally(module, partial(self._local, self._splits.get(name)))
-            if name in blocks or self._splits.get(name) == "gathered":
-                module.register_forward_pre_hook(self._sum_input_gradients, with_kwargs=True)
-            if self._splits.get(name) == "rows":
-                module.register_forward_hook(self._sum_output)
-            if self._splits.get(name) == "gathered":
-                module.register_forward_hook(self._gather_output)
+                compute_locally(module, partial(self._local, self._splits.get(name), is_between=is_between))
+            if name in blocks:
+                module.register_forward_pre_hook(self._begin_block, with_kwargs=True)
+            match self._splits.get(name):
+                case "rows":
+                    module.register_forward_hook(self._sum_output)
+                case "gathered":
+                    module.register_forward_pre_hook(self._sum_input_gradients, with_kwargs=True)
+                    module.register_forward_hook(self._gather_output)
+        for name in layers:
+            begin = partial(self._begin_layer, is_first=name == layers[0])
+            lm.get_submodule(name).register_forward_pre_hook(begin, with_kwargs=True)
+        lm.get_submodule(layers[-1]).register_forward_hook(self._end_layers)
 
     def lora_part(self, target: LoraTarget) -> LoraPart:
         """What this rank's computation of a layer takes of the layer's adapter. Gradients are summed over all ranks:
@@ -114,16 +133,22 @@ class TensorParallel(SplitModel):
 
     def take_tokens(self, values: torch.Tensor) -> torch.Tensor:
         """This rank's slice of what all ranks have for each token. Slices are equally long: zeros are added."""
+        if self._is_sliced:
+            return values
         length = self._slice_length(len(values))
         padded = pad(self._sum_gradients(values), (0, 0, 0, length * self._mesh.size() - len(values)))
         return padded[self.rank * length : (self.rank + 1) * length]
 
     def take_spans(self, spans: Sequence[Span], tokens: int) -> Sequence[Span]:
+        if self._is_sliced:
+            return slice_spans(spans, self.rank * tokens, (self.rank + 1) * tokens)
         length = self._slice_length(tokens)
         padding = Span(None, length * self._mesh.size() - tokens)
         return slice_spans([*spans, padding], self.rank * length, (self.rank + 1) * length)
 
     def gather_tokens(self, values: torch.Tensor, tokens: int) -> torch.Tensor:
+        if self._is_sliced:
+            return values
         gathered = self._gather(values, dim=0)
         # A copy: FSDP's hook on the result of a module does not bear a view that is changed in place.
         return gathered if len(gathered) == tokens else gathered[:tokens].clone()
@@ -131,11 +156,11 @@ class TensorParallel(SplitModel):
     def _slice_length(self, tokens: int) -> int:
         return -(-tokens // self._mesh.size())
 
-    def _local(self, split: Split | None, name: str, weight: DTensor) -> torch.Tensor:
+    def _local(self, split: Split | None, name: str, weight: DTensor, *, is_between: bool) -> torch.Tensor:
         if self._whole:
             return weight.full_tensor()
         local = weight.to_local()
-        if split == "shared":
+        if split == "shared" or (is_between and self._is_sliced):
             return self._sum_gradients(local)
         if split == "rows" and name == "bias":
             # The outputs are summed, and the bias is in that sum once.
@@ -145,19 +170,38 @@ class TensorParallel(SplitModel):
     def _sum_gradients(self, value: torch.Tensor) -> torch.Tensor:
         return _SumGradients.apply(value, self._group)  # type: ignore[no-any-return, no-untyped-call]
 
-    def _sum_input_gradients(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _begin_layer(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_first: bool
+    ) -> HookedInput:
+        """Also when a layer is computed again for its backward pass: whether it is sliced follows from its inputs."""
+        del module
+        hidden, tokens = args[0], kwargs["position_embeddings"][0].shape[1]
+        self._is_sliced = not self._whole and len(hidden) == 1 and tokens % self._mesh.size() == 0
+        if self._is_sliced and is_first:
+            hidden = _Slice.apply(hidden, self._group)  # type: ignore[no-untyped-call]
+        return (hidden, *args[1:]), kwargs
+
+    def _end_layers(self, module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        del module, args
+        return self._gather(output, dim=1) if self._is_sliced else output
+
+    def _begin_block(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HookedInput:
+        if self._is_sliced:
+            return _with_hidden(module, args, kwargs, self._gather_tokens)
+        return self._sum_input_gradients(module, args, kwargs)
+
+    def _gather_tokens(self, hidden: torch.Tensor) -> torch.Tensor:
+        return _GatherTokens.apply(hidden, self._group)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _sum_input_gradients(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HookedInput:
         if self._whole:
             return args, kwargs
-        if args:
-            return (self._sum_gradients(args[0]), *args[1:]), kwargs
-        if "hidden_states" not in kwargs:
-            raise StrataError(Code.UNSUPPORTED, f"{type(module).__name__} has other inputs than hidden states")
-        return args, {**kwargs, "hidden_states": self._sum_gradients(kwargs["hidden_states"])}
+        return _with_hidden(module, args, kwargs, self._sum_gradients)
 
     def _sum_output(self, module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
         del module, args
+        if self._is_sliced:
+            return _ScatterSum.apply(output, self._group)  # type: ignore[no-any-return, no-untyped-call]
         return output if self._whole else _Sum.apply(output, self._group)  # type: ignore[no-untyped-call]
 
     def _gather_output(self, module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
@@ -166,6 +210,17 @@ class TensorParallel(SplitModel):
 
     def _gather(self, value: torch.Tensor, dim: int) -> torch.Tensor:
         return _Gather.apply(value, self._group, dim)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _with_hidden(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
+) -> HookedInput:
+    """The inputs of a block with other hidden states."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    if "hidden_states" not in kwargs:
+        raise StrataError(Code.UNSUPPORTED, f"{type(module).__name__} has other inputs than hidden states")
+    return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
 
 
 def plan_splits(lm: PreTrainedModel, size: int) -> dict[str, Split]:
@@ -190,7 +245,7 @@ def plan_splits(lm: PreTrainedModel, size: int) -> dict[str, Split]:
         raise StrataError(Code.UNSUPPORTED, "there is no plan to split its layers")
     for block in _blocks(splits):
         for name, _ in lm.get_submodule(block).named_parameters(prefix=block):
-            if name.rpartition(".")[0] not in splits:
+            if _parent(name) not in splits:
                 # Its gradient would be that of one rank's part of the block.
                 raise StrataError(Code.UNSUPPORTED, f"the plan of transformers leaves out {name}")
     return splits
@@ -214,7 +269,7 @@ def placement_of(split: Split | None, name: str) -> Placement:
 
 def _blocks(splits: Mapping[str, Split]) -> set[str]:
     """The modules, such as attention, whose inputs all ranks have and whose outputs they sum."""
-    return {name.rpartition(".")[0] for name, split in splits.items() if split == "rows"}
+    return {_parent(name) for name, split in splits.items() if split == "rows"}
 
 
 def _names_of_weights(lm: nn.Module) -> dict[int, int]:
@@ -236,6 +291,16 @@ def _check_divisible(name: str, module: nn.Module, split: Split, size: int) -> N
         if isinstance(placement, Shard) and (length := weight.shape[placement.dim]) % size:
             what = f"{length} {'inputs' if split == 'rows' else 'outputs'}"
             raise StrataError(Code.UNSUPPORTED, f"{name} has {what}, which parallel.tensor {size} does not divide")
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _is_in(name: str, modules: Collection[str]) -> bool:
+    """Whether a module is one of these, or inside of one."""
+    parts = name.split(".")
+    return any(".".join(parts[:count]) in modules for count in range(1, len(parts) + 1))
 
 
 def _part(length: int, rank: int, count: int) -> slice:
@@ -278,10 +343,63 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
         ctx.rank, ctx.count, ctx.dim = dist.get_rank(group), dist.get_world_size(group), dim
-        gathered = value.new_empty(ctx.count * value.shape[0], *value.shape[1:])
-        dist.all_gather_single(gathered, value.contiguous(), group=group)
-        return torch.cat(gathered.chunk(ctx.count), dim=dim)
+        return _gathered(value, group, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return torch.chunk(grads[0], ctx.count, dim=ctx.dim)[ctx.rank], None, None
+
+
+class _Slice(torch.autograd.Function):
+    """This rank's tokens of what all ranks have. Each rank has the gradient of its tokens, and gets that of all."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        # A copy, so that the whole need not be kept.
+        return torch.chunk(value, dist.get_world_size(group), dim=1)[dist.get_rank(group)].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _gathered(grads[0], ctx.group, dim=1), None
+
+
+class _GatherTokens(torch.autograd.Function):
+    """The tokens of all ranks, where each begins to compute with its weights: their gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _gathered(value, group, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _scattered(grads[0], ctx.group), None
+
+
+class _ScatterSum(torch.autograd.Function):
+    """This rank's tokens of the sum over the ranks. Each rank needs the gradients of all tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _scattered(value, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _gathered(grads[0], ctx.group, dim=1), None
+
+
+def _gathered(value: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    count = dist.get_world_size(group)
+    gathered = value.new_empty(count * value.shape[0], *value.shape[1:])
+    dist.all_gather_single(gathered, value.contiguous(), group=group)
+    return torch.cat(gathered.chunk(count), dim=dim)
+
+
+def _scattered(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's tokens of the sum."""
+    parts = torch.chunk(value, dist.get_world_size(group), dim=1)
+    total = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+    dist.reduce_scatter_single(total, torch.cat(parts), group=group)
+    return total
