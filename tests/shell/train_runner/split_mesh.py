@@ -82,9 +82,9 @@ MESHES: Mapping[str, ParallelSettings] = {
     "stages 2 tensor 2": ParallelSettings(pipeline=2, tensor=2),
     "stages 2 context 2": ParallelSettings(pipeline=2, context=2),
 }
-DOCUMENTS = ((9, 14, 3, 5), (6, 1, 4), (11, 2), (7,))
-"""Their lengths in each of the rows, which the data ranks share: neither two nor four ranks divide a row, and both cut
-documents."""
+DOCUMENTS = ((9, 14, 3, 5), (6, 1, 5), (11, 2, 7), (7,))
+"""Their lengths in each of the rows, which the data ranks share: neither two nor four ranks divide the first and the
+last row, both divide the others, and cut documents."""
 WITH_EXPERTS = frozenset({"qwen3_moe", "gpt_oss", "deepseek_v3"})
 EAGER = frozenset({"gpt_oss", "gemma2"})
 """Families whose sinks and soft-capping no kernel has."""
