@@ -116,6 +116,8 @@ def _start_long_files_first(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    # Servers make what they write private, also one that an earlier test ran in this process.
+    os.umask(0o022)
     if time.time() > _until_s:
         pytest.skip(f"NOT RUN, no time is left: {item.path.name}")
 
