@@ -84,7 +84,7 @@ async def goodput(call: HubCall) -> wire.GoodputReply:
 async def fleet_goodput(call: HubCall, query: wire.GoodputQuery) -> wire.GoodputReply:
     """Where the time of all jobs went, or of those of a project, that a host had lately."""
     found = await call.context.history.goodput(query.project, query.span_s)
-    names = {view.row.id: view.row.name for view in await call.context.fleet.cached_hosts()}
+    names = await call.context.fleet.host_names({each.host_id for _, each in found.interruptions})
     return wire.GoodputReply(
         seconds=dict(found.seconds),
         wall_s=sum(found.seconds.values()),
