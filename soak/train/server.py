@@ -68,6 +68,8 @@ class ServeOptions:
     """How long it may take to be ready."""
     journal: Path | None = None
     """The data of a server that has ended, whose journal is done again from its first dispatch."""
+    data_bytes: int = 0
+    """What each of its processes may allocate; 0 is no limit."""
 
 
 DEFAULT_OPTIONS: Final = ServeOptions()
@@ -99,6 +101,7 @@ class ServeProcess:
         self._environment = dict(process_environment())
         if options.armed:
             self._environment["PYTHONPATH"] = fault_injection.prepare(self.orders)
+        self._data_bytes = options.data_bytes
         self._pretending: asyncio.subprocess.Process | None = None
         self._launcher: asyncio.subprocess.Process | None = None
 
@@ -122,6 +125,9 @@ class ServeProcess:
         log = self.folder / "serve.log"
         before = log.stat().st_size if log.exists() else 0
         code = "from strata.cli.main import main; main()"
+        if self._data_bytes:
+            limits = (self._data_bytes, self._data_bytes)
+            code = f"import resource; resource.setrlimit(resource.RLIMIT_DATA, {limits}); {code}"
         self._launcher = await self._spawn("-c", code, "serve", str(self._file))
         async with asyncio.timeout(self._start_s):
             # The launcher says so when everything is there; its words are in the log.

@@ -4,18 +4,16 @@ operations of other tenants all end as they should, and the group of ranks start
 from __future__ import annotations
 
 import re
-import resource
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Final
 
 import httpx
 import pytest
 
-from soak.train.server import START_S, ServeProcess, serving
+from soak.train.server import START_S, ServeOptions, ServeProcess, serving
 from strata.base.errors import StrataError
 from strata.sdk.train import AsyncModel, AsyncTrainingServer, Datum
 from tests.support.unix import short_path
@@ -40,26 +38,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@contextmanager
-def little_memory() -> Iterator[None]:
-    """For whatever is started meanwhile, and what that starts."""
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (DATA_BYTES, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
-
-
-@asynccontextmanager
-async def limited(folder: Path, model: Path) -> AsyncIterator[ServeProcess]:
-    with little_memory():
-        starting = serving(folder / "s", model, "real")
-        server = await starting.__aenter__()
-    try:
-        yield server
-    finally:
-        await starting.__aexit__(None, None, None)
+def limited(folder: Path, model: Path) -> AbstractAsyncContextManager[ServeProcess]:
+    return serving(folder / "s", model, "real", options=ServeOptions(data_bytes=DATA_BYTES))
 
 
 async def other_key(server: ServeProcess) -> str:
