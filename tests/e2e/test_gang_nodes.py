@@ -7,6 +7,7 @@ gang grows.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -37,7 +38,7 @@ SAMPLES: Final = 128
 EVERY: Final = 4
 """Steps between two checkpoints."""
 WITHIN_S: Final = 600
-UNFINISHED: Final = 101
+FAILED, UNFINISHED = 100, 101
 
 pytestmark = pytest.mark.timeout(WITHIN_S + 20)
 Line = dict[str, Any]
@@ -46,7 +47,7 @@ Line = dict[str, Any]
 class Host:
     """A launcher of workers and these, which die together."""
 
-    def __init__(self, folder: Path, ip: str, launcher: Sequence[str]) -> None:
+    def __init__(self, folder: Path, ip: str, launcher: Sequence[str], **variables: str) -> None:
         self.name = f"host {ip}"
         self.log = folder / f"{ip}.log"
         with self.log.open("ab") as log:
@@ -56,7 +57,7 @@ class Host:
                     *(PROGRAM, "--corpus", folder / "corpus.jsonl", "--out", folder),
                     *("--epochs", str(EPOCHS), "--checkpoint-every", str(EVERY)),
                 ],
-                env={**process_environment(), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+                env={**process_environment(), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **variables},
                 stdout=log,
                 stderr=log,
             )
@@ -161,13 +162,13 @@ class Site(Log):
         )
         return self._start(ip, torchrun)
 
-    def run(self, ip: str, workers: int) -> Host:
+    def run(self, ip: str, workers: int, *options: str, **variables: str) -> Host:
         """Under `strata gang run`."""
-        command = (STRATA, "gang", "run", "--nnodes", "1:2", "--nproc", str(workers), "--coordinator", self.address)
-        return self._start(ip, (*command, "--job", JOB, "--data", str(self.folder / f"data-{ip}")))
+        command = (STRATA, "gang", "run", "--nproc", str(workers), "--coordinator", self.address, *options)
+        return self._start(ip, (*command, "--job", JOB, "--data", str(self.folder / f"data-{ip}")), **variables)
 
-    def _start(self, ip: str, launcher: Sequence[str]) -> Host:
-        self.hosts.append(Host(self.folder, ip, launcher))
+    def _start(self, ip: str, launcher: Sequence[str], **variables: str) -> Host:
+        self.hosts.append(Host(self.folder, ip, launcher, **variables))
         return self.hosts[-1]
 
     def drain(self, rank: int) -> None:
@@ -239,7 +240,7 @@ def test_a_gang_goes_on_without_drained_ranks_and_loses_no_step(tmp_path: Path) 
     write_corpus(tmp_path / "corpus.jsonl", SAMPLES)
     with site(tmp_path) as gang:
         gang.hold_at(0)
-        first, second = gang.run("127.0.0.1", workers=2), gang.run("127.0.0.2", workers=1)
+        first, second = (gang.run(f"127.0.0.{n}", 3 - n, "--nnodes", "1:2") for n in (1, 2))
         three = gang.started(world_size=3)
         gang.hold_at(EVERY + 1)
         gang.trained(three, EVERY + 1, world_size=3)
@@ -262,6 +263,36 @@ def test_a_gang_goes_on_without_drained_ranks_and_loses_no_step(tmp_path: Path) 
         steps = [line for line in run.log if (line["event"], line["generation"]) == ("step", generation)]
         assert steps
         assert all(line in kept for line in steps), "no step before a drain is lost"
+
+
+BROKEN: Final = {
+    "product is wrong": "lambda left, right: mm(left, right) + 1",
+    "product takes": "lambda left, right: [mm(left, right) for _ in range(40)][0]",
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("reason", BROKEN)
+def test_a_host_that_computes_wrongly_or_slowly_is_excluded_before_the_others_train(
+    tmp_path: Path, reason: str
+) -> None:
+    write_corpus(tmp_path / "corpus.jsonl", SAMPLES)
+    (tmp_path / "broken").mkdir()
+    broken = f"import torch\nmm = torch.mm\ntorch.mm = {BROKEN[reason]}\n"
+    (tmp_path / "broken" / "sitecustomize.py").write_text(broken, encoding="utf-8")
+    with site(tmp_path) as gang:
+        gang.hold_at(0)
+        options = ("--nnodes", "2:3", "--check-hosts", "4")
+        well = [gang.run(f"127.0.0.{n}", 1, *options) for n in (1, 2)]
+        bad = gang.run("127.0.0.3", 1, *options, PYTHONPATH=str(tmp_path / "broken"))
+        assert bad.process.wait(WITHIN_S / 2) == FAILED
+        assert re.search(rf"\(127\.0\.0\.3\), this host, was excluded: its matrix {reason}", bad.log.read_text("utf-8"))
+        gang.let_go()
+        assert [host.process.wait(WITHIN_S / 2) for host in well] == [0, 0]
+        assert all("(127.0.0.3) was excluded" in host.log.read_text("utf-8") for host in well)
+    run = Run.read(tmp_path)
+    assert judge(run, epochs=EPOCHS, loss_below=5.0).problems == []
+    assert {line["world_size"] for line in run.log if line["event"] == "started"} == {2}
 
 
 CUT: Final = """

@@ -84,6 +84,8 @@ class GangOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A job that is finished, by whichever hosts, is a success and not an error."""
     join_timeout_s: int = 600
     """How long to wait for the least number of hosts."""
+    check_hosts: float | None = None
+    """Exclude a host that is so many times slower than the others, or computes wrongly; None: check none."""
     program: tuple[str, ...] = ()
 
 
@@ -104,6 +106,36 @@ class PrivateTokens:
         for file, role in ((files.worker, TokenRole.WORKER), (files.operator, TokenRole.OPERATOR)):
             write_file(file, Tokens(secret).issue(Claims(job, role, expires_s)).encode())
         return files
+
+
+@dataclass(frozen=True)
+class RendezvousFiles:
+    """What torchrun's rendezvous leaves when it ends torchrun, whose exit status does not tell why."""
+
+    failure: Path
+    """Another rendezvous may succeed."""
+    refusal: Path
+    """This host must not take part."""
+
+    @classmethod
+    def below(cls, folder: Path) -> RendezvousFiles:
+        return cls(folder / "rendezvous-failure.txt", folder / "rendezvous-refusal.txt")
+
+    def remove(self) -> None:
+        self.failure.unlink(missing_ok=True)
+        self.refusal.unlink(missing_ok=True)
+
+    def failure_reason(self, status: int) -> str:
+        """Empty: torchrun ended well, or by its workers."""
+        reason = _text(self.failure)[:200] if status else ""
+        return f"failed in the rendezvous ({reason})" if reason else ""
+
+    def refusal_reason(self) -> str:
+        return _text(self.refusal)
+
+
+def _text(file: Path) -> str:
+    return file.read_text("utf-8", errors="replace") if file.exists() else ""
 
 
 @dataclass
@@ -282,18 +314,20 @@ class GangLauncher:
 
     async def _keep_torchrun(self, address: str) -> int:
         """Start it again if a drain, a signal or the rendezvous ended it; other ends are the result of the training."""
-        failure_file = self._options.folder / "rendezvous-failure.txt"
+        files = RendezvousFiles.below(self._options.folder)
         failures = 0
         while True:
-            failure_file.unlink(missing_ok=True)
+            files.remove()
             self._torchrun = process = await asyncio.create_subprocess_exec(
-                *_torchrun_command(self._options, self._worker_count, address, failure_file),
+                *_torchrun_command(self._options, self._worker_count, address, files),
                 env=self._worker_environment(),
                 start_new_session=True,
                 preexec_fn=partial(end_with_parent, parent=os.getpid()),
             )
             status = await self._wait_for(process)
             self._kill_workers()
+            if reason := files.refusal_reason():
+                raise StrataError(Code.PRECONDITION, reason, hint="mend the host, or start all without --check-hosts")
             drained = self._drained_workers()
             # It ends well if the drained ones were all it had, or the others have finished the job.
             if drained and (status or len(drained) == self._worker_count):
@@ -305,7 +339,7 @@ class GangLauncher:
                     return 0
                 continue
             failures += 1
-            reason = f"was killed by signal {-status}" if status < 0 else _rendezvous_failure(status, failure_file)
+            reason = f"was killed by signal {-status}" if status < 0 else files.failure_reason(status)
             if not reason or failures > self._options.max_restarts:
                 return status
             self._say(f"torchrun {reason}: starting it again")
@@ -458,13 +492,6 @@ def _write(file: Path, content: bytes) -> None:
     file.write_bytes(content)
 
 
-def _rendezvous_failure(status: int, file: Path) -> str:
-    """Empty: torchrun ended well, or by its workers."""
-    if status == 0 or not file.exists():
-        return ""
-    return f"failed in the rendezvous ({file.read_text('utf-8', errors='replace')[:200]})"
-
-
 def _is_running(pid: int) -> bool:
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
@@ -472,13 +499,19 @@ def _is_running(pid: int) -> bool:
         return False
 
 
-def _torchrun_command(options: GangOptions, workers: int, address: str, failure_file: Path) -> list[str]:
+def _torchrun_command(options: GangOptions, workers: int, address: str, files: RendezvousFiles) -> list[str]:
     local = ("--local-addr", options.local_address) if options.local_address else ()
+    rendezvous = {
+        # A comma would begin the next setting.
+        "failure_file": quote(str(files.failure)),
+        "refusal_file": quote(str(files.refusal)),
+        "join_timeout": options.join_timeout_s,
+        **({"check_hosts": options.check_hosts} if options.check_hosts is not None else {}),
+    }
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
         *("--rdzv-backend", "strata", "--rdzv-endpoint", address, "--rdzv-id", options.job),
-        # A comma would begin the next setting.
-        *("--rdzv-conf", f"failure_file={quote(str(failure_file))},join_timeout={options.join_timeout_s}"),
+        *("--rdzv-conf", ",".join(f"{name}={value}" for name, value in rendezvous.items())),
         *("--nnodes", options.hosts, "--nproc-per-node", str(workers)),
         *("--max-restarts", str(options.max_restarts), *local),
         # A torchrun that is killed leaves its workers; these the kernel ends, whatever they do.

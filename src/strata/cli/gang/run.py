@@ -69,6 +69,12 @@ _HOSTS: Final = re.compile(r"[1-9]\d*(:[1-9]\d*)?")
     metavar="SECONDS",
     help="Give up when fewer than MIN hosts are there for SECONDS.",
 )
+@click.option(
+    "--check-hosts",
+    type=click.FloatRange(min=1.2),
+    metavar="FACTOR",
+    help="Exclude hosts that compute wrongly or FACTOR times slower than others.",
+)
 @click.argument("program", nargs=-1, type=click.UNPROCESSED, required=True, metavar="PROGRAM [ARGUMENT]...")
 @click.pass_context
 def run(ctx: click.Context, /, program: tuple[str, ...], **given: Any) -> None:

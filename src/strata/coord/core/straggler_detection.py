@@ -99,19 +99,19 @@ class StepSample:
         """The median of the last ones."""
         found = self.made.get(steps)
         if found is None:
-            found = self.made[steps] = _median(self.own_s[-steps:])
+            found = self.made[steps] = median(self.own_s[-steps:])
         return found
 
     def recent_compute_s(self, steps: int) -> float:
         found = self.made.get(_COMPUTE)
         if found is None:
-            found = self.made[_COMPUTE] = _median(self.compute_s[-steps:])
+            found = self.made[_COMPUTE] = median(self.compute_s[-steps:])
         return found
 
     def noise_s(self) -> float:
         found = self.made.get(_NOISE)
         if found is None:
-            found = self.made[_NOISE] = _SIGMA * _mad(self.own_s, _median(self.own_s))
+            found = self.made[_NOISE] = _SIGMA * _mad(self.own_s, median(self.own_s))
         return found
 
 
@@ -152,7 +152,7 @@ def add_report(  # noqa: PLR0913 - what one heartbeat says
         busy,
         # A worker that reports none any more is compared by its step times.
         (*before.compute_s, *new_s)[-window:] if new_s else (),
-        (*before.computed_s, _median(new_s))[-window:] if new_s else (),
+        (*before.computed_s, median(new_s))[-window:] if new_s else (),
     )
 
 
@@ -347,13 +347,13 @@ def _speed(samples: Mapping[str, StepSample], limits: StragglerLimits) -> _Speed
     if len(told) < limits.min_workers:
         return _Speed()
     own_s = {worker_id: each.recent_s(limits.recent) for worker_id, each in told.items()}
-    median_s = _median(list(own_s.values()))
+    median_s = median(list(own_s.values()))
     if median_s <= 0:
         # No time has passed between their heartbeats: there is nothing to compare.
         return _Speed()
     between_s = _SIGMA * _mad(list(own_s.values()), median_s)
     # Few workers may happen to be very equal at the moment: their own noise says how little that means.
-    noise_s = _median([each.noise_s() for each in told.values()])
+    noise_s = median([each.noise_s() for each in told.values()])
     within_s = noise_s * _MEDIAN_NOISE / sqrt(limits.recent)
     return _Speed(own_s, median_s, max(between_s, within_s, 0.01 * median_s, 1e-9))
 
@@ -366,7 +366,7 @@ def _lockstep(samples: Mapping[str, StepSample], limits: StragglerLimits) -> _Lo
     }
     if len(own_s) < limits.min_workers:
         return _Lockstep()
-    median_s = _median(list(own_s.values()))
+    median_s = median(list(own_s.values()))
     if median_s <= 0:
         return _Lockstep()
     far_s = limits.far_ratio * median_s
@@ -487,11 +487,11 @@ def _hung_reason(worker_id: str, sample: StepSample, hang: _Hang | None, now_s: 
     )
 
 
-def _median(values: Sequence[float]) -> float:
+def median(values: Sequence[float]) -> float:
     ordered = sorted(values)
     middle = len(ordered) // 2
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 def _mad(values: Sequence[float], around: float) -> float:
-    return _median([abs(value - around) for value in values])
+    return median([abs(value - around) for value in values])

@@ -4,7 +4,8 @@ The torchrun of each host, a node, is a member of the job `JOB/nodes`. A generat
 rendezvous: the node's rank is its rank there, and the store of the workers is on the node of rank 0, whose address its
 registration named. A node that comes or is lost begins the next generation, and so does one whose workers failed; every
 node sees that and starts its workers again. The workers are told where the coordinator is, and join `JOB` with the
-ranks that torch gave them.
+ranks that torch gave them. With `check_hosts` the nodes of a round first compare their hosts, and one that is broken
+leaves with the reason.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import secrets
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 from urllib.parse import unquote
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -43,7 +45,7 @@ from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.worker.blocking import Worker
 from strata.coord.worker.client import AsyncWorker
 from strata.coord.worker.link import CoordinatorLink, Deadline
-from strata.coord.worker.session import ATTEMPT_S
+from strata.coord.worker.session import ATTEMPT_S, MemberAddress
 from strata.coord.worker.settings import SECTION, WorkerSettings
 
 BACKEND: Final = "strata"
@@ -69,8 +71,17 @@ class StrataRendezvous(RendezvousHandler):
         self._min, self._max = parameters.min_nodes, parameters.max_nodes
         self._join_s = float(parameters.get("join_timeout", 600))
         self._last_call_s = float(parameters.get("last_call_timeout", 5))
-        failure_file = unquote(str(parameters.get("failure_file", "")))
-        self._failure_file = Path(failure_file) if failure_file else None
+        self._failure_file = _file(parameters, "failure_file")
+        self._refusal_file = _file(parameters, "refusal_file")
+        """For the reason why this host must not take part."""
+        check = parameters.get("check_hosts", "")
+        self._check_factor = float(check) if check else None
+        if self._check_factor is not None and not self._check_factor > 1:
+            raise StrataError(
+                Code.INVALID, f"check_hosts must be above 1, not {check}: how many times slower is too slow"
+            )
+        self._excluded: list[str] = []
+        """The hosts that a check has excluded, and why."""
         address = {"address": parameters.endpoint} if parameters.endpoint else {}
         base = load(WorkerSettings, section=SECTION, file=None, flags={**address, "job": nodes_job(self._job)})
         self._ip = parameters.local_addr or _address_towards(base.addresses[0])
@@ -172,7 +183,8 @@ class StrataRendezvous(RendezvousHandler):
             if node.is_stale:
                 node.follow()
             if node.world_size < self._min:
-                _check_time(deadline_s, f"{node.world_size} of at least {self._min} nodes")
+                reason = f"{node.world_size} of at least {self._min} nodes"
+                _check_time(deadline_s, "; ".join((reason, *self._excluded)))
                 time.sleep(LOOK_S)
                 continue
             node.barrier("round", timeout_s=max(deadline_s - time.monotonic(), LOOK_S))
@@ -183,28 +195,79 @@ class StrataRendezvous(RendezvousHandler):
         """None: the members changed meanwhile."""
         node = self._joined()
         generation, rank, world_size = node.generation, node.rank, node.world_size
-        first = node.members()[0]
+        members = node.members()
         if node.generation != generation:
             return None
         try:
+            first = members[0]
             theirs = self._nodes_store if rank == 0 else TCPStore(first.ip, first.port, timeout=STORE_TIMEOUT)
             store = PrefixStore(f"round-{generation}", theirs)
-            place = self._place_of_workers_store(store, rank)
+            if not self._check_hosts(store, members):
+                return None
+            place = self._place_of_workers_store(store, rank, generation)
         except DistError:
-            until_s = time.monotonic() + LOST_S
-            while not (node.is_stale or node.generation != generation):
-                if time.monotonic() > until_s:
-                    raise
-                time.sleep(LOOK_S)
+            if not self._wait_for_next(generation):
+                raise
+            return None
+        if place is None:
             return None
         self._round, self._began_s = generation, time.monotonic()
         _log.info("rendezvous", round=generation, node_rank=rank, nodes=world_size)
         return RendezvousInfo(store, rank, world_size, place)
 
-    def _place_of_workers_store(self, store: Store, rank: int) -> RendezvousStoreInfo:
+    def _wait_for_next(self, generation: int) -> bool:
+        """Whether the members have changed, as soon as the coordinator can know it."""
+        until_s = time.monotonic() + LOST_S
+        while not self._is_over(generation):
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(LOOK_S)
+        return True
+
+    def _check_hosts(self, store: Store, members: Sequence[MemberAddress]) -> bool:
+        """Whether the round can begin: no host is broken. One that is leaves, and the others meet again."""
+        if self._check_factor is None:
+            return True
+        # Not before it is needed: it imports what the workers import too.
+        from strata.coord.worker.torch_host_check import HostRound, check_hosts
+
+        node, generation = self._joined(), self._joined().generation
+        found = HostRound(
+            store=store,
+            address=(members[0].ip, members[0].port),
+            name=f"round-{generation}",
+            rank=node.rank,
+            size=len(members),
+            is_over=lambda: self._is_over(generation),
+        )
+        convicted = check_hosts(found, self._check_factor)
+        if not convicted:
+            return convicted is not None
+        self._excluded = [f"{_host(members[rank])} was excluded: {reason}" for rank, reason in convicted.items()]
+        for line in self._excluded:
+            _log.warning("host_excluded", reason=line)
+        if found.rank in convicted:
+            self._refuse(f"{_host(members[found.rank])}, this host, was excluded: {convicted[found.rank]}")
+        if not self._wait_for_next(generation):
+            raise StrataError(Code.DEADLINE, f"an excluded host did not leave in {LOST_S:g} s: {self._excluded[0]}")
+        return False
+
+    def _refuse(self, reason: str) -> NoReturn:
+        if self._refusal_file is not None:
+            self._refusal_file.write_text(reason, encoding="utf-8")
+        raise StrataError(Code.PRECONDITION, reason)
+
+    def _place_of_workers_store(self, store: Store, rank: int, generation: int) -> RendezvousStoreInfo | None:
+        """None: the members changed meanwhile."""
         if rank == 0:
             self._workers_store = _listen(self._ip)
             store.set("workers", f"{self._ip} {self._workers_store.port}")
+        until_s = time.monotonic() + STORE_TIMEOUT.seconds
+        # The node of rank 0 may have seen a change before it set this: then nobody ever does.
+        while not store.check(["workers"]) and time.monotonic() < until_s:
+            if self._is_over(generation):
+                return None
+            time.sleep(LOOK_S)
         ip, port = store.get("workers").decode().split()
         return RendezvousStoreInfo(ip, int(port))
 
@@ -214,8 +277,11 @@ class StrataRendezvous(RendezvousHandler):
 
     def _is_round_over(self) -> bool:
         """A node that was cut off and evicted has a newer generation itself once it is back."""
+        return self._is_over(self._round)
+
+    def _is_over(self, generation: int) -> bool:
         node = self._joined()
-        return node.is_stale or node.generation != self._round
+        return node.is_stale or node.generation != generation
 
     def is_closed(self) -> bool:
         return False
@@ -245,6 +311,16 @@ def _may_pass(error: BaseException) -> bool:
     """Whether another rendezvous may succeed: a node died in mid-round, or the coordinator could not be reached."""
     cause = error.__cause__
     return isinstance(error, DistError) or (isinstance(cause, StrataError) and cause.code is Code.UNAVAILABLE)
+
+
+def _file(parameters: RendezvousParameters, name: str) -> Path | None:
+    """A path with a comma would end the setting: it is quoted."""
+    path = unquote(str(parameters.get(name, "")))
+    return Path(path) if path else None
+
+
+def _host(member: MemberAddress) -> str:
+    return f"{member.hostname} ({member.ip})"
 
 
 async def _count_members(settings: WorkerSettings) -> int:
