@@ -36,7 +36,7 @@ SIDE: Final = 512
 MEMORY_BYTES: Final = 64 << 20
 MESSAGE: Final = 1 << 19
 """Numbers in an all-reduce: 2 MiB."""
-LINK_TIMEOUT: Final = timedelta(seconds=180)
+LINK_TIMEOUT: Final = timedelta(seconds=90)
 MEASURE_S: Final = 600.0
 """How long the process that measures may take."""
 COLLECT_S: Final = MEASURE_S + 30.0
