@@ -39,6 +39,7 @@ from strata.train.runner.model.plan import trace_cost
 from strata.train.runner.model.quantised import quantise_rows
 from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.runner.model.trained import FullModel, LoraModel, TrainedModel
+from strata.train.runner.model_runner import run_interleaved
 from strata.train.runner.passes.logprobs import PackedRow
 from strata.train.runner.settings import RunnerSettings
 from strata.train.settings import ParallelSettings
@@ -184,13 +185,13 @@ def train(base: BaseModel, recipe: MemoryRecipe, ranks: RankGroup) -> int:
         adapter = base.new_adapter(lora, ranks.device)
         trained = LoraModel(created, adapter, ranks)
     compute_pass(base, trained, adapter, 1, WARM_UP)
-    trained.start_step(AdamParams())()
+    run_interleaved([trained.step(AdamParams())])
     memory.release_memory()
     resident, anonymous = memory._status("VmRSS"), memory._status("RssAnon")
     memory._reset_peak(ranks.device)
     for _ in range(2):
         compute_pass(base, trained, adapter, 2, recipe.row_tokens)
-    trained.start_step(AdamParams())()
+    run_interleaved([trained.step(AdamParams())])
     return memory._status("VmHWM") - resident + anonymous
 
 

@@ -39,7 +39,7 @@ from strata.train.runner.checkpoint import formats, save_load
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.runner.model.trained import FullModel, LoraModel, TrainedModel, local
-from strata.train.runner.model_runner import ModelRunner
+from strata.train.runner.model_runner import ModelRunner, run_interleaved
 from strata.train.runner.passes.optimizer import MOMENTS
 from strata.train.runner.settings import RunnerSettings
 
@@ -73,7 +73,7 @@ async def run(report: Report, *, quick: bool) -> None:
             runner.create_model(ops.CreateModel("m", "model", lora))
             trained = runner.models["m"]
             # Moments are there after a step, also after one that changes nothing.
-            trained.start_step(ops.AdamParams(learning_rate=0.0))()
+            run_interleaved([trained.step(ops.AdamParams(learning_rate=0.0))])
             side: Adapter | Whole
             side = Adapter(trained) if isinstance(trained, LoraModel) else Whole(trained)  # type: ignore[arg-type]
             await measure(report, what, Path(name) / what, side, Ours(runner, trained, ranks), turns.rounds)

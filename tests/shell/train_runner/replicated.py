@@ -47,9 +47,7 @@ def compute(base: BaseModel, ranks: RankGroup) -> torch.Tensor:
     adapter.begin()
     logprobs = base.logprobs(row)
     logprobs.sum().backward()  # type: ignore[no-untyped-call]
-    adapter.commit()
-    assert adapter.gradient is not None
-    return torch.cat([logprobs.detach(), adapter.gradient])
+    return torch.cat([logprobs.detach(), adapter.take()])
 
 
 def main(folder: Path) -> None:

@@ -24,7 +24,7 @@ from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora import Adapter, Span
 from strata.train.runner.model.tiny import Family, TinyModel, make
 from strata.train.runner.model.trained import LoraModel, sharded_like
-from strata.train.runner.model_runner import ModelRunner
+from strata.train.runner.model_runner import ModelRunner, run_interleaved
 from strata.train.runner.passes.logprobs import PackedRow
 from strata.train.runner.settings import RunnerSettings
 from strata.train.settings import ParallelSettings
@@ -99,7 +99,7 @@ def _write(folder: Path, runner: ModelRunner) -> None:
         runner.base.logprobs(row).sum().backward()  # type: ignore[no-untyped-call]
         model.commit()
         if number < 2:
-            model.start_step(ops.AdamParams(learning_rate=0.01))()
+            run_interleaved([model.step(ops.AdamParams(learning_rate=0.01))])
     if parallel.pipeline == 1:
         runner.make_sampler(ops.SaveSampler("m", 1, "copy"), Path(), ())
     runner.save(ops.SaveWeights("m", 1, "weights", "a"), folder / "saved")
@@ -128,16 +128,23 @@ def on_all_stages(own: State, ranks: RankGroup) -> State:
     return {name: tensor for data in gathered for name, tensor in load(data).items()}
 
 
+def concatenated(shares: State, ranks: RankGroup) -> State:
+    """Flat tensors, of which each rank has a share."""
+    own = {name: share.cpu().contiguous() for name, share in shares.items()}
+    gathered = [load(data) for data in ranks.all_gather_bytes(save(own))]
+    return {name: torch.cat([of_rank[name] for of_rank in gathered]) for name in shares}
+
+
 def gathered(runner: ModelRunner) -> State:
     """Weights, moments, gradients and the sampler's weights, if there is a sampler, of the model, in full."""
     model: Any = runner.models["m"]
     _, sampled, full = next(runner.sampler.entries(), ("", None, None))
     if isinstance(model, LoraModel):
         own = model.adapter
-        gradient = torch.zeros_like(own.flat) if own.gradient is None else own.gradient.clone()
         (moments,) = model.optimizer.moments()
-        flat = {"weights.": own.flat, **{f"{name}.": value for name, value in moments.items()}}
-        flat[GRADIENT] = runner.ranks.start_all_reduce(gradient)()
+        shares = {f"{name}.": value for name, value in moments.items()}
+        shares[GRADIENT] = torch.zeros_like(own.flat[model.share]) if model.gradient is None else model.gradient
+        flat = {"weights.": own.flat, **concatenated(shares, runner.ranks)}
         if sampled is not None:
             flat[SAMPLER] = sampled.flat
         return {

@@ -32,7 +32,7 @@ from strata.train.runner.model.base import DTYPES, BaseModel
 from strata.train.runner.model.pipeline_parallel import plan_steps
 from strata.train.runner.model.tiny import Family, TinyModel, make
 from strata.train.runner.model.trained import FullModel, LoraModel, local, own_slice
-from strata.train.runner.model_runner import ModelRunner
+from strata.train.runner.model_runner import ModelRunner, run_interleaved
 from strata.train.runner.passes.logprobs import PackedRow
 from strata.train.runner.runner_dispatcher import RunnerDispatcher, follow
 from strata.train.runner.settings import RunnerSettings
@@ -50,7 +50,15 @@ from tests.shell.train_runner.checks_lora import (
 )
 from tests.shell.train_runner.driver import Driver, Memory, apart, datum, dense, logprobs_of
 from tests.shell.train_runner.mesh import add_product, tie
-from tests.shell.train_runner.resharding import LORA, TRAININGS, Training, data_rank, on_all_stages, reshard
+from tests.shell.train_runner.resharding import (
+    LORA,
+    TRAININGS,
+    Training,
+    concatenated,
+    data_rank,
+    on_all_stages,
+    reshard,
+)
 from tests.support.ranks import join_ranks
 
 ADAM = ops.AdamParams(learning_rate=0.01, weight_decay=0.1, grad_clip_norm=0.5)
@@ -241,7 +249,7 @@ def compare(folder: Path, ranks: RankGroup, training: Training, mesh: str, dtype
     gradients = gathered_gradients(model, ranks)
     worst = difference(gradients, oracle.gradients())
     norm = oracle.step(gradients)
-    result = model.start_step(ADAM)()
+    (result,) = run_interleaved([model.step(ADAM)])
     own = values_of(model, ranks)
     loss = total * base.is_first_of_row
     return SplitParity(
@@ -286,8 +294,8 @@ def gathered_gradients(model: FullModel | LoraModel, ranks: RankGroup) -> dict[s
     if isinstance(model, FullModel):
         gradients: dict[str, Any] = {name: parameter.grad for name, parameter in model.parameters.items()}
         return on_all_stages({name: gradient.full_tensor().cpu() for name, gradient in gradients.items()}, ranks)
-    assert model.adapter.gradient is not None
-    return to_peft(model.adapter.views(ranks.start_all_reduce(model.adapter.gradient.clone())().cpu()))
+    assert model.gradient is not None
+    return to_peft(model.adapter.views(concatenated({"share": model.gradient}, ranks)["share"]))
 
 
 def values_of(model: FullModel | LoraModel, ranks: RankGroup) -> dict[str, torch.Tensor]:

@@ -89,10 +89,13 @@ def test_full_training_has_twenty_bytes_of_a_parameter_among_the_devices_of_a_co
     assert once["gradients"] == 4 * COST.parameters // 8
 
 
-def test_every_slot_has_values_two_gradients_and_moments_on_each_device() -> None:
+def test_every_slot_has_values_and_gradients_of_a_pass_on_each_device_and_a_share_of_sums_and_moments() -> (
+    None
+):
     parts = parts_of(MemoryRecipe(slots=3), MeshShape(shard=4))
     assert parts["weights"] == COST.parameters * 2 // 4
-    assert sum(parts[name] for name in ("adapters", "gradients", "optimizer")) == 3 * 20 * COST.adapter_parameters
+    each = 4 + 4 + (4 + 8) // 4
+    assert sum(parts[name] for name in ("adapters", "gradients", "optimizer")) == 3 * each * COST.adapter_parameters
 
 
 def test_a_small_frozen_base_is_on_every_device_and_is_not_gathered() -> None:
@@ -101,7 +104,7 @@ def test_a_small_frozen_base_is_on_every_device_and_is_not_gathered() -> None:
     parts = {part.name: part.bytes for part in found.parts}
     assert parts["weights"] == 2 * COST.parameters
     assert "gathered weights" not in parts
-    assert {each.name for each in found.collectives} == {"all-reduce"}
+    assert {(each.over, each.per) for each in found.collectives} == {("all", "step")}
 
 
 def test_each_layer_is_gathered_twice_and_reduced_once() -> None:

@@ -168,12 +168,14 @@ def plan_device(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> Devic
     held = [MemoryPart("weights", weights_bytes, "counted")]
     if not recipe.full:
         held.append(MemoryPart("adapters", trained * 4, "counted"))
-    held.append(MemoryPart("optimizer", trained * MOMENTS_BYTES, "counted"))
+    # All devices share the moments and the summed gradients of an adapter; those of a weight are sharded as it is.
+    stepped = trained if recipe.full else recipe.slots * _share(cost.adapter_parameters, mesh.devices)
+    held.append(MemoryPart("optimizer", stepped * MOMENTS_BYTES, "counted"))
     held.append(MemoryPart("KV cache", recipe.cached_tokens * cost.cache_numbers * recipe.item_bytes, "counted"))
     quantising = QUANTISING_BYTES if recipe.quantise and recipe.device == "cpu" else 0
     held.append(MemoryPart("process", PROCESS_BYTES[recipe.device] + quantising, "estimated"))
     plans = []
-    for moment, parts in _moments(cost, recipe, mesh, trained):
+    for moment, parts in _moments(cost, recipe, mesh, trained, stepped):
         uncertain = sum(part.bytes for part in parts if part.source != "counted")
         margin = MemoryPart("margin", int(MARGIN * uncertain), "estimated")
         shown = tuple(part for part in (*held, *parts, margin) if part.bytes)
@@ -208,9 +210,13 @@ def collective_costs(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> 
         costs.append(CollectiveCost("all-reduce", "replicate", "row", calls, reduced))
     costs.extend(cost.exchanges)
     if mesh.devices > 1:
-        # The norm of all gradients, or the gradients of every adapter.
-        calls, reduced = (1, 8) if recipe.full else (recipe.slots, recipe.slots * cost.adapter_parameters * 4)
-        costs.append(CollectiveCost("all-reduce", "all", "step", calls, reduced))
+        # The norm of all gradients of each model; then the gradients of an adapter, and its new values.
+        norms = 1 if recipe.full else recipe.slots
+        costs.append(CollectiveCost("all-reduce", "all", "step", norms, 8 * norms))
+        if not recipe.full:
+            adapters = recipe.slots * cost.adapter_parameters * GRADIENT_BYTES
+            costs.append(CollectiveCost("reduce-scatter", "all", "step", recipe.slots, adapters))
+            costs.append(CollectiveCost("all-gather", "all", "step", recipe.slots, adapters))
     return tuple(costs)
 
 
@@ -239,10 +245,10 @@ def cache_numbers(config: Mapping[str, Any]) -> int:
 
 
 def _moments(
-    cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape, trained: int
+    cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape, trained: int, stepped: int
 ) -> Iterator[tuple[Moment, Sequence[MemoryPart]]]:
     last = trained * GRADIENT_BYTES
-    earlier = last if recipe.accumulates else 0
+    earlier = stepped * GRADIENT_BYTES if recipe.accumulates else 0
     if recipe.full and cost.parameters * GRADIENT_BYTES <= recipe.replicated_bytes:
         last = _group_parameters(cost, mesh) * GRADIENT_BYTES
     # A pass has several rows: those of the first ones are there when the last one begins.

@@ -167,6 +167,47 @@ class RankGroup:
 
         return wait
 
+    def share(self, length: int) -> slice:
+        """This rank's part of so many numbers, each rank having the same number of them: the last one may be short."""
+        each = -(-length // self.size)
+        return slice(min(self.rank * each, length), min((self.rank + 1) * each, length))
+
+    def start_reduce_scatter(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start to sum a flat tensor over the ranks, whose size divides its length. The returned function waits for
+        this rank's share of the sum; the tensor is then undefined."""
+        if self.size == 1:
+            return lambda: tensor
+        summed = tensor.new_empty(len(tensor) // self.size)
+        handle = dist.reduce_scatter_single(summed, tensor, async_op=True)
+
+        def wait() -> torch.Tensor:
+            handle.wait()
+            return summed
+
+        return wait
+
+    def start_all_gather(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Start to copy each rank's share of a flat tensor, whose length the number of ranks divides, to all ranks."""
+        handle = None
+        if self.size > 1:
+            handle = dist.all_gather_single(tensor, tensor[self.share(len(tensor))], async_op=True)
+
+        def wait() -> None:
+            if handle is not None:
+                handle.wait()
+
+        return wait
+
+    def gather_shares(self, own: torch.Tensor, length: int) -> torch.Tensor | None:
+        """The shares of all ranks as one flat tensor of this length on rank 0; the others get None."""
+        if self.size == 1:
+            return own
+        padded = own.new_zeros(-(-length // self.size))
+        padded[: len(own)] = own
+        shares = [torch.empty_like(padded) for _ in range(self.size)] if self.is_rank0 else None
+        dist.gather(padded, shares, dst=0)
+        return None if shares is None else torch.cat(shares)[:length]
+
     def send_to_rank0(self, tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
         """On rank 0 the tensor of the first rank that has it; the others get what they gave. `like` has its shape and
         dtype."""

@@ -2,7 +2,7 @@
 
 An adapter's parameters are the same on every rank and stand outside the model's module tree: sharding, saving and
 freezing of the base never see them. Each adapted layer has one forward hook, which adds the output of the span's
-adapter to every span of the row. Gradients accumulate on each rank and are all-reduced at an optimizer step.
+adapter to every span of the row. The gradients of a pass are summed over the ranks when it is over.
 
 The experts of a mixture are one module with one fused weight; `experts.py` computes them with their adapters. Experts
 of another form keep their own computation and get no adapter (`is_experts`).
@@ -142,10 +142,10 @@ def is_experts(module: Any) -> bool:
 
 
 class Adapter:
-    """The parameters of one LoRA model: one flat block of float32 each for values and for gradients.
+    """The parameters of one LoRA model: one flat block of float32 each for values and for the gradients of a pass.
 
-    A step is then one all-reduce and one update. A pass accumulates into a staging block (`begin`), which is added to
-    the gradients (`commit`) or dropped (`discard`): a pass that fails adds nothing.
+    A pass then ends with one reduce-scatter, and a step with one all-gather. A pass accumulates into a staging block
+    (`begin`), which is taken (`take`) or dropped (`discard`): a pass that fails adds nothing.
 
     The blocks hold all of the adapter on every rank. Where a layer is split over ranks, `pairs` are the parts of its
     matrices that this rank computes with, in the same memory; the other parts have no gradient here.
@@ -158,18 +158,20 @@ class Adapter:
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         part_of: Callable[[LoraTarget], LoraPart] = lambda _: LoraPart(),
+        shares: int = 1,
     ) -> None:
         self.config = config
         self.scale = config.alpha / config.rank
         self.shapes = _shapes(config.rank, targets)
         self.size = sum(math.prod(shape) for shape in self.shapes.values())
-        self.flat = torch.zeros(self.size, dtype=dtype, device=device)
+        self.padded = torch.zeros(-(-self.size // shares) * shares, dtype=dtype, device=device)
+        """As many numbers as ranks can share equally; those beyond `flat` are zero."""
+        self.flat = self.padded[: self.size]
         self.pairs: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
         self._parts = {target.name: part_of(target) for target in targets}
         for name, (a, b) in self._split(self.flat).items():
             is_counted = self._parts[name].is_counted
             self.pairs[name] = nn.Parameter(a, requires_grad=is_counted), nn.Parameter(b, requires_grad=is_counted)
-        self.gradient: torch.Tensor | None = None
         self._staged: torch.Tensor | None = None
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -212,7 +214,7 @@ class Adapter:
             view.copy_((2 * drawn - 1) * bound)
 
     def begin(self) -> None:
-        self._staged = torch.zeros_like(self.flat)
+        self._staged = torch.zeros_like(self.padded)
         for name, parts in self._split(self._staged).items():
             for leaf, part in zip(self.pairs[name], parts, strict=True):
                 leaf.grad = part if leaf.requires_grad else None
@@ -221,10 +223,12 @@ class Adapter:
         """Whether all staged gradients are finite."""
         return self._staged is None or is_finite(self._staged)
 
-    def commit(self) -> None:
+    def take(self) -> torch.Tensor:
+        """The gradients of the pass on this rank, padded as the values are."""
         assert self._staged is not None
-        self.gradient = self._staged if self.gradient is None else self.gradient.add_(self._staged)
+        staged = self._staged
         self.discard()
+        return staged
 
     def discard(self) -> None:
         self._staged = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -90,18 +90,20 @@ class ModelRunner:
         return [_catch(partial(self._execute, work))]
 
     def _steps(self, operations: Sequence[ops.OptimStep]) -> list[ops.Result]:
-        """Start the all-reduce of all steps before the first step is made: the others overlap with its arithmetic."""
+        """They overlap: each collective of all steps is started before the first step waits for it."""
         if self._offload is not None:
             return [failed(_ASLEEP.code, str(_ASLEEP)) for _ in operations]
         self._slots.use(operation.model_id for operation in operations if operation.model_id in self.models)
         # Also without a gradient, because of weight decay.
         self._base_modified = True
-        steps = [_catch(partial(self._start_step, operation)) for operation in operations]
-        return [step if isinstance(step, ops.Failed) else _catch(step) for step in steps]
+        return run_interleaved([self._step(operation) for operation in operations])
 
-    def _start_step(self, operation: ops.OptimStep) -> Callable[[], ops.StepDone]:
-        step = self._find(operation.model_id).start_step(operation.params)
-        return lambda: ops.StepDone(step().metrics)
+    def _step(self, operation: ops.OptimStep) -> Generator[None, None, ops.Result]:
+        try:
+            done = yield from self._find(operation.model_id).step(operation.params)
+        except StrataError as error:
+            return failed(error.code, str(error))
+        return ops.StepDone(done.metrics)
 
     def _execute(self, work: Single) -> ops.Result:
         if self._offload is not None and not _allowed_asleep(work):
@@ -271,7 +273,7 @@ class ModelRunner:
         models: dict[str, TrainedModel] = {}
         installs: list[Callable[[], None]] = []
         with ranks.collective_errors():
-            reader = state.SnapshotReader(folder, manifest, rank=ranks.rank, ranks=ranks.size)
+            reader = state.SnapshotReader(folder, manifest, rank=ranks.rank)
             for number, entry in enumerate(manifest.models):
                 created = entry.created
                 full = self.settings.full
@@ -365,6 +367,19 @@ class ModelRunner:
 
 
 _ASLEEP = StrataError(Code.PRECONDITION, ops.ASLEEP)
+
+
+def run_interleaved(steps: Sequence[Generator[None, None, T]]) -> list[T]:
+    """Run all of them to their next pause, in turns; returns what they return."""
+    results: dict[int, T] = {}
+    while len(results) < len(steps):
+        for number, step in enumerate(steps):
+            if number not in results:
+                try:
+                    next(step)
+                except StopIteration as end:
+                    results[number] = end.value
+    return [results[number] for number in range(len(steps))]
 
 
 def _catch(compute: Callable[[], T]) -> T | ops.Failed:

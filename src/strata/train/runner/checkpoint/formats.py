@@ -36,22 +36,22 @@ from strata.train.runner.model.trained import (
     sharded,
     sharded_like,
 )
+from strata.train.runner.passes.optimizer import Moments
 
 OPTIMIZER: Final = "optimizer.safetensors"
 
 Fill = Callable[[Path], None]
 
 
-def adapter_writer(model: LoraModel, base: BaseModel, *, optimizer: bool) -> Fill:
-    """Writes an adapter. One rank calls it, since all have the same adapter."""
+def adapter_writer(adapter: Adapter, base: BaseModel, moments: Moments | None) -> Fill:
+    """Writes an adapter, and the moments of its optimizer if they are given. One rank calls it, since all have the same
+    adapter."""
 
     def fill(folder: Path) -> None:
-        adapter = model.adapter
         save_file(to_peft(adapter.views(adapter.flat)), folder / ADAPTER, {"format": "pt", **_quantised_from(base)})
         config = msgspec.json.encode(_peft_config(adapter, base))
         (folder / ADAPTER_CONFIG).write_bytes(msgspec.json.format(config))
-        if optimizer:
-            (moments,) = model.optimizer.moments()
+        if moments is not None:
             named = {
                 f"{moment}.{name}": view
                 for moment, flat in moments.items()
@@ -88,8 +88,9 @@ def read_adapter(
 
     def install() -> None:
         adapter.flat.copy_(weights)
-        adapter.gradient = None
-        model.optimizer.restore([moments], steps if optimizer else 0)
+        model.gradient = None
+        own = {moment: flat[model.share] for moment, flat in moments.items()}
+        model.optimizer.restore([own], steps if optimizer else 0)
 
     return install
 

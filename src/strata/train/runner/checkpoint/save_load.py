@@ -49,7 +49,8 @@ def save(
         _save_gathered(folder, manifest, model, base, ranks, overwrite=overwrite)
         return
     assert isinstance(model, LoraModel)
-    fill = formats.adapter_writer(model, base, optimizer=optimizer)
+    moments = model.gather_moments() if optimizer else None
+    fill = formats.adapter_writer(model.adapter, base, moments)
     with ranks.collective_errors():
         if ranks.is_rank0:
             checkpoint.write(folder, manifest, fill, overwrite=overwrite)

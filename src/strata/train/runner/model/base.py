@@ -60,6 +60,7 @@ class BaseModel:
     """
 
     def __init__(self, settings: RunnerSettings, ranks: RankGroup) -> None:
+        self._ranks = ranks.size
         self.settings = settings
         with ranks.collective_errors():
             if problem := settings.parallel.problem(ranks.size):
@@ -174,10 +175,10 @@ class BaseModel:
 
     def new_adapter(self, config: LoraConfig, device: torch.device, dtype: torch.dtype = torch.float32) -> Adapter:
         """An adapter for passes of this model. INVALID if the model does not have what is to be trained."""
-        tensor = self.tensor
-        if tensor is None:
-            return Adapter(config, targets_of(self.all_stages, config), device, dtype)
-        return Adapter(config, targets_of(self.all_stages, config), device, dtype, tensor.lora_part)
+        targets = targets_of(self.all_stages, config)
+        if self.tensor is None:
+            return Adapter(config, targets, device, dtype, shares=self._ranks)
+        return Adapter(config, targets, device, dtype, self.tensor.lora_part, self._ranks)
 
     def logprobs(self, row: PackedRow) -> torch.Tensor:
         """Log probabilities of a packed row. All ranks call this together, those of a tensor or context group, and

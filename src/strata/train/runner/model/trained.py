@@ -1,13 +1,16 @@
 """The models in training: a LoRA adapter over the frozen base, or the base itself (full fine-tune).
 
 Both accumulate gradients the same way. The gradients of a pass are staged until it is over: `commit` adds them to those
-accumulated since the last optimizer step, `discard` drops them. A step consumes the sum over the ranks, and `abort`
-drops everything accumulated.
+accumulated since the last optimizer step, summed over the ranks, and `discard` drops them. A step consumes the sum, and
+`abort` drops everything accumulated.
+
+The values of an adapter are on every rank. Its accumulated gradients and its moments are not: each rank has its share
+of them, and makes the AdamW step of that share. Muon steps on whole matrices, so every rank has and makes all of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Protocol
 
 import torch
@@ -18,7 +21,10 @@ from strata.train.core import ops
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora import Adapter, is_finite
 from strata.train.runner.passes.logprobs import PackedModel
-from strata.train.runner.passes.optimizer import Optimizer, StepParams, StepResult, step_settings
+from strata.train.runner.passes.optimizer import Moments, Optimizer, StepParams, StepResult, step_settings
+
+Step = Generator[None, None, StepResult]
+"""A step that pauses after the start of each of its collectives, so that several steps can overlap."""
 
 
 class TrainedModel(Protocol):
@@ -37,8 +43,8 @@ class TrainedModel(Protocol):
 
     def abort(self) -> None: ...
 
-    def start_step(self, params: StepParams) -> Callable[[], StepResult]:
-        """Start the all-reduce of the gradients. The returned function makes the step, or raises why it cannot."""
+    def step(self, params: StepParams) -> Step:
+        """Make a step with the sum of the gradients over all ranks, or raise why it cannot be made."""
         ...
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -50,41 +56,82 @@ class LoraModel:
     def __init__(self, created: ops.CreateModel, adapter: Adapter, ranks: RankGroup) -> None:
         self.created = created
         self.adapter = adapter
-        self.optimizer = Optimizer([adapter.flat], created.schedule, created.optimizer, adapter.matrices)
+        self.is_sharded = created.optimizer == "adamw"
+        self.share = ranks.share(adapter.size) if self.is_sharded else slice(0, adapter.size)
+        """What this rank steps of the flat block: it has the gradients and moments of that part."""
+        stepped = [adapter.flat[self.share]]
+        self.optimizer = Optimizer(stepped, created.schedule, created.optimizer, adapter.matrices)
         self._ranks = ranks
+        self._gradient: torch.Tensor | None = None
+        self._summing: Callable[[], torch.Tensor] | None = None
+        """Waits for the sum of the last pass over the ranks."""
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """This rank's share of what is accumulated; None if nothing is, then on all ranks."""
+        self._add_last()
+        return self._gradient
+
+    @gradient.setter
+    def gradient(self, share: torch.Tensor | None) -> None:
+        self._add_last()
+        self._gradient = share
+
+    def _add_last(self) -> None:
+        if self._summing is not None:
+            summed = self._summing()[: self.share.stop - self.share.start]
+            self._summing = None
+            self._gradient = summed if self._gradient is None else self._gradient.add_(summed)
 
     def begin(self) -> None:
+        # The block of the last pass is free before there is another one.
+        self._add_last()
         self.adapter.begin()
 
     def is_finite(self) -> bool:
         return self.adapter.is_finite()
 
     def commit(self) -> None:
-        self.adapter.commit()
+        """A rank without tokens of this model takes part with zeros."""
+        block = self.adapter.take()
+        start = self._ranks.start_reduce_scatter if self.is_sharded else self._ranks.start_all_reduce
+        self._summing = start(block)
 
     def discard(self) -> None:
         self.adapter.discard()
 
     def abort(self) -> None:
-        self.adapter.gradient = None
+        self.gradient = None
 
-    def start_step(self, params: StepParams) -> Callable[[], StepResult]:
-        """A rank without tokens of this model takes part in the all-reduce with zeros."""
+    def step(self, params: StepParams) -> Step:
         step_settings(self.optimizer.name, params)  # Raises before the gradients are taken, on all ranks alike.
-        accumulated = self.adapter.gradient
-        self.adapter.gradient = None
-        wait = self._ranks.start_all_reduce(torch.zeros_like(self.adapter.flat) if accumulated is None else accumulated)
+        gradient = self.gradient
+        self.gradient = None
+        if gradient is None:
+            gradient = torch.zeros_like(self.adapter.flat[self.share])
+        norm = torch.linalg.vector_norm(gradient).double()
+        if not self.is_sharded:
+            return self.optimizer.step([gradient], float(norm), params)
+        squares = self._ranks.start_all_reduce(norm.square())
+        yield
+        result = self.optimizer.step([gradient], float(squares().sqrt()), params)
+        gathered = self._ranks.start_all_gather(self.adapter.padded)
+        yield
+        gathered()
+        return result
 
-        def step() -> StepResult:
-            gradient = wait()
-            return self.optimizer.step([gradient], float(torch.linalg.vector_norm(gradient)), params)
-
-        return step
+    def gather_moments(self) -> Moments | None:
+        """Of the whole adapter, as flat blocks on rank 0; None on the others."""
+        (own,) = self.optimizer.moments()
+        if self.is_sharded:
+            gathered = {name: self._ranks.gather_shares(value, self.adapter.size) for name, value in own.items()}
+            own = {name: flat for name, flat in gathered.items() if flat is not None}
+        return own if self._ranks.is_rank0 else None
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        yield self.adapter.flat
-        if self.adapter.gradient is not None:
-            yield self.adapter.gradient
+        yield self.adapter.padded
+        if (gradient := self.gradient) is not None:
+            yield gradient
         yield from self.optimizer.tensors()
 
 
@@ -145,15 +192,16 @@ class FullModel:
             for parameter in self.parameters.values()
         ]
 
-    def start_step(self, params: StepParams) -> Callable[[], StepResult]:
+    def step(self, params: StepParams) -> Step:
         step_settings(self.optimizer.name, params)
         gradients = self.gradients()
         self.abort()
         # Each gradient counts once, however many copies there are.
         counted = [self.has_first_copy(name) for name in self.parameters]
         squares = [gradient.double().square().sum() * own for gradient, own in zip(gradients, counted, strict=True)]
-        wait = self._ranks.start_all_reduce(torch.stack(squares).sum())
-        return lambda: self.optimizer.step(gradients, float(wait().sqrt()), params)
+        norm = self._ranks.start_all_reduce(torch.stack(squares).sum())
+        yield
+        return self.optimizer.step(gradients, float(norm().sqrt()), params)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from (local(parameter.grad) for parameter in self.parameters.values() if parameter.grad is not None)

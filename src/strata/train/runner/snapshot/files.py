@@ -32,9 +32,10 @@ from strata.train.core import ops
 from strata.train.core.quantisation import Quantise
 from strata.train.runner.checkpoint.shards import SHARDING, ShardOffsets
 
-FORMAT: Final = 2
-READABLE: Final = frozenset({1, FORMAT})
-"""Format 1 has the SHA-256 of each whole file instead of tree digests."""
+FORMAT: Final = 3
+READABLE: Final = frozenset({1, 2, FORMAT})
+"""Format 2 has the moments of adapters in the file that all ranks share, format 1 also the SHA-256 of each whole file
+instead of tree digests."""
 MANIFEST: Final = "manifest.json"
 MANIFEST_LIMIT: Final = 64 << 20
 SHARED: Final = "shared.safetensors"

@@ -1,9 +1,8 @@
 """The state of a snapshot: every tensor that later work depends on, copied from the ranks and restored bit for bit.
 
-Of a LoRA adapter: its weights and moments, which all ranks have, and the accumulated gradients, which differ from rank
-to rank until they are summed. Of a full fine-tune, and of a sampler's copy of one: this rank's shards, if it is the
-first copy of the model. A group of another shape combines the files of several ranks: it sums gradients, and each rank
-reads the slices of other ranks' shards that its own shards consist of.
+Of a LoRA adapter: its weights, which all ranks have, and this rank's share of moments and accumulated gradients. Of a
+full fine-tune, and of a sampler's copy of one: this rank's shards, if it is the first copy of the model. In a group of
+another shape each rank reads the slices of other ranks' shards that its own shards consist of.
 """
 
 from __future__ import annotations
@@ -47,11 +46,12 @@ GRADIENT = "gradient"
 
 @dataclass(frozen=True)
 class OwnTensor:
-    """A tensor that this rank alone writes. `shard_of` is the weight that it is a shard of, or like which it is."""
+    """A tensor that this rank alone writes."""
 
     name: str
     tensor: torch.Tensor
-    shard_of: DTensor | None = None
+    offsets: Sequence[int] | None = None
+    """Of a shard: where it begins in its weight."""
 
 
 class SamplerTensors:
@@ -77,7 +77,8 @@ class SamplerTensors:
         """This rank's shards."""
         for name, shard in (self.full or {}).items():
             assert isinstance(shard, DTensor)
-            yield OwnTensor(f"{WEIGHTS}.{name}", local(shard), shard)
+            if is_first_copy(shard):
+                yield _shard(f"{WEIGHTS}.{name}", local(shard), shard)
 
 
 def copy_state(
@@ -93,11 +94,9 @@ def copy_state(
 
     def add_own(prefix: str, tensors: Iterator[OwnTensor]) -> None:
         for each in tensors:
-            if each.shard_of is not None and not is_first_copy(each.shard_of):
-                continue
             own[f"{prefix}.{each.name}"] = _copy(each.tensor)
-            if each.shard_of is not None:
-                offsets[f"{prefix}.{each.name}"] = [part.start for part in own_region(each.shard_of)]
+            if each.offsets is not None:
+                offsets[f"{prefix}.{each.name}"] = each.offsets
 
     for number, model in enumerate(models):
         if is_rank0:
@@ -115,21 +114,29 @@ def model_entries(models: Sequence[TrainedModel]) -> list[SnapshotModel]:
 
 
 def _shared_tensors(model: TrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """What all ranks have: the weights and moments of an adapter."""
+    """What all ranks have: the weights of an adapter, and with Muon all of its state."""
     if isinstance(model, LoraModel):
         yield WEIGHTS, model.adapter.flat
-        if model.optimizer.steps:
-            yield from model.optimizer.moments()[0].items()
+        if not model.is_sharded:
+            yield from _training_state(model)
+
+
+def _training_state(model: LoraModel) -> Iterator[tuple[str, torch.Tensor]]:
+    if (gradient := model.gradient) is not None:
+        yield GRADIENT, gradient
+    if model.optimizer.steps:
+        yield from model.optimizer.moments()[0].items()
 
 
 def _own_tensors(model: TrainedModel) -> Iterator[OwnTensor]:
-    """What this rank alone has: the accumulated gradients of an adapter, the shards of a full model."""
+    """What this rank alone has: its share of the training state of an adapter, the shards of a full model."""
     if isinstance(model, FullModel):
         yield from _full_tensors(model)
         return
     assert isinstance(model, LoraModel)
-    if model.adapter.gradient is not None:
-        yield OwnTensor(GRADIENT, model.adapter.gradient)
+    if model.is_sharded:
+        for name, share in _training_state(model):
+            yield OwnTensor(name, share, [model.share.start])
 
 
 def _full_tensors(model: FullModel) -> Iterator[OwnTensor]:
@@ -137,11 +144,15 @@ def _full_tensors(model: FullModel) -> Iterator[OwnTensor]:
     for number, (name, parameter) in enumerate(model.parameters.items()):
         if not model.has_first_copy(name):
             continue
-        yield OwnTensor(f"{WEIGHTS}.{name}", local(parameter), parameter)
+        yield _shard(f"{WEIGHTS}.{name}", local(parameter), parameter)
         for moment, value in moments[number].items() if moments else ():
-            yield OwnTensor(f"{moment}.{name}", value, parameter)
+            yield _shard(f"{moment}.{name}", value, parameter)
         if parameter.grad is not None:
-            yield OwnTensor(f"{GRADIENT}.{name}", local(parameter.grad), parameter)
+            yield _shard(f"{GRADIENT}.{name}", local(parameter.grad), parameter)
+
+
+def _shard(name: str, tensor: torch.Tensor, parameter: DTensor) -> OwnTensor:
+    return OwnTensor(name, tensor, [part.start for part in own_region(parameter)])
 
 
 def _copies(prefix: str, tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -182,13 +193,11 @@ class _RankFile:
 class SnapshotReader:
     """The files of a snapshot that one rank needs. All ranks together have verified them before."""
 
-    def __init__(self, folder: Path, manifest: SnapshotManifest, *, rank: int, ranks: int) -> None:
+    def __init__(self, folder: Path, manifest: SnapshotManifest, *, rank: int) -> None:
         self._folder = folder
         self._ranks = manifest.ranks
         self._shared = _RankFile(folder / SHARED)
         self._opened: dict[int, _RankFile] = {}
-        self._summed = range(rank, manifest.ranks, ranks)
-        """The ranks whose gradients this one takes over."""
         # Its own file first: in a group of the same shape, no rank needs another.
         self._order = sorted(range(manifest.ranks), key=lambda number: number != rank)
 
@@ -200,21 +209,24 @@ class SnapshotReader:
     def shared(self, name: str, like: torch.Tensor) -> torch.Tensor:
         return _check_fit(name, self._shared.read(name) if name in self._shared.names else None, like)
 
-    def summed(self, name: str, like: torch.Tensor) -> torch.Tensor | None:
-        """The sum of what several ranks had; None if none of the ranks that this one replaces had any."""
-        files = [self._file(number) for number in self._summed]
-        tensors = [_check_fit(name, file.read(name), like) for file in files if name in file.names]
-        if not tensors:
-            return None
-        total = tensors[0].to(like.device, copy=True)
-        for other in tensors[1:]:
-            total += other.to(like.device)
+    def share(self, name: str, wanted: slice, like: torch.Tensor) -> torch.Tensor | None:
+        """A part of a flat tensor; None if no rank had the tensor."""
+        if name in self._shared.names:
+            # Of Muon, or the moments of an earlier version.
+            return _check_fit(name, self._shared.read_region(name, [wanted]), like)
+        files = [self._file(number) for number in self._order]
+        summands = [file for file in files if name in file.names and name not in (file.offsets or {})]
+        if not summands:
+            return self.sharded(name, [wanted], like)
+        # An earlier version: gradients that each rank had for itself.
+        total = torch.zeros_like(like)
+        for file in summands:
+            total += _check_fit(name, file.read_region(name, [wanted]), like).to(like.device)
         return total
 
-    def sharded(self, name: str, like: DTensor) -> torch.Tensor | None:
+    def sharded(self, name: str, wanted: Sequence[slice], like: torch.Tensor) -> torch.Tensor | None:
         """This rank's shard, from the shards of all ranks that overlap with it; None if no rank had the tensor."""
-        wanted = own_region(like)
-        shard = torch.empty_like(local(like), memory_format=torch.contiguous_format)
+        shard = torch.empty_like(like, memory_format=torch.contiguous_format)
         missing, is_there = shard.numel(), False
         read: set[tuple[int, ...]] = set()
         for number in self._order:
@@ -271,12 +283,16 @@ def read_model(reader: SnapshotReader, number: int, steps: int, model: TrainedMo
     prefix, adapter = f"models.{number}", model.adapter
     weights = reader.shared(f"{prefix}.{WEIGHTS}", adapter.flat)
     names = model.optimizer.moment_names if steps else ()
-    moments = {moment: reader.shared(f"{prefix}.{moment}", adapter.flat) for moment in names}
-    gradient = reader.summed(f"{prefix}.{GRADIENT}", adapter.flat)
+    own = adapter.flat[model.share]
+    moments = {}
+    for moment in names:
+        name = f"{prefix}.{moment}"
+        moments[moment] = _check_fit(name, reader.share(name, model.share, own), own)
+    gradient = reader.share(f"{prefix}.{GRADIENT}", model.share, own)
 
     def install() -> None:
         adapter.flat.copy_(weights)
-        adapter.gradient = gradient
+        model.gradient = gradient
         model.optimizer.restore([moments], steps)
 
     return install
@@ -289,7 +305,7 @@ def _read_full(reader: SnapshotReader, prefix: str, steps: int, model: FullModel
         weights.append(_read_shard(f"{prefix}.{WEIGHTS}.{name}", reader, parameter))
         if steps:
             moments.append({moment: _read_shard(f"{prefix}.{moment}.{name}", reader, parameter) for moment in names})
-        gradient = reader.sharded(f"{prefix}.{GRADIENT}.{name}", parameter)
+        gradient = reader.sharded(f"{prefix}.{GRADIENT}.{name}", own_region(parameter), local(parameter))
         if gradient is not None:
             gradients[name] = gradient
 
@@ -331,7 +347,7 @@ def sampler_lora(sampler: SnapshotSampler) -> ops.LoraConfig:
 
 
 def _read_shard(name: str, reader: SnapshotReader, like: DTensor) -> torch.Tensor:
-    shard = reader.sharded(name, like)
+    shard = reader.sharded(name, own_region(like), local(like))
     if shard is None:
         raise _mismatch(name)
     return shard
