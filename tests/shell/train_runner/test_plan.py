@@ -89,9 +89,7 @@ def test_full_training_has_twenty_bytes_of_a_parameter_among_the_devices_of_a_co
     assert once["gradients"] == 4 * COST.parameters // 8
 
 
-def test_every_slot_has_values_and_gradients_of_a_pass_on_each_device_and_a_share_of_sums_and_moments() -> (
-    None
-):
+def test_every_slot_has_values_and_gradients_of_a_pass_on_each_device_and_a_share_of_sums_and_moments() -> None:
     parts = parts_of(MemoryRecipe(slots=3), MeshShape(shard=4))
     assert parts["weights"] == COST.parameters * 2 // 4
     each = 4 + 4 + (4 + 8) // 4
