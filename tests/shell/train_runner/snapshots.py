@@ -71,7 +71,7 @@ def make_one(driver: Driver, runner: ModelRunner, folder: Path) -> None:
         driver.train("muon", batch(seed=6))
         driver.muon_step("muon", ops.MuonParams(0.01))
     assert driver.do(commands.MakeSampler(ops.SaveSampler("m", 2, "copy"), "")) == [ops.SamplerOpened("copy")]
-    # Waits for a step; in adapters one rank alone has it.
+    # Waits for a step; one rank has all its tokens.
     driver.train("m", batch(seed=2), layout=on_last)
     path = folder / "snapshots" / "7-group"
     go = threading.Event()

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from strata.base.errors import StrataError
 from strata.train.checkpoints.checkpoint import CheckpointFile
 from strata.train.runner.snapshot import files
+from strata.train.runner.snapshot.state import SnapshotReader
 from tests.support.torchrun import run_on_ranks
 
 ROOT: Final = Path(__file__).parents[3]
@@ -93,3 +94,32 @@ def test_a_snapshot_of_the_format_before_with_digests_of_whole_files_is_verified
     tensors.write_bytes(damaged)
     with pytest.raises(StrataError, match="not as it was written"):
         files.verify(tmp_path, read, rank=0, ranks=1)
+
+
+def test_each_rank_takes_its_share_from_a_snapshot_of_the_format_before(tmp_path: Path) -> None:
+    """Moments of an adapter were in the shared file, and each rank had the gradients of its own tokens."""
+    save_file({"models.0.exp_avg": torch.arange(5.0)}, tmp_path / files.SHARED)
+    summands = [torch.full((5,), 0.5), torch.arange(5.0), torch.zeros(5)]
+    for rank, summand in enumerate(summands):
+        own = {"models.0.gradient": summand} if rank < 2 else {"other": summand}
+        save_file(own, tmp_path / files.rank_file(rank))
+    manifest = files.SnapshotManifest(
+        format=2,
+        base_model="tiny",
+        arch="llama",
+        parameters=4,
+        full=False,
+        ranks=3,
+        base_modified=False,
+        models=[],
+        samplers=[],
+    )
+    for rank, share in enumerate((slice(0, 3), slice(3, 5))):
+        reader = SnapshotReader(tmp_path, manifest, rank=rank)
+        own = torch.zeros(share.stop - share.start)
+        moments, gradient = (reader.share(f"models.0.{name}", share, own) for name in ("exp_avg", "gradient"))
+        assert moments is not None
+        assert gradient is not None
+        assert moments.tolist() == torch.arange(5.0)[share].tolist()
+        assert gradient.tolist() == (torch.arange(5.0) + 0.5)[share].tolist()
+        assert reader.share("models.0.exp_avg_sq", share, own) is None
