@@ -32,15 +32,21 @@ class _Connection(psycopg.AsyncConnection[Any]):
     _reused_cursor: psycopg.AsyncCursor[Any] | None = None
 
     async def rows(self, statement: str, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-        """By one cursor that is reused: a new one would look up the format of every type again."""
-        if self._reused_cursor is None:
-            self._reused_cursor = self.cursor(binary=True)
-        await self._reused_cursor.execute(statement, values, prepare=True)
-        rows = await self._reused_cursor.fetchall()
+        rows = await (await self._run(statement, values)).fetchall()
         if len(rows) > _FEW:
             # A cursor keeps its last result in memory.
             self._reused_cursor = None
         return rows
+
+    async def changed(self, statement: str, values: Mapping[str, Any]) -> int:
+        """How many rows it changed."""
+        return (await self._run(statement, values)).rowcount
+
+    async def _run(self, statement: str, values: Mapping[str, Any]) -> psycopg.AsyncCursor[Any]:
+        """By one cursor that is reused: a new one would look up the format of every type again."""
+        if self._reused_cursor is None:
+            self._reused_cursor = self.cursor(binary=True)
+        return await self._reused_cursor.execute(statement, values, prepare=True)
 
     async def wait(self, gen: Any, interval: float = _WAKE_S, *limit: Any, **named_limit: Any) -> Any:
         try:
@@ -84,8 +90,7 @@ class Connections:
         """How many rows one statement changed; it commits by itself."""
         with self._translated():
             async with self.acquire() as connection:
-                cursor = await connection.execute(statement, values, prepare=True)
-                return cursor.rowcount
+                return await connection.changed(statement, values)
 
     @asynccontextmanager
     async def transaction(self, call_s: float | None = None) -> AsyncIterator[_Connection]:
