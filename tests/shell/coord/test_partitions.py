@@ -24,6 +24,8 @@ from strata.coord.server.process import CoordinatorServer
 from strata.coord.server.service import CoordinatorService, ServiceOptions
 from strata.coord.server.tokens import Claims, TokenRole, Tokens
 from strata.coord.settings import CoordinatorSettings, ServerTls, check_exposure, check_partitioned
+from strata.coord.worker.link import CoordinatorLink, Deadline
+from strata.coord.worker.settings import WorkerSettings
 from strata.journal.memory import MemoryJournal
 from tests.shell.coord.running import QUICK, connect, patiently, refused, register, trailing
 from tests.shell.coord.test_access import LATER, SECRET, bearer, certificate, tls_files
@@ -199,6 +201,28 @@ async def test_a_call_takes_one_hop_and_never_two() -> None:
         error = await refused(first.stub.Heartbeat(beat, metadata=hop))
         assert error.code() is Status.UNAVAILABLE
         assert int(trailing(error)["strata-retry-after-ms"]) > 0
+
+
+async def test_a_worker_goes_to_the_leader_after_the_first_hop_and_on_when_it_is_gone() -> None:
+    async with installation(2) as found:
+        await found.balanced(2, 2)
+        first, second = found.processes
+        job = job_in(min(second.led))
+        await register(first.stub, "w", job=job)
+        hop, led = (f"127.0.0.1:{each.server.port}" for each in (first, second))
+        beat = pb.HeartbeatRequest(job_id=job, worker_id="w")
+        given = {address: WorkerSettings(address=address, job=job) for address in (f"{hop},{led}", hop, f"{hop},{hop}")}
+        links = {address: CoordinatorLink(each, "w", SystemClock()) for address, each in given.items()}
+        for address, link in links.items():
+            assert (await link.call(lambda stub: stub.Heartbeat, beat, Deadline(5, 30))).generation
+            # Only where it was told that a coordinator is.
+            assert link.index == int(led in address)
+        await second.drain()
+        link = links[f"{hop},{led}"]
+        assert (await link.call(lambda stub: stub.Heartbeat, beat, Deadline(5, 30))).generation
+        assert link.index == 0
+        for each in links.values():
+            await each.close()
 
 
 async def test_tokens_are_checked_by_both_processes() -> None:

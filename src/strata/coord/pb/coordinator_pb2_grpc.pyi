@@ -68,12 +68,14 @@ STATUS CODES
   RESOURCE_EXHAUSTED    a limit of the job is reached (open barriers, datasets, size of a request): call again after the delay
   UNAUTHENTICATED       no token, or an unknown one
   PERMISSION_DENIED     the token is for another job, worker or role
-Trailing metadata, all values decimal or lower-case words:
+Trailing metadata, all values but the last decimal or lower-case words:
   strata-retry-after-ms   with UNAVAILABLE and RESOURCE_EXHAUSTED: wait this long
   strata-reason           with FAILED_PRECONDITION: `not-registered`, `stale-generation`, `stale-incarnation`, `recover-first`,
                           `job-finished` or `job-running`;
                           with NOT_FOUND: `evicted`, `unknown-worker`, `unknown-dataset` or `unknown-job`
   strata-generation       with `stale-generation`: the current one
+  strata-leader           with a reply that another process than the leader has forwarded: where the leader is, HOST:PORT. Who was
+                          given this address may call it from then on; every process goes on forwarding
 A call that got no answer may have taken effect. Sending the same message again is safe for every RPC, but for GetNextShards and
 Heartbeat only with `explicit_acks`.
 

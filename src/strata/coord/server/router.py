@@ -29,6 +29,8 @@ PASSED_ON: Final = frozenset({"authorization", "strata-job", "strata-worker"})
 """Metadata of the caller that the leader gets too."""
 LISTED: Final = "strata-partitions"
 """Metadata of a forwarded ListJobs: the partitions to list, with commas between."""
+LEADER: Final = "strata-leader"
+"""Trailing metadata of a call that was forwarded: where its leader is, so that the caller can save the hop."""
 CALLS_PER_CHANNEL: Final = 2_000
 """Of the calls that a connection carries at once (see `grpc.max_concurrent_streams`), half."""
 HEALTH_S: Final = 1.0
@@ -203,6 +205,7 @@ class PartitionRouter:
         except grpc.aio.AioRpcError as error:
             await self._abort_like(error, context)
         self._partitions.metrics.record_forward("OK")
+        context.set_trailing_metadata(((LEADER, address),))
         return reply
 
     async def _forward_stream(self, address: str, name: str, request: Message, context: Context) -> None:

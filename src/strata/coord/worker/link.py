@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
@@ -60,6 +60,8 @@ OPTIONS: Final = (
     ("grpc.max_receive_message_length", 64 << 20),
 )
 
+LEADER: Final = "strata-leader"
+"""Trailing metadata of a call that another process than the leader has forwarded: the address of the leader."""
 BACKOFF: Final = Backoff(first_s=0.05, most_s=2.0)
 
 _log = log.get(__name__)
@@ -70,12 +72,16 @@ Reply_co = TypeVar("Reply_co", covariant=True)
 Reply = TypeVar("Reply")
 
 
+class Answer(Awaitable[Reply_co], Protocol[Reply_co]):
+    async def trailing_metadata(self) -> Iterable[tuple[str, str | bytes]] | None: ...
+
+
 class UnaryCall(Protocol[Request_contra, Reply_co]):
     """A unary method of the stub."""
 
     def __call__(
         self, request: Request_contra, /, *, timeout: float | None, metadata: tuple[tuple[str, str], ...]
-    ) -> Awaitable[Reply_co]: ...
+    ) -> Answer[Reply_co]: ...
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,8 @@ def to_strata_error(error: grpc.aio.AioRpcError) -> StrataError:
 
 
 class CoordinatorLink:
-    """The connection to the leading coordinator: it fails over to the next address when one does not reply."""
+    """The connection to the leading coordinator: it fails over to the next address when one does not reply, and goes to
+    the leader's when one forwards."""
 
     def __init__(self, settings: WorkerSettings, worker_id: str, clock: Clock) -> None:
         self._settings = settings
@@ -201,11 +208,30 @@ class CoordinatorLink:
         """One attempt; another one if the token was rejected and its file has a new one."""
         while True:
             try:
-                return await method(self.stub())(request, timeout=deadline.timeout_s, metadata=self.metadata)
+                return await self._send(method, request, deadline)
             except grpc.aio.AioRpcError as error:
                 failure = to_strata_error(error)
             if failure.code is not Code.UNAUTHENTICATED or not self.reload_token():
                 raise failure
+
+    async def _send(
+        self,
+        method: Callable[[pb_grpc.CoordinatorAsyncStub], UnaryCall[Request, Reply]],
+        request: Request,
+        deadline: Deadline,
+    ) -> Reply:
+        # In a function of its own: an error that is raised elsewhere must not keep the answer, and so the channel.
+        answer = method(self.stub())(request, timeout=deadline.timeout_s, metadata=self.metadata)
+        reply = await answer
+        if len(self._settings.addresses) > 1:
+            self._go_to_leader(await answer.trailing_metadata() or ())
+        return reply
+
+    def _go_to_leader(self, said: Iterable[tuple[str, str | bytes]]) -> None:
+        """Save later calls the hop, if the leader is at one of the addresses that this worker was given."""
+        for key, value in said:
+            if key == LEADER and value in self._settings.addresses:
+                self._index = self._settings.addresses.index(str(value))
 
     def fail_over(self, failed: int) -> None:
         """Others may have moved on already from the address that failed."""
