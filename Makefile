@@ -77,6 +77,7 @@ nightly: installed ## inference engines (vLLM), long kill campaigns, an agent on
 	$(PYTEST) --durations=10 -m nightly tests/e2e tests/shell $(ARGS)
 	$(MAKE) --no-print-directory tsan
 	$(BIN)/python -m soak train-kill --kills 40
+	$(BIN)/python -m soak train-kill-mesh --kills 40
 	$(BIN)/python -m soak coordinator-kill --kills 40
 	$(BIN)/python -m soak fleet-hub-kill --kills 40
 	$(BIN)/python -m soak fleet-agent-kill --kills 20

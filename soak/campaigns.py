@@ -107,6 +107,7 @@ REAL: Final = {
     "fleet-agent-kill": Real(agent_kill.run, times=300, workers=3),
     "fleet-agent-zombie": Real(agent_zombie.run, times=100, workers=2),
     "train-kill": Real(train_kill.run, times=120, workers=3),
+    "train-kill-mesh": Real(train_kill.run_on_meshes, times=40, workers=3),
     "mixed-kill": Real(mixed_kill.run, times=60, workers=3),
 }
 

@@ -47,6 +47,18 @@ OFTEN: Final = "every_dispatches = 7\npayload_grace_s = 1"
 FEW_KEPT: Final = "[checkpoints]\nkeep = 2\nsweep_s = 1.0\n"
 REACHED_S: Final = 60.0
 VICTIMS: Final[Sequence[Victim]] = ("api", "rank 0", "orchestrator", "launcher", "rank 1")
+MESHES: Final = ("shard = 2\nreplicate = 2", "shard = 2\ntensor = 2")
+VICTIMS_OF_MESHES: Final[Sequence[Victim]] = (
+    "rank 2",
+    "rank 0",
+    "orchestrator",
+    "launcher",
+    "rank 1",
+    "rank 3",
+    "api",
+)
+HEADS_OF_TWO: Final = 128
+"""Dimensions of a model whose heads two ranks can divide."""
 FIRST: Final = {
     "train.snapshot.before_restore": "rank 1",
     "train.snapshot.before_put": "rank 0",
@@ -63,6 +75,7 @@ class Round:
     clients: int
     packed: bool = False
     seed: int = 0
+    mesh: str = ""
 
     @property
     def snapshots(self) -> str:
@@ -70,30 +83,42 @@ class Round:
 
 
 async def run(ask: CampaignRequest, tell: OnProgress) -> CampaignResult:
+    return await _run(ask, tell, [""], VICTIMS)
+
+
+async def run_on_meshes(ask: CampaignRequest, tell: OnProgress) -> CampaignResult:
+    """The base is on meshes of four ranks, half of each round on one of them."""
+    return await _run(ask, tell, MESHES, VICTIMS_OF_MESHES)
+
+
+async def _run(
+    ask: CampaignRequest, tell: OnProgress, meshes: Sequence[str], victims: Sequence[Victim]
+) -> CampaignResult:
     # The SDK reports to the server it trains on what it does, which would be one thing more to be retried.
     os.environ["TINKER_TELEMETRY"] = "0"  # noqa: TID251 - of the SDK in this process
     model = ask.folder / "tiny"
-    await asyncio.to_thread(make_model, model)
+    await asyncio.to_thread(make_model, model, HEADS_OF_TWO)
     outcome = Outcome()
     every = fault_injection.failpoints()
-    first, end = ask.first, ask.first + ask.times
+    first, end, size = ask.first, ask.first + ask.times, ROUND // len(meshes)
     while first < end and not outcome.problems:
-        numbers = range(first, min(first - first % ROUND + ROUND, end))
-        kind = Round(model, "real", ask.workers, _is_packed(first), first)
-        await disturbed_round(ask.folder / f"round-{first}", kind, [*map(moment, numbers)], outcome)
+        numbers = range(first, min(first - first % size + size, end))
+        kind = Round(model, "real", ask.workers, _is_packed(first), first, meshes[first // size % len(meshes)])
+        moments = [moment(number, victims) for number in numbers]
+        await disturbed_round(ask.folder / f"round-{first}", kind, moments, outcome)
         tell(outcome.result(every))
         first = numbers.stop
     return outcome.result(every)
 
 
-def moment(number: int) -> str:
+def moment(number: int, victims: Sequence[Victim]) -> str:
     """Whom this trial kills, or at which failpoint somebody dies. With packing there are no snapshots, so that the
     journal has everything: then it is always a process, at random."""
     turn, place = divmod(number, ROUND)
     if _is_packed(number):
-        return VICTIMS[number % len(VICTIMS)]
+        return victims[number % len(victims)]
     if place % 2 == 0:
-        return VICTIMS[place // 2 % len(VICTIMS)]
+        return victims[place // 2 % len(victims)]
     # Those of the rounds before that were not packed.
     before = (turn - turn // KINDS) * (ROUND // 2)
     every = fault_injection.failpoints()
@@ -106,7 +131,7 @@ def _is_packed(number: int) -> bool:
 
 async def disturbed_round(folder: Path, kind: Round, moments: Sequence[str], outcome: Outcome) -> None:
     """Run one server under fault injection, and compare its results with an undisturbed run."""
-    options = ServeOptions(packed=kind.packed, more=FEW_KEPT, armed=True)
+    options = ServeOptions(packed=kind.packed, more=FEW_KEPT, armed=True, mesh=kind.mesh)
     async with serving(
         folder / "disturbed", kind.model, kind.ranks, snapshots=kind.snapshots, options=options
     ) as server:
@@ -225,7 +250,7 @@ async def _repeat(
 ) -> int:
     """The same in peace. How many models have the same files."""
     equal = 0
-    async with serving(folder, kind.model, kind.ranks, options=ServeOptions(more=FEW_KEPT)) as calm:
+    async with serving(folder, kind.model, kind.ranks, options=ServeOptions(more=FEW_KEPT, mesh=kind.mesh)) as calm:
         async with _training(calm, kind, ResultTimes()) as again:
             work = [each.train(asyncio.Event(), count) for each, count in zip(again, steps, strict=True)]
             await asyncio.gather(*work)
@@ -246,7 +271,7 @@ async def _replay(
 ) -> int:
     """New ranks that do the journal's dispatches again. How many models have the same files."""
     equal = 0
-    options = ServeOptions(packed=True, more=FEW_KEPT, journal=server.settings.data)
+    options = ServeOptions(packed=True, more=FEW_KEPT, journal=server.settings.data, mesh=kind.mesh)
     async with serving(folder, kind.model, kind.ranks, options=options) as fresh:
         for place, each in enumerate(trainers):
             assert isinstance(each, sdk.SdkTrainer)

@@ -30,7 +30,7 @@ from strata.train.link.rank import ConnectRequest, connect_rank
 from strata.train.link.sockets import load_keys
 from strata.train.settings import ServerSettings, load_settings
 
-Victim = Literal["orchestrator", "api", "rank", "rank 0", "rank 1", "launcher"]
+Victim = Literal["orchestrator", "api", "rank", "rank 0", "rank 1", "rank 2", "rank 3", "launcher"]
 """`rank` is any of them."""
 RankGroup = Literal["real", "pretending"]
 START_S: Final = 180.0
@@ -45,13 +45,13 @@ _TINY: Final = """
 import sys
 from pathlib import Path
 from strata.train.runner.model.tiny import TinyModel, make
-make(Path(sys.argv[1]), TinyModel())
+make(Path(sys.argv[1]), TinyModel(hidden=int(sys.argv[2])))
 """
 
 
-def make_model(folder: Path) -> None:
+def make_model(folder: Path, hidden: int = 64) -> None:
     """In a process of its own: torch stays out of this one."""
-    subprocess.run([sys.executable, "-c", _TINY, str(folder)], check=True, timeout=START_S)
+    subprocess.run([sys.executable, "-c", _TINY, str(folder), str(hidden)], check=True, timeout=START_S)
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ class ServeOptions:
     """Operations of several models in one pass."""
     more: str = ""
     """Settings."""
+    mesh: str = ""
+    """The settings of a mesh of four ranks, on which the base is; without it two ranks have all of it."""
     armed: bool = False
     """Its processes can be told to die at failpoints."""
     start_s: float = START_S
@@ -88,12 +90,14 @@ class ServeProcess:
         self._start_s = options.start_s
         self._file = folder / "server.toml"
         mode = "auto" if ranks == "real" else "connect"
+        nproc, base = (4, "replicated_mb = 0") if options.mesh else (2, "")
         self._file.write_text(
             f'[server]\ndata = "{folder}/d"\nport = {port}\npoll_s = 2.0\nlease_s = 1.0\n'
-            f'[model]\npath = "{model}"\nname = "tiny"\nslots = 64\nmax_lora_rank = 8\n'
-            f'[ranks]\nnproc = 2\nbackend = "gloo"\nmode = "{mode}"\n'
+            f'[model]\npath = "{model}"\nname = "tiny"\nslots = 64\nmax_lora_rank = 8\n{base}\n'
+            f'[ranks]\nnproc = {nproc}\nbackend = "gloo"\nmode = "{mode}"\n'
             # Without packing nothing depends on who came when, and results can be compared bit by bit.
-            f"[limits]\npack_tenants = {str(options.packed).lower()}\n[snapshots]\n{snapshots}\n{options.more}",
+            f"[limits]\npack_tenants = {str(options.packed).lower()}\n[snapshots]\n{snapshots}\n{options.more}"
+            f"\n[parallel]\n{options.mesh}\n",
             encoding="utf-8",
         )
         self.settings: ServerSettings = load_settings(self._file, environ={})
