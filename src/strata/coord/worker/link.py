@@ -227,9 +227,9 @@ class CoordinatorLink:
             self._go_to_leader(await answer.trailing_metadata() or ())
         return reply
 
-    def _go_to_leader(self, said: Iterable[tuple[str, str | bytes]]) -> None:
+    def _go_to_leader(self, trailing: Iterable[tuple[str, str | bytes]]) -> None:
         """Save later calls the hop, if the leader is at one of the addresses that this worker was given."""
-        for key, value in said:
+        for key, value in trailing:
             if key == LEADER and value in self._settings.addresses:
                 self._index = self._settings.addresses.index(str(value))
 
