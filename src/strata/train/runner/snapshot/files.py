@@ -33,9 +33,10 @@ from strata.train.core.quantisation import Quantise
 from strata.train.runner.checkpoint.shards import SHARDING, ShardOffsets
 
 FORMAT: Final = 3
-READABLE: Final = frozenset({1, 2, FORMAT})
-"""Format 2 has the moments of adapters in the file that all ranks share, format 1 also the SHA-256 of each whole file
-instead of tree digests."""
+BEFORE_SHARES: Final = frozenset({1, 2})
+"""They have the moments of adapters in the file that all ranks share, and summands of a gradient in those of the ranks.
+Format 1 also has the SHA-256 of each whole file instead of tree digests."""
+READABLE: Final = BEFORE_SHARES | {FORMAT}
 MANIFEST: Final = "manifest.json"
 MANIFEST_LIMIT: Final = 64 << 20
 SHARED: Final = "shared.safetensors"

@@ -31,6 +31,7 @@ from strata.train.runner.model.trained import (
     sharded_like,
 )
 from strata.train.runner.snapshot.files import (
+    BEFORE_SHARES,
     SHARED,
     SnapshotCopy,
     SnapshotManifest,
@@ -195,7 +196,7 @@ class SnapshotReader:
 
     def __init__(self, folder: Path, manifest: SnapshotManifest, *, rank: int) -> None:
         self._folder = folder
-        self._ranks = manifest.ranks
+        self._format = manifest.format
         self._shared = _RankFile(folder / SHARED)
         self._opened: dict[int, _RankFile] = {}
         # Its own file first: in a group of the same shape, no rank needs another.
@@ -214,11 +215,11 @@ class SnapshotReader:
         if name in self._shared.names:
             # Of Muon, or the moments of an earlier version.
             return _check_fit(name, self._shared.read_region(name, [wanted]), like)
-        files = [self._file(number) for number in self._order]
-        summands = [file for file in files if name in file.names and name not in (file.offsets or {})]
-        if not summands:
+        if self._format not in BEFORE_SHARES:
             return self.sharded(name, [wanted], like)
-        # An earlier version: gradients that each rank had for itself.
+        summands = [file for file in map(self._file, self._order) if name in file.names]
+        if not summands:
+            return None
         total = torch.zeros_like(like)
         for file in summands:
             total += _check_fit(name, file.read_region(name, [wanted]), like).to(like.device)
