@@ -21,6 +21,8 @@ class GpuView(msgspec.Struct, frozen=True, kw_only=True):
     memory_total_bytes: int
     temperature_celsius: float | None = None
     power_watts: float | None = None
+    error: str = ""
+    """Why the device could not be read."""
 
 
 class ResourcesView(msgspec.Struct, frozen=True, kw_only=True):

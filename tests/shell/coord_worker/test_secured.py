@@ -206,6 +206,58 @@ print(json.dumps([len(usage.gpu_metrics), usage.memory_used_bytes]))
 """
 
 
+NVML = """
+import os
+from types import SimpleNamespace as Row
+class NVMLError(Exception): pass
+NVML_TEMPERATURE_GPU = 0
+BUSY = set(map(int, filter(None, os.environ.get("BUSY", "").split(","))))
+def nvmlInit(): pass
+def nvmlShutdown(): pass
+def nvmlDeviceGetCount(): return 4
+def nvmlDeviceGetHandleByIndex(index):
+    if index == 2:
+        raise NVMLError("GPU is lost")
+    return index
+def nvmlDeviceGetUUID(device): return f"GPU-{device}{device}"
+def nvmlDeviceGetName(device): return b"card"
+def nvmlDeviceGetMemoryInfo(device): return Row(used=1, total=2)
+def nvmlDeviceGetUtilizationRates(device): return Row(gpu=50)
+def nvmlDeviceGetComputeRunningProcesses(device): return [Row(pid=os.getpid() if device in BUSY else 1)]
+def nvmlDeviceGetTemperature(device, kind): raise NVMLError("Not Supported")
+"""
+GPUS = TELL.replace(
+    "[len(usage.gpu_metrics), usage.memory_used_bytes]", "[[g.index, g.error] for g in usage.gpu_metrics]"
+)
+LOST = [2, "GPU is lost"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "gpus"),
+    [
+        ({}, [[0, ""], [1, ""], LOST, [3, ""]]),
+        ({"BUSY": "3"}, [LOST, [3, ""]]),
+        ({"CUDA_VISIBLE_DEVICES": "1,3"}, [[1, ""], [3, ""]]),
+        ({"CUDA_VISIBLE_DEVICES": "1,2", "BUSY": "1"}, [[1, ""], LOST]),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-33,-1,0"}, [[3, ""]]),
+        ({"CUDA_VISIBLE_DEVICES": ""}, []),
+    ],
+)
+async def test_a_worker_reports_its_own_devices_and_which_of_them_failed(
+    tmp_path: Path, variables: dict[str, str], gpus: list[list[object]]
+) -> None:
+    """By a library that answers as NVML's documentation says: there is no card to ask."""
+    (tmp_path / "pynvml.py").write_text(NVML, encoding="utf-8")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", GPUS),
+        env={"PATH": os.defpath, "PYTHONPATH": str(tmp_path), **variables},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    told, _ = await process.communicate()
+    assert process.returncode == 0
+    assert json.loads(told) == gpus
+
+
 @pytest.mark.parametrize("kind", ["absent", "no library at all", "an empty library"])
 async def test_without_a_working_nvml_there_is_telemetry_without_gpus(tmp_path: Path, kind: str) -> None:
     process = await asyncio.create_subprocess_exec(

@@ -10,7 +10,7 @@ from strata.cli.gang.format import NAMED, age, alerts, clock, missing_parts, nam
 from strata.cli.layout import Cell, Screen, ScreenColumn, Table, bar
 
 if TYPE_CHECKING:
-    from strata.coord.view import CheckpointView, DatasetView, JobView, WorkerView
+    from strata.coord.view import CheckpointView, DatasetView, GpuView, JobView, WorkerView
 
 GONE_SHOWN: Final = 3
 HISTORY_SHOWN: Final = 5
@@ -127,7 +127,6 @@ def _worker_note(worker: WorkerView, *, wide: bool) -> str:
 
 def _worker_wide(worker: WorkerView) -> list[Cell]:
     uses = worker.resources
-    gpus = uses.gpu_metrics if uses else ()
     texts = [
         worker.hostname or "-",
         f"{worker.ip}:{worker.port}" if worker.ip else "-",
@@ -135,10 +134,19 @@ def _worker_wide(worker: WorkerView) -> list[Cell]:
         f"{worker.weight:g}",
         f"{uses.cpu_percent:.0f}%" if uses else "-",
         format_bytes(uses.memory_used_bytes) if uses else "-",
-        f"{sum(gpu.utilization_percent for gpu in gpus) / len(gpus):.0f}%" if gpus else "-",
+        _gpu_use(uses.gpu_metrics) if uses else "-",
         worker.sdk_version or "-",
     ]
     return [Cell(text) for text in texts]
+
+
+def _gpu_use(gpus: Sequence[GpuView]) -> str:
+    """The mean of those that could be read, and how many could not."""
+    read = [gpu.utilization_percent for gpu in gpus if not gpu.error]
+    parts = [f"{sum(read) / len(read):.0f}%"] if read else []
+    if len(read) < len(gpus):
+        parts.append(f"{len(gpus) - len(read)} failed")
+    return ", ".join(parts) or "-"
 
 
 def _barriers(job: JobView, *, wide: bool) -> Table:

@@ -488,6 +488,7 @@ class GpuMetrics(_message.Message):
     MEMORY_TOTAL_BYTES_FIELD_NUMBER: _builtins.int
     TEMPERATURE_CELSIUS_FIELD_NUMBER: _builtins.int
     POWER_WATTS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Number of the device on its host."""
     name: _builtins.str
@@ -502,6 +503,8 @@ class GpuMetrics(_message.Message):
     """Temperature; absent without a sensor."""
     power_watts: _builtins.float
     """Power drawn now; absent without a sensor."""
+    error: _builtins.str
+    """Why the device could not be read; then no other field but the index is set."""
     def __init__(
         self,
         *,
@@ -512,10 +515,11 @@ class GpuMetrics(_message.Message):
         memory_total_bytes: _builtins.int = ...,
         temperature_celsius: _builtins.float | None = ...,
         power_watts: _builtins.float | None = ...,
+        error: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_power_watts", b"_power_watts", "_temperature_celsius", b"_temperature_celsius", "power_watts", b"power_watts", "temperature_celsius", b"temperature_celsius"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_power_watts", b"_power_watts", "_temperature_celsius", b"_temperature_celsius", "index", b"index", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "name", b"name", "power_watts", b"power_watts", "temperature_celsius", b"temperature_celsius", "utilization_percent", b"utilization_percent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_power_watts", b"_power_watts", "_temperature_celsius", b"_temperature_celsius", "error", b"error", "index", b"index", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "name", b"name", "power_watts", b"power_watts", "temperature_celsius", b"temperature_celsius", "utilization_percent", b"utilization_percent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__power_watts: _TypeAlias = _typing.Literal["power_watts"]  # noqa: Y015
     _WhichOneofArgType__power_watts: _TypeAlias = _typing.Literal["_power_watts", b"_power_watts"]  # noqa: Y015

@@ -1,13 +1,15 @@
-"""What the worker uses: its process by psutil, the host's network, and GPUs where NVML is installed."""
+"""What the worker uses: its process by psutil, the host's network, and its own GPUs where NVML is installed."""
 
 from __future__ import annotations
 
 import importlib
 from contextlib import suppress
 from types import ModuleType
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
+from strata.base.settings import process_environment
 from strata.coord.pb import coordinator_pb2 as pb
 
 
@@ -37,7 +39,7 @@ class Telemetry:
             disk_write_bytes=written_bytes,
             network_rx_bytes=max(0, rx_bytes - self._rx_bytes),
             network_tx_bytes=max(0, tx_bytes - self._tx_bytes),
-            gpu_metrics=_gpus(self._nvml) if self._nvml is not None else (),
+            gpu_metrics=_gpus(self._nvml, self._process.pid) if self._nvml is not None else (),
         )
 
     def _disk(self) -> tuple[int, int]:
@@ -67,20 +69,54 @@ def _nvml() -> ModuleType | None:
     return nvml
 
 
-def _gpus(nvml: ModuleType) -> list[pb.GpuMetrics]:
+def _gpus(nvml: ModuleType, pid: int) -> list[pb.GpuMetrics]:
+    """Those that this process computes on; as long as there are none, or it is not known, those that it may use."""
     try:
-        return [_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+        count = nvml.nvmlDeviceGetCount()
     except nvml.NVMLError:
         return []
+    found: list[pb.GpuMetrics] = []
+    own: list[int] = []
+    for index in range(count):
+        uuid = ""
+        try:
+            device = nvml.nvmlDeviceGetHandleByIndex(index)
+            uuid = _text(nvml.nvmlDeviceGetUUID(device))
+            gpu = _gpu(nvml, index, device)
+            if any(each.pid == pid for each in nvml.nvmlDeviceGetComputeRunningProcesses(device)):
+                own.append(index)
+        except nvml.NVMLError as error:
+            # Only this one: a device that fell off the bus must not hide the others.
+            gpu = pb.GpuMetrics(index=index, error=str(error))
+        if is_visible(index, uuid):
+            found.append(gpu)
+    return [gpu for gpu in found if gpu.index in own or gpu.error] if own else found
 
 
-def _gpu(nvml: ModuleType, index: int) -> pb.GpuMetrics:
-    device = nvml.nvmlDeviceGetHandleByIndex(index)
-    name = nvml.nvmlDeviceGetName(device)
+def is_visible(index: int, uuid: str) -> bool:
+    """Whether CUDA may use a device, by the variable that says which; numbers are taken in the order of the bus."""
+    visible = process_environment().get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return True
+    for each in visible.split(","):
+        name = each.strip()
+        if not (name.isdecimal() or name.startswith("GPU-")):
+            # What comes after it CUDA does not see either.
+            return False
+        if name == str(index) or uuid.startswith(name):
+            return True
+    return False
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _gpu(nvml: ModuleType, index: int, device: Any) -> pb.GpuMetrics:
     memory = nvml.nvmlDeviceGetMemoryInfo(device)
     found = pb.GpuMetrics(
         index=index,
-        name=name.decode() if isinstance(name, bytes) else name,
+        name=_text(nvml.nvmlDeviceGetName(device)),
         utilization_percent=float(nvml.nvmlDeviceGetUtilizationRates(device).gpu),
         memory_used_bytes=memory.used,
         memory_total_bytes=memory.total,
