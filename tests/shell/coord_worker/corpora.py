@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +21,7 @@ from strata.coord.server.wire import slices
 from strata.coord.worker.stores import S3Settings
 from strata.testing.s3 import S3Server
 
-SUFFIXES: Final = (".txt", ".jsonl", ".parquet", ".txt.gz", ".jsonl.gz")
+SUFFIXES: Final = (".txt", ".jsonl", ".parquet", ".txt.gz", ".jsonl.gz", ".tar")
 LOCAL_SUFFIXES: Final = (*SUFFIXES, ".arrow")
 SCHEMA: Final = pa.schema([("number", pa.int64()), ("text", pa.string())])
 
@@ -38,12 +39,36 @@ def write(path: Path, texts: Sequence[str], rows_in_group: int = 4, end: str = "
             with kind(path, SCHEMA) as writer:
                 writer.write_table(pa.Table.from_pylist(rows, SCHEMA), rows_in_group)
             return rows
+        case ".tar":
+            return _write_tar(path, texts)
         case ".jsonl":
             samples, lines = rows, [json.dumps(each, ensure_ascii=False) for each in rows]
         case _:
             samples, lines = list(texts), list(texts)
     content = ("\n".join(lines) + (end if lines else "")).encode()
     path.write_bytes(gzip.compress(content, 1) if path.suffix == ".gz" else content)
+    return samples
+
+
+def _write_tar(path: Path, texts: Sequence[str]) -> list[Any]:
+    """By GNU tar, as WebDataset has samples; some names are too long for a plain header, and one file is of none."""
+    folder = path.with_name(f"{path.name}.files")
+    folder.mkdir()
+    long = "x" * 120
+    samples, names = [], []
+    for number, text in enumerate(texts):
+        key = f"./{long}/{number:04}" if number % 3 else f"{number:04}"
+        sample: dict[str, Any] = {"__key__": key, "txt": text.encode(), "seg.json": str(number).encode()}
+        for field in ("TXT", "seg.json"):
+            file = folder / f"{key}.{field}"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(sample[field.lower()])
+            names.append(f"{key}.{field}")
+        samples.append(sample)
+    (folder / "README").write_text("of no sample", encoding="utf-8")
+    kind = "gnu" if len(texts) % 2 else "pax"
+    command = ["tar", f"--format={kind}", "-C", str(folder), "-cf", str(path), "README", *names]
+    subprocess.run(command, check=True)
     return samples
 
 

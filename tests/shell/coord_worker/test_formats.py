@@ -19,7 +19,7 @@ from pyarrow import parquet  # type: ignore[import-untyped]
 
 from strata.base.errors import Code, StrataError
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.coord.worker.lines import LineIndex
+from strata.coord.worker.lines import LineIndex, split_lines
 from strata.coord.worker.readers import Readers
 from strata.coord.worker.stores import S3Settings, Stores, load_s3
 from strata.testing.s3 import S3Server
@@ -161,8 +161,25 @@ def test_an_index_of_lines_is_small_and_never_larger_than_its_bound(tmp_path: Pa
         assert index.samples == 50_000
         # Each segment is the least number of whole lines that is large enough.
         assert len(index.encode(source.seen)) < 50_000 // 3 * 24 + 500
-        assert list(index.read(source, 7, 9)) == [(7, [b"x", b"x"])]
+        assert list(index.read(source, 7, 9, split_lines)) == [(7, [b"x", b"x"])]
         assert len(LineIndex.build(content).encode(source.seen)) < 200
+
+
+def test_an_archive_that_is_cut_off_sparse_or_ambiguous_is_corrupt(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    write(path, ["one", "two" * 1_000])
+    content = path.read_bytes()
+    for number, end in enumerate((len(content) - 12_000, 700, 100)):
+        (tmp_path / f"cut{number}.tar").write_bytes(content[:end])
+    (tmp_path / "text.tar").write_bytes(b"this is no archive" * 100)
+    (tmp_path / "0.txt").write_bytes(b"first")
+    tar = ("tar", "-C", str(tmp_path), "-cf")
+    subprocess.run([*tar, str(tmp_path / "twice.tar"), "--hard-dereference", "0.txt", "0.txt"], check=True)
+    with (tmp_path / "hole.txt").open("wb") as file:
+        file.truncate(1 << 30)
+    subprocess.run([*tar, str(tmp_path / "hole.tar"), "--sparse", "hole.txt"], check=True)
+    for name in ("cut0", "cut1", "cut2", "text", "twice", "hole"):
+        assert code_of(lambda name=name: [*Readers().read(whole(str(tmp_path / f"{name}.tar"), 1))]) is Code.CORRUPT  # type: ignore[misc]
 
 
 def test_a_file_that_changed_since_it_was_indexed_is_corrupt_for_new_readers_too(tmp_path: Path) -> None:
@@ -172,7 +189,7 @@ def test_a_file_that_changed_since_it_was_indexed_is_corrupt_for_new_readers_too
     assert Readers().count(path) == 2
     # Other content of the same size, and even of the same time.
     path.write_text("one\ntwi\n", encoding="utf-8")
-    with pytest.raises(StrataError, match=r"index of lines was written: its content differs.*delete .*strata-index"):
+    with pytest.raises(StrataError, match=r"index was written: its content differs.*delete .*strata-index"):
         Readers().count(path)
     os.utime(path, ns=(kept.st_atime_ns, kept.st_mtime_ns))
     with pytest.raises(StrataError, match="bytes 0 to 7") as caught:

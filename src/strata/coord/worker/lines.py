@@ -11,8 +11,9 @@ import sys
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from hashlib import blake2b
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -29,6 +30,7 @@ SUFFIX: Final = ".strata-index"
 MAGIC: Final = b"strata-index 1\n"
 DIGEST_BYTES: Final = 8
 
+T = TypeVar("T")
 _log = log.get(__name__)
 
 
@@ -89,9 +91,11 @@ class LineIndex:
             digests.append(_number(digest.digest()))
         return cls(lines, offsets, digests, seek_points)
 
-    def read(self, source: Content, start: int, end: int) -> Iterator[tuple[int, list[bytes]]]:
-        """The lines from `start` up to, without, `end`, or as many of them as there are, each list with the number of
-        its first one. Reads whole segments, several in one request."""
+    def read(
+        self, source: Content, start: int, end: int, split: Callable[[bytes], list[T]]
+    ) -> Iterator[tuple[int, list[T]]]:
+        """The samples from `start` up to, without, `end`, or as many of them as there are, each list with the number of
+        its first one. Reads whole segments, several in one request; `split` makes samples of one."""
         first = bisect_right(self._lines, start) - 1
         last = min(bisect_left(self._lines, end), len(self._digests))
         while first < last:
@@ -99,12 +103,12 @@ class LineIndex:
             until = min(until, last)
             base = self._offsets[first]
             content = memoryview(source.read(base, self._offsets[until]))
-            found: list[bytes] = []
+            found: list[T] = []
             for segment in range(first, until):
                 piece = content[self._offsets[segment] - base : self._offsets[segment + 1] - base]
                 if _number(blake2b(piece, digest_size=DIGEST_BYTES).digest()) != self._digests[segment]:
                     raise _changed(source.path, f"bytes {self._offsets[segment]} to {self._offsets[segment + 1] - 1}")
-                found += bytes(piece).removesuffix(b"\n").split(b"\n")
+                found += split(bytes(piece))
             at = max(start, self._lines[first])
             wanted = found[at - self._lines[first] : end - self._lines[first]]
             if wanted:
@@ -130,7 +134,7 @@ class LineIndex:
                 marks.byteswap()
         except ValueError as error:
             raise StrataError(
-                Code.CORRUPT, f"{path} is no index of lines, or damaged: {error}", hint=f"delete {path}", path=path
+                Code.CORRUPT, f"{path} is no index, or damaged: {error}", hint=f"delete {path}", path=path
             ) from error
         arrays = marks[:parts], marks[parts : 2 * parts], marks[2 * parts :]
         return cls(*arrays, rest[8 * (3 * parts - 1) :]), Seen(known.size, known.version)
@@ -144,7 +148,7 @@ class LineIndex:
         return found
 
 
-def open_index(source: Source, stores: Stores, *, gzip: bool = False) -> LineIndex:
+def open_index(source: Source, stores: Stores, build: Callable[[Source], LineIndex]) -> LineIndex:
     """From the file beside the data; the first process that misses it writes it, while the others of its host wait."""
     place = source.path + SUFFIX
     known = _load(place, stores)
@@ -156,7 +160,7 @@ def open_index(source: Source, stores: Stores, *, gzip: bool = False) -> LineInd
             return known[0]
         if known is not None and known[1].size != source.seen.size:
             raise _changed(source.path, f"it has {source.seen.size} bytes and not {known[1].size}")
-        built = _build_index(source, gzip=gzip)
+        built = build(source)
         source.check_unchanged()
         if known is not None and known[0] != built:
             raise _changed(source.path, "its content differs")
@@ -176,7 +180,12 @@ def _build_index(source: Source, *, gzip: bool) -> LineIndex:
         return LineIndex.build(gunzipped_blocks(source), grain, points)
     size = source.seen.size
     blocks = (source.read(at, min(at + source.block, size)) for at in range(0, size, source.block))
-    return LineIndex.build(blocks, max(GRAIN, -(-size // MOST_SEGMENTS)))
+    return LineIndex.build(blocks, grain_of(size))
+
+
+def grain_of(size: int) -> int:
+    """The least size of the segments of so much content."""
+    return max(GRAIN, -(-size // MOST_SEGMENTS))
 
 
 def _load(place: str, stores: Stores) -> tuple[LineIndex, Seen] | None:
@@ -192,7 +201,7 @@ class TextLines:
     ) -> None:
         self._parse = parse
         self._gzip = gzip
-        self._index = open_index(source, stores, gzip=gzip)
+        self._index = open_index(source, stores, partial(_build_index, gzip=gzip))
 
     @property
     def samples(self) -> int:
@@ -200,7 +209,11 @@ class TextLines:
 
     def read(self, source: Source, start: int, end: int) -> Iterator[list[Any]]:
         view = Gunzipped(source, self._index.seek_points) if self._gzip else source
-        return _parsed(view, self._index.read(view, start, end), self._parse)
+        return _parsed(view, self._index.read(view, start, end, split_lines), self._parse)
+
+
+def split_lines(segment: bytes) -> list[bytes]:
+    return segment.removesuffix(b"\n").split(b"\n")
 
 
 def parse_json(line: bytes) -> Any:
@@ -235,7 +248,7 @@ def _number(digest: bytes) -> int:
 def _changed(path: str, how: str) -> StrataError:
     return StrataError(
         Code.CORRUPT,
-        f"{path} has changed since its index of lines was written: {how}",
+        f"{path} has changed since its index was written: {how}",
         hint=f"delete {path}{SUFFIX} if the new content is meant, and give its dataset another name",
         path=path,
     )

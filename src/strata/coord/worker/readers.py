@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol
 
 from strata.base.errors import Code, StrataError
 from strata.coord.pb import coordinator_pb2 as pb
+from strata.coord.worker.archives import TarSamples
 from strata.coord.worker.columns import ArrowRows, ParquetRows
 from strata.coord.worker.lines import TextLines, parse_json
 from strata.coord.worker.stores import LOCAL_BLOCK, S3Settings, Seen, Source, Stores
@@ -41,6 +42,7 @@ FORMATS: Final[Mapping[str, Callable[[Source, Stores], SampleReader]]] = {
     **dict.fromkeys((f"{each}.gz" for each in JSON_LINES), partial(TextLines, parse=parse_json, gzip=True)),
     **dict.fromkeys((".parquet", ".pq"), ParquetRows),
     **dict.fromkeys((".arrow", ".feather"), ArrowRows),
+    ".tar": TarSamples,
 }
 """By the last suffix of a path, or by the last two of a compressed file."""
 SOURCE_BATCH: Final = 64
@@ -153,7 +155,7 @@ def _new_readers(s3: S3Settings | None, local_block: int) -> Readers:
 
 
 def count_samples(path: str | Path) -> int:
-    """The samples of a file, for a dataset that is described by hand; writes the index of lines if there is none."""
+    """The samples of a file, for a dataset that is described by hand; writes the index if there is none."""
     return Readers().count(path)
 
 
