@@ -116,10 +116,10 @@ def test_each_rank_takes_its_share_from_a_snapshot_of_the_format_before(tmp_path
     )
     for rank, share in enumerate((slice(0, 3), slice(3, 5))):
         reader = SnapshotReader(tmp_path, manifest, rank=rank)
-        own = torch.zeros(share.stop - share.start)
-        moments, gradient = (reader.share(f"models.0.{name}", share, own) for name in ("exp_avg", "gradient"))
+        like = torch.zeros(share.stop - share.start)
+        moments, gradient = (reader.share(f"models.0.{name}", share, like) for name in ("exp_avg", "gradient"))
         assert moments is not None
         assert gradient is not None
         assert moments.tolist() == torch.arange(5.0)[share].tolist()
         assert gradient.tolist() == (torch.arange(5.0) + 0.5)[share].tolist()
-        assert reader.share("models.0.exp_avg_sq", share, own) is None
+        assert reader.share("models.0.exp_avg_sq", share, like) is None
