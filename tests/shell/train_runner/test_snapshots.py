@@ -69,22 +69,27 @@ def test_a_writer_that_is_killed_anywhere_leaves_a_whole_snapshot_or_none(tmp_pa
     assert len(done.stdout.splitlines()) >= 7
 
 
-def test_a_snapshot_of_the_format_before_with_digests_of_whole_files_is_verified(tmp_path: Path) -> None:
-    tensors = tmp_path / files.rank_file(0)
-    save_file({"weights": torch.arange(4.0)}, tensors)
-    entry = CheckpointFile(f"sha256:{hashlib.sha256(tensors.read_bytes()).hexdigest()}", tensors.stat().st_size)
-    manifest = files.SnapshotManifest(
-        format=1,
+def manifest_of(number: int, ranks: int, written: dict[str, CheckpointFile]) -> files.SnapshotManifest:
+    """Of a snapshot in a format, without models."""
+    return files.SnapshotManifest(
+        format=number,
         base_model="tiny",
         arch="llama",
         parameters=4,
         full=False,
-        ranks=1,
+        ranks=ranks,
         base_modified=False,
         models=[],
         samplers=[],
-        files={tensors.name: entry},
+        files=written,
     )
+
+
+def test_a_snapshot_of_the_format_before_with_digests_of_whole_files_is_verified(tmp_path: Path) -> None:
+    tensors = tmp_path / files.rank_file(0)
+    save_file({"weights": torch.arange(4.0)}, tensors)
+    entry = CheckpointFile(f"sha256:{hashlib.sha256(tensors.read_bytes()).hexdigest()}", tensors.stat().st_size)
+    manifest = manifest_of(1, ranks=1, written={tensors.name: entry})
     data = msgspec.json.encode(manifest)
     (tmp_path / files.MANIFEST).write_bytes(data)
     read = files.read_manifest(tmp_path, hashlib.sha256(data).hexdigest())
@@ -103,17 +108,7 @@ def test_each_rank_takes_its_share_from_a_snapshot_of_the_format_before(tmp_path
     for rank, summand in enumerate(summands):
         own = {"models.0.gradient": summand} if rank < 2 else {"other": summand}
         save_file(own, tmp_path / files.rank_file(rank))
-    manifest = files.SnapshotManifest(
-        format=2,
-        base_model="tiny",
-        arch="llama",
-        parameters=4,
-        full=False,
-        ranks=3,
-        base_modified=False,
-        models=[],
-        samplers=[],
-    )
+    manifest = manifest_of(2, ranks=3, written={})
     for rank, share in enumerate((slice(0, 3), slice(3, 5))):
         reader = SnapshotReader(tmp_path, manifest, rank=rank)
         like = torch.zeros(share.stop - share.start)
