@@ -18,6 +18,7 @@ KEPT_NAMES: Final[Mapping[str, str]] = {
 
 KEPT_EVENTS: Final[Mapping[str, str]] = {
     "strata.coord.worker.link": "a program that has configured no logs prints the event alone, so it names the address",
+    "strata.coord.worker.torch_rendezvous": "the same for torchrun: it names the excluded host and the reason",
 }
 """Log events that are no constant identifiers, by module, and why."""
 

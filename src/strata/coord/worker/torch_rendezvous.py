@@ -245,7 +245,8 @@ class StrataRendezvous(RendezvousHandler):
             return convicted is not None
         self._excluded = [f"{_host(members[rank])} was excluded: {reason}" for rank, reason in convicted.items()]
         for line in self._excluded:
-            _log.warning("host_excluded", reason=line)
+            # In the event itself: torchrun has configured no logs, and prints nothing else.
+            _log.warning(f"host_excluded {line}")
         if found.rank in convicted:
             self._refuse(f"{_host(members[found.rank])}, this host, was excluded: {convicted[found.rank]}")
         if not self._wait_for_next(generation):
