@@ -11,12 +11,11 @@ import re
 import tarfile
 from array import array
 from collections.abc import Iterator
-from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, Final
 
 from strata.base.errors import Code, StrataError
-from strata.coord.worker.lines import DIGEST_BYTES, LineIndex, grain_of, open_index
+from strata.coord.worker.lines import LineIndex, blocks_of, digest_of, grain_of, open_index
 from strata.coord.worker.stores import Source, SourceFile, Stores
 
 KEY: Final = "__key__"
@@ -39,7 +38,7 @@ class TarSamples:
 
 def build_index(source: Source) -> LineIndex:
     """The archive is read twice: for its headers, and for digests of segments."""
-    counts, offsets, digests = array("Q", [0]), array("Q", [0]), array("Q")
+    counts, offsets = array("Q", [0]), array("Q", [0])
     grain, counted, end, key = grain_of(source.seen.size), 0, 0, None
     for member, name in _members(SourceFile(source), source):
         if name[0] != key:
@@ -52,11 +51,7 @@ def build_index(source: Source) -> LineIndex:
     if counted:
         counts.append(counted)
         offsets.append(end)
-    for first, last in pairwise(offsets):
-        digest = blake2b(digest_size=DIGEST_BYTES)
-        for at in range(first, last, source.block):
-            digest.update(source.read(at, min(at + source.block, last)))
-        digests.append(int.from_bytes(digest.digest(), "little"))
+    digests = array("Q", (digest_of(blocks_of(source, first, last)) for first, last in pairwise(offsets)))
     return LineIndex(counts, offsets, digests)
 
 

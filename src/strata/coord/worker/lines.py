@@ -106,7 +106,7 @@ class LineIndex:
             found: list[T] = []
             for segment in range(first, until):
                 piece = content[self._offsets[segment] - base : self._offsets[segment + 1] - base]
-                if _number(blake2b(piece, digest_size=DIGEST_BYTES).digest()) != self._digests[segment]:
+                if digest_of([piece]) != self._digests[segment]:
                     raise _changed(source.path, f"bytes {self._offsets[segment]} to {self._offsets[segment + 1] - 1}")
                 found += split(bytes(piece))
             at = max(start, self._lines[first])
@@ -179,8 +179,20 @@ def _build_index(source: Source, *, gzip: bool) -> LineIndex:
         points = Gunzipped(source).export_seek_points()
         return LineIndex.build(gunzipped_blocks(source), grain, points)
     size = source.seen.size
-    blocks = (source.read(at, min(at + source.block, size)) for at in range(0, size, source.block))
-    return LineIndex.build(blocks, grain_of(size))
+    return LineIndex.build(blocks_of(source, 0, size), grain_of(size))
+
+
+def blocks_of(source: Source, start: int, end: int) -> Iterator[bytes]:
+    """The bytes from `start` up to, without, `end`."""
+    return (source.read(at, min(at + source.block, end)) for at in range(start, end, source.block))
+
+
+def digest_of(blocks: Iterable[bytes | memoryview]) -> int:
+    """Of a segment, as the index has it."""
+    digest = blake2b(digest_size=DIGEST_BYTES)
+    for block in blocks:
+        digest.update(block)
+    return _number(digest.digest())
 
 
 def grain_of(size: int) -> int:
