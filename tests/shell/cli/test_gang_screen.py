@@ -286,6 +286,18 @@ def test_the_names_in_the_json_are_kept() -> None:
     assert schema == json.loads(SCHEMA.read_text(encoding="utf-8"))
 
 
+def test_the_use_of_gpus_is_the_mean_of_those_that_could_be_read() -> None:
+    read = [pb.GpuMetrics(index=index, utilization_percent=percent) for index, percent in enumerate((40, 60))]
+    lost = pb.GpuMetrics(index=2, error="GPU is lost")
+    shown = [
+        text(job(worker("w", resources=pb.ResourceUsage(gpu_metrics=gpus))), 300, wide=True)
+        for gpus in ([*read, lost], read, [lost], [])
+    ]
+    assert "50%, 1 failed" in shown[0]
+    assert "50%" in shown[1]
+    assert [" failed" in each for each in shown] == [True, False, True, False]
+
+
 def test_a_state_that_a_later_coordinator_knows_is_shown_by_number() -> None:
     view = job(pb.WorkerState(worker_id="w", status=99))  # type: ignore[arg-type]
     assert (view.workers[0].status, view.workers[0].liveness) == ("UNKNOWN_99", None)
