@@ -11,11 +11,12 @@ import argparse
 import asyncio
 import importlib
 from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
 from typing import Any, Final
 
 import msgspec
 
-from bench.against import compare
+from bench.against import PROGRAM, checkout, compare
 from bench.report import Report
 
 BENCHES: Final = {
@@ -40,7 +41,9 @@ BENCHES: Final = {
     "weights": "checkpoints of the training server beside bare safetensors and torch.distributed.checkpoint",
 }
 """Each is a module `bench.NAME`, or `bench.NAME.cases` of a package, with
-`async def run(report: Report, *, quick: bool) -> None`, and perhaps with the `loop_factory` of what it measures."""
+`async def run(report: Report, *, quick: bool) -> None`, and perhaps with the `loop_factory` of what it measures. One
+with `run_against(report: Report, program: str, *, quick: bool)` puts the `strata` of an older commit in place of the
+bare engine."""
 PACKAGES: Final = ("coordinator", "dlrover", "fleet", "journal", "pages", "peers", "train")
 
 Run = Callable[..., Coroutine[Any, Any, None]]
@@ -56,18 +59,23 @@ def main() -> None:
     parser.add_argument("name", choices=BENCHES, metavar="NAME", help="which bench, from the list below")
     parser.add_argument("--quick", action="store_true", help="about a minute; documents quote the long version")
     parser.add_argument("--json-only", action="store_true", help="no table and no progress on stderr")
-    parser.add_argument("--against", metavar="REV", help="compare this commit with an older one, run by run")
+    parser.add_argument("--against", metavar="REV", help="compare this commit with an older one")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each commit with --against (default 3)")
     given = parser.parse_args()
-    if given.against:
+    bench = importlib.import_module(f"bench.{given.name}.cases" if given.name in PACKAGES else f"bench.{given.name}")
+    report = Report(given.name, quiet=given.json_only)
+    run: Run = bench.run
+    run_against: Run | None = getattr(bench, "run_against", None)
+    if given.against and run_against is None:
         for line in compare(given.name, given.against, rounds=given.rounds, quick=given.quick):
             print(msgspec.json.encode(line).decode(), flush=True)
         return
-    report = Report(given.name, quiet=given.json_only)
-    bench = importlib.import_module(f"bench.{given.name}.cases" if given.name in PACKAGES else f"bench.{given.name}")
-    run: Run = bench.run
-    with asyncio.Runner(loop_factory=getattr(bench, "loop_factory", None)) as runner:
-        runner.run(run(report, quick=given.quick))
+    with ExitStack() as stack, asyncio.Runner(loop_factory=getattr(bench, "loop_factory", None)) as runner:
+        if given.against and run_against is not None:
+            older = stack.enter_context(checkout(given.against))
+            runner.run(run_against(report, str(older / PROGRAM), quick=given.quick))
+        else:
+            runner.run(run(report, quick=given.quick))
     report.table()
 
 

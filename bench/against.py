@@ -1,8 +1,11 @@
 """An older commit beside this one: `python -m bench NAME --against REV`.
 
 Each turn is one whole run of the bench in a process of its own, old and new in the order A B B A. A run measures its
-commit beside the bare engine, so a case is compared by its ratio to the bare engine, which the noise of the machine
-hardly moves. Both commits use the packages of this environment.
+commit beside the bare engine, so a case is compared by its ratio to the bare engine. Both commits use the packages of
+this environment.
+
+A bench that can serve both commits to the same clients has `run_against` instead, and compares them by turns: on two
+cores the noise between two whole runs is larger than what commits differ by.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from bench.interleave import turns
 from bench.report import Line
 
 ROOT: Final = Path(__file__).parents[1]
+PROGRAM: Final = ".venv/bin/strata"
+"""Below the tree of a commit."""
 
 
 class ComparedCase(msgspec.Struct, frozen=True):
@@ -39,7 +44,7 @@ class ComparedCase(msgspec.Struct, frozen=True):
 
 def compare(bench: str, revision: str, *, rounds: int, quick: bool) -> list[ComparedCase]:
     """Cases that only one of the commits has are left out."""
-    with _checkout(revision) as old:
+    with checkout(revision) as old:
         roots = {"ours": ROOT, "bare": old}
         found: dict[str, list[Mapping[str, float]]] = {"ours": [], "bare": []}
         for side in turns(rounds):
@@ -54,7 +59,7 @@ def compare(bench: str, revision: str, *, rounds: int, quick: bool) -> list[Comp
 
 
 @contextmanager
-def _checkout(revision: str) -> Iterator[Path]:
+def checkout(revision: str) -> Iterator[Path]:
     """The tree of a commit, with an environment that has the packages of this one but the commit's own `strata`."""
     with tempfile.TemporaryDirectory(prefix="strata-bench-against-") as name:
         root = Path(name)

@@ -46,8 +46,13 @@ async def run(report: Report, folder: Path, turns: Turns) -> None:
             for workers, rounds in turns.rounds.items():
                 report.progress(f"{workers:,} workers meet")
                 if workers != HERD:
-                    await load.carry_out(Join(ours.address, _job(workers), workers, CHANNELS))
-                await _barrier(report, load, (ours, bare), workers, rounds)
+                    await join(load, ours, workers)
+                await meet(report, load, (ours, bare), workers, rounds, goal=1.0)
+
+
+async def join(load: Clients, server: Process, workers: int) -> None:
+    """The workers of a barrier."""
+    await load.carry_out(Join(server.address, _job(workers), workers, CHANNELS))
 
 
 async def _register(load: Clients, ours: Process, bare: Process) -> tuple[float, float, float]:
@@ -62,7 +67,9 @@ async def _register(load: Clients, ours: Process, bare: Process) -> tuple[float,
     return ours_s, bare_s, (after - before) / HERD / 1024
 
 
-async def _barrier(report: Report, load: Clients, servers: tuple[Process, Process], workers: int, rounds: int) -> None:
+async def meet(
+    report: Report, load: Clients, servers: tuple[Process, Process], workers: int, rounds: int, *, goal: float
+) -> None:
     slow: dict[int, list[float]] = {server.pid: [] for server in servers}
 
     def meeting(server: Process) -> Measure:
@@ -77,7 +84,7 @@ async def _barrier(report: Report, load: Clients, servers: tuple[Process, Proces
     ours, bare = servers
     found = await interleave(meeting(ours), meeting(bare), rounds, better="lower")
     note = f"from the last arrival to the last release, over {CHANNELS} connections"
-    report.add(f"barrier.{workers}", "ms", found, goal=1.0, note=note)
+    report.add(f"barrier.{workers}", "ms", found, goal=goal, note=note)
     tail = Comparison([percentile(slow[ours.pid][1:], 99)], [percentile(slow[bare.pid][1:], 99)], "lower")
     report.add(
         f"barrier.{workers}.p99", "ms", tail, limit=P99_LIMIT_MS.get(workers), note=f"of {rounds} barriers on each side"

@@ -157,7 +157,8 @@ class Load:
             method: await self._calls(order.ours, method, 1)[0](request.SerializeToString())
             for method, request in requests.items()
         }
-        await self._calls(order.bare, TEACH, 1)[0](msgspec.msgpack.encode(replies))
+        if order.bare:
+            await self._calls(order.bare, TEACH, 1)[0](msgspec.msgpack.encode(replies))
         return [float(size) for method in requests for size in (requests[method].ByteSize(), len(replies[method]))]
 
     async def _batches(self, order: Batches) -> list[float]:

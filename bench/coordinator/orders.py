@@ -27,6 +27,7 @@ class Teach(msgspec.Struct, frozen=True, tag=True):
 
     ours: str
     bare: str
+    """Empty: only the sizes are asked for."""
     job: str
     batch: int
 

@@ -42,11 +42,11 @@ async def clients() -> AsyncIterator[Clients]:
 
 
 @asynccontextmanager
-async def ours(database: str, interval_s: float = 600.0) -> AsyncIterator[Process]:
+async def ours(database: str, interval_s: float = 600.0, program: str = STRATA) -> AsyncIterator[Process]:
     """The coordinator in its production form. By default nobody is lost for being silent while another case runs."""
     interval = {"STRATA_COORDINATOR_JOB_HEARTBEAT_INTERVAL_S": str(interval_s)}
     settings = {**interval, "STRATA_COORDINATOR_LOG_LEVEL": "error"}
-    async with listening((STRATA, "coordinator", "--database", database, "--listen"), settings) as server:
+    async with listening((program, "coordinator", "--database", database, "--listen"), settings) as server:
         yield server
 
 
