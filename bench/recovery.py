@@ -21,7 +21,6 @@ import signal
 import sys
 import tempfile
 from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Final
@@ -67,18 +66,12 @@ model(input_ids=rows, labels=rows).loss.backward()
 """
 
 
-@dataclass(frozen=True)
-class Turns:
-    load_s: tuple[float, ...]
-    kills: int
-
-
-QUICK: Final = Turns(load_s=(2.0, 60.0), kills=2)
-LONG: Final = Turns(load_s=(60.0, 1800.0), kills=3)
+QUICK: Final = {2.0: 2, 60.0: 2}
+LONG: Final = {60.0: 3, 1800.0: 1}
+"""By the seconds of load before each, how many kills."""
 
 
 async def run(report: Report, *, quick: bool) -> None:
-    turns = QUICK if quick else LONG
     # A short path: Unix sockets lie below it.
     folder = Path(tempfile.mkdtemp(prefix="strata-bench-"))
     shape = TinyModel(layers=WORK.layers, hidden=WORK.hidden, vocabulary=WORK.vocabulary, context=WORK.length)
@@ -89,8 +82,8 @@ async def run(report: Report, *, quick: bool) -> None:
         settings = SETTINGS.format(folder=folder, name=MODEL, ranks=WORK.ranks)
         async with served(folder, settings) as server:
             model = await asyncio.to_thread(_training_client, server)
-            for load_s in turns.load_s:
-                await _case(report, folder, model, load_s, turns.kills)
+            for load_s, kills in (QUICK if quick else LONG).items():
+                await _case(report, folder, model, load_s, kills)
     finally:
         await asyncio.to_thread(shutil.rmtree, folder)
 
