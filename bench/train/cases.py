@@ -13,6 +13,7 @@ temporary directory; set TMPDIR to the disk that is to be measured.
   varies by more than what the server may add.
 - `sft.tokens`: fine-tuning with every step submitted before waiting for the first, by a minimal client
   (`bench.train.wire`). `sft.tinker` is the same with the `tinker` SDK, in its own process.
+- `sft.experts`: full fine-tuning of a mixture of experts, beside the grouped matrix multiplication of transformers.
 - `sft.memory`: the peak memory of a rank of both sides, on its CUDA device or in the host's memory.
 - `packing`, `decode`: see `bench.train.packing` and `bench.train.decode`.
 """
@@ -67,6 +68,8 @@ LARGE: Final = Work(layers=11, hidden=640, vocabulary=8192, documents=8, length=
 """About 50 million parameters and 8 thousand tokens in a step."""
 ON_CUDA: Final = Work(layers=24, hidden=2048, vocabulary=32768, documents=8, length=2048, dtype="bfloat16")
 """About a billion parameters and 16 thousand tokens in a step of each device."""
+EXPERTS: Final = Work(layers=4, hidden=256, vocabulary=2048, documents=8, length=256, training="full", experts=32)
+"""About 27 million parameters, of which a token uses about 4 million."""
 QUICK: Final = Turns(
     operations=25, passes=6, operation_rounds=6, steps=2, step_rounds=5, decode_rounds=20, packing_batches=40
 )
@@ -85,6 +88,9 @@ async def run(report: Report, *, quick: bool) -> None:
         await operations(report, both, turns)
         if quick:
             await fine_tuning(report, both, turns)
+    report.progress("both groups of ranks start, with a mixture of experts")
+    async with sides(on_devices(EXPERTS, devices)) as both:
+        await fine_tune_experts(report, both, turns)
     if not quick:
         report.progress("both groups of ranks start, with the large model")
         async with sides(on_devices(ON_CUDA if devices else LARGE, devices)) as both:
@@ -158,18 +164,9 @@ async def one_by_one(ours: Callable[[], object], bare: Callable[[], object], *, 
 
 
 async def fine_tuning(report: Report, both: Sides, turns: Turns) -> None:
-    work = both.work
-    note = f"{both.parameters / 1e6:.1f} M parameters, {work.training}, {work.step_tokens} tokens a step"
-    batches = load(both.batches)
-    report.progress(f"fine-tuning, {note}")
     untrained = await asyncio.to_thread(both.bare.carry_out, BenchCommand(kind="train", steps=turns.steps))
-    with closing(await asyncio.to_thread(Wire, both.server, work.training)) as wire:
-
-        async def by_wire(order: BenchCommand) -> BenchResult:
-            return await asyncio.to_thread(train, wire, order, batches)
-
-        found, cpu = await in_turns(both, by_wire, turns, untrained)
-        report.add("sft.tokens", "tokens/s", found, goal=SFT_GOAL, note=f"{cpu}; {utilisation(both, found)}{note}")
+    found, note = await by_wire(report, both, turns, untrained)
+    report.add("sft.tokens", "tokens/s", found, goal=SFT_GOAL, note=f"{utilisation(both, found)}{note}")
     ours, bare = both.memory_bytes("ours"), both.memory_bytes("bare")
     if ours is None or bare is None:
         report.progress("the driver does not report the memory of these processes")
@@ -180,6 +177,27 @@ async def fine_tuning(report: Report, both: Sides, turns: Turns) -> None:
     async with tinker_client(both) as client:
         found, cpu = await in_turns(both, client.carry_out, turns, untrained)
         report.add("sft.tinker", "tokens/s", found, goal=SFT_GOAL, note=f"{cpu}; by the tinker SDK")
+
+
+async def fine_tune_experts(report: Report, both: Sides, turns: Turns) -> None:
+    untrained = await asyncio.to_thread(both.bare.carry_out, BenchCommand(kind="train", steps=turns.steps))
+    found, note = await by_wire(report, both, turns, untrained)
+    report.add("sft.experts", "tokens/s", found, goal=SFT_GOAL, note=f"{both.work.experts} experts; {note}")
+
+
+async def by_wire(report: Report, both: Sides, turns: Turns, untrained: BenchResult) -> tuple[Comparison, str]:
+    """Tokens a second by the minimal client, and a word about them."""
+    work = both.work
+    note = f"{both.parameters / 1e6:.1f} M parameters, {work.training}, {work.step_tokens} tokens a step"
+    batches = load(both.batches)
+    report.progress(f"fine-tuning, {note}")
+    with closing(await asyncio.to_thread(Wire, both.server, work.training)) as wire:
+
+        async def act(order: BenchCommand) -> BenchResult:
+            return await asyncio.to_thread(train, wire, order, batches)
+
+        found, cpu = await in_turns(both, act, turns, untrained)
+        return found, f"{cpu}; {note}"
 
 
 def utilisation(both: Sides, found: Comparison) -> str:

@@ -113,7 +113,14 @@ async def sides(work: Work) -> AsyncIterator[Sides]:
     """Both groups of ranks with the same model, alive and idle until they are told something."""
     # A short path: Unix sockets lie below it.
     folder = Path(tempfile.mkdtemp(prefix="strata-bench-"))
-    shape = TinyModel(layers=work.layers, hidden=work.hidden, vocabulary=work.vocabulary, context=max(work.length, 64))
+    shape = TinyModel(
+        family="qwen3_moe" if work.experts else "llama",
+        layers=work.layers,
+        hidden=work.hidden,
+        vocabulary=work.vocabulary,
+        context=max(work.length, 64),
+        experts=work.experts or 1,
+    )
     try:
         parameters = await asyncio.to_thread(make, folder / "model", shape)
         batches, settings = folder / "batches.npy", folder / "server.toml"

@@ -43,6 +43,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     length: int
     """Tokens of a document."""
     ranks: int = 2
+    experts: int = 0
+    """Of a mixture of experts, two of which compute a token; 0: a dense model."""
 
     @property
     def row_tokens(self) -> int:
