@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
+import signal
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from typing import Any, Final
@@ -70,6 +71,10 @@ def main() -> None:
         for line in compare(given.name, given.against, rounds=given.rounds, quick=given.quick):
             print(msgspec.json.encode(line).decode(), flush=True)
         return
+    # The runner cancels what runs at an interrupt, and so the servers of a bench end. What a shell starts in the
+    # background ignores interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     with ExitStack() as stack, asyncio.Runner(loop_factory=getattr(bench, "loop_factory", None)) as runner:
         if given.against and run_against is not None:
             older = stack.enter_context(checkout(given.against))
