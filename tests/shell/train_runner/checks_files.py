@@ -53,7 +53,7 @@ def steps_are_those_of_muon(driver: Driver, found: Found) -> None:
     """Each matrix of an adapter is stepped alone; the optimizer of torch gets them as parameters of their own."""
     driver.create("steps", SMALL, optimizer="muon")
     adapter = driver.dispatcher._runner.models["steps"].adapter  # type: ignore[attr-defined]
-    theirs = [torch.nn.Parameter(matrix.clone()) for matrix in adapter.matrices(adapter.flat.cpu())]
+    theirs = [torch.nn.Parameter(matrix.clone()) for matrix in adapter.blocks[0].matrices(adapter.flat.cpu())]
     other = torch.optim.Muon(theirs, lr=1.0)
     orders = (
         ops.MuonParams(0.02, weight_decay=0.1),
@@ -68,7 +68,7 @@ def steps_are_those_of_muon(driver: Driver, found: Found) -> None:
         assert abs(metrics["grad_norm"] - norm) < 1e-4 * norm
         if order.grad_clip_norm:
             gradient *= order.grad_clip_norm / (norm + 1e-6)
-        for matrix, own in zip(theirs, adapter.matrices(gradient), strict=True):
+        for matrix, own in zip(theirs, adapter.blocks[0].matrices(gradient), strict=True):
             matrix.grad = own
         settings = msgspec.structs.asdict(order)
         other.param_groups[0].update(settings, lr=settings.pop("learning_rate"))
@@ -78,7 +78,7 @@ def steps_are_those_of_muon(driver: Driver, found: Found) -> None:
         # torch orthogonalises in bfloat16: where two gradients round otherwise, so do their updates.
         assert float((adapter.flat.cpu() - expected).abs().max()) < 0.02 * float((expected - before).abs().max())
         with torch.no_grad():
-            for matrix, own in zip(theirs, adapter.matrices(adapter.flat.cpu()), strict=True):
+            for matrix, own in zip(theirs, adapter.blocks[0].matrices(adapter.flat.cpu()), strict=True):
                 matrix.copy_(own)
     driver.unload("steps")
 

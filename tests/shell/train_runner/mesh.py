@@ -113,7 +113,8 @@ def compare(folder: Path, ranks: RankGroup, training: Any, parallel: ParallelSet
     total = base.logprobs(row_of(ranks.rank, base.vocabulary, adapter, ranks.device)).sum()
     total.backward()  # type: ignore[no-untyped-call]
     if adapter is not None:
-        own = adapter.views(ranks.start_all_reduce(adapter.take())())
+        (staged,) = adapter.take()
+        own = adapter.views(ranks.start_all_reduce(staged)())
         worst = max(
             float((own[name].cpu() - value).abs().max() / value.abs().max()) for name, value in gradients.items()
         )

@@ -47,7 +47,7 @@ def compute(base: BaseModel, ranks: RankGroup) -> torch.Tensor:
     adapter.begin()
     logprobs = base.logprobs(row)
     logprobs.sum().backward()  # type: ignore[no-untyped-call]
-    return torch.cat([logprobs.detach(), adapter.take()])
+    return torch.cat([logprobs.detach(), *adapter.take()])
 
 
 def main(folder: Path) -> None:

@@ -86,7 +86,7 @@ class Quick(Driver):
 
     def gradient(self, model: str) -> dict[str, torch.Tensor]:
         trained: Any = self.dispatcher._runner.models[model]
-        found = {name: value.clone() for name, value in trained.adapter.views(trained.gradient).items()}
+        found = {name: value.clone() for name, value in trained.adapter.views(trained.gradients[0]).items()}
         assert self.do(commands.ManageModel(ops.AbortGradients(model, 1))) == [ops.GradientsAborted()]
         return found
 

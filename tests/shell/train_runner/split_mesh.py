@@ -10,6 +10,7 @@ orchestrator would.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ from strata.train.runner.lora import Adapter, Span
 from strata.train.runner.model.base import DTYPES, BaseModel
 from strata.train.runner.model.pipeline_parallel import plan_steps
 from strata.train.runner.model.tiny import Family, TinyModel, make
-from strata.train.runner.model.trained import FullModel, LoraModel, local, own_slice
+from strata.train.runner.model.trained import WEIGHTS, FullModel, LoraModel, local, own_slice
 from strata.train.runner.model_runner import ModelRunner, run_interleaved
 from strata.train.runner.passes.logprobs import PackedRow
 from strata.train.runner.runner_dispatcher import RunnerDispatcher, follow
@@ -48,19 +49,22 @@ from tests.shell.train_runner.checks_lora import (
     rows_and_ranks_make_no_difference_and_outputs_keep_their_order,
     trained,
 )
-from tests.shell.train_runner.driver import Driver, Memory, apart, datum, dense, logprobs_of
+from tests.shell.train_runner.driver import Driver, Memory, apart, apart_by, datum, dense, logprobs_of
 from tests.shell.train_runner.mesh import add_product, tie
 from tests.shell.train_runner.resharding import (
     LORA,
     TRAININGS,
     Training,
-    concatenated,
+    assert_held,
     data_rank,
     on_all_stages,
     reshard,
+    whole_of,
 )
+from tests.shell.train_runner.shared_passes import company_changes_nothing
 from tests.support.ranks import join_ranks
 
+MUON = ops.MuonParams(0.01)
 ADAM = ops.AdamParams(learning_rate=0.01, weight_decay=0.1, grad_clip_norm=0.5)
 MESHES: Mapping[str, ParallelSettings] = {
     "2x2": ParallelSettings(shard=2, tensor=2),
@@ -99,6 +103,8 @@ EAGER = frozenset({"gpt_oss", "gemma2"})
 WITHOUT_PEFT = frozenset({"deepseek_v3"})
 """Families of which PEFT converts the targets before it adapts them. Plain LoRA layers around the linear ones of
 attention and the head are compared."""
+GROUP_RANKS = 8
+"""At most so many ranks share a block, which may be longer by as many numbers."""
 Dtype = Literal["float32", "float64"]
 
 
@@ -146,7 +152,9 @@ class Oracle:
     """The unmodified model in this process, or PEFT's adapters around it. Its eager attention computes the softmax in
     float32, so it is not used where there is another."""
 
-    def __init__(self, folder: Path, adapter: Adapter | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self, folder: Path, adapter: Adapter | None, values: Mapping[str, torch.Tensor], dtype: torch.dtype
+    ) -> None:
         self.lm: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
@@ -162,8 +170,8 @@ class Oracle:
         else:
             self.lm, self.trained = self._add_adapters_of_peft(adapter)
         with torch.no_grad():
-            for name, view in to_peft(adapter.views(adapter.flat)).items():
-                self.trained[name].copy_(view)
+            for name, value in to_peft(values).items():
+                self.trained[name].copy_(value)
 
     def _add_plain_layers(self, adapter: Adapter) -> dict[str, torch.Tensor]:
         self.lm.requires_grad_(requires_grad=False)
@@ -187,10 +195,9 @@ class Oracle:
         parameters = adapted.named_parameters()
         return adapted, {name.replace(".default", ""): value for name, value in parameters if "lora_" in name}
 
-    def loss(self, rows: int) -> float:
+    def loss(self, rows: Sequence[PackedRow]) -> float:
         total = torch.zeros((), dtype=self._dtype)
-        for number in range(rows):
-            row = packed_row(number, self.lm.config.vocab_size, None)
+        for row in rows:
             documents = torch.split(row.tokens, list(row.documents))
             logits = torch.cat([self.lm(input_ids=each[None], use_cache=False).logits[0] for each in documents])
             total = total + weigh(torch.log_softmax(logits, dim=-1)[row.logit_indices, row.targets])
@@ -234,13 +241,20 @@ def compare(folder: Path, ranks: RankGroup, training: Training, mesh: str, dtype
         adapter = base.new_adapter(lora, ranks.device, DTYPES[dtype])
         adapter.initialise("seed")
         # B begins with zeros, and A would have no gradient; nor would the head's, if all rows of its B were the same.
-        adapter.flat.add_(0.01 * torch.sin(torch.arange(adapter.size, dtype=torch.float64)).to(ranks.device))
+        added = adapter.views(0.01 * torch.sin(torch.arange(adapter.size, dtype=torch.float64)))
+        for name, value in adapter.values().items():
+            value.add_(adapter.take_own(name, added[name]).to(ranks.device))
+        assert base.adapters is not None
+        base.adapters.in_pass = [adapter]
+        assert_held_once(adapter, parallel)
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
     equal = are_own_shards(base, ranks, dict(whole.named_parameters()))
-    oracle = Oracle(folder, adapter, DTYPES[dtype])
-    expected = oracle.loss(len(DOCUMENTS))
     create = ops.CreateModel("m", "tiny", None if adapter is None else adapter.config)
     model = FullModel(create, base.packed, ranks) if adapter is None else LoraModel(create, adapter, ranks)
+    values = whole_values(model, ranks) if isinstance(model, LoraModel) else {}
+    oracle = Oracle(folder, adapter, values, DTYPES[dtype])
+    few = compare_one_token(base, model, oracle, ranks) if isinstance(model, LoraModel) and base.experts else 0.0
+    expected = oracle.loss([packed_row(number, base.vocabulary, None) for number in range(len(DOCUMENTS))])
     model.begin()
     numbers = range(data_rank(ranks, parallel), len(DOCUMENTS), parallel.data_ranks(ranks.size))
     rows = [packed_row(number, base.vocabulary, adapter, ranks.device) for number in numbers]
@@ -251,11 +265,13 @@ def compare(folder: Path, ranks: RankGroup, training: Training, mesh: str, dtype
     norm = oracle.step(gradients)
     (result,) = run_interleaved([model.step(ADAM)])
     own = values_of(model, ranks)
+    if isinstance(model, LoraModel) and base.experts is not None:
+        assert_steps_of_muon(base, model.adapter, rows, ranks)
     loss = total * base.is_first_of_row
     return SplitParity(
         f"{folder.name} {training} {mesh}",
         abs(float(ranks.start_all_reduce(loss)()) - expected) / abs(expected),
-        worst,
+        max(worst, few),
         abs(result.grad_norm - norm) / norm,
         difference(own, {name: value.detach() for name, value in oracle.trained.items()}),
         equal,
@@ -294,15 +310,77 @@ def gathered_gradients(model: FullModel | LoraModel, ranks: RankGroup) -> dict[s
     if isinstance(model, FullModel):
         gradients: dict[str, Any] = {name: parameter.grad for name, parameter in model.parameters.items()}
         return on_all_stages({name: gradient.full_tensor().cpu() for name, gradient in gradients.items()}, ranks)
-    assert model.gradient is not None
-    return to_peft(model.adapter.views(concatenated({"share": model.gradient}, ranks)["share"]))
+    assert model.gradients is not None
+    return to_peft(model.adapter.views(whole_of(model.adapter, model.own_shares(model.gradients), ranks)))
 
 
 def values_of(model: FullModel | LoraModel, ranks: RankGroup) -> dict[str, torch.Tensor]:
     if isinstance(model, FullModel):
         values = {name: parameter.full_tensor().detach().cpu() for name, parameter in model.parameters.items()}
         return on_all_stages(values, ranks)
-    return to_peft(model.adapter.views(model.adapter.flat.cpu()))
+    return to_peft(whole_values(model, ranks))
+
+
+def whole_values(model: LoraModel, ranks: RankGroup) -> dict[str, torch.Tensor]:
+    """Of the whole adapter. Each rank holds its part of them."""
+    values = model.adapter.views(whole_of(model.adapter, model.shares()[WEIGHTS], ranks))
+    assert_held(model.adapter, values)
+    return values
+
+
+def assert_held_once(adapter: Adapter, parallel: ParallelSettings) -> None:
+    """Each rank of an expert group holds its part of the experts, and the same values of all other layers."""
+    sizes = [math.prod(shape) // (parallel.expert if len(shape) == 3 else 1) for shape in adapter.shapes.values()]
+    adapter.begin()
+    for blocks in ([block.flat for block in adapter.blocks], adapter.take()):
+        assert sum(sizes) <= sum(map(len, blocks)) < sum(sizes) + 2 * GROUP_RANKS
+
+
+def assert_steps_of_muon(base: BaseModel, adapter: Adapter, rows: Sequence[PackedRow], ranks: RankGroup) -> None:
+    """Each rank steps the matrices of its own experts; torch steps all matrices here."""
+    model = LoraModel(ops.CreateModel("muon", "tiny", adapter.config, optimizer="muon"), adapter, ranks)
+    model.begin()
+    compute_rows(base, rows)
+    model.commit()
+    assert model.gradients is not None
+    flat = [whole_of(adapter, shares, ranks) for shares in (model.shares()[WEIGHTS], model.own_shares(model.gradients))]
+    values, gradients = ([each for view in adapter.views(one).values() for each in _matrices(view)] for one in flat)
+    parameters = [torch.nn.Parameter(value.clone()) for value in values]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    torch.optim.Muon(parameters, lr=MUON.learning_rate, weight_decay=0.0).step()  # type: ignore[no-untyped-call]
+    (result,) = run_interleaved([model.step(MUON)])
+    norm = float(flat[1].double().norm())
+    assert abs(result.grad_norm - norm) <= 1e-5 * norm
+    stepped = torch.cat([parameter.detach().flatten() for parameter in parameters])
+    own = torch.cat([value.flatten() for value in whole_values(model, ranks).values()])
+    # torch orthogonalises in bfloat16.
+    assert float((own - stepped).abs().max()) <= 0.02 * float((stepped - flat[0]).abs().max())
+
+
+def _matrices(view: torch.Tensor) -> Sequence[torch.Tensor]:
+    return view.unbind() if view.ndim == 3 else [view]
+
+
+def compare_one_token(base: BaseModel, model: LoraModel, oracle: Oracle, ranks: RankGroup) -> float:
+    """By how much gradients differ of a row of one token. All other rows are the same token without an adapter: some
+    ranks receive no pairs, or none of the adapter."""
+    is_first = data_rank(ranks, base.settings.parallel) == 0
+    zero = torch.zeros(1, dtype=torch.int64, device=ranks.device)
+    span = Span(model.adapter if is_first else None, 1)
+    row = PackedRow(tokens=zero, documents=[1], spans=[span], logit_indices=zero, targets=zero + 3)
+    oracle.loss(
+        [PackedRow(tokens=zero.cpu(), documents=[1], spans=(), logit_indices=zero.cpu(), targets=zero.cpu() + 3)]
+    )
+    model.begin()
+    (base.logprobs(row).sum() * is_first).backward()  # type: ignore[no-untyped-call]
+    model.commit()
+    # Not by the largest of each tensor: attention to a single token has no gradient but rounding errors.
+    worst = apart_by(oracle.gradients(), gathered_gradients(model, ranks))
+    model.abort()
+    for value in oracle.trained.values():
+        value.grad = None
+    return worst
 
 
 def difference(own: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
@@ -335,6 +413,10 @@ def drive(folder: Path, family: str, ranks: RankGroup, parallel: ParallelSetting
     if parallel.pipeline > 1:
         neighbours_of_other_clients_change_nothing(driver, found, layout=apart)
         rows_and_ranks_make_no_difference_and_outputs_keep_their_order(driver, found)
+    if parallel.expert > 1:
+        # Adapters of tokens on other ranks, and adapters without experts.
+        rows_and_ranks_make_no_difference_and_outputs_keep_their_order(driver, found)
+        company_changes_nothing(driver, found)
     if data_ranks > 1:
         # Its groups are in rows of several ranks.
         preferences_have_the_gradient_of_the_client_side_way_in_one_pass_and_in_two(driver, found)

@@ -23,6 +23,7 @@ from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora import Adapter, Span, targets_of
 from strata.train.runner.model.attention import describe_mask, terms_of
 from strata.train.runner.model.base import BaseModel, load_base
+from strata.train.runner.model.trained import WEIGHTS
 from strata.train.runner.passes.logprobs import PackedRow
 from strata.train.runner.settings import RunnerSettings
 from tests.shell.train_runner import family_table, tiny_families
@@ -113,7 +114,7 @@ def test_gradients_of_adapters_are_those_of_peft(base: BaseModel, ranks: RankGro
     adapter = Adapter(lora, targets_of(base.lm, lora), ranks.device)
     adapter.flat.copy_(torch.randn(adapter.size, generator=torch.Generator().manual_seed(2)) * 0.1)
     (tmp_path / "adapter").mkdir()
-    adapter_writer(adapter, base, None)(tmp_path / "adapter")
+    adapter_writer(adapter, base, {WEIGHTS: adapter.flat})(tmp_path / "adapter")
 
     tokens, lengths = family_table.tokens(), family_table.LENGTHS
     targets = tokens.roll(-1)
@@ -124,7 +125,8 @@ def test_gradients_of_adapters_are_those_of_peft(base: BaseModel, ranks: RankGro
     adapter.begin()
     ours = base.logprobs(row)
     ours.sum().backward()  # type: ignore[no-untyped-call]
-    own = to_peft(adapter.views(adapter.take()))
+    (staged,) = adapter.take()
+    own = to_peft(adapter.views(staged))
 
     peft: Any = PeftModel.from_pretrained(
         family_table.unmodified(Path(base.settings.model)), str(tmp_path / "adapter"), is_trainable=True

@@ -195,8 +195,14 @@ def assert_same_bits(read: Mapping[str, torch.Tensor], written: Mapping[str, tor
 
 
 @pytest.mark.timeout(600)
-def test_files_of_one_mesh_are_read_on_another_and_on_one_rank_bit_for_bit(tmp_path: Path) -> None:
-    check_resharded(tmp_path, "llama", ("shard=4", "shard=2 tensor=2"), numbers=[1])
+@pytest.mark.parametrize(
+    ("family", "meshes"),
+    [("llama", ("shard=4", "shard=2 tensor=2")), ("qwen3_moe", ("expert=2", "shard=4"))],
+)
+def test_files_of_one_mesh_are_read_on_another_and_on_one_rank_bit_for_bit(
+    family: str, meshes: tuple[str, ...], tmp_path: Path
+) -> None:
+    check_resharded(tmp_path, family, meshes, numbers=[1])
 
 
 @pytest.mark.nightly

@@ -46,6 +46,7 @@ COST: Final = ModelCost(
     block_parameters=850_000_000,
     root_parameters=2_000_000_000,
     adapter_parameters=400_000_000,
+    adapter_expert_parameters=0,
     cache_numbers=163_840,
     activations=PassMemory(8_000_000_000, 2_000_000_000),
     gathered=PassMemory(5_000_000_000, 6_000_000_000),
@@ -94,6 +95,21 @@ def test_every_slot_has_values_and_gradients_of_a_pass_on_each_device_and_a_shar
     assert parts["weights"] == COST.parameters * 2 // 4
     each = 4 + 4 + (4 + 8) // 4
     assert sum(parts[name] for name in ("adapters", "gradients", "optimizer")) == 3 * each * COST.adapter_parameters
+
+
+def test_each_device_has_the_adapters_of_its_experts_and_shares_them_with_those_that_hold_the_same() -> None:
+    cost = msgspec.structs.replace(COST, adapter_expert_parameters=320_000_000)
+    for mesh, others in ((MeshShape(shard=8, expert=4), 2), (MeshShape(shard=4, expert=4), 1)):
+        planned = plan_device(cost, MemoryRecipe(slots=3), mesh)
+        parts = {part.name: part.bytes for part in planned.parts}
+        held = 80_000_000 + 320_000_000 // 4
+        stepped = 400_000_000 // mesh.devices
+        assert parts["adapters"] == 3 * 4 * held
+        assert parts["gradients"] == 3 * 4 * (held + stepped)
+        assert parts["optimizer"] == 3 * 8 * stepped
+        reduced = {each.over: each.bytes for each in planned.collectives if each.name == "reduce-scatter"}
+        own = {"same experts": 3 * 4 * 80_000_000} if others > 1 else {}
+        assert reduced == {"all": 3 * 4 * 80_000_000, **own}
 
 
 def test_a_small_frozen_base_is_on_every_device_and_is_not_gathered() -> None:
@@ -190,10 +206,11 @@ def test_files_and_configuration_give_the_same_sizes(
         matrices = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256
         assert traced.rank_parameters == 512 * 128 * 3 // 2 + 4 * (matrices // 2 + 2 * 128) + 128
         return
-    # Both ways of two matrices, forward and backward; and how many pairs there are for each of four experts.
+    # Both ways of two matrices, forward and backward; and how many pairs there are for each of four experts, with the
+    # adapter and without.
     there_and_back = (128 + 2 * 128) + (128 + 128)
     sent = 2 * pairs // mesh.tensor * there_and_back
-    numbers = CollectiveCost("all-to-all", "expert", "row", 4 * 9, 4 * (sent + 4 * 8))
+    numbers = CollectiveCost("all-to-all", "expert", "row", 4 * 9, 4 * (sent + 2 * 4 * 8))
     if mesh.tensor == 1:
         assert traced.exchanges == [numbers]
         return

@@ -15,6 +15,10 @@ from safetensors.torch import save_file
 
 from strata.base.errors import StrataError
 from strata.train.checkpoints.checkpoint import CheckpointFile
+from strata.train.core.ops import LoraConfig
+from strata.train.runner.checkpoint.shards import SHARDING, ShardOffsets
+from strata.train.runner.collectives import ShareGroup
+from strata.train.runner.lora import Adapter, AdapterPlacement, LoraPart, LoraTarget
 from strata.train.runner.snapshot import files
 from strata.train.runner.snapshot.state import SnapshotReader
 from tests.support.torchrun import run_on_ranks
@@ -118,3 +122,35 @@ def test_each_rank_takes_its_share_from_a_snapshot_of_the_format_before(tmp_path
         assert moments.tolist() == torch.arange(5.0)[share].tolist()
         assert gradient.tolist() == (torch.arange(5.0) + 0.5)[share].tolist()
         assert reader.share("models.0.exp_avg_sq", share, like) is None
+
+
+def test_a_rank_takes_its_experts_from_a_snapshot_of_the_format_before(tmp_path: Path) -> None:
+    """An adapter was one flat tensor: its weights in the shared file, shares of its moments in those of the ranks."""
+    targets = [LoraTarget("q_proj", 2, 3), LoraTarget("experts.down_proj", 2, 5, experts=4), LoraTarget("o_proj", 3, 2)]
+
+    def part_of(target: LoraTarget) -> LoraPart:
+        return LoraPart(experts=range(2, 4) if target.experts else None)
+
+    placement = AdapterPlacement(part_of, ShareGroup(1, 4), ShareGroup(0, 2))
+    adapter = Adapter(LoraConfig(rank=2, alpha=2.0), targets, torch.device("cpu"), placement=placement)
+    weights = torch.arange(float(adapter.size))
+    save_file({"models.0.weights": weights}, tmp_path / files.SHARED)
+    for rank, share in enumerate(torch.split(-weights, 33)):
+        offsets = {"models.0.exp_avg": ShardOffsets([33 * rank])}
+        save_file({"models.0.exp_avg": share}, tmp_path / files.rank_file(rank), {SHARDING: encode_offsets(offsets)})
+    reader = SnapshotReader(tmp_path, manifest_of(3, ranks=-(-adapter.size // 33), written={}), rank=1)
+    for name, written in (("weights", weights), ("exp_avg", -weights)):
+        read = [reader.part(f"models.0.{name}", block, slice(0, block.size)) for block in adapter.blocks]
+        held = adapter.held_views([block for block in read if block is not None])
+        whole = adapter.views(written)
+        assert all(torch.equal(held[each], adapter.take_own(each, whole[each])) for each in adapter.shapes)
+        shares = [reader.part(f"models.0.{name}", block, block.share) for block in adapter.blocks]
+        for own, block, full in zip(shares, adapter.blocks, read, strict=True):
+            assert own is not None
+            assert full is not None
+            assert torch.equal(own, full[block.share])
+    assert all(reader.part("models.0.gradient", block, block.share) is None for block in adapter.blocks)
+
+
+def encode_offsets(offsets: dict[str, ShardOffsets]) -> str:
+    return msgspec.json.encode(offsets).decode()

@@ -98,8 +98,8 @@ class CollectiveCost(msgspec.Struct, frozen=True):
     """Calls of one kind by each device. Bytes are those of the largest tensor of each call, summed."""
 
     name: Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
-    over: Literal["shard", "replicate", "context", "tensor", "expert", "all"]
-    """The dimension of the mesh, or all devices."""
+    over: Literal["shard", "replicate", "context", "tensor", "expert", "same experts", "all"]
+    """The dimension of the mesh, the devices that hold the same experts, or all devices."""
     per: Literal["row", "step"]
     calls: int
     bytes: int
@@ -124,7 +124,9 @@ class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
     root_parameters: int
     """Of what is in no block: embeddings and head. It stays gathered during a pass."""
     adapter_parameters: int
-    """Of an adapter, which is on every rank in full."""
+    """Of an adapter. Every rank holds all of it, except what is of experts that it does not hold."""
+    adapter_expert_parameters: int
+    """Those of experts."""
     cache_numbers: int
     """In the KV cache, of one token."""
     saved_bytes: int = 0
@@ -163,12 +165,13 @@ class DevicePlan(msgspec.Struct, frozen=True):
 def plan_device(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> DevicePlan:
     shards = 1 if is_replicated(cost, recipe, mesh) else mesh.shards
     weights = _share(cost.rank_parameters, shards)
-    trained = weights if recipe.full else recipe.slots * cost.adapter_parameters
+    trained = weights if recipe.full else recipe.slots * sum(_held_adapter(cost, mesh))
     weights_bytes = weights * (4 if recipe.full else recipe.item_bytes) - cost.saved_bytes // shards
     held = [MemoryPart("weights", weights_bytes, "counted")]
     if not recipe.full:
         held.append(MemoryPart("adapters", trained * 4, "counted"))
-    # All devices share the moments and the summed gradients of an adapter; those of a weight are sharded as it is.
+    # Devices that hold the same of an adapter share its moments and summed gradients; those of a weight are sharded as
+    # it is.
     stepped = trained if recipe.full else recipe.slots * _share(cost.adapter_parameters, mesh.devices)
     held.append(MemoryPart("optimizer", stepped * MOMENTS_BYTES, "counted"))
     held.append(MemoryPart("KV cache", recipe.cached_tokens * cost.cache_numbers * recipe.item_bytes, "counted"))
@@ -214,10 +217,25 @@ def collective_costs(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> 
         norms = 1 if recipe.full else recipe.slots
         costs.append(CollectiveCost("all-reduce", "all", "step", norms, 8 * norms))
         if not recipe.full:
-            adapters = recipe.slots * cost.adapter_parameters * GRADIENT_BYTES
-            costs.append(CollectiveCost("reduce-scatter", "all", "step", recipe.slots, adapters))
-            costs.append(CollectiveCost("all-gather", "all", "step", recipe.slots, adapters))
+            costs.extend(_adapter_collectives(cost, recipe, mesh))
     return tuple(costs)
+
+
+def _adapter_collectives(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> Iterator[CollectiveCost]:
+    common, of_experts = (recipe.slots * numbers * GRADIENT_BYTES for numbers in _held_adapter(cost, mesh))
+    yield CollectiveCost("reduce-scatter", "all", "step", recipe.slots, common)
+    yield CollectiveCost("all-gather", "all", "step", recipe.slots, common)
+    if of_experts and mesh.devices > mesh.expert:
+        yield CollectiveCost("reduce-scatter", "same experts", "step", recipe.slots, of_experts)
+        yield CollectiveCost("all-gather", "same experts", "step", recipe.slots, of_experts)
+
+
+def _held_adapter(cost: ModelCost, mesh: MeshShape) -> tuple[int, int]:
+    """What each rank holds of an adapter: what all of them hold, and what is of its own experts."""
+    if mesh.expert == 1:
+        return cost.adapter_parameters, 0
+    common = cost.adapter_parameters - cost.adapter_expert_parameters
+    return common, _share(cost.adapter_expert_parameters, mesh.expert)
 
 
 def smallest_plan(

@@ -200,6 +200,7 @@ def largest_stage_cost(
         max(stages, key=lambda cost: cost.rank_parameters),
         parameters=whole.parameters,
         adapter_parameters=whole.adapter_parameters,
+        adapter_expert_parameters=whole.adapter_expert_parameters,
         cache_numbers=0,
     )
 
@@ -233,6 +234,7 @@ def model_cost(model: ModelFiles, recipe: MemoryRecipe, mesh: MeshShape) -> Mode
         (experts if _EXPERTS in name else layers)[layer] += size
         saved[layer] += _saved_bytes(model, name, recipe)
     root = layers.pop("", 0)
+    adapted = {name: _adapted(name, shape) for name, shape in model.shapes.items()}
     blocks = layers.keys() | experts.keys()
     return ModelCost(
         parameters=sum(map(math.prod, model.shapes.values())),
@@ -243,7 +245,8 @@ def model_cost(model: ModelFiles, recipe: MemoryRecipe, mesh: MeshShape) -> Mode
         expert_blocks=len(experts),
         block_parameters=max((layers[name] + experts[name] * mesh.tensor // mesh.expert for name in blocks), default=0),
         root_parameters=root,
-        adapter_parameters=recipe.lora_rank * sum(_adapted(name, shape) for name, shape in model.shapes.items()),
+        adapter_parameters=recipe.lora_rank * sum(adapted.values()),
+        adapter_expert_parameters=recipe.lora_rank * sum(adapted[name] for name in adapted if _EXPERTS in name),
         cache_numbers=cache_numbers(model.config),
         saved_bytes=saved.total(),
         block_saved_bytes=max(saved.values(), default=0),

@@ -1,5 +1,5 @@
-"""The rank group: joining it, broadcast, scatter, gather, all-reduce, and errors that all ranks raise together; and an
-exchange of rows within a group, which has a gradient.
+"""The rank group: joining it, broadcast, scatter, gather, all-reduce, and errors that all ranks raise together; groups
+that share flat tensors; and an exchange of rows within a group, which has a gradient.
 
 torch.distributed finds a rank and its peers in the environment that torchrun sets. Only tensors of bytes and numbers
 travel. Nothing here pickles, unlike torch's object collectives.
@@ -7,7 +7,7 @@ travel. Nothing here pickles, unlike torch's object collectives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -39,6 +39,7 @@ class RankError(msgspec.Struct, frozen=True, array_like=True):
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(list[RankError]).decode
+_decode_places: Final = msgspec.msgpack.Decoder(list[tuple[int, int]]).decode
 
 
 def join_process_group(settings: RunnerSettings, rendezvous_file: Path) -> torch.device:
@@ -70,6 +71,65 @@ def _cuda_device(number: int) -> torch.device:
     return device
 
 
+class ShareGroup:
+    """Ranks that have the same flat tensors, of which each has a share of its own: of a sum, or of the work on them.
+    Without a process group it is all ranks, or this one."""
+
+    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None = None) -> None:
+        self.rank = rank
+        self.size = size
+        self._group = group
+
+    def share(self, length: int) -> slice:
+        """This rank's part of so many numbers, each rank having the same number of them: the last one may be short."""
+        each = -(-length // self.size)
+        return slice(min(self.rank * each, length), min((self.rank + 1) * each, length))
+
+    def padded(self, length: int) -> int:
+        """The next length that the ranks can share equally."""
+        return -(-length // self.size) * self.size
+
+    def start_all_reduce(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start to sum a tensor over the ranks, in place. The returned function waits for the sum."""
+        handle = dist.all_reduce(tensor, group=self._group, async_op=True) if self.size > 1 else None
+
+        def wait() -> torch.Tensor:
+            if handle is not None:
+                handle.wait()
+            return tensor
+
+        return wait
+
+    def start_reduce_scatter(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start to sum a flat tensor over the ranks, whose size divides its length. The returned function waits for
+        this rank's share of the sum; the tensor is then undefined."""
+        if self.size == 1:
+            return lambda: tensor
+        summed = tensor.new_empty(len(tensor) // self.size)
+        handle = dist.reduce_scatter_single(summed, tensor, group=self._group, async_op=True)
+
+        def wait() -> torch.Tensor:
+            handle.wait()
+            return summed
+
+        return wait
+
+    def start_all_gather(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Start to copy each rank's share of a flat tensor, whose length the number of ranks divides, to all ranks."""
+        handle = None
+        if self.size > 1:
+            handle = dist.all_gather_single(tensor, tensor[self.share(len(tensor))], group=self._group, async_op=True)
+
+        def wait() -> None:
+            if handle is not None:
+                handle.wait()
+
+        return wait
+
+
+ALONE: Final = ShareGroup(0, 1)
+
+
 class RankGroup:
     """This rank among the others. Every method that communicates is called by all of them, in the same order."""
 
@@ -79,6 +139,8 @@ class RankGroup:
         self.local_size = int(process_environment().get("LOCAL_WORLD_SIZE", self.size))
         """How many of the ranks are on this machine."""
         self.device = device
+        self.shares = ShareGroup(self.rank, self.size)
+        """All ranks."""
         self._idle = dist.new_group(backend="gloo", timeout=IDLE)
 
     @property
@@ -158,55 +220,36 @@ class RankGroup:
 
     def start_all_reduce(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Start to sum a tensor over the ranks, in place. The returned function waits for the sum."""
-        handle = dist.all_reduce(tensor, async_op=True) if self.size > 1 else None
+        return self.shares.start_all_reduce(tensor)
 
-        def wait() -> torch.Tensor:
-            if handle is not None:
-                handle.wait()
-            return tensor
+    def gather_places(
+        self, own: Mapping[str, torch.Tensor], places: Sequence[tuple[int, int]], length: int
+    ) -> dict[str, torch.Tensor]:
+        """Flat tensors of this length on the host of rank 0; the others get none. Each rank has the numbers at some
+        places, given by where they begin and end, one after the other. Rank 0 has those of one rank on its device."""
+        by_rank = [_decode_places(data) for data in self.gather(_encode(list(places)))]
+        gathered = {name: self._gather_places(tensor, by_rank, length) for name, tensor in own.items()}
+        return {name: full for name, full in gathered.items() if full is not None}
 
-        return wait
-
-    def share(self, length: int) -> slice:
-        """This rank's part of so many numbers, each rank having the same number of them: the last one may be short."""
-        each = -(-length // self.size)
-        return slice(min(self.rank * each, length), min((self.rank + 1) * each, length))
-
-    def start_reduce_scatter(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Start to sum a flat tensor over the ranks, whose size divides its length. The returned function waits for
-        this rank's share of the sum; the tensor is then undefined."""
-        if self.size == 1:
-            return lambda: tensor
-        summed = tensor.new_empty(len(tensor) // self.size)
-        handle = dist.reduce_scatter_single(summed, tensor, async_op=True)
-
-        def wait() -> torch.Tensor:
-            handle.wait()
-            return summed
-
-        return wait
-
-    def start_all_gather(self, tensor: torch.Tensor) -> Callable[[], None]:
-        """Start to copy each rank's share of a flat tensor, whose length the number of ranks divides, to all ranks."""
-        handle = None
-        if self.size > 1:
-            handle = dist.all_gather_single(tensor, tensor[self.share(len(tensor))], async_op=True)
-
-        def wait() -> None:
-            if handle is not None:
-                handle.wait()
-
-        return wait
-
-    def gather_shares(self, own: torch.Tensor, length: int) -> torch.Tensor | None:
-        """The shares of all ranks as one flat tensor of this length on rank 0; the others get None."""
-        if self.size == 1:
-            return own
-        padded = own.new_zeros(-(-length // self.size))
-        padded[: len(own)] = own
-        shares = [torch.empty_like(padded) for _ in range(self.size)] if self.is_rank0 else None
-        dist.gather(padded, shares, dst=0)
-        return None if shares is None else torch.cat(shares)[:length]
+    def _gather_places(
+        self, own: torch.Tensor, by_rank: Sequence[Sequence[tuple[int, int]]], length: int
+    ) -> torch.Tensor | None:
+        if not self.is_rank0:
+            if len(own):
+                dist.send(own.contiguous(), 0)
+            return None
+        full = torch.empty(length, dtype=own.dtype)
+        for rank, places in enumerate(by_rank):
+            sizes = [end - start for start, end in places]
+            if not sizes:
+                continue
+            part = own
+            if rank:
+                part = own.new_empty(sum(sizes))
+                dist.recv(part, rank)
+            for (start, end), numbers in zip(places, torch.split(part, sizes), strict=True):
+                full[start:end] = numbers
+        return full
 
     def send_to_rank0(self, tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
         """On rank 0 the tensor of the first rank that has it; the others get what they gave. `like` has its shape and

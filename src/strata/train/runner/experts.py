@@ -6,12 +6,12 @@ once. It needs no number on the host: a loop waits for the device to learn which
 between and after the matrices (its gate with or without a clamp, biases, a norm) is called as its module defines it.
 
 An adapter acts on the tokens of its span and on the matrices of their experts: two more grouped multiplications of the
-same pairs. Modules of another form keep their own computation (`is_experts`).
+same pairs, on the rank that holds the expert. Modules of another form keep their own computation (`is_experts`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -19,23 +19,40 @@ import torch
 from torch import nn
 from torch.nn.functional import embedding, grouped_mm, pad
 
-from strata.train.runner.lora import Adapters, Span, is_experts
+from strata.train.runner.lora import Adapter, Adapters, Span, is_experts
 
 ALIGNMENT: Final = 16
 """Rows of a matrix have to be a multiple of so many bytes for the kernel; those of an adapter's odd rank are not."""
 
 
-class ExpertDispatch(Protocol):
-    """Products with experts that other ranks hold."""
+@dataclass(frozen=True)
+class AdaptedPairs:
+    """The pairs of one adapter, among pairs that are sorted by expert."""
 
-    def multiply(self, inputs: torch.Tensor, matrices: torch.Tensor, biases: torch.Tensor | None) -> torch.Tensor:
-        """Pairs that are sorted by expert, each by the matrix of its expert, with its bias if there are any. Matrices
-        and biases are those that this rank holds. All ranks of the group call it together."""
+    adapter: Adapter
+    places: torch.Tensor | None
+    """Which they are; None if they are all."""
+    ends: torch.Tensor
+    """After the last of each expert."""
+
+
+class ExpertDispatch(Protocol):
+    """Products with experts, which this rank or other ranks hold."""
+
+    def multiply(
+        self, target: str, inputs: torch.Tensor, matrices: torch.Tensor, biases: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Pairs that are sorted by expert, each by the matrix of its expert, with its bias if there are any, and with
+        what its adapter adds to the weight `target`. Matrices and biases are those that this rank holds. All ranks of
+        the group call it together."""
         ...
 
 
-PlanDispatch = Callable[[torch.Tensor], ExpertDispatch]
-"""Where to send pairs that are sorted by expert, by the ends of the experts among them."""
+class PlanDispatch(Protocol):
+    def __call__(self, ends: torch.Tensor, adapters: Sequence[Adapter]) -> ExpertDispatch:
+        """Where to send pairs that are sorted by expert, and those of an expert by adapter: first those without one,
+        then those of each of `adapters`. `ends` are after the last of each."""
+        ...
 
 
 class TokenGroup(Protocol):
@@ -67,19 +84,20 @@ def group_experts(
 
 @dataclass(frozen=True)
 class _Routing:
-    """The pairs of a token and one of its experts, sorted by expert; a token's own order is kept."""
+    """The pairs of a token and one of its experts, sorted by group: by expert, or by expert and adapter. Within a group
+    the order of the tokens is kept."""
 
-    experts: int
+    groups: int
     per_token: int
     """Experts of a token."""
-    expert: torch.Tensor
+    group: torch.Tensor
     """Of each pair."""
     order: torch.Tensor
     """The number that each pair had before: those of a token are adjacent."""
     place: torch.Tensor
     """Where each of them is now."""
     ends: torch.Tensor
-    """After the last pair of each expert."""
+    """After the last pair of each group."""
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -88,19 +106,26 @@ class _Routing:
     def of_tokens(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Where the pairs of adjacent tokens are, and after which of them each expert ends."""
         places = self.place[start * self.per_token : end * self.per_token].sort().values
-        return places, _ends(self.expert[places], self.experts)
+        return places, _ends(self.group[places], self.groups)
 
 
-def _route(routed: torch.Tensor, experts: int) -> _Routing:
-    expert, order = torch.sort(routed.reshape(-1), stable=True)
+def _route(routed: torch.Tensor, groups: int) -> _Routing:
+    """Pairs of so many groups: experts, or an adapter of an expert."""
+    group, order = torch.sort(routed.reshape(-1), stable=True)
+    place = invert(order)
+    return _Routing(groups, routed.shape[1], group, order, place, _ends(group, groups))
+
+
+def invert(order: torch.Tensor) -> torch.Tensor:
+    """Where each element is in this order."""
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
-    return _Routing(experts, routed.shape[1], expert, order, place, _ends(expert, experts))
+    return place
 
 
-def _ends(sorted_experts: torch.Tensor, experts: int) -> torch.Tensor:
-    numbers = torch.arange(experts, device=sorted_experts.device)
-    return torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)
+def _ends(sorted_groups: torch.Tensor, groups: int) -> torch.Tensor:
+    numbers = torch.arange(groups, device=sorted_groups.device)
+    return torch.searchsorted(sorted_groups, numbers, right=True, out_int32=True)
 
 
 @dataclass(frozen=True)
@@ -108,9 +133,13 @@ class _OwnExperts:
     """This rank holds all experts."""
 
     routing: _Routing
+    adapted: Sequence[AdaptedPairs]
 
-    def multiply(self, inputs: torch.Tensor, matrices: torch.Tensor, biases: torch.Tensor | None) -> torch.Tensor:
-        return add_biases(multiply_groups(inputs, matrices, self.routing.ends), self.routing.expert, biases)
+    def multiply(
+        self, target: str, inputs: torch.Tensor, matrices: torch.Tensor, biases: torch.Tensor | None
+    ) -> torch.Tensor:
+        output = add_biases(multiply_groups(inputs, matrices, self.routing.ends), self.routing.group, biases)
+        return add_adapters(target, inputs, output, self.adapted)
 
 
 def _grouped_forward(
@@ -118,14 +147,20 @@ def _grouped_forward(
 ) -> Any:
     count = experts.gate_up_proj.shape[0]
 
-    def multiply(
-        weight: str, inputs: torch.Tensor, routing: _Routing, dispatch: ExpertDispatch, spans: Sequence[Span]
-    ) -> torch.Tensor:
+    def multiply(weight: str, inputs: torch.Tensor, dispatch: ExpertDispatch) -> torch.Tensor:
         """One of the two matrices of each expert, with its bias and its adapters."""
         matrix = getattr(experts, weight)
         biases = getattr(experts, f"{weight}_bias") if experts.has_bias else None
-        output = dispatch.multiply(inputs, matrix if experts.is_transposed else matrix.mT, biases)
-        return _add_adapters(f"{name}.{weight}", inputs, output, routing, spans)
+        return dispatch.multiply(f"{name}.{weight}", inputs, matrix if experts.is_transposed else matrix.mT, biases)
+
+    def route(routed: torch.Tensor, spans: Sequence[Span]) -> tuple[_Routing, ExpertDispatch]:
+        if plan is None:
+            routing = _route(routed, count)
+            return routing, _OwnExperts(routing, list(_adapted_pairs(routing, spans, name)))
+        in_pass = () if adapters is None else adapters.in_pass
+        kinds = len(in_pass) + 1
+        routing = _route(routed * kinds + _adapter_numbers(spans, in_pass, routed), count * kinds)
+        return routing, plan(routing.ends, in_pass)
 
     def forward(hidden: torch.Tensor, routed: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """`hidden` is (tokens, dimensions); `routed` and `weights` are (tokens, experts per token)."""
@@ -135,10 +170,9 @@ def _grouped_forward(
             spans = group.take_spans(spans, tokens)
         # `embedding` and not an index: several threads would add the gradients of an index in any order.
         with torch.no_grad():
-            routing = _route(routed, count)
-            dispatch: ExpertDispatch = _OwnExperts(routing) if plan is None else plan(routing.ends)
-        inner = multiply("gate_up_proj", embedding(routing.tokens, hidden), routing, dispatch, spans)
-        output = multiply("down_proj", experts._apply_gate(inner), routing, dispatch, spans)
+            routing, dispatch = route(routed, spans)
+        inner = multiply("gate_up_proj", embedding(routing.tokens, hidden), dispatch)
+        output = multiply("down_proj", experts._apply_gate(inner), dispatch)
         if experts.has_post_expert_norm:
             output = experts.post_expert_norm(output)
         output = output * weights.reshape(-1)[routing.order][:, None]
@@ -148,32 +182,47 @@ def _grouped_forward(
     return forward
 
 
+def _adapter_numbers(spans: Sequence[Span], adapters: Sequence[Adapter], routed: torch.Tensor) -> torch.Tensor:
+    """Of each token that of its adapter, from 1; 0 if it has none. (tokens, 1)."""
+    numbers = routed.new_zeros(len(routed), 1)
+    start = 0
+    for span in spans:
+        if span.length and span.adapter is not None:
+            numbers[start : start + span.length] = 1 + adapters.index(span.adapter)
+        start += span.length
+    return numbers
+
+
 def add_biases(output: torch.Tensor, expert: torch.Tensor, biases: torch.Tensor | None) -> torch.Tensor:
     """To each pair that of its expert."""
     return output if biases is None else output + embedding(expert, biases)
 
 
-def _add_adapters(
-    target: str, inputs: torch.Tensor, output: torch.Tensor, routing: _Routing, spans: Sequence[Span]
-) -> torch.Tensor:
-    for span, start, end in _adapted_spans(target, spans):
-        assert span.adapter is not None
-        a, b = (matrix.to(inputs.dtype) for matrix in span.adapter.pairs[target])
-        if len(spans) == 1:
-            output = output + _delta(inputs, a, b, routing.ends, span.adapter.scale)
-        else:
-            places, ends = routing.of_tokens(start, end)
-            output = output.index_add(0, places, _delta(inputs[places], a, b, ends, span.adapter.scale))
-    return output
-
-
-def _adapted_spans(target: str, spans: Sequence[Span]) -> Iterator[tuple[Span, int, int]]:
-    """Spans with an adapter of this weight, and their first and last tokens."""
+def _adapted_pairs(routing: _Routing, spans: Sequence[Span], name: str) -> Iterator[AdaptedPairs]:
+    """Of the spans whose adapters have the experts `name`."""
     start = 0
     for span in spans:
-        if span.length and span.adapter is not None and target in span.adapter.pairs:
-            yield span, start, start + span.length
-        start += span.length
+        end = start + span.length
+        if span.length and span.adapter is not None and f"{name}.down_proj" in span.adapter.pairs:
+            places, ends = (None, routing.ends) if len(spans) == 1 else routing.of_tokens(start, end)
+            yield AdaptedPairs(span.adapter, places, ends)
+        start = end
+
+
+def add_adapters(
+    target: str, inputs: torch.Tensor, output: torch.Tensor, adapted: Sequence[AdaptedPairs]
+) -> torch.Tensor:
+    """To each pair what its adapter adds to the weight `target` of its expert."""
+    for pairs in adapted:
+        if target not in pairs.adapter.pairs:
+            continue
+        a, b = (matrix.to(inputs.dtype) for matrix in pairs.adapter.pairs[target])
+        if pairs.places is None:
+            output = output + _delta(inputs, a, b, pairs.ends, pairs.adapter.scale)
+        else:
+            delta = _delta(inputs[pairs.places], a, b, pairs.ends, pairs.adapter.scale)
+            output = output.index_add(0, pairs.places, delta)
+    return output
 
 
 def _delta(inputs: torch.Tensor, a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor, scale: float) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """LoRA adapters: low-rank additions to the linear layers of a frozen base, many adapters in one packed row.
 
-An adapter's parameters are the same on every rank and stand outside the model's module tree: sharding, saving and
-freezing of the base never see them. Each adapted layer has one forward hook, which adds the output of the span's
-adapter to every span of the row. The gradients of a pass are summed over the ranks when it is over.
+An adapter's parameters stand outside the model's module tree: sharding, saving and freezing of the base never see
+them. Every rank holds all of them, except those of experts that other ranks compute. Each adapted layer has one forward
+hook, which adds the output of the span's adapter to every span of the row. The gradients of a pass are summed over the
+ranks when it is over.
 
 The experts of a mixture are one module with one fused weight; `experts.py` computes them with their adapters. Experts
 of another form keep their own computation and get no adapter (`is_experts`).
@@ -15,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from strata.base.errors import Code, StrataError
 from strata.train.core.ops import LoraConfig
 from strata.train.peft.layers import ATTENTION, Kind, kind_of
+from strata.train.runner.collectives import ALONE, ShareGroup
 from strata.train.runner.model.quantised import QuantisedLinear
 
 
@@ -42,7 +44,8 @@ class LoraTarget:
 
 
 class LoraPart(NamedTuple):
-    """What a rank computes of a layer that is split over several: some outputs, or summands from some inputs."""
+    """What a rank computes of a layer that is split over several: some outputs, summands from some inputs, or some
+    experts."""
 
     rows: slice = slice(None)
     """Of B."""
@@ -50,6 +53,8 @@ class LoraPart(NamedTuple):
     """Of A."""
     is_counted: bool = True
     """Whether this rank's gradients count: of ranks that all compute the same, those of one do."""
+    experts: range | None = None
+    """Those that this rank computes; it holds the adapter of no others. None: all, or there are none."""
 
 
 def targets_of(model: nn.Module, config: LoraConfig) -> list[LoraTarget]:
@@ -141,14 +146,97 @@ def is_experts(module: Any) -> bool:
     return declared and bool(module.has_gate)
 
 
+@dataclass(frozen=True)
+class AdapterPlacement:
+    """What this rank computes of each adapter, and with which ranks it shares what it holds."""
+
+    part_of: Callable[[LoraTarget], LoraPart] = lambda _: LoraPart()
+    ranks: ShareGroup = ALONE
+    """All."""
+    holders: ShareGroup = ALONE
+    """Those that hold the same experts."""
+
+
+WHOLE: Final = AdapterPlacement()
+"""This rank holds and computes all."""
+
+
+@dataclass(frozen=True)
+class HeldTensor:
+    """A or B of one target, or of those of its experts that this rank holds."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    """Numbers of the tensor before them: those of earlier experts."""
+    start: int
+    """Numbers of the whole adapter before them."""
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+class HeldPiece(NamedTuple):
+    """Adjacent numbers of one tensor in a part of a block."""
+
+    name: str
+    offset: int
+    """Where they begin in the tensor."""
+    start: int
+    """Where they begin in the whole adapter."""
+    place: slice
+    """Where they are in the part of the block."""
+
+    @property
+    def size(self) -> int:
+        return int(self.place.stop - self.place.start)
+
+
+class AdapterBlock:
+    """The tensors of an adapter that the same ranks hold, as one flat block of values. Each of these ranks has a share
+    of the block, and makes the optimizer step of it."""
+
+    def __init__(
+        self, tensors: Sequence[HeldTensor], group: ShareGroup, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.tensors = tensors
+        self.group = group
+        self.size = sum(tensor.size for tensor in tensors)
+        self.padded = torch.zeros(group.padded(self.size), dtype=dtype, device=device)
+        """As many numbers as the ranks can share equally; those beyond `flat` are zero."""
+        self.flat = self.padded[: self.size]
+        self.share = group.share(self.size)
+
+    def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors of a flat block, as views of the same memory."""
+        return _views({tensor.name: tensor.shape for tensor in self.tensors}, flat)
+
+    def matrices(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The matrices of a flat block, those of experts one by one, as views of the same memory."""
+        return [matrix for view in self.views(flat).values() for matrix in (view if view.ndim == 3 else [view])]
+
+    def pieces(self, part: slice) -> Iterator[HeldPiece]:
+        """What a part of the block consists of."""
+        begin = 0
+        for tensor in self.tensors:
+            first, last = max(begin, part.start), min(begin + tensor.size, part.stop)
+            if first < last:
+                place = slice(first - part.start, last - part.start)
+                yield HeldPiece(tensor.name, tensor.offset + first - begin, tensor.start + first - begin, place)
+            begin += tensor.size
+
+
 class Adapter:
-    """The parameters of one LoRA model: one flat block of float32 each for values and for the gradients of a pass.
+    """The parameters of one LoRA model that this rank holds: flat blocks of float32, each for values and for the
+    gradients of a pass.
 
-    A pass then ends with one reduce-scatter, and a step with one all-gather. A pass accumulates into a staging block
-    (`begin`), which is taken (`take`) or dropped (`discard`): a pass that fails adds nothing.
+    A pass then ends with one reduce-scatter of each block, and a step with one all-gather. A pass accumulates into
+    staging blocks (`begin`), which are taken (`take`) or dropped (`discard`): a pass that fails adds nothing.
 
-    The blocks hold all of the adapter on every rank. Where a layer is split over ranks, `pairs` are the parts of its
-    matrices that this rank computes with, in the same memory; the other parts have no gradient here.
+    One block holds what all ranks have. Where a layer is split over ranks, `pairs` are the parts of its matrices that
+    this rank computes with, in the same memory; the other parts have no gradient here. A second block holds the experts
+    of this rank, if other ranks hold others. `shapes` and `size` are those of the whole adapter, which files have.
     """
 
     def __init__(
@@ -157,81 +245,112 @@ class Adapter:
         targets: Sequence[LoraTarget],
         device: torch.device,
         dtype: torch.dtype = torch.float32,
-        part_of: Callable[[LoraTarget], LoraPart] = lambda _: LoraPart(),
-        shares: int = 1,
+        placement: AdapterPlacement = WHOLE,
     ) -> None:
         self.config = config
         self.scale = config.alpha / config.rank
         self.shapes = _shapes(config.rank, targets)
         self.size = sum(math.prod(shape) for shape in self.shapes.values())
-        self.padded = torch.zeros(-(-self.size // shares) * shares, dtype=dtype, device=device)
-        """As many numbers as ranks can share equally; those beyond `flat` are zero."""
-        self.flat = self.padded[: self.size]
+        self._parts = {target.name: placement.part_of(target) for target in targets}
+        common, of_experts = self._held_tensors()
+        groups = ((common, placement.ranks), (of_experts, placement.holders))
+        self.blocks = [AdapterBlock(tensors, group, device, dtype) for tensors, group in groups if tensors]
         self.pairs: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
-        self._parts = {target.name: part_of(target) for target in targets}
-        for name, (a, b) in self._split(self.flat).items():
+        for name, (a, b) in self._split([block.flat for block in self.blocks]).items():
             is_counted = self._parts[name].is_counted
             self.pairs[name] = nn.Parameter(a, requires_grad=is_counted), nn.Parameter(b, requires_grad=is_counted)
-        self._staged: torch.Tensor | None = None
+        self._staged: list[torch.Tensor] = []
+
+    def _held_tensors(self) -> tuple[list[HeldTensor], list[HeldTensor]]:
+        """Those that all ranks hold, and those of this rank's experts."""
+        common, of_experts, start = [], [], 0
+        for name, shape in self.shapes.items():
+            experts = self._parts[name.rpartition(".")[0]].experts
+            if experts is None:
+                common.append(HeldTensor(name, shape, 0, start))
+            else:
+                offset = experts.start * math.prod(shape[1:])
+                of_experts.append(HeldTensor(name, (len(experts), *shape[1:]), offset, start + offset))
+            start += math.prod(shape)
+        return common, of_experts
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds all of it."""
+        return self.size == sum(block.size for block in self.blocks)
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """All values, if this rank holds all."""
+        (block,) = self.blocks
+        return block.flat
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors of a flat block, as views of the same memory."""
-        views: dict[str, torch.Tensor] = {}
-        start = 0
-        for name, shape in self.shapes.items():
-            size = math.prod(shape)
-            views[name] = flat[start : start + size].view(shape)
-            start += size
-        return views
+        """The tensors of the whole adapter in a flat block, as views of the same memory."""
+        return _views(self.shapes, flat)
 
-    def _split(self, flat: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """This rank's parts of A and B of each target in a flat block."""
-        views = self.views(flat)
+    def values(self) -> dict[str, torch.Tensor]:
+        """Those that this rank holds, by the names of their tensors."""
+        return self.held_views([block.flat for block in self.blocks])
+
+    def held_views(self, flats: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors that this rank holds in flat blocks, as views of the same memory."""
+        views = [block.views(flat) for block, flat in zip(self.blocks, flats, strict=True)]
+        return {name: view for of_block in views for name, view in of_block.items()}
+
+    def _split(self, flats: Sequence[torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """This rank's parts of A and B of each target in flat blocks."""
+        views = self.held_views(flats)
         return {
             name: (views[f"{name}.lora_A"][..., part.columns], views[f"{name}.lora_B"][..., part.rows, :])
             for name, part in self._parts.items()
         }
 
-    def matrices(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The matrices of a flat block, those of experts one by one, as views of the same memory."""
-        return [matrix for view in self.views(flat).values() for matrix in (view if view.ndim == 3 else [view])]
+    def take_own(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """What this rank holds of a tensor of the whole adapter."""
+        experts = self._parts[name.rpartition(".")[0]].experts
+        return tensor if experts is None else tensor[experts.start : experts.stop]
+
+    def install(self, flats: Sequence[torch.Tensor]) -> None:
+        """Take over the values of flat blocks."""
+        for block, flat in zip(self.blocks, flats, strict=True):
+            block.flat.copy_(flat)
 
     def initialise(self, seed: str) -> None:
-        """A is uniform, as torch initialises a linear layer; B is zero: the model starts equal to the base.
+        for name, view in self.values().items():
+            view.copy_(self.take_own(name, self.draw(name, seed)))
 
-        Each tensor is seeded by the seed and its own name: it is the same whatever else is trained.
+    def draw(self, name: str, seed: str) -> torch.Tensor:
+        """The first values of a tensor. A is uniform, as torch initialises a linear layer; B is zero: the model starts
+        equal to the base.
+
+        Each tensor is seeded by the seed and its own name: it is the same whatever else is trained, and on every mesh.
         """
-        self.initialise_block(self.flat, seed)
-
-    def initialise_block(self, flat: torch.Tensor, seed: str) -> None:
-        for name, view in self.views(flat).items():
-            if name.endswith("lora_B"):
-                view.zero_()
-                continue
-            number = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8]) >> 1
-            bound = 1 / math.sqrt(view.shape[-1])
-            drawn = torch.rand(view.shape, generator=torch.Generator().manual_seed(number))
-            view.copy_((2 * drawn - 1) * bound)
+        shape = self.shapes[name]
+        if name.endswith("lora_B"):
+            return torch.zeros(shape)
+        number = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8]) >> 1
+        drawn = torch.rand(shape, generator=torch.Generator().manual_seed(number))
+        return (2 * drawn - 1) * (1 / math.sqrt(shape[-1]))
 
     def begin(self) -> None:
-        self._staged = torch.zeros_like(self.padded)
+        self._staged = [torch.zeros_like(block.padded) for block in self.blocks]
         for name, parts in self._split(self._staged).items():
             for leaf, part in zip(self.pairs[name], parts, strict=True):
                 leaf.grad = part if leaf.requires_grad else None
 
     def is_finite(self) -> bool:
         """Whether all staged gradients are finite."""
-        return self._staged is None or is_finite(self._staged)
+        return all(map(is_finite, self._staged))
 
-    def take(self) -> torch.Tensor:
-        """The gradients of the pass on this rank, padded as the values are."""
-        assert self._staged is not None
+    def take(self) -> list[torch.Tensor]:
+        """The gradients of the pass on this rank, of each block, padded as the values are."""
         staged = self._staged
         self.discard()
         return staged
 
     def discard(self) -> None:
-        self._staged = None
+        self._staged = []
         for leaf in chain.from_iterable(self.pairs.values()):
             leaf.grad = None
 
@@ -240,6 +359,16 @@ def is_finite(tensor: torch.Tensor) -> bool:
     """Whether all numbers of a contiguous tensor are finite. No temporary memory: a NaN is the least and the greatest
     number of a tensor, and so is found like an infinity."""
     return not tensor.numel() or all(bool(bound.isfinite()) for bound in torch.aminmax(tensor))
+
+
+def _views(shapes: Mapping[str, tuple[int, ...]], flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    views: dict[str, torch.Tensor] = {}
+    start = 0
+    for name, shape in shapes.items():
+        size = math.prod(shape)
+        views[name] = flat[start : start + size].view(shape)
+        start += size
+    return views
 
 
 def _shapes(rank: int, targets: Sequence[LoraTarget]) -> Mapping[str, tuple[int, ...]]:
@@ -267,6 +396,9 @@ class Adapters:
         self.row: Sequence[Span] = ()
         self.head_row: Sequence[Span] = ()
         """The spans of the tokens whose logits are computed: the row or a chunk of it."""
+        self.in_pass: Sequence[Adapter] = ()
+        """Those of the rows of all ranks, in the same order on every rank. Only ranks that compute experts for each
+        other need to know them."""
         for name, module in model.named_modules():
             if kind_of(name) is not None and linear_shape(module) is not None:
                 # First of all: outputs of a layer that is split over ranks are summed or gathered after it.

@@ -26,7 +26,7 @@ from strata.train.core.quantisation import QuantisedKind
 from strata.train.peft import importer
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG, HEADS
 from strata.train.runner.checkpoint import shards
-from strata.train.runner.checkpoint.formats import copy_tokenizer, read_flat
+from strata.train.runner.checkpoint.formats import copy_tokenizer, read_values
 from strata.train.runner.checkpoint.hugging_face_files import groups_of, persistent_buffers, write_model
 from strata.train.runner.lora import Adapter, is_transposed, targets_of
 from strata.train.runner.model.base import DTYPES
@@ -103,7 +103,7 @@ def _merge(folder: Path, temporary: Path, manifest: CheckpointManifest, lora: Lo
         del lm.all_tied_weights_keys[untied]
     _say_what_is_tied(lm)
     adapter = Adapter(lora, targets_of(lm, lora), torch.device("cpu"))
-    adapter.flat.copy_(read_flat(folder, adapter, manifest))
+    adapter.install(read_values(folder, adapter, manifest))
     head = _untie(lm) if HEADS.intersection(adapter.pairs) else {}
     merge = _Merge(lm, adapter, head, _trained_on(lm, folder))
     groups = read_groups(lm, path, dtype, groups_of(lm))

@@ -28,6 +28,7 @@ from strata.train.runner.lora import Adapter, linear_shape
 from strata.train.runner.model.base import BaseModel, tokenizer_files
 from strata.train.runner.model.loading import RankPart, load_sharded, parent_of
 from strata.train.runner.model.trained import (
+    WEIGHTS,
     FullModel,
     LoraModel,
     local,
@@ -36,27 +37,28 @@ from strata.train.runner.model.trained import (
     sharded,
     sharded_like,
 )
-from strata.train.runner.passes.optimizer import Moments
 
 OPTIMIZER: Final = "optimizer.safetensors"
 
 Fill = Callable[[Path], None]
 
 
-def adapter_writer(adapter: Adapter, base: BaseModel, moments: Moments | None) -> Fill:
-    """Writes an adapter, and the moments of its optimizer if they are given. One rank calls it, since all have the same
-    adapter."""
+def adapter_writer(adapter: Adapter, base: BaseModel, flat: Mapping[str, torch.Tensor]) -> Fill:
+    """Writes an adapter, and the moments of its optimizer if they are given: flat blocks of the whole adapter. One rank
+    calls it."""
 
     def fill(folder: Path) -> None:
-        save_file(to_peft(adapter.views(adapter.flat)), folder / ADAPTER, {"format": "pt", **_quantised_from(base)})
+        values = adapter.views(flat[WEIGHTS])
+        save_file(to_peft(values), folder / ADAPTER, {"format": "pt", **_quantised_from(base)})
         config = msgspec.json.encode(_peft_config(adapter, base))
         (folder / ADAPTER_CONFIG).write_bytes(msgspec.json.format(config))
-        if moments is not None:
-            named = {
-                f"{moment}.{name}": view
-                for moment, flat in moments.items()
-                for name, view in adapter.views(flat).items()
-            }
+        named = {
+            f"{moment}.{name}": view
+            for moment, block in flat.items()
+            if moment != WEIGHTS
+            for name, view in adapter.views(block).items()
+        }
+        if named:
             save_file(_cpu_copies(named), folder / OPTIMIZER)
 
     return fill
@@ -73,8 +75,8 @@ def read_adapter(
 ) -> Callable[[], None]:
     """Read and check everything; the returned function installs it and cannot fail."""
     adapter, steps = model.adapter, manifest.steps
-    weights = read_flat(folder, adapter, manifest)
-    moments: dict[str, torch.Tensor] = {}
+    weights = read_values(folder, adapter, manifest)
+    moments: list[dict[str, torch.Tensor]] = [{} for _ in adapter.blocks]
     if optimizer and steps:
         saved = load_file(folder / OPTIMIZER)
         for moment in model.optimizer.moment_names:
@@ -84,28 +86,27 @@ def read_adapter(
                 raise StrataError(
                     Code.INVALID, f"the state of the optimizer in the checkpoint is not one of {model.optimizer.name}"
                 )
-            moments[moment] = _flatten(adapter, tensors)
+            for own, block, part in zip(moments, _flatten(adapter, tensors), model.stepped, strict=True):
+                own[moment] = block[part]
 
     def install() -> None:
-        adapter.flat.copy_(weights)
-        model.gradient = None
-        own = {moment: flat[model.share] for moment, flat in moments.items()}
-        model.optimizer.restore([own], steps if optimizer else 0)
+        adapter.install(weights)
+        model.gradients = None
+        model.optimizer.restore(moments, steps if optimizer else 0)
 
     return install
 
 
-def read_flat(folder: Path, adapter: Adapter, manifest: CheckpointManifest) -> torch.Tensor:
-    """The weights as one flat block. Layers that an imported adapter lacks are initialised as in a new model.
+def read_values(folder: Path, adapter: Adapter, manifest: CheckpointManifest) -> list[torch.Tensor]:
+    """The values as flat blocks, as this rank holds them. Layers that an imported adapter lacks are initialised as in a
+    new model.
 
     An adapter that was saved here lacks no layer, and a model that trains other kinds of layers is rejected.
     """
     tensors = _from_peft(load_file(folder / ADAPTER), adapter)
     imported = manifest.model_id.startswith(IMPORTED) and _kinds(manifest.lora) == _kinds(adapter.config)
     if imported and tensors.keys() < adapter.shapes.keys():
-        new = torch.empty(adapter.size, dtype=torch.float32)
-        adapter.initialise_block(new, manifest.digest)
-        tensors = {**adapter.views(new), **tensors}
+        tensors |= {name: adapter.draw(name, manifest.digest) for name in adapter.shapes.keys() - tensors.keys()}
     return _flatten(adapter, tensors)
 
 
@@ -124,21 +125,21 @@ def full_parameters(folder: Path, base: BaseModel) -> dict[str, torch.Tensor]:
     return {name: sharded_like(parameter, shard) for (name, parameter), shard in zip(live.items(), own, strict=True)}
 
 
-def _flatten(adapter: Adapter, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    # Every element is written below.
-    flat = torch.empty_like(adapter.flat)
-    views = adapter.views(flat)
-    if tensors.keys() != views.keys():
-        difference = sorted(tensors.keys() ^ views.keys())[0]
+def _flatten(adapter: Adapter, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Flat blocks, as this rank holds them, from the tensors of the whole adapter."""
+    if tensors.keys() != adapter.shapes.keys():
+        difference = sorted(tensors.keys() ^ adapter.shapes.keys())[0]
         raise StrataError(Code.INVALID, f"the checkpoint does not train what the model trains: {difference}")
-    for name, view in views.items():
-        if tensors[name].shape != view.shape:
+    for name, shape in adapter.shapes.items():
+        if tensors[name].shape != shape:
             raise StrataError(
-                Code.INVALID,
-                f"{name} is {tuple(tensors[name].shape)} in the checkpoint, {tuple(view.shape)} in the model",
+                Code.INVALID, f"{name} is {tuple(tensors[name].shape)} in the checkpoint, {shape} in the model"
             )
-        view.copy_(tensors[name])
-    return flat
+    # Every element is written below.
+    flats = [torch.empty_like(block.flat) for block in adapter.blocks]
+    for name, view in adapter.held_views(flats).items():
+        view.copy_(adapter.take_own(name, tensors[name]))
+    return flats
 
 
 def _peft_config(adapter: Adapter, base: BaseModel) -> Mapping[str, Any]:

@@ -49,8 +49,7 @@ def save(
         _save_gathered(folder, manifest, model, base, ranks, overwrite=overwrite)
         return
     assert isinstance(model, LoraModel)
-    moments = model.gather_moments() if optimizer else None
-    fill = formats.adapter_writer(model.adapter, base, moments)
+    fill = formats.adapter_writer(model.adapter, base, model.gather(optimizer=optimizer))
     with ranks.collective_errors():
         if ranks.is_rank0:
             checkpoint.write(folder, manifest, fill, overwrite=overwrite)
@@ -158,7 +157,7 @@ def open_weights(folder: Path, base: BaseModel, ranks: RankGroup) -> Adapter | d
             weights = formats.full_parameters(folder, base)
         else:
             weights = Adapter(lora, targets_of(base.all_stages, lora), ranks.device)
-            weights.flat.copy_(formats.read_flat(folder, weights, manifest))
+            weights.install(formats.read_values(folder, weights, manifest))
     return weights
 
 

@@ -24,12 +24,20 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from strata.base.errors import Code, StrataError
 from strata.train.core.commands import ModelInfo
 from strata.train.core.ops import LoraConfig
-from strata.train.runner.collectives import RankGroup
+from strata.train.runner.collectives import ALONE, RankGroup
 from strata.train.runner.experts import group_experts
-from strata.train.runner.lora import Adapter, Adapters, is_experts, targets_of
+from strata.train.runner.lora import (
+    Adapter,
+    AdapterPlacement,
+    Adapters,
+    LoraPart,
+    LoraTarget,
+    is_experts,
+    targets_of,
+)
 from strata.train.runner.model.attention import ATTENTION
 from strata.train.runner.model.context_parallel import ContextParallel
-from strata.train.runner.model.expert_parallel import ExpertParallel
+from strata.train.runner.model.expert_parallel import ExpertParallel, make_holders
 from strata.train.runner.model.loading import RankPart, build_skeleton, load_lm, load_sharded, tie_skeleton
 from strata.train.runner.model.memory import free_bytes, release_memory
 from strata.train.runner.model.pipeline_parallel import PipelineStage
@@ -60,7 +68,6 @@ class BaseModel:
     """
 
     def __init__(self, settings: RunnerSettings, ranks: RankGroup) -> None:
-        self._ranks = ranks.size
         self.settings = settings
         with ranks.collective_errors():
             if problem := settings.parallel.problem(ranks.size):
@@ -90,6 +97,7 @@ class BaseModel:
             self.experts: ExpertParallel | None = None
             self.packed = self._load_replicated(ranks) if is_replicated else self._load_sharded(ranks)
             self.lm = self.packed.lm
+            self._placement = self._place_adapters(ranks)
             self.all_stages = self.lm if self.stage is None else tie_skeleton(skeleton, settings.model)
             """The model with the modules of all stages. It may have no memory."""
             if (context_mesh := make_context_mesh(settings.parallel, ranks.size, ranks.device)) is not None:
@@ -173,12 +181,25 @@ class BaseModel:
             checkpoint_layers(lm, every=int(self.settings.activation_checkpointing))
         return adapters
 
+    def _place_adapters(self, ranks: RankGroup) -> AdapterPlacement:
+        holders = ALONE if self.experts is None else make_holders(ranks.shares, self.settings.parallel.expert)
+        return AdapterPlacement(partial(lora_part, self.tensor, self.experts), ranks.shares, holders)
+
     def new_adapter(self, config: LoraConfig, device: torch.device, dtype: torch.dtype = torch.float32) -> Adapter:
         """An adapter for passes of this model. INVALID if the model does not have what is to be trained."""
-        targets = targets_of(self.all_stages, config)
-        if self.tensor is None:
-            return Adapter(config, targets, device, dtype, shares=self._ranks)
-        return Adapter(config, targets, device, dtype, self.tensor.lora_part, self._ranks)
+        return Adapter(config, targets_of(self.all_stages, config), device, dtype, self._placement)
+
+    def copy_whole(self, adapter: Adapter) -> Adapter:
+        """A copy with all experts, also those that other ranks hold. All ranks call it together."""
+        targets, device = targets_of(self.all_stages, adapter.config), adapter.blocks[0].flat.device
+        whole, own = Adapter(adapter.config, targets, device), adapter.values()
+        for name, full in whole.values().items():
+            if full.shape == own[name].shape:
+                full.copy_(own[name])
+            else:
+                assert self.experts is not None
+                self.experts.gather_experts(own[name], full)
+        return whole
 
     def logprobs(self, row: PackedRow) -> torch.Tensor:
         """Log probabilities of a packed row. All ranks call this together, those of a tensor or context group, and
@@ -281,6 +302,12 @@ def checkpoint_layers(lm: PreTrainedModel, every: int) -> None:
             for name, value in vars(module).items():
                 if "drop" in name and isinstance(value, float):
                     setattr(module, name, 0.0)
+
+
+def lora_part(tensor: TensorParallel | None, experts: ExpertParallel | None, target: LoraTarget) -> LoraPart:
+    """What this rank computes of a layer, and so of its adapter."""
+    split = experts if target.experts else tensor
+    return LoraPart() if split is None else split.lora_part(target)
 
 
 def make_mesh(parallel: ParallelSettings, ranks: int, device: torch.device) -> DeviceMesh:

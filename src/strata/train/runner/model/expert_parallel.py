@@ -1,18 +1,23 @@
 """Expert parallelism: each rank of an expert group holds some experts of every layer, and computes them for all ranks.
 
 The rows of the ranks are different ones, or slices of one row in a tensor group, whose ranks have the same tokens. The
-pairs of a token and one of its experts travel to the rank that holds the
-expert, and the product with the expert's matrix travels back: one exchange each way for each of the two matrices. What
-lies between the matrices, and adapters, is computed where the token is, as without expert parallelism. So an adapter,
-which every rank has in full, needs to know nothing of other ranks' rows.
+pairs of a token and one of its experts travel to the rank that holds the expert, and the product with the expert's
+matrix travels back: one exchange each way for each of the two matrices. What lies between the matrices is computed
+where the token is, as without expert parallelism.
+
+Adapters of experts follow the experts: a rank holds those of its own experts, and adds them to the pairs that it
+receives. The number of pairs that each rank sends is told by expert and adapter, so the receiver knows the adapter of
+each pair; all ranks number the adapters of a pass alike (`Adapters.in_pass`).
 
 An expert's weights are split over the group before FSDP shards them further, over the ranks that hold the same experts.
+These ranks also share the gradients and the moments of the experts' adapters (`make_holders`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,10 +26,25 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import pad
 
 from strata.base.errors import Code, StrataError
-from strata.train.runner.collectives import exchange_rows
-from strata.train.runner.experts import ExpertDispatch, add_biases, multiply_groups
-from strata.train.runner.lora import is_experts
+from strata.train.runner.collectives import ALONE, ShareGroup, exchange_rows
+from strata.train.runner.experts import (
+    AdaptedPairs,
+    ExpertDispatch,
+    add_adapters,
+    add_biases,
+    invert,
+    multiply_groups,
+)
+from strata.train.runner.lora import Adapter, LoraPart, LoraTarget, is_experts
 from strata.train.runner.model.distributed_weights import SplitModel, compute_locally, distribute_weight
+
+
+class DispatchSizes(NamedTuple):
+    sent: Sequence[int]
+    received: Sequence[int]
+    """Pairs to each rank, and from each."""
+    by_adapter: Sequence[int]
+    """Received pairs without an adapter, and of each."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +63,19 @@ class _Dispatch:
     """The number of each of them, in that order, among those that this rank holds."""
     ends: torch.Tensor
     """After the last of each expert that this rank holds."""
+    adapted: Sequence[AdaptedPairs]
+    """Those of the received pairs that have an adapter, in that order."""
 
-    def multiply(self, inputs: torch.Tensor, matrices: torch.Tensor, biases: torch.Tensor | None) -> torch.Tensor:
+    def multiply(
+        self, target: str, inputs: torch.Tensor, matrices: torch.Tensor, biases: torch.Tensor | None
+    ) -> torch.Tensor:
         there = exchange_rows(inputs, self.sent, self.received, self.group)
         rows, expert, ends = there[self.order], self.expert, self.ends
         if not len(rows):
             # The gradient of no rows is none that the kernel can compute; that of a row of zeros is zero.
             rows, expert, ends = pad(rows, (0, 0, 0, 1)), pad(expert, (0, 1)), ends + 1
-        output = add_biases(multiply_groups(rows, matrices, ends), expert, biases)[self.place]
+        output = add_biases(multiply_groups(rows, matrices, ends), expert, biases)
+        output = add_adapters(target, rows, output, self.adapted)[self.place]
         return exchange_rows(output, self.received, self.sent, self.group)
 
 
@@ -68,27 +93,74 @@ class ExpertParallel(SplitModel):
                 setattr(module, name, distribute_weight(weight, self._mesh, Shard(0)))
             compute_locally(module, self._local)
 
-    def dispatch(self, ends: torch.Tensor) -> ExpertDispatch:
-        """For pairs that are sorted by expert; `ends` are after the last pair of each expert."""
-        ranks = self._mesh.size()
+    def lora_part(self, target: LoraTarget) -> LoraPart:
+        """The adapters of the experts that this rank holds."""
+        each = target.experts // self._mesh.size()
+        first = self._mesh.get_local_rank() * each
+        return LoraPart(experts=range(first, first + each))
+
+    def gather_experts(self, own: torch.Tensor, full: torch.Tensor) -> None:
+        """Fill a tensor of all experts, from those that each rank of the group holds."""
+        dist.all_gather_single(full, own.contiguous(), group=self._group)
+
+    def dispatch(self, ends: torch.Tensor, adapters: Sequence[Adapter]) -> ExpertDispatch:
+        """For pairs that are sorted by expert, and those of an expert by adapter: first those without one. `ends` are
+        after the last pair of each."""
+        ranks, kinds = self._mesh.size(), len(adapters) + 1
         counts = torch.diff(ends.to(torch.int64), prepend=ends.new_zeros(1, dtype=torch.int64))
         incoming = torch.empty_like(counts)
         dist.all_to_all_single(incoming, counts, group=self._group)
-        by_rank = incoming.view(ranks, -1)
-        sent, received = self._read_sizes(counts.view(ranks, -1).sum(dim=1), by_rank.sum(dim=1))
-        experts = torch.arange(by_rank.shape[1], device=ends.device).repeat(ranks)
-        expert = torch.repeat_interleave(experts, incoming, output_size=sum(received))
-        order = torch.argsort(expert, stable=True)
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order), device=order.device)
-        local_ends = by_rank.sum(dim=0).cumsum(dim=0).to(torch.int32)
-        return _Dispatch(self._group, sent, received, order, place, expert[order], local_ends)
+        by_rank = incoming.view(ranks, -1, kinds)
+        sizes = self._read_sizes(counts.view(ranks, -1).sum(dim=1), by_rank.sum(dim=(1, 2)), by_rank.sum(dim=(0, 1)))
+        groups = torch.arange(by_rank.shape[1] * kinds, device=ends.device).repeat(ranks)
+        group = torch.repeat_interleave(groups, incoming, output_size=sum(sizes.received))
+        order = torch.argsort(group, stable=True)
+        by_expert = by_rank.sum(dim=0)
+        return _Dispatch(
+            self._group,
+            sizes.sent,
+            sizes.received,
+            order,
+            invert(order),
+            group[order] // kinds,
+            _ends(by_expert.sum(dim=1)),
+            list(_adapted_pairs(adapters, group[order] % kinds, by_expert, sizes.by_adapter)),
+        )
 
-    def _read_sizes(self, sent: torch.Tensor, received: torch.Tensor) -> tuple[Sequence[int], Sequence[int]]:
-        """Pairs to each rank, and from each. It waits for the device: they have to be known on the host."""
-        sizes: list[list[int]] = torch.stack([sent, received]).tolist()
-        return sizes[0], sizes[1]
+    def _read_sizes(self, sent: torch.Tensor, received: torch.Tensor, adapted: torch.Tensor) -> DispatchSizes:
+        """It waits for the device: they have to be known on the host."""
+        numbers: list[int] = torch.cat([sent, received, adapted]).tolist()
+        ranks = len(sent)
+        return DispatchSizes(numbers[:ranks], numbers[ranks : 2 * ranks], numbers[2 * ranks :])
 
     def _local(self, name: str, weight: DTensor) -> torch.Tensor:
         del name
         return weight.full_tensor() if self._whole else weight.to_local()
+
+
+def _adapted_pairs(
+    adapters: Sequence[Adapter], number: torch.Tensor, by_expert: torch.Tensor, by_adapter: Sequence[int]
+) -> Iterator[AdaptedPairs]:
+    """Of received pairs that are sorted by expert; `number` is that of each pair's adapter, from 1."""
+    is_one = len(number) in by_adapter
+    # Without an index if all pairs are of one adapter.
+    order = None if is_one else torch.argsort(number, stable=True)
+    start = 0
+    for place, size in enumerate(by_adapter):
+        if place and size:
+            own = None if order is None else order[start : start + size]
+            yield AdaptedPairs(adapters[place - 1], own, _ends(by_expert[:, place]))
+        start += size
+
+
+def _ends(counts: torch.Tensor) -> torch.Tensor:
+    return counts.cumsum(dim=0).to(torch.int32)
+
+
+def make_holders(ranks: ShareGroup, experts: int) -> ShareGroup:
+    """The ranks that hold the same experts, of expert groups of this size. All ranks call it together."""
+    if experts == ranks.size:
+        return ALONE
+    groups = [list(range(first, ranks.size, experts)) for first in range(experts)]
+    group, _ = dist.new_subgroups_by_enumeration(groups)  # type: ignore[no-untyped-call]
+    return ShareGroup(ranks.rank // experts, ranks.size // experts, group)

@@ -161,7 +161,7 @@ def measure(base: BaseModel, ranks: RankGroup) -> tuple[int, int]:
         # The next row grows by twice as much.
         enough = ranks.all_reduce_any([growth >= GROWTH or 4 * growth > free])[0]
     if base.adapters is not None:
-        base.adapters.row = ()
+        base.adapters.row = base.adapters.in_pass = ()
     release_memory()
     costs = ranks.all_gather_int(per_token)
     per_token = max(costs) if min(costs) else 0
@@ -191,6 +191,8 @@ def _peak_of(base: BaseModel, adapter: Adapter | None, ranks: RankGroup, tokens:
     )
     _trim()
     measurable = _reset_peak(ranks.device)
+    if base.adapters is not None:
+        base.adapters.in_pass = [] if adapter is None else [adapter]
     if adapter is not None:
         adapter.begin()
     base.logprobs(row).sum().backward()  # type: ignore[no-untyped-call]

@@ -14,6 +14,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
@@ -39,19 +40,20 @@ from strata.train.core.device_memory import (
 from strata.train.core.ops import LoraConfig
 from strata.train.core.quantisation import saved_bytes
 from strata.train.runner.experts import group_experts
-from strata.train.runner.lora import Adapter, Adapters, Span, is_experts, targets_of
+from strata.train.runner.lora import Adapter, AdapterPlacement, Adapters, Span, is_experts, targets_of
 from strata.train.runner.model.attention import ATTENTION
 from strata.train.runner.model.base import (
     DTYPES,
     blocks_of,
     checkpoint_layers,
+    lora_part,
     make_context_mesh,
     make_expert_mesh,
     make_mesh,
     shard,
 )
 from strata.train.runner.model.context_parallel import ContextParallel
-from strata.train.runner.model.expert_parallel import ExpertParallel
+from strata.train.runner.model.expert_parallel import DispatchSizes, ExpertParallel
 from strata.train.runner.model.loading import build_skeleton
 from strata.train.runner.model.quantised import quantised_layers, replace_layers
 from strata.train.runner.model.startup_check import find_decoder, unsupported_errors
@@ -131,6 +133,7 @@ def trace_cost(model: str, recipe: MemoryRecipe, mesh: MeshShape = ONE_DEVICE) -
             return PassMemory(max(beginning, 0), max(end, 0))
 
         parameters = sum(parameter.numel() for parameter in skeleton.parameters())
+        adapter, adapter_experts = (0, 0) if recipe.full else _adapter_parameters(skeleton, recipe)
         saved, block_saved = _saved_by_quantising(skeleton, recipe)
         return ModelCost(
             parameters=parameters,
@@ -141,7 +144,8 @@ def trace_cost(model: str, recipe: MemoryRecipe, mesh: MeshShape = ONE_DEVICE) -
             expert_blocks=sum(experts > 0 for experts, _ in blocks),
             block_parameters=max((experts * mesh.tensor // mesh.expert + rest for experts, rest in blocks), default=0),
             root_parameters=sum(sizes.values()) - sum(experts + rest for experts, rest in blocks),
-            adapter_parameters=0 if recipe.full else _new_adapter(skeleton, recipe, torch.device("meta"), None).size,
+            adapter_parameters=adapter,
+            adapter_expert_parameters=adapter_experts,
             cache_numbers=cache_numbers(skeleton.config.to_dict()),
             saved_bytes=saved,
             block_saved_bytes=block_saved,
@@ -182,13 +186,22 @@ def _saved_by_quantising(skeleton: PreTrainedModel, recipe: MemoryRecipe) -> tup
     return saved(skeleton), max(map(saved, blocks_of(skeleton)), default=0)
 
 
+def _adapter_parameters(lm: PreTrainedModel, recipe: MemoryRecipe) -> tuple[int, int]:
+    """Of an adapter, and of its experts."""
+    adapter = _new_adapter(lm, recipe, torch.device("meta"))
+    return adapter.size, sum(math.prod(shape) for shape in adapter.shapes.values() if len(shape) == 3)
+
+
 def _new_adapter(
-    lm: PreTrainedModel, recipe: MemoryRecipe, device: torch.device, tensor: TensorParallel | None
+    lm: PreTrainedModel,
+    recipe: MemoryRecipe,
+    device: torch.device,
+    tensor: TensorParallel | None = None,
+    experts: ExpertParallel | None = None,
 ) -> Adapter:
     lora = LoraConfig(rank=recipe.lora_rank, alpha=1.0)
-    if tensor is None:
-        return Adapter(lora, targets_of(lm, lora), device)
-    return Adapter(lora, targets_of(lm, lora), device, part_of=tensor.lora_part)
+    placement = AdapterPlacement(partial(lora_part, tensor, experts))
+    return Adapter(lora, targets_of(lm, lora), device, placement=placement)
 
 
 def _layers_by_kind(lm: PreTrainedModel, recipe: MemoryRecipe) -> list[Layers]:
@@ -260,7 +273,8 @@ def trace_pass(
             group_experts(lm, adapters, None if experts is None else experts.dispatch, tensor)
             adapter = None
             if adapters is not None:
-                adapter = _new_adapter(lm, recipe, CPU, tensor)
+                adapter = _new_adapter(lm, recipe, CPU, tensor, experts)
+                adapters.in_pass = [adapter]
                 adapter.begin()
                 lm.enable_input_require_grads()  # type: ignore[no-untyped-call]
             packed.adapters = adapters
@@ -275,9 +289,10 @@ class _BalancedExperts(ExpertParallel):
         ranks = mesh.size()
         self._sizes = [pairs // ranks + (rank < pairs % ranks) for rank in range(ranks)]
 
-    def _read_sizes(self, sent: torch.Tensor, received: torch.Tensor) -> tuple[Sequence[int], Sequence[int]]:
+    def _read_sizes(self, sent: torch.Tensor, received: torch.Tensor, adapted: torch.Tensor) -> DispatchSizes:
+        """All of the last adapter, if there is one."""
         del sent, received
-        return self._sizes, self._sizes
+        return DispatchSizes(self._sizes, self._sizes, [*[0] * (len(adapted) - 1), sum(self._sizes)])
 
 
 def _keep_layers(lm: PreTrainedModel, layers: Set[int]) -> None:

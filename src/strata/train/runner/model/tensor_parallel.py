@@ -117,10 +117,8 @@ class TensorParallel(SplitModel):
     def lora_part(self, target: LoraTarget) -> LoraPart:
         """What this rank's computation of a layer takes of the layer's adapter. Gradients are summed over all ranks:
         those of a layer that every rank computes in full count once. Of a layer that the heads of all ranks share, a
-        rank has the gradient from its own heads, and of experts that from its own tokens."""
+        rank has the gradient from its own heads."""
         count = self._mesh.size()
-        if target.experts:
-            return LoraPart()
         match self._splits.get(target.name):
             case "columns" | "gathered":
                 return LoraPart(rows=_part(target.rows, self.rank, count))

@@ -4,14 +4,15 @@ Both accumulate gradients the same way. The gradients of a pass are staged until
 accumulated since the last optimizer step, summed over the ranks, and `discard` drops them. A step consumes the sum, and
 `abort` drops everything accumulated.
 
-The values of an adapter are on every rank. Its accumulated gradients and its moments are not: each rank has its share
-of them, and makes the AdamW step of that share. Muon steps on whole matrices, so every rank has and makes all of it.
+The values of an adapter are on every rank, except those of experts: they are on the ranks that hold the experts.
+Accumulated gradients and moments are shared by the ranks that have the values: each has its share of them, and makes
+the AdamW step of that share. Muon steps on whole matrices, so each of these ranks has and makes all of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
-from typing import Protocol
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Final, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -21,8 +22,10 @@ from strata.train.core import ops
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora import Adapter, is_finite
 from strata.train.runner.passes.logprobs import PackedModel
-from strata.train.runner.passes.optimizer import Moments, Optimizer, StepParams, StepResult, step_settings
+from strata.train.runner.passes.optimizer import Optimizer, StepParams, StepResult, step_settings
 
+WEIGHTS: Final = "weights"
+"""What the values are called beside the moments of an optimizer."""
 Step = Generator[None, None, StepResult]
 """A step that pauses after the start of each of its collectives, so that several steps can overlap."""
 
@@ -57,34 +60,41 @@ class LoraModel:
         self.created = created
         self.adapter = adapter
         self.is_sharded = created.optimizer == "adamw"
-        self.share = ranks.share(adapter.size) if self.is_sharded else slice(0, adapter.size)
-        """What this rank steps of the flat block: it has the gradients and moments of that part."""
-        stepped = [adapter.flat[self.share]]
-        self.optimizer = Optimizer(stepped, created.schedule, created.optimizer, adapter.matrices)
+        self.stepped = [block.share if self.is_sharded else slice(0, block.size) for block in adapter.blocks]
+        """What this rank steps of each block: it has the gradients and moments of that part."""
+        values = [block.flat[part] for block, part in zip(adapter.blocks, self.stepped, strict=True)]
+        matrices = [block.matrices for block in adapter.blocks]
+        self.optimizer = Optimizer(values, created.schedule, created.optimizer, matrices)
         self._ranks = ranks
-        self._gradient: torch.Tensor | None = None
-        self._summing: Callable[[], torch.Tensor] | None = None
-        """Waits for the sum of the last pass over the ranks."""
+        self._gradients: list[torch.Tensor] | None = None
+        self._summing: list[Callable[[], torch.Tensor]] = []
+        """Wait for the sums of the last pass over the ranks, of each block."""
 
     @property
-    def gradient(self) -> torch.Tensor | None:
-        """This rank's share of what is accumulated; None if nothing is, then on all ranks."""
+    def gradients(self) -> list[torch.Tensor] | None:
+        """What is accumulated, of the part of each block that this rank steps; None if nothing is, then on all
+        ranks."""
         self._add_last()
-        return self._gradient
+        return self._gradients
 
-    @gradient.setter
-    def gradient(self, share: torch.Tensor | None) -> None:
+    @gradients.setter
+    def gradients(self, parts: list[torch.Tensor] | None) -> None:
         self._add_last()
-        self._gradient = share
+        self._gradients = parts
 
     def _add_last(self) -> None:
-        if self._summing is not None:
-            summed = self._summing()[: self.share.stop - self.share.start]
-            self._summing = None
-            self._gradient = summed if self._gradient is None else self._gradient.add_(summed)
+        if not self._summing:
+            return
+        summed = [wait()[: part.stop - part.start] for wait, part in zip(self._summing, self.stepped, strict=True)]
+        self._summing = []
+        if self._gradients is None:
+            self._gradients = summed
+            return
+        for total, last in zip(self._gradients, summed, strict=True):
+            total.add_(last)
 
     def begin(self) -> None:
-        # The block of the last pass is free before there is another one.
+        # The blocks of the last pass are free before there are others.
         self._add_last()
         self.adapter.begin()
 
@@ -93,45 +103,64 @@ class LoraModel:
 
     def commit(self) -> None:
         """A rank without tokens of this model takes part with zeros."""
-        block = self.adapter.take()
-        start = self._ranks.start_reduce_scatter if self.is_sharded else self._ranks.start_all_reduce
-        self._summing = start(block)
+        for block, staged in zip(self.adapter.blocks, self.adapter.take(), strict=True):
+            start = block.group.start_reduce_scatter if self.is_sharded else block.group.start_all_reduce
+            self._summing.append(start(staged))
 
     def discard(self) -> None:
         self.adapter.discard()
 
     def abort(self) -> None:
-        self.gradient = None
+        self.gradients = None
 
     def step(self, params: StepParams) -> Step:
         step_settings(self.optimizer.name, params)  # Raises before the gradients are taken, on all ranks alike.
-        gradient = self.gradient
-        self.gradient = None
-        if gradient is None:
-            gradient = torch.zeros_like(self.adapter.flat[self.share])
-        norm = torch.linalg.vector_norm(gradient).double()
-        if not self.is_sharded:
-            return self.optimizer.step([gradient], float(norm), params)
-        squares = self._ranks.start_all_reduce(norm.square())
+        gradients = self.gradients
+        self.gradients = None
+        if gradients is None:
+            gradients = [torch.zeros_like(parameter) for parameter in self.optimizer.parameters]
+        # Each number counts once, however many ranks have it.
+        norms = [torch.linalg.vector_norm(own).double() for own in self.own_shares(gradients)]
+        squares = self._ranks.start_all_reduce(torch.stack(norms).square().sum())
         yield
-        result = self.optimizer.step([gradient], float(squares().sqrt()), params)
-        gathered = self._ranks.start_all_gather(self.adapter.padded)
-        yield
-        gathered()
+        result = self.optimizer.step(gradients, float(squares().sqrt()), params)
+        if self.is_sharded:
+            gathered = [block.group.start_all_gather(block.padded) for block in self.adapter.blocks]
+            yield
+            for wait in gathered:
+                wait()
         return result
 
-    def gather_moments(self) -> Moments | None:
-        """Of the whole adapter, as flat blocks on rank 0; None on the others."""
-        (own,) = self.optimizer.moments()
+    def own_shares(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's shares of the blocks, from the parts that it steps."""
         if self.is_sharded:
-            gathered = {name: self._ranks.gather_shares(value, self.adapter.size) for name, value in own.items()}
-            own = {name: flat for name, flat in gathered.items() if flat is not None}
-        return own if self._ranks.is_rank0 else None
+            return list(parts)
+        return [part[block.share] for block, part in zip(self.adapter.blocks, parts, strict=True)]
+
+    def shares(self) -> dict[str, list[torch.Tensor]]:
+        """This rank's shares of the values and moments of each block. Each number is in the share of one rank."""
+        moments = self.optimizer.moments()
+        return {
+            WEIGHTS: [block.flat[block.share] for block in self.adapter.blocks],
+            **{name: self.own_shares([of_part[name] for of_part in moments]) for name in self.optimizer.moment_names},
+        }
+
+    def gather(self, *, optimizer: bool) -> dict[str, torch.Tensor]:
+        """Values of the whole adapter, and moments if requested, as flat blocks on rank 0; the others get none."""
+        own = {name: torch.cat(parts) for name, parts in self.shares().items() if optimizer or name == WEIGHTS}
+        if self.adapter.is_whole:
+            # Rank 0 has them.
+            del own[WEIGHTS]
+        pieces = [piece for block in self.adapter.blocks for piece in block.pieces(block.share)]
+        places = [(piece.start, piece.start + piece.size) for piece in pieces]
+        gathered = self._ranks.gather_places(own, places, self.adapter.size)
+        if self.adapter.is_whole and self._ranks.is_rank0:
+            gathered[WEIGHTS] = self.adapter.flat
+        return gathered
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        yield self.adapter.padded
-        if (gradient := self.gradient) is not None:
-            yield gradient
+        yield from (block.padded for block in self.adapter.blocks)
+        yield from self.gradients or ()
         yield from self.optimizer.tensors()
 
 

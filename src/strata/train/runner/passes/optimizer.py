@@ -41,8 +41,8 @@ def _as_one(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 class Optimizer:
     """Updates `parameters` in place: plain tensors on this rank, full ones or this rank's shards.
 
-    AdamW takes each as it is. Muon steps on whole matrices: `matrices` are those of a parameter, of its gradient or of
-    its momentum, as views of the same memory.
+    AdamW takes each as it is. Muon steps on whole matrices: `matrices` has for each parameter a function that returns
+    those of it, of its gradient or of its momentum, as views of the same memory.
     """
 
     def __init__(
@@ -50,16 +50,19 @@ class Optimizer:
         parameters: Sequence[torch.Tensor],
         schedule: Schedule | None,
         name: OptimizerName = "adamw",
-        matrices: Callable[[torch.Tensor], Sequence[torch.Tensor]] = _as_one,
+        matrices: Sequence[Callable[[torch.Tensor], Sequence[torch.Tensor]]] = (),
     ) -> None:
         self.parameters = [torch.nn.Parameter(parameter, requires_grad=True) for parameter in parameters]
         self.schedule = schedule
         self.name: OptimizerName = name
         self.moment_names = MOMENTS[name]
         self.steps = 0
-        self._matrices = _as_one if name == "adamw" else matrices
-        self._stepped = [[torch.nn.Parameter(each) for each in self._matrices(one.detach())] for one in self.parameters]
-        flat = [each for matrices_of in self._stepped for each in matrices_of]
+        self._matrices = [_as_one] * len(parameters) if name == "adamw" else matrices
+        self._stepped = [
+            [torch.nn.Parameter(each) for each in matrices_of(one.detach())]
+            for matrices_of, one in zip(self._matrices, self.parameters, strict=True)
+        ]
+        flat = [each for stepped in self._stepped for each in stepped]
         self._torch: torch.optim.Optimizer = (
             torch.optim.AdamW(flat, lr=0.0, fused=True) if name == "adamw" else torch.optim.Muon(flat, lr=0.0)
         )
@@ -79,8 +82,8 @@ class Optimizer:
             group.update(lr=lr, **settings)
         if not self._moments:
             self._install(self.moments(), 0)
-        for stepped, gradient in zip(self._stepped, gradients, strict=True):
-            for parameter, own in zip(stepped, self._matrices(gradient), strict=True):
+        for stepped, matrices, gradient in zip(self._stepped, self._matrices, gradients, strict=True):
+            for parameter, own in zip(stepped, matrices(gradient), strict=True):
                 parameter.grad = own
         self._torch.step()
         self._torch.zero_grad(set_to_none=True)
@@ -107,8 +110,8 @@ class Optimizer:
     def _install(self, moments: list[Moments], steps: int) -> None:
         """Let torch continue with these, in the memory that they have."""
         self._moments = moments
-        for stepped, own in zip(self._stepped, moments, strict=True):
-            views = {name: self._matrices(value) for name, value in own.items()}
+        for stepped, matrices, own in zip(self._stepped, self._matrices, moments, strict=True):
+            views = {name: matrices(value) for name, value in own.items()}
             for number, parameter in enumerate(stepped):
                 state = {name: of_all[number] for name, of_all in views.items()}
                 if self.name == "adamw":

@@ -250,6 +250,7 @@ class PassRunner:
 
     def _compute(self, work: RankPass, rows: Sequence[Sequence[PackedDocument]], items: Sequence[int]) -> PassOutcome:
         """Compute these items, on all ranks together, and commit the gradients that are finite on all of them."""
+        self._number_adapters(work, items)
         models = {} if work.forward_only else self._begin(work, items)
         outcome = PassOutcome()
         split = [item for item in items if work.items[item].split]
@@ -288,6 +289,13 @@ class PassRunner:
         """Compute so many tokens of each item. The record names the model of the item that has most of them."""
         name = work.items[max(tokens, key=tokens.__getitem__)].model_id if tokens else ""
         return self._memory.computing(name, sum(tokens.values()))
+
+    def _number_adapters(self, work: RankPass, items: Sequence[int]) -> None:
+        """All ranks have the same items, and so number the adapters of a pass alike."""
+        models = [self._models[work.items[item].model_id] for item in items]
+        if self._base.adapters is not None:
+            adapters = (model.adapter for model in models if isinstance(model, LoraModel))
+            self._base.adapters.in_pass = list(dict.fromkeys(adapters))
 
     def _begin(self, work: RankPass, items: Sequence[int]) -> dict[str, TrainedModel]:
         """Begin to stage the gradients of the models of these items."""

@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from transformers import PreTrainedModel
 
 from strata.base import log
 from strata.base.errors import Code, StrataError
 from strata.train.core.sampling import SampledPart, SampleOperation
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora import Adapter, targets_of
+from strata.train.runner.lora import Adapter
 from strata.train.runner.model.base import DTYPES, BaseModel
 from strata.train.runner.model.trained import local
 from strata.train.runner.sampling.continuous_batching import RunningBatch, SliceOutcomes
@@ -66,7 +65,7 @@ class SamplingEngine:
         self._samplers.open_base(sampler_id)
 
     def open_adapter(self, sampler_id: str, adapter: Adapter) -> None:
-        """Sample from a copy of the adapter as it is now."""
+        """Sample from a copy of the adapter as it is now, with all its experts. All ranks call it together."""
         self.check_architecture()
         self._samplers.open_adapter(sampler_id, adapter)
 
@@ -210,7 +209,7 @@ class SamplerWeights:
     def open_adapter(self, sampler_id: str, adapter: Adapter) -> None:
         """A copy of the adapter as it is now."""
         self._check_capacity(sampler_id)
-        self._samplers[sampler_id] = _Weights(adapter=_copy_adapter(adapter, self._base.all_stages))
+        self._samplers[sampler_id] = _Weights(adapter=self._base.copy_whole(adapter))
 
     def open_full(self, sampler_id: str, parameters: Mapping[str, torch.Tensor] | None = None) -> None:
         """A copy of these parameters, or of the live ones as they are now."""
@@ -255,10 +254,3 @@ class SamplerWeights:
 def _copy_weights(parameters: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Copy this rank's shards in the dtype of the arithmetic."""
     return {name: parameter.detach().to(dtype, copy=True) for name, parameter in parameters.items()}
-
-
-def _copy_adapter(adapter: Adapter, lm: PreTrainedModel) -> Adapter:
-    """A copy that no optimizer step changes."""
-    fixed = Adapter(adapter.config, targets_of(lm, adapter.config), adapter.flat.device)
-    fixed.flat.copy_(adapter.flat)
-    return fixed

@@ -32,11 +32,13 @@ from strata.train.core import ops
 from strata.train.core.quantisation import Quantise
 from strata.train.runner.checkpoint.shards import SHARDING, ShardOffsets
 
-FORMAT: Final = 3
+FORMAT: Final = 4
 BEFORE_SHARES: Final = frozenset({1, 2})
 """They have the moments of adapters in the file that all ranks share, and summands of a gradient in those of the ranks.
 Format 1 also has the SHA-256 of each whole file instead of tree digests."""
-READABLE: Final = BEFORE_SHARES | {FORMAT}
+FLAT_ADAPTERS: Final = BEFORE_SHARES | {3}
+"""They have an adapter as one flat tensor, of which a rank has a share, and its weights in the file that all share."""
+READABLE: Final = FLAT_ADAPTERS | {FORMAT}
 MANIFEST: Final = "manifest.json"
 MANIFEST_LIMIT: Final = 64 << 20
 SHARED: Final = "shared.safetensors"

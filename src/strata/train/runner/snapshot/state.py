@@ -1,8 +1,9 @@
 """The state of a snapshot: every tensor that later work depends on, copied from the ranks and restored bit for bit.
 
-Of a LoRA adapter: its weights, which all ranks have, and this rank's share of moments and accumulated gradients. Of a
-full fine-tune, and of a sampler's copy of one: this rank's shards, if it is the first copy of the model. In a group of
-another shape each rank reads the slices of other ranks' shards that its own shards consist of.
+Of a LoRA adapter: this rank's share of weights, moments and accumulated gradients, of each tensor the numbers that are
+in it. Of a full fine-tune, and of a sampler's copy of one: this rank's shards, if it is the first copy of the model. A
+rank reads the slices of other ranks' shards that it holds and has not written itself: the weights of an adapter, and in
+a group of another shape anything. A sampler's adapter is on all ranks, and rank 0 writes it.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from torch.distributed.tensor import DTensor
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
 from strata.train.runner.checkpoint.shards import SHARDING, ShardOffsets
-from strata.train.runner.lora import Adapter
+from strata.train.runner.lora import Adapter, AdapterBlock, HeldPiece
 from strata.train.runner.model.trained import (
+    WEIGHTS,
     FullModel,
     LoraModel,
     TrainedModel,
@@ -32,6 +34,7 @@ from strata.train.runner.model.trained import (
 )
 from strata.train.runner.snapshot.files import (
     BEFORE_SHARES,
+    FLAT_ADAPTERS,
     SHARED,
     SnapshotCopy,
     SnapshotManifest,
@@ -41,7 +44,6 @@ from strata.train.runner.snapshot.files import (
 )
 
 Tensors = Mapping[str, torch.Tensor]
-WEIGHTS = "weights"
 GRADIENT = "gradient"
 
 
@@ -100,8 +102,6 @@ def copy_state(
                 offsets[f"{prefix}.{each.name}"] = each.offsets
 
     for number, model in enumerate(models):
-        if is_rank0:
-            shared |= _copies(f"models.{number}", _shared_tensors(model))
         add_own(f"models.{number}", _own_tensors(model))
     for number, sampler in enumerate(samplers):
         if is_rank0:
@@ -114,30 +114,21 @@ def model_entries(models: Sequence[TrainedModel]) -> list[SnapshotModel]:
     return [SnapshotModel(model.created, model.optimizer.steps) for model in models]
 
 
-def _shared_tensors(model: TrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """What all ranks have: the weights of an adapter, and with Muon all of its state."""
-    if isinstance(model, LoraModel):
-        yield WEIGHTS, model.adapter.flat
-        if not model.is_sharded:
-            yield from _training_state(model)
-
-
-def _training_state(model: LoraModel) -> Iterator[tuple[str, torch.Tensor]]:
-    if (gradient := model.gradient) is not None:
-        yield GRADIENT, gradient
-    if model.optimizer.steps:
-        yield from model.optimizer.moments()[0].items()
-
-
 def _own_tensors(model: TrainedModel) -> Iterator[OwnTensor]:
-    """What this rank alone has: its share of the training state of an adapter, the shards of a full model."""
+    """What this rank writes: its share of an adapter, or its shards of a full model."""
     if isinstance(model, FullModel):
         yield from _full_tensors(model)
         return
     assert isinstance(model, LoraModel)
-    if model.is_sharded:
-        for name, share in _training_state(model):
-            yield OwnTensor(name, share, [model.share.start])
+    shares = model.shares()
+    if not model.optimizer.steps:
+        shares = {WEIGHTS: shares[WEIGHTS]}
+    if (gradients := model.gradients) is not None:
+        shares[GRADIENT] = model.own_shares(gradients)
+    for kind, of_blocks in shares.items():
+        for block, share in zip(model.adapter.blocks, of_blocks, strict=True):
+            for piece in block.pieces(block.share):
+                yield OwnTensor(f"{kind}.{piece.name}", share[piece.place], [piece.offset])
 
 
 def _full_tensors(model: FullModel) -> Iterator[OwnTensor]:
@@ -210,10 +201,26 @@ class SnapshotReader:
     def shared(self, name: str, like: torch.Tensor) -> torch.Tensor:
         return _check_fit(name, self._shared.read(name) if name in self._shared.names else None, like)
 
+    def part(self, name: str, block: AdapterBlock, part: slice) -> torch.Tensor | None:
+        """A part of a block of an adapter; None if no rank had the numbers."""
+        like = block.flat[part]
+        pieces = list(block.pieces(part))
+        read = [self._piece(name, piece, like[piece.place]) for piece in pieces]
+        present = [each.to(like.device) for each in read if each is not None]
+        if not present and pieces:
+            return None
+        if len(present) < len(pieces):
+            raise _mismatch(name)
+        return torch.cat([like[:0], *present])
+
+    def _piece(self, name: str, piece: HeldPiece, like: torch.Tensor) -> torch.Tensor | None:
+        if self._format in FLAT_ADAPTERS:
+            return self.share(name, slice(piece.start, piece.start + piece.size), like)
+        return self.sharded(f"{name}.{piece.name}", [slice(piece.offset, piece.offset + piece.size)], like)
+
     def share(self, name: str, wanted: slice, like: torch.Tensor) -> torch.Tensor | None:
-        """A part of a flat tensor; None if no rank had the tensor."""
+        """A part of an adapter that an earlier version wrote as one flat tensor; None if no rank had it."""
         if name in self._shared.names:
-            # Of Muon, or the moments of an earlier version.
             return _check_fit(name, self._shared.read_region(name, [wanted]), like)
         if self._format not in BEFORE_SHARES:
             return self.sharded(name, [wanted], like)
@@ -282,21 +289,27 @@ def read_model(reader: SnapshotReader, number: int, steps: int, model: TrainedMo
         return _read_full(reader, f"models.{number}", steps, model)
     assert isinstance(model, LoraModel)
     prefix, adapter = f"models.{number}", model.adapter
-    weights = reader.shared(f"{prefix}.{WEIGHTS}", adapter.flat)
     names = model.optimizer.moment_names if steps else ()
-    own = adapter.flat[model.share]
-    moments = {}
-    for moment in names:
-        name = f"{prefix}.{moment}"
-        moments[moment] = _check_fit(name, reader.share(name, model.share, own), own)
-    gradient = reader.share(f"{prefix}.{GRADIENT}", model.share, own)
+    weights, moments, gradients = [], [], []
+    for block, part in zip(adapter.blocks, model.stepped, strict=True):
+        weights.append(_read_part(f"{prefix}.{WEIGHTS}", reader, block, slice(0, block.size)))
+        moments.append({moment: _read_part(f"{prefix}.{moment}", reader, block, part) for moment in names})
+        gradients.append(reader.part(f"{prefix}.{GRADIENT}", block, part))
+    accumulated = [each for each in gradients if each is not None]
 
     def install() -> None:
-        adapter.flat.copy_(weights)
-        model.gradient = gradient
-        model.optimizer.restore([moments], steps)
+        adapter.install(weights)
+        model.gradients = accumulated if len(accumulated) == len(gradients) else None
+        model.optimizer.restore(moments, steps)
 
     return install
+
+
+def _read_part(name: str, reader: SnapshotReader, block: AdapterBlock, part: slice) -> torch.Tensor:
+    read = reader.part(name, block, part)
+    if read is None:
+        raise _mismatch(name)
+    return read
 
 
 def _read_full(reader: SnapshotReader, prefix: str, steps: int, model: FullModel) -> Callable[[], None]:
