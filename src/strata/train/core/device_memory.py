@@ -18,6 +18,8 @@ from strata.train.core.quantisation import Quantise
 
 MARGIN: Final = 0.10
 """Added to everything that is traced or estimated."""
+UNEVEN: Final = 0.05
+"""Of activations, added in expert groups: tokens do not choose all experts equally often, as the trace assumes."""
 PROCESS_BYTES: Final = {"cuda": 1 << 30, "cpu": 400 << 20}
 """A CUDA context with its libraries and the buffers of collectives; or a process with torch and transformers."""
 QUANTISING_BYTES: Final = 48 << 20
@@ -180,7 +182,8 @@ def plan_device(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> Devic
     plans = []
     for moment, parts in _moments(cost, recipe, mesh, trained, stepped):
         uncertain = sum(part.bytes for part in parts if part.source != "counted")
-        margin = MemoryPart("margin", int(MARGIN * uncertain), "estimated")
+        uneven = sum(part.bytes for part in parts if part.name == "activations") if mesh.expert > 1 else 0
+        margin = MemoryPart("margin", int(MARGIN * uncertain + UNEVEN * uneven), "estimated")
         shown = tuple(part for part in (*held, *parts, margin) if part.bytes)
         plans.append(DevicePlan(mesh, moment, shown, collective_costs(cost, recipe, mesh)))
     return max(plans, key=lambda plan: plan.total)

@@ -69,8 +69,8 @@ class _Dispatch:
     def multiply(
         self, target: str, inputs: torch.Tensor, matrices: torch.Tensor, biases: torch.Tensor | None
     ) -> torch.Tensor:
-        there = exchange_rows(inputs, self.sent, self.received, self.group)
-        rows, expert, ends = there[self.order], self.expert, self.ends
+        rows = exchange_rows(inputs, self.sent, self.received, self.group)[self.order]
+        expert, ends = self.expert, self.ends
         if not len(rows):
             # The gradient of no rows is none that the kernel can compute; that of a row of zeros is zero.
             rows, expert, ends = pad(rows, (0, 0, 0, 1)), pad(expert, (0, 1)), ends + 1
