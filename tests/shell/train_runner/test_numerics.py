@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+import torch
 
+from strata.train.runner.passes.optimizer import sum_squares
 from tests.support.ranks import group_size
 from tests.support.torchrun import run_on_ranks
 
@@ -79,3 +81,9 @@ def test_two_starts_make_the_same_bits(folder: Path, two_ranks: dict[str, Any]) 
     again = run_kit(folder, "again", group_size(), "--once-more")
     assert failures(again) == ""
     assert again["numbers"]["bits"] == two_ranks["numbers"]["bits"]
+
+
+@pytest.mark.parametrize("shape", [(0,), (5,), (4096,), (3, 5000), (40, 512, 256)])
+def test_squares_are_summed_as_precisely_as_in_float64(shape: tuple[int, ...]) -> None:
+    numbers = torch.rand(shape, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(sum_squares(numbers), numbers.double().square().sum(), rtol=1e-6, atol=0.0)

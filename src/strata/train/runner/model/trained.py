@@ -22,7 +22,7 @@ from strata.train.core import ops
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora import Adapter, is_finite
 from strata.train.runner.passes.logprobs import PackedModel
-from strata.train.runner.passes.optimizer import Optimizer, StepParams, StepResult, step_settings
+from strata.train.runner.passes.optimizer import Optimizer, StepParams, StepResult, step_settings, sum_squares
 
 WEIGHTS: Final = "weights"
 """What the values are called beside the moments of an optimizer."""
@@ -120,8 +120,8 @@ class LoraModel:
         if gradients is None:
             gradients = [torch.zeros_like(parameter) for parameter in self.optimizer.parameters]
         # Each number counts once, however many ranks have it.
-        norms = [torch.linalg.vector_norm(own).double() for own in self.own_shares(gradients)]
-        squares = self._ranks.start_all_reduce(torch.stack(norms).square().sum())
+        sums = [sum_squares(own) for own in self.own_shares(gradients)]
+        squares = self._ranks.start_all_reduce(torch.stack(sums).sum())
         yield
         result = self.optimizer.step(gradients, float(squares().sqrt()), params)
         if self.is_sharded:
@@ -227,7 +227,7 @@ class FullModel:
         self.abort()
         # Each gradient counts once, however many copies there are.
         counted = [self.has_first_copy(name) for name in self.parameters]
-        squares = [gradient.double().square().sum() * own for gradient, own in zip(gradients, counted, strict=True)]
+        squares = [sum_squares(gradient) * own for gradient, own in zip(gradients, counted, strict=True)]
         norm = self._ranks.start_all_reduce(torch.stack(squares).sum())
         yield
         return self.optimizer.step(gradients, float(norm().sqrt()), params)

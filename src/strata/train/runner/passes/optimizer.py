@@ -20,6 +20,9 @@ MOMENTS: Final[Mapping[OptimizerName, Sequence[str]]] = {
 CLIP_EPS: Final = 1e-6
 """What torch's gradient clipping adds to a norm before it divides by it."""
 
+SUMMED: Final = 4096
+"""So many squares are summed in the tensor's own precision: sums of more lose digits."""
+
 StepParams = AdamParams | MuonParams
 Moments = Mapping[str, torch.Tensor]
 
@@ -32,6 +35,14 @@ class StepResult:
     @property
     def metrics(self) -> Mapping[str, float]:
         return {"grad_norm": self.grad_norm, "lr": self.lr}
+
+
+def sum_squares(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of the squares of all numbers, in float64, without a copy of the tensor in it."""
+    flat = tensor.reshape(-1)
+    whole = len(flat) // SUMMED * SUMMED
+    norms = torch.linalg.vector_norm(flat[:whole].view(-1, SUMMED), dim=1)
+    return torch.cat([norms, torch.linalg.vector_norm(flat[whole:])[None]]).double().square().sum()
 
 
 def _as_one(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
