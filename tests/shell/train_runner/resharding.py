@@ -159,7 +159,7 @@ def gathered(runner: ModelRunner) -> State:
     _, sampled, full = next(runner.sampler.entries(), ("", None, None))
     if isinstance(model, LoraModel):
         own = model.adapter
-        shares = {f"{name}.": parts for name, parts in model.shares().items()}
+        shares = {f"{name}.": parts for name, parts in model.shares(optimizer=True).items()}
         gradients = [torch.zeros_like(part) for part in model.optimizer.parameters]
         shares[GRADIENT] = model.own_shares(model.gradients or gradients)
         flat = {name: whole_of(own, parts, runner.ranks) for name, parts in shares.items()}

@@ -323,7 +323,7 @@ def values_of(model: FullModel | LoraModel, ranks: RankGroup) -> dict[str, torch
 
 def whole_values(model: LoraModel, ranks: RankGroup) -> dict[str, torch.Tensor]:
     """Of the whole adapter. Each rank holds its part of them."""
-    values = model.adapter.views(whole_of(model.adapter, model.shares()[WEIGHTS], ranks))
+    values = model.adapter.views(whole_of(model.adapter, model.shares(optimizer=False)[WEIGHTS], ranks))
     assert_held(model.adapter, values)
     return values
 
@@ -343,7 +343,10 @@ def assert_steps_of_muon(base: BaseModel, adapter: Adapter, rows: Sequence[Packe
     compute_rows(base, rows)
     model.commit()
     assert model.gradients is not None
-    flat = [whole_of(adapter, shares, ranks) for shares in (model.shares()[WEIGHTS], model.own_shares(model.gradients))]
+    flat = [
+        whole_of(adapter, shares, ranks)
+        for shares in (model.shares(optimizer=False)[WEIGHTS], model.own_shares(model.gradients))
+    ]
     values, gradients = ([each for view in adapter.views(one).values() for each in _matrices(view)] for one in flat)
     parameters = [torch.nn.Parameter(value.clone()) for value in values]
     for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -43,6 +43,7 @@ SCALARS: Final = {
     "int64": "q",
     "float64": "d",
 }
+"""Types of numbers, and what `struct` calls them."""
 ARRAY_CODES: Final = {
     code: name for name, code in zip(SCALARS, (8, 9, 16, 17, 18, 32, 33, 34, 64, 65, 66), strict=True)
 }

@@ -137,23 +137,27 @@ class LoraModel:
             return list(parts)
         return [part[block.share] for block, part in zip(self.adapter.blocks, parts, strict=True)]
 
-    def shares(self) -> dict[str, list[torch.Tensor]]:
-        """This rank's shares of the values and moments of each block. Each number is in the share of one rank."""
-        moments = self.optimizer.moments()
-        return {
-            WEIGHTS: [block.flat[block.share] for block in self.adapter.blocks],
-            **{name: self.own_shares([of_part[name] for of_part in moments]) for name in self.optimizer.moment_names},
-        }
+    def shares(self, *, optimizer: bool) -> dict[str, list[torch.Tensor]]:
+        """This rank's shares of the values of each block, and of the moments if requested. Each number is in the share
+        of one rank."""
+        shares = {WEIGHTS: [block.flat[block.share] for block in self.adapter.blocks]}
+        if optimizer:
+            moments = self.optimizer.moments()
+            for name in self.optimizer.moment_names:
+                shares[name] = self.own_shares([of_part[name] for of_part in moments])
+        return shares
 
     def gather(self, *, optimizer: bool) -> dict[str, torch.Tensor]:
         """Values of the whole adapter, and moments if requested, as flat blocks on rank 0; the others get none."""
-        own = {name: torch.cat(parts) for name, parts in self.shares().items() if optimizer or name == WEIGHTS}
+        shares, gathered = self.shares(optimizer=optimizer), {}
         if self.adapter.is_whole:
             # Rank 0 has them.
-            del own[WEIGHTS]
-        pieces = [piece for block in self.adapter.blocks for piece in block.pieces(block.share)]
-        places = [(piece.start, piece.start + piece.size) for piece in pieces]
-        gathered = self._ranks.gather_places(own, places, self.adapter.size)
+            del shares[WEIGHTS]
+        if shares:
+            own = {name: torch.cat(parts) for name, parts in shares.items()}
+            pieces = [piece for block in self.adapter.blocks for piece in block.pieces(block.share)]
+            places = [(piece.start, piece.start + piece.size) for piece in pieces]
+            gathered = self._ranks.gather_places(own, places, self.adapter.size)
         if self.adapter.is_whole and self._ranks.is_rank0:
             gathered[WEIGHTS] = self.adapter.flat
         return gathered

@@ -120,9 +120,7 @@ def _own_tensors(model: TrainedModel) -> Iterator[OwnTensor]:
         yield from _full_tensors(model)
         return
     assert isinstance(model, LoraModel)
-    shares = model.shares()
-    if not model.optimizer.steps:
-        shares = {WEIGHTS: shares[WEIGHTS]}
+    shares = model.shares(optimizer=model.optimizer.steps > 0)
     if (gradients := model.gradients) is not None:
         shares[GRADIENT] = model.own_shares(gradients)
     for kind, of_blocks in shares.items():
