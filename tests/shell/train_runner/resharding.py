@@ -165,7 +165,9 @@ def gathered(runner: ModelRunner) -> State:
         flat = {name: whole_of(own, parts, runner.ranks) for name, parts in shares.items()}
         assert_held(own, own.views(flat["weights."]))
         if sampled is not None:
-            flat[SAMPLER] = sampled.flat
+            values = [block.flat[block.share] for block in sampled.blocks]
+            flat[SAMPLER] = whole_of(sampled, values, runner.ranks)
+            assert_held(sampled, sampled.views(flat[SAMPLER]))
         return {
             f"{kind}{name}": view.cpu().clone()
             for kind, block in flat.items()

@@ -75,7 +75,7 @@ def make_one(driver: Driver, runner: ModelRunner, folder: Path) -> None:
     driver.train("m", batch(seed=2), layout=on_last)
     path = folder / "snapshots" / "7-group"
     go = threading.Event()
-    failpoint.arm("train.snapshot.before_files", lambda _: _wait(go))
+    failpoint.arm("train.snapshot.before_file", lambda _: _wait(go))
     assert driver.do(commands.TakeSnapshot(str(path))) == []
     number = driver.number
     (busy,) = driver.do(commands.TakeSnapshot(str(path)))

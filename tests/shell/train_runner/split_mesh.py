@@ -398,8 +398,8 @@ def drive(folder: Path, family: str, ranks: RankGroup, parallel: ParallelSetting
         name=family,
         sleep_folder=folder / "asleep",
         row_tokens=4096,
-        # Where the mesh allows it, every rank has all of the base.
-        replicated_bytes=1 << 30,
+        # Where the mesh allows it, every rank has all of the base. Samplers gather it at once, or layer by layer.
+        replicated_bytes=0 if parallel.tensor > 1 and parallel.expert > 1 else 1 << 30,
         activation_checkpointing=2,
         parallel=parallel,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -112,7 +113,7 @@ def test_each_rank_takes_its_share_from_a_snapshot_of_the_format_before(tmp_path
     for rank, summand in enumerate(summands):
         own = {"models.0.gradient": summand} if rank < 2 else {"other": summand}
         save_file(own, tmp_path / files.rank_file(rank))
-    manifest = manifest_of(2, ranks=3, written={})
+    manifest = manifest_of(2, ranks=3, written={files.SHARED: CheckpointFile("", 0)})
     for rank, share in enumerate((slice(0, 3), slice(3, 5))):
         reader = SnapshotReader(tmp_path, manifest, rank=rank)
         like = torch.zeros(share.stop - share.start)
@@ -124,8 +125,48 @@ def test_each_rank_takes_its_share_from_a_snapshot_of_the_format_before(tmp_path
         assert reader.share("models.0.exp_avg_sq", share, like) is None
 
 
-def test_a_rank_takes_its_experts_from_a_snapshot_of_the_format_before(tmp_path: Path) -> None:
-    """An adapter was one flat tensor: its weights in the shared file, shares of its moments in those of the ranks."""
+def write_flat(folder: Path, adapter: Adapter, numbers: dict[str, torch.Tensor]) -> int:
+    """Format 3: an adapter as one flat tensor, its weights in the shared file, shares of others in those of the ranks.
+    Returns how many ranks there were."""
+    save_file({"models.0.weights": numbers["weights"]}, folder / files.SHARED)
+    shares = torch.split(numbers["exp_avg"], 33)
+    for rank, share in enumerate(shares):
+        offsets = {"models.0.exp_avg": ShardOffsets([33 * rank])}
+        save_file({"models.0.exp_avg": share}, folder / files.rank_file(rank), {SHARDING: encode_offsets(offsets)})
+    return len(shares)
+
+
+def write_pieces(folder: Path, adapter: Adapter, numbers: dict[str, torch.Tensor]) -> int:
+    """Format 4: of each tensor two pieces, and adapters of samplers in the shared file."""
+    save_file({"samplers.0.weights": numbers["weights"]}, folder / files.SHARED)
+    for rank in range(2):
+        tensors, offsets = {}, {}
+        for kind, flat in numbers.items():
+            for name, view in adapter.views(flat).items():
+                half = view.numel() // 2
+                tensors[f"models.0.{kind}.{name}"] = view.flatten()[half:] if rank else view.flatten()[:half]
+                offsets[f"models.0.{kind}.{name}"] = ShardOffsets([half * rank])
+        save_file(tensors, folder / files.rank_file(rank), {SHARDING: encode_offsets(offsets)})
+    return 2
+
+
+def write_runs(folder: Path, adapter: Adapter, numbers: dict[str, torch.Tensor]) -> int:
+    """The present format. Ranks have every third run of ten numbers, of two blocks."""
+    runs = [(start, min(start + 10, adapter.size)) for start in range(0, adapter.size, 10)]
+    for rank in range(3):
+        tensors, places = {}, {}
+        for kind, flat in numbers.items():
+            for block in range(2):
+                places[f"models.0.{kind}.{block}"] = own = runs[rank::3][block::2]
+                tensors[f"models.0.{kind}.{block}"] = torch.cat([flat[start:stop] for start, stop in own])
+        save_file(tensors, folder / files.rank_file(rank), {files.RUNS: msgspec.json.encode(places).decode()})
+    return 3
+
+
+@pytest.mark.parametrize(("number", "write"), [(3, write_flat), (4, write_pieces), (5, write_runs)])
+def test_a_rank_takes_its_experts_from_a_snapshot_of_any_format(
+    number: int, write: Callable[[Path, Adapter, dict[str, torch.Tensor]], int], tmp_path: Path
+) -> None:
     targets = [LoraTarget("q_proj", 2, 3), LoraTarget("experts.down_proj", 2, 5, experts=4), LoraTarget("o_proj", 3, 2)]
 
     def part_of(target: LoraTarget) -> LoraPart:
@@ -133,23 +174,31 @@ def test_a_rank_takes_its_experts_from_a_snapshot_of_the_format_before(tmp_path:
 
     placement = AdapterPlacement(part_of, ShareGroup(1, 4), ShareGroup(0, 2))
     adapter = Adapter(LoraConfig(rank=2, alpha=2.0), targets, torch.device("cpu"), placement=placement)
-    weights = torch.arange(float(adapter.size))
-    save_file({"models.0.weights": weights}, tmp_path / files.SHARED)
-    for rank, share in enumerate(torch.split(-weights, 33)):
-        offsets = {"models.0.exp_avg": ShardOffsets([33 * rank])}
-        save_file({"models.0.exp_avg": share}, tmp_path / files.rank_file(rank), {SHARDING: encode_offsets(offsets)})
-    reader = SnapshotReader(tmp_path, manifest_of(3, ranks=-(-adapter.size // 33), written={}), rank=1)
-    for name, written in (("weights", weights), ("exp_avg", -weights)):
-        read = [reader.part(f"models.0.{name}", block, slice(0, block.size)) for block in adapter.blocks]
+    numbers = torch.arange(float(adapter.size))
+    ranks = write(tmp_path, adapter, {"weights": numbers, "exp_avg": -numbers})
+    shared = {files.SHARED: CheckpointFile("", 0)} if (tmp_path / files.SHARED).exists() else {}
+    reader = SnapshotReader(tmp_path, manifest_of(number, ranks=ranks, written=shared), rank=1)
+    sampled = [("samplers.0.weights", numbers)] if number == 4 else []
+    for name, written in (("models.0.weights", numbers), ("models.0.exp_avg", -numbers), *sampled):
+        read = [reader.part(name, block, slice(0, block.size)) for block in adapter.blocks]
         held = adapter.held_views([block for block in read if block is not None])
         whole = adapter.views(written)
         assert all(torch.equal(held[each], adapter.take_own(each, whole[each])) for each in adapter.shapes)
-        shares = [reader.part(f"models.0.{name}", block, block.share) for block in adapter.blocks]
+        shares = [reader.part(name, block, block.share) for block in adapter.blocks]
         for own, block, full in zip(shares, adapter.blocks, read, strict=True):
             assert own is not None
             assert full is not None
             assert torch.equal(own, full[block.share])
     assert all(reader.part("models.0.gradient", block, block.share) is None for block in adapter.blocks)
+
+
+def test_a_snapshot_that_lacks_numbers_of_an_adapter_is_refused(tmp_path: Path) -> None:
+    adapter = Adapter(LoraConfig(rank=2, alpha=2.0), [LoraTarget("q_proj", 2, 3)], torch.device("cpu"))
+    runs = {files.RUNS: msgspec.json.encode({"models.0.weights.0": [(0, adapter.size - 1)]}).decode()}
+    save_file({"models.0.weights.0": torch.zeros(adapter.size - 1)}, tmp_path / files.rank_file(0), runs)
+    reader = SnapshotReader(tmp_path, manifest_of(5, ranks=1, written={}), rank=0)
+    with pytest.raises(StrataError, match="does not fit"):
+        reader.part("models.0.weights", adapter.blocks[0], slice(0, adapter.size))
 
 
 def encode_offsets(offsets: dict[str, ShardOffsets]) -> str:

@@ -35,7 +35,7 @@ NAMES: Final = 4
 PART: Final = ".part"
 HEADER_LIMIT: Final = 32 << 20
 """Of a file of tensors: enough for some hundred thousand of them."""
-HEADER_KEYS: Final = frozenset({"format", "quantise", "dtype", "DCP_SHARDING_INFO", "DCP_VERSION"})
+HEADER_KEYS: Final = frozenset({"format", "quantise", "dtype", "DCP_SHARDING_INFO", "DCP_VERSION", "STRATA_RUNS"})
 """Metadata that our writers put into a header. Any other key is rejected."""
 THREADS: Final = 4
 LEAF: Final = 4 << 20

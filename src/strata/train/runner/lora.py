@@ -193,6 +193,10 @@ class HeldPiece(NamedTuple):
         return int(self.place.stop - self.place.start)
 
 
+Run = tuple[int, int]
+"""Adjacent numbers of the whole adapter: where they begin and end."""
+
+
 class AdapterBlock:
     """The tensors of an adapter that the same ranks hold, as one flat block of values. Each of these ranks has a share
     of the block, and makes the optimizer step of it."""
@@ -226,6 +230,14 @@ class AdapterBlock:
                 yield HeldPiece(tensor.name, tensor.offset + first - begin, tensor.start + first - begin, place)
             begin += tensor.size
 
+    def runs(self, part: slice) -> list[Run]:
+        """Where the numbers of a part of the block are in the whole adapter."""
+        runs: list[Run] = []
+        for piece in self.pieces(part):
+            start = runs.pop()[0] if runs and runs[-1][1] == piece.start else piece.start
+            runs.append((start, piece.start + piece.size))
+        return runs
+
 
 class Adapter:
     """The parameters of one LoRA model that this rank holds: flat blocks of float32, each for values and for the
@@ -255,7 +267,7 @@ class Adapter:
         common, of_experts = self._held_tensors()
         groups = ((common, placement.ranks), (of_experts, placement.holders))
         self.blocks = [AdapterBlock(tensors, group, device, dtype) for tensors, group in groups if tensors]
-        self.pairs: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
+        self.pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for name, (a, b) in self._split([block.flat for block in self.blocks]).items():
             is_counted = self._parts[name].is_counted
             self.pairs[name] = nn.Parameter(a, requires_grad=is_counted), nn.Parameter(b, requires_grad=is_counted)
@@ -273,6 +285,11 @@ class Adapter:
                 of_experts.append(HeldTensor(name, (len(experts), *shape[1:]), offset, start + offset))
             start += math.prod(shape)
         return common, of_experts
+
+    @property
+    def spread(self) -> list[str]:
+        """The targets whose experts are spread over ranks."""
+        return [name for name, part in self._parts.items() if part.experts is not None]
 
     @property
     def is_whole(self) -> bool:

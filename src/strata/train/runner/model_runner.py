@@ -24,7 +24,7 @@ from strata.train.checkpoints.checkpoint import CheckpointManifest
 from strata.train.core import commands, ops
 from strata.train.runner.checkpoint import formats, save_load
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora import Adapter, targets_of
+from strata.train.runner.lora import Adapter
 from strata.train.runner.model.base import DTYPES, load_base
 from strata.train.runner.model.memory import RowMemory
 from strata.train.runner.model.offload import SleepOffload, Slots
@@ -254,7 +254,7 @@ class ModelRunner:
                     raise _ASLEEP
                 failpoint("train.snapshot.before_copy")
                 models = self._slots.each_loaded()
-                copy = state.copy_state(self._manifest(), models, self._samplers(), is_rank0=self.ranks.is_rank0)
+                copy = state.copy_state(self._manifest(), models, self._samplers())
         except StrataError as error:
             return failed(error.code, str(error))
         assert copy is not None
@@ -299,7 +299,7 @@ class ModelRunner:
                 return lambda: self.sampler.open_base(entry.sampler_id)
             case "adapter":
                 lora = state.sampler_lora(entry)
-                adapter = Adapter(lora, targets_of(self.base.all_stages, lora), self.ranks.device)
+                adapter = self.base.new_sampled_adapter(lora, self.ranks.device)
                 state.read_sampler_adapter(reader, number, adapter)
                 return lambda: self.sampler.open_adapter(entry.sampler_id, adapter)
             case "whole":

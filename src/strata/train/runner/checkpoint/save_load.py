@@ -22,7 +22,7 @@ from strata.train.core import ops
 from strata.train.runner.checkpoint import formats, shards
 from strata.train.runner.checkpoint.hugging_face_files import ModelWriter, groups_of, persistent_buffers
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora import Adapter, targets_of
+from strata.train.runner.lora import Adapter
 from strata.train.runner.model.base import BaseModel
 from strata.train.runner.model.trained import FullModel, LoraModel, TrainedModel
 
@@ -156,7 +156,7 @@ def open_weights(folder: Path, base: BaseModel, ranks: RankGroup) -> Adapter | d
         if lora is None:
             weights = formats.full_parameters(folder, base)
         else:
-            weights = Adapter(lora, targets_of(base.all_stages, lora), ranks.device)
+            weights = base.new_sampled_adapter(lora, ranks.device)
             weights.install(formats.read_values(folder, weights, manifest))
     return weights
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -189,17 +190,10 @@ class BaseModel:
         """An adapter for passes of this model. INVALID if the model does not have what is to be trained."""
         return Adapter(config, targets_of(self.all_stages, config), device, dtype, self._placement)
 
-    def copy_whole(self, adapter: Adapter) -> Adapter:
-        """A copy with all experts, also those that other ranks hold. All ranks call it together."""
-        targets, device = targets_of(self.all_stages, adapter.config), adapter.blocks[0].flat.device
-        whole, own = Adapter(adapter.config, targets, device), adapter.values()
-        for name, full in whole.values().items():
-            if full.shape == own[name].shape:
-                full.copy_(own[name])
-            else:
-                assert self.experts is not None
-                self.experts.gather_experts(own[name], full)
-        return whole
+    def new_sampled_adapter(self, config: LoraConfig, device: torch.device) -> Adapter:
+        """An adapter to sample with: each rank computes all layers, and holds the same experts as in passes."""
+        placement = replace(self._placement, part_of=partial(lora_part, None, self.experts))
+        return Adapter(config, targets_of(self.all_stages, config), device, placement=placement)
 
     def logprobs(self, row: PackedRow) -> torch.Tensor:
         """Log probabilities of a packed row. All ranks call this together, those of a tensor or context group, and

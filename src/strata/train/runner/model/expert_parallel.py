@@ -99,9 +99,11 @@ class ExpertParallel(SplitModel):
         first = self._mesh.get_local_rank() * each
         return LoraPart(experts=range(first, first + each))
 
-    def gather_experts(self, own: torch.Tensor, full: torch.Tensor) -> None:
-        """Fill a tensor of all experts, from those that each rank of the group holds."""
+    def gather_experts(self, own: torch.Tensor) -> torch.Tensor:
+        """A tensor of all experts, from those that each rank of the group holds."""
+        full = own.new_empty(len(own) * self._mesh.size(), *own.shape[1:])
         dist.all_gather_single(full, own.contiguous(), group=self._group)
+        return full
 
     def dispatch(self, ends: torch.Tensor, adapters: Sequence[Adapter]) -> ExpertDispatch:
         """For pairs that are sorted by expert, and those of an expert by adapter: first those without one. `ends` are

@@ -155,9 +155,8 @@ class LoraModel:
             del shares[WEIGHTS]
         if shares:
             own = {name: torch.cat(parts) for name, parts in shares.items()}
-            pieces = [piece for block in self.adapter.blocks for piece in block.pieces(block.share)]
-            places = [(piece.start, piece.start + piece.size) for piece in pieces]
-            gathered = self._ranks.gather_places(own, places, self.adapter.size)
+            runs = [run for block in self.adapter.blocks for run in block.runs(block.share)]
+            gathered = self._ranks.gather_places(own, runs, self.adapter.size)
         if self.adapter.is_whole and self._ranks.is_rank0:
             gathered[WEIGHTS] = self.adapter.flat
         return gathered

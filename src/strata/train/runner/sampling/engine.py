@@ -4,7 +4,8 @@ Sequences with the same base weights run in one batch, each with its own adapter
 stay as they are between two time slices.
 
 The weights of an open sampler never change, whatever is trained meanwhile. They are the base itself, a copy of an
-adapter (as large as the adapter), or in full fine-tuning a copy of the full model, of which each rank holds its shards.
+adapter, or in full fine-tuning a copy of the full model. Each rank holds its shards of the full model, and of an
+adapter all but the experts that other ranks hold.
 The live weights of a full fine-tune are never sampled from: a sequence that began before an optimizer step would be
 continued by another model after it.
 """
@@ -65,7 +66,7 @@ class SamplingEngine:
         self._samplers.open_base(sampler_id)
 
     def open_adapter(self, sampler_id: str, adapter: Adapter) -> None:
-        """Sample from a copy of the adapter as it is now, with all its experts. All ranks call it together."""
+        """Sample from a copy of the adapter as it is now."""
         self.check_architecture()
         self._samplers.open_adapter(sampler_id, adapter)
 
@@ -110,7 +111,9 @@ class SamplingEngine:
                 batch.drop(set(work.cancel))
         open_samplers = [sampler_id for sampler_id in work.samplers if sampler_id in self._samplers]
         for key in dict.fromkeys(self._samplers.key(sampler_id) for sampler_id in open_samplers):
-            with self._model.with_weights(self._samplers.parameters(key)), torch.inference_mode():
+            sampled = [self._samplers.adapter(each) for each in open_samplers if self._samplers.key(each) == key]
+            adapters = [adapter for adapter in sampled if adapter is not None]
+            with self._model.with_weights(self._samplers.parameters(key), adapters), torch.inference_mode():
                 if key in self._batches:
                     _run_steps(self._batches[key], work, outcomes, report)
         if not self._cache.sequences:
@@ -209,7 +212,9 @@ class SamplerWeights:
     def open_adapter(self, sampler_id: str, adapter: Adapter) -> None:
         """A copy of the adapter as it is now."""
         self._check_capacity(sampler_id)
-        self._samplers[sampler_id] = _Weights(adapter=self._base.copy_whole(adapter))
+        copy = self._base.new_sampled_adapter(adapter.config, adapter.blocks[0].flat.device)
+        copy.install([block.flat for block in adapter.blocks])
+        self._samplers[sampler_id] = _Weights(adapter=copy)
 
     def open_full(self, sampler_id: str, parameters: Mapping[str, torch.Tensor] | None = None) -> None:
         """A copy of these parameters, or of the live ones as they are now."""
@@ -239,7 +244,7 @@ class SamplerWeights:
     def tensors(self) -> Iterator[torch.Tensor]:
         for weights in self._samplers.values():
             if weights.adapter is not None:
-                yield weights.adapter.flat
+                yield from (block.padded for block in weights.adapter.blocks)
             yield from (local(shard) for shard in (weights.full or {}).values())
 
     def _check_capacity(self, sampler_id: str) -> None:

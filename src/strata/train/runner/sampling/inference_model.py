@@ -6,7 +6,8 @@ weights are those of the live base, which adapters never change, or a copy of a 
 
 The ranks gather them together: of a small model all at the start of a time slice. Of a larger one, no rank ever holds
 more than one layer, besides the weights outside of layers: every forward pass of a rank gathers layer after layer, and
-all ranks take part in it, each with a pass of its own or with none (`_LayerStream`).
+all ranks take part in it, each with a pass of its own or with none (`_LayerStream`). Adapters of experts that are
+spread over ranks are gathered with the weights of their layer.
 
 A self-check at start-up compares the two: decoding with the KV cache must give the log probabilities that training
 computes.
@@ -16,8 +17,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import torch
@@ -30,10 +32,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from strata.base.errors import StrataError
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.experts import group_experts
-from strata.train.runner.lora import Adapters, Span
+from strata.train.runner.lora import Adapter, Adapters, Span, is_experts
 from strata.train.runner.model.attention import describe_mask, terms_of
 from strata.train.runner.model.attention_kernels import AttentionTerms, States
 from strata.train.runner.model.base import DTYPES, BaseModel, blocks_of
+from strata.train.runner.model.expert_parallel import ExpertParallel
 from strata.train.runner.model.loading import parent_of
 from strata.train.runner.model.quantised import replace_layers
 from strata.train.runner.model.startup_check import FAILURES, TOLERANCE, first_line
@@ -118,23 +121,25 @@ class InferenceModel:
         blocks = blocks_of(self._lm)
         in_blocks = {id(module) for block in blocks for module in block.modules()}
         self._outside = _Weights(each for each in locations.values() if id(each[1]) not in in_blocks)
-        self._stream = _LayerStream(blocks, locations.values(), dtype, ranks)
+        self._experts = base.experts
+        self._stream = _LayerStream(blocks, locations.values(), ranks)
 
     @contextmanager
-    def with_weights(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Compute with these weights, sharded or not, by their names in the loaded model, until the context ends. All
-        ranks enter and leave it together; in between each may make as many passes as it wants."""
+    def with_weights(self, parameters: Mapping[str, torch.Tensor], adapters: Sequence[Adapter] = ()) -> Iterator[None]:
+        """Compute with these weights, sharded or not, by their names in the loaded model, and with these adapters or
+        none, until the context ends. All ranks enter and leave it together; in between each may make as many passes as
+        it wants."""
         size = sum(
             parameter.numel() * _gathered_dtype(parameter, self.dtype).itemsize for parameter in parameters.values()
         )
         is_free = all(_costs_nothing(parameter, self.dtype) for parameter in parameters.values())
         streamed = size > self._gathered_bytes and not is_free
         weights = self._outside if streamed else self._weights
-        with torch.no_grad():
-            weights.install(gather_weights({name: parameters[name] for name in weights.names}, self.dtype))
+        source = _Source(parameters, adapters, self._experts, self.dtype)
+        weights.install(source.gather(weights))
         try:
             if streamed:
-                with self._stream.of(parameters):
+                with self._stream.of(source):
                     yield
             else:
                 yield
@@ -154,21 +159,74 @@ class InferenceModel:
         return self._split.logits(hidden)
 
 
+@dataclass(frozen=True)
+class _GatheredAdapter:
+    """A target of an adapter, with all experts."""
+
+    adapter: Adapter
+    target: str
+    own: tuple[torch.Tensor, torch.Tensor]
+    """Of the experts that this rank holds."""
+    full: tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """What some modules compute with."""
+
+    weights: Mapping[str, torch.Tensor]
+    adapters: Sequence[_GatheredAdapter]
+
+
 class _Weights:
-    """Weights of some modules, which have none otherwise."""
+    """Weights of some modules, which have none otherwise, and adapters of their experts, which have a part."""
 
     def __init__(self, locations: Iterable[Location]) -> None:
         self._locations = list(locations)
         self._empty = [module._parameters[last] for _, module, last in self._locations]
+        self._adapters: Sequence[_GatheredAdapter] = ()
         self.names = list(dict.fromkeys(name for name, _, _ in self._locations))
+        self.experts = frozenset(name for name, module, _ in self._locations if is_experts(module))
+        """The weights of experts among them."""
 
-    def install(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def install(self, gathered: _Gathered) -> None:
         for name, module, last in self._locations:
-            module._parameters[last] = nn.Parameter(weights[name], requires_grad=False)
+            module._parameters[last] = nn.Parameter(gathered.weights[name], requires_grad=False)
+        self._adapters = gathered.adapters
+        for each in self._adapters:
+            each.adapter.pairs[each.target] = each.full
 
     def remove(self) -> None:
         for (_, module, last), empty in zip(self._locations, self._empty, strict=True):
             module._parameters[last] = empty
+        for each in self._adapters:
+            each.adapter.pairs[each.target] = each.own
+        self._adapters = ()
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where weights are gathered from. All ranks have the same adapters, in the same order."""
+
+    parameters: Mapping[str, torch.Tensor]
+    adapters: Sequence[Adapter]
+    experts: ExpertParallel | None
+    dtype: torch.dtype
+
+    def gather(self, weights: _Weights) -> _Gathered:
+        """All ranks call it together."""
+        with torch.no_grad():
+            gathered = gather_weights({name: self.parameters[name] for name in weights.names}, self.dtype)
+            return _Gathered(gathered, list(self._gather_adapters(weights.experts)))
+
+    def _gather_adapters(self, weights: Collection[str]) -> Iterator[_GatheredAdapter]:
+        for adapter in self.adapters:
+            for target in adapter.spread:
+                if target in weights:
+                    assert self.experts is not None
+                    own = adapter.pairs[target]
+                    a, b = (self.experts.gather_experts(matrix.detach().to(self.dtype)) for matrix in own)
+                    yield _GatheredAdapter(adapter, target, own, (a, b))
 
 
 class _LayerStream:
@@ -179,12 +237,9 @@ class _LayerStream:
     pass any more, all have ended.
     """
 
-    def __init__(
-        self, blocks: Sequence[nn.Module], locations: Iterable[Location], dtype: torch.dtype, ranks: RankGroup
-    ) -> None:
-        self._dtype = dtype
+    def __init__(self, blocks: Sequence[nn.Module], locations: Iterable[Location], ranks: RankGroup) -> None:
         self._ranks = ranks
-        self._parameters: Mapping[str, torch.Tensor] | None = None
+        self._source: _Source | None = None
         self._order: list[_Weights] = []
         """The layers in the order in which the last pass called them: the same in all passes of a model."""
         everywhere = list(locations)
@@ -196,33 +251,28 @@ class _LayerStream:
             block.register_forward_hook(lambda *_, weights=weights: self._drop(weights), always_call=True)
 
     @contextmanager
-    def of(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        self._parameters = parameters
+    def of(self, source: _Source) -> Iterator[None]:
+        self._source = source
         try:
             yield
             while self._ranks.all_reduce_any([False])[0]:
                 for weights in self._order:
-                    self._gathered(weights)
+                    source.gather(weights)
         finally:
-            self._parameters = None
+            self._source = None
 
     def begin_pass(self) -> None:
-        if self._parameters is not None:
+        if self._source is not None:
             self._ranks.all_reduce_any([True])
             self._order = []
 
     def _gather(self, weights: _Weights) -> None:
-        if self._parameters is not None:
-            weights.install(self._gathered(weights))
+        if self._source is not None:
+            weights.install(self._source.gather(weights))
             self._order.append(weights)
 
-    def _gathered(self, weights: _Weights) -> dict[str, torch.Tensor]:
-        assert self._parameters is not None
-        with torch.no_grad():
-            return gather_weights({name: self._parameters[name] for name in weights.names}, self._dtype)
-
     def _drop(self, weights: _Weights) -> None:
-        if self._parameters is not None:
+        if self._source is not None:
             weights.remove()
 
 

@@ -1,7 +1,7 @@
 """Snapshot files: every rank writes in the background while training continues, and rank 0 commits by a rename.
 
-Each rank writes its own tensors, and rank 0 also those that all ranks share, into a temporary folder. A rank syncs and
-digests its files and then writes a small JSON file that says so. Rank 0 polls for these files in its writer thread
+Each rank writes its own tensors into a file in a temporary folder. It syncs and digests the file and then writes a
+small JSON file that says so. Rank 0 polls for these files in its writer thread
 instead of using a collective: the ranks train meanwhile, and a collective of a second thread could interleave with
 theirs in another order on every rank. Rank 0 then writes the manifest, syncs it, and renames the folder. A crash on the
 way leaves a temporary folder that nothing refers to.
@@ -32,16 +32,21 @@ from strata.train.core import ops
 from strata.train.core.quantisation import Quantise
 from strata.train.runner.checkpoint.shards import SHARDING, ShardOffsets
 
-FORMAT: Final = 4
+FORMAT: Final = 5
 BEFORE_SHARES: Final = frozenset({1, 2})
 """They have the moments of adapters in the file that all ranks share, and summands of a gradient in those of the ranks.
 Format 1 also has the SHA-256 of each whole file instead of tree digests."""
 FLAT_ADAPTERS: Final = BEFORE_SHARES | {3}
 """They have an adapter as one flat tensor, of which a rank has a share, and its weights in the file that all share."""
-READABLE: Final = FLAT_ADAPTERS | {FORMAT}
+NAMED_PIECES: Final = 4
+"""It has of each tensor of an adapter the numbers in a rank's share, and adapters of samplers in the shared file."""
+READABLE: Final = FLAT_ADAPTERS | {NAMED_PIECES, FORMAT}
 MANIFEST: Final = "manifest.json"
 MANIFEST_LIMIT: Final = 64 << 20
 SHARED: Final = "shared.safetensors"
+"""What all ranks had in common, up to format 4."""
+RUNS: Final = "STRATA_RUNS"
+"""The key in the header of a rank's file."""
 POLL_S: Final = 0.02
 """How often rank 0's writer thread polls for the files of the others. No training waits for it."""
 
@@ -73,13 +78,15 @@ class SnapshotManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 class SnapshotCopy(msgspec.Struct, frozen=True):
-    """What a rank has to write. `shared` is the same on all ranks, and empty except on rank 0."""
+    """What a rank has to write."""
 
     manifest: SnapshotManifest
-    shared: Mapping[str, torch.Tensor]
     own: Mapping[str, torch.Tensor]
     offsets: Mapping[str, Sequence[int]] = {}
     """Of each shard in `own`: where it begins in its weight."""
+    runs: Mapping[str, Sequence[tuple[int, int]]] = {}
+    """Of each share of an adapter in `own`: where its numbers begin and end in the whole adapter, one run of them after
+    the other."""
 
 
 class SnapshotResult(msgspec.Struct, frozen=True):
@@ -153,7 +160,7 @@ class SnapshotWriter:
         temporary = temporary_folder(folder)
         temporary.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
-            sealed = _Sealed(self._write_tensors(temporary, copy))
+            sealed = _Sealed(self._write_file(temporary, copy))
         except (StrataError, OSError, SafetensorError) as error:
             _write_sealed(temporary, self._rank, _Sealed(error=str(error)))
             raise
@@ -165,17 +172,14 @@ class SnapshotWriter:
         files = self._await_ranks(temporary, copy.manifest.ranks)
         return commit(folder, msgspec.structs.replace(copy.manifest, files=files))
 
-    def _write_tensors(self, temporary: Path, copy: SnapshotCopy) -> dict[str, CheckpointFile]:
-        failpoint("train.snapshot.before_files")
+    def _write_file(self, temporary: Path, copy: SnapshotCopy) -> dict[str, CheckpointFile]:
+        failpoint("train.snapshot.before_file")
         own = temporary / rank_file(self._rank)
-        offsets = {name: ShardOffsets(list(copy.offsets[name])) for name in copy.own if name in copy.offsets}
-        save_file(dict(copy.own), own, {SHARDING: msgspec.json.encode(offsets).decode()})
-        written = [own]
-        failpoint("train.snapshot.between_files")
-        if self._rank == 0:
-            save_file(dict(copy.shared), temporary / SHARED)
-            written.append(temporary / SHARED)
-        return sync_and_digest(written)
+        offsets = {name: ShardOffsets(list(offsets)) for name, offsets in copy.offsets.items()}
+        header = {SHARDING: msgspec.json.encode(offsets).decode(), RUNS: msgspec.json.encode(copy.runs).decode()}
+        save_file(dict(copy.own), own, header)
+        failpoint("train.snapshot.before_sync")
+        return sync_and_digest([own])
 
     def _await_ranks(self, temporary: Path, ranks: int) -> dict[str, CheckpointFile]:
         """The files of all ranks, once all have written theirs. Removes the JSON files: the manifest replaces them."""

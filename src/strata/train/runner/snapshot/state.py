@@ -1,9 +1,9 @@
 """The state of a snapshot: every tensor that later work depends on, copied from the ranks and restored bit for bit.
 
-Of a LoRA adapter: this rank's share of weights, moments and accumulated gradients, of each tensor the numbers that are
-in it. Of a full fine-tune, and of a sampler's copy of one: this rank's shards, if it is the first copy of the model. A
-rank reads the slices of other ranks' shards that it holds and has not written itself: the weights of an adapter, and in
-a group of another shape anything. A sampler's adapter is on all ranks, and rank 0 writes it.
+Of a LoRA adapter: this rank's share of weights, moments and accumulated gradients; of a sampler's, that of the weights.
+Of a full fine-tune, and of a sampler's copy of one: this rank's shards, if it is the first copy of the model. A rank
+reads the slices of other ranks' shards that it holds and has not written itself: the weights of an adapter, and in a
+group of another shape anything.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
 from strata.train.runner.checkpoint.shards import SHARDING, ShardOffsets
-from strata.train.runner.lora import Adapter, AdapterBlock, HeldPiece
+from strata.train.runner.lora import Adapter, AdapterBlock, HeldPiece, Run
 from strata.train.runner.model.trained import (
     WEIGHTS,
     FullModel,
@@ -35,6 +35,8 @@ from strata.train.runner.model.trained import (
 from strata.train.runner.snapshot.files import (
     BEFORE_SHARES,
     FLAT_ADAPTERS,
+    NAMED_PIECES,
+    RUNS,
     SHARED,
     SnapshotCopy,
     SnapshotManifest,
@@ -53,8 +55,10 @@ class OwnTensor:
 
     name: str
     tensor: torch.Tensor
-    offsets: Sequence[int] | None = None
+    offsets: Sequence[int] = ()
     """Of a shard: where it begins in its weight."""
+    runs: Sequence[Run] | None = None
+    """Of a share of an adapter: where its numbers are in the whole adapter."""
 
 
 class SamplerTensors:
@@ -71,13 +75,10 @@ class SamplerTensors:
             return SnapshotSampler(self.sampler_id, "adapter", self.adapter.config)
         return SnapshotSampler(self.sampler_id, "base" if self.full is None else "whole")
 
-    def shared(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is the same on all ranks."""
-        if self.adapter is not None:
-            yield WEIGHTS, self.adapter.flat
-
     def own(self) -> Iterator[OwnTensor]:
-        """This rank's shards."""
+        """This rank's shares or shards."""
+        if self.adapter is not None:
+            yield from _shares(self.adapter, {WEIGHTS: [block.flat[block.share] for block in self.adapter.blocks]})
         for name, shard in (self.full or {}).items():
             assert isinstance(shard, DTensor)
             if is_first_copy(shard):
@@ -85,29 +86,30 @@ class SamplerTensors:
 
 
 def copy_state(
-    manifest: SnapshotManifest, models: Iterable[TrainedModel], samplers: Sequence[SamplerTensors], *, is_rank0: bool
+    manifest: SnapshotManifest, models: Iterable[TrainedModel], samplers: Sequence[SamplerTensors]
 ) -> SnapshotCopy:
     """Copy everything to memory. Training waits for this and for nothing else of a snapshot.
 
     Each model is copied before the next one is requested: an offloaded model is loaded only that long.
     """
-    shared: dict[str, torch.Tensor] = {}
     own: dict[str, torch.Tensor] = {}
     offsets: dict[str, Sequence[int]] = {}
+    runs: dict[str, Sequence[Run]] = {}
 
     def add_own(prefix: str, tensors: Iterator[OwnTensor]) -> None:
         for each in tensors:
-            own[f"{prefix}.{each.name}"] = _copy(each.tensor)
-            if each.offsets is not None:
-                offsets[f"{prefix}.{each.name}"] = each.offsets
+            name = f"{prefix}.{each.name}"
+            own[name] = _copy(each.tensor)
+            if each.runs is None:
+                offsets[name] = each.offsets
+            else:
+                runs[name] = each.runs
 
     for number, model in enumerate(models):
         add_own(f"models.{number}", _own_tensors(model))
     for number, sampler in enumerate(samplers):
-        if is_rank0:
-            shared |= _copies(f"samplers.{number}", sampler.shared())
         add_own(f"samplers.{number}", sampler.own())
-    return SnapshotCopy(manifest, shared, own, offsets)
+    return SnapshotCopy(manifest, own, offsets, runs)
 
 
 def model_entries(models: Sequence[TrainedModel]) -> list[SnapshotModel]:
@@ -123,10 +125,15 @@ def _own_tensors(model: TrainedModel) -> Iterator[OwnTensor]:
     shares = model.shares(optimizer=model.optimizer.steps > 0)
     if (gradients := model.gradients) is not None:
         shares[GRADIENT] = model.own_shares(gradients)
-    for kind, of_blocks in shares.items():
-        for block, share in zip(model.adapter.blocks, of_blocks, strict=True):
-            for piece in block.pieces(block.share):
-                yield OwnTensor(f"{kind}.{piece.name}", share[piece.place], [piece.offset])
+    yield from _shares(model.adapter, shares)
+
+
+def _shares(adapter: Adapter, shares: Mapping[str, Sequence[torch.Tensor]]) -> Iterator[OwnTensor]:
+    """Of each kind, this rank's share of each block."""
+    for number, block in enumerate(adapter.blocks):
+        runs = block.runs(block.share)
+        for kind, of_blocks in shares.items():
+            yield OwnTensor(f"{kind}.{number}", of_blocks[number], runs=runs)
 
 
 def _full_tensors(model: FullModel) -> Iterator[OwnTensor]:
@@ -145,10 +152,6 @@ def _shard(name: str, tensor: torch.Tensor, parameter: DTensor) -> OwnTensor:
     return OwnTensor(name, tensor, [part.start for part in own_region(parameter)])
 
 
-def _copies(prefix: str, tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {f"{prefix}.{name}": _copy(tensor) for name, tensor in tensors}
-
-
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
@@ -165,6 +168,10 @@ class _RankFile:
         """None: an earlier version wrote the file, whose ranks had the rows of a weight in their order."""
         if SHARDING in metadata:
             self.offsets = msgspec.json.decode(metadata[SHARDING], type=dict[str, ShardOffsets])
+        self.shares: dict[str, list[tuple[str, list[Run]]]] = {}
+        """Of each kind of numbers of an adapter: the names of the shares of its blocks, and their runs."""
+        for name, runs in msgspec.json.decode(metadata.get(RUNS, "{}"), type=dict[str, list[Run]]).items():
+            self.shares.setdefault(name.rpartition(".")[0], []).append((name, runs))
 
     def shape(self, name: str) -> list[int]:
         return list(self._file.get_slice(name).get_shape())
@@ -186,7 +193,7 @@ class SnapshotReader:
     def __init__(self, folder: Path, manifest: SnapshotManifest, *, rank: int) -> None:
         self._folder = folder
         self._format = manifest.format
-        self._shared = _RankFile(folder / SHARED)
+        self._shared = _RankFile(folder / SHARED) if SHARED in manifest.files else None
         self._opened: dict[int, _RankFile] = {}
         # Its own file first: in a group of the same shape, no rank needs another.
         self._order = sorted(range(manifest.ranks), key=lambda number: number != rank)
@@ -196,13 +203,25 @@ class SnapshotReader:
             self._opened[rank] = _RankFile(self._folder / rank_file(rank))
         return self._opened[rank]
 
-    def shared(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        return _check_fit(name, self._shared.read(name) if name in self._shared.names else None, like)
-
     def part(self, name: str, block: AdapterBlock, part: slice) -> torch.Tensor | None:
         """A part of a block of an adapter; None if no rank had the numbers."""
         like = block.flat[part]
-        pieces = list(block.pieces(part))
+        if self._format in FLAT_ADAPTERS or self._format == NAMED_PIECES:
+            return self._part_of_earlier(name, list(block.pieces(part)), like)
+        read = torch.empty_like(like)
+        missing, is_there = read.numel(), False
+        wanted = block.runs(part)
+        for file in map(self._file, self._order):
+            for share, runs in file.shares.get(name, ()):
+                is_there = True
+                for here, there in _overlaps(wanted, runs) if missing else ():
+                    read[here] = _check_fit(share, file.read_region(share, [there]), like[here]).to(like.device)
+                    missing -= here.stop - here.start
+        if is_there and missing:
+            raise _mismatch(name)
+        return read if is_there else None
+
+    def _part_of_earlier(self, name: str, pieces: Sequence[HeldPiece], like: torch.Tensor) -> torch.Tensor | None:
         read = [self._piece(name, piece, like[piece.place]) for piece in pieces]
         present = [each.to(like.device) for each in read if each is not None]
         if not present and pieces:
@@ -212,13 +231,13 @@ class SnapshotReader:
         return torch.cat([like[:0], *present])
 
     def _piece(self, name: str, piece: HeldPiece, like: torch.Tensor) -> torch.Tensor | None:
-        if self._format in FLAT_ADAPTERS:
+        if self._format in FLAT_ADAPTERS or (self._shared is not None and name in self._shared.names):
             return self.share(name, slice(piece.start, piece.start + piece.size), like)
         return self.sharded(f"{name}.{piece.name}", [slice(piece.offset, piece.offset + piece.size)], like)
 
     def share(self, name: str, wanted: slice, like: torch.Tensor) -> torch.Tensor | None:
         """A part of an adapter that an earlier version wrote as one flat tensor; None if no rank had it."""
-        if name in self._shared.names:
+        if self._shared is not None and name in self._shared.names:
             return _check_fit(name, self._shared.read_region(name, [wanted]), like)
         if self._format not in BEFORE_SHARES:
             return self.sharded(name, [wanted], like)
@@ -281,6 +300,24 @@ class SnapshotReader:
         return [sum(other.shape(name)[0] for other in before if name in other.names), *[0] * (len(shape) - 1)]
 
 
+def _overlaps(wanted: Sequence[Run], there: Sequence[Run]) -> Iterator[tuple[slice, slice]]:
+    """Where the numbers that two tensors have in common are in each of them, from the runs of both in ascending
+    order."""
+    here_at = there_at = number = 0
+    for start, stop in wanted:
+        while number < len(there):
+            first, last = max(start, there[number][0]), min(stop, there[number][1])
+            if first < last:
+                here = slice(here_at + first - start, here_at + last - start)
+                begin = there_at + first - there[number][0]
+                yield here, slice(begin, begin + last - first)
+            if there[number][1] > stop:
+                break
+            there_at += there[number][1] - there[number][0]
+            number += 1
+        here_at += stop - start
+
+
 def read_model(reader: SnapshotReader, number: int, steps: int, model: TrainedModel) -> Callable[[], None]:
     """Read and check everything of one model; the returned function installs it and cannot fail."""
     if isinstance(model, FullModel):
@@ -331,9 +368,9 @@ def _read_full(reader: SnapshotReader, prefix: str, steps: int, model: FullModel
     return install
 
 
-def read_sampler_adapter(reader: SnapshotReader, number: int, adapter: Adapter) -> Adapter:
-    adapter.flat.copy_(reader.shared(f"samplers.{number}.{WEIGHTS}", adapter.flat))
-    return adapter
+def read_sampler_adapter(reader: SnapshotReader, number: int, adapter: Adapter) -> None:
+    name = f"samplers.{number}.{WEIGHTS}"
+    adapter.install([_read_part(name, reader, block, slice(0, block.size)) for block in adapter.blocks])
 
 
 def read_sampler_full(reader: SnapshotReader, number: int, live: Mapping[str, DTensor], dtype: torch.dtype) -> Tensors:
