@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -77,7 +77,8 @@ class Learned:
     gap_sum: float = 0.0
     gap_max: float = 0.0
     tokens: int = 0
-    took_s: list[float] = field(default_factory=list)
+    took_s: list[Sequence[float]] = field(default_factory=list)
+    """In each step to publish the weights, to draw the samples, and to train with them."""
     samples: int = 0
 
     @property
@@ -85,8 +86,13 @@ class Learned:
         return self.gap_sum / self.tokens
 
     @property
-    def per_minute(self) -> float:
-        return 60 / fmean(self.took_s[-CALM:])
+    def calm_s(self) -> list[float]:
+        return [fmean(part) for part in zip(*self.took_s[-CALM:], strict=True)]
+
+    def __str__(self) -> str:
+        published_s, drawn_s, trained_s = self.calm_s
+        parts = f"published in {published_s:.3f} s, drawn in {drawn_s:.3f} s, trained in {trained_s:.3f} s"
+        return f"{60 / sum(self.calm_s):.1f} steps per minute without kills ({parts})"
 
 
 def learn(server: ServeProcess, example: ModuleType, steps: int, before_draw: Callable[[int], None]) -> Learned:
@@ -97,8 +103,10 @@ def learn(server: ServeProcess, example: ModuleType, steps: int, before_draw: Ca
         for step in range(steps):
             began_s = time.monotonic()
             sampler: Sampler = model.sampler().result()
+            published_s = time.monotonic()
             before_draw(step)
             groups = example.draw(sampler, step)
+            drawn_s = time.monotonic()
             learned.samples += sum(map(len, groups))
             learned.rewards.append(fmean(each.reward for group in groups for each in group))
             data = [example.datum(*each) for group in groups for each in example.advantages(group)]
@@ -107,7 +115,7 @@ def learn(server: ServeProcess, example: ModuleType, steps: int, before_draw: Ca
             learned.gap_max = max(learned.gap_max, metrics.get("sampler_gap:max", 0.0))
             learned.tokens += int(metrics.get("sampled_tokens:sum", 0))
             model.optim_step(example.RATE).result()
-            learned.took_s.append(time.monotonic() - began_s)
+            learned.took_s.append((published_s - began_s, drawn_s - published_s, time.monotonic() - drawn_s))
     return learned
 
 
@@ -153,7 +161,7 @@ async def test_grpo_with_an_engine_that_is_killed_learns_as_with_the_built_in_sa
         f"\n{len(killed)} kills, {len(returned)} samples were drawn anew; rewards {built_in.rewards[-1]:.3f} built-in, "
         f"{with_vllm.rewards[-1]:.3f} vLLM; gap of vLLM: mean {with_vllm.gap:.2e}, max {with_vllm.gap_max:.2e} nats "
         f"over {with_vllm.tokens} tokens (built-in {built_in.gap:.2e}, {built_in.gap_max:.2e}); "
-        f"steps per minute without kills: {built_in.per_minute:.1f} built-in, {with_vllm.per_minute:.1f} vLLM"
+        f"built-in: {built_in}; vLLM: {with_vllm}"
     )
     assert len(killed) == KILLS
     assert all(killed)
