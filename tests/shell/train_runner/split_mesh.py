@@ -49,7 +49,7 @@ from tests.shell.train_runner.checks_lora import (
     rows_and_ranks_make_no_difference_and_outputs_keep_their_order,
     trained,
 )
-from tests.shell.train_runner.driver import Driver, Memory, apart, apart_by, datum, dense, logprobs_of
+from tests.shell.train_runner.driver import Driver, Memory, apart, apart_by, batch, datum, dense, logprobs_of, loss_of
 from tests.shell.train_runner.mesh import add_product, tie
 from tests.shell.train_runner.resharding import (
     LORA,
@@ -176,7 +176,7 @@ class Oracle:
     def _add_plain_layers(self, adapter: Adapter) -> dict[str, torch.Tensor]:
         self.lm.requires_grad_(requires_grad=False)
         trained: dict[str, torch.Tensor] = {}
-        for target in adapter.pairs:
+        for target in (each.name for each in adapter.targets):
             a, b = (torch.zeros(adapter.shapes[f"{target}.{part}"], dtype=self._dtype) for part in ("lora_A", "lora_B"))
             self.lm.get_submodule(target).register_forward_hook(add_product(a.requires_grad_(), b.requires_grad_()))
             trained |= {
@@ -188,8 +188,8 @@ class Oracle:
         config = peft.LoraConfig(
             r=LORA.rank,
             lora_alpha=int(LORA.alpha),
-            target_modules=[name for name, (a, _) in adapter.pairs.items() if a.ndim == 2],
-            target_parameters=[name for name, (a, _) in adapter.pairs.items() if a.ndim == 3] or None,
+            target_modules=[each.name for each in adapter.targets if not each.experts],
+            target_parameters=[each.name for each in adapter.targets if each.experts] or None,
         )
         adapted: Any = peft.get_peft_model(self.lm, config, autocast_adapter_dtype=False)
         parameters = adapted.named_parameters()
@@ -246,7 +246,7 @@ def compare(folder: Path, ranks: RankGroup, training: Training, mesh: str, dtype
             value.add_(adapter.take_own(name, added[name]).to(ranks.device))
         assert base.adapters is not None
         base.adapters.in_pass = [adapter]
-        assert_held_once(adapter, parallel)
+        assert_held_once(adapter, base)
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
     equal = are_own_shards(base, ranks, dict(whole.named_parameters()))
     create = ops.CreateModel("m", "tiny", None if adapter is None else adapter.config)
@@ -265,7 +265,7 @@ def compare(folder: Path, ranks: RankGroup, training: Training, mesh: str, dtype
     norm = oracle.step(gradients)
     (result,) = run_interleaved([model.step(ADAM)])
     own = values_of(model, ranks)
-    if isinstance(model, LoraModel) and base.experts is not None:
+    if isinstance(model, LoraModel) and not model.adapter.is_whole:
         assert_steps_of_muon(base, model.adapter, rows, ranks)
     loss = total * base.is_first_of_row
     return SplitParity(
@@ -328,9 +328,16 @@ def whole_values(model: LoraModel, ranks: RankGroup) -> dict[str, torch.Tensor]:
     return values
 
 
-def assert_held_once(adapter: Adapter, parallel: ParallelSettings) -> None:
-    """Each rank of an expert group holds its part of the experts, and the same values of all other layers."""
-    sizes = [math.prod(shape) // (parallel.expert if len(shape) == 3 else 1) for shape in adapter.shapes.values()]
+def assert_held_once(adapter: Adapter, base: BaseModel) -> None:
+    """Each rank of an expert group holds its part of the experts, and the same values of all other layers of its
+    stage."""
+    stage, parallel = base.stage, base.settings.parallel
+    sizes = [
+        math.prod(shape) // (parallel.expert if len(shape) == 3 else 1)
+        for name, shape in adapter.shapes.items()
+        if stage is None or stage.computes(name.rpartition(".")[0])
+    ]
+    assert stage is None or 0 < sum(sizes) < adapter.size
     adapter.begin()
     for blocks in ([block.flat for block in adapter.blocks], adapter.take()):
         assert sum(sizes) <= sum(map(len, blocks)) < sum(sizes) + 2 * GROUP_RANKS
@@ -416,6 +423,7 @@ def drive(folder: Path, family: str, ranks: RankGroup, parallel: ParallelSetting
     if parallel.pipeline > 1:
         neighbours_of_other_clients_change_nothing(driver, found, layout=apart)
         rows_and_ranks_make_no_difference_and_outputs_keep_their_order(driver, found)
+        _train_head(driver)
     if parallel.expert > 1:
         # Adapters of tokens on other ranks, and adapters without experts.
         rows_and_ranks_make_no_difference_and_outputs_keep_their_order(driver, found)
@@ -426,6 +434,25 @@ def drive(folder: Path, family: str, ranks: RankGroup, parallel: ParallelSetting
     off = _sample(driver) if parallel.pipeline == 1 else _fail_to_sample(driver)
     driver.dispatcher.run_once(commands.RankRequest(driver.generation, 1, commands.Shutdown()))
     return off
+
+
+def _train_head(driver: Driver) -> None:
+    """All stages but the last have nothing of this adapter."""
+    lora = ops.LoraConfig(rank=4, alpha=8.0, train_attn=False, train_mlp=False)
+    for optimizer in get_args(ops.OptimizerName):
+        driver.create(optimizer, lora, optimizer=optimizer)
+        before = loss_of(driver.train(optimizer, batch()))
+        if optimizer == "adamw":
+            driver.step(optimizer, learning_rate=0.02)
+        else:
+            driver.muon_step(optimizer, MUON)
+        assert loss_of(driver.train(optimizer, batch(), forward_only=True)) < before
+        state = driver.state(optimizer)
+        assert isinstance(driver.save(optimizer, optimizer), ops.WeightsSaved)
+        driver.train(optimizer, batch())
+        assert isinstance(driver.load(optimizer, optimizer), ops.WeightsLoaded)
+        assert apart_by(driver.state(optimizer), state) == 0
+        driver.unload(optimizer)
 
 
 def _sample(driver: Driver) -> float:

@@ -1,9 +1,9 @@
 """LoRA adapters: low-rank additions to the linear layers of a frozen base, many adapters in one packed row.
 
 An adapter's parameters stand outside the model's module tree: sharding, saving and freezing of the base never see
-them. Every rank holds all of them, except those of experts that other ranks compute. Each adapted layer has one forward
-hook, which adds the output of the span's adapter to every span of the row. The gradients of a pass are summed over the
-ranks when it is over.
+them. Every rank holds all of them, except those of experts and stages that other ranks compute. Each adapted layer has
+one forward hook, which adds the output of the span's adapter to every span of the row. The gradients of a pass are
+summed over the ranks when it is over.
 
 The experts of a mixture are one module with one fused weight; `experts.py` computes them with their adapters. Experts
 of another form keep their own computation and get no adapter (`is_experts`).
@@ -55,6 +55,8 @@ class LoraPart(NamedTuple):
     """Whether this rank's gradients count: of ranks that all compute the same, those of one do."""
     experts: range | None = None
     """Those that this rank computes; it holds the adapter of no others. None: all, or there are none."""
+    is_held: bool = True
+    """Whether this rank computes any of it; otherwise another stage does, and this rank holds nothing of it."""
 
 
 def targets_of(model: nn.Module, config: LoraConfig) -> list[LoraTarget]:
@@ -152,9 +154,11 @@ class AdapterPlacement:
 
     part_of: Callable[[LoraTarget], LoraPart] = lambda _: LoraPart()
     ranks: ShareGroup = ALONE
-    """All."""
+    """All of a stage."""
     holders: ShareGroup = ALONE
     """Those that hold the same experts."""
+    is_staged: bool = False
+    """Whether there are other stages."""
 
 
 WHOLE: Final = AdapterPlacement()
@@ -246,9 +250,10 @@ class Adapter:
     A pass then ends with one reduce-scatter of each block, and a step with one all-gather. A pass accumulates into
     staging blocks (`begin`), which are taken (`take`) or dropped (`discard`): a pass that fails adds nothing.
 
-    One block holds what all ranks have. Where a layer is split over ranks, `pairs` are the parts of its matrices that
-    this rank computes with, in the same memory; the other parts have no gradient here. A second block holds the experts
-    of this rank, if other ranks hold others. `shapes` and `size` are those of the whole adapter, which files have.
+    One block holds what all ranks of a stage have. Where a layer is split over ranks, `pairs` are the parts of its
+    matrices that this rank computes with, in the same memory; the other parts have no gradient here. A second block
+    holds the experts of this rank, if other ranks hold others. `targets`, `shapes` and `size` are those of the whole
+    adapter, which files have.
     """
 
     def __init__(
@@ -261,12 +266,18 @@ class Adapter:
     ) -> None:
         self.config = config
         self.scale = config.alpha / config.rank
+        self.targets = targets
         self.shapes = _shapes(config.rank, targets)
         self.size = sum(math.prod(shape) for shape in self.shapes.values())
-        self._parts = {target.name: placement.part_of(target) for target in targets}
+        parts = {target.name: placement.part_of(target) for target in targets}
+        self._parts = {name: part for name, part in parts.items() if part.is_held}
         common, of_experts = self._held_tensors()
-        groups = ((common, placement.ranks), (of_experts, placement.holders))
-        self.blocks = [AdapterBlock(tensors, group, device, dtype) for tensors, group in groups if tensors]
+        # A stage may have none of the layers that are trained.
+        self.blocks = [AdapterBlock(common, placement.ranks if common else ALONE, device, dtype)]
+        if of_experts:
+            self.blocks.append(AdapterBlock(of_experts, placement.holders, device, dtype))
+        self.is_whole = not placement.is_staged and self.size == sum(block.size for block in self.blocks)
+        """Whether every rank holds all of it."""
         self.pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for name, (a, b) in self._split([block.flat for block in self.blocks]).items():
             is_counted = self._parts[name].is_counted
@@ -274,15 +285,15 @@ class Adapter:
         self._staged: list[torch.Tensor] = []
 
     def _held_tensors(self) -> tuple[list[HeldTensor], list[HeldTensor]]:
-        """Those that all ranks hold, and those of this rank's experts."""
+        """Those that all ranks of the stage hold, and those of this rank's experts."""
         common, of_experts, start = [], [], 0
         for name, shape in self.shapes.items():
-            experts = self._parts[name.rpartition(".")[0]].experts
-            if experts is None:
+            part = self._parts.get(name.rpartition(".")[0])
+            if part is not None and part.experts is None:
                 common.append(HeldTensor(name, shape, 0, start))
-            else:
-                offset = experts.start * math.prod(shape[1:])
-                of_experts.append(HeldTensor(name, (len(experts), *shape[1:]), offset, start + offset))
+            elif part is not None and part.experts is not None:
+                offset = part.experts.start * math.prod(shape[1:])
+                of_experts.append(HeldTensor(name, (len(part.experts), *shape[1:]), offset, start + offset))
             start += math.prod(shape)
         return common, of_experts
 
@@ -292,13 +303,8 @@ class Adapter:
         return [name for name, part in self._parts.items() if part.experts is not None]
 
     @property
-    def is_whole(self) -> bool:
-        """Whether this rank holds all of it."""
-        return self.size == sum(block.size for block in self.blocks)
-
-    @property
     def flat(self) -> torch.Tensor:
-        """All values, if this rank holds all."""
+        """All values, if every rank holds all."""
         (block,) = self.blocks
         return block.flat
 

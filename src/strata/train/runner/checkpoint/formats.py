@@ -143,8 +143,8 @@ def _flatten(adapter: Adapter, tensors: Mapping[str, torch.Tensor]) -> list[torc
 
 
 def _peft_config(adapter: Adapter, base: BaseModel) -> Mapping[str, Any]:
-    linear = [name for name, (a, _) in adapter.pairs.items() if a.ndim == 2]
-    experts = [".".join(name.split(".")[-3:]) for name, (a, _) in adapter.pairs.items() if a.ndim == 3]
+    linear = [target.name for target in adapter.targets if not target.experts]
+    experts = [".".join(target.name.split(".")[-3:]) for target in adapter.targets if target.experts]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -183,6 +183,8 @@ class BaseModel:
         return adapters
 
     def _place_adapters(self, ranks: RankGroup) -> AdapterPlacement:
+        if self.stage is not None:
+            return AdapterPlacement(partial(_stage_part, self.stage, self.tensor), self.stage.shares, is_staged=True)
         holders = ALONE if self.experts is None else make_holders(ranks.shares, self.settings.parallel.expert)
         return AdapterPlacement(partial(lora_part, self.tensor, self.experts), ranks.shares, holders)
 
@@ -302,6 +304,10 @@ def lora_part(tensor: TensorParallel | None, experts: ExpertParallel | None, tar
     """What this rank computes of a layer, and so of its adapter."""
     split = experts if target.experts else tensor
     return LoraPart() if split is None else split.lora_part(target)
+
+
+def _stage_part(stage: PipelineStage, tensor: TensorParallel | None, target: LoraTarget) -> LoraPart:
+    return lora_part(tensor, None, target) if stage.computes(target.name) else LoraPart(is_held=False)
 
 
 def make_mesh(parallel: ParallelSettings, ranks: int, device: torch.device) -> DeviceMesh:

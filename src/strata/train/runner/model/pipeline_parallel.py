@@ -10,6 +10,7 @@ rows (`plan_steps`) is all that a schedule is.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from strata.base.errors import Code, StrataError
+from strata.train.runner.collectives import ALONE, ShareGroup
 from strata.train.settings import ParallelSettings
 
 
@@ -61,6 +63,10 @@ class PipelineStage:
         peers = [list(range(first, ranks, size)) for first in range(size)]
         # Hidden states and gradients cross each other: in one group, a send could wait for the receive behind it.
         self.states, self.gradients = _own_group(peers), _own_group(peers)
+        stages = [list(range(first, first + size)) for first in range(0, ranks, size)]
+        self.shares = ShareGroup(place, size, _own_group(stages)) if size > 1 else ALONE
+        """The ranks of this stage."""
+        self._elsewhere: Collection[str] = ()
         self._dtype = dtype
         self._sending: dict[dist.ProcessGroup, tuple[dist.Work | None, torch.Tensor]] = {}
 
@@ -80,6 +86,7 @@ class PipelineStage:
             head: self.is_last or has_tied,
         }
         dropped = [name for name, is_kept in kept.items() if not is_kept]
+        self._elsewhere = dropped if self.is_last else {*dropped, head}
         for name in dropped:
             lm.set_submodule(name, _PassThrough())
         if not has_tied:
@@ -87,6 +94,10 @@ class PipelineStage:
         # transformers would report that the files have them.
         unread = (rf"^{re.escape(name)}\." for name in dropped)
         lm._keys_to_ignore_on_load_unexpected = {*(lm._keys_to_ignore_on_load_unexpected or ()), *unread}
+
+    def computes(self, name: str) -> bool:
+        """Whether this stage computes a module, by its name in the model. It has been cut."""
+        return not any(f"{name}.".startswith(f"{other}.") for other in self._elsewhere)
 
     def receive(self, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
         """The hidden states of a row from the previous stage. Their gradient goes back to it."""

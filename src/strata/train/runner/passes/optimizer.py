@@ -73,7 +73,8 @@ class Optimizer:
             [torch.nn.Parameter(each) for each in matrices_of(one.detach())]
             for matrices_of, one in zip(self._matrices, self.parameters, strict=True)
         ]
-        flat = [each for stepped in self._stepped for each in stepped]
+        # Of a stage without any: torch makes no optimizer of nothing, and makes no step without a gradient.
+        flat = [each for stepped in self._stepped for each in stepped] or [torch.nn.Parameter(torch.zeros(0, 0))]
         self._torch: torch.optim.Optimizer = (
             torch.optim.AdamW(flat, lr=0.0, fused=True) if name == "adamw" else torch.optim.Muon(flat, lr=0.0)
         )
