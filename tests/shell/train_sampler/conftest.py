@@ -17,7 +17,7 @@ from strata.train.runner.model.tiny import Family, TinyModel, make
 from tests.shell.train_sampler.stage import BASE, Stage, base_of
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -28,7 +28,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     families: dict[str, Family] = {
@@ -56,7 +56,7 @@ def _configure(model: Path, changes: dict[str, object]) -> None:
     file.write_bytes(msgspec.json.encode(msgspec.json.decode(file.read_bytes()) | changes))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def llama(models: Path, ranks: RankGroup) -> BaseModel:
     return base_of(models / "llama", ranks)
 
