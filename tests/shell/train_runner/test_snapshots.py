@@ -21,7 +21,7 @@ from strata.train.runner.checkpoint.shards import SHARDING, ShardOffsets
 from strata.train.runner.collectives import ShareGroup
 from strata.train.runner.lora import Adapter, AdapterPlacement, LoraPart, LoraTarget
 from strata.train.runner.snapshot import files
-from strata.train.runner.snapshot.state import SnapshotReader
+from strata.train.runner.snapshot.state import SamplerTensors, SnapshotReader
 from tests.support.torchrun import run_on_ranks
 
 ROOT: Final = Path(__file__).parents[3]
@@ -199,6 +199,29 @@ def test_a_snapshot_that_lacks_numbers_of_an_adapter_is_refused(tmp_path: Path) 
     reader = SnapshotReader(tmp_path, manifest_of(5, ranks=1, written={}), rank=0)
     with pytest.raises(StrataError, match="does not fit"):
         reader.part("models.0.weights", adapter.blocks[0], slice(0, adapter.size))
+
+
+def test_numbers_of_an_adapter_of_other_layers_are_refused(tmp_path: Path) -> None:
+    save_file({"models.0.weights": torch.zeros(20)}, tmp_path / files.SHARED)
+    save_file({}, tmp_path / files.rank_file(0))
+    written, other = (
+        Adapter(LoraConfig(rank=2, alpha=2.0), [LoraTarget(name, 2, 3)], torch.device("cpu")) for name in ("q", "o")
+    )
+    new = SnapshotReader(tmp_path, manifest_of(5, ranks=1, written={}), rank=0)
+    new.check_layout("models.0.weights", written.layout, written)
+    with pytest.raises(StrataError, match="does not fit"):
+        new.check_layout("models.0.weights", written.layout, other)
+    old = SnapshotReader(tmp_path, manifest_of(2, ranks=1, written={files.SHARED: CheckpointFile("", 0)}), rank=0)
+    with pytest.raises(StrataError, match="does not fit"):
+        old.check_layout("models.0.weights", "", written)
+
+
+def test_a_rank_without_numbers_of_an_adapter_writes_nothing_of_it() -> None:
+    """Otherwise a kind of numbers that no rank has would be there, and lack all numbers."""
+    targets = [LoraTarget("q_proj", 2, 3)]
+    elsewhere = AdapterPlacement(lambda _: None, is_staged=True)
+    adapter = Adapter(LoraConfig(rank=2, alpha=2.0), targets, torch.device("cpu"), placement=elsewhere)
+    assert list(SamplerTensors("s", adapter, None).own()) == []
 
 
 def encode_offsets(offsets: dict[str, ShardOffsets]) -> str:

@@ -174,7 +174,8 @@ def plan_device(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> Devic
         held.append(MemoryPart("adapters", trained * 4, "counted"))
     # Devices that hold the same of an adapter share its moments and summed gradients; those of a weight are sharded as
     # it is.
-    stepped = trained if recipe.full else recipe.slots * _share(cost.adapter_parameters, mesh.devices)
+    sharing = mesh.devices // mesh.pipeline
+    stepped = trained if recipe.full else recipe.slots * _share(cost.adapter_parameters, sharing)
     held.append(MemoryPart("optimizer", stepped * MOMENTS_BYTES, "counted"))
     held.append(MemoryPart("KV cache", recipe.cached_tokens * cost.cache_numbers * recipe.item_bytes, "counted"))
     quantising = QUANTISING_BYTES if recipe.quantise and recipe.device == "cpu" else 0

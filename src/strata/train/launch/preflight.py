@@ -187,8 +187,8 @@ def memory_recipe(settings: ServerSettings) -> MemoryRecipe:
 def largest_stage_cost(
     model: ModelFiles, recipe: MemoryRecipe, parallel: ParallelSettings, mesh: MeshShape
 ) -> ModelCost:
-    """Of the stage that has most parameters, and of adapters in full, which all ranks have; ranks that are stages have
-    no KV cache. Without stages, of the model."""
+    """Of the stage that has most parameters, with the adapters of its layers; ranks that are stages have no KV cache.
+    Without stages, of the model."""
     whole = model_cost(model, recipe, mesh)
     if mesh.pipeline == 1:
         return whole
@@ -199,8 +199,6 @@ def largest_stage_cost(
     return msgspec.structs.replace(
         max(stages, key=lambda cost: cost.rank_parameters),
         parameters=whole.parameters,
-        adapter_parameters=whole.adapter_parameters,
-        adapter_expert_parameters=whole.adapter_expert_parameters,
         cache_numbers=0,
     )
 

@@ -55,8 +55,6 @@ class LoraPart(NamedTuple):
     """Whether this rank's gradients count: of ranks that all compute the same, those of one do."""
     experts: range | None = None
     """Those that this rank computes; it holds the adapter of no others. None: all, or there are none."""
-    is_held: bool = True
-    """Whether this rank computes any of it; otherwise another stage does, and this rank holds nothing of it."""
 
 
 def targets_of(model: nn.Module, config: LoraConfig) -> list[LoraTarget]:
@@ -152,7 +150,8 @@ def is_experts(module: Any) -> bool:
 class AdapterPlacement:
     """What this rank computes of each adapter, and with which ranks it shares what it holds."""
 
-    part_of: Callable[[LoraTarget], LoraPart] = lambda _: LoraPart()
+    part_of: Callable[[LoraTarget], LoraPart | None] = lambda _: LoraPart()
+    """None if another stage computes the layer: this rank holds nothing of its adapter."""
     ranks: ShareGroup = ALONE
     """All of a stage."""
     holders: ShareGroup = ALONE
@@ -270,7 +269,9 @@ class Adapter:
         self.shapes = _shapes(config.rank, targets)
         self.size = sum(math.prod(shape) for shape in self.shapes.values())
         parts = {target.name: placement.part_of(target) for target in targets}
-        self._parts = {name: part for name, part in parts.items() if part.is_held}
+        self._parts = {name: part for name, part in parts.items() if part is not None}
+        self.spread = [name for name, part in self._parts.items() if part.experts is not None]
+        """The targets whose experts are spread over ranks."""
         common, of_experts = self._held_tensors()
         # A stage may have none of the layers that are trained.
         self.blocks = [AdapterBlock(common, placement.ranks if common else ALONE, device, dtype)]
@@ -291,16 +292,18 @@ class Adapter:
             part = self._parts.get(name.rpartition(".")[0])
             if part is not None and part.experts is None:
                 common.append(HeldTensor(name, shape, 0, start))
-            elif part is not None and part.experts is not None:
+            elif part is not None:
+                assert part.experts is not None
                 offset = part.experts.start * math.prod(shape[1:])
                 of_experts.append(HeldTensor(name, (len(part.experts), *shape[1:]), offset, start + offset))
             start += math.prod(shape)
         return common, of_experts
 
     @property
-    def spread(self) -> list[str]:
-        """The targets whose experts are spread over ranks."""
-        return [name for name, part in self._parts.items() if part.experts is not None]
+    def layout(self) -> str:
+        """The same for adapters whose flat blocks have the same tensors at the same places."""
+        shapes = [f"{name} {'x'.join(map(str, shape))}" for name, shape in self.shapes.items()]
+        return hashlib.sha256("\n".join(shapes).encode()).hexdigest()
 
     @property
     def flat(self) -> torch.Tensor:

@@ -237,6 +237,7 @@ class ModelRunner:
         return ops.SamplerOpened(sampler_id)
 
     def _open_checkpoint(self, sampler_id: str, folder: Path) -> None:
+        self.sampler.check_architecture()
         weights = save_load.open_weights(folder, self.base, self.ranks)
         if isinstance(weights, Adapter):
             self.sampler.open_adapter(sampler_id, weights)
@@ -279,7 +280,7 @@ class ModelRunner:
                 full = self.settings.full
                 model = FullModel(created, self.base.packed, ranks) if full else self._create_lora(created)
                 models[created.model_id] = model
-                installs.append(state.read_model(reader, number, entry.steps, model))
+                installs.append(state.read_model(reader, number, entry, model))
             installs += [self._read_sampler(reader, number, entry) for number, entry in enumerate(manifest.samplers)]
         failpoint("train.snapshot.before_put")
         for install in installs:
@@ -300,7 +301,7 @@ class ModelRunner:
             case "adapter":
                 lora = state.sampler_lora(entry)
                 adapter = self.base.new_sampled_adapter(lora, self.ranks.device)
-                state.read_sampler_adapter(reader, number, adapter)
+                state.read_sampler_adapter(reader, number, entry, adapter)
                 return lambda: self.sampler.open_adapter(entry.sampler_id, adapter)
             case "whole":
                 live, dtype = dict(sharded(self.base.packed)), DTYPES[self.settings.dtype]

@@ -193,7 +193,9 @@ class BaseModel:
         return Adapter(config, targets_of(self.all_stages, config), device, dtype, self._placement)
 
     def new_sampled_adapter(self, config: LoraConfig, device: torch.device) -> Adapter:
-        """An adapter to sample with: each rank computes all layers, and holds the same experts as in passes."""
+        """An adapter to sample with: each rank computes all layers, and holds the same experts as in passes. Ranks that
+        are stages do not sample."""
+        assert self.stage is None
         placement = replace(self._placement, part_of=partial(lora_part, None, self.experts))
         return Adapter(config, targets_of(self.all_stages, config), device, placement=placement)
 
@@ -306,8 +308,8 @@ def lora_part(tensor: TensorParallel | None, experts: ExpertParallel | None, tar
     return LoraPart() if split is None else split.lora_part(target)
 
 
-def _stage_part(stage: PipelineStage, tensor: TensorParallel | None, target: LoraTarget) -> LoraPart:
-    return lora_part(tensor, None, target) if stage.computes(target.name) else LoraPart(is_held=False)
+def _stage_part(stage: PipelineStage, tensor: TensorParallel | None, target: LoraTarget) -> LoraPart | None:
+    return lora_part(tensor, None, target) if stage.computes(target.name) else None
 
 
 def make_mesh(parallel: ParallelSettings, ranks: int, device: torch.device) -> DeviceMesh:

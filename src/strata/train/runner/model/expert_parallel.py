@@ -99,11 +99,13 @@ class ExpertParallel(SplitModel):
         first = self._mesh.get_local_rank() * each
         return LoraPart(experts=range(first, first + each))
 
-    def gather_experts(self, own: torch.Tensor) -> torch.Tensor:
-        """A tensor of all experts, from those that each rank of the group holds."""
-        full = own.new_empty(len(own) * self._mesh.size(), *own.shape[1:])
-        dist.all_gather_single(full, own.contiguous(), group=self._group)
-        return full
+    def gather_experts(self, own: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Tensors of all experts, from those that each rank of the group holds, in one collective."""
+        flat = torch.cat([each.reshape(-1) for each in own])
+        gathered = flat.new_empty(self._mesh.size() * len(flat))
+        dist.all_gather_single(gathered, flat, group=self._group)
+        parts = torch.split(gathered.view(self._mesh.size(), -1), [each.numel() for each in own], dim=1)
+        return [part.reshape(-1, *each.shape[1:]) for part, each in zip(parts, own, strict=True)]
 
     def dispatch(self, ends: torch.Tensor, adapters: Sequence[Adapter]) -> ExpertDispatch:
         """For pairs that are sorted by expert, and those of an expert by adapter: first those without one. `ends` are

@@ -4,7 +4,8 @@ Both accumulate gradients the same way. The gradients of a pass are staged until
 accumulated since the last optimizer step, summed over the ranks, and `discard` drops them. A step consumes the sum, and
 `abort` drops everything accumulated.
 
-The values of an adapter are on every rank, except those of experts: they are on the ranks that hold the experts.
+The values of an adapter are on every rank of the stage that computes its layer, except those of experts: they are on
+the ranks that hold the experts.
 Accumulated gradients and moments are shared by the ranks that have the values: each has its share of them, and makes
 the AdamW step of that share. Muon steps on whole matrices, so each of these ranks has and makes all of it.
 """

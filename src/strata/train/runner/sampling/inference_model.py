@@ -32,7 +32,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from strata.base.errors import StrataError
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.experts import group_experts
-from strata.train.runner.lora import Adapter, Adapters, Span, is_experts
+from strata.train.runner.lora import Adapter, Adapters, Span
 from strata.train.runner.model.attention import describe_mask, terms_of
 from strata.train.runner.model.attention_kernels import AttentionTerms, States
 from strata.train.runner.model.base import DTYPES, BaseModel, blocks_of
@@ -129,13 +129,13 @@ class InferenceModel:
         """Compute with these weights, sharded or not, by their names in the loaded model, and with these adapters or
         none, until the context ends. All ranks enter and leave it together; in between each may make as many passes as
         it wants."""
-        size = sum(
+        source = _Source(parameters, adapters, self._experts, self.dtype)
+        size = source.adapter_bytes + sum(
             parameter.numel() * _gathered_dtype(parameter, self.dtype).itemsize for parameter in parameters.values()
         )
         is_free = all(_costs_nothing(parameter, self.dtype) for parameter in parameters.values())
         streamed = size > self._gathered_bytes and not is_free
         weights = self._outside if streamed else self._weights
-        source = _Source(parameters, adapters, self._experts, self.dtype)
         weights.install(source.gather(weights))
         try:
             if streamed:
@@ -185,9 +185,8 @@ class _Weights:
         self._locations = list(locations)
         self._empty = [module._parameters[last] for _, module, last in self._locations]
         self._adapters: Sequence[_GatheredAdapter] = ()
-        self.names = list(dict.fromkeys(name for name, _, _ in self._locations))
-        self.experts = frozenset(name for name, module, _ in self._locations if is_experts(module))
-        """The weights of experts among them."""
+        self.names = dict.fromkeys(name for name, _, _ in self._locations)
+        """In an order."""
 
     def install(self, gathered: _Gathered) -> None:
         for name, module, last in self._locations:
@@ -217,16 +216,29 @@ class _Source:
         """All ranks call it together."""
         with torch.no_grad():
             gathered = gather_weights({name: self.parameters[name] for name in weights.names}, self.dtype)
-            return _Gathered(gathered, list(self._gather_adapters(weights.experts)))
+            return _Gathered(gathered, list(self._gather_adapters(weights.names)))
 
     def _gather_adapters(self, weights: Collection[str]) -> Iterator[_GatheredAdapter]:
         for adapter in self.adapters:
-            for target in adapter.spread:
-                if target in weights:
-                    assert self.experts is not None
-                    own = adapter.pairs[target]
-                    a, b = (self.experts.gather_experts(matrix.detach().to(self.dtype)) for matrix in own)
-                    yield _GatheredAdapter(adapter, target, own, (a, b))
+            targets = [target for target in adapter.spread if target in weights]
+            if not targets:
+                continue
+            assert self.experts is not None
+            own = [matrix.detach().to(self.dtype) for target in targets for matrix in adapter.pairs[target]]
+            full = self.experts.gather_experts(own)
+            for target, a, b in zip(targets, full[::2], full[1::2], strict=True):
+                yield _GatheredAdapter(adapter, target, adapter.pairs[target], (a, b))
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Of all that is gathered of adapters."""
+        matrices = (
+            math.prod(adapter.shapes[f"{target}.{part}"])
+            for adapter in self.adapters
+            for target in adapter.spread
+            for part in ("lora_A", "lora_B")
+        )
+        return sum(matrices) * self.dtype.itemsize
 
 
 class _LayerStream:

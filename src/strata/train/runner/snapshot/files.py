@@ -54,12 +54,15 @@ POLL_S: Final = 0.02
 class SnapshotModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     created: ops.CreateModel
     steps: int
+    layout: str = ""
+    """Of an adapter: where its tensors are in the flat block that runs refer to. Empty before format 5."""
 
 
 class SnapshotSampler(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sampler_id: str
     kind: Literal["base", "adapter", "whole"]
     lora: ops.LoraConfig | None = None
+    layout: str = ""
 
 
 class SnapshotManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -101,7 +104,7 @@ class SnapshotResult(msgspec.Struct, frozen=True):
 
 
 class _Sealed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One rank has written its files, or has failed."""
+    """One rank has written its file, or has failed."""
 
     files: Mapping[str, CheckpointFile] = {}
     error: str | None = None

@@ -35,6 +35,7 @@ from strata.train.runner.model.trained import (
 from strata.train.runner.snapshot.files import (
     BEFORE_SHARES,
     FLAT_ADAPTERS,
+    FORMAT,
     NAMED_PIECES,
     RUNS,
     SHARED,
@@ -72,7 +73,7 @@ class SamplerTensors:
     @property
     def manifest_entry(self) -> SnapshotSampler:
         if self.adapter is not None:
-            return SnapshotSampler(self.sampler_id, "adapter", self.adapter.config)
+            return SnapshotSampler(self.sampler_id, "adapter", self.adapter.config, self.adapter.layout)
         return SnapshotSampler(self.sampler_id, "base" if self.full is None else "whole")
 
     def own(self) -> Iterator[OwnTensor]:
@@ -113,7 +114,11 @@ def copy_state(
 
 
 def model_entries(models: Sequence[TrainedModel]) -> list[SnapshotModel]:
-    return [SnapshotModel(model.created, model.optimizer.steps) for model in models]
+    layouts = [model.adapter.layout if isinstance(model, LoraModel) else "" for model in models]
+    return [
+        SnapshotModel(model.created, model.optimizer.steps, layout)
+        for model, layout in zip(models, layouts, strict=True)
+    ]
 
 
 def _own_tensors(model: TrainedModel) -> Iterator[OwnTensor]:
@@ -129,10 +134,10 @@ def _own_tensors(model: TrainedModel) -> Iterator[OwnTensor]:
 
 
 def _shares(adapter: Adapter, shares: Mapping[str, Sequence[torch.Tensor]]) -> Iterator[OwnTensor]:
-    """Of each kind, this rank's share of each block."""
+    """Of each kind, this rank's share of each block, if it has one: what no rank has written was not there."""
     for number, block in enumerate(adapter.blocks):
         runs = block.runs(block.share)
-        for kind, of_blocks in shares.items():
+        for kind, of_blocks in shares.items() if runs else ():
             yield OwnTensor(f"{kind}.{number}", of_blocks[number], runs=runs)
 
 
@@ -195,13 +200,21 @@ class SnapshotReader:
         self._format = manifest.format
         self._shared = _RankFile(folder / SHARED) if SHARED in manifest.files else None
         self._opened: dict[int, _RankFile] = {}
-        # Its own file first: in a group of the same shape, no rank needs another.
+        # Its own file first: in a group of the same shape, it has all shards of this rank.
         self._order = sorted(range(manifest.ranks), key=lambda number: number != rank)
 
     def _file(self, rank: int) -> _RankFile:
         if rank not in self._opened:
             self._opened[rank] = _RankFile(self._folder / rank_file(rank))
         return self._opened[rank]
+
+    def check_layout(self, name: str, layout: str, adapter: Adapter) -> None:
+        """The numbers of an adapter may have no names: they must be those of the same tensors at the same places."""
+        is_flat = self._shared is not None and name in self._shared.names
+        if is_flat and self._shared is not None and self._shared.shape(name) != [adapter.size]:
+            raise _mismatch(name)
+        if self._format == FORMAT and layout != adapter.layout:
+            raise _mismatch(name)
 
     def part(self, name: str, block: AdapterBlock, part: slice) -> torch.Tensor | None:
         """A part of a block of an adapter; None if no rank had the numbers."""
@@ -211,6 +224,7 @@ class SnapshotReader:
         read = torch.empty_like(like)
         missing, is_there = read.numel(), False
         wanted = block.runs(part)
+        # Each number is in the share of one rank.
         for file in map(self._file, self._order):
             for share, runs in file.shares.get(name, ()):
                 is_there = True
@@ -318,12 +332,14 @@ def _overlaps(wanted: Sequence[Run], there: Sequence[Run]) -> Iterator[tuple[sli
         here_at += stop - start
 
 
-def read_model(reader: SnapshotReader, number: int, steps: int, model: TrainedModel) -> Callable[[], None]:
+def read_model(reader: SnapshotReader, number: int, entry: SnapshotModel, model: TrainedModel) -> Callable[[], None]:
     """Read and check everything of one model; the returned function installs it and cannot fail."""
+    prefix, steps = f"models.{number}", entry.steps
     if isinstance(model, FullModel):
-        return _read_full(reader, f"models.{number}", steps, model)
+        return _read_full(reader, prefix, steps, model)
     assert isinstance(model, LoraModel)
-    prefix, adapter = f"models.{number}", model.adapter
+    adapter = model.adapter
+    reader.check_layout(f"{prefix}.{WEIGHTS}", entry.layout, adapter)
     names = model.optimizer.moment_names if steps else ()
     weights, moments, gradients = [], [], []
     for block, part in zip(adapter.blocks, model.stepped, strict=True):
@@ -368,8 +384,9 @@ def _read_full(reader: SnapshotReader, prefix: str, steps: int, model: FullModel
     return install
 
 
-def read_sampler_adapter(reader: SnapshotReader, number: int, adapter: Adapter) -> None:
+def read_sampler_adapter(reader: SnapshotReader, number: int, entry: SnapshotSampler, adapter: Adapter) -> None:
     name = f"samplers.{number}.{WEIGHTS}"
+    reader.check_layout(name, entry.layout, adapter)
     adapter.install([_read_part(name, reader, block, slice(0, block.size)) for block in adapter.blocks])
 
 
