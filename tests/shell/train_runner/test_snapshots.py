@@ -224,5 +224,16 @@ def test_a_rank_without_numbers_of_an_adapter_writes_nothing_of_it() -> None:
     assert list(SamplerTensors("s", adapter, None).own()) == []
 
 
+def test_a_rank_that_has_nothing_to_write_writes_a_file_that_is_read(tmp_path: Path) -> None:
+    """One that has the second copy of a full model, for example."""
+    writer = files.SnapshotWriter(0, 30.0)
+    writer.start(1, tmp_path / "1-group", files.SnapshotCopy(manifest_of(files.FORMAT, ranks=1, written={}), {}), 0.0)
+    writer.join(30.0)
+    written = writer.take()
+    assert written is not None
+    manifest = files.read_manifest(tmp_path / "1-group", written.digest)
+    files.verify(tmp_path / "1-group", manifest, rank=0, ranks=1)
+
+
 def encode_offsets(offsets: dict[str, ShardOffsets]) -> str:
     return msgspec.json.encode(offsets).decode()

@@ -179,9 +179,12 @@ class SnapshotWriter:
         failpoint("train.snapshot.before_file")
         own = temporary / rank_file(self._rank)
         offsets = {name: ShardOffsets(list(offsets)) for name, offsets in copy.offsets.items()}
-        # A file has shards or shares: with two entries in the header, the same tensors would give different bytes.
-        header = {name: entry for name, entry in ((SHARDING, offsets), (RUNS, copy.runs)) if entry}
-        save_file(dict(copy.own), own, {name: msgspec.json.encode(entry).decode() for name, entry in header.items()})
+        # A file has shards or shares: with two entries in the header, the same tensors would give different bytes. With
+        # none, safetensors would write a header that is no JSON.
+        header = {RUNS: msgspec.json.encode(copy.runs).decode()} if copy.runs else {}
+        if offsets or not header:
+            header[SHARDING] = msgspec.json.encode(offsets).decode()
+        save_file(dict(copy.own), own, header)
         failpoint("train.snapshot.before_sync")
         return sync_and_digest([own])
 
