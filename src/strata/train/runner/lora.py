@@ -15,6 +15,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any, Final, NamedTuple
 
@@ -299,7 +300,7 @@ class Adapter:
             start += math.prod(shape)
         return common, of_experts
 
-    @property
+    @cached_property
     def layout(self) -> str:
         """The same for adapters whose flat blocks have the same tensors at the same places."""
         shapes = [f"{name} {'x'.join(map(str, shape))}" for name, shape in self.shapes.items()]

@@ -208,10 +208,13 @@ class SnapshotReader:
             self._opened[rank] = _RankFile(self._folder / rank_file(rank))
         return self._opened[rank]
 
+    def _shared_by_all(self, name: str) -> _RankFile | None:
+        """The file of what all ranks had in common, if it has this."""
+        return self._shared if self._shared is not None and name in self._shared.names else None
+
     def check_layout(self, name: str, layout: str, adapter: Adapter) -> None:
         """The numbers of an adapter may have no names: they must be those of the same tensors at the same places."""
-        is_flat = self._shared is not None and name in self._shared.names
-        if is_flat and self._shared is not None and self._shared.shape(name) != [adapter.size]:
+        if (shared := self._shared_by_all(name)) is not None and shared.shape(name) != [adapter.size]:
             raise _mismatch(name)
         if self._format == FORMAT and layout != adapter.layout:
             raise _mismatch(name)
@@ -245,14 +248,14 @@ class SnapshotReader:
         return torch.cat([like[:0], *present])
 
     def _piece(self, name: str, piece: HeldPiece, like: torch.Tensor) -> torch.Tensor | None:
-        if self._format in FLAT_ADAPTERS or (self._shared is not None and name in self._shared.names):
+        if self._format in FLAT_ADAPTERS or self._shared_by_all(name) is not None:
             return self.share(name, slice(piece.start, piece.start + piece.size), like)
         return self.sharded(f"{name}.{piece.name}", [slice(piece.offset, piece.offset + piece.size)], like)
 
     def share(self, name: str, wanted: slice, like: torch.Tensor) -> torch.Tensor | None:
         """A part of an adapter that an earlier version wrote as one flat tensor; None if no rank had it."""
-        if self._shared is not None and name in self._shared.names:
-            return _check_fit(name, self._shared.read_region(name, [wanted]), like)
+        if (shared := self._shared_by_all(name)) is not None:
+            return _check_fit(name, shared.read_region(name, [wanted]), like)
         if self._format not in BEFORE_SHARES:
             return self.sharded(name, [wanted], like)
         summands = [file for file in map(self._file, self._order) if name in file.names]
