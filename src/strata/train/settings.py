@@ -127,6 +127,11 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     gradients of at most so many MiB are reduced over the ranks once in a pass; larger ones after every row."""
     activation_checkpointing: bool | Count = False
     """Compute activations again in the backward pass: those of every layer (`true`) or of every n-th."""
+    compile: bool = False
+    """Compile the layers for passes (`torch.compile`)."""
+    offload: bool = False
+    """Keep weights, their gradients and the optimizer state in the memory of the host. A layer is copied to the device
+    when it computes."""
     initial_checkpoint: bool = True
     """Save every new model as `000000` before anything is trained."""
 
@@ -649,6 +654,21 @@ def check_quantise(quantise: Quantise, training: Literal["lora", "full"], parall
             Code.UNSUPPORTED,
             f"model.quantise is {quantise}, which needs bitsandbytes, and that is not installed",
             hint="pip install 'strata-train[quantised]'",
+        )
+
+
+def check_alone(setting: Literal["compile", "offload"], quantise: Quantise, parallel: ParallelSettings) -> None:
+    """INVALID if the base is quantised, or on another mesh than of shards and copies."""
+    others = [
+        *(f"parallel.{name}" for name in ("tensor", "context", "expert", "pipeline") if getattr(parallel, name) > 1),
+        *(["model.quantise"] if quantise else []),
+    ]
+    if others:
+        raise StrataError(
+            Code.INVALID,
+            f"model.{setting} is true, which works with shards and copies of unquantised models alone, and not with"
+            f" {others[0]}",
+            hint="leave one of the two out",
         )
 
 

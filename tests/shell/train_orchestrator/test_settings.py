@@ -195,6 +195,29 @@ def test_stages_are_refused_with_an_engine_that_would_wait_for_samplers(tmp_path
         check_mesh(load_settings(written(tmp_path, f'{text}[inference]\nengine = "vllm"\n'), environ={}))
 
 
+@pytest.mark.parametrize("setting", ["compile", "offload"])
+@pytest.mark.parametrize(
+    ("more", "refused"),
+    [
+        ("", ""),
+        ("[parallel]\nreplicate = 2\n", ""),
+        ("[parallel]\ntensor = 2\n", "parallel.tensor"),
+        ("[parallel]\npipeline = 2\n", "parallel.pipeline"),
+        ('quantise = "nf4"\n', "model.quantise"),
+    ],
+)
+def test_compiled_and_offloaded_layers_are_refused_where_they_were_never_tried(
+    setting: str, more: str, refused: str, tmp_path: Path
+) -> None:
+    text = f'[ranks]\nnproc = 2\n[model]\npath = "{tmp_path}"\n{setting} = true\n{more}'
+    settings = load_settings(written(tmp_path, text), environ={})
+    if not refused:
+        check_mesh(settings)
+        return
+    with pytest.raises(StrataError, match=f"model.{setting} is true, .* not with {refused}"):
+        check_mesh(settings)
+
+
 def test_a_model_that_cannot_fit_is_refused_before_anything_starts(tmp_path: Path) -> None:
     weights(tmp_path, {"layer.weight": (10_000_000, 1_000_000)})
     (tmp_path / "config.json").write_text("{}")

@@ -43,8 +43,9 @@ GENERAL: Sequence[Check] = (
 )
 
 
-def main(out: Path, *, once_more: bool) -> None:
-    """`once_more` does only what is to have the same bits in every start."""
+def main(out: Path, *, once_more: bool, compiled: bool) -> None:
+    """`once_more` does only what is to have the same bits in every start, `compiled` only what compiled layers are to
+    compute as well."""
     ranks = join_ranks(60)
     models = out.parent / "models"
     found = Found(ranks.size, models)
@@ -56,7 +57,8 @@ def main(out: Path, *, once_more: bool) -> None:
     stages: Sequence[tuple[str, dict[str, object], Sequence[Check]]] = (
         ("llama", {}, GENERAL),
         ("llama", {"training": "full", "replicated_bytes": 1 << 30}, checks_full.CHECKS),
-        ("llama", thrifty, checks_lora.SAME_NUMBERS),
+        ("llama", {"training": "full", "offload": True}, checks_full.PARITY),
+        ("llama", {**thrifty, "offload": True}, checks_lora.SAME_NUMBERS),
         ("llama", {"dtype": "bfloat16"}, checks_lora.ROUGHLY),
         ("qwen3", {}, checks_lora.PARITY),
         ("qwen3_moe", {}, (*checks_lora.PARITY, checks_files.steps_are_those_of_muon)),
@@ -64,6 +66,15 @@ def main(out: Path, *, once_more: bool) -> None:
     )
     if once_more:
         stages = (("llama", {}, (checks_lora.the_same_again_is_the_same_bits,)),)
+    if compiled:
+        own: dict[str, object] = {"compile_folder": folder / "compiled"}
+        stages = (
+            ("llama", own, checks_lora.PARITY),
+            ("llama", {"training": "full", **own}, checks_full.PARITY),
+            ("llama", {**thrifty, **own}, checks_lora.PARITY),
+            ("qwen3_moe", own, checks_lora.PARITY),
+            ("qwen3_moe", {"training": "full", **own}, checks_full.PARITY),
+        )
     for number, (model, options, checks) in enumerate(stages):
         started = perf_counter()
         settings = RunnerSettings(
@@ -118,4 +129,4 @@ def _run(name: str, check: Callable[[Driver, Found], None], driver: Driver, foun
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), once_more="--once-more" in sys.argv)
+    main(Path(sys.argv[1]), once_more="--once-more" in sys.argv, compiled="--compiled" in sys.argv)

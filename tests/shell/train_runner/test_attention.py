@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import torch
 
 from strata.train.runner.model import attention_kernels
-from strata.train.runner.model.attention import document_attention
+from strata.train.runner.model.attention import Documents, document_attention
 from strata.train.runner.model.attention_kernels import AttentionTerms, Reach, States, attend_documents
 from tests.shell.train_runner.dispatched import Dispatched
 
@@ -141,9 +141,8 @@ def test_a_window_needs_no_mask_as_large_as_the_document_squared() -> None:
 def test_transformers_options_reach_the_arithmetic() -> None:
     states = drawn_states(torch.float64)
     terms = drawn_terms(Reach(window=4), torch.float64, softcap=True, sinks=True)
-    called, _ = document_attention(
-        torch.nn.Module(), *states, terms.reach, documents=LENGTHS, scaling=0.4, softcap=2.0, s_aux=terms.sinks
-    )
+    options: dict[str, Any] = {"scaling": 0.4, "softcap": 2.0, "s_aux": terms.sinks}
+    called, _ = document_attention(torch.nn.Module(), *states, terms.reach, documents=Documents(LENGTHS), **options)
     torch.testing.assert_close(called, dense_attention(states, LENGTHS, terms))
 
 

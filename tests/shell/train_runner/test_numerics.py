@@ -26,9 +26,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kit")
 
 
-def run_kit(folder: Path, name: str, ranks: int, *options: str) -> dict[str, Any]:
+def run_kit(folder: Path, name: str, ranks: int, *options: str, within_s: int = LONGEST_S) -> dict[str, Any]:
     out = folder / f"{name}.json"
-    run_on_ranks("tests.shell.train_runner.numerics", ranks, str(out), *options, within_s=LONGEST_S)
+    run_on_ranks("tests.shell.train_runner.numerics", ranks, str(out), *options, within_s=within_s)
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     return found
 
@@ -81,6 +81,14 @@ def test_two_starts_make_the_same_bits(folder: Path, two_ranks: dict[str, Any]) 
     again = run_kit(folder, "again", group_size(), "--once-more")
     assert failures(again) == ""
     assert again["numbers"]["bits"] == two_ranks["numbers"]["bits"]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1220)
+def test_compiled_layers_compute_what_peft_and_hugging_face_compute(folder: Path) -> None:
+    compiled = run_kit(folder, "compiled", group_size(), "--compiled", within_s=1200)
+    assert failures(compiled) == ""
+    assert len(compiled["checks"]) == 8
 
 
 @pytest.mark.parametrize("shape", [(0,), (5,), (4096,), (3, 5000), (40, 512, 256)])

@@ -26,7 +26,7 @@ from strata.train.core.device_memory import MemoryRecipe, MeshShape, ModelCost, 
 from strata.train.core.quantisation import can_be_quantised, saved_bytes
 from strata.train.hugging_face import CONFIG, WEIGHTS, find_folder
 from strata.train.peft.layers import kind_of
-from strata.train.settings import ParallelSettings, ServerSettings, check_quantise
+from strata.train.settings import ParallelSettings, ServerSettings, check_alone, check_quantise
 
 NVIDIA_SMI: Final = "nvidia-smi"
 _LAYER: Final = re.compile(r".*?\.\d+\.")
@@ -79,6 +79,10 @@ def check_mesh(settings: ServerSettings) -> None:
     """INVALID if the ranks do not form the mesh that `parallel` describes, or the model cannot be on it."""
     if problem := settings.parallel.problem(settings.ranks.nproc):
         raise StrataError(Code.INVALID, problem)
+    if settings.model.compile:
+        check_alone("compile", settings.model.quantise, settings.parallel)
+    if settings.model.offload:
+        check_alone("offload", settings.model.quantise, settings.parallel)
     folder = find_folder(settings.model.path)
     if folder is not None and (problem := settings.parallel.model_problem(read_config(folder))):
         raise StrataError(Code.INVALID, problem)

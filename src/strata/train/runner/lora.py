@@ -419,7 +419,8 @@ class Adapters:
     """The forward hooks in the base, and the spans of the row that they compute. They are set again when the backward
     pass of the row begins: layers that are recomputed in it must add the same."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, wrap: Callable[[Any], Any] = lambda hook: hook) -> None:
+        """`wrap` is applied to each hook."""
         self.row: Sequence[Span] = ()
         self.head_row: Sequence[Span] = ()
         """The spans of the tokens whose logits are computed: the row or a chunk of it."""
@@ -429,7 +430,8 @@ class Adapters:
         for name, module in model.named_modules():
             if kind_of(name) is not None and linear_shape(module) is not None:
                 # First of all: outputs of a layer that is split over ranks are summed or gathered after it.
-                module.register_forward_hook(self._hook(name, head=kind_of(name) == "unembed"), prepend=True)
+                hook = wrap(self._hook(name, head=kind_of(name) == "unembed"))
+                module.register_forward_hook(hook, prepend=True)
 
     def restore_row(self, spans: Sequence[Span], gradient: torch.Tensor) -> None:
         """A hook of what a row computes, for its backward pass."""

@@ -46,6 +46,10 @@ class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The mesh of the ranks. A base that every rank has in full is on no mesh."""
     activation_checkpointing: bool | int = False
     """Of every layer, or of every n-th."""
+    offload: bool = False
+    """Whether weights, their gradients and the optimizer state are in the memory of the host."""
+    compile_folder: Path | None = None
+    """Where compiled layers are cached. None: they are not compiled."""
     logits_bytes: int = LOGITS_BYTES
     sleep_folder: Path
     """Where a rank without a device offloads its weights while it sleeps."""
@@ -84,6 +88,8 @@ def runner_settings(settings: ServerSettings) -> RunnerSettings:
         replicated_bytes=model.replicated_mb << 20,
         parallel=settings.parallel,
         activation_checkpointing=model.activation_checkpointing,
+        offload=model.offload,
+        compile_folder=settings.data / "compiled" if model.compile else None,
         sleep_folder=settings.data / "asleep",
         collective_timeout_s=settings.ranks.collective_timeout_s,
         sequences=settings.sampling.sequences,

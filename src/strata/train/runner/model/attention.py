@@ -92,6 +92,14 @@ def _unsupported(why: str) -> StrataError:
     return StrataError(Code.UNSUPPORTED, why)
 
 
+class Documents:
+    """The lengths of the documents of a row. A compiled layer would be compiled again for another list of numbers, but
+    not for another object."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = list(lengths)
+
+
 def document_attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -99,7 +107,7 @@ def document_attention(
     value: torch.Tensor,
     attention_mask: object,
     *,
-    documents: Sequence[int] | None = None,
+    documents: Documents | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """(batch, heads, tokens, dimensions) in, tokens before heads out. In a context group the tokens are a slice of the
@@ -107,7 +115,7 @@ def document_attention(
     del module
     context: ContextParallel | None = options.pop("context", None)
     states, terms = (query, key, value), terms_of(attention_mask, options)
-    lengths = list(documents) if documents is not None else [query.shape[2]]
+    lengths = documents.lengths if documents is not None else [query.shape[2]]
     attend = attend_documents if context is None else context.attend
     return attend(states, lengths, terms), None
 

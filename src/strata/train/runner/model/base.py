@@ -14,8 +14,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
@@ -37,6 +39,7 @@ from strata.train.runner.lora import (
     targets_of,
 )
 from strata.train.runner.model.attention import ATTENTION
+from strata.train.runner.model.compiled import compile_layers, keep_uncompiled
 from strata.train.runner.model.context_parallel import ContextParallel
 from strata.train.runner.model.expert_parallel import ExpertParallel, make_holders
 from strata.train.runner.model.loading import RankPart, build_skeleton, load_lm, load_sharded, tie_skeleton
@@ -52,7 +55,7 @@ from strata.train.runner.model.startup_check import (
 from strata.train.runner.model.tensor_parallel import TensorParallel
 from strata.train.runner.passes.logprobs import PackedModel, PackedRow
 from strata.train.runner.settings import RunnerSettings
-from strata.train.settings import ParallelSettings, check_quantise
+from strata.train.settings import ParallelSettings, check_alone, check_quantise
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 REDUCED_BYTES: Final = 4
@@ -74,6 +77,10 @@ class BaseModel:
             if problem := settings.parallel.problem(ranks.size):
                 raise StrataError(Code.INVALID, problem)
             check_quantise(settings.quantise, settings.training, settings.parallel)
+            if settings.compile_folder is not None:
+                check_alone("compile", settings.quantise, settings.parallel)
+            if settings.offload:
+                check_alone("offload", settings.quantise, settings.parallel)
             skeleton = build_skeleton(settings.model, self.storage_dtype)
             if problem := settings.parallel.model_problem(skeleton.config.to_dict()):
                 raise StrataError(Code.UNSUPPORTED, problem)
@@ -88,7 +95,8 @@ class BaseModel:
                 replace_layers(skeleton, settings.quantise)
             size = sum(parameter.numel() * parameter.element_size() for parameter in skeleton.parameters())
             # A frozen base that is small is not sharded: every rank has all of it, and no pass has to gather it.
-            is_replicated = not settings.full and settings.parallel.may_replicate and size <= settings.replicated_bytes
+            is_small = size <= settings.replicated_bytes and not settings.offload
+            is_replicated = not settings.full and settings.parallel.may_replicate and is_small
             self.stage = self._make_stage(ranks)
             self.has_results = self.stage is None or self.stage.is_last
             """Whether this rank computes log probabilities, and not only what the next stage needs for them."""
@@ -157,13 +165,16 @@ class BaseModel:
                 experts.split(lm)
             elif tensor is not None and any(map(is_experts, lm.modules())):
                 raise StrataError(Code.UNSUPPORTED, "a tensor group splits no experts: set parallel.expert")
-            shard(packed, DTYPES[self.settings.dtype], mesh, expert_mesh)
+            shard(packed, DTYPES[self.settings.dtype], mesh, expert_mesh, offload=self.settings.offload)
 
         with ranks.collective_errors():
             shards = mesh.size(mesh.mesh_dim_names.index("shard"))
             path, quantise = self.settings.model, self.settings.quantise
             part = RankPart(distribute, shards, self.cut)
-            load_sharded(path, self.storage_dtype, ranks.device, part, quantise)
+            device = torch.device("cpu") if self.settings.offload else ranks.device
+            lm = load_sharded(path, self.storage_dtype, device, part, quantise)
+        if self.settings.offload:
+            move_buffers(lm, ranks.device)
         assert packed is not None
         self.tensor, self.experts = tensor, experts
         return packed
@@ -172,8 +183,12 @@ class BaseModel:
         if not lm._can_set_attn_implementation():
             raise StrataError(Code.UNSUPPORTED, "its attention is not one that can be replaced")
         lm.set_attn_implementation(ATTENTION)
-        adapters = None if self.settings.full else Adapters(lm)
+        folder = self.settings.compile_folder
+        wrap = keep_uncompiled if folder is not None else lambda hook: hook
+        adapters = None if self.settings.full else Adapters(lm, wrap)
         group_experts(lm, adapters, None if self.experts is None else self.experts.dispatch, self.tensor)
+        if folder is not None:
+            compile_layers(blocks_of(lm), folder)
         if adapters is not None and (self.stage is None or self.stage.is_first):
             # Then every layer takes part in the backward pass of every rank, whichever adapters its row has. Each layer
             # has a collective in the backward pass; a rank that left one out would wait for the others for ever.
@@ -349,8 +364,22 @@ def make_expert_mesh(parallel: ParallelSettings, ranks: int, device: torch.devic
     return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def shard(packed: PackedModel, compute: torch.dtype, mesh: DeviceMesh, expert_mesh: DeviceMesh | None = None) -> None:
-    """Shard a model (FSDP), whose weights may be split over tensor or expert groups, over the rest of its mesh."""
+def move_buffers(lm: PreTrainedModel, device: torch.device) -> None:
+    for module in lm.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
+
+
+def shard(
+    packed: PackedModel,
+    compute: torch.dtype,
+    mesh: DeviceMesh,
+    expert_mesh: DeviceMesh | None = None,
+    *,
+    offload: bool = False,
+) -> None:
+    """Shard a model (FSDP), whose weights may be split over tensor or expert groups, over the rest of its mesh. With
+    `offload`, shards and their gradients are in the memory of the host."""
     reduce = torch.promote_types(compute, torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
     if expert_mesh is not None:
@@ -358,9 +387,10 @@ def shard(packed: PackedModel, compute: torch.dtype, mesh: DeviceMesh, expert_me
             if is_experts(module):
                 fully_shard(module, mesh=_mesh_without(expert_mesh, "expert"), mp_policy=policy)
     sharding = _mesh_without(mesh, "tensor")
+    host = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     for module in blocks_of(packed.lm):
-        fully_shard(module, mesh=sharding, mp_policy=policy)
-    fully_shard(packed, mesh=sharding, mp_policy=policy)
+        fully_shard(module, mesh=sharding, mp_policy=policy, offload_policy=host)
+    fully_shard(packed, mesh=sharding, mp_policy=policy, offload_policy=host)
     register_fsdp_forward_method(packed, PackedModel.unmodified_logits.__name__)
     for module in packed.modules():
         if isinstance(module, FSDPModule):
@@ -378,7 +408,8 @@ def _mesh_without(mesh: DeviceMesh, dimension: str) -> DeviceMesh:
 def blocks_of(lm: PreTrainedModel) -> list[nn.Module]:
     """The modules whose weights are gathered together: the layers of the model. All other weights are one group."""
     names = set(lm._no_split_modules or ())
-    return [module for module in lm.modules() if type(module).__name__ in names]
+    # A module that is sharded is of a class derived from its own.
+    return [module for module in lm.modules() if any(kind.__name__ in names for kind in type(module).__mro__)]
 
 
 def load_base(settings: RunnerSettings, ranks: RankGroup) -> BaseModel:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from strata.base.errors import Code, StrataError
 from strata.train.runner.lora import Adapters, Span, slice_spans
+from strata.train.runner.model.attention import Documents
 from strata.train.runner.model.context_parallel import ContextParallel
 from strata.train.runner.model.pipeline_parallel import PipelineStage
 
@@ -172,7 +173,7 @@ class PackedModel(nn.Module):
         hidden = self._split.hidden(
             **self._inputs(row.tokens),
             position_ids=row.positions[None],
-            documents=list(row.documents),
+            documents=Documents(row.documents),
             context=self.context,
         )
         if self.stage is not None and not self.stage.is_last:

@@ -314,7 +314,7 @@ def gather_weights(parameters: Mapping[str, torch.Tensor], dtype: torch.dtype) -
     for name, parameter in parameters.items():
         wanted = _gathered_dtype(parameter, dtype)
         if _is_whole(parameter):
-            weights[name] = local(parameter).to(wanted)
+            weights[name] = local(parameter).to(_device_of(parameter), wanted)
             continue
         assert isinstance(parameter, DTensor)
         key = parameter.device_mesh, wanted
@@ -335,17 +335,24 @@ def _gather_bucket(bucket: Mapping[str, DTensor], dtype: torch.dtype) -> dict[st
     shapes = [_part_shape(weight) for weight in bucket.values()]
     lengths = [-(-shape[0] // count) * math.prod(shape[1:]) for shape in shapes]
     shards = [local(weight) for weight in bucket.values()]
-    gathered = _all_gather(shards, lengths, dtype, mesh.get_group("shard"), count)
+    room = torch.empty(sum(lengths), dtype=dtype, device=_device_of(like))
+    gathered = _all_gather(shards, lengths, room, mesh.get_group("shard"), count)
     parts = [part.reshape(-1, *shape[1:])[: shape[0]] for part, shape in zip(gathered, shapes, strict=True)]
     weights = dict(zip(bucket, parts, strict=True))
     if split := {name: dimension for name, weight in bucket.items() if (dimension := _split_dimension(weight)) >= 0}:
         parts = [weights[name] for name in split]
         lengths = [part.numel() for part in parts]
         splitting = _splitting(like)
-        gathered = _all_gather(parts, lengths, dtype, mesh.get_group(splitting), mesh_size(like, splitting))
+        room = parts[0].new_empty(sum(lengths))
+        gathered = _all_gather(parts, lengths, room, mesh.get_group(splitting), mesh_size(like, splitting))
         for (name, dimension), part in zip(split.items(), gathered, strict=True):
             weights[name] = torch.cat([each.view(weights[name].shape) for each in part], dim=dimension)
     return weights
+
+
+def _device_of(weight: torch.Tensor) -> torch.device:
+    """Where ranks compute with a weight: its shards may be in the memory of the host."""
+    return torch.device(weight.device_mesh.device_type) if isinstance(weight, DTensor) else weight.device
 
 
 def _split_dimension(weight: DTensor) -> int:
@@ -372,14 +379,14 @@ def _part_shape(weight: DTensor) -> list[int]:
 def _all_gather(
     tensors: Sequence[torch.Tensor],
     lengths: Sequence[int],
-    dtype: torch.dtype,
+    sent: torch.Tensor,
     group: dist.ProcessGroup,
     count: int,
 ) -> Sequence[torch.Tensor]:
-    """For each tensor those of all ranks, (ranks, length), in one collective. A tensor may be shorter."""
-    sent = torch.empty(sum(lengths), dtype=dtype, device=tensors[0].device)
-    for room, tensor in zip(torch.split(sent, list(lengths)), tensors, strict=True):
-        room[: tensor.numel()].copy_(tensor.reshape(-1))
+    """For each tensor those of all ranks, (ranks, length), in one collective. A tensor may be shorter. `sent` is room
+    for those of this rank."""
+    for part, tensor in zip(torch.split(sent, list(lengths)), tensors, strict=True):
+        part[: tensor.numel()].copy_(tensor.reshape(-1))
     gathered = sent.new_empty(count * len(sent))
     dist.all_gather_single(gathered, sent, group=group)
     return torch.split(gathered.view(count, -1), list(lengths), dim=1)
