@@ -165,6 +165,8 @@ def gathered(runner: ModelRunner) -> State:
         flat = {name: whole_of(own, parts, runner.ranks) for name, parts in shares.items()}
         assert_held(own, own.views(flat["weights."]))
         if sampled is not None:
+            # Each rank samples with all layers, of which it holds all but experts.
+            assert all(value.ndim == 3 or value.shape == own.shapes[name] for name, value in sampled.values().items())
             values = [block.flat[block.share] for block in sampled.blocks]
             flat[SAMPLER] = whole_of(sampled, values, runner.ranks)
             assert_held(sampled, sampled.views(flat[SAMPLER]))

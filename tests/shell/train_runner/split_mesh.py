@@ -92,6 +92,7 @@ MESHES: Mapping[str, ParallelSettings] = {
     "stages 2x2x1": ParallelSettings(pipeline=2, replicate=2),
     "stages 4": ParallelSettings(pipeline=4),
     "stages 2 tensor 2": ParallelSettings(pipeline=2, tensor=2),
+    "stages 2x2 tensor 2": ParallelSettings(pipeline=2, shard=2, tensor=2),
     "stages 2 context 2": ParallelSettings(pipeline=2, context=2),
 }
 DOCUMENTS = ((9, 14, 3, 5), (6, 1, 5), (11, 2, 7), (7,))
@@ -266,7 +267,7 @@ def compare(folder: Path, ranks: RankGroup, training: Training, mesh: str, dtype
     (result,) = run_interleaved([model.step(ADAM)])
     own = values_of(model, ranks)
     if isinstance(model, LoraModel) and not model.adapter.is_whole:
-        assert_steps_of_muon(base, model.adapter, rows, ranks)
+        assert_steps_of_muon(base, model, numbers, ranks)
     loss = total * base.is_first_of_row
     return SplitParity(
         f"{folder.name} {training} {mesh}",
@@ -329,25 +330,50 @@ def whole_values(model: LoraModel, ranks: RankGroup) -> dict[str, torch.Tensor]:
 
 
 def assert_held_once(adapter: Adapter, base: BaseModel) -> None:
-    """Each rank of an expert group holds its part of the experts, and the same values of all other layers of its
-    stage."""
-    stage, parallel = base.stage, base.settings.parallel
+    """Each rank of an expert group holds its part of the experts, each rank of a tensor group its part of the layers
+    that the group splits, and all hold the same values of all other layers of their stage."""
+    stage = base.stage
     sizes = [
-        math.prod(shape) // (parallel.expert if len(shape) == 3 else 1)
+        math.prod(shape) // _parts_of(name, shape, base)
         for name, shape in adapter.shapes.items()
         if stage is None or stage.computes(name.rpartition(".")[0])
     ]
     assert stage is None or 0 < sum(sizes) < adapter.size
+    assert base.tensor is None or sum(sizes) < 0.9 * adapter.size
     adapter.begin()
     for blocks in ([block.flat for block in adapter.blocks], adapter.take()):
-        assert sum(sizes) <= sum(map(len, blocks)) < sum(sizes) + 2 * GROUP_RANKS
+        assert sum(sizes) <= sum(map(len, blocks)) < sum(sizes) + 3 * GROUP_RANKS
 
 
-def assert_steps_of_muon(base: BaseModel, adapter: Adapter, rows: Sequence[PackedRow], ranks: RankGroup) -> None:
-    """Each rank steps the matrices of its own experts; torch steps all matrices here."""
+def _parts_of(name: str, shape: tuple[int, ...], base: BaseModel) -> int:
+    """Of how many parts of a tensor a rank has one, by the placement of the layer's own weight on its group."""
+    parallel = base.settings.parallel
+    if len(shape) == 3:
+        return parallel.expert
+    if parallel.tensor == 1:
+        return 1
+    target, _, which = name.rpartition(".")
+    weight = base.lm.get_parameter(f"{target}.weight")
+    assert isinstance(weight, DTensor)
+    assert weight.device_mesh.mesh_dim_names is not None
+    placement = weight.placements[weight.device_mesh.mesh_dim_names.index("tensor")]
+    return parallel.tensor if placement.is_shard(1 if which == "lora_A" else 0) else 1
+
+
+def assert_steps_of_muon(base: BaseModel, trained: LoraModel, numbers: Sequence[int], ranks: RankGroup) -> None:
+    """Each rank steps the matrices of its own experts, and those of all other layers of its stage in full; torch steps
+    all matrices here."""
+    dtype = trained.adapter.blocks[0].flat.dtype
+    adapter = base.new_adapter(trained.adapter.config, ranks.device, dtype, "muon")
+    whole = whole_values(trained, ranks)
+    for name, value in adapter.values().items():
+        value.copy_(adapter.take_own(name, whole[name]))
+        assert value.ndim == 3 or value.shape == adapter.shapes[name]
     model = LoraModel(ops.CreateModel("muon", "tiny", adapter.config, optimizer="muon"), adapter, ranks)
+    assert base.adapters is not None
+    base.adapters.in_pass = [adapter]
     model.begin()
-    compute_rows(base, rows)
+    compute_rows(base, [packed_row(number, base.vocabulary, adapter, ranks.device) for number in numbers])
     model.commit()
     assert model.gradients is not None
     flat = [

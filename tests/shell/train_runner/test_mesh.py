@@ -197,7 +197,7 @@ def assert_same_bits(read: Mapping[str, torch.Tensor], written: Mapping[str, tor
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("family", "meshes"),
-    [("llama", ("shard=4", "shard=2 tensor=2")), ("qwen3_moe", ("expert=2", "shard=4"))],
+    [("llama", ("shard=2 tensor=2", "shard=4")), ("qwen3_moe", ("expert=2", "shard=4"))],
 )
 def test_files_of_one_mesh_are_read_on_another_and_on_one_rank_bit_for_bit(
     family: str, meshes: tuple[str, ...], tmp_path: Path
@@ -307,7 +307,7 @@ def test_ranks_that_share_layers_and_experts_compute_what_one_process_does(tmp_p
 @pytest.mark.gpu
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("mesh", ["2x2x2", "context 2x2x2"])
+@pytest.mark.parametrize("mesh", ["2x2x2", "context 2x2x2", "stages 2x2 tensor 2"])
 def test_eight_ranks_in_three_dimensions_compute_what_one_process_does(mesh: str, tmp_path: Path) -> None:
     families = ("llama", "qwen3")
     check_split_mesh(run_split_mesh(tmp_path, mesh, *families, ranks=8), mesh, *families)

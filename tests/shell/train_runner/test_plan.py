@@ -112,6 +112,39 @@ def test_each_device_has_the_adapters_of_its_experts_and_shares_them_with_those_
         assert reduced == {"all": 3 * 4 * 80_000_000, **own}
 
 
+def test_each_device_has_its_part_of_adapters_that_are_split_and_shares_it_with_those_that_hold_the_same() -> None:
+    cost = msgspec.structs.replace(COST, adapter_split_parameters=240_000_000)
+    for mesh, others in (
+        (MeshShape(shard=2, tensor=4), 2),
+        (MeshShape(replicate=2, tensor=2), 2),
+        (MeshShape(tensor=4), 1),
+    ):
+        planned = plan_device(cost, MemoryRecipe(slots=3), mesh)
+        parts = {part.name: part.bytes for part in planned.parts}
+        own, stepped = 240_000_000 // mesh.tensor, 400_000_000 // mesh.devices
+        held = 160_000_000 + own
+        assert parts["adapters"] == 3 * 4 * held
+        assert parts["gradients"] == 3 * 4 * (held + stepped)
+        assert parts["optimizer"] == 3 * 8 * stepped
+        for name in ("reduce-scatter", "all-gather"):
+            moved = {each.over: each.bytes for each in planned.collectives if each.name == name and each.per == "step"}
+            assert moved == {"all": 3 * 4 * 160_000_000, **({"same parts": 3 * 4 * own} if others > 1 else {})}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+def test_a_trace_and_the_files_of_a_model_say_alike_how_much_of_an_adapter_is_split(
+    family: Literal["llama", "qwen3", "qwen3_moe"], tmp_path: Path
+) -> None:
+    make(tmp_path, TinyModel(family=family, layers=2, hidden=128))
+    recipe, mesh = MemoryRecipe(row_tokens=64), MeshShape(tensor=2, expert=2 if family == "qwen3_moe" else 1)
+    traced, of_files = trace_cost(str(tmp_path), recipe, mesh), model_cost(read_model_files(tmp_path), recipe, mesh)
+    assert traced.adapter_split_parameters == of_files.adapter_split_parameters
+    assert 0.3 < traced.adapter_split_parameters / (traced.adapter_parameters - traced.adapter_expert_parameters) < 0.8
+    alone = trace_cost(str(tmp_path), recipe, MeshShape(shard=2))
+    assert alone.adapter_split_parameters == 0
+    assert alone.adapter_parameters == traced.adapter_parameters
+
+
 def test_a_small_frozen_base_is_on_every_device_and_is_not_gathered() -> None:
     recipe = MemoryRecipe(replicated_bytes=2 * COST.parameters)
     found = plan_device(COST, recipe, MeshShape(shard=4))

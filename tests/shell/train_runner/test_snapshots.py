@@ -164,15 +164,19 @@ def write_runs(folder: Path, adapter: Adapter, numbers: dict[str, torch.Tensor])
 
 
 @pytest.mark.parametrize(("number", "write"), [(3, write_flat), (4, write_pieces), (5, write_runs)])
-def test_a_rank_takes_its_experts_from_a_snapshot_of_any_format(
+def test_a_rank_takes_its_experts_and_its_parts_of_layers_from_a_snapshot_of_any_format(
     number: int, write: Callable[[Path, Adapter, dict[str, torch.Tensor]], int], tmp_path: Path
 ) -> None:
     targets = [LoraTarget("q_proj", 2, 3), LoraTarget("experts.down_proj", 2, 5, experts=4), LoraTarget("o_proj", 3, 2)]
 
-    def part_of(target: LoraTarget) -> LoraPart:
-        return LoraPart(experts=range(2, 4) if target.experts else None)
-
-    placement = AdapterPlacement(part_of, ShareGroup(1, 4), ShareGroup(0, 2))
+    parts = {
+        "q_proj": LoraPart(rows=range(1, 2)),
+        "experts.down_proj": LoraPart(experts=range(2, 4)),
+        "o_proj": LoraPart(columns=range(1, 2)),
+    }
+    placement = AdapterPlacement(
+        lambda target: parts[target.name], ShareGroup(1, 4), ShareGroup(0, 2), ShareGroup(1, 2)
+    )
     adapter = Adapter(LoraConfig(rank=2, alpha=2.0), targets, torch.device("cpu"), placement=placement)
     numbers = torch.arange(float(adapter.size))
     ranks = write(tmp_path, adapter, {"weights": numbers, "exp_avg": -numbers})

@@ -31,6 +31,7 @@ NORM_BYTES: Final = 16
 """Of each number of the largest weight, for its norm: a float64 copy, and one of the squares."""
 MOST_DEVICES: Final = 4096
 
+AdapterHolders = Literal["all", "same parts", "same experts"]
 Source = Literal["counted", "traced", "estimated"]
 Moment = Literal["beginning of the backward pass", "end of the backward pass", "optimizer step"]
 
@@ -100,8 +101,8 @@ class CollectiveCost(msgspec.Struct, frozen=True):
     """Calls of one kind by each device. Bytes are those of the largest tensor of each call, summed."""
 
     name: Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
-    over: Literal["shard", "replicate", "context", "tensor", "expert", "same experts", "all"]
-    """The dimension of the mesh, the devices that hold the same experts, or all devices."""
+    over: Literal["shard", "replicate", "context", "tensor", "expert", "same experts", "same parts", "all"]
+    """The dimension of the mesh, the devices that hold the same experts or the same parts of layers, or all devices."""
     per: Literal["row", "step"]
     calls: int
     bytes: int
@@ -126,9 +127,12 @@ class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
     root_parameters: int
     """Of what is in no block: embeddings and head. It stays gathered during a pass."""
     adapter_parameters: int
-    """Of an adapter. Every rank holds all of it, except what is of experts that it does not hold."""
+    """Of an adapter. Every rank holds all of it, except what is of experts, or of parts of layers, that it does not
+    hold."""
     adapter_expert_parameters: int
     """Those of experts."""
+    adapter_split_parameters: int = 0
+    """Those of matrices that are split over a tensor group, on all of its ranks together."""
     cache_numbers: int
     """In the KV cache, of one token."""
     saved_bytes: int = 0
@@ -167,7 +171,7 @@ class DevicePlan(msgspec.Struct, frozen=True):
 def plan_device(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> DevicePlan:
     shards = 1 if is_replicated(cost, recipe, mesh) else mesh.shards
     weights = _share(cost.rank_parameters, shards)
-    trained = weights if recipe.full else recipe.slots * sum(_held_adapter(cost, mesh))
+    trained = weights if recipe.full else recipe.slots * sum(_held_adapter(cost, mesh).values())
     weights_bytes = weights * (4 if recipe.full else recipe.item_bytes) - cost.saved_bytes // shards
     held = [MemoryPart("weights", weights_bytes, "counted")]
     if not recipe.full:
@@ -226,20 +230,24 @@ def collective_costs(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> 
 
 
 def _adapter_collectives(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> Iterator[CollectiveCost]:
-    common, of_experts = (recipe.slots * numbers * GRADIENT_BYTES for numbers in _held_adapter(cost, mesh))
-    yield CollectiveCost("reduce-scatter", "all", "step", recipe.slots, common)
-    yield CollectiveCost("all-gather", "all", "step", recipe.slots, common)
-    if of_experts and mesh.devices > mesh.expert:
-        yield CollectiveCost("reduce-scatter", "same experts", "step", recipe.slots, of_experts)
-        yield CollectiveCost("all-gather", "same experts", "step", recipe.slots, of_experts)
+    stage = mesh.devices // mesh.pipeline
+    holders = {"all": stage, "same parts": stage // mesh.tensor, "same experts": stage // mesh.expert}
+    for over, numbers in _held_adapter(cost, mesh).items():
+        if numbers and holders[over] > 1:
+            size = recipe.slots * numbers * GRADIENT_BYTES
+            yield CollectiveCost("reduce-scatter", over, "step", recipe.slots, size)
+            yield CollectiveCost("all-gather", over, "step", recipe.slots, size)
 
 
-def _held_adapter(cost: ModelCost, mesh: MeshShape) -> tuple[int, int]:
-    """What each rank holds of an adapter: what all of them hold, and what is of its own experts."""
-    if mesh.expert == 1:
-        return cost.adapter_parameters, 0
-    common = cost.adapter_parameters - cost.adapter_expert_parameters
-    return common, _share(cost.adapter_expert_parameters, mesh.expert)
+def _held_adapter(cost: ModelCost, mesh: MeshShape) -> dict[AdapterHolders, int]:
+    """What each rank holds of an adapter, by the ranks that hold the same."""
+    split = cost.adapter_split_parameters if mesh.tensor > 1 else 0
+    of_experts = cost.adapter_expert_parameters if mesh.expert > 1 else 0
+    return {
+        "all": cost.adapter_parameters - split - of_experts,
+        "same parts": _share(split, mesh.tensor),
+        "same experts": _share(of_experts, mesh.expert),
+    }
 
 
 def smallest_plan(

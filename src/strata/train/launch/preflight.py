@@ -34,6 +34,8 @@ _LAYER: Final = re.compile(r".*?\.\d+\.")
 _EXPERTS: Final = ".experts."
 _UNSPLIT: Final = (".gate.weight", ".router.weight", ".q_a_proj.weight", ".kv_a_proj_with_mqa.weight")
 """Matrices of layers that every rank of a tensor group has: routers, and what all heads of `deepseek_v3` share."""
+_SPLIT_BY_INPUTS: Final = (".o_proj.weight", ".down_proj.weight")
+"""Matrices of layers that a tensor group splits by their inputs; it splits the others by their outputs."""
 _CONV1D_FAMILIES: Final = frozenset({"gpt2", "openai-gpt"})
 """Families (`model_type`) whose layers are `Conv1D` of transformers, which are not quantised; only the model has their
 types, not its files."""
@@ -248,6 +250,7 @@ def model_cost(model: ModelFiles, recipe: MemoryRecipe, mesh: MeshShape) -> Mode
         block_parameters=max((layers[name] + experts[name] * mesh.tensor // mesh.expert for name in blocks), default=0),
         root_parameters=root,
         adapter_parameters=recipe.lora_rank * sum(adapted.values()),
+        adapter_split_parameters=recipe.lora_rank * sum(_split_adapted(model, name, mesh.tensor) for name in adapted),
         adapter_expert_parameters=recipe.lora_rank * sum(adapted[name] for name in adapted if _EXPERTS in name),
         cache_numbers=cache_numbers(model.config),
         saved_bytes=saved.total(),
@@ -258,11 +261,14 @@ def model_cost(model: ModelFiles, recipe: MemoryRecipe, mesh: MeshShape) -> Mode
 def _rank_parameters(model: ModelFiles, name: str, tensor: int) -> int:
     """What a rank of a tensor group has of a weight. Matrices of layers are split, if no rank needs them in full, and a
     head that is not tied, if it can be divided."""
+    return math.prod(model.shapes[name]) // (tensor if _is_split(model, name, tensor) else 1)
+
+
+def _is_split(model: ModelFiles, name: str, tensor: int) -> bool:
     shape = model.shapes[name]
     is_head = name == _HEAD and not model.config.get("tie_word_embeddings") and shape[0] % tensor == 0
     in_layer = _LAYER.match(name) is not None and not name.endswith(_UNSPLIT)
-    is_split = is_head or (len(shape) > 1 and in_layer)
-    return math.prod(shape) // (tensor if is_split else 1)
+    return is_head or (len(shape) > 1 and in_layer)
 
 
 def _saved_bytes(model: ModelFiles, name: str, recipe: MemoryRecipe) -> int:
@@ -285,6 +291,14 @@ def _adapted(name: str, shape: tuple[int, ...]) -> int:
     # Files may have the two matrices apart that are one weight in memory, with one adapter.
     shared = _EXPERTS in name and target.endswith((".up_proj", ".w3"))
     return math.prod(experts) * (rows + (0 if shared else columns))
+
+
+def _split_adapted(model: ModelFiles, name: str, tensor: int) -> int:
+    """The rows or the columns of a weight, whose part of its adapter is split over a tensor group."""
+    shape = model.shapes[name]
+    if tensor == 1 or _EXPERTS in name or not _adapted(name, shape) or not _is_split(model, name, tensor):
+        return 0
+    return shape[1] if name.endswith(_SPLIT_BY_INPUTS) else shape[0]
 
 
 def available_bytes(settings: ServerSettings) -> int | None:

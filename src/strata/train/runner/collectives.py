@@ -143,6 +143,16 @@ class RankGroup:
         """All ranks."""
         self._idle = dist.new_group(backend="gloo", timeout=IDLE)
 
+    def make_holders(self, stage: ShareGroup, spread: int) -> ShareGroup:
+        """The ranks of this rank's stage that hold the same as it, if groups of so many adjacent ranks hold different
+        parts of something: those at the same place in their groups. All ranks of all stages call it together."""
+        if spread == stage.size:
+            return ALONE
+        firsts = [first + place for first in range(0, self.size, stage.size) for place in range(spread)]
+        holders = [list(range(first, first // stage.size * stage.size + stage.size, spread)) for first in firsts]
+        group, _ = dist.new_subgroups_by_enumeration(holders)  # type: ignore[no-untyped-call]
+        return ShareGroup(stage.rank // spread, stage.size // spread, group)
+
     @property
     def is_rank0(self) -> bool:
         return self.rank == 0
@@ -247,7 +257,8 @@ class RankGroup:
             if rank:
                 part = own.new_empty(sum(sizes))
                 dist.recv(part, rank)
-            for (start, end), numbers in zip(places, torch.split(part, sizes), strict=True):
+            # On the host at once: the places may be many.
+            for (start, end), numbers in zip(places, torch.split(part.cpu(), sizes), strict=True):
                 full[start:end] = numbers
         return full
 

@@ -1,9 +1,9 @@
 """LoRA adapters: low-rank additions to the linear layers of a frozen base, many adapters in one packed row.
 
 An adapter's parameters stand outside the model's module tree: sharding, saving and freezing of the base never see
-them. Every rank holds all of them, except those of experts and stages that other ranks compute. Each adapted layer has
-one forward hook, which adds the output of the span's adapter to every span of the row. The gradients of a pass are
-summed over the ranks when it is over.
+them. Every rank holds all of them, except those of experts, stages and parts of layers that other ranks compute. Each
+adapted layer has one forward hook, which adds the output of the span's adapter to every span of the row. The gradients
+of a pass are summed over the ranks when it is over.
 
 The experts of a mixture are one module with one fused weight; `experts.py` computes them with their adapters. Experts
 of another form keep their own computation and get no adapter (`is_experts`).
@@ -48,14 +48,21 @@ class LoraPart(NamedTuple):
     """What a rank computes of a layer that is split over several: some outputs, summands from some inputs, or some
     experts."""
 
-    rows: slice = slice(None)
-    """Of B."""
-    columns: slice = slice(None)
-    """Of A."""
+    rows: range | None = None
+    """Of B. None: all."""
+    columns: range | None = None
+    """Of A. None: all."""
     is_counted: bool = True
     """Whether this rank's gradients count: of ranks that all compute the same, those of one do."""
     experts: range | None = None
     """Those that this rank computes; it holds the adapter of no others. None: all, or there are none."""
+
+    def of_tensor(self, name: str, shape: tuple[int, ...]) -> tuple[int, range]:
+        """What this rank computes with of A or B: a dimension, and the range of it."""
+        if self.experts is not None:
+            return 0, self.experts
+        dimension, own = (len(shape) - 1, self.columns) if name.endswith("lora_A") else (len(shape) - 2, self.rows)
+        return (0, range(shape[0])) if own is None else (dimension, own)
 
 
 def targets_of(model: nn.Module, config: LoraConfig) -> list[LoraTarget]:
@@ -157,6 +164,9 @@ class AdapterPlacement:
     """All of a stage."""
     holders: ShareGroup = ALONE
     """Those that hold the same experts."""
+    part_holders: ShareGroup | None = ALONE
+    """Those that hold the same parts of layers that are split over ranks. None: all of a stage hold such layers in
+    full, and compute with their parts."""
     is_staged: bool = False
     """Whether there are other stages."""
 
@@ -165,20 +175,45 @@ WHOLE: Final = AdapterPlacement()
 """This rank holds and computes all."""
 
 
+Run = tuple[int, int]
+"""Adjacent numbers of the whole adapter, or of a tensor: where they begin and end."""
+
+
 @dataclass(frozen=True)
 class HeldTensor:
-    """A or B of one target, or of those of its experts that this rank holds."""
+    """What this rank holds of A or B of one target: a range of one dimension, which may be all of it."""
 
     name: str
-    shape: tuple[int, ...]
-    offset: int
-    """Numbers of the tensor before them: those of earlier experts."""
+    whole: tuple[int, ...]
+    """The shape of the whole tensor."""
+    dimension: int
+    part: range
+    """Experts, rows of B or columns of A."""
     start: int
-    """Numbers of the whole adapter before them."""
+    """Numbers of the whole adapter before the tensor."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.whole[: self.dimension], len(self.part), *self.whole[self.dimension + 1 :])
 
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    def take(self, whole: torch.Tensor) -> torch.Tensor:
+        """What this rank holds, as a view of the whole tensor."""
+        return whole.narrow(self.dimension, self.part.start, len(self.part))
+
+    def runs(self, first: int, last: int) -> Iterator[Run]:
+        """Where the numbers from `first` to `last`, of those that this rank holds, are in the whole tensor."""
+        step = math.prod(self.whole[self.dimension + 1 :])
+        length, stride = len(self.part) * step, self.whole[self.dimension] * step
+        while first < last:
+            number, place = divmod(first, length)
+            begin = number * stride + self.part.start * step + place
+            size = min(length - place, last - first)
+            yield begin, begin + size
+            first += size
 
 
 class HeldPiece(NamedTuple):
@@ -195,10 +230,6 @@ class HeldPiece(NamedTuple):
     @property
     def size(self) -> int:
         return int(self.place.stop - self.place.start)
-
-
-Run = tuple[int, int]
-"""Adjacent numbers of the whole adapter: where they begin and end."""
 
 
 class AdapterBlock:
@@ -229,9 +260,11 @@ class AdapterBlock:
         begin = 0
         for tensor in self.tensors:
             first, last = max(begin, part.start), min(begin + tensor.size, part.stop)
-            if first < last:
-                place = slice(first - part.start, last - part.start)
-                yield HeldPiece(tensor.name, tensor.offset + first - begin, tensor.start + first - begin, place)
+            place = first - part.start
+            for offset, end in tensor.runs(first - begin, last - begin):
+                following = place + end - offset
+                yield HeldPiece(tensor.name, offset, tensor.start + offset, slice(place, following))
+                place = following
             begin += tensor.size
 
     def runs(self, part: slice) -> list[Run]:
@@ -242,6 +275,11 @@ class AdapterBlock:
             runs.append((start, piece.start + piece.size))
         return runs
 
+    @cached_property
+    def share_runs(self) -> list[Run]:
+        """Where the numbers of this rank's share are in the whole adapter."""
+        return self.runs(self.share)
+
 
 class Adapter:
     """The parameters of one LoRA model that this rank holds: flat blocks of float32, each for values and for the
@@ -250,10 +288,11 @@ class Adapter:
     A pass then ends with one reduce-scatter of each block, and a step with one all-gather. A pass accumulates into
     staging blocks (`begin`), which are taken (`take`) or dropped (`discard`): a pass that fails adds nothing.
 
-    One block holds what all ranks of a stage have. Where a layer is split over ranks, `pairs` are the parts of its
-    matrices that this rank computes with, in the same memory; the other parts have no gradient here. A second block
-    holds the experts of this rank, if other ranks hold others. `targets`, `shapes` and `size` are those of the whole
-    adapter, which files have.
+    One block holds what all ranks of a stage have. Where a layer is split over ranks, a second block (`split`) holds
+    this rank's rows of B, or columns of A; the other matrix of the layer is in the first block. A further block holds
+    the experts of this rank, if other ranks hold others. `pairs` are the matrices that this rank computes with, in the
+    same memory. If all ranks hold split layers in full, `pairs` are parts of their matrices, and the other parts have
+    no gradient here. `targets`, `shapes` and `size` are those of the whole adapter, which files have.
     """
 
     def __init__(
@@ -273,11 +312,17 @@ class Adapter:
         self._parts = {name: part for name, part in parts.items() if part is not None}
         self.spread = [name for name, part in self._parts.items() if part.experts is not None]
         """The targets whose experts are spread over ranks."""
-        common, of_experts = self._held_tensors()
+        common, parts_of_layers, of_experts = self._held_tensors(holds_parts=placement.part_holders is not None)
         # A stage may have none of the layers that are trained.
         self.blocks = [AdapterBlock(common, placement.ranks if common else ALONE, device, dtype)]
+        self.split: AdapterBlock | None = None
+        """The parts of layers of which other ranks hold other parts."""
+        if placement.part_holders is not None and parts_of_layers:
+            self.split = AdapterBlock(parts_of_layers, placement.part_holders, device, dtype)
+            self.blocks.append(self.split)
         if of_experts:
             self.blocks.append(AdapterBlock(of_experts, placement.holders, device, dtype))
+        self._held = {tensor.name: tensor for block in self.blocks for tensor in block.tensors}
         self.is_whole = not placement.is_staged and self.size == sum(block.size for block in self.blocks)
         """Whether every rank holds all of it."""
         self.pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -286,19 +331,24 @@ class Adapter:
             self.pairs[name] = nn.Parameter(a, requires_grad=is_counted), nn.Parameter(b, requires_grad=is_counted)
         self._staged: list[torch.Tensor] = []
 
-    def _held_tensors(self) -> tuple[list[HeldTensor], list[HeldTensor]]:
-        """Those that all ranks of the stage hold, and those of this rank's experts."""
-        common, of_experts, start = [], [], 0
+    def _held_tensors(self, *, holds_parts: bool) -> tuple[list[HeldTensor], list[HeldTensor], list[HeldTensor]]:
+        """Those that all ranks of the stage hold, this rank's parts of split layers, and those of its experts."""
+        common: list[HeldTensor] = []
+        split: list[HeldTensor] = []
+        of_experts: list[HeldTensor] = []
+        start = 0
         for name, shape in self.shapes.items():
             part = self._parts.get(name.rpartition(".")[0])
-            if part is not None and part.experts is None:
-                common.append(HeldTensor(name, shape, 0, start))
-            elif part is not None:
-                assert part.experts is not None
-                offset = part.experts.start * math.prod(shape[1:])
-                of_experts.append(HeldTensor(name, (len(part.experts), *shape[1:]), offset, start + offset))
+            if part is not None:
+                dimension, own = part.of_tensor(name, shape)
+                if part.experts is not None:
+                    of_experts.append(HeldTensor(name, shape, dimension, own, start))
+                elif holds_parts and len(own) < shape[dimension]:
+                    split.append(HeldTensor(name, shape, dimension, own, start))
+                else:
+                    common.append(HeldTensor(name, shape, 0, range(shape[0]), start))
             start += math.prod(shape)
-        return common, of_experts
+        return common, split, of_experts
 
     @cached_property
     def layout(self) -> str:
@@ -326,17 +376,18 @@ class Adapter:
         return {name: view for of_block in views for name, view in of_block.items()}
 
     def _split(self, flats: Sequence[torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """This rank's parts of A and B of each target in flat blocks."""
+        """What this rank computes with of A and B of each target in flat blocks."""
         views = self.held_views(flats)
-        return {
-            name: (views[f"{name}.lora_A"][..., part.columns], views[f"{name}.lora_B"][..., part.rows, :])
-            for name, part in self._parts.items()
-        }
+
+        def computed(target: str, name: str) -> torch.Tensor:
+            view, (dimension, own) = views[name], self._parts[target].of_tensor(name, self.shapes[name])
+            return view if view.shape[dimension] == len(own) else view.narrow(dimension, own.start, len(own))
+
+        return {name: (computed(name, f"{name}.lora_A"), computed(name, f"{name}.lora_B")) for name in self._parts}
 
     def take_own(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """What this rank holds of a tensor of the whole adapter."""
-        experts = self._parts[name.rpartition(".")[0]].experts
-        return tensor if experts is None else tensor[experts.start : experts.stop]
+        return self._held[name].take(tensor)
 
     def install(self, flats: Sequence[torch.Tensor]) -> None:
         """Take over the values of flat blocks."""

@@ -26,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from strata.base.errors import Code, StrataError
 from strata.train.core.commands import ModelInfo
-from strata.train.core.ops import LoraConfig
+from strata.train.core.ops import LoraConfig, OptimizerName
 from strata.train.runner.collectives import ALONE, RankGroup
 from strata.train.runner.experts import group_experts
 from strata.train.runner.lora import (
@@ -41,7 +41,7 @@ from strata.train.runner.lora import (
 from strata.train.runner.model.attention import ATTENTION
 from strata.train.runner.model.compiled import compile_layers, keep_uncompiled
 from strata.train.runner.model.context_parallel import ContextParallel
-from strata.train.runner.model.expert_parallel import ExpertParallel, make_holders
+from strata.train.runner.model.expert_parallel import ExpertParallel
 from strata.train.runner.model.loading import RankPart, build_skeleton, load_lm, load_sharded, tie_skeleton
 from strata.train.runner.model.memory import free_bytes, release_memory
 from strata.train.runner.model.pipeline_parallel import PipelineStage
@@ -198,14 +198,26 @@ class BaseModel:
         return adapters
 
     def _place_adapters(self, ranks: RankGroup) -> AdapterPlacement:
-        if self.stage is not None:
-            return AdapterPlacement(partial(_stage_part, self.stage, self.tensor), self.stage.shares, is_staged=True)
-        holders = ALONE if self.experts is None else make_holders(ranks.shares, self.settings.parallel.expert)
-        return AdapterPlacement(partial(lora_part, self.tensor, self.experts), ranks.shares, holders)
+        parallel, stage = self.settings.parallel, self.stage
+        shares = ranks.shares if stage is None else stage.shares
+        of_parts = ALONE if self.tensor is None else ranks.make_holders(shares, parallel.tensor)
+        if stage is not None:
+            part_of = partial(_stage_part, stage, self.tensor)
+            return AdapterPlacement(part_of, shares, part_holders=of_parts, is_staged=True)
+        of_experts = ALONE if self.experts is None else ranks.make_holders(shares, parallel.expert)
+        return AdapterPlacement(partial(lora_part, self.tensor, self.experts), shares, of_experts, of_parts)
 
-    def new_adapter(self, config: LoraConfig, device: torch.device, dtype: torch.dtype = torch.float32) -> Adapter:
-        """An adapter for passes of this model. INVALID if the model does not have what is to be trained."""
-        return Adapter(config, targets_of(self.all_stages, config), device, dtype, self._placement)
+    def new_adapter(
+        self,
+        config: LoraConfig,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        optimizer: OptimizerName = "adamw",
+    ) -> Adapter:
+        """An adapter for passes of this model. INVALID if the model does not have what is to be trained. Muon steps on
+        whole matrices: each rank then holds those of split layers in full."""
+        placement = self._placement if optimizer == "adamw" else replace(self._placement, part_holders=None)
+        return Adapter(config, targets_of(self.all_stages, config), device, dtype, placement)
 
     def new_sampled_adapter(self, config: LoraConfig, device: torch.device) -> Adapter:
         """An adapter to sample with: each rank computes all layers, and holds the same experts as in passes. Ranks that
@@ -213,6 +225,24 @@ class BaseModel:
         assert self.stage is None
         placement = replace(self._placement, part_of=partial(lora_part, None, self.experts))
         return Adapter(config, targets_of(self.all_stages, config), device, placement=placement)
+
+    def copy_for_sampling(self, adapter: Adapter) -> Adapter:
+        """A copy of an adapter as it is now, to sample with. All ranks call it together: the parts of layers that are
+        split over ranks are gathered."""
+        copy = self.new_sampled_adapter(adapter.config, adapter.blocks[0].flat.device)
+        if adapter.split is None:
+            copy.install([block.flat for block in adapter.blocks])
+            return copy
+        assert self.tensor is not None
+        gathered = [adapter.split.views(flat) for flat in self.tensor.gather_parts(adapter.split.flat)]
+        dimensions = {tensor.name: tensor.dimension for tensor in adapter.split.tensors}
+        held = adapter.values()
+        for name, value in copy.values().items():
+            if name in dimensions:
+                torch.cat([of_rank[name] for of_rank in gathered], dim=dimensions[name], out=value)
+            else:
+                value.copy_(held[name])
+        return copy
 
     def logprobs(self, row: PackedRow) -> torch.Tensor:
         """Log probabilities of a packed row. All ranks call this together, those of a tensor or context group, and

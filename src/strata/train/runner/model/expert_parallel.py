@@ -10,7 +10,7 @@ receives. The number of pairs that each rank sends is told by expert and adapter
 each pair; all ranks number the adapters of a pass alike (`Adapters.in_pass`).
 
 An expert's weights are split over the group before FSDP shards them further, over the ranks that hold the same experts.
-These ranks also share the gradients and the moments of the experts' adapters (`make_holders`).
+These ranks also share the gradients and the moments of the experts' adapters (`RankGroup.make_holders`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import pad
 
 from strata.base.errors import Code, StrataError
-from strata.train.runner.collectives import ALONE, ShareGroup, exchange_rows
+from strata.train.runner.collectives import exchange_rows
 from strata.train.runner.experts import (
     AdaptedPairs,
     ExpertDispatch,
@@ -159,12 +159,3 @@ def _adapted_pairs(
 
 def _ends(counts: torch.Tensor) -> torch.Tensor:
     return counts.cumsum(dim=0).to(torch.int32)
-
-
-def make_holders(ranks: ShareGroup, experts: int) -> ShareGroup:
-    """The ranks that hold the same experts, of expert groups of this size. All ranks call it together."""
-    if experts == ranks.size:
-        return ALONE
-    groups = [list(range(first, ranks.size, experts)) for first in range(experts)]
-    group, _ = dist.new_subgroups_by_enumeration(groups)  # type: ignore[no-untyped-call]
-    return ShareGroup(ranks.rank // experts, ranks.size // experts, group)

@@ -40,7 +40,16 @@ from strata.train.core.device_memory import (
 from strata.train.core.ops import LoraConfig
 from strata.train.core.quantisation import saved_bytes
 from strata.train.runner.experts import group_experts
-from strata.train.runner.lora import Adapter, AdapterPlacement, Adapters, Span, is_experts, targets_of
+from strata.train.runner.lora import (
+    Adapter,
+    AdapterPlacement,
+    Adapters,
+    LoraPart,
+    LoraTarget,
+    Span,
+    is_experts,
+    targets_of,
+)
 from strata.train.runner.model.attention import ATTENTION
 from strata.train.runner.model.base import (
     DTYPES,
@@ -57,7 +66,7 @@ from strata.train.runner.model.expert_parallel import DispatchSizes, ExpertParal
 from strata.train.runner.model.loading import build_skeleton
 from strata.train.runner.model.quantised import quantised_layers, replace_layers
 from strata.train.runner.model.startup_check import find_decoder, unsupported_errors
-from strata.train.runner.model.tensor_parallel import TensorParallel, placement_of, plan_splits
+from strata.train.runner.model.tensor_parallel import TensorParallel, placement_of, plan_splits, split_adapter
 from strata.train.runner.passes.logprobs import PackedModel, PackedRow
 from strata.train.runner.settings import LOGITS_BYTES
 from strata.train.settings import ParallelSettings, check_quantise
@@ -79,6 +88,13 @@ COLLECTIVES: Final[dict[str, Collective]] = {
 }
 """What torch calls them."""
 CPU: Final = torch.device("cpu")
+
+
+class AdapterSizes(NamedTuple):
+    all: int
+    split: int
+    """Of matrices that a tensor group splits."""
+    experts: int
 
 
 class TracedPass(NamedTuple):
@@ -133,7 +149,7 @@ def trace_cost(model: str, recipe: MemoryRecipe, mesh: MeshShape = ONE_DEVICE) -
             return PassMemory(max(beginning, 0), max(end, 0))
 
         parameters = sum(parameter.numel() for parameter in skeleton.parameters())
-        adapter, adapter_experts = (0, 0) if recipe.full else _adapter_parameters(skeleton, recipe)
+        adapter = AdapterSizes(0, 0, 0) if recipe.full else _adapter_sizes(skeleton, recipe, mesh.tensor)
         saved, block_saved = _saved_by_quantising(skeleton, recipe)
         return ModelCost(
             parameters=parameters,
@@ -144,8 +160,9 @@ def trace_cost(model: str, recipe: MemoryRecipe, mesh: MeshShape = ONE_DEVICE) -
             expert_blocks=sum(experts > 0 for experts, _ in blocks),
             block_parameters=max((experts * mesh.tensor // mesh.expert + rest for experts, rest in blocks), default=0),
             root_parameters=sum(sizes.values()) - sum(experts + rest for experts, rest in blocks),
-            adapter_parameters=adapter,
-            adapter_expert_parameters=adapter_experts,
+            adapter_parameters=adapter.all,
+            adapter_split_parameters=adapter.split,
+            adapter_expert_parameters=adapter.experts,
             cache_numbers=cache_numbers(skeleton.config.to_dict()),
             saved_bytes=saved,
             block_saved_bytes=block_saved,
@@ -186,22 +203,22 @@ def _saved_by_quantising(skeleton: PreTrainedModel, recipe: MemoryRecipe) -> tup
     return saved(skeleton), max(map(saved, blocks_of(skeleton)), default=0)
 
 
-def _adapter_parameters(lm: PreTrainedModel, recipe: MemoryRecipe) -> tuple[int, int]:
-    """Of an adapter, and of its experts."""
-    adapter = _new_adapter(lm, recipe, torch.device("meta"))
-    return adapter.size, sum(math.prod(shape) for shape in adapter.shapes.values() if len(shape) == 3)
+def _adapter_sizes(lm: PreTrainedModel, recipe: MemoryRecipe, tensor: int) -> AdapterSizes:
+    splits = plan_splits(lm, tensor) if tensor > 1 else {}
+
+    def part_of_first(target: LoraTarget) -> LoraPart:
+        return LoraPart() if target.experts else split_adapter(splits.get(target.name), target, 0, tensor)
+
+    adapter = _new_adapter(lm, recipe, torch.device("meta"), part_of_first)
+    split = 0 if adapter.split is None else adapter.split.size * tensor
+    return AdapterSizes(adapter.size, split, sum(math.prod(each) for each in adapter.shapes.values() if len(each) == 3))
 
 
 def _new_adapter(
-    lm: PreTrainedModel,
-    recipe: MemoryRecipe,
-    device: torch.device,
-    tensor: TensorParallel | None = None,
-    experts: ExpertParallel | None = None,
+    lm: PreTrainedModel, recipe: MemoryRecipe, device: torch.device, part_of: Callable[[LoraTarget], LoraPart]
 ) -> Adapter:
     lora = LoraConfig(rank=recipe.lora_rank, alpha=1.0)
-    placement = AdapterPlacement(partial(lora_part, tensor, experts))
-    return Adapter(lora, targets_of(lm, lora), device, placement=placement)
+    return Adapter(lora, targets_of(lm, lora), device, placement=AdapterPlacement(part_of))
 
 
 def _layers_by_kind(lm: PreTrainedModel, recipe: MemoryRecipe) -> list[Layers]:
@@ -273,7 +290,7 @@ def trace_pass(
             group_experts(lm, adapters, None if experts is None else experts.dispatch, tensor)
             adapter = None
             if adapters is not None:
-                adapter = _new_adapter(lm, recipe, CPU, tensor, experts)
+                adapter = _new_adapter(lm, recipe, CPU, partial(lora_part, tensor, experts))
                 adapters.in_pass = [adapter]
                 adapter.begin()
                 lm.enable_input_require_grads()  # type: ignore[no-untyped-call]

@@ -115,19 +115,16 @@ class TensorParallel(SplitModel):
         lm.get_submodule(layers[-1]).register_forward_hook(self._end_layers)
 
     def lora_part(self, target: LoraTarget) -> LoraPart:
-        """What this rank's computation of a layer takes of the layer's adapter. Gradients are summed over all ranks:
-        those of a layer that every rank computes in full count once. Of a layer that the heads of all ranks share, a
-        rank has the gradient from its own heads."""
-        count = self._mesh.size()
-        match self._splits.get(target.name):
-            case "columns" | "gathered":
-                return LoraPart(rows=_part(target.rows, self.rank, count))
-            case "rows":
-                return LoraPart(columns=_part(target.columns, self.rank, count))
-            case "shared":
-                return LoraPart()
-            case _:
-                return LoraPart(is_counted=self.rank == 0)
+        """What this rank's computation of a layer takes of the layer's adapter. Gradients are summed over all ranks
+        that hold a matrix: those of a layer that every rank computes in full count once. Of a layer that the heads of
+        all ranks share, a rank has the gradient from its own heads."""
+        return split_adapter(self._splits.get(target.name), target, self.rank, self._mesh.size())
+
+    def gather_parts(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """The flat tensors of all ranks of the group, which are equally long, in the order of the ranks."""
+        gathered = own.new_empty(self._mesh.size() * len(own))
+        dist.all_gather_single(gathered, own, group=self._group)
+        return list(gathered.chunk(self._mesh.size()))
 
     def take_tokens(self, values: torch.Tensor) -> torch.Tensor:
         """This rank's slice of what all ranks have for each token. Slices are equally long: zeros are added."""
@@ -265,6 +262,19 @@ def placement_of(split: Split | None, name: str) -> Placement:
             return Replicate()
 
 
+def split_adapter(split: Split | None, target: LoraTarget, rank: int, count: int) -> LoraPart:
+    """What a rank of a tensor group takes of the adapter of a layer, by the split of the layer."""
+    match split:
+        case "columns" | "gathered":
+            return LoraPart(rows=_part(target.rows, rank, count))
+        case "rows":
+            return LoraPart(columns=_part(target.columns, rank, count))
+        case "shared":
+            return LoraPart()
+        case _:
+            return LoraPart(is_counted=rank == 0)
+
+
 def _blocks(splits: Mapping[str, Split]) -> set[str]:
     """The modules, such as attention, whose inputs all ranks have and whose outputs they sum."""
     return {_parent(name) for name, split in splits.items() if split == "rows"}
@@ -301,8 +311,8 @@ def _is_in(name: str, modules: Collection[str]) -> bool:
     return any(".".join(parts[:count]) in modules for count in range(1, len(parts) + 1))
 
 
-def _part(length: int, rank: int, count: int) -> slice:
-    return slice(rank * length // count, (rank + 1) * length // count)
+def _part(length: int, rank: int, count: int) -> range:
+    return range(rank * length // count, (rank + 1) * length // count)
 
 
 class _SumGradients(torch.autograd.Function):

@@ -4,10 +4,11 @@ Both accumulate gradients the same way. The gradients of a pass are staged until
 accumulated since the last optimizer step, summed over the ranks, and `discard` drops them. A step consumes the sum, and
 `abort` drops everything accumulated.
 
-The values of an adapter are on every rank of the stage that computes its layer, except those of experts: they are on
-the ranks that hold the experts.
+The values of an adapter are on every rank of the stage that computes its layer, except those of experts and of layers
+that are split over a tensor group: they are on the ranks that hold the experts, or the same part of the layer.
 Accumulated gradients and moments are shared by the ranks that have the values: each has its share of them, and makes
-the AdamW step of that share. Muon steps on whole matrices, so each of these ranks has and makes all of it.
+the AdamW step of that share. Muon steps on whole matrices, so each of these ranks has and makes all of it, and all
+ranks of a stage have the values of split layers.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class LoraModel:
         self.created = created
         self.adapter = adapter
         self.is_sharded = created.optimizer == "adamw"
+        assert self.is_sharded or adapter.split is None
         self.stepped = [block.share if self.is_sharded else slice(0, block.size) for block in adapter.blocks]
         """What this rank steps of each block: it has the gradients and moments of that part."""
         values = [block.flat[part] for block, part in zip(adapter.blocks, self.stepped, strict=True)]
@@ -156,7 +158,7 @@ class LoraModel:
             del shares[WEIGHTS]
         if shares:
             own = {name: torch.cat(parts) for name, parts in shares.items()}
-            runs = [run for block in self.adapter.blocks for run in block.runs(block.share)]
+            runs = [run for block in self.adapter.blocks for run in block.share_runs]
             gathered = self._ranks.gather_places(own, runs, self.adapter.size)
         if self.adapter.is_whole and self._ranks.is_rank0:
             gathered[WEIGHTS] = self.adapter.flat

@@ -212,9 +212,7 @@ class SamplerWeights:
     def open_adapter(self, sampler_id: str, adapter: Adapter) -> None:
         """A copy of the adapter as it is now."""
         self._check_capacity(sampler_id)
-        copy = self._base.new_sampled_adapter(adapter.config, adapter.blocks[0].flat.device)
-        copy.install([block.flat for block in adapter.blocks])
-        self._samplers[sampler_id] = _Weights(adapter=copy)
+        self._samplers[sampler_id] = _Weights(adapter=self._base.copy_for_sampling(adapter))
 
     def open_full(self, sampler_id: str, parameters: Mapping[str, torch.Tensor] | None = None) -> None:
         """A copy of these parameters, or of the live ones as they are now."""

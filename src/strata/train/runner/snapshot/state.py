@@ -136,7 +136,7 @@ def _own_tensors(model: TrainedModel) -> Iterator[OwnTensor]:
 def _shares(adapter: Adapter, shares: Mapping[str, Sequence[torch.Tensor]]) -> Iterator[OwnTensor]:
     """Of each kind, this rank's share of each block, if it has one: what no rank has written was not there."""
     for number, block in enumerate(adapter.blocks):
-        runs = block.runs(block.share)
+        runs = block.share_runs
         for kind, of_blocks in shares.items() if runs else ():
             yield OwnTensor(f"{kind}.{number}", of_blocks[number], runs=runs)
 
@@ -318,8 +318,21 @@ class SnapshotReader:
 
 
 def _overlaps(wanted: Sequence[Run], there: Sequence[Run]) -> Iterator[tuple[slice, slice]]:
-    """Where the numbers that two tensors have in common are in each of them, from the runs of both in ascending
-    order."""
+    """Where the numbers that two tensors have in common are in each of them, from the runs of both in ascending order.
+    Numbers that are adjacent in both are read at once: all, if the runs are the same."""
+    adjacent: tuple[slice, slice] | None = None
+    for here, source in _common_runs(wanted, there):
+        if adjacent is not None and (adjacent[0].stop, adjacent[1].stop) == (here.start, source.start):
+            adjacent = slice(adjacent[0].start, here.stop), slice(adjacent[1].start, source.stop)
+            continue
+        if adjacent is not None:
+            yield adjacent
+        adjacent = here, source
+    if adjacent is not None:
+        yield adjacent
+
+
+def _common_runs(wanted: Sequence[Run], there: Sequence[Run]) -> Iterator[tuple[slice, slice]]:
     here_at = there_at = number = 0
     for start, stop in wanted:
         while number < len(there):
