@@ -33,6 +33,7 @@ FILES: Final = (".toml", ".yaml", ".yml")
     metavar="N",
     help="Compute activations of every N-th layer again; 0 is none.  [default: 0]",
 )
+@click.option("--offload", is_flag=True, default=None, help="Keep weights in the memory of the host.")
 @click.option("--device-gb", type=click.FloatRange(0.1), default=80.0, show_default=True, help="Memory of one device.")
 @click.option("--devices", type=click.IntRange(1), help="Plan for so many devices instead of the fewest that hold it.")
 @click.option("--replicate", type=click.IntRange(1), help="Copies of the model on them.  [default: 1]")
@@ -84,7 +85,8 @@ def plan(model: str, device_gb: float, devices: int | None, output: Format, **op
     _print_plan(shown, output)
     needed = f"each of {shown.mesh.devices} devices needs {shown.total / 1e9:.3g} GB and has {device_gb:g} GB"
     if found is None or found.total > room:
-        raise StrataError(Code.EXHAUSTED, needed, hint="try --checkpointing 1, fewer --tokens, LoRA or --quantise")
+        hint = "try --checkpointing 1, fewer --tokens, LoRA, --quantise or --offload"
+        raise StrataError(Code.EXHAUSTED, needed, hint=hint)
     print_error(needed)
 
 

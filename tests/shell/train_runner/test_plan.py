@@ -40,7 +40,6 @@ COST: Final = ModelCost(
     parameters=70_000_000_000,
     rank_parameters=70_000_000_000,
     expert_parameters=0,
-    largest_weight=1_000_000_000,
     blocks=80,
     expert_blocks=0,
     block_parameters=850_000_000,
@@ -88,6 +87,18 @@ def test_full_training_has_twenty_bytes_of_a_parameter_among_the_devices_of_a_co
         assert "adapters" not in parts
     once = parts_of(msgspec.structs.replace(recipe, accumulates=False), MeshShape(1, 8))
     assert once["gradients"] == 4 * COST.parameters // 8
+
+
+def test_offloaded_weights_take_no_memory_of_a_device_but_what_is_gathered_of_them() -> None:
+    mesh = MeshShape(1, 8)
+    full = parts_of(MemoryRecipe(training="full", offload=True), mesh)
+    assert not full.keys() & {"weights", "gradients", "optimizer"}
+    assert full["gathered weights"] == parts_of(MemoryRecipe(training="full"), mesh)["gathered weights"]
+    kept = {name: size for name, size in parts_of(MemoryRecipe(), mesh).items() if name != "weights"}
+    assert parts_of(MemoryRecipe(offload=True), mesh) == kept
+    # The memory of the host is that of the device.
+    of_cpu = MemoryRecipe(device="cpu")
+    assert parts_of(msgspec.structs.replace(of_cpu, offload=True), mesh) == parts_of(of_cpu, mesh)
 
 
 def test_every_slot_has_values_and_gradients_of_a_pass_on_each_device_and_a_share_of_sums_and_moments() -> None:
@@ -222,11 +233,8 @@ def test_files_and_configuration_give_the_same_sizes(
     make(tmp_path, TinyModel(family=family, layers=4, hidden=128))
     recipe = MemoryRecipe(row_tokens=64)
     traced = trace_cost(str(tmp_path), recipe, mesh)
-    untraced = msgspec.structs.replace(
-        traced, activations=None, gathered=None, copied=None, exchanges=(), largest_weight=0
-    )
-    of_files = model_cost(read_model_files(tmp_path), recipe, mesh)
-    assert msgspec.structs.replace(of_files, largest_weight=0) == untraced
+    untraced = msgspec.structs.replace(traced, activations=None, gathered=None, copied=None, exchanges=())
+    assert model_cost(read_model_files(tmp_path), recipe, mesh) == untraced
     row, logits, pairs = 64 * 128 * 2, 64 * 512 * 2, 64 * 2 * 2
     if family == "llama":
         # The tokens of attention and MLP are gathered and their sums scattered, forward and backward; before the first

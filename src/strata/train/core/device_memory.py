@@ -4,7 +4,8 @@
 its files. All of them compare the same sums with the memory that there is.
 
 A pass has two peaks: where the backward pass begins, with the activations of all layers, and where it ends, with the
-gradients of the embeddings and the head. Then comes the optimizer step. The plan is that of the moment that needs most.
+gradients of the embeddings and the head. The plan is that of the moment that needs most. An optimizer step needs less
+than both: it works in place.
 """
 
 from __future__ import annotations
@@ -27,13 +28,11 @@ QUANTISING_BYTES: Final = 48 << 20
 MOMENTS_BYTES: Final = 8
 GRADIENT_BYTES: Final = 4
 """Gradients are summed in float32."""
-NORM_BYTES: Final = 16
-"""Of each number of the largest weight, for its norm: a float64 copy, and one of the squares."""
 MOST_DEVICES: Final = 4096
 
 AdapterHolders = Literal["all", "same parts", "same experts"]
 Source = Literal["counted", "traced", "estimated"]
-Moment = Literal["beginning of the backward pass", "end of the backward pass", "optimizer step"]
+Moment = Literal["beginning of the backward pass", "end of the backward pass"]
 
 
 class MemoryRecipe(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +47,8 @@ class MemoryRecipe(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 32_768
     checkpointing: int = 0
     """Activation checkpointing of every n-th layer; 0 is none."""
+    offload: bool = False
+    """Weights, their gradients and their optimizer state are in the memory of the host."""
     replicated_bytes: int = 256 << 20
     """A frozen base of at most this size is on every device in full. Gradients of all weights that are at most so large
     are reduced once in a pass, and are on every device in full until then."""
@@ -59,6 +60,11 @@ class MemoryRecipe(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def full(self) -> bool:
         return self.training == "full"
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether weights, their gradients and their optimizer state are on the device."""
+        return self.device == "cpu" or not self.offload
 
     @property
     def item_bytes(self) -> int:
@@ -116,8 +122,6 @@ class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
     """Of one rank of a tensor group; all without such groups."""
     expert_parameters: int
     """Of all experts; of one rank of a tensor group, as if it had its share of each."""
-    largest_weight: int
-    """Of one rank of a tensor group."""
     blocks: int
     """Groups of weights that are gathered together: the layers."""
     expert_blocks: int
@@ -173,13 +177,15 @@ def plan_device(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> Devic
     weights = _share(cost.rank_parameters, shards)
     trained = weights if recipe.full else recipe.slots * sum(_held_adapter(cost, mesh).values())
     weights_bytes = weights * (4 if recipe.full else recipe.item_bytes) - cost.saved_bytes // shards
-    held = [MemoryPart("weights", weights_bytes, "counted")]
+    held = [MemoryPart("weights", weights_bytes if recipe.has_weights else 0, "counted")]
     if not recipe.full:
         held.append(MemoryPart("adapters", trained * 4, "counted"))
     # Devices that hold the same of an adapter share its moments and summed gradients; those of a weight are sharded as
     # it is.
     sharing = mesh.devices // mesh.pipeline
     stepped = trained if recipe.full else recipe.slots * _share(cost.adapter_parameters, sharing)
+    if recipe.full and not recipe.has_weights:
+        trained = stepped = 0
     held.append(MemoryPart("optimizer", stepped * MOMENTS_BYTES, "counted"))
     held.append(MemoryPart("KV cache", recipe.cached_tokens * cost.cache_numbers * recipe.item_bytes, "counted"))
     quantising = QUANTISING_BYTES if recipe.quantise and recipe.device == "cpu" else 0
@@ -197,7 +203,8 @@ def plan_device(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> Devic
 def is_replicated(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> bool:
     """A frozen base that is small is on every device in full, without FSDP."""
     is_small = cost.parameters * recipe.item_bytes - cost.saved_bytes <= recipe.replicated_bytes
-    return not recipe.full and mesh.tensor == mesh.expert == mesh.pipeline == 1 and is_small
+    is_split = mesh.tensor > 1 or mesh.expert > 1 or mesh.pipeline > 1
+    return is_small and not (recipe.full or recipe.offload or is_split)
 
 
 def collective_costs(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> tuple[CollectiveCost, ...]:
@@ -301,9 +308,6 @@ def _moments(
             MemoryPart("gathered weights", gathered.end, source),
         ),
     )
-    if recipe.full:
-        buffers = MemoryPart("buffers", _share(cost.largest_weight, mesh.shards) * NORM_BYTES, "estimated")
-        yield "optimizer step", (MemoryPart("gradients", trained * GRADIENT_BYTES, "counted"), buffers)
 
 
 def _gathered(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> tuple[PassMemory, Source]:

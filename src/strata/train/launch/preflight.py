@@ -185,6 +185,7 @@ def memory_recipe(settings: ServerSettings) -> MemoryRecipe:
         row_tokens=model.max_tokens_per_row,
         cached_tokens=settings.sampling.cached_tokens,
         checkpointing=int(model.activation_checkpointing),
+        offload=model.offload,
         replicated_bytes=model.replicated_mb << 20,
         device="cpu" if settings.ranks.backend == "gloo" or shutil.which(NVIDIA_SMI) is None else "cuda",
     )
@@ -244,7 +245,6 @@ def model_cost(model: ModelFiles, recipe: MemoryRecipe, mesh: MeshShape) -> Mode
         parameters=sum(map(math.prod, model.shapes.values())),
         rank_parameters=sum(of_rank.values()),
         expert_parameters=experts.total(),
-        largest_weight=max(of_rank.values(), default=0),
         blocks=len(blocks),
         expert_blocks=len(experts),
         block_parameters=max((layers[name] + experts[name] * mesh.tensor // mesh.expert for name in blocks), default=0),

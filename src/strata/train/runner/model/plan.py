@@ -69,7 +69,7 @@ from strata.train.runner.model.startup_check import find_decoder, unsupported_er
 from strata.train.runner.model.tensor_parallel import TensorParallel, placement_of, plan_splits, split_adapter
 from strata.train.runner.passes.logprobs import PackedModel, PackedRow
 from strata.train.runner.settings import LOGITS_BYTES
-from strata.train.settings import ParallelSettings, check_quantise
+from strata.train.settings import ParallelSettings, check_alone, check_quantise
 
 TRACED: Final = 3
 """Layers of each kind: FSDP gathers the weights of one, computes another, and reduces the gradients of a third."""
@@ -128,6 +128,8 @@ def trace_cost(model: str, recipe: MemoryRecipe, mesh: MeshShape = ONE_DEVICE) -
     skeleton = build_skeleton(model, DTYPES[recipe.dtype])
     parallel = ParallelSettings(replicate=mesh.replicate, context=mesh.context, tensor=mesh.tensor, expert=mesh.expert)
     check_quantise(recipe.quantise, recipe.training, parallel)
+    if recipe.offload:
+        check_alone("offload", recipe.quantise, parallel)
     if problem := parallel.problem(mesh.devices) or parallel.model_problem(skeleton.config.to_dict()):
         raise StrataError(Code.INVALID, problem)
     with unsupported_errors(str(skeleton.config.model_type)):
@@ -155,7 +157,6 @@ def trace_cost(model: str, recipe: MemoryRecipe, mesh: MeshShape = ONE_DEVICE) -
             parameters=parameters,
             rank_parameters=sum(sizes.values()),
             expert_parameters=sum(experts for experts, _ in blocks),
-            largest_weight=max(sizes.values()),
             blocks=len(blocks),
             expert_blocks=sum(experts > 0 for experts, _ in blocks),
             block_parameters=max((experts * mesh.tensor // mesh.expert + rest for experts, rest in blocks), default=0),
