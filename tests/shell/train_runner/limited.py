@@ -1,8 +1,9 @@
-"""Two ranks that may not allocate as much memory as the model has: `torchrun … limited FOLDER run`.
+"""Ranks that may not allocate as much memory as the model has: `torchrun … limited FOLDER lora`, or `full`.
 
 Each rank limits its memory (a control group, version 1) before it loads the model, to what it has then and 98 % of the
 bytes of all weights. The kernel kills a process that needs more; pages of files count, but it takes them back. `limited
-FOLDER export` exports what was saved, in one process with the same limit.
+FOLDER export` exports what was saved, in one process with the same limit. A rank of a full fine-tune has four numbers
+for each weight of its shard, and a snapshot copies three of them: it takes eight ranks to stay below the weights.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import array
 import os
 import sys
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
+import msgspec
 import torch.distributed as dist
 
 from strata.train.core import commands, ops
@@ -25,13 +27,13 @@ from strata.train.runner.settings import RunnerSettings
 from tests.shell.train_runner.driver import Driver, Memory, batch
 from tests.support.ranks import join_ranks
 
-TINY: Final = TinyModel(family="llama", layers=20, hidden=768, vocabulary=1024)
+TINY: Final = TinyModel(family="llama", layers=20, hidden=768, vocabulary=1024, context=128)
 GROUPS: Final = Path("/sys/fs/cgroup/memory")
 SHARE: Final = 0.98
 """How much memory a rank may allocate, by the bytes of all weights."""
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, training: Literal["lora", "full"]) -> None:
     ranks = join_ranks(300)
     with ranks.collective_errors():
         if ranks.is_rank0 and not (folder / "model").exists():
@@ -44,6 +46,7 @@ def main(folder: Path) -> None:
         model=str(folder / "model"),
         name="model",
         sleep_folder=folder / "asleep",
+        training=training,
         activation_checkpointing=True,
     )
     runner = ModelRunner(settings, ranks)
@@ -73,23 +76,23 @@ def leave_group() -> None:
 
 
 def drive(driver: Driver, runner: ModelRunner, folder: Path) -> None:
-    driver.create("m", ops.LoraConfig(rank=4, alpha=8.0, seed=3))
+    driver.create("m", None if runner.settings.full else ops.LoraConfig(rank=4, alpha=8.0, seed=3))
     driver.train("m", batch(seed=1))
     driver.step("m", learning_rate=0.01)
-    assert driver.do(commands.MakeSampler(ops.SaveSampler("m", 2, "copy"), "")) == [ops.SamplerOpened("copy")]
-    assert sample(driver) == 8
     assert driver.do(commands.TakeSnapshot(str(folder / "snapshot"))) == []
     runner.snapshots.join(120)
     result = runner.snapshots.take()
     assert result is not None
     assert result.error is None, result
+    assert driver.do(commands.MakeSampler(ops.SaveSampler("m", 2, "copy"), "")) == [ops.SamplerOpened("copy")]
+    assert sample(driver) == 8
     assert isinstance(driver.save("m", "weights"), ops.WeightsSaved)
     assert isinstance(driver.save("m", "sampled", kind="sampler_weights"), ops.WeightsSaved)
     assert isinstance(driver.load("m", "weights"), ops.WeightsLoaded)
 
 
 def sample(driver: Driver) -> int:
-    """One rank has a sequence, and the other takes part in its passes. Returns how many tokens were sampled."""
+    """One rank has a sequence, and the others take part in its passes. Returns how many tokens were sampled."""
     params = SampleParams(max_tokens=8, seed=1, end_tokens=False)
     prompt = array.array("i", [5, 6, 7]).tobytes()
     driver.number += 1
@@ -110,7 +113,7 @@ if __name__ == "__main__":
     if sys.argv[2] == "export":
         export_saved(Path(sys.argv[1]))
     else:
-        main(Path(sys.argv[1]))
+        main(Path(sys.argv[1]), msgspec.convert(sys.argv[2], Literal["lora", "full"]))
         # A rank that ends with the threads of its group aborts when the other rank has gone first.
         dist.destroy_process_group()
     leave_group()

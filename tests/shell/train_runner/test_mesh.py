@@ -594,9 +594,13 @@ def limited(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.nightly
-def test_a_model_larger_than_the_memory_of_a_rank_is_trained_sampled_saved_and_exported(limited: Path) -> None:
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("training", "ranks"), [("lora", 2), ("full", 8)])
+def test_a_model_larger_than_the_memory_of_a_rank_is_trained_sampled_saved_and_exported(
+    limited: Path, training: str, ranks: int
+) -> None:
     program = "tests.shell.train_runner.limited"
-    done = run([*launcher(2), "-m", program, str(limited), "run"], 600)
+    done = run([*launcher(ranks), "-m", program, str(limited), training], 800)
     assert (limited / "done").exists(), done.stderr[-4000:]
     exported = run([sys.executable, "-m", program, str(limited), "export"])
     assert exported.returncode == 0, exported.stderr[-4000:]
