@@ -534,6 +534,12 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.data / "snapshots"
 
     @property
+    def compile_folder(self) -> Path:
+        """Code that the ranks compiled for this machine. The launcher removes it at each start: the data folder may
+        come from another one."""
+        return self.data / "compiled"
+
+    @property
     def makes_copies(self) -> bool:
         return self.server.address_file is not None and self.server.copy_every_s > 0 and not self.server.database
 

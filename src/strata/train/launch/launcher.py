@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import shutil
 import signal
 import socket
 import sys
@@ -157,6 +158,7 @@ class Launcher:
             if over_tcp:
                 # The operator who starts the ranks has given them a copy.
                 read_keys(settings.keys)
+        shutil.rmtree(settings.compile_folder, ignore_errors=True)
         check_engine(settings, self._environment)
         if self._engines:
             write_engine_key(settings, self._engine_key)

@@ -89,7 +89,7 @@ def runner_settings(settings: ServerSettings) -> RunnerSettings:
         parallel=settings.parallel,
         activation_checkpointing=model.activation_checkpointing,
         offload=model.offload,
-        compile_folder=settings.data / "compiled" if model.compile else None,
+        compile_folder=settings.compile_folder if model.compile else None,
         sleep_folder=settings.data / "asleep",
         collective_timeout_s=settings.ranks.collective_timeout_s,
         sequences=settings.sampling.sequences,
