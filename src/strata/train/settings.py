@@ -535,8 +535,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def compile_folder(self) -> Path:
-        """Code that the ranks compiled for this machine. The launcher removes it at each start: the data folder may
-        come from another one."""
+        """Code that the ranks compiled for this machine. A launcher that starts them removes it before: the data folder
+        may come from another one."""
         return self.data / "compiled"
 
     @property
@@ -663,13 +663,17 @@ def check_quantise(quantise: Quantise, training: Literal["lora", "full"], parall
         )
 
 
-def check_alone(setting: Literal["compile", "offload"], quantise: Quantise, parallel: ParallelSettings) -> None:
-    """INVALID if the base is quantised, or on another mesh than of shards and copies."""
+def check_alone(
+    quantise: Quantise, parallel: ParallelSettings, *, compiles: bool = False, offloads: bool = False
+) -> None:
+    """INVALID if layers are compiled or weights offloaded, and the base is quantised, or on another mesh than of shards
+    and copies."""
     others = [
         *(f"parallel.{name}" for name in ("tensor", "context", "expert", "pipeline") if getattr(parallel, name) > 1),
         *(["model.quantise"] if quantise else []),
     ]
-    if others:
+    if others and (compiles or offloads):
+        setting = "compile" if compiles else "offload"
         raise StrataError(
             Code.INVALID,
             f"model.{setting} is true, which works with shards and copies of unquantised models alone, and not with"

@@ -149,6 +149,10 @@ def sleep_and_wake_change_nothing(driver: Driver, found: Found) -> None:
 
 
 PARITY: tuple[Check, ...] = (losses_and_gradients_are_those_of_hugging_face,)
+OFFLOADED: tuple[Check, ...] = (
+    *PARITY,
+    training_goes_on_from_a_checkpoint_and_the_next_model_begins_with_the_base,
+)
 CHECKS: tuple[Check, ...] = (
     *PARITY,
     rows_ranks_and_operations_make_no_difference,

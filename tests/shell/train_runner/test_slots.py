@@ -9,10 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from strata.train.core import commands, ops
 from strata.train.runner.model.offload import OffloadedModel
 from strata.train.runner.model.tiny import TinyModel, make
+from strata.train.runner.model.trained import local, sharded_like
 from tests.shell.train_runner.driver import Driver, batch, logprobs_of, outcome
 from tests.shell.train_runner.single_rank import driver_of, one_rank
 
@@ -176,3 +180,15 @@ def test_a_disk_that_takes_nothing_leaves_the_model_in_memory(tmp_path: Path) ->
     assert offloaded.in_memory
     offloaded.restore()
     assert torch.equal(tensor, torch.arange(8.0))
+
+
+def test_a_shard_that_is_in_the_memory_of_the_host_stays_there() -> None:
+    """Also where ranks compute on CUDA devices; no device is needed to see it."""
+    mesh = DeviceMesh("cuda", [0, 1], _init_backend=False, _rank=0)
+    meta = TensorMeta(torch.Size([4, 3]), (3, 1), torch.float32)
+    spec = DTensorSpec(mesh, (Shard(0),), meta)
+    weight = DTensor(torch.zeros(2, 3), spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    moments = torch.ones(2, 3)
+    placed = sharded_like(weight, moments)
+    assert placed.shape == weight.shape
+    assert local(placed).data_ptr() == moments.data_ptr()

@@ -313,10 +313,15 @@ def _moments(
 def _gathered(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> tuple[PassMemory, Source]:
     if is_replicated(cost, recipe, mesh):
         return PassMemory(0, 0), "traced"
+    copied = 0
+    if not recipe.has_weights:
+        # The shard of a group is copied to the device before it is gathered.
+        stored = 4 if recipe.full else recipe.item_bytes
+        copied = _share(max(cost.block_parameters, cost.root_parameters), mesh.shards) * stored
     traced = cost.gathered if mesh.shards > 1 else cost.copied
     if traced is not None:
-        return traced, "traced"
-    least = (cost.block_parameters + cost.root_parameters) * recipe.item_bytes - cost.block_saved_bytes
+        return PassMemory(traced.beginning + copied, traced.end + copied), "traced"
+    least = (cost.block_parameters + cost.root_parameters) * recipe.item_bytes - cost.block_saved_bytes + copied
     return PassMemory(least, least), "estimated"
 
 

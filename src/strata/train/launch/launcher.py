@@ -151,6 +151,7 @@ class Launcher:
             check_model(settings)
             check_quantised(settings)
             check_memory(settings)
+            shutil.rmtree(settings.compile_folder, ignore_errors=True)
             if over_tcp:
                 make_keys(settings.keys)
         else:
@@ -158,7 +159,6 @@ class Launcher:
             if over_tcp:
                 # The operator who starts the ranks has given them a copy.
                 read_keys(settings.keys)
-        shutil.rmtree(settings.compile_folder, ignore_errors=True)
         check_engine(settings, self._environment)
         if self._engines:
             write_engine_key(settings, self._engine_key)

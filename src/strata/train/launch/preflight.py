@@ -81,10 +81,8 @@ def check_mesh(settings: ServerSettings) -> None:
     """INVALID if the ranks do not form the mesh that `parallel` describes, or the model cannot be on it."""
     if problem := settings.parallel.problem(settings.ranks.nproc):
         raise StrataError(Code.INVALID, problem)
-    if settings.model.compile:
-        check_alone("compile", settings.model.quantise, settings.parallel)
-    if settings.model.offload:
-        check_alone("offload", settings.model.quantise, settings.parallel)
+    model = settings.model
+    check_alone(model.quantise, settings.parallel, compiles=model.compile, offloads=model.offload)
     folder = find_folder(settings.model.path)
     if folder is not None and (problem := settings.parallel.model_problem(read_config(folder))):
         raise StrataError(Code.INVALID, problem)

@@ -352,7 +352,7 @@ class Adapter:
 
     @cached_property
     def layout(self) -> str:
-        """The same for adapters whose flat blocks have the same tensors at the same places."""
+        """The same for adapters that have, as a whole, the same tensors at the same places."""
         shapes = [f"{name} {'x'.join(map(str, shape))}" for name, shape in self.shapes.items()]
         return hashlib.sha256("\n".join(shapes).encode()).hexdigest()
 

@@ -39,7 +39,7 @@ from strata.train.runner.lora import (
     targets_of,
 )
 from strata.train.runner.model.attention import ATTENTION
-from strata.train.runner.model.compiled import compile_layers, keep_uncompiled
+from strata.train.runner.model.compiled import compile_layers, keep_uncompiled, prepare_compiling
 from strata.train.runner.model.context_parallel import ContextParallel
 from strata.train.runner.model.expert_parallel import ExpertParallel
 from strata.train.runner.model.loading import RankPart, build_skeleton, load_lm, load_sharded, tie_skeleton
@@ -77,10 +77,10 @@ class BaseModel:
             if problem := settings.parallel.problem(ranks.size):
                 raise StrataError(Code.INVALID, problem)
             check_quantise(settings.quantise, settings.training, settings.parallel)
+            compiles, offloads = settings.compile_folder is not None, settings.offload
+            check_alone(settings.quantise, settings.parallel, compiles=compiles, offloads=offloads)
             if settings.compile_folder is not None:
-                check_alone("compile", settings.quantise, settings.parallel)
-            if settings.offload:
-                check_alone("offload", settings.quantise, settings.parallel)
+                prepare_compiling(settings.compile_folder)
             skeleton = build_skeleton(settings.model, self.storage_dtype)
             if problem := settings.parallel.model_problem(skeleton.config.to_dict()):
                 raise StrataError(Code.UNSUPPORTED, problem)
@@ -183,12 +183,11 @@ class BaseModel:
         if not lm._can_set_attn_implementation():
             raise StrataError(Code.UNSUPPORTED, "its attention is not one that can be replaced")
         lm.set_attn_implementation(ATTENTION)
-        folder = self.settings.compile_folder
-        wrap = keep_uncompiled if folder is not None else lambda hook: hook
-        adapters = None if self.settings.full else Adapters(lm, wrap)
+        compiles = self.settings.compile_folder is not None
+        adapters = None if self.settings.full else Adapters(lm, keep_uncompiled if compiles else lambda hook: hook)
         group_experts(lm, adapters, None if self.experts is None else self.experts.dispatch, self.tensor)
-        if folder is not None:
-            compile_layers(blocks_of(lm), folder)
+        if compiles:
+            compile_layers(blocks_of(lm))
         if adapters is not None and (self.stage is None or self.stage.is_first):
             # Then every layer takes part in the backward pass of every rank, whichever adapters its row has. Each layer
             # has a collective in the backward pass; a rank that left one out would wait for the others for ever.

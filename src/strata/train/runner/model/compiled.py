@@ -27,11 +27,8 @@ RECOMPILE_LIMIT: Final = 64
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def compile_layers(layers: Sequence[nn.Module], folder: Path) -> None:
-    """From the next call on, which takes a minute or so. UNSUPPORTED if this machine has no compiler."""
-    from torch._dynamo import config as dynamo_config
-    from torch._functorch import config as autograd_config
-    from torch._inductor import config as inductor_config
+def prepare_compiling(folder: Path) -> None:
+    """UNSUPPORTED if this machine has no compiler."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -40,9 +37,18 @@ def compile_layers(layers: Sequence[nn.Module], folder: Path) -> None:
     except InvalidCxxCompiler as error:
         message = "model.compile needs a C++ compiler on the machine of every rank, such as g++"
         raise StrataError(Code.UNSUPPORTED, message) from error
-    # Not in a folder that another user could have made before, and without the caches that are read by pickle.
+    # Not in a folder that another user could have made before.
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     put_variables({"TORCHINDUCTOR_CACHE_DIR": str(folder.absolute())})
+
+
+def compile_layers(layers: Sequence[nn.Module]) -> None:
+    """From the next call on, which takes a minute or so."""
+    from torch._dynamo import config as dynamo_config
+    from torch._functorch import config as autograd_config
+    from torch._inductor import config as inductor_config
+
+    # Without the caches that are read by pickle.
     inductor_config.fx_graph_cache = False
     autograd_config.enable_autograd_cache = False
     # Past its limit, torch goes on uncompiled. Every shape of a linear layer counts, with gradients and without.

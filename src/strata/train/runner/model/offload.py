@@ -24,16 +24,19 @@ _log = log.get(__name__)
 
 
 class SleepOffload:
-    """Everything large of a rank: memory of a device goes to the host, memory of the host goes to a file."""
+    """Everything large of a rank: memory of its device goes to the host; without a device, memory of the host goes to a
+    file."""
 
     def __init__(self, tensors: Iterable[torch.Tensor], file: Path) -> None:
         """Take away the memory of these tensors. `freed` says how many bytes that was."""
         self._file = file
-        self._storages = _storages_of(tensors)
+        storages = _storages_of(tensors)
+        on_device = [storage for storage in storages if storage.device.type != "cpu"]
+        self._storages = on_device or storages
         self._host: list[torch.Tensor] = []
         self._sizes = [storage.nbytes() for storage in self._storages]
         self.freed = sum(self._sizes)
-        if any(storage.device.type == "cpu" for storage in self._storages):
+        if not on_device:
             file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             save_file({str(number): _bytes_of(storage) for number, storage in enumerate(self._storages)}, file)
         else:

@@ -128,8 +128,7 @@ def trace_cost(model: str, recipe: MemoryRecipe, mesh: MeshShape = ONE_DEVICE) -
     skeleton = build_skeleton(model, DTYPES[recipe.dtype])
     parallel = ParallelSettings(replicate=mesh.replicate, context=mesh.context, tensor=mesh.tensor, expert=mesh.expert)
     check_quantise(recipe.quantise, recipe.training, parallel)
-    if recipe.offload:
-        check_alone("offload", recipe.quantise, parallel)
+    check_alone(recipe.quantise, parallel, offloads=recipe.offload)
     if problem := parallel.problem(mesh.devices) or parallel.model_problem(skeleton.config.to_dict()):
         raise StrataError(Code.INVALID, problem)
     with unsupported_errors(str(skeleton.config.model_type)):

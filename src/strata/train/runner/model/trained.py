@@ -18,6 +18,7 @@ from typing import Final, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from strata.train.core import ops
@@ -257,9 +258,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def sharded_like(parameter: DTensor, shard: torch.Tensor) -> DTensor:
     """A tensor that is sharded as the parameter is, from this rank's shard."""
-    mesh, placements = parameter.device_mesh, parameter.placements
-    shape, stride = parameter.shape, parameter.stride()
-    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
+    # Not by `from_local`, which copies what is in the memory of the host to the device of the mesh.
+    meta = TensorMeta(parameter.shape, parameter.stride(), shard.dtype)
+    spec = DTensorSpec(parameter.device_mesh, parameter.placements, meta)
+    return DTensor(shard, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def own_region(parameter: DTensor) -> tuple[slice, ...]:

@@ -289,8 +289,9 @@ class _LayerStream:
 
 
 def _costs_nothing(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether this rank has the full weight in this dtype already."""
-    return _is_whole(parameter) and parameter.dtype == _gathered_dtype(parameter, dtype)
+    """Whether this rank has the full weight in this dtype already, where it computes."""
+    is_there = local(parameter).device.type == _device_of(parameter).type
+    return is_there and _is_whole(parameter) and parameter.dtype == _gathered_dtype(parameter, dtype)
 
 
 def _gathered_dtype(parameter: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
@@ -305,7 +306,8 @@ def _is_whole(parameter: torch.Tensor) -> bool:
 
 
 def gather_weights(parameters: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """All-gather the full weights from the shards. All ranks call it together; an unsharded weight is not copied.
+    """All-gather the full weights from the shards. All ranks call it together; an unsharded weight that
+    is on the device is not copied.
 
     Shards of many weights share a collective: one for each weight takes longer than the first token of a sample.
     """
