@@ -12,6 +12,8 @@ from typing import Any, Final
 import pytest
 import torch
 
+from strata.base.errors import StrataError
+from strata.train.runner.model.compiled import prepare_compiling
 from strata.train.runner.passes.optimizer import sum_squares
 from tests.support.ranks import group_size
 from tests.support.torchrun import run_on_ranks
@@ -89,6 +91,13 @@ def test_compiled_layers_compute_what_peft_and_hugging_face_compute(folder: Path
     compiled = run_kit(folder, "compiled", group_size(), "--compiled", within_s=1200)
     assert failures(compiled) == ""
     assert len(compiled["checks"]) == 8
+
+
+def test_layers_are_not_compiled_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
+    with pytest.raises(StrataError, match=r"model\.compile needs a C\+\+ compiler"):
+        prepare_compiling(tmp_path / "compiled")
+    assert not (tmp_path / "compiled").exists()
 
 
 @pytest.mark.parametrize("shape", [(0,), (5,), (4096,), (3, 5000), (40, 512, 256)])

@@ -62,6 +62,11 @@ class MemoryRecipe(msgspec.Struct, frozen=True, kw_only=True):
         return self.training == "full"
 
     @property
+    def stored_bytes(self) -> int:
+        """Of each weight: trained ones are in float32."""
+        return 4 if self.full else self.item_bytes
+
+    @property
     def has_weights(self) -> bool:
         """Whether weights, their gradients and their optimizer state are on the device."""
         return self.device == "cpu" or not self.offload
@@ -176,7 +181,7 @@ def plan_device(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> Devic
     shards = 1 if is_replicated(cost, recipe, mesh) else mesh.shards
     weights = _share(cost.rank_parameters, shards)
     trained = weights if recipe.full else recipe.slots * sum(_held_adapter(cost, mesh).values())
-    weights_bytes = weights * (4 if recipe.full else recipe.item_bytes) - cost.saved_bytes // shards
+    weights_bytes = weights * recipe.stored_bytes - cost.saved_bytes // shards
     held = [MemoryPart("weights", weights_bytes if recipe.has_weights else 0, "counted")]
     if not recipe.full:
         held.append(MemoryPart("adapters", trained * 4, "counted"))
@@ -316,8 +321,7 @@ def _gathered(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> tuple[P
     copied = 0
     if not recipe.has_weights:
         # The shard of a group is copied to the device before it is gathered.
-        stored = 4 if recipe.full else recipe.item_bytes
-        copied = _share(max(cost.block_parameters, cost.root_parameters), mesh.shards) * stored
+        copied = _share(max(cost.block_parameters, cost.root_parameters), mesh.shards) * recipe.stored_bytes
     traced = cost.gathered if mesh.shards > 1 else cost.copied
     if traced is not None:
         return PassMemory(traced.beginning + copied, traced.end + copied), "traced"
