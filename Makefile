@@ -5,13 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 
-# What `make test` runs: everything but the rules and the end-to-end tests, or one folder or file, as in
-# `make test SUITE=tests/core`. pytest ends with status 5 when it finds no test at all, and make fails with it.
-SUITE ?=
-# With SLOW=1, `make test` and `make check` also run the tests that are marked slow; .ci/run always does.
-SLOW ?=
-FAST := $(if $(SLOW),,-m 'not slow')
-WORKERS ?= 2
+# What `make test` runs: the tiers unit and pr, or tiers, folders and files by name, as in `make test SUITE=tests/core`.
+SUITE ?= unit pr
+# More arguments for pytest, and for `python -m tests.tiers run`, `bench` and `soak`.
 BENCH ?= journal
 CAMPAIGN ?= register
 SEEDS ?= 1000
@@ -31,9 +27,10 @@ ACCELERATE := 1.15.0
 BITSANDBYTES := 0.50.2
 
 PYTEST := $(BIN)/python -m pytest
+TIERS := $(BIN)/python -m tests.tiers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check lint rules test tsan e2e nightly gpu release bench soak docs services constraints proto contract diagrams families format clean installed
+.PHONY: help setup check lint rules test ledger tsan weekly gpu release bench soak docs services constraints proto contract diagrams families format clean installed
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,21 +57,20 @@ contract: installed ## refuse a change of the .proto that breaks workers, or a f
 	$(BIN)/buf breaking proto --against $(ACCEPTED)
 
 rules: installed ## the tests of the rules that the tree itself has to keep
-	$(PYTEST) -n $(WORKERS) --dist loadfile $(FAST) tests/rules $(ARGS)
+	$(TIERS) run check
 
-test: installed ## the tests; SUITE=tests/core for one suite, SLOW=1 for all of it, ARGS= for pytest
-	$(PYTEST) -n $(WORKERS) --dist loadfile --durations=10 $(FAST) $(or $(SUITE),tests --ignore=tests/rules --ignore=tests/e2e --ignore=tests/engines) $(ARGS)
+test: installed ## the tests; SUITE=tests/core, a file or a tier for a part of them, ARGS= for pytest
+	$(TIERS) run $(SUITE) --pytest="$(ARGS)"
+
+ledger: installed ## take the last runs of tests into the durations, the ledger of merge and docs/proof.md
+	$(TIERS) record
 
 tsan: installed ## the conformance suite with the worker in C++ under ThreadSanitizer
 	STRATA_TEST_CPP_PRESET=tsan $(PYTEST) tests/conformance/coordinator -k cpp $(ARGS)
 
-e2e: installed ## the end-to-end tests: real processes and real servers
-	$(PYTEST) --durations=10 tests/e2e $(ARGS)
-
-# What is too long for every change: run it before an issue is closed. The campaigns add what they showed to docs/proof.md.
-nightly: installed ## inference engines (vLLM), long kill campaigns, an agent on arm64 under qemu; as root, hours on two cores
-	$(PYTEST) --durations=10 tests/engines $(ARGS)
-	$(PYTEST) --durations=10 -m nightly tests/e2e tests/shell $(ARGS)
+# What is too long for every change, in a random order. The campaigns add what they showed to docs/campaigns.md.
+weekly: installed ## inference engines (vLLM), longest tests, kill campaigns, an agent on arm64 under qemu; as root, hours on two cores
+	$(TIERS) run weekly --shuffle $$(date +%G%V)
 	$(MAKE) --no-print-directory tsan
 	$(BIN)/python -m soak train-kill --kills 40
 	$(BIN)/python -m soak train-kill-mesh --kills 40

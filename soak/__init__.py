@@ -1,1 +1,1 @@
-"""Long campaigns: `python -m soak NAME --seeds N` adds seeds to the record in docs/proof.md."""
+"""Long campaigns: `python -m soak NAME --seeds N` adds seeds to the record in docs/campaigns.md."""

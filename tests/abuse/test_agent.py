@@ -265,6 +265,9 @@ TRAVERSALS = [
 ]
 
 
+@pytest.mark.proves(
+    "Never again: a `bundle` that is a path gave a job the host's key: root copied any folder into the attempt"
+)
 @pytest.mark.attack(AREA, "C1: a bundle that is a path into the host, with run_as")
 @pytest.mark.parametrize("bundle", TRAVERSALS)
 def test_a_bundle_that_is_a_path_is_refused_by_the_host(host: HostContext, bundle: str) -> None:
@@ -278,6 +281,9 @@ def test_a_bundle_that_is_a_path_is_refused_by_the_host(host: HostContext, bundl
     assert is_untouched(host)
 
 
+@pytest.mark.proves(
+    "Never again: a `bundle` that is a path gave a job the host's key: root copied any folder into the attempt"
+)
 @pytest.mark.attack(AREA, "C1: a bundle, a commit or an id that is a path, sent to the hub")
 def test_a_trainer_with_a_path_for_a_digest_is_refused_by_the_hub(
     hub: HubProcess, tries: Callable[[int], None]
@@ -329,6 +335,7 @@ def test_git_fetches_over_https_and_ssh_alone(run_as: bool, tries: Callable[[int
     tries(len(hostile))
 
 
+@pytest.mark.proves("Never again: `fd::17` as a git address held a slot for 600 s")
 @pytest.mark.attack(AREA, "L4: git fd::17 holds a slot for ten minutes")
 def test_a_git_address_that_is_a_descriptor_is_refused_at_once(tmp_path: Path) -> None:
     with a_host() as site:
@@ -340,6 +347,7 @@ def test_a_git_address_that_is_a_descriptor_is_refused_at_once(tmp_path: Path) -
             assert time.monotonic() - began_s < 10.0
 
 
+@pytest.mark.proves("Never again: git ran as root for a job")
 @pytest.mark.attack(AREA, "M14: git by path, a repository in a folder of root's, with run_as")
 @pytest.mark.parametrize("form", ["{path}", "file://{path}", "localhost:{path}"])
 def test_a_repository_that_only_root_can_read_is_not_fetched_for_a_job(host: HostContext, form: str) -> None:
@@ -407,6 +415,9 @@ def a_remote(site: HostContext) -> tuple[HostContext, str, str]:
     return host, f"localhost:{repository}", head.stdout.strip()
 
 
+@pytest.mark.proves(
+    "Never again: with `run_as`, a job could rewrite another one's git checkout, which root kept for all projects"
+)
 @pytest.mark.attack(AREA, "rewrite what git checked out for another job, before it is packed and kept for all")
 def test_a_checkout_that_another_job_rewrote_is_not_given_to_later_attempts(host: HostContext) -> None:
     site, url, commit = a_remote(host)
@@ -422,6 +433,9 @@ def test_a_checkout_that_another_job_rewrote_is_not_given_to_later_attempts(host
     assert not site.cache.exists() or list(site.cache.iterdir()) == []
 
 
+@pytest.mark.proves(
+    "Never again: with `run_as`, a job could rewrite another one's git checkout, which root kept for all projects"
+)
 @pytest.mark.attack(AREA, "leave a filter for git in the home of the jobs' user")
 @pytest.mark.parametrize("attributes", ["named in .gitconfig", ".config/git/attributes"])
 def test_a_filter_in_the_home_of_the_jobs_user_changes_no_source(host: HostContext, attributes: str) -> None:
@@ -470,6 +484,7 @@ def test_a_pax_header_of_digits_stops_nobody(host_with_hub: HostContext, tries: 
         tries(1)
 
 
+@pytest.mark.proves("Never again: a tar header of 62 KB stopped the agent for 13 s, one of 2 GiB took as much memory")
 @pytest.mark.attack(AREA, "M15: a 312 KB xz bundle with a pax header of 2 GiB")
 def test_a_pax_header_of_two_gib_is_refused_before_it_is_read(host_with_hub: HostContext) -> None:
     compressor = lzma.LZMACompressor()
@@ -503,6 +518,10 @@ def test_an_unpacking_that_asks_for_too_much_memory_ends_and_nothing_else(host_w
 # Races of the job's user with root
 
 
+@pytest.mark.proves(
+    "Never again: root changed the owner of its own files through links that a job swapped in (won at the "
+    "first of 20 tries)"
+)
 @pytest.mark.attack(AREA, "H2: swap folders for links while the agent hands an attempt over")
 def test_no_file_of_root_changes_hands_while_an_attempt_is_prepared(
     host_with_hub: HostContext, tries: Callable[[int], None]
@@ -529,6 +548,9 @@ def test_no_file_of_root_changes_hands_while_an_attempt_is_prepared(
     tries(3)
 
 
+@pytest.mark.proves(
+    "Never again: a job could stop the process that prepared another attempt, which then held its slot for ever"
+)
 @pytest.mark.attack(AREA, "stop the process that prepares another attempt, which then holds its slot for ever")
 @pytest.mark.parametrize("content", [a_bundle("a"), a_bundle("a", content=bytes(4 << 20))], ids=["read", "unread"])
 def test_a_preparation_that_is_stopped_ends_as_the_hosts_failure(
@@ -566,6 +588,7 @@ def test_a_checkout_that_is_stopped_ends_as_the_hosts_failure(
         prepare_attempt(site, given, a_place(site, given), None)
 
 
+@pytest.mark.proves("Never again: root read the host's key as a checkpoint (within 2 s)")
 @pytest.mark.attack(AREA, "H3: swap a checkpoint for a link while it is uploaded")
 def test_no_file_of_root_is_sent_as_a_checkpoint(host_with_hub: HostContext, tries: Callable[[int], None]) -> None:
     site = host_with_hub

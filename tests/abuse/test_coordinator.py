@@ -175,6 +175,7 @@ async def test_another_jobs_operator_stops_nothing(guarded: Running) -> None:
     assert not beat.commands
 
 
+@pytest.mark.proves("Never again: a client certificate alone was worker and operator of every job")
 @pytest.mark.attack("coordinator: who calls", "a client certificate alone, as worker and operator of every job")
 def test_a_client_certificate_is_no_role() -> None:
     tls = ServerTls(certificate=Path("c"), key=Path("k"), client_ca=Path("a"))
@@ -206,6 +207,7 @@ async def test_reflection_shows_names_only(guarded: Running) -> None:
     assert await raw(guarded.channel, "/grpc.health.v1.Health/Check", b"") == b"\x08\x01"
 
 
+@pytest.mark.proves("Never again: streams outlived their token, tokens could not be revoked")
 @pytest.mark.attack("coordinator: streams", "a stream goes on after its token expired")
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.server_streaming])
 async def test_a_stream_ends_with_its_token(name: str, guarded: Running) -> None:
@@ -214,6 +216,7 @@ async def test_a_stream_ends_with_its_token(name: str, guarded: Running) -> None
     assert await ends_with(guarded, name, short) < 5
 
 
+@pytest.mark.proves("Never again: streams outlived their token, tokens could not be revoked")
 @pytest.mark.attack("coordinator: streams", "a stream goes on after its token was revoked")
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.server_streaming])
 async def test_a_stream_ends_when_its_token_is_revoked(name: str, tmp_path: Path) -> None:
@@ -287,6 +290,7 @@ async def process(tmp_path: Path) -> AsyncIterator[RawCoordinator]:
             await coordinator.close()
 
 
+@pytest.mark.proves("Never again: 16 MB without a token cost 1.1 GB of memory, kept")
 @pytest.mark.attack("coordinator: resources", "five times 16 MB of empty heartbeats without a token")
 async def test_a_message_without_a_token_is_not_read(process: RawCoordinator, tries: Try) -> None:
     body = b"\x0a\x00" * 8_000_000
@@ -297,6 +301,7 @@ async def test_a_message_without_a_token_is_not_read(process: RawCoordinator, tr
     assert process.resident_mib() - before < 64
 
 
+@pytest.mark.proves("Never again: 16 MB without a token cost 1.1 GB of memory, kept")
 @pytest.mark.attack("coordinator: resources", "16 MB of empty elements with a worker's token")
 @pytest.mark.parametrize("name", sorted(METHODS))
 async def test_a_message_of_many_elements_is_refused_before_it_is_built(name: str, process: RawCoordinator) -> None:
@@ -370,6 +375,7 @@ DATASETS: Final = {
 }
 
 
+@pytest.mark.proves("Never again: a dataset of 10⁸ shards stopped all jobs for 24 s")
 @pytest.mark.attack("coordinator: resources", "a dataset that stops all jobs while its order is computed")
 @pytest.mark.parametrize("kind", DATASETS)
 async def test_a_dataset_is_bounded(kind: str, guarded: Running) -> None:

@@ -25,6 +25,8 @@ from strata.train.settings import check_exposure as check_training
 from tests.shell.fleet_http.running import process, refused, running
 from tests.shell.train_api.conftest import settings_in
 
+pytestmark = pytest.mark.proves("Never again: databases and folders could be read by other users")
+
 Tries = Callable[[int], None]
 AREA = "loopback and local users"
 PUBLIC = ("ca.pem",)

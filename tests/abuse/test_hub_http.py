@@ -36,6 +36,7 @@ async def site(tmp_path: Path) -> AsyncIterator[Running]:
         yield started
 
 
+@pytest.mark.proves("Never again: a web page could send a body to a hub on loopback")
 @pytest.mark.attack(JSON, "a body that a web page can send to another origin: text/plain, a form, no type at all")
 async def test_a_body_that_does_not_say_it_is_json_is_refused_unread(site: Running, tries: Tries) -> None:
     operator, host = await site.operator(), await site.host("anna")
@@ -68,6 +69,7 @@ def deep_paths(count: int, depth: int = 32) -> list[str]:
     return sorted("/".join(f"{number:x}{level:x}" for level in range(depth)) for number in range(count))
 
 
+@pytest.mark.proves("Never again: a manifest of 65,000 deep paths stopped the hub for 17 s")
 @pytest.mark.attack(ARTIFACTS, "a manifest of 65,000 paths 32 folders deep")
 def test_the_paths_of_a_manifest_are_compared_in_linear_time() -> None:
     def shape(n: int) -> bytes:

@@ -20,6 +20,8 @@ from tests.shell.cli_fleet.driving import HostByHand
 from tests.shell.fleet_agent.running import AgentProcess, HubProcess
 from tests.shell.fleet_agent.waiting import eventually
 
+pytestmark = pytest.mark.proves("Never again: mistakes of a job quarantined a healthy host")
+
 AREA: Final = "hub: mistakes of jobs"
 MISTAKES: Final = 3
 """So many different jobs with trouble of the host would quarantine it."""

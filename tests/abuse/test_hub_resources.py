@@ -58,6 +58,7 @@ def request(path: str, client: httpx.AsyncClient | None = None) -> bytes:
 _SHOWN = ("authorization", "x-operator-token")
 
 
+@pytest.mark.proves("Never again: idle connections without credentials kept all clients out; slow readers kept memory")
 @pytest.mark.attack(HTTP, "idle connections without credentials up to max_connections")
 async def test_idle_strangers_do_not_keep_others_out(tmp_path: Path, tries: Tries) -> None:
     async with running(tmp_path / "hub", max_connections=100) as site:
@@ -93,6 +94,9 @@ class Idle:
         self.ended = True
 
 
+@pytest.mark.proves(
+    "Never again: requests that never became whole, or one IPv6 network, locked out hosts with certificates"
+)
 @pytest.mark.attack(HTTP, "connections from every address of one IPv6 network")
 async def test_a_network_of_ipv6_counts_as_one_address(tries: Tries) -> None:
     anonymous = AnonymousConnections()
@@ -171,6 +175,7 @@ async def stored_chunk(site: Running) -> str:
     return digest
 
 
+@pytest.mark.proves("Never again: idle connections without credentials kept all clients out; slow readers kept memory")
 @pytest.mark.attack(HTTP, "readers that never read a chunk of 8 MiB")
 async def test_a_client_that_does_not_read_is_cut_off(tmp_path: Path, tries: Tries) -> None:
     async with running(tmp_path / "hub", send_s=0.5) as site:
@@ -214,6 +219,7 @@ async def test_replies_that_pile_up_are_cut_off(tmp_path: Path) -> None:
         writer.close()
 
 
+@pytest.mark.proves("Never again: the stream of a revoked key went on")
 @pytest.mark.attack(REVOCATION, "event stream of a revoked key in a busy fleet")
 async def test_the_stream_of_a_revoked_key_ends_however_much_there_is_to_tell(site: Running) -> None:
     operator, viewer = await site.operator(), await site.with_role("viewer")
@@ -292,6 +298,7 @@ async def test_many_streams_of_one_viewer_leave_the_hub_to_others(site: Running,
         writer.close()
 
 
+@pytest.mark.proves("Never again: wrong credentials cost nothing and left no trace; a used invite certified for ever")
 @pytest.mark.attack(WHO, "thousands of wrong tokens from one client")
 async def test_wrong_credentials_are_slowed_down(tmp_path: Path, tries: Tries) -> None:
     async with running(tmp_path / "hub", max_failures=20) as site:
@@ -336,6 +343,7 @@ def test_failed_credentials_are_told_once_a_second_with_their_address(capsys: py
 SMALL_DISK = 'mount -t tmpfs -o size=96m,mode=700 tmpfs "$0" && exec "$@"'
 
 
+@pytest.mark.proves("Never again: logs filled the disk, and then no key could be revoked")
 @pytest.mark.attack(RESOURCES, "logs of a host, then strangers, fill the disk of the hub")
 def test_a_full_disk_stops_neither_heartbeats_nor_revocation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tries: Tries

@@ -91,6 +91,9 @@ async def chosen(site: Running, model: str = MODEL) -> list[int]:
 NONE: Final = [404, 404, 0, 0]
 
 
+@pytest.mark.proves(
+    "Never again: a researcher's upload was the latest and best result; a host committed a result of another model"
+)
 @pytest.mark.attack(AREA, "a person commits a result of model prod with auc 0.9999 and any code")
 @pytest.mark.parametrize("role", ["researcher", "operator", "admin"])
 async def test_a_person_cannot_commit_a_result(site: Running, role: str) -> None:
@@ -120,6 +123,9 @@ async def test_a_source_is_no_result_whatever_it_claims(site: Running) -> None:
     assert row.by == f"key:{researcher.headers['Authorization'].split('-')[1]}"
 
 
+@pytest.mark.proves(
+    "Never again: a researcher's upload was the latest and best result; a host committed a result of another model"
+)
 @pytest.mark.attack(AREA, "a host commits a result of another model than its job has")
 async def test_a_result_is_of_the_model_that_the_job_has(site: Running, tries: Callable[[int], None]) -> None:
     host = await site.host("anna")
@@ -147,6 +153,9 @@ async def test_a_result_counts_only_when_its_job_is_completed(site: Running) -> 
     assert await chosen(site) == NONE
 
 
+@pytest.mark.proves(
+    "Never again: a job was completed with the artifact of another, or by a trainer from before the manifest"
+)
 @pytest.mark.attack(AREA, "a host completes its job with the artifact of another host, job or person")
 async def test_a_job_is_completed_with_what_its_own_attempt_uploaded(
     site: Running, tries: Callable[[int], None]
@@ -181,6 +190,9 @@ async def test_equal_bytes_are_a_result_of_each_job_that_made_them(site: Running
     assert await chosen(site) == NONE
 
 
+@pytest.mark.proves(
+    "Never again: a job was completed with the artifact of another, or by a trainer from before the manifest"
+)
 @pytest.mark.attack(AREA, "a job of the same model, mode, hyper and seed is completed before the operator's manifest")
 async def test_a_result_from_before_the_manifest_does_not_count(site: Running) -> None:
     host, researcher = await site.host("anna"), await site.with_role("researcher")
@@ -271,6 +283,7 @@ async def test_a_host_cannot_read_the_state_of_a_server_for_another_job(site: Ru
         assert refused(await host.http.get(f"/v1/{path}")) == (403, "forbidden"), path
 
 
+@pytest.mark.proves("Never again: a host gave itself the label that a job required")
 @pytest.mark.attack(ENROLMENT, "a host gives itself the label secure=true and 999 cores")
 async def test_a_label_that_a_host_gives_itself_opens_no_job(site: Running) -> None:
     host = await site.host("mallory", labels={"secure": "true"}, cores=999)

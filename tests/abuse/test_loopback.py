@@ -144,6 +144,7 @@ def nothing_of(secrets: list[str], heard: Path) -> bytes:
     return found
 
 
+@pytest.mark.proves("Never again: another user who took the port of `strata up` got the operator token")
 @pytest.mark.attack(AREA, "take the port while `strata up` is down; the owner runs the command line")
 def test_the_command_line_sends_nothing_to_whoever_took_the_port(
     robbed: tuple[Owner, Path], tries: Callable[[int], None]
@@ -267,6 +268,7 @@ def _refused_as(uid: int, path: Path, expected: str) -> int:
     return 1
 
 
+@pytest.mark.proves("Never again: the operator token was taken over plain TCP")
 @pytest.mark.attack(AREA, "send the operator token, an admin's key and a host's secret to plain TCP")
 def test_plain_tcp_takes_scoped_keys_alone(owner: Owner, tries: Callable[[int], None]) -> None:
     admin = owner.knows("keys", "create", "root", "--role", "admin")["secret"]
@@ -303,6 +305,7 @@ def test_a_page_in_the_browser_can_change_nothing(owner: Owner, tries: Callable[
             tries(1)
 
 
+@pytest.mark.proves("Never again: a researcher's key on `strata up` was worth an admin's")
 @pytest.mark.attack(AREA, "become a researcher on `strata up`, and with a job its owner")
 def test_nobody_but_the_owner_submits_jobs_to_strata_up(owner: Owner, tries: Callable[[int], None]) -> None:
     for role in ("researcher", "operator"):
@@ -381,6 +384,7 @@ def test_the_sockets_of_the_training_server_open_for_its_owner_alone(
         tries(1)
 
 
+@pytest.mark.proves("Never again: the operator token was taken over plain TCP")
 @pytest.mark.attack(AREA, "send the operator token and an operator's key to the training server over plain TCP")
 def test_the_training_server_takes_scoped_keys_alone_over_tcp(
     training: Processes, tries: Callable[[int], None]

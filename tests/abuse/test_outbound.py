@@ -212,6 +212,10 @@ def test_a_webhook_goes_to_a_plain_address(tries: Tries) -> None:
         tries(1)
 
 
+@pytest.mark.proves(
+    "Never again: webhooks to NAT64, 6to4 and IPv4-compatible addresses were judged public; archive "
+    "addresses outlived their key"
+)
 @pytest.mark.parametrize("form", INSIDE)
 @pytest.mark.attack(AREA, "a webhook to an IPv6 address that carries a private IPv4 address")
 def test_an_address_is_judged_by_the_one_inside_it(form: str) -> None:

@@ -83,6 +83,9 @@ async def test_certificates_are_for_one_use(site: Running, tmp_path: Path) -> No
     assert not host.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
 
 
+@pytest.mark.proves(
+    "Never again: requests that never became whole, or one IPv6 network, locked out hosts with certificates"
+)
 @pytest.mark.attack(AREA, "requests to join whose bodies trickle in, on all places there are for strangers")
 async def test_who_never_sends_a_whole_request_keeps_no_host_out(tmp_path: Path, tries: Tries) -> None:
     async with running(tmp_path / "hub", tls=HubTlsSettings(enabled=True), max_connections=60) as site:
@@ -101,6 +104,10 @@ async def test_who_never_sends_a_whole_request_keeps_no_host_out(tmp_path: Path,
             writer.close()
 
 
+@pytest.mark.proves(
+    "Never again: a body that began fast could keep its room for hours; silent connections before TLS "
+    "stayed for a minute"
+)
 @pytest.mark.attack(AREA, "connections that never begin the handshake")
 async def test_who_does_not_begin_the_handshake_is_cut_off(tmp_path: Path, tries: Tries) -> None:
     async with running(tmp_path / "hub", tls=HubTlsSettings(enabled=True), header_s=0.5) as site:

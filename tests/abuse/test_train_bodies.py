@@ -25,6 +25,8 @@ from strata.train.wire import native, tinker, tinker_json
 from strata.train.wire.pb import tinker_pb2 as pb
 from tests.shell.train_api.conftest import Reached, reach, settings_in
 
+pytestmark = pytest.mark.proves("Never again: 19 KB of compressed JSON cost 4.3 GB")
+
 Tries = Callable[[int], None]
 AREA = "training server: content"
 MIB = 1 << 20
@@ -173,6 +175,10 @@ def test_the_parameters_of_a_loss_and_their_names_are_bounded_before_they_are_re
         native.read_pass(native.encode(whole | {"model_id": long}))
 
 
+@pytest.mark.proves(
+    "Never again: a body that began fast could keep its room for hours; silent connections before TLS "
+    "stayed for a minute"
+)
 @pytest.mark.attack(AREA, "a body that came fast, and then stays away or trickles while it keeps its room")
 async def test_a_body_may_not_pause_for_longer_however_fast_it_came(tries: Tries) -> None:
     pace = BodyPace(grace_s=0.3, bytes_per_s=1000)

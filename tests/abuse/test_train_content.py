@@ -381,6 +381,7 @@ async def test_an_archive_that_is_none_is_refused(server: Server, tries: Tries) 
         tries(1)
 
 
+@pytest.mark.proves("Never again: `auto_mapping` of an imported adapter was kept as sent")
 @on_server
 @pytest.mark.attack(AREA, "a config that names modules to import (L9)")
 async def test_of_the_config_of_an_adapter_only_known_keys_are_kept(server: Server) -> None:

@@ -57,6 +57,7 @@ async def still_answers(context: zmq.asyncio.Context, link: RankLink, settings: 
     await end(connection)
 
 
+@pytest.mark.proves("Never: rank 0's socket is open to the network")
 @pytest.mark.attack(AREA, "rank 0 without CURVE")
 async def test_a_stranger_without_keys_is_not_heard(over_tcp: ServerSettings, context: zmq.asyncio.Context) -> None:
     with rank0(over_tcp) as link:
@@ -64,6 +65,7 @@ async def test_a_stranger_without_keys_is_not_heard(over_tcp: ServerSettings, co
         await still_answers(context, link, over_tcp)
 
 
+@pytest.mark.proves("Never: rank 0's socket is open to the network")
 @pytest.mark.attack(AREA, "rank 0 with CURVE keys of another server")
 async def test_a_stranger_with_other_keys_is_not_heard(
     over_tcp: ServerSettings, context: zmq.asyncio.Context, tmp_path: Path

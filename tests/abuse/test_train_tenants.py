@@ -436,6 +436,10 @@ async def test_a_name_that_looks_like_another_is_another_tenant(played: Field, t
         tries(1)
 
 
+@pytest.mark.proves(
+    "Never again: webhooks to NAT64, 6to4 and IPv4-compatible addresses were judged public; archive "
+    "addresses outlived their key"
+)
 @pytest.mark.attack(AREA, "an archive address after its key was revoked")
 async def test_an_address_ends_with_the_key_that_asked_for_it(played: Field) -> None:
     mallory = await new_client(played.server.operator, "alice")

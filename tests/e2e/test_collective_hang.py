@@ -45,7 +45,6 @@ async def start(found: Site, worker_id: str, **given: Any) -> Program:
     return found.programs[-1]
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("hang_at", [50, random.Random().randrange(100, 150)], ids=["soon", "later"])
 async def test_the_job_goes_on_without_the_rank_that_hangs(tmp_path: Path, hang_at: int) -> None:

@@ -469,8 +469,8 @@ def find_problems(opened: Opened, rules: dict[str, Any]) -> list[str]:
     [
         ("desktop", "light"),
         ("phone", "dark"),
-        pytest.param("desktop", "dark", marks=pytest.mark.nightly),
-        pytest.param("phone", "light", marks=pytest.mark.nightly),
+        ("desktop", "dark"),
+        ("phone", "light"),
     ],
 )
 def test_every_page_is_clean_at_every_size_and_in_every_theme(watched: Watched, size: str, scheme: str) -> None:

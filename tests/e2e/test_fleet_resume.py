@@ -20,6 +20,10 @@ from strata.fleet.core.requirement import Needs
 from tests.shell.fleet_agent.running import AgentProcess, HubProcess, agent
 from tests.shell.fleet_agent.waiting import eventually
 
+pytestmark = pytest.mark.proves(
+    "A training whose host died goes on elsewhere from its last checkpoint and ends with equal metrics and equal files"
+)
+
 TABULAR: Final = Path(__file__).parents[2] / "examples" / "tabular"
 TRAINER: Final = TrainerSpec(
     name="tabular", command=("python", "train.py"), directory=str(TABULAR), env={"OMP_NUM_THREADS": "1"}

@@ -203,7 +203,6 @@ def site(folder: Path) -> Iterator[Site]:
             found.close()
 
 
-@pytest.mark.nightly
 def test_a_gang_over_two_hosts_shrinks_when_one_dies_and_grows_when_it_is_back(tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus.jsonl", SAMPLES)
     with site(tmp_path) as gang:
@@ -234,7 +233,6 @@ def test_a_gang_over_two_hosts_shrinks_when_one_dies_and_grows_when_it_is_back(t
     gang.is_right((both, alone, again))
 
 
-@pytest.mark.nightly
 def test_a_gang_goes_on_without_drained_ranks_and_loses_no_step(tmp_path: Path) -> None:
     """Of a host with two ranks one is drained, then the only one of the other host."""
     write_corpus(tmp_path / "corpus.jsonl", SAMPLES)
@@ -271,7 +269,6 @@ BROKEN: Final = {
 }
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("reason", BROKEN)
 def test_a_host_that_computes_wrongly_or_slowly_is_excluded_before_the_others_train(
     tmp_path: Path, reason: str

@@ -20,7 +20,7 @@ from tests.e2e.test_train_connect import FIRST, HEAD, SECOND, Page, page, start_
 from tests.shell.fleet_agent.waiting import eventually
 
 __all__ = ["page", "place"]
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 FILES: Final = ("metrics.jsonl", "adapter/adapter_model.safetensors", "adapter/adapter_config.json")
 
 

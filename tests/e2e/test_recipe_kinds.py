@@ -58,14 +58,13 @@ def test_a_preference_is_learned_and_holds_for_pairs_that_were_not_shown(place: 
     assert values[-1]["eval_accuracy"] == 1.0
 
 
-@pytest.mark.nightly
 def test_digits_near_the_sum_are_learned_from_rewards_alone(place: Path) -> None:
     values = train(place, RECIPES / "grpo.toml", "grpo")
     assert values[1]["reward"] < 0.05
     assert values[-1]["reward"] > 0.35
 
 
-@pytest.mark.parametrize("mode", ["on_policy", pytest.param("off_policy", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("mode", ["on_policy", "off_policy"])
 def test_a_student_comes_near_its_teacher(place: Path, mode: str) -> None:
     """The teacher is the adapter of the preference, over the same base."""
     train(place, RECIPES / "dpo.toml", "dpo")
@@ -82,7 +81,6 @@ def test_a_student_comes_near_its_teacher(place: Path, mode: str) -> None:
         assert values[-1]["eval_loss"] < values[0]["eval_loss"] - 0.1
 
 
-@pytest.mark.nightly
 def test_a_teacher_on_a_server_of_its_own_must_have_the_same_tokens(place: Path) -> None:
     text = (RECIPES / "distill.toml").read_text(encoding="utf-8").replace("data/", f"{RECIPES}/data/")
     text = text.replace("steps = 30", "steps = 1")

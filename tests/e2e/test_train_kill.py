@@ -39,7 +39,7 @@ def without_telemetry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         gc.collect()
 
 
-@pytest.mark.nightly
+@pytest.mark.proves("Never: the death of any worker ends the service")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("without_telemetry")
 async def test_real_ranks_are_killed_too_and_the_weights_are_bit_by_bit_those_of_a_calm_run(
@@ -56,6 +56,7 @@ async def test_real_ranks_are_killed_too_and_the_weights_are_bit_by_bit_those_of
     assert outcome.equal == 3
 
 
+@pytest.mark.proves("Never: rank 0's socket is open to the network")
 async def test_nothing_of_a_server_can_be_reached_from_other_machines(tmp_path: Path) -> None:
     """Not the store of a rendezvous either, from which torchrun would unpickle what anybody writes."""
     make_model(tmp_path / "tiny")

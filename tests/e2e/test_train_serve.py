@@ -56,6 +56,7 @@ async def test_processes_end_when_their_launcher_is_killed(tmp_path: Path) -> No
         await gone(pids)
 
 
+@pytest.mark.proves("Never: the death of any worker ends the service")
 async def test_an_api_server_and_an_orchestrator_come_back_and_the_ranks_do_not_notice(tmp_path: Path) -> None:
     async with serving(tmp_path / "s", tmp_path / "none", "pretending") as server:
         before = server.group()

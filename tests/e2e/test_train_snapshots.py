@@ -15,6 +15,9 @@ pytestmark = pytest.mark.timeout(600)
 STEPS = 5
 
 
+@pytest.mark.proves(
+    "Ranks that were killed go on from the last snapshot with the same bits; a damaged snapshot is never restored"
+)
 async def test_killed_ranks_restore_a_snapshot_and_are_told_only_what_came_after_it(tmp_path: Path) -> None:
     make_model(tmp_path / "tiny")
     # Creation and three operations: at the first boundary there is a gradient that no step has used.

@@ -15,7 +15,7 @@ import pytest
 from soak.train.server import ServeProcess, serving
 from strata.base.settings import process_environment
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.proves("API servers are killed and their clients get every result")]
 PATIENCE_S = 60.0
 STEPS = 6
 

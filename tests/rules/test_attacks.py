@@ -7,13 +7,10 @@ import sys
 from pathlib import Path
 from typing import Final
 
-import pytest
-
 ROOT: Final = Path(__file__).parents[2]
 FEWEST: Final = 188
 
 
-@pytest.mark.slow
 def test_the_attack_suite_has_not_become_smaller() -> None:
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests/abuse"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=100)

@@ -10,7 +10,6 @@ from strata.coord.core.inputs import Leave
 from tests.rules.diagrams import BARRIER, BEGIN, DOCUMENT, END, MACHINES, WORKER, A, Edge, always, drawn, replaced, walk
 
 
-@pytest.mark.slow
 def test_the_diagrams_are_those_of_the_core() -> None:
     document = DOCUMENT.read_text(encoding="utf-8")
     assert replaced(document, drawn()) == document, "make diagrams"

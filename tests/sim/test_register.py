@@ -18,6 +18,10 @@ GROUPS = 10
 CAUGHT_WITHIN = 200
 
 
+@pytest.mark.proves(
+    "A replicated register over the journal is linearizable under crash, pause, partition, loss, "
+    "duplication, delay, clock jumps and power cuts"
+)
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_no_seed_is_a_violation(group: int) -> None:
     for seed in range(group, SEEDS, GROUPS):
@@ -26,7 +30,9 @@ def test_no_seed_is_a_violation(group: int) -> None:
         assert outcome.answered > outcome.operations // 2, f"seed {seed}: too little happened to prove anything"
 
 
-@pytest.mark.slow
+@pytest.mark.proves(
+    "The simulation of the register notices each of twelve safeguards that is removed, within 200 seeds"
+)
 @pytest.mark.parametrize("safeguard", ablation.EVERY)
 def test_the_simulation_notices(safeguard: str) -> None:
     for seed in range(CAUGHT_WITHIN):

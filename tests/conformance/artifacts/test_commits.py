@@ -142,6 +142,7 @@ async def test_the_latest_and_the_best_are_found_by_model_and_mode(place: Place)
     assert (await place.artifacts.best("gbt", "auc", "oracle")).artifact_id == done["c"].artifact_id
 
 
+@pytest.mark.proves("Never again: a result that completed no job was latest, best and exported")
 async def test_a_result_is_one_only_while_its_job_is_completed_with_it(place: Place) -> None:
     await add_host(place.fleet)
     await add(place.fleet, job("gbt"))

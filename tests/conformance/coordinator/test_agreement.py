@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from strata.coord.pb import coordinator_pb2 as pb
 from tests.conformance.coordinator.drivers import Answer, Driver
 from tests.conformance.coordinator.fleet import MARKS, Fleet
@@ -73,7 +71,6 @@ async def test_ranks_that_report_every_seventh_step_write_a_checkpoint_of_such_a
     assert all(each["committed"] for each in await written(fleet, workers, first))
 
 
-@pytest.mark.slow
 async def test_ranks_that_share_no_step_are_refused_and_wait_for_nobody(fleet: Fleet, pair: tuple[str, str]) -> None:
     workers = await fleet.join_all(*pair)
     for number, worker in enumerate(workers):

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from strata.coord.pb import coordinator_pb2 as pb
 from tests.conformance.coordinator.drivers import Answer, Driver
 from tests.conformance.coordinator.fleet import MARKS, Fleet, consume, finish, next_shard, samples
 
-pytestmark = MARKS
+pytestmark = [
+    *MARKS,
+    pytest.mark.proves(
+        "Never again: a restarted worker trained on the rest of the data with an empty model and reported success"
+    ),
+]
 
 
 async def joined(fleet: Fleet, sdk: str, worker_id: str) -> tuple[Driver, Answer]:

@@ -11,6 +11,8 @@ from strata.journal.port import MAX_FACT_BYTES, Batch, Journal, Lead
 from strata.journal.replay import replay, tail
 from tests.conformance.journal.conftest import OpenJournal
 
+pytestmark = pytest.mark.proves("All journal adapters behave alike")
+
 LEASE_S = 60.0
 
 

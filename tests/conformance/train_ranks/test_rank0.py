@@ -58,6 +58,7 @@ async def test_ranks_that_worked_for_one_run_take_no_orders_of_another(speaker: 
     assert isinstance(await speaker.attach(generation=speaker.group.generation, run=RUN), commands.AttachReply)
 
 
+@pytest.mark.proves("Never: what is told again is done twice")
 async def test_a_dispatch_that_comes_again_is_answered_from_memory_and_not_done_again(speaker: Speaker) -> None:
     model = await speaker.create("once")
     before = await speaker.train(model, BATCH)

@@ -272,7 +272,6 @@ def test_values_are_shown_as_json_or_by_their_repr(value: Any, expected: Any) ->
     assert loggable(value) == expected
 
 
-@pytest.mark.slow
 @given(st.text(), st.dictionaries(st.text(), st.text() | st.floats() | st.binary(), max_size=3))
 def test_no_text_can_forge_a_second_line(event: str, value: dict[str, Any]) -> None:
     record = logging.makeLogRecord({"msg": event, "name": event, "fields": {"v": value, event: 1}})

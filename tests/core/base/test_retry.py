@@ -13,6 +13,8 @@ from strata.base.errors import Code, StrataError
 from strata.base.retry import Backoff, RetryPolicy, date_s, no_jitter, retry, retry_after_s
 from tests.support.turns import turns
 
+pytestmark = pytest.mark.proves("Never again: a legal `Retry-After` date ended the SDK with ValueError")
+
 NOW_S = 784_111_777.0
 """Sun, 06 Nov 1994 08:49:37 GMT, the example of RFC 9110."""
 

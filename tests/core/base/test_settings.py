@@ -248,6 +248,7 @@ def test_a_mistake_in_the_file_is_reported_with_its_line(tmp_path: Path, text: s
     assert "hunter2" not in found
 
 
+@pytest.mark.proves("Never again: an unknown section of a settings file was ignored")
 def test_a_section_that_no_program_has_is_refused_and_those_of_others_are_not(tmp_path: Path) -> None:
     assert problems("[hub]\n[hubs]\nport = 1\n", tmp_path)[0] == (
         'strata.toml:2: hubs: unknown section (did you mean "hub"?)'

@@ -121,6 +121,7 @@ def _time(raw: bytes) -> float:
     return time.process_time() - began_s
 
 
+@pytest.mark.proves("Never again: a tar header of 62 KB stopped the agent for 13 s, one of 2 GiB took as much memory")
 @pytest.mark.parametrize("hostile", ["digits", "digits in a value", "records without end", "short records"])
 def test_a_pax_header_takes_time_in_proportion_to_its_length(hostile: str) -> None:
     def archive(size: int) -> bytes:

@@ -157,7 +157,6 @@ def test_a_very_long_dotted_key_costs_no_more_than_its_length() -> None:
     assert document.line(names) == 2
 
 
-@pytest.mark.slow
 def test_a_document_of_a_hundred_thousand_lines_is_placed() -> None:
     # The suite's timeout is the only bound on time here: a quadratic pass would take hours.
     text = "".join(

@@ -242,7 +242,6 @@ def test_after_a_restart_the_missing_ranks_are_the_same() -> None:
     assert job.report("w0", 2).missing_ranks == (1, 3), "asked again"
 
 
-@pytest.mark.slow
 def test_ten_thousand_reports_cost_as_much_each_as_a_hundred() -> None:
     def cost_s(workers: int) -> float:
         job = Job(workers=workers)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 
-import pytest
-
 from strata.base.errors import Code
 from strata.coord.core.facts import CommandIssued, CommandKind
 from strata.coord.core.inputs import Heartbeat, IssueCommand, IssuedCommand, Leave
@@ -101,7 +99,6 @@ def test_a_command_to_an_empty_job_is_nothing() -> None:
     assert Job().submit(IssueCommand(JOB, CommandKind.STOP)).facts == ()
 
 
-@pytest.mark.slow
 def test_the_beats_of_ten_thousand_workers_with_a_command_stay_cheap() -> None:
     job = Job()
     names = [f"w{number}" for number in range(10_000)]

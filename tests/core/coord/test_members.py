@@ -308,7 +308,6 @@ def test_ten_thousand_joining_ten_thousand_form_a_generation_quickly() -> None:
     assert job.job.generation == 2
 
 
-@pytest.mark.slow
 def test_a_hundred_thousand_members_form_a_generation_whose_facts_all_fit() -> None:
     job = Job()
     names = [f"rack-{number // 32:04}-worker-{number:06}" for number in range(100_000)]
@@ -413,7 +412,6 @@ print(hashlib.sha256(b"".join(job.journal)).hexdigest(), len(job.journal))
 """
 
 
-@pytest.mark.slow
 def test_the_same_inputs_make_the_same_facts_in_every_process() -> None:
     """Strings hash differently in each of them, so no order may come from a set."""
     found = {

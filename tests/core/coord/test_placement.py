@@ -74,7 +74,6 @@ def test_nothing_moves_when_nothing_changed(buckets: int, of: dict[str, float]) 
     assert place(buckets, of, assignment) == (assignment, Moves(buckets, 0, 0, 0))
 
 
-@pytest.mark.slow
 @given(buckets=numbers_of_buckets, of=weights, data=st.data())
 def test_a_loss_moves_what_the_lost_worker_had_and_nothing_else(
     buckets: int, of: dict[str, float], data: st.DataObject
@@ -169,7 +168,6 @@ def test_every_process_on_every_machine_places_alike(hash_seed: str) -> None:
     assert [fingerprint[:16] for fingerprint in done.stdout.split()] == FINGERPRINTS.split()
 
 
-@pytest.mark.slow
 def test_a_hundred_mixed_workers_stay_within_five_percent_and_a_loss_moves_the_optimum() -> None:
     """Loads in whole buckets: the largest share is 87.4 buckets, whose cap of 92 is 1.053 of it."""
     buckets = 4096
@@ -246,7 +244,6 @@ def test_a_thousand_workers_are_placed_in_a_moment_and_a_change_costs_little() -
     assert join_s < 0.3
 
 
-@pytest.mark.slow
 def test_ten_thousand_workers_are_placed_and_placed_again_in_seconds() -> None:
     """0.5 s from scratch and after the loss of half of them, where it was measured."""
     buckets, of = 65_536, {f"worker-{number:05}": float(GPUS[number % 4]) for number in range(10_000)}
@@ -263,7 +260,6 @@ def test_ten_thousand_workers_are_placed_and_placed_again_in_seconds() -> None:
         assert all(loads[worker] >= int(0.95 * share(buckets, members, worker) + 1e-9) for worker in members)
 
 
-@pytest.mark.slow
 def test_a_hundred_thousand_workers_share_fewer_buckets_than_they_are() -> None:
     of = {f"worker-{number:06}": 1.0 for number in range(100_000)}
     began_s = time.process_time()

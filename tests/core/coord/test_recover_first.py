@@ -124,6 +124,9 @@ def test_a_member_that_missed_a_recovery_has_to_recover_even_if_it_names_no_gene
     assert job.submit(minimal).facts
 
 
+@pytest.mark.proves(
+    "Never again: a slow worker shared a recovery whose other workers were lost: their samples were missing"
+)
 def test_a_slow_worker_does_not_share_a_recovery_whose_other_workers_are_lost() -> None:
     """They took samples of that lineage with them."""
     job = training(2)
@@ -172,6 +175,7 @@ def test_a_worker_that_cannot_read_its_first_checkpoint_takes_everybody_further_
     assert refused(job, "w0") == "recover-first"
 
 
+@pytest.mark.proves("Never again: a journal from before recover-first refused shards to every member after an upgrade")
 def test_members_that_recovered_before_this_was_journaled_get_shards_after_an_upgrade() -> None:
     machine = CoordMachine()
     facts: list[Fact] = [

@@ -249,7 +249,6 @@ def test_the_hang_of_a_rebalanced_worker_leaves_its_share_as_it_is() -> None:
     assert steps.job.job.members["w1"].share == pytest.approx(share)
 
 
-@pytest.mark.slow
 def test_ten_thousand_workers_that_say_their_steps_cost_little() -> None:
     job = Job()
     names = [f"w{number}" for number in range(10_000)]

@@ -61,7 +61,6 @@ class Gang:
 # Slow
 
 
-@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(workers=st.integers(3, 32), seed=st.integers(0, 10**6), noise=st.sampled_from([0.0, 0.02, 0.1, 0.2]))
 def test_equal_workers_with_noise_raise_no_alarm(workers: int, seed: int, noise: float) -> None:

@@ -82,7 +82,6 @@ VALUES: Final[st.SearchStrategy[Any]] = st.recursive(
 )
 
 
-@pytest.mark.slow
 @given(SCHEMAS, VALUES | json_values)
 def test_it_agrees_with_a_full_implementation_where_objects_say_whether_they_are_open(schema: Any, value: Any) -> None:
     assert (not found(schema, value)) == jsonschema_rs.Draft202012Validator(schema).is_valid(value)

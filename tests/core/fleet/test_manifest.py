@@ -394,7 +394,6 @@ def toml_text(value: Any) -> str:
     return str(value)
 
 
-@pytest.mark.slow
 @given(documents)
 def test_any_toml_is_a_manifest_or_a_strata_error(data: dict[str, Any]) -> None:
     text = "".join(f"{toml_text(key)} = {toml_text(each)}\n" for key, each in drop_nulls(data).items())

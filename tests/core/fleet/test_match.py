@@ -108,7 +108,6 @@ def test_following_every_fix_that_is_a_number_makes_the_constraint_go_away(
             assert reason.constraint not in constraints(msgspec.structs.replace(requirement, needs=eased), host)
 
 
-@pytest.mark.slow
 @given(st.lists(requirements(), max_size=5), capabilities())
 def test_the_quick_way_over_many_classes_agrees_with_the_verdicts(
     classes: list[RequirementClass], capability: Capability

@@ -168,6 +168,7 @@ def test_a_circle_through_another_manifest_is_refused() -> None:
         )
 
 
+@pytest.mark.proves("Never again: a manifest that did not name a host reset its policy")
 def test_a_host_that_the_manifest_does_not_name_keeps_its_policy() -> None:
     host = HostSpec(name="h", slots=3)
     made = plan(manifest_of(), {}, trainers={}, hosts={"h": HostPolicy(spec=host)})

@@ -33,6 +33,7 @@ async def facts_in(disk: MemoryDisk) -> list[bytes]:
     return [fact async for batch in replay(journal, "s") for fact in batch.facts]
 
 
+@pytest.mark.proves("A log torn at any byte gives whole batches only")
 @pytest.mark.parametrize("filler", [b"", b"\x00" * 300, b"\xff" * 300], ids=["cut", "zeros", "ones"])
 async def test_a_log_torn_at_any_byte_gives_whole_batches_only(filler: bytes) -> None:
     log, ends = await written(5)

@@ -62,7 +62,6 @@ def bound_s(own_tokens: int, largest_tokens: int, longest_s: float) -> float:
     return RUNNING * longest_s + others + longest_s
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("share", [False, True], ids=["slices", "shared"])
 @pytest.mark.parametrize(("models", "tokens"), [(1, 2 * ROW_TOKENS), (20, 8)], ids=["large", "many"])
 def test_ten_thousand_operations_of_one_tenant_do_not_make_another_wait_beyond_its_share(

@@ -39,6 +39,7 @@ def test_a_group_size_that_is_none_does_not_stop_the_dispatches(loss: ops.LossNa
 # Order and identity
 
 
+@pytest.mark.proves("Never: number 2 is dispatched before number 1")
 def test_number_two_is_not_dispatched_before_number_one() -> None:
     server = Server()
     model = server.model()
@@ -48,6 +49,7 @@ def test_number_two_is_not_dispatched_before_number_one() -> None:
     assert server.run_all() == [f"{model}:1", f"{model}:2", f"{model}:3"]
 
 
+@pytest.mark.proves("Never: a number that comes twice drops the first request")
 def test_a_duplicate_is_the_same_future_and_does_not_drop_the_first_request() -> None:
     server = Server()
     model = server.model()
@@ -356,6 +358,7 @@ def test_a_dispatch_that_was_answered_is_not_given_up_afterwards() -> None:
 # Restarts
 
 
+@pytest.mark.proves("Never: futures are lost by a restart")
 @pytest.mark.parametrize("from_snapshot", [True, False])
 def test_no_future_is_lost_by_a_restart_whatever_it_was_doing(from_snapshot: bool) -> None:
     server = Server(max_running=1, initial_checkpoint=True)

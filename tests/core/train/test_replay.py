@@ -76,6 +76,9 @@ def test_each_operation_of_a_shared_pass_has_to_come_out_as_it_did() -> None:
     assert divergence(shared, [done]) is not None
 
 
+@pytest.mark.proves(
+    "Never again: a dispatch that succeeded was rejected for memory in the replay, and the orchestrator ended"
+)
 def test_ranks_that_have_no_memory_for_what_others_did_are_no_divergence() -> None:
     short = ops.Failed("user", "out of memory", memory=True)
     error = divergence(past(PASS), [short])

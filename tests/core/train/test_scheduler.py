@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections import Counter, defaultdict
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -106,6 +107,7 @@ def test_a_long_session_is_not_starved_by_new_ones_of_its_own_tenant() -> None:
     assert take(scheduler, budget=0, coalesce=False)[0].future_id == "old"
 
 
+@pytest.mark.proves("Never: long sessions are starved by new ones")
 def test_a_long_session_is_not_starved_by_tenants_that_keep_coming() -> None:
     scheduler = Scheduler(QUANTUM)
     scheduler.add(QueuedOperation("old", "old", "old", "kind", 5 * QUANTUM, 0))

@@ -16,6 +16,8 @@ from strata.base.errors import StrataError
 from strata.sdk import bundle as bundling
 from strata.sdk.bundle import make_bundle
 
+pytestmark = pytest.mark.proves("Never again: `.gitignore` dropped files that git keeps")
+
 
 def files(folder: Path) -> list[str]:
     with tarfile.open(fileobj=io.BytesIO(make_bundle(folder).content)) as tar:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from strata.cli.exit_codes import ExitCode
 from strata.fleet import wire
 from tests.shell.cli_fleet.driving import Person
@@ -73,6 +75,7 @@ def test_a_trainer_that_does_not_mention_describe_is_not_started_by_apply(person
     assert (done.status, ran.exists(), "asking trainer" in done.err) == (0, False, False)
 
 
+@pytest.mark.proves("Never again: attached commands and Ctrl-C were silent; a dry run started the user's program")
 def test_a_dry_run_starts_no_program_and_says_what_it_does_not_check(person: Person, manifest: Path) -> None:
     ran = nosy(manifest, "--describe")
     for words in ((), ("--describe",)):

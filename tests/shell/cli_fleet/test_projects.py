@@ -29,6 +29,9 @@ def write_project(folder: Path, letter: str, project: str) -> str:
     return str(manifest)
 
 
+@pytest.mark.proves(
+    "Never again: the last `apply` of any manifest decided which code ran the queued jobs of all projects"
+)
 @pytest.mark.parametrize(("first", "second"), [("", ""), ("a", "b")])
 def test_a_queued_job_runs_the_code_it_was_queued_with_whatever_is_applied_after_it(
     person: Person, hub: HubProcess, tmp_path: Path, first: str, second: str

@@ -22,7 +22,10 @@ from tests.shell.cli_fleet.driving import HostByHand
 from tests.shell.fleet_agent.running import STRATA, HubProcess, agent
 from tests.shell.fleet_agent.waiting import eventually
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.proves("Never again: a restore ended `logs` and `metrics` of every earlier job"),
+]
 
 PAGE: Final = Path(__file__).parents[3] / "docs" / "quickstart.md"
 READING: Final = ("status", "list", "show", "logs", "metrics", "artifacts", "why", "workers")

@@ -54,6 +54,7 @@ def test_the_host_gets_the_command_and_the_folder_and_the_person_the_outcome(
     assert (done.status, "my-project is cancelled" in done.err) == (ExitCode.CANCELLED, True)
 
 
+@pytest.mark.proves("Never again: a missing program, folder or commit was tried for ever")
 @pytest.mark.parametrize(
     ("command", "error"),
     [

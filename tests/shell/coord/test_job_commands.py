@@ -18,6 +18,8 @@ from tests.shell.coord.running import Running, in_process
 from tests.shell.coord.test_gang import gang
 from tests.shell.coord_worker.test_calls import worker
 
+pytestmark = pytest.mark.proves("Never again: a finished job, run again, reported success with nothing done")
+
 
 @asynccontextmanager
 async def together(running: Running, *names: str, **given: Any) -> AsyncIterator[list[strata.AsyncWorker]]:

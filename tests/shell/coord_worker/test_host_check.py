@@ -41,7 +41,6 @@ FAULTS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("reason", FAULTS)
 async def test_all_hosts_name_the_broken_one(tmp_path: Path, reason: str) -> None:

@@ -81,7 +81,6 @@ async def test_programs_that_report_or_ask_after_every_tenth_step_write_a_checkp
         assert all(step % 10 == 0 for steps in saved for step in steps)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 async def test_ranks_that_share_no_step_are_refused_by_name_and_go_on(tmp_path: Path) -> None:
     async with site(tmp_path, min_workers="2", heartbeat_interval_s="1") as found:
@@ -98,7 +97,7 @@ async def test_ranks_that_share_no_step_are_refused_by_name_and_go_on(tmp_path: 
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("every", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [1, 3])
 async def test_a_drained_fsdp_rank_leaves_and_the_others_lose_no_step(tmp_path: Path, every: int) -> None:
     import torch
     from safetensors.torch import load_file

@@ -5,8 +5,6 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-import pytest
-
 from strata.coord.core.facts import WorkerLost
 from tests.shell.coord_worker.running import site
 
@@ -28,7 +26,6 @@ async def test_a_worker_that_holds_the_gil_for_longer_than_it_may_be_silent_stay
         assert lost == ["left"]
 
 
-@pytest.mark.nightly
 async def test_a_frozen_worker_is_evicted_when_it_answers_no_ping(tmp_path: Path) -> None:
     # One minute of silence would be allowed.
     async with site(tmp_path, ping_timeout_s=2, lease_s=20, heartbeat_interval_s="1", missed_beats="60") as found:

@@ -96,6 +96,7 @@ async def outlives(running: Running, given: dict[str, Any], seconds: float) -> N
 BRISK = JobConfig(settle_s=0.05, heartbeat_interval_s=0.3)
 
 
+@pytest.mark.proves("Never again: every worker died with its token")
 async def test_a_run_that_is_longer_than_its_token_is_renewed_by_heartbeats() -> None:
     now_s = round(time.time())
     claims = Claims("j", TokenRole.WORKER, now_s + 3, "w7", id="t1", issued_s=now_s, renew_until_s=now_s + 60)
@@ -113,6 +114,7 @@ async def test_a_token_that_is_not_renewed_ends_the_worker_when_it_expires() -> 
         assert caught.value.code is Code.UNAUTHENTICATED
 
 
+@pytest.mark.proves("Never again: every worker died with its token")
 async def test_a_token_file_that_is_replaced_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "token"
     file.touch(0o600)

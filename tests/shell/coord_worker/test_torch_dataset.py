@@ -263,7 +263,6 @@ async def test_a_loader_process_that_is_killed_loses_no_sample(found: Site) -> N
     assert samples == every_sample(1, SAMPLES)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_a_worker_that_is_killed_takes_its_loader_processes_with_it_and_loses_no_sample(found: Site) -> None:
     files = found.corpus(300)

@@ -273,6 +273,7 @@ def test_a_script_without_its_units_says_so_before_anything_is_done(own: Machine
     assert not own.has("/var/lib/strata-agent")
 
 
+@pytest.mark.proves("Never again: the installer took any package of the index")
 def test_a_package_that_is_not_what_was_pinned_is_not_installed(own: Machine, tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     shutil.copytree(ROOT / "deploy", clone / "deploy")

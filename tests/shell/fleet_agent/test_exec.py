@@ -22,8 +22,6 @@ from tests.shell.fleet_agent.running import STRATA, AgentProcess, HubProcess, ag
 from tests.shell.fleet_agent.test_kill_anywhere import ARMED
 from tests.shell.fleet_agent.waiting import eventually, is_alive
 
-pytestmark = pytest.mark.slow
-
 SECRET = "a-secret-of-the-job-4711"
 SLEEPER = """
 import os, pathlib, time

@@ -22,8 +22,6 @@ from strata.sdk.bundle import make_bundle
 from tests.shell.fleet_agent.running import STRATA, HubProcess, agent
 from tests.shell.fleet_agent.waiting import eventually
 
-pytestmark = pytest.mark.slow
-
 IMAGE: Final = "localhost/strata-test:1"
 PROGRAMS: Final = ("dash", "cat", "id", "sleep", "tee")
 OPTIONS: Final = ("--cgroup-manager", "cgroupfs", "--runtime", "runc")

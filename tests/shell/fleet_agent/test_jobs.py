@@ -124,6 +124,7 @@ def test_a_source_that_was_uploaded_is_run_and_a_result_that_is_a_link_is_not_ke
         assert [file.path for file in files] == ["where"]
 
 
+@pytest.mark.proves("Never again: a missing program, folder or commit was tried for ever")
 def test_a_trainer_that_no_eligible_host_has_fails_after_one_attempt_on_each(hub: HubProcess, tmp_path: Path) -> None:
     with agent(hub, tmp_path, "gina"), agent(hub, tmp_path, "gerd"):
         eventually(lambda: hub.online() >= {"gina", "gerd"})

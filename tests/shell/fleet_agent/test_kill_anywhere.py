@@ -71,6 +71,10 @@ def test_the_failpoints_were_found() -> None:
     assert len(FAILPOINTS) >= 20
 
 
+@pytest.mark.proves(
+    "No job is lost, none completes twice, no line of a log is missing or doubled when agents, their "
+    "children and the hub are killed"
+)
 @pytest.mark.parametrize("name", [name for name in FAILPOINTS if not name.startswith(NOT_ON_THE_WAY)])
 def test_an_agent_that_dies_there_is_continued_by_the_next_one(hub: HubProcess, tmp_path: Path, name: str) -> None:
     host = name.replace(".", "-")

@@ -19,7 +19,6 @@ from strata.fleet.core.requirement import Needs
 from tests.shell.fleet_agent.running import AgentProcess, HubProcess, agent
 from tests.shell.fleet_agent.waiting import eventually, is_alive
 
-pytestmark = pytest.mark.slow
 SERVER: Final = Path(__file__).with_name("echo_server.py")
 
 

@@ -125,6 +125,7 @@ def at_once(trainer: Any, tmp_path: Path, fetch_blob: Any = refuse, jobs: int = 
         return list(pool.map(one, range(jobs)))
 
 
+@pytest.mark.proves("Never again: several slots that started one new source failed each other")
 def test_several_slots_can_start_jobs_of_one_new_bundle_at_once(tmp_path: Path) -> None:
     content = a_tar(*((f"d{number}/train.py", b"print(3)" * 1000) for number in range(100)))
     trainer = a_trainer(bundle=hashlib.sha256(content).hexdigest())

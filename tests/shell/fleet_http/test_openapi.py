@@ -17,8 +17,6 @@ from tests.shell.fleet_http.running import ok, process
 from tests.support import openapi
 from tests.support.unix import forwarded
 
-pytestmark = pytest.mark.slow
-
 OF_HOSTS: Final = {
     # Leaving would end the credentials that the other calls are made with.
     (route.method, route.path)

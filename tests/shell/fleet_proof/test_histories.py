@@ -46,7 +46,6 @@ async def test_a_sqlite_store_without_this_safeguard_is_found_out(guard: str) ->
     pytest.fail(f"not noticed in {WITHIN} histories")
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("guard", POSTGRES)
 async def test_a_postgres_store_without_this_safeguard_is_found_out(

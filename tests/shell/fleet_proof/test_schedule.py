@@ -17,8 +17,6 @@ from strata.fleet.core.lease import RetryDecision, after_failure
 from strata.fleet.store.sqlite import claims, leases
 from tests.shell.fleet_proof.schedule import schedule_history
 
-pytestmark = pytest.mark.slow
-
 CAUGHT_WITHIN = 20
 _owners_offers: Final = claims._owners_offers
 

@@ -85,6 +85,7 @@ async def survives_a_kill(database: str, failpoint: str, skip: int) -> None:
         assert await stored(database) >= told
 
 
+@pytest.mark.proves("Nothing acknowledged is lost, nothing is there twice, when the writer is killed")
 @pytest.mark.parametrize("failpoint", reached_with("sqlite"))
 async def test_sqlite_keeps_every_acknowledged_fact_when_killed_at(failpoint: str, tmp_path: Path) -> None:
     for skip in (0, 3):
@@ -99,6 +100,9 @@ async def test_postgres_keeps_every_acknowledged_fact_when_killed_at(failpoint: 
     await survives_a_kill(postgres_url, failpoint, 0 if failpoint.endswith("after_lead") else 3)
 
 
+@pytest.mark.proves(
+    "The journal loses nothing that it confirmed when PostgreSQL is killed under load, and is in use again within 5 s"
+)
 async def test_postgres_killed_under_load_loses_nothing_it_confirmed(own_postgres_server: PostgresServer) -> None:
     database = own_postgres_server.create_database()
     writer = await start_writer(database, "under-load", lease_s=LONG_S)
@@ -179,6 +183,7 @@ async def test_a_standby_takes_over_from_a_killed_leader(postgres_url: str) -> N
         await standby.wait()
 
 
+@pytest.mark.proves("A leader that was frozen and wakes up can write nothing")
 async def test_a_frozen_leader_that_wakes_up_can_write_nothing(postgres_url: str) -> None:
     async with asyncio.timeout(60):
         leader = await start_writer(postgres_url, "zombie")

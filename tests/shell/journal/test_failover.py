@@ -13,7 +13,7 @@ from strata.database.postgres import display_address
 from strata.journal.postgres import PostgresJournal
 from strata.testing.postgres import PostgresServer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture
@@ -45,6 +45,10 @@ async def refused(journal: PostgresJournal) -> None:
         assert caught.value.code is Code.CORRUPT
 
 
+@pytest.mark.proves(
+    "When PostgreSQL dies and its synchronous standby is promoted, nothing confirmed is lost; a standby "
+    "without all facts is refused"
+)
 async def test_nothing_is_lost_with_a_synchronous_standby(pair: tuple[PostgresServer, PostgresServer]) -> None:
     async with await PostgresJournal.open(url_of(*pair), SystemClock()) as journal:
         lead = await journal.lead("s", "here", 60.0)

@@ -30,6 +30,10 @@ def show(result: CampaignResult) -> None:
     print(f"\n{result.figures}")
 
 
+@pytest.mark.proves(
+    "No job is lost, none completes twice, no line of a log is missing or doubled when agents, their "
+    "children and the hub are killed"
+)
 @pytest.mark.timeout(180)
 async def test_nothing_is_lost_when_agents_children_and_the_hub_are_killed(tmp_path: Path) -> None:
     result = await kill.run(ask(tmp_path, times=6), show)
@@ -38,6 +42,10 @@ async def test_nothing_is_lost_when_agents_children_and_the_hub_are_killed(tmp_p
     assert 0 < result.worst_s <= outcome.LIMIT_S * BUSY
 
 
+@pytest.mark.proves(
+    "A host that was frozen past its lease is refused whatever it says of the job, and ends its child; "
+    "one that was not away for so long keeps its job"
+)
 @pytest.mark.timeout(180)
 async def test_a_host_that_was_thought_dead_changes_nothing_and_one_that_was_not_away_long_keeps_its_job(
     tmp_path: Path,

@@ -15,8 +15,6 @@ from soak.hub_process import ArmedFailpoint
 from soak.trials import CampaignRequest, CampaignResult, Database
 from tests.support.busy import BUSY
 
-pytestmark = pytest.mark.slow
-
 HOSTS = 8
 
 
@@ -37,12 +35,20 @@ KILLS = [
 ]
 
 
+@pytest.mark.proves(
+    "A hub that is killed, or frozen, or whose PostgreSQL is killed, cut off or loses its replies, takes "
+    "nothing back and evicts nobody; what is repeated after a lost reply gets the same answer"
+)
 async def test_nothing_is_taken_back_when_the_hub_is_killed_and_starts_again(tmp_path: Path) -> None:
     result = await kill.run(ask(tmp_path, times=len(KILLS)), show, kills=KILLS)
     assert result.problems == []
     assert result.times == len(KILLS)
 
 
+@pytest.mark.proves(
+    "A hub that is killed, or frozen, or whose PostgreSQL is killed, cut off or loses its replies, takes "
+    "nothing back and evicts nobody; what is repeated after a lost reply gets the same answer"
+)
 async def test_nothing_is_taken_back_when_the_hub_is_killed_on_postgresql(tmp_path: Path, postgres_url: str) -> None:
     wanted = ask(tmp_path, times=len(KILLS), database="postgres", url=postgres_url)
     result = await kill.run(wanted, show, kills=[replace(each, down_s=0.0) for each in KILLS])
@@ -50,6 +56,10 @@ async def test_nothing_is_taken_back_when_the_hub_is_killed_on_postgresql(tmp_pa
     assert result.times == len(KILLS)
 
 
+@pytest.mark.proves(
+    "A hub that is killed, or frozen, or whose PostgreSQL is killed, cut off or loses its replies, takes "
+    "nothing back and evicts nobody; what is repeated after a lost reply gets the same answer"
+)
 async def test_nothing_is_taken_back_when_the_database_of_the_hub_is_hurt(tmp_path: Path) -> None:
     result = await postgres.run(ask(tmp_path, first=1, times=3, database="postgres"), show)
     assert result.problems == []
@@ -57,7 +67,6 @@ async def test_nothing_is_taken_back_when_the_database_of_the_hub_is_hurt(tmp_pa
     assert result.worst_s <= postgres.LIMIT_S * BUSY
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("safeguard", "killed"),
     [

@@ -17,8 +17,6 @@ from tests.shell.train_api.processes import serving
 from tests.support import openapi
 from tests.support.unix import forwarded
 
-pytestmark = pytest.mark.slow
-
 
 @schemathesis.serializer(tinker.MEDIA_TYPE, native.MEDIA_TYPE)
 def as_it_is(_: Any, value: Any) -> bytes:

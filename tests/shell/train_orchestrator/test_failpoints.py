@@ -11,6 +11,10 @@ import pytest
 from strata.train.core import ops
 from tests.shell.train_orchestrator.stacks import Stack, running
 
+pytestmark = pytest.mark.proves(
+    "An orchestrator that dies at any failpoint is followed by one that loses nothing and repeats nothing"
+)
+
 SOURCE: Final = Path(__file__).parents[3] / "src" / "strata"
 FILES: Final = [*(SOURCE / "train" / "orchestrator").glob("*.py"), SOURCE / "journal" / "replica.py"]
 UNREACHED: Final = {"journal.replica.between_snapshot_and_truncate", "journal.replica.after_commit"}

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from strata.base.errors import Code
 from strata.train.core import messages, ops
@@ -32,6 +33,7 @@ async def test_operations_run_in_order_and_their_results_come_back(tmp_path: Pat
         assert [each for _, each in stack.applied()][1:] == [f"{model}:1", f"{model}:2", f"{model}:3"]
 
 
+@pytest.mark.proves("Never: outputs are permuted by packing")
 async def test_outputs_come_back_in_the_order_of_the_datums_although_they_were_packed(tmp_path: Path) -> None:
     async with running(tmp_path, model="max_tokens_per_row = 8\ninitial_checkpoint = false") as stack:
         model = await stack.model()
@@ -76,6 +78,7 @@ async def test_a_payload_that_is_lost_fails_its_operation_and_the_next_one_runs(
         assert isinstance(await stack.result(await stack.submit(stack.step(model, 2))), ops.StepDone)
 
 
+@pytest.mark.proves("Never: a full queue drops requests without a reply")
 async def test_a_full_queue_is_refused_with_a_reply_and_nothing_accepted_is_dropped(tmp_path: Path) -> None:
     async with running(tmp_path, limits=SMALL) as stack:
         model = await stack.model()

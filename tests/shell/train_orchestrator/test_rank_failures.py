@@ -6,6 +6,8 @@ import asyncio
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from strata.base.errors import Code
 from strata.train.core import messages, ops
 from tests.shell.train_orchestrator.stacks import Stack, running
@@ -118,6 +120,7 @@ async def test_an_operation_that_kills_its_ranks_fails_after_a_few_groups_and_th
         assert [each for group, each in stack.applied() if group == last] == [f"{model}:CreateModel", *before, after]
 
 
+@pytest.mark.proves("Never: one timeout desynchronises the link to the ranks for ever")
 async def test_one_operation_that_never_ends_does_not_desynchronise_the_link(tmp_path: Path) -> None:
     limits = f"{ONE_AT_A_TIME}\noperation_timeout_s = 1.0"
     async with running(tmp_path, limits=limits) as stack:
@@ -244,6 +247,7 @@ async def test_the_files_of_a_checkpoint_stay_while_ranks_that_start_anew_have_t
         assert stepped.metrics["step"] == 2
 
 
+@pytest.mark.proves("Never: loaded weights are lost by a restart")
 async def test_weights_that_were_loaded_are_not_lost_when_ranks_or_orchestrator_start_anew(tmp_path: Path) -> None:
     async with running(tmp_path) as stack:
         model = await stack.model()

@@ -27,6 +27,8 @@ from strata.train.link.sockets import connect, listen
 from strata.train.orchestrator.orchestrator import rules_of
 from strata.train.settings import ServerSettings, load_settings
 
+pytestmark = pytest.mark.proves("Never again: a training server loaded its model before it refused its address")
+
 
 def written(folder: Path, text: str) -> Path:
     file = folder / "server.toml"

@@ -18,6 +18,10 @@ from strata.train.core.sampling import SampleOperation, SampleParams, decode_res
 from tests.shell.train_orchestrator.stacks import Stack, running
 from tests.shell.train_orchestrator.test_failpoints import OF_SNAPSHOTS
 
+pytestmark = pytest.mark.proves(
+    "Ranks that were killed go on from the last snapshot with the same bits; a damaged snapshot is never restored"
+)
+
 OFTEN: Final = "every_dispatches = 3\npayload_grace_s = 1"
 LARGE: Final = 8
 """So many datums of 3,000 tokens do not fit into the journal."""

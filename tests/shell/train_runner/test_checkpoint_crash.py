@@ -14,6 +14,11 @@ import pytest
 from strata.base.settings import process_environment
 from tests.shell.train_runner.numbered_checkpoints import found, left_over
 
+pytestmark = pytest.mark.proves(
+    "A checkpoint that was said to be saved is there whole after a kill or a power cut, and one that was "
+    "changed is refused"
+)
+
 ROOT: Final = Path(__file__).parents[3]
 CHECKPOINT: Final = ROOT / "src/strata/train/checkpoints/checkpoint.py"
 

@@ -15,6 +15,11 @@ from tests.shell.train_runner.numbered_checkpoints import found, left_over
 from tests.shell.train_runner.power import Event, Recorder, build, cuts
 from tests.shell.train_runner.save_process import save
 
+pytestmark = pytest.mark.proves(
+    "A checkpoint that was said to be saved is there whole after a kill or a power cut, and one that was "
+    "changed is refused"
+)
+
 NAME: Final = Path("checkpoints") / "run" / "weights" / "mine"
 """Below the folder of the server, which was there before it."""
 

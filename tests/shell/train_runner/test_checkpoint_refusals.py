@@ -25,6 +25,11 @@ from strata.train.runner.model.tiny import TinyModel, make
 from tests.shell.train_runner.driver import Driver, apart_by, batch
 from tests.shell.train_runner.single_rank import driver_of, one_rank
 
+pytestmark = pytest.mark.proves(
+    "A checkpoint that was said to be saved is there whole after a kill or a power cut, and one that was "
+    "changed is refused"
+)
+
 LORA: Final = ops.LoraConfig(rank=4, alpha=8.0, seed=1)
 SHARD: Final = "shard-00001-model-00001-of-00001.safetensors"
 ADAPTER_FILES: Final = ("adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors", MANIFEST)

@@ -43,8 +43,6 @@ from tests.shell.train_runner.resharding import MOMENTS, SAMPLER, STATE, TRAININ
 from tests.shell.train_runner.split_mesh import WITH_EXPERTS, Dtype, SplitFound
 from tests.support.torchrun import launcher
 
-pytestmark = pytest.mark.slow
-
 ROOT: Final = Path(__file__).parents[3]
 SPLIT: Final = ParallelSettings(tensor=4)
 
@@ -194,6 +192,10 @@ def assert_same_bits(read: Mapping[str, torch.Tensor], written: Mapping[str, tor
     assert not differing
 
 
+@pytest.mark.proves(
+    "Checkpoints and snapshots that one mesh of ranks wrote are the same bits on others: weights, "
+    "moments, gradients that wait for a step, samplers; of full fine-tunes and of adapters"
+)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("family", "meshes"),
@@ -205,7 +207,10 @@ def test_files_of_one_mesh_are_read_on_another_and_on_one_rank_bit_for_bit(
     check_resharded(tmp_path, family, meshes, numbers=[1])
 
 
-@pytest.mark.nightly
+@pytest.mark.proves(
+    "Checkpoints and snapshots that one mesh of ranks wrote are the same bits on others: weights, "
+    "moments, gradients that wait for a step, samplers; of full fine-tunes and of adapters"
+)
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("family", "meshes", "writer"),
@@ -269,7 +274,6 @@ def check_export(folder: Path, out: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.nightly
 @pytest.mark.parametrize("mesh", ["2x2", "1x4", "2x1x2"])
 def test_every_family_whose_layers_can_be_split_computes_what_one_process_does(mesh: str, tmp_path: Path) -> None:
     families = ("llama", *sorted(TENSOR_FAMILIES - EXPERT_FAMILIES - {"llama"}))
@@ -277,7 +281,6 @@ def test_every_family_whose_layers_can_be_split_computes_what_one_process_does(m
 
 
 @pytest.mark.gpu
-@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "mesh",
@@ -305,7 +308,6 @@ def test_ranks_that_share_layers_and_experts_compute_what_one_process_does(tmp_p
 
 
 @pytest.mark.gpu
-@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("mesh", ["2x2x2", "context 2x2x2", "stages 2x2 tensor 2"])
 def test_eight_ranks_in_three_dimensions_compute_what_one_process_does(mesh: str, tmp_path: Path) -> None:
@@ -324,7 +326,6 @@ def test_documents_that_are_cut_between_ranks_give_the_numbers_of_one_process(tm
 
 
 @pytest.mark.gpu
-@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize(
@@ -357,7 +358,6 @@ def test_stages_give_the_numbers_and_the_files_of_one_process(tmp_path: Path) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize(
@@ -380,7 +380,6 @@ def test_stages_of_every_mesh_schedule_and_family_give_the_numbers_of_one_proces
     check_split_mesh(folder, mesh, *families, dtype=dtype)
 
 
-@pytest.mark.nightly
 def test_each_rank_of_a_context_group_has_its_part_of_the_activations_of_a_row(tmp_path: Path) -> None:
     program = "tests.shell.train_runner.context_memory"
     done = run([*launcher(4), "-m", program, str(tmp_path), "4096"])
@@ -593,7 +592,6 @@ def limited(tmp_path: Path) -> Iterator[Path]:
         Path(file.read_text(encoding="utf-8")).rmdir()
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("training", "ranks"), [("lora", 2), ("full", 8)])
 def test_a_model_larger_than_the_memory_of_a_rank_is_trained_sampled_saved_and_exported(

@@ -20,7 +20,14 @@ from tests.support.torchrun import run_on_ranks
 
 LONGEST_S: Final = 240
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(LONGEST_S + 20)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(LONGEST_S + 20),
+    pytest.mark.proves("Never: fractional weights are refused"),
+    pytest.mark.proves("Never: NaN is told as 0.0"),
+    pytest.mark.proves("Never: the weight decay of a step is accepted and lost"),
+    pytest.mark.proves("Never: gradients are zeroed between chunks"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +92,6 @@ def test_two_starts_make_the_same_bits(folder: Path, two_ranks: dict[str, Any]) 
     assert again["numbers"]["bits"] == two_ranks["numbers"]["bits"]
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(1220)
 def test_compiled_layers_compute_what_peft_and_hugging_face_compute(folder: Path) -> None:
     compiled = run_kit(folder, "compiled", group_size(), "--compiled", within_s=1200)

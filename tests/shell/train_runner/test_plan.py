@@ -34,8 +34,6 @@ from strata.train.runner.model.plan import trace_cost, trace_pass
 from strata.train.runner.model.tiny import TinyModel, make
 from tests.shell.train_runner.reference import bitsandbytes_model
 
-pytestmark = pytest.mark.slow
-
 COST: Final = ModelCost(
     parameters=70_000_000_000,
     rank_parameters=70_000_000_000,
@@ -351,7 +349,6 @@ def test_stages_are_not_planned(tmp_path: Path) -> None:
         CliRunner().invoke(plan, [str(file)], catch_exceptions=False)
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_training_takes_what_was_planned() -> None:
     """With its margin, a plan is at most 5 % too small and 15 % too large."""
@@ -369,7 +366,6 @@ def test_training_takes_what_was_planned() -> None:
     assert not outside
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("training", ["lora", "full"])
 @pytest.mark.parametrize("config", [LLAMA_70B, QWEN3_235B], ids=["70B", "235B-A22B"])

@@ -156,7 +156,6 @@ def test_experts_routers_embeddings_norms_and_the_head_stay_as_they_are(
     trained(driver)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(LONGEST_S + 20)
 def test_two_ranks_that_share_a_quantised_base_make_the_numbers_of_one(tmp_path: Path) -> None:
     run_on_ranks("tests.shell.train_runner.quantised", 2, str(tmp_path), within_s=LONGEST_S)

@@ -31,6 +31,10 @@ from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG
 from tests.shell.train_orchestrator.leaders import RUN, leading, with_a_model
 from tests.shell.train_orchestrator.stacks import running
 
+pytestmark = pytest.mark.proves(
+    "A checkpoint in object storage is there whole, and a server that has lost its files brings it back from there"
+)
+
 NAME: Final = "r/weights/a@1"
 PATIENCE_S: Final = 30.0
 HEADER: Final = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'

@@ -21,8 +21,6 @@ from tests.shell.train_api.processes import Processes, serving
 from tests.shell.web.browsing import HTML, SAME_ORIGIN, log_in
 from tests.shell.web.test_training import folder
 
-pytestmark = pytest.mark.slow
-
 __all__ = ["folder"]
 
 PROMPT = [40, 41, 42]

@@ -7,6 +7,10 @@ import pytest
 from tests.sim.coord.epochs import LARGE, history_of
 from tests.sim.coord.lineage import problem_of
 
+pytestmark = pytest.mark.proves(
+    "Every sample is in the model once per epoch with 64 workers, and with workers that cannot read a shard to its end"
+)
+
 
 @pytest.mark.parametrize("seed", [0, 1], ids=["elastic", "synchronous"])
 def test_a_large_job_with_a_hundred_faults_is_exact(seed: int) -> None:

@@ -12,6 +12,10 @@ GROUPS = 6
 CAUGHT_WITHIN = 200
 
 
+@pytest.mark.proves(
+    "Every sample's gradient is in the surviving model exactly once per epoch, through crashes of workers "
+    "and coordinator, zombies, lost replies, checkpoints and recoveries"
+)
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_every_sample_is_in_the_surviving_model_once(group: int) -> None:
     for seed in range(group, HISTORIES, GROUPS):
@@ -19,7 +23,7 @@ def test_every_sample_is_in_the_surviving_model_once(group: int) -> None:
         assert problem is None, f"seed {seed}: {problem}"
 
 
-@pytest.mark.slow
+@pytest.mark.proves("The histories of the coordinator notice each of seventeen safeguards that is removed, within 200")
 @pytest.mark.parametrize("safeguard", EVERY)
 def test_the_histories_notice_when(safeguard: str) -> None:
     with without(safeguard):

@@ -12,6 +12,11 @@ GROUPS = 4
 CAUGHT_WITHIN = 200
 
 
+@pytest.mark.proves(
+    "A training server does every accepted operation once, in the order of its model, tells its result "
+    "and no other, and keeps tenants apart, through deaths and zombies of orchestrator, ranks and API "
+    "servers, lost connections, lost replies of the journal, hangs and clock jumps"
+)
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_no_seed_is_a_violation(group: int) -> None:
     for seed in range(group, SEEDS, GROUPS):
@@ -20,7 +25,7 @@ def test_no_seed_is_a_violation(group: int) -> None:
         assert outcome.dispatches > 0, f"seed {seed}: nothing happened"
 
 
-@pytest.mark.slow
+@pytest.mark.proves("The simulation of the training server notices each safeguard that is removed, within 200 seeds")
 @pytest.mark.parametrize("safeguard", ablation.EVERY)
 def test_the_simulation_notices(safeguard: str) -> None:
     """From the seed that showed it the last time; if it does not any more, another of the others has to."""

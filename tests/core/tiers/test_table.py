@@ -1,0 +1,142 @@
+"""Which tier a test is in, and what a landing runs of the tier merge."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.tiers.pool import Report
+from tests.tiers.record import promises_of, render, take_durations, take_rows
+from tests.tiers.recorder import Outcome
+from tests.tiers.table import (
+    LIMITS_S,
+    PART_S,
+    Durations,
+    FileTests,
+    Ledger,
+    LedgerRow,
+    Tier,
+    choose_slice,
+    is_in,
+    landings_of_a_cycle,
+    select_tier,
+    tier_of,
+)
+
+SHELL = "tests/shell/x/test_a.py"
+E2E = "tests/e2e/test_b.py"
+CORE = "tests/core/test_c.py"
+FILES = (SHELL, E2E, CORE)
+
+
+def ids_run(tests: list[FileTests], ids: set[str]) -> list[str]:
+    """What pytest would run of these ids."""
+    return [
+        test_id
+        for each in tests
+        for test_id in ids
+        if test_id.partition("::")[0] == each.path
+        and test_id not in each.without
+        and (each.only is None or test_id in each.only)
+    ]
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([f"{path}::test_{name}[{case}]" for path in FILES for name in "ab" for case in range(4)]),
+        st.none() | st.floats(5, 5000),
+    )
+)
+def test_every_test_is_in_one_tier_however_long_tests_take(long: dict[str, float | None]) -> None:
+    durations = Durations(long=long)
+    ids = {f"{path}::test_{name}[{case}]" for path in FILES for name in "abz" for case in range(4)}
+    run = [test_id for tier in Tier for test_id in ids_run(select_tier(tier, FILES, durations), ids)]
+    assert sorted(run) == sorted(ids)
+
+
+@pytest.mark.parametrize(
+    ("path", "seconds", "tier"),
+    [
+        (CORE, 4.0, Tier.UNIT),
+        (CORE, 6.0, Tier.PR),
+        (SHELL, 6.0, Tier.PR),
+        (SHELL, 31.0, Tier.MERGE),
+        (SHELL, None, Tier.MERGE),
+        (E2E, 6.0, Tier.MERGE),
+        (E2E, 901.0, Tier.WEEKLY),
+        ("tests/e2e/test_readme.py", 20.0, Tier.PR),
+        ("tests/engines/test_vllm.py", 1.0, Tier.WEEKLY),
+    ],
+)
+def test_the_measured_time_moves_a_test_to_a_later_tier(path: str, seconds: float | None, tier: Tier) -> None:
+    test_id = f"{path}::test_it"
+    assert tier_of(test_id, Durations(long={test_id: seconds})) is tier
+
+
+def test_a_slice_takes_what_failed_or_never_ran_first_and_then_the_oldest() -> None:
+    merge = [FileTests(name, 10.0) for name in ("a", "b", "c", "d")]
+    ledger = {
+        "a": LedgerRow("1", "2026-02-01", "passed"),
+        "b": LedgerRow("1", "2026-01-01", "passed"),
+        "c": LedgerRow("1", "2026-03-01", "failed"),
+    }
+    assert [tests.name for tests in choose_slice(merge, ledger, within_s=30.0)] == ["c", "d", "b"]
+
+
+def test_a_cycle_of_landings_runs_the_whole_tier() -> None:
+    merge = [FileTests(f"f{number}", 10.0 + number) for number in range(9)]
+    assert landings_of_a_cycle(merge, within_s=40.0) == 4
+    with pytest.raises(ValueError, match="fits no slice"):
+        landings_of_a_cycle(merge, within_s=15.0)
+
+
+def test_a_file_that_is_too_long_for_a_slice_is_cut_into_functions_and_cases() -> None:
+    long: dict[str, float | None] = {f"{SHELL}::test_m[{case}]": 100.0 for case in range(8)}
+    parts = select_tier(Tier.MERGE, [SHELL], Durations(long={**long, f"{SHELL}::test_n": 100.0}))
+    assert sorted(part.name for part in parts) == sorted([*long, f"{SHELL}::test_n"])
+    assert all(part.seconds <= PART_S for part in parts)
+
+
+def report(tier: str, *outcomes: Outcome, parts: tuple[str, ...]) -> Report:
+    return Report(tier, "abc", "2026-01-02", list(outcomes), list(parts))
+
+
+def test_a_run_gives_durations_and_rows() -> None:
+    durations, ledger = Durations(long={f"{E2E}::test_x": 40.0, f"{E2E}::test_y": None}), Ledger()
+    passed = [Outcome(f"{E2E}::test_x", "passed", 3.0), Outcome(f"{E2E}::test_y", "passed", 77.04)]
+    for run in (
+        report("slice", *passed, parts=(E2E,)),
+        report("pr", Outcome(f"{SHELL}::test_a", "failed", 1.0), parts=(SHELL,)),
+    ):
+        take_durations(run, durations)
+        take_rows(run, ledger)
+    assert durations == Durations({E2E: 3.0, SHELL: 1.0}, {f"{E2E}::test_y": 77.0})
+    assert ledger == Ledger(
+        {"pr": LedgerRow("abc", "2026-01-02", "failed")}, {E2E: LedgerRow("abc", "2026-01-02", "passed")}
+    )
+
+
+def test_a_page_of_promises_names_test_tier_and_last_green_commit() -> None:
+    path = "tests/core/tiers/test_table.py"
+    assert list(promises_of(path)) == []
+    register = "tests/sim/test_register.py"
+    ledger = Ledger(tiers={"pr": LedgerRow("abc", "2026-01-02", "passed")})
+    page = render(promises_of(register), Durations(), ledger)
+    (row,) = [line for line in page.splitlines() if "test_no_seed_is_a_violation" in line]
+    assert row.startswith("| A replicated register over the journal is linearizable")
+    assert row.endswith(f"| `{register}` `test_no_seed_is_a_violation` | pr | `abc` 2026-01-02 |")
+    failed = msgspec.structs.replace(ledger, tiers={"pr": LedgerRow("abc", "2026-01-02", "failed")})
+    assert "not recorded yet" in render(promises_of(register), Durations(), failed)
+
+
+def test_a_part_holds_its_own_tests_alone() -> None:
+    assert is_in(f"{SHELL}::test_a[1]", SHELL)
+    assert is_in(f"{SHELL}::test_a[1]", f"{SHELL}::test_a")
+    assert not is_in(f"{SHELL}::test_ab", f"{SHELL}::test_a")
+
+
+def test_limits_grow_from_tier_to_tier() -> None:
+    limits = [LIMITS_S[tier] for tier in (Tier.UNIT, Tier.PR, Tier.MERGE)]
+    assert limits == sorted(limits)

@@ -1,0 +1,45 @@
+"""Every bench and every campaign of the documents runs to its end in its shortest form."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from bench.__main__ import BENCHES
+from soak.campaigns import REAL, SIMULATED
+
+ROOT: Final = Path(__file__).parents[2]
+PEERS: Final = {"dlrover", "peers"}
+"""Benches beside other projects, whose packages have environments of their own."""
+
+pytestmark = pytest.mark.timeout(1200)
+
+
+def run(*command: str) -> str:
+    process = subprocess.run(
+        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False, timeout=1150
+    )
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
+    return process.stdout
+
+
+@pytest.mark.parametrize("name", sorted(BENCHES.keys() - PEERS))
+def test_a_bench_ends_with_figures(name: str) -> None:
+    rows = [json.loads(line) for line in run("bench", name, "--quick", "--json-only").splitlines()]
+    assert rows
+    assert all(row["bench"] == name and row["ours"] is not None for row in rows)
+
+
+@pytest.mark.parametrize("name", sorted(SIMULATED))
+def test_a_simulated_campaign_has_no_violation(name: str) -> None:
+    run("soak", name, "--seeds", "1", "--processes", "1", "--no-record")
+
+
+@pytest.mark.parametrize("name", sorted(REAL))
+def test_a_campaign_of_real_processes_has_no_violation(name: str) -> None:
+    run("soak", name, "--kills", "1", "--no-record")

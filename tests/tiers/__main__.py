@@ -1,0 +1,150 @@
+"""Runs tiers of tests, and writes down what runs have shown.
+
+python -m tests.tiers run pr            one tier, whole; `slice` is the part of `merge` that a landing runs
+python -m tests.tiers run tests/core    all tests of folders or files, of whatever tier
+python -m tests.tiers show              how long each tier takes, and how many landings a cycle of `merge` has
+python -m tests.tiers record            take the last runs into durations.json, ledger.json and docs/proof.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import shlex
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from tests.tiers import table
+from tests.tiers.pool import Batch, BatchResult, Pool, Report, judge, make_batches
+from tests.tiers.recorder import Outcome
+from tests.tiers.table import FileTests, Tier
+
+RUNS: Final = table.ROOT / ".tests"
+SLICE: Final = "slice"
+PATHS: Final = "paths"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.tiers", description=__doc__.partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="run tiers, folders or files")
+    run.add_argument("what", nargs="+", help="check, unit, pr, merge, weekly, slice, or paths")
+    run.add_argument("--workers", type=int, default=table.WORKERS)
+    run.add_argument("--shuffle", type=int, help="run the tests in a random order of this seed")
+    run.add_argument("--pytest", default="", help="more arguments for pytest")
+    commands.add_parser("show", help="say how long the tiers take")
+    commands.add_parser("record", help="write down the last runs")
+    options = parser.parse_args()
+    if options.command == "show":
+        return show()
+    if options.command == "record":
+        from tests.tiers.record import record
+
+        return record(RUNS)
+    return run_tests(options)
+
+
+def select(what: Sequence[str]) -> dict[str, list[FileTests]]:
+    """The tests of each tier that was named, and those below all paths together."""
+    tiers = [name for name in what if name in {*(tier.value for tier in Tier), SLICE}]
+    paths = [name for name in what if name not in tiers]
+    return {name: select_named(name) for name in tiers} | ({PATHS: select_below(paths)} if paths else {})
+
+
+def select_named(name: str) -> list[FileTests]:
+    files, durations = table.list_files(), table.read_durations()
+    if name == SLICE:
+        merge = table.select_tier(Tier.MERGE, files, durations)
+        return table.choose_slice(merge, table.read_ledger().parts, within_s=slice_s())
+    return table.select_tier(Tier(name), files, durations)
+
+
+def select_below(paths: Sequence[str]) -> list[FileTests]:
+    durations = table.read_durations()
+    chosen = [file for file in table.list_files() if any(Path(file).is_relative_to(path) for path in paths)]
+    if not chosen:
+        raise SystemExit(f"there are no tests below {' '.join(paths)}")
+    return [FileTests(path, durations.files.get(path, table.UNMEASURED_S)) for path in chosen]
+
+
+def slice_s() -> float:
+    """Seconds of one process that a slice has."""
+    return table.SLICE_S * table.WORKERS
+
+
+def run_tests(options: argparse.Namespace) -> int:
+    chosen = select(options.what)
+    started_s = time.monotonic()
+    pool = Pool(RUNS, arguments=shlex.split(options.pytest), shuffle=options.shuffle)
+    batches = [batch for name, tests in chosen.items() for batch in make_batches(name, tests)]
+    timed = [batch for batch in batches if batch.files[0].path in table.TIMED]
+    results = pool.run([batch for batch in batches if batch not in timed], workers=options.workers)
+    results += pool.run(timed, workers=1)
+    outcomes, good = judge(pool, results)
+    for name in chosen:
+        write_report(name, results, outcomes)
+    files = sum(map(len, chosen.values()))
+    print(f"{', '.join(chosen)}: {files} files in {time.monotonic() - started_s:.0f} s")
+    if SLICE in chosen:
+        show_cycle()
+    counts = Counter(outcome.result for outcome in outcomes)
+    print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped", flush=True)
+    return int(not good or not outcomes)
+
+
+def write_report(name: str, results: Sequence[tuple[Batch, BatchResult]], outcomes: Sequence[Outcome]) -> None:
+    """What the pool showed of one tier, for `record`."""
+    own = [(batch, result) for batch, result in results if batch.tier == name]
+    ids = {outcome.test_id for _, result in own for outcome in result.outcomes}
+    report = Report(
+        name,
+        tested_commit(),
+        datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        [outcome for outcome in outcomes if outcome.test_id in ids],
+        sorted(tests.name for batch, result in own if not result.missing for tests in batch.files),
+    )
+    (RUNS / f"{name}.json").write_bytes(msgspec.json.encode(report))
+    counts = Counter(outcome.result for outcome in report.outcomes)
+    seconds = sum(result.seconds for _, result in own)
+    print(f"{name}: {len(report.parts)} files, {counts['passed']} tests passed, {seconds:.0f} s of workers")
+
+
+def tested_commit() -> str:
+    """The commit, with a plus where files have changed since."""
+    commit = git("rev-parse", "--short=10", "HEAD")
+    return commit + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def git(*arguments: str) -> str:
+    return subprocess.run(
+        ["git", *arguments], cwd=table.ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def show() -> int:
+    files, durations = table.list_files(), table.read_durations()
+    for tier in Tier:
+        tests = table.select_tier(tier, files, durations)
+        minutes = sum(each.seconds for each in tests) / table.WORKERS / 60
+        print(f"{tier.value:7} {len(tests):4} files, {minutes:6.1f} minutes with {table.WORKERS} workers")
+    show_cycle()
+    return 0
+
+
+def show_cycle() -> None:
+    merge = table.select_tier(Tier.MERGE, table.list_files(), table.read_durations())
+    landings = table.landings_of_a_cycle(merge, within_s=slice_s())
+    passed = {name for name, row in table.read_ledger().parts.items() if row.result == "passed"}
+    fresh = sum(each.name in passed for each in merge)
+    print(f"merge is whole within {landings} landings; the ledger has {fresh} of its {len(merge)} parts as passed")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
