@@ -41,6 +41,13 @@ SEND_S: Final = 30.0
 PIECE: Final = 256 * 1024
 """Larger bodies are sent in pieces, each when the one before is on its way."""
 
+NO_PAGE: Final = b"sandbox; default-src 'none'"
+"""The policy of a reply that names none: a browser that shows it runs nothing of it, and gives it no origin."""
+TLS_ONLY: Final = b"max-age=31536000"
+"""A browser that has reached the server over TLS never tries it without, for a year."""
+
+_DEFAULTS: Final = ((b"cache-control", b"no-store"), (b"content-security-policy", NO_PAGE))
+"""Headers of a reply that does not have its own."""
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _log = log.get(__name__)
 
@@ -212,6 +219,8 @@ class _Reply:
             (b"x-request-id", request_id.encode()),
             (b"x-content-type-options", b"nosniff"),
         ]
+        if scope.get("scheme") == "https":
+            self._headers.append((b"strict-transport-security", TLS_ONLY))
         self.status = 0
         self.closing = False
 
@@ -222,8 +231,9 @@ class _Reply:
                 self._on_reply(self._scope, self.status)
             own = message.get("headers", [])
             message["headers"] = [*own, *self._headers]
-            if not any(name == b"cache-control" for name, _ in own):
-                message["headers"].append((b"cache-control", b"no-store"))
+            for name, value in _DEFAULTS:
+                if all(name != each for each, _ in own):
+                    message["headers"].append((name, value))
             if self.closing:
                 message["headers"].append((b"connection", b"close"))
         body, more = message.get("body", b""), message.get("more_body", False)

@@ -61,6 +61,9 @@ SECURITY_HEADERS: Final[Mapping[str, str]] = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Vary": "Cookie, HX-Request",
 }
+_DOWNLOAD_HEADERS: Final = {
+    name: value for name, value in SECURITY_HEADERS.items() if name != "Content-Security-Policy"
+}
 
 
 @dataclass(frozen=True)
@@ -289,7 +292,8 @@ def _fetch(route: Route, site: Site) -> Callable[..., Awaitable[RawReply]]:
     @functools.wraps(route.handler)
     async def fetch(call: HttpCall[Any], **arguments: Any) -> RawReply:
         reply: RawReply = await route.handler(Page(site, call), **arguments)
-        return replace(reply, headers={**SECURITY_HEADERS, **reply.headers})
+        # A download is no page: it gets the policy of all other replies.
+        return replace(reply, headers={**_DOWNLOAD_HEADERS, **reply.headers})
 
     return fetch
 

@@ -41,6 +41,7 @@ MAX_MERGED: Final = 16 << 20
 """Of a reply that the hub itself reads."""
 SMALL: Final = 1 << 20
 """A reply of known size up to this is read whole; a larger one is passed on piece by piece."""
+_TOKEN: Final = re.compile(r"token=[A-Za-z0-9_-]*")
 _OWN_FOLDER: Final = re.compile(r"(.*?/servers/[0-9a-f]+)/(.+)")
 """The folder of a server on its host, which the server may write to, and what is inside."""
 _REQUEST_HEADERS: Final = frozenset(
@@ -48,9 +49,17 @@ _REQUEST_HEADERS: Final = frozenset(
      "x-request-id"}
 )  # fmt: skip
 _REPLY_HEADERS: Final = frozenset(
-    {"accept-ranges", "content-disposition", "content-encoding", "content-range", "etag", "location", "retry-after",
+    {"accept-ranges", "content-disposition", "content-encoding", "content-range", "etag", "retry-after",
      "x-error-code", "x-repo-commit", "x-should-retry"}
 )  # fmt: skip
+_BYTES: Final = "application/octet-stream"
+_MEDIA_TYPES: Final = frozenset(
+    {"application/json", _BYTES, "application/x-protobuf", "application/x-strata-msgpack", "application/x-tar",
+     "text/event-stream", "text/plain"}
+)  # fmt: skip
+"""That no browser takes for a page: the reply comes from the origin of the hub, where its people are logged in."""
+ARCHIVE: Final = "/api/v1/archive"
+"""Where a server may send a client to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +179,16 @@ class ServerProxy:
         )
         try:
             reply = await client.send(sent, stream=True)
-        except httpx.TransportError as error:
+        except (httpx.TransportError, httpx.InvalidURL) as error:
             raise StrataError(
                 Code.UNAVAILABLE, f"the training server cannot be reached: {type(error).__name__}", hint="try again"
             ) from error
-        passed = {name: value for name, value in reply.headers.items() if name in _REPLY_HEADERS}
-        media_type = reply.headers.get("content-type", "application/json")
+        try:
+            passed = _reply_headers(request, reply)
+        except StrataError:
+            await reply.aclose()
+            raise
+        media_type = passed.pop("content-type")
         size = reply.headers.get("content-length", "")
         if request.method == "HEAD" and reply.status_code >= 300:
             # A caller that tries another server drops this reply, and a generator that never ran closes nothing.
@@ -232,6 +245,24 @@ class ServerProxy:
             transport=transport, base_url=base_url, timeout=timeout, follow_redirects=False, trust_env=False
         )
         return ServerConnections(client, extensions, socket)
+
+
+def _reply_headers(request: ForwardedRequest, reply: httpx.Response) -> dict[str, str]:
+    """What a client gets of the headers of a reply. UNAVAILABLE if it redirects to more than an archive of this hub."""
+    passed = {name: value for name, value in reply.headers.items() if name in _REPLY_HEADERS}
+    # Without its parameters: a browser reads `application/json;, text/html` as two types, and takes the last.
+    media_type = reply.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if media_type not in _MEDIA_TYPES:
+        media_type = _BYTES
+        passed["content-disposition"] = "attachment"
+    passed["content-type"] = media_type
+    if 300 <= reply.status_code < 400 and reply.status_code != 304:
+        location = reply.headers.get("location", "")
+        own = f"{request.headers.get('x-forwarded-proto', '')}://{request.headers.get('host', '')}{ARCHIVE}?"
+        if reply.status_code != 302 or not location.startswith(own) or not _TOKEN.fullmatch(location[len(own) :]):
+            raise StrataError(Code.UNAVAILABLE, "the training server redirects to what is no archive of this hub")
+        passed["location"] = location
+    return passed
 
 
 def _open_socket(path: Path) -> int:

@@ -29,7 +29,7 @@ from strata.fleet.core.job import UNFINISHED
 from strata.fleet.core.jobspec import MIN_IDLE_S
 from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.http.context import HubCall, HubContext
-from strata.fleet.http.proxy import MAX_BODY, ForwardedRequest, Tenant, passed_headers, read_whole
+from strata.fleet.http.proxy import ARCHIVE, MAX_BODY, ForwardedRequest, Tenant, passed_headers, read_whole
 from strata.fleet.ports import JobFilter, ServerRow
 from strata.http.disconnect import until_disconnect
 from strata.http.route import KIB, MIB, PUBLIC, RESEARCHER, VIEWER, RawReply, Route, Upload
@@ -661,7 +661,7 @@ ROUTES: Final = (
     Route("GET", f"{BASE}/get_server_capabilities", VIEWER, capabilities),
     Route("POST", f"{BASE}/telemetry", VIEWER, telemetry, 4 * MIB),
     Route("POST", f"{BASE}/client/config", VIEWER, client_config, any_query=True, operation="servers.client_config"),
-    Route("GET", f"{BASE}/archive", PUBLIC, download, 1 * KIB, any_query=True),
+    Route("GET", ARCHIVE, PUBLIC, download, 1 * KIB, any_query=True),
     Route("GET", TOKENIZER, VIEWER, tokenizer_file, KIB, any_query=True),
     Route("HEAD", TOKENIZER, VIEWER, tokenizer_head, KIB, any_query=True),
     Route(
