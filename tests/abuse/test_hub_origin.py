@@ -19,8 +19,8 @@ AREA = "hub: replies of training servers"
 SCRIPT = b"<script xmlns='http://www.w3.org/1999/xhtml'>fetch('/people')</script>"
 HOSTILE = ("text/html; charset=utf-8", "text/xml", "image/svg+xml")
 UNKNOWN = (
-    "text/html", "TEXT/HTML", "application/xml", "application/xhtml+xml", "text/xsl", "multipart/x-mixed-replace; boundary=x", "application/pdf", "text/javascript",
-    "application/json, text/html", "x", "",
+    "text/html", "TEXT/HTML", "application/xml", "application/xhtml+xml", "text/xsl", "application/pdf",
+    "multipart/x-mixed-replace; boundary=x", "text/javascript", "application/json, text/html", "x", "",
 )  # fmt: skip
 HARMLESS = {
     "application/json", "application/octet-stream", "application/x-protobuf", "application/x-strata-msgpack",

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 _LISTED_NAMES: Final = 12
+_LONGEST_NAME: Final = 64
+"""What is compared: the time for a comparison grows with the square of the length."""
 
 
 def closest_name(name: str, known: Iterable[str], synonyms: Mapping[str, str] | None = None) -> str | None:
@@ -16,6 +18,8 @@ def closest_name(name: str, known: Iterable[str], synonyms: Mapping[str, str] | 
     if synonyms and name.lower() in synonyms:
         return synonyms[name.lower()]
     best: tuple[int, str] | None = None
+    if len(name) > _LONGEST_NAME:
+        return None
     for candidate in known:
         limit = max(1, len(candidate) // 3)
         if abs(len(candidate) - len(name)) > limit:

@@ -202,6 +202,7 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
             if gangs is not None:
                 await gangs.close()
             await context.proxy.close()
+            context.validation.close()
             await chunks.close()
 
 

@@ -16,7 +16,7 @@ may submit jobs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
@@ -26,7 +26,11 @@ from strata.base.errors import Code, StrataError
 from strata.base.suggest import did_you_mean
 from strata.fleet.core.hyper_schema import Path, resolve, schema_problems, shown
 
-_MAX_STEPS: Final = 20_000
+_MAX_STEPS: Final = 100_000
+_NAME_STEPS: Final = 10
+"""What it costs to compare an unknown name with a known one."""
+_MAX_LISTED: Final = 20
+"""Of the values of an `enum`, in a message."""
 _NO_NAMES: Final[frozenset[str]] = frozenset()
 
 
@@ -37,18 +41,26 @@ class HyperFinding(msgspec.Struct, frozen=True):
 
 
 class HyperSchema:
-    """A schema that was found to contain nothing this module does not understand."""
+    """A schema that was found to contain nothing this module does not understand.
 
-    def __init__(self, root: Any, *, source: str = "schema") -> None:
+    `checkpoint` is called at every step of a check, and raises if it has taken too long.
+    """
+
+    def __init__(self, root: Any, *, source: str = "schema", checkpoint: Callable[[], None] = lambda: None) -> None:
         problems = schema_problems(root)
         if problems:
             lines = tuple(f"{source}: {problem}" for problem in problems)
             raise StrataError(Code.INVALID, "\n".join(lines), problems=lines)
         self.root = root
+        self._checkpoint = checkpoint
+        self._names: dict[str, frozenset[str]] = {}
 
     def check(self, value: Any) -> list[HyperFinding]:
-        """Everything that is wrong with `value`, in its own order."""
-        return list(_check(_Walk(self.root), self.root, value, (), _NO_NAMES))
+        """Everything that is wrong with `value`, in its own order; INVALID if that would take too many steps."""
+        try:
+            return list(_check(_Walk(self.root, self._checkpoint, self._names), self.root, value, (), _NO_NAMES))
+        except RecursionError:
+            raise StrataError(Code.INVALID, "the schema has too many references inside references") from None
 
 
 @dataclass(slots=True)
@@ -56,10 +68,14 @@ class _Walk:
     """One check. Alternatives inside alternatives multiply, so what a check may cost is bounded."""
 
     root: Any
+    checkpoint: Callable[[], None]
+    names: dict[str, frozenset[str]] = field(default_factory=dict)
+    """What `_names` has found, by reference."""
     steps_left: int = _MAX_STEPS
 
-    def step(self) -> None:
-        self.steps_left -= 1
+    def step(self, cost: int = 1) -> None:
+        self.checkpoint()
+        self.steps_left -= cost
         if self.steps_left < 0:
             raise StrataError(Code.INVALID, "the schema has too many alternatives inside alternatives for this value")
 
@@ -77,6 +93,8 @@ def _check(walk: _Walk, schema: Any, value: Any, path: Path, around: frozenset[s
         return
     for keyword, limit in schema.items():
         rule = _RULES.get(keyword)
+        if isinstance(limit, list):
+            walk.step(len(limit))
         message = rule(limit, value) if rule else None
         if message:
             yield HyperFinding(path, message)
@@ -100,9 +118,9 @@ def _object(
         elif (more := schema.get("additionalProperties")) is None:
             known = _closing_names(schema, around)
             if known and name not in known:
-                yield _unknown(path, name, known)
+                yield _unknown(walk, path, name, known)
         elif more is False:
-            yield _unknown(path, name, properties)
+            yield _unknown(walk, path, name, properties)
         else:
             yield from _check(walk, more, inner, (*path, name), _NO_NAMES)
 
@@ -115,7 +133,8 @@ def _closing_names(schema: Mapping[str, Any], around: frozenset[str] | None) -> 
     return around.union(schema.get("properties", ()))
 
 
-def _unknown(path: Path, name: str, known: Any) -> HyperFinding:
+def _unknown(walk: _Walk, path: Path, name: str, known: Any) -> HyperFinding:
+    walk.step(_NAME_STEPS * len(known))
     return HyperFinding((*path, name), f"unknown{did_you_mean(name, sorted(known))}")
 
 
@@ -135,7 +154,7 @@ def _combined(
     parts = [*schema.get("allOf", ())]
     if "$ref" in schema:
         parts.append(resolve(walk.root, schema["$ref"]))
-    names = _joint_names(walk.root, parts, own)
+    names = _joint_names(walk, parts, own)
     for each in parts:
         yield from _check(walk, each, value, path, names)
     for word in ("anyOf", "oneOf"):
@@ -143,11 +162,11 @@ def _combined(
             yield from _alternatives(walk, schema[word], value, path, own, only_one=word == "oneOf")
 
 
-def _joint_names(root: Any, parts: list[Any], own: frozenset[str] | None) -> frozenset[str] | None:
+def _joint_names(walk: _Walk, parts: list[Any], own: frozenset[str] | None) -> frozenset[str] | None:
     """An object is closed against all that its parts know together, unless one of them speaks of additional ones."""
     if own is None or any(isinstance(each, dict) and "additionalProperties" in each for each in parts):
         return None
-    return own.union(*(_names(root, each, _NO_NAMES) for each in parts))
+    return own.union(*(_names(walk, each) for each in parts))
 
 
 def _alternatives(
@@ -170,16 +189,22 @@ def _closest(outcomes: list[list[HyperFinding]], path: Path) -> list[HyperFindin
     return [HyperFinding(path, " or ".join(dict.fromkeys(here)))]
 
 
-def _names(root: Any, schema: Any, seen: frozenset[str]) -> frozenset[str]:
-    """All property names that a schema speaks about at its own level, alternatives included."""
+def _names(walk: _Walk, schema: Any) -> frozenset[str]:
+    """All property names that a schema speaks about at its own level, alternatives included.
+
+    No reference leads back to itself there: `schema_problems` has looked.
+    """
     if not isinstance(schema, dict):
         return _NO_NAMES
     names = frozenset(schema.get("properties", {}))
     for word in ("allOf", "anyOf", "oneOf"):
-        names = names.union(*(_names(root, each, seen) for each in schema.get(word, ())))
+        names = names.union(*(_names(walk, each) for each in schema.get(word, ())))
     reference = schema.get("$ref")
-    if reference is not None and reference not in seen:
-        names |= _names(root, resolve(root, reference), seen | {reference})
+    if reference is not None:
+        if reference not in walk.names:
+            walk.names[reference] = _names(walk, resolve(walk.root, reference))
+        names |= walk.names[reference]
+    walk.step(1 + len(names))
     return names
 
 
@@ -213,13 +238,13 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _enum(limit: Any, value: Any) -> str | None:
-    if any(_same(value, each) for each in limit):
+    wanted = canonical_json(value)
+    if any(wanted == canonical_json(each) for each in limit):
         return None
     texts = [each for each in limit if isinstance(each, str)]
     near = did_you_mean(value, texts) if isinstance(value, str) and len(texts) == len(limit) else ""
-    if "did you mean" in near:
-        return f"expected one of {', '.join(map(shown, limit))}, found {shown(value)}{near}"
-    return f"expected one of {', '.join(map(shown, limit))}, found {shown(value)}"
+    listed = [*map(shown, limit[:_MAX_LISTED]), *(["…"] if len(limit) > _MAX_LISTED else [])]
+    return f"expected one of {', '.join(listed)}, found {shown(value)}{near if 'did you mean' in near else ''}"
 
 
 def _bound(fits: Callable[[Any, Any], bool], words: str) -> Callable[[Any, Any], str | None]:
@@ -243,10 +268,13 @@ def _length(kind: type, words: str, fits: Callable[[int, Any], bool]) -> Callabl
 def _multiple(limit: Any, value: Any) -> str | None:
     if not _is_number(value):
         return None
-    parts = value / limit
-    # 0.3 is meant to be a multiple of 0.1, although the quotient of the doubles is not whole.
-    if abs(parts - round(parts)) <= 1e-9 * max(1.0, abs(parts)):
-        return None
+    try:
+        parts = value / limit
+        # 0.3 is meant to be a multiple of 0.1, although the quotient of the doubles is not whole.
+        if abs(parts - round(parts)) <= 1e-9 * max(1.0, abs(parts)):
+            return None
+    except OverflowError:
+        return f"expected a multiple of {shown(limit)}, and cannot tell whether {shown(value)} is one"
     return f"expected a multiple of {shown(limit)}, found {shown(value)}"
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
+from graphlib import CycleError, TopologicalSorter
+from itertools import islice
 from math import isfinite
 from typing import Any, Final
 
@@ -15,6 +19,10 @@ Path = tuple[str | int, ...]
 
 _MAX_SHOWN: Final = 80
 _MAX_DEPTH: Final = 64
+_MAX_PARTS: Final = 20_000
+"""Schemas inside a schema."""
+_MAX_PROBLEMS: Final = 200
+"""That are looked for."""
 _DIALECTS: Final = ("https://json-schema.org/draft/2020-12/schema", "https://json-schema.org/draft/2020-12/schema#")
 _TYPES: Final = ("string", "boolean", "number", "integer", "array", "object", "null")
 
@@ -52,8 +60,14 @@ def schema_problems(root: Any) -> list[str]:
     """Every place of the schema that this subset does not understand, with its JSON pointer; none if it is fine."""
     problems: list[str] = []
     waiting: list[tuple[Path, Any]] = [((), root)]
+    circular, parts = _circular_definitions(root), 0
     while waiting:
         path, schema = waiting.pop()
+        parts += 1
+        if parts > _MAX_PARTS:
+            return [f"{_pointer(())}: the schema has more than {_MAX_PARTS} parts"]
+        if len(problems) >= _MAX_PROBLEMS:
+            break
         if isinstance(schema, bool):
             continue
         if not isinstance(schema, dict):
@@ -61,7 +75,8 @@ def schema_problems(root: Any) -> list[str]:
         elif len(path) > _MAX_DEPTH:
             problems.append(f"{_pointer(path)}: the schema is nested too deeply")
         else:
-            problems += [f"{_pointer((*path, word))}: {problem}" for word, problem in _own_problems(root, schema)]
+            own = islice(_own_problems(root, schema, circular), _MAX_PROBLEMS)
+            problems += [f"{_pointer((*path, word))}: {problem}" for word, problem in own]
             waiting += reversed([((*path, *steps), inner) for steps, inner in _inside(schema)])
     return problems
 
@@ -76,13 +91,13 @@ def _inside(schema: dict[str, Any]) -> Iterator[tuple[Path, Any]]:
             yield from (((word, name), inner) for name, inner in value.items())
 
 
-def _own_problems(root: Any, schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _own_problems(root: Any, schema: dict[str, Any], circular: Collection[Path]) -> Iterator[tuple[str, str]]:
     for word, value in schema.items():
         if word in _ONE or word in _NOTES:
             continue
         check = _SHAPES.get(word)
         if word == "$ref":
-            problem = _reference_problem(root, value)
+            problem = _reference_problem(root, value, circular)
         elif check is None:
             problem = f"this keyword is not understood, and would not be checked{did_you_mean(word, _KNOWN)}"
         else:
@@ -91,14 +106,14 @@ def _own_problems(root: Any, schema: dict[str, Any]) -> Iterator[tuple[str, str]
             yield word, problem
 
 
-def _reference_problem(root: Any, reference: Any) -> str | None:
+def _reference_problem(root: Any, reference: Any, circular: Collection[Path]) -> str | None:
     # Only what is walked as a schema may be referred to: elsewhere could be keywords that nobody has looked at.
     if not isinstance(reference, str) or not (reference == "#" or _names_definition(reference)):
         return f'only references to definitions of this schema are followed ("#/$defs/…"), found {shown(reference)}'
     if _found(root, reference) is None:
         return f"there is nothing at {shown(reference)}"
     # A reference that leads back to itself without going into the value would be followed for ever.
-    if _leads_back(root, reference):
+    if _place(reference) in circular:
         return f"{shown(reference)} refers to itself"
     return None
 
@@ -107,18 +122,29 @@ def _names_definition(reference: str) -> bool:
     return reference.startswith(_DEFINITION) and "/" not in reference.removeprefix(_DEFINITION)
 
 
-def _leads_back(root: Any, start: str) -> bool:
-    waiting, seen = [start], set()
-    while waiting:
-        reference = waiting.pop()
-        if reference in seen:
-            continue
-        seen.add(reference)
-        for each in _references_at(_found(root, reference)):
-            if each == start:
-                return True
-            waiting.append(each)
-    return False
+def _circular_definitions(root: Any) -> Collection[Path]:
+    """The places whose references lead back to them at the same value, or from one such circle to another."""
+    definitions = root.get("$defs") if isinstance(root, dict) else None
+    schemas: dict[Path, Any] = {(): root}
+    schemas |= {(name,): schema for name, schema in definitions.items()} if isinstance(definitions, dict) else {}
+    references = {place: {*map(_place, _references_at(schema))} for place, schema in schemas.items()}
+    referring: dict[Path, set[Path]] = {}
+    for place, others in references.items():
+        for other in others:
+            referring.setdefault(other, set()).add(place)
+    return _without_order(references) & _without_order(referring)
+
+
+def _without_order(graph: Mapping[Path, Collection[Path]]) -> set[Path]:
+    """The nodes on a circle of the graph, and those that lead to one."""
+    sorter = TopologicalSorter(graph)
+    with suppress(CycleError):
+        sorter.prepare()
+    ordered: set[Path] = set()
+    while ready := sorter.get_ready():
+        ordered.update(ready)
+        sorter.done(*ready)
+    return graph.keys() - ordered
 
 
 def _references_at(schema: Any) -> Iterator[str]:
@@ -136,11 +162,18 @@ def _references_at(schema: Any) -> Iterator[str]:
 
 
 def _found(root: Any, reference: str) -> Any:
-    if reference == "#":
+    place = _place(reference)
+    if not place:
         return root
     definitions = root.get("$defs") if isinstance(root, dict) else None
-    name = reference.removeprefix(_DEFINITION).replace("~1", "/").replace("~0", "~")
-    return definitions.get(name) if isinstance(definitions, dict) else None
+    return definitions.get(place[0]) if isinstance(definitions, dict) else None
+
+
+def _place(reference: str) -> Path:
+    """The name of the definition that is meant; empty for the whole schema."""
+    if reference == "#":
+        return ()
+    return (reference.removeprefix(_DEFINITION).replace("~1", "/").replace("~0", "~"),)
 
 
 def _pointer(path: Path) -> str:
@@ -152,7 +185,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _is_names(value: Any) -> bool:

@@ -244,9 +244,10 @@ def _validate_gangs(problems: Problems, manifest: JobManifest) -> None:
         if job.gang is not None:
             gangs.setdefault(job.gang.name, []).append((job_id, job))
     names = {job.name for job in manifest.jobs.values()} | {job.sweep for job in manifest.jobs.values()}
+    names |= manifest.searches.keys() | manifest.schedules.keys()
     for name, members in gangs.items():
         problem = _gang_misfit(members, manifest.trainers.get(members[0][1].trainer))
-        if name in names | manifest.searches.keys() | manifest.schedules.keys():
+        if name in names:
             problem = "it is the name of another job already"
         if problem:
             problems.add(("jobs", name, "workers"), problem)

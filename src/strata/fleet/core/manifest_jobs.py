@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 
-from strata.base.errors import StrataError
+from strata.base.errors import Code, StrataError
 from strata.base.suggest import did_you_mean
 from strata.fleet.core.hyper import HyperFinding, HyperSchema
 from strata.fleet.core.jobspec import (
@@ -314,6 +314,8 @@ def check_hyper(schema: HyperSchema, hyper: Any) -> list[HyperFinding]:
     try:
         return schema.check(hyper)
     except StrataError as error:
+        if error.code is not Code.INVALID:
+            raise
         return [HyperFinding((), error.message)]
 
 

@@ -28,6 +28,7 @@ from strata.fleet.http.feed import Feed
 from strata.fleet.http.leased_reads import LeasedReads
 from strata.fleet.http.long_poll import AttemptHosts
 from strata.fleet.http.proxy import ServerProxy
+from strata.fleet.http.validation import ValidationPool
 from strata.fleet.hub_metrics import HubMetrics
 from strata.fleet.metric_history import MetricHistory
 from strata.fleet.overview import FleetHistory
@@ -216,6 +217,7 @@ class HubContext:
     """Of pieces to logs and metrics, by job, epoch and name of the stream."""
     attempts: AttemptHosts = field(default_factory=AttemptHosts)
     proxy: ServerProxy = field(default_factory=ServerProxy)
+    validation: ValidationPool = field(default_factory=ValidationPool)
     coordinator: GangCoordinator | None = None
     """None: this hub starts no gangs."""
     gangs: Gangs | None = None

@@ -10,7 +10,7 @@ import msgspec
 from strata import __version__
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
-from strata.fleet.core.hyper import HyperSchema
+from strata.fleet.core.hyper import HyperFinding, HyperSchema
 from strata.fleet.core.job import HELD, JobStatus
 from strata.fleet.core.jobspec import DEFAULT_PROJECT, JobSpec, TrainerSpec, check_trainer, qualified_trainer
 from strata.fleet.core.ownership import Submitter, check_owners
@@ -20,7 +20,9 @@ from strata.fleet.http.context import HubCall, HubContext, calling_host, resolve
 from strata.fleet.http.logs import progress_reply
 from strata.fleet.http.quotas import check_stored_bytes
 from strata.fleet.http.secrets import check_secrets
+from strata.fleet.http.validation import Checkpoint
 from strata.fleet.ports import AttemptRow, JobFilter, JobRow, ServerRow
+from strata.http.disconnect import until_disconnect
 
 
 async def listed(call: HubCall, query: wire.JobsQuery) -> wire.JobsReply:
@@ -100,7 +102,7 @@ async def submit(call: HubCall, body: wire.SubmitRequest) -> wire.SubmitReply:
         raise StrataError(Code.INVALID, "a gang is several jobs: a manifest queues them together", hint="strata apply")
     spec = body.spec.with_sandbox(context.require_sandbox)
     trainers, seen = await _trainers(context, spec, body.trainer)
-    await _check_hyper(context, spec)
+    await _check_hyper(call, spec)
     trainer = body.trainer or (await context.fleet.store.trainers())[spec.project, spec.trainer].spec
     await check_secrets(context, call.caller.owner, spec.project, trainer.secrets)
     await context.leased.check_inputs(trainer)
@@ -244,11 +246,16 @@ async def _trainers(
     return {}, {given.name: registered.digest}
 
 
-async def _check_hyper(context: HubContext, spec: JobSpec) -> None:
+async def _check_hyper(call: HubCall, spec: JobSpec) -> None:
+    context = call.context
     schema: Any = (await context.schemas.schemas()).get(qualified_trainer(spec.project, spec.trainer))
     if schema is None:
         return
-    findings = HyperSchema(schema, source=spec.trainer).check(spec.hyper)
+
+    def check(checkpoint: Checkpoint) -> list[HyperFinding]:
+        return HyperSchema(schema, source=spec.trainer, checkpoint=checkpoint).check(spec.hyper)
+
+    findings = await until_disconnect(call, context.stopping, context.validation.run(call.caller.owner, check))
     if findings:
         lines = tuple(f"hyper{_place(finding.path)}: {finding.message}" for finding in findings)
         raise StrataError(Code.INVALID, "\n".join(lines), problems=lines)

@@ -21,7 +21,9 @@ from strata.fleet.core.requirement import with_sandbox
 from strata.fleet.http.context import HubCall, HubContext, submitter_of
 from strata.fleet.http.quotas import check_stored_bytes
 from strata.fleet.http.secrets import check_secrets
+from strata.fleet.http.validation import Checkpoint
 from strata.fleet.ports import StoredSchedule, StoredSweep
+from strata.http.disconnect import until_disconnect
 from strata.identity.roles import Role
 
 
@@ -30,8 +32,12 @@ async def apply(call: HubCall, body: wire.ManifestRequest) -> wire.ManifestReply
     context = call.context
     manifest = body.manifest
     schemas = await _schemas(context, manifest.project, manifest.trainers, body.schemas)
+
+    def check(checkpoint: Checkpoint) -> None:
+        validate_manifest(manifest, _compile(schemas, checkpoint))
+
     # A manifest may have 200,000 jobs, each with an id to compute: other callers are served meanwhile.
-    await asyncio.to_thread(validate_manifest, manifest, schemas)
+    await until_disconnect(call, context.stopping, context.validation.run(call.caller.owner, check))
     return await _apply(context, call, body)
 
 
@@ -44,7 +50,11 @@ async def reload(call: HubCall) -> wire.ManifestReply:
         )
     draft, declared = await asyncio.to_thread(_read, context.manifest)
     schemas = await _schemas(context, draft.project, draft.trainers, declared)
-    manifest = await asyncio.to_thread(draft.resolve, schemas=schemas)
+
+    def resolve(checkpoint: Checkpoint) -> JobManifest:
+        return draft.resolve(schemas=_compile(schemas, checkpoint))
+
+    manifest = await until_disconnect(call, context.stopping, context.validation.run(call.caller.owner, resolve))
     return await _apply(context, call, wire.ManifestRequest(manifest=manifest, schemas=declared))
 
 
@@ -73,12 +83,17 @@ def _for_caller(call: HubCall, spec: TrainerSpec) -> TrainerSpec:
 
 async def _schemas(
     context: HubContext, project: str, trainers: Collection[str], given: Mapping[str, Any]
-) -> dict[str, HyperSchema]:
+) -> dict[str, Any]:
     """The schemas of these trainers: those that came with the manifest, else those of an earlier one."""
     stored = await context.schemas.schemas()
     registered = {name: stored[key] for name in trainers if (key := qualified_trainer(project, name)) in stored}
-    known = registered | {name: schema for name, schema in given.items() if name in trainers}
-    return {name: HyperSchema(schema, source=f"schema of {name}") for name, schema in known.items()}
+    return registered | {name: schema for name, schema in given.items() if name in trainers}
+
+
+def _compile(schemas: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, HyperSchema]:
+    return {
+        name: HyperSchema(schema, source=f"schema of {name}", checkpoint=checkpoint) for name, schema in schemas.items()
+    }
 
 
 async def _apply(context: HubContext, call: HubCall, body: wire.ManifestRequest) -> wire.ManifestReply:
