@@ -171,6 +171,10 @@ def _hub_errors(model: str) -> Iterator[None]:
         reason = " ".join(str(error.server_message or error).split())[:300]
         hint = _WHO if code is not Code.UNAVAILABLE else None
         raise StrataError(code, f"the Hub replied with status {status}: {reason}", hint=hint) from None
+    except ValueError as error:
+        # Of the client library, for a file whose name leads out of the folder.
+        reason = " ".join(str(error).split())[:300]
+        raise StrataError(Code.INVALID, f"{model} cannot be fetched: {reason}") from None
     except (OSError, errors.HTTPError) as error:  # type: ignore[attr-defined]
         reason = " ".join(str(error).split())[:300]
         raise StrataError(Code.UNAVAILABLE, f"the Hub cannot be reached: {reason}") from None

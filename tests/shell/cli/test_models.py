@@ -139,6 +139,18 @@ def test_what_the_hub_refuses_is_an_error_with_the_reason(cli: Cli, tmp_path: Pa
     assert "hf auth login" in cli.run("pull", "lab/tiny", status=4, HF_TOKEN="hf_wrong").stderr
 
 
+@pytest.mark.parametrize(("name", "to"), [("../../evil.json", True), ("a/../../../evil.json", False)])
+def test_a_model_whose_files_lie_elsewhere_is_refused_in_words(
+    cli: Cli, hub: HuggingFaceDouble, tmp_path: Path, name: str, *, to: bool
+) -> None:
+    hub.repositories["lab/evil"] = Repository(files={"config.json": b"{}", name: b"{}"})
+    target = ("--to", str(tmp_path / "deep" / "er" / "model")) if to else ()
+    stderr = cli.run("pull", "lab/evil", *target, status=2).stderr
+    assert "lab/evil" in stderr
+    assert "internal error" not in stderr
+    assert not list(tmp_path.rglob("evil.json"))
+
+
 def test_the_families_of_the_package_are_those_of_the_document() -> None:
     assert as_data(rows(DOCUMENT.read_text(encoding="utf-8")).values()) == DATA.read_bytes()
     assert known_families()["llama"].support == "yes"
