@@ -21,7 +21,7 @@ from strata.fleet.agent.environment_cache import (
     build_variables,
     provide_environment,
 )
-from strata.fleet.agent.host_cache import HostCache
+from strata.fleet.agent.host_cache import CacheEntry, HostCache
 from strata.fleet.agent.path_names import PathName
 from strata.fleet.core.jobspec import EnvironmentSpec
 from tests.shell.fleet_agent.waiting import eventually
@@ -175,6 +175,14 @@ def test_eviction_takes_the_least_recently_used_and_never_one_in_use(tmp_path: P
     assert new.exists()
     roomy.entries.evict(now_s + host_cache.MAX_IDLE_S + 60)
     assert not new.exists()
+
+
+def test_the_size_of_a_cache_counts_its_entries_and_not_their_locks(tmp_path: Path) -> None:
+    cache = HostCache(tmp_path / "data", tmp_path / "attempts", 1 << 30)
+    assert cache.size_bytes() == 0
+    cache.provide(PathName("one"), PathName("a"), lambda _: CacheEntry(size_bytes=5), lambda: True)
+    assert (cache.folder / "one.lock").is_file()
+    assert cache.size_bytes() == 5
 
 
 def slow_uv(tmp_path: Path) -> str:

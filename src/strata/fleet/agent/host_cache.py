@@ -78,12 +78,11 @@ class HostCache:
 
     def size_bytes(self) -> int:
         """Of the entries that are complete."""
-        folders = self.folder.iterdir() if self.folder.is_dir() else ()
-        return sum(entry.size_bytes for each in folders if (entry := self.read(each.name)) is not None)
+        return sum(entry.size_bytes for each in self._folders() if (entry := self.read(each.name)) is not None)
 
     def evict(self, now_s: float) -> None:
         """Remove entries that were not used for long, and the least recently used ones of too many bytes."""
-        folders = [] if not self.folder.is_dir() else [each for each in self.folder.iterdir() if each.is_dir()]
+        folders = self._folders()
         entries = {each: self.read(each.name) for each in folders}
         total = sum(entry.size_bytes for entry in entries.values() if entry is not None)
         for folder in sorted(folders, key=_used_at_s):
@@ -93,6 +92,10 @@ class HostCache:
             if self._remove_unused(folder):
                 total -= 0 if entry is None else entry.size_bytes
                 _log.info("cache_entry_evicted", cache=self.folder.name, entry=folder.name)
+
+    def _folders(self) -> list[Path]:
+        """Of entries, complete or not: their locks are files beside them."""
+        return [each for each in self.folder.iterdir() if each.is_dir()] if self.folder.is_dir() else []
 
     def _make(self, folder: Path, make: Callable[[Path], CacheEntry]) -> CacheEntry:
         shutil.rmtree(folder, ignore_errors=True)
