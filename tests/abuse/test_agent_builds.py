@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import secrets
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from strata.base.errors import Code, StrataError
 from strata.base.private import private_folder
-from strata.fleet.agent.environment_cache import EnvironmentCache, provide_environment
+from strata.fleet.agent.environment_cache import EnvironmentCache, build_variables, provide_environment
 from strata.fleet.agent.host_cache import HostCache
 from strata.fleet.agent.path_names import PathName
 from strata.fleet.agent.prepare import create_work_folder
@@ -171,3 +174,114 @@ def test_the_build_of_a_package_has_the_limits_of_a_job(folder: Path, code: str)
     assert parents
     name = cache.sandbox.limits_of(Path("x")).groups[0].rpartition("/")[2].removesuffix("x")
     assert [each for parent in parents for each in parent.glob(f"{name}*")] == [], "a control group is left"
+
+
+class Index:
+    """A package index on loopback that has nothing, and keeps who asked: `user:password`, or nothing."""
+
+    def __init__(self) -> None:
+        self.callers: list[str] = []
+        callers = self.callers
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                sent = self.headers.get("Authorization", "")
+                callers.append(base64.b64decode(sent.removeprefix("Basic ")).decode())
+                self.send_response(404 if sent else 401)
+                self.send_header("WWW-Authenticate", "Basic")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}/simple"
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@pytest.fixture
+def indexes() -> Iterator[tuple[Index, Index]]:
+    """That of the host's owner, and one whose address a job's project file chose."""
+    both = (Index(), Index())
+    yield both
+    for index in both:
+        index.close()
+
+
+PROJECT = """
+[project]
+name = "mine"
+version = "0"
+requires-python = ">=3.11"
+dependencies = ["six"]
+[[tool.uv.index]]
+name = "corp"
+url = "{url}"
+"""
+LOCK = """
+version = 1
+revision = 3
+requires-python = ">=3.11"
+[[package]]
+name = "mine"
+version = "0"
+source = {{ virtual = "." }}
+dependencies = [{{ name = "six" }}]
+[[package]]
+name = "six"
+version = "1.17.0"
+source = {{ registry = "{url}" }}
+wheels = [{{ url = "{url}/six-1.17.0-py3-none-any.whl", hash = "sha256:{digest}", size = 5 }}]
+"""
+
+
+@pytest.mark.attack(AREA, "name an index of one's own as the host's index is named, and get its password")
+@pytest.mark.parametrize("file", ["pyproject.toml", "uv.lock", "requirements.txt"])
+def test_the_credentials_of_an_index_go_to_its_own_address_only(
+    tmp_path: Path, indexes: tuple[Index, Index], file: str, tries: Callable[[int], None]
+) -> None:
+    own, foreign = indexes
+    credentials = {"UV_INDEX_CORP_USERNAME": "ci", "UV_INDEX_CORP_PASSWORD": "p@ss/word"}
+    for number, (named, url) in enumerate(
+        [("UV_INDEX", own.url), ("UV_INDEX", foreign.url), ("UV_DEFAULT_INDEX", foreign.url)]
+    ):
+        environ = {named: f"corp={own.url}", "UV_HTTP_RETRIES": "0", "UV_PUBLISH_TOKEN": "t"} | credentials
+        source = tmp_path / str(number)
+        source.mkdir()
+        (source / "pyproject.toml").write_text(PROJECT.format(url=url))
+        (source / "uv.lock").write_text(LOCK.format(url=url, digest="0" * 64))
+        (source / "requirements.txt").write_text(f"--index-url {url}\nsix\n")
+        cache = EnvironmentCache(
+            HostCache(tmp_path / "environments", tmp_path / "attempts", 1 << 30),
+            str(Path(sys.executable).with_name("uv")),
+            "/usr/bin/python3",
+            build_variables(environ),
+            None,
+        )
+        with pytest.raises(StrataError, match="the environment cannot be built"):
+            provide_environment(cache, EnvironmentSpec(file=file), source, PathName("a"))
+        if url == own.url:
+            # Otherwise the host's own index would be of no use, and the rest would prove nothing.
+            assert "ci:p@ss/word" in own.callers
+    assert set(foreign.callers) <= {""}
+    tries(len(own.callers) + len(foreign.callers))
+
+
+@pytest.mark.attack(AREA, "name an index as the credentials of the host, which say of no index that it is theirs")
+def test_credentials_without_an_index_are_refused_and_never_passed(tries: Callable[[int], None]) -> None:
+    for name in ("UV_INDEX_CORP_PASSWORD", "UV_INDEX_CORP_USERNAME"):
+        for index in ({}, {"UV_INDEX": "other=https://a.test/simple https://b.test/simple"}):
+            with pytest.raises(StrataError, match=f"{name} belongs to no index of the agent.s UV_INDEX") as refused:
+                build_variables({name: "secret", **index})
+            assert refused.value.code is Code.INVALID
+            assert "secret" not in str(refused.value)
+            tries(1)
+    passed = build_variables({"UV_PUBLISH_TOKEN": "t", "UV_PUBLISH_PASSWORD": "p", "UV_GITHUB_TOKEN": "g"})
+    assert passed == {}

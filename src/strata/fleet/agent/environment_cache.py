@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import shutil
 import sys
 import sysconfig
@@ -14,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote, urlsplit, urlunsplit
 
 import msgspec
 
@@ -33,6 +35,8 @@ from strata.fleet.core.jobspec import EnvironmentSpec
 _PASSED: Final = ("PATH", "LANG", "TZ", "SSL_CERT_FILE", "SSL_CERT_DIR", "SYSTEMROOT", "SYSTEMDRIVE", "WINDIR")
 _PASSED_TO_BUILDS: Final = ("UV_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
 _SET_BY_US: Final = ("UV_PROJECT_ENVIRONMENT", "UV_WORKING_DIRECTORY", "UV_PROJECT")
+_INDEXES: Final = ("UV_INDEX", "UV_DEFAULT_INDEX")
+_CREDENTIAL: Final = re.compile(r"UV_.*(USERNAME|PASSWORD|TOKEN)")
 _MAX_REPLY: Final = 4 << 20
 _WHEELS_ONLY: Final = (
     "this host installs wheels only, because it cannot confine a build from source"
@@ -74,12 +78,42 @@ class JobEnvironment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def build_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The agent's own variables that uv gets: where packages come from. Jobs do not get them."""
-    return {
+    """The agent's own variables that uv gets: where packages come from. Jobs do not get them.
+
+    Credentials of an index are moved into its address. uv would send `UV_INDEX_NAME_PASSWORD` to whatever address a
+    job's project file gives to an index of that name; credentials in an address go to that host alone. INVALID if the
+    agent has no index of that name.
+    """
+    passed = {
         name: value
         for name, value in environ.items()
         if name in _PASSED or (name.startswith(_PASSED_TO_BUILDS) and name not in _SET_BY_US)
     }
+    credentials = {name: passed.pop(name) for name in list(passed) if _CREDENTIAL.fullmatch(name)}
+    for variable in _INDEXES:
+        if variable in passed:
+            passed[variable] = " ".join(_with_credentials(index, credentials) for index in passed[variable].split())
+    unbound = sorted(name for name in credentials if name.startswith("UV_INDEX_"))
+    if unbound:
+        raise StrataError(
+            Code.INVALID,
+            f"{unbound[0]} belongs to no index of the agent's {' or '.join(_INDEXES)}",
+            hint="name the index and its address there: UV_INDEX=NAME=https://HOST/simple",
+        )
+    return passed
+
+
+def _with_credentials(index: str, credentials: dict[str, str]) -> str:
+    """An index, as uv takes it in a variable, with its credentials in the address; they are taken out of the rest."""
+    name, has_name, address = index.partition("=")
+    prefix = "UV_INDEX_" + re.sub(r"[^A-Z0-9]", "_", name.upper())
+    person, password = (credentials.pop(f"{prefix}_{kind}", None) for kind in ("USERNAME", "PASSWORD"))
+    if not has_name or (person is None and password is None):
+        return index
+    parts = urlsplit(address)
+    secret = "" if password is None else f":{quote(password, safe='')}"
+    place = f"{quote(person or '', safe='')}{secret}@{parts.netloc.rpartition('@')[2]}"
+    return f"{name}={urlunsplit(parts._replace(netloc=place))}"
 
 
 def find_uv(variables: Mapping[str, str]) -> str:
