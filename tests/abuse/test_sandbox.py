@@ -110,14 +110,15 @@ class Job:
 
 
 @contextmanager
-def a_host(**sandbox: Any) -> Iterator[Host]:
+def a_host(*, interpreter: str = "", **sandbox: Any) -> Iterator[Host]:
     assert os.geteuid() == 0, "only root can become another user: run this as root"
     assert shutil.which("bwrap"), "apt-get install bubblewrap"
     folder = Path(tempfile.mkdtemp(prefix="strata-abuse-"))
     folder.chmod(0o711)
     (folder / "home").mkdir()
     wanted = SandboxSettings(mode="required", **sandbox)
-    site = Host(folder, AgentSettings(state=folder / "state", work=folder / "work", sandbox=wanted))
+    settings = AgentSettings(state=folder / "state", work=folder / "work", interpreter=interpreter, sandbox=wanted)
+    site = Host(folder, settings)
     try:
         yield site
     finally:
@@ -209,6 +210,57 @@ def test_a_job_writes_to_its_own_attempt_only(host: Host, tries: Callable[[int],
         assert not Path(path).exists()
     assert (job.paths.tmp / "planted").exists()
     tries(len(places))
+
+
+@pytest.fixture
+def neighbour() -> Iterator[Path]:
+    """The home of somebody else, which all users of the host can read."""
+    home = Path("/home") / f"strata-abuse-{secrets.token_hex(4)}"
+    home.mkdir(mode=0o755)
+    (home / ".netrc").write_text("password of a neighbour")
+    (home / ".netrc").chmod(0o644)
+    try:
+        yield home
+    finally:
+        shutil.rmtree(home)
+
+
+@pytest.mark.attack(AREA, "read what other people of the host have in their homes")
+def test_a_job_sees_no_home_but_the_interpreter_in_it(
+    neighbour: Path, monkeypatch: pytest.MonkeyPatch, tries: Callable[[int], None]
+) -> None:
+    venv = neighbour / "tools" / "venv"
+    subprocess.run(["/usr/bin/python3", "-m", "venv", "--without-pip", venv], check=True)
+    # As uv links the Python of a minor version: the way to an interpreter leads through the link.
+    (neighbour / "linked" / "bin").mkdir(parents=True)
+    (neighbour / "linked" / "bin" / "python").symlink_to(venv / "bin" / "python")
+    elsewhere = Path(tempfile.mkdtemp(prefix="strata-abuse-", dir="/var/lib"))
+    elsewhere.chmod(0o755)
+    (elsewhere / ".netrc").write_text("password of a neighbour")
+    person = pwd.struct_passwd(("eve", "x", 12345, 12345, "", str(elsewhere), "/bin/bash"))
+    service = pwd.struct_passwd(("data", "x", 12346, 12346, "", "/usr/share", "/usr/sbin/nologin"))
+    listed = pwd.getpwall()
+    monkeypatch.setattr(pwd, "getpwall", lambda: [*listed, person, service])
+    read = f"""
+import glob, pathlib, sys
+for folder in ({str(neighbour)!r}, {str(elsewhere)!r}):
+    try:
+        print("READ", pathlib.Path(folder, ".netrc").read_text())
+    except OSError:
+        print("no", folder)
+print("homes", glob.glob("/home/*"), "place", bool(glob.glob({PLACE!r} + "/*")), sys.executable)
+"""
+    try:
+        with a_host() as plain, a_host(interpreter=str(neighbour / "linked" / "bin" / "python")) as linked:
+            for host, shown in ((plain, "[]"), (linked, f"[{str(neighbour)!r}]")):
+                job = host.start(read)
+                assert job.exit().status == 0, job.log
+                assert "READ" not in job.log
+                assert f"homes {shown} place True" in job.log
+            assert str(neighbour) in job.log.split()[-1]
+    finally:
+        shutil.rmtree(elsewhere)
+    tries(4)
 
 
 @pytest.mark.attack(AREA, "load code of the job into the program that makes its sandbox, as root")

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,6 +36,11 @@ TRY_S: Final = 30.0
 _MEMORY_SHARE: Final = 0.9
 PROGRAMS: Final = "/usr/sbin:/usr/bin:/sbin:/bin:/usr/local/bin"
 """Where bubblewrap and nft are found, whatever the agent has in its environment."""
+_FIRST_PERSON: Final = 1000
+"""Users below are those of the system."""
+_SYSTEM: Final = (Path("/usr"), Path("/etc"), Path("/dev"), Path("/proc"), Path("/sys"), Path("/var/lib"))
+"""Never hidden, whosever home they are."""
+_MAX_LINKS: Final = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,23 +360,39 @@ def _folders(setting: str, texts: Sequence[str]) -> tuple[Path, ...]:
 
 
 def _homes(environ: Mapping[str, str], job_user: JobUser | None) -> tuple[Path, ...]:
-    """The homes of the agent's user and of the jobs' user, if they are real ones."""
-    texts = {environ.get("HOME", ""), "" if job_user is None else job_user.home}
+    """The homes of all people of this host: /home, /root, and those that its users have elsewhere."""
+    texts = {environ.get("HOME", ""), "" if job_user is None else job_user.home, "/home", "/root"}
     if sys.platform != "win32":
         import pwd
 
         with suppress(KeyError):
             texts.add(pwd.getpwuid(os.geteuid()).pw_dir)
+        # The home of a service can be a folder that jobs need, and nobody logs in there.
+        texts |= {
+            user.pw_dir
+            for user in pwd.getpwall()
+            if user.pw_uid >= _FIRST_PERSON and not user.pw_shell.endswith(("/nologin", "/false"))
+        }
     homes = {Path(text).resolve() for text in texts if text}
-    return tuple(sorted(home for home in homes if home.is_dir() and home != Path("/")))
+    homes = {home for home in homes if home.is_dir() and not any(each.is_relative_to(home) for each in _SYSTEM)}
+    return tuple(sorted(home for home in homes if homes.isdisjoint(home.parents)))
 
 
 def _program_folders(interpreter: str) -> tuple[Path, ...]:
-    folders = {Path(sys.prefix), Path(sys.base_prefix), Path(sys.executable).resolve().parents[1]}
-    if interpreter:
-        path = Path(interpreter).absolute()
-        folders |= {path.parents[1], path.resolve().parents[1]} if len(path.parents) > 2 else set()
+    folders = {Path(sys.prefix), Path(sys.base_prefix)}
+    for program in filter(None, (sys.executable, interpreter)):
+        folders.update(path.parents[1] for path in _link_chain(Path(program).absolute()) if len(path.parents) > 2)
     return tuple(sorted(folder for folder in folders if folder.is_dir()))
+
+
+def _link_chain(path: Path) -> Iterator[Path]:
+    """The path, each one that its links name, and where they end."""
+    for _ in range(_MAX_LINKS):
+        yield path
+        if not path.is_symlink():
+            break
+        path = Path(os.path.normpath(path.parent / path.readlink()))
+    yield path.resolve()
 
 
 def is_root() -> bool:
