@@ -285,3 +285,59 @@ def test_credentials_without_an_index_are_refused_and_never_passed(tries: Callab
             tries(1)
     passed = build_variables({"UV_PUBLISH_TOKEN": "t", "UV_PUBLISH_PASSWORD": "p", "UV_GITHUB_TOKEN": "g"})
     assert passed == {}
+
+
+# In the place of uv: it says what it reaches.
+REACHES = """#!/usr/bin/python3
+import socket, sys
+for address in ("169.254.169.254", "127.0.0.2"):
+    try:
+        socket.create_connection((address, 7), 3).close()
+        print(address, "reached", file=sys.stderr)
+    except OSError:
+        print(address, "refused", file=sys.stderr)
+sys.exit(1)
+"""
+# Runs a build in the network namespace it is started in, whose loopback has the address of metadata services.
+INSIDE = """
+import socket, subprocess, sys
+from dataclasses import replace
+from pathlib import Path
+from strata.base.errors import StrataError
+from tests.abuse.test_agent_builds import *
+folder = Path(sys.argv[1])
+for words in ("link set lo up", "address add 169.254.169.254/32 dev lo"):
+    subprocess.run(["ip", *words.split()], check=True)
+with socket.create_server(("0.0.0.0", 7)):
+    wanted = SandboxSettings(mode="required", network=sys.argv[2])
+    settings = AgentSettings(state=folder / "state", work=folder / "work", sandbox=wanted)
+    create_work_folder(settings)
+    cache = replace(a_cache(settings, folder, folder), program=str(folder / "bin" / "uv"))
+    try:
+        provide_environment(cache, EnvironmentSpec(file="requirements.txt"), folder / "source", PathName("a"))
+    except StrataError as error:
+        print(error.message)
+subprocess.run(["nft", "list", "tables"], check=True)
+"""
+
+
+@pytest.mark.attack(AREA, "reach the metadata of a cloud from a build")
+@pytest.mark.parametrize("network", ["host", "allow"])
+def test_a_build_has_the_network_of_the_host_without_metadata(folder: Path, network: str) -> None:
+    (folder / "bin").mkdir()
+    (folder / "bin" / "uv").write_text(REACHES)
+    (folder / "source").mkdir()
+    (folder / "source" / "requirements.txt").touch()
+    for path in (folder / "bin", folder / "bin" / "uv", folder / "source"):
+        path.chmod(0o755)
+    done = subprocess.run(
+        ["unshare", "--net", sys.executable, "-c", INSIDE, folder, network],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "169.254.169.254 refused\n127.0.0.2 reached" in done.stdout
+    # No rule of a build is left behind.
+    assert "strata" not in done.stdout.rpartition("cannot be built")[2]

@@ -353,7 +353,7 @@ def test_memory_is_watched_where_there_are_no_control_groups(host: Host) -> None
         """
     )
     seen = job.exit()
-    assert (seen.status, seen.exceeded, seen.oom_kills) == (-signal.SIGKILL, "memory", 1)
+    assert (seen.status, seen.exceeded, seen.oom_kills) == (-signal.SIGKILL, "memory", 1), job.log
     assert classify_exit(seen, "", stop=None, timeout_s=0).cause is Cause.OOM
 
 
@@ -402,7 +402,7 @@ def test_a_job_that_fills_the_disk_is_ended_with_the_reason(host: Host) -> None:
 
 def _without_groups(host: Host) -> None:
     """As on a host where the agent may not create control groups."""
-    host.sandbox = replace(host.sandbox, parents=JobParents())
+    host.sandbox = replace(host.sandbox, parents=JobParents(), blocks_metadata=False)
     host.context = replace(host.context, sandbox=host.sandbox)
 
 
@@ -515,9 +515,22 @@ def test_a_command_that_is_not_there_is_a_fault_of_the_setup(host: Host) -> None
 # The network
 
 
+METADATA = ("169.254.169.254/16", "fd00:ec2::254/64")
+LISTEN = """
+import socket, time
+for port in (7, 53):
+    socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True).detach()
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
 @contextmanager
 def two_machines() -> Iterator[str]:
-    """A namespace with 10.99.0.1, where a job runs, and behind it one with 10.99.0.2 and 10.99.0.3, which listen."""
+    """A namespace with 10.99.0.1, where a job runs, and behind it one with 10.99.0.2 and 10.99.0.3, which listen.
+
+    The second one also has the addresses of metadata services, which are nothing else there.
+    """
     mark = secrets.token_hex(3)
     near, far = f"strata-n-{mark}", f"strata-f-{mark}"
     server = None
@@ -530,13 +543,14 @@ def two_machines() -> Iterator[str]:
             ip("netns", "add", name)
             ip("-n", name, "link", "set", "lo", "up")
         ip("link", "add", f"n{mark}", "netns", near, "type", "veth", "peer", "name", f"f{mark}", "netns", far)
-        for name, device, addresses in ((near, f"n{mark}", (1,)), (far, f"f{mark}", (2, 3))):
-            for last in addresses:
-                ip("-n", name, "address", "add", f"10.99.0.{last}/24", "dev", device)
+        own, others = ("10.99.0.1/24", "169.254.1.1/16", "fd00:ec2::1/64"), ("10.99.0.2/24", "10.99.0.3/24", *METADATA)
+        for name, device, addresses in ((near, f"n{mark}", own), (far, f"f{mark}", others)):
+            for address in addresses:
+                duplicates = ("nodad",) if ":" in address else ()
+                ip("-n", name, "address", "add", address, "dev", device, *duplicates)
             ip("-n", name, "link", "set", device, "up")
-        listen = "import socket; s = socket.create_server(('0.0.0.0', 7)); print('up', flush=True)\nwhile 1: s.accept()"
         server = subprocess.Popen(
-            ["nsenter", f"--net=/run/netns/{far}", sys.executable, "-c", listen], stdout=subprocess.PIPE
+            ["nsenter", f"--net=/run/netns/{far}", sys.executable, "-c", LISTEN], stdout=subprocess.PIPE
         )
         assert server.stdout is not None
         assert server.stdout.readline() == b"up\n"
@@ -554,6 +568,8 @@ import socket
 own = socket.create_server(("127.0.0.1", 0))
 targets = {"allowed": ("10.99.0.2", 7), "forbidden": ("10.99.0.3", 7)}
 targets |= {"own": own.getsockname(), "agent": ("127.0.0.1", PORT)}
+targets |= {"metadata": ("169.254.169.254", 7), "metadata6": ("fd00:ec2::254", 7), "resolver": ("169.254.169.254", 53)}
+targets |= {"mapped": ("::ffff:169.254.169.254", 7)}
 for name, address in targets.items():
     try:
         socket.create_connection(address, 3).close()
@@ -578,15 +594,25 @@ with socket.create_server(("127.0.0.1", 0)) as service, a_host(**json.loads(sys.
 """
 
 
-@pytest.mark.attack(AREA, "reach a forbidden address, or a service of the host on its loopback")
+@pytest.mark.attack(
+    AREA, "reach a forbidden address, the metadata of a cloud, or a service of the host on its loopback"
+)
 @pytest.mark.parametrize(
     ("network", "reached"),
     [
-        ({"network": "host"}, {"allowed", "forbidden", "own", "agent", "datagram"}),
+        ({"network": "host"}, {"allowed", "forbidden", "own", "agent", "datagram", "resolver"}),
+        (
+            {"network": "host", "allow": ["169.254.169.254"]},
+            {"allowed", "forbidden", "own", "agent", "datagram", "resolver", "metadata", "mapped"},
+        ),
         ({"network": "allow", "allow": ["10.99.0.2"]}, {"allowed", "own"}),
+        (
+            {"network": "allow", "allow": ["0.0.0.0/0"]},
+            {"allowed", "forbidden", "own", "agent", "datagram", "resolver"},
+        ),
         ({"network": "none"}, {"own"}),
     ],
-    ids=["host", "allow", "none"],
+    ids=["host", "host, metadata allowed", "allow", "allow all", "none"],
 )
 def test_a_job_reaches_only_what_its_host_allows(network: dict[str, Any], reached: set[str]) -> None:
     with two_machines() as near:
@@ -638,3 +664,9 @@ def test_what_the_settings_require_is_refused_where_the_host_cannot(
     weaker = detect_sandbox(agent, {}, RAM_BYTES)
     assert (weaker.level, weaker.bwrap) == ("user", "")
     assert "bubblewrap is not installed" in weaker.describe()
+    assert [lack for lack in weaker.lacks if lack.startswith("jobs reach the metadata addresses of clouds")]
+    monkeypatch.undo()
+    create_work_folder(agent)
+    able = detect_sandbox(agent, {}, RAM_BYTES)
+    assert "without the metadata addresses of clouds" in able.describe()
+    assert not any("metadata" in lack for lack in able.lacks)

@@ -211,7 +211,7 @@ def _build(cache: EnvironmentCache, folder: Path, plan: EnvironmentPlan, wanted:
 
 def _build_sandbox(cache: EnvironmentCache, target: Path, scratch: Path) -> WorkerSandbox:
     """The limits and the namespaces of jobs, with the network of the host: packages come from there."""
-    limits = cache.sandbox.limits_of(target.parent)
+    limits = cache.sandbox.limits_of(target.parent, host_network=True)
     if not cache.sandbox.bwrap:
         return WorkerSandbox((), switch_inside=False, limits=limits)
     readable = [Path(strata.__file__).parent, Path(cache.program).parent]

@@ -21,7 +21,7 @@ from typing import IO, Final
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.fleet.agent import cgroup, privsep_worker
+from strata.fleet.agent import cgroup, job_limits, privsep_worker
 from strata.fleet.agent.attempt_folder import JobUser
 from strata.fleet.agent.git import GIT_S
 from strata.fleet.agent.privsep_worker import BuildEnvironment, OutputRequest, WorkerError, WorkerRequest
@@ -154,10 +154,12 @@ def _start_worker(
 
 @contextmanager
 def _control_groups(limits: LimitsSpec) -> Iterator[None]:
-    """The control groups of the worker, with its limits. PRECONDITION if it failed because it was out of memory."""
+    """The control groups of the worker, with its limits and rules. PRECONDITION if it failed for lack of memory."""
     groups = [Path(group) for group in limits.groups]
     try:
         cgroup.create_groups(groups, memory_bytes=limits.memory_bytes, processes=limits.processes)
+        if limits.network_rules:
+            job_limits.run_nft(limits.network_rules)
         yield
     except (StrataError, OSError) as error:
         if cgroup.oom_kills(groups):
@@ -169,6 +171,9 @@ def _control_groups(limits: LimitsSpec) -> Iterator[None]:
     finally:
         cgroup.kill_groups(groups)
         cgroup.remove_groups(groups)
+        if limits.network_table:
+            with suppress(OSError):
+                job_limits.run_nft(f"delete table inet {limits.network_table}")
 
 
 class _WorkerProcess:

@@ -41,6 +41,13 @@ _FIRST_PERSON: Final = 1000
 _SYSTEM: Final = (Path("/usr"), Path("/etc"), Path("/dev"), Path("/proc"), Path("/sys"), Path("/var/lib"))
 """Never hidden, whosever home they are."""
 _MAX_LINKS: Final = 40
+METADATA: Final = (
+    "169.254.169.254", "fd00:ec2::254", "fd20:ce::254", "fd00:c1::a9fe:a9fe", "fe80::a9fe:a9fe",
+    "169.254.170.2", "169.254.170.23", "fd00:ec2::23",
+    "168.63.129.16", "100.100.100.200", "169.254.0.23",
+)  # fmt: skip
+"""Where clouds give the credentials of a machine to whoever asks from it: by most of them, to containers on AWS, on
+Azure, Alibaba Cloud and Tencent Cloud."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +66,8 @@ class HostSandbox:
     parents: cgroup.JobParents = field(default_factory=cgroup.JobParents)
     memory_bytes: int = 0
     view: MountView = field(default_factory=MountView)
+    blocks_metadata: bool = False
+    """Jobs with the host's network do not reach the addresses in METADATA."""
 
     def describe(self) -> str:
         """For people, in one line."""
@@ -70,6 +79,7 @@ class HostSandbox:
         limits = [f"{name} by {self._limited_by(name)}" for name in ("memory", "processes") if self._is_limited(name)]
         limits += ["disk by a watcher"] if self.settings.disk_gib else []
         network = f"network {self.settings.network}"
+        network += " without the metadata addresses of clouds" if self.blocks_metadata else ""
         return "; ".join((words[self.level], *limits, network, *self.missing))
 
     @property
@@ -137,15 +147,18 @@ class HostSandbox:
             *self.view.mount_options(scratch, tmp=scratch, readable=hidden, writable=[target]),
         )
 
-    def limits_of(self, folder: Path, writable: Sequence[Path] = ()) -> LimitsSpec:
-        """The limits of what works in this folder: an attempt, or the build of an environment."""
+    def limits_of(self, folder: Path, writable: Sequence[Path] = (), *, host_network: bool = False) -> LimitsSpec:
+        """The limits of what works in this folder: an attempt, or the build of an environment (`host_network`)."""
         if self.settings.mode == "off" or sys.platform != "linux":
             return LimitsSpec()
         # Two agents of one machine must not share a group.
         name = f"strata-{hashlib.sha256(bytes(self.view.state)).hexdigest()[:8]}-{folder.name}"
         groups = tuple(str(parent / name) for parent in self.parents.groups)
         table = f"strata_{hashlib.sha256(name.encode()).hexdigest()[:16]}"
-        restricted = self.settings.network == "allow"
+        only_allowed = self.settings.network == "allow" and not host_network
+        rules = ""
+        if only_allowed or self.blocks_metadata:
+            rules = network_rules(table, Path(groups[-1]), self.settings.allow, only_allowed=only_allowed)
         return LimitsSpec(
             memory_bytes=self.memory_bytes,
             processes=self.settings.processes,
@@ -155,8 +168,8 @@ class HostSandbox:
             watch_memory="memory" not in self.parents.limits,
             # Of the agent's own user it would count what has nothing to do with the job.
             limit_user="processes" not in self.parents.limits and self.job_user is not None,
-            network_rules=network_rules(table, Path(groups[-1]), self.settings.allow) if restricted else "",
-            network_table=table if restricted else "",
+            network_rules=rules,
+            network_table=table if rules else "",
         )
 
     def _is_limited(self, name: str) -> bool:
@@ -214,7 +227,7 @@ def detect_sandbox(settings: AgentSettings, environ: Mapping[str, str], ram_byte
     else:
         found = _with_namespaces(replace(plain, parents=cgroup.job_parents()))
     _require(found)
-    return found
+    return found if wanted.mode == "off" or wanted.network == "none" else _with_network_rules(found)
 
 
 def networks(texts: Sequence[str]) -> list[ipaddress.IPv4Network | ipaddress.IPv6Network]:
@@ -224,9 +237,11 @@ def networks(texts: Sequence[str]) -> list[ipaddress.IPv4Network | ipaddress.IPv
         raise StrataError(Code.INVALID, f"agent.sandbox.allow: {error}", hint='as in ["10.1.0.0/16"]') from None
 
 
-def network_rules(table: str, group: Path, allow: Sequence[str]) -> str:
-    """Rules for nft: sockets of this control group reach these networks and, on this machine, each other.
+def network_rules(table: str, group: Path, allow: Sequence[str], *, only_allowed: bool) -> str:
+    """Rules for nft: sockets of this control group reach no metadata of a cloud, and with `only_allowed` nothing but
+    these networks and, on this machine, each other.
 
+    A metadata address that `allow` names is reached, and DNS at all of them: on some clouds it is the resolver.
     What a job sends to this machine itself is marked, and accepted only by a socket of the same job. Of TCP only the
     first packet is checked: for the third one the kernel has no socket yet whose group could be compared.
     """
@@ -235,17 +250,24 @@ def network_rules(table: str, group: Path, allow: Sequence[str]) -> str:
     level = len(group.relative_to(mount).parts)
     of_job = f'socket cgroupv2 level {level} "{group.relative_to(root)}"'
     mark = int(hashlib.sha256(table.encode()).hexdigest()[:8], 16) or 1
-    accepted = "\n".join(
-        f"    {'ip' if network.version == 4 else 'ip6'} daddr {network} accept" for network in networks(allow)
-    )
+    allowed, metadata = networks(allow), networks(METADATA)
+    named = [network for network in allowed if network in metadata]
+    others = f"""
+{_for_each(allowed, "accept")}
+    oifname "lo" meta mark set {mark} accept
+    reject"""
     return f"""
 table inet {table}
 delete table inet {table}
 table inet {table} {{
-  chain job {{
-{accepted}
-    oifname "lo" meta mark set {mark} accept
+  chain metadata {{
+    meta l4proto {{ tcp, udp }} th dport 53 return
     reject
+  }}
+  chain job {{
+{_for_each(named, "accept")}
+{_for_each(metadata, "jump metadata")}
+{others if only_allowed else ""}
   }}
   chain output {{
     type filter hook output priority filter; policy accept;
@@ -259,6 +281,10 @@ table inet {table} {{
   }}
 }}
 """
+
+
+def _for_each(addresses: Sequence[ipaddress.IPv4Network | ipaddress.IPv6Network], verdict: str) -> str:
+    return "\n".join(f"    {'ip' if each.version == 4 else 'ip6'} daddr {each} {verdict}" for each in addresses)
 
 
 def _with_namespaces(plain: HostSandbox) -> HostSandbox:
@@ -313,10 +339,16 @@ def _require(found: HostSandbox) -> None:
     if wanted.network == "none" and found.level != "namespaces":
         reason = "; ".join(found.missing)
         raise StrataError(Code.PRECONDITION, f'agent.sandbox.network = "none" needs namespaces: {reason}')
-    if wanted.network == "allow":
-        reason = _try_network_rules(found)
-        if reason:
-            raise StrataError(Code.PRECONDITION, f'agent.sandbox.network = "allow" is not possible here: {reason}')
+    if wanted.network == "allow" and wanted.mode == "off":
+        raise StrataError(Code.PRECONDITION, 'agent.sandbox.network = "allow" needs a sandbox: it is turned off')
+
+
+def _with_network_rules(found: HostSandbox) -> HostSandbox:
+    reason = _try_network_rules(found)
+    if reason and found.settings.network == "allow":
+        raise StrataError(Code.PRECONDITION, f'agent.sandbox.network = "allow" is not possible here: {reason}')
+    lack = (f"jobs reach the metadata addresses of clouds ({METADATA[0]}): {reason}",) if reason else ()
+    return replace(found, blocks_metadata=not reason, missing=(*found.missing, *lack))
 
 
 def _try_network_rules(found: HostSandbox) -> str:
@@ -330,7 +362,7 @@ def _try_network_rules(found: HostSandbox) -> str:
         connect = f"socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 5)"
         try:
             group.mkdir()
-            job_limits.run_nft(network_rules(table, group, ()))
+            job_limits.run_nft(network_rules(table, group, (), only_allowed=True))
             done = subprocess.run(
                 [sys.executable, "-I", "-S", "-c", f"import socket; {join}; {connect}"],
                 capture_output=True,
