@@ -18,7 +18,8 @@ from strata.base.secret import MASK, Secret
 _MAX_DEPTH: Final = 8
 _MAX_ITEMS: Final = 1000
 
-# `tokens` and `token_count` are counts; `token` and `access_token` are credentials.
+# `tokens` and `token_count` are counts; `token` and `access_token` are credentials, unless the value is a number, as that
+# of `bytes_per_token`. A password may be a number.
 _SECRET_NAME: Final = re.compile(
     r"(?:^|_)(?:token|(?:secret|password|passwd|passphrase|authorization|api_?key|private_?key|access_?key)s?(?:_.*)?)$"
 )
@@ -66,6 +67,12 @@ def is_secret_name(name: str) -> bool:
     return _SECRET_NAME.search(_CAMEL.sub("_", name).replace("-", "_").lower()) is not None
 
 
+def _is_secret(name: str, value: Any) -> bool:
+    if value is None or (isinstance(value, int | float) and name.endswith("token")):
+        return False
+    return is_secret_name(name)
+
+
 def shortened_repr(value: Any) -> str:
     # reprlib survives a `__repr__` that raises, and cuts what is too long.
     return _repr.repr_instance(value, 1)
@@ -90,5 +97,5 @@ def loggable_mapping(value: dict[Any, Any], depth: int = 0) -> dict[str, Any]:
     result = {}
     for key, item in value.items():
         name = key if type(key) is str else str(loggable(key, _MAX_DEPTH))
-        result[name] = MASK if is_secret_name(name) and item is not None else loggable(item, depth + 1)
+        result[name] = MASK if _is_secret(name, item) else loggable(item, depth + 1)
     return result

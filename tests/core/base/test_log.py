@@ -210,6 +210,11 @@ def test_names_of_counts_are_not_masked(name: str) -> None:
     assert not is_secret_name(name)
 
 
+def test_a_number_is_no_token_and_may_be_a_password() -> None:
+    shown = {"bytes_per_token": 945, "s_per_token": 0.5, "token": "***", "access_token": "***", "password": "***"}
+    assert loggable({**shown, "token": "7", "access_token": "x", "password": 1234}) == shown
+
+
 def test_secrets_are_masked_wherever_they_are() -> None:
     stream, logger = json_lines()
     secret = Secret("hunter2")
