@@ -507,6 +507,11 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.data / "payloads"
 
     @property
+    def curves_file(self) -> Path:
+        """The learning curves, for the next orchestrator."""
+        return self.data / "curves"
+
+    @property
     def checkpoint_folder(self) -> Path:
         return self.data / "checkpoints"
 

@@ -100,3 +100,24 @@ def test_the_throughput_of_the_last_hour_has_zeros_where_nothing_happened() -> N
     for second in range(2 * HISTORY_POINTS * HISTORY_STEP_S):
         history.note(2000.0 + second, trained=1)
     assert len(history.points(2000.0 + 2 * HISTORY_POINTS * HISTORY_STEP_S)) == HISTORY_POINTS
+
+
+def test_curves_go_on_from_what_another_process_has_encoded() -> None:
+    first, second = LearningCurves(), LearningCurves()
+    for step in range(1, MAX_POINTS + 8):
+        first.report(M, step, {"reward": float(step)})
+        first.add_pass(M, passed(float(step), 1.0))
+        first.add_step(M, step, float(step), {"grad_norm": 0.5})
+    first.add_pass(M, passed(8.0, 2.0))
+    first.report(M, 1000, {"reward": 3.0})
+    second.restore(first.encode())
+    for curves in (first, second):
+        curves.add_step(M, 1000, 9.0, {})
+    assert model_curves(second, M, 1000, []) == model_curves(first, M, 1000, [])
+
+
+def test_a_step_that_is_computed_again_after_a_crash_counts_once() -> None:
+    curves = LearningCurves()
+    for _ in range(2):
+        curves.add_step(M, 7, 1.0, {"lr": 1.0})
+    assert model_curves(curves, M, 10, ["lr"]).series[0].steps == [7]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from strata.base.errors import Code
 from strata.train.core import messages, status
+from strata.train.core.learning_curves import LearningCurves
 from tests.shell.train_orchestrator.stacks import TENANT, Stack, running
 
 
@@ -75,3 +77,43 @@ async def test_of_an_operation_before_a_restart_there_is_a_result_and_no_times(t
         await stack.result(future_id)
         refused = await stack.look(messages.ErrorResponse, messages.DescribeTimeline(future_id))
         assert refused.code is Code.GONE
+
+
+async def test_learning_curves_survive_a_restart_and_a_kill_of_the_orchestrator(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack:
+        model = await stack.model()
+
+        async def curves() -> status.ModelCurves:
+            return (await stack.look(status.CurvesView, messages.ReadCurves(model, False, 100))).curves
+
+        for seq in (1, 3):
+            await stack.look(messages.Done, messages.ReportMetrics(model, seq, {"reward": seq / 4}))
+            await stack.result(await stack.submit(stack.batch(model, seq, [[1, 2, 3]])))
+            await stack.result(await stack.submit(stack.step(model, seq + 1)))
+        before = await curves()
+        assert {"loss", "reward", "tokens"} <= {each.name for each in before.series}
+        await stack.orchestrator.stop()
+        await stack.start_orchestrator()
+        assert await curves() == before
+        await stack.result(await stack.submit(stack.batch(model, 5, [[1, 2, 3]])))
+        await stack.result(await stack.submit(stack.step(model, 6)))
+        longer = await curves()
+        assert [each.steps for each in longer.series if each.name == "loss"] == [[2, 4, 6]]
+        written = LearningCurves()
+        async with asyncio.timeout(60):
+            while (curve := written.get(model)) is None or curve.points()[-1].seq_id != 6:
+                await asyncio.sleep(0.05)
+                written.restore(stack.settings.curves_file.read_bytes())
+        await stack.orchestrator.kill()
+        await stack.start_orchestrator()
+        assert await curves() == longer
+
+
+async def test_a_damaged_file_of_curves_costs_the_curves_and_not_the_start(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir(mode=0o700)
+    (tmp_path / "d" / "curves").write_bytes(b"\xc1 no curves")
+    async with running(tmp_path) as stack:
+        model = await stack.model()
+        await stack.result(await stack.submit(stack.step(model, 1)))
+        found = (await stack.look(status.CurvesView, messages.ReadCurves(model, False, 100))).curves
+        assert {tuple(each.steps) for each in found.series} == {(1,)}

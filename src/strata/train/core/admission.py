@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from strata.base.errors import Code, StrataError
-from strata.train.core.overview import resident_models
-from strata.train.core.state import IMPORTED, ClientSession, TrainState
+from strata.train.core.state import IMPORTED, ClientSession, TrainState, resident_models
 
 
 def admit(state: TrainState, tenant: str) -> None:

@@ -1,4 +1,4 @@
-"""Learning curves: the metrics of each model over its optimizer steps, bounded, and in memory only.
+"""Learning curves: the metrics of each model over its optimizer steps, bounded. No decision depends on them.
 
 A step gets the metrics of all passes since the one before, combined as their names say, and what the client reported
 since then: a reward, for example, which only the client knows. When a curve is full, each two
@@ -38,35 +38,34 @@ class CurvePoint(msgspec.Struct, frozen=True):
     values: Mapping[str, float]
 
 
-class LearningCurve:
+class LearningCurve(msgspec.Struct):
     """Of one model."""
 
-    def __init__(self) -> None:
-        self.stride = 1
-        """Steps in each point; the last one may have fewer."""
-        self._points: list[CurvePoint] = []
-        self._last: list[CurvePoint] = []
-        """Steps that make no whole point yet."""
-        self._passes: list[Mapping[str, float]] = []
-        self._reported: list[tuple[int, Mapping[str, float]]] = []
-        """What the client measured, by the number of the operation that it was to send next."""
-        self._names: set[str] = set()
-        """That the client has reported."""
+    stride: int = 1
+    """Steps in each point; the last one may have fewer."""
+    whole: list[CurvePoint] = []
+    last: list[CurvePoint] = []
+    """Steps that make no whole point yet."""
+    passes: list[Mapping[str, float]] = []
+    reported: list[tuple[int, Mapping[str, float]]] = []
+    """What the client measured, by the number of the operation that it was to send next."""
+    names: set[str] = set()
+    """That the client has reported."""
 
     def report(self, seq_id: int, values: Mapping[str, float]) -> None:
         """Metrics of the client for the first step from this number on. EXHAUSTED for too many names."""
-        names = self._names | values.keys()
+        names = self.names | values.keys()
         if len(names) > MAX_REPORTED:
             raise StrataError(Code.EXHAUSTED, f"a client reports at most {MAX_REPORTED} metrics of a model")
-        self._names = names
-        self._reported = [*self._reported, (seq_id, values)][-MAX_UNUSED:]
+        self.names = names
+        self.reported = [*self.reported, (seq_id, values)][-MAX_UNUSED:]
 
     def add_pass(self, metrics: Mapping[str, float]) -> None:
-        self._passes = [combine_metrics([*self._passes, metrics])]
+        self.passes = [combine_metrics([*self.passes, metrics])]
 
     def add_late(self, seq_id: int, metrics: Mapping[str, float]) -> None:
         """Sums and maxima of a pass that were computed after its result: the step after it may be there already."""
-        for points in (self._points, self._last):
+        for points in (self.whole, self.last):
             for place, point in enumerate(points):
                 if point.seq_id > seq_id:
                     points[place] = _with_pass(point, metrics)
@@ -74,23 +73,26 @@ class LearningCurve:
         self.add_pass(metrics)
 
     def add_step(self, seq_id: int, at_s: float, metrics: Mapping[str, float]) -> None:
-        measured = {name: value for each in self._passes for name, value in _per_token(each).items()}
-        reported = {name: value for seq, each in self._reported if seq <= seq_id for name, value in each.items()}
+        if (newest := [*self.whole[-1:], *self.last]) and newest[-1].seq_id == seq_id:
+            # Its result was not committed when the process ended, and the ranks computed it again.
+            return
+        measured = {name: value for each in self.passes for name, value in _per_token(each).items()}
+        reported = {name: value for seq, each in self.reported if seq <= seq_id for name, value in each.items()}
         values = reported | measured | dict(metrics)
-        self._passes, self._reported = [], [each for each in self._reported if each[0] > seq_id]
+        self.passes, self.reported = [], [each for each in self.reported if each[0] > seq_id]
         # JSON has no other numbers.
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
-        self._last.append(CurvePoint(seq_id, at_s, finite))
-        if len(self._last) >= self.stride:
-            self._points.append(_mean(self._last))
-            self._last = []
-        if len(self._points) > MAX_POINTS:
-            self._points = [_mean(self._points[first : first + 2]) for first in range(0, len(self._points), 2)]
+        self.last.append(CurvePoint(seq_id, at_s, finite))
+        if len(self.last) >= self.stride:
+            self.whole.append(_mean(self.last))
+            self.last = []
+        if len(self.whole) > MAX_POINTS:
+            self.whole = [_mean(self.whole[first : first + 2]) for first in range(0, len(self.whole), 2)]
             self.stride *= 2
 
     def points(self) -> Sequence[CurvePoint]:
         """Oldest first."""
-        return [*self._points, *([_mean(self._last)] if self._last else [])]
+        return [*self.whole, *([_mean(self.last)] if self.last else [])]
 
 
 class LearningCurves:
@@ -98,6 +100,15 @@ class LearningCurves:
 
     def __init__(self) -> None:
         self._curves: dict[str, LearningCurve] = {}
+        self.changes = 0
+        """Since the start: whether a copy is the newest."""
+
+    def encode(self) -> bytes:
+        return _encoder.encode(self._curves)
+
+    def restore(self, content: bytes) -> None:
+        """Go on from what another process has encoded. `msgspec.MsgspecError` if it is nothing of the kind."""
+        self._curves = _decoder.decode(content)
 
     def get(self, model_id: str) -> LearningCurve | None:
         return self._curves.get(model_id)
@@ -111,17 +122,23 @@ class LearningCurves:
     def add_late(self, model_id: str, seq_id: int, metrics: Mapping[str, float]) -> None:
         """Of a pass whose result was sent before. Does not bring back a curve that was dropped meanwhile."""
         if model_id in self._curves:
+            self.changes += 1
             self._curves[model_id].add_late(seq_id, metrics)
 
     def add_step(self, model_id: str, seq_id: int, at_s: float, metrics: Mapping[str, float]) -> None:
         self._of(model_id).add_step(seq_id, at_s, metrics)
 
     def _of(self, model_id: str) -> LearningCurve:
+        self.changes += 1
         curve = self._curves.pop(model_id, None) or LearningCurve()
         self._curves[model_id] = curve
         if len(self._curves) > MAX_MODELS:
             del self._curves[next(iter(self._curves))]
         return curve
+
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_decoder: Final = msgspec.msgpack.Decoder(dict[str, LearningCurve])
 
 
 def _per_token(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import Final
 from strata.train.core.future import OperationFuture
 from strata.train.core.learning_curves import CurvePoint, LearningCurves
 from strata.train.core.ops import SavedWeights
-from strata.train.core.state import Dispatch, ModelCheckpoint, ModelRecord, TrainState
+from strata.train.core.state import Dispatch, ModelCheckpoint, ModelRecord, TrainState, resident_models
 from strata.train.core.status import (
     MAX_ACTIVE_MODELS,
     OTHER_TENANTS,
@@ -80,13 +80,6 @@ def _count_by_tenant(state: TrainState) -> defaultdict[str, Counter[str]]:
 
 def is_sampling(state: TrainState, future: OperationFuture) -> bool:
     return future.future_id in state.sampling
-
-
-def resident_models(state: TrainState) -> Iterator[ModelRecord]:
-    """Models that occupy a slot of the ranks, or will."""
-    for model in state.models.values():
-        if not model.unloaded and not model.refused:
-            yield model
 
 
 def _existing(state: TrainState, future_ids: Iterable[str]) -> Iterator[OperationFuture]:

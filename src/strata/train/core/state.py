@@ -457,3 +457,10 @@ def future_id_of(operation: ops.Operation, server_operations: int) -> str:
         case _:
             return f"{operation.model_id}:{operation.seq_id}" if operation.seq_id else f"{operation.model_id}:{INITIAL}"
     return f"{operation.model_id}:{kind}"
+
+
+def resident_models(state: TrainState) -> Iterator[ModelRecord]:
+    """Models that occupy a slot of the ranks, or will."""
+    for model in state.models.values():
+        if not model.unloaded and not model.refused:
+            yield model

@@ -26,6 +26,7 @@ from strata.train.core.throughput import ThroughputEstimate
 from strata.train.link.ports import ApiSide, Links, ZmqLinks
 from strata.train.orchestrator.backend import RemoteBackend
 from strata.train.orchestrator.maintenance.compaction import Compaction
+from strata.train.orchestrator.maintenance.curve_file import CurveFile
 from strata.train.orchestrator.maintenance.replication import CheckpointReplicator, open_replicator
 from strata.train.orchestrator.maintenance.state_copy import CopyJournal, StateCopy
 from strata.train.orchestrator.metrics import ServerTelemetry
@@ -55,6 +56,9 @@ REPLICATE_S: Final = 1.0
 SNAPSHOT_S: Final = 5.0
 COMPACT_S: Final = 0.05
 """At least between two runs; a run waits until there is something to do."""
+CURVES_S: Final = 1.0
+CURVES_SHARE: Final = 0.02
+"""Of the time: many long curves are written less often."""
 SHUTDOWN_S: Final = 1.0
 MAX_OPEN_REQUESTS: Final = 5_000
 """Requests that may wait here at a time."""
@@ -118,14 +122,17 @@ class Orchestrator:
         telemetry = ServerTelemetry(
             self._clock, settings.server.timelines, settings.sampling.gap_alarm_nats, settings.rollouts.limits
         )
+        curves = CurveFile(settings.curves_file, telemetry.curves)
+        curves.load()
         context = self._open_context(links, StateStore(replica, self._clock, telemetry))
         try:
-            await self._lead(replica, context, links, stop)
+            await self._lead(replica, context, links, curves, stop)
             if stop_ranks.is_set():
                 await self._shut_down_ranks(context)
         finally:
             context.backend.close()
             links.close()
+            await curves.run_once()
         if replica.failure is None:
             await context.store.snapshot_if_due(self._settings.server.snapshot_every)
             await replica.resign()
@@ -153,7 +160,12 @@ class Orchestrator:
         )
 
     async def _lead(
-        self, replica: TrainReplica, context: OrchestratorContext, links: Links, stop: asyncio.Event
+        self,
+        replica: TrainReplica,
+        context: OrchestratorContext,
+        links: Links,
+        curves: CurveFile,
+        stop: asyncio.Event,
     ) -> None:
         settings, store, clock = self._settings, context.store, self._clock
         api_links = [links.api(store.leader_epoch, number) for number in range(settings.server.api_servers)]
@@ -175,6 +187,7 @@ class Orchestrator:
                 name="snapshot",
             ),
             asyncio.create_task(every(COMPACT_S, compaction.run_once, clock=clock), name="compaction"),
+            asyncio.create_task(every(CURVES_S, curves.run_once, clock=clock, max_share=CURVES_SHARE), name="curves"),
             asyncio.create_task(every(EXPIRE_S, store.telemetry.rollouts.expire, clock=clock), name="expire rollouts"),
             asyncio.create_task(store.telemetry.rollouts.run(Payloads(settings.payloads)), name="rollouts"),
         ]

@@ -17,10 +17,10 @@ from strata.train.core.overview import (
     model_curves,
     model_rows,
     recently_ended,
-    resident_models,
     running_dispatches,
     tenant_rows,
 )
+from strata.train.core.state import resident_models
 from strata.train.core.views import find_future, find_model
 from strata.train.endpoints.engine_report import engine_statuses
 from strata.train.orchestrator.rank_session import OrchestratorContext
