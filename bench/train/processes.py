@@ -21,7 +21,7 @@ from bench.interleave import Side
 from bench.train.devices import largest_memory, process_tree
 from bench.train.protocol import MODEL, BenchCommand, BenchResult, Server, Work, draw, save
 from strata.base.settings import process_environment
-from strata.train.api.keys import KEY_FILE
+from strata.train.key_database import KEY_FILE
 from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.settings import ADDRESS_FILE
 

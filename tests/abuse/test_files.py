@@ -19,8 +19,8 @@ from strata.coord.settings import check_exposure as check_coordinator
 from strata.hub.compose import open_hub
 from strata.hub.settings import HubSettings, check_exposure
 from strata.journal.open import open_journal
-from strata.train.api.keys import open_key_database
 from strata.train.api.server import APIServer
+from strata.train.key_database import open_key_database
 from strata.train.settings import check_exposure as check_training
 from tests.shell.fleet_http.running import process, refused, running
 from tests.shell.train_api.conftest import settings_in

@@ -16,7 +16,7 @@ def served(command: Sequence[str], folder: Path, environment: Mapping[str, str])
     with subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         for line in server.stderr:
-            if line.startswith("strata serve: "):
+            if line.startswith("strata serve: http"):
                 break
         # A pipe that nobody reads fills up, and whoever writes to it stops.
         reading = threading.Thread(target=server.stderr.read)

@@ -23,7 +23,7 @@ LONGEST_S: Final = 300.0
 SERVERS: Final = {
     "strata up": "ready",
     "strata coordinator": "leadership_acquired",
-    "strata serve server.toml": "strata serve: ",
+    "strata serve server.toml": "dashboard on",
 }
 """The commands that keep their terminal, and what each prints when it serves."""
 API_PORT: Final = "5555"

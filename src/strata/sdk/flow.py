@@ -131,7 +131,8 @@ def error_of(reply: httpx.Response) -> StrataError:
 def _final_error(received: httpx.Response | httpx.TransportError) -> StrataError:
     if isinstance(received, httpx.Response):
         return error_of(received)
-    return StrataError(Code.UNAVAILABLE, f"the server cannot be reached: {received!r}")
+    hint = "does it run? strata serve CONFIG starts one, and says when it is ready"
+    return StrataError(Code.UNAVAILABLE, f"the server cannot be reached: {received!r}", hint=hint)
 
 
 def run_flow(flow: Flow[T], http: httpx.Client, progress: Progress | None = None) -> T:

@@ -17,6 +17,7 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Generic, Self, TypeVar, Unpack
 
@@ -84,13 +85,24 @@ def _base_url(url: str) -> str:
     return "http://server" if url.startswith(UNIX) else url
 
 
-def _check_key(url: str, key: str) -> None:
+def _read_key(url: str, key: str | Path) -> str:
+    """The key itself, or the one in a file, if it may be sent to this address."""
+    if isinstance(key, Path):
+        try:
+            key = key.read_text(encoding="utf-8").strip()
+        except FileNotFoundError as error:
+            raise StrataError(
+                Code.UNAVAILABLE,
+                f"there is no key in {key.absolute()}: no training server has been started with that data folder",
+                hint="first, in another terminal: strata serve CONFIG; it writes the key before it loads the model",
+            ) from error
     if url.startswith("http:") and not is_scoped_key(Secret(key)):
         raise StrataError(
             Code.INVALID,
             f"only a key of a viewer or a researcher is sent to {url}: nothing proves who listens there",
             hint="api.key in the server's data folder is one; `strata keys create` makes more",
         )
+    return key
 
 
 PROGRESS_S: Final = 2.0
@@ -203,12 +215,20 @@ class Sampler:
 
 
 class TrainingServer:
-    """A session with a training server. `progress` is called with the position of an operation that is waited for."""
+    """A session with a training server. `progress` is called with the position of an operation that is waited for.
+
+    A `Path` as the key is a file that holds it. A server that does not listen yet is waited for, up to five minutes.
+    """
 
     def __init__(
-        self, url: str, key: str, *, progress: Progress | None = None, transport: httpx.BaseTransport | None = None
+        self,
+        url: str,
+        key: str | Path,
+        *,
+        progress: Progress | None = None,
+        transport: httpx.BaseTransport | None = None,
     ) -> None:
-        _check_key(url, key)
+        key = _read_key(url, key)
         otel.follow_program()
         if transport is None and (path := _socket_of(url)) is not None:
             transport = httpx.HTTPTransport(uds=path)
@@ -384,12 +404,12 @@ class AsyncTrainingServer:
     def __init__(
         self,
         url: str,
-        key: str,
+        key: str | Path,
         *,
         progress: Progress | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        _check_key(url, key)
+        key = _read_key(url, key)
         otel.follow_program()
         if transport is None and (path := _socket_of(url)) is not None:
             transport = httpx.AsyncHTTPTransport(uds=path)

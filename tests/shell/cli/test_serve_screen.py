@@ -13,6 +13,7 @@ from strata.cli.exit_codes import ExitCode
 from strata.cli.gang.format import took
 from strata.cli.layout import render
 from strata.cli.main import run
+from strata.cli.serve.commands import ready_sentences
 from strata.cli.serve.screen import line, screen
 from strata.train.core.commands import Timing
 from strata.train.core.status import (
@@ -26,6 +27,7 @@ from strata.train.core.status import (
     TenantStatus,
     Timeline,
 )
+from strata.train.settings import load_settings
 
 NOW_S: Final = 1_700_000_000.0
 LONG: Final = "key:a-tenant-with-a-name-that-somebody-thought-would-say-everything"
@@ -186,3 +188,32 @@ def test_a_file_of_settings_is_still_run_without_naming_the_command(
     assert run(["serve", str(tmp_path / "missing.toml")]) == ExitCode.USAGE
     assert "missing.toml" in capsys.readouterr().err
     assert run(["serve", "status", str(file), "--watch", "-o", "json"]) == ExitCode.USAGE
+
+
+def test_a_server_says_that_it_loads_its_model_before_it_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "train.toml"
+    file.write_text(f'[server]\nport = 0\ndata = "{tmp_path}/d"\n[model]\npath = "{tmp_path}/m"\nname = "tiny"\n')
+    assert run(["serve", str(file)]) != ExitCode.OK
+    first, second, *_ = capsys.readouterr().err.splitlines()
+    assert first == "strata serve: loading the model tiny on 1 rank; Ctrl-C stops it"
+    assert "there is no model" in second
+
+
+def test_a_server_that_is_ready_names_its_address_its_key_and_its_dashboard(tmp_path: Path) -> None:
+    file = tmp_path / "train.toml"
+    text = f'[server]\ndata = "{tmp_path}/d"\n[model]\npath = "m"\nname = "tiny"\n[ranks]\nnproc = 2\n'
+    file.write_text(text)
+    alone = load_settings(file, environ={})
+    assert ready_sentences(alone, "http://127.0.0.1:5555") == [
+        "http://127.0.0.1:5555 is ready: model tiny, 2 ranks",
+        f"clients use the key in {tmp_path}/d/api.key",
+        "dashboard on http://127.0.0.1:5555/; to log in: the same key",
+    ]
+    private = load_settings(file, environ={"STRATA_SERVER_LISTEN": "unix"})
+    assert len(ready_sentences(private, "unix:/d/run/api")) == 2
+    behind_a_hub = load_settings(file, environ={"STRATA_SERVER_FRONT_KEY": "f" * 64})
+    assert len(ready_sentences(behind_a_hub, "unix:/d/run/api")) == 1
+    shared = load_settings(file, environ={"STRATA_SERVER_IDENTITY_DATABASE": "postgresql://hub/strata"})
+    assert "clients use a key of the hub" in ready_sentences(shared, "http://127.0.0.1:5555")

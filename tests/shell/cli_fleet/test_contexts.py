@@ -97,3 +97,10 @@ def test_a_hub_that_is_not_there_is_unreachable(stranger: Person, monkeypatch: p
 def test_an_unknown_context_is_named_with_those_there_are(person: Person) -> None:
     done = person.says("status", "--context", "moon")
     assert (done.status, done.err) == (ExitCode.USAGE, "strata: there is no context 'moon'\nhint: there are: hub\n")
+
+
+def test_the_status_of_a_training_server_asked_of_a_hub_says_how_to_name_one(person: Person) -> None:
+    done = person.says("serve", "status")
+    assert done.status == ExitCode.AUTH
+    assert "the operator token is no such key" in done.err
+    assert "hint: one that you started yourself: strata serve status CONFIG" in done.err

@@ -16,9 +16,9 @@ from strata.http.auth_failures import AuthFailures
 from strata.identity.enroll import make_key
 from strata.identity.roles import OPERATOR, Role
 from strata.train.api.context import ApiContext
-from strata.train.api.keys import open_key_database
 from strata.train.api.routes import application
 from strata.train.api.server import APIServer
+from strata.train.key_database import open_key_database
 from strata.train.link.api import OrchestratorClient
 from strata.train.settings import LimitSettings, ModelSettings, RankSettings, ServerSection, ServerSettings
 

@@ -258,3 +258,19 @@ async def test_a_model_of_another_key_cannot_be_attached_to(server: Server) -> N
                 await other.attach(model.model_id)
             assert unknown.value.code is Code.NOT_FOUND
             assert [each["models"] for each in await other.sessions()] == [[]]
+
+
+def test_a_program_that_starts_before_the_server_is_told_to_start_it(tmp_path: Path) -> None:
+    missing = tmp_path / "strata-train" / "api.key"
+    for client in (TrainingServer, AsyncTrainingServer):
+        with pytest.raises(StrataError, match=f"there is no key in {missing}") as refused:
+            client("http://127.0.0.1:5555", missing)
+        assert "strata serve CONFIG" in (refused.value.hint or "")
+
+
+async def test_a_key_may_be_a_file(server: Server, tmp_path: Path) -> None:
+    file = tmp_path / "api.key"
+    file.write_text(f"{server.alice.key}\n")
+    transport = httpx.ASGITransport(server.root)
+    async with AsyncTrainingServer("http://server", file, transport=transport) as service:
+        assert len(await service.sessions()) == 1

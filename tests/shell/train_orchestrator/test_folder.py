@@ -60,3 +60,13 @@ def test_a_data_folder_that_others_can_look_into_is_refused(tmp_path: Path) -> N
     assert refused.hint == f"chmod 700 {tmp_path}/d"
     (tmp_path / "d").chmod(0o700)
     assert "there is no model" in refusal(tmp_path).message
+
+
+def test_the_key_of_the_first_client_is_there_before_the_model_is_looked_for(tmp_path: Path) -> None:
+    assert "there is no model" in refusal(tmp_path).message
+    key = tmp_path / "d" / "api.key"
+    assert key.read_text().startswith("tml-")
+    assert key.stat().st_mode & 0o777 == 0o600
+    first = key.read_text()
+    refusal(tmp_path)
+    assert key.read_text() == first

@@ -22,9 +22,14 @@ from strata.cli.watch import TRANSIENT, check_watched, is_live, live_screen, wat
 if TYPE_CHECKING:
     from strata.fleet.client import HubClient
     from strata.train.core.status import ServerStatus
+    from strata.train.settings import ServerSettings
 
 EVERY_S: Final = 1.0
 ANSWER_S: Final = 15.0
+NAME_A_SERVER: Final = (
+    "one that you started yourself: strata serve status CONFIG; one of a hub: log in with a researcher's key "
+    "(strata keys create), or see the hub's dashboard"
+)
 
 
 class Serve(DefaultGroup):
@@ -58,7 +63,6 @@ def run(config: Path, *, make_keys: bool) -> None:
 
     for module in ("zmq", "starlette"):
         require(module, extra="train")
-    from strata.train.launch.launcher import run_launcher
     from strata.train.link.keys import make_first_keys
     from strata.train.settings import load_settings
 
@@ -70,14 +74,36 @@ def run(config: Path, *, make_keys: bool) -> None:
         require("torch", extra="train")
     style = settings.server.log_format or ("console" if sys.stderr.isatty() else "json")
     log.configure(style, settings.server.log_level, colour=log.colour_wanted(sys.stderr, no_color=no_color()))
-    model = settings.model.base_model
-    ranks = f"{settings.ranks.nproc} ranks" if settings.ranks.mode == "auto" else "ranks started elsewhere"
-    run_launcher(
-        settings,
-        config,
-        lambda where: print_error(f"strata serve: {where}, model {model}, {ranks}"),
-        api_module="strata.cli.serve.api_process",
-    )
+    model, ranks = settings.model.base_model, _ranks(settings)
+    # Before the imports of the launcher, which take seconds.
+    print_error(f"strata serve: loading the model {model} on {ranks}; Ctrl-C stops it")
+    from strata.train.launch.launcher import run_launcher
+
+    def announce(address: str) -> None:
+        for sentence in ready_sentences(settings, address):
+            print_error(f"strata serve: {sentence}")
+
+    run_launcher(settings, config, announce, api_module="strata.cli.serve.api_process")
+
+
+def _ranks(settings: ServerSettings) -> str:
+    from strata.cli.fleet.client import format_count
+
+    return "ranks started elsewhere" if settings.ranks.mode == "connect" else format_count(settings.ranks.nproc, "rank")
+
+
+def ready_sentences(settings: ServerSettings, address: str) -> list[str]:
+    """What a person needs to know of a server that is ready: its address first, where other programs look for it."""
+    from strata.train.key_database import KEY_FILE
+
+    server = settings.server
+    key = "a key of the hub" if server.identity_database else f"the key in {settings.data / KEY_FILE}"
+    sentences = [f"{address} is ready: model {settings.model.base_model}, {_ranks(settings)}"]
+    if server.front_key is None:
+        sentences.append(f"clients use {key}")
+        if server.listen == "tcp":
+            sentences.append(f"dashboard on {address}/; to log in: the same key")
+    return sentences
 
 
 @serve.command()
@@ -108,11 +134,11 @@ def _fetch_status(client: HubClient) -> ServerStatus:
     try:
         return client.call("GET", "/api/v1/status", ServerStatus)
     except StrataError as error:
-        if error.code is Code.NOT_FOUND:
-            raise StrataError(
-                error.code, "there is no training server at this address", hint="a hub? then use 'strata status'"
-            ) from error
-        raise
+        if error.code not in (Code.NOT_FOUND, Code.FORBIDDEN):
+            raise
+        missing = "there is no training server at this address"
+        message = missing if error.code is Code.NOT_FOUND else error.message
+        raise StrataError(error.code, message, hint=NAME_A_SERVER) from error
 
 
 def _poll(client: HubClient) -> Iterator[ServerStatus | StrataError]:

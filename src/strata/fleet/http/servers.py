@@ -593,7 +593,7 @@ async def _tenant(call: HubCall) -> Tenant:
     if key is None or call.caller.role is None:
         raise StrataError(
             Code.FORBIDDEN,
-            "a training server knows its callers by their keys, and the operator token is none",
+            "a training server of this hub has tenants, each with an API key; the operator token is no such key",
             hint="strata keys create NAME --role researcher",
         )
     return Tenant(key.name, call.caller.role)

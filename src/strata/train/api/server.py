@@ -28,9 +28,10 @@ from strata.http.root import RootApp
 from strata.http.server import listen, new_loop, server_config, stop_on_signals, url_of
 from strata.identity.authenticate import Authenticator
 from strata.train.api.context import REPLY_TIMEOUT_S, ApiContext, ApiMetrics, OrchestratorPort
-from strata.train.api.keys import create_first_key, load_operator_token, open_key_database
+from strata.train.api.keys import load_operator_token
 from strata.train.api.routes import application
 from strata.train.api.text import TextLoader
+from strata.train.key_database import create_first_key, open_key_database
 from strata.train.link.api import OrchestratorClient
 from strata.train.link.sockets import publish_address
 from strata.train.payload import Payloads

@@ -25,6 +25,7 @@ from strata.base.ids import Ids
 from strata.base.private import require_private_folder, set_private_umask
 from strata.base.settings import process_environment
 from strata.http import otel
+from strata.train.key_database import prepare_first_key
 from strata.train.launch.engine_supervisor import EngineSupervisor, check_engine, write_engine_key
 from strata.train.launch.preflight import check_memory, check_mesh, check_model, check_quantised, check_quantised_base
 from strata.train.launch.supervised_process import EVENTS, MAX_FAILED_STARTS, ProcessCommand, SupervisedProcess
@@ -77,6 +78,7 @@ async def _run_until_signal(
         loop.add_signal_handler(number, stop.set)
     require_private_folder(settings.data, "the server's files")
     with lock_folder(settings.data):
+        await prepare_first_key(settings, SystemClock())
         launcher = Launcher(settings, file, process_environment(), SystemClock(), api_module=api_module)
         await launcher.run(stop, announce)
 
