@@ -58,6 +58,9 @@ COMMANDS: Final[Mapping[str, CommandEntry]] = {
         "List the schedules of manifests, or pause, resume and remove them.",
         _JOBS,
     ),
+    "sweeps": CommandEntry(
+        "strata.cli.fleet.sweeps:sweeps", "List the sweeps of manifests, or stop and resume them.", _JOBS
+    ),
     "artifacts": CommandEntry(
         "strata.cli.fleet.artifacts:artifacts",
         "List, download and remove the results and checkpoints of jobs.",
@@ -171,6 +174,7 @@ SYNONYMS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("dataset", "datasets", "volumes"), "data list"),
     **dict.fromkeys(("ssh", "shell"), "exec"),
     **dict.fromkeys(("cron", "crontab", "schedule"), "schedules"),
+    **dict.fromkeys(("sweep", "study", "search", "tune"), "sweeps"),
     **dict.fromkeys(("history", "audit"), "events"),
     "cordon": "pause",
     "uncordon": "resume",

@@ -393,11 +393,20 @@ class StoredSubscription:
 
 
 class StoredSweep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A sweep that searches, and for whom its jobs are queued."""
+    """A sweep, the manifest that it belongs to, and for whom its jobs are queued."""
 
-    sweep: SearchSweep
+    project: str = ""
+    name: str = ""
+    source: str = ""
+    """The file of the manifest. Empty: of no file so far."""
+    sweep: SearchSweep | None
+    """None: all its points are jobs of the manifest."""
+    trainer: str = ""
+    """The digest of the trainer that new trials get; empty: the one that its name stands for."""
     actor: str
     submitter: Submitter
+    stopped: bool = False
+    """It makes no more trials until it is resumed."""
 
 
 class StoredSchedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -437,9 +446,10 @@ class Store(Protocol):
         """All of the plan or nothing of it. A new job is pending; a changed one keeps its status and its attempts, and
         moves to its new class and priority if it waits. An empty plan changes nothing and writes no event.
 
-        Each job gets the digest that its trainer's name has in the plan's project from now on: a new one, one that is
-        changed in that and not completed, and one that is requeued. CONFLICT when a policy belongs to another project
-        and the plan does not take it over, and when a trainer was changed since the plan was made (`ApplyPlan.seen`).
+        Each job gets the digest that its trainer's name has in the plan's project from now on: a new one (unless the
+        digest is `pinned`), one that is changed in that and not completed, and one that is requeued. CONFLICT when a
+        policy belongs to another project and the plan does not take it over, and when a trainer was changed since the
+        plan was made (`ApplyPlan.seen`).
 
         `declared` is False for jobs that were submitted one by one: no manifest misses those.
 

@@ -657,7 +657,8 @@ class ManifestRequest(Message, frozen=True, kw_only=True):
     retrain: bool = False
     """Run completed jobs again whose result an earlier trainer made."""
     take_over: bool = False
-    """Take the policies of these hosts from the project they belong to."""
+    """Take the policies of these hosts from the project they belong to, and these sweeps from the file they belong to.
+    """
 
 
 class PlannedJob(HubReply, frozen=True, kw_only=True):
@@ -691,6 +692,8 @@ class ManifestReply(HubReply, frozen=True, kw_only=True):
     hosts: tuple[str, ...] = ()
     schedules: dict[str, float] = {}
     """When each schedule of the manifest is due next."""
+    stopped: tuple[str, ...] = ()
+    """Sweeps of the manifest that were stopped: they make no trials until they are resumed."""
 
 
 class Trainer(HubReply, frozen=True, kw_only=True):
@@ -755,7 +758,9 @@ class SweepSummary(HubReply, frozen=True, kw_only=True):
     owner: str = ""
     method: str = ""
     """How points are proposed; empty: they were all given in the manifest."""
-    state: Literal["running", "waiting", "ended"]
+    source: str = ""
+    """The file of the manifest that it belongs to."""
+    state: Literal["running", "waiting", "ended", "stopped"]
     objective: MetricObjective | None = None
     """None: no trial has reported a metric."""
     trials: int
@@ -763,6 +768,8 @@ class SweepSummary(HubReply, frozen=True, kw_only=True):
     """Of a sweep that searches: how many trials it makes."""
     by_status: dict[str, int]
     pruned: int = 0
+    skipped: int = 0
+    """Trials that waited for a host when the sweep was stopped, and were cancelled therefore."""
     changed_at_s: float
     best: SweepBest | None = None
 

@@ -1,4 +1,4 @@
-"""The tables of sweeps that search: as their manifests declare them, and which point each number of a trial has.
+"""The tables of sweeps: as their manifests declare them, and which point each number of a trial has.
 
 What was tried is in the jobs, not here. A number is claimed before its job is queued, so two hubs that propose other
 points for it queue one and the same job.
@@ -7,8 +7,9 @@ points for it queue one and the same job.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
@@ -55,23 +56,35 @@ POSTGRES: Final = Component(
         """,
     ),
 )
-_SELECT: Final = "SELECT body FROM sweep ORDER BY project, name"
+_SELECT: Final = "SELECT project, name, body FROM sweep"
+_ORDER: Final = "ORDER BY project, name"
 _encode: Final = msgspec.json.Encoder().encode
 _decode: Final = msgspec.json.Decoder(StoredSweep).decode
 _decode_point: Final = msgspec.json.Decoder(Point).decode
 
 
+@dataclass(frozen=True)
+class SweepChanges:
+    """Sweeps as they are from now on, and the events of that."""
+
+    puts: Sequence[StoredSweep] = ()
+    events: Sequence[EventRecord] = ()
+
+
+Decide = Callable[[Mapping[str, StoredSweep]], SweepChanges]
+"""From the sweeps of a project, by name, to what changes in them."""
+
+
 class SweepStore(Protocol):
     async def sweeps(self) -> Sequence[StoredSweep]: ...
 
-    async def replace(self, project: str, sweeps: Mapping[str, StoredSweep]) -> None:
-        """Those of the project are these from now on."""
+    async def change(self, project: str, decide: Decide) -> None:
+        """Change what `decide` says in one transaction; every other sweep stays as it is."""
 
     async def claim_trial(self, sweep: SearchSweep, number: int, point: Point) -> Point:
         """The point of the trial with this number: this one, or the one with which it was claimed before."""
 
-    async def record_failure(self, sweep: SearchSweep, reason: str, now_s: float) -> None:
-        """An event that says why the sweep does not go on."""
+    async def record(self, event: EventRecord) -> None: ...
 
 
 def _digest(sweep: SearchSweep) -> str:
@@ -79,9 +92,15 @@ def _digest(sweep: SearchSweep) -> str:
     return sha256_hex(_encode(sweep))
 
 
-def _failure(sweep: SearchSweep, reason: str, now_s: float) -> EventRecord:
-    body = {"project": sweep.base.project, "reason": reason}
-    return EventRecord(now_s, "hub", "sweep.failed", sweep.base.sweep, body)
+def _row(row: Sequence[Any]) -> StoredSweep:
+    project, name, body = row
+    return msgspec.structs.replace(_decode(body), project=project, name=name)
+
+
+def _outdated(there: Mapping[str, StoredSweep], puts: Sequence[StoredSweep]) -> list[str]:
+    """The digests of the searches that are declared anew."""
+    before = [(there[put.name].sweep, put.sweep) for put in puts if put.name in there]
+    return [_digest(old) for old, new in before if old is not None and old != new]
 
 
 class SqliteSweepStore:
@@ -89,19 +108,20 @@ class SqliteSweepStore:
         self._thread = thread
 
     async def sweeps(self) -> Sequence[StoredSweep]:
-        rows = await self._thread.read(lambda db: db.execute(_SELECT).fetchall())
-        return [_decode(body) for (body,) in rows]
+        return list(map(_row, await self._thread.read(lambda db: db.execute(f"{_SELECT} {_ORDER}").fetchall())))
 
-    async def replace(self, project: str, sweeps: Mapping[str, StoredSweep]) -> None:
-        def replace(db: sqlite3.Connection) -> None:
-            db.execute("DELETE FROM sweep WHERE project = ?", (project,))
-            rows = [(project, name, _encode(sweep)) for name, sweep in sweeps.items()]
-            db.executemany("INSERT INTO sweep VALUES (?, ?, ?)", rows)
-            declared = msgspec.json.encode([_digest(each.sweep) for each in sweeps.values()])
-            delete = "DELETE FROM sweep_trial WHERE project = ? AND digest NOT IN (SELECT value FROM json_each(?))"
-            db.execute(delete, (project, declared.decode()))
+    async def change(self, project: str, decide: Decide) -> None:
+        def change(db: sqlite3.Connection) -> None:
+            rows = map(_row, db.execute(f"{_SELECT} WHERE project = ?", (project,)).fetchall())
+            there = {row.name: row for row in rows}
+            changes = decide(there)
+            put = "INSERT INTO sweep VALUES (?, ?, ?) ON CONFLICT (project, name) DO UPDATE SET body = excluded.body"
+            db.executemany(put, [(project, each.name, _encode(each)) for each in changes.puts])
+            delete = "DELETE FROM sweep_trial WHERE project = ? AND digest = ?"
+            db.executemany(delete, [(project, digest) for digest in _outdated(there, changes.puts)])
+            record_sqlite(db, changes.events)
 
-        await self._thread.write(replace)
+        await self._thread.write(change)
 
     async def claim_trial(self, sweep: SearchSweep, number: int, point: Point) -> Point:
         key = sweep.base.project, _digest(sweep), number
@@ -113,8 +133,8 @@ class SqliteSweepStore:
 
         return _decode_point(await self._thread.write(claim))
 
-    async def record_failure(self, sweep: SearchSweep, reason: str, now_s: float) -> None:
-        await self._thread.write(lambda db: record_sqlite(db, [_failure(sweep, reason, now_s)]))
+    async def record(self, event: EventRecord) -> None:
+        await self._thread.write(lambda db: record_sqlite(db, [event]))
 
 
 class PostgresSweepStore:
@@ -122,16 +142,24 @@ class PostgresSweepStore:
         self._connections = connections
 
     async def sweeps(self) -> Sequence[StoredSweep]:
-        return [_decode(row[0]) for row in await self._connections.run(_SELECT, {})]
+        return list(map(_row, await self._connections.run(f"{_SELECT} {_ORDER}", {})))
 
-    async def replace(self, project: str, sweeps: Mapping[str, StoredSweep]) -> None:
+    async def change(self, project: str, decide: Decide) -> None:
         async with self._connections.transaction() as connection:
-            await connection.execute("DELETE FROM sweep WHERE project = %s", (project,))
-            for name, sweep in sweeps.items():
-                await connection.execute("INSERT INTO sweep VALUES (%s, %s, %s)", (project, name, _encode(sweep)))
-            declared = [_digest(each.sweep) for each in sweeps.values()]
-            delete = "DELETE FROM sweep_trial WHERE project = %s AND NOT digest = ANY(%s)"
-            await connection.execute(delete, (project, declared))
+            # Who decides about a name that is not there yet locks no row.
+            await connection.execute("LOCK TABLE sweep IN SHARE ROW EXCLUSIVE MODE")
+            rows = await (await connection.execute(f"{_SELECT} WHERE project = %s", (project,))).fetchall()
+            there = {row.name: row for row in map(_row, rows)}
+            changes = decide(there)
+            for each in changes.puts:
+                await connection.execute(
+                    "INSERT INTO sweep VALUES (%s, %s, %s) ON CONFLICT (project, name) DO UPDATE"
+                    " SET body = excluded.body",
+                    (project, each.name, _encode(each)),
+                )
+            delete = "DELETE FROM sweep_trial WHERE project = %s AND digest = ANY(%s)"
+            await connection.execute(delete, (project, _outdated(there, changes.puts)))
+            await record_postgres(connection, changes.events)
 
     async def claim_trial(self, sweep: SearchSweep, number: int, point: Point) -> Point:
         key = sweep.base.project, _digest(sweep), number
@@ -143,6 +171,6 @@ class PostgresSweepStore:
             rows = await (await connection.execute(select, key)).fetchall()
         return _decode_point(rows[0][0])
 
-    async def record_failure(self, sweep: SearchSweep, reason: str, now_s: float) -> None:
+    async def record(self, event: EventRecord) -> None:
         async with self._connections.transaction() as connection:
-            await record_postgres(connection, [_failure(sweep, reason, now_s)])
+            await record_postgres(connection, [event])

@@ -1,27 +1,34 @@
-"""Runs the sweeps that search: queues the next trial when a place is free, and ends trials that fall behind.
+"""Sweeps: what manifests declare and people stop, and the runner of those that search.
 
-Everything is computed from the jobs, their attempts and their metrics, so nothing is lost with the process. Of several
-hubs on one database one runs the sweeps, under a lease; a number of a trial is claimed before its job is queued, so a
-hub that was frozen while another took over queues no trial a second time. A trial is ended by cancelling its job: its
-host is told so in the reply to the next heartbeat.
+The runner queues the next trial when a place is free, and ends trials that fall behind. Everything is computed from
+the jobs, their attempts and their metrics, so nothing is lost with the process. Of several hubs on one database one
+runs the sweeps, under a lease; a number of a trial is claimed before its job is queued, so a hub that was frozen while
+another took over queues no trial a second time. A trial is ended by cancelling its job: its host is told so in the
+reply to the next heartbeat.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import Final
 
+import msgspec
+
 from strata.base import log
-from strata.base.errors import StrataError
+from strata.base.errors import Code, StrataError
+from strata.database.events import EventRecord
 from strata.fleet.core.job import JobStatus
 from strata.fleet.core.jobspec import JobSpec
+from strata.fleet.core.ownership import Submitter, check_owners
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.report import MetricsReport, parse_lines
 from strata.fleet.core.search import (
     PRUNED,
+    STOPPED,
     Direction,
     Halving,
     SearchSweep,
@@ -35,9 +42,10 @@ from strata.fleet.core.search import (
 from strata.fleet.core.sweep_plan import Point
 from strata.fleet.http.context import HubContext
 from strata.fleet.ports import JobFilter, JobRow, StoredSweep
+from strata.fleet.service import Fleet
 from strata.hub.cursor_store import LEASE_S
 from strata.hub.search_study import propose, require_optuna
-from strata.hub.sweep_store import SweepStore
+from strata.hub.sweep_store import SweepChanges, SweepStore
 from strata.hub.tables import Tables
 from strata.identity.authenticate import is_valid_actor
 
@@ -47,23 +55,120 @@ _ENDED: Final = frozenset({JobStatus.COMPLETED, JobStatus.FAILED, JobStatus.CANC
 _PAGE: Final = 1000
 LEASE: Final = "sweeps"
 RENEW_S: Final = LEASE_S / 3
+SETTLED_S: Final = 60.0
+"""How often the trials of a sweep that has ended are read."""
 _log = log.get(__name__)
 
 
 class DeclaredSweeps:
-    """What a manifest declares: refused where the hub could not run it."""
+    """What manifests declare, and people stop and resume. A sweep that nobody names stays as it is."""
 
-    def __init__(self, store: SweepStore) -> None:
+    def __init__(self, store: SweepStore, fleet: Fleet) -> None:
         self._store = store
+        self._fleet = fleet
 
-    async def check(self) -> None:
-        await asyncio.to_thread(require_optuna)
+    async def check(self, sweeps: Sequence[StoredSweep], *, take_over: bool) -> Sequence[str]:
+        if any(each.sweep is not None for each in sweeps):
+            await asyncio.to_thread(require_optuna)
+        there = {(each.project, each.name): each for each in await self._store.sweeps()}
+        known = {each.name: there[each.project, each.name] for each in sweeps if (each.project, each.name) in there}
+        _check_files(known, sweeps, take_over=take_over)
+        return [name for name, each in known.items() if each.stopped]
 
-    async def replace(self, project: str, sweeps: Mapping[str, StoredSweep]) -> None:
-        await self._store.replace(project, sweeps)
+    async def declare(self, sweeps: Sequence[StoredSweep], *, take_over: bool) -> None:
+        if not sweeps:
+            return
+        now_s = self._fleet.now_s()
+
+        def decide(there: Mapping[str, StoredSweep]) -> SweepChanges:
+            _check_files(there, sweeps, take_over=take_over)
+            puts = [_changed(there.get(each.name), each) for each in sweeps]
+            puts = [each for each in puts if each != there.get(each.name)]
+            return SweepChanges(puts, [_event(each, "declared", now_s, file=each.source) for each in puts])
+
+        await self._store.change(sweeps[0].project, decide)
 
     async def listed(self) -> Sequence[StoredSweep]:
         return await self._store.sweeps()
+
+    async def stop(self, project: str, name: str, actor: str, submitter: Submitter) -> None:
+        rows = await _jobs(self._fleet, project, name)
+        has_ended = all(row.status in _ENDED for row in rows)
+
+        def check(stored: StoredSweep) -> None:
+            planned = 0 if stored.sweep is None else stored.sweep.search.trials
+            if has_ended and len(rows) >= planned:
+                raise StrataError(Code.PRECONDITION, f"the sweep {name} has ended: there is nothing to stop")
+
+        await self._set_stopped(project, name, actor, submitter, check)
+        for row in await _jobs(self._fleet, project, name):
+            if row.status is JobStatus.PENDING:
+                await self._fleet.cancel(row.id, STOPPED, actor)
+
+    async def resume(self, project: str, name: str, actor: str, submitter: Submitter) -> None:
+        await self._set_stopped(project, name, actor, submitter)
+        for row in await _jobs(self._fleet, project, name):
+            if row.status is JobStatus.CANCELLED and row.reason == STOPPED:
+                await self._fleet.requeue(row.id, actor, submitter)
+
+    async def _set_stopped(
+        self,
+        project: str,
+        name: str,
+        actor: str,
+        submitter: Submitter,
+        check: Callable[[StoredSweep], None] | None = None,
+    ) -> None:
+        """Stop a sweep that passes the check; resume one without a check."""
+        now_s, stopped = self._fleet.now_s(), check is not None
+
+        def decide(there: Mapping[str, StoredSweep]) -> SweepChanges:
+            if name not in there:
+                raise StrataError(Code.NOT_FOUND, f"no manifest has a sweep {name[:64]!r} in project {project[:64]!r}")
+            check_owners(submitter, [(f"the sweep {name}", there[name].submitter.owner)])
+            if there[name].stopped == stopped:
+                return SweepChanges()
+            if check is not None:
+                check(there[name])
+            put = msgspec.structs.replace(there[name], stopped=stopped)
+            event = _event(put, "stopped" if stopped else "resumed", now_s)
+            return SweepChanges([put], [dataclasses.replace(event, actor=actor)])
+
+        await self._store.change(project, decide)
+
+
+def _check_files(there: Mapping[str, StoredSweep], sweeps: Sequence[StoredSweep], *, take_over: bool) -> None:
+    problems = [
+        f"{each.source}: the sweep {each.name} belongs to {there[each.name].source}"
+        for each in sweeps
+        if each.name in there and there[each.name].source not in ("", each.source)
+    ]
+    if problems and not take_over:
+        hint = "choose another name, or take the sweep over, which changes it: strata apply --take-over"
+        raise StrataError(Code.CONFLICT, "\n".join(problems), hint=hint, problems=tuple(problems))
+
+
+def _changed(before: StoredSweep | None, wanted: StoredSweep) -> StoredSweep:
+    """A sweep that was stopped stays so. An operator changes what the sweep of another owner does, not whose it is."""
+    if before is None:
+        return wanted
+    if before.submitter.owner != wanted.submitter.owner:
+        wanted = msgspec.structs.replace(wanted, actor=before.actor, submitter=before.submitter)
+    return msgspec.structs.replace(wanted, stopped=before.stopped)
+
+
+def _event(sweep: StoredSweep, verb: str, now_s: float, **body: str) -> EventRecord:
+    return EventRecord(now_s, sweep.actor, f"sweep.{verb}", sweep.name, {"project": sweep.project, **body})
+
+
+async def _jobs(fleet: Fleet, project: str, name: str) -> list[JobRow]:
+    """All jobs of a sweep, the oldest first."""
+    rows: list[JobRow] = []
+    wanted = JobFilter(sweep=name, project=project, limit=_PAGE)
+    while page := await fleet.store.jobs(wanted):
+        rows += page
+        wanted = dataclasses.replace(wanted, after=page[-1].id)
+    return rows
 
 
 class SweepRunner:
@@ -82,6 +187,8 @@ class SweepRunner:
         self._values: dict[tuple[str, int, tuple[str, ...]], tuple[float, ...]] = {}
         """Of completed trials, by job, epoch and metrics: read once."""
         self._exhausted: set[tuple[str, str]] = set()
+        self._settled: dict[tuple[str, str], tuple[StoredSweep, float]] = {}
+        """Of each sweep whose trials have all ended: the sweep, and when that was seen."""
         self._readers: dict[tuple[str, str], _ReportReader] = {}
         self._judged: dict[str, tuple[int, int]] = {}
         """Of each trial, its epoch and how many rungs of that attempt were judged."""
@@ -91,16 +198,22 @@ class SweepRunner:
         if not sweeps or not await self._acquire():
             return
         for stored in sweeps:
+            if stored.sweep is None or stored.stopped or self._is_settled(stored):
+                continue
             if not await is_valid_actor(self._identity, stored.actor, self._fleet.now_s()):
                 continue
-            place = stored.sweep.base.project, stored.sweep.base.sweep
             try:
-                await self._advance(stored)
+                await self._advance(stored, stored.sweep)
             except Exception as error:  # noqa: BLE001 - the outermost handler of a sweep: it does not hold up the others
                 reason = error.message if isinstance(error, StrataError) else f"{type(error).__name__}: {error}"
-                await self._record_failure(stored.sweep, reason)
+                await self._record_failure(stored, reason)
             else:
-                self._failures.pop(place, None)
+                self._failures.pop((stored.project, stored.name), None)
+
+    def _is_settled(self, stored: StoredSweep) -> bool:
+        """Whether all trials of the sweep had ended a short while ago: somebody may have requeued one since."""
+        settled = self._settled.get((stored.project, stored.name))
+        return settled is not None and settled[0] == stored and self._clock.monotonic_s() - settled[1] < SETTLED_S
 
     async def _acquire(self) -> bool:
         """Whether this hub runs the sweeps."""
@@ -111,17 +224,18 @@ class SweepRunner:
             self._leased_at_s = now_s
         return True
 
-    async def _record_failure(self, sweep: SearchSweep, reason: str) -> None:
-        place = sweep.base.project, sweep.base.sweep
+    async def _record_failure(self, stored: StoredSweep, reason: str) -> None:
+        place = stored.project, stored.name
         if self._failures.get(place) != reason:
             _log.exception("sweep_failed", project=place[0], sweep=place[1], reason=reason)
-            await self._store.record_failure(sweep, reason, self._fleet.now_s())
+            event = _event(stored, "failed", self._fleet.now_s(), reason=reason)
+            await self._store.record(dataclasses.replace(event, actor="hub"))
             self._failures[place] = reason
 
-    async def _advance(self, stored: StoredSweep) -> None:
+    async def _advance(self, stored: StoredSweep, sweep: SearchSweep) -> None:
         """End the trials that fall behind, then queue trials while there are free places."""
-        sweep = stored.sweep
-        rows = await self._jobs(sweep)
+        rows = await _jobs(self._fleet, stored.project, stored.name)
+        rows.sort(key=lambda row: trial_number(sweep, row.spec) or 0)
         trials = [trial for row in rows if (trial := await self._trial(sweep, row)) is not None]
         if sweep.search.halving is not None and await self._prune(sweep, sweep.search.halving, rows):
             return
@@ -130,20 +244,13 @@ class SweepRunner:
         while len(trials) < sweep.search.trials:
             if sum(not trial.state for trial in trials) >= sweep.search.parallel:
                 return
-            trial = await self._queue(stored, trials, following)
+            trial = await self._queue(stored, sweep, trials, following)
             if trial is None:
                 return
             trials.append(trial)
             following = trial.number + 1
-
-    async def _jobs(self, sweep: SearchSweep) -> list[JobRow]:
-        """All jobs of the sweep, by number."""
-        rows: list[JobRow] = []
-        wanted = JobFilter(sweep=sweep.base.sweep, project=sweep.base.project, limit=_PAGE)
-        while page := await self._fleet.store.jobs(wanted):
-            rows += page
-            wanted = JobFilter(sweep=wanted.sweep, project=wanted.project, limit=_PAGE, after=page[-1].id)
-        return sorted(rows, key=lambda row: trial_number(sweep, row.spec) or 0)
+        if all(row.status in _ENDED for row in rows) and all(trial.state for trial in trials):
+            self._settled[stored.project, stored.name] = stored, self._clock.monotonic_s()
 
     async def _trial(self, sweep: SearchSweep, row: JobRow) -> Trial | None:
         number = trial_number(sweep, row.spec)
@@ -173,10 +280,12 @@ class SweepRunner:
             self._values[key] = values if complete else ()
         return self._values[key]
 
-    async def _queue(self, stored: StoredSweep, trials: Sequence[Trial], number: int) -> Trial | None:
-        """The new trial, of this number or a later one; None if only points are proposed that were tried before."""
-        sweep = stored.sweep
-        place = sweep.base.project, sweep.base.sweep
+    async def _queue(
+        self, stored: StoredSweep, sweep: SearchSweep, trials: Sequence[Trial], number: int
+    ) -> Trial | None:
+        """The new trial, of this number or a later one; None if only points are proposed that were tried before, or if
+        the sweep was stopped meanwhile."""
+        place = stored.project, stored.name
         for tries in range(TRIES):
             point = await asyncio.to_thread(propose, sweep.search, trials, number, tries)
             if await self._fleet.find_job(self._spec(sweep, number, point).id) is not None:
@@ -189,17 +298,24 @@ class SweepRunner:
                 number += 1
                 continue
             if there is None:
-                plan = ApplyPlan(project=spec.project, new={spec.id: spec})
+                plan = ApplyPlan(project=spec.project, new={spec.id: spec}, pinned=stored.trainer)
                 await self._fleet.apply(
                     plan, stored.actor, source=f"sweep {spec.sweep}", declared=False, submitter=stored.submitter
                 )
                 self._judged[spec.id] = (0, 0)
+                if await self._is_stopped(stored):
+                    await self._fleet.cancel(spec.id, STOPPED, "hub")
+                    return None
             self._exhausted.discard(place)
             return Trial(number=number, point=point)
         if place not in self._exhausted:
             self._exhausted.add(place)
             _log.warning("sweep_exhausted", project=place[0], sweep=place[1], trials=len(trials))
         return None
+
+    async def _is_stopped(self, stored: StoredSweep) -> bool:
+        place = stored.project, stored.name
+        return any(each.stopped for each in await self._store.sweeps() if (each.project, each.name) == place)
 
     def _spec(self, sweep: SearchSweep, number: int, point: Point) -> JobSpec:
         return trial_spec(sweep, number, point).with_sandbox(self._require_sandbox)

@@ -155,3 +155,35 @@ def test_schedules_are_listed_paused_resumed_and_removed(person: Person, manifes
     assert "did you mean" in person.says("schedules", "remove", "nightli").err
     assert person.says("schedules", "remove", "nightly").status == ExitCode.OK
     assert person.says("schedules", "-o", "json").value == []
+
+
+SEARCH = """
+[[sweeps]]
+name = "tune"
+model = "tree"
+[sweeps.search]
+trials = 4
+parallel = 2
+objective = { loss = "minimize" }
+space = { depth = { integer = [1, 9] } }
+"""
+
+
+def test_a_sweep_is_listed_stopped_and_resumed_and_belongs_to_its_file(person: Person, manifest: Path) -> None:
+    manifest.write_text(manifest.read_text() + SEARCH)
+    assert "the hub queues the 4 trials of tune" in person.says("apply", str(manifest)).err
+    (row,) = person.says("sweeps", "-o", "json").value
+    assert (row["sweep"], row["planned"], row["method"], row["file"]) == ("tune", 4, "tpe", str(manifest.resolve()))
+    assert " of 4" in person.says("sweeps", "list").out
+    other = manifest.with_name("other.toml")
+    other.write_text(manifest.read_text())
+    refused = person.says("apply", str(other))
+    assert refused.status == ExitCode.FAILED
+    assert f"{other.resolve()}: the sweep tune belongs to {manifest.resolve()}" in refused.err
+    assert "strata apply --take-over" in refused.err
+    assert "tune is stopped at 0 of 4" in person.says("sweeps", "stop", "tune").err
+    assert "stopped" in person.says("sweeps").out
+    assert "'strata sweeps resume tune' goes on with it" in person.says("apply", str(manifest)).err
+    assert "goes on at " in person.says("sweeps", "resume", "default/tune").err
+    assert "did you mean" in person.says("sweeps", "stop", "tuna").err
+    assert person.says("apply", "--take-over", str(other)).status == ExitCode.OK

@@ -34,9 +34,9 @@ TIMEOUT_S: Final = 30.0
 T = TypeVar("T")
 
 
-def manifest_body(text: str, **more: Any) -> dict[str, Any]:
+def manifest_body(text: str, source: str = "m.toml", **more: Any) -> dict[str, Any]:
     """The body of `POST /v1/manifest` for a manifest that is written as TOML."""
-    return {"manifest": msgspec.to_builtins(parse_manifest(text, "m.toml").resolve()), **more}
+    return {"manifest": msgspec.to_builtins(parse_manifest(text, source).resolve()), **more}
 
 
 @dataclass

@@ -21,6 +21,7 @@ from strata.fleet.ports import JobFilter, StoredSweep
 from strata.hub.compose import open_hub
 from strata.hub.cursor_store import CursorStore, FeedDelivery, run_leased
 from strata.hub.settings import HubSettings
+from strata.hub.sweep_store import SweepChanges
 from strata.hub.sweeps import LEASE, SweepRunner
 from strata.hub.tables import Tables, open_tables
 from strata.testing.webhook_receiver import WebhookReceiver
@@ -133,8 +134,8 @@ async def test_a_number_of_a_trial_has_one_point_until_the_sweep_changes(tables:
     assert await tables.sweeps.claim_trial(sweep, 0, {"x": 0.5}) == {"x": 0.25}
     assert await tables.sweeps.claim_trial(sweep, 1, {"x": 0.5}) == {"x": 0.5}
     assert await tables.sweeps.claim_trial(changed, 0, {"x": 0.75}) == {"x": 0.75}
-    declared = StoredSweep(sweep=sweep, actor="operator", submitter=OPERATOR)
-    await tables.sweeps.replace("p", {"s": declared})
+    declared = StoredSweep(project="p", name="s", sweep=sweep, actor="operator", submitter=OPERATOR)
+    await tables.sweeps.change("p", lambda _there: SweepChanges([declared]))
     assert await tables.sweeps.claim_trial(sweep, 0, {"x": 0.5}) == {"x": 0.25}
     assert await tables.sweeps.claim_trial(changed, 0, {"x": 0.5}) == {"x": 0.5}, "it is not declared"
 

@@ -83,7 +83,8 @@ async def test_a_search_shows_its_plan_its_objective_and_the_trials_that_were_pr
         objective={"reward": "maximize"}, trials=8, space={"x": Range(uniform=(0.0, 1.0)), "y": Range(integer=(1, 4))}
     )
     sweep = SearchSweep(base=JobSpec(model="m", sweep="tune"), search=search)
-    await context.sweeps.replace("default", {"tune": StoredSweep(sweep=sweep, actor="operator", submitter=OPERATOR)})
+    stored = StoredSweep(project="default", name="tune", sweep=sweep, actor="operator", submitter=OPERATOR)
+    await context.sweeps.declare([stored], take_over=False)
     viewer = await site.with_role("viewer")
     (empty,) = ok(await viewer.get("/v1/sweeps"), wire.SweepsReply).sweeps
     assert (empty.state, empty.trials, empty.planned, empty.method) == ("waiting", 0, 8, "tpe")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
+from msgspec.structs import replace
 
+from strata.base.errors import Code, StrataError
 from strata.fleet import wire
 from strata.fleet.core.job import JobStatus
 from strata.fleet.core.jobspec import JobSpec
@@ -18,6 +21,7 @@ from strata.fleet.core.search import SearchPlan, SearchSweep, Trial, sampler_see
 from strata.fleet.core.sweep_plan import Range
 from strata.fleet.ports import AttemptKey, JobCompletion, JobFilter, JobRow, StoredSweep
 from strata.hub.search_study import propose
+from strata.hub.sweep_store import SweepChanges
 from strata.hub.tables import open_tables
 from tests.shell.fleet_http.running import HostClient, Running, manifest_body, ok, refused, running
 
@@ -71,8 +75,12 @@ def test_proposals_from_rows_alone_are_those_of_a_plain_study(method: Any, count
     assert propose(search, trials[:3], 3, tries=1) != trials[3].point
 
 
+async def jobs_of(site: Running, sweep: str) -> list[JobRow]:
+    return list(await site.hub.context.fleet.store.jobs(JobFilter(sweep=sweep)))
+
+
 async def jobs(site: Running, *, running_only: bool = False) -> list[JobRow]:
-    rows = await site.hub.context.fleet.store.jobs(JobFilter(sweep="tune"))
+    rows = await jobs_of(site, "tune")
     status = (JobStatus.PENDING, JobStatus.CLAIMED, JobStatus.RUNNING)
     chosen = [row for row in rows if not running_only or row.status in status]
     return sorted(chosen, key=lambda row: int(row.spec.name.rpartition("/")[2]))
@@ -110,7 +118,7 @@ async def test_a_sweep_goes_on_after_a_restart_of_the_hub_with_the_same_points(t
     assert {row.owner for row in rows} == {"operator"}
 
 
-async def test_only_so_many_trials_run_at_once_and_a_removed_sweep_queues_no_more(site: Running) -> None:
+async def test_only_so_many_trials_run_at_once(site: Running) -> None:
     operator = await site.operator()
     body = manifest_body(MANIFEST + "trials = 50\nparallel = 3\n" + SPACE)
     ok(await operator.post("/v1/manifest", json=body), wire.ManifestReply)
@@ -118,11 +126,97 @@ async def test_only_so_many_trials_run_at_once_and_a_removed_sweep_queues_no_mor
     await operator.post(f"/v1/job/{rows[0].id}/cancel", json={})
     rows = await wait_for_jobs(site, 4)
     assert len(await jobs(site, running_only=True)) == 3
-    # Without the sweep, the manifest ends it: its queued trials stay.
-    ok(await operator.post("/v1/manifest", json=manifest_body(MANIFEST.partition("[[sweeps]]")[0])), wire.ManifestReply)
-    await operator.post(f"/v1/job/{rows[1].id}/cancel", json={})
+
+
+OTHER = """
+[trainers.default]
+command = ["python", "another.py"]
+directory = "/code"
+
+[[jobs]]
+model = "other"
+"""
+
+
+async def test_another_manifest_of_the_project_leaves_a_search_and_its_trainer_alone(site: Running) -> None:
+    operator = await site.operator()
+    body = manifest_body(MANIFEST + "trials = 3\n" + SPACE)
+    ok(await operator.post("/v1/manifest", json=body), wire.ManifestReply)
+    await wait_for_jobs(site, 1)
+    ok(await operator.post("/v1/manifest", json=manifest_body(OTHER, source="other.toml")), wire.ManifestReply)
+    host = await site.host("desk", slots=2)
+    for number in range(3):
+        await wait_for_jobs(site, number + 1)
+        lease = next(each for each in await host.claim(f"c{number}", count=2, slots=2) if each.spec.sweep == "tune")
+        assert lease.trainer is not None
+        assert lease.trainer.command == ("python", "train.py"), "as its own manifest has it"
+        done = {"epoch": lease.epoch, "metrics": {"loss": loss(lease.spec.hyper)}}
+        ok(await host.http.post(f"/v1/job/{lease.job_id}/complete", json=done), wire.Job)
+    shown = ok(await operator.get("/v1/sweep/default/tune"), wire.SweepReply).sweep
+    assert (shown.method, shown.trials, shown.planned, shown.source) == ("tpe", 3, 3, "m.toml")
+    assert shown.objective == wire.MetricObjective(metric="loss", direction="minimize", declared=True)
+    assert shown.state == "ended"
+
+
+@pytest.mark.parametrize(
+    "sweep",
+    ['[[sweeps]]\nname = "tune"\nmodel = "gbt"\ngrid = { x = [1, 2] }\n', MANIFEST[MANIFEST.index("[[sweeps]]") :]],
+)
+async def test_a_sweep_of_another_file_is_refused_unless_it_is_taken_over(site: Running, sweep: str) -> None:
+    operator = await site.operator()
+    ok(await operator.post("/v1/manifest", json=manifest_body(MANIFEST + "trials = 3\n" + SPACE)), wire.ManifestReply)
+    text = OTHER + sweep + ("trials = 9\n" + SPACE if "search" in sweep else "")
+    body = manifest_body(text, source="other.toml")
+    assert refused(await operator.post("/v1/manifest", json=body | {"dry_run": True}))[1] == "conflict"
+    reply = await operator.post("/v1/manifest", json=body)
+    assert refused(reply)[1] == "conflict"
+    assert "other.toml: the sweep tune belongs to m.toml" in reply.text
+    assert ("default", "other") not in {(row.spec.project, row.spec.model) for row in await jobs_of(site, "")}
+    ok(await operator.post("/v1/manifest", json=body | {"take_over": True}), wire.ManifestReply)
+    assert ok(await operator.get("/v1/sweep/default/tune"), wire.SweepReply).sweep.source == "other.toml"
+
+
+async def test_a_stopped_search_says_where_it_stopped_and_goes_on_when_it_is_resumed(site: Running) -> None:
+    operator, researcher = await site.operator(), await site.with_role("researcher")
+    body = manifest_body(MANIFEST + "trials = 5\nparallel = 2\n" + SPACE)
+    ok(await operator.post("/v1/manifest", json=body), wire.ManifestReply)
+    await wait_for_jobs(site, 2)
+    host = await site.host("desk")
+    await complete(host, "c0")
+    rows = await wait_for_jobs(site, 3)
+    (lease,) = await host.claim("c1")
+    assert refused(await researcher.post("/v1/sweep/default/tune/stop"))[1] == "forbidden"
+    assert refused(await operator.post("/v1/sweep/default/tone/stop"))[1] == "not_found"
+    stopped = ok(await operator.post("/v1/sweep/default/tune/stop"), wire.SweepReply).sweep
+    assert (stopped.state, stopped.trials - stopped.skipped, stopped.planned) == ("stopped", 2, 5)
+    by_id = {row.id: row.status for row in await jobs(site)}
+    assert by_id[lease.job_id] in (JobStatus.CLAIMED, JobStatus.RUNNING), "what runs goes on"
+    reply = ok(await operator.post("/v1/manifest", json=body), wire.ManifestReply)
+    assert reply.stopped == ("tune",), "its own manifest does not start it"
+    ok(await operator.post("/v1/sweep/default/tune/stop"), wire.SweepReply)
     await site.hub.context.fleet.tick()
-    assert len(await jobs(site)) == 4
+    assert len(await jobs(site)) == len(rows)
+    resumed = ok(await operator.post("/v1/sweep/default/tune/resume"), wire.SweepReply).sweep
+    assert (resumed.state, resumed.skipped) == ("running", 0)
+    done = {"epoch": lease.epoch, "metrics": {"loss": 1.0}}
+    ok(await host.http.post(f"/v1/job/{lease.job_id}/complete", json=done), wire.Job)
+    for number in range(3):
+        await wait_for_jobs(site, min(5, 4 + number))
+        await complete(host, f"d{number}")
+    assert refused(await operator.post("/v1/sweep/default/tune/stop"))[1] == "precondition"
+    events = await site.hub.context.fleet.store.events("", 1000, subject="tune")
+    kinds = [each.event.kind for each in events]
+    assert kinds == ["sweep.declared", "sweep.stopped", "sweep.resumed"]
+
+
+async def test_a_stopped_grid_cancels_what_waits_and_a_resumed_one_queues_it_again(site: Running) -> None:
+    operator = await site.operator()
+    grid = '[[sweeps]]\nname = "rates"\nmodel = "gbt"\ngrid = { x = [1, 2, 3] }\n'
+    ok(await operator.post("/v1/manifest", json=manifest_body(OTHER + grid)), wire.ManifestReply)
+    stopped = ok(await operator.post("/v1/sweep/default/rates/stop"), wire.SweepReply).sweep
+    assert (stopped.state, stopped.skipped, stopped.by_status) == ("stopped", 3, {"cancelled": 3})
+    resumed = ok(await operator.post("/v1/sweep/default/rates/resume"), wire.SweepReply).sweep
+    assert (resumed.state, resumed.by_status) == ("waiting", {"pending": 3})
 
 
 async def test_a_small_space_is_not_tried_twice(site: Running) -> None:
@@ -218,12 +312,36 @@ async def test_both_databases_keep_the_sweeps_of_each_project(database: str) -> 
 
     def stored(project: str, name: str) -> StoredSweep:
         base = JobSpec(model="m", project=project, sweep=name)
-        return StoredSweep(sweep=SearchSweep(base=base, search=search), actor="operator", submitter=OPERATOR)
+        sweep = SearchSweep(base=base, search=search)
+        return StoredSweep(project=project, name=name, sweep=sweep, actor="operator", submitter=OPERATOR)
 
     async with open_tables(database) as tables:
         one, two, three = stored("p", "a"), stored("p", "b"), stored("q", "a")
-        await tables.sweeps.replace("p", {"a": one, "b": two})
-        await tables.sweeps.replace("q", {"a": three})
+
+        async def put(*sweeps: StoredSweep) -> None:
+            await tables.sweeps.change(sweeps[0].project, lambda _there: SweepChanges(sweeps))
+
+        await put(one, two)
+        await put(three)
         assert await tables.sweeps.sweeps() == [one, two, three]
-        await tables.sweeps.replace("p", {"b": two})
-        assert await tables.sweeps.sweeps() == [two, three]
+        point = await tables.sweeps.claim_trial(searched(one), 0, {"x": 1.0, "y": 1.0})
+        assert await tables.sweeps.claim_trial(searched(one), 0, {"x": 2.0, "y": 2.0}) == point
+        stopped = replace(two, stopped=True)
+        await put(stopped)
+        assert await tables.sweeps.sweeps() == [one, stopped, three]
+        wider = replace(one, sweep=replace(searched(one), search=replace(search, trials=3)))
+        await put(wider)
+        await put(one)
+        assert await tables.sweeps.claim_trial(searched(one), 0, {"x": 2.0, "y": 2.0}) == {"x": 2.0, "y": 2.0}
+        with pytest.raises(StrataError):
+            await tables.sweeps.change("p", refuse)
+        assert await tables.sweeps.sweeps() == [one, stopped, three]
+
+
+def searched(stored: StoredSweep) -> SearchSweep:
+    assert stored.sweep is not None
+    return stored.sweep
+
+
+def refuse(there: Mapping[str, StoredSweep]) -> SweepChanges:
+    raise StrataError(Code.CONFLICT, f"there are {sorted(there)}")

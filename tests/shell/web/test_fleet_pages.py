@@ -18,7 +18,7 @@ from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.ports import AttemptKey, JobCompletion
 from strata.hub.settings import HubTlsSettings
 from strata.web.render import details
-from tests.shell.fleet_http.running import HostClient, Running, ok, running
+from tests.shell.fleet_http.running import HostClient, Running, manifest_body, ok, running
 from tests.shell.web.browsing import Browser, Tags, log_in
 from tests.shell.web.filling import add_artifact, add_lineage, add_sweep, heartbeat
 from tests.shell.web.test_pages import HOSTILE
@@ -106,6 +106,19 @@ async def joined_host(site: Running) -> str:
     fleet = site.hub.context.fleet
     row = HostRow(id="host_1", name="gpu-1", capability=Capability(hostname="gpu-1"), registered_at_s=fleet.now_s())
     return (await fleet.register(row, "host:host_1")).id
+
+
+async def test_a_stopped_sweep_says_how_far_it_came(site: Running) -> None:
+    text = '[trainers.default]\ncommand = ["true"]\ndirectory = "/code"\n'
+    text += '[[sweeps]]\nname = "rates"\nmodel = "m"\ngrid = { x = [1, 2, 3] }\n'
+    operator = await site.operator()
+    ok(await operator.post("/v1/manifest", json=manifest_body(text)), wire.ManifestReply)
+    host = await site.host("desk")
+    await host.claim()
+    ok(await operator.post("/v1/sweep/default/rates/stop"), wire.SweepReply)
+    browser = await log_in(site, "viewer")
+    for path in ("/sweeps", "/sweeps/default/rates"):
+        assert "stopped at 1 of 3" in await browser.shows(path)
 
 
 async def test_the_best_run_of_a_sweep_is_in_the_list_and_on_its_page(site: Running) -> None:

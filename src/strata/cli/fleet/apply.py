@@ -31,7 +31,11 @@ _REQUEUED: Final = "runs again, its result was made by another trainer or outsid
 @click.option("--wait", "waits", is_flag=True, help="Wait until every job of the manifest has ended, as 'strata wait'.")
 @click.option("--accept", is_flag=True, help="Accept results of jobs that ran before a manifest named them.")
 @click.option("--retrain", is_flag=True, help="Run completed jobs again if an earlier trainer made their result.")
-@click.option("--take-over", is_flag=True, help="Take over the policies of [hosts.NAME] from another project.")
+@click.option(
+    "--take-over",
+    is_flag=True,
+    help="Take over sweeps of another file, and policies of [hosts.NAME] of another project.",
+)
 @click.option(
     "--describe/--no-describe",
     default=None,
@@ -55,10 +59,11 @@ def apply(  # noqa: PLR0913 (the options of the command)
     """Queue the jobs of MANIFEST, and update those that differ.
 
     Nothing is removed: jobs that are no longer in the manifest stay until you cancel them, schedules until you remove
-    them, and hosts that it does not name keep their policies. Only trainers and jobs of the manifest's own project
-    change. Pending jobs use a changed trainer; completed jobs stay as they are unless you --retrain them. A trainer's
-    folder that is relative to MANIFEST is uploaded, without the files that .strataignore or .gitignore name, caches,
-    virtual environments and .env.
+    them, sweeps go on until you stop them, and hosts that it does not name keep their policies. A sweep belongs to the
+    file that declared it: another file changes it only with --take-over. Only trainers and jobs of the manifest's own
+    project change. Pending jobs use a changed trainer; completed jobs stay as they are unless you --retrain them. A
+    trainer's folder that is relative to MANIFEST is uploaded, without the files that .strataignore or .gitignore name,
+    caches, virtual environments and .env.
 
     A trainer whose program mentions --describe or strata.fleet.trainer is run with --describe in a copy of its folder,
     so that a misspelt parameter is found now; never in a dry run.
@@ -89,7 +94,10 @@ def apply(  # noqa: PLR0913 (the options of the command)
             plan = _send(client, prepared, options, dry_run=False)
         _show(plan, prepared, output, applied=not dry_run)
         for name, sweep in prepared.manifest.searches.items():
-            print_error(f"strata: the hub queues the {sweep.search.trials} trials of {name}, as places become free")
+            if name not in plan.stopped:
+                print_error(f"strata: the hub queues the {sweep.search.trials} trials of {name}, as places become free")
+        for name in plan.stopped:
+            print_error(f"strata: {name} is stopped and makes no trials; 'strata sweeps resume {name}' goes on with it")
         for name, due_s in plan.schedules.items():
             print_error(f"strata: {name} is due next at {format_moment(due_s)}")
         if waits and not dry_run:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from strata.sdk.bundle import Bundle
 
 DESCRIBE_S: Final = 60.0
-MAX_SOURCE: Final = 1024
-"""Of a path in messages, its end."""
 _MAX_PROGRAM: Final = 1 << 20
 _MARKS: Final = (b"--describe", b"strata.fleet.trainer")
 
@@ -61,7 +59,7 @@ def prepare_manifest(
     """
     from msgspec.structs import replace
 
-    from strata.fleet.core.manifest import parse_manifest
+    from strata.fleet.core.manifest import MAX_SOURCE, parse_manifest
     from strata.sdk.bundle import make_bundle
 
     draft = parse_manifest(_read(path), str(path)[-MAX_SOURCE:])
@@ -82,6 +80,7 @@ def prepare_manifest(
         if any(source.dataset and not source.digest for source in trainer.data.values()):
             resolved[name] = replace(resolved.get(name, trainer), data=find_artifacts(trainer.data))
     manifest = draft.resolve(trainers=resolved, schemas=_compile(schemas))
+    manifest = replace(manifest, source=str(path.resolve())[-MAX_SOURCE:])
     return PreparedManifest(draft, manifest, schemas, bundles)
 
 

@@ -47,6 +47,8 @@ from strata.fleet.core.search import SearchSweep, corner_points, search_problems
 from strata.fleet.core.sweep_plan import with_point
 
 MAX_BYTES: Final = 16 * 1024 * 1024
+MAX_SOURCE: Final = 1024
+"""Characters of a path: of a longer one its end."""
 MAX_SCHEDULES: Final = 1000
 _TABLES: Final = ("trainers", "hosts", "jobs", "sweep", "sweeps", "schedules")
 _JobName = Annotated[str, msgspec.Meta(pattern=r"\A([A-Za-z0-9][A-Za-z0-9._-]{0,63}(/[0-9]{1,9})?)?\Z")]
@@ -55,8 +57,8 @@ _JobName = Annotated[str, msgspec.Meta(pattern=r"\A([A-Za-z0-9][A-Za-z0-9._-]{0,
 class JobManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Resolved: sweeps are jobs, `after` has ids, and a trainer names an uploaded source instead of a local folder."""
 
-    source: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)] = "manifest"
-    """The file it was read from, for messages."""
+    source: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_SOURCE)] = "manifest"
+    """The file it was read from: its sweeps belong to it."""
     project: Name = DEFAULT_PROJECT
     """Whose trainers and jobs these are. It is written in the file and never follows from the name of a folder."""
     trainers: dict[Name, TrainerSpec] = {}

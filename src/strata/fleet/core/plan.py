@@ -70,7 +70,7 @@ class ApplyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     retrain: bool = False
     """Completed jobs whose result an earlier trainer made run again."""
     take_over: bool = False
-    """Policies of hosts that belong to another project become this one's."""
+    """Policies of hosts of another project, and sweeps of another file, become this one's."""
 
 
 class ExistingJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -120,6 +120,8 @@ class ApplyPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """New or changed policies. Hosts that the manifest does not name keep theirs."""
     take_over: bool = False
     """Some of these policies belong to another project."""
+    pinned: str = ""
+    """The digest of the trainer that new jobs get; empty: the one that its name stands for."""
 
     @property
     def empty(self) -> bool:

@@ -20,6 +20,8 @@ MAX_TRIALS: Final = 1000
 """A proposal reads all trials before it."""
 PRUNED: Final = "pruned"
 """Begins the reason of a trial that successive halving ended."""
+STOPPED: Final = "the sweep was stopped"
+"""The reason of a trial that waited for a host when its sweep was stopped."""
 Direction = Literal["minimize", "maximize"]
 
 

@@ -78,15 +78,22 @@ class Secrets(Protocol):
 
 
 class Sweeps(Protocol):
-    """The sweeps that search, by project and name."""
+    """The sweeps of manifests, by project and name."""
 
-    async def check(self) -> None:
-        """UNSUPPORTED if the hub lacks what proposes points."""
+    async def check(self, sweeps: Sequence[StoredSweep], *, take_over: bool) -> Sequence[str]:
+        """The names of those that are stopped. CONFLICT for a sweep of another file that is not taken over; UNSUPPORTED
+        if the hub lacks what proposes points."""
 
-    async def replace(self, project: str, sweeps: Mapping[str, StoredSweep]) -> None:
-        """Those of the project are these from now on."""
+    async def declare(self, sweeps: Sequence[StoredSweep], *, take_over: bool) -> None:
+        """Add these, or change those of the same names; others stay. CONFLICT as in `check`."""
 
     async def listed(self) -> Sequence[StoredSweep]: ...
+
+    async def stop(self, project: str, name: str, actor: str, submitter: Submitter) -> None:
+        """Make no more trials, and cancel those that wait for a host."""
+
+    async def resume(self, project: str, name: str, actor: str, submitter: Submitter) -> None:
+        """Make trials again, and requeue those that `stop` cancelled."""
 
 
 class Schedules(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,15 @@ from strata.base.secret import MASK
 from strata.fleet import wire
 from strata.fleet.core.hyper import HyperSchema
 from strata.fleet.core.jobspec import TrainerSpec, qualified_trainer
-from strata.fleet.core.manifest import MAX_BYTES, JobManifest, ManifestDraft, parse_manifest, validate_manifest
+from strata.fleet.core.manifest import (
+    MAX_BYTES,
+    MAX_SOURCE,
+    JobManifest,
+    ManifestDraft,
+    parse_manifest,
+    validate_manifest,
+)
+from strata.fleet.core.ownership import Submitter
 from strata.fleet.core.plan import ApplyOptions, ApplyPlan
 from strata.fleet.core.requirement import with_sandbox
 from strata.fleet.http.context import HubCall, HubContext, submitter_of
@@ -55,6 +63,8 @@ async def reload(call: HubCall) -> wire.ManifestReply:
         return draft.resolve(schemas=_compile(schemas, checkpoint))
 
     manifest = await until_disconnect(call, context.stopping, context.validation.run(call.caller.owner, resolve))
+    path = await asyncio.to_thread(context.manifest.resolve)
+    manifest = msgspec.structs.replace(manifest, source=str(path)[-MAX_SOURCE:])
     return await _apply(context, call, wire.ManifestRequest(manifest=manifest, schemas=declared))
 
 
@@ -99,8 +109,6 @@ def _compile(schemas: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Hy
 async def _apply(context: HubContext, call: HubCall, body: wire.ManifestRequest) -> wire.ManifestReply:
     manifest = _with_sandbox(context, body.manifest)
     _check_gangs(context, manifest)
-    if manifest.searches:
-        await context.sweeps.check()
     for trainer in manifest.trainers.values():
         await check_secrets(context, call.caller.owner, manifest.project, trainer.secrets)
         await context.leased.check_inputs(trainer)
@@ -108,6 +116,8 @@ async def _apply(context: HubContext, call: HubCall, body: wire.ManifestRequest)
     submitter = submitter_of(call)
     due = await context.schedules.check(manifest.project, manifest.schedules, submitter)
     plan = await context.fleet.plan_manifest(manifest, options, submitter)
+    sweeps = _sweeps(manifest, plan, str(call.actor), submitter)
+    stopped = await context.sweeps.check(sweeps, take_over=body.take_over)
     if plan.new or plan.requeued:
         await check_stored_bytes(call)
     if not body.dry_run:
@@ -115,17 +125,32 @@ async def _apply(context: HubContext, call: HubCall, body: wire.ManifestRequest)
             schemas = {qualified_trainer(manifest.project, name): schema for name, schema in body.schemas.items()}
             await context.schemas.put_schemas(schemas)
         await context.fleet.apply(plan, call.actor, source=manifest.source, submitter=submitter)
-        sweeps = {
-            name: StoredSweep(sweep=sweep, actor=str(call.actor), submitter=submitter)
-            for name, sweep in manifest.searches.items()
-        }
-        await context.sweeps.replace(manifest.project, sweeps)
+        await context.sweeps.declare(sweeps, take_over=body.take_over)
         schedules = {
             name: StoredSchedule(schedule=schedule, actor=str(call.actor), submitter=submitter)
             for name, schedule in manifest.schedules.items()
         }
         await context.schedules.declare(manifest.project, schedules)
-    return _manifest_reply(plan, due, applied=not body.dry_run)
+    return _manifest_reply(plan, due, stopped, applied=not body.dry_run)
+
+
+def _sweeps(manifest: JobManifest, plan: ApplyPlan, actor: str, submitter: Submitter) -> list[StoredSweep]:
+    """All sweeps that the manifest names: those that search, and those whose points are jobs of it."""
+    names = dict.fromkeys([*(spec.sweep for spec in manifest.jobs.values() if spec.sweep), *manifest.searches])
+    digests = plan.seen | {name: spec.digest for name, spec in plan.trainers.items()}
+    searches = manifest.searches
+    return [
+        StoredSweep(
+            project=manifest.project,
+            name=name,
+            source=manifest.source,
+            sweep=searches.get(name),
+            trainer=digests.get(searches[name].base.trainer, "") if name in searches else "",
+            actor=actor,
+            submitter=submitter,
+        )
+        for name in names
+    ]
 
 
 def _check_gangs(context: HubContext, manifest: JobManifest) -> None:
@@ -152,7 +177,9 @@ def _with_sandbox(context: HubContext, manifest: JobManifest) -> JobManifest:
     return msgspec.structs.replace(manifest, jobs=jobs)
 
 
-def _manifest_reply(plan: ApplyPlan, due: Mapping[str, float], *, applied: bool) -> wire.ManifestReply:
+def _manifest_reply(
+    plan: ApplyPlan, due: Mapping[str, float], stopped: Sequence[str], *, applied: bool
+) -> wire.ManifestReply:
     return wire.ManifestReply(
         applied=applied,
         project=plan.project,
@@ -170,6 +197,7 @@ def _manifest_reply(plan: ApplyPlan, due: Mapping[str, float], *, applied: bool)
         outdated=plan.outdated,
         hosts=tuple(plan.hosts),
         schedules=dict(due),
+        stopped=tuple(stopped),
     )
 
 

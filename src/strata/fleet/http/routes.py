@@ -125,6 +125,8 @@ _ROUTES: Final = (
     Route("DELETE", "/v1/schedule/{project}/{name}", RESEARCHER, schedules.remove),
     Route("GET", "/v1/sweeps", VIEWER, sweeps.listed),
     Route("GET", "/v1/sweep/{project}/{name:path}", VIEWER, sweeps.show),
+    Route("POST", "/v1/sweep/{project}/{name}/stop", RESEARCHER, sweeps.stop),
+    Route("POST", "/v1/sweep/{project}/{name}/resume", RESEARCHER, sweeps.resume),
     Route("GET", "/v1/trainers", VIEWER, manifests.trainers),
     Route("GET", "/v1/events", VIEWER, events.events),
     # Secrets

@@ -1,4 +1,4 @@
-"""Routes of sweeps: all of them with the best trial so far, and one with its trials."""
+"""Routes of sweeps: all of them with the best trial so far, one with its trials, and to stop and resume one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from strata.fleet.core.job import HELD, JobStatus
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.objective import Objective, best_index, choose_objective, direction_of, flatten, varied_names
 from strata.fleet.core.report import MetricsReport, parse_lines
-from strata.fleet.core.search import PRUNED, SearchSweep
+from strata.fleet.core.search import PRUNED, STOPPED, SearchSweep
 from strata.fleet.core.sweep_plan import SEED_AXIS
-from strata.fleet.http.context import HubCall, HubContext
-from strata.fleet.ports import JobFilter, JobRow, SweepRow, TrialRow
+from strata.fleet.http.context import HubCall, HubContext, submitter_of
+from strata.fleet.ports import JobFilter, JobRow, StoredSweep, SweepRow, TrialRow
 
 _TAIL_BYTES: Final = 16 * 1024
 """Of the metrics of a trial that has not completed: enough for the last report of each metric, as a rule."""
@@ -27,7 +27,7 @@ async def listed(call: HubCall, query: wire.SweepsQuery) -> wire.SweepsReply:
     context = call.context
     declared = await _declared(context)
     rows = {(row.project, row.name): row for row in await context.fleet.store.sweeps()}
-    for place in declared.keys() - rows.keys():
+    for place in {place for place, stored in declared.items() if stored.sweep is not None} - rows.keys():
         rows[place] = SweepRow(project=place[0], name=place[1], by_status={}, changed_at_s=0.0)
     search = query.search.casefold()
     matches = [
@@ -39,14 +39,15 @@ async def listed(call: HubCall, query: wire.SweepsQuery) -> wire.SweepsReply:
     sweeps = []
     for row in matches[query.offset : query.offset + query.limit]:
         trials = await context.fleet.store.trials(row.project, row.name)
-        plan = declared.get((row.project, row.name))
+        stored = declared.get((row.project, row.name))
+        plan = None if stored is None else stored.sweep
         comparison = _compare(trials, _objective(plan, [each.metrics for each in trials]))
         best = None
         if comparison.best is not None:
             ids = _sample_ids(trials, comparison.best)
             specs = {job.id: job.spec for job in await context.fleet.store.jobs(JobFilter(ids=ids, limit=len(ids)))}
             best = _best(comparison, specs, plan)
-        sweeps.append(_summary(row, plan, comparison, best))
+        sweeps.append(_summary(row, stored, comparison, best))
     return wire.SweepsReply(sweeps=tuple(sweeps), total=len(matches))
 
 
@@ -55,7 +56,8 @@ async def show(call: HubCall, query: wire.SweepQuery) -> wire.SweepReply:
     context = call.context
     project, name = call.path["project"], call.path["name"]
     trials = await context.fleet.store.trials(project, name)
-    plan = (await _declared(context)).get((project, name))
+    stored = (await _declared(context)).get((project, name))
+    plan = None if stored is None else stored.sweep
     if not trials and plan is None:
         raise StrataError(Code.NOT_FOUND, f"there is no sweep {name[:100]!r} in the project {project[:100]!r}")
     objective = _objective(plan, [each.metrics for each in trials])
@@ -86,11 +88,23 @@ async def show(call: HubCall, query: wire.SweepQuery) -> wire.SweepReply:
         changed_at_s=max((each.changed_at_s for each in trials), default=0.0),
     )
     return wire.SweepReply(
-        sweep=_summary(row, plan, comparison, _best(comparison, specs, plan)),
+        sweep=_summary(row, stored, comparison, _best(comparison, specs, plan)),
         axes=_axes(plan, points),
         metrics=tuple(sorted(reported, key=lambda metric: (-reported[metric], metric))),
         trials=tuple(replies),
     )
+
+
+async def stop(call: HubCall) -> wire.SweepReply:
+    """Make no more trials of a sweep, and cancel those that wait for a host. A researcher: only of her own."""
+    await call.context.sweeps.stop(call.path["project"], call.path["name"], call.actor, submitter_of(call))
+    return await show(call, wire.SweepQuery(limit=1))
+
+
+async def resume(call: HubCall) -> wire.SweepReply:
+    """Make trials of a stopped sweep again, and requeue those that were cancelled. A researcher: only of her own."""
+    await call.context.sweeps.resume(call.path["project"], call.path["name"], call.actor, submitter_of(call))
+    return await show(call, wire.SweepQuery(limit=1))
 
 
 class _Comparison(NamedTuple):
@@ -99,10 +113,9 @@ class _Comparison(NamedTuple):
     best: TrialRow | None
 
 
-async def _declared(context: HubContext) -> Mapping[tuple[str, str], SearchSweep]:
-    """The sweeps that search, by project and name."""
-    sweeps = [stored.sweep for stored in await context.sweeps.listed()]
-    return {(sweep.base.project, sweep.base.sweep): sweep for sweep in sweeps}
+async def _declared(context: HubContext) -> Mapping[tuple[str, str], StoredSweep]:
+    """The sweeps of manifests, by project and name."""
+    return {(stored.project, stored.name): stored for stored in await context.sweeps.listed()}
 
 
 def _objective(plan: SearchSweep | None, reported: Sequence[Mapping[str, float]]) -> wire.MetricObjective | None:
@@ -174,14 +187,17 @@ def _parameters(spec: JobSpec) -> dict[str, Any]:
 
 
 def _summary(
-    row: SweepRow, plan: SearchSweep | None, comparison: _Comparison, best: wire.SweepBest | None
+    row: SweepRow, stored: StoredSweep | None, comparison: _Comparison, best: wire.SweepBest | None
 ) -> wire.SweepSummary:
     trials = comparison.trials
+    plan = None if stored is None else stored.sweep
     pruned = sum(map(_is_pruned, trials))
     by_status = dict(row.by_status)
     planned = None if plan is None else plan.search.trials
-    state: Literal["running", "waiting", "ended"] = "ended"
-    if any(by_status.get(status) for status in HELD):
+    state: Literal["running", "waiting", "ended", "stopped"] = "ended"
+    if stored is not None and stored.stopped:
+        state = "stopped"
+    elif any(by_status.get(status) for status in HELD):
         state = "running"
     elif by_status.get(JobStatus.PENDING) or (planned is not None and len(trials) < planned):
         state = "waiting"
@@ -190,12 +206,14 @@ def _summary(
         name=row.name,
         owner=trials[0].owner if trials else "",
         method="" if plan is None else plan.search.method,
+        source="" if stored is None else stored.source,
         state=state,
         objective=comparison.objective,
         trials=len(trials),
         planned=planned,
         by_status={str(status): count for status, count in by_status.items()},
         pruned=pruned,
+        skipped=sum(each.status is JobStatus.CANCELLED and each.reason == STOPPED for each in trials),
         changed_at_s=row.changed_at_s,
         best=best,
     )

@@ -171,13 +171,13 @@ async def _insert_jobs(
         " submitted_by, owner, project, label, gang, trainer_digest)"
         f" SELECT n.id, n.spec, n.class_id, '{JobStatus.PENDING}', 0, %s, %s, n.start, '', '', '', %s, false, 0,"
         " n.model, n.sweep, n.priority, n.trainer, 0, 0, 0, '', %s, %s, n.project, n.label, n.gang,"
-        " coalesce(t.digest, '')"
+        " coalesce(nullif(%s, ''), t.digest, '')"
         " FROM unnest(%s::text[], %s::bytea[], %s::bigint[], %s::text[], %s::text[], %s::int[], %s::text[], %s::text[],"
         "  %s::text[], %s::float8[], %s::text[])"
         " WITH ORDINALITY"
         " AS n (id, spec, class_id, model, sweep, priority, trainer, label, project, start, gang, place)"
         " LEFT JOIN trainer_name t ON t.project = n.project AND t.name = n.trainer ORDER BY n.place",
-        (now_s, now_s, declared, *by, *(list(column) for column in zip(*rows, strict=True))),
+        (now_s, now_s, declared, *by, plan.pinned, *(list(column) for column in zip(*rows, strict=True))),
     )
 
 

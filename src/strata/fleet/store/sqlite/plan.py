@@ -37,7 +37,7 @@ def apply_plan(  # noqa: PLR0913 (what a plan is applied with)
     classes = class_ids(db, class_keys(written.values()))
     for job_id, spec in plan.new.items():
         class_id = classes[encode(spec.requirement)]
-        _insert_job(db, job_id, spec, class_id, now_s, (actor, submitter.owner), declared=declared)
+        _insert_job(db, job_id, spec, class_id, now_s, (actor, submitter.owner), pinned=plan.pinned, declared=declared)
         record(db, now_s, actor, "job.created", job_id, model=spec.model, mode=spec.mode)
     for change in plan.changed:
         if "start" in change.kinds:
@@ -124,6 +124,7 @@ def _insert_job(  # noqa: PLR0913 (the columns of a job that are not in its spec
     now_s: float,
     by: tuple[str, str],
     *,
+    pinned: str,
     declared: bool,
 ) -> None:
     """`by` is the actor, as events name it, and the owner."""
@@ -132,7 +133,7 @@ def _insert_job(  # noqa: PLR0913 (the columns of a job that are not in its spec
         " artifact, declared, orphaned, waits_for, model, sweep, priority, trainer, charged, lost, excused, checkpoint,"
         " project, submitted_by, owner, label, gang, trainer_digest)"
         " VALUES (?, ?, ?, ?, 0, ?, ?, ?, '', '', '', ?, 0, 0, ?, ?, ?, ?, 0, 0, 0, '', ?, ?, ?, ?, ?,"
-        "  coalesce((SELECT digest FROM trainer_name WHERE project = ? AND name = ?), ''))",
+        "  coalesce(nullif(?, ''), (SELECT digest FROM trainer_name WHERE project = ? AND name = ?), ''))",
         (
             job_id,
             encode(spec),
@@ -150,6 +151,7 @@ def _insert_job(  # noqa: PLR0913 (the columns of a job that are not in its spec
             *by,
             spec.label,
             gang_key(spec),
+            pinned,
             spec.project,
             spec.trainer,
         ),

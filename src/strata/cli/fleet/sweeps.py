@@ -1,0 +1,140 @@
+"""`strata sweeps`: the sweeps of manifests, and the one way to end a search before its last trial."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import click
+
+from strata.base.errors import Code, StrataError
+from strata.cli.fleet.client import hub_client, hub_option, print_rows
+from strata.cli.groups import DefaultGroup
+from strata.cli.output import Column, Format, output_option, print_error
+from strata.cli.watch import watch_option
+
+if TYPE_CHECKING:
+    from strata.fleet import wire
+    from strata.fleet.client import HubClient
+
+_PAGE: Final = 100
+_COLUMNS: Final = (
+    Column("sweep", cut=28),
+    Column("owner", cut=16),
+    Column("state"),
+    Column("trials"),
+    Column("metric", cut=20),
+    Column("best"),
+    Column("best_job", cut=28),
+    Column("method", wide=True),
+    Column("file", wide=True),
+)
+
+
+class SweepGroup(DefaultGroup):
+    default: ClassVar[str] = "list"
+
+
+@click.group(cls=SweepGroup)
+def sweeps() -> None:
+    """List the sweeps of manifests, or stop and resume them.
+
+    SWEEP is its name, or PROJECT/NAME where several projects have one of that name.
+    """
+
+
+@sweeps.command("list")
+@hub_option
+@output_option
+@watch_option
+def list_sweeps(context: str | None, output: Format) -> None:
+    """List sweeps with how far they are and their best trial."""
+    with hub_client(context) as client:
+        listed = _listed(client)
+    print_rows(output, _COLUMNS, ((_row(each), _shown(each)) for each in listed))
+
+
+@sweeps.command()
+@click.argument("sweep")
+@hub_option
+def stop(sweep: str, context: str | None) -> None:
+    """Make no more trials of SWEEP, and cancel those that wait for a host. Those that run go on.
+
+    Only this ends a sweep. It stays stopped, also when its manifest is applied again, until you resume it.
+    """
+    changed = _change(sweep, "stop", context)
+    print_error(f"strata: {sweep} is {_progress(changed)}")
+
+
+@sweeps.command()
+@click.argument("sweep")
+@hub_option
+def resume(sweep: str, context: str | None) -> None:
+    """Go on with SWEEP after a stop, also with the trials that the stop cancelled."""
+    changed = _change(sweep, "resume", context)
+    print_error(f"strata: {sweep} goes on at {_progress(changed)}")
+
+
+def _change(text: str, verb: str, context: str | None) -> wire.SweepSummary:
+    with hub_client(context) as client:
+        from strata.fleet import wire
+
+        sweep = _find(client, text)
+        return client.call("POST", f"/v1/sweep/{sweep.project}/{sweep.name}/{verb}", wire.SweepReply).sweep
+
+
+def _listed(client: HubClient) -> list[wire.SweepSummary]:
+    from strata.fleet import wire
+
+    listed: list[wire.SweepSummary] = []
+    while True:
+        query = wire.SweepsQuery(offset=len(listed), limit=_PAGE)
+        reply = client.call("GET", "/v1/sweeps", wire.SweepsReply, query=query)
+        listed += reply.sweeps
+        if not reply.sweeps or len(listed) >= reply.total:
+            return listed
+
+
+def _find(client: HubClient, text: str) -> wire.SweepSummary:
+    from strata.base.suggest import did_you_mean
+
+    listed = _listed(client)
+    found = [each for each in listed if text in (each.name, f"{each.project}/{each.name}")]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(f"{each.project}/{each.name}" for each in found)
+        raise StrataError(Code.INVALID, f"several sweeps are called {text!r}: {names}", hint="write PROJECT/NAME")
+    known = [each.name for each in listed]
+    raise StrataError(Code.NOT_FOUND, f"there is no sweep {text!r}{did_you_mean(text, known)}")
+
+
+def _progress(each: wire.SweepSummary) -> str:
+    """As in `stopped at 6 of 20`."""
+    count = f"{each.trials - each.skipped} of {each.planned or each.trials}"
+    return f"stopped at {count}" if each.state == "stopped" else count
+
+
+def _row(each: wire.SweepSummary) -> dict[str, Any]:
+    return {
+        "sweep": each.name,
+        "project": each.project,
+        "owner": each.owner or None,
+        "state": each.state,
+        "trials": each.trials - each.skipped,
+        "planned": each.planned or each.trials,
+        "metric": None if each.objective is None else each.objective.metric,
+        "best": None if each.best is None else each.best.value,
+        "best_job": None if each.best is None else each.best.label,
+        "method": each.method or None,
+        "file": each.source or None,
+    }
+
+
+def _shown(each: wire.SweepSummary) -> dict[str, Any]:
+    from strata.fleet.core.jobspec import DEFAULT_PROJECT
+
+    return {
+        "sweep": each.name if each.project == DEFAULT_PROJECT else f"{each.project}/{each.name}",
+        "trials": f"{each.trials - each.skipped} of {each.planned or each.trials}",
+        "best": None if each.best is None else f"{each.best.value:.4g}",
+    }
