@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from strata.base.errors import Code, StrataError
+from strata.train.core import ops
 from strata.train.wire import bodies
+from strata.train.wire.sampling import SaveWeightsForSampler
 
 
 @pytest.mark.parametrize(
@@ -22,4 +25,19 @@ def test_a_path_that_names_no_checkpoint_is_the_fault_of_the_request(path: str) 
     """Anything else than INVALID would be refused at the door, and the number would stay a gap for ever."""
     with pytest.raises(StrataError) as refused:
         bodies.LoadWeightsBody(path=path, model_id="s:train:0", seq_id=3).operation()
+    assert refused.value.code is Code.INVALID
+
+
+def save_for_sampler(kind: str) -> ops.SaveWeights | ops.SaveSampler:
+    body = {"type": "save_weights_for_sampler", "model_id": "s:train:0", "seq_id": 3, "path": "mine", "kind": kind}
+    return msgspec.json.decode(msgspec.json.encode(body), type=SaveWeightsForSampler).operation()
+
+
+def test_a_snapshot_for_a_sampler_is_what_a_save_is_anyway() -> None:
+    assert save_for_sampler("snapshot") == ops.SaveWeights("s:train:0", 3, "sampler_weights", "mine")
+
+
+def test_weights_that_change_under_a_sampler_are_refused_with_what_to_do_instead() -> None:
+    with pytest.raises(StrataError, match=r"kind: .*save a snapshot") as refused:
+        save_for_sampler("inflight")
     assert refused.value.code is Code.INVALID

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import numpy as np
@@ -163,12 +163,17 @@ class SaveWeightsForSampler(StrictBody, frozen=True, kw_only=True):
     seq_id: Seq
     path: Name | None = None
     sampling_session_seq_id: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
+    kind: Literal["snapshot", "inflight"] = "snapshot"
     ttl_seconds: Annotated[float, msgspec.Meta(gt=0, le=3.2e8)] | None = None
     overwrite: bool = False
     user_metadata: dict[str, Any] | None = None
 
     def operation(self) -> ops.SaveWeights | ops.SaveSampler:
         """Files with a name, or a sampler that lives only in memory."""
+        if self.kind == "inflight":
+            raise invalid_field(
+                "kind", "the weights of a sampler of this server never change; save a snapshot after every step instead"
+            )
         if self.path is None and self.sampling_session_seq_id is not None:
             session_id = self.model_id.rpartition(":train:")[0]
             sampler_id = sampler_id_of(session_id, self.sampling_session_seq_id)
