@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -19,6 +19,7 @@ from strata.http.errors import HttpRefusal
 from strata.http.route import Upload
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 MAX_DEPTH: Final = 64
 MAX_QUERY: Final = 16_384
@@ -76,7 +77,14 @@ class IncomingBody(Upload):
         return b"".join([part async for part in self])
 
 
-def decode_json(decoder: msgspec.json.Decoder[T], raw: bytes, reword: Callable[[str], str] = str) -> T:
+class BodyDecoder(Protocol[T_co]):
+    """What `msgspec.json.Decoder` is, and what a server may have in its place. Raises the errors of msgspec, or a
+    refusal of its own."""
+
+    def decode(self, raw: bytes, /) -> T_co: ...
+
+
+def decode_json(decoder: BodyDecoder[T], raw: bytes, reword: Callable[[str], str] = str) -> T:
     """`reword` turns a validation error of msgspec into the wording of the server."""
     check_depth(raw)
     try:

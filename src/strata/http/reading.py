@@ -20,6 +20,7 @@ from starlette.types import Receive
 
 from strata.base.errors import Code, StrataError
 from strata.http.body import (
+    BodyDecoder,
     BodyPace,
     IncomingBody,
     check_media_type,
@@ -63,6 +64,8 @@ class ReadingRules:
     """With a budget bodies may also come compressed by zstd; without, bodies are bounded by their routes alone."""
     reword: Callable[[str], str] = str
     """Turns a validation error of msgspec into the wording of the server."""
+    decoder: Callable[[Any], BodyDecoder[Any]] = msgspec.json.Decoder
+    """Makes the decoder of a kind of body."""
 
 
 class RequestReader:
@@ -75,7 +78,7 @@ class RequestReader:
         declared = route.signature()
         self._body: Any = typing.get_type_hints(route.handler).get("body")
         self._json = is_message(declared.body)
-        self._decoder = msgspec.json.Decoder(self._body) if is_message(self._body) else None
+        self._decoder = rules.decoder(self._body) if is_message(self._body) else None
         self._query = None if declared.query is None else QueryReader(declared.query, rules)
 
     def read_query(self, query_string: bytes) -> dict[str, Any]:
@@ -132,7 +135,7 @@ async def offload(raw: bytes, work: Callable[[], T], *, large: bool = False) -> 
     return await asyncio.to_thread(work) if large or len(raw) > OFFLOAD_BYTES else work()
 
 
-def decode_body(decoder: msgspec.json.Decoder[T], raw: bytes, rules: ReadingRules) -> T:
+def decode_body(decoder: BodyDecoder[T], raw: bytes, rules: ReadingRules) -> T:
     value = decode_json(decoder, raw or b"{}", rules.reword)
     if rules.strict and b"\\u0000" in raw:
         _refuse_nul(msgspec.json.decode(raw))

@@ -24,6 +24,7 @@ from strata.train.core.sampling import SampleResult, decode_result
 from strata.train.wire import bodies, native, sampling, tinker, tinker_json
 from strata.train.wire.pass_request import OperationKey
 from strata.train.wire.replies import FutureReply, TryAgain
+from strata.train.wire.sdk_fields import SdkDecoder
 
 
 class _Head(msgspec.Struct):
@@ -39,7 +40,7 @@ def operation_route(
 ) -> Route:
     """A route whose handler returns an operation of the core: it is made durable, and the client gets its future."""
     declared = signature_of(handler)
-    decoder = None if declared.body is RawBody else msgspec.json.Decoder(declared.body)
+    decoder = None if declared.body is RawBody else SdkDecoder(declared.body)
 
     def decode(body: RawBody) -> Any:
         return body if decoder is None else decode_json(decoder, body.content or b"{}", path_first)

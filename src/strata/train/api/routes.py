@@ -37,6 +37,7 @@ from strata.train.api.context import ApiCall, ApiContext
 from strata.train.api.front import identify_behind_front
 from strata.train.checkpoints.archive import MEDIA_TYPE
 from strata.train.wire import native, tinker
+from strata.train.wire.sdk_fields import SdkDecoder
 
 DOCUMENT_PATH: Final = "/openapi.json"
 KEY_HEADER: Final = "X-API-Key"
@@ -100,6 +101,7 @@ def reading_rules(context: ApiContext) -> ReadingRules:
         max_body=context.settings.server.max_body_bytes,
         budget=BudgetRules(budget=context.bodies, owner=context.tenant, max_json=MAX_JSON, binary=binary),
         reword=path_first,
+        decoder=SdkDecoder,
     )
 
 

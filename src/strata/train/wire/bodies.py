@@ -1,7 +1,8 @@
 """Request bodies in small JSON, as the clients of the tinker protocol write them.
 
 The body of an operation is strict: a parameter of a newer client that this server would ignore must not pass for
-applied. Bodies that only identify or describe a client, a session or a checkpoint are lenient.
+applied. Bodies that only identify or describe a client, a session or a checkpoint are lenient. `sdk_model` is the model
+of the `tinker` SDK that a body reads: `sdk_fields` knows its defaults, and a contract test compares the two.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import datetime
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, NamedTuple, get_args
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -40,16 +41,18 @@ class LenientBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StrictBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Unknown fields are refused."""
+    """Unknown fields are refused, unless they ask for nothing: see `sdk_fields`."""
 
     type: Text = ""
 
 
 class ClientConfigBody(LenientBody, frozen=True, kw_only=True):
+    sdk_model: ClassVar[str] = "ClientConfigRequest"
     sdk_version: Text = ""
 
 
 class CreateSessionBody(LenientBody, frozen=True, kw_only=True):
+    sdk_model: ClassVar[str] = "CreateSessionRequest"
     tags: Annotated[tuple[Text, ...], msgspec.Meta(max_length=100)] = ()
     user_metadata: dict[str, Any] | None = None
     sdk_version: Text = ""
@@ -58,6 +61,7 @@ class CreateSessionBody(LenientBody, frozen=True, kw_only=True):
 
 
 class SessionBody(LenientBody, frozen=True, kw_only=True):
+    sdk_model: ClassVar[str] = "SessionHeartbeatRequest"
     session_id: Name
 
 
@@ -71,10 +75,12 @@ class FinishSessionBody(LenientBody, frozen=True, kw_only=True):
 
 
 class ModelBody(LenientBody, frozen=True, kw_only=True):
+    sdk_model: ClassVar[str] = "GetInfoRequest"
     model_id: Name
 
 
 class LoraConfigBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    sdk_model: ClassVar[str] = "LoraConfig"
     rank: Annotated[int, msgspec.Meta(ge=1, le=4096)]
     alpha: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 32.0
     seed: Int64 | None = None
@@ -87,6 +93,7 @@ class LoraConfigBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class OptimizerConfigBody(LenientBody, frozen=True, kw_only=True):
+    sdk_model: ClassVar[str] = "OptimizerConfigBase"
     type: Text = "adamw"
 
     def to_core(self) -> ops.OptimizerName:
@@ -102,6 +109,7 @@ class OptimizerConfigBody(LenientBody, frozen=True, kw_only=True):
 
 
 class CreateModelBody(StrictBody, frozen=True, kw_only=True):
+    sdk_model: ClassVar[str] = "CreateModelRequest"
     session_id: Name
     model_seq_id: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
     base_model: Name
@@ -123,6 +131,7 @@ class CreateModelBody(StrictBody, frozen=True, kw_only=True):
 
 
 class AdamParamsBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    sdk_model: ClassVar[str] = "AdamParams"
     learning_rate: Amount = 1e-4
     beta1: Share = 0.9
     beta2: Share = 0.95
@@ -165,6 +174,7 @@ class MuonParamsBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class OptimStepBody(StrictBody, frozen=True, kw_only=True):
+    sdk_model: ClassVar[str] = "OptimStepRequest"
     model_id: Name
     seq_id: Seq
     adam_params: AdamParamsBody = AdamParamsBody()
@@ -178,6 +188,7 @@ class OptimStepBody(StrictBody, frozen=True, kw_only=True):
 
 
 class CreateCustomLossBody(StrictBody, frozen=True, kw_only=True):
+    sdk_model: ClassVar[str] = "CreateCustomLossRequest"
     session_id: Name
     custom_loss_seq_id: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
     name: Name
@@ -201,6 +212,7 @@ class AbortGradientsBody(StrictBody, frozen=True, kw_only=True):
 
 
 class SaveWeightsBody(StrictBody, frozen=True, kw_only=True):
+    sdk_model: ClassVar[str] = "SaveWeightsRequest"
     model_id: Name
     seq_id: Seq
     path: Name | None = None
@@ -223,6 +235,7 @@ class SaveWeightsBody(StrictBody, frozen=True, kw_only=True):
 
 
 class SaveWeightsExternalBody(StrictBody, frozen=True, kw_only=True):
+    sdk_model: ClassVar[str] = "SaveWeightsExternalRequest"
     model_id: Name
     seq_id: Seq
     path: Name
@@ -239,6 +252,7 @@ class SaveWeightsExternalBody(StrictBody, frozen=True, kw_only=True):
 class LoadWeightsBody(StrictBody, frozen=True, kw_only=True):
     """Into a model, at a place of its order, or into a new model of a session, before everything else."""
 
+    sdk_model: ClassVar[str] = "LoadWeightsRequest"
     path: Name
     model_id: Name | None = None
     seq_id: Seq | None = None
@@ -269,6 +283,7 @@ class LoadWeightsBody(StrictBody, frozen=True, kw_only=True):
 
 
 class UnloadModelBody(StrictBody, frozen=True, kw_only=True):
+    sdk_model: ClassVar[str] = "UnloadModelRequest"
     model_id: Name
 
     def operation(self) -> ops.UnloadModel:
@@ -299,6 +314,7 @@ class CheckpointBody(LenientBody, frozen=True, kw_only=True):
 
 
 class CopyWeightsBody(StrictBody, frozen=True, kw_only=True):
+    sdk_model: ClassVar[str] = "CopyWeightsRequest"
     source_path: Name
     destination_project_id: Text | None = None
     session_id: Name | None = None
@@ -325,6 +341,7 @@ class ProjectBody(StrictBody, frozen=True, kw_only=True):
 
 
 class UsageQuery(LenientBody, frozen=True, kw_only=True):
+    sdk_model: ClassVar[str] = "GetBillingUsageRequest"
     starting_on: datetime.datetime
     ending_before: datetime.datetime
 
@@ -345,25 +362,30 @@ class UsageQuery(LenientBody, frozen=True, kw_only=True):
 
 
 class StorageQuery(LenientBody, frozen=True, kw_only=True):
+    sdk_model: ClassVar[str] = "GetCurrentCheckpointStorageUsageRequest"
     project_id: Text | None = None
 
 
 class SessionCursorBody(LenientBody, frozen=True, kw_only=True):
+    sdk_model: ClassVar[str] = "SessionSearchCursor"
     last_created_at: datetime.datetime
     last_session_id: Name
 
 
 class SessionOwner(LenientBody, frozen=True, kw_only=True):
+    sdk_model: ClassVar[str] = "UserSearchOwner"
     type: Literal["own", "accessible", "user"] = "own"
     owner_urns: Annotated[tuple[Text, ...], msgspec.Meta(max_length=10)] = ()
 
 
 class SessionStatusQuery(LenientBody, frozen=True, kw_only=True):
+    sdk_model: ClassVar[str] = "ClientFinishedSessionStatusQuery"
     type: Literal["active", "cancelled", "failed", "client_finished"]
     reasons: Annotated[tuple[Text, ...], msgspec.Meta(max_length=10)] | None = None
 
 
 class SearchSessionsBody(StrictBody, frozen=True, kw_only=True):
+    sdk_model: ClassVar[str] = "SessionSearchRequest"
     session_id: Name | None = None
     project_ids: Annotated[tuple[Text, ...], msgspec.Meta(max_length=100)] | None = None
     user_metadata: dict[str, str] = {}
@@ -414,6 +436,7 @@ def session_status(session: messages.SessionView) -> SessionStatus:
 
 
 class RetrieveFutureBody(LenientBody, frozen=True, kw_only=True):
+    sdk_model: ClassVar[str] = "FutureRetrieveRequest"
     request_id: Name
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] | None = None
     """Shorter than the server would wait."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 import numpy as np
@@ -31,6 +31,7 @@ from strata.train.wire.arrays import check_tensor
 from strata.train.wire.bodies import Name, Seq, StrictBody, checkpoint_name, metadata_as_text, tinker_path
 from strata.train.wire.fields import Token, invalid_field
 from strata.train.wire.pb import tinker_pb2 as pb
+from strata.train.wire.sdk_fields import SdkDecoder
 from strata.train.wire.tinker_json import TensorJson, tensor_of, write
 
 MAX_TARGETS: Final = 1 << 18
@@ -41,15 +42,18 @@ Number = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
 class PromptChunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    sdk_model: ClassVar[str] = "EncodedTextChunk"
     type: str = "encoded_text"
     tokens: Sequence[Token] = ()
 
 
 class ModelInput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    sdk_model: ClassVar[str] = "ModelInput"
     chunks: Sequence[msgspec.Raw]
 
 
 class SamplingParamsBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    sdk_model: ClassVar[str] = "SamplingParams"
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: str | Sequence[str | Token] | None = None
@@ -75,6 +79,7 @@ class SamplingParamsBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
 
 class SampleRequest(StrictBody, frozen=True, kw_only=True):
+    sdk_model: ClassVar[str] = "SampleRequest"
     sampling_session_id: Name | None = None
     seq_id: Number | None = None
     prompt: ModelInput
@@ -122,7 +127,7 @@ class _Kind(msgspec.Struct):
 
 
 _kinds: Final = msgspec.json.Decoder(_Kind)
-_chunks: Final = msgspec.json.Decoder(PromptChunk)
+_chunks: Final = SdkDecoder(PromptChunk)
 
 
 def _tokens(prompt: ModelInput) -> bytes:
@@ -142,6 +147,7 @@ def _tokens(prompt: ModelInput) -> bytes:
 
 
 class CreateSamplingSession(StrictBody, frozen=True, kw_only=True):
+    sdk_model: ClassVar[str] = "CreateSamplingSessionRequest"
     session_id: Name
     sampling_session_seq_id: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
     base_model: Name | None = None
@@ -159,6 +165,7 @@ class CreateSamplingSession(StrictBody, frozen=True, kw_only=True):
 
 
 class SaveWeightsForSampler(StrictBody, frozen=True, kw_only=True):
+    sdk_model: ClassVar[str] = "SaveWeightsForSamplerRequest"
     model_id: Name
     seq_id: Seq
     path: Name | None = None
@@ -201,6 +208,7 @@ class SamplingSession(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JoinSamplingSession(StrictBody, frozen=True, kw_only=True):
+    sdk_model: ClassVar[str] = "JoinSamplingSessionRequest"
     sampling_session_id: Name
 
 
@@ -217,11 +225,13 @@ class SamplerReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplerTarget(StrictBody, frozen=True, kw_only=True):
+    sdk_model: ClassVar[str] = "SamplingSessionFuturesTarget"
     sampling_session_id: Name
     cloned_sampler_id: Annotated[int, msgspec.Meta(ge=0, le=2**62 // CLIENT_BLOCK)] = 0
 
 
 class RetrieveFutures(StrictBody, frozen=True, kw_only=True):
+    sdk_model: ClassVar[str] = "FuturesRetrieveRequest"
     target: SamplerTarget
     prev_cursor: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
     """From the reply before; 0 is the beginning."""

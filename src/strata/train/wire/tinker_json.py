@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, ClassVar, Final, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -57,6 +57,7 @@ class _Datum(msgspec.Struct):
 
 
 class TensorJson(msgspec.Struct, forbid_unknown_fields=True):
+    sdk_model: ClassVar[str] = "TensorData"
     data: list[int | float]
     dtype: Literal["float32", "int64"]
     shape: list[int] | None = None
