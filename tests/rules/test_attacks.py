@@ -1,18 +1,20 @@
-"""The attack suite keeps at least the attacks that an outside review tried."""
+"""The attack suite keeps at least the attacks that it had. An attack counts once, however many cases are made of it."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import ast
 from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
-FEWEST: Final = 188
+FEWEST: Final = 369
 
 
 def test_the_attack_suite_has_not_become_smaller() -> None:
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests/abuse"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=100)
-    attacks = [line for line in listed.stdout.splitlines() if "::" in line]
+    attacks = [
+        node
+        for file in (ROOT / "tests" / "abuse").glob("test_*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "attack"
+    ]
     assert len(attacks) >= FEWEST

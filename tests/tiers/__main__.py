@@ -90,6 +90,8 @@ def run_tests(options: argparse.Namespace) -> int:
     outcomes, good = judge(pool, results)
     for name in chosen:
         write_report(name, results, outcomes)
+    collection_s = sum(result.collection_s for _, result in results)
+    print(f"imports and collection in {len(results)} processes: {collection_s:.0f} s of processor time")
     files = sum(map(len, chosen.values()))
     print(f"{', '.join(chosen)}: {files} files in {time.monotonic() - started_s:.0f} s")
     if SLICE in chosen:

@@ -55,6 +55,8 @@ class BatchResult(msgspec.Struct):
     """Tests that were collected and not run, or the files of a process that collected nothing."""
     output: str
     seconds: float
+    collection_s: float
+    """Processor time of imports and collection."""
 
     @property
     def is_good(self) -> bool:
@@ -144,11 +146,11 @@ class Pool:
                 status = process.wait()
                 log.write(f"\nended after {LIMIT_S:.0f} s\n".encode())
         output = printed.read_text(encoding="utf-8", errors="replace")
-        outcomes, missing = read_record(record, paths)
+        outcomes, missing, collection_s = read_record(record, paths)
         # 5: nothing was selected, which is right for a file that has all its tests in another tier.
         if status not in {0, 1, 5} and not missing:
             missing = [f"{paths[0]} (status {status})"]
-        return BatchResult(outcomes, missing, output, time.monotonic() - started_s)
+        return BatchResult(outcomes, missing, output, time.monotonic() - started_s, collection_s)
 
     def passes_alone(self, test_id: str) -> bool:
         selection = Selection({test_id.partition("::")[0]: [test_id]})
@@ -159,15 +161,15 @@ class Pool:
         return result.is_good and bool(result.outcomes)
 
 
-def read_record(record: Path, paths: Sequence[str]) -> tuple[list[Outcome], list[str]]:
-    """What has ended, and what was collected and has not."""
+def read_record(record: Path, paths: Sequence[str]) -> tuple[list[Outcome], list[str], float]:
+    """What has ended, what was collected and has not, and the processor time of the collection."""
     lines = record.read_bytes().splitlines() if record.exists() else []
     if not lines:
-        return [], [f"{path} (nothing was collected)" for path in paths]
+        return [], [f"{path} (nothing was collected)" for path in paths], 0.0
     collected = msgspec.json.decode(lines[0], type=Collected)
     outcomes = [msgspec.json.decode(line, type=Outcome) for line in lines[1:]]
     left = Counter(collected.test_ids) - Counter(outcome.test_id for outcome in outcomes)
-    return outcomes, sorted(left)
+    return outcomes, sorted(left), collected.processor_s
 
 
 def judge(pool: Pool, results: Sequence[tuple[Batch, BatchResult]]) -> tuple[list[Outcome], bool]:

@@ -7,6 +7,7 @@ not run is known.
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 
 import msgspec
@@ -35,6 +36,8 @@ class Collected(msgspec.Struct, frozen=True, tag=True):
     """What a process is about to run."""
 
     test_ids: list[str]
+    processor_s: float
+    """What the imports and the collection cost."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -63,7 +66,7 @@ class Recorder:
         if self._selection.shuffle is not None:
             random.Random(self._selection.shuffle).shuffle(kept)
         items[:] = kept
-        self._write(Collected([item.nodeid for item in items]))
+        self._write(Collected([item.nodeid for item in items], round(time.process_time(), 2)))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         test_id = report.nodeid
