@@ -21,6 +21,7 @@ from typing import Final
 
 import msgspec
 
+from strata.testing.postgres import PostgresServer
 from tests.tiers import table
 from tests.tiers.pool import Batch, BatchResult, Pool, Report, judge, make_batches
 from tests.tiers.recorder import Outcome
@@ -82,12 +83,14 @@ def slice_s() -> float:
 def run_tests(options: argparse.Namespace) -> int:
     chosen = select(options.what)
     started_s = time.monotonic()
-    pool = Pool(RUNS, arguments=shlex.split(options.pytest), shuffle=options.shuffle)
     batches = [batch for name, tests in chosen.items() for batch in make_batches(name, tests)]
     timed = [batch for batch in batches if batch.files[0].path in table.TIMED]
-    results = pool.run([batch for batch in batches if batch not in timed], workers=options.workers)
-    results += pool.run(timed, workers=1)
-    outcomes, good = judge(pool, results)
+    with PostgresServer() as postgres:
+        arguments = shlex.split(options.pytest)
+        pool = Pool(RUNS, postgres.server_url, arguments=arguments, shuffle=options.shuffle)
+        results = pool.run([batch for batch in batches if batch not in timed], workers=options.workers)
+        results += pool.run(timed, workers=1)
+        outcomes, good = judge(pool, results)
     for name in chosen:
         write_report(name, results, outcomes)
     collection_s = sum(result.collection_s for _, result in results)

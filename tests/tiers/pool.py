@@ -18,7 +18,6 @@ from typing import Final
 
 import msgspec
 
-from strata.testing.postgres import PostgresServer
 from tests.tiers.recorder import Collected, Outcome, Selection
 from tests.tiers.table import ROOT, TIMED, FileTests
 
@@ -93,8 +92,11 @@ def make_batches(tier: str, tests: Iterable[FileTests]) -> list[Batch]:
 class Pool:
     """Runs batches with a number of workers, and keeps what they print below a folder."""
 
-    def __init__(self, folder: Path, *, arguments: Sequence[str] = (), shuffle: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, postgres_url: str, *, arguments: Sequence[str] = (), shuffle: int | None = None
+    ) -> None:
         self._folder = folder
+        self._postgres_url = postgres_url
         self._arguments = list(arguments)
         self._shuffle = shuffle
         self._number = 0
@@ -102,9 +104,9 @@ class Pool:
 
     def run(self, batches: Sequence[Batch], *, workers: int) -> list[tuple[Batch, BatchResult]]:
         done: list[tuple[Batch, BatchResult]] = []
-        with PostgresServer() as postgres, ThreadPoolExecutor(max_workers=workers) as threads:
+        with ThreadPoolExecutor(max_workers=workers) as threads:
             longest_first = sorted(batches, key=lambda batch: -batch.seconds)
-            started = {threads.submit(self._run_batch, batch, postgres.server_url): batch for batch in longest_first}
+            started = {threads.submit(self._run_batch, batch): batch for batch in longest_first}
             for future in as_completed(started):
                 batch, result = started[future], future.result()
                 done.append((batch, result))
@@ -118,14 +120,12 @@ class Pool:
                     print(result.output, flush=True)
         return done
 
-    def _run_batch(self, batch: Batch, postgres_url: str) -> BatchResult:
+    def _run_batch(self, batch: Batch) -> BatchResult:
         only = {tests.path: sorted(tests.only) for tests in batch.files if tests.only is not None}
         without = sorted(test_id for tests in batch.files for test_id in tests.without)
-        return self._run_pytest(
-            [tests.path for tests in batch.files], Selection(only, without, self._shuffle), postgres_url
-        )
+        return self._run_pytest([tests.path for tests in batch.files], Selection(only, without, self._shuffle))
 
-    def _run_pytest(self, paths: Sequence[str], selection: Selection, postgres_url: str) -> BatchResult:
+    def _run_pytest(self, paths: Sequence[str], selection: Selection) -> BatchResult:
         self._number += 1
         name = self._folder / f"{self._number:03}"
         wanted, record, printed = (name.with_suffix(suffix) for suffix in (".selection", ".jsonl", ".log"))
@@ -133,7 +133,7 @@ class Pool:
         record.unlink(missing_ok=True)
         options = ["-p", "tests.tiers.recorder", "--selection", wanted, "--record", record, "-p", "no:cacheprovider"]
         command = [sys.executable, "-m", "pytest", "-q", *map(str, options), *self._arguments, *paths]
-        environment = {**os.environ, "STRATA_TEST_POSTGRES": postgres_url}  # noqa: TID251
+        environment = {**os.environ, "STRATA_TEST_POSTGRES": self._postgres_url}  # noqa: TID251
         started_s = time.monotonic()
         with printed.open("wb") as log:
             process = subprocess.Popen(
@@ -154,8 +154,7 @@ class Pool:
 
     def passes_alone(self, test_id: str) -> bool:
         selection = Selection({test_id.partition("::")[0]: [test_id]})
-        with PostgresServer() as postgres:
-            result = self._run_pytest([test_id.partition("::")[0]], selection, postgres.server_url)
+        result = self._run_pytest([test_id.partition("::")[0]], selection)
         if not result.is_good:
             print(result.output, flush=True)
         return result.is_good and bool(result.outcomes)

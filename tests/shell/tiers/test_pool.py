@@ -19,7 +19,7 @@ class Planted:
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "test_planted.py"
-        self.pool = Pool(folder / "runs", arguments=["-p", "no:cacheprovider", f"--rootdir={folder}"])
+        self.pool = Pool(folder / "runs", "", arguments=["-p", "no:cacheprovider", f"--rootdir={folder}"])
 
     def run(self, source: str, **selected: frozenset[str]) -> tuple[dict[str, str], bool]:
         """The result of each test, and whether the run is green."""
