@@ -63,6 +63,9 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     """Its step time divided by the median of the members, by computing times where they are known."""
     compute_time_ms: float | None = None
     """What it spent on a step itself, without waiting for others."""
+    finding: str | None = None
+    """STRAGGLER or HANG, as long as it counts as one."""
+    finding_reason: str = ""
 
     @property
     def is_gone(self) -> bool:

@@ -1405,8 +1405,13 @@ class GangWorker(HubReply, frozen=True, kw_only=True):
     step: int | None
     step_time_s: float | None
     slowdown: float | None
-    """Its step time divided by the median of all."""
+    """Its step time divided by the median of all, by computing times where they are known."""
     leased_shards: int
+    compute_time_s: float | None = None
+    """What it spent on a step itself, without waiting for others."""
+    finding: str = ""
+    """straggler or hang, as long as it counts as one."""
+    finding_reason: str = ""
     lane: tuple[GangSpan, ...] = ()
     """Its last hour."""
 

@@ -211,6 +211,9 @@ def _worker(worker: WorkerView, lane: tuple[wire.GangSpan, ...]) -> wire.GangWor
         step_time_s=None if worker.step_time_ms is None else worker.step_time_ms / 1000,
         slowdown=worker.slowdown,
         leased_shards=worker.leased_shards,
+        compute_time_s=None if worker.compute_time_ms is None else worker.compute_time_ms / 1000,
+        finding=(worker.finding or "").lower(),
+        finding_reason=worker.finding_reason,
         lane=lane,
     )
 

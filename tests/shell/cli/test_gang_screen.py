@@ -141,6 +141,31 @@ def test_attention_comes_first_and_names_who_and_why() -> None:
     assert alerts(job(generation=0)) == ["nobody takes part"]
 
 
+SLOW: Final = {"finding": pb.INCIDENT_KIND_STRAGGLER, "finding_reason": "w1 is slow: 2 s of computing for a step"}
+HUNG: Final = {"finding": pb.INCIDENT_KIND_HANG, "finding_reason": "w2 hangs: it is at step 30 for 61 s"}
+
+
+def test_a_worker_that_is_slow_or_hangs_needs_attention_until_it_no_longer_does() -> None:
+    view = job(worker("w0", 0), worker("w1", 1, **SLOW), worker("w2", 2, **HUNG))
+    assert alerts(view) == ["w2 hangs: it is at step 30 for 61 s", "w1 is slow: 2 s of computing for a step"]
+    notes = [line.split()[-1] for line in text(view).splitlines() if line.startswith(("w1 ", "w2 "))]
+    assert notes == ["slow", "hangs"]
+    assert alerts(job(worker("w0", 0), worker("w1", 1))) == []
+    # One that is gone is told of as a loss.
+    assert alerts(job(worker("w0", 0), worker("w1", None, **{**SLOW, "liveness": pb.LIVENESS_LOST}))) == []
+    many = job(*(worker(f"s{n}", n, **SLOW) for n in range(9)))
+    assert alerts(many) == ["9 workers are slow: s0, s1, s2 and 6 more"]
+
+
+def test_computing_times_are_shown_where_workers_report_them() -> None:
+    times = {"step": 9, "step_time_ms": 2_000.0}
+    together = job(worker("w0", 0, compute_time_ms=300.0, **times), worker("w1", 1, compute_time_ms=1_900.0, **times))
+    head, first, second = (line for line in text(together).splitlines() if line.startswith(("WORKER", "w0", "w1")))
+    assert head.split()[5:9] == ["STEP", "TIME", "COMPUTE", "SHARDS"]
+    assert (first.split()[5:8], second.split()[5:8]) == (["9", "2.0s", "300ms"], ["9", "2.0s", "1.9s"])
+    assert "COMPUTE" not in text(job(worker("w0", 0, **times)))
+
+
 def test_a_loss_is_no_news_once_the_worker_is_back_or_time_has_passed() -> None:
     incident = pb.Incident(kind=pb.INCIDENT_KIND_WORKER_LOST, at_unix_ms=NOW_MS - 1_000, worker_id="w", message="x")
     assert alerts(job(worker("w"), incidents=[incident])) == []
@@ -163,6 +188,7 @@ def test_a_whole_rack_that_goes_is_one_line() -> None:
 def test_of_a_thousand_workers_those_in_trouble_are_shown() -> None:
     many = [worker(f"w{n}", n) for n in range(1_000)]
     many[777].liveness = pb.LIVENESS_SUSPECT
+    many[888].finding = pb.INCIDENT_KIND_STRAGGLER
     gone = [lost(f"g{n}") for n in range(50)]
     shown = text(job(*many, *gone), rows=20)
     assert len(shown.splitlines()) <= 20

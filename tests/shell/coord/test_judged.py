@@ -55,6 +55,22 @@ async def test_a_slow_worker_is_shown_with_its_reason_and_gets_less(running: Run
     assert weights.pop("w3") == pytest.approx(0.25)
     assert set(weights.values()) == {1.0}
     assert told == [], "slow hardware stays as it is"
+    findings = {each.worker_id: (each.finding, each.finding_reason) for each in job.workers if each.finding}
+    reason = incident.message.removesuffix("; it gets less data")
+    assert findings == {"w3": (pb.INCIDENT_KIND_STRAGGLER, reason)}
+
+
+async def test_ranks_that_step_together_are_ordered_by_their_computing_times(running: Running) -> None:
+    ids = ["w0", "w1", "w2", "w3"]
+    await register(running.stub, *ids)
+    for worker_id in ids:
+        beat = pb.HeartbeatRequest(worker_id=worker_id, step=9, step_time_ms=2_000.0, status=pb.WORKER_STATUS_TRAINING)
+        beat.compute_times_ms.extend([1_900.0 if worker_id == "w2" else 300.0] * 5)
+        await running.stub.Heartbeat(beat)
+    page = pb.GetJobRequest(worker_limit=4, worker_order=pb.WORKER_ORDER_ATTENTION)
+    workers = (await running.stub.GetJob(page)).job.workers
+    assert workers[0].worker_id == "w2"
+    assert [round(each.slowdown, 1) for each in workers] == [6.3, 1.0, 1.0, 1.0]
 
 
 async def test_a_worker_whose_call_waits_here_counts_as_there(running: Running) -> None:

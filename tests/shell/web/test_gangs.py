@@ -69,6 +69,37 @@ async def test_from_the_overview_two_clicks_lead_to_who_holds_the_gang_up_and_wh
         assert "training" in shown[shown.index('id="workers"') :]
 
 
+async def test_a_straggler_among_ranks_that_step_together_is_the_headline(tmp_path: Path) -> None:
+    async with in_process() as coordinator, hub_with(tmp_path, coordinator) as site:
+        names = [f"worker-{number}" for number in range(4)]
+        await register(coordinator.stub, *names, job="run")
+        soft = coordinator.service.state.soft_of("run")
+        while not soft.stragglers.generation:
+            await asyncio.sleep(0)
+        for step in range(1, 12):
+            for name in names:
+                beat = pb.HeartbeatRequest(
+                    worker_id=name, job_id="run", status=pb.WORKER_STATUS_TRAINING, step=step, step_time_ms=2_000.0
+                )
+                beat.compute_times_ms.extend([1_950.0 if name == "worker-2" else 300.0] * min(step, 8))
+                await coordinator.stub.Heartbeat(beat)
+            soft.stragglers.judged_s = None
+            while soft.stragglers.progress or soft.stragglers.judged_s is None:
+                await asyncio.sleep(0)
+        await coordinator.stub.Barrier(
+            pb.BarrierRequest(barrier_id="step_12", worker_id="worker-1", job_id="run", wait=False)
+        )
+        browser = await log_in(site, "viewer")
+        shown = html.unescape(await browser.shows("/gangs/run"))
+        held_up = re.search(r'id="held-up">([^<]*)<', shown)
+        assert held_up is not None
+        assert held_up[1].startswith("worker-2 is slow: 1.95 s of computing for a step where the median of 4")
+        first = shown[shown.index('id="worker-') :][:900]
+        assert first.startswith('id="worker-worker-2"')
+        assert "2 s a step, 1.95 s of computing" in first
+        assert re.search("6\\.5\N{MULTIPLICATION SIGN} slower · slow", first)
+
+
 def _info(worker_id: str) -> pb.WorkerInfo:
     return pb.WorkerInfo(worker_id=worker_id, job_id="run", incarnation=f"{worker_id}-1")
 

@@ -78,7 +78,12 @@ def _newest_checkpoint(job: JobView) -> str:
 
 def alerts(job: JobView) -> list[str]:
     """What an operator may have to act on, the most urgent first."""
-    found = [*_suspect_alerts(job), *_loss_alerts(job)]
+    found = [
+        *_finding_alerts(job, "HANG"),
+        *_suspect_alerts(job),
+        *_loss_alerts(job),
+        *_finding_alerts(job, "STRAGGLER"),
+    ]
     if not job.members:
         found.append("nobody takes part")
     waiting = [each.worker_id for each in job.members if each.rank is None]
@@ -91,6 +96,17 @@ def alerts(job: JobView) -> list[str]:
         if each.quarantined
     ]
     return [*found, *_command_alerts(job)]
+
+
+FOUND: Final = {"HANG": ("hangs", "hang"), "STRAGGLER": ("slow", "are slow")}
+"""By finding, what one worker is, and what several of them do."""
+
+
+def _finding_alerts(job: JobView, finding: str) -> list[str]:
+    workers = [each for each in job.members if each.finding == finding]
+    if len(workers) > FEW:
+        return [f"{len(workers)} workers {FOUND[finding][1]}: {names([each.worker_id for each in workers], FEW)}"]
+    return [each.finding_reason for each in workers]
 
 
 def _suspect_alerts(job: JobView) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from strata.cli.fleet.client import format_bytes
-from strata.cli.gang.format import NAMED, age, alerts, clock, missing_parts, names, summary, took
+from strata.cli.gang.format import FOUND, NAMED, age, alerts, clock, missing_parts, names, summary, took
 from strata.cli.layout import Cell, Screen, ScreenColumn, Table, bar
 
 if TYPE_CHECKING:
@@ -52,8 +52,10 @@ _WORKER: Final = (
     ScreenColumn("SEEN", number=True),
     ScreenColumn("STEP", number=True),
     ScreenColumn("TIME", number=True),
-    ScreenColumn("SHARDS", number=True),
 )
+_COMPUTE: Final = ScreenColumn("COMPUTE", number=True)
+"""Left out where no worker reports computing times: 80 columns are few."""
+_SHARDS: Final = ScreenColumn("SHARDS", number=True)
 _WORKER_WIDE: Final = (
     ScreenColumn("HOST", cuts=True),
     ScreenColumn("ADDRESS"),
@@ -75,16 +77,20 @@ def _workers(job: JobView, *, wide: bool, room: int | None) -> Table:
     if room is not None and len(members) + len(shown_gone) > room:
         shown_gone = shown_gone[-1:]
         shown = _most_troubled(members, max(1, room - len(shown_gone)))
+    computes = any(each.compute_time_ms is not None for each in members)
+    times = (_COMPUTE, _SHARDS) if computes else (_SHARDS,)
     return Table(
-        (*_WORKER, *(_WORKER_WIDE if wide else ()), ScreenColumn("NOTE")),
-        [_worker(job, each, wide=wide) for each in [*shown, *shown_gone]],
+        (*_WORKER, *times, *(_WORKER_WIDE if wide else ()), ScreenColumn("NOTE")),
+        [_worker(job, each, wide=wide, computes=computes) for each in [*shown, *shown_gone]],
         _left_out(len(members) - len(shown), len(gone) - len(shown_gone)),
     )
 
 
 def _most_troubled(members: Sequence[WorkerView], count: int) -> list[WorkerView]:
-    """Workers that are not alive or have no rank before all others; in the order of `members`."""
-    ordered = sorted(members, key=lambda each: each.liveness == "ALIVE" and each.rank is not None)
+    """Workers that are not alive, have no rank, are slow or hang before all others; in the order of `members`."""
+    ordered = sorted(
+        members, key=lambda each: each.liveness == "ALIVE" and each.rank is not None and each.finding is None
+    )
     chosen = {each.worker_id for each in ordered[:count]}
     return [each for each in members if each.worker_id in chosen]
 
@@ -95,8 +101,10 @@ def _left_out(members: int, gone: int) -> str:
     return f"… and {' and '.join(parts)}: -o wide shows all" if parts else ""
 
 
-def _worker(job: JobView, worker: WorkerView, *, wide: bool) -> list[Cell]:
+def _worker(job: JobView, worker: WorkerView, *, wide: bool, computes: bool) -> list[Cell]:
     style = _LIVENESS_STYLE.get(worker.liveness or "", "")
+    if worker.finding is not None and not worker.is_gone:
+        style = style or "bold yellow"
     present = not worker.is_gone
     cells = [
         Cell(worker.worker_id, style),
@@ -105,10 +113,15 @@ def _worker(job: JobView, worker: WorkerView, *, wide: bool) -> list[Cell]:
         _worker_state(worker),
         Cell(age(worker.silent_ms) if present else "-", style),
         Cell(_number(worker.step)),
-        Cell("-" if worker.step_time_ms is None else took(worker.step_time_ms / 1000)),
+        _time(worker.step_time_ms),
+        *((_time(worker.compute_time_ms),) if computes else ()),
         Cell(_number(worker.leased_shards if present else None)),
     ]
     return [*cells, *(_worker_wide(worker) if wide else ()), Cell(_worker_note(worker, wide=wide), style)]
+
+
+def _time(time_ms: float | None) -> Cell:
+    return Cell("-" if time_ms is None else took(time_ms / 1000))
 
 
 def _worker_state(worker: WorkerView) -> Cell:
@@ -119,7 +132,8 @@ def _worker_state(worker: WorkerView) -> Cell:
 
 def _worker_note(worker: WorkerView, *, wide: bool) -> str:
     if worker.liveness == "ALIVE":
-        return "waiting" if worker.rank is None else ""
+        found = "" if worker.finding is None else FOUND[worker.finding][0]
+        return "waiting" if worker.rank is None else found
     liveness = (worker.liveness or "?").lower()
     # Why stands among what needs attention and in the incidents; here it would take the room of the name.
     return f"{liveness}: {worker.liveness_reason}" if wide else liveness

@@ -201,6 +201,8 @@ def _judge(job: JobState, fact: WorkerJudged) -> None:
         member.share = fact.weight
         job.reweighted += 1
     member.level = fact.level
+    is_found = fact.level is not EscalationLevel.NONE
+    member.finding, member.finding_reason = (fact.finding, fact.reason) if is_found else (None, "")
     if fact.level is EscalationLevel.STOP and not fact.ends_itself:
         job.stopping[fact.worker_id] = fact.reason
 

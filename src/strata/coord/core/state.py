@@ -20,6 +20,7 @@ from strata.coord.core.facts import (
     GangStatus,
     JobConfig,
     RegisteredWorker,
+    StragglerFinding,
 )
 from strata.coord.core.hang_diagnosis import HangProbe
 from strata.coord.core.history import JobHistory
@@ -61,6 +62,9 @@ class Member(msgspec.Struct):
     share: float = 1.0
     """The factor of its registered weight; below 1 for a straggler."""
     level: EscalationLevel = msgspec.field(default=EscalationLevel.NONE, name="rung")
+    finding: StragglerFinding | None = None
+    """Why its level is above NONE."""
+    finding_reason: str = ""
     recover_first: bool = False
     """It has not requested the checkpoint to start from, and the job has progress."""
 

@@ -2865,6 +2865,8 @@ class WorkerState(_message.Message):
     SDK_VERSION_FIELD_NUMBER: _builtins.int
     SLOWDOWN_FIELD_NUMBER: _builtins.int
     COMPUTE_TIME_MS_FIELD_NUMBER: _builtins.int
+    FINDING_FIELD_NUMBER: _builtins.int
+    FINDING_REASON_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Its id."""
     incarnation: _builtins.str
@@ -2903,6 +2905,10 @@ class WorkerState(_message.Message):
     """Its step time divided by the median of the members, by computing times where they are known; absent without both."""
     compute_time_ms: _builtins.float
     """What it spent on a step itself, without waiting for others; the median of the last steps."""
+    finding: Global___IncidentKind.ValueType
+    """Straggler or hang, as long as it counts as one; unspecified otherwise."""
+    finding_reason: _builtins.str
+    """Why, in a sentence; empty without a finding."""
     @_builtins.property
     def resources(self) -> Global___ResourceUsage:
         """Its last telemetry."""
@@ -2935,10 +2941,12 @@ class WorkerState(_message.Message):
         sdk_version: _builtins.str = ...,
         slowdown: _builtins.float | None = ...,
         compute_time_ms: _builtins.float | None = ...,
+        finding: Global___IncidentKind.ValueType = ...,
+        finding_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_compute_time_ms", b"_compute_time_ms", "_rank", b"_rank", "_slowdown", b"_slowdown", "_step", b"_step", "_step_time_ms", b"_step_time_ms", "compute_time_ms", b"compute_time_ms", "rank", b"rank", "resources", b"resources", "slowdown", b"slowdown", "step", b"step", "step_time_ms", b"step_time_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_compute_time_ms", b"_compute_time_ms", "_rank", b"_rank", "_slowdown", b"_slowdown", "_step", b"_step", "_step_time_ms", b"_step_time_ms", "attached", b"attached", "compute_time_ms", b"compute_time_ms", "gpu_count", b"gpu_count", "hostname", b"hostname", "incarnation", b"incarnation", "ip", b"ip", "labels", b"labels", "leased_shards", b"leased_shards", "liveness", b"liveness", "liveness_reason", b"liveness_reason", "port", b"port", "rank", b"rank", "resources", b"resources", "sdk_version", b"sdk_version", "silent_ms", b"silent_ms", "slowdown", b"slowdown", "status", b"status", "step", b"step", "step_time_ms", b"step_time_ms", "weight", b"weight", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_compute_time_ms", b"_compute_time_ms", "_rank", b"_rank", "_slowdown", b"_slowdown", "_step", b"_step", "_step_time_ms", b"_step_time_ms", "attached", b"attached", "compute_time_ms", b"compute_time_ms", "finding", b"finding", "finding_reason", b"finding_reason", "gpu_count", b"gpu_count", "hostname", b"hostname", "incarnation", b"incarnation", "ip", b"ip", "labels", b"labels", "leased_shards", b"leased_shards", "liveness", b"liveness", "liveness_reason", b"liveness_reason", "port", b"port", "rank", b"rank", "resources", b"resources", "sdk_version", b"sdk_version", "silent_ms", b"silent_ms", "slowdown", b"slowdown", "status", b"status", "step", b"step", "step_time_ms", b"step_time_ms", "weight", b"weight", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__compute_time_ms: _TypeAlias = _typing.Literal["compute_time_ms"]  # noqa: Y015
     _WhichOneofArgType__compute_time_ms: _TypeAlias = _typing.Literal["_compute_time_ms", b"_compute_time_ms"]  # noqa: Y015

@@ -62,11 +62,12 @@ class WorkerSurvey:
 
     made_s: float
     attention: Sequence[str]
-    """Those first that a person may have to look at: missing at a barrier, suspect, slow; then by rank."""
+    """Those first that a person may have to look at: found to be slow or to hang, missing at a barrier, suspect; then
+    by step time and rank."""
     counts: Mapping[tuple[int, int], int]
     """Members by status and liveness."""
     typical_ms: float | None
-    """The median step time."""
+    """The median step time, by computing times where they are known."""
 
 
 async def survey_workers(service: CoordinatorService, job_id: str) -> WorkerSurvey:
@@ -78,24 +79,28 @@ async def survey_workers(service: CoordinatorService, job_id: str) -> WorkerSurv
     order = wire_job.worker_order(job)
     counts: Counter[tuple[int, int]] = Counter()
     steps_ms: dict[str, float] = {}
+    found: set[str] = set()
     suspects: set[str] = set()
     for start in range(0, len(order), SCANNED_AT_ONCE):
         for worker_id in order[start : start + SCANNED_AT_ONCE]:
-            if worker_id in job.members:
+            member = job.members.get(worker_id)
+            if member is not None:
                 heartbeat = telemetry.heartbeats.get(worker_id)
                 liveness = wire_job.worker_liveness(job, soft, worker_id, made_s)[0]
                 counts[heartbeat.status if heartbeat is not None else 0, liveness] += 1
-                if heartbeat is not None and heartbeat.step_time_ms:
-                    steps_ms[worker_id] = heartbeat.step_time_ms
+                if heartbeat is not None and (own_ms := wire_job.own_step_ms(heartbeat)):
+                    steps_ms[worker_id] = own_ms
+                if wire_job.current_finding(member, soft) is not None:
+                    found.add(worker_id)
                 if liveness == pb.LIVENESS_SUSPECT:
                     suspects.add(worker_id)
         await asyncio.sleep(0)
     typical_ms = median(steps_ms.values()) if steps_ms else None
     missing = {worker_id for barrier in soft.barriers.values() for worker_id in barrier.missing}
 
-    def urgency(worker_id: str) -> tuple[bool, bool, bool, float]:
+    def urgency(worker_id: str) -> tuple[list[bool], float]:
         slow = steps_ms.get(worker_id, 0.0) / typical_ms if typical_ms else 0.0
-        return worker_id not in job.members, worker_id not in missing, worker_id not in suspects, -round(slow, 1)
+        return [worker_id not in some for some in (job.members, found, missing, suspects)], -round(slow, 1)
 
     return WorkerSurvey(made_s, sorted(order, key=urgency), counts, typical_ms)
 

@@ -14,7 +14,7 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.coord.core import goodput
 from strata.coord.core.barriers import missing_at
-from strata.coord.core.facts import DatasetMode, GangStatus, JobConfig
+from strata.coord.core.facts import DatasetMode, GangStatus, JobConfig, StragglerFinding
 from strata.coord.core.goodput import GoodputPhase
 from strata.coord.core.history import INCIDENTS, LEFT, HistoryEvent, HistoryKind
 from strata.coord.core.ledger import DatasetLedger, Quarantined
@@ -36,6 +36,10 @@ LATE_INTERVALS: Final = 1.5
 
 EVENT_KIND_OF: Final[Mapping[HistoryKind, pb.EventKind.ValueType]] = {
     kind: pb.EventKind.Value(f"EVENT_KIND_{kind.name}") for kind in HistoryKind
+}
+FINDING_KIND_OF: Final[Mapping[StragglerFinding, pb.IncidentKind.ValueType]] = {
+    StragglerFinding.SLOW: pb.INCIDENT_KIND_STRAGGLER,
+    StragglerFinding.HUNG: pb.INCIDENT_KIND_HANG,
 }
 _INCIDENT_KIND_OF: Final[Mapping[HistoryKind, pb.IncidentKind.ValueType]] = {
     kind: pb.IncidentKind.Value(f"INCIDENT_KIND_{kind.name}") for kind in INCIDENTS
@@ -207,12 +211,12 @@ def median_step_ms(job: JobState, telemetry: JobTelemetry) -> float | None:
         own_ms
         for worker_id in job.members
         if (heartbeat := telemetry.heartbeats.get(worker_id)) is not None
-        and (own_ms := _own_step_ms(heartbeat)) is not None
+        and (own_ms := own_step_ms(heartbeat)) is not None
     ]
     return median(times) if times else None
 
 
-def _own_step_ms(heartbeat: pb.HeartbeatRequest) -> float | None:
+def own_step_ms(heartbeat: pb.HeartbeatRequest) -> float | None:
     """What the worker itself takes for a step; ranks that wait for each other have equal step times."""
     if heartbeat.compute_times_ms:
         return median(heartbeat.compute_times_ms)
@@ -221,7 +225,7 @@ def _own_step_ms(heartbeat: pb.HeartbeatRequest) -> float | None:
 
 def slowdown(telemetry: JobTelemetry, worker_id: str, typical_ms: float | None) -> float | None:
     heartbeat = telemetry.heartbeats.get(worker_id)
-    own_ms = _own_step_ms(heartbeat) if heartbeat is not None else None
+    own_ms = own_step_ms(heartbeat) if heartbeat is not None else None
     return own_ms / typical_ms if own_ms is not None and typical_ms else None
 
 
@@ -267,6 +271,9 @@ def _member(
         labels=member.worker.labels,
         sdk_version=telemetry.sdk_versions.get(worker_id, ""),
     )
+    finding = current_finding(member, soft)
+    if finding is not None:
+        state.finding, state.finding_reason = FINDING_KIND_OF[finding], member.finding_reason
     if worker_id in job.ranks:
         state.rank = job.ranks[worker_id]
     if worker_id in telemetry.steps:
@@ -284,6 +291,13 @@ def _member(
         if slow is not None:
             state.slowdown = slow
     return state
+
+
+def current_finding(member: Member, soft: SoftState) -> StragglerFinding | None:
+    """What the worker counts as. One that hung and makes steps again hangs no more, whatever its level still is."""
+    standing = soft.stragglers.standings.get(member.worker.worker_id)
+    moves_again = standing is not None and standing.finding is not StragglerFinding.HUNG
+    return None if member.finding is StragglerFinding.HUNG and moves_again else member.finding
 
 
 def worker_liveness(job: JobState, soft: SoftState, worker_id: str, now_s: float) -> tuple[pb.Liveness.ValueType, str]:

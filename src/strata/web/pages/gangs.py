@@ -105,6 +105,11 @@ async def gang(page: Page, query: GangPageQuery) -> View:
 def headline(found: wire.GangReply) -> str:
     """Who holds the gang up, in a sentence; empty: nobody."""
     suspects = [each for each in found.workers if each.liveness == "suspect"]
+    # Before the barriers: ranks that step together are at one most of the time, and wait there for the slow one.
+    stragglers = [each for each in found.workers if each.finding]
+    if stragglers:
+        more = f" (and {len(stragglers) - 1} more)" if len(stragglers) > 1 else ""
+        return f"{stragglers[0].finding_reason}{more}"
     if found.barriers:
         return barrier_words(max(found.barriers, key=lambda each: each.open_s), found.workers)
     if suspects:
