@@ -18,8 +18,8 @@ from strata.base.secret import MASK, Secret
 _MAX_DEPTH: Final = 8
 _MAX_ITEMS: Final = 1000
 
-# `tokens` and `token_count` are counts; `token` and `access_token` are credentials, unless the value is a number, as that
-# of `bytes_per_token`. A password may be a number.
+# `tokens` and `token_count` are counts; `token` and `access_token` are credentials, unless the value is a number, as
+# that of `bytes_per_token` is. A password may be a number.
 _SECRET_NAME: Final = re.compile(
     r"(?:^|_)(?:token|(?:secret|password|passwd|passphrase|authorization|api_?key|private_?key|access_?key)s?(?:_.*)?)$"
 )

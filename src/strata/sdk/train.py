@@ -87,13 +87,13 @@ def _base_url(url: str) -> str:
 
 def _read_key(url: str, key: str | Path) -> str:
     """The key itself, or the one in a file, if it may be sent to this address."""
-    if isinstance(key, Path):
+    if isinstance(file := key, Path):
         try:
-            key = key.read_text(encoding="utf-8").strip()
+            key = file.read_text(encoding="utf-8").strip()
         except FileNotFoundError as error:
             raise StrataError(
                 Code.UNAVAILABLE,
-                f"there is no key in {key.absolute()}: no training server has been started with that data folder",
+                f"there is no key in {file.absolute()}: no training server has been started with that data folder",
                 hint="first, in another terminal: strata serve CONFIG; it writes the key before it loads the model",
             ) from error
     if url.startswith("http:") and not is_scoped_key(Secret(key)):

@@ -19,14 +19,14 @@ def passed(loss: float, tokens: float, **more: float) -> dict[str, float]:
 def test_a_step_has_the_metrics_of_all_passes_since_the_one_before() -> None:
     curves = LearningCurves()
     curves.add_pass(M, passed(30.0, 10.0, ratio__mean=1.0, ratio__max=3.0, sampler_gap__sum=4.0, sampled_tokens__sum=2))
-    curves.add_pass(M, passed(10.0, 30.0, ratio__mean=2.0, ratio__max=2.0))
+    curves.add_pass(M, passed(10.0, 30.0, ratio__mean=2.0, ratio__max=2.0, sampler_gap__sum=4.0, sampled_tokens__sum=6))
     curves.add_step(M, 3, 100.0, {"grad_norm": 0.5})
     curves.add_step(M, 4, 101.0, {"grad_norm": 0.25})
     curve = curves.get(M)
     assert curve is not None
     first, second = curve.points()
     assert first.values == {
-        "loss": 1.0, "tokens": 40.0, "ratio": 1.75, "ratio_max": 3.0, "sampler_gap": 2.0, "sampled_tokens": 2.0,
+        "loss": 1.0, "tokens": 40.0, "ratio": 1.75, "ratio_max": 3.0, "sampler_gap": 1.0, "sampled_tokens": 8.0,
         "grad_norm": 0.5,
     }  # fmt: skip
     assert (second.seq_id, second.at_s, second.values) == (4, 101.0, {"grad_norm": 0.25}), (

@@ -41,6 +41,17 @@ def test_the_gap_is_over_the_sampled_tokens_of_all_datums() -> None:
     assert found["sampler_kl:sum"] == pytest.approx(expected)
 
 
+def test_a_prompt_has_no_part_in_the_ratios_and_clips_of_a_pass() -> None:
+    """As the cookbook sends it: zeros for the log probabilities and advantages of the prompt."""
+    first = measured([-9.0, -8.0, -1.0, -2.0], [0.0, 0.0, -1.0, -2.0], [0.0, 0.0, 1.0, -1.0])
+    assert (first["ratio:mean"], first["ratio:min"], first["ratio:max"]) == (1.0, 1.0, 1.0)
+    assert (first["tokens:sum"], first["sampled_tokens:sum"], first["clipped_tokens:sum"]) == (4, 2, 0)
+    second = measured([-2.0, -2.0 + math.log(2.0)], [0.0, -2.0], [0.0, 1.0])
+    assert second["clipped_tokens:sum"] == 1
+    assert combine_metrics([first, second])["ratio:mean"] == pytest.approx((1.0 + 1.0 + 2.0) / 3)
+    assert not [name for name in measured([-1.0], [0.0], [0.0]) if name.startswith("ratio:")]
+
+
 def test_the_same_numbers_are_no_gap_and_nothing_sampled_is_no_figure() -> None:
     same = measured([-1.0, -2.0], [-1.0, -2.0], [1.0, 1.0])
     assert (same["sampler_gap:max"], same["sampler_kl:sum"]) == (0.0, 0.0)

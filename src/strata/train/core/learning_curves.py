@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.train.core.pass_metrics import TOKENS, combine_metrics
+from strata.train.core.pass_metrics import COUNTED, TOKENS, combine_metrics
 
 MAX_MODELS: Final = 64
 """The models that stepped last."""
@@ -23,12 +23,6 @@ MAX_REPORTED: Final = 8
 """Names of metrics that the client of one model may report."""
 MAX_UNUSED: Final = 64
 """Reports of a model whose step has not come yet."""
-_COUNTED: Final = {
-    "sampler_gap:sum": "sampled_tokens:sum",
-    "sampler_kl:sum": "sampled_tokens:sum",
-    "same_weights_gap:sum": "same_weights_tokens:sum",
-}
-"""The metrics that are sums over other tokens than those with a weight."""
 
 
 class CurvePoint(msgspec.Struct, frozen=True):
@@ -149,7 +143,7 @@ def _per_token(metrics: Mapping[str, float]) -> dict[str, float]:
         if name == TOKENS:
             found["tokens"] = value
         elif reduction == "sum" and not stem.endswith("_tokens"):
-            found[stem] = value / max(metrics.get(_COUNTED.get(name, TOKENS), 0.0), 1.0)
+            found[stem] = value / max(metrics.get(COUNTED.get(name, TOKENS), 0.0), 1.0)
         else:
             found[stem if reduction in ("sum", "mean") else name.replace(":", "_")] = value
     return found
@@ -159,7 +153,7 @@ def _with_pass(point: CurvePoint, metrics: Mapping[str, float]) -> CurvePoint:
     values = dict(point.values)
     for name, value in _per_token(metrics).items():
         before = values.get(name)
-        counted = _COUNTED.get(f"{name}:sum", "").removesuffix(":sum")
+        counted = COUNTED.get(f"{name}:sum", "").removesuffix(":sum")
         if before is None or name.endswith("_max"):
             values[name] = value if before is None else max(before, value)
         elif counted:

@@ -6,7 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 TOKENS: Final = "tokens:sum"
-"""The tokens with a weight: a mean is over them."""
+"""The tokens with a weight: a mean is over them, unless `COUNTED` says otherwise."""
+SAMPLED: Final = "sampled_tokens:sum"
+"""The tokens with a weight and an advantage. Others, as those of a prompt, have no log probability of a sampler."""
+COUNTED: Final = {
+    "ratio:mean": SAMPLED,
+    "sampler_gap:sum": SAMPLED,
+    "sampler_kl:sum": SAMPLED,
+    "same_weights_gap:sum": "same_weights_tokens:sum",
+}
+"""The metrics that are means of, or sums over, other tokens than those with a weight."""
 
 CUSTOM: Final = "custom/"
 """Metrics of a client's own loss: a mean is over its groups."""
@@ -30,7 +39,7 @@ def _reduce(name: str, parts: Sequence[Mapping[str, float]]) -> float:
         case _ if name.startswith(CUSTOM):
             return sum(values) / len(values)
         case _:
-            return _weighted_mean(values, [each.get(TOKENS, 0.0) for each in parts])
+            return _weighted_mean(values, [each.get(COUNTED.get(name, TOKENS), 0.0) for each in parts])
 
 
 def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:

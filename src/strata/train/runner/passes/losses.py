@@ -24,6 +24,7 @@ from strata.base.errors import Code, StrataError
 from strata.train.core import ops
 from strata.train.core.loss_graph import CustomLoss, LossInput
 from strata.train.core.ops import LossName
+from strata.train.core.pass_metrics import SAMPLED, TOKENS
 
 LOW: Final = "clip_low_threshold"
 HIGH: Final = "clip_high_threshold"
@@ -326,34 +327,34 @@ def _densify(name: str, tensor: ops.Sparse, values: torch.Tensor) -> torch.Tenso
 def measure_loss(terms: LossTerms, datum: LossInputs, logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
     """The metrics of one datum, on the device and not read yet: `read_metrics` reads those of many datums at once.
 
-    A mean is over the tokens with a weight. Nothing here may wait for the device, so no tokens are selected by a mask.
+    Ratios and clips are over the tokens that have an advantage: those of a prompt came from no sampler. Nothing here
+    may wait for the device, so no tokens are selected by a mask.
     """
     counted = datum.weights != 0
-    tokens = counted.sum()
-    measured = {"loss:sum": terms.loss.detach(), "tokens:sum": tokens}
+    measured = {"loss:sum": terms.loss.detach(), TOKENS: counted.sum()}
+    if datum.logprobs is None or datum.advantages is None:
+        return measured
+    sampled = counted & (datum.advantages != 0)
+    measured[SAMPLED] = sampled.sum()
     if terms.ratio is not None:
         measured |= {
-            "ratio:mean": torch.where(counted, terms.ratio, 0.0).sum() / tokens,
-            "ratio:min": torch.where(counted, terms.ratio, torch.inf).min(),
-            "ratio:max": torch.where(counted, terms.ratio, -torch.inf).max(),
+            "ratio:mean": torch.where(sampled, terms.ratio, 0.0).sum() / measured[SAMPLED],
+            "ratio:min": torch.where(sampled, terms.ratio, torch.inf).min(),
+            "ratio:max": torch.where(sampled, terms.ratio, -torch.inf).max(),
         }
     if terms.clipped is not None:
-        measured["clipped_tokens:sum"] = (terms.clipped & counted).sum()
-    return measured | _sampler_gap(logprobs.detach(), datum)
+        measured["clipped_tokens:sum"] = (terms.clipped & sampled).sum()
+    return measured | _sampler_gap(logprobs.detach() - datum.logprobs, sampled)
 
 
-def _sampler_gap(logprobs: torch.Tensor, datum: LossInputs) -> dict[str, torch.Tensor]:
+def _sampler_gap(distance: torch.Tensor, sampled: torch.Tensor) -> dict[str, torch.Tensor]:
     """How far the sampler's log probabilities are from the trainer's, over the tokens that have an advantage.
 
     If both had the same weights, the gap is the numerical difference between two programs; after an optimizer step it
     also holds what was learned. `kl` estimates KL(q‖p) by r - 1 - log r, which is unbiased and never negative.
     """
-    if datum.logprobs is None or datum.advantages is None:
-        return {}
-    sampled = (datum.advantages != 0) & (datum.weights != 0)
-    distance = torch.where(sampled, (logprobs - datum.logprobs).double(), 0.0)
+    distance = torch.where(sampled, distance.double(), 0.0)
     return {
-        "sampled_tokens:sum": sampled.sum(),
         "sampler_gap:sum": distance.abs().sum(),
         "sampler_gap:max": distance.abs().max(),
         "sampler_kl:sum": (distance.expm1() - distance).sum(),
@@ -370,10 +371,7 @@ def read_metrics(measured: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[st
     return [_without_undefined(each) for each in metrics]
 
 
-_OVER: Final = {"ratio:": "tokens:sum", "sampler_": "sampled_tokens:sum"}
-"""Metrics that have no value if there are no tokens of a kind."""
-
-
 def _without_undefined(metrics: dict[str, float]) -> dict[str, float]:
-    empty = tuple(prefix for prefix, tokens in _OVER.items() if not metrics.get(tokens, 0.0))
-    return {name: value for name, value in metrics.items() if not name.startswith(empty)}
+    """Ratio and gap have no value if no token was sampled."""
+    undefined = () if metrics.get(SAMPLED) else ("ratio:", "sampler_")
+    return {name: value for name, value in metrics.items() if not name.startswith(undefined)}
