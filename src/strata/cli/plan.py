@@ -69,6 +69,8 @@ def plan(model: str, device_gb: float, devices: int | None, output: Format, **op
     recipe = msgspec.structs.replace(recipe, **{name: value for name, value in options.items() if value is not None})
     if recipe.quantise:
         require("bitsandbytes", extra="quantised")
+    # Before the import, which takes seconds.
+    print_error(f"tracing a row of {recipe.row_tokens:,} tokens through {model}; a large model may take a minute")
     from strata.train.runner.model.plan import trace_cost
 
     room = int(device_gb * 1e9)

@@ -325,7 +325,7 @@ def what_does_not_fit_is_not_created(driver: Driver, found: Found) -> None:
         return result.message
 
     assert "lora_config" in refused("x", None)
-    assert "rank must be 1 to 64" in refused("x", ops.LoraConfig(rank=65))
+    assert "rank must be 1 to 64 (model.max_lora_rank of the server)" in refused("x", ops.LoraConfig(rank=65))
     nothing = ops.LoraConfig(train_attn=False, train_mlp=False, train_unembed=False)
     assert "nothing is to be trained" in refused("x", nothing)
     for number in range(8):

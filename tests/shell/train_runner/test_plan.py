@@ -334,6 +334,7 @@ def test_settings_of_a_server_are_planned_with_lines_for_a_manifest(tmp_path: Pa
     runner = CliRunner()
     shown = runner.invoke(plan, [str(file)], catch_exceptions=False)
     assert shown.stdout.splitlines()[-2:] == ["min_gpus = 2", "min_vram_gib = 1"]
+    assert shown.stderr.startswith(f"tracing a row of 64 tokens through {tmp_path / 'model'}")
     found = json.loads(
         runner.invoke(plan, [str(file), "--training", "lora", "-o", "json"], catch_exceptions=False).stdout
     )

@@ -161,7 +161,10 @@ class ModelRunner:
         if lora is None:
             raise StrataError(Code.INVALID, "this server trains LoRA adapters: give a lora_config")
         if not 1 <= lora.rank <= self.settings.max_lora_rank or not (math.isfinite(lora.alpha) and lora.alpha > 0):
-            raise StrataError(Code.INVALID, f"rank must be 1 to {self.settings.max_lora_rank}, and alpha above 0")
+            most = self.settings.max_lora_rank
+            raise StrataError(
+                Code.INVALID, f"rank must be 1 to {most} (model.max_lora_rank of the server), and alpha above 0"
+            )
         adapter = self.base.new_adapter(lora, self.ranks.device, optimizer=operation.optimizer)
         # Without a seed, the model id is the seed: the model starts the same when its creation is replayed.
         seed = f"seed/{lora.seed}" if lora.seed is not None else f"model/{operation.model_id}"
