@@ -11,11 +11,9 @@ from tests.shell.cli_fleet.driving import HostByHand, Person
 from tests.shell.fleet_agent.running import HubProcess
 
 TRAIN = """\
-import json, sys
-if "--describe" in sys.argv:
-    properties = {"learning_rate": {"type": "number"}, "depth": {"type": "integer"}}
-    print(json.dumps({"type": "object", "properties": properties, "additionalProperties": False}))
-    raise SystemExit(0)
+from strata.fleet.trainer import handle_describe
+properties = {"learning_rate": {"type": "number"}, "depth": {"type": "integer"}}
+handle_describe({"type": "object", "properties": properties, "additionalProperties": False})
 print("trained")
 """
 MANIFEST = """\

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,8 +48,11 @@ def test_a_misspelt_parameter_is_found_at_its_line_before_anything_is_sent(perso
     assert "sent" not in done.err
 
 
+CALLS = "from strata.fleet.trainer import handle_describe\nhandle_describe({})\n"
+
+
 def test_a_trainer_that_cannot_describe_itself_is_applied_with_a_word_about_it(person: Person, manifest: Path) -> None:
-    (manifest.parent / "code" / "train.py").write_text("# knows --describe\nimport nothing_of_this_name\n")
+    (manifest.parent / "code" / "train.py").write_text("import nothing_of_this_name\n" + CALLS)
     done = person.says("apply", str(manifest))
     assert done.status == ExitCode.OK
     assert "trainer default: its parameters are not checked now" in done.err
@@ -64,20 +69,61 @@ pathlib.Path({outside!r}).write_text("here")
 def nosy(manifest: Path, *more: str) -> Path:
     """A trainer that ignores its arguments, and a file that is there once it was started."""
     outside = manifest.parent / "it-ran"
-    text = NOSY.format(outside=str(outside)) + "".join(f"# {line}\n" for line in more)
+    text = NOSY.format(outside=str(outside)) + "".join(f"{line}\n" for line in more)
     (manifest.parent / "code" / "train.py").write_text(text)
     return outside
 
 
-def test_a_trainer_that_does_not_mention_describe_is_not_started_by_apply(person: Person, manifest: Path) -> None:
-    ran = nosy(manifest)
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "# knows --describe",
+        "from strata.fleet.trainer import hyper",
+        "from strata.fleet.trainer import handle_describe",
+    ],
+)
+def test_a_trainer_that_does_not_call_handle_describe_is_not_started(person: Person, manifest: Path, line: str) -> None:
+    ran = nosy(manifest, line)
     done = person.says("apply", str(manifest))
     assert (done.status, ran.exists(), "asking trainer" in done.err) == (0, False, False)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        *("report(loss=1)", "hyper()", "output_folder()", "assigned()", "resume_from()", "progress(0.5)"),
+        *("new_checkpoint('a').__enter__()", "coord.join()", "coord.join_async()"),
+    ],
+)
+def test_a_trainer_never_trains_under_describe(tmp_path: Path, call: str) -> None:
+    ran = tmp_path / "it-ran"
+    program = "import pathlib\nfrom strata.fleet.trainer import *\n"
+    if call.startswith("coord."):
+        program = "import pathlib\nimport strata.coord.worker as coord\n"
+    program += f"{call}\npathlib.Path({str(ran)!r}).touch()\n"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "--describe"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (1, "", [])
+    assert "was called under --describe: call strata.fleet.trainer.handle_describe" in done.stderr
+
+
+def test_a_trainer_that_trains_before_it_describes_itself_is_ended(person: Person, manifest: Path) -> None:
+    ran = manifest.parent / "it-ran"
+    (manifest.parent / "code" / "train.py").write_text(
+        "import pathlib\nimport strata.fleet.trainer as trainer\ntrainer.hyper()\n"
+        f"pathlib.Path({str(ran)!r}).touch()\ntrainer.handle_describe({{}})\n"
+    )
+    done = person.says("apply", str(manifest))
+    assert (done.status, ran.exists()) == (0, False)
+    assert "asking trainer default for its parameters: python train.py --describe" in done.err
+    assert "--describe failed: hyper() was called under --describe" in done.err
+
+
 @pytest.mark.proves("Never again: attached commands and Ctrl-C were silent; a dry run started the user's program")
 def test_a_dry_run_starts_no_program_and_says_what_it_does_not_check(person: Person, manifest: Path) -> None:
-    ran = nosy(manifest, "--describe")
+    ran = nosy(manifest, CALLS)
     for words in ((), ("--describe",)):
         done = person.says("apply", "--dry-run", *words, str(manifest))
         assert (done.status, ran.exists()) == (0, False)
@@ -85,7 +131,7 @@ def test_a_dry_run_starts_no_program_and_says_what_it_does_not_check(person: Per
 
 
 def test_a_trainer_is_described_in_a_copy_of_its_folder_with_a_line_about_it(person: Person, manifest: Path) -> None:
-    ran = nosy(manifest, "from strata.fleet.trainer import metrics")
+    ran = nosy(manifest, "from strata.fleet.trainer import handle_describe as tell", "tell({})")
     done = person.says("apply", str(manifest))
     assert (done.status, ran.exists()) == (0, True)
     assert "asking trainer default for its parameters: python train.py --describe" in done.err
@@ -96,10 +142,32 @@ def test_describe_can_be_asked_for_and_forbidden(person: Person, manifest: Path)
     ran = nosy(manifest)
     person.says("apply", "--describe", str(manifest))
     assert ran.exists()
-    ran = nosy(manifest, "--describe")
+    ran = nosy(manifest, CALLS)
     ran.unlink()
     person.says("apply", "--no-describe", str(manifest))
     assert not ran.exists()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("[[jobs]]", "[jobs]", "jobs: expected an array of tables ([[jobs]]), found a table"),
+        ('model = "tree"', 'model = "tree"\ntrainer = "other"', 'there is no trainer "other"'),
+        ("hyper = ", "hyperr = ", 'did you mean "hyper"?'),
+        ('model = "tree"', 'model = "tree"\nafter = ["nothing"]', 'there is no job "nothing"'),
+        ('model = "tree"', 'model = "tree"\nname = "g"\nworkers = 2\nmin_workers = 3', "min_workers"),
+    ],
+)
+def test_what_is_wrong_in_the_file_is_found_before_a_program_is_started(
+    person: Person, manifest: Path, before: str, after: str, message: str
+) -> None:
+    ran = nosy(manifest, CALLS)
+    one_job = manifest.read_text().rpartition("[[jobs]]")[0]
+    manifest.write_text(one_job.replace(before, after, 1))
+    done = person.says("apply", str(manifest))
+    assert (done.status, ran.exists()) == (ExitCode.USAGE, False)
+    assert message in done.err
+    assert "asking trainer" not in done.err
 
 
 def test_a_folder_that_is_not_there_is_a_mistake_of_the_manifest(person: Person, manifest: Path) -> None:

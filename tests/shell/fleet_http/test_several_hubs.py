@@ -134,8 +134,10 @@ async def test_a_number_of_a_trial_has_one_point_until_the_sweep_changes(tables:
     assert await tables.sweeps.claim_trial(sweep, 0, {"x": 0.5}) == {"x": 0.25}
     assert await tables.sweeps.claim_trial(sweep, 1, {"x": 0.5}) == {"x": 0.5}
     assert await tables.sweeps.claim_trial(changed, 0, {"x": 0.75}) == {"x": 0.75}
-    declared = StoredSweep(project="p", name="s", sweep=sweep, actor="operator", submitter=OPERATOR)
-    await tables.sweeps.change("p", lambda _there: SweepChanges([declared]))
+    before = StoredSweep(project="p", name="s", sweep=changed, actor="operator", submitter=OPERATOR)
+    after = msgspec.structs.replace(before, sweep=sweep)
+    await tables.sweeps.change("p", lambda _there: SweepChanges([before]))
+    await tables.sweeps.change("p", lambda _there: SweepChanges([after]))
     assert await tables.sweeps.claim_trial(sweep, 0, {"x": 0.5}) == {"x": 0.25}
     assert await tables.sweeps.claim_trial(changed, 0, {"x": 0.5}) == {"x": 0.5}, "it is not declared"
 
@@ -196,6 +198,7 @@ async def test_two_hubs_queue_each_trial_once_even_if_both_run_the_sweep(
         ok(await (await pair[0].operator()).post("/v1/manifest", json=manifest_body(MANIFEST)), wire.ManifestReply)
         (stored,) = await tables.sweeps.sweeps()
         # One was frozen before it queued the first trial; no sampler would choose this point.
+        assert stored.sweep is not None
         await tables.sweeps.claim_trial(stored.sweep, 0, {"x": 0.25})
         runners = [SweepRunner(tables, site.hub.context, "frozen") for site in pair]
         async with asyncio.timeout(60 * BUSY):

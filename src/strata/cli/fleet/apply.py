@@ -39,7 +39,7 @@ _REQUEUED: Final = "runs again, its result was made by another trainer or outsid
 @click.option(
     "--describe/--no-describe",
     default=None,
-    help="Run every trainer, or none, with --describe to check parameters (default: if its program mentions it).",
+    help="Run every trainer, or none, with --describe to check parameters (default: if it calls handle_describe).",
 )
 @hub_option
 @output_option
@@ -65,8 +65,8 @@ def apply(  # noqa: PLR0913 (the options of the command)
     trainer's folder that is relative to MANIFEST is uploaded, without the files that .strataignore or .gitignore name,
     caches, virtual environments and .env.
 
-    A trainer whose program mentions --describe or strata.fleet.trainer is run with --describe in a copy of its folder,
-    so that a misspelt parameter is found now; never in a dry run.
+    A trainer whose program calls strata.fleet.trainer.handle_describe is run with --describe in a copy of its folder,
+    so that a misspelt parameter is found now; never in a dry run. No other program is started.
     """
     from strata.cli.fleet.prepare import prepare_manifest
     from strata.fleet.core.schedule import format_moment

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 DESCRIBE_S: Final = 60.0
 _MAX_PROGRAM: Final = 1 << 20
-_MARKS: Final = (b"--describe", b"strata.fleet.trainer")
+_ENTRY: Final = "handle_describe"
+"""The function of `strata.fleet.trainer` that prints the parameters and exits."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def prepare_manifest(
     """Parse the manifest once, describe its trainers, bundle their relative folders, and check all of it.
 
     `find_artifacts` is called for trainers that name datasets of the hub. Without `describe`, a trainer is run for its
-    parameters if its program mentions that it knows how; never for a dry run.
+    parameters if its program calls `handle_describe`; never for a dry run.
     """
     from msgspec.structs import replace
 
@@ -63,18 +64,26 @@ def prepare_manifest(
     from strata.sdk.bundle import make_bundle
 
     draft = parse_manifest(_read(path), str(path)[-MAX_SOURCE:])
-    schemas: dict[str, Any] = {}
+    folders = {name: _folder(path, trainer) for name, trainer in draft.trainers.items()}
+    schemas = {name: _read_schema(path.parent, each) for name, each in draft.trainers.items() if each.params}
+    asked = [
+        name
+        for name, folder in folders.items()
+        if name not in schemas and folder is not None and folder.is_dir()
+        if (calls_handle_describe(folder, draft.trainers[name]) if describe is None else describe)
+    ]
+    if asked and not dry_run:
+        # All that is wrong in the file itself is found before a program is started.
+        draft.resolve(schemas=_compile(schemas))
     bundles: dict[str, Bundle] = {}
     resolved: dict[str, TrainerSpec] = {}
     for name, trainer in draft.trainers.items():
-        folder = (path.parent / trainer.directory).resolve() if trainer.directory else None
-        is_relative = bool(trainer.directory) and not Path(trainer.directory).is_absolute()
-        if folder is not None and is_relative and not folder.is_dir():
-            raise StrataError(Code.INVALID, f"{path}: trainers.{name}.directory: there is no folder {folder}")
-        schema = _schema(path.parent, folder, trainer, warn, wanted=describe, dry_run=dry_run)
-        if schema is not None:
-            schemas[name] = schema
-        if folder is not None and is_relative:
+        folder = folders[name]
+        if folder is not None and name in asked:
+            schema = _describe(folder, trainer, warn, dry_run=dry_run)
+            if schema is not None:
+                schemas[name] = schema
+        if folder is not None and not Path(trainer.directory).is_absolute():
             bundles[name] = make_bundle(folder)
             resolved[name] = replace(trainer, directory="", bundle=bundles[name].sha256)
         if any(source.dataset and not source.digest for source in trainer.data.values()):
@@ -99,30 +108,30 @@ def _compile(schemas: Mapping[str, Any]) -> dict[str, HyperSchema]:
     return {name: HyperSchema(schema, source=f"schema of {name}") for name, schema in schemas.items()}
 
 
-def _schema(
-    manifest_folder: Path,
-    folder: Path | None,
-    trainer: TrainerSpec,
-    warn: Callable[[str], None],
-    *,
-    wanted: bool | None,
-    dry_run: bool,
-) -> Any:
+def _folder(path: Path, trainer: TrainerSpec) -> Path | None:
+    """The folder of a trainer on this machine. INVALID if it is relative to the manifest and not there."""
+    folder = (path.parent / trainer.directory).resolve() if trainer.directory else None
+    if folder is not None and not Path(trainer.directory).is_absolute() and not folder.is_dir():
+        raise StrataError(Code.INVALID, f"{path}: trainers.{trainer.name}.directory: there is no folder {folder}")
+    return folder
+
+
+def _read_schema(manifest_folder: Path, trainer: TrainerSpec) -> Any:
+    """The schema in the file that the trainer names."""
     import json
 
-    if trainer.params:
-        try:
-            return json.loads((manifest_folder / trainer.params).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise StrataError(Code.INVALID, f"trainers.{trainer.name}.params: {trainer.params}: {error}") from None
-    if folder is None or not folder.is_dir():
-        return None
-    if not (mentions_describe(folder, trainer) if wanted is None else wanted):
-        return None
+    try:
+        return json.loads((manifest_folder / trainer.params).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise StrataError(Code.INVALID, f"trainers.{trainer.name}.params: {trainer.params}: {error}") from None
+
+
+def _describe(folder: Path, trainer: TrainerSpec, warn: Callable[[str], None], *, dry_run: bool) -> Any:
+    """The schema that the trainer prints; None if it prints none."""
     if dry_run:
         warn(f"trainer {trainer.name}: its parameters are not checked, a dry run starts no program")
         return None
-    from strata.fleet.trainer.describe import FLAG
+    from strata.base.describe import FLAG
 
     warn(f"asking trainer {trainer.name} for its parameters: {' '.join(trainer.command)} {FLAG}")
     found, problem = _describe_in_copy(folder, trainer)
@@ -131,23 +140,33 @@ def _schema(
     return found
 
 
-def mentions_describe(folder: Path, trainer: TrainerSpec) -> bool:
-    """Whether a file that the command names, or the module behind its `-m`, says that it knows `--describe`."""
+def calls_handle_describe(folder: Path, trainer: TrainerSpec) -> bool:
+    """Whether a file that the command names, or the module behind its `-m`, calls `handle_describe`."""
     words = trainer.command
     modules = [module.replace(".", "/") for before, module in itertools.pairwise(words) if before == "-m"]
     names = [*words, *(f"{module}{end}" for module in modules for end in (".py", "/__main__.py"))]
-    return any(_mentions(folder / name) for name in names if not Path(name).is_absolute())
+    return any(_has_call(folder / name) for name in names if not Path(name).is_absolute())
 
 
-def _mentions(path: Path) -> bool:
+def _has_call(path: Path) -> bool:
+    import ast
+    import warnings
+
     try:
-        if not path.is_file():
+        if not path.is_file() or path.stat().st_size > _MAX_PROGRAM:
             return False
-        with path.open("rb") as file:
-            text = file.read(_MAX_PROGRAM)
-    except (OSError, ValueError):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            nodes = list(ast.walk(ast.parse(path.read_bytes())))
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
         return False
-    return any(mark in text for mark in _MARKS)
+    imported = [each for node in nodes if isinstance(node, ast.ImportFrom) for each in node.names]
+    names = {_ENTRY} | {each.asname for each in imported if each.name == _ENTRY and each.asname}
+    called = [node.func for node in nodes if isinstance(node, ast.Call)]
+    return any(
+        (isinstance(each, ast.Name) and each.id in names) or (isinstance(each, ast.Attribute) and each.attr == _ENTRY)
+        for each in called
+    )
 
 
 def _describe_in_copy(folder: Path, trainer: TrainerSpec) -> tuple[Any, str]:
@@ -165,9 +184,9 @@ def _describe_in_copy(folder: Path, trainer: TrainerSpec) -> tuple[Any, str]:
 def _run_describe(folder: Path, trainer: TrainerSpec) -> tuple[Any, str]:
     import json
 
+    from strata.base.describe import FLAG
     from strata.base.settings import process_environment
     from strata.fleet.agent.environment import inherited_by_jobs, job_command
-    from strata.fleet.trainer.describe import FLAG
 
     words = [*job_command(trainer, sys.executable), FLAG]
     if trainer.venv and not trainer.interpreter and words[0].startswith("python"):

@@ -22,6 +22,7 @@ from typing import Any, Final
 import msgspec
 
 from strata.base.clock import SystemClock
+from strata.base.describe import refuse_describe
 from strata.base.errors import Code, StrataError
 from strata.base.parent import end_with_parent
 from strata.base.settings import load
@@ -73,6 +74,7 @@ def join(*, on_command: OnCommand | None = None, s3: S3Settings | None = None, *
     `on_command` is called in a thread of its own with every command; a command counts as carried out when it returns.
     `s3` is how to reach s3://; what is not given is in STRATA_S3_… or AWS_…, and looked for when it is needed.
     """
+    refuse_describe("join")
     found = _settings(settings)
     _refuse_in_import()
     return Worker(lambda: AsyncWorker(found, SystemClock(), on_command, s3))
@@ -80,6 +82,7 @@ def join(*, on_command: OnCommand | None = None, s3: S3Settings | None = None, *
 
 def join_async(*, on_command: OnCommand | None = None, s3: S3Settings | None = None, **settings: Any) -> AsyncWorker:
     """The same for `async with`, inside a running event loop."""
+    refuse_describe("join_async")
     _refuse_in_import()
     return AsyncWorker(_settings(settings), SystemClock(), on_command, s3)
 

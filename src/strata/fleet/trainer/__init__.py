@@ -11,6 +11,9 @@
     with new_checkpoint("step-10") as folder: ...   # complete when the block ends
     save(output_folder() / "model.safetensors")     # exit code 0: this is the result
 
+`strata apply` runs a trainer that calls `handle_describe` with `--describe`. Every other function here exits at once
+then, so that a trainer is never run for its parameters.
+
 Outside of an agent `report` and `progress` do nothing and the folders are in the working folder, so a trainer can also
 be run by hand. SIGTERM means that the job is preempted: save a checkpoint and exit within the grace period, 30 s by
 default.

@@ -17,8 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, Protocol
 
+from strata.base.describe import FLAG
+
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-FLAG = "--describe"
 
 _PLAIN: dict[Any, dict[str, Any]] = {
     str: {"type": "string"},

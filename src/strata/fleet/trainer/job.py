@@ -24,6 +24,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsFloat
 
+from strata.base.describe import refuse_describe
 from strata.fleet.trainer.settings import read_settings
 
 _MAX_FRACTION = 1.0
@@ -38,12 +39,14 @@ class AssignedJob(NamedTuple):
 
 
 def assigned() -> AssignedJob:
+    refuse_describe("assigned")
     settings = read_settings()
     return AssignedJob(settings.model, settings.mode, settings.seed)
 
 
 def hyper() -> dict[str, Any]:
     """The hyper-parameters of the job; empty outside of an agent."""
+    refuse_describe("hyper")
     path = read_settings().hyper
     parameters: dict[str, Any] = json.loads(Path(path).read_bytes()) if path else {}
     return parameters
@@ -51,11 +54,13 @@ def hyper() -> dict[str, Any]:
 
 def output_folder() -> Path:
     """The folder whose content is the result when the trainer exits with code 0."""
+    refuse_describe("output_folder")
     return Path(read_settings().output or ".")
 
 
 def resume_from() -> Path | None:
     """The newest checkpoint of an earlier attempt, as it was saved; None for a fresh start."""
+    refuse_describe("resume_from")
     path = read_settings().checkpoint_in
     return Path(path) if path else None
 
@@ -66,6 +71,7 @@ def new_checkpoint(name: str) -> Iterator[Path]:
 
     How long the block took is reported: the goodput of the job counts it as time for checkpoints.
     """
+    refuse_describe("new_checkpoint")
     if not name or name.startswith(".") or name.endswith((".tmp", ".partial")) or os.sep in name:
         raise ValueError(f"{name!r} cannot be the name of a checkpoint")
     folder = Path(read_settings().checkpoint or "checkpoints")
@@ -86,6 +92,7 @@ def new_checkpoint(name: str) -> Iterator[Path]:
 
 def report(*, step: int | None = None, **values: SupportsFloat) -> None:
     """Report metrics by name: `report(step=10, loss=0.4)`. A value is anything that `float()` takes, also a tensor."""
+    refuse_describe("report")
     line: dict[str, Any] = {"type": "metrics", "at_s": time.time(), "values": _numbers(values)}
     if step is not None:
         line["step"] = int(step)
@@ -94,6 +101,7 @@ def report(*, step: int | None = None, **values: SupportsFloat) -> None:
 
 def progress(fraction: float, note: str = "") -> None:
     """Report how much is done, from 0 to 1."""
+    refuse_describe("progress")
     clamped = min(max(float(fraction), 0.0), _MAX_FRACTION)
     _write({"type": "progress", "at_s": time.time(), "fraction": clamped, "note": note[:256]})
 
