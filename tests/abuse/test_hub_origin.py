@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from strata.fleet.http import server_views, servers
@@ -45,9 +46,10 @@ def address(route: Route, job: str) -> str:
 async def sent(client: httpx.AsyncClient, route: Route, job: str) -> httpx.Response:
     body: dict[str, Any] = {"model": "tiny", "prompt": "x", "session_id": "session_1"}
     body |= {"messages": [{"role": "user", "content": "x"}]} if "chat" in route.path else {}
-    content = {"json": body} if route.method in ("POST", "PUT") else {}
+    content = msgspec.json.encode(body) if route.method in ("POST", "PUT") else None
+    headers = {"Content-Type": "application/json"} if content else {}
     query = signed(job) if route.path.endswith("/archive") else None
-    return await client.request(route.method, address(route, job), params=query, **content)
+    return await client.request(route.method, address(route, job), params=query, content=content, headers=headers)
 
 
 async def assert_harmless_everywhere(site: Running, path: Path, job: str, head: bytes, tries: Tries) -> None:

@@ -1170,6 +1170,8 @@ class Made(HubReply, frozen=True, kw_only=True):
     removed_at_s: float | None = None
     by: str = ""
     """Who committed it: `host:…` for an attempt, `key:…` for a person."""
+    owner: str = ""
+    """Of the name, where it is data; else of the job that made it, or of the bytes."""
     project: str = ""
     trainer_digest: str = ""
     """Of the attempt that made it."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
@@ -19,6 +20,8 @@ from strata.fleet.artifacts.manifest import ArtifactKind, Lineage
 from strata.fleet.client import HubClient
 from strata.fleet.core.jobspec import DATASET, DataSource
 from strata.fleet.core.requirement import Label
+
+ReportData: TypeAlias = Callable[[wire.Made], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,7 @@ def push_data(client: HubClient, folder: Path, name: str, report: ReportProgress
         raise StrataError(
             Code.INVALID, f"{name!r} cannot be the name of data", hint="strata data push FOLDER NAME"
         ) from None
+    _check_name(client, name)
     hub = HubApi(client)
     manifest = scan(folder)
     sent = send_missing_chunks(hub, folder, manifest, lambda: True, report)
@@ -49,17 +53,27 @@ def push_data(client: HubClient, folder: Path, name: str, report: ReportProgress
     return PushedData(artifact_id=reply.artifact_id, files=len(manifest.files), size=size, sent=sent)
 
 
-def list_uploads(client: HubClient, name: str = "") -> tuple[wire.Made, ...]:
+def _check_name(client: HubClient, name: str) -> None:
+    """FORBIDDEN if the hub would refuse the upload when all of it is there."""
+    uploads = list_uploads(client, name, limit=1)
+    caller = client.call("GET", "/v1/caller", wire.CallerReply)
+    if uploads and uploads[0].owner != caller.owner and caller.role not in ("operator", "admin"):
+        raise StrataError(
+            Code.FORBIDDEN, f"the data {name!r} belongs to {uploads[0].owner}", hint="choose another name for yours"
+        )
+
+
+def list_uploads(client: HubClient, name: str = "", limit: int = wire.MAX_PAGE) -> tuple[wire.Made, ...]:
     """The newest first."""
-    query = wire.ArtifactsQuery(model=name, kind=ArtifactKind.DATA, limit=wire.MAX_PAGE)
+    query = wire.ArtifactsQuery(model=name, kind=ArtifactKind.DATA, limit=limit)
     return client.call("GET", "/v1/artifacts", wire.MadeReply, query=query).artifacts
 
 
-def find_data(client: HubClient, name: str) -> str:
+def find_data(client: HubClient, name: str) -> wire.Made:
     """The artifact that a name stands for; NOT_FOUND if nothing was uploaded under it."""
     query = wire.LatestQuery(model=name, kind=ArtifactKind.DATA)
     try:
-        return client.call("GET", "/v1/artifacts/latest", wire.Made, query=query).artifact_id
+        return client.call("GET", "/v1/artifacts/latest", wire.Made, query=query)
     except StrataError as error:
         if error.code is not Code.NOT_FOUND:
             raise
@@ -82,16 +96,21 @@ def pull_artifact(
     materialise(reply.manifest, fetch, target)
 
 
-def named_data(client: HubClient, names: Iterable[str]) -> dict[str, DataSource]:
-    """Datasets by name, as a trainer declares them."""
-    return {name: DataSource(source=f"{DATASET}{name}", digest=find_data(client, name)) for name in names}
+def named_data(client: HubClient, names: Iterable[str], report: ReportData = lambda _: None) -> dict[str, DataSource]:
+    """Datasets by name, as a trainer declares them. `report` gets what each name stands for."""
+    return resolve_data(client, {name: DataSource(source=f"{DATASET}{name}") for name in names}, report)
 
 
-def resolve_data(client: HubClient, sources: Mapping[str, DataSource]) -> dict[str, DataSource]:
+def resolve_data(
+    client: HubClient, sources: Mapping[str, DataSource], report: ReportData = lambda _: None
+) -> dict[str, DataSource]:
     """The sources of a trainer, with the artifact of each dataset that does not name one."""
-    return {
-        label: msgspec.structs.replace(source, digest=find_data(client, source.dataset))
-        if source.dataset and not source.digest
-        else source
-        for label, source in sources.items()
-    }
+
+    def resolved(source: DataSource) -> DataSource:
+        if not source.dataset or source.digest:
+            return source
+        made = find_data(client, source.dataset)
+        report(made)
+        return msgspec.structs.replace(source, digest=made.artifact_id)
+
+    return {label: resolved(source) for label, source in sources.items()}

@@ -31,7 +31,7 @@ from strata.fleet.core.manifest_tables import env_problem
 from strata.fleet.core.requirement import Needs
 from strata.fleet.core.schedule import StartTime, start_fields
 from strata.sdk.bundle import Bundle, make_bundle
-from strata.sdk.datasets import named_data
+from strata.sdk.datasets import ReportData, named_data
 from strata.sdk.fleet import client_settings, connect
 
 AUTO: Final = "auto"
@@ -129,15 +129,21 @@ def send_job(client: HubClient, bundle: Bundle, request: wire.SubmitRequest) -> 
 
 
 def run_request(
-    client: HubClient, command: Sequence[str], folder: Path, bundle: Bundle, options: RunOptions
+    client: HubClient,
+    command: Sequence[str],
+    folder: Path,
+    bundle: Bundle,
+    options: RunOptions,
+    report: ReportData = lambda _: None,
 ) -> wire.SubmitRequest:
+    """`report` gets the data that the job will read."""
     environment = choose_environment(folder, options)
     for name in options.env:
         problem = env_problem(name)
         if problem:
             raise StrataError(Code.INVALID, f"{name}: {problem}")
     # What runs is part of what the trainer is, so it names the trainer, and the trainer's name is the job's mode.
-    data = named_data(client, options.data)
+    data = named_data(client, options.data, report)
     what: list[object] = [list(command), bundle.sha256]
     more = [environment, dict(options.env), list(options.secrets), data]
     if any(more):

@@ -269,6 +269,40 @@ async def test_as_many_bytes_are_committed_as_the_owner_has_room_for(place: Plac
     assert await place.index.owner_bytes() == {"anna": 400, "bert": 5600}
 
 
+async def pushed(place: Place, owner: str, name: str, content: bytes) -> None:
+    manifest = await send(place, {"a": content})
+    account = StorageAccount(owner=owner, operator=owner == "operator")
+    lineage = Lineage(kind=ArtifactKind.DATA, model=name, mode=owner)
+    await place.artifacts.commit(manifest, lineage, "key:x", account=account)
+
+
+async def test_a_name_of_data_is_of_the_owner_who_used_it_first(place: Place) -> None:
+    await pushed(place, "anna", "images", noise(10, 1))
+    error = await refusal(pushed(place, "bert", "images", noise(10, 2)))
+    assert (error.code, error.message) == (Code.FORBIDDEN, "the data 'images' belongs to anna")
+    await pushed(place, "bert", "others", noise(10, 1))
+    await pushed(place, "operator", "images", noise(10, 3))
+    rows = await place.index.lineages(LineageFilter(kind=ArtifactKind.DATA))
+    assert [(row.lineage.model, row.owner) for row in rows] == [
+        ("images", "anna"),
+        ("others", "bert"),
+        ("images", "anna"),
+    ]
+    for row in rows:
+        await place.artifacts.remove(row.artifact_id, "", "operator")
+    error = await refusal(pushed(place, "bert", "images", noise(10, 2)))
+    assert error.code is Code.FORBIDDEN, "a manifest may still have the name"
+
+
+async def test_of_many_who_use_a_name_at_once_one_gets_it(place: Place) -> None:
+    contents = {f"owner{number}": noise(10, number) for number in range(8)}
+    pushes = (pushed(place, owner, "images", content) for owner, content in contents.items())
+    done = await asyncio.gather(*pushes, return_exceptions=True)
+    assert [each.code for each in done if isinstance(each, StrataError)] == [Code.FORBIDDEN] * 7
+    (row,) = await place.index.lineages(LineageFilter(kind=ArtifactKind.DATA))
+    assert (await place.artifacts.open(row.artifact_id)).owner == row.owner
+
+
 async def test_commits_of_one_owner_at_once_do_not_exceed_its_quota(place: Place) -> None:
     manifests = [await send(place, {"a": noise(100, seed)}) for seed in range(8)]
     account = StorageAccount(owner="anna", limit=300, refusal=Code.INVALID)

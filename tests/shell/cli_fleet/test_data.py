@@ -46,6 +46,7 @@ def test_data_is_sent_once_by_content_and_a_name_stands_for_the_newest(
         second.out.strip(),
         first.out.strip(),
     ]
+    assert {each["owner"] for each in person.says("data", "ls", "-o", "json").value} == {"operator"}
     assert person.says("data", "pull", "nothing").status == ExitCode.NOT_FOUND
     assert person.says("data", "push", str(words), "no name").status == ExitCode.USAGE
 
@@ -67,6 +68,7 @@ def test_jobs_read_it_as_a_folder_that_the_host_fetched_once(
     with agent(hub, tmp_path, "here") as running:
         done = person.says("run", "--data", "words", "--", "python", "train.py")
         assert (done.status, done.out) == (ExitCode.OK, "['a.txt', 'b.bin', 'deep'] first\n")
+        assert f"words is {artifact.partition('_')[2][:10]} of operator" in done.err
         assert person.says("apply", str(manifest), "--wait").status == ExitCode.OK
         (words / "a.txt").write_text("second")
         newer = person.says("data", "push", str(words)).out.strip()

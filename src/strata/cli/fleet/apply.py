@@ -72,10 +72,11 @@ def apply(  # noqa: PLR0913 (the options of the command)
     from strata.fleet.core.schedule import format_moment
 
     def find_artifacts(sources: Mapping[str, DataSource]) -> dict[str, DataSource]:
+        from strata.cli.fleet.data import print_data
         from strata.sdk.datasets import resolve_data
 
         with hub_client(context) as client:
-            return resolve_data(client, sources)
+            return resolve_data(client, sources, print_data)
 
     prepared = prepare_manifest(
         manifest, lambda line: print_error(f"strata: {line}"), find_artifacts, describe=describe, dry_run=dry_run

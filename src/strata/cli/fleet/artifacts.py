@@ -118,6 +118,7 @@ def artifact_row(made: wire.Made) -> dict[str, Any]:
         "parents": list(lineage.parents),
         "pinned": made.pinned or None,
         "by": made.by or None,
+        "owner": made.owner or None,
         "project": made.project or None,
         "trainer": made.trainer_digest or None,
         "committed_at_s": made.committed_at_s,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -22,9 +22,13 @@ from strata.cli.output import Column, Format, output_option, print_error, write
 from strata.cli.progress import ProgressLine
 from strata.cli.watch import watch_option
 
+if TYPE_CHECKING:
+    from strata.fleet import wire
+
 _LIST: Final = (
     Column("name", cut=40),
     Column("id"),
+    Column("owner", cut=24),
     Column("size", number=True),
     Column("age", number=True),
     Column("by", wide=True),
@@ -47,7 +51,8 @@ def data() -> None:
 def push(folder: Path, name: str | None, context: str | None) -> None:
     """Upload FOLDER as NAME (default: the name of the folder). Only what the hub does not have is sent.
 
-    NAME stands for the newest upload. Jobs that are queued keep the one they were queued with.
+    NAME is yours from the first upload on: nobody else may upload under it. It stands for the newest upload. Jobs that
+    are queued keep the one they were queued with.
     """
     with hub_client(context, timeout_s=120.0) as client:
         from strata.sdk.datasets import push_data
@@ -58,6 +63,11 @@ def push(folder: Path, name: str | None, context: str | None) -> None:
     sent = f"{format_count(pushed.files, 'file')}, {format_bytes(pushed.size)}, {format_bytes(pushed.sent)} sent"
     print_error(f"strata: {label} is {short_id(pushed.artifact_id)} ({sent})")
     write(pushed.artifact_id)
+
+
+def print_data(made: wire.Made) -> None:
+    """Whose bytes a name stands for now."""
+    print_error(f"strata: {made.lineage.model} is {short_id(made.artifact_id)} of {made.owner or 'an unknown owner'}")
 
 
 @data.command()
@@ -73,7 +83,9 @@ def pull(name: str, folder: Path | None, context: str | None) -> None:
         from strata.fleet.agent.hub_api import HubApi
         from strata.sdk.datasets import find_data, pull_artifact
 
-        reply = HubApi(client).artifact(find_data(client, name))
+        made = find_data(client, name)
+        print_data(made)
+        reply = HubApi(client).artifact(made.artifact_id)
         with ProgressLine(f"downloading {name}", format_bytes) as report:
             pull_artifact(client, reply, target, report)
     print_error(f"strata: {format_count(len(reply.manifest.files), 'file')}, {format_bytes(reply.size)}, in")
@@ -88,14 +100,15 @@ def pull(name: str, folder: Path | None, context: str | None) -> None:
 def list_data(name: str, context: str | None, output: Format) -> None:
     """List uploads, newest first; with NAME only those of that name."""
     with hub_client(context) as client:
-        from strata.fleet import wire
+        from strata.fleet.wire import StatusReply
         from strata.sdk.datasets import list_uploads
 
-        now_s = client.call("GET", "/v1/status", wire.StatusReply).now_s
+        now_s = client.call("GET", "/v1/status", StatusReply).now_s
         uploads = list_uploads(client, name)
 
     def row(made: wire.Made) -> tuple[dict[str, Any], dict[str, Any]]:
-        value = {"name": made.lineage.model, "id": made.artifact_id, "size": made.size, "by": made.by or None}
+        value = {"name": made.lineage.model, "id": made.artifact_id, "owner": made.owner or None, "size": made.size}
+        value |= {"by": made.by or None}
         shown = {
             "id": short_id(made.artifact_id),
             "size": format_bytes(made.size),

@@ -153,6 +153,7 @@ def run(  # noqa: PLR0913 (the options of the command)
     again, use 'strata requeue' or another --seed. Exit status: 0 completed, 100 failed, 103 cancelled. Ctrl-C (130)
     leaves the job running; 'strata cancel' ends it.
     """
+    from strata.cli.fleet.data import print_data
     from strata.fleet.core.requirement import Needs
     from strata.fleet.core.schedule import format_moment
     from strata.sdk.bundle import make_bundle
@@ -176,7 +177,7 @@ def run(  # noqa: PLR0913 (the options of the command)
     bundle = make_bundle(Path.cwd())
     environment_of = choose_environment(Path.cwd(), options)
     with hub_client(context, timeout_s=120.0) as client:
-        request = run_request(client, command, Path.cwd(), bundle, options)
+        request = run_request(client, command, Path.cwd(), bundle, options, print_data)
         label = request.spec.name
         submitted = send_job(client, bundle, request)
         job = submitted.job

@@ -104,6 +104,8 @@ class LineageRow:
     removed_at_s: float | None = None
     by: str = ""
     """Who committed it, as events name the caller. Empty: it is from before this was recorded."""
+    owner: str = ""
+    """Of the name, where it is data; else of the job that made it, or of the bytes."""
     project: str = ""
     """Of the job that made it; empty where none did."""
     trainer_digest: str = ""
@@ -155,6 +157,8 @@ class StorageAccount:
 
     owner: str = ""
     limit: int | None = None
+    operator: bool = False
+    """May commit data under the names of other owners."""
     refusal: Code = Code.EXHAUSTED
     """INVALID for what an attempt makes: its host would send it again and again after EXHAUSTED, and hold the job."""
 
@@ -172,6 +176,11 @@ class Commit:
     """The SHA-256 under which its only file was uploaded and verified as a whole."""
     actor: str = ""
     account: StorageAccount = NO_ACCOUNT
+
+    @property
+    def data_name(self) -> str:
+        """The name that stands for it from now on; empty if none does."""
+        return self.lineage.model if self.lineage.kind is ArtifactKind.DATA else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +214,7 @@ class ArtifactIndex(Protocol):
 
         PRECONDITION names the chunks that are missing. The same commit again gets the same answer, also when the
         attempt is over by then. An artifact that was removed is there again. EXHAUSTED when a new one does not fit into
-        the account; one that is there already costs nothing.
+        the account; one that is there already costs nothing. FORBIDDEN for data under a name of another owner.
         """
 
     async def artifact(self, artifact_id: str) -> ArtifactRow: ...

@@ -343,6 +343,7 @@ def _made_reply(row: LineageRow) -> wire.Made:
         pinned=row.pinned,
         removed_at_s=row.removed_at_s,
         by=row.by,
+        owner=row.owner,
         project=row.project,
         trainer_digest=row.trainer_digest,
     )

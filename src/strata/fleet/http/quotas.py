@@ -44,7 +44,7 @@ async def caller_account(call: HubCall) -> StorageAccount:
     """What the caller uploads counts against the caller's quota."""
     submitter = submitter_of(call)
     if submitter.operator:
-        return StorageAccount(owner=submitter.owner)
+        return StorageAccount(owner=submitter.owner, operator=True)
     quota = quota_of(submitter.owner, await call.context.fleet.store.quotas())
     return StorageAccount(owner=submitter.owner, limit=quota.bytes)
 

@@ -274,6 +274,7 @@ async def _commit(connection: Connection, commit: Commit, now_s: float) -> Commi
     rows.check_chunks(wanted, slots.values())
     if there is None or there[5] is not None:
         await _check_account(connection, commit)
+    await _take_name(connection, commit)
     numbers = [slot.number for slot in slots.values()]
     await connection.execute(
         f"UPDATE artifact_chunk SET state = {becomes(ChunkEvent.RESERVE)}, wanted_at = %s WHERE number = ANY(%s)",
@@ -304,6 +305,16 @@ async def _check_account(connection: Connection, commit: Commit) -> None:
         cursor = await connection.execute(rows.BYTES_OF.format(owner="%s"), (account.owner,))
         ((used,),) = await cursor.fetchall()
         check_bytes(account.owner, account.limit, int(used), commit.manifest.size, refusal=account.refusal)
+
+
+async def _take_name(connection: Connection, commit: Commit) -> None:
+    """A name without an owner becomes the submitter's."""
+    if commit.data_name:
+        insert = "INSERT INTO data_name VALUES (%s, %s) ON CONFLICT DO NOTHING"
+        await connection.execute(insert, (commit.data_name, commit.account.owner))
+        select = "SELECT owner FROM data_name WHERE name = %s"
+        ((owner,),) = await (await connection.execute(select, (commit.data_name,))).fetchall()
+        rows.check_name(commit, owner)
 
 
 async def _is_lineage_recorded(connection: Connection, lineage_id: str) -> bool:

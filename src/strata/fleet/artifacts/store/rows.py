@@ -10,7 +10,7 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.database.events import EventRecord
-from strata.fleet.artifacts.manifest import ArtifactManifest, Lineage
+from strata.fleet.artifacts.manifest import ArtifactKind, ArtifactManifest, Lineage
 from strata.fleet.artifacts.ports import ArtifactRow, Commit, LineageFilter, LineageRow, Slot
 from strata.fleet.artifacts.states import PRESENT, ChunkState
 from strata.fleet.core.job import TERMINAL, JobStatus
@@ -25,7 +25,7 @@ KEPT_OWNER: Final = "CASE WHEN artifact.removed_at IS NULL THEN artifact.owner E
 """An artifact that was removed is of those who commit it again."""
 LINEAGE: Final = (
     "l.id, l.seq, l.artifact_id, a.size, l.committed_at, l.body, a.pinned, a.removed_at, l.actor,"
-    " coalesce(j.project, ''), coalesce(t.trainer_digest, '')"
+    " coalesce(j.project, ''), coalesce(t.trainer_digest, ''), coalesce(d.owner, j.owner, a.owner)"
 )
 FINISHED: Final = "(" + ", ".join(f"'{status}'" for status in sorted(TERMINAL)) + ")"
 REFERENCED: Final = (
@@ -56,7 +56,7 @@ def decode_artifact(row: Sequence[Any] | None, artifact_id: str) -> ArtifactRow:
 
 
 def decode_lineage(row: Sequence[Any]) -> LineageRow:
-    id_, seq, artifact_id, size, committed, body, pinned, removed, actor, project, trainer_digest = row
+    id_, seq, artifact_id, size, committed, body, pinned, removed, actor, project, trainer_digest, owner = row
     return LineageRow(
         id=id_,
         seq=seq,
@@ -69,6 +69,7 @@ def decode_lineage(row: Sequence[Any]) -> LineageRow:
         by=actor,
         project=project,
         trainer_digest=trainer_digest,
+        owner=owner,
     )
 
 
@@ -112,6 +113,14 @@ def check_chunks(wanted: Mapping[str, int], found: Iterable[Slot]) -> None:
         if slots[digest].size != size:
             actual = slots[digest].size
             raise StrataError(Code.INVALID, f"the chunk {digest} has {actual} bytes; the manifest says {size}")
+
+
+def check_name(commit: Commit, owner: str) -> None:
+    """FORBIDDEN if the name of this data is another owner's."""
+    if owner != commit.account.owner and not commit.account.operator:
+        raise StrataError(
+            Code.FORBIDDEN, f"the data {commit.data_name!r} belongs to {owner}", hint="choose another name for yours"
+        )
 
 
 def check_removable(row: Sequence[Any] | None, artifact_id: str, *, needed: bool) -> bool:
@@ -188,6 +197,7 @@ def lineage_query(
     tables = (
         f"{first} JOIN artifact a ON a.id = l.artifact_id LEFT JOIN job j ON j.id = l.job_id"
         " LEFT JOIN attempt t ON t.job_id = l.job_id AND t.epoch = l.epoch"
+        f" LEFT JOIN data_name d ON d.name = l.model AND l.kind = '{ArtifactKind.DATA}'"
     )
     where = " AND ".join(condition for condition, asked in conditions.items() if asked)
     test = f" WHERE {where}" if where else ""

@@ -251,6 +251,7 @@ def _commit(db: Db, commit: Commit, now_s: float) -> CommitResult:
     slots = _slots(db, list(wanted))
     rows.check_chunks(wanted, slots.values())
     _check_account(db, commit, artifact_id)
+    _take_name(db, commit)
     numbers = [slot.number for slot in slots.values()]
     db.executemany(
         f"UPDATE artifact_chunk SET state = {becomes(ChunkEvent.RESERVE)}, wanted_at = ? WHERE number = ?",
@@ -274,6 +275,15 @@ def _check_account(db: Db, commit: Commit, artifact_id: str) -> None:
     if account.limit is not None and (row is None or row[5] is not None):
         ((used,),) = db.execute(rows.BYTES_OF.format(owner="?"), (account.owner,))
         check_bytes(account.owner, account.limit, used, commit.manifest.size, refusal=account.refusal)
+
+
+def _take_name(db: Db, commit: Commit) -> None:
+    """A name without an owner becomes the submitter's."""
+    if commit.data_name:
+        insert = "INSERT INTO data_name VALUES (?, ?) ON CONFLICT DO NOTHING"
+        db.execute(insert, (commit.data_name, commit.account.owner))
+        ((owner,),) = db.execute("SELECT owner FROM data_name WHERE name = ?", (commit.data_name,))
+        rows.check_name(commit, owner)
 
 
 def _insert_lineage(db: Db, commit: Commit, artifact_id: str, lineage_id: str, now_s: float) -> None:

@@ -62,6 +62,12 @@ SQLITE: Final = Component(
         DROP INDEX artifact_owner;
         CREATE INDEX artifact_owner ON artifact (owner, size) WHERE removed_at IS NULL;
         """,
+        # Whose the names of data are: of the owner who used one first.
+        """
+        CREATE TABLE data_name (name TEXT PRIMARY KEY, owner TEXT NOT NULL) WITHOUT ROWID, STRICT;
+        INSERT INTO data_name SELECT l.model, a.owner FROM artifact_lineage l JOIN artifact a ON a.id = l.artifact_id
+          WHERE l.kind = 'data' AND l.model <> '' ORDER BY l.seq ON CONFLICT DO NOTHING;
+        """,
     ),
 )
 POSTGRES: Final = Component(
@@ -122,6 +128,12 @@ POSTGRES: Final = Component(
         CREATE INDEX artifact_metric_value ON artifact_metric (name, value, lineage);
         DROP INDEX artifact_owner;
         CREATE INDEX artifact_owner ON artifact (owner, size) WHERE removed_at IS NULL;
+        """,
+        # Whose the names of data are: of the owner who used one first.
+        """
+        CREATE TABLE data_name (name text COLLATE "C" PRIMARY KEY, owner text NOT NULL);
+        INSERT INTO data_name SELECT l.model, a.owner FROM artifact_lineage l JOIN artifact a ON a.id = l.artifact_id
+          WHERE l.kind = 'data' AND l.model <> '' ORDER BY l.seq ON CONFLICT DO NOTHING;
         """,
     ),
 )
