@@ -1,16 +1,23 @@
-"""What belongs to one researcher, in the hands of another."""
+"""What belongs to one researcher, in the hands of another: every route that changes something, from the table."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from strata.fleet import wire
-from tests.shell.fleet_http.running import Running, ok, refused, running
+from strata.fleet.http.routes import ROUTES
+from strata.http.route import OWNED, Route
+from strata.identity.roles import Role
+from tests.shell.fleet_http.running import Running, manifest_body, ok, refused, replying, running
+from tests.shell.fleet_http.test_servers import serve
 
 Tries = Callable[[int], None]
 AREA = "hub: owners"
@@ -22,11 +29,15 @@ async def site(tmp_path: Path) -> AsyncIterator[Running]:
         yield started
 
 
+def described(content: bytes) -> dict[str, Any]:
+    digest = hashlib.sha256(content).hexdigest()
+    return {"path": "train.csv", "sha256": digest, "size": len(content), "chunks": [digest]}
+
+
 async def push(person: httpx.AsyncClient, name: str, content: bytes, upload: str = "1") -> httpx.Response:
     """As `strata data push` does, but for what its client checks."""
-    digest = hashlib.sha256(content).hexdigest()
-    assert (await person.put(f"/v1/chunk/{digest}?size={len(content)}", content=content)).status_code == 204
-    file = {"path": "train.csv", "sha256": digest, "size": len(content), "chunks": [digest]}
+    file = described(content)
+    assert (await person.put(f"/v1/chunk/{file['sha256']}?size={len(content)}", content=content)).status_code == 204
     lineage = {"kind": "data", "model": name, "mode": upload}
     return await person.post("/v1/artifacts", json={"manifest": {"files": [file]}, "lineage": lineage})
 
@@ -46,3 +57,172 @@ async def test_the_data_of_a_name_is_never_another_owners(site: Running, tries: 
     ok(await push(anna, "images", b"better", "2"), wire.CommitReply)
     renewed = await site.with_role("researcher", "anna")
     ok(await push(renewed, "images", b"best", "3"), wire.CommitReply)
+
+
+OWNERS_ROUTES = [
+    route
+    for route in ROUTES
+    if route.method not in ("GET", "HEAD") and route.access.role is not None and route.access.role < Role.OPERATOR
+]
+"""What people change who are no operators."""
+FREE = "none: "
+
+
+def named(route: Route) -> str:
+    return f"{route.method} {route.path}"
+
+
+@pytest.mark.attack(AREA, "a new route that changes something, without a word on whose it is")
+def test_every_route_that_changes_something_says_whose_it_is(tries: Tries) -> None:
+    for route in ROUTES:
+        tries(1)
+        if route in OWNERS_ROUTES:
+            reason = route.owner.removeprefix(FREE)
+            assert route.owner in OWNED or (route.owner != reason and len(reason) > 10), named(route)
+        else:
+            assert not route.owner, f"{named(route)} is for {route.access}: nobody below an operator may call it"
+
+
+MANIFEST = """
+project = "hers"
+[trainers.t]
+command = ["true"]
+directory = "/code"
+[[jobs]]
+model = "m"
+trainer = "t"
+[[schedules]]
+name = "nightly"
+cron = "0 3 * * *"
+timezone = "UTC"
+model = "n"
+trainer = "t"
+"""
+
+
+@dataclass(frozen=True)
+class Hers:
+    """What anna has: a project with a running job, a command in it, a schedule and a secret; data, a subscription."""
+
+    job: str
+    exec: str
+    artifact: str
+
+
+Request = tuple[str, Mapping[str, Any], bytes | dict[str, Any] | None]
+IN_PROJECT = {"project": "hers"}
+GOOD = described(b"good")
+LINEAGE = {"kind": "data", "model": "images", "mode": "2"}
+SUBSCRIPTION = {"url": "ntfy://topic-of-this-test", "events": ["failed"]}
+
+REQUESTS: Mapping[str, Callable[[Hers], Request]] = {
+    "artifacts.commit": lambda _: ("/v1/artifacts", {}, {"manifest": {"files": [GOOD]}, "lineage": LINEAGE}),
+    "jobs.submit": lambda _: ("/v1/jobs", {}, {"spec": {"project": "hers", "model": "x", "trainer": "t"}}),
+    "jobs.archive": lambda hers: (f"/v1/job/{hers.job}/archive", {}, None),
+    "jobs.requeue": lambda hers: (f"/v1/job/{hers.job}/requeue", {}, None),
+    "execs.request": lambda hers: (f"/v1/job/{hers.job}/exec", {}, {"command": ["id"]}),
+    "execs.cancel": lambda hers: (f"/v1/job/{hers.job}/exec/{hers.exec}/cancel", {}, None),
+    "jobs.cancel": lambda hers: (f"/v1/job/{hers.job}/cancel", {}, {}),
+    "manifests.apply": lambda _: ("/v1/manifest", {}, manifest_body(MANIFEST)),
+    "schedules.pause": lambda _: ("/v1/schedule/hers/nightly/pause", {}, None),
+    "schedules.resume": lambda _: ("/v1/schedule/hers/nightly/resume", {}, None),
+    "schedules.remove": lambda _: ("/v1/schedule/hers/nightly", {}, None),
+    "secrets.put": lambda _: ("/v1/secret/TOKEN", IN_PROJECT, {"value": "stolen-by-another"}),
+    "secrets.remove": lambda _: ("/v1/secret/TOKEN", IN_PROJECT, None),
+    "artifacts.pin": lambda hers: (f"/v1/artifact/{hers.artifact}/pin", {}, {"reason": ""}),
+    "artifacts.remove": lambda hers: (f"/v1/artifact/{hers.artifact}", {}, None),
+}
+"""How each route names what is anna's."""
+
+
+async def owned_by(anna: httpx.AsyncClient, site: Running) -> Hers:
+    ok(await anna.post("/v1/manifest", json=manifest_body(MANIFEST)), wire.ManifestReply)
+    host = await site.host("h")
+    (lease,) = await host.claim()
+    beat = {"leases": [{"job_id": lease.job_id, "epoch": lease.epoch, "running": True}]}
+    await host.http.post("/v1/heartbeats", json=beat)
+    exec_id = (await anna.post(f"/v1/job/{lease.job_id}/exec", json={"command": ["id"]})).json()["id"]
+    assert (await anna.put("/v1/secret/TOKEN", params=IN_PROJECT, json={"value": "hers-and-hers-alone"})).is_success
+    artifact = ok(await push(anna, "images", b"good"), wire.CommitReply).artifact_id
+    assert (await anna.post(f"/v1/artifact/{artifact}/pin", json={"reason": "mine"})).is_success
+    return Hers(lease.job_id, exec_id, artifact)
+
+
+async def send(client: httpx.AsyncClient, route: Route, request: Request) -> httpx.Response:
+    path, query, body = request
+    if isinstance(body, bytes):
+        return await client.request(route.method, path, params=query, content=body)
+    return await client.request(route.method, path, params=query, json=body)
+
+
+@pytest.mark.attack(AREA, "D: every route that changes something, on a thing of another researcher")
+async def test_what_is_owned_is_changed_by_its_owner_and_by_no_other(site: Running, tries: Tries) -> None:
+    anna, rob = await site.with_role("researcher", "anna"), await site.with_role("researcher", "rob")
+    viewer = await site.with_role("viewer", "eve")
+    routes = {route.name: route for route in OWNERS_ROUTES}
+    owned = {name for name, route in routes.items() if route.owner in ("artifact", "data", "job", "project")}
+    assert owned == REQUESTS.keys(), "there is a row for every route"
+    hers = await owned_by(anna, site)
+    for name, request in REQUESTS.items():
+        for other in (rob, viewer):
+            tries(1)
+            assert refused(await send(other, routes[name], request(hers))) == (403, "forbidden"), name
+    for name, request in REQUESTS.items():
+        reply = await send(anna, routes[name], request(hers))
+        assert reply.status_code not in (401, 403, 404, 415, 500), (name, reply.text)
+
+
+@pytest.mark.filterwarnings("ignore:'imghdr' is deprecated:DeprecationWarning")
+@pytest.mark.attack(AREA, "the subscriptions and login codes of another researcher")
+async def test_what_each_caller_has_is_out_of_reach_for_others(site: Running, tries: Tries) -> None:
+    anna, rob = await site.with_role("researcher", "anna"), await site.with_role("researcher", "rob")
+    viewer = await site.with_role("viewer", "eve")
+    rows = {route.name for route in OWNERS_ROUTES if route.owner == "caller"}
+    assert rows == {
+        "subscriptions.put",
+        "subscriptions.remove",
+        "subscriptions.send_test",
+        "identities.make_login_code",
+    }
+    path = "/v1/subscription/mine"
+    ok(await anna.put(path, json=SUBSCRIPTION), wire.SubscriptionReply)
+    assert refused(await rob.delete(path)) == (404, "not_found")
+    assert refused(await rob.post(f"{path}/test")) == (404, "not_found")
+    ok(await rob.put(path, json={**SUBSCRIPTION, "events": ["completed"]}), wire.SubscriptionReply)
+    for method, where in (("PUT", path), ("DELETE", path), ("POST", f"{path}/test")):
+        assert refused(await viewer.request(method, where, json=SUBSCRIPTION)) == (403, "forbidden")
+    tries(6)
+    (kept,) = ok(await anna.get("/v1/subscriptions"), wire.SubscriptionsReply).subscriptions
+    assert kept.events == ("failed",)
+    code = (await rob.post("/v1/login/code")).json()
+    assert "anna" not in str(code)
+
+
+@pytest.mark.attack(AREA, "a request to a training server in the name of another tenant, on every forwarded route")
+async def test_a_server_gets_the_tenant_who_calls_whatever_the_request_says(
+    site: Running, tmp_path: Path, tries: Tries
+) -> None:
+    path = tmp_path / "servers" / "0a" / "s"
+    job = await serve(site, path=path)
+    rob, viewer = await site.with_role("researcher", "rob"), await site.with_role("viewer", "eve")
+    body = {"model": "tiny", "prompt": "x", "session_id": "session_1", "messages": [{"role": "user", "content": "x"}]}
+    for route in (each for each in OWNERS_ROUTES if each.owner == "tenant"):
+        tries(2)
+        address = route.path.replace(":path", "").format(id=job, session_id="session_1", rest="save_weights")
+        sent = {key: value for key, value in body.items() if key != ("prompt" if "chat" in address else "messages")}
+        if route.path.startswith("/v1/server/"):
+            sent = {key: value for key, value in sent.items() if key != "session_id"} | {
+                "temperature": 1,
+                "max_tokens": 1,
+            }
+        heads: list[bytes] = []
+        pretended = {"x-strata-tenant": "anna", "x-strata-role": "operator", "x-strata-front": "0" * 64}
+        content = msgspec.json.encode(sent)
+        headers = {"Content-Type": "application/json", **pretended}
+        async with replying(path, b"{}", heads=heads):
+            refusal = await viewer.request(route.method, address, content=content, headers=headers)
+            assert (refused(refusal), heads) == ((403, "forbidden"), []), named(route)
+            await rob.request(route.method, address, content=content, headers=headers)
+        said = [line for head in heads for line in head.splitlines() if line.startswith(b"x-strata-tenant")]
+        assert set(said) <= {b"x-strata-tenant: rob"}, named(route)
+        assert said or route.path.endswith("create_session"), named(route)

@@ -63,6 +63,18 @@ READER: Final = Access(Role.VIEWER, host=True)
 UPLOADER: Final = Access(Role.RESEARCHER, host=True)
 
 
+OWNED: Final = {
+    "artifact": "An artifact is of the owner who committed it first, and of the owners of the jobs that made it.",
+    "caller": "Each caller has a space of its own: the path names nothing of another caller.",
+    "data": "A name of data is of the owner who used it first.",
+    "job": "A job is of the owner who queued it.",
+    "project": "A project, with its schedules and secrets, is of the owner who used it first.",
+    "tenant": "A training server has sessions, models and checkpoints of tenants; the hub names the caller's.",
+}
+"""What belongs to somebody, and to whom. Only its owner and operators may change it: `tests/abuse/test_hub_owners.py`
+tries every route."""
+
+
 @dataclass(slots=True)
 class HttpCall(Generic[S]):
     """One request, after its caller is known. `context` is what the handlers of a server work with."""
@@ -151,6 +163,8 @@ class Route:
     """The handler takes the query as it was sent."""
     documented: Signature | None = None
     """What clients send and get, where that differs from the signature of the handler."""
+    owner: str = ""
+    """Whose thing it changes, if a person below an operator may call it: a word of `OWNED`, or `none: WHY`."""
     operation: str = ""
     """MODULE.NAME in the OpenAPI document, where that differs from the handler's own."""
 

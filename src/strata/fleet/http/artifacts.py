@@ -15,7 +15,7 @@ from strata.fleet.artifacts.manifest import ArtifactChunk, ArtifactKind, Lineage
 from strata.fleet.artifacts.ports import CommitResult, LineageFilter, LineageRow
 from strata.fleet.artifacts.service import BLOB_PATH
 from strata.fleet.core.objective import choose_objective
-from strata.fleet.core.ownership import Submitter, check_owners
+from strata.fleet.core.ownership import check_owners
 from strata.fleet.http.context import HubCall, HubContext, calling_host, own_hold, resolve_artifact_id, submitter_of
 from strata.fleet.http.quotas import caller_account, check_stored_bytes, job_account
 from strata.fleet.ports import AttemptKey
@@ -24,7 +24,7 @@ from strata.identity.roles import CallerKind, Role
 
 _NEWEST: Final = 2**62
 _LINEAGES: Final = 1000
-"""How many records of one artifact are read before it is removed."""
+"""How many records of one artifact are read before it is changed."""
 KEPT_COPIES: Final = 2
 """Of the state of a server."""
 _BYTES: Final = "application/octet-stream"
@@ -223,34 +223,37 @@ async def exported(call: HubCall) -> RawReply:
 
 
 async def pin(call: HubCall, body: wire.PinRequest) -> None:
-    """Keep an artifact whatever the retention says; without a reason, let it go."""
-    context = call.context
-    await context.artifacts.pin(await resolve_artifact_id(call), body.reason, call.actor)
+    """Keep an artifact whatever the retention says; without a reason, let it go. A researcher: only one of her own."""
+    artifact_id = await resolve_artifact_id(call)
+    await _check_may_change(call, artifact_id)
+    await call.context.artifacts.pin(artifact_id, body.reason, call.actor)
 
 
 async def remove(call: HubCall) -> None:
     """Let go of the bytes of an artifact; where it came from stays known. A researcher: of her own jobs and data."""
-    context = call.context
     artifact_id = await resolve_artifact_id(call)
-    submitter = submitter_of(call)
-    if not submitter.operator:
-        row = await context.artifacts.open(artifact_id)
-        made = await context.artifacts.index.lineages(LineageFilter(artifact_ids=[artifact_id], limit=_LINEAGES))
-        await _check_may_remove(context, submitter, row.owner, made)
-    await context.artifacts.remove(artifact_id, "removed by hand", call.actor)
-
-
-async def _check_may_remove(context: HubContext, submitter: Submitter, owner: str, made: Sequence[LineageRow]) -> None:
-    """FORBIDDEN for what another owner committed as well, and for sources: a trainer of others may be made of them."""
-    check_owners(submitter, [("the artifact", owner)])
-    kinds = {row.lineage.kind for row in made}
-    if ArtifactKind.SOURCE in kinds or len(made) == _LINEAGES:
+    made = await _check_may_change(call, artifact_id)
+    if ArtifactKind.SOURCE in {row.lineage.kind for row in made}:
         raise StrataError(Code.FORBIDDEN, "only an operator may remove a source: jobs of others may need it")
+    await call.context.artifacts.remove(artifact_id, "removed by hand", call.actor)
+
+
+async def _check_may_change(call: HubCall, artifact_id: str) -> Sequence[LineageRow]:
+    """FORBIDDEN for what another owner committed as well. All that is known of the artifact; nothing for operators."""
+    context, submitter = call.context, submitter_of(call)
+    if submitter.operator:
+        return ()
+    row = await context.artifacts.open(artifact_id)
+    made = await context.artifacts.index.lineages(LineageFilter(artifact_ids=[artifact_id], limit=_LINEAGES))
+    check_owners(submitter, [("the artifact", row.owner)])
+    if len(made) == _LINEAGES:
+        raise StrataError(Code.FORBIDDEN, "only an operator may change what was committed so often")
     for job_id in {row.lineage.job_id for row in made} - {""}:
         job = await context.fleet.store.job(job_id)
         check_owners(submitter, [(job.spec.label, job.owner)])
     for actor in {row.by for row in made if not row.lineage.job_id}:
         check_owners(submitter, [("the same data", await _owner_of(context, actor))])
+    return made
 
 
 async def _owner_of(context: HubContext, actor: str) -> str:

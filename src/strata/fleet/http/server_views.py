@@ -169,6 +169,6 @@ ROUTES: Final = (
     Route("GET", "/v1/server/{id}/rollouts", VIEWER, rollouts, KIB),
     Route("GET", "/v1/server/{id}/rollout/{rollout_id}", VIEWER, rollout, KIB),
     Route("GET", "/v1/server/{id}/models", VIEWER, models, KIB),
-    Route("POST", "/v1/server/{id}/completions", RESEARCHER, completions, MAX_COMPLETION),
-    Route("POST", "/v1/server/{id}/chat/completions", RESEARCHER, chat_completions, MAX_COMPLETION),
+    Route("POST", "/v1/server/{id}/completions", RESEARCHER, completions, MAX_COMPLETION, owner="tenant"),
+    Route("POST", "/v1/server/{id}/chat/completions", RESEARCHER, chat_completions, MAX_COMPLETION, owner="tenant"),
 )

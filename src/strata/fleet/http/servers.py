@@ -58,6 +58,7 @@ _OPENING: Final = frozenset({f"{BASE}/create_model", f"{BASE}/create_sampling_se
 """What a client sends with the id of its session at the hub."""
 _READING: Final = ("get_info", "weights_info", "list_checkpoints", "client/dynamic_config")
 """What is sent with POST and changes nothing."""
+_READS: Final = "none: it changes nothing"
 _MAX_SESSIONS: Final = 10_000
 _MAX_OWN_SESSIONS: Final = 1000
 _SESSION: Final = re.compile(r"session_[0-9a-z]{1,64}(\.[0-9a-f]{12})?")
@@ -652,30 +653,77 @@ def _json(value: Mapping[str, Any]) -> RawReply:
 
 
 ROUTES: Final = (
-    Route("POST", f"{BASE}/create_session", RESEARCHER, create_session, 8 * KIB),
-    Route("POST", f"{BASE}/session_heartbeat", RESEARCHER, session_heartbeat),
-    Route("POST", f"{BASE}/kill_session", RESEARCHER, kill_session),
-    Route("POST", f"{BASE}/sessions/{{session_id}}/finish", RESEARCHER, finish_session),
+    Route("POST", f"{BASE}/create_session", RESEARCHER, create_session, 8 * KIB, owner="tenant"),
+    Route("POST", f"{BASE}/session_heartbeat", RESEARCHER, session_heartbeat, owner="tenant"),
+    Route("POST", f"{BASE}/kill_session", RESEARCHER, kill_session, owner="tenant"),
+    Route("POST", f"{BASE}/sessions/{{session_id}}/finish", RESEARCHER, finish_session, owner="tenant"),
     Route("GET", f"{BASE}/sessions/{{session_id}}", VIEWER, show_session),
     *(Route("GET", f"{BASE}/{name}", VIEWER, listed, any_query=True, operation=f"servers.{name}") for name in _LISTS),
     Route("GET", f"{BASE}/get_server_capabilities", VIEWER, capabilities),
-    Route("POST", f"{BASE}/telemetry", VIEWER, telemetry, 4 * MIB),
-    Route("POST", f"{BASE}/client/config", VIEWER, client_config, any_query=True, operation="servers.client_config"),
+    Route("POST", f"{BASE}/telemetry", VIEWER, telemetry, 4 * MIB, owner="none: it is discarded"),
+    Route(
+        "POST",
+        f"{BASE}/client/config",
+        VIEWER,
+        client_config,
+        any_query=True,
+        owner=_READS,
+        operation="servers.client_config",
+    ),
     Route("GET", ARCHIVE, PUBLIC, download, 1 * KIB, any_query=True),
     Route("GET", TOKENIZER, VIEWER, tokenizer_file, KIB, any_query=True),
     Route("HEAD", TOKENIZER, VIEWER, tokenizer_head, KIB, any_query=True),
     Route(
-        "POST", f"{OPENAI}/chat/completions", RESEARCHER, complete, MAX_COMPLETION, operation="servers.chat_completions"
+        "POST",
+        f"{OPENAI}/chat/completions",
+        RESEARCHER,
+        complete,
+        MAX_COMPLETION,
+        owner="tenant",
+        operation="servers.chat_completions",
     ),
-    Route("POST", f"{OPENAI}/completions", RESEARCHER, complete, MAX_COMPLETION, operation="servers.completions"),
+    Route(
+        "POST",
+        f"{OPENAI}/completions",
+        RESEARCHER,
+        complete,
+        MAX_COMPLETION,
+        owner="tenant",
+        operation="servers.completions",
+    ),
     Route("GET", f"{OPENAI}/models", VIEWER, list_models),
     Route("GET", f"{OPENAI}/models/{{model:path}}", VIEWER, show_model),
     *(
-        Route("POST", f"{BASE}/{name}", VIEWER, forward, any_query=True, operation=f"servers.{name.replace('/', '_')}")
+        Route(
+            "POST",
+            f"{BASE}/{name}",
+            VIEWER,
+            forward,
+            any_query=True,
+            owner=_READS,
+            operation=f"servers.{name.replace('/', '_')}",
+        )
         for name in _READING
     ),
-    Route("POST", f"{BASE}/{{rest:path}}", RESEARCHER, forward, MAX_BODY, any_query=True, operation="servers.post"),
+    Route(
+        "POST",
+        f"{BASE}/{{rest:path}}",
+        RESEARCHER,
+        forward,
+        MAX_BODY,
+        any_query=True,
+        owner="tenant",
+        operation="servers.post",
+    ),
     Route("GET", f"{BASE}/{{rest:path}}", VIEWER, forward, any_query=True, operation="servers.get"),
-    Route("PUT", f"{BASE}/{{rest:path}}", RESEARCHER, forward, any_query=True, operation="servers.put"),
-    Route("DELETE", f"{BASE}/{{rest:path}}", RESEARCHER, forward, any_query=True, operation="servers.delete"),
+    Route("PUT", f"{BASE}/{{rest:path}}", RESEARCHER, forward, any_query=True, owner="tenant", operation="servers.put"),
+    Route(
+        "DELETE",
+        f"{BASE}/{{rest:path}}",
+        RESEARCHER,
+        forward,
+        any_query=True,
+        owner="tenant",
+        operation="servers.delete",
+    ),
 )

@@ -93,7 +93,8 @@ async def show_artifact(page: Page, query: ArtifactPageQuery) -> View:
         files=() if content is None else content.manifest.files[:FILES],
         node_width=NODE_WIDTH,
         node_height=NODE_HEIGHT,
-        may_pin=page.may(Role.RESEARCHER) and own.removed_at_s is None,
+        may_pin=own.removed_at_s is None
+        and page.may(Role.RESEARCHER if own.owner == page.call.caller.owner else Role.OPERATOR),
     )
 
 
