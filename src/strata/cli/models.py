@@ -154,7 +154,14 @@ def _print_report(report: Any, output: Format) -> None:
     print_error(f"{report.family}: {proven}, {report.parameters:,} parameters")
     if report.lora:
         print_error(f"LoRA trains {report.lora}; built-in sampler: {report.sampler}")
-    if report.why and report.support != "no":
+    if report.towers and report.support != "no":
+        print_error(f"it is trained on text alone, and its {', '.join(report.towers)} never")
+    if report.support == "unproven":
+        print_error(
+            "no test has compared it with the unmodified model; 'strata serve' does when it starts, and refuses it if "
+            "the two differ"
+        )
+    elif report.why and report.support == "yes":
         print_error(report.why)
     columns = (
         Column("training"),

@@ -87,22 +87,25 @@ def _base_url(url: str) -> str:
 
 def _read_key(url: str, key: str | Path) -> str:
     """The key itself, or the one in a file, if it may be sent to this address."""
-    if isinstance(file := key, Path):
-        try:
-            key = file.read_text(encoding="utf-8").strip()
-        except FileNotFoundError as error:
-            raise StrataError(
-                Code.UNAVAILABLE,
-                f"there is no key in {file.absolute()}: no training server has been started with that data folder",
-                hint="first, in another terminal: strata serve CONFIG; it writes the key before it loads the model",
-            ) from error
-    if url.startswith("http:") and not is_scoped_key(Secret(key)):
+    text = _read_key_file(key) if isinstance(key, Path) else key
+    if url.startswith("http:") and not is_scoped_key(Secret(text)):
         raise StrataError(
             Code.INVALID,
             f"only a key of a viewer or a researcher is sent to {url}: nothing proves who listens there",
             hint="api.key in the server's data folder is one; `strata keys create` makes more",
         )
-    return key
+    return text
+
+
+def _read_key_file(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except FileNotFoundError as error:
+        raise StrataError(
+            Code.UNAVAILABLE,
+            f"there is no key in {file.absolute()}: no training server has been started with that data folder",
+            hint="first, in another terminal: strata serve CONFIG; it writes the key before it loads the model",
+        ) from error
 
 
 PROGRESS_S: Final = 2.0

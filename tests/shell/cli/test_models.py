@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from strata.base.settings import process_environment
 from strata.train.launch.model_check import known_families
@@ -105,6 +107,23 @@ def test_a_folder_is_checked_in_words_and_a_refused_family_by_the_exit_status(
     (refused / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes())
     assert "bamba cannot be trained here" in cli.run("check", str(refused), status=2).stderr
     assert "strata models pull lab/other" in cli.run("check", "lab/other", status=102).stderr
+
+
+def test_what_is_trained_of_a_model_that_also_takes_images_is_said_in_words(cli: Cli, tmp_path: Path) -> None:
+    weight = np.zeros((8, 8), dtype=np.float32)
+    parts = ("vision_tower.encoder.layers.0.self_attn.q_proj", "language_model.layers.0.self_attn.q_proj")
+    save_file({f"model.{name}.weight": weight for name in parts}, tmp_path / "model.safetensors")
+
+    def checked(family: str, status: int = 0) -> str:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+        return str(cli.run("check", str(tmp_path), status=status).stderr)
+
+    said = checked("gemma3")
+    assert "gemma3: supported" in said
+    assert "it is trained on text alone, and its vision_tower never" in said
+    assert "ValueError" not in checked("blt")
+    assert "no test has compared it with the unmodified model" in checked("blt")
+    assert "qwen2_5_vl is no causal language model of transformers" in checked("qwen2_5_vl", status=2)
 
 
 def test_an_adapter_and_a_model_are_pushed_and_can_be_fetched_by_the_hubs_client(

@@ -17,11 +17,12 @@ from typing import Any, Final
 
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from strata.base.errors import Code, StrataError
 from strata.train.core.ops import LoraConfig
+from strata.train.peft.layers import is_text
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora import targets_of
 from strata.train.runner.model.base import BaseModel
@@ -64,9 +65,8 @@ def tokens() -> torch.Tensor:
 
 def unmodified(folder: Path) -> Any:
     """The family's model as transformers computes it by itself."""
-    return AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, attn_implementation="eager").train(
-        mode=False
-    )
+    kind = tiny_families.auto_class(AutoConfig.from_pretrained(str(folder)))
+    return kind.from_pretrained(str(folder), dtype=torch.float32, attn_implementation="eager").train(mode=False)
 
 
 @torch.no_grad()
@@ -123,8 +123,15 @@ def gradients(base: BaseModel) -> dict[str, torch.Tensor]:
     (base.logprobs(row) * _loss_weights()).sum().backward()  # type: ignore[no-untyped-call]
     return {
         name: torch.zeros(parameter.shape) if parameter.grad is None else _whole(parameter.grad)
-        for name, parameter in base.lm.named_parameters()
+        for name, parameter in _text_parameters(base.lm)
     }
+
+
+def _text_parameters(model: torch.nn.Module) -> Iterable[tuple[str, torch.nn.Parameter]]:
+    """Named as in the text model alone, which is what transformers loads of some families that have towers."""
+    for name, parameter in model.named_parameters():
+        if is_text(name):
+            yield name.replace("language_model.", ""), parameter
 
 
 def reference_gradients(folder: Path) -> dict[str, torch.Tensor]:
@@ -135,7 +142,7 @@ def reference_gradients(folder: Path) -> dict[str, torch.Tensor]:
     (logprobs * _loss_weights()).sum().backward()  # type: ignore[no-untyped-call]
     return {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        for name, parameter in model.named_parameters()
+        for name, parameter in _text_parameters(model)
     }
 
 

@@ -20,7 +20,7 @@ from strata.base.errors import Code, StrataError
 from strata.train.core.ops import LoraConfig
 from strata.train.runner.checkpoint.formats import adapter_writer, to_peft
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora import Adapter, Span, targets_of
+from strata.train.runner.lora import Adapter, Span, require_targets, targets_of
 from strata.train.runner.model.attention import describe_mask, terms_of
 from strata.train.runner.model.base import BaseModel, load_base
 from strata.train.runner.model.trained import WEIGHTS
@@ -44,6 +44,7 @@ DEEP: Final = {
     "cohere2": (True, True, True),
     "deepseek_v3": (True, False, True),
     "gemma2": (True, True, True),
+    "gemma3": (True, True, True),
     "gpt2": (True, True, True),
     "gpt_neox": (True, True, True),
     "gpt_oss": (True, True, True),
@@ -141,6 +142,26 @@ def test_gradients_of_adapters_are_those_of_peft(base: BaseModel, ranks: RankGro
     np.testing.assert_allclose(ours.detach(), theirs.detach(), atol=2e-4)
     gradients = {name: value.grad for name, value in peft.named_parameters() if value.requires_grad}
     assert apart_by({name.replace("default.", ""): value for name, value in gradients.items()}, own) < CLOSE
+
+
+@pytest.mark.parametrize("family", ["gemma3", "got_ocr2", "moss_transcribe_diarize", "phi4_multimodal"])
+@pytest.mark.filterwarnings("ignore")
+def test_every_layer_that_is_adapted_takes_part_in_a_pass_over_text(family: str) -> None:
+    model = tiny_families.shape_of(family)
+    called = set()
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(lambda *_, name=name: called.add(name))
+    with torch.no_grad():
+        model(input_ids=family_table.tokens()[None], use_cache=False)
+    targets = targets_of(model, LoraConfig(rank=1, train_unembed=False))
+    assert targets
+    assert [target.name for target in targets if target.name not in called] == []
+
+
+def test_a_model_of_which_adapters_can_train_nothing_is_refused() -> None:
+    with pytest.raises(StrataError, match="adapters can train nothing of it: this base has no layers") as caught:
+        require_targets(torch.nn.ModuleDict({"vision_tower": torch.nn.ModuleDict({"fc1": torch.nn.Linear(2, 2)})}))
+    assert caught.value.code is Code.UNSUPPORTED
 
 
 @pytest.mark.parametrize("base", DEEP, indirect=True)

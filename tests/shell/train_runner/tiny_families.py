@@ -12,20 +12,25 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 FAMILIES: Final = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 VOCABULARY: Final = 128
-LARGEST: Final = 2_000_000
+LARGEST: Final = 4_000_000
 """Parameters: what is larger was not made tiny by the table."""
 
 _SIZES: Final = (
     (
         64,
         "hidden_size d_model n_embd embedding_dim emb_dim embedding_size lru_width word_embed_proj_dim "
-        "attention_hidden_size input_embedding_size output_embedding_size original_max_position_embeddings",
+        "attention_hidden_size input_embedding_size output_embedding_size original_max_position_embeddings "
+        "out_hidden_size vision_output_dim projector_input_dim projector_output_dim image_size crop_size "
+        "output_channels",
     ),
     (
         4,
@@ -38,8 +43,8 @@ _SIZES: Final = (
         2,
         "num_key_value_heads num_kv_heads swa_num_key_value_heads num_hidden_layers n_layer n_layers "
         "num_layers decoder_layers encoder_layers num_decoder_layers num_encoder_layers num_blocks "
-        "num_layers_per_stack num_experts_per_tok moe_topk moe_k num_experts_per_token index_n_heads o_groups "
-        "hc_mult hc_count eos_token_id type_vocab_size index_topk_blocks",
+        "num_layers_per_stack depth num_global_layers num_experts_per_tok moe_topk moe_k num_experts_per_token "
+        "index_n_heads o_groups hc_mult hc_count eos_token_id type_vocab_size index_topk_blocks",
     ),
     (
         16,
@@ -52,7 +57,7 @@ _SIZES: Final = (
     (
         96,
         "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim ffn_hidden_size dff dim_ff d_inner "
-        "feed_forward_size intermediate_size_mlp dense_intermediate_size",
+        "feed_forward_size intermediate_size_mlp dense_intermediate_size mlp_dim",
     ),
     (
         32,
@@ -105,6 +110,8 @@ OWN: Final[Mapping[str, Mapping[str, Any]]] = {
         "pronunciation_embed_dim": 16,
         "shape_embed_dim": 16,
     },
+    "mllama_vision_model": {"intermediate_layers_indices": [0], "vision_output_dim": 128},
+    "mllama_text_model": {"cross_attention_layers": [1]},
     "zaya": {"num_experts_per_tok": 1},
 }
 
@@ -115,6 +122,12 @@ def config_of(family: str, **changes: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         usual = kind().to_dict()
+        # Of the text model, and of towers for images and sounds.
+        parts = {
+            name: config_of(usual[name]["model_type"])
+            for name in kind.sub_configs
+            if isinstance(usual.get(name), dict) and usual[name].get("model_type") in CONFIG_MAPPING
+        }
         named = {name: value for value, names in _SIZES for name in names.split()}
         # What a family has none of (0) it does not need in a small size.
         sizes = {name: value for name, value in named.items() if usual.get(name, 0) != 0 or value is True}
@@ -122,7 +135,7 @@ def config_of(family: str, **changes: Any) -> Any:
         sizes |= _layers(usual)
         if "qk_rope_head_dim" in usual:
             sizes |= {"head_dim": sizes["qk_rope_head_dim"], "num_key_value_heads": sizes["num_attention_heads"]}
-        return kind(**sizes | dict(OWN.get(family, {})) | changes)
+        return kind(**sizes | parts | dict(OWN.get(family, {})) | changes)
 
 
 def _layers(usual: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,11 +152,15 @@ def _layers(usual: Mapping[str, Any]) -> dict[str, Any]:
 def shape_of(family: str, **changes: Any) -> PreTrainedModel:
     """The modules of a tiny model, on the device that is set."""
     config = config_of(family, **changes)
-    if config.sub_configs:
-        raise ValueError("it takes more than text")
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    model: Any = auto_class(config).from_config(config, dtype=torch.float32)
     assert isinstance(model, PreTrainedModel)
     return model
+
+
+def auto_class(config: Any) -> Any:
+    """What reads and writes the checkpoints of a family: for one with towers, not its text model alone."""
+    towers = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return AutoModelForImageTextToText if towers else AutoModelForCausalLM
 
 
 def make(family: str, folder: Path, **changes: Any) -> None:

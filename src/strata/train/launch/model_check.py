@@ -19,6 +19,7 @@ from strata.base.errors import Code, StrataError
 from strata.train.core.quantisation import Quantise
 from strata.train.hugging_face import find_folder
 from strata.train.launch.preflight import ModelFiles, estimate, read_config, read_model_files
+from strata.train.peft.layers import TOWERS
 from strata.train.settings import LimitSettings, ModelSettings, RankSettings, ServerSection, ServerSettings
 
 FAMILIES: Final = "families.json"
@@ -58,6 +59,8 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     """Of a family that is refused or unproven, or what adapters cannot train."""
     lora: str
     """The kinds of layers that adapters can be trained for."""
+    towers: Sequence[str]
+    """Modules for images and sounds, and their projectors: no pass over text calls them, and they are never trained."""
     sampler: str
     parameters: int
     ranks: int
@@ -71,7 +74,9 @@ def known_families() -> Mapping[str, FamilyOutcome]:
 
 
 def support_of(family: str) -> FamilyOutcome:
-    unknown = FamilyOutcome(result="not built", why="no test of this version knows this family")
+    unknown = FamilyOutcome(
+        result="refused", why=f"{family or 'a model without a family'} is no causal language model of transformers"
+    )
     return known_families().get(family, unknown)
 
 
@@ -94,6 +99,7 @@ def check_model_files(model: str, ranks: int) -> ModelReport:
         support=outcome.support,
         why=outcome.why,
         lora=outcome.lora,
+        towers=sorted({part for name in files.shapes for part in TOWERS.intersection(name.split("."))}),
         sampler=outcome.sampler,
         parameters=sum(math.prod(shape) for shape in files.shapes.values()),
         ranks=ranks,

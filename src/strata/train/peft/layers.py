@@ -17,6 +17,15 @@ MLP: Final = frozenset(
 """Names of the linear layers of an MLP."""
 ROUTERS: Final = frozenset({"gate", "router"})
 """Modules that route tokens to experts; never adapted."""
+TOWERS: Final = frozenset(
+    {
+        "audio_embed", "audio_encoder", "audio_model", "audio_tower", "embed_audio", "embed_vision", "image_embed",
+        "image_encoder", "multi_modal_projector", "vision_adapter", "vision_encoder", "vision_model", "vision_tower",
+        "visual", "vqmodel",
+    }
+)  # fmt: skip
+"""Modules for images and sounds, and their projectors into the text model; never adapted: no pass over text calls
+them."""
 HEADS: Final = frozenset({"embed_out", "lm_head", "output_projection"})
 HEAD: Final = "lm_head"
 
@@ -40,9 +49,16 @@ _FUSED: Final = {"gate_up_proj": ".base_layer", "down_proj": ""}
 """PEFT wraps the module of fused experts once for each of its two weights, the first inside the second."""
 
 
+def is_text(module: str) -> bool:
+    """Whether a module is of the text model."""
+    return TOWERS.isdisjoint(module.split("."))
+
+
 def kind_of(target: str) -> Kind | None:
     """Which of `train_attn`, `train_mlp` and `train_unembed` selects a layer; None if it is never adapted."""
     above, last = target.split(".")[:-1], target.rpartition(".")[2]
+    if not is_text(target):
+        return None
     if ATTENTION.intersection(above):
         return "attn"
     if target in HEADS:

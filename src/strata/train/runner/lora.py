@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from strata.base.errors import Code, StrataError
 from strata.train.core.ops import LoraConfig
-from strata.train.peft.layers import ATTENTION, Kind, kind_of
+from strata.train.peft.layers import ATTENTION, Kind, is_text, kind_of
 from strata.train.runner.collectives import ALONE, ShareGroup
 from strata.train.runner.model.quantised import QuantisedLinear
 
@@ -79,6 +79,20 @@ def targets_of(model: nn.Module, config: LoraConfig) -> list[LoraTarget]:
     return targets
 
 
+def require_targets(model: nn.Module) -> None:
+    """UNSUPPORTED if adapters can train nothing of the model, with the reason of each kind of layers."""
+    reasons = []
+    for kind in ("attn", "mlp", "unembed"):
+        selected = {f"train_{other}": other == kind for other in ("attn", "mlp", "unembed")}
+        try:
+            targets_of(model, LoraConfig(rank=1, **selected))
+        except StrataError as error:
+            reasons.append(error.message)
+        else:
+            return
+    raise StrataError(Code.UNSUPPORTED, f"adapters can train nothing of it: {'; '.join(reasons)}")
+
+
 def _selected_kinds(config: LoraConfig) -> list[Kind]:
     trained: dict[Kind, bool] = {"attn": config.train_attn, "mlp": config.train_mlp, "unembed": config.train_unembed}
     selected = [kind for kind, is_trained in trained.items() if is_trained]
@@ -88,7 +102,7 @@ def _selected_kinds(config: LoraConfig) -> list[Kind]:
 
 
 def _adaptable_weights(model: nn.Module) -> Iterator[LoraTarget]:
-    for name, module in model.named_modules():
+    for name, module in _text_modules(model):
         if kind_of(name) is not None and (shape := linear_shape(module)) is not None:
             yield LoraTarget(name, *shape)
         if is_experts(module):
@@ -124,9 +138,13 @@ def _unadaptable_weight(model: nn.Module, kind: Kind) -> str:
             return ""
 
 
+def _text_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return ((name, module) for name, module in model.named_modules() if is_text(name))
+
+
 def _unadaptable_attention(model: nn.Module) -> str:
     """A matrix of attention, or an attention module under an unknown name."""
-    for name, module in model.named_modules():
+    for name, module in _text_modules(model):
         if type(module).__name__.endswith("Attention") and not ATTENTION.intersection(name.split(".")):
             return str(name)
         if ATTENTION.intersection(name.split(".")) and linear_shape(module) is None:
@@ -137,7 +155,7 @@ def _unadaptable_attention(model: nn.Module) -> str:
 
 
 def _unadaptable_experts(model: nn.Module) -> str:
-    for name, module in model.named_modules():
+    for name, module in _text_modules(model):
         own = [last for last, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3]
         if own and not is_experts(module) and not isinstance(module, nn.Conv1d):
             return f"{name}.{own[0]}"

@@ -36,6 +36,7 @@ from strata.train.runner.lora import (
     LoraPart,
     LoraTarget,
     is_experts,
+    require_targets,
     targets_of,
 )
 from strata.train.runner.model.attention import ATTENTION
@@ -116,6 +117,8 @@ class BaseModel:
             self.adapters = self._add_hooks(self.lm)
             self.packed.adapters = self.adapters
             verify_packing(reference, self._shared_logprobs, settings.dtype)
+            if self.adapters is not None:
+                require_targets(self.all_stages)
 
     def _make_stage(self, ranks: RankGroup) -> PipelineStage | None:
         parallel = self.settings.parallel
