@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -38,8 +39,10 @@ from strata.fleet.agent.sandbox import detect_sandbox, job_user_of
 from strata.fleet.agent.settings import AgentSettings, SandboxSettings
 from strata.fleet.agent.supervised import ChildExit
 from strata.fleet.client import HubClient
+from strata.fleet.core.amounts import UNKNOWN, Taken
 from strata.fleet.core.job import Cause
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
+from strata.fleet.core.requirement import Needs
 from tests.core.fleet_agent.leases import a_trainer, lease
 from tests.shell.fleet_agent.running import HubProcess, agent
 from tests.shell.fleet_agent.waiting import eventually, is_alive
@@ -47,6 +50,8 @@ from tests.shell.fleet_agent.waiting import eventually, is_alive
 AREA = "agent: sandbox"
 KEY = "-----BEGIN PRIVATE KEY----- of the host"
 MIB = 1 << 20
+SLOWER = 2
+"""How much longer a watcher may take on a machine that tests share."""
 RAM_BYTES = 8 << 30
 PLACE = "/usr/share"
 """A folder of the host that every job sees."""
@@ -80,12 +85,26 @@ class Host:
 
 
 class Job:
-    def __init__(self, host: HostContext, code: str, *, seed: int, **trainer: Any) -> None:
-        given = lease(a_trainer("python", "-c", code, directory=PLACE, **trainer), seed=seed)
+    def __init__(
+        self,
+        host: HostContext,
+        code: str,
+        *,
+        seed: int,
+        needs: Needs | None = None,
+        taken: Taken = UNKNOWN,
+        limits: Mapping[str, Any] | None = None,
+        **trainer: Any,
+    ) -> None:
+        given = lease(a_trainer("python", "-c", code, directory=PLACE, **trainer), seed=seed, needs=needs or Needs())
+        given = msgspec.structs.replace(given, taken=taken)
         name = attempt_name(given.job_id, given.epoch)
         self.paths = AttemptPaths(host.attempts / name)
         self.state = private_folder(host.settings.state_folder / name)
         self.spec = prepare_attempt(host, given, self.paths, ()).spec
+        self.spec = msgspec.structs.replace(
+            self.spec, limits=msgspec.structs.replace(self.spec.limits, **(limits or {}))
+        )
         supervised.write_spec(self.state, self.spec)
         self.supervisor = supervised.start_supervisor(self.state)
 
@@ -355,6 +374,92 @@ def test_memory_is_watched_where_there_are_no_control_groups(host: Host) -> None
     seen = job.exit()
     assert (seen.status, seen.exceeded, seen.oom_kills) == (-signal.SIGKILL, "memory", 1), job.log
     assert classify_exit(seen, "", stop=None, timeout_s=0).cause is Cause.OOM
+
+
+BOMB = """
+import os, time
+for _ in range(400):
+    try:
+        if os.fork() == 0:
+            until_s = time.monotonic() + 20
+            while time.monotonic() < until_s:
+                pass
+            os._exit(0)
+    except OSError:
+        time.sleep(0.01)
+print("forked", flush=True)
+time.sleep(60)
+"""
+"""At most 400 processes, and none for longer than 20 seconds."""
+HOG = """
+blocks = []
+for _ in range(64):
+    block = bytearray(64 << 20)
+    for at in range(0, len(block), 4096):
+        block[at] = 1
+    blocks.append(block)
+"""
+"""At most 4 GiB."""
+ONE = Needs(min_cores=1, min_ram_gib=1)
+ONE_TAKEN = Taken(cores=1, ram_gib=1.0, slots=0)
+
+
+@pytest.mark.attack(AREA, "take more cores, memory or processes than the job declared")
+def test_a_job_gets_no_more_than_it_declared(tries: Callable[[int], None]) -> None:
+    tries(2)
+    with a_host(processes=60) as site:
+        assert site.sandbox.limits == "enforced", site.sandbox.lacks
+        hog = site.start(HOG, needs=ONE, taken=ONE_TAKEN)
+        bomb = site.start(BOMB, needs=ONE, taken=ONE_TAKEN)
+        groups = {group.parts[4]: group for group in map(Path, bomb.spec.limits.groups)}
+        bomb.says("forked")
+        before_s, began_s = _cpu_s(groups["unified"]), time.monotonic()
+        processes = int((groups["pids"] / "pids.current").read_text())
+        ended = hog.exit()
+        eventually(lambda: time.monotonic() - began_s > 3)
+        cores = (_cpu_s(groups["unified"]) - before_s) / (time.monotonic() - began_s)
+        outcome = classify_exit(ended, "", stop=None, timeout_s=0, limits=hog.spec.limits)
+    assert (ended.status, ended.oom_kills) == (-signal.SIGKILL, 1)
+    # Pages of shared libraries are charged to whoever read them first.
+    assert ended.max_rss_bytes <= (1 << 30) + 16 * MIB
+    assert outcome.error == "out of memory: killed by SIGKILL; its limit is 1 GiB (min_ram_gib of the job)"
+    assert outcome.facts["memory_limit_gib"] == 1.0
+    assert processes <= 60
+    assert cores < 1.05
+
+
+@pytest.mark.attack(AREA, "take more cores, memory or processes than the job declared, without control groups")
+@pytest.mark.parametrize(
+    ("code", "exceeded", "error"),
+    [
+        (HOG + "import time; time.sleep(60)", "memory", "its limit is 1 GiB (min_ram_gib of the job)"),
+        (BOMB, "processes", "its limit is 60 (sandbox.processes of the host)"),
+        (BOMB.replace("400", "3"), "cpu", "its limit is 0.1 (min_cores of the job)"),
+    ],
+    ids=["memory", "processes", "cores"],
+)
+def test_without_control_groups_a_job_is_ended_when_it_takes_more_than_it_declared(
+    code: str, exceeded: str, error: str
+) -> None:
+    with a_host(processes=60) as site:
+        _without_groups(site)
+        assert site.sandbox.limits == "watched"
+        # The limit of the whole user would stop the bomb as well, and a busy machine might give it less than a core.
+        weaker = {"limit_user": False, "cores": 0.1 if exceeded == "cpu" else 1}
+        job = site.start(code, needs=ONE, taken=ONE_TAKEN, limits=weaker)
+        seen = job.exit()
+        outcome = classify_exit(seen, "", stop=None, timeout_s=0, limits=job.spec.limits)
+    assert (seen.status, seen.exceeded) == (-signal.SIGKILL, exceeded)
+    assert outcome.error.endswith(error)
+    # It exceeds its limit at the earliest when it begins.
+    assert seen.ran_s < 5 * SLOWER
+    figure = {"memory": seen.exceeded_bytes > 1 << 30, "processes": seen.exceeded_count > 60}
+    assert figure.get(exceeded, seen.exceeded_count > 0.12)
+
+
+def _cpu_s(group: Path) -> float:
+    """What all processes of the group have used; a group of version 2 counts it also without controllers."""
+    return int((group / "cpu.stat").read_text().split()[1]) / 1e6
 
 
 @pytest.mark.attack(AREA, "fork without end")

@@ -23,7 +23,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.base.notify import Broadcast
 from strata.fleet.claims import ClaimQueue
-from strata.fleet.core.amounts import Amounts, Capacity, more_memory
+from strata.fleet.core.amounts import Amounts, Capacity, MemoryLimits, more_memory
 from strata.fleet.core.fair_share import FleetTotals, OwnerShares
 from strata.fleet.core.host_status import HostStatus, Presence, host_status
 from strata.fleet.core.job import HELD, Cause, JobStatus
@@ -620,13 +620,19 @@ class Fleet:
         hosts = {host.id: host for host in self._roster.hosts() if host.state != "left"}
         if kind not in ("host", "gpu") or not tried or attempt.host_id not in hosts:
             return failure, ()
-        requirement = self._roster.requirement(row.class_id)
-        capacity = self._roster.profile(hosts[attempt.host_id]).capacity
-        memory = more_memory(kind, requirement.needs, tried[0].taken, capacity)
+        requirement, taken = self._roster.requirement(row.class_id), tried[0].taken
+        profiles = {host.id: self._roster.profile(host) for host in hosts.values()}
+        own = profiles[attempt.host_id]
+        fitting = [each.job_ram_gib for each in profiles.values() if eligible(requirement, each).eligible]
+        given_gib = own.job_ram_gib if taken.whole or not taken.ram_gib else taken.ram_gib
+        reported = failure.facts.get("memory_limit_gib")
+        applied_gib = reported if isinstance(reported, float) and 0 < reported < given_gib else given_gib
+        limits = MemoryLimits(applied_gib, own.job_ram_gib, max(fitting, default=0.0))
+        memory = more_memory(kind, requirement.needs, taken, own.capacity, limits)
         if memory is None:
             return failure, ()
         raised = msgspec.structs.replace(requirement, needs=memory.needs)
-        larger = [host.id for host in hosts.values() if eligible(raised, self._roster.profile(host)).eligible]
+        larger = [host_id for host_id, each in profiles.items() if eligible(raised, each).eligible]
         return replace(failure, memory=memory), larger
 
     async def _eligible_hosts(self, classes: Iterable[int]) -> Mapping[int, Sequence[str]]:

@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.fleet.core.amounts import UNKNOWN, Amounts, Capacity, Card, Room, Taken, job_amounts, more_memory
+from strata.fleet.core.amounts import (
+    UNKNOWN,
+    Amounts,
+    Capacity,
+    Card,
+    MemoryLimits,
+    Room,
+    Taken,
+    job_amounts,
+    more_memory,
+)
 from strata.fleet.core.capability import GIB, Capability, Gpu, profile
 from strata.fleet.core.jobspec import HostSpec
 from strata.fleet.core.match import eligible
@@ -133,15 +143,27 @@ def test_what_is_planned_for_several_jobs_is_what_one_after_the_other_gets(amoun
 
 def test_a_job_that_ran_out_of_memory_needs_more_than_it_had() -> None:
     whole, declared = Taken(whole=True, ram_gib=128.0, cards=("GPU-0", "GPU-2")), Taken(ram_gib=8.0, cores=1)
-    assert more_memory("host", Needs(), whole, SERVER) == (Needs(above_ram_gib=128), "128 GiB of memory")
+    all_of_it, eight = MemoryLimits(115.2, 128, 128), MemoryLimits(8, 128, 128)
+    # Nine tenths of the host are the limit of a job that declares nothing.
+    assert more_memory("host", Needs(), whole, SERVER, all_of_it) == (Needs(above_ram_gib=128), "115 GiB of memory")
     asked = Needs(min_ram_gib=8)
-    assert more_memory("host", asked, declared, SERVER) == (Needs(min_ram_gib=16), "8 GiB of memory")
-    assert more_memory("gpu", Needs(), whole, SERVER) == (Needs(above_vram_gib=80), "80 GiB of VRAM")
+    assert more_memory("host", asked, declared, SERVER, eight) == (Needs(min_ram_gib=16), "8 GiB of memory")
+    assert more_memory("gpu", Needs(), whole, SERVER, eight) == (Needs(above_vram_gib=80), "80 GiB of VRAM")
     card = Needs(require_cuda=True)
-    assert more_memory("gpu", card, Taken(cards=("GPU-0",)), SERVER) == (
+    assert more_memory("gpu", card, Taken(cards=("GPU-0",)), SERVER, eight) == (
         Needs(require_cuda=True, min_vram_gib=24.5),
         "24 GiB of VRAM",
     )
     share = Taken(cards=("GPU-0",), gpu_share=0.5)
-    assert more_memory("gpu", Needs(gpu_share=0.5), share, SERVER) == (Needs(min_gpus=1), "12 GiB of VRAM")
-    assert more_memory("gpu", asked, declared, SERVER) is None
+    assert more_memory("gpu", Needs(gpu_share=0.5), share, SERVER, eight) == (Needs(min_gpus=1), "12 GiB of VRAM")
+    assert more_memory("gpu", asked, declared, SERVER, eight) is None
+
+
+def test_a_job_that_needs_more_memory_than_twice_gets_what_the_largest_host_gives() -> None:
+    declared = Taken(ram_gib=8.0, cores=1)
+    asked = Needs(min_ram_gib=8)
+    found = more_memory("host", asked, declared, SERVER, MemoryLimits(8, 12, 12))
+    assert found == (Needs(min_ram_gib=12), "8 GiB of memory")
+    # Its host gave it less than the hub had granted, because the settings there were changed meanwhile.
+    found = more_memory("host", asked, declared, SERVER, MemoryLimits(2, 2, 12))
+    assert found == (Needs(min_ram_gib=8, above_ram_gib=2), "2 GiB of memory")

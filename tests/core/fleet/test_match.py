@@ -50,6 +50,32 @@ def test_every_constraint_that_fails_is_named(fields: dict[str, Any], refused: l
     assert constraints(asking(**fields), PI) == refused
 
 
+def test_a_host_that_gives_less_to_one_job_is_not_eligible_for_more() -> None:
+    detected = Capability(hostname="pi", ram_bytes=64 * GIB, cores=4, limits="watched", job_ram_bytes=9 * GIB // 4)
+    pi = profile(detected)
+    assert constraints(asking(min_ram_gib=2.25), pi) == []
+    reasons = eligible(asking(min_ram_gib=8), pi).reasons
+    assert [str(each) for each in reasons] == [
+        "min_ram_gib: needs 8 GiB, has 2.25 GiB for one job (sandbox.memory_gib)"
+    ]
+    assert constraints(asking(above_ram_gib=2), pi) == []
+    assert constraints(asking(above_ram_gib=2.25), pi) == ["above_ram_gib"]
+
+
+def test_a_job_may_require_that_hosts_enforce_what_jobs_declare() -> None:
+    watched, enforced = msgspec.structs.replace(PI, limits="watched"), msgspec.structs.replace(PI, limits="enforced")
+    assert constraints(asking(require_limits="enforced"), PI) == ["require_limits"]
+    assert constraints(asking(require_limits="enforced"), watched) == ["require_limits"]
+    assert constraints(asking(require_limits="enforced"), enforced) == []
+    assert constraints(asking(require_limits="watched"), enforced) == []
+    answer = why(
+        WhyQuery(status=JobStatus.PENDING, requirement=asking(require_limits="enforced")),
+        [HostState(profile=watched)],
+        now_s=0,
+    )
+    assert [each.detail for each in answer.obstacles] == ["needs enforced, pi has watched"]
+
+
 def test_slots_are_asked_of_a_host_that_has_some() -> None:
     assert constraints(asking(slots=2), PI) == []
     assert constraints(asking(slots=3), GPU) == ["slots"]

@@ -6,7 +6,7 @@ import pytest
 
 from strata.fleet.agent.outcome import ERROR_BYTES, classify_exit, describe_exit_status
 from strata.fleet.agent.state import StopOrder
-from strata.fleet.agent.supervised import ChildExit, SupervisorLost
+from strata.fleet.agent.supervised import ChildExit, LimitsSpec, SupervisorLost
 from strata.fleet.core.job import Cause
 
 PREEMPTED = StopOrder(cause=Cause.PREEMPTED, reason="the agent was stopped")
@@ -86,3 +86,66 @@ def test_memory_that_ran_out_is_told_as_the_hosts_by_the_kernel_and_as_a_cards_b
     assert told(ChildExit(started=True, status=137)) is None, "somebody killed it, perhaps not for memory"
     assert told(ChildExit(started=True, status=1), "MemoryError") is None
     assert told(ChildExit(started=True, status=0), "CUDA out of memory, smaller batch") is None
+
+
+GIB = 1 << 30
+DECLARED = LimitsSpec(memory_bytes=GIB, memory_set_by="min_ram_gib of the job", processes=60, cores=1)
+
+
+@pytest.mark.parametrize(
+    ("seen", "tail", "limits", "error"),
+    [
+        (
+            ChildExit(started=True, status=-9, oom_kills=1),
+            "",
+            DECLARED,
+            "out of memory: killed by SIGKILL; its limit is 1 GiB (min_ram_gib of the job)",
+        ),
+        (
+            ChildExit(started=True, status=-9, oom_kills=1),
+            "",
+            LimitsSpec(memory_bytes=2 * GIB, memory_set_by="sandbox.memory_gib of the host"),
+            "out of memory: killed by SIGKILL; its limit is 2 GiB (sandbox.memory_gib of the host)",
+        ),
+        (
+            ChildExit(started=True, status=-9, oom_kills=1),
+            "",
+            LimitsSpec(),
+            "out of memory: killed by SIGKILL; the host was out of memory, for the job has no limit there",
+        ),
+        (
+            ChildExit(started=True, status=-9, oom_kills=1, exceeded="memory", exceeded_bytes=GIB * 5 // 4),
+            "",
+            DECLARED,
+            "out of memory: it took 1.25 GiB; its limit is 1 GiB (min_ram_gib of the job)",
+        ),
+        (
+            ChildExit(started=True, status=-9, exceeded="processes", exceeded_count=93),
+            "",
+            DECLARED,
+            "it had 93 processes and threads; its limit is 60 (sandbox.processes of the host)",
+        ),
+        (
+            ChildExit(started=True, status=-9, exceeded="cpu", exceeded_count=1.97),
+            "",
+            DECLARED,
+            "it used 1.97 cores; its limit is 1 (min_cores of the job)",
+        ),
+        (
+            ChildExit(started=True, status=-9),
+            "",
+            DECLARED,
+            "killed by SIGKILL, perhaps because the host is out of memory; the kernel counted none",
+        ),
+        (
+            ChildExit(started=True, status=1),
+            "MemoryError",
+            DECLARED,
+            "it reports that it is out of memory: exit code 1\nMemoryError",
+        ),
+    ],
+)
+def test_a_limit_is_told_with_what_was_taken_and_who_set_it(
+    seen: ChildExit, tail: str, limits: LimitsSpec, error: str
+) -> None:
+    assert classify_exit(seen, tail, stop=None, timeout_s=0, limits=limits).error == error

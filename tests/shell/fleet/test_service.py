@@ -64,9 +64,18 @@ class Site:
     fleet: Fleet
     clock: SteppingClock
 
-    async def host(self, name: str, *, cuda: bool = False, ram_gib: int = 8, version: str = "0.2.0") -> str:
+    async def host(
+        self, name: str, *, cuda: bool = False, ram_gib: int = 8, job_ram_gib: int = 0, version: str = "0.2.0"
+    ) -> str:
         gpus = (Gpu(name="card", vram_bytes=24 * GIB),) if cuda else ()
-        capability = Capability(hostname=name, cuda="12.4" if cuda else "", gpus=gpus, ram_bytes=ram_gib * GIB, slots=8)
+        capability = Capability(
+            hostname=name,
+            cuda="12.4" if cuda else "",
+            gpus=gpus,
+            ram_bytes=ram_gib * GIB,
+            job_ram_bytes=job_ram_gib * GIB,
+            slots=8,
+        )
         row = HostRow(
             id=f"host_{name}",
             name=name,
@@ -510,6 +519,40 @@ async def test_a_job_that_ran_out_of_memory_moves_to_a_larger_host_and_fails_wit
     )
     await site.fleet.requeue(spec.id, "operator")
     assert len(await site.fleet.claim(small, "c4")) == 1, "requeued, it is open to all hosts again"
+
+
+async def test_the_hub_grants_no_memory_that_the_host_would_not_give(site: Site) -> None:
+    """The limits of hosts for one job count, also when the hub says what a job ran out of."""
+    small, other = await site.host("small", ram_gib=16, job_ram_gib=2), await site.host("other", ram_gib=8)
+    spec = JobSpec(model="m", needs=Needs(min_ram_gib=6), name="six")
+    await site.add(spec)
+    assert await site.fleet.claim(small, "c1") == []
+    assert (await site.fleet.why(spec.id)).eligible_hosts == ("other",)
+    (lease,) = await site.fleet.claim(other, "c2")
+    killed = JobFailure(cause=Cause.OOM, facts={"out_of_memory": "host", "memory_limit_gib": 6.0})
+    row = await site.fleet.fail(hold(lease), killed)
+    assert row.reason.endswith("it needs more than 6 GiB of memory")
+    await site.pass_time(600)
+    (lease,) = await site.fleet.claim(other, "c3")
+    assert lease.taken.ram_gib == 8, "it gets all that the largest host gives"
+    killed = JobFailure(cause=Cause.OOM, facts={"out_of_memory": "host", "memory_limit_gib": 8.0})
+    row = await site.fleet.fail(hold(lease), killed)
+    assert (row.status, row.reason) == (
+        JobStatus.FAILED,
+        "oom: it ran out of 8 GiB of memory, and no eligible host has more",
+    )
+
+
+async def test_a_host_whose_limit_a_job_ran_into_does_not_get_it_again(site: Site) -> None:
+    small, equal = await site.host("small", ram_gib=16, job_ram_gib=2), await site.host("equal", ram_gib=16)
+    await site.add(JobSpec(model="m"))
+    (lease,) = await site.fleet.claim(small, "c1")
+    killed = JobFailure(cause=Cause.OOM, facts={"out_of_memory": "host", "memory_limit_gib": 2.0})
+    row = await site.fleet.fail(hold(lease), killed)
+    assert row.reason.endswith("it needs more than 2 GiB of memory")
+    await site.pass_time(600)
+    assert await site.fleet.claim(small, "c2") == []
+    assert len(await site.fleet.claim(equal, "c3")) == 1, "it is as large, and gives a job more"
 
 
 async def test_why_names_the_memory_that_a_job_ran_out_of(site: Site) -> None:

@@ -11,13 +11,19 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from strata.fleet import wire
-from strata.fleet.agent.job_limits import JobLimits, disk_usage
+from strata.fleet.agent.job_limits import JobLimits, TreeUsage, disk_usage
+from strata.fleet.agent.sandbox import HostSandbox, declared_amounts
+from strata.fleet.agent.settings import SandboxSettings
+from strata.fleet.core.amounts import Taken
 from strata.fleet.core.job import Cause
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 from strata.fleet.core.manifest import parse_manifest
+from strata.fleet.core.requirement import Needs
+from tests.core.fleet_agent.leases import lease
 from tests.shell.fleet_agent.running import HubProcess, agent
 from tests.shell.fleet_agent.waiting import eventually
 
@@ -33,10 +39,10 @@ def test_a_slow_measurement_of_the_disk_does_not_delay_a_stop(tmp_path: Path, mo
     monkeypatch.setattr(os, "scandir", slow_scan)
     limits = JobLimits({"disk_bytes": 1000, "disk_folders": [str(tmp_path)]}, None, lambda: 0)
     began_s = time.monotonic()
-    assert limits.exceeded(began_s, lambda: 0) == {}
+    assert limits.exceeded(began_s, TreeUsage, lambda: 0) == {}
     assert time.monotonic() - began_s < 5.0, "the loop that sees stops waits for the scan"
     released.set()
-    reason = eventually(lambda: limits.exceeded(math.inf, lambda: 0))
+    reason = eventually(lambda: limits.exceeded(math.inf, TreeUsage, lambda: 0))
     assert reason["exceeded"] == "disk"
     limits.remove()
 
@@ -54,6 +60,54 @@ def test_all_folders_of_a_job_count_and_a_file_with_two_names_once(tmp_path: Pat
     assert both >= alone + 200_000
     (data / "copies" / "b").hardlink_to(data / "b")
     assert disk_usage(attempt, data) == both
+
+
+def test_a_watched_job_is_ended_for_what_it_takes_and_not_for_what_it_shares() -> None:
+    watched = {"memory_bytes": 1000, "processes": 10, "cores": 1, "watch_memory": True, "watch_processes": True}
+    limits, later_s = JobLimits(watched, None, lambda: 0), time.monotonic() + 1000
+    shared = TreeUsage(rss_bytes=4000, threads=4)
+    assert limits.exceeded(later_s, lambda: shared, lambda: 900) == {}, "four processes share what they have"
+    found = limits.exceeded(later_s + 1, lambda: shared, lambda: 1100)
+    assert found == {"exceeded": "memory", "exceeded_bytes": 1100}
+    found = limits.exceeded(later_s + 2, lambda: TreeUsage(threads=11), lambda: 0)
+    assert found == {"exceeded": "processes", "exceeded_count": 11}
+
+
+def test_cores_are_watched_by_their_mean_so_that_a_peak_ends_no_job() -> None:
+    limits, began_s = JobLimits({"cores": 1, "watch_cpu": True}, None, lambda: 0), time.monotonic() + 1000
+
+    def used(after_s: int, cpu_s: float) -> dict[str, Any]:
+        return limits.exceeded(began_s + after_s, lambda: TreeUsage(cpu_s=cpu_s), lambda: 0)
+
+    assert not any(used(second, cpu_s) for second, cpu_s in enumerate((0, 0.5, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0)))
+    found = [used(7 + second, 5.0 + 2 * second) for second in range(1, 6)]
+    assert found[3], "two cores all the time are noticed within five seconds"
+    assert found[3]["exceeded"] == "cpu"
+    assert found[3]["exceeded_count"] > 1.2
+
+
+def test_a_job_that_declares_nothing_keeps_the_limits_of_the_host(tmp_path: Path) -> None:
+    spec = JobSpec(model="mlp")
+    nothing = lease(trainer=None)
+    memory = msgspec.structs.replace(nothing, spec=msgspec.structs.replace(spec, needs=Needs(min_ram_gib=1)))
+    both = msgspec.structs.replace(nothing, spec=msgspec.structs.replace(spec, needs=Needs(min_cores=2, min_ram_gib=1)))
+    settings = SandboxSettings(mode="auto")
+    host = HostSandbox(memory_bytes=7 << 30, settings=settings)
+    capped = HostSandbox(memory_bytes=1 << 29, settings=SandboxSettings(mode="auto", memory_gib=0.5))
+    for sandbox, granted, taken, limits in (
+        (host, nothing, Taken(whole=True, cores=4, ram_gib=8.0), (7 << 30, "nine tenths of the host's memory", 0, 0)),
+        (host, nothing, Taken(slots=1), (7 << 30, "nine tenths of the host's memory", 0, 0)),
+        # It is not throttled, and has its share of the cores beside others.
+        (host, memory, Taken(cores=1, ram_gib=1.0), (1 << 30, "min_ram_gib of the job", 0, 1)),
+        (host, both, Taken(cores=2, ram_gib=1.0), (1 << 30, "min_ram_gib of the job", 2, 2)),
+        # After it ran out of memory the hub grants more than the job declared.
+        (host, both, Taken(cores=2, ram_gib=2.0), (2 << 30, "min_ram_gib of the job", 2, 2)),
+        (capped, both, Taken(cores=2, ram_gib=1.0), (1 << 29, "sandbox.memory_gib of the host", 2, 2)),
+        (capped, nothing, Taken(slots=1), (1 << 29, "sandbox.memory_gib of the host", 0, 0)),
+    ):
+        declared = declared_amounts(msgspec.structs.replace(granted, taken=taken))
+        found = sandbox.limits_of(tmp_path, declared=declared)
+        assert (found.memory_bytes, found.memory_set_by, found.cores, found.cpu_weight) == limits
 
 
 ALLOCATES = (

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from strata.fleet import wire
     from strata.fleet.core.amounts import Taken
+    from strata.fleet.core.capability import Capability
 
 _HOSTS: Final = (
     Column("host", cut=20),
@@ -37,6 +38,7 @@ _HOSTS: Final = (
     Column("ram", number=True),
     Column("gpu", cut=22),
     Column("jobs", number=True),
+    Column("limits"),
     Column("cpu_use", wide=True, number=True),
     Column("gpu_use", wide=True, number=True),
     Column("torch", wide=True),
@@ -134,6 +136,7 @@ def _host_lines(host: wire.Host, room: wire.HostRoom) -> Iterator[tuple[str, str
         ("programs", ", ".join(each for each in programs if not each.endswith(" "))),
         ("capacity", _amounts(room.capacity)),
         ("free", _amounts(room.free)),
+        ("limits", f"{has.limits}{_job_memory(has)}"),
         ("sandbox", has.sandbox),
         *(("", lack) for lack in has.sandbox_lacks),
         ("use", ", ".join(_uses(sample))),
@@ -144,6 +147,10 @@ def _host_lines(host: wire.Host, room: wire.HostRoom) -> Iterator[tuple[str, str
         card = gpu.uuid or str(number)
         free_gib = room.free.cards.get(card, 0.0)
         yield "card", ", ".join((f"{number}: {gpu.name}", f"{free_gib:g} GiB free", *_card_uses(sample, card)))
+
+
+def _job_memory(has: Capability) -> str:
+    return f", at most {format_bytes(has.job_ram_bytes)} of memory for a job" if has.job_ram_bytes else ""
 
 
 def _amounts(amounts: wire.HostAmounts) -> str:
@@ -216,6 +223,7 @@ def host_row(host: wire.Host, jobs: int) -> dict[str, Any]:
         "torch": has.torch or None,
         "python": has.python or None,
         "agent": host.agent_version or None,
+        "limits": has.limits,
         "sandbox": has.sandbox,
         "pool": host.pool or None,
         "labels": has.labels | host.labels,

@@ -273,7 +273,14 @@ class Attempt:
         try:
             status = await self._until_ended()
             tail = await run_in(self._pools.work, read_log_tail, self._folder / supervised.LOG)
-            outcome = classify_exit(status, tail, stop=self.record.stop, timeout_s=self.record.lease.spec.timeout_s)
+            spec = await run_in(self._pools.work, supervised.read_spec, self._folder)
+            outcome = classify_exit(
+                status,
+                tail,
+                stop=self.record.stop,
+                timeout_s=self.record.lease.spec.timeout_s,
+                limits=None if spec is None else spec.limits,
+            )
             if outcome.cause is None and self._is_server:
                 outcome = AttemptOutcome(cause=Cause.USER_ERROR, error="the server has ended", facts=outcome.facts)
             self._finish(outcome)

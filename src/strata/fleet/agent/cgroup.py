@@ -19,6 +19,11 @@ from typing import Final
 ROOT: Final = Path("/sys/fs/cgroup")
 OWN: Final = Path("/proc/self/cgroup")
 AGENT_GROUP: Final = "strata-agent"
+CONTROLLERS: Final = ("cpu", "memory", "pids")
+_PERIOD_US: Final = 100_000
+_SHARES: Final = 1024
+"""Of one core, in version 1; version 2 has 100."""
+_MAX_WEIGHT: Final = 10_000
 _REMOVE_ROUNDS: Final = 50
 _REMOVE_S: Final = 0.02
 
@@ -78,7 +83,7 @@ class JobParents:
 
     groups: tuple[Path, ...] = ()
     limits: frozenset[str] = frozenset()
-    """Of `memory` and `processes`, those that they can limit."""
+    """Of `memory`, `processes` and `cpu`, those that they can limit."""
 
 
 def job_parents(root: Path = ROOT, own: Path = OWN) -> JobParents:
@@ -89,7 +94,7 @@ def job_parents(root: Path = ROOT, own: Path = OWN) -> JobParents:
     """
     unified = root if (root / "cgroup.controllers").exists() else root / "unified"
     parents, limits = [], set()
-    for mount, controller in ((root / "memory", "memory"), (root / "pids", "pids"), (unified, "")):
+    for mount, controller in (*((root / name, name) for name in CONTROLLERS), (unified, "")):
         parent = mount / next(_groups(controller, own)).relative_to("/")
         parent = parent if parent.is_dir() else mount
         if not controller and unified == root:
@@ -102,13 +107,13 @@ def job_parents(root: Path = ROOT, own: Path = OWN) -> JobParents:
 
 
 def groups_of(pid: int, root: Path = ROOT) -> list[str]:
-    """The groups of another process that limit its memory and its processes, and the one of version 2.
+    """The groups of another process that limit its CPU, its memory and its processes, and the one of version 2.
 
     OSError if one cannot be found: what joins the others alone would not have its limit.
     """
     unified = root if (root / "cgroup.controllers").exists() else root / "unified"
     groups = []
-    for controller, mount in (("memory", root / "memory"), ("pids", root / "pids"), ("", unified)):
+    for controller, mount in (*((name, root / name) for name in CONTROLLERS), ("", unified)):
         if (mount / "cgroup.procs").exists():
             group = mount / next(_groups(controller, Path(f"/proc/{pid}/cgroup"))).relative_to("/")
             (group / "cgroup.procs").stat()
@@ -116,10 +121,23 @@ def groups_of(pid: int, root: Path = ROOT) -> list[str]:
     return groups
 
 
-def create_groups(groups: Sequence[Path], *, memory_bytes: int, processes: int) -> None:
-    """Create the groups of one job with its limits; 0 is no limit. OSError if a limit cannot be set."""
+def create_groups(
+    groups: Sequence[Path], *, memory_bytes: int, processes: int, cores: float = 0.0, cpu_weight: float = 0.0
+) -> None:
+    """Create the groups of one job with its limits; 0 is no limit. OSError if a limit cannot be set.
+
+    `cores` are the most that the job gets, and `cpu_weight`, in cores, its share while all jobs want more.
+    """
     for group in groups:
         group.mkdir(exist_ok=True)
+        if cores:
+            quota_us = round(cores * _PERIOD_US)
+            _write_limit(group / "cpu.cfs_period_us", _PERIOD_US)
+            _write_limit(group / "cpu.cfs_quota_us", quota_us)
+            _write_limit(group / "cpu.max", f"{quota_us} {_PERIOD_US}")
+        if cpu_weight:
+            _write_limit(group / "cpu.shares", round(cpu_weight * _SHARES))
+            _write_limit(group / "cpu.weight", min(_MAX_WEIGHT, round(cpu_weight * 100)))
         if memory_bytes:
             _write_limit(group / "memory.limit_in_bytes", memory_bytes)
             _write_limit(group / "memory.memsw.limit_in_bytes", memory_bytes)
@@ -181,12 +199,15 @@ def _delegate(parent: Path) -> Path:
     """Let groups below `parent` have limits. Version 2 allows that only to a group without processes of its own."""
     if parent.name == AGENT_GROUP:
         parent = parent.parent
-    if not {"memory", "pids"} <= set(_words(parent / "cgroup.subtree_control")):
+    control = parent / "cgroup.subtree_control"
+    offered = set(_words(parent / "cgroup.controllers")).intersection(CONTROLLERS)
+    if not offered <= set(_words(control)):
         with suppress(OSError):
             if (parent / "cgroup.type").exists():
                 (parent / AGENT_GROUP).mkdir(exist_ok=True)
                 (parent / AGENT_GROUP / "cgroup.procs").write_text("0")
-            (parent / "cgroup.subtree_control").write_text("+memory +pids")
+            # Those that were delegated, and no other: one that is not would make the kernel refuse them all.
+            control.write_text(" ".join(f"+{name}" for name in sorted(offered)))
     return parent
 
 
@@ -197,7 +218,13 @@ def _limits_below(parent: Path) -> set[str] | None:
         probe.mkdir()
     except OSError:
         return None
-    files = {"memory.max": "memory", "memory.limit_in_bytes": "memory", "pids.max": "processes"}
+    files = {
+        "memory.max": "memory",
+        "memory.limit_in_bytes": "memory",
+        "pids.max": "processes",
+        "cpu.max": "cpu",
+        "cpu.cfs_quota_us": "cpu",
+    }
     limits = {limit for name, limit in files.items() if os.access(probe / name, os.W_OK)}
     # A process moves only if this one may write to the group that both have in common as well.
     joinable = os.access(probe / "cgroup.procs", os.W_OK) and os.access(parent / "cgroup.procs", os.W_OK)
@@ -205,7 +232,7 @@ def _limits_below(parent: Path) -> set[str] | None:
     return limits if joinable else None
 
 
-def _write_limit(path: Path, value: int) -> None:
+def _write_limit(path: Path, value: int | str) -> None:
     # A hierarchy of version 1 has the files of its own controller only, and few systems account for swap.
     if path.exists():
         path.write_text(str(value))

@@ -56,6 +56,7 @@ class ContainerView:
     devices: tuple[int | str, ...] | None = None
     sandbox: SandboxSettings
     memory_bytes: int = 0
+    cores: int = 0
     job_user: JobUser | None = None
 
 
@@ -203,6 +204,8 @@ def _podman_options(spec: SupervisorSpec, paths: AttemptPaths, view: ContainerVi
         options += ["--userns", "keep-id"]
     if view.memory_bytes:
         options += ["--memory", str(view.memory_bytes)]
+    if view.cores:
+        options += ["--cpus", str(view.cores)]
     if view.sandbox.processes:
         options += ["--pids-limit", str(view.sandbox.processes)]
     for device in view.devices or ():

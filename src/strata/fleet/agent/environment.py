@@ -76,6 +76,9 @@ def job_environment(
         environ[trace.VARIABLE] = inputs.traceparent
     if inputs.devices is not None:
         environ |= visible_devices(inputs.devices)
+    if lease.spec.needs.min_cores:
+        # A quota of CPU time is not visible to libraries, which would start a thread for each core of the host.
+        environ.setdefault("OMP_NUM_THREADS", str(lease.spec.needs.min_cores))
     venv = inputs.venv or trainer.venv
     if venv:
         programs = Path(venv) / ("Scripts" if os.name == "nt" else "bin")

@@ -20,7 +20,7 @@ from typing import Final
 import msgspec
 
 from strata.base import log
-from strata.base.atomic import read_json, write_json
+from strata.base.atomic import write_json
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.base.private import private_folder
@@ -205,7 +205,7 @@ def join_request(host: HostContext, job: RunningJob, command: Sequence[str]) -> 
     """
     if sys.platform != "linux":
         raise StrataError(Code.PRECONDITION, "commands can be run in jobs on Linux only")
-    spec = read_json(job.folder / "waiter.json", SupervisorSpec)
+    spec = supervised.read_spec(job.folder)
     pids = supervised.read_pids(job.folder)
     if spec is None or pids is None or not pids.child:
         raise StrataError(Code.PRECONDITION, "the job is not running any more")

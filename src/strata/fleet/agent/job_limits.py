@@ -1,4 +1,4 @@
-"""The limits of one job, as its supervisor sets and watches them: memory, processes, disk, network.
+"""The limits of one job, as its supervisor sets and watches them: CPU, memory, processes, disk, network.
 
 Standard library only, because the supervisor loads this file by its path.
 """
@@ -13,27 +13,48 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 MEASURE_S: Final = 1.0
-"""Seconds between two measurements of disk and memory."""
+"""Seconds between two measurements."""
+CPU_WINDOW_S: Final = 3.0
+"""The use of cores is a mean over so long: less is a peak, and more would be noticed too late."""
+CPU_TOLERANCE: Final = 1.2
+"""Of a watched limit of cores: the processes of a job are not measured at one moment."""
+
+
+class TreeUsage(NamedTuple):
+    """What all processes of a job have and have used."""
+
+    rss_bytes: int = 0
+    """Memory that several of them share counts for each."""
+    threads: int = 0
+    cpu_s: float = 0.0
+    """Also of processes that have ended."""
 
 
 class JobLimits:
     """The limits of the job: control groups and rules for the network, and watchers for what the kernel does not limit.
 
-    Without control groups the memory is watched, and the number of processes is limited for the whole user.
+    Without control groups the supervisor measures what the job takes and ends it if that is too much, and the number of
+    processes is limited for the whole user.
     """
 
     def __init__(self, limits: Mapping[str, Any], cgroup: Any, oom_kills: Callable[[], int]) -> None:
         """`limits` as the agent wrote them, `cgroup` the module, `oom_kills` counts in the supervisor's own group."""
         self._memory_bytes: int = limits.get("memory_bytes", 0)
         self._processes: int = limits.get("processes", 0)
+        self._cores: float = limits.get("cores", 0.0)
+        self._cpu_weight: float = limits.get("cpu_weight", 0.0)
         self._disk_bytes: int = limits.get("disk_bytes", 0)
         self._disk_folders = [Path(folder) for folder in limits.get("disk_folders", ())]
         self._network_rules: str = limits.get("network_rules", "")
         self._network_table: str = limits.get("network_table", "")
-        self._watch_memory: bool = limits.get("watch_memory", False)
+        self._watch_memory: bool = limits.get("watch_memory", False) and self._memory_bytes > 0
+        self._watch_processes: bool = limits.get("watch_processes", False) and self._processes > 0
+        self._watch_cpu: bool = limits.get("watch_cpu", False) and self._cores > 0
+        self._cpu_points: list[tuple[float, float]] = []
+        """When it had used how many seconds of CPU time, for the last `CPU_WINDOW_S`."""
         self._limit_user: bool = limits.get("limit_user", False)
         self._groups = [Path(group) for group in limits.get("groups", ())]
         self._cgroup = cgroup if self._groups else None
@@ -48,7 +69,13 @@ class JobLimits:
     def apply(self) -> None:
         """Before the child starts. OSError: the host cannot limit it, and it must not start."""
         if self._cgroup is not None:
-            self._cgroup.create_groups(self._groups, memory_bytes=self._memory_bytes, processes=self._processes)
+            self._cgroup.create_groups(
+                self._groups,
+                memory_bytes=self._memory_bytes,
+                processes=self._processes,
+                cores=self._cores,
+                cpu_weight=self._cpu_weight,
+            )
         if self._network_rules:
             run_nft(self._network_rules)
 
@@ -61,22 +88,42 @@ class JobLimits:
 
             resource.setrlimit(resource.RLIMIT_NPROC, (self._processes, self._processes))
 
-    def exceeded(self, now_s: float, rss_bytes: Callable[[], int]) -> dict[str, Any]:
-        """What the child exceeds, for `exit.json`; empty if nothing."""
+    def exceeded(
+        self, now_s: float, measure: Callable[[], TreeUsage], measure_memory: Callable[[], int]
+    ) -> dict[str, Any]:
+        """What the child exceeds, for `exit.json`; empty if nothing.
+
+        `measure_memory` counts shared memory once. It takes longer, so it is called only when that matters.
+        """
         if now_s < self._measure_at_s:
             return {}
         if self._disk_bytes and self._disk_watcher is None:
             self._disk_watcher = threading.Thread(target=self._watch_disk, name="disk", daemon=True)
             self._disk_watcher.start()
         reason = self._disk_reason
-        if self._watch_memory and self._memory_bytes:
-            used = rss_bytes()
-            if used > self._memory_bytes:
-                self._watched_kills = 1
-                reason = {"exceeded": "memory", "exceeded_bytes": used}
+        if self._watch_memory or self._watch_processes or self._watch_cpu:
+            reason = self._watched(now_s, measure(), measure_memory) or reason
         # A measurement takes at most a tenth of the time.
         self._measure_at_s = now_s + max(MEASURE_S, 10 * (time.monotonic() - now_s))
         return reason
+
+    def _watched(self, now_s: float, usage: TreeUsage, measure_memory: Callable[[], int]) -> dict[str, Any]:
+        if self._watch_memory and usage.rss_bytes > self._memory_bytes:
+            used = measure_memory()
+            if used > self._memory_bytes:
+                self._watched_kills = 1
+                return {"exceeded": "memory", "exceeded_bytes": used}
+        if self._watch_processes and usage.threads > self._processes:
+            return {"exceeded": "processes", "exceeded_count": usage.threads}
+        if self._watch_cpu:
+            self._cpu_points.append((now_s, usage.cpu_s))
+            since_s, before_s = self._cpu_points[0]
+            if now_s - since_s >= CPU_WINDOW_S:
+                del self._cpu_points[0]
+                cores = (usage.cpu_s - before_s) / (now_s - since_s)
+                if cores > CPU_TOLERANCE * self._cores:
+                    return {"exceeded": "cpu", "exceeded_count": round(cores, 2)}
+        return {}
 
     def _watch_disk(self) -> None:
         """In a thread: a job may have so many files that their measurement takes minutes, and is stopped meanwhile."""

@@ -347,7 +347,7 @@ class Agent:
 
     def probe(self) -> ProbeResult:
         sandbox = self._host.sandbox
-        return probe_host(self._host.environ, self._settings, sandbox.level, sandbox.lacks)
+        return probe_host(self._host.environ, self._settings, sandbox.level, sandbox.lacks, sandbox.limits)
 
     # Draining
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from strata.base.errors import Code, StrataError
 from strata.fleet.agent import environment, trainer_source
 from strata.fleet.agent.artifact_transfer import download_as_tar
@@ -35,7 +37,7 @@ from strata.fleet.agent.host_cache import HostCache
 from strata.fleet.agent.hub_api import HubApi
 from strata.fleet.agent.path_names import artifact_id, attempt_name
 from strata.fleet.agent.privsep import run_with_input
-from strata.fleet.agent.sandbox import UNCONFINED, HostSandbox, is_root, job_user_of
+from strata.fleet.agent.sandbox import UNCONFINED, HostSandbox, declared_amounts, is_root, job_user_of
 from strata.fleet.agent.server_job import StateSource, data_folder, prepare_server
 from strata.fleet.agent.settings import AgentSettings
 from strata.fleet.agent.supervised import SupervisorSpec
@@ -177,6 +179,7 @@ def prepare_attempt(
     spec = _supervisor_spec(host, lease, trainer, paths, cwd, inputs)
     readable = [Path(folder) for folder in (*filter(None, [venv]), *data.folders.values())]
     writable = [data_folder(host.settings.work_folder, lease.job_id)] if server else []
+    declared = declared_amounts(lease)
     if wanted_environment is not None and wanted_environment.image:
         runtime = find_runtime(settings.containers, host.environ, is_root=is_root())
         image = registry_reference(wanted_environment.image, settings.containers.registries)
@@ -186,13 +189,20 @@ def prepare_attempt(
             writable=writable,
             devices=devices,
             sandbox=settings.sandbox,
-            memory_bytes=host.sandbox.memory_bytes,
+            memory_bytes=host.sandbox.memory_limit(declared.ram_gib)[0],
+            cores=declared.cores,
             job_user=job_user,
         )
         facts |= {"environment": {"image": wanted_environment.image, "runtime": runtime.kind}}
         contained = contain(runtime, image, spec, paths, view)
-        return PreparedAttempt(host.sandbox.limit_disk(contained, paths, writable), facts)
-    confined = host.sandbox.confine(spec, paths, readable=readable, writable=writable, gpus=devices != ())
+        if runtime.kind == "podman":
+            return PreparedAttempt(host.sandbox.limit_disk(contained, paths, writable, declared), facts)
+        # Apptainer limits nothing, and its processes are children of the supervisor.
+        limits = host.sandbox.limits_of(paths.folder, writable, declared)
+        return PreparedAttempt(msgspec.structs.replace(contained, limits=limits), facts)
+    confined = host.sandbox.confine(
+        spec, paths, readable=readable, writable=writable, gpus=devices != (), declared=declared
+    )
     return PreparedAttempt(confined, facts)
 
 

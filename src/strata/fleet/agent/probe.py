@@ -18,7 +18,7 @@ import msgspec
 from strata.fleet.agent import cgroup, gpu
 from strata.fleet.agent.settings import AgentSettings
 from strata.fleet.core.capability import Capability, Gpu
-from strata.fleet.core.requirement import SandboxLevel
+from strata.fleet.core.requirement import LimitsLevel, SandboxLevel
 from strata.fleet.core.samples import HostSample
 
 INTERPRETER_TIMEOUT_S: Final = 120.0
@@ -66,7 +66,11 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def probe_host(
-    environ: Mapping[str, str], settings: AgentSettings, sandbox: SandboxLevel = "none", lacks: Sequence[str] = ()
+    environ: Mapping[str, str],
+    settings: AgentSettings,
+    sandbox: SandboxLevel = "none",
+    lacks: Sequence[str] = (),
+    limits: LimitsLevel = "none",
 ) -> ProbeResult:
     """`environ` is the environment of jobs, `lacks` what its sandbox cannot do. Takes seconds with GPUs and torch."""
     inventory = gpu.query_gpus(environ)
@@ -85,6 +89,8 @@ def probe_host(
         git_commit=commit_of(settings.source, environ) if settings.source is not None else "",
         sandbox=sandbox,
         sandbox_lacks=tuple(lack[:256] for lack in lacks[:16]),
+        limits=limits,
+        job_ram_bytes=int(settings.sandbox.memory_gib * 1024**3) if limits != "none" else 0,
         labels=settings.labels,
         slots=settings.slots,
         utc_offset_min=utc_offset_min(),

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -29,7 +29,8 @@ from strata.fleet.agent.attempt_folder import AttemptPaths, JobUser, find_job_us
 from strata.fleet.agent.bubblewrap import MountView, namespace_options
 from strata.fleet.agent.settings import AgentSettings, SandboxSettings
 from strata.fleet.agent.supervised import LimitsSpec, SupervisorSpec
-from strata.fleet.core.requirement import SandboxLevel
+from strata.fleet.core.requirement import LimitsLevel, SandboxLevel
+from strata.fleet.wire import LeaseGiven
 
 GIB: Final = 1024**3
 TRY_S: Final = 30.0
@@ -48,6 +49,28 @@ METADATA: Final = (
 )  # fmt: skip
 """Where clouds give the credentials of a machine to whoever asks from it: by most of them, to containers on AWS, on
 Azure, Alibaba Cloud and Tencent Cloud."""
+
+
+LIMITED: Final = ("memory", "processes", "cpu")
+
+
+class DeclaredAmounts(NamedTuple):
+    """What a job declared of its host and got; 0: it declared nothing of it, and the default of the host counts."""
+
+    cores: int = 0
+    ram_gib: float = 0.0
+    cpu_weight: int = 0
+    """The cores that the hub counts for it, declared or not."""
+
+
+NOTHING_DECLARED: Final = DeclaredAmounts()
+
+
+def declared_amounts(lease: LeaseGiven) -> DeclaredAmounts:
+    taken = lease.taken
+    if taken.whole:
+        return NOTHING_DECLARED
+    return DeclaredAmounts(taken.cores if lease.spec.needs.min_cores else 0, taken.ram_gib, taken.cores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +99,27 @@ class HostSandbox:
             "user": "user: jobs run as a user of their own and see the host's files and processes",
             "namespaces": "namespaces: jobs see their own files and processes only",
         }
-        limits = [f"{name} by {self._limited_by(name)}" for name in ("memory", "processes") if self._is_limited(name)]
+        limits = [f"{name} by {self._limited_by(name)}" for name in LIMITED if self.limits != "none"]
         limits += ["disk by a watcher"] if self.settings.disk_gib else []
         network = f"network {self.settings.network}"
         network += " without the metadata addresses of clouds" if self.blocks_metadata else ""
         return "; ".join((words[self.level], *limits, network, *self.missing))
 
     @property
+    def limits(self) -> LimitsLevel:
+        """How jobs are kept to the amounts that they declared."""
+        if self.settings.mode == "off" or sys.platform != "linux":
+            return "none"
+        return "enforced" if self.parents.limits.issuperset(LIMITED) else "watched"
+
+    @property
     def lacks(self) -> tuple[str, ...]:
         """What the host cannot do, in words, also of what a weaker means does instead."""
-        if self.settings.mode == "off":
+        if self.limits == "none":
             return self.missing
         weaker = [
-            f"no control group limits {name}: {self._limited_by(name) if self._is_limited(name) else 'nothing'} does"
-            for name in ("memory", "processes")
+            f"no control group limits {name}: {self._limited_by(name)} does"
+            for name in LIMITED
             if name not in self.parents.limits
         ]
         return (*self.missing, *weaker)
@@ -102,10 +132,11 @@ class HostSandbox:
         readable: Sequence[Path] = (),
         writable: Sequence[Path] = (),
         gpus: bool = False,
+        declared: DeclaredAmounts = NOTHING_DECLARED,
     ) -> SupervisorSpec:
         """The spec with all that confines it. `readable` are caches of the agent that this job may see, `writable`
         folders that it may change beside that of its attempt."""
-        limits = self.limits_of(paths.folder, writable)
+        limits = self.limits_of(paths.folder, writable, declared)
         if not self.bwrap:
             return msgspec.structs.replace(spec, limits=limits)
         self.view.check_visible(Path(spec.cwd), (paths.folder, *readable))
@@ -117,12 +148,31 @@ class HostSandbox:
             limits=limits,
         )
 
-    def limit_disk(self, spec: SupervisorSpec, paths: AttemptPaths, writable: Sequence[Path] = ()) -> SupervisorSpec:
-        """For a job that something else confines, with limits of its own for the rest."""
-        disk_bytes = int(self.settings.disk_gib * GIB) if self.settings.mode != "off" else 0
-        folders = _texts([paths.folder, *writable]) if disk_bytes else ()
-        limits = LimitsSpec(disk_bytes=disk_bytes, disk_folders=folders)
+    def limit_disk(
+        self,
+        spec: SupervisorSpec,
+        paths: AttemptPaths,
+        writable: Sequence[Path] = (),
+        declared: DeclaredAmounts = NOTHING_DECLARED,
+    ) -> SupervisorSpec:
+        """For a job that something else confines, and keeps to the rest of its limits, which are noted for messages."""
+        known = self.limits_of(paths.folder, writable, declared)
+        limits = LimitsSpec(
+            memory_bytes=known.memory_bytes,
+            memory_set_by=known.memory_set_by,
+            processes=known.processes,
+            cores=known.cores,
+            disk_bytes=known.disk_bytes,
+            disk_folders=known.disk_folders,
+        )
         return msgspec.structs.replace(spec, limits=limits)
+
+    def memory_limit(self, ram_gib: float) -> tuple[int, str]:
+        """In bytes, of a job that declared so much, and which setting of whom it is."""
+        own = int(self.settings.memory_gib * GIB)
+        if ram_gib and not 0 < own < int(ram_gib * GIB):
+            return int(ram_gib * GIB), "min_ram_gib of the job"
+        return self.memory_bytes, "sandbox.memory_gib of the host" if own else "nine tenths of the host's memory"
 
     def wrapper(
         self,
@@ -147,7 +197,14 @@ class HostSandbox:
             *self.view.mount_options(scratch, tmp=scratch, readable=hidden, writable=[target]),
         )
 
-    def limits_of(self, folder: Path, writable: Sequence[Path] = (), *, host_network: bool = False) -> LimitsSpec:
+    def limits_of(
+        self,
+        folder: Path,
+        writable: Sequence[Path] = (),
+        declared: DeclaredAmounts = NOTHING_DECLARED,
+        *,
+        host_network: bool = False,
+    ) -> LimitsSpec:
         """The limits of what works in this folder: an attempt, or the build of an environment (`host_network`)."""
         if self.settings.mode == "off" or sys.platform != "linux":
             return LimitsSpec()
@@ -159,28 +216,27 @@ class HostSandbox:
         rules = ""
         if only_allowed or self.blocks_metadata:
             rules = network_rules(table, Path(groups[-1]), self.settings.allow, only_allowed=only_allowed)
+        memory_bytes, memory_set_by = self.memory_limit(declared.ram_gib)
         return LimitsSpec(
-            memory_bytes=self.memory_bytes,
+            memory_bytes=memory_bytes,
+            memory_set_by=memory_set_by,
             processes=self.settings.processes,
+            cores=declared.cores,
+            cpu_weight=declared.cpu_weight,
             disk_bytes=int(self.settings.disk_gib * GIB),
             disk_folders=_texts([folder, *writable]) if self.settings.disk_gib else (),
             groups=groups,
             watch_memory="memory" not in self.parents.limits,
+            watch_processes="processes" not in self.parents.limits,
+            watch_cpu="cpu" not in self.parents.limits,
             # Of the agent's own user it would count what has nothing to do with the job.
             limit_user="processes" not in self.parents.limits and self.job_user is not None,
             network_rules=rules,
             network_table=table if rules else "",
         )
 
-    def _is_limited(self, name: str) -> bool:
-        if self.settings.mode == "off":
-            return False
-        return name == "memory" or name in self.parents.limits or self.job_user is not None
-
     def _limited_by(self, name: str) -> str:
-        if name in self.parents.limits:
-            return "control group"
-        return "a watcher" if name == "memory" else "the user's limit"
+        return "control group" if name in self.parents.limits else "a watcher"
 
 
 UNCONFINED: Final = HostSandbox()

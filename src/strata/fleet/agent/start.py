@@ -102,7 +102,7 @@ def check_host(settings: AgentSettings, client: HubClient | None, sandbox: HostS
 def probe_capability(
     settings: AgentSettings, allowed: Mapping[str, str], sandbox: HostSandbox = UNCONFINED
 ) -> ProbeResult:
-    return probe_host(allowed, settings, sandbox.level, sandbox.lacks)
+    return probe_host(allowed, settings, sandbox.level, sandbox.lacks, sandbox.limits)
 
 
 async def _run(host: HostContext, probed: ProbeResult) -> None:

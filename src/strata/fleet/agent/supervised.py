@@ -33,7 +33,12 @@ class LimitsSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The limits of a job; 0 and empty: none. `job_limits` applies them."""
 
     memory_bytes: int = 0
+    memory_set_by: str = ""
+    """Which setting of whom the limit of memory is, in words."""
     processes: int = 0
+    cores: float = 0.0
+    cpu_weight: float = 0.0
+    """In cores: its share of a host on which all jobs want more. Only control groups can give it."""
     disk_bytes: int = 0
     disk_folders: Sequence[str] = ()
     """What counts: the folder of the attempt and, of a server, that of its data."""
@@ -43,6 +48,8 @@ class LimitsSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Control groups of this job alone, which its supervisor creates and removes."""
     watch_memory: bool = False
     """No control group limits the memory: the supervisor measures it."""
+    watch_processes: bool = False
+    watch_cpu: bool = False
     limit_user: bool = False
     """No control group limits the processes: their number is limited for the job's user."""
     network_rules: str = ""
@@ -90,10 +97,12 @@ class ChildExit(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of output that the log does not hold."""
     ran_s: float = 0.0
     max_rss_bytes: int = 0
-    exceeded: Literal["", "memory", "disk"] = ""
+    exceeded: Literal["", "memory", "disk", "processes", "cpu"] = ""
     """The supervisor killed the child because it took more of this than its limit."""
     exceeded_bytes: int = 0
     """What it took; -1: its folders are nested too deeply to be measured."""
+    exceeded_count: float = 0.0
+    """The processes and threads, or the cores, that it took."""
 
 
 class ProcessIds(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,6 +131,10 @@ ChildStatus = ChildNotStarted | ChildRunning | ChildExit | SupervisorLost
 
 def write_spec(folder: Path, spec: SupervisorSpec) -> None:
     write_json(folder / "waiter.json", spec)
+
+
+def read_spec(folder: Path) -> SupervisorSpec | None:
+    return read_json(folder / "waiter.json", SupervisorSpec)
 
 
 def start_supervisor(folder: Path) -> subprocess.Popen[bytes]:
@@ -177,7 +190,7 @@ def kill_orphans(folder: Path) -> None:
 
     The process group only if the pid still belongs to that child.
     """
-    spec = read_json(folder / "waiter.json", SupervisorSpec)
+    spec = read_spec(folder)
     if spec is not None:
         groups = [Path(group) for group in spec.limits.groups]
         cgroup.kill_groups(groups)
@@ -196,7 +209,7 @@ def kill_orphans(folder: Path) -> None:
 
 def remove_container(folder: Path) -> None:
     """After the supervisor was lost: the job's container belongs to no process group of ours and would run on."""
-    spec = read_json(folder / "waiter.json", SupervisorSpec)
+    spec = read_spec(folder)
     if spec is None or not spec.removal:
         return
     with suppress(OSError, subprocess.TimeoutExpired):

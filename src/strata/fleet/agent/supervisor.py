@@ -62,7 +62,8 @@ def main(folder: Path) -> int:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     write_json(folder / "pid.json", {"waiter": os.getpid(), "waiter_started": started_at(os.getpid())})
     log = BoundedLog((folder / "log").open("ab", buffering=0), spec["max_log_bytes"])
-    limits = _load_sibling("job_limits").JobLimits(spec.get("limits") or {}, _load_sibling("cgroup"), oom_kills)
+    job_limits = _load_sibling("job_limits")
+    limits = job_limits.JobLimits(spec.get("limits") or {}, _load_sibling("cgroup"), oom_kills)
     began_s = time.monotonic()
     try:
         limits.apply()
@@ -85,7 +86,8 @@ def main(folder: Path) -> int:
     )
     copier = threading.Thread(target=_copy_output, args=(child.stdout, log), daemon=True)
     copier.start()
-    stop_reason = ChildMonitor(child, folder, spec, limits).run(sigterm)
+    monitor = ChildMonitor(child, folder, spec, limits)
+    stop_reason = monitor.run(sigterm, lambda: job_limits.TreeUsage(*_usage_of_descendants()))
     copier.join(_KILL_TIMEOUT_S)
     left_out = log.finish()
     kills = limits.remove()
@@ -119,7 +121,8 @@ class ChildMonitor:
         self._kill_at_s: float | None = None
         self._reap_at_s = self._began_s + REAP_S
 
-    def run(self, sigterm: threading.Event) -> dict[str, Any]:
+    def run(self, sigterm: threading.Event, measure: Callable[[], Any]) -> dict[str, Any]:
+        """`measure` returns what the child and its descendants have and have used."""
         stopped = timed_out = False
         exceeded: dict[str, Any] = {}
         while self._child.poll() is None:
@@ -131,7 +134,7 @@ class ChildMonitor:
                     stopped, timed_out = grace_s is not None, grace_s is None
                 self._stop_child(now_s, self._grace_s if grace_s is None else grace_s)
             elif not exceeded:
-                exceeded = self._limits.exceeded(now_s, _rss_of_descendants)
+                exceeded = self._limits.exceeded(now_s, measure, _memory_of_descendants)
             if exceeded:
                 self._kill()
             if now_s >= self._reap_at_s:
@@ -354,7 +357,7 @@ def processes() -> list[tuple[int, int, str]]:
     return rows
 
 
-def descendants(pid: int) -> list[int]:
+def descendants(pid: int, *, with_zombies: bool = False) -> list[int]:
     """Living processes below this one."""
     children: dict[int, list[tuple[int, str]]] = {}
     for child, parent, state in processes():
@@ -364,14 +367,37 @@ def descendants(pid: int) -> list[int]:
     while to_visit:
         for descendant, state in children.get(to_visit.pop(), ()):
             to_visit.append(descendant)
-            if state not in ("Z", "X"):
+            if with_zombies or state not in ("Z", "X"):
                 living.append(descendant)
     return living
 
 
-def _rss_of_descendants() -> int:
-    stats = [fields for pid in descendants(os.getpid()) if (fields := _stat(pid))]
-    return sum(int(fields[21]) for fields in stats) * os.sysconf("SC_PAGE_SIZE")
+def _usage_of_descendants() -> tuple[int, int, float]:
+    """Bytes of memory, where shared ones count for each process; threads; and seconds of CPU time, also of those that
+    have ended: their parents have it."""
+    stats = [fields for pid in descendants(os.getpid(), with_zombies=True) if (fields := _stat(pid))]
+    ended = os.times()
+    ticks = sum(int(field) for fields in stats for field in fields[11:15])
+    return (
+        sum(int(fields[21]) for fields in stats) * os.sysconf("SC_PAGE_SIZE"),
+        sum(int(fields[17]) for fields in stats if fields[0] not in ("Z", "X")),
+        ticks / os.sysconf("SC_CLK_TCK") + ended.children_user + ended.children_system,
+    )
+
+
+def _memory_of_descendants() -> int:
+    """Bytes of memory, where each process counts its part of what it shares; as `_usage_of_descendants` where the
+    kernel does not tell."""
+    return sum(_memory_of(pid) for pid in descendants(os.getpid()))
+
+
+def _memory_of(pid: int) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    fields = _stat(pid)
+    return int(fields[21]) * os.sysconf("SC_PAGE_SIZE") if fields else 0
 
 
 def started_at(pid: int) -> str:

@@ -105,18 +105,37 @@ class MoreMemory(NamedTuple):
     """What it ran out of, in words."""
 
 
-def more_memory(kind: Literal["host", "gpu"], needs: Needs, taken: Taken, capacity: Capacity) -> MoreMemory | None:
+class MemoryLimits(NamedTuple):
+    """What hosts give to one job, where it ran out of memory and elsewhere."""
+
+    applied_gib: float
+    """The limit that the attempt had, as its host reports it."""
+    host_gib: float
+    """The most that a job can get on that host."""
+    largest_gib: float
+    """The most that it can get on any host that is eligible for it."""
+
+
+def more_memory(
+    kind: Literal["host", "gpu"], needs: Needs, taken: Taken, capacity: Capacity, limits: MemoryLimits
+) -> MoreMemory | None:
     """More than the attempt had, of the host's memory or of its cards'. None: there were no cards.
 
-    A job that took the whole host needs a larger one. One that declared its memory needs twice as much. One that shared
-    a card needs a card for itself; one that had it for itself needs a larger card.
+    A job that declared its memory needs twice as much, or what the largest host has. One that had all that its host
+    gives needs a host that gives more. One that shared a card needs a card for itself; one that had it for itself needs
+    a larger card.
     """
     if kind == "host":
+        ran_out_of = f"{limits.applied_gib:.3g} GiB of memory"
         if taken.whole or not taken.ram_gib:
-            raised = msgspec.structs.replace(needs, above_ram_gib=capacity.ram_gib)
-            return MoreMemory(raised, f"{capacity.ram_gib:g} GiB of memory")
-        raised = msgspec.structs.replace(needs, min_ram_gib=2 * taken.ram_gib)
-        return MoreMemory(raised, f"{taken.ram_gib:g} GiB of memory")
+            raised = {"above_ram_gib": limits.host_gib}
+        elif limits.applied_gib < taken.ram_gib:
+            raised = {"above_ram_gib": min(limits.host_gib, limits.applied_gib)}
+        elif taken.ram_gib < limits.largest_gib < 2 * taken.ram_gib:
+            raised = {"min_ram_gib": limits.largest_gib}
+        else:
+            raised = {"min_ram_gib": 2 * taken.ram_gib}
+        return MoreMemory(msgspec.structs.replace(needs, **raised), ran_out_of)
     sizes = [card.vram_gib for card in capacity.cards if card.id in taken.cards]
     if not sizes:
         return None

@@ -21,7 +21,7 @@ from strata.base.digest import without_defaults
 from strata.base.ids import content_id
 from strata.fleet.core.amounts import Capacity, Card
 from strata.fleet.core.jobspec import HostSpec, QuietHours
-from strata.fleet.core.requirement import Count, Label, LabelValue, Name, SandboxLevel, Slots
+from strata.fleet.core.requirement import Count, Label, LabelValue, LimitsLevel, Name, SandboxLevel, Slots
 
 GIB: Final = 1024**3
 _BUCKETS_PER_GIB: Final = 2
@@ -61,6 +61,10 @@ class Capability(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """What confines the jobs of this host."""
     sandbox_lacks: Annotated[tuple[Text, ...], msgspec.Meta(max_length=16)] = ()
     """What the host cannot do to confine them, and why."""
+    limits: LimitsLevel = "none"
+    """How it keeps jobs to the amounts they declared."""
+    job_ram_bytes: Bytes = 0
+    """The most memory that its settings give to one job. 0: they set no limit."""
     labels: dict[Label, LabelValue] = {}
     """Of the agent's own settings."""
     slots: Slots | None = None
@@ -87,6 +91,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     own_labels: dict[Label, LabelValue] = {}
     """Of the agent's own settings: good for wishes only."""
     sandbox: SandboxLevel = "none"
+    limits: LimitsLevel = "none"
+    job_ram_limit_gib: float | None = None
+    """The most that the host gives to one job, if its settings say so. It is not rounded: it is no measurement."""
     slots: int | None = None
     """None: as many jobs at once as fit by their amounts."""
     allow_jobs: tuple[str, ...] | None = None
@@ -95,6 +102,11 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def key(self) -> str:
         return content_id("profile", 1, without_defaults(self))
+
+    @property
+    def job_ram_gib(self) -> float:
+        """The most memory that one job can get here."""
+        return _at_most(self.ram_gib, self.job_ram_limit_gib)
 
     @property
     def capacity(self) -> Capacity:
@@ -128,6 +140,8 @@ def profile(
         labels={**(granted or {}), **policy.labels},
         own_labels=capability.labels,
         sandbox=capability.sandbox,
+        limits=capability.limits,
+        job_ram_limit_gib=capability.job_ram_bytes / GIB if capability.job_ram_bytes else None,
         slots=policy.slots if capability.slots is None else _at_most(capability.slots, policy.slots),
         allow_jobs=policy.allow_jobs,
         deny_jobs=policy.deny_jobs,

@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from strata.fleet.core.capability import Profile
-from strata.fleet.core.requirement import SANDBOX_LEVELS, RequirementClass
+from strata.fleet.core.requirement import LIMITS_LEVELS, SANDBOX_LEVELS, RequirementClass
 
 _FAR: Final = 1.0
 """The distance of what cannot be nearly fulfilled: a name, a yes or no."""
@@ -131,6 +131,17 @@ def _sandbox(requirement: RequirementClass, host: Profile) -> Iterator[MismatchR
         )
 
 
+def _limits(requirement: RequirementClass, host: Profile) -> Iterator[MismatchReason]:
+    needed = requirement.needs.require_limits
+    if LIMITS_LEVELS.index(host.limits) < LIMITS_LEVELS.index(needed):
+        yield MismatchReason(
+            constraint="require_limits",
+            needed=needed,
+            has=host.limits,
+            fix=f"see 'strata agent check' on {host.host}, or set require_limits = \"{host.limits}\"",
+        )
+
+
 def _gpus(requirement: RequirementClass, host: Profile) -> Iterator[MismatchReason]:
     needs = requirement.needs
     if needs.require_cuda and not host.cuda:
@@ -154,7 +165,7 @@ def _memory(requirement: RequirementClass, host: Profile) -> Iterator[MismatchRe
     """Hosts at most as large as one on which the job ran out of memory."""
     needs = requirement.needs
     for constraint, above, has in (
-        ("above_ram_gib", needs.above_ram_gib, host.ram_gib),
+        ("above_ram_gib", needs.above_ram_gib, host.job_ram_gib),
         ("above_vram_gib", needs.above_vram_gib, max(host.vram_gib, default=0.0)),
     ):
         if above and has <= above:
@@ -171,6 +182,8 @@ def _amounts(requirement: RequirementClass, host: Profile) -> Iterator[MismatchR
     needs = requirement.needs
     if needs.min_ram_gib > host.ram_gib:
         yield _short("min_ram_gib", needs.min_ram_gib, host.ram_gib, " GiB")
+    elif needs.min_ram_gib > host.job_ram_gib:
+        yield _short("min_ram_gib", needs.min_ram_gib, host.job_ram_gib, " GiB", " for one job (sandbox.memory_gib)")
     if needs.min_cores > host.cores:
         yield _short("min_cores", needs.min_cores, host.cores, "")
     if host.slots is not None and needs.slots > host.slots:
@@ -188,17 +201,18 @@ _CHECKS: Final[tuple[Callable[[RequirementClass, Profile], Iterator[MismatchReas
     _names,
     _system,
     _sandbox,
+    _limits,
     _gpus,
     _memory,
     _amounts,
 )
 
 
-def _short(constraint: str, needed: float, has: float, unit: str) -> MismatchReason:
+def _short(constraint: str, needed: float, has: float, unit: str, because: str = "") -> MismatchReason:
     return MismatchReason(
         constraint=constraint,
         needed=f"{needed:g}{unit}",
-        has=f"{has:g}{unit}",
+        has=f"{has:g}{unit}{because}",
         fix=f"set {constraint} = {has:g} or less" if has else f"remove {constraint}",
         distance=1 - has / needed,
     )

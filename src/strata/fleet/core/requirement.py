@@ -31,6 +31,9 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=31_536_000)]
 SandboxLevel = Literal["none", "user", "namespaces"]
 SANDBOX_LEVELS: Final[tuple[SandboxLevel, ...]] = ("none", "user", "namespaces")
 """What confines the jobs of a host, the weakest first."""
+LimitsLevel = Literal["none", "watched", "enforced"]
+LIMITS_LEVELS: Final[tuple[LimitsLevel, ...]] = ("none", "watched", "enforced")
+"""How a host keeps jobs to the amounts they declared, the weakest first."""
 
 
 def _sort(struct: msgspec.Struct, field: str, values: tuple[str, ...]) -> None:
@@ -64,6 +67,8 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     require_arch: str = ""
     require_sandbox: SandboxLevel = "none"
     """How well the host must confine the job, at least."""
+    require_limits: LimitsLevel = "none"
+    """How the host must keep all its jobs to what they declared, at least."""
     slots: Slots = 1
     """How many of a host's slots the job takes, where the host has slots."""
     prefer_cuda: bool = False
