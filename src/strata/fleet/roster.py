@@ -7,22 +7,29 @@ them, and every few seconds besides, because another hub on the same database ma
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final, NamedTuple
 
-from strata.fleet.core.amounts import Amounts, Capacity, Taken, job_amounts
+from strata.fleet.core.amounts import Amounts, Capacity, Room, Taken, job_amounts
 from strata.fleet.core.capability import Profile, in_quiet_hours, is_outdated, profile
 from strata.fleet.core.fair_share import FleetTotals, add_up
 from strata.fleet.core.jobspec import HostSpec
 from strata.fleet.core.lease import SUSPECT_S
-from strata.fleet.core.match import eligible_classes, holds_back, score
+from strata.fleet.core.match import eligible_classes, holds_back, is_better_fit, score, shape
 from strata.fleet.core.requirement import RequirementClass
 from strata.fleet.core.reservation import HostOffer
 from strata.fleet.core.why import HostState
 from strata.fleet.ports import HostRow, Store
 
+Shape = tuple[tuple[float, ...], float]
 FRESH_S: Final = 2.0
+BEST_FIT_S: Final = 3.0
+"""How long a job is left to a host that it fits better. That host waits, so it takes the job at once or never."""
+BEST_FIT_HOSTS: Final = 8
+"""Hosts of one shape that a claim looks at."""
 CLASSES_AGAIN: Final = 256
 """How many ids below the newest class are looked for again: a class may be committed after one with a higher id."""
 
@@ -63,6 +70,8 @@ class Roster:
         self._served: dict[
             str, tuple[Profile, int, frozenset[int] | None, Capacity, Mapping[int, Amounts], Mapping[int, Amounts]]
         ] = {}
+        self._better: dict[tuple[Shape, Shape], tuple[int, frozenset[int]]] = {}
+        """How many classes were known, and which of them fit the first of two shapes better."""
         self._server_classes: frozenset[int] = frozenset()
         """Of servers that have run; known while a host is outdated."""
         self._profiles: dict[str, _KnownProfile] = {}
@@ -160,13 +169,59 @@ class Roster:
         special = class_id in self._server_classes or self._classes[class_id].gang
         return special and is_outdated(host.agent_version)
 
-    def claim_options(self, host_id: str, now_s: float) -> ClaimOptions:
+    def claim_options(
+        self, host_id: str, now_s: float, better_fits: Mapping[int, Collection[str]] | None = None
+    ) -> ClaimOptions:
+        """`better_fits` are the classes that hosts which are free fit better, from `better_fits`."""
         host = self._hosts.get(host_id)
         if host is None or self.quiet(host, now_s):
             return ClaimOptions({}, Capacity(), {})
         capacity, _, classes = self._serving(host)
-        held_back = self._held_back(host, classes, now_s)
+        held_back = dict(self._held_back(host, classes, now_s))
+        # Whole seconds: claims with the same options share a statement.
+        until_s = math.floor(now_s) - BEST_FIT_S
+        for class_id in better_fits or ():
+            held_back[class_id] = min(until_s, held_back.get(class_id, until_s))
         return ClaimOptions(classes, capacity, held_back, refusing=host_id in self._refusing)
+
+    def better_fits(self, host_id: str, waiting: Mapping[Shape, Collection[str]]) -> Mapping[int, Collection[str]]:
+        """The classes of jobs that fit some of the hosts which wait for jobs better than this one, with those hosts.
+
+        `waiting` has the hosts by their shapes. Of each shape a few are looked at.
+        """
+        host, found = self._hosts.get(host_id), dict[int, list[str]]()
+        if host is None:
+            return found
+        own, (_, _, classes) = self.profile(host), self._serving(host)
+        for other_shape, ids in waiting.items():
+            others = [self._hosts[id_] for id_ in islice(ids, BEST_FIT_HOSTS) if id_ in self._hosts]
+            if not others or other_shape == shape(own):
+                continue
+            smaller = self._fitting_better(self.profile(others[0]), own) & classes.keys()
+            for other in others if smaller else ():
+                for class_id in smaller & self._serving(other)[2].keys():
+                    wishes = self._classes[class_id]
+                    if score(wishes, self.profile(other)) >= score(wishes, own):
+                        found.setdefault(class_id, []).append(other.id)
+        return found
+
+    def _fitting_better(self, host: Profile, than: Profile) -> frozenset[int]:
+        """The classes that fit hosts of this shape better than hosts of the other one."""
+        key, known = (shape(host), shape(than)), len(self._classes)
+        cached = self._better.get(key)
+        if cached is None or cached[0] != known:
+            ids = frozenset(id_ for id_, each in self._classes.items() if is_better_fit(each, host, than))
+            cached = self._better[key] = (known, ids)
+        return cached[1]
+
+    def shape(self, host_id: str) -> Shape:
+        host = self._hosts.get(host_id)
+        return ((), 0.0) if host is None else shape(self.profile(host))
+
+    def fits(self, host_id: str, class_id: int, held: Sequence[Taken]) -> bool:
+        """Whether a job of this class fits on a host beside what is held there."""
+        capacity, _, classes = self._serving(self._hosts[host_id])
+        return class_id in classes and Room(capacity, held).fits(classes[class_id])
 
     def _held_back(self, host: HostRow, classes: Collection[int], now_s: float) -> Mapping[int, float]:
         own = self.profile(host)

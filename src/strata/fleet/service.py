@@ -23,7 +23,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.base.notify import Broadcast
 from strata.fleet.claims import ClaimQueue
-from strata.fleet.core.amounts import Amounts, Capacity, MemoryLimits, more_memory
+from strata.fleet.core.amounts import Amounts, Capacity, MemoryLimits, Taken, more_memory
 from strata.fleet.core.fair_share import FleetTotals, OwnerShares
 from strata.fleet.core.host_status import HostStatus, Presence, host_status
 from strata.fleet.core.job import HELD, Cause, JobStatus
@@ -51,7 +51,7 @@ from strata.fleet.ports import (
     Store,
     YieldRequest,
 )
-from strata.fleet.roster import Roster
+from strata.fleet.roster import Roster, Shape
 
 TICK_S: Final = 1.0
 SHARES_S: Final = 1.0
@@ -114,6 +114,12 @@ class Fleet:
         """Those with jobs that have not ended, when the shares were read."""
         self._shares_at_s = float("-inf")
         self._shares_fresh_s = SHARES_S
+        self._waiting: dict[Shape, dict[str, None]] = {}
+        """The hosts whose claims wait at this hub, by their shapes."""
+        self._held: dict[str, Sequence[Taken]] = {}
+        """What hosts held when a claim read it last, and what this hub gave them since."""
+        self._held_at_s = float("-inf")
+        self._held_fresh_s = SHARES_S
         self._heartbeats: dict[str, float] = {}
         self._samples: list[SamplePoint] = []
         self._newest_samples: dict[str, Mapping[str, float]] = {}
@@ -149,11 +155,21 @@ class Fleet:
         At once, or when there are some, at most `wait_s` later.
         """
         self.touch_host(host_id)
-        until_s = self.now_s() + min(wait_s, MAX_WAIT_S)
+        await self._roster.refresh(self.now_s())
+        # A host has one claim at a time; of two, the end of the first one makes it a moment less visible.
+        waiting = self._waiting.setdefault(self._roster.shape(host_id), {})
+        waiting[host_id] = None
+        try:
+            return await self._claim(host_id, claim_id, count, self.now_s() + min(wait_s, MAX_WAIT_S))
+        finally:
+            waiting.pop(host_id, None)
+
+    async def _claim(self, host_id: str, claim_id: str, count: int, until_s: float) -> Sequence[JobLease]:
         while True:
             changed = self._changes.next()
             await self._roster.refresh(self.now_s())
-            options = self._roster.claim_options(host_id, self.now_s())
+            better_fits = await self._free_better_fits(host_id)
+            options = self._roster.claim_options(host_id, self.now_s(), better_fits)
             wanted = Claim(
                 host_id=host_id,
                 claim_id=claim_id,
@@ -167,12 +183,31 @@ class Fleet:
             leases = await self._claims.submit(wanted)
             if leases:
                 self._holding.add(host_id)
+                self._held[host_id] = (*self._held.get(host_id, ()), *(lease.taken for lease in leases))
             left_s = until_s - self.now_s()
             if leases or left_s <= 0:
                 return leases
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(left_s, POLL_S)):
                     await changed.wait()
+
+    async def _free_better_fits(self, host_id: str) -> Mapping[int, Collection[str]]:
+        """The classes that this host leaves to others for a moment: each has a host that waits, is free, and fits it
+        better. What hosts hold is read at most once a second; a wrong guess costs a job `BEST_FIT_S`."""
+        found = self._roster.better_fits(host_id, self._waiting) if len(self._waiting) > 1 else {}
+        if not found:
+            return found
+        now_s = self.now_s()
+        if not 0 <= now_s - self._held_at_s < self._held_fresh_s:
+            self._held_at_s, self._held_fresh_s = now_s, SHARES_S
+            self._held = dict(await self.store.held())
+            took_s = self.now_s() - now_s
+            self._held_fresh_s = min(max(SHARES_S, took_s / SHARES_SHARE), MAX_SHARES_S)
+        free = {
+            class_id: [each for each in others if self._roster.fits(each, class_id, self._held.get(each, ()))]
+            for class_id, others in found.items()
+        }
+        return {class_id: others for class_id, others in free.items() if others}
 
     async def _owner_shares(self) -> OwnerShares | None:
         """What owners hold of the fleet; None while one owner alone has jobs. Read once a second or less, because all

@@ -13,14 +13,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from strata.base.clock import SystemClock
 from strata.base.errors import StrataError
 from strata.database import events
 from strata.database.migrations import SqliteComponents
 from strata.database.sqlite import SqliteThread
 from strata.fleet.core.amounts import Capacity, Card, MoreMemory, Taken
+from strata.fleet.core.capability import GIB, Capability, Gpu
 from strata.fleet.core.job import Cause, JobStatus
+from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.requirement import Needs
-from strata.fleet.ports import Claim, JobCompletion, JobFailure, JobLease, Renewal, Store
+from strata.fleet.ports import Claim, HostRow, JobCompletion, JobFailure, JobLease, Renewal, Store
+from strata.fleet.service import Fleet
 from strata.fleet.store.sqlite import tables
 from strata.fleet.store.sqlite.store import SqliteStore
 from tests.conformance.fleet.conftest import open_postgres
@@ -229,3 +233,21 @@ async def test_two_hubs_over_one_database_give_no_card_twice(postgres_url: str, 
     finally:
         for store in stores:
             await store.close()
+
+
+async def test_a_card_that_is_larger_than_needed_is_left_to_jobs_that_need_it(store: Store) -> None:
+    fleet = Fleet(store, SystemClock())
+    claims = {}
+    for name, vram_gib in (("large", 80), ("small", 24)):
+        gpus = (Gpu(name="card", vram_bytes=vram_gib * GIB, uuid=name),)
+        capability = Capability(hostname=name, cuda="12.4", gpus=gpus, ram_bytes=64 * GIB, cores=8)
+        host = HostRow(id=name, name=name, capability=capability, registered_at_s=fleet.now_s())
+        await fleet.register(host, "operator")
+    for name in ("large", "small"):
+        claims[name] = asyncio.create_task(fleet.claim(name, "c1", wait_s=30))
+        await asyncio.wait([claims[name]], timeout=0.05)
+    for model, vram_gib, taker in (("m20", 20, "small"), ("m60", 60, "large")):
+        spec = job(model, needs=needs(min_vram_gib=vram_gib))
+        await fleet.apply(ApplyPlan(new={spec.id: spec}), "operator", source="test")
+        (lease,) = await asyncio.wait_for(claims[taker], 20)
+        assert (lease.host_id, lease.spec.model) == (taker, model)

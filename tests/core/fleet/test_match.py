@@ -12,7 +12,7 @@ from strata.fleet.core.amounts import Amounts, Taken
 from strata.fleet.core.capability import GIB, Capability, Gpu, Profile, bucket_gib, in_quiet_hours, is_outdated, profile
 from strata.fleet.core.job import JobStatus
 from strata.fleet.core.jobspec import HostSpec, QuietHours
-from strata.fleet.core.match import eligible, eligible_classes, holds_back, score
+from strata.fleet.core.match import eligible, eligible_classes, holds_back, is_better_fit, score
 from strata.fleet.core.requirement import Needs, RequirementClass
 from strata.fleet.core.why import HostState, UnmetDependency, WhyQuery, why
 from tests.core.fleet.jobs import capabilities, needs, policies, requirements, sizes
@@ -74,6 +74,23 @@ def test_a_job_may_require_that_hosts_enforce_what_jobs_declare() -> None:
         now_s=0,
     )
     assert [each.detail for each in answer.obstacles] == ["needs enforced, pi has watched"]
+
+
+@given(requirements(), st.lists(st.sampled_from([8.0, 24.0, 80.0])), st.lists(st.sampled_from([8.0, 24.0, 80.0])))
+def test_of_two_hosts_at_most_one_is_the_better_fit(
+    requirement: RequirementClass, cards: list[float], others: list[float]
+) -> None:
+    one = msgspec.structs.replace(GPU, vram_gib=tuple(sorted(cards, reverse=True)))
+    other = msgspec.structs.replace(PI, vram_gib=tuple(sorted(others, reverse=True)))
+    assert not (is_better_fit(requirement, one, other) and is_better_fit(requirement, other, one))
+
+
+def test_the_better_fit_has_the_smaller_card_that_is_enough() -> None:
+    mixed, large = (msgspec.structs.replace(GPU, vram_gib=cards) for cards in ((80.0, 24.0), (80.0,)))
+    assert is_better_fit(asking(min_vram_gib=20), mixed, large), "it takes the smaller one of two cards"
+    assert not is_better_fit(asking(min_vram_gib=60), mixed, large)
+    assert is_better_fit(asking(min_cores=1), PI, GPU), "a job without a card leaves cards alone"
+    assert not is_better_fit(asking(min_cores=1), msgspec.structs.replace(PI, ram_gib=5), PI), "nearly as large"
 
 
 def test_slots_are_asked_of_a_host_that_has_some() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.requirement import Needs
 from strata.fleet.ports import AttemptKey, Claim, HostRow, JobCompletion, JobFailure, JobLease, Renewal, ServerRow
+from strata.fleet.roster import BEST_FIT_S
 from strata.fleet.service import Fleet, FleetSettings
 from strata.fleet.store.sqlite import tables
 from strata.fleet.store.sqlite.store import SqliteStore
@@ -642,3 +644,82 @@ async def test_a_server_that_is_used_while_servers_are_chosen_to_sleep_gets_no_o
     await site.fleet.choose_servers_to_end()
     assert site.fleet.yield_request(lease.job_id, lease.epoch) is not None, "nobody uses it any more"
     await store.close()
+
+
+async def gpu_host(site: Site, name: str, *vram_gib: int, ram_gib: int = 64) -> str:
+    gpus = tuple(Gpu(name="card", vram_bytes=size * GIB, uuid=f"{name}-{n}") for n, size in enumerate(vram_gib))
+    detected = Capability(hostname=name, cuda="12.4", gpus=gpus, ram_bytes=ram_gib * GIB, cores=16)
+    row = HostRow(
+        id=f"host_{name}",
+        name=name,
+        capability=detected,
+        registered_at_s=site.fleet.now_s(),
+        agent_version="0.2.0",
+    )
+    await site.fleet.register(row, f"host:{name}")
+    return row.id
+
+
+async def waiting(site: Site, *hosts: str) -> dict[str, asyncio.Task[Sequence[JobLease]]]:
+    """A claim of each host, which waits at the hub, in this order."""
+    claims = {}
+    for host in hosts:
+        claims[host] = asyncio.create_task(site.fleet.claim(host, secrets.token_hex(4), count=16, wait_s=60))
+        await asyncio.wait([claims[host]], timeout=0.02)
+    return claims
+
+
+async def test_a_small_job_leaves_the_large_card_to_a_host_that_is_free_and_fits_it(site: Site) -> None:
+    large, small = await gpu_host(site, "large", 80), await gpu_host(site, "small", 24, 24)
+    claims = await waiting(site, large, small)
+    await site.add(JobSpec(model="small", needs=Needs(min_vram_gib=20)))
+    (lease,) = await asyncio.wait_for(claims[small], 5)
+    assert lease.spec.model == "small"
+    await site.add(JobSpec(model="large", needs=Needs(min_vram_gib=60)))
+    (lease,) = await asyncio.wait_for(claims[large], 5)
+    assert lease.spec.model == "large"
+
+
+async def test_a_job_without_a_card_is_left_to_a_host_that_has_none(site: Site) -> None:
+    large, small = await gpu_host(site, "large", 80), await gpu_host(site, "small", ram_gib=8)
+    claims = await waiting(site, large, small)
+    await site.add(JobSpec(model="cpu", needs=Needs(min_cores=1)))
+    assert len(await asyncio.wait_for(claims[small], 5)) == 1
+    claims[large].cancel()
+
+
+async def test_a_large_card_is_given_at_once_where_the_smaller_ones_are_taken_or_not_offered(site: Site) -> None:
+    large, small = await gpu_host(site, "large", 80), await gpu_host(site, "small", 24)
+    await site.add(JobSpec(model="first", needs=Needs(min_vram_gib=20)))
+    claims = await waiting(site, small)
+    assert len(await claims[small]) == 1
+    # It still waits for what fits beside that job, and has no card left.
+    claims = await waiting(site, small, large)
+    await site.add(JobSpec(model="second", needs=Needs(min_vram_gib=20)))
+    (lease,) = await asyncio.wait_for(claims[large], 5)
+    assert lease.spec.model == "second"
+    claims[small].cancel()
+
+
+async def test_a_job_is_left_to_a_better_host_for_a_moment_and_no_longer(site: Site) -> None:
+    """The better one waits, but does not get it: so nobody starves."""
+    large, small = await gpu_host(site, "large", 80), await gpu_host(site, "small", 24)
+    spec = JobSpec(model="a", needs=Needs(min_vram_gib=20))
+    await site.add(spec)
+    (lease,) = await site.fleet.claim(small, "c1")
+    await site.fleet.fail(hold(lease), JobFailure(cause=Cause.SETUP_ERROR, error="no such program"))
+    claims = await waiting(site, small)
+    assert await site.fleet.claim(large, "c2") == []
+    await site.pass_time(BEST_FIT_S + 1)
+    assert len(await site.fleet.claim(large, "c3")) == 1
+    claims[small].cancel()
+
+
+async def test_wishes_of_a_job_count_more_than_what_it_leaves_to_others(site: Site) -> None:
+    large, small = await gpu_host(site, "large", 80), await gpu_host(site, "small", 24)
+    claims = await waiting(site, small)
+    wish = Needs(min_vram_gib=20, prefer_hosts=("large",), prefer_wait_s=20)
+    early = asyncio.create_task(site.fleet.claim(large, "c1", wait_s=60))
+    await site.add(JobSpec(model="a", needs=wish))
+    assert len(await asyncio.wait_for(early, 5)) == 1
+    claims[small].cancel()

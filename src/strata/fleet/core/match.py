@@ -74,6 +74,29 @@ def holds_back(requirement: RequirementClass, host: Profile, *, waited_s: float,
     return waited_s < requirement.needs.prefer_wait_s and score(requirement, host) < best_online
 
 
+def is_better_fit(requirement: RequirementClass, host: Profile, than: Profile) -> bool:
+    """Whether a job leaves more to others on `host` than on the other one; by `shape` alone.
+
+    It compares the memory of the cards that the job would take, or that it would only run beside; of hosts that are
+    alike in this the one with half the memory or less. Both hosts are eligible.
+    """
+    ours, theirs = _card_gib(requirement, host), _card_gib(requirement, than)
+    return ours < theirs or (ours == theirs and 2 * host.ram_gib <= than.ram_gib)
+
+
+def shape(host: Profile) -> tuple[tuple[float, ...], float]:
+    """What `is_better_fit` looks at: hosts of one shape fit all jobs equally well."""
+    return host.vram_gib, host.ram_gib
+
+
+def _card_gib(requirement: RequirementClass, host: Profile) -> float:
+    """Of the largest card that a job takes, where it takes the smallest ones; of the largest of all if it takes none,
+    or the whole host."""
+    needs = requirement.needs
+    enough = sorted(card for card in host.vram_gib if card >= needs.min_vram_gib)
+    return enough[needs.gpus - 1] if 0 < needs.gpus <= len(enough) else max(host.vram_gib, default=0.0)
+
+
 def _policy(requirement: RequirementClass, host: Profile) -> Iterator[MismatchReason]:
     names = (requirement.model, requirement.label)
     if host.allow_jobs is not None and not any(_matches(host.allow_jobs, name) for name in names):
