@@ -21,7 +21,7 @@ from strata.testing.simloop import PROCESS, Process
 from strata.testing.world import Faults
 from strata.train.core import messages, ops
 from strata.train.orchestrator import orchestrator
-from strata.train.orchestrator.maintenance import compaction
+from strata.train.orchestrator.maintenance import compaction, curve_file
 from strata.train.orchestrator.orchestrator import EXPIRE_S, Orchestrator, rules_of
 from strata.train.settings import (
     LimitSettings,
@@ -145,6 +145,10 @@ class WatchedOrchestrator(Orchestrator):
             self.world.violated(f"a question was not answered: {task.exception()!r}")
 
 
+async def _write_no_curves(_: curve_file.CurveFile) -> None:
+    """A simulated orchestrator has no folder."""
+
+
 class Scenario:
     def __init__(self, seed: int, *, keep_trace: bool = False) -> None:
         rng = random.Random(f"plan of {seed}")
@@ -164,6 +168,7 @@ class Scenario:
             (compaction, "_snapshot_folders", self._named),
             (compaction, "_remove", self._remove),
             (orchestrator, "every", self._every),
+            (curve_file.CurveFile, "run_once", _write_no_curves),
         ]
         real = [getattr(owner, name) for owner, name, _ in seams]
         for owner, name, mine in seams:
@@ -200,7 +205,7 @@ class Scenario:
         working.result()
         return await self._look_again()
 
-    async def _every(self, interval_s: float, run_once: RunOnce, *, clock: Clock) -> None:
+    async def _every(self, interval_s: float, run_once: RunOnce, *, clock: Clock, max_share: float = 1.0) -> None:
         """The real one. What it survives is a finding, unless it comes of the faults."""
 
         async def watched() -> None:
@@ -211,7 +216,7 @@ class Scenario:
                     self.world.violated(f"a periodic task failed: {error!r}")
                 raise
 
-        await every(interval_s, watched, clock=clock)
+        await every(interval_s, watched, clock=clock, max_share=max_share)
 
     def _arm(self, name: str) -> None:
         arm(name, self._die_there, skip=self.world.rng.randrange(12))
