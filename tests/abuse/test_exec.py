@@ -18,11 +18,12 @@ from strata.base.private import private_folder
 from strata.fleet.agent import join, supervised
 from strata.fleet.agent.exec_session import RunningJob, SandboxJoin, join_request
 from strata.fleet.agent.redaction import Redactor
+from strata.fleet.agent.seccomp import CLONE_NEWUSER
 from strata.fleet.agent.supervised import ChildExit, SupervisorSpec
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.ownership import Submitter
 from strata.fleet.core.plan import ApplyPlan
-from tests.abuse.test_sandbox import FAMILY, Host, Job, a_host
+from tests.abuse.test_sandbox import CALLS, FAMILY, Host, Job, a_host
 from tests.core.fleet_agent.leases import a_trainer, lease
 from tests.shell.fleet_agent.waiting import eventually, is_alive
 from tests.shell.fleet_http.running import Running, refused, running
@@ -120,6 +121,31 @@ def test_a_command_sees_what_its_job_sees(host: Host, tries: Callable[[int], Non
     assert "PRIVATE KEY" not in out
     assert "of-the-other-job" not in out
     tries(len(out.splitlines()))
+
+
+@pytest.mark.attack(AREA, "make system calls beside the job that the job does not get")
+def test_a_command_has_the_filter_of_its_job_but_debuggers_work(host: Host, tries: Callable[[int], None]) -> None:
+    job = started(host)
+    done = Exec(
+        host,
+        job,
+        sys.executable,
+        "-c",
+        CALLS
+        + f"""
+tell("ptrace", call("ptrace", 0, 0, 0, 0))
+tell("process_vm_readv", call("process_vm_readv", os.getpid(), 0, 0, 0, 0, 0))
+tell("keyctl", call("keyctl", 1, 0))
+tell("unshare", call("unshare", {CLONE_NEWUSER}))
+tell("setns", call("setns", 0, 0))
+""",
+    )
+    assert done.exit().status == 0, done.output
+    for label in ("ptrace", "process_vm_readv"):
+        assert f"{label} done" in done.output
+    for label in ("keyctl", "unshare", "setns"):
+        assert f"{label} Operation not permitted" in done.output
+    tries(5)
 
 
 @pytest.mark.attack(AREA, "load code of the job into the process that joins its sandbox as root")

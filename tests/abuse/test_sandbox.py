@@ -36,6 +36,7 @@ from strata.fleet.agent.outcome import classify_exit
 from strata.fleet.agent.path_names import attempt_name
 from strata.fleet.agent.prepare import HostContext, create_work_folder, prepare_attempt
 from strata.fleet.agent.sandbox import detect_sandbox, job_user_of
+from strata.fleet.agent.seccomp import CLONE_NEWUSER, NUMBERS
 from strata.fleet.agent.settings import AgentSettings, SandboxSettings
 from strata.fleet.agent.supervised import ChildExit
 from strata.fleet.client import HubClient
@@ -256,7 +257,7 @@ def test_a_job_sees_no_home_but_the_interpreter_in_it(
     elsewhere = Path(tempfile.mkdtemp(prefix="strata-abuse-", dir="/var/lib"))
     elsewhere.chmod(0o755)
     (elsewhere / ".netrc").write_text("password of a neighbour")
-    person = pwd.struct_passwd(("eve", "x", 12345, 12345, "", str(elsewhere), "/bin/bash"))
+    person = pwd.struct_passwd(("neighbour", "x", 12345, 12345, "", str(elsewhere), "/bin/bash"))
     service = pwd.struct_passwd(("data", "x", 12346, 12346, "", "/usr/share", "/usr/sbin/nologin"))
     listed = pwd.getpwall()
     monkeypatch.setattr(pwd, "getpwall", lambda: [*listed, person, service])
@@ -271,12 +272,12 @@ print("homes", glob.glob("/home/*"), "place", bool(glob.glob({PLACE!r} + "/*")),
 """
     try:
         with a_host() as plain, a_host(interpreter=str(neighbour / "linked" / "bin" / "python")) as linked:
-            for host, shown in ((plain, "[]"), (linked, f"[{str(neighbour)!r}]")):
+            for host, shown, used in ((plain, "[]", ""), (linked, f"[{str(neighbour)!r}]", str(neighbour))):
                 job = host.start(read)
                 assert job.exit().status == 0, job.log
                 assert "READ" not in job.log
                 assert f"homes {shown} place True" in job.log
-            assert str(neighbour) in job.log.split()[-1]
+                assert used in job.log.split()[-1]
     finally:
         shutil.rmtree(elsewhere)
     tries(4)
@@ -341,6 +342,152 @@ print(open("{host.key}").read())
         assert "uid 65534" in done.stdout, done.stderr
         assert (KEY in done.stdout) == (not wrapper)
         assert ("processes 2" in done.stdout) == bool(wrapper)
+
+
+# Which system calls a job gets
+
+CALLS = """
+import ctypes, os, platform, sys
+from ctypes import c_char_p, c_long
+libc = ctypes.CDLL(None, use_errno=True)
+libc.syscall.restype = c_long
+NUMBERS = NUMBERS_OF_THE_CALLS[platform.machine()]
+
+def call(name, *words):
+    ctypes.set_errno(0)
+    return libc.syscall(c_long(NUMBERS[name]), *[word if isinstance(word, bytes) else c_long(word) for word in words])
+
+def tell(label, result):
+    print(label, "done" if result >= 0 else os.strerror(ctypes.get_errno()), result, flush=True)
+""".replace("NUMBERS_OF_THE_CALLS", repr(NUMBERS))
+"""For jobs: `call` makes a system call by its name, `tell` says what came of it."""
+
+
+@pytest.mark.attack(AREA, "leave something to another job in the keyring of their user")
+def test_jobs_of_one_host_share_no_keyring(host: Host, tries: Callable[[int], None]) -> None:
+    mark = f"strata-{secrets.token_hex(6)}"
+    user_keyring, search = -4, 10
+    leave = host.start(
+        CALLS
+        + f"""
+tell("add", call("add_key", b"user", b"{mark}", b"from the first", 14, {user_keyring}))
+tell("session", call("keyctl", 1, 0))
+tell("request", call("request_key", b"user", b"{mark}", b"", {user_keyring}))
+"""
+    )
+    assert leave.exit().status == 0, leave.log
+    find = host.start(CALLS + f"""tell("found", call("keyctl", {search}, {user_keyring}, b"user", b"{mark}", 0))""")
+    assert find.exit().status == 0, find.log
+    for label, job in (("add", leave), ("session", leave), ("request", leave), ("found", find)):
+        assert f"{label} Operation not permitted" in job.log
+    tries(4)
+
+
+@pytest.mark.attack(AREA, "get capabilities in a user namespace, by every way to make one")
+def test_a_job_makes_no_user_namespace(host: Host, tries: Callable[[int], None]) -> None:
+    job = host.start(
+        CALLS
+        + f"""
+import struct, subprocess
+new_user, chld = {CLONE_NEWUSER}, 17
+tell("unshare", call("unshare", new_user))
+tell("unshare with others", call("unshare", new_user | 0x20000))
+made = call("clone", new_user | chld, 0, 0, 0, 0)
+if made == 0:
+    os._exit(0)
+tell("clone", made)
+words = ctypes.create_string_buffer(struct.pack("<11Q", new_user, 0, 0, 0, chld, 0, 0, 0, 0, 0, 0))
+made = call("clone3", ctypes.addressof(words), 88)
+if made == 0:
+    os._exit(0)
+tell("clone3", made)
+tell("setns", call("setns", os.open("/proc/self/ns/user", os.O_RDONLY), 0))
+print("program", subprocess.run(["unshare", "-Ur", "true"], stderr=subprocess.DEVNULL).returncode)
+"""
+    )
+    assert job.exit().status == 0, job.log
+    for label in ("unshare", "unshare with others", "clone", "setns"):
+        assert f"{label} Operation not permitted" in job.log
+    assert "clone3 Function not implemented" in job.log
+    assert "program 1" in job.log
+    tries(6)
+
+
+@pytest.mark.attack(AREA, "look into processes, and use what the kernel gives to no job that trains")
+def test_a_job_traces_nothing_and_gets_no_rare_part_of_the_kernel(host: Host, tries: Callable[[int], None]) -> None:
+    job = host.start(
+        CALLS
+        + """
+import socket
+tell("ptrace", call("ptrace", 0, 0, 0, 0))
+for name in ("process_vm_readv", "process_vm_writev"):
+    tell(name, call(name, os.getpid(), 0, 0, 0, 0, 0))
+tell("bpf", call("bpf", 0, 0, 0))
+tell("perf_event_open", call("perf_event_open", 0, 0, -1, -1, 0))
+tell("userfaultfd", call("userfaultfd", 1))
+tell("syslog", call("syslog", 10, 0, 0))
+tell("io_uring_setup", call("io_uring_setup", 1, 0))
+try:
+    socket.socket(40, socket.SOCK_STREAM)
+    print("vsock done")
+except OSError as error:
+    print("vsock", error.strerror)
+"""
+    )
+    assert job.exit().status == 0, job.log
+    denied = ("ptrace", "process_vm_readv", "process_vm_writev", "bpf", "perf_event_open", "userfaultfd", "syslog")
+    for label in (*denied, "vsock"):
+        assert f"{label} Operation not permitted" in job.log
+    assert "io_uring_setup Function not implemented" in job.log
+    tries(9)
+
+
+TRAINS = """
+import os, pathlib, subprocess, sys, threading
+import torch
+from torch.utils.data import DataLoader
+
+class Squares:
+    def __len__(self):
+        return 64
+    def __getitem__(self, at):
+        return torch.tensor([float(at * at)])
+
+def multiply(results):
+    results.append((torch.ones(256, 256) @ torch.ones(256, 256)).sum())
+
+if __name__ == "__main__":
+    for start, workers in (("fork", 2), ("spawn", 1)):
+        loaded = DataLoader(Squares(), batch_size=8, num_workers=workers, multiprocessing_context=start)
+        print(start, sum(float(batch.sum()) for batch in loaded), flush=True)
+    torch.set_num_threads(2)
+    results = []
+    threads = [threading.Thread(target=multiply, args=(results,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print("threads", len(results), flush=True)
+    os.chdir(os.environ["TMPDIR"])
+    for words in (["init", "-q", "."], ["commit", "-q", "--allow-empty", "-m", "one"], ["gc", "-q"]):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True)
+    uv = [pathlib.Path(sys.executable).with_name("uv"), "--quiet", "--offline"]
+    subprocess.run([*uv, "venv", "--no-project", "--python", "/usr/bin/python3", "made"], check=True)
+    subprocess.run([*uv, "pip", "list", "--python", "made"], check=True)
+    print("all works")
+"""
+
+
+@pytest.mark.attack(AREA, "be kept from training by what keeps a job from the rest")
+def test_torch_git_and_uv_work_in_the_sandbox() -> None:
+    write = "import os, pathlib, sys; script = pathlib.Path(os.environ['TMPDIR'], 'train.py')"
+    run = f"script.write_text({TRAINS!r}); os.execv(sys.executable, [sys.executable, str(script)])"
+    with a_host() as site:
+        job = site.start(f"{write}; {run}")
+        job.supervisor.wait(110)
+        assert job.exit().status == 0, job.log
+        for line in ("fork 85344.0", "spawn 85344.0", "threads 4", "all works"):
+            assert line in job.log
 
 
 # What a job takes

@@ -96,10 +96,11 @@ ALLOWED: Final = {
         "Path(spec.cwd)": "compared with folders; the agent opens nothing there",
         "Path(name)": "of our own making",
         "Path(text)": "the home of a user",
-        "Path(interpreter)": "of the owner's settings",
+        "Path(program)": "our own program, and the interpreter of the owner's settings",
+        "path.parent / path.readlink()": "a link of these programs",
+        "Path(os.path.normpath(path.parent / path.readlink()))": "a link of these programs",
         "Path(sys.prefix)": "our own program",
         "Path(sys.base_prefix)": "our own program",
-        "Path(sys.executable)": "our own program",
     },
     "job_limits.py": {
         "Path(group)": "path_names.attempt_name, behind a prefix of our own",

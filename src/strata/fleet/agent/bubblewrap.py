@@ -6,12 +6,15 @@ everything that a person may open, and only the attempt's own folder comes after
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from strata.base.errors import Code, StrataError
+from strata.fleet.agent.supervisor import memory_file
 
 _TEMPORARY: Final = (Path("/tmp"), Path("/var/tmp"))  # noqa: S108 - hidden from jobs
 _RUN: Final = Path("/run")
@@ -94,6 +97,19 @@ def namespace_options(*, as_root: bool, network: bool) -> Iterator[str]:
         yield from ("--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
     else:
         yield "--unshare-user"
+
+
+@contextmanager
+def load_filter(program: bytes) -> Iterator[tuple[list[str], list[int]]]:
+    """The options that load this filter of system calls, and the descriptors that bubblewrap needs for it."""
+    if not program:
+        yield [], []
+        return
+    descriptor = memory_file("filter", program)
+    try:
+        yield ["--seccomp", str(descriptor)], [descriptor]
+    finally:
+        os.close(descriptor)
 
 
 def _system(*, gpus: bool) -> Iterator[str]:

@@ -213,10 +213,10 @@ def _build_sandbox(cache: EnvironmentCache, target: Path, scratch: Path) -> Work
     """The limits and the namespaces of jobs, with the network of the host: packages come from there."""
     limits = cache.sandbox.limits_of(target.parent, host_network=True)
     if not cache.sandbox.bwrap:
-        return WorkerSandbox((), switch_inside=False, limits=limits)
+        return WorkerSandbox((), b"", switch_inside=False, limits=limits)
     readable = [Path(strata.__file__).parent, Path(cache.program).parent]
     wrapper = cache.sandbox.build_wrapper(scratch, target, readable)
-    return WorkerSandbox(wrapper, cache.sandbox.as_root, limits)
+    return WorkerSandbox(wrapper, cache.sandbox.filter, cache.sandbox.as_root, limits)
 
 
 def _build_environ(cache: EnvironmentCache, scratch: Path) -> dict[str, str]:

@@ -25,7 +25,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.base.private import private_folder
 from strata.fleet import wire
-from strata.fleet.agent import cgroup, containers, supervised, supervisor
+from strata.fleet.agent import cgroup, containers, seccomp, supervised, supervisor
 from strata.fleet.agent.attempt_folder import AttemptPaths
 from strata.fleet.agent.log_uploader import StreamUploader
 from strata.fleet.agent.path_names import EXEC, exec_name
@@ -56,6 +56,8 @@ class SandboxJoin(msgspec.Struct, frozen=True, kw_only=True):
     started: str
     """When that process started, in ticks since boot."""
     control_groups: Sequence[str]
+    filter: bytes
+    """Of system calls, as the job has one, but debuggers work. Empty: none."""
     uid: int | None
     """None: the agent's own user."""
     gid: int | None
@@ -217,8 +219,10 @@ def join_request(host: HostContext, job: RunningJob, command: Sequence[str]) -> 
         pid, cwd, env = container.pid, container.cwd, container.env
         groups: Sequence[str] = cgroup.groups_of(pid)
         limits = LimitsSpec()
+        filtered = seccomp.is_supported()
     else:
         pid, cwd, env, groups = _first_inside(spec, pids.child), spec.cwd, dict(spec.env), spec.limits.groups
+        filtered = bool(spec.filter)
         # The control groups of the job limit the command too; what they do not limit is limited for it by itself.
         limits = LimitsSpec(
             memory_bytes=spec.limits.memory_bytes if spec.limits.watch_memory else 0,
@@ -230,6 +234,7 @@ def join_request(host: HostContext, job: RunningJob, command: Sequence[str]) -> 
         pid=pid,
         started=supervisor.started_at(pid).rpartition(":")[2],
         control_groups=groups,
+        filter=seccomp.build_filter(debugging=True) if filtered else b"",
         uid=None if user is None else user.uid,
         gid=None if user is None else user.gid,
         groups=() if user is None else user.groups,

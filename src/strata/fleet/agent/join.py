@@ -7,6 +7,7 @@ cannot look into this one meanwhile: it is not dumpable. The command ends with t
 
 from __future__ import annotations
 
+import base64
 import ctypes
 import errno
 import fcntl
@@ -23,8 +24,11 @@ _KINDS: Final = ("cgroup", "ipc", "uts", "net", "pid", "mnt", "user")
 _NS_GET_USERNS: Final = 0xB701
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_DUMPABLE: Final = 4
+_PR_SET_SECCOMP: Final = 22
 _PR_CAPBSET_DROP: Final = 24
 _PR_SET_NO_NEW_PRIVS: Final = 38
+_SECCOMP_MODE_FILTER: Final = 2
+_INSTRUCTION_BYTES: Final = 8
 _CAPABILITIES: Final = 64
 _STARTED: Final = 19
 """The place of the start time among the fields behind the program's name in /proc/PID/stat."""
@@ -47,12 +51,13 @@ def main(request: Path) -> int:
         for group in spec["control_groups"]:
             Path(group, "cgroup.procs").write_text("0")
         _enter(namespaces, spec)
+        # Another user does not inherit this from before.
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        _LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        _load_filter(base64.b64decode(spec["filter"]))
     except OSError as error:
         os.write(2, f"strata: the sandbox of the job cannot be joined: {error}\n".encode())
         return _CANNOT_JOIN
-    # Another user does not inherit this from before.
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    _LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if os.getppid() != supervisor:
         return _CANNOT_JOIN
     command = os.fork()
@@ -101,6 +106,21 @@ def _enter(namespaces: dict[str, int], spec: dict[str, Any]) -> None:
 
 def _set_namespace(descriptor: int) -> None:
     if _LIBC.setns(descriptor, 0):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+class _FilterProgram(ctypes.Structure):
+    """`struct sock_fprog`."""
+
+    _fields_ = (("instructions", ctypes.c_ushort), ("program", ctypes.c_char_p))
+
+
+def _load_filter(program: bytes) -> None:
+    """Of this process and of all that it starts; empty: none."""
+    if not program:
+        return
+    loaded = _FilterProgram(len(program) // _INSTRUCTION_BYTES, program)
+    if _LIBC.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(loaded), 0, 0):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 

@@ -23,6 +23,7 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.fleet.agent import cgroup, job_limits, privsep_worker
 from strata.fleet.agent.attempt_folder import JobUser
+from strata.fleet.agent.bubblewrap import load_filter
 from strata.fleet.agent.git import GIT_S
 from strata.fleet.agent.privsep_worker import BuildEnvironment, OutputRequest, WorkerError, WorkerRequest
 from strata.fleet.agent.supervised import LimitsSpec
@@ -44,6 +45,8 @@ class WorkerSandbox:
 
     wrapper: Sequence[str]
     """Bubblewrap, with its options; empty: no namespaces."""
+    filter: bytes
+    """The filter of system calls that it loads; empty: none."""
     switch_inside: bool
     """Bubblewrap starts as root, and the worker becomes the job's user inside."""
     limits: LimitsSpec = field(default_factory=LimitsSpec)
@@ -119,17 +122,22 @@ def _start_worker(
         command += [str(job_user.uid), str(job_user.gid), ",".join(map(str, job_user.groups))]
     else:
         user = job_user
-    if sandbox is not None and sandbox.wrapper:
-        command = [*sandbox.wrapper, "--", *command]
     # Another user than the agent's could not join the groups.
     limits = sandbox.limits if sandbox is not None and user is None else LimitsSpec()
-    if limits.groups:
-        command = [sys.executable, "-I", "-S", cgroup.__file__, *limits.groups, "--", *command]
-    with _control_groups(limits), tempfile.TemporaryFile() as stderr:
+    with (
+        load_filter(b"" if sandbox is None else sandbox.filter) as (options, passed),
+        _control_groups(limits),
+        tempfile.TemporaryFile() as stderr,
+    ):
+        if sandbox is not None and sandbox.wrapper:
+            command = [*sandbox.wrapper, *options, "--", *command]
+        if limits.groups:
+            command = [sys.executable, "-I", "-S", cgroup.__file__, *limits.groups, "--", *command]
         process = subprocess.Popen(
             command,
             env=_ENV,
             cwd=os.sep,
+            pass_fds=passed,
             stdin=subprocess.PIPE,
             stdout=stdout,
             stderr=stderr,

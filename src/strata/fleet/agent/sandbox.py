@@ -24,9 +24,9 @@ from typing import Final, NamedTuple
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.fleet.agent import cgroup, job_limits
+from strata.fleet.agent import cgroup, job_limits, seccomp
 from strata.fleet.agent.attempt_folder import AttemptPaths, JobUser, find_job_user, make_passable
-from strata.fleet.agent.bubblewrap import MountView, namespace_options
+from strata.fleet.agent.bubblewrap import MountView, load_filter, namespace_options
 from strata.fleet.agent.settings import AgentSettings, SandboxSettings
 from strata.fleet.agent.supervised import LimitsSpec, SupervisorSpec
 from strata.fleet.core.requirement import LimitsLevel, SandboxLevel
@@ -89,6 +89,8 @@ class HostSandbox:
     parents: cgroup.JobParents = field(default_factory=cgroup.JobParents)
     memory_bytes: int = 0
     view: MountView = field(default_factory=MountView)
+    filter: bytes = b""
+    """The filter of system calls of jobs in namespaces (`seccomp`). Empty: there is none."""
     blocks_metadata: bool = False
     """Jobs with the host's network do not reach the addresses in METADATA."""
 
@@ -144,6 +146,7 @@ class HostSandbox:
             spec,
             env={**spec.env, "HOME": str(paths.home)},
             wrapper=self.wrapper(paths, readable=readable, writable=writable, gpus=gpus),
+            filter=self.filter,
             switch_inside=self.as_root,
             limits=limits,
         )
@@ -348,13 +351,16 @@ def _with_namespaces(plain: HostSandbox) -> HostSandbox:
     if bwrap is None:
         return replace(plain, missing=("no namespaces: bubblewrap is not installed",))
     reasons = []
+    has_filter = seccomp.is_supported()
+    lack = () if has_filter else ("no filter of system calls: this kernel or processor has none",)
+    plain = replace(plain, filter=seccomp.build_filter() if has_filter else b"", missing=(*plain.missing, *lack))
     for as_root in (True, False) if plain.job_user is not None else (False,):
         tried = replace(plain, level="namespaces", bwrap=bwrap, as_root=as_root)
         reason = _try(tried)
         if not reason:
             return tried
         reasons.append(reason)
-    return replace(plain, missing=(f"no namespaces: {reasons[0]}",))
+    return replace(plain, filter=b"", missing=(f"no namespaces: {reasons[0]}",))
 
 
 def _try(sandbox: HostSandbox) -> str:
@@ -370,18 +376,20 @@ def _try(sandbox: HostSandbox) -> str:
         if job_user is not None:
             os.lchown(paths.tmp, job_user.uid, job_user.gid)
         try:
-            done = subprocess.run(
-                [*sandbox.wrapper(paths), "--", sys.executable, "-I", "-S", "-c", "pass"],
-                env={},
-                cwd="/",
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=TRY_S,
-                check=False,
-                user=None if user is None else user.uid,
-                group=None if user is None else user.gid,
-                extra_groups=None if user is None else user.groups,
-            )
+            with load_filter(sandbox.filter) as (options, passed):
+                done = subprocess.run(
+                    [*sandbox.wrapper(paths), *options, "--", sys.executable, "-I", "-S", "-c", "pass"],
+                    env={},
+                    cwd="/",
+                    pass_fds=passed,
+                    stdin=subprocess.DEVNULL,
+                    capture_output=True,
+                    timeout=TRY_S,
+                    check=False,
+                    user=None if user is None else user.uid,
+                    group=None if user is None else user.gid,
+                    extra_groups=None if user is None else user.groups,
+                )
         except (OSError, subprocess.SubprocessError) as error:
             return str(error)
     return done.stderr.decode(errors="replace").strip()[-300:] if done.returncode else ""
@@ -448,13 +456,14 @@ def _folders(setting: str, texts: Sequence[str]) -> tuple[Path, ...]:
 
 
 def _homes(environ: Mapping[str, str], job_user: JobUser | None) -> tuple[Path, ...]:
-    """The homes of all people of this host: /home, /root, and those that its users have elsewhere."""
-    texts = {environ.get("HOME", ""), "" if job_user is None else job_user.home, "/home", "/root"}
+    """The homes of all people of this host: /home, that of root, and those that its users have elsewhere."""
+    texts = {environ.get("HOME", ""), "" if job_user is None else job_user.home, "/home"}
     if sys.platform != "win32":
         import pwd
 
-        with suppress(KeyError):
-            texts.add(pwd.getpwuid(os.geteuid()).pw_dir)
+        for uid in (0, os.geteuid()):
+            with suppress(KeyError):
+                texts.add(pwd.getpwuid(uid).pw_dir)
         # The home of a service can be a folder that jobs need, and nobody logs in there.
         texts |= {
             user.pw_dir
@@ -469,12 +478,13 @@ def _homes(environ: Mapping[str, str], job_user: JobUser | None) -> tuple[Path, 
 def _program_folders(interpreter: str) -> tuple[Path, ...]:
     folders = {Path(sys.prefix), Path(sys.base_prefix)}
     for program in filter(None, (sys.executable, interpreter)):
-        folders.update(path.parents[1] for path in _link_chain(Path(program).absolute()) if len(path.parents) > 2)
+        folders.update(path.parents[1] for path in _link_chain(Path(program)) if len(path.parents) > 2)
     return tuple(sorted(folder for folder in folders if folder.is_dir()))
 
 
 def _link_chain(path: Path) -> Iterator[Path]:
     """The path, each one that its links name, and where they end."""
+    path = path.absolute()
     for _ in range(_MAX_LINKS):
         yield path
         if not path.is_symlink():

@@ -32,8 +32,8 @@ class SandboxSettings(msgspec.Struct, frozen=True, kw_only=True):
     network: Literal["host", "none", "allow"] = "host"
     """`none`: a job reaches itself only; `allow`: also the networks in `allow`, which needs root and nftables."""
     allow: tuple[str, ...] = ()
-    """Addresses and networks, as in `10.1.0.0/16`; name resolution needs the address of the resolver. A metadata address
-    of a cloud is reached only if it is named here, also with `host`."""
+    """Addresses and networks, as in `10.1.0.0/16`; name resolution needs the address of the resolver. A metadata
+    address of a cloud is reached only if it is named here, also with `host`."""
     readable: tuple[str, ...] = ()
     """Folders that jobs may read although they lie in a home or below /tmp."""
     writable: tuple[str, ...] = ()

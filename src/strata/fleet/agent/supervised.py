@@ -72,6 +72,8 @@ class SupervisorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     groups: Sequence[int] = ()
     wrapper: Sequence[str] = ()
     """The program that makes the sandbox, with its options; the command is executed inside. Empty: no sandbox."""
+    filter: bytes = b""
+    """The filter of system calls that the wrapper loads (`seccomp`). Empty: there is none."""
     switch_inside: bool = False
     """The wrapper starts as root, and the command inside becomes the job's user."""
     limits: LimitsSpec = LimitsSpec()

@@ -15,6 +15,7 @@ Agents of other versions read these files: their names and keys do not change.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import ctypes
 import errno
@@ -263,11 +264,15 @@ def _start(spec: dict[str, Any], limits: Any) -> tuple[subprocess.Popen[bytes], 
         # No thread exists yet, so the code between fork and exec is safe.
         options["preexec_fn"] = _before_exec(spec, limits)
         if spec.get("wrapper"):
-            request, (status, status_in) = _request_pipe(spec), os.pipe()
+            request, (status, status_in) = _request_file(spec), os.pipe()
             to_close = [request, status_in]
+            wrapper = list(spec["wrapper"])
+            if spec.get("filter"):
+                to_close.append(memory_file("filter", base64.b64decode(spec["filter"])))
+                wrapper += ["--seccomp", str(to_close[-1])]
             script = Path(__file__).with_name("enter.py").read_text(encoding="utf-8")
             enter = [sys.executable, "-I", "-S", "-c", script, str(request), str(status_in)]
-            command, env, cwd = [*spec["wrapper"], "--", *enter], {}, "/"
+            command, env, cwd = [*wrapper, "--", *enter], {}, "/"
             options["pass_fds"] = to_close
     try:
         child = subprocess.Popen(
@@ -286,16 +291,21 @@ def _start(spec: dict[str, Any], limits: Any) -> tuple[subprocess.Popen[bytes], 
     return child, status
 
 
-def _request_pipe(spec: dict[str, Any]) -> int:
-    """A file without a name that `enter` reads: the environment of a job belongs neither in arguments nor on a disk."""
+def _request_file(spec: dict[str, Any]) -> int:
+    """What `enter` reads: the environment of a job belongs neither in arguments nor on a disk."""
     inside = {key: spec.get(key) for key in ("command", "env", "cwd", "uid", "gid", "groups")}
     if not spec.get("switch_inside"):
         inside |= {"uid": None}
-    request = os.memfd_create("request")
-    with os.fdopen(os.dup(request), "wb") as file:
-        file.write(json.dumps(inside).encode())
-    os.lseek(request, 0, os.SEEK_SET)
-    return request
+    return memory_file("request", json.dumps(inside).encode())
+
+
+def memory_file(name: str, content: bytes) -> int:
+    """The descriptor of a file with this content that is on no disk."""
+    descriptor = os.memfd_create(name)
+    with os.fdopen(os.dup(descriptor), "wb") as file:
+        file.write(content)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
 
 
 def _sandbox_status(spec: dict[str, Any], status: int, returncode: int) -> dict[str, Any]:
