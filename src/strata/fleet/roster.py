@@ -55,7 +55,13 @@ class _KnownProfile(NamedTuple):
     def follows_from(self, host: HostRow, policy: HostSpec | None) -> bool:
         # Rows with the same content share one capability, so the first comparison is that of two references.
         same = self.host.capability is host.capability or self.host.capability == host.capability
-        return same and self.host.name == host.name and self.host.labels == host.labels and self.policy == policy
+        ours, theirs = self.host, host
+        return same and (ours.name, ours.pool, ours.labels, self.policy) == (
+            theirs.name,
+            theirs.pool,
+            theirs.labels,
+            policy,
+        )
 
 
 class Roster:
@@ -134,7 +140,7 @@ class Roster:
         policy = self._policies.get(host.name)
         known = self._profiles.get(host.id)
         if known is None or not known.follows_from(host, policy):
-            own = profile(host.capability, policy or HostSpec(name=host.name), host.labels)
+            own = profile(host.capability, policy or HostSpec(name=host.name), host.labels, host.pool)
             known = self._profiles[host.id] = _KnownProfile(host, policy, own, own.capacity)
         return known
 

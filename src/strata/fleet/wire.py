@@ -21,6 +21,7 @@ from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.jobspec import JobId, JobSpec, TrainerSpec
 from strata.fleet.core.manifest import JobManifest
 from strata.fleet.core.quota import OwnerUsage, Quota
+from strata.fleet.core.requirement import Pool
 from strata.fleet.core.samples import HostSample
 from strata.fleet.core.schedule import Overlap
 from strata.fleet.core.search import Direction
@@ -1244,7 +1245,7 @@ class PinRequest(Message, frozen=True, kw_only=True):
 class InviteRequest(Message, frozen=True, kw_only=True):
     name: Annotated[str, msgspec.Meta(max_length=64)] = ""
     """The only name it may be used for; empty: the host chooses one that is free."""
-    pool: Word = ""
+    pool: Pool = ""
     labels: Annotated[tuple[Word, ...], msgspec.Meta(max_length=64)] = ()
     valid_s: Annotated[float, msgspec.Meta(gt=0, le=30 * 86_400)] = 1800.0
 

@@ -93,6 +93,18 @@ def test_the_better_fit_has_the_smaller_card_that_is_enough() -> None:
     assert not is_better_fit(asking(min_cores=1), msgspec.structs.replace(PI, ram_gib=5), PI), "nearly as large"
 
 
+def test_a_host_in_a_pool_runs_the_jobs_that_name_it_and_no_others() -> None:
+    lab = profile(Capability(hostname="lab-1"), pool="lab")
+    free = profile(Capability(hostname="desk"))
+    assert constraints(asking(), lab) == constraints(asking(pool="lab"), free) == ["pool"]
+    assert constraints(asking(pool="lab"), lab) == constraints(asking(), free) == []
+    assert constraints(asking(pool="other"), lab) == ["pool"]
+    answer = why(WhyQuery(status=JobStatus.PENDING, requirement=asking(pool="lab")), [HostState(profile=free)], now_s=0)
+    assert [(each.what, each.detail, each.fix) for each in answer.obstacles] == [
+        ("pool", "needs a host of the pool lab, desk has no pool", "remove pool, or strata invite --pool lab")
+    ]
+
+
 def test_slots_are_asked_of_a_host_that_has_some() -> None:
     assert constraints(asking(slots=2), PI) == []
     assert constraints(asking(slots=3), GPU) == ["slots"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -723,3 +723,16 @@ async def test_wishes_of_a_job_count_more_than_what_it_leaves_to_others(site: Si
     await site.add(JobSpec(model="a", needs=wish))
     assert len(await asyncio.wait_for(early, 5)) == 1
     claims[small].cancel()
+
+
+async def test_a_host_that_has_joined_another_pool_runs_the_jobs_of_that_one(site: Site) -> None:
+    desk = HostRow(id="host_desk", name="desk", capability=Capability(hostname="desk"), registered_at_s=0.0, pool="lab")
+    await site.fleet.register(desk, "host:desk")
+    await site.add(JobSpec(model="any"), JobSpec(model="lab", needs=Needs(pool="lab")))
+    (lease,) = await site.fleet.claim(desk.id, "c1")
+    assert lease.spec.model == "lab"
+    await site.fleet.complete(hold(lease), JobCompletion(artifact="art1"))
+    assert await site.fleet.claim(desk.id, "c2") == []
+    await site.fleet.register(replace(desk, pool=""), "host:desk")
+    (lease,) = await site.fleet.claim(desk.id, "c3")
+    assert lease.spec.model == "any"

@@ -30,7 +30,7 @@ _state: Final = click.option(
 @click.option(
     "--name", default="", metavar="NAME", help="Accept only a host of this name (default: the host chooses one)."
 )
-@click.option("--pool", default="", metavar="NAME", help="Put the host into this pool.")
+@click.option("--pool", default="", metavar="NAME", help="Put the host into this pool: it runs only jobs that name it.")
 @click.option("--label", "labels", multiple=True, metavar="LABEL", help="Give the host this label; repeatable.")
 @click.option(
     "--minutes",

@@ -111,6 +111,7 @@ class EnvVariableOption(click.ParamType[tuple[str, str]]):
     shell_complete=complete_hosts,
     help="Run only on HOST; repeatable.",
 )
+@click.option("--pool", default="", metavar="POOL", help="Run on the hosts of POOL (default: on those in no pool).")
 @click.option(
     "--timeout", type=DurationOption(), default="0", metavar="TIME", help="End an attempt after TIME: 90s, 30m, 2h."
 )
@@ -140,6 +141,7 @@ def run(  # noqa: PLR0913 (the options of the command)
     vram: float,
     ram: float,
     hosts: tuple[str, ...],
+    pool: str,
     timeout: float,
     priority: int,
     start: StartTime | None,
@@ -159,7 +161,7 @@ def run(  # noqa: PLR0913 (the options of the command)
     from strata.sdk.bundle import make_bundle
     from strata.sdk.submit import RunOptions, choose_environment, run_request, send_job
 
-    needs = Needs(require_cuda=cuda, min_vram_gib=vram, min_ram_gib=ram, min_gpus=gpus, allowed_hosts=hosts)
+    needs = Needs(require_cuda=cuda, min_vram_gib=vram, min_ram_gib=ram, min_gpus=gpus, allowed_hosts=hosts, pool=pool)
     options = RunOptions(
         name=name,
         seed=seed,

@@ -88,6 +88,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """How the hub names each GPU of `vram_gib`: its UUID, or its number on the host."""
     labels: dict[Label, LabelValue] = {}
     """Given by an operator."""
+    pool: Text = ""
+    """Of its invitation."""
     own_labels: dict[Label, LabelValue] = {}
     """Of the agent's own settings: good for wishes only."""
     sandbox: SandboxLevel = "none"
@@ -116,11 +118,14 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def profile(
-    capability: Capability, policy: HostSpec | None = None, granted: Mapping[str, str] | None = None
+    capability: Capability,
+    policy: HostSpec | None = None,
+    granted: Mapping[str, str] | None = None,
+    pool: str = "",
 ) -> Profile:
     """The profile of a host with this policy; without one, everything is allowed.
 
-    `granted` are the labels of its invitation.
+    `granted` are the labels of its invitation, and `pool` is the pool.
     """
     name = capability.hostname if policy is None else policy.name
     policy = policy or HostSpec(name=name)
@@ -138,6 +143,7 @@ def profile(
         vram_gib=tuple(_at_most(vram_gib, policy.vram_gib) for vram_gib, _ in cards),
         cards=tuple(card for _, card in cards),
         labels={**(granted or {}), **policy.labels},
+        pool=pool,
         own_labels=capability.labels,
         sandbox=capability.sandbox,
         limits=capability.limits,

@@ -124,6 +124,18 @@ def _names(requirement: RequirementClass, host: Profile) -> Iterator[MismatchRea
         yield MismatchReason(constraint="allowed_hosts", needed=needed, has=has, fix=fix)
 
 
+def _pool(requirement: RequirementClass, host: Profile) -> Iterator[MismatchReason]:
+    """A host in a pool runs the jobs that name it and no others, so that a pool is kept for somebody."""
+    needed = requirement.needs.pool
+    if needed != host.pool:
+        yield MismatchReason(
+            constraint="pool",
+            needed=f"a host of the pool {needed}" if needed else "a host that is in no pool",
+            has=f"the pool {host.pool}" if host.pool else "no pool",
+            fix=f'set pool = "{host.pool}"' if host.pool else "remove pool, or strata invite --pool " + needed,
+        )
+
+
 def _system(requirement: RequirementClass, host: Profile) -> Iterator[MismatchReason]:
     needs = requirement.needs
     for constraint, needed, has in (
@@ -222,6 +234,7 @@ def _amounts(requirement: RequirementClass, host: Profile) -> Iterator[MismatchR
 _CHECKS: Final[tuple[Callable[[RequirementClass, Profile], Iterator[MismatchReason]], ...]] = (
     _policy,
     _names,
+    _pool,
     _system,
     _sandbox,
     _limits,

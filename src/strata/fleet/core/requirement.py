@@ -20,6 +20,7 @@ NAME_PATTERN: Final = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
 LABEL_PATTERN: Final = r"\A[A-Za-z0-9][A-Za-z0-9._/-]{0,63}\Z"
 
 Name = Annotated[str, msgspec.Meta(pattern=NAME_PATTERN)]
+Pool = Annotated[str, msgspec.Meta(pattern=r"\A([A-Za-z0-9][A-Za-z0-9._-]{0,63})?\Z")]
 HostPattern = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9*?\[][A-Za-z0-9._*?\[\]!-]{0,63}\Z")]
 Label = Annotated[str, msgspec.Meta(pattern=LABEL_PATTERN)]
 LabelValue = Annotated[str, msgspec.Meta(max_length=128)]
@@ -61,6 +62,8 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Only hosts with a GPU that has more memory than this; likewise."""
     allowed_hosts: tuple[HostPattern, ...] = ()
     """Names or globs; empty: any host."""
+    pool: Pool = ""
+    """The pool of hosts that runs it; empty: the hosts that are in none."""
     require_labels: dict[Label, LabelValue] = {}
     """Labels with the values they must have; `*` stands for any value."""
     require_os: str = ""
