@@ -76,28 +76,32 @@ def agent(ctx: click.Context, /, config: Path | None, **flags: str | None) -> No
 @agent.command()
 @_config
 @click.option("--interpreter", metavar="PYTHON", help="Query PYTHON for torch and CUDA (default: the agent's own).")
-def probe(config: Path | None, interpreter: str | None) -> None:
-    """Print the capabilities of this host as JSON, as the agent reports them to the hub."""
+@click.pass_context
+def probe(ctx: click.Context, /, **_: Any) -> None:
+    """Print the capabilities of this host and the agent's version as JSON, as the agent reports them to the hub."""
     import msgspec
 
+    from strata import __version__
     from strata.base.settings import process_environment
     from strata.fleet.agent.environment import inherited_by_jobs
     from strata.fleet.agent.start import find_sandbox, probe_capability
 
-    settings = _settings(config, {"interpreter": interpreter})
+    settings = _settings_of_subcommand(ctx)
     environ = process_environment()
     sandbox = find_sandbox(settings, environ)
     probed = probe_capability(settings, inherited_by_jobs(environ, settings.pass_env), sandbox)
     for problem in probed.problems:
         print_error(f"strata agent: {problem}")
-    write(msgspec.json.format(msgspec.json.encode(probed.capability)).decode())
+    report = {"agent_version": __version__} | msgspec.to_builtins(probed.capability)
+    write(msgspec.json.format(msgspec.json.encode(report)).decode())
 
 
 @agent.command()
 @_config
 @_state
 @_work
-def check(config: Path | None, state: str | None, work: str | None) -> None:
+@click.pass_context
+def check(ctx: click.Context, /, **_: Any) -> None:
     """Run the self-test of this host: folders, disk, child processes, sandbox, hub and clock, torch on GPUs."""
     from strata.base.settings import process_environment
     from strata.fleet.agent.environment import inherited_by_jobs
@@ -105,7 +109,7 @@ def check(config: Path | None, state: str | None, work: str | None) -> None:
     from strata.fleet.agent.selftest import check_gpus
     from strata.fleet.agent.start import check_host, find_sandbox, probe_capability
 
-    settings = _settings(config, {"state": state, "work": work})
+    settings = _settings_of_subcommand(ctx)
     joined = (settings.state_folder / "identity" / "hub.json").exists()
     sandbox = find_sandbox(settings, process_environment())
     results = check_host(settings, connect_to_hub(settings.state_folder) if joined else None, sandbox)
@@ -120,6 +124,13 @@ def check(config: Path | None, state: str | None, work: str | None) -> None:
             "the self-test of this host failed",
             hint="fix each line that begins with BAD, then run it again",
         )
+
+
+def _settings_of_subcommand(ctx: click.Context) -> AgentSettings:
+    """Of its options, and of those before its name, as in `strata agent --config FILE check`."""
+    before = {} if ctx.parent is None else ctx.parent.params
+    flags = before | {name: value for name, value in ctx.params.items() if value is not None}
+    return _settings(flags.pop("config", None), flags)
 
 
 def _settings(config: Path | None, flags: dict[str, Any]) -> AgentSettings:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 
+from strata.cli.agent import agent
 from strata.fleet.agent import gpu
 from strata.fleet.agent.attempt_folder import find_job_user
+from strata.fleet.agent.prepare import create_work_folder
 from strata.fleet.agent.probe import commit_of, hostname, probe_host, query_interpreter, sample_host
-from strata.fleet.agent.sandbox import HostSandbox
+from strata.fleet.agent.sandbox import HostSandbox, detect_sandbox
 from strata.fleet.agent.selftest import check_disk_space, check_gpus, run_self_test
-from strata.fleet.agent.settings import AgentSettings
+from strata.fleet.agent.settings import AgentSettings, SandboxSettings
+from strata.fleet.agent.start import check_host
 
 PLAIN = AgentSettings(interpreter="/usr/bin/python3")
 PRINTS = """#!/bin/sh
@@ -103,7 +109,7 @@ def test_a_fit_host_passes_every_test(tmp_path: Path) -> None:
     state, work = tmp_path / "state", tmp_path / "work"
     for folder in (state, work):
         folder.mkdir()
-    found = run_self_test(state, work, min_free_gib=0, max_skew_s=300, ahead_s=1.0)
+    found = run_self_test(AgentSettings(state=state, work=work, min_free_gib=0), ahead_s=1.0)
     assert [finding.check for finding in found] == [
         "state folder", "work folder", "disk space", "child process", "sandbox", "clock",
     ]  # fmt: skip
@@ -114,7 +120,8 @@ def test_a_fit_host_passes_every_test(tmp_path: Path) -> None:
 def test_what_a_host_cannot_do_is_said_in_words(tmp_path: Path) -> None:
     state = tmp_path / "state"
     state.mkdir()
-    found = {each.check: each for each in run_self_test(state, tmp_path / "gone", min_free_gib=0, max_skew_s=300)}
+    gone = AgentSettings(state=state, work=tmp_path / "gone", min_free_gib=0)
+    found = {each.check: each for each in run_self_test(gone)}
     assert not found["work folder"].ok
     assert not found["child process"].ok
     full = check_disk_space(tmp_path, 1e9)
@@ -129,9 +136,62 @@ def test_a_work_folder_that_the_jobs_user_cannot_enter_is_found(tmp_path: Path) 
     work.mkdir(parents=True)
     work.parent.chmod(0o700)
     user = HostSandbox(level="user", job_user=find_job_user("nobody"))
-    found = {each.check: each for each in run_self_test(state, work, min_free_gib=0, max_skew_s=300, sandbox=user)}
+    settings = AgentSettings(state=state, work=work, min_free_gib=0)
+    found = {each.check: each for each in run_self_test(settings, sandbox=user)}
     assert not found["child process"].ok
     assert "the jobs' user cannot enter" in found["child process"].reason
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.parametrize("level", ["user", "namespaces"])
+def test_an_interpreter_that_the_jobs_user_cannot_reach_is_found(level: str) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="strata-probe-"))
+    folder.chmod(0o711)
+    try:
+        interpreter = folder / "closed" / "bin" / "python"
+        interpreter.parent.mkdir(parents=True)
+        interpreter.symlink_to("/usr/bin/python3")
+        interpreter.parents[1].chmod(0o700)
+        sandbox = SandboxSettings(mode="required") if level == "namespaces" else SandboxSettings()
+        settings = AgentSettings(
+            state=folder / "state",
+            work=folder / "work",
+            interpreter=str(interpreter),
+            run_as="nobody",
+            sandbox=sandbox,
+            min_free_gib=0,
+        )
+        create_work_folder(settings)
+        confined = HostSandbox(level="user", job_user=find_job_user("nobody"))
+        if level == "namespaces":
+            confined = detect_sandbox(settings, {}, 1 << 30)
+        child = {each.check: each for each in check_host(settings, None, confined)}["child process"]
+        assert not child.ok
+        assert f"{interpreter} does not run as jobs do" in child.reason
+        assert "can the jobs' user (uid 65534) reach it?" in child.reason
+        interpreter.parents[1].chmod(0o755)
+        assert all(each.ok for each in check_host(settings, None, confined))
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_options_before_a_subcommand_of_the_agent_count_for_it(tmp_path: Path) -> None:
+    config = tmp_path / "agent.toml"
+    config.write_text(f'[agent]\nstate = "{tmp_path / "state"}"\nmin_free_gib = 0\nsandbox.mode = "off"\n')
+    for words in (["--config", str(config), "check"], ["check", "--config", str(config)]):
+        done = CliRunner().invoke(agent, words)
+        assert done.exit_code == 0, done.output
+        assert f"ok   state folder: {tmp_path / 'state'}" in done.output
+    other = CliRunner().invoke(agent, ["--state", str(tmp_path / "a"), "check", "--config", str(config)])
+    assert f"ok   state folder: {tmp_path / 'a'}" in other.output
+
+
+def test_the_probe_tells_the_version_of_the_agent_that_is_installed(tmp_path: Path) -> None:
+    words = ["--state", str(tmp_path / "state"), "probe", "--interpreter", "/usr/bin/python3"]
+    done = CliRunner().invoke(agent, words)
+    assert done.exit_code == 0, done.output
+    report = msgspec.json.decode(done.stdout)
+    assert (report["agent_version"], report["git_commit"]) == (version("strata-train"), "")
 
 
 def test_what_this_machine_does_is_sampled(tmp_path: Path) -> None:

@@ -21,9 +21,11 @@ from strata.fleet.agent.privsep import run_with_input
 from strata.fleet.agent.privsep_worker import CheckFolderExists
 from strata.fleet.agent.probe import ProbeResult
 from strata.fleet.agent.sandbox import UNCONFINED, HostSandbox
+from strata.fleet.agent.settings import AgentSettings
 
 GIB: Final = 1024**3
 CHILD_TIMEOUT_S: Final = 20.0
+_MAX_LINE: Final = 200
 _SLEEPER: Final = "import time; print('alive', flush=True); time.sleep(600)"
 
 
@@ -34,22 +36,17 @@ class SelfTestResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_self_test(
-    state: Path,
-    work: Path,
-    *,
-    min_free_gib: float,
-    max_skew_s: float,
-    ahead_s: float | None = None,
-    sandbox: HostSandbox = UNCONFINED,
+    settings: AgentSettings, *, ahead_s: float | None = None, sandbox: HostSandbox = UNCONFINED
 ) -> list[SelfTestResult]:
     """Every check with its result; `ahead_s` is this clock's lead over the hub's, if the hub was reached."""
+    state, work = settings.state_folder, settings.work_folder
     return [
         _check_writable("state folder", state),
         _check_writable("work folder", work),
-        check_disk_space(work, min_free_gib),
-        _check_child_process(state, work, sandbox),
+        check_disk_space(work, settings.min_free_gib),
+        _check_child_process(state, work, sandbox, settings.interpreter or sys.executable),
         SelfTestResult(check="sandbox", ok=True, reason=sandbox.describe()),
-        *([] if ahead_s is None else [check_clock_skew(ahead_s, max_skew_s)]),
+        *([] if ahead_s is None else [check_clock_skew(ahead_s, settings.max_skew_s)]),
     ]
 
 
@@ -94,8 +91,8 @@ def _check_writable(check: str, folder: Path) -> SelfTestResult:
     return SelfTestResult(check=check, ok=True, reason=str(folder))
 
 
-def _check_child_process(state: Path, work: Path, sandbox: HostSandbox) -> SelfTestResult:
-    """Start and stop a real child as a job would be."""
+def _check_child_process(state: Path, work: Path, sandbox: HostSandbox, interpreter: str) -> SelfTestResult:
+    """Start and stop a real child as a job would be, with the Python of jobs that name none."""
     job_user = sandbox.job_user
     name = f".selftest-{secrets.token_hex(4)}"
     check = "child process"
@@ -111,7 +108,7 @@ def _check_child_process(state: Path, work: Path, sandbox: HostSandbox) -> SelfT
         make_passable(paths.tmp)
         _check_reachable(work, paths.folder, job_user)
         spec = supervised.SupervisorSpec(
-            command=[sys.executable, "-I", "-S", "-c", _SLEEPER],
+            command=[interpreter, "-I", "-S", "-c", _SLEEPER],
             cwd=str(paths.folder),
             env={},
             max_log_bytes=4096,
@@ -124,6 +121,7 @@ def _check_child_process(state: Path, work: Path, sandbox: HostSandbox) -> SelfT
         supervised.write_spec(folder, sandbox.confine(spec, paths))
         process = supervised.start_supervisor(folder)
         status = _stop_when_running(folder, process)
+        output = _output(folder)
     except (OSError, StrataError) as error:
         return SelfTestResult(check=check, ok=False, reason=str(error))
     finally:
@@ -133,7 +131,10 @@ def _check_child_process(state: Path, work: Path, sandbox: HostSandbox) -> SelfT
         shutil.rmtree(paths.folder, ignore_errors=True)
     if isinstance(status, supervised.ChildExit) and status.stopped:
         return SelfTestResult(check=check, ok=True, reason="starts and ends")
-    return SelfTestResult(check=check, ok=False, reason=_describe(status))
+    reason = f"{interpreter} does not run as jobs do: {_describe(status)}"
+    if job_user is not None and isinstance(status, supervised.ChildExit):
+        reason += f"; can the jobs' user (uid {job_user.uid}) reach it? Set interpreter to a Python that it can"
+    return SelfTestResult(check=check, ok=False, reason="; ".join(filter(None, (reason, output))))
 
 
 def _check_reachable(work: Path, folder: Path, job_user: JobUser | None) -> None:
@@ -161,6 +162,13 @@ def _stop_when_running(folder: Path, process: subprocess.Popen[bytes]) -> superv
             stop_requested = True
         time.sleep(0.05)
     return status
+
+
+def _output(folder: Path) -> str:
+    """The last line that the child wrote: why a Python ended that found its program and not its library."""
+    log = folder / supervised.LOG
+    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    return lines[-1][:_MAX_LINE] if lines and lines[-1] != "alive" else ""
 
 
 def _describe(status: supervised.ChildStatus) -> str:

@@ -89,14 +89,8 @@ def check_host(settings: AgentSettings, client: HubClient | None, sandbox: HostS
             results.append(SelfTestResult(check="hub", ok=True, reason="answers"))
         except StrataError as error:
             _log.warning("hub_unreachable", reason=error.message)
-    return results + run_self_test(
-        private_folder(settings.state_folder),
-        settings.work_folder,
-        min_free_gib=settings.min_free_gib,
-        max_skew_s=settings.max_skew_s,
-        ahead_s=ahead_s,
-        sandbox=sandbox,
-    )
+    private_folder(settings.state_folder)
+    return results + run_self_test(settings, ahead_s=ahead_s, sandbox=sandbox)
 
 
 def probe_capability(
