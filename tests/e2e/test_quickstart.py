@@ -84,6 +84,8 @@ def play(todo: list[list[Step]], first: Terminal, second: Terminal) -> list[Ran]
 
 
 _SAME: Final = (
+    # What a person who is root is warned of.
+    (re.compile(r"(?m)^.*jobs_run_as_root.*\n"), ""),
     (re.compile(r"127\.0\.0\.1:\d+"), "127.0.0.1:PORT"),
     (re.compile(r"\b(?:(?:job|artifact)1_[0-9a-f]{64}|[0-9a-f]{10})\b"), "ID"),
     (re.compile(r"\b\d+(?:\.\d+)?[smh]\b"), "TIME"),

@@ -260,42 +260,17 @@ def _use_context(settings: HubSettings, url: str) -> None:
 async def _run_agent(settings: AgentSettings, serving: asyncio.Task[None]) -> None:
     """Run the agent until a signal stops it or the hub ends."""
     import asyncio
-    import os
 
-    from strata.base.clock import SystemClock
-    from strata.base.private import private_folder
     from strata.base.settings import process_environment
-    from strata.fleet.agent import environment, identity
-    from strata.fleet.agent.environment_cache import build_variables
-    from strata.fleet.agent.file_lock import try_lock
-    from strata.fleet.agent.hub_api import HubApi
-    from strata.fleet.agent.loop import Agent, handle_signals
-    from strata.fleet.agent.prepare import HostContext
-    from strata.fleet.agent.start import check_host, find_sandbox, probe_capability
-    from strata.fleet.agent.state import AgentState
+    from strata.fleet.agent.identity import load_membership
+    from strata.fleet.agent.start import only_agent, prepare_host, start_agent
 
-    folder = private_folder(settings.state_folder)
-    lock = try_lock(folder / "lock")
-    if lock is None:
-        raise StrataError(Code.CONFLICT, f"another agent uses the state folder {folder}")
-    try:
-        allowed = environment.inherited_by_jobs(process_environment(), settings.pass_env)
-        client = identity.connect_to_hub(folder)
-        sandbox = await asyncio.to_thread(find_sandbox, settings, process_environment())
-        results = await asyncio.to_thread(check_host, settings, client, sandbox)
-        failed = [f"{result.check}: {result.reason}" for result in results if not result.ok]
-        if failed:
-            raise StrataError(Code.PRECONDITION, f"the self-test of this machine failed: {'; '.join(failed)}")
-        probed = await asyncio.to_thread(probe_capability, settings, allowed, sandbox)
-        builds = build_variables(process_environment())
-        host = HostContext(settings, HubApi(client), allowed, sandbox.job_user, builds, sandbox)
-        agent = Agent(host, AgentState(settings.state_folder), SystemClock(), probed.capability)
+    with only_agent(settings):
+        host, probed = await asyncio.to_thread(prepare_host, settings, process_environment())
         # Before it says that it is ready: from then on Ctrl-C has to end it in order.
-        handle_signals(agent)
-        _print_ready(settings, identity.load_membership(folder).name, probed.capability)
+        agent = start_agent(host, probed)
+        _print_ready(settings, load_membership(settings.state_folder).name, probed.capability)
         await _until_stopped(agent, serving)
-    finally:
-        os.close(lock)
 
 
 async def _until_stopped(agent: Agent, serving: asyncio.Task[None]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from strata.base import log
 from strata.base.clock import SystemClock
@@ -17,7 +18,7 @@ from strata.fleet.agent.hub_api import HubApi
 from strata.fleet.agent.loop import Agent, handle_signals
 from strata.fleet.agent.prepare import HostContext, create_work_folder
 from strata.fleet.agent.probe import ProbeResult, probe_host, ram_bytes
-from strata.fleet.agent.sandbox import UNCONFINED, HostSandbox, detect_sandbox
+from strata.fleet.agent.sandbox import UNCONFINED, HostSandbox, detect_sandbox, is_root
 from strata.fleet.agent.selftest import SelfTestResult, run_self_test
 from strata.fleet.agent.settings import AgentSettings
 from strata.fleet.agent.state import AgentState
@@ -31,45 +32,63 @@ _log = log.get(__name__)
 def run(settings: AgentSettings, environ: Mapping[str, str], announce: Callable[[str], None]) -> None:
     """Run the agent until it is stopped. `environ` is its own environment, of which jobs inherit a part."""
     set_private_umask()
-    folder = private_folder(settings.state_folder)
-    member = identity.load_membership(folder)
-    lock = try_lock(folder / "lock")
-    if lock is None:
-        raise StrataError(Code.CONFLICT, f"another agent uses the state folder {folder}")
-    try:
-        client = identity.connect_to_hub(folder)
-        sandbox = find_sandbox(settings, environ)
-        results = check_host(settings, client, sandbox)
-        failed = [result for result in results if not result.ok]
-        if failed:
-            reasons = "; ".join(f"{result.check}: {result.reason}" for result in failed)
-            raise StrataError(
-                Code.PRECONDITION, f"the self-test of this host failed: {reasons}", hint="strata agent check"
-            )
-        allowed = environment.inherited_by_jobs(environ, settings.pass_env)
-        probed = probe_capability(settings, allowed, sandbox)
-        for problem in probed.problems:
-            _log.warning("host_probe_incomplete", reason=problem)
-        host = HostContext(
-            settings,
-            HubApi(client),
-            allowed,
-            sandbox.job_user,
-            build_variables(environ),
-            sandbox,
-            is_local=not member.valid_for_s,
-        )
-        if sandbox.job_user is None and hasattr(os, "geteuid") and os.geteuid() == 0:
-            _log.warning("jobs_run_as_root", hint="set run_as: jobs can read this host's credentials")
-        _log.info("sandbox_detected", sandbox=sandbox.level, reason=sandbox.describe())
+    member = identity.load_membership(private_folder(settings.state_folder))
+    with only_agent(settings):
+        host, probed = prepare_host(settings, environ)
         announce(f"{member.name} works for {member.url}, work in {settings.work_folder}")
         stop_traces = otel.configure("strata-agent", environ)
         try:
             asyncio.run(_run(host, probed))
         finally:
             stop_traces()
+
+
+@contextmanager
+def only_agent(settings: AgentSettings) -> Iterator[None]:
+    """CONFLICT if another agent uses the state folder."""
+    folder = private_folder(settings.state_folder)
+    lock = try_lock(folder / "lock")
+    if lock is None:
+        raise StrataError(Code.CONFLICT, f"another agent uses the state folder {folder}")
+    try:
+        yield
     finally:
         os.close(lock)
+
+
+def prepare_host(settings: AgentSettings, environ: Mapping[str, str]) -> tuple[HostContext, ProbeResult]:
+    """Test and probe this host, and log what its owner should know. PRECONDITION if it fails its self-test."""
+    member = identity.load_membership(settings.state_folder)
+    client = identity.connect_to_hub(settings.state_folder)
+    sandbox = find_sandbox(settings, environ)
+    failed = [result for result in check_host(settings, client, sandbox) if not result.ok]
+    if failed:
+        reasons = "; ".join(f"{result.check}: {result.reason}" for result in failed)
+        raise StrataError(Code.PRECONDITION, f"the self-test of this host failed: {reasons}")
+    allowed = environment.inherited_by_jobs(environ, settings.pass_env)
+    probed = probe_capability(settings, allowed, sandbox)
+    for problem in probed.problems:
+        _log.warning("host_probe_incomplete", reason=problem)
+    if sandbox.job_user is None and is_root():
+        _log.warning("jobs_run_as_root", hint="set run_as: jobs can read this host's credentials")
+    _log.info("sandbox_detected", sandbox=sandbox.level, reason=sandbox.describe())
+    host = HostContext(
+        settings,
+        HubApi(client),
+        allowed,
+        sandbox.job_user,
+        build_variables(environ),
+        sandbox,
+        is_local=not member.valid_for_s,
+    )
+    return host, probed
+
+
+def start_agent(host: HostContext, probed: ProbeResult) -> Agent:
+    """An agent that signals stop; `run` of it is next."""
+    agent = Agent(host, AgentState(host.settings.state_folder), SystemClock(), probed.capability)
+    handle_signals(agent)
+    return agent
 
 
 def find_sandbox(settings: AgentSettings, environ: Mapping[str, str]) -> HostSandbox:
@@ -100,6 +119,4 @@ def probe_capability(
 
 
 async def _run(host: HostContext, probed: ProbeResult) -> None:
-    agent = Agent(host, AgentState(host.settings.state_folder), SystemClock(), probed.capability)
-    handle_signals(agent)
-    await agent.run()
+    await start_agent(host, probed).run()

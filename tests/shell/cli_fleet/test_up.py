@@ -1,0 +1,36 @@
+"""What `strata up` tells the owner of the machine about its agent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.shell.fleet_agent.running import STRATA
+from tests.shell.fleet_agent.waiting import eventually
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="who is not root has no jobs that run as root")
+def test_up_logs_what_an_agent_of_its_own_would_log(tmp_path: Path) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\nexit 9\n")
+    smi.chmod(0o755)
+    environ = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "STRATA_CLIENT_CONFIG_HOME": str(tmp_path / "config"),
+        "STRATA_HUB_KEEP_FREE_BYTES": "0",
+        "STRATA_AGENT_MIN_FREE_GIB": "0",
+    }
+    words = [STRATA, "up", "-v", "--data", str(tmp_path / "data"), "--listen", "127.0.0.1:0"]
+    with (tmp_path / "up.log").open("wb") as log:
+        process = subprocess.Popen(words, env=environ, stderr=log, cwd=tmp_path)
+    try:
+        said = eventually(lambda: text if "ready" in (text := (tmp_path / "up.log").read_text()) else None, 120.0)
+        for event in ("host_probe_incomplete", "jobs_run_as_root", "sandbox_detected"):
+            assert f'"{event}"' in said
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
