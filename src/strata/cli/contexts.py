@@ -59,8 +59,15 @@ def login(url: str, name: str | None, token_file: Path | None, ca_pin: str | Non
     authority = keep_authority(settings, name, pem) if pem else None
     secret = read_secret(token_file) if token_file else _ask_token()
     tls = TlsFiles(ca=authority) if authority else None
+    _check_listener(url)
     with HubClient(url, bearer=secret, tls=tls, retry_for_s=RETRY_FOR_S) as client:
-        description = _describe_server(client)
+        try:
+            description = _describe_server(client)
+        except StrataError as error:
+            if error.code is not Code.UNAUTHENTICATED:
+                raise
+            hint = "copy the whole key; an admin lists the valid ones with 'strata keys list'"
+            raise StrataError(error.code, f"the server at {url} does not know this key", hint=hint) from error
     kept = keep_secret(settings, name, secret)
     save_context(settings, name, ClientContext(url=url, token_file=str(kept), ca=str(authority or "")))
     print_error(f"strata: {name} is the current context: {url}, {description}")
@@ -79,6 +86,21 @@ def contexts(name: str | None, output: Format) -> None:
     with Rows(output, (Column("name"), Column("current"), Column("url"), Column("token_file", wide=True))) as rows:
         for row in shown_contexts(settings):
             rows.add(row)
+
+
+def _check_listener(url: str) -> None:
+    """UNAVAILABLE if nothing listens on the port: that is said before anything about the key."""
+    from strata.fleet.client import HubClient
+
+    if not url.startswith("http:"):
+        return
+    with HubClient(url, server="server") as client:
+        try:
+            client.fetch("/v1/health")
+        except StrataError as error:
+            # What a server replies to a caller without a key does not matter here.
+            if error.code is Code.UNAVAILABLE:
+                raise
 
 
 def _describe_server(client: HubClient) -> str:

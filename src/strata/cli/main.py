@@ -202,7 +202,26 @@ class Invocation:
         self.debug = False
 
 
+FIRST: Final = ("up", "run", "apply", "status", "logs", "metrics", "artifacts", "dashboard")
+"""What `strata` alone lists."""
+
+
 class Root(LazyGroup):
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args:
+            click.echo(self._first_screen(ctx))
+            ctx.exit(ExitCode.OK)
+        return super().parse_args(ctx, args)
+
+    def _first_screen(self, ctx: click.Context) -> str:
+        formatter = ctx.make_formatter()
+        formatter.write_text(self.help or "")
+        with formatter.section("Start here"):
+            formatter.write_dl([(f"strata {name}", self.table[name].help) for name in FIRST])
+        formatter.write_paragraph()
+        formatter.write_text("All commands: strata --help. One command: strata COMMAND --help.")
+        return formatter.getvalue().rstrip()
+
     def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)

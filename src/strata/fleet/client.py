@@ -316,8 +316,14 @@ class HubClient:
 
     def _unreachable(self, error: Exception) -> StrataError:
         absent = self._at.scheme == "unix" and isinstance(error, (FileNotFoundError, ConnectionRefusedError))
-        reason = "it is not running" if absent else error
-        return StrataError(Code.UNAVAILABLE, f"the {self._server} at {self._where} cannot be reached: {reason}")
+        reason: object = "it is not running" if absent else error
+        if isinstance(error, ConnectionRefusedError) and not absent:
+            reason = f"nothing listens on port {self._at.port}"
+        return StrataError(
+            Code.UNAVAILABLE,
+            f"the {self._server} at {self._where} cannot be reached: {reason}",
+            hint=_START.get(self._server) if absent else None,
+        )
 
     def _connection(self) -> http.client.HTTPConnection:
         if self._at.scheme == "unix":
@@ -406,6 +412,10 @@ def _encode_value(value: object) -> str:
     return ("true" if plain else "false") if isinstance(plain, bool) else str(plain)
 
 
+_START: Final = {"hub": "strata up starts one on this machine; strata contexts shows which server is used"}
+"""How to start a server that is not running, by its kind."""
+
+
 def check_cleartext(url: str, bearer: Secret) -> None:
     """INVALID if this secret must not be sent to `http://…`, where the server is not authenticated."""
     if not is_loopback_host(urlsplit(url).hostname or ""):
@@ -413,8 +423,10 @@ def check_cleartext(url: str, bearer: Secret) -> None:
     if not is_scoped_key(bearer):
         raise StrataError(
             Code.INVALID,
-            f"only a key of a viewer or a researcher is sent to {url}: any user of this machine could listen there",
-            hint="use its Unix socket: unix:DATA/hub.sock of a hub, unix:DATA/run/api of a training server",
+            f"this is no key of a viewer or a researcher (tml-…), and no other secret is sent to {url}: any user of"
+            " this machine could listen there",
+            hint="copy the whole key; with another secret use the Unix socket: unix:DATA/hub.sock of a hub,"
+            " unix:DATA/run/api of a training server",
         )
 
 

@@ -1108,6 +1108,10 @@ class EventsReply(HubReply, frozen=True, kw_only=True):
     """There may be more events that match: go on from `cursor`. A page looks at some thousand events at most."""
     hosts: dict[str, str] = {}
     """The names of the hosts that acted, by id; only where the newest come first."""
+    keys: dict[str, str] = {}
+    """Whose the keys are that acted, by their ids."""
+    jobs: dict[str, str] = {}
+    """The names of the jobs that the events are about, by id."""
 
 
 # Artifacts

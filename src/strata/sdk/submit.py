@@ -26,9 +26,9 @@ from strata.base.errors import Code, StrataError
 from strata.fleet import wire
 from strata.fleet.client import HubClient
 from strata.fleet.core.job import TERMINAL
-from strata.fleet.core.jobspec import EnvironmentSpec, JobSpec, TrainerSpec
+from strata.fleet.core.jobspec import DEFAULT_PROJECT, MAX_ATTEMPTS, EnvironmentSpec, JobSpec, TrainerSpec
 from strata.fleet.core.manifest_tables import env_problem
-from strata.fleet.core.requirement import Needs
+from strata.fleet.core.requirement import NAME_RULE, Needs
 from strata.fleet.core.schedule import StartTime, start_fields
 from strata.sdk.bundle import Bundle, make_bundle
 from strata.sdk.datasets import ReportData, named_data
@@ -46,6 +46,7 @@ class RunOptions:
 
     name: str = ""
     """Empty: the name of the folder."""
+    project: str = DEFAULT_PROJECT
     seed: int = 0
     needs: Needs = field(default_factory=Needs)
     environment: str = AUTO
@@ -60,6 +61,10 @@ class RunOptions:
     """Names of secrets, which the job gets as environment variables."""
     data: Sequence[str] = ()
     """Names of datasets of the hub; the variable STRATA_DATA_NAME says where each is."""
+    after: Sequence[str] = ()
+    """Ids of jobs that must be completed first."""
+    retries: int = MAX_ATTEMPTS - 1
+    """How often it runs again after an error of its own. What a host did not do is tried again in any case."""
     timeout_s: float = 0.0
     priority: int = 0
     start: StartTime | None = None
@@ -159,13 +164,20 @@ def run_request(
         data=data,
     )
     label = job_name(options.name or folder.resolve().name)
+    if options.name and label != options.name:
+        raise StrataError(
+            Code.INVALID, f"{options.name[:100]!r} cannot be the name of a job", hint=f"{NAME_RULE}, such as {label}"
+        )
     spec = JobSpec(
         model=label,
         mode=trainer.name,
         trainer=trainer.name,
         name=label,
         seed=options.seed,
+        project=options.project,
         needs=options.needs,
+        after=tuple(options.after),
+        max_attempts=options.retries + 1,
         timeout_s=options.timeout_s,
         priority=options.priority,
         **start_fields(options.start),

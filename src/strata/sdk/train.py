@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import ssl
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -83,6 +84,16 @@ def _socket_of(url: str) -> str | None:
 
 def _base_url(url: str) -> str:
     return "http://server" if url.startswith(UNIX) else url
+
+
+def _trusted(ca: str | Path | None) -> ssl.SSLContext | bool:
+    """What an https server is verified with; INVALID for a file that has no certificate."""
+    if ca is None:
+        return True
+    try:
+        return ssl.create_default_context(cafile=ca)
+    except (OSError, ssl.SSLError) as error:
+        raise StrataError(Code.INVALID, f"{ca} cannot be read as a certificate authority: {error}") from None
 
 
 def _read_key(url: str, key: str | Path) -> str:
@@ -228,14 +239,18 @@ class TrainingServer:
         url: str,
         key: str | Path,
         *,
+        ca: str | Path | None = None,
         progress: Progress | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
+        """`ca` is a PEM file of the certificate authority that an https server is trusted by; None: the system's."""
         key = _read_key(url, key)
         otel.follow_program()
         if transport is None and (path := _socket_of(url)) is not None:
             transport = httpx.HTTPTransport(uds=path)
-        self._http = httpx.Client(base_url=_base_url(url), headers={"X-API-Key": key}, transport=transport)
+        self._http = httpx.Client(
+            base_url=_base_url(url), headers={"X-API-Key": key}, transport=transport, verify=_trusted(ca)
+        )
         self._progress = progress
         self._models = 0
         self._samplers = itertools.count()
@@ -409,6 +424,7 @@ class AsyncTrainingServer:
         url: str,
         key: str | Path,
         *,
+        ca: str | Path | None = None,
         progress: Progress | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
@@ -416,7 +432,9 @@ class AsyncTrainingServer:
         otel.follow_program()
         if transport is None and (path := _socket_of(url)) is not None:
             transport = httpx.AsyncHTTPTransport(uds=path)
-        self._http = httpx.AsyncClient(base_url=_base_url(url), headers={"X-API-Key": key}, transport=transport)
+        self._http = httpx.AsyncClient(
+            base_url=_base_url(url), headers={"X-API-Key": key}, transport=transport, verify=_trusted(ca)
+        )
         self._progress = progress
         self._models = 0
         self._samplers = itertools.count()

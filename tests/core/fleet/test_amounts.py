@@ -85,8 +85,8 @@ def test_ten_tenths_are_a_card_and_sharers_meet_on_one() -> None:
 def test_memory_and_cores_are_divided_and_a_job_takes_a_core_at_least() -> None:
     small = Capacity(cores=2, ram_gib=8.0)
     assert fill(small, Needs(min_ram_gib=5), Needs(min_ram_gib=5))[1] == "needs 5 GiB of memory, 3 free"
-    assert fill(small, Needs(min_ram_gib=1), Needs(min_ram_gib=1), Needs(min_ram_gib=1))[2] == "needs 1 cores, 0 free"
-    assert fill(small, Needs(min_cores=2), Needs(min_cores=1))[1] == "needs 1 cores, 0 free"
+    assert fill(small, Needs(min_ram_gib=1), Needs(min_ram_gib=1), Needs(min_ram_gib=1))[2] == "needs 1 core, 0 free"
+    assert fill(small, Needs(min_cores=2), Needs(min_cores=1))[1] == "needs 1 core, 0 free"
 
 
 def test_a_room_is_full_when_no_job_whatever_fits() -> None:

@@ -15,6 +15,7 @@ from strata.fleet.core.lease import (
     may_expire_leases,
     quarantine,
 )
+from strata.fleet.core.lease_status import stale_attempt
 
 NOW_S = 1000.0
 chances = st.floats(0, 1, exclude_max=True)
@@ -116,3 +117,8 @@ def test_three_different_jobs_quarantine_a_host_and_one_job_three_times_does_not
 def test_the_last_host_of_a_class_is_never_quarantined(serves: frozenset[int], others: list[frozenset[int]]) -> None:
     ruling = quarantine(["a", "b", "c"], serves=serves, others_serve=others)
     assert ruling.quarantined == all(any(each in other for other in others) for each in serves)
+
+
+def test_a_stale_attempt_is_told_from_an_older_one() -> None:
+    assert stale_attempt("job1_a", 1, 1).message == "epoch 1 of job1_a is over, and the job has ended or waits"
+    assert stale_attempt("job1_a", 1, 3).message == "epoch 1 of job1_a is over, the job is at epoch 3"

@@ -101,7 +101,8 @@ seed = nan
         'm.toml:11: jobs[0].hyper.optimizer.name: expected one of "adamw", "lion", found "adam"'
         ' (did you mean "adamw"?)',
         "m.toml:12: jobs[1].hyper: epochs is required",
-        'm.toml:13: jobs[1].model: expected a name of letters, digits, dots, - and _, found "../x"',
+        "m.toml:13: jobs[1].model: expected a name of ASCII letters, digits, dots, - and _, at most 64 of them,"
+        ' found "../x"',
         "m.toml:14: jobs[1].workers: it is not a multiple of workers_per_host = 3",
         'm.toml:17: jobs[1].after[0]: there is no job "mpl-default" (did you mean "mlp-default"?)',
         "m.toml:18: jobs[1].seed: expected an integer, found nan",
@@ -135,7 +136,7 @@ seed = nan
             SWEEP + "random = { samples = 3, space = { a = { log_uniform = [0, 1] } } }",
             "sweep.random.space.a: log_uniform needs a low end above 0",
         ),
-        ('[hosts."a b"]', 'hosts."a b": expected a name of letters, digits, dots, - and _, at most 64 of them'),
+        ('[hosts."a b"]', 'hosts."a b": expected a name of ASCII letters, digits, dots, - and _, at most 64 of them'),
         (
             '[hosts.a]\nquiet_hours = ["25:00-3:00"]',
             'hosts.a.quiet_hours[0]: expected hours like "22:00-07:00" or "mon-fri,sun 09:00-17:30", '

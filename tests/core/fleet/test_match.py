@@ -288,7 +288,7 @@ def test_why_tells_what_is_reserved_and_which_hosts_drain() -> None:
     (obstacle,) = why(question(asking()), [reserved], now_s=0).obstacles
     assert (obstacle.what, obstacle.detail) == ("reserved", "1 eligible host is reserved: gpu-1 (for big)")
     draining = HostState(profile=GPU, held=(Taken(slots=2),), drains=True)
-    assert why(question(asking()), [draining], now_s=0).headline == "gpu-1 drains for it"
+    assert why(question(asking()), [draining], now_s=0).headline == "gpu-1 is reserved for it; the jobs there end first"
     gang = why(question(asking(), gang_hosts=2), [HostState(profile=GPU)], now_s=0)
     assert gang.obstacles[0].fix == "add hosts, or raise workers_per_host"
     assert gang.headline == "its gang starts on 2 hosts at once, and 1 of 1 could take it now"

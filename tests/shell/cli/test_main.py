@@ -21,7 +21,7 @@ from strata.cli.examples import EXAMPLES
 from strata.cli.exit_codes import EXIT_CODE_OF, ExitCode
 from strata.cli.extras import DISTRIBUTION_OF
 from strata.cli.groups import CommandEntry, LazyGroup
-from strata.cli.main import ALIASES, COMMANDS, SYNONYMS, Root, run, strata
+from strata.cli.main import ALIASES, COMMANDS, FIRST, SYNONYMS, Root, run, strata
 from tests.rules.documents import unknown_command
 
 STRATA = str(Path(sys.executable).with_name("strata"))
@@ -128,9 +128,14 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"strata {__version__}\n"
 
 
-def test_no_command_prints_the_help_and_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([]) == ExitCode.USAGE
-    assert "Run and follow jobs:" in capsys.readouterr().err
+def test_strata_alone_shows_where_to_start_and_not_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == ExitCode.OK
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert "Start here" in shown.out
+    assert [name for name in COMMANDS if f"strata {name} " in shown.out] == [name for name in COMMANDS if name in FIRST]
+    assert "strata --help" in shown.out
+    assert len(shown.out.splitlines()) <= 20
 
 
 def test_the_commands_are_listed_in_groups(capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,3 +104,32 @@ def test_the_status_of_a_training_server_asked_of_a_hub_says_how_to_name_one(per
     assert done.status == ExitCode.AUTH
     assert "the operator token is no such key" in done.err
     assert "hint: one that you started yourself: strata serve status CONFIG" in done.err
+
+
+def test_a_login_says_whether_the_port_or_the_key_is_wrong(
+    stranger: Person, hub: HubProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def log_in(url: str, key: str) -> str:
+        monkeypatch.setattr("sys.stdin", io.StringIO(f"{key}\n"))
+        done = stranger.says("login", url)
+        assert done.status != ExitCode.OK
+        return done.err
+
+    with reserve_port() as reserved:
+        dead = port_of(reserved)
+        assert f"cannot be reached: nothing listens on port {dead}" in log_in(f"http://127.0.0.1:{dead}", "KEY")
+    assert "this is no key of a viewer or a researcher (tml-…)" in log_in(hub.url, "KEY")
+    assert f"the server at {hub.url} does not know this key" in log_in(hub.url, f"tml-{'0' * 12}-{'a' * 43}")
+    monkeypatch.setenv("STRATA_URL", hub.url)
+    said = stranger.says("status").err
+    assert "strata login URL" in said
+    assert "Authorization" not in said
+
+
+def test_a_hub_that_does_not_run_is_started_by_strata_up(
+    stranger: Person, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STRATA_URL", f"unix:{tmp_path / 'hub.sock'}")
+    said = stranger.says("status").err
+    assert "it is not running" in said
+    assert "strata up" in said

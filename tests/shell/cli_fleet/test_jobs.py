@@ -242,3 +242,28 @@ def test_events_say_who_changed_what(applied: Person, host: HostByHand) -> None:
     assert table[0].split() == ["TIME", "EVENT", "SUBJECT", "BY", "ADDRESS"]
     kinds = [row["event"] for row in applied.says("events", "-o", "json").value]
     assert {"host.registered", "job.claimed", "job.completed", "manifest.applied"} <= set(kinds)
+
+
+def test_a_name_that_no_job_has_is_answered_with_those_that_begin_so(applied: Person) -> None:
+    assert "there is no job 'tree', did you mean tree-large or tree-small?" in applied.says("show", "tree").err
+    assert "tree-small" in applied.says("show", "tree-smal").err
+    assert "did you mean" not in applied.says("show", "zebra").err
+
+
+def test_events_name_the_person_and_the_job(applied: Person, hub: HubProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = wire.HubKeyRequest(name="lab", role="operator")
+    key = hub.operator.call("POST", "/v1/keys", wire.HubKeyReply, body=body)
+    monkeypatch.setenv("STRATA_OPERATOR_TOKEN", key.secret)
+    monkeypatch.setenv("STRATA_URL", hub.address)
+    assert applied.says("cancel", "tree-large").status == ExitCode.OK
+    (row,) = applied.says("events", "--kind", "job.cancelled", "-o", "json").value
+    assert (row["by"], row["by_name"], row["name"]) == (f"key:{key.key.id}", "lab", "tree-large")
+    line = applied.says("events", "--kind", "job.cancelled").out.splitlines()[1]
+    assert "tree-large" in line
+    assert " lab" in line
+
+
+def test_a_drain_says_which_jobs_the_host_still_has(applied: Person, host: HostByHand) -> None:
+    host.claim()
+    assert "here ends with tree-small; follow it with 'strata wait'" in applied.says("drain", "here").err
+    assert "here is empty" not in applied.says("drain", "here").err

@@ -46,6 +46,22 @@ def test_the_points_of_a_sweep_are_compared_with_the_parameter_they_differ_in(se
     assert max(map(len, lines)) <= 80
 
 
+def test_the_best_comes_first_whichever_way_is_better(person: Person, host: HostByHand, manifest: Path) -> None:
+    manifest.write_text(SWEEP.replace(", 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1", ""))
+    person.says("apply", str(manifest))
+    for _ in range(3):
+        lease = host.claim()
+        line = f'{{"type":"metrics","at_s":1.5,"values":{{"val_loss":{lease.spec.hyper["learning_rate"]}}}}}\n'
+        host.hub.append(lease, "metrics", 0, line.encode(), last=True)
+        host.hub.complete(lease, wire.CompleteRequest(epoch=lease.epoch))
+
+    def order(*words: str) -> list[str]:
+        return [line.split()[2] for line in person.says("metrics", "--sort", "val_loss", *words).out.splitlines()[1:]]
+
+    assert order() == order("--lowest") == ["0.1", "0.2", "0.3"]
+    assert order("--highest") == ["0.3", "0.2", "0.1"]
+
+
 def test_without_an_order_the_tenth_point_comes_after_the_ninth(searched: Person) -> None:
     names = [line.split()[1] for line in searched.says("metrics").out.splitlines()[1:]]
     assert names == [f"search/{number}" for number in range(11)]

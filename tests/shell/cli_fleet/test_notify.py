@@ -25,6 +25,8 @@ def test_a_subscription_is_added_tested_listed_and_removed(person: Person, monke
         assert add("nonsense")[0] == ExitCode.USAGE
         status, said = add(url, "--events", "failed, host_lost", "--project", "vision")
         assert (status, said.strip()) == (ExitCode.OK, "strata: phone gets failed, host_lost through JSON")
+        status, said = add(url, "--events", "failed", "--events", "host_lost", "--project", "vision")
+        assert (status, said.strip()) == (ExitCode.OK, "strata: phone gets failed, host_lost through JSON")
         tested = person.says("notify", "test", "phone")
         assert (tested.status, tested.err.strip()) == (ExitCode.OK, "strata: JSON accepted a message")
         assert b"This is a test of the subscription phone" in receiver.deliveries[0].body

@@ -198,3 +198,39 @@ def test_a_program_submits_a_job_that_starts_later(person: Person, here: Path) -
     with submit(["true"], here, RunOptions(environment=NONE, start=timedelta(hours=1))) as job:
         row = job.refresh().job
     assert row.not_before_s == pytest.approx(row.created_at_s + 3600)
+
+
+def test_a_name_with_other_characters_is_refused_with_one_that_would_do(person: Person, here: Path) -> None:
+    del here
+    done = person.says("run", "-d", "--name", "größe-7", "--", "python", "train.py")
+    assert done.status == ExitCode.USAGE
+    assert "'größe-7' cannot be the name of a job" in done.err
+    assert "ASCII letters, digits, dots, - and _, at most 64 of them, such as gr-e-7" in done.err
+    assert person.says("run", "-d", "--name", "n" * 65, "--", "python", "train.py").status == ExitCode.USAGE
+
+
+def test_an_error_of_a_command_that_is_watched_ends_its_job(
+    person: Person, hub: HubProcess, here: Path, tmp_path: Path
+) -> None:
+    del here
+    with agent(hub, tmp_path, "here"):
+        done = person.says("run", "--", "python", "-c", "raise SystemExit('boom')")
+    assert done.status == ExitCode.FAILED
+    assert done.out.count("boom") == 1
+    assert len(person.says("show", "my-project", "-o", "json").value["attempts"]) == 1
+
+
+def test_what_a_job_takes_and_waits_for_can_be_said_on_the_command_line(
+    person: Person, hub: HubProcess, here: Path
+) -> None:
+    del here
+    first = person.says("run", "-d", "--name", "first", "--", "python", "train.py").out.strip()
+    words = ("--cores", "2", "--share", "0.5", "--gpus", "1", "--label", "rack=b", "--project", "vision")
+    job_id = person.says("run", "-d", *words, "--after", "first", "--", "python", "train.py").out.strip()
+    spec = hub.operator.call("GET", f"/v1/job/{job_id}", wire.JobReply).job.spec
+    assert (spec.needs.min_cores, spec.needs.gpu_share, spec.needs.min_gpus) == (2, 0.5, 1)
+    assert (dict(spec.needs.require_labels), spec.project, spec.after) == ({"rack": "b"}, "vision", (first,))
+    assert spec.max_attempts == 3, "nobody looks on"
+    more = person.says("run", "-d", "--retries", "4", "--seed", "9", "--", "python", "train.py").out.strip()
+    assert hub.operator.call("GET", f"/v1/job/{more}", wire.JobReply).job.spec.max_attempts == 5
+    assert person.says("run", "--after", "nothing", "--", "python", "train.py").status == ExitCode.NOT_FOUND

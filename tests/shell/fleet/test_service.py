@@ -401,7 +401,7 @@ async def test_a_host_drains_for_a_large_job_and_why_tells_both_sides(site: Site
     await site.fleet.tick()
     for _ in range(2):
         await site.fleet.plan_reservations()
-    assert (await site.fleet.why(large.id)).headline == "anna drains for it"
+    assert (await site.fleet.why(large.id)).headline == "anna is reserved for it; the jobs there end first"
     told = await site.fleet.why(late.id)
     assert told.headline == "none of the 1 eligible hosts can take it now"
     assert [each.detail for each in told.obstacles] == ["1 eligible host is reserved: anna (for large-default)"]

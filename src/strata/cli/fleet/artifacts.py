@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -161,8 +162,10 @@ def get(artifact: str, folder: Path | None, context: str | None) -> None:
             raise StrataError(Code.CONFLICT, f"{target} exists already", hint="name another FOLDER")
         with ProgressLine(f"downloading {short_id(reply.id)}", format_bytes) as report:
             pull_artifact(client, reply, target, report)
-    print_error(f"strata: {format_count(len(reply.manifest.files), 'file')}, {format_bytes(reply.size)}, in")
-    write(str(target))
+    what = f"{format_count(len(reply.manifest.files), 'file')}, {format_bytes(reply.size)}"
+    print_error(f"strata: {short_id(reply.id)} ({what}) is in the folder {target}")
+    if not sys.stdout.isatty():
+        write(str(target))
 
 
 @artifacts.command()

@@ -21,6 +21,7 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 SHORT: Final = 10
 """Digits of an id that a table shows: enough for a unique prefix."""
 _LABEL_PAGES: Final = 20
+_SUGGESTED: Final = 3
 _RAISED: Final = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning)(?::|$)")
 _ID: Final = re.compile(r"[0-9a-z_]{1,80}")
 _OLDER: Final = re.compile(r"(.+)@([1-9][0-9]{0,3})")
@@ -44,8 +45,10 @@ def hub_client(context: str | None = None, *, timeout_s: float = 30.0) -> Iterat
         with connect(client_settings(context=context), timeout_s=timeout_s) as client:
             yield client
     except StrataError as error:
-        if error.code is Code.UNAUTHENTICATED and not error.hint:
-            raise StrataError(error.code, error.message, hint="strata login URL", **error.detail) from error
+        if error.code is Code.UNAUTHENTICATED:
+            # The server's own hint is for programs that send a header.
+            hint = "strata login URL, with a key that is valid there; strata contexts shows the server that is used"
+            raise StrataError(error.code, error.message, hint=hint, **error.detail) from error
         raise
 
 
@@ -77,7 +80,9 @@ def find_job(client: HubClient, text: str, *, newest: bool = True) -> wire.JobRe
     if not matches and older is not None:
         matches = _named_jobs(client, older[1])[int(older[2]) - 1 :][:1]
     if not matches:
-        raise StrataError(Code.NOT_FOUND, f"there is no job {text[:100]!r}", hint="strata list")
+        raise StrataError(
+            Code.NOT_FOUND, f"there is no job {text[:100]!r}{_similar_job(client, text)}", hint="strata list"
+        )
     if not newest:
         matches = [job for job in matches if not is_hidden(job)] or matches
     if len(matches) > 1:
@@ -87,6 +92,18 @@ def find_job(client: HubClient, text: str, *, newest: bool = True) -> wire.JobRe
             raise StrataError(Code.INVALID, several, hint=f"choose one by its id: {', '.join((first, *others))}")
         print_error(f"strata: {several}; this is the newest, {first}; before it: {', '.join(others)}")
     return client.call("GET", f"/v1/job/{matches[0].id}", wire.JobReply)
+
+
+def _similar_job(client: HubClient, text: str) -> str:
+    """A suggestion: jobs whose names begin so, or else one whose name is spelt nearly so."""
+    from strata.base.suggest import did_you_mean
+    from strata.fleet import wire
+
+    begin = [job.spec.label for job in all_jobs(client, wire.JobsQuery(search=text[:64]), pages=1)]
+    begin = sorted({label for label in begin if label.startswith(text)})[:_SUGGESTED]
+    if begin:
+        return f", did you mean {' or '.join(begin)}?"
+    return did_you_mean(text, [job.spec.label for job in all_jobs(client, pages=1)])
 
 
 def find_members(client: HubClient, text: str) -> list[wire.JobReply]:

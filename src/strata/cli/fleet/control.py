@@ -11,7 +11,7 @@ from strata.cli.completion import complete_hosts, complete_jobs
 from strata.cli.fleet.client import all_hosts, find_job, host_path, hub_client, hub_option, print_rows, short_id
 from strata.cli.fleet.hosts import host_row
 from strata.cli.fleet.jobs import job_row
-from strata.cli.output import Column, Format, output_option, print_error
+from strata.cli.output import Column, Format, output_option, print_error, printable
 
 if TYPE_CHECKING:
     from strata.fleet import wire
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _CHANGED: Final = (Column("id"), Column("job", cut=40), Column("status"))
 _HOST: Final = (Column("host"), Column("state"), Column("reason"))
 _WAIT_S: Final = 20.0
+_SHOWN: Final = 3
+"""Jobs of a host that drains, by name."""
 
 
 @click.command()
@@ -170,7 +172,16 @@ def _change_job(client: HubClient, job: wire.Job, verb: str, body: wire.CancelRe
 @output_option
 def drain(hosts: tuple[str, ...], reason: str, context: str | None, output: Format) -> None:
     """Let each HOST finish its jobs, and assign it no new ones."""
-    _each_host(hosts, "drain", reason, context, output)
+    changed = _each_host(hosts, "drain", reason, context, output)
+    with hub_client(context) as client:
+        from strata.fleet import wire
+
+        for host in changed:
+            left = client.call("GET", f"{host_path(host.id)}/room", wire.HostRoom).jobs
+            names = ", ".join(printable(job.label) for job in left[:_SHOWN])
+            more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
+            said = f"ends with {names}{more}; follow it with 'strata wait' or 'strata workers --watch'"
+            print_error(f"strata: {host.name} {said if left else 'is empty'}")
 
 
 @click.command()
@@ -209,7 +220,7 @@ def revoke(host: str, reason: str, context: str | None) -> None:
     print_error(f"strata: {host} is revoked")
 
 
-def _each_host(hosts: tuple[str, ...], verb: str, reason: str, context: str | None, output: Format) -> None:
+def _each_host(hosts: tuple[str, ...], verb: str, reason: str, context: str | None, output: Format) -> list[wire.Host]:
     with hub_client(context) as client:
         from strata.fleet import wire
 
@@ -218,3 +229,4 @@ def _each_host(hosts: tuple[str, ...], verb: str, reason: str, context: str | No
         changed = [client.call("POST", f"{host_path(host.id)}/{verb}", wire.Host, body=body) for host in targets]
     rows = ({name: value for name, value in host_row(host, 0).items() if name != "jobs"} for host in changed)
     print_rows(output, _HOST, ((row, {}) for row in rows))
+    return changed

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _EVENTS: Final = (
     Column("time"),
     Column("event", cut=17),
-    Column("subject", cut=14, identifies=True),
+    Column("subject", cut=18, identifies=True),
     Column("by", cut=12),
     Column("address", cut=15),
     Column("detail", wide=True),
@@ -71,26 +71,28 @@ def events(  # noqa: PLR0913 (the options of the command)
             found = _follow(client, wanted)
         else:
             found = _read_last(client, wanted, last)
-        print_rows(output, _EVENTS, ((_row(event), _shown(event)) for event in found))
+        print_rows(output, _EVENTS, ((_row(*each), _shown(*each)) for each in found))
 
 
-def _read_last(client: HubClient, wanted: wire.EventsQuery, last: int) -> Iterator[wire.FeedEvent]:
-    """The last events, oldest first."""
+def _read_last(
+    client: HubClient, wanted: wire.EventsQuery, last: int
+) -> Iterator[tuple[wire.FeedEvent, wire.EventsReply]]:
+    """The last events, oldest first, each with the reply that has the names of its key, host and job."""
     import msgspec
 
     from strata.fleet import wire
 
-    found: list[wire.FeedEvent] = []
+    found: list[tuple[wire.FeedEvent, wire.EventsReply]] = []
     before = "newest"
     while before and len(found) < last:
         query = msgspec.structs.replace(wanted, before=before, limit=min(_PAGE, last - len(found)))
         reply = client.call("GET", "/v1/events", wire.EventsReply, query=query)
-        found += reply.events
+        found += ((event, reply) for event in reply.events)
         before = reply.cursor if reply.more else ""
     return reversed(found)
 
 
-def _follow(client: HubClient, wanted: wire.EventsQuery) -> Iterator[wire.FeedEvent]:
+def _follow(client: HubClient, wanted: wire.EventsQuery) -> Iterator[tuple[wire.FeedEvent, wire.EventsReply]]:
     import msgspec
 
     from strata.fleet import wire
@@ -99,26 +101,35 @@ def _follow(client: HubClient, wanted: wire.EventsQuery) -> Iterator[wire.FeedEv
     while True:
         query = msgspec.structs.replace(wanted, after=after, limit=_PAGE, wait_s=_WAIT_S)
         reply = client.call("GET", "/v1/events", wire.EventsReply, query=query)
-        yield from reply.events
+        yield from ((event, reply) for event in reply.events)
         after = reply.cursor
 
 
-def _row(event: wire.FeedEvent) -> dict[str, Any]:
+def _row(event: wire.FeedEvent, reply: wire.EventsReply) -> dict[str, Any]:
+    kind, _, actor_id = event.actor.partition(":")
+    actors = {"key": reply.keys, "host": reply.hosts}.get(kind, {})
     return {
         "at_s": event.at_s,
         "event": event.kind,
         "subject": event.subject,
+        "name": reply.jobs.get(event.subject),
         "by": event.actor,
+        "by_name": actors.get(actor_id),
         "address": event.address or None,
         "body": event.body,
         "cursor": event.cursor,
     }
 
 
-def _shown(event: wire.FeedEvent) -> dict[str, Any]:
+def _shown(event: wire.FeedEvent, reply: wire.EventsReply) -> dict[str, Any]:
     import datetime
     import json
 
     at = datetime.datetime.fromtimestamp(event.at_s, datetime.UTC)
     subject = short_id(event.subject) if event.subject.startswith("job1_") else event.subject
-    return {"time": at.strftime("%m-%d %H:%M:%S"), "subject": subject, "detail": json.dumps(event.body)}
+    return {
+        "time": at.strftime("%m-%d %H:%M:%S"),
+        "subject": reply.jobs.get(event.subject, subject),
+        "by": _row(event, reply)["by_name"] or event.actor,
+        "detail": json.dumps(event.body),
+    }

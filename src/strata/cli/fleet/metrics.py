@@ -30,8 +30,13 @@ _MAX_PARAMETER_WIDTH: Final = 16
 @click.argument("jobs", nargs=-1, metavar="[JOB]...", shell_complete=complete_jobs)
 @click.option("--sweep", default="", metavar="NAME", help="Show all completed jobs of this sweep.")
 @click.option("--model", default="", metavar="NAME", help="Show all completed jobs of this model.")
-@click.option("--sort", default="", metavar="METRIC", help="Sort by METRIC, highest value first.")
-@click.option("--lowest", is_flag=True, help="With --sort: lowest value first.")
+@click.option(
+    "--sort",
+    default="",
+    metavar="METRIC",
+    help="Sort by METRIC, the best first: of a loss or an error the lowest, else the highest.",
+)
+@click.option("--lowest/--highest", default=None, help="With --sort: lowest or highest value first.")
 @click.option("--over-time", is_flag=True, help="Show every report of one JOB, not only the last value of each metric.")
 @click.option("--plot", is_flag=True, help="Plot the metrics of each JOB over its steps.")
 @click.option("--metric", "names", multiple=True, metavar="METRIC", help="With --plot: only METRIC; repeatable.")
@@ -44,7 +49,7 @@ def metrics(  # noqa: PLR0913 (the options of the command)
     sweep: str,
     model: str,
     sort: str,
-    lowest: bool,
+    lowest: bool | None,
     over_time: bool,
     plot: bool,
     names: tuple[str, ...],
@@ -70,7 +75,9 @@ def metrics(  # noqa: PLR0913 (the options of the command)
         chosen = _chosen(client, jobs, sweep, model)
         rows = [_compared(client, job) for job in chosen]
     if sort:
-        rows = _sorted(rows, sort, lowest=lowest)
+        from strata.fleet.core.objective import direction_of
+
+        rows = _sorted(rows, sort, lowest=direction_of(sort) == "minimize" if lowest is None else lowest)
     _show(rows, sort, _varied(rows) if _are_one_sweep(chosen) else {}, output)
 
 

@@ -33,14 +33,15 @@ def notify() -> None:
 @click.argument("name")
 @click.option(
     "--events",
+    multiple=True,
     metavar="EVENT,…",
-    help=f"Which events, separated by commas: {', '.join(EVENTS)} (default: completed,failed,host_lost).",
+    help=f"Which events, separated by commas; repeatable: {', '.join(EVENTS)} (default: completed,failed,host_lost).",
 )
 @click.option("--mine", is_flag=True, help="Only your own jobs (the default).")
 @click.option("--project", metavar="PROJECT", default="", help="The jobs of PROJECT.")
 @click.option("--all", "all_jobs", is_flag=True, help="All jobs.")
 @hub_option
-def add(*, name: str, events: str | None, mine: bool, project: str, all_jobs: bool, context: str | None) -> None:
+def add(*, name: str, events: tuple[str, ...], mine: bool, project: str, all_jobs: bool, context: str | None) -> None:
     """Subscribe under NAME, or change that subscription.
 
     The URL of the service is read from a prompt or from standard input, for it holds a token: ntfy://TOPIC,
@@ -56,8 +57,8 @@ def add(*, name: str, events: str | None, mine: bool, project: str, all_jobs: bo
         from strata.fleet import wire
 
         wanted: dict[str, Any] = {"url": url, "project": project, "all_jobs": all_jobs}
-        if events is not None:
-            wanted["events"] = _check_events(events)
+        if events:
+            wanted["events"] = _check_events(",".join(events))
         try:
             body = msgspec.convert(wanted, wire.SubscriptionRequest)
         except msgspec.ValidationError as error:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from strata.cli.completion import complete_hosts
+from strata.cli.completion import complete_hosts, complete_jobs
 from strata.cli.exit_codes import ExitCode
 from strata.cli.fleet.client import error_line, find_job, format_bytes, format_count, hub_client, hub_option, short_id
 from strata.cli.output import print_error, printable, write
@@ -95,7 +95,16 @@ class EnvVariableOption(click.ParamType[tuple[str, str]]):
 @click.option(
     "--data", "data", multiple=True, metavar="NAME", help="Give the job the data NAME of 'strata data'; repeatable."
 )
+@click.option("--project", default="default", metavar="NAME", help="Project of the job (default: default).")
+@click.option("--cores", type=click.IntRange(min=0), default=0, metavar="N", help="Require and take N cores.")
 @click.option("--gpus", type=click.IntRange(min=0), default=0, metavar="N", help="Require a host with N GPUs.")
+@click.option(
+    "--share",
+    type=click.FloatRange(min=0, max=1),
+    default=0.0,
+    metavar="SHARE",
+    help="Take this share of each GPU, such as 0.5, and leave the rest to others.",
+)
 @click.option("--cuda", is_flag=True, help="Require a host with CUDA.")
 @click.option(
     "--vram", type=click.FloatRange(min=0), default=0.0, metavar="GIB", help="Require a GPU with this much memory."
@@ -112,6 +121,27 @@ class EnvVariableOption(click.ParamType[tuple[str, str]]):
     help="Run only on HOST; repeatable.",
 )
 @click.option("--pool", default="", metavar="POOL", help="Run on the hosts of POOL (default: on those in no pool).")
+@click.option(
+    "--label",
+    "labels",
+    type=EnvVariableOption(),
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Require a host with this label; '*' is any value; repeatable.",
+)
+@click.option(
+    "--after",
+    multiple=True,
+    metavar="JOB",
+    shell_complete=complete_jobs,
+    help="Start when JOB is completed; repeatable.",
+)
+@click.option(
+    "--retries",
+    type=click.IntRange(min=0, max=999),
+    metavar="N",
+    help="Run COMMAND again after an error of its own, up to N times (default: 0, with --detach 2).",
+)
 @click.option(
     "--timeout", type=DurationOption(), default="0", metavar="TIME", help="End an attempt after TIME: 90s, 30m, 2h."
 )
@@ -136,12 +166,18 @@ def run(  # noqa: PLR0913 (the options of the command)
     env: tuple[tuple[str, str], ...],
     secrets: tuple[str, ...],
     data: tuple[str, ...],
+    project: str,
+    cores: int,
     gpus: int,
+    share: float,
     cuda: bool,
     vram: float,
     ram: float,
     hosts: tuple[str, ...],
     pool: str,
+    labels: tuple[tuple[str, str], ...],
+    after: tuple[str, ...],
+    retries: int | None,
     timeout: float,
     priority: int,
     start: StartTime | None,
@@ -152,18 +188,34 @@ def run(  # noqa: PLR0913 (the options of the command)
 
     The folder is uploaded as by 'strata apply'. The host installs the packages that the folder lists in uv.lock,
     requirements.txt or pyproject.toml. The same command in the same folder is the same job, which runs once: to run it
-    again, use 'strata requeue' or another --seed. Exit status: 0 completed, 100 failed, 103 cancelled. Ctrl-C (130)
-    leaves the job running; 'strata cancel' ends it.
+    again, use 'strata requeue' or another --seed. Without --cores, --ram, --gpus, --vram and --share it takes a whole
+    host, or one slot of a host that is divided into slots; with one of them it takes that much, and other jobs run
+    beside it. An error of COMMAND ends the job, unless you --retries or --detach. Exit status: 0 completed, 100 failed,
+    103 cancelled. Ctrl-C (130) leaves the job running; 'strata cancel' ends it.
     """
+    from dataclasses import replace
+
     from strata.cli.fleet.data import print_data
+    from strata.fleet.core.jobspec import MAX_ATTEMPTS
     from strata.fleet.core.requirement import Needs
     from strata.fleet.core.schedule import format_moment
     from strata.sdk.bundle import make_bundle
     from strata.sdk.submit import RunOptions, choose_environment, run_request, send_job
 
-    needs = Needs(require_cuda=cuda, min_vram_gib=vram, min_ram_gib=ram, min_gpus=gpus, allowed_hosts=hosts, pool=pool)
+    needs = Needs(
+        require_cuda=cuda,
+        min_vram_gib=vram,
+        min_ram_gib=ram,
+        min_cores=cores,
+        min_gpus=gpus,
+        gpu_share=share,
+        allowed_hosts=hosts,
+        pool=pool,
+        require_labels=dict(labels),
+    )
     options = RunOptions(
         name=name,
+        project=project,
         seed=seed,
         needs=needs,
         environment=environment,
@@ -172,6 +224,8 @@ def run(  # noqa: PLR0913 (the options of the command)
         env=dict(env),
         secrets=secrets,
         data=data,
+        # A person who looks on sees the error at once, and runs it again when it is mended.
+        retries=retries if retries is not None else (MAX_ATTEMPTS - 1) * detach,
         timeout_s=timeout,
         priority=priority,
         start=start,
@@ -179,6 +233,7 @@ def run(  # noqa: PLR0913 (the options of the command)
     bundle = make_bundle(Path.cwd())
     environment_of = choose_environment(Path.cwd(), options)
     with hub_client(context, timeout_s=120.0) as client:
+        options = replace(options, after=[find_job(client, text).job.id for text in after])
         request = run_request(client, command, Path.cwd(), bundle, options, print_data)
         label = request.spec.name
         submitted = send_job(client, bundle, request)

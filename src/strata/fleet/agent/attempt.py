@@ -423,8 +423,9 @@ class Attempt:
             failpoint("agent.attempt.logged")
             await self._report_outcome(outcome)
         except StrataError as error:
-            # Stale, ended or unknown: the hub has decided about this job otherwise.
-            _log.warning("attempt_report_refused", job=self.record.lease.job_id, reason=error.message)
+            # Stale, ended or unknown: the hub has decided about this job otherwise, as for a trial that it pruned.
+            write_log = _log.debug if error.code in _LEASE_LOST else _log.warning
+            write_log("attempt_report_refused", job=self.record.lease.job_id, reason=error.message)
 
     async def _upload_metrics(self, outcome: AttemptOutcome) -> AttemptOutcome:
         """The outcome: a job that replaced its metrics file by a pipe or a link has not completed."""

@@ -212,7 +212,7 @@ class Room:
             (amounts.ram_gib, self._ram_gib, "GiB of memory"),
         ):
             if left is not None and needed > left + _TOLERANCE:
-                return f"needs {needed:g} {what}, {max(0, left):g} free"
+                return f"needs {needed:g} {what if needed != 1 else what.removesuffix('s')}, {max(0, left):g} free"
         return self._card_shortage(amounts)
 
     def plan(self, amounts: Amounts, count: int = 1) -> list[Taken]:

@@ -37,9 +37,10 @@ def lease_status(status: JobStatus, *, current: tuple[int, str], claimed: tuple[
 
 
 def stale_attempt(job_id: str, epoch: int, current: int) -> StrataError:
+    now = "and the job has ended or waits" if epoch == current else f"the job is at epoch {current}"
     return StrataError(
         Code.STALE,
-        f"epoch {epoch} of {job_id} is over; the job is at epoch {current}",
+        f"epoch {epoch} of {job_id} is over, {now}",
         hint="stop the child and drop its result",
         epoch=current,
     )

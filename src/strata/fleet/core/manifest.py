@@ -41,7 +41,7 @@ from strata.fleet.core.manifest_jobs import (
 )
 from strata.fleet.core.manifest_tables import env_problem, read_hosts, read_trainers
 from strata.fleet.core.problems import Problems, fits, read_fields
-from strata.fleet.core.requirement import Name
+from strata.fleet.core.requirement import NAME_RULE, Name
 from strata.fleet.core.schedule import JobSchedule, schedule_problem
 from strata.fleet.core.search import SearchSweep, corner_points, search_problems
 from strata.fleet.core.sweep_plan import with_point
@@ -225,7 +225,7 @@ def _validate_spec(
     if job.project != manifest.project:
         problems.add((*place, "project"), f"it is of project {job.project!r}, the manifest of {manifest.project!r}")
     if not fits(job.name, _JobName) or not fits(job.sweep or "sweep", Name):
-        problems.add((*place, "name"), "expected a name of letters, digits, dots, - and _, at most 64 of them")
+        problems.add((*place, "name"), f"expected {NAME_RULE}")
     no_json = check_free_values(problems, place, {"hyper": job.hyper, "split_recipe": job.split_recipe})
     if not isinstance(job.split_recipe, str | dict | None):
         problems.add((*place, "split_recipe"), "expected a string or a table")

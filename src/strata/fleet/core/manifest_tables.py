@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from strata.fleet.core.jobspec import Bundle, Commit, DataSource, HostSpec, Text, TrainerSpec, parse_quiet_hours
 from strata.fleet.core.problems import KeyPath, Problems, describe_value, fits, kinds_of, read_fields, table_at
-from strata.fleet.core.requirement import Label, Name
+from strata.fleet.core.requirement import NAME_RULE, Label, Name
 
 _SOURCES: Final = ("directory", "git", "bundle")
 _TRAINER: Final = kinds_of(TrainerSpec, without=("name", "data")) | {"data": dict[Label, Text | DataSource]}
@@ -102,7 +102,7 @@ def _named_tables(problems: Problems, section: str, value: Any) -> Iterator[tupl
     for name, inner in (table_at(problems, (section,), value) or {}).items():
         place = (section, name)
         if not fits(name, Name):
-            problems.add(place, "expected a name of letters, digits, dots, - and _, at most 64 of them")
+            problems.add(place, f"expected {NAME_RULE}")
             continue
         table = table_at(problems, place, inner)
         if table is not None:

@@ -14,6 +14,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.suggest import did_you_mean
 from strata.base.toml import Key, TomlDocument
 from strata.fleet.core.hyper_schema import shown
+from strata.fleet.core.requirement import NAME_RULE
 
 MAX_LISTED: Final = 200
 MAX_VALUE_BYTES: Final = 65_536
@@ -207,8 +208,8 @@ def _worded(message: str, value: Any) -> tuple[KeyPath, str]:
         inner = inner[inside[-1]]
     if "matching regex" in reason:
         if at.startswith("`key`"):
-            return tuple(inside), "expected a key of letters, digits, dots, - and _"
-        return tuple(inside), f"expected a name of letters, digits, dots, - and _, found {describe_value(inner)}"
+            return tuple(inside), "expected a key of ASCII letters, digits, dots, - and _"
+        return tuple(inside), f"expected {NAME_RULE}, found {describe_value(inner)}"
     expected = reason.partition(", got")[0]
     for word, spoken in reversed(_WORDS.items()):
         expected = expected.replace(word, spoken)

@@ -16,6 +16,7 @@ from strata.base.digest import without_defaults
 from strata.base.ids import content_id
 
 NAME_PATTERN: Final = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
+NAME_RULE: Final = "a name of ASCII letters, digits, dots, - and _, at most 64 of them"
 """Names of models, modes, trainers, hosts: they appear in paths of exported views and in host policies."""
 LABEL_PATTERN: Final = r"\A[A-Za-z0-9][A-Za-z0-9._/-]{0,63}\Z"
 

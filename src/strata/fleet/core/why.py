@@ -119,7 +119,8 @@ def why(job: WhyQuery, hosts: Sequence[HostState], *, now_s: float) -> Why:
     headline = own[0].detail if own else _availability_headline(job, fitting, free)
     draining = [host.profile.host for host in fitting if host.drains]
     if draining and not refusing:
-        headline = f"{_some(draining)} {'drains' if len(draining) == 1 else 'drain'} for it"
+        verb = "is" if len(draining) == 1 else "are"
+        headline = f"{_some(draining)} {verb} reserved for it; the jobs there end first"
     return Why(headline=headline, obstacles=tuple(own + busy), eligible_hosts=names, schedulable=not blocked)
 
 
@@ -185,7 +186,7 @@ def _availability(requirement: RequirementClass, fitting: Sequence[HostState]) -
         names = _names(states)
         if reason == _BUSY:
             first = sorted(states, key=lambda host: host.profile.host)[:_SHOWN]
-            names = [f"{host.profile.host} ({_shortage(requirement, host)})" for host in first]
+            names = [f"{host.profile.host} ({_wait_reason(requirement, host)})" for host in first]
         elif reason == _RESERVED:
             names = [f"{host.profile.host} (for {_some(list(host.reserved))})" for host in states]
         detail = f"{len(states)} {what} {reason}: {_some(names, len(states))}"
@@ -194,6 +195,10 @@ def _availability(requirement: RequirementClass, fitting: Sequence[HostState]) -
 
 def _names(hosts: Sequence[HostState]) -> list[str]:
     return [host.profile.host for host in hosts]
+
+
+def _wait_reason(requirement: RequirementClass, host: HostState) -> str:
+    return "reserved for it" if host.drains else _shortage(requirement, host)
 
 
 def _shortage(requirement: RequirementClass, host: HostState) -> str:

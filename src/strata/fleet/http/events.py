@@ -12,6 +12,7 @@ from strata.database.events import NEWEST, EventFilter, StoredEvent
 from strata.fleet import wire
 from strata.fleet.http.context import HubCall, HubContext, submitter_of
 from strata.fleet.http.long_poll import wait_event
+from strata.fleet.ports import JobFilter
 from strata.http.disconnect import until_disconnect
 from strata.http.route import RawReply
 
@@ -22,6 +23,7 @@ CHECK_S: Final = 1.0
 MAX_LISTENERS: Final = 512
 _PAGE: Final = 256
 _HOST: Final = "host:"
+_KEY: Final = "key:"
 _encode: Final = msgspec.json.Encoder().encode
 
 
@@ -52,7 +54,20 @@ async def _page_before(call: HubCall, query: wire.EventsQuery) -> wire.EventsRep
     hosts = {each.actor.removeprefix(_HOST) for each in shown if each.actor.startswith(_HOST)}
     hosts |= {host for each in shown if isinstance(host := each.body.get("host"), str)}
     names = dict(await call.context.fleet.host_names(hosts)) if hosts else {}
-    return wire.EventsReply(events=shown, cursor=page.before, more=bool(page.before), hosts=names)
+    keys, jobs = await _keys(call.context, shown), await _jobs(call.context, shown)
+    return wire.EventsReply(events=shown, cursor=page.before, more=bool(page.before), hosts=names, keys=keys, jobs=jobs)
+
+
+async def _keys(context: HubContext, shown: Sequence[wire.FeedEvent]) -> dict[str, str]:
+    ids = {each.actor.removeprefix(_KEY) for each in shown if each.actor.startswith(_KEY)}
+    found = [await context.identity.key(id_) for id_ in sorted(ids)]
+    return {key.id: key.name for key in found if key is not None and key.name}
+
+
+async def _jobs(context: HubContext, shown: Sequence[wire.FeedEvent]) -> dict[str, str]:
+    ids = list({each.subject for each in shown if each.kind.startswith("job.")})
+    rows = await context.fleet.store.jobs(JobFilter(ids=ids, limit=len(ids))) if ids else ()
+    return {row.id: row.spec.label for row in rows}
 
 
 async def _page(context: HubContext, call: HubCall, after: str, query: wire.EventsQuery) -> wire.EventsReply:
@@ -64,7 +79,8 @@ async def _page(context: HubContext, call: HubCall, after: str, query: wire.Even
     cursor = events[-1].cursor if events else after
     wanted = _filter(query)
     shown = tuple(_event(each, call) for each in events if wanted.matches(each.event))
-    return wire.EventsReply(events=shown, cursor=cursor, more=len(events) == query.limit)
+    keys, jobs = await _keys(context, shown), await _jobs(context, shown)
+    return wire.EventsReply(events=shown, cursor=cursor, more=len(events) == query.limit, keys=keys, jobs=jobs)
 
 
 async def _wait(context: HubContext, after: str, query: wire.EventsQuery) -> Sequence[StoredEvent]:

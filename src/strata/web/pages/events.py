@@ -57,6 +57,8 @@ async def show_events(page: Page, query: EventsPageQuery) -> View:
         query=query,
         events=reply.events,
         host_names=reply.hosts,
+        key_names=reply.keys,
+        job_names=reply.jobs,
         kinds=KINDS,
         older=reply.cursor if reply.more else "",
         subject_path=subject_path,
