@@ -11,9 +11,10 @@ from typing import Any, Final
 
 import pytest
 import torch
+from transformers import LlamaConfig, masking_utils
 
 from strata.train.runner.model import attention_kernels
-from strata.train.runner.model.attention import Documents, document_attention
+from strata.train.runner.model.attention import ATTENTION, Documents, document_attention
 from strata.train.runner.model.attention_kernels import AttentionTerms, Reach, States, attend_documents
 from tests.shell.train_runner.dispatched import Dispatched
 
@@ -150,6 +151,23 @@ def test_windows_and_chunks_reach_as_far_as_they_say() -> None:
     place = torch.arange(6)
     assert Reach(window=2).allows(place[:, None], place).sum(1).tolist() == [1, 2, 2, 2, 2, 2]
     assert Reach(chunk=4).allows(place[:, None], place).sum(1).tolist() == [1, 2, 3, 4, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reach"),
+    [("causal", None), ("sliding_window_causal", Reach(window=4)), ("chunked_causal", Reach(chunk=4))],
+)
+def test_the_mask_of_packed_documents_is_described_as_that_of_each(kind: str, reach: Reach | None) -> None:
+    config = LlamaConfig(hidden_size=8, num_attention_heads=2, sliding_window=4, attention_chunk_size=4)
+    config._attn_implementation = ATTENTION
+    described = getattr(masking_utils, f"create_{kind}_mask")(
+        config=config,
+        inputs_embeds=torch.zeros(1, 9, 8),
+        attention_mask=None,
+        past_key_values=None,
+        position_ids=torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2]]),
+    )
+    assert described == reach
 
 
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])

@@ -50,6 +50,9 @@ def _conjuncts(mask: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     if mask.__qualname__ == "and_masks.<locals>.and_mask":
         for part in _closure(mask)["mask_functions"]:
             yield from _conjuncts(part)
+    elif mask.__qualname__ == "remap_positions_for_packed_sequence.<locals>.inner_mask":
+        # Since transformers 5.23: the same mask, counted from the beginning of each document, as the kernels count.
+        yield from _conjuncts(_closure(mask)["mask_function"])
     else:
         yield mask
 
