@@ -8,7 +8,8 @@ import pytest
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
 from strata.train.wire import bodies
-from strata.train.wire.sampling import SaveWeightsForSampler
+from strata.train.wire.pass_request import OperationKey, validate_pass
+from strata.train.wire.sampling import SampleRequest, SaveWeightsForSampler
 
 
 @pytest.mark.parametrize(
@@ -41,3 +42,12 @@ def test_weights_that_change_under_a_sampler_are_refused_with_what_to_do_instead
     with pytest.raises(StrataError, match=r"kind: .*save a snapshot") as refused:
         save_for_sampler("inflight")
     assert refused.value.code is Code.INVALID
+
+
+def test_what_is_for_a_loss_that_is_not_here_is_refused_with_the_option_to_set() -> None:
+    """The default of the cookbook's recipes."""
+    body = b'{"sampling_session_id":"s","seq_id":0,"prompt":{"chunks":[]},"record_stability_info":true}'
+    with pytest.raises(StrataError, match=r"record_stability_info: .*loss_fn=importance_sampling"):
+        msgspec.json.decode(body, type=SampleRequest).operation()
+    with pytest.raises(StrataError, match=r"loss_fn: .*loss_fn=importance_sampling"):
+        validate_pass(OperationKey("m", 1), "stable_reinforce", {}, [], forward_only=False)

@@ -18,7 +18,8 @@ from strata.train.wire.fields import invalid_field
 MAX_SEQ: Final = 2**31 - 1
 LOSS_ID: Final = "loss_id"
 UNPUBLISHED: Final = {
-    "stable_reinforce": "its objective is not published; use cispo, ppo or gspo, or your own by create_custom_loss"
+    "stable_reinforce": "its objective is not published; set another, such as loss_fn=importance_sampling, ppo, cispo "
+    "or gspo, or your own by create_custom_loss"
 }
 """Losses of the `tinker` SDK whose formula only its own server has."""
 

@@ -30,6 +30,7 @@ from strata.train.core.sampling import (
 from strata.train.wire.arrays import check_tensor
 from strata.train.wire.bodies import Name, Seq, StrictBody, checkpoint_name, metadata_as_text, tinker_path
 from strata.train.wire.fields import Token, invalid_field
+from strata.train.wire.pass_request import UNPUBLISHED
 from strata.train.wire.pb import tinker_pb2 as pb
 from strata.train.wire.sdk_fields import SdkDecoder
 from strata.train.wire.tinker_json import TensorJson, tensor_of, write
@@ -99,7 +100,10 @@ class SampleRequest(StrictBody, frozen=True, kw_only=True):
         if self.sampling_session_id is None or self.seq_id is None:
             raise invalid_field("sampling_session_id", "a sample needs a sampling session and a sequence number")
         if self.record_stability_info:
-            raise invalid_field("record_stability_info", "no loss of this server reads what it would record")
+            raise invalid_field(
+                "record_stability_info",
+                f"it is for the loss stable_reinforce, which this server has not: {UNPUBLISHED['stable_reinforce']}",
+            )
         prompt = _tokens(self.prompt)
         length = len(prompt) // 4
         last, named = self.prompt_logprobs_last_n, self.target_prompt_logprobs
