@@ -16,6 +16,8 @@ from soak.campaigns import REAL, SIMULATED
 ROOT: Final = Path(__file__).parents[2]
 PEERS: Final = {"dlrover", "peers"}
 """Benches beside other projects, whose packages have environments of their own."""
+POSTGRES_ALONE: Final = {"coordinator-partitions", "coordinator-scale"}
+"""Campaigns of coordinators that share one database."""
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -42,4 +44,4 @@ def test_a_simulated_campaign_has_no_violation(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(REAL))
 def test_a_campaign_of_real_processes_has_no_violation(name: str) -> None:
-    run("soak", name, "--kills", "1", "--no-record")
+    run("soak", name, "--kills", "1", "--no-record", *(["--on", "postgres"] if name in POSTGRES_ALONE else []))
