@@ -25,7 +25,7 @@ from strata.base.notify import Broadcast
 from strata.fleet.claims import ClaimQueue
 from strata.fleet.core.amounts import Amounts, Capacity, MemoryLimits, Taken, more_memory
 from strata.fleet.core.fair_share import FleetTotals, OwnerShares
-from strata.fleet.core.host_status import HostStatus, Presence, host_status
+from strata.fleet.core.host_status import AgentSightings, HostStatus, Presence, host_status
 from strata.fleet.core.job import HELD, Cause, JobStatus
 from strata.fleet.core.jobspec import JobSpec, gang_ids
 from strata.fleet.core.lease import ASLEEP, LEASE_S, SUSPECT_S, may_expire_leases, quarantine
@@ -120,6 +120,8 @@ class Fleet:
         """What hosts held when a claim read it last, and what this hub gave them since."""
         self._held_at_s = float("-inf")
         self._held_fresh_s = SHARES_S
+        self._agents: dict[str, AgentSightings] = {}
+        """Which agents sent heartbeats to this hub, by host."""
         self._heartbeats: dict[str, float] = {}
         self._samples: list[SamplePoint] = []
         self._newest_samples: dict[str, Mapping[str, float]] = {}
@@ -236,6 +238,18 @@ class Fleet:
         renewed = await self.store.renew(host_id, renewals, self.settings.stale_after_s, self.now_s())
         failpoint("fleet.renew.committed")
         return renewed
+
+    async def observe_agent(self, host_id: str, incarnation: str) -> None:
+        """Quarantine a host for which two agents send heartbeats at once, as after a copy of its disk."""
+        known = self._agents.get(host_id)
+        seen = self._agents[host_id] = known.see(incarnation) if known else AgentSightings(incarnation)
+        if not seen.clone_reason:
+            return
+        del self._agents[host_id]
+        await self._roster.refresh(self.now_s())
+        if any(host.id == host_id and host.state == "active" for host in self._roster.hosts()):
+            _log.warning("host_cloned", host=host_id, reason=seen.clone_reason)
+            await self.set_host_state(host_id, "quarantined", seen.clone_reason, "hub")
 
     def add_sample(self, host_id: str, sample: HostSample) -> None:
         """Written at the next tick; one that is lost with the hub is no loss."""

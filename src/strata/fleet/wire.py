@@ -177,6 +177,8 @@ class HeartbeatsRequest(Message, frozen=True, kw_only=True):
     leases: Annotated[tuple[LeaseHeld, ...], msgspec.Meta(max_length=MAX_LEASES)] = ()
     sample: HostSample | None = None
     """What the host does; in every second heartbeat or so."""
+    incarnation: Word = ""
+    """Of the agent: it names its machine and process, and no other agent has the same."""
 
 
 class HeartbeatRequest(Message, frozen=True, kw_only=True):

@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from strata.fleet.core.host_status import HostFacts, host_status, plan_action, policy_rules, quiet_in_words
+from strata.fleet.core.host_status import (
+    AgentSightings,
+    HostFacts,
+    host_status,
+    plan_action,
+    policy_rules,
+    quiet_in_words,
+)
 from strata.fleet.core.jobspec import HostSpec, parse_quiet_hours
 
 
@@ -101,3 +108,24 @@ def test_a_host_in_quarantine_can_be_resumed_with_a_warning() -> None:
     plan = plan_action("resume", facts(state="quarantined"))
     assert plan.possible
     assert "quarantined" in plan.effects[1]
+
+
+@pytest.mark.parametrize(
+    ("agents", "cloned"),
+    [
+        ("aaaa", False),
+        ("aabbccdd", False),
+        # The heartbeat of an agent that has ended came late.
+        ("aababb", False),
+        ("ababa", True),
+        ("aabbaabba", True),
+        ("abcabc", True),
+    ],
+)
+def test_agents_that_take_turns_are_two_and_one_that_was_restarted_is_one(agents: str, cloned: bool) -> None:
+    seen = AgentSightings(agents[0])
+    for incarnation in agents[1:]:
+        seen = seen.see(incarnation)
+    assert bool(seen.clone_reason) == cloned
+    if agents == "ababa":
+        assert seen.clone_reason.startswith("two agents work as this host at once: a and b;")

@@ -18,7 +18,7 @@ from strata.cli.agent import agent
 from strata.fleet.agent import gpu
 from strata.fleet.agent.attempt_folder import find_job_user
 from strata.fleet.agent.prepare import create_work_folder
-from strata.fleet.agent.probe import commit_of, hostname, probe_host, query_interpreter, sample_host
+from strata.fleet.agent.probe import CpuMeter, commit_of, hostname, probe_host, query_interpreter, sample_host
 from strata.fleet.agent.sandbox import HostSandbox, detect_sandbox
 from strata.fleet.agent.selftest import check_disk_space, check_gpus, run_self_test
 from strata.fleet.agent.settings import AgentSettings, SandboxSettings
@@ -195,8 +195,20 @@ def test_the_probe_tells_the_version_of_the_agent_that_is_installed(tmp_path: Pa
 
 
 def test_what_this_machine_does_is_sampled(tmp_path: Path) -> None:
-    sample = sample_host(a_program(tmp_path, "nvidia-smi", PRINTS), with_cards=True)
-    assert sample.cpu_use is not None
+    sample = sample_host(a_program(tmp_path, "nvidia-smi", PRINTS), CpuMeter(), with_cards=True)
     assert (sample.ram_used_gib or 0) > 0
     assert [(card.card, card.use, card.power_w) for card in sample.cards] == [("GPU-8f2c1d3e", 0.37, 212.5)]
-    assert sample_host({"PATH": "/usr/bin"}, with_cards=False).cards == ()
+    assert sample_host({"PATH": "/usr/bin"}, CpuMeter(), with_cards=False).cards == ()
+
+
+def test_the_use_of_the_processors_is_a_share_of_the_time_and_not_the_load(tmp_path: Path) -> None:
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  100 0 100 700 100 0 0 0 50 0\ncpu0 1 2 3\n")
+    meter = CpuMeter(stat)
+    assert meter.use() is None, "no time has passed"
+    # Of 400 more ticks the processors computed 300; waiting for a disk is no use of them.
+    stat.write_text("cpu  250 10 200 780 120 20 20 0 90 0\ncpu0 1 2 3\n")
+    assert meter.use() == 0.75
+    stat.write_text("cpu  350 10 200 780 120 20 20 0 90 0\n")
+    assert meter.use() == 1.0
+    assert CpuMeter(tmp_path / "nothing").use() is None

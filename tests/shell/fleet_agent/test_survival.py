@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 
+from strata.fleet import wire
 from strata.fleet.core.job import Cause
 from tests.shell.fleet_agent.running import HubProcess, agent
 from tests.shell.fleet_agent.waiting import eventually, is_alive
@@ -170,6 +173,35 @@ def test_a_host_that_lost_its_lease_ends_its_child_and_the_successor_wins(tmp_pa
                 assert hub.job(job).job.status == "running"
     finally:
         hub.close()
+
+
+def test_a_host_whose_state_folder_was_copied_is_quarantined_with_the_names_of_both_agents(tmp_path: Path) -> None:
+    hub = HubProcess(tmp_path, stale_after_s=3.0)
+    try:
+        with agent(hub, tmp_path, "karl") as karl:
+            eventually(lambda: "karl" in hub.online())
+            clone = copy.copy(karl)
+            clone.folder = tmp_path / "clone"
+            clone.state, clone.work = clone.folder / "state", clone.folder / "work"
+            shutil.copytree(karl.state, clone.state)
+            clone.start()
+            try:
+                found = eventually(lambda: each if (each := _host(hub, "karl")).state == "quarantined" else None, 90.0)
+            finally:
+                clone.end(signal.SIGTERM)
+            assert found.state_reason.startswith("two agents work as this host at once: ")
+            for process in (karl, clone):
+                assert f"process {process.pid} " in found.state_reason
+            events = hub.operator.call("GET", "/v1/events", wire.EventsReply, query=wire.EventsQuery()).events
+            assert any(found.state_reason in str(each) for each in events), events
+            hub.operator.call("POST", "/v1/host/karl/resume", wire.Host, body=wire.HostStateRequest())
+            assert hub.until(hub.submit("karl", "complete"), "completed", "failed").job.status == "completed"
+    finally:
+        hub.close()
+
+
+def _host(hub: HubProcess, name: str) -> wire.Host:
+    return hub.operator.call("GET", f"/v1/host/{name}", wire.Host)
 
 
 def test_a_host_that_somebody_wants_back_gives_its_job_back(hub: HubProcess, tmp_path: Path) -> None:

@@ -32,8 +32,10 @@ class HubApi:
         reply = self.client.call("POST", "/v1/job/claim", wire.ClaimReply, body=body, timeout_s=wait_s + 15.0)
         return reply.leases
 
-    def renew(self, held: tuple[wire.LeaseHeld, ...], sample: HostSample | None = None) -> wire.HeartbeatsReply:
-        body = wire.HeartbeatsRequest(leases=held, sample=sample)
+    def renew(
+        self, held: tuple[wire.LeaseHeld, ...], sample: HostSample | None = None, incarnation: str = ""
+    ) -> wire.HeartbeatsReply:
+        body = wire.HeartbeatsRequest(leases=held, sample=sample, incarnation=incarnation)
         return self.client.call("POST", "/v1/heartbeats", wire.HeartbeatsReply, body=body, timeout_s=10.0)
 
     def complete(self, lease: LeaseGiven, body: wire.CompleteRequest) -> wire.Job:

@@ -23,7 +23,7 @@ from strata.fleet.agent import identity, preemption
 from strata.fleet.agent.attempt import Attempt
 from strata.fleet.agent.metrics import AgentCounts, expose_metrics
 from strata.fleet.agent.prepare import GIB, HostContext, prune_work_folder
-from strata.fleet.agent.probe import ProbeResult, probe_host, sample_host
+from strata.fleet.agent.probe import CpuMeter, ProbeResult, new_incarnation, probe_host, sample_host
 from strata.fleet.agent.retry import BACKOFF, TRANSIENT, ThreadPools, retry, run_in, wait_or_timeout
 from strata.fleet.agent.selftest import check_disk_space
 from strata.fleet.agent.state import AgentState, AttemptRecord, PendingClaim, StopOrder
@@ -68,6 +68,8 @@ class Agent:
         self._claims_paused = ""
         """Why nothing is claimed at the moment; empty if claims go on."""
         self._counts = AgentCounts()
+        self._incarnation = new_incarnation()
+        self._cpu_meter = CpuMeter()
 
     async def run(self) -> None:
         """Returns when the agent was stopped and has drained."""
@@ -241,7 +243,7 @@ class Agent:
         )
         sample, self._sample = self._sample, None
         try:
-            reply = await run_in(self._pools.heartbeats, self._host.hub.renew, held, sample)
+            reply = await run_in(self._pools.heartbeats, self._host.hub.renew, held, sample, self._incarnation)
         except StrataError:
             self._counts.heartbeats["failed"] += 1
             raise
@@ -295,7 +297,7 @@ class Agent:
     def _take_sample(self) -> HostSample:
         host = self._host
         return msgspec.structs.replace(
-            sample_host(host.environ, with_cards=bool(self._capability.gpus)),
+            sample_host(host.environ, self._cpu_meter, with_cards=bool(self._capability.gpus)),
             disk_free_gib=shutil.disk_usage(host.settings.work_folder).free / GIB,
             environments_gib=host.environments.entries.size_bytes() / GIB,
             data_gib=host.data.size_bytes() / GIB,

@@ -104,7 +104,7 @@ class _Collector:
         yield _gauge("attempts_open", "Attempts that this host has now", counts.running)
         yield _gauge("claims_paused", "1 while nothing is claimed: the disk is full, or a person uses the machine",
                      float(counts.claims_paused))  # fmt: skip
-        yield _gauge("load_ratio", "Processes that run or wait for a core, for each core", sample.cpu_use)
+        yield _gauge("cpu_use_ratio", "Share of the time in which the processors computed", sample.cpu_use)
         for name, text, gib in (
             ("memory_used_bytes", "Memory in use on this host", sample.ram_used_gib),
             ("disk_free_bytes", "Free space below the work folder", sample.disk_free_gib),

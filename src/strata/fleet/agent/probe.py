@@ -6,10 +6,12 @@ import datetime
 import os
 import platform
 import re
+import secrets
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -110,11 +112,34 @@ def _unproven(gpus: Sequence[Gpu], python: InterpreterProbe) -> str:
     return ""
 
 
-def sample_host(environ: Mapping[str, str], with_cards: bool) -> HostSample:  # noqa: FBT001 (called by a thread pool)
-    """What this host does at this moment; what the system does not tell is left out."""
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+class CpuMeter:
+    """Measures the use of the processors since it was asked last, from the counters of the kernel."""
+
+    def __init__(self, stat: Path = Path("/proc/stat")) -> None:
+        self._stat = stat
+        self._before = self._read()
+
+    def use(self) -> float | None:
+        """The share of the time in which they computed, 0 to 1; None where the system does not tell."""
+        before, self._before = self._before, self._read()
+        if before is None or self._before is None or self._before[1] <= before[1]:
+            return None
+        return min(1.0, max(0.0, (self._before[0] - before[0]) / (self._before[1] - before[1])))
+
+    def _read(self) -> tuple[int, int] | None:
+        """Ticks of all processors: those that they computed, and all."""
+        try:
+            # user nice system idle iowait irq softirq steal; what follows is part of user and nice.
+            ticks = [int(each) for each in self._stat.read_text().split("\n", 1)[0].split()[1:9]]
+            return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
+        except (OSError, ValueError, IndexError):
+            return None
+
+
+def sample_host(environ: Mapping[str, str], meter: CpuMeter, *, with_cards: bool) -> HostSample:
+    """What this host does; what the system does not tell is left out."""
     return HostSample(
-        cpu_use=None if load is None else load / (os.cpu_count() or 1),
+        cpu_use=meter.use(),
         ram_used_gib=_used_memory_gib(),
         cards=tuple(device.sample for device in gpu.query_gpus(environ).devices) if with_cards else (),
     )
@@ -135,6 +160,14 @@ def hostname() -> str:
     """The host's name, reduced to the letters that names of hosts may have."""
     spelled = _NOT_IN_NAMES.sub("-", socket.gethostname()).strip("-._")[:64]
     return spelled or "host"
+
+
+def new_incarnation() -> str:
+    """Names this process among all agents, so that a person finds its machine."""
+    boot = ""
+    with suppress(OSError):
+        boot = f" booted as {Path('/proc/sys/kernel/random/boot_id').read_text()[:8]}"
+    return f"{hostname()}{boot}, process {os.getpid()} ({secrets.token_hex(4)})"
 
 
 def cores(quota: float | None) -> int:

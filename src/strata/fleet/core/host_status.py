@@ -23,6 +23,42 @@ def host_status(state: StoredState, presence: Presence, *, quiet: bool) -> HostS
     return "suspect" if presence == "suspect" else "quiet" if quiet else "online"
 
 
+@dataclass(frozen=True, slots=True)
+class AgentSightings:
+    """Which agents sent the heartbeats of one host, to tell a restarted agent from two that run at once.
+
+    The incarnation of an agent is made when it starts, and two agents of one state folder never run at once. So one
+    that comes back after another one is a copy, on a machine whose disk was copied, or its heartbeat was long on its
+    way.
+    """
+
+    latest: str
+    earlier: tuple[str, ...] = ()
+    """The newest last."""
+    returns: int = 0
+    """How often one came back after another."""
+
+    def see(self, incarnation: str) -> AgentSightings:
+        if incarnation == self.latest:
+            return self
+        others = [each for each in (*self.earlier, self.latest) if each != incarnation]
+        returns = self.returns + (incarnation in self.earlier)
+        return AgentSightings(incarnation, tuple(others[-_REMEMBERED:]), returns)
+
+    @property
+    def clone_reason(self) -> str:
+        """Empty, unless two agents run at once."""
+        if self.returns < CLONE_RETURNS:
+            return ""
+        agents = " and ".join(sorted((self.earlier[-1], self.latest)))
+        return f"two agents work as this host at once: {agents}; invite one of the machines as a host of its own"
+
+
+CLONE_RETURNS: Final = 3
+"""A late heartbeat of an agent that has ended makes two: its own, and the next of its successor."""
+_REMEMBERED: Final = 8
+
+
 def policy_rules(policy: HostSpec) -> tuple[str, ...]:
     """What the policy says, a sentence each; a policy that says nothing lets every job run there."""
     return tuple(_rules(policy)) or ("Every job may run here, as far as it fits.",)
@@ -111,7 +147,7 @@ def _effects(action: HostAction, host: HostFacts) -> Iterator[str]:
     if action == "resume":
         yield "It takes new jobs again at once."
         if host.state == "quarantined":
-            yield "It was quarantined because jobs failed on it: if the cause is still there, they fail again."
+            yield "It was quarantined: if the cause is still there, it will be again."
         return
     if action == "revoke":
         yield "Its credentials end now: every request of it is refused, and it cannot be undone."

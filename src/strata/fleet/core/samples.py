@@ -27,7 +27,7 @@ class CardSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class HostSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cpu_use: Amount | None = None
-    """Processes that run or wait for a core, for each core."""
+    """The share of the time in which its processors computed, 0 to 1: since the last sample, and of all of them."""
     ram_used_gib: Amount | None = None
     disk_free_gib: Amount | None = None
     """Below the agent's work folder."""

@@ -88,6 +88,8 @@ async def heartbeats(call: HubCall, body: wire.HeartbeatsRequest) -> wire.Heartb
     if body.sample is not None:
         context.hub_metrics.samples.inc()
         context.fleet.add_sample(call.caller.require_host(), body.sample)
+    if body.incarnation:
+        await context.fleet.observe_agent(call.caller.require_host(), body.incarnation)
     renewals = [Renewal(job_id=each.job_id, epoch=each.epoch, running=each.running) for each in body.leases]
     verdicts = await _renew(context, call, renewals)
     due = {(each.job_id, each.epoch) for each in body.leases if each.renew_token}
