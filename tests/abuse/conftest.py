@@ -15,6 +15,8 @@ from typing import Any, Final
 
 import pytest
 
+from tests.programs import require_programs
+
 ROOT: Final = Path(__file__).parents[2]
 HERE: Final = Path(__file__).parent
 _PROPERTY: Final = "attack"
@@ -34,6 +36,10 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
         hole = mark.kwargs.get("known_open")
         if hole:
             item.add_marker(pytest.mark.xfail(reason=f"known and open: {hole}", strict=True))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    require_programs(session.items)
 
 
 @pytest.fixture(autouse=True)

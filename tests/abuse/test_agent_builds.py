@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import os
 import secrets
 import shutil
 import subprocess
@@ -28,13 +27,12 @@ from strata.fleet.core.jobspec import EnvironmentSpec
 from tests.support.wheels import make_sdist
 
 AREA = "agent: builds"
+NEEDS = ("root", "bwrap")
 KEY = "-----BEGIN PRIVATE KEY----- of the host"
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    assert os.geteuid() == 0, "only root can become another user: run this as root"
-    assert shutil.which("bwrap"), "apt-get install bubblewrap"
     made = Path(tempfile.mkdtemp(prefix="strata-builds-"))
     made.chmod(0o711)
     yield made

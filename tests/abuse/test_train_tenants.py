@@ -8,8 +8,9 @@ from __future__ import annotations
 import base64
 import re
 import shutil
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
 
@@ -42,6 +43,8 @@ class Field:
     server: Server
     ids: dict[str, str] = field(default_factory=dict)
     """Of A."""
+    seq_ids: Iterator[int] = field(default_factory=lambda: count(1))
+    """Of the model of B: a number that is left out would let all after it wait for ever."""
 
     @property
     def a(self) -> Client:
@@ -257,9 +260,9 @@ async def test_every_route_that_takes_an_id_is_attacked() -> None:
 
 @pytest.mark.attack(AREA, "load_weights into a model of one's own")
 async def test_weights_of_another_are_not_loaded_into_a_model_of_ones_own(played: Field) -> None:
-    body = {"model_id": played.b.model, "seq_id": 1, "path": played.ids["path"], "optimizer": True}
+    body = {"model_id": played.b.model, "seq_id": next(played.seq_ids), "path": played.ids["path"], "optimizer": True}
     failed = await played.b.done(await played.b.post("load_weights", body))
-    unknown = body | {"seq_id": 2, "path": played.unknown()["path"]}
+    unknown = body | {"seq_id": next(played.seq_ids), "path": played.unknown()["path"]}
     other = await played.b.done(await played.b.post("load_weights", unknown))
     assert failed["category"] == other["category"] == "user"
     assert failed["error"].replace(played.ids["session"], "") == other["error"].replace(NOBODY, "")
@@ -416,12 +419,10 @@ async def test_an_address_in_a_reply_is_the_callers_own_alone(played: Field, hea
 
 @pytest.mark.attack(AREA, "a checkpoint saved into the namespace of another")
 async def test_a_name_cannot_reach_into_another_run(played: Field, tries: Tries) -> None:
-    seq = 3
     for name in (f"{played.ids['model']}/weights/mine", played.ids["path"], "../mine", f"..%2f{played.ids['model']}"):
-        body = {"model_id": played.b.model, "seq_id": seq, "path": name}
+        body = {"model_id": played.b.model, "seq_id": next(played.seq_ids), "path": name}
         done = await played.b.done(await played.b.post("save_weights", body))
         assert done["category"] == "user", name
-        seq += 1
         tries(1)
     assert (await played.a.post("weights_info", {"tinker_path": played.ids["path"]}))["base_model"] == BASE
 

@@ -22,6 +22,7 @@ from tests.e2e.nodes import Machine, Task, network
 from tests.e2e.test_gang_nodes import CUT, EPOCHS, EVERY, PROGRAM, SAMPLES, WITH_NETWORKS, WITHIN_S, Line, Log
 from tests.shell.coord.test_access import certificate, tls_files
 
+NEEDS: Final = ("root", "ip", "nft")
 HEAD: Final = "10.0.0.9"
 HOSTS: Final = ("10.0.0.1", "10.0.0.2", "10.0.0.3")
 MANIFEST: Final = """

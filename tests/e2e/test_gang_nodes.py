@@ -29,6 +29,7 @@ from tests.shell.coord.test_access import certificate, tls_files
 from tests.shell.fleet_agent.waiting import eventually
 from tests.support.kernel import lets_make_networks
 
+NEEDS: Final = ("root", "ip", "nft")
 PROGRAM: Final = Path(__file__).with_name("gated_sft.py")
 STRATA: Final = str(Path(sys.executable).with_name("strata"))
 TORCHRUN: Final = str(Path(sys.executable).with_name("torchrun"))

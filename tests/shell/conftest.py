@@ -1,4 +1,4 @@
-"""Servers that only tests of shells need."""
+"""Servers and programs that only tests of shells need."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from strata.testing.s3 import S3Server
+from tests.programs import require_programs
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    require_programs(session.items)
 
 
 @pytest.fixture(scope="session")

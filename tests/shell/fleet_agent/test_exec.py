@@ -22,6 +22,7 @@ from tests.shell.fleet_agent.running import STRATA, AgentProcess, HubProcess, ag
 from tests.shell.fleet_agent.test_kill_anywhere import ARMED
 from tests.shell.fleet_agent.waiting import eventually, is_alive
 
+NEEDS = ("root", "bwrap")
 SECRET = "a-secret-of-the-job-4711"
 SLEEPER = """
 import os, pathlib, time
@@ -64,8 +65,6 @@ def submit(hub: HubProcess, host: str) -> str:
 @contextmanager
 def running_job(hub: HubProcess, name: str, program: tuple[str, ...] = (STRATA,)) -> Iterator[tuple[AgentProcess, str]]:
     """An agent of root whose jobs are in namespaces, and a job that sleeps there."""
-    assert os.geteuid() == 0, "only root can become another user: run this as root"
-    assert shutil.which("bwrap"), "apt-get install bubblewrap"
     with ExitStack() as stack:
         folder = Path(tempfile.mkdtemp(prefix="strata-exec-"))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
