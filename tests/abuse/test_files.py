@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import shutil
 import stat
 import subprocess
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ from strata.base.private import require_private_folder
 from strata.base.secret import read_secret
 from strata.coord.settings import CoordinatorSettings
 from strata.coord.settings import check_exposure as check_coordinator
+from strata.hub.backup import back_up, restore
 from strata.hub.compose import open_hub
 from strata.hub.settings import HubSettings, check_exposure
 from strata.journal.open import open_journal
@@ -72,6 +75,56 @@ async def test_a_hub_does_not_start_in_a_folder_that_others_can_enter(tmp_path: 
                 pass
         assert refusal.value.code is Code.INVALID
         assert not list(data.iterdir())
+
+
+@pytest.fixture
+async def backup(tmp_path: Path) -> Path:
+    async with running(tmp_path / "hub") as site:
+        assert (await (await site.operator()).get("/v1/jobs")).status_code == 200
+    folder = tmp_path / "backup"
+    await asyncio.to_thread(back_up, tmp_path / "hub", "", folder, 1.0, large=True)
+    return folder
+
+
+@pytest.mark.attack(AREA, "restore with the usual umask: what another user reads of the restored hub")
+def test_a_restored_hub_is_for_its_owner_alone(backup: Path, tmp_path: Path, tries: Tries) -> None:
+    before = os.umask(0o022)
+    try:
+        for mode in (0o755, 0o777, 0o710):
+            tries(1)
+            opened = tmp_path / f"open{mode:o}"
+            opened.mkdir()
+            opened.chmod(mode)
+            with pytest.raises(StrataError, match="others could reach"):
+                restore(backup, opened, "", 2.0)
+            assert not list(opened.iterdir())
+        closed = tmp_path / "closed"
+        closed.mkdir(mode=0o700)
+        for data in (closed, tmp_path / "new"):
+            tries(1)
+            restore(backup, data, "", 2.0)
+            assert (data / "hub.db").is_file()
+            assert list(loose(data)) == []
+        assert os.umask(0o022) == 0o022, "the umask of the process stays"
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize(
+    "place", ["artifacts", "streams/job1_x", "artifacts/chunks/ab/link", "operator.token", "extra"]
+)
+@pytest.mark.attack(AREA, "a link in a backup that leads to files of others")
+def test_a_backup_with_a_link_is_not_restored(backup: Path, tmp_path: Path, place: str) -> None:
+    link = backup / place
+    if link.is_dir():
+        shutil.rmtree(link)
+    link.unlink(missing_ok=True)
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to("/etc")
+    with pytest.raises(StrataError, match="neither a file nor a folder") as refusal:
+        restore(backup, tmp_path / "new", "", 2.0)
+    assert refusal.value.code is Code.INVALID
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.attack(AREA, "data folder of a hub that belongs to another user")

@@ -205,7 +205,8 @@ async def test_a_server_gets_the_tenant_who_calls_whatever_the_request_says(
     path = tmp_path / "servers" / "0a" / "s"
     job = await serve(site, path=path)
     rob, viewer = await site.with_role("researcher", "rob"), await site.with_role("viewer", "eve")
-    body = {"model": "tiny", "prompt": "x", "session_id": "session_1", "messages": [{"role": "user", "content": "x"}]}
+    said_by = [{"role": "user", "content": "x"}]
+    body: dict[str, Any] = {"model": "tiny", "prompt": "x", "session_id": "session_1", "messages": said_by}
     for route in (each for each in OWNERS_ROUTES if each.owner == "tenant"):
         tries(2)
         address = route.path.replace(":path", "").format(id=job, session_id="session_1", rest="save_weights")

@@ -25,6 +25,7 @@ import asyncio
 import hashlib
 import os
 import shutil
+import stat
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -36,6 +37,7 @@ from strata import __version__
 from strata.base.atomic import sync_file, sync_folder, write_file
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
+from strata.base.private import require_private_folder
 from strata.base.progress import ReportProgress, no_progress
 from strata.database.migrations import SqliteComponents, upgrade_postgres
 from strata.database.online_backup import FOLDER, request_backup
@@ -137,7 +139,11 @@ def _fill(target: Path, data: Path, database: str, now_s: float, *, large: bool,
 
 
 def restore(backup: Path, data: Path, database: str, now_s: float, *, report: ReportProgress = no_progress) -> Note:
-    """Make `data` a hub's folder again, and the database one that no host from before can write to."""
+    """Make `data` a hub's folder again, and the database one that no host from before can write to.
+
+    INVALID if other users could reach the folder, or if the backup has anything but folders and files.
+    """
+    _refuse_links(backup)
     note = read_note(backup)
     if is_postgres(database) != (note.database == "postgresql"):
         raise StrataError(Code.INVALID, f"this is the backup of a hub on {note.database}", hint="name its --database")
@@ -149,22 +155,38 @@ def restore(backup: Path, data: Path, database: str, now_s: float, *, report: Re
     restores_journal = (backup / JOURNAL).exists() and not _is_same(backup / JOURNAL, data / JOURNAL)
     if restores_journal:
         require_absent(data / JOURNAL)
-    data.mkdir(parents=True, exist_ok=True, mode=0o700)
+    others = os.umask(0o077)
+    try:
+        require_private_folder(data, "the hub's files")
+        _restore_files(backup, data, report, journal=restores_journal)
+        if note.database == "sqlite":
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            restore_sqlite(backup / DATABASE, path, SQLITE, now_s)
+    finally:
+        os.umask(others)
+    if note.database != "sqlite":
+        asyncio.run(_fence(database, now_s))
+    return note
+
+
+def _refuse_links(backup: Path) -> None:
+    """INVALID for a link: what it leads to would be copied, and no digest covers it."""
+    for parent, folders, names in os.walk(backup):
+        for path in (Path(parent) / name for name in (*folders, *names)):
+            if not stat.S_ISDIR(mode := path.lstat().st_mode) and not stat.S_ISREG(mode):
+                raise StrataError(Code.INVALID, f"{path} is neither a file nor a folder, and no backup has that")
+
+
+def _restore_files(backup: Path, data: Path, report: ReportProgress, *, journal: bool) -> None:
     for name in SMALL:
         if (backup / name).exists() and not (data / name).exists():
             (data / name).parent.mkdir(mode=0o700, exist_ok=True)
             write_file(data / name, (backup / name).read_bytes())
     _copy_large(backup, data, report)
-    if restores_journal:
+    if journal:
         (data / JOURNAL).parent.mkdir(mode=0o700, exist_ok=True)
         (data / TOKEN_SECRET).unlink(missing_ok=True)
         write_file(data / JOURNAL, (backup / JOURNAL).read_bytes())
-    if note.database == "sqlite":
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        restore_sqlite(backup / DATABASE, path, SQLITE, now_s)
-    else:
-        asyncio.run(_fence(database, now_s))
-    return note
 
 
 def read_note(backup: Path) -> Note:

@@ -78,7 +78,8 @@ def test_a_restore_leaves_a_token_and_a_certificate_that_are_there_as_they_are(
 ) -> None:
     kept, other = tmp_path / "kept", tmp_path / "other"
     assert person.says("backup", str(kept), "--data", str(hub.data)).status == ExitCode.OK
-    (other / "ca").mkdir(parents=True)
+    other.mkdir(mode=0o700)
+    (other / "ca").mkdir()
     (other / name).write_text("of another hub")
     done = person.says("restore", str(kept), "--data", str(other))
     assert (done.status, f"{Path(name)} is there already" in done.err) == (ExitCode.FAILED, True), done.err
@@ -245,7 +246,8 @@ def test_the_journal_of_the_coordinator_of_strata_up_comes_back_without_the_secr
             assert person.says("backup", str(kept), "--data", str(hub.data)).status == ExitCode.OK
         assert modes(kept) == {0}
         assert not (kept / "coordinator" / "token.secret").exists(), "the workers from before are refused"
-        (again / "coordinator").mkdir(parents=True)
+        again.mkdir(mode=0o700)
+        (again / "coordinator").mkdir()
         (again / "coordinator" / "token.secret").write_text("of before")
         assert person.says("restore", str(kept), "--data", str(again)).status == ExitCode.OK
         assert not (again / "coordinator" / "token.secret").exists()
@@ -270,7 +272,8 @@ def test_a_journal_that_is_there_is_not_overwritten_and_one_of_an_interrupted_re
         made.terminate()
         made.wait(30)
     assert person.says("backup", str(kept), "--data", str(hub.data)).status == ExitCode.OK
-    (again / "coordinator").mkdir(parents=True)
+    again.mkdir(mode=0o700)
+    (again / "coordinator").mkdir()
     (again / "coordinator" / "coordinator.db").write_text("of another")
     done = person.says("restore", str(kept), "--data", str(again))
     assert (done.status, "is there already" in done.err, (again / "hub.db").exists()) == (ExitCode.FAILED, True, False)
