@@ -13,7 +13,7 @@ import pytest
 from strata.fleet.http import server_views, servers
 from strata.http.route import Route
 from tests.shell.fleet_http.running import Running, refused, replying, running
-from tests.shell.fleet_http.test_servers import serve, signed
+from tests.shell.fleet_http.test_servers import key_of, serve, signed
 
 Tries = Callable[[int], None]
 AREA = "hub: replies of training servers"
@@ -48,7 +48,7 @@ async def sent(client: httpx.AsyncClient, route: Route, job: str) -> httpx.Respo
     body |= {"messages": [{"role": "user", "content": "x"}]} if "chat" in route.path else {}
     content = msgspec.json.encode(body) if route.method in ("POST", "PUT") else None
     headers = {"Content-Type": "application/json"} if content else {}
-    query = signed(job) if route.path.endswith("/archive") else None
+    query = signed(job, key_of(client)) if route.path.endswith("/archive") else None
     return await client.request(route.method, address(route, job), params=query, content=content, headers=headers)
 
 
@@ -85,18 +85,18 @@ async def test_what_the_hub_does_not_know_is_downloaded_and_not_shown(
 ) -> None:
     path = tmp_path / "servers" / "0a" / "s"
     job = await serve(site, path=path)
-    anybody = await site.client()
+    anybody, query = await site.client(), signed(job, key_of(await site.with_role("viewer")))
     for kind in (*HOSTILE, *UNKNOWN):
         tries(1)
         head = b"200 OK\r\ncontent-type: %s\r\ncontent-disposition: inline" % kind.encode()
         async with replying(path, SCRIPT, head):
-            reply = await anybody.get("/api/v1/archive", params=signed(job))
+            reply = await anybody.get("/api/v1/archive", params=query)
         shown = reply.headers["content-type"], reply.headers["content-disposition"]
         assert shown == ("application/octet-stream", "attachment"), kind
     for kind in ("application/json;, text/html", "text/plain; charset=utf-7, text/html"):
         tries(1)
         async with replying(path, SCRIPT, b"200 OK\r\ncontent-type: %s" % kind.encode()):
-            reply = await anybody.get("/api/v1/archive", params=signed(job))
+            reply = await anybody.get("/api/v1/archive", params=query)
         assert reply.headers["content-type"] in HARMLESS, kind
 
 
@@ -131,3 +131,30 @@ async def test_replies_of_the_api_are_sandboxed_and_pages_are_not(site: Running)
         assert (await viewer.get(path)).headers["content-security-policy"] == "sandbox; default-src 'none'", path
     page = await (await site.client()).get("/login")
     assert "script-src 'self'" in page.headers["content-security-policy"]
+
+
+@pytest.mark.attack(AREA, "L1: a signed URL after the key that requested it was revoked, or with another one beside it")
+async def test_a_signed_url_ends_with_the_key_that_requested_it(site: Running, tmp_path: Path, tries: Tries) -> None:
+    path = tmp_path / "servers" / "0a" / "s"
+    job = await serve(site, path=path)
+    anybody, operator = await site.client(), await site.operator()
+    anna, rob = await site.with_role("researcher", "anna"), await site.with_role("researcher", "rob")
+    hers, his = signed(job, key_of(anna)), signed(job, key_of(rob))
+    heads: list[bytes] = []
+    async with replying(path, b"weights", heads=heads):
+        assert (await anna.get("/api/v1/status")).status_code == 200
+        assert f"x-strata-key: {key_of(anna)}".encode() in heads.pop()
+        assert (await anybody.get("/api/v1/archive", params=hers)).content == b"weights"
+        heads.clear()
+        assert (await operator.post(f"/v1/key/{key_of(anna)}/revoke")).status_code == 204
+        token, other = hers["token"], his["token"]
+        for query in (
+            f"token={token}", f"token={other}&token={token}", f"token={token}&token={other}",
+            f"xtoken={other}&token={token}",
+            f"token={token}&x={other}", f"token={other}%26token={token}", f"token={token}=", f"token={token}.{other}",
+            "token=", "", f"token={signed(job)['token']}",
+        ):  # fmt: skip
+            tries(1)
+            assert refused(await anybody.get(f"/api/v1/archive?{query}")) == (403, "forbidden"), query
+        assert heads == [], "the server was asked nothing"
+        assert (await anybody.get("/api/v1/archive", params=his)).content == b"weights"

@@ -60,9 +60,13 @@ async def row(site: Running, job: str) -> ServerRow:
     return next(each for each in await site.hub.context.fleet.store.servers() if each.job.id == job)
 
 
-def signed(job: str) -> dict[str, str]:
+def key_of(client: httpx.AsyncClient) -> str:
+    return client.headers["Authorization"].split("-")[1]
+
+
+def signed(job: str, key_id: str = "") -> dict[str, str]:
     """As the query of a signed URL, with a signature that nobody has made."""
-    content = bytes(32) + f"session_1.{tag_of(job)}:train:0/weights/a".encode()
+    content = bytes(32) + f"session_1.{tag_of(job)}:train:0/weights/a hub:{key_id}".encode()
     return {"token": base64.urlsafe_b64encode(content).decode().rstrip("=")}
 
 
@@ -83,9 +87,10 @@ async def test_a_signed_url_wakes_no_server(site: Running, *, several: bool) -> 
 async def test_a_signed_url_keeps_no_server_awake(site: Running) -> None:
     job = await serve(site)
     anybody = await site.client()
-    assert refused(await anybody.get("/api/v1/archive", params=signed(job))) == (503, "unavailable")
-    assert (await row(site, job)).used_at_s == LONG_AGO_S
     alice = await site.with_role("researcher")
+    reply = await anybody.get("/api/v1/archive", params=signed(job, key_of(alice)))
+    assert refused(reply) == (503, "unavailable")
+    assert (await row(site, job)).used_at_s == LONG_AGO_S
     assert refused(await alice.get("/api/v1/status")) == (503, "unavailable"), "nobody listens there"
     assert (await row(site, job)).used_at_s > LONG_AGO_S
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 from typing import Final
 
+from starlette.datastructures import Headers
+
 from strata.base.secret import Secret
 from strata.identity.roles import CallerKind, Principal, Role
+from strata.train.api.archive import ArchiveGrant, TraceGrant, sign_token, verify_token
+from strata.train.api.front import key_at_front
 from tests.shell.train_api.conftest import Reached, reach, settings_in
 
 KEY: Final = "f" * 64
@@ -43,3 +48,17 @@ async def test_without_the_front_key_nobody_names_another(folder: Path) -> None:
 async def test_a_server_without_a_front_key_takes_nobodys_word(alone: Reached) -> None:
     assert (await alone.ask(*ASK, None, headers=NAMED)).status_code == 401
     assert (await alone.ask(*ASK, headers=NAMED)).status_code == 200, "by the key, as ever"
+
+
+async def test_a_signed_url_names_the_key_at_the_hub_and_ends_with_it(folder: Path) -> None:
+    async with reach(settings_in(folder, front_key=Secret(KEY)), 0.02) as server:
+        tenant = Principal(CallerKind.TENANT, "alice b", Role.RESEARCHER)
+        named = key_at_front(tenant, Headers(NAMED | {"x-strata-key": "0123456789ab"}))
+        now_s = server.context.clock.wall_s()
+        for grant in (ArchiveGrant("f", "", now_s + 60, named), TraceGrant("s", "t", now_s + 60, named)):
+            token = sign_token(grant, server.context.signing_key)
+            content = base64.urlsafe_b64decode(token + "=" * (-len(token) % 4))
+            assert content.endswith(b"hub:0123456789ab"), "where the hub reads it"
+            assert verify_token(token, server.context.signing_key, now_s) == grant
+        own = Principal(CallerKind.KEY, "k", Role.RESEARCHER)
+        assert key_at_front(own, Headers({"x-strata-key": "0123456789ab"})) == "", "only the hub names one"

@@ -41,7 +41,8 @@ MAX_MERGED: Final = 16 << 20
 """Of a reply that the hub itself reads."""
 SMALL: Final = 1 << 20
 """A reply of known size up to this is read whole; a larger one is passed on piece by piece."""
-_TOKEN: Final = re.compile(r"token=[A-Za-z0-9_-]*")
+TOKEN: Final = re.compile(r"token=([A-Za-z0-9_-]*)")
+"""The query of a signed URL. One that can be read in two ways would be checked by one token, and fetched by another."""
 _OWN_FOLDER: Final = re.compile(r"(.*?/servers/[0-9a-f]+)/(.+)")
 """The folder of a server on its host, which the server may write to, and what is inside."""
 _REQUEST_HEADERS: Final = frozenset(
@@ -70,10 +71,13 @@ class Tenant:
     role: Role
     sees_all: bool = False
     """Other tenants by name: only for what an operator of the hub reads."""
+    key_id: str = ""
+    """Of the key that the caller used: URLs that the server signs end with it."""
 
     def headers(self) -> dict[str, str]:
         role = min(self.role, Role.RESEARCHER)
         headers = {"x-strata-tenant": quote(self.name, safe=""), "x-strata-role": role.name.lower()}
+        headers |= {"x-strata-key": self.key_id} if self.key_id else {}
         return headers | ({"x-strata-sees-all": "yes"} if self.sees_all else {})
 
 
@@ -259,7 +263,7 @@ def _reply_headers(request: ForwardedRequest, reply: httpx.Response) -> dict[str
     if 300 <= reply.status_code < 400 and reply.status_code != 304:
         location = reply.headers.get("location", "")
         own = f"{request.headers.get('x-forwarded-proto', '')}://{request.headers.get('host', '')}{ARCHIVE}?"
-        if reply.status_code != 302 or not location.startswith(own) or not _TOKEN.fullmatch(location[len(own) :]):
+        if reply.status_code != 302 or not location.startswith(own) or not TOKEN.fullmatch(location[len(own) :]):
             raise StrataError(Code.UNAVAILABLE, "the training server redirects to what is no archive of this hub")
         passed["location"] = location
     return passed

@@ -29,7 +29,7 @@ from strata.fleet.core.job import UNFINISHED
 from strata.fleet.core.jobspec import MIN_IDLE_S
 from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.http.context import HubCall, HubContext
-from strata.fleet.http.proxy import ARCHIVE, MAX_BODY, ForwardedRequest, Tenant, passed_headers, read_whole
+from strata.fleet.http.proxy import ARCHIVE, MAX_BODY, TOKEN, ForwardedRequest, Tenant, passed_headers, read_whole
 from strata.fleet.ports import JobFilter, ServerRow
 from strata.http.disconnect import until_disconnect
 from strata.http.route import KIB, MIB, PUBLIC, RESEARCHER, VIEWER, RawReply, Route, Upload
@@ -54,6 +54,8 @@ IN_USE_S: Final = MIN_IDLE_S / 3
 _TAG_CHARACTERS: Final = 12
 _LONGEST_ID: Final = 128
 _TAGGED: Final = re.compile(rb"session_[0-9a-z]+\.([0-9a-f]{12})")
+_SIGNED_FOR: Final = re.compile(rb"hub:([0-9a-z_]{4,64})\Z")
+"""At the end of a signed token: the key of this hub that requested it."""
 _OPENING: Final = frozenset({f"{BASE}/create_model", f"{BASE}/create_sampling_session", f"{BASE}/load_weights"})
 """What a client sends with the id of its session at the hub."""
 _READING: Final = ("get_info", "weights_info", "list_checkpoints", "client/dynamic_config")
@@ -92,13 +94,19 @@ async def download(call: HubCall, body: Upload) -> RawReply:
     async for _ in body:
         pass
     rows = await context.fleet.store.servers()
-    found = _TAGGED.search(_unsigned(call.target.partition("?")[2]))
+    token = _unsigned(call.target.partition("?")[2])
+    found = _TAGGED.search(token)
     tag = "" if found is None else found[1].decode()
     server = next((row for row in rows if len(rows) == 1 or tag_of(row.job.id) == tag), None)
     if server is None:
         raise StrataError(Code.NOT_FOUND, "no training server of this hub has signed this address")
     if not server.serving:
         raise StrataError(Code.UNAVAILABLE, "the training server that signed this address does not serve now")
+    signed_for = _SIGNED_FOR.search(token)
+    key = None if signed_for is None else await context.identity.key(signed_for[1].decode())
+    if key is None or not key.valid(context.clock.wall_s()):
+        # In the words of the server, which checks the signature and the time.
+        raise StrataError(Code.FORBIDDEN, "this address is not valid, or not any more", hint="request a new one")
     sending = context.proxy.send(server.address, _request(call, b""), key="", tenant=None)
     return await until_disconnect(call, context.stopping, sending)
 
@@ -597,7 +605,7 @@ async def _tenant(call: HubCall) -> Tenant:
             "a training server of this hub has tenants, each with an API key; the operator token is no such key",
             hint="strata keys create NAME --role researcher",
         )
-    return Tenant(key.name, call.caller.role)
+    return Tenant(key.name, call.caller.role, key_id=key.id)
 
 
 async def _find_tag(request: ForwardedRequest, *, several: bool) -> str:
@@ -623,9 +631,9 @@ def _search_compressed(content: bytes) -> re.Match[bytes] | None:
 
 def _unsigned(query: str) -> bytes:
     """The content of the token of a signed URL. The server checks the signature; here it only names the server."""
-    token = query.partition("token=")[2].partition("&")[0]
+    match = TOKEN.fullmatch(query)
     try:
-        return base64.urlsafe_b64decode(token + "=" * (-len(token) % 4))
+        return b"" if match is None else base64.urlsafe_b64decode(match[1] + "=" * (-len(match[1]) % 4))
     except ValueError:
         return b""
 

@@ -28,6 +28,7 @@ from strata.http.errors import HttpRefusal
 from strata.http.route import KIB, LIMIT_FROM_SETTINGS, PUBLIC, RESEARCHER, VIEWER, RawBody, RawReply, Route
 from strata.identity.roles import CallerKind
 from strata.train.api.context import ApiCall
+from strata.train.api.front import AT_FRONT, key_at_front
 from strata.train.checkpoints.archive import MEDIA_TYPE, Archive, open_archive, read_members
 from strata.train.checkpoints.checkpoint import CheckpointManifest
 from strata.train.core import messages, ops
@@ -82,7 +83,7 @@ def _signed_url(call: ApiCall, folder: str, file: str, expires_at_s: float) -> s
 
 
 def _key_of(call: ApiCall) -> str:
-    return call.caller.id if call.caller.kind is CallerKind.KEY else ""
+    return call.caller.id if call.caller.kind is CallerKind.KEY else key_at_front(call.caller, call.headers)
 
 
 async def trace_url(call: ApiCall, session_id: str) -> str:
@@ -95,7 +96,7 @@ async def trace_url(call: ApiCall, session_id: str) -> str:
 async def fetch(call: ApiCall, query: bodies.ArchiveTokenQuery) -> RawReply:
     """What such an address names: a tar file of PEFT's or Hugging Face's form, one file of it, or a session's trace."""
     grant = verify_token(query.token, call.context.signing_key, call.context.clock.wall_s())
-    if grant.key_id:
+    if grant.key_id and not grant.key_id.startswith(AT_FRONT):
         key = await call.context.identity.key(grant.key_id)
         if key is None or key.revoked_at_s is not None:
             raise token_refused()
@@ -216,7 +217,7 @@ class ArchiveGrant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, arra
     """One of its files; empty for all of it in an archive."""
     expires_at_s: float
     key_id: str = ""
-    """Of the key that requested it; the URL ends with that key."""
+    """Of the key that requested it; the URL ends with that key. Last: a hub in front of the server reads it there."""
 
 
 class TraceGrant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag="trace"):

@@ -22,8 +22,12 @@ KEY: Final = "x-strata-front"
 TENANT: Final = "x-strata-tenant"
 """The name of the caller's key at the hub, percent-encoded."""
 ROLE: Final = "x-strata-role"
+AT_FRONT: Final = "hub:"
+"""Before the id of a key that is not of this server but of the hub."""
 SEES_ALL: Final = "x-strata-sees-all"
 """`yes` if the caller may see other tenants by name: an operator of the hub."""
+KEY_ID: Final = "x-strata-key"
+"""The id of the caller's key at the hub, which checks it before it forwards a URL that was signed for that key."""
 SESSION: Final = "x-strata-session"
 """The id of a session to open: ids of all the servers behind a hub follow from the hub's."""
 
@@ -47,6 +51,12 @@ def identify_behind_front(identify: Identify, key: Secret | None) -> Identify:
         return Principal(CallerKind.TENANT, name, min(role, Role.RESEARCHER))
 
     return identify_caller
+
+
+def key_at_front(caller: Principal, headers: Headers) -> str:
+    """The caller's key at the hub as grants name it; empty if there is no hub, or it names none."""
+    key_id = headers.get(KEY_ID, "") if caller.kind is CallerKind.TENANT else ""
+    return f"{AT_FRONT}{key_id}" if key_id else ""
 
 
 def session_from_front(caller: Principal, headers: Headers) -> str:
