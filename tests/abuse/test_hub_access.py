@@ -295,3 +295,12 @@ async def test_a_researcher_cannot_put_a_job_before_all_others(tmp_path: Path) -
         trainer = {"name": "t", "command": ["x"], "directory": "/d"}
         body = {"spec": {"model": "m", "trainer": "t", "priority": 1_000_000}, "trainer": trainer}
         assert (await (await plain.with_role("researcher")).post("/v1/jobs", json=body)).status_code in (400, 403)
+
+
+@pytest.mark.attack(AREA, "L7: a first request of a browser without TLS, after it was here with it")
+async def test_a_browser_is_told_to_stay_with_tls(site: Running, tmp_path: Path) -> None:
+    for path in ("/login", "/v1/health", "/v1/jobs"):
+        said = (await (await site.client()).get(path)).headers["strict-transport-security"]
+        assert said == "max-age=31536000", path
+    async with running(tmp_path / "plain") as plain:
+        assert "strict-transport-security" not in (await (await plain.client()).get("/login")).headers

@@ -227,3 +227,33 @@ async def test_a_server_gets_the_tenant_who_calls_whatever_the_request_says(
         said = [line for head in heads for line in head.splitlines() if line.startswith(b"x-strata-tenant")]
         assert set(said) <= {b"x-strata-tenant: rob"}, named(route)
         assert said or route.path.endswith("create_session"), named(route)
+
+
+@pytest.mark.attack(AREA, "L6: names of projects, taken by hundreds with a secret or a job in each")
+async def test_one_researcher_does_not_take_all_names(
+    site: Running, tries: Tries, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("strata.fleet.core.ownership.MAX_PROJECTS", 3)
+    rob, operator = await site.with_role("researcher", "rob"), await site.operator()
+    statuses = []
+    for number in range(6):
+        tries(1)
+        reply = await rob.put("/v1/secret/Z", params={"project": f"p{number}"}, json={"value": "12345678"})
+        statuses.append(reply.status_code)
+    assert statuses == [204] * 3 + [429] * 3
+    assert (await rob.put("/v1/secret/Z", params={"project": "p1"}, json={"value": "12345678"})).status_code == 204
+    assert refused(await rob.post("/v1/manifest", json=manifest_body(MANIFEST))) == (429, "exhausted")
+    for number in range(6, 12):
+        reply = await operator.put("/v1/secret/Z", params={"project": f"p{number}"}, json={"value": "12345678"})
+        assert reply.status_code == 204
+    assert len(await site.hub.context.fleet.store.projects()) == 9
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "db_password", "A=B", "STRATA_X"])
+@pytest.mark.attack("hub: secrets", "L4: a secret in env, sent past the client that refuses it")
+async def test_the_hub_refuses_a_secret_in_env(site: Running, name: str) -> None:
+    rob = await site.with_role("researcher", "rob")
+    trainer = {"name": "t", "command": ["true"], "bundle": "0" * 64, "env": {name: "s3cr3t-s3cr3t"}}
+    body = {"spec": {"model": "m", "trainer": "t"}, "trainer": trainer}
+    reply = await rob.post("/v1/jobs", json=body)
+    assert (refused(reply), "s3cr3t" in reply.text) == ((400, "invalid"), False)

@@ -177,7 +177,9 @@ async def test_the_index_of_the_export_leads_to_every_result(place: Place) -> No
     await upload(place, {"f": b"uploaded, no job has it"})
     await upload(place, {"f": b"c"}, Lineage(kind=ArtifactKind.CHECKPOINT, model="gbt"))
     odd = await complete(place, {"f": b"1"}, Lineage(kind=ArtifactKind.RESULT, model="../../etc", mode="a/b"))
-    lines = (await collected(export.index_lines(place.artifacts))).splitlines()
+    digests: dict[str, str] = {}
+    lines = (await collected(export.index_lines(place.artifacts, digests))).splitlines()
+    assert (await collected(export.index_lines(place.artifacts, digests))).splitlines() == lines
     paths = {row["artifact"]: row["path"] for row in map(msgspec.json.decode, lines)}
     hexed = done.artifact_id.removeprefix("artifact1_")
     assert paths[done.artifact_id] == f"gbt_oracle/{hexed}/bundle.tar.zst"
@@ -186,6 +188,8 @@ async def test_the_index_of_the_export_leads_to_every_result(place: Place) -> No
     assert paths[odd.artifact_id].count("/") == 2
     for artifact_id, path in paths.items():
         assert await export.find(place.artifacts, path) == artifact_id
+        assert sha256_hex(await collected(export.bundle(place.artifacts, artifact_id))) == digests[artifact_id]
+    assert digests == {row["artifact"]: row["sha256"] for row in map(msgspec.json.decode, lines)}
     for unknown in (f"mlp_oracle/{hexed}/bundle.tar.zst", "../x", f"gbt_oracle/{'0' * 64}/bundle.tar.zst"):
         assert (await refusal(export.find(place.artifacts, unknown))).code is Code.NOT_FOUND
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +49,15 @@ def test_each_line_of_a_secret_is_removed_and_short_ones_stay() -> None:
     redactor = Redactor(["-----BEGIN KEY-----\nshort\nMIIEvQIBADANBgkq\n"])
     assert redactor.redact_text("a MIIEvQIBADANBgkq b short") == f"a {'*' * 16} b short"
     assert Redactor().redact_text("nothing to hide") == "nothing to hide"
+
+
+def test_a_value_is_masked_as_json_spells_it_too() -> None:
+    for secret in ('pass"word\\1', "two\nlines-of-a-key", "schlüssel-ü", "tab\tin-a-token"):
+        redactor = Redactor([secret])
+        for ascii_only in (True, False):
+            line = json.dumps({"step": 1, f"m_{secret}": 0.5, "note": secret}, ensure_ascii=ascii_only)
+            masked = redactor.redact(line.encode())
+            assert len(masked) == len(line.encode())
+            assert secret not in str(json.loads(masked))
+            assert set(json.loads(masked)["note"]) == {"*"}
+        assert secret not in redactor.redact_text(f"said {secret} aloud")

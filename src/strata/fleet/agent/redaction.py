@@ -1,10 +1,12 @@
 """Removes the values of secrets from what a host uploads as text: logs, metrics and errors.
 
-A value is replaced by as many asterisks, so that offsets in a log stay what they are.
+Metrics are JSON, so a value is also found as JSON spells it. It is replaced by as many asterisks, so that offsets in a
+log stay what they are.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Final
 
@@ -18,7 +20,9 @@ class Redactor:
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         values = {value for text in secrets for value in (text, *text.splitlines()) if len(value) >= MIN_LENGTH}
-        self._values = sorted((value.encode() for value in values), key=len, reverse=True)
+        values |= {json.dumps(value, ensure_ascii=ascii_only)[1:-1] for value in values for ascii_only in (True, False)}
+        encoded = {value.encode(errors="surrogateescape") for value in values}
+        self._values = sorted(encoded, key=len, reverse=True)
         self.reach = max(map(len, self._values), default=1) - 1
         """How many bytes before and after a place decide whether it belongs to a value."""
 

@@ -1,13 +1,15 @@
 """Artifacts as other tools expect them: `<model>_<mode>/<sha256>/bundle.tar.zst`, and an `index.jsonl` beside.
 
 The bundle is made when it is asked for, and is the same bytes each time: files sorted by path, no times, no owners, one
-pinned compression. `<sha256>` is the hash in the artifact's id. A blob that was uploaded as a bundle is handed out as
-it came. Equal bytes are promised for one version of the zstd library; the content is what the id stands for.
+pinned compression. `<sha256>` in the path is the hash in the artifact's id; `sha256` in the index is that of the bytes
+of the bundle. A blob that was uploaded as a bundle is handed out as it came. Equal bytes are promised for one version
+of the zstd library, so each process computes the digests anew; the content is what the id stands for.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 import tarfile
 from collections.abc import AsyncIterator
@@ -33,6 +35,7 @@ class IndexLine(msgspec.Struct, frozen=True, kw_only=True):
 
     artifact: str
     sha256: str
+    """Of the bytes at `path`; empty if they are damaged."""
     path: str
     model: str
     mode: str
@@ -51,12 +54,35 @@ class IndexLine(msgspec.Struct, frozen=True, kw_only=True):
     """The digest of the trainer that made it."""
 
 
-async def index_lines(artifacts: Artifacts) -> AsyncIterator[bytes]:
-    """The results of completed jobs, newest first, a page at a time."""
+async def index_lines(artifacts: Artifacts, digests: dict[str, str]) -> AsyncIterator[bytes]:
+    """The results of completed jobs, newest first. `digests` holds those of bundles that were computed before."""
     wanted = LineageFilter(kind=ArtifactKind.RESULT, completed=True, limit=_PAGE)
     while page := await artifacts.index.lineages(wanted):
-        yield b"".join(msgspec.json.encode(_line(row)) + b"\n" for row in page)
+        for row in page:
+            try:
+                digest = digests.get(row.artifact_id) or await bundle_digest(artifacts, row.artifact_id)
+            except StrataError as error:
+                if error.code in (Code.GONE, Code.NOT_FOUND):
+                    # Removed since the page was read.
+                    continue
+                if error.code is not Code.CORRUPT:
+                    raise
+                digest = ""
+            else:
+                digests[row.artifact_id] = digest
+            yield msgspec.json.encode(_line(row, digest)) + b"\n"
         wanted = replace(wanted, before_seq=page[-1].seq)
+
+
+async def bundle_digest(artifacts: Artifacts, artifact_id: str) -> str:
+    """The SHA-256 of the bytes of a bundle; that of a blob is known, all others are made once for it."""
+    manifest = (await artifacts.open(artifact_id)).manifest
+    if is_bundle(manifest):
+        return manifest.files[0].sha256
+    digest = hashlib.sha256()
+    async for part in bundle(artifacts, artifact_id):
+        await asyncio.to_thread(digest.update, part)
+    return digest.hexdigest()
 
 
 def export_path(row: LineageRow) -> str:
@@ -119,11 +145,11 @@ def _header(file: ArtifactFile) -> bytes:
     return entry.tobuf(tarfile.PAX_FORMAT, "utf-8", "strict")
 
 
-def _line(row: LineageRow) -> IndexLine:
+def _line(row: LineageRow, digest: str) -> IndexLine:
     made = row.lineage
     return IndexLine(
         artifact=row.artifact_id,
-        sha256=row.artifact_id.rpartition("_")[2],
+        sha256=digest,
         path=export_path(row),
         model=made.model,
         mode=made.mode,

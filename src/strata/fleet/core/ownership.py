@@ -28,6 +28,8 @@ class Submitter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return self.operator or owner == self.owner
 
 
+MAX_PROJECTS: Final = 100
+"""Of an owner who is no operator."""
 OPERATOR: Final = Submitter(owner="operator", operator=True)
 """Owns the jobs that were queued with the operator token."""
 
@@ -51,6 +53,16 @@ def check_project(submitter: Submitter, project: str, owner: str) -> None:
     else:
         message, hint = f"the project {project!r} belongs to {owner}", "choose another name for the project"
     raise StrataError(Code.FORBIDDEN, f"{message}; only an operator may apply a manifest to it", hint=hint)
+
+
+def check_project_count(submitter: Submitter, owned: int) -> None:
+    """EXHAUSTED if one more project would be too many: a name that is taken is lost for all others."""
+    if not submitter.operator and owned >= MAX_PROJECTS:
+        raise StrataError(
+            Code.EXHAUSTED,
+            f"{submitter.owner} has {owned} projects, and no more are possible",
+            hint="use one of them, or ask an operator to apply the first manifest",
+        )
 
 
 def check_submission(submitter: Submitter, project: str, owner: str) -> None:

@@ -264,7 +264,7 @@ async def _owner_of(context: HubContext, actor: str) -> str:
 
 
 async def _lines(context: HubContext) -> AsyncIterator[bytes]:
-    async for lines in export.index_lines(context.artifacts):
+    async for lines in export.index_lines(context.artifacts, context.bundle_digests):
         yield lines
 
 

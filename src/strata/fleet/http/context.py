@@ -233,6 +233,8 @@ class HubContext:
     """By session of a client of training servers: its tenant, and its tags and metadata for the servers it uses."""
     front_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     """The keys of the servers follow from it, so that no database has them."""
+    bundle_digests: dict[str, str] = field(default_factory=dict)
+    """Of the bundles of the export, by artifact: each is read once to compute its digest."""
     hub_metrics: HubMetrics = field(default_factory=HubMetrics)
     """For Prometheus."""
     scrape: LastScrape = field(default_factory=LastScrape)

@@ -13,6 +13,7 @@ from strata.fleet import wire
 from strata.fleet.core.hyper import HyperFinding, HyperSchema
 from strata.fleet.core.job import HELD, JobStatus
 from strata.fleet.core.jobspec import DEFAULT_PROJECT, JobSpec, TrainerSpec, check_trainer, qualified_trainer
+from strata.fleet.core.manifest_tables import env_problem
 from strata.fleet.core.ownership import Submitter, check_owners
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.why import Why
@@ -239,6 +240,9 @@ async def _trainers(
     if given.name != spec.trainer:
         raise StrataError(Code.INVALID, f"the job names the trainer {spec.trainer!r}, not {given.name!r}")
     check_trainer(given)
+    for name in given.env:
+        if problem := env_problem(name):
+            raise StrataError(Code.INVALID, f"env.{name}: {problem}")
     if there is not None and there != given:
         raise StrataError(Code.CONFLICT, f"another trainer is called {given.name!r}", hint="give this one another name")
     if registered is None:

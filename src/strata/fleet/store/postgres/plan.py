@@ -11,7 +11,7 @@ from strata.database.events import record_postgres
 from strata.fleet.core.job import JobStatus
 from strata.fleet.core.jobspec import DEFAULT_PROJECT, JobSpec, moved_start_s
 from strata.fleet.core.lease_status import outdated_plan
-from strata.fleet.core.ownership import Submitter, check_project, check_submission
+from strata.fleet.core.ownership import Submitter, check_project, check_project_count, check_submission
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.quota import OwnerUsage, check_specs, check_usage, quota_of
 from strata.fleet.core.reservation import gang_key
@@ -90,6 +90,9 @@ async def _take_project(
     if row is None and plan.project != DEFAULT_PROJECT:
         insert = "INSERT INTO project VALUES (%s, %s, %s)"
         await connection.execute(insert, (plan.project, submitter.owner, now_s))
+        count = "SELECT count(*) FROM project WHERE owner = %s"
+        ((owned,),) = await (await connection.execute(count, (submitter.owner,))).fetchall()
+        check_project_count(submitter, owned - 1)
 
 
 async def check_quota(connection: Connection, plan: ApplyPlan, submitter: Submitter, now_s: float) -> None:

@@ -9,7 +9,7 @@ from strata.base.failpoint import failpoint
 from strata.fleet.core.job import JobStatus
 from strata.fleet.core.jobspec import DEFAULT_PROJECT, JobSpec, moved_start_s
 from strata.fleet.core.lease_status import outdated_plan
-from strata.fleet.core.ownership import Submitter, check_project, check_submission
+from strata.fleet.core.ownership import Submitter, check_project, check_project_count, check_submission
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.quota import OwnerUsage, check_specs, check_usage, quota_of
 from strata.fleet.core.reservation import gang_key
@@ -86,7 +86,9 @@ def _take_project(db: sqlite3.Connection, plan: ApplyPlan, submitter: Submitter,
     """A project without an owner becomes the submitter's."""
     if plan.project != DEFAULT_PROJECT:
         insert = "INSERT INTO project VALUES (?, ?, ?) ON CONFLICT DO NOTHING"
-        db.execute(insert, (plan.project, submitter.owner, now_s))
+        if db.execute(insert, (plan.project, submitter.owner, now_s)).rowcount:
+            ((owned,),) = db.execute("SELECT count(*) FROM project WHERE owner = ?", (submitter.owner,))
+            check_project_count(submitter, owned - 1)
 
 
 def check_quota(db: sqlite3.Connection, plan: ApplyPlan, submitter: Submitter, now_s: float) -> None:
