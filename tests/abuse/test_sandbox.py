@@ -277,6 +277,8 @@ print("homes", glob.glob("/home/*"), "place", bool(glob.glob({PLACE!r} + "/*")),
                 assert "READ" not in job.log
                 assert f"homes {shown} place True" in job.log
                 assert used in job.log.split()[-1]
+            with pytest.raises(StrataError, match=f"hides {venv}/bin/python, which the trainer needs"):
+                plain.start("", interpreter=f"{venv}/bin/python")
     finally:
         shutil.rmtree(elsewhere)
     tries(4)

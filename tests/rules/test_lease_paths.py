@@ -93,7 +93,7 @@ ALLOWED: Final = {
         "parent / name": "path_names.attempt_name, behind a prefix of our own",
         "Path(groups[-1])": "path_names.attempt_name, behind a prefix of our own",
         "found.parents.groups[-1] / f'strata-try-{os.getpid()}'": "of our own making",
-        "Path(spec.cwd)": "compared with folders; the agent opens nothing there",
+        "Path(needed)": "compared with folders; the agent opens nothing there",
         "Path(name)": "of our own making",
         "Path(text)": "the home of a user",
         "Path(program)": "our own program, and the interpreter of the owner's settings",

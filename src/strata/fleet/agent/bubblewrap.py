@@ -66,14 +66,14 @@ class MountView:
         shown = (*self.readable, *self.writable, *self.programs)
         return self._hidden_root(folder) is not None and not any(folder.is_relative_to(each) for each in shown)
 
-    def check_visible(self, folder: Path, shown: Sequence[Path]) -> None:
-        """PRECONDITION if a job that sees `shown` in addition would not see this folder of a trainer."""
+    def check_visible(self, path: Path, shown: Sequence[Path]) -> None:
+        """PRECONDITION if a job that sees `shown` in addition would not see this folder or program of a trainer."""
         shown = [*shown, *self.readable, *self.writable, *self.programs]
-        if self._hidden_root(folder) is not None and not any(folder.is_relative_to(each) for each in shown):
+        if self._hidden_root(path) is not None and not any(path.is_relative_to(each) for each in shown):
             raise StrataError(
                 Code.PRECONDITION,
-                f"the sandbox of this host hides the trainer's folder {folder}",
-                hint=f"upload the folder, or add {folder} to readable in [agent.sandbox] of the host",
+                f"the sandbox of this host hides {path}, which the trainer needs",
+                hint="upload the folder, or add it to readable in [agent.sandbox] of the host",
             )
 
     def _hidden_programs(self) -> Iterator[Path]:

@@ -141,7 +141,8 @@ class HostSandbox:
         limits = self.limits_of(paths.folder, writable, declared)
         if not self.bwrap:
             return msgspec.structs.replace(spec, limits=limits)
-        self.view.check_visible(Path(spec.cwd), (paths.folder, *readable))
+        for needed in filter(os.path.isabs, (spec.cwd, spec.command[0])):
+            self.view.check_visible(Path(needed), (paths.folder, *readable))
         return msgspec.structs.replace(
             spec,
             env={**spec.env, "HOME": str(paths.home)},
