@@ -472,7 +472,9 @@ def _homes(environ: Mapping[str, str], job_user: JobUser | None) -> tuple[Path, 
             if user.pw_uid >= _FIRST_PERSON and not user.pw_shell.endswith(("/nologin", "/false"))
         }
     homes = {Path(text).resolve() for text in texts if text}
-    homes = {home for home in homes if home.is_dir() and not any(each.is_relative_to(home) for each in _SYSTEM)}
+    # Not `Path.is_dir`, which raises for a home that an agent without root cannot look at, and its jobs cannot either.
+    homes = {home for home in homes if os.path.isdir(home)}  # noqa: PTH112
+    homes = {home for home in homes if not any(each.is_relative_to(home) for each in _SYSTEM)}
     return tuple(sorted(home for home in homes if homes.isdisjoint(home.parents)))
 
 
