@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
+from strata.train.api.template_process import ChatRendering, RenderedChat, TemplateRenderer, render_once
 from strata.train.api.text import ModelText
 from strata.train.runner.model.tiny import train_tokenizer
-from tests.shell.train_api.test_completions import CHAT, Site, site_in
+from tests.shell.train_api.test_completions import CHAT, Site, rendered, site_in
 from tests.shell.train_api.test_protocol import BASE
 
 Tries = Callable[[int], None]
@@ -96,8 +99,58 @@ async def test_a_request_brings_no_template(site: Site, tries: Tries) -> None:
     # Data that looks like a template is text.
     tries(1)
     tokenizer = train_tokenizer(400)
-    tokens = ModelText(tokenizer).render_chat([{"role": "user", "content": escape}], None, {}, room=1000)
+    tokens = await rendered(ModelText(tokenizer), [{"role": "user", "content": escape}], None, {}, room=1000)
     assert escape in tokenizer.decode(list(tokens))
+
+
+ENDLESS: Final = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+HUGE: Final = "{{ ('a' * 1500000000) | length }}"
+DOUBLED: Final = (
+    "{% set box = namespace(s='a' * 1000) %}{% for i in range(40) %}{% set box.s = box.s ~ box.s %}{% endfor %}"
+)
+LONG: Final = "{% for a in range(99999) %}aaaaaaaaaaaaaaaaaaaa{% endfor %}"
+RECURSIVE: Final = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
+
+
+def chat_for(template: str) -> ChatRendering:
+    return ChatRendering(template, CHAT, None, {}, most_characters=100_000, cpu_s=1)
+
+
+@pytest.mark.attack(AREA, "a model whose chat template never ends, or fills the memory, and six chats with it")
+async def test_a_template_ends_with_its_limit_and_holds_up_nothing_but_chats(tries: Tries) -> None:
+    async with aclosing(TemplateRenderer()) as templates:
+        for template in (ENDLESS, HUGE, DOUBLED, LONG, RECURSIVE, "{{ '%1999999999d' % 1 }}"):
+            tries(1)
+            reply = await templates.render(chat_for(template))
+            assert (reply.text, reply.over_limit) == ("", True), template
+        assert await templates.render(chat_for("{{ messages[0]['content'] }}")) == RenderedChat(text="hello")
+        tries(6)
+        attacks = [asyncio.create_task(templates.render(chat_for(ENDLESS))) for _ in range(6)]
+        # The threads of the API server, which everything else needs, are free.
+        assert await asyncio.gather(*(asyncio.to_thread(lambda: 1) for _ in range(64))) == [1] * 64
+        assert not any(task.done() for task in attacks)
+        for task in attacks:
+            task.cancel()
+        await asyncio.wait(attacks)
+
+
+@pytest.mark.attack(AREA, "a chat template that fills the memory, by requests")
+async def test_chats_of_a_model_with_such_a_template_are_refused(tmp_path: Path, tries: Tries) -> None:
+    async with site_in(tmp_path) as site:
+        (tmp_path / "tokenizer" / "chat_template.jinja").write_text(HUGE)
+        tries(1)
+        body = json.dumps({"model": BASE, "messages": CHAT}).encode()
+        reply = await site.alice.send("POST", TALK, content=body, headers={"Content-Type": "application/json"})
+        assert reply.status_code == 400
+        assert "it takes more than 5 s or 512 MiB" in reply.text
+
+
+@pytest.mark.attack(AREA, "a chat template that fills the memory, checked before it is served")
+def test_a_template_is_tried_once_by_a_process_of_its_own(tries: Tries) -> None:
+    tries(1)
+    assert render_once(chat_for("{{ messages[0]['content'] }}")) == RenderedChat(text="hello")
+    assert render_once(chat_for(HUGE)).over_limit
+    assert render_once(chat_for("{{ raise_exception('no') }}")) == RenderedChat(error="no")
 
 
 @pytest.mark.attack(AREA, "a checkpoint of another tenant, by its path")

@@ -130,7 +130,8 @@ def check(model: str, ranks: int, output: Format) -> None:
     """Check whether the training server can train MODEL, and the memory that it needs.
 
     MODEL is a folder or an id in the Hugging Face cache. Only the heads of its files are read. Memory is of each
-    device: to start with, and with every adapter in use and a full KV cache. Exit status 2 if its family is refused.
+    device: to start with, and with every adapter in use and a full KV cache. Exit status 2 if its family is refused, or
+    if its chat template renders one message only beyond the limits of a server.
     """
     _require_hub()
     import msgspec
@@ -145,6 +146,24 @@ def check(model: str, ranks: int, output: Format) -> None:
         _print_report(report, output)
     if report.support == "no":
         raise StrataError(Code.UNSUPPORTED, report.why)
+    _try_chat(model)
+
+
+def _try_chat(model: str) -> None:
+    """UNSUPPORTED if the chat template of the model needs more than a server lets it have."""
+    from importlib.util import find_spec
+
+    from strata.base.errors import Code, StrataError
+    from strata.train.api.template_process import try_template
+    from strata.train.hugging_face import find_folder
+
+    folder = find_folder(model)
+    if folder is None or find_spec("transformers") is None or (rendered := try_template(folder)) is None:
+        return
+    if rendered.over_limit:
+        raise StrataError(Code.UNSUPPORTED, f"its chat template cannot be served: {rendered.error}")
+    if rendered.error:
+        print_error(f"its chat template rejects a chat of one message: {rendered.error}")
 
 
 def _print_report(report: Any, output: Format) -> None:

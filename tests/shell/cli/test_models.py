@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -107,6 +108,11 @@ def test_a_folder_is_checked_in_words_and_a_refused_family_by_the_exit_status(
     (refused / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes())
     assert "bamba cannot be trained here" in cli.run("check", str(refused), status=2).stderr
     assert "strata models pull lab/other" in cli.run("check", "lab/other", status=102).stderr
+    other = shutil.copytree(model, tmp_path / "other")
+    (other / "chat_template.jinja").write_text("{{ ('a' * 1500000000) | length }}")
+    assert "its chat template cannot be served: it takes more than" in cli.run("check", str(other), status=2).stderr
+    (other / "chat_template.jinja").write_text("{{ raise_exception('who are you?') }}")
+    assert "rejects a chat of one message: who are you?" in cli.run("check", str(other)).stderr
 
 
 def test_what_is_trained_of_a_model_that_also_takes_images_is_said_in_words(cli: Cli, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import gc
 import json
 import threading
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from strata.train.api import completion_forms
 from strata.train.api.context import ApiContext
 from strata.train.api.routes import application
 from strata.train.api.server import APIServer
+from strata.train.api.template_process import TemplateRenderer
 from strata.train.api.text import ModelText, TextLoader, TextStream
 from strata.train.core import messages, ops
 from strata.train.core.sampling import SampledSequence
@@ -94,7 +95,12 @@ def events(reply: httpx.Response) -> Sequence[Any]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def test_a_chat_is_rendered_by_the_template_with_tools_and_variables() -> None:
+async def rendered(text: ModelText, chat: Any, tools: Any, variables: Any, room: int = 100) -> Sequence[int]:
+    async with aclosing(TemplateRenderer()) as templates:
+        return text.encode_chat(await templates.render(text.prepare_chat(chat, tools, variables, room)))
+
+
+async def test_a_chat_is_rendered_by_the_template_with_tools_and_variables() -> None:
     tokenizer = train_tokenizer(400)
     tokenizer.chat_template = TEMPLATE
     text = ModelText(tokenizer)
@@ -112,7 +118,7 @@ def test_a_chat_is_rendered_by_the_template_with_tools_and_variables() -> None:
     ):
         read = msgspec.convert({"model": BASE, "messages": CHAT, **body}, ChatBody)
         variables = read.chat_template_kwargs or {}
-        tokens = text.render_chat(read.template_messages(), read.offered_tools, variables, room=100)
+        tokens = await rendered(text, read.template_messages(), read.offered_tools, variables)
         assert list(tokens) == tokenizer.encode(expected), expected
 
 
@@ -124,11 +130,11 @@ def test_a_chat_is_rendered_by_the_template_with_tools_and_variables() -> None:
         (TEMPLATE + "{# a developer is known here #}", "developer"),
     ],
 )
-def test_a_developer_is_the_system_to_a_template_that_does_not_know_the_role(template: Any, role: str) -> None:
+async def test_a_developer_is_the_system_to_a_template_that_does_not_know_the_role(template: Any, role: str) -> None:
     tokenizer = train_tokenizer(400)
     tokenizer.chat_template = template
     chat = [{"role": "developer", "content": "be brief"}, *CHAT]
-    tokens = ModelText(tokenizer).render_chat(chat, None, {}, room=100)
+    tokens = await rendered(ModelText(tokenizer), chat, None, {})
     assert tokenizer.decode(list(tokens)) == f"{role}:be brief|user:hello|reply:"
 
 

@@ -120,7 +120,9 @@ async def _plan_chat(call: ApiCall, body: openai.ChatBody) -> _Plan[openai.ChatC
     messages_, tools = body.template_messages(), body.offered_tools
     weights, room, text = await _prepare(call, body.model)
     variables = body.chat_template_kwargs or {}
-    prompt = await asyncio.to_thread(text.render_chat, messages_, tools, variables, room)
+    chat = await asyncio.to_thread(text.prepare_chat, messages_, tools, variables, room)
+    rendered = await call.context.templates.render(chat)
+    prompt = await asyncio.to_thread(text.encode_chat, rendered)
     params = body.params(body.token_limit, text.end_tokens)
     template = SampleOperation(
         "", 0, _pack(prompt), params, body.samples, topk_sample_logprobs=body.top, stream=bool(body.stream)

@@ -26,6 +26,7 @@ from strata.identity.authenticate import Authenticator
 from strata.identity.ports import IdentityStore
 from strata.identity.roles import CallerKind, Principal
 from strata.train.api.sampler_cache import SamplerCache
+from strata.train.api.template_process import TemplateRenderer
 from strata.train.api.text import TextLoader
 from strata.train.core import messages, ops
 from strata.train.core.messages import OrchestratorRequest
@@ -65,6 +66,7 @@ class ApiContext:
     clock: Clock
     ids: Ids
     text: TextLoader
+    templates: TemplateRenderer
     reply_timeout_s: float = REPLY_TIMEOUT_S
     pace: BodyPace = field(default_factory=BodyPace)
     names: dict[str, str] = field(default_factory=dict)

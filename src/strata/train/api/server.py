@@ -7,7 +7,7 @@ import hmac
 import shutil
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Final
 
@@ -30,6 +30,7 @@ from strata.identity.authenticate import Authenticator
 from strata.train.api.context import REPLY_TIMEOUT_S, ApiContext, ApiMetrics, OrchestratorPort
 from strata.train.api.keys import load_operator_token
 from strata.train.api.routes import application
+from strata.train.api.template_process import TemplateRenderer
 from strata.train.api.text import TextLoader
 from strata.train.key_database import create_first_key, open_key_database
 from strata.train.link.api import OrchestratorClient
@@ -81,7 +82,10 @@ class APIServer:
         # Uploads of a process that was killed.
         await asyncio.to_thread(_remove_uploads, settings.imports, self._number)
         shared = settings.server.api_servers > 1
-        async with open_key_database(settings.identity_database, shared=shared) as identity:
+        async with (
+            open_key_database(settings.identity_database, shared=shared) as identity,
+            aclosing(TemplateRenderer()) as templates,
+        ):
             if not settings.server.identity_database:
                 await create_first_key(identity, clock, settings.data)
             token = settings.server.operator_token or load_operator_token(settings.data)
@@ -94,6 +98,7 @@ class APIServer:
                 clock=clock,
                 ids=Ids(clock),
                 text=TextLoader(settings.model.path),
+                templates=templates,
                 reply_timeout_s=self._reply_timeout_s,
                 pace=self._pace,
                 bodies=BodyBudget(largest=settings.server.max_body_bytes),

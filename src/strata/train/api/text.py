@@ -1,7 +1,7 @@
 """The tokenizer of the base model in the API server: chats and texts to tokens, and sampled tokens to text.
 
-Chat templates are those of the model's own files. transformers renders them in jinja2's sandbox; a request brings data
-for them and never a template.
+Chat templates are those of the model's own files; a request brings data for them and never a template. A process with
+limits renders them (`template_process`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from strata.base.errors import Code, StrataError
+from strata.train.api.template_process import ChatRendering, RenderedChat
 from strata.train.core.sampling import (
     CONTEXT,
     REPLACEMENT,
@@ -31,9 +32,12 @@ from strata.train.wire.sampling import top_pairs
 CALL_START: Final = "<tool_call>"
 CALL_END: Final = "</tool_call>"
 """How the models that were trained on this form (Hermes, Qwen) write a call: a JSON object between these."""
-_TEMPLATE_NAMES: Final = frozenset({"add_generation_prompt", "documents", "messages", "tools"})
-_TEMPLATE_FAILURES: Final = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What code in a template raises when the data of a request does not have the form that it expects."""
+_TEMPLATE_NAMES: Final = frozenset(
+    {
+        "add_generation_prompt", "chat_template", "continue_final_message", "conversations", "documents", "messages",
+        "return_assistant_tokens_mask", "tools",
+    }
+)  # fmt: skip
 _CACHED_TOKENS: Final = 100_000
 
 
@@ -78,51 +82,42 @@ class ModelText:
         self._check_length("prompt", text, room)
         return self._encode(text, special=True)
 
-    def render_chat(
+    def prepare_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any],
         room: int,
-    ) -> Sequence[int]:
-        """The prompt that the model's template makes of a chat; INVALID if it makes none."""
+    ) -> ChatRendering:
+        """A chat with the template of the model, to be rendered. INVALID if there is none, or the chat is too long."""
         reserved = _TEMPLATE_NAMES.intersection(variables) | {name for name in variables if name.startswith("_")}
-        if reserved or "chat_template" in variables:
+        if reserved:
             raise invalid_field("chat_template_kwargs", f"has names that are not for callers: {sorted(variables)[:5]}")
         if not self._tokenizer.chat_template:
             raise StrataError(
                 Code.INVALID, "the tokenizer of this model has no chat template", hint="use /v1/completions"
             )
         self._check_length("messages", "".join(str(each.get("content") or "") for each in messages), room)
-        text = self._render(messages, tools, variables)
-        self._check_length("messages", text, room)
-        return self._encode(text, special=False)
-
-    def _render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        variables: Mapping[str, Any],
-    ) -> str:
-        from jinja2 import TemplateError
-
-        offered = None if tools is None else list(tools)
         try:
-            # Most templates know no developer, and leave out the messages of a role that they do not know.
-            if "developer" not in self._tokenizer.get_chat_template(tools=offered):
-                messages = [_as_system(each) for each in messages]
-            text = self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=offered,
-                add_generation_prompt=True,
-                tokenize=False,
-                **variables,
-            )
-        except (TemplateError, *_TEMPLATE_FAILURES) as error:
-            reason = " ".join(str(error).split())[:300]
-            raise invalid_field("messages", f"the chat template of the model cannot render them: {reason}") from None
-        assert isinstance(text, str)
-        return text
+            template = self._tokenizer.get_chat_template(tools=tools)
+        except ValueError as error:
+            raise _unrendered(str(error)) from None
+        # Most templates know no developer, and leave out the messages of a role that they do not know.
+        if "developer" not in template:
+            messages = [_as_system(each) for each in messages]
+        return ChatRendering(
+            template=template,
+            messages=messages,
+            tools=tools,
+            variables={**self._tokenizer.special_tokens_map, **variables},
+            most_characters=room * self._longest_token,
+        )
+
+    def encode_chat(self, rendered: RenderedChat) -> Sequence[int]:
+        """The prompt; INVALID if the template has made none."""
+        if rendered.error:
+            raise _unrendered(rendered.error)
+        return self._encode(rendered.text, special=False)
 
     def _check_length(self, field: str, text: str, room: int) -> None:
         """Before the text is tokenized: no token is longer than the longest."""
@@ -227,6 +222,10 @@ class TextStream:
 def _overlap(text: str, mark: str) -> int:
     """The length of the longest beginning of the mark, short of all of it, that the text ends with."""
     return next((length for length in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:length])), 0)
+
+
+def _unrendered(reason: str) -> StrataError:
+    return invalid_field("messages", f"the chat template of the model cannot render them: {reason}")
 
 
 def _as_system(message: Mapping[str, Any]) -> Mapping[str, Any]:
