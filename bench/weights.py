@@ -40,7 +40,6 @@ from strata.train.runner.collectives import RankGroup
 from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.runner.model.trained import FullModel, LoraModel, TrainedModel, local
 from strata.train.runner.model_runner import ModelRunner, run_interleaved
-from strata.train.runner.passes.optimizer import MOMENTS
 from strata.train.runner.settings import RunnerSettings
 
 GOAL: Final = 0.9
@@ -122,7 +121,7 @@ class Adapter:
         folder.mkdir()
         adapter, moments = self.model.adapter, self.model.optimizer.moments()[0]
         save_file(formats.to_peft(adapter.views(adapter.flat)), folder / "adapter.safetensors")
-        kept = {f"{part}.{name}": own for part in MOMENTS for name, own in adapter.views(moments[part]).items()}
+        kept = {f"{part}.{name}": own for part, flat in moments.items() for name, own in adapter.views(flat).items()}
         save_file({name: own.clone() for name, own in kept.items()}, folder / "optimizer.safetensors")
         for path in (*folder.iterdir(), folder, folder.parent):
             sync(path)
@@ -134,8 +133,8 @@ class Adapter:
         for (_, view), tensor in zip(sorted(adapter.views(adapter.flat).items()), _sorted(found), strict=True):
             view.copy_(tensor)
         moments = self.model.optimizer.moments()[0]
-        for part in MOMENTS:
-            for name, view in adapter.views(moments[part]).items():
+        for part, flat in moments.items():
+            for name, view in adapter.views(flat).items():
                 view.copy_(kept[f"{part}.{name}"])
 
 

@@ -37,10 +37,10 @@ class Loop:
     def __init__(self, path: str, training: str, dtype: torch.dtype, device: torch.device) -> None:
         # Weights that are trained stay in float32; adapters have the dtype of the arithmetic.
         storage = dtype if training == "lora" else torch.float32
-        # The grouped matrix multiplication of transformers; dense models have none.
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=storage, local_files_only=True, experts_implementation="grouped_mm"
-        )
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=storage, local_files_only=True)
+        if model._can_set_experts_implementation():
+            # The grouped matrix multiplication of transformers; dense models have no experts.
+            model.set_experts_implementation("grouped_mm")
         block = set(model._no_split_modules)
         if training == "lora":
             adapters = LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, lora_dropout=0.0, target_modules=list(LAYERS))
