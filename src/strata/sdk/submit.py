@@ -26,7 +26,8 @@ from strata.base.errors import Code, StrataError
 from strata.fleet import wire
 from strata.fleet.client import HubClient
 from strata.fleet.core.job import TERMINAL
-from strata.fleet.core.jobspec import DEFAULT_PROJECT, MAX_ATTEMPTS, EnvironmentSpec, JobSpec, TrainerSpec
+from strata.fleet.core.jobspec import DEFAULT_PROJECT, EnvironmentSpec, JobSpec, TrainerSpec
+from strata.fleet.core.lease import MAX_ATTEMPTS
 from strata.fleet.core.manifest_tables import env_problem
 from strata.fleet.core.requirement import NAME_RULE, Needs
 from strata.fleet.core.schedule import StartTime, start_fields

@@ -53,8 +53,8 @@ def test_a_job_that_declares_nothing_takes_the_whole_host() -> None:
 
 
 def test_on_a_host_with_slots_a_job_that_declares_nothing_takes_a_slot_and_no_card() -> None:
-    assert fill(DIVIDED, Needs(), Needs(), Needs()) == [Taken(), Taken(), "needs 1 slots, 0 free"]
-    assert fill(DIVIDED, Needs(slots=2), Needs())[1] == "needs 1 slots, 0 free"
+    assert fill(DIVIDED, Needs(), Needs(), Needs()) == [Taken(), Taken(), "needs 1 slot, 0 free"]
+    assert fill(DIVIDED, Needs(slots=2), Needs())[1] == "needs 1 slot, 0 free"
     assert fill(DIVIDED, Needs(prefer_cuda=True))[0] == Taken(cards=("GPU-0",))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -163,9 +162,8 @@ def get(artifact: str, folder: Path | None, context: str | None) -> None:
         with ProgressLine(f"downloading {short_id(reply.id)}", format_bytes) as report:
             pull_artifact(client, reply, target, report)
     what = f"{format_count(len(reply.manifest.files), 'file')}, {format_bytes(reply.size)}"
-    print_error(f"strata: {short_id(reply.id)} ({what}) is in the folder {target}")
-    if not sys.stdout.isatty():
-        write(str(target))
+    print_error(f"strata: {what}, downloaded and verified")
+    write(str(target))
 
 
 @artifacts.command()

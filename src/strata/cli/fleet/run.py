@@ -196,7 +196,7 @@ def run(  # noqa: PLR0913 (the options of the command)
     from dataclasses import replace
 
     from strata.cli.fleet.data import print_data
-    from strata.fleet.core.jobspec import MAX_ATTEMPTS
+    from strata.fleet.core.lease import MAX_ATTEMPTS
     from strata.fleet.core.requirement import Needs
     from strata.fleet.core.schedule import format_moment
     from strata.sdk.bundle import make_bundle
