@@ -25,12 +25,13 @@ PEFT := 0.21.2
 ACCELERATE := 1.15.0
 # The extra `quantised`. It names torch too.
 BITSANDBYTES := 0.50.2
+APART := torch==$(TORCH) peft==$(PEFT) accelerate==$(ACCELERATE) bitsandbytes==$(BITSANDBYTES)
 
 PYTEST := $(BIN)/python -m pytest
 TIERS := $(BIN)/python -m tests.tiers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check lint rules test ledger tsan weekly gpu release bench soak docs services constraints proto contract diagrams families format clean installed
+.PHONY: help setup check lint rules test ledger tsan weekly newest lowest gpu release bench soak docs services constraints proto contract diagrams families format clean installed
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,7 +41,7 @@ setup: $(STAMP) ## create .venv with the pinned packages; does nothing when noth
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --require-hashes -r constraints.txt
-	$(BIN)/python -m pip install --quiet --no-deps torch==$(TORCH) peft==$(PEFT) accelerate==$(ACCELERATE) bitsandbytes==$(BITSANDBYTES)
+	$(BIN)/python -m pip install --quiet --no-deps $(APART)
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
@@ -82,6 +83,12 @@ weekly: installed ## inference engines (vLLM), longest tests, kill campaigns, an
 	$(BIN)/python -m soak fleet-schedule --seeds 10000
 	$(BIN)/python -m soak train-sim --seeds 1000
 	scripts/e2e-arm64.sh
+
+newest: installed ## tests with the newest tinker, cookbook, transformers, openai, and docs/support.md; ARGS=tinker for one, ARGS=engines for vLLM
+	$(BIN)/python scripts/versions.py newest --apart "$(APART)" $(ARGS)
+
+lowest: installed ## tests with the lowest versions that pyproject.toml allows
+	$(BIN)/python scripts/versions.py lowest --apart "$(APART)" $(ARGS)
 
 gpu: installed ## tests, kill campaign and benches on 1, 2 and 8 CUDA devices; status 77 of the script without one
 	$(BIN)/python scripts/gpu.py $(ARGS)

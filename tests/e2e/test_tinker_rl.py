@@ -201,7 +201,8 @@ async def test_a_sample_that_was_asked_for_before_a_kill_still_comes_and_is_the_
     """The sampler lives in memory alone: ranks that start anew are told to make it again."""
 
     def disturbed() -> tuple[list[int], list[int], list[int]]:
-        sampler = train_a_little(client).save_weights_and_get_sampling_client()
+        training: Any = train_a_little(client)
+        sampler = training.save_weights_and_get_sampling_client().result(PATIENCE_S)
         params = types.SamplingParams(max_tokens=LONG, seed=11, stop=[])
         prompt = types.ModelInput.from_ints(PROMPT)
         (undisturbed,) = sampler.sample(prompt, 1, params).result(PATIENCE_S).sequences

@@ -178,6 +178,8 @@ def test_whoever_waits_for_others_is_told_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING, "tinker")
+    # It reports a pause only after a quarter of an hour.
+    monkeypatch.setattr("tinker.lib.queue_state_logger.PAUSE_GRACE_PERIOD", 0)
     token = (server.data / "operator.token").read_text().strip()
     body = {"name": "bob", "role": "researcher"}
     with server.private(**{"X-Operator-Token": token}) as http:

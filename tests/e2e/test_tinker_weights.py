@@ -151,16 +151,12 @@ async def test_a_new_client_goes_on_bit_by_bit_with_muon_too(server: ServeProces
                 model.optim_step(ADAM).result(PATIENCE_S)
             return path, train(model, range(2, 4), MUON)
 
-    def resumed(path: str, *, by_load: bool) -> list[list[float]]:
+    def resumed(path: str) -> list[list[float]]:
         with connected(server) as client:
-            client.holder._client_config = client.holder._client_config.model_copy(
-                update={"create_model_via_load_weights": by_load}
-            )
             return train(client.create_training_client_from_state_with_optimizer(path), range(2, 4), MUON)
 
     path, whole = await asyncio.to_thread(begun)
-    assert await asyncio.to_thread(resumed, path, by_load=True) == whole
-    assert await asyncio.to_thread(resumed, path, by_load=False) == whole
+    assert await asyncio.to_thread(resumed, path) == whole
 
 
 async def test_a_new_client_goes_on_bit_by_bit_as_if_nobody_had_stopped(server: ServeProcess) -> None:
@@ -174,16 +170,17 @@ async def test_a_new_client_goes_on_bit_by_bit_as_if_nobody_had_stopped(server: 
             return path, train(model, range(3, 6)), saved_adapter(server, model, "whole")
 
     def resumed(path: str, name: str, *, by_load: bool = True) -> tuple[list[list[float]], bytes]:
+        """By one request that makes the model, or by one that makes it and one that loads into it."""
         with connected(server) as client:
-            client.holder._client_config = client.holder._client_config.model_copy(
-                update={"create_model_via_load_weights": by_load}
-            )
-            model = client.create_training_client_from_state_with_optimizer(path)
+            if by_load:
+                model = client.create_training_client_from_state_with_optimizer(path)
+            else:
+                model = client.create_lora_training_client(base_model="tiny", rank=8)
+                model.load_state_with_optimizer(path).result(PATIENCE_S)
             return train(model, range(3, 6)), saved_adapter(server, model, name)
 
     def without_optimizer(path: str) -> list[list[float]]:
         with connected(server) as client:
-            assert client.holder._client_config.create_model_via_load_weights
             return train(client.create_training_client_from_state(path), range(3, 6))
 
     path, whole, files = await asyncio.to_thread(begun)
@@ -314,10 +311,11 @@ async def test_a_checkpoint_whose_time_is_over_is_gone_for_lists_loads_and_sampl
             assert names == {"weights/kept", "weights/000000"}
             with pytest.raises(tinker.NotFoundError):
                 rest.get_weights_info_by_tinker_path(short).result()
+            futures: Any = client
             with pytest.raises(tinker.NotFoundError):
-                client.create_training_client_from_state(short)
+                futures.create_training_client_from_state(short).result(PATIENCE_S)
             with pytest.raises(tinker.NotFoundError):
-                client.create_sampling_client(model_path=short)
+                futures.create_sampling_client(model_path=short).result(PATIENCE_S)
             with pytest.raises(tinker.RequestFailedError, match="there is no checkpoint"):
                 model.load_state(short).result(PATIENCE_S)
             rest.delete_checkpoint_from_tinker_path(kept).result()

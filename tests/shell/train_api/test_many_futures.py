@@ -162,8 +162,8 @@ async def sampling(server: Server, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
         serving = asyncio.create_task(serve_app(counted, [listener], stop))  # type: ignore[arg-type]
 
         def connect() -> tuple[tinker.ServiceClient, tinker.SamplingClient]:
-            service = tinker.ServiceClient(base_url=url_of(listener), api_key=server.alice.key)
-            return service, service.create_sampling_client(base_model=BASE)
+            service: Any = tinker.ServiceClient(base_url=url_of(listener), api_key=server.alice.key)
+            return service, service.create_sampling_client(base_model=BASE).result()
 
         service, sampler = await asyncio.to_thread(connect)
         try:

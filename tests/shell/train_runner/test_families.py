@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import torch
+import transformers
 from peft import PeftModel
 
 from strata.base.errors import Code, StrataError
@@ -36,7 +37,10 @@ pytestmark = pytest.mark.proves(
     "were accepted and off by 0.3 to 1.2 nats, others ended with a traceback"
 )
 
-TABLE: Final = family_table.rows(family_table.DOCUMENT.read_text(encoding="utf-8"))
+PAGE: Final = family_table.DOCUMENT.read_text(encoding="utf-8")
+TABLE: Final = family_table.rows(PAGE)
+NEWER: Final = f"transformers {'.'.join(transformers.__version__.split('.')[:2])} " not in PAGE
+"""`make newest` runs this with a release that may have families the page does not have yet."""
 EQUAL: Final = tuple(family for family, row in TABLE.items() if row.split("|")[2].strip() == "equal")
 DEEP: Final = {
     "aria_text": (True, True, True),
@@ -72,7 +76,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
 @pytest.mark.parametrize("family", tiny_families.FAMILIES)
 def test_a_family_is_equal_or_refused_as_the_table_says(family: str, ranks: RankGroup, tmp_path: Path) -> None:
     row = family_table.outcome_of(family, tmp_path, ranks).row
-    assert row == TABLE.get(family), "make families"
+    assert row == TABLE.get(family, row if NEWER else None), "make families"
 
 
 @pytest.mark.parametrize("family", EQUAL)
@@ -92,8 +96,9 @@ def test_a_family_is_equal_when_all_weights_are_trained_too(family: str, ranks: 
 
 
 def test_the_table_counts_at_least_sixty_families_and_forty_five_equal_ones() -> None:
-    assert tuple(TABLE) == tiny_families.FAMILIES
-    assert family_table.counts(TABLE.values()) in family_table.DOCUMENT.read_text(encoding="utf-8")
+    assert TABLE.keys() <= set(tiny_families.FAMILIES)
+    assert NEWER or tuple(TABLE) == tiny_families.FAMILIES
+    assert family_table.counts(TABLE.values()) in PAGE
     training = family_table.DOCUMENT.with_name("training.md").read_text(encoding="utf-8")
     assert f"[{len(EQUAL)} families](families.md)" in training
     built = [row for row in TABLE.values() if row.split("|")[2].strip() != "not built"]

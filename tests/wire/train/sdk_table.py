@@ -75,7 +75,9 @@ def main() -> None:
     if "--check" not in sys.argv:
         FILE.write_text(text, encoding="utf-8")
     elif FILE.read_text(encoding="utf-8") != text:
-        sys.exit(f"{FILE.name} is not what tinker {version('tinker')} says: run `make sdkfields`")
+        sys.exit(
+            f"{FILE.name} is not what tinker {version('tinker')} says: python -m tests.wire.train.sdk_table writes it"
+        )
 
 
 if __name__ == "__main__":
