@@ -187,8 +187,9 @@ def test_whoever_waits_for_others_is_told_so(
     model = client.create_lora_training_client(base_model="tiny", rank=4)
     long = [datum([9] * 1500, [9] * 1500) for _ in range(8)]
     slow = [model.forward_backward(long, "cross_entropy") for _ in range(4)]
+    bob: Any
     for bob in connected(server, made["secret"], monkeypatch):
-        bob.create_lora_training_client(base_model="tiny", rank=4)
+        bob.create_lora_training_client(base_model="tiny", rank=4).result()
     for each in slow:
         each.result()
     told = [record.getMessage() for record in caplog.records if "is paused. Reason:" in record.getMessage()]
