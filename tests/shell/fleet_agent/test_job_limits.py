@@ -23,6 +23,7 @@ from strata.fleet.core.job import Cause
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 from strata.fleet.core.manifest import parse_manifest
 from strata.fleet.core.requirement import Needs
+from strata.fleet.core.why import Why
 from tests.core.fleet_agent.leases import lease
 from tests.shell.fleet_agent.running import HubProcess, agent
 from tests.shell.fleet_agent.waiting import eventually
@@ -149,3 +150,27 @@ def test_a_job_that_runs_out_of_memory_is_moved_to_a_larger_host(hub: HubProcess
             assert hub.log(job) == f"{200 << 20}\n"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_job_that_declared_too_little_memory_gets_more_on_the_same_host_and_each_limit_is_told(
+    hub: HubProcess,
+) -> None:
+    assert os.geteuid() == 0, "only root can become another user: run this as root"
+    folder = Path(tempfile.mkdtemp(prefix="strata-oom-"))
+    folder.chmod(0o711)
+    trainer = TrainerSpec(name="modest", command=("python", "-c", ALLOCATES), directory="/usr/share")
+    try:
+        with agent(hub, folder, "lena", sandbox_mode="required", sandbox_memory_gib="1", grace_s="0"):
+            eventually(lambda: "lena" in hub.online())
+            needs = Needs(min_ram_gib=0.125, min_cores=1, allowed_hosts=("lena",), require_limits="enforced")
+            job = hub.submit_with(trainer, JobSpec(model="modest", trainer="modest", needs=needs))
+            seen = hub.until(job, "completed", "failed", within_s=120.0)
+            greedy = msgspec.structs.replace(needs, min_ram_gib=2)
+            never = hub.submit_with(trainer, JobSpec(model="greedy", trainer="modest", needs=greedy))
+            answer = hub.operator.call("GET", f"/v1/job/{never}/why", Why)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    assert seen.job.status == "completed", seen
+    assert [each.cause for each in seen.attempts] == [Cause.OOM, None]
+    assert "its limit is 0.125 GiB (min_ram_gib of the job)" in (seen.attempts[0].error or "")
+    assert any("has 1 GiB for one job (sandbox.memory_gib)" in each.detail for each in answer.obstacles), answer
