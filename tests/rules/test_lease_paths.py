@@ -84,7 +84,7 @@ ALLOWED: Final = {
         "Path(tempfile.mkdtemp(prefix='source-', dir=request.scratch))": "in the process of the job's user",
     },
     "probe.py": {
-        "load / (os.cpu_count() or 1)": "a number",
+        "(self._before[0] - before[0]) / (self._before[1] - before[1])": "a number",
     },
     "prepare.py": {
         "Path(folder)": "an environment of the cache, by path_names.environment_name",
@@ -103,6 +103,7 @@ ALLOWED: Final = {
         "Path(sys.base_prefix)": "our own program",
     },
     "job_limits.py": {
+        "(usage.cpu_s - before_s) / (now_s - since_s)": "a number",
         "Path(group)": "path_names.attempt_name, behind a prefix of our own",
         "Path(folder)": "path_names.attempt_name, and path_names.server_name",
     },
@@ -113,6 +114,8 @@ ALLOWED: Final = {
         "Path(__file__)": "our own program",
         "Path(__file__).with_name(f'{name}.py')": "our own program",
         "Path(f'/proc/{pid}/stat')": "a number",
+        "Path(f'/proc/{pid}/smaps_rollup')": "a number",
+        "ticks / os.sysconf('SC_CLK_TCK')": "a number",
         "Path('/sys/fs/cgroup' + path)": "of this process",
         "Path(f'/sys/fs/cgroup/memory{at}')": "of this process",
         "Path(sys.argv[1])": "the agent's own folder",
