@@ -158,7 +158,8 @@ def test_windows_and_chunks_reach_as_far_as_they_say() -> None:
     [("causal", None), ("sliding_window_causal", Reach(window=4)), ("chunked_causal", Reach(chunk=4))],
 )
 def test_the_mask_of_packed_documents_is_described_as_that_of_each(kind: str, reach: Reach | None) -> None:
-    config = LlamaConfig(hidden_size=8, num_attention_heads=2, sliding_window=4, attention_chunk_size=4)
+    limits: Any = {"sliding_window": 4, "attention_chunk_size": 4}
+    config = LlamaConfig(hidden_size=8, num_attention_heads=2, **limits)
     config._attn_implementation = ATTENTION
     described = getattr(masking_utils, f"create_{kind}_mask")(
         config=config,
