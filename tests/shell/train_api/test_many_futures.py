@@ -7,7 +7,7 @@ import gc
 import warnings
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
+
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -174,12 +174,12 @@ async def sampling(server: Server, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
             await serving
 
 
-def asked(sampler: tinker.SamplingClient, count: int) -> list[Future[types.SampleResponse]]:
+def asked(sampler: tinker.SamplingClient, count: int) -> list[tinker.APIFuture[types.SampleResponse]]:
     prompt = types.ModelInput.from_ints([1, 2, 3])
     return [sampler.sample(prompt, 1, types.SamplingParams(max_tokens=4, seed=seed)) for seed in range(count)]
 
 
-def results(futures: list[Future[types.SampleResponse]]) -> list[list[int] | str]:
+def results(futures: list[tinker.APIFuture[types.SampleResponse]]) -> list[list[int] | str]:
     found: list[list[int] | str] = []
     for future in futures:
         try:
