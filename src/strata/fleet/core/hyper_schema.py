@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
-from graphlib import CycleError, TopologicalSorter
 from itertools import islice
 from math import isfinite
 from typing import Any, Final
@@ -19,6 +16,7 @@ Path = tuple[str | int, ...]
 
 _MAX_SHOWN: Final = 80
 _MAX_DEPTH: Final = 64
+_LARGEST_FLOAT: Final = 1.7976931348623157e308
 _MAX_PARTS: Final = 20_000
 """Schemas inside a schema."""
 _MAX_PROBLEMS: Final = 200
@@ -132,19 +130,21 @@ def _circular_definitions(root: Any) -> Collection[Path]:
     for place, others in references.items():
         for other in others:
             referring.setdefault(other, set()).add(place)
-    return _without_order(references) & _without_order(referring)
+    return _without_order(references, referring) & _without_order(referring, references)
 
 
-def _without_order(graph: Mapping[Path, Collection[Path]]) -> set[Path]:
-    """The nodes on a circle of the graph, and those that lead to one."""
-    sorter = TopologicalSorter(graph)
-    with suppress(CycleError):
-        sorter.prepare()
-    ordered: set[Path] = set()
-    while ready := sorter.get_ready():
-        ordered.update(ready)
-        sorter.done(*ready)
-    return graph.keys() - ordered
+def _without_order(graph: Mapping[Path, Collection[Path]], reverse: Mapping[Path, Collection[Path]]) -> set[Path]:
+    """The nodes on a circle of the graph, and those that lead to one (Kahn's algorithm)."""
+    left = {place: len(graph.get(place, ())) for place in graph.keys() | reverse.keys()}
+    ready = [place for place, count in left.items() if not count]
+    while ready:
+        place = ready.pop()
+        del left[place]
+        for other in reverse.get(place, ()):
+            left[other] -= 1
+            if not left[other]:
+                ready.append(other)
+    return set(left)
 
 
 def _references_at(schema: Any) -> Iterator[str]:
@@ -185,7 +185,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST_FLOAT
 
 
 def _is_names(value: Any) -> bool:
