@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import array
 import asyncio
+import http.server
+import ssl
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +16,9 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 
+from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
+from strata.identity.ca import Authority
 from strata.sdk import flow as flows
 from strata.sdk.train import AsyncTrainingServer, Datum, TrainingServer
 from tests.shell.train_api.test_protocol import BASE, Server, listening, served
@@ -274,3 +279,25 @@ async def test_a_key_may_be_a_file(server: Server, tmp_path: Path) -> None:
     transport = httpx.ASGITransport(server.root)
     async with AsyncTrainingServer("http://server", file, transport=transport) as service:
         assert len(await service.sessions()) == 1
+
+
+def test_a_server_with_a_certificate_of_an_own_authority_is_trusted_by_its_file(tmp_path: Path) -> None:
+    authority = Authority.load_or_create(tmp_path / "ca", "test", SystemClock().wall_s())
+    key, certificate = authority.issue_server(["127.0.0.1"], SystemClock().wall_s())
+    (tmp_path / "server.pem").write_bytes(key + certificate)
+    (tmp_path / "ca.pem").write_bytes(authority.certificate_pem)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(tmp_path / "server.pem")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as listener:
+        listener.socket = context.wrap_socket(listener.socket, server_side=True)
+        threading.Thread(target=listener.serve_forever).start()
+        url = f"https://127.0.0.1:{listener.server_address[1]}"
+        try:
+            # The handler knows no method: 501 is its reply to a client that trusts it.
+            assert TrainingServer(url, "tml-key", ca=tmp_path / "ca.pem")._http.get("/").status_code == 501
+            with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+                TrainingServer(url, "tml-key")._http.get("/")
+        finally:
+            listener.shutdown()
+    with pytest.raises(StrataError, match="cannot be read as a certificate authority"):
+        TrainingServer(url, "tml-key", ca=tmp_path / "nothing.pem")

@@ -246,6 +246,7 @@ async def test_an_event_names_its_host_and_shortens_the_ids_in_its_details(site:
     browser = await log_in(site, "viewer")
     page = await browser.shows(f"/events?subject={job_id}&kind=job.completed")
     assert f'<span title="host:{host.id}">gpu-1</span>' in page
+    assert f'title="{job_id}">m-default</a>' in page
     assert f'<span class="meta">artifact</span> {artifact.rpartition("_")[2][:8]}</span>' in page
 
 
