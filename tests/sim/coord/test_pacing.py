@@ -50,19 +50,6 @@ def test_a_straggler_among_sixteen_gets_a_smaller_share_of_the_buckets() -> None
     assert min(others) >= before * 0.9
 
 
-@pytest.mark.parametrize("tells_computing", [False, True])
-def test_of_two_workers_the_one_that_becomes_slow_is_found(tells_computing: bool) -> None:
-    gang = Gang(7, workers=2, tells_computing=tells_computing)
-    gang.run(120.0)
-    assert gang.faults == []
-    gang.trainers["w01"].factor = 3.0
-    gang.run(200.0)
-    assert judged(gang) == [("w01", StragglerFinding.SLOW, EscalationLevel.REWEIGHT)]
-    gang.trainers["w01"].factor = 1.0
-    gang.run(200.0)
-    assert judged(gang)[1:] == [("w01", StragglerFinding.FINE, EscalationLevel.NONE)]
-
-
 def test_who_stays_slow_is_told_to_rebalance_then_to_stop_and_is_gone_if_it_does_not() -> None:
     gang = Gang(2, config=JobConfig(slow_until=EscalationLevel.STOP))
     gang.run(60.0)

@@ -2,14 +2,9 @@
 
 **Slow** is a worker whose recent steps take much longer than those of the others: by a robust z-score (median and MAD
 over the workers of a generation, so that the slow one does not hide itself) and by a plain ratio, because a z-score
-alone would complain about microseconds among equals. Of two workers the slower one is compared with the other. Ranks
-that step together all have the step time of the slowest: among them the computing times count, which leave out the
-waiting for others. There one slow rank delays all, so a worker whose last few steps all took far more computing than
-the same steps of the others is found at once.
-
-A worker is also compared with its own past, which finds one among unequal workers: slow is one whose steps take much
-longer than at its best, by a larger factor than the others' do, unless it still keeps up with them. Longer data makes
-all workers slower by the same factor: such a job has no slow worker, and a job of one worker never has.
+alone would complain about microseconds among equals. Ranks that step together all have the step time of the slowest:
+among them the computing times count, which leave out the waiting for others. There one slow rank delays all, so a
+worker whose last few steps all took far more computing is found at once.
 
 **Hung** is a worker whose step does not grow while its process lives, for much longer than steps of this job take.
 If most workers stand at the same step, none of them is the cause: all are named, and only a worker that
@@ -22,7 +17,7 @@ No clock, no chance, no I/O. `judge` takes the samples and the standing of each 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, inf, sqrt
 from typing import Final, assert_never
@@ -34,6 +29,8 @@ _SIGMA: Final = 1.4826
 """A standard deviation in MADs, for normal noise."""
 _NOISE: Final = -1
 """Where a sample keeps its noise, beside medians of so many steps."""
+_COMPUTE: Final = -2
+"""The same of its computing times."""
 _MEDIAN_NOISE: Final = 1.2533
 """How much noisier a median is than a mean."""
 
@@ -44,7 +41,8 @@ class StragglerLimits:
     """Steps that make a worker's present speed."""
     window: int = 32
     """Steps remembered of each worker, for the noise and for the job's own idea of a long step."""
-    min_workers: int = 2
+    min_workers: int = 3
+    """Of two workers, neither can be called the slow one."""
     slow_z: float = 3.5
     slow_ratio: float = 1.5
     """Both have to be reached; time over the median of all."""
@@ -88,8 +86,6 @@ class StepSample:
     """The median of those that each report brought, newest last."""
     first_s: tuple[float, ...] = ()
     """The duration in its first report, while there is no other."""
-    best_s: float = inf
-    """The least median of a whole window of durations; `inf` before there was one."""
 
     made: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
     """Cached statistics: between two evaluations most workers report nothing new."""
@@ -104,6 +100,12 @@ class StepSample:
         found = self.made.get(steps)
         if found is None:
             found = self.made[steps] = median(self.own_s[-steps:])
+        return found
+
+    def recent_compute_s(self, steps: int) -> float:
+        found = self.made.get(_COMPUTE)
+        if found is None:
+            found = self.made[_COMPUTE] = median(self.compute_s[-steps:])
         return found
 
     def noise_s(self) -> float:
@@ -141,7 +143,7 @@ def add_report(  # noqa: PLR0913 - what one heartbeat says
     if step_time_s is None or not 0 < step_time_s < inf:
         step_time_s = (now_s - before.moved_s) / (step - before.step)
     new_s = compute_s[-min(step - before.step, window) :]
-    sample = StepSample(
+    return StepSample(
         step,
         now_s,
         now_s,
@@ -151,10 +153,7 @@ def add_report(  # noqa: PLR0913 - what one heartbeat says
         # A worker that reports none any more is compared by its step times.
         (*before.compute_s, *new_s)[-window:] if new_s else (),
         (*before.computed_s, median(new_s))[-window:] if new_s else (),
-        # A best computing time says nothing about step times.
-        best_s=before.best_s if bool(new_s) == bool(before.computed_s) else inf,
     )
-    return replace(sample, best_s=min(sample.best_s, median(sample.own_s))) if len(sample.own_s) == window else sample
 
 
 NEXT: Final[dict[tuple[EscalationLevel, StragglerFinding], EscalationLevel]] = {
@@ -186,8 +185,6 @@ class StragglerStanding:
     finding: StragglerFinding | None = None
     since_steps: int = 0
     since_s: float = 0.0
-    by_past: bool = False
-    """The level follows from its own past: it comes down when it is as fast as it was."""
 
 
 @dataclass(frozen=True)
@@ -217,19 +214,7 @@ class _Speed:
 
     own_s: dict[str, float] = field(default_factory=dict)
     median_s: float = 0.0
-    """Of two workers the time of the faster one."""
     sigma_s: float = 0.0
-    slow: frozenset[str] = frozenset()
-    """Compared with the others."""
-    past: dict[str, float] = field(default_factory=dict)
-    """Its time divided by its best, of those that have one."""
-    typical_past: float = 1.0
-    """The same of all: what the job itself became slower by."""
-
-    def slowed(self, worker_id: str) -> float | None:
-        """The factor by which it became slower and the others did not."""
-        past = self.past.get(worker_id)
-        return None if past is None else past / max(self.typical_past, 1.0)
 
 
 @dataclass(frozen=True)
@@ -281,7 +266,7 @@ def judge(
             after[worker_id] = standing
             continue
         far_slower = worker_id in lockstep.far_slower
-        finding = _finding(worker_id, standing, speed, hang, limits, far_slower=far_slower)
+        finding = _finding(worker_id, speed, hang, limits, far_slower=far_slower)
         lasting_steps = 0 if far_slower and standing.level is EscalationLevel.NONE else limits.patience_steps
         level = _rung(standing, finding, sample, now_s, hang, limits, lasting_steps=lasting_steps)
         if finding is StragglerFinding.HUNG and diagnosis.reported and level is EscalationLevel.STOP:
@@ -291,19 +276,11 @@ def judge(
         if level is not standing.level and finding is not None:
             hung = _hung_reason(worker_id, sample, hang, now_s)
             incidents.append(_incident(worker_id, finding, level, speed, lockstep, hung))
-            by_past = finding is StragglerFinding.SLOW and not (far_slower or worker_id in speed.slow)
-            after[worker_id] = replace(after[worker_id], by_past=by_past)
     return StragglerVerdicts(tuple(incidents), after)
 
 
 def _finding(
-    worker_id: str,
-    standing: StragglerStanding,
-    speed: _Speed,
-    hang: _Hang | None,
-    limits: StragglerLimits,
-    *,
-    far_slower: bool,
+    worker_id: str, speed: _Speed, hang: _Hang | None, limits: StragglerLimits, *, far_slower: bool
 ) -> StragglerFinding | None:
     if hang is not None and worker_id in hang.hung:
         return StragglerFinding.HUNG
@@ -314,10 +291,8 @@ def _finding(
         return None
     if own_s <= speed.median_s * limits.fine_ratio:
         return StragglerFinding.FINE
-    slowed = speed.slowed(worker_id)
-    if worker_id in speed.slow or (slowed is not None and slowed >= limits.slow_ratio):
-        return StragglerFinding.SLOW
-    return StragglerFinding.FINE if standing.by_past and slowed is not None and slowed <= limits.fine_ratio else None
+    z = (own_s - speed.median_s) / speed.sigma_s
+    return StragglerFinding.SLOW if z >= limits.slow_z and own_s >= speed.median_s * limits.slow_ratio else None
 
 
 def _rung(  # noqa: PLR0913 - what an evaluation knows of a worker
@@ -361,78 +336,48 @@ def _standing(
         # After a new generation its steps count from the start.
         and sample.steps >= standing.since_steps
     )
-    return standing if goes_on else StragglerStanding(level, finding, sample.steps, now_s, standing.by_past)
+    return standing if goes_on else StragglerStanding(level, finding, sample.steps, now_s)
 
 
 def _speed(samples: Mapping[str, StepSample], limits: StragglerLimits) -> _Speed:
     told = {worker_id: each for worker_id, each in samples.items() if len(each.own_s) >= limits.recent}
     # A step time has the waiting in it: it cannot be compared with computing times.
-    computing = 2 * sum(bool(each.computed_s) for each in samples.values()) > len(samples)
+    computing = sum(bool(each.computed_s) for each in samples.values()) >= limits.min_workers
     told = {worker_id: each for worker_id, each in told.items() if bool(each.computed_s) == computing}
     if len(told) < limits.min_workers:
         return _Speed()
     own_s = {worker_id: each.recent_s(limits.recent) for worker_id, each in told.items()}
-    median_s = _typical(own_s.values())
+    median_s = median(list(own_s.values()))
     if median_s <= 0:
         # No time has passed between their heartbeats: there is nothing to compare.
         return _Speed()
-    # The distance of two says nothing about how far apart workers are as a rule.
-    between_s = _SIGMA * _mad(list(own_s.values()), median_s) if len(own_s) > 2 else 0.0
+    between_s = _SIGMA * _mad(list(own_s.values()), median_s)
     # Few workers may happen to be very equal at the moment: their own noise says how little that means.
-    noise_s = _typical([each.noise_s() for each in told.values()])
+    noise_s = median([each.noise_s() for each in told.values()])
     within_s = noise_s * _MEDIAN_NOISE / sqrt(limits.recent)
-    past = {worker_id: own_s[worker_id] / each.best_s for worker_id, each in told.items() if 0 < each.best_s < inf}
-    # Without the past of all, a factor of the job cannot be told from one of a worker.
-    past = past if len(past) == len(told) else {}
-    sigma_s = max(between_s, within_s, 0.01 * median_s, 1e-9)
-    slow_s = median_s + max(limits.slow_z * sigma_s, (limits.slow_ratio - 1) * median_s)
-    slow = frozenset(worker_id for worker_id, each_s in own_s.items() if each_s >= slow_s)
-    return _Speed(own_s, median_s, sigma_s, slow, past, _typical(past.values()) if past else 1.0)
+    return _Speed(own_s, median_s, max(between_s, within_s, 0.01 * median_s, 1e-9))
 
 
 def _lockstep(samples: Mapping[str, StepSample], limits: StragglerLimits) -> _Lockstep:
-    """By the last steps of each worker, and by the same steps of all.
-
-    Else the first heartbeat that reports longer steps would accuse its worker. Nothing for workers that do not step
-    together: only the slower ones of those wait, and patience finds them.
-    """
-    newest = max((each.step for each in samples.values() if each.compute_s), default=0)
-    least = newest - limits.window + limits.far_steps
-    last_s = {worker_id: each.compute_s for worker_id, each in samples.items() if each.compute_s}
-    near = {worker_id: samples[worker_id].step for worker_id in last_s if samples[worker_id].step >= least}
-    common = min(near.values(), default=0)
-    same_s = {
-        worker_id: last_s[worker_id][: len(last_s[worker_id]) - step + common] for worker_id, step in near.items()
+    own_s = {
+        worker_id: each.recent_compute_s(limits.far_steps)
+        for worker_id, each in samples.items()
+        if len(each.compute_s) >= limits.far_steps
     }
-    by_last, by_same = _compare_computing(last_s, limits), _compare_computing(same_s, limits)
-    far = by_same.far_slower & by_last.far_slower
-    together = (each for each in far if _steps_with(samples[each], (samples[other] for other in last_s), limits))
-    return replace(by_same, far_slower=frozenset(together))
-
-
-def _steps_with(slow: StepSample, others: Iterable[StepSample], limits: StragglerLimits) -> bool:
-    """Whether no worker is further ahead or behind than steps as long as these explain, from heartbeat to heartbeat."""
-    least_s = min(slow.compute_s[-limits.far_steps :])
-    return all(abs(each.step - slow.step) <= 1 + abs(each.heard_s - slow.heard_s) / least_s for each in others)
-
-
-def _compare_computing(times_s: Mapping[str, Sequence[float]], limits: StragglerLimits) -> _Lockstep:
-    steps = limits.far_steps
-    own_s = {worker_id: median(each[-steps:]) for worker_id, each in times_s.items() if len(each) >= steps}
     if len(own_s) < limits.min_workers:
         return _Lockstep()
-    median_s = _typical(own_s.values())
+    median_s = median(list(own_s.values()))
     if median_s <= 0:
         return _Lockstep()
     far_s = limits.far_ratio * median_s
     far = (worker_id for worker_id, each in own_s.items() if each >= far_s)
-    return _Lockstep(own_s, median_s, frozenset(each for each in far if _all_far(times_s[each], far_s, limits)))
+    return _Lockstep(own_s, median_s, frozenset(each for each in far if _all_far(samples[each], far_s, limits)))
 
 
-def _all_far(times_s: Sequence[float], far_s: float, limits: StragglerLimits) -> bool:
+def _all_far(sample: StepSample, far_s: float, limits: StragglerLimits) -> bool:
     """Whether all its last steps took so long, for long enough."""
     steps, total_s = 0, 0.0
-    for time_s in reversed(times_s):
+    for time_s in reversed(sample.compute_s):
         if time_s < far_s:
             return False
         steps, total_s = steps + 1, total_s + time_s
@@ -500,19 +445,13 @@ def _incident(
     if finding is StragglerFinding.SLOW and worker_id in lockstep.far_slower:
         return _far_slower(worker_id, level, lockstep)
     own_s, median_s = speed.own_s.get(worker_id, 0.0), speed.median_s
-    among = f"{own_s:.3g} s for a step where {_others(len(speed.own_s), median_s)}"
+    among = f"{own_s:.3g} s for a step where the median of {len(speed.own_s)} workers is {median_s:.3g} s"
     match finding:
         case StragglerFinding.HUNG:
             return StragglerIncident(worker_id, finding, level, 1.0, hung)
         case StragglerFinding.SLOW:
             times, z = own_s / median_s, (own_s - median_s) / speed.sigma_s
             reason = f"{worker_id} is slow: {among}, {times:.1f} times as long (z {z:.1f})"
-            if worker_id not in speed.slow:
-                past = speed.past[worker_id]
-                reason = (
-                    f"{worker_id} is slow: {among}, and {past:.1f} times as long as its own best of"
-                    f" {own_s / past:.3g} s; the others take {speed.typical_past:.1f} times as long as at their best"
-                )
             return StragglerIncident(worker_id, finding, level, 1 / times, reason)
         case StragglerFinding.FINE:
             return StragglerIncident(worker_id, finding, level, 1.0, f"{worker_id} keeps up again: {among}")
@@ -523,18 +462,10 @@ def _incident(
 def _far_slower(worker_id: str, level: EscalationLevel, lockstep: _Lockstep) -> StragglerIncident:
     own_s, median_s = lockstep.own_s[worker_id], lockstep.median_s
     reason = (
-        f"{worker_id} is slow: {own_s:.3g} s of computing for a step where {_others(len(lockstep.own_s), median_s)},"
-        f" {own_s / median_s:.1f} times as long; all that step together wait for it"
+        f"{worker_id} is slow: {own_s:.3g} s of computing for a step where the median of {len(lockstep.own_s)} workers"
+        f" is {median_s:.3g} s, {own_s / median_s:.1f} times as long; all that step together wait for it"
     )
     return StragglerIncident(worker_id, StragglerFinding.SLOW, level, median_s / own_s, reason)
-
-
-def _others(workers: int, median_s: float) -> str:
-    return (
-        f"the median of {workers} workers is {median_s:.3g} s"
-        if workers > 2
-        else f"the other worker takes {median_s:.3g} s"
-    )
 
 
 def _blocking(worker_id: str, sample: StepSample, workers: int, now_s: float, where: str) -> StragglerIncident:
@@ -554,11 +485,6 @@ def _hung_reason(worker_id: str, sample: StepSample, hang: _Hang | None, now_s: 
         f"{worker_id} hangs: {who} is at step {sample.step} for {now_s - sample.moved_s:.0f} s while its process"
         f" lives; 95 % of this job's steps take up to {hang.long_s:.3g} s, and {hang.timeout_s:.0f} s are too long"
     )
-
-
-def _typical(values: Collection[float]) -> float:
-    """The median; of two, whose median would be half of the slow one, the smaller."""
-    return median(list(values)) if len(values) > 2 else min(values)
 
 
 def median(values: Sequence[float]) -> float:
