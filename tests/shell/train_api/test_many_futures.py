@@ -7,7 +7,6 @@ import gc
 import warnings
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
