@@ -23,7 +23,7 @@ NO_DEVICE: Final = 77
 """The exit status of a test that was skipped, by the convention of Automake."""
 FOLDER: Final = "tests/shell/train_runner"
 FILES: Final = ("numerics", "attention", "mesh", "memory", "snapshots", "replicated")
-TESTS: Final = ("pytest", "-n0", "-m", "gpu", *(f"{FOLDER}/test_{name}.py" for name in FILES))
+TESTS: Final = ("pytest", "-m", "gpu", *(f"{FOLDER}/test_{name}.py" for name in FILES))
 
 
 class Step(NamedTuple):

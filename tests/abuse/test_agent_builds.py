@@ -27,7 +27,7 @@ from strata.fleet.core.jobspec import EnvironmentSpec
 from tests.support.wheels import make_sdist
 
 AREA = "agent: builds"
-NEEDS = ("root", "bwrap")
+NEEDS = ("root", "bwrap", "ip", "nft")
 KEY = "-----BEGIN PRIVATE KEY----- of the host"
 
 

@@ -119,9 +119,13 @@ def test_the_tinker_sdk_trains_through_the_hub_with_a_key_of_the_hub(
     assert bob.create_rest_client().list_training_runs().result().training_runs == []
     with pytest.raises(tinker.NotFoundError):
         bob.create_rest_client().get_training_run(model.model_id).result()
-    with pytest.raises(tinker.NotFoundError):
-        bob.create_training_client_from_state(path)
-    again = alice.create_training_client_from_state_with_optimizer(path)
+    foreign = bob.create_lora_training_client(base_model="tiny", rank=4)
+    with pytest.raises((tinker.NotFoundError, tinker.RequestFailedError)):
+        foreign.load_state(path).result()
+    with pytest.raises(tinker.BadRequestError, match="load_state_with_optimizer"):
+        alice.create_training_client_from_state_with_optimizer(path)
+    again = alice.create_lora_training_client(base_model="tiny", rank=4)
+    again.load_state_with_optimizer(path).result()
     results = [each.forward(batch, "cross_entropy").result().metrics["loss:sum"] for each in (model, again)]
     assert results[0] == pytest.approx(results[1], rel=1e-6), "a saved state, through the hub"
     with TrainingServer(machine.url, key) as server:

@@ -28,6 +28,8 @@ from tests.core.fleet_agent.leases import lease
 from tests.shell.fleet_agent.running import HubProcess, agent
 from tests.shell.fleet_agent.waiting import eventually
 
+NEEDS = ("bwrap",)
+
 
 def test_a_slow_measurement_of_the_disk_does_not_delay_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "large").write_bytes(b"x" * 100_000)

@@ -24,6 +24,7 @@ from strata.fleet.agent.selftest import check_disk_space, check_gpus, run_self_t
 from strata.fleet.agent.settings import AgentSettings, SandboxSettings
 from strata.fleet.agent.start import check_host
 
+NEEDS = ("bwrap",)
 PLAIN = AgentSettings(interpreter="/usr/bin/python3")
 PRINTS = """#!/bin/sh
 case "$1" in

@@ -194,6 +194,24 @@ async def test_a_client_makes_no_model_whose_id_it_composes_itself(site: Running
     assert reply.json() == {"create_model_via_load_weights": False, "proto_compress_fwdbwd": True}
 
 
+async def test_a_model_from_a_checkpoint_is_composed_of_a_session_that_names_its_server(
+    site: Running, tmp_path: Path
+) -> None:
+    """As `tinker` 0.38 does, whatever the configuration says."""
+    alice = await site.with_role("researcher")
+    async with replying(tmp_path / "a" / "s", b"{}"):
+        job = await serve(site, path=tmp_path / "a" / "s")
+        session = (await alice.post("/api/v1/create_session", json={})).json()["session_id"]
+        assert session.endswith(f".{tag_of(job)}")
+        request = {"session_id": session, "model_seq_id": 0, "path": "tinker://a/weights/b"}
+        assert (await alice.post("/api/v1/load_weights", json=request)).status_code == 200
+        await serve(site, "other")
+        untold = (await alice.post("/api/v1/create_session", json={})).json()["session_id"]
+        reply = await alice.post("/api/v1/load_weights", json=request | {"session_id": untold, "base_model": "tiny"})
+    assert refused(reply) == (400, "invalid")
+    assert "load_state" in reply.text
+
+
 async def test_a_session_is_of_the_tenant_who_opened_it(site: Running) -> None:
     await serve(site)
     alice, bert = await site.with_role("researcher", "alice"), await site.with_role("researcher", "bert")

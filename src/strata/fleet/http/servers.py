@@ -56,7 +56,8 @@ _LONGEST_ID: Final = 128
 _TAGGED: Final = re.compile(rb"session_[0-9a-z]+\.([0-9a-f]{12})")
 _SIGNED_FOR: Final = re.compile(rb"hub:([0-9a-z_]{4,64})\Z")
 """At the end of a signed token: the key of this hub that requested it."""
-_OPENING: Final = frozenset({f"{BASE}/create_model", f"{BASE}/create_sampling_session", f"{BASE}/load_weights"})
+_LOAD: Final = f"{BASE}/load_weights"
+_OPENING: Final = frozenset({f"{BASE}/create_model", f"{BASE}/create_sampling_session", _LOAD})
 """What a client sends with the id of its session at the hub."""
 _READING: Final = ("get_info", "weights_info", "list_checkpoints", "client/dynamic_config")
 """What is sent with POST and changes nothing."""
@@ -154,6 +155,10 @@ async def create_session(call: HubCall, body: Upload) -> RawReply:
     tenant = await _tenant(call)
     async with _read_body(call, body) as content:
         session = Ids(context.clock).new("session")
+        servers = await context.fleet.store.servers()
+        if len(servers) == 1:
+            # A client composes the id of a model that it makes from a checkpoint: here it can, with its server in it.
+            session = _at_server(session, tag_of(servers[0].job.id))
         own = [id_ for id_, (owner, _) in context.sessions.items() if owner == tenant.name]
         if len(own) >= _MAX_OWN_SESSIONS or len(context.sessions) >= _MAX_SESSIONS:
             context.sessions.pop(own[0] if len(own) >= _MAX_OWN_SESSIONS else next(iter(context.sessions)))
@@ -226,7 +231,7 @@ async def listed(call: HubCall, body: Upload) -> RawReply:
 async def show_session(call: HubCall, body: Upload) -> RawReply:
     """One session with its models and samplers, at all servers that have it."""
     session = call.path["session_id"]
-    if _TAGGED.fullmatch(session.encode()):
+    if _TAGGED.fullmatch(session.encode()) and not _opened_by(call.context, session):
         return await forward(call, body)
     replies = await _ask_all(call, "GET", lambda tag: (f"{BASE}/sessions/{_at_server(session, tag)}", b""))
     parts = [reply for reply in replies if reply]
@@ -520,8 +525,12 @@ async def _with_session(
     """The request with the id of its session at this server, where the session is opened if it is not yet."""
     session = str(document["session_id"])
     own = _at_server(session, tag_of(server.job.id))
-    if own == session:
-        return request
+    if own != session and "model_seq_id" in document and request.target.startswith(_LOAD):
+        raise StrataError(
+            Code.INVALID,
+            "several training servers stand behind this hub, so a checkpoint is loaded into a model of one of them",
+            hint="create_lora_training_client(base_model), then load_state or load_state_with_optimizer of the client",
+        )
     headers = {"content-type": "application/json", "x-strata-session": own}
     if _opened_by(context, session) not in ("", tenant.name):
         raise StrataError(Code.NOT_FOUND, f"there is no session {session!r}")
@@ -533,6 +542,8 @@ async def _with_session(
     if opened.status != 200:
         message = f"the training server did not open the session: status {opened.status}"
         raise StrataError(Code.UNAVAILABLE, message, hint="try again")
+    if own == session:
+        return request
     encoded = msgspec.json.encode(dict(document) | {"session_id": own})
     headers = {name: value for name, value in request.headers.items() if name != "content-encoding"}
     return ForwardedRequest(method=request.method, target=request.target, headers=headers, content=encoded)
