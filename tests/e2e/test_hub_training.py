@@ -123,7 +123,7 @@ def test_the_tinker_sdk_trains_through_the_hub_with_a_key_of_the_hub(
     with pytest.raises((tinker.NotFoundError, tinker.RequestFailedError)):
         foreign.load_state(path).result()
     with pytest.raises(tinker.BadRequestError, match="load_state_with_optimizer"):
-        alice.create_training_client_from_state_with_optimizer(path)
+        alice.create_training_client_from_state_with_optimizer(path).result()
     again = alice.create_lora_training_client(base_model="tiny", rank=4)
     again.load_state_with_optimizer(path).result()
     results = [each.forward(batch, "cross_entropy").result().metrics["loss:sum"] for each in (model, again)]
