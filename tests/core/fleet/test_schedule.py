@@ -128,8 +128,14 @@ def test_a_time_of_the_clock_that_is_left_out_comes_an_hour_later_and_a_repeated
         "2026-03-29T04:00",
     ]
     assert due("30 2 * * *", "2026-10-25T00:00+02:00", 2, BERLIN) == ["2026-10-25T02:30", "2026-10-26T02:30"]
+    assert due("30 2,3 * * *", "2026-03-29T00:00+01:00", 2, BERLIN) == ["2026-03-29T03:30", "2026-03-30T02:30"]
+
+
+def test_a_schedule_of_every_hour_runs_in_both_of_the_repeated_hours() -> None:
+    hours = ["2026-10-25T01:00", "2026-10-25T02:00", "2026-10-25T02:00", "2026-10-25T03:00"]
+    assert due("0 * * * *", "2026-10-25T00:30+02:00", 4, BERLIN) == hours
     # Asked within the second of the two hours.
-    assert due("*/10 * * * *", "2026-10-25T02:05+01:00", 1, BERLIN) == ["2026-10-25T03:00"]
+    assert due("*/10 * * * *", "2026-10-25T02:05+01:00", 1, BERLIN) == ["2026-10-25T02:10"]
 
 
 @given(

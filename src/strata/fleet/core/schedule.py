@@ -6,9 +6,10 @@ Time is an argument, and so is the time zone: nothing here reads a clock or a ti
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, time, timedelta, tzinfo
+from itertools import product
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -98,6 +99,7 @@ _MACROS: Final = {
     "@monthly": "0 0 1 * *",
     "@yearly": "0 0 1 1 *",
 }
+_HOURS: Final = 24
 _PART: Final = re.compile(r"(?:\*|([a-z0-9]+)(?:-([a-z0-9]+))?)(?:/([0-9]{1,4}))?")
 
 
@@ -175,20 +177,28 @@ def _wrong_field(field: _CronField, part: str) -> StrataError:
 def next_due_s(cron: Cron, after_s: float, zone: tzinfo) -> float | None:
     """The first time after `after_s`; None if there is none within nine years.
 
-    A local time that a change to summer time leaves out is due when it would have been, an hour later by the clock; one
-    that a change to winter time repeats is due once.
+    A local time that a change to summer time leaves out is due when it would have been, an hour later by the clock. One
+    that a change to winter time repeats is due once, unless the schedule is for every hour: as cron has it.
     """
     today = datetime.fromtimestamp(after_s, zone).date()
     for days in range(HORIZON_DAYS):
         day = today + timedelta(days=days)
-        if not cron.includes(day):
-            continue
-        for hour in cron.hours:
-            for minute in cron.minutes:
-                due_s = datetime.combine(day, time(hour, minute), zone).timestamp()
-                if due_s > after_s:
-                    return due_s
+        due_s = min((each for each in _due_on(cron, day, zone) if each > after_s), default=None)
+        if due_s is not None:
+            return due_s
     return None
+
+
+def _due_on(cron: Cron, day: date, zone: tzinfo) -> Iterator[float]:
+    if not cron.includes(day):
+        return
+    folds = (0, 1) if len(cron.hours) == _HOURS else (0,)
+    for hour, minute, fold in product(cron.hours, cron.minutes, folds):
+        local = datetime.combine(day, time(hour, minute, fold=fold), zone)
+        at_s = local.timestamp()
+        # A time that was left out has two readings too: the second is the earlier one there, and does not count.
+        if not fold or at_s > local.replace(fold=0).timestamp():
+            yield at_s
 
 
 def first_due_s(schedule: JobSchedule, after_s: float, zone: tzinfo) -> float:
