@@ -251,8 +251,12 @@ def test_a_job_sees_no_home_but_the_interpreter_in_it(
     venv = neighbour / "tools" / "venv"
     subprocess.run(["/usr/bin/python3", "-m", "venv", "--without-pip", venv], check=True)
     # As uv links the Python of a minor version: the way to an interpreter leads through the link.
-    (neighbour / "linked" / "bin").mkdir(parents=True)
-    (neighbour / "linked" / "bin" / "python").symlink_to(venv / "bin" / "python")
+    # Of a link in the home itself, or in its .local, the job sees the link and nothing beside it.
+    links = [neighbour / folder / "bin" / "python" for folder in ("linked", ".local", ".")]
+    for link in links:
+        link.parent.mkdir(parents=True)
+        link.symlink_to(venv / "bin" / "python")
+    (neighbour / ".local" / ".netrc").write_text("password of a neighbour")
     elsewhere = Path(tempfile.mkdtemp(prefix="strata-abuse-", dir="/var/lib"))
     elsewhere.chmod(0o755)
     (elsewhere / ".netrc").write_text("password of a neighbour")
@@ -262,7 +266,7 @@ def test_a_job_sees_no_home_but_the_interpreter_in_it(
     monkeypatch.setattr(pwd, "getpwall", lambda: [*listed, person, service])
     read = f"""
 import glob, pathlib, sys
-for folder in ({str(neighbour)!r}, {str(elsewhere)!r}):
+for folder in ({str(neighbour)!r}, {str(neighbour / ".local")!r}, {str(elsewhere)!r}):
     try:
         print("READ", pathlib.Path(folder, ".netrc").read_text())
     except OSError:
@@ -270,18 +274,19 @@ for folder in ({str(neighbour)!r}, {str(elsewhere)!r}):
 print("homes", glob.glob("/home/*"), "place", bool(glob.glob({PLACE!r} + "/*")), sys.executable)
 """
     try:
-        with a_host() as plain, a_host(interpreter=str(neighbour / "linked" / "bin" / "python")) as linked:
-            for host, shown, used in ((plain, "[]", ""), (linked, f"[{str(neighbour)!r}]", str(neighbour))):
+        for interpreter in ("", *map(str, links)):
+            with a_host(interpreter=interpreter) as host:
                 job = host.start(read)
                 assert job.exit().status == 0, job.log
                 assert "READ" not in job.log
-                assert f"homes {shown} place True" in job.log
-                assert used in job.log.split()[-1]
-            with pytest.raises(StrataError, match=f"hides {venv}/bin/python, which the trainer needs"):
-                plain.start("", interpreter=f"{venv}/bin/python")
+                assert f"homes {[str(neighbour)] if interpreter else []} place True" in job.log
+                assert (str(neighbour) if interpreter else "") in job.log.split()[-1]
+        hidden = pytest.raises(StrataError, match=f"hides {venv}/bin/python, which the trainer needs")
+        with a_host() as plain, hidden:
+            plain.start("", interpreter=f"{venv}/bin/python")
     finally:
         shutil.rmtree(elsewhere)
-    tries(4)
+    tries(12)
 
 
 @pytest.mark.attack(AREA, "load code of the job into the program that makes its sandbox, as root")

@@ -30,7 +30,7 @@ class MountView:
     work: Path = Path("/nonexistent")
     homes: tuple[Path, ...] = ()
     programs: tuple[Path, ...] = ()
-    """Of the interpreters of agent and trainers: readable, wherever they are."""
+    """Folders, links and files of the interpreters of agent and trainers: readable, wherever they are."""
     readable: tuple[Path, ...] = ()
     writable: tuple[Path, ...] = ()
     hidden: tuple[Path, ...] = ()
@@ -50,7 +50,14 @@ class MountView:
             yield from ("--bind", str(tmp), str(folder))
         for home in self.homes:
             yield from _empty(home)
-        for mode, folders in (("--ro-bind", (*self._hidden_programs(), *self.readable)), ("--bind", self.writable)):
+        for path in self._hidden_programs():
+            yield from _parents(path, self._hidden_root(path))
+            yield from (
+                ("--symlink", str(path.readlink()), str(path))
+                if path.is_symlink()
+                else ("--ro-bind", str(path), str(path))
+            )
+        for mode, folders in (("--ro-bind", self.readable), ("--bind", self.writable)):
             for folder in folders:
                 yield from _bind(mode, folder, self._hidden_root(folder))
         for folder in filter(Path.is_dir, (self.state, self.work, *self.hidden)):

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,6 +38,7 @@ TRY_S: Final = 30.0
 _MEMORY_SHARE: Final = 0.9
 PROGRAMS: Final = "/usr/sbin:/usr/bin:/sbin:/bin:/usr/local/bin"
 """Where bubblewrap and nft are found, whatever the agent has in its environment."""
+_HOMES: Final = Path("/home")
 _FIRST_PERSON: Final = 1000
 """Users below are those of the system."""
 _SYSTEM: Final = (Path("/usr"), Path("/etc"), Path("/dev"), Path("/proc"), Path("/sys"), Path("/var/lib"))
@@ -266,6 +268,7 @@ def detect_sandbox(settings: AgentSettings, environ: Mapping[str, str], ram_byte
     wanted = settings.sandbox
     networks(wanted.allow)
     job_user = job_user_of(settings)
+    homes = _people_homes(environ, job_user)
     plain = HostSandbox(
         level="none" if job_user is None else "user",
         settings=wanted,
@@ -273,8 +276,8 @@ def detect_sandbox(settings: AgentSettings, environ: Mapping[str, str], ram_byte
         view=MountView(
             state=settings.state_folder,
             work=settings.work_folder,
-            homes=_homes(environ, job_user),
-            programs=_program_folders(settings.interpreter),
+            homes=_outermost(homes),
+            programs=_program_paths(settings.interpreter, homes),
             readable=_folders("readable", wanted.readable),
             writable=_folders("writable", wanted.writable),
             hidden=tuple(Path(text).expanduser().absolute() for text in wanted.hidden),
@@ -456,9 +459,9 @@ def _folders(setting: str, texts: Sequence[str]) -> tuple[Path, ...]:
     return folders
 
 
-def _homes(environ: Mapping[str, str], job_user: JobUser | None) -> tuple[Path, ...]:
+def _people_homes(environ: Mapping[str, str], job_user: JobUser | None) -> set[Path]:
     """The homes of all people of this host: /home, that of root, and those that its users have elsewhere."""
-    texts = {environ.get("HOME", ""), "" if job_user is None else job_user.home, "/home"}
+    texts = {environ.get("HOME", ""), "" if job_user is None else job_user.home, str(_HOMES)}
     if sys.platform != "win32":
         import pwd
 
@@ -474,15 +477,29 @@ def _homes(environ: Mapping[str, str], job_user: JobUser | None) -> tuple[Path, 
     homes = {Path(text).resolve() for text in texts if text}
     # Not `Path.is_dir`, which raises for a home that an agent without root cannot look at, and its jobs cannot either.
     homes = {home for home in homes if os.path.isdir(home)}  # noqa: PTH112
-    homes = {home for home in homes if not any(each.is_relative_to(home) for each in _SYSTEM)}
+    return {home for home in homes if not any(each.is_relative_to(home) for each in _SYSTEM)}
+
+
+def _outermost(homes: AbstractSet[Path]) -> tuple[Path, ...]:
     return tuple(sorted(home for home in homes if homes.isdisjoint(home.parents)))
 
 
-def _program_folders(interpreter: str) -> tuple[Path, ...]:
-    folders = {Path(sys.prefix), Path(sys.base_prefix)}
+def _program_paths(interpreter: str, homes: AbstractSet[Path]) -> tuple[Path, ...]:
+    """The folders of the interpreters. A folder that holds other things of a person is not among them, but the link or
+    the program in it."""
+    paths = {folder for folder in (Path(sys.prefix), Path(sys.base_prefix)) if not _is_personal(folder, homes)}
     for program in filter(None, (sys.executable, interpreter)):
-        folders.update(path.parents[1] for path in _link_chain(Path(program)) if len(path.parents) > 2)
-    return tuple(sorted(folder for folder in folders if folder.is_dir()))
+        for path in _link_chain(Path(program)):
+            if len(path.parents) > 2:
+                folder = path.parents[1]
+                paths.add(path if _is_personal(folder, homes) else folder)
+    return tuple(sorted(path for path in paths if path.exists()))
+
+
+def _is_personal(folder: Path, homes: AbstractSet[Path]) -> bool:
+    """Whether a folder is a home, holds one, or is the `.local` of one, where programs and secrets lie together."""
+    home = folder.parent if folder.name == ".local" else folder
+    return home.parent == _HOMES or any(each.is_relative_to(home) for each in homes)
 
 
 def _link_chain(path: Path) -> Iterator[Path]:
