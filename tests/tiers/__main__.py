@@ -69,9 +69,11 @@ def select_named(name: str) -> list[FileTests]:
 
 def select_below(paths: Sequence[str]) -> list[FileTests]:
     durations = table.read_durations()
-    chosen = [file for file in table.list_files() if any(Path(file).is_relative_to(path) for path in paths)]
-    if not chosen:
-        raise SystemExit(f"there are no tests below {' '.join(paths)}")
+    files = table.list_files()
+    for path in paths:
+        if not any(Path(file).is_relative_to(path) for file in files):
+            raise SystemExit(f"there are no tests below {path}")
+    chosen = [file for file in files if any(Path(file).is_relative_to(path) for path in paths)]
     return [FileTests(path, durations.files.get(path, table.UNMEASURED_S)) for path in chosen]
 
 

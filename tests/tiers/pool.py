@@ -6,6 +6,7 @@ a run may have in at most three files. What a process was to run and did not is 
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -99,7 +100,7 @@ class Pool:
         self._postgres_url = postgres_url
         self._arguments = list(arguments)
         self._shuffle = shuffle
-        self._number = 0
+        self._numbers = itertools.count(1)
         folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, batches: Sequence[Batch], *, workers: int) -> list[tuple[Batch, BatchResult]]:
@@ -126,8 +127,7 @@ class Pool:
         return self._run_pytest([tests.path for tests in batch.files], Selection(only, without, self._shuffle))
 
     def _run_pytest(self, paths: Sequence[str], selection: Selection) -> BatchResult:
-        self._number += 1
-        name = self._folder / f"{self._number:03}"
+        name = self._folder / f"{next(self._numbers):03}"
         wanted, record, printed = (name.with_suffix(suffix) for suffix in (".selection", ".jsonl", ".log"))
         wanted.write_bytes(msgspec.json.encode(selection))
         record.unlink(missing_ok=True)
@@ -147,8 +147,10 @@ class Pool:
                 log.write(f"\nended after {LIMIT_S:.0f} s\n".encode())
         output = printed.read_text(encoding="utf-8", errors="replace")
         outcomes, missing, collection_s = read_record(record, paths)
-        # 5: nothing was selected, which is right for a file that has all its tests in another tier.
-        if status not in {0, 1, 5} and not missing:
+        # 1 without a failed test: an error after the last one, as in a thread. 5: nothing was selected, which is right
+        # for a file that has all its tests in another tier.
+        failed = any(outcome.result == "failed" for outcome in outcomes)
+        if not missing and status not in ({0, 1, 5} if failed else {0, 5}):
             missing = [f"{paths[0]} (status {status})"]
         return BatchResult(outcomes, missing, output, time.monotonic() - started_s, collection_s)
 
@@ -157,7 +159,7 @@ class Pool:
         result = self._run_pytest([test_id.partition("::")[0]], selection)
         if not result.is_good:
             print(result.output, flush=True)
-        return result.is_good and bool(result.outcomes)
+        return result.is_good and [outcome.result for outcome in result.outcomes] == ["passed"]
 
 
 def read_record(record: Path, paths: Sequence[str]) -> tuple[list[Outcome], list[str], float]:

@@ -61,6 +61,9 @@ def write(path: Path, content: Durations | Ledger) -> None:
 def take_durations(report: Report, durations: Durations) -> None:
     short_s: dict[str, float] = {}
     for outcome in report.outcomes:
+        if outcome.result != "passed":
+            # One that is skipped or fails at once does not show how long it takes.
+            continue
         path = outcome.test_id.partition("::")[0]
         durations.long.pop(outcome.test_id, None)
         if outcome.seconds >= table.LONG_S:
@@ -73,17 +76,18 @@ def take_durations(report: Report, durations: Durations) -> None:
 
 
 def take_rows(report: Report, ledger: Ledger) -> None:
-    failed = [outcome.test_id for outcome in report.outcomes if outcome.result == "failed"]
-
-    def row(*, is_failed: bool) -> LedgerRow:
-        return LedgerRow(report.commit, report.date, "failed" if is_failed else "passed")
+    def add(rows: dict[str, LedgerRow], name: str, results: set[str]) -> None:
+        """A part that ran nothing, or skipped all, has shown nothing. A row never takes the place of a newer one."""
+        newest = rows.get(name)
+        if results & {"passed", "failed"} and (newest is None or newest.date <= report.date):
+            rows[name] = LedgerRow(report.commit, report.date, "failed" if "failed" in results else "passed")
 
     if report.tier in SLICES:
-        ledger.parts |= {
-            name: row(is_failed=any(table.is_in(test_id, name) for test_id in failed)) for name in report.parts
-        }
+        for name in report.parts:
+            ended = (outcome for outcome in report.outcomes if table.is_in(outcome.test_id, name))
+            add(ledger.parts, name, {outcome.result for outcome in ended})
     elif report.tier in {tier.value for tier in Tier}:
-        ledger.tiers[report.tier] = row(is_failed=bool(failed))
+        add(ledger.tiers, report.tier, {outcome.result for outcome in report.outcomes})
 
 
 def forget_removed(durations: Durations, ledger: Ledger) -> None:

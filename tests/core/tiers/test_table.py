@@ -112,10 +112,18 @@ def test_a_run_gives_durations_and_rows() -> None:
     ):
         take_durations(run, durations)
         take_rows(run, ledger)
-    assert durations == Durations({E2E: 3.0, SHELL: 1.0}, {f"{E2E}::test_y": 77.0})
+    assert durations == Durations({E2E: 3.0, SHELL: 0.0}, {f"{E2E}::test_y": 77.0})
     assert ledger == Ledger(
         {"pr": LedgerRow("abc", "2026-01-02", "failed")}, {E2E: LedgerRow("abc", "2026-01-02", "passed")}
     )
+
+
+def test_what_was_skipped_has_shown_nothing() -> None:
+    durations, ledger = Durations(long={f"{E2E}::test_x": 400.0}), Ledger()
+    skipped = report("slice", Outcome(f"{E2E}::test_x", "skipped", 0.1), parts=(E2E,))
+    take_durations(skipped, durations)
+    take_rows(skipped, ledger)
+    assert (durations.long, ledger.parts) == ({f"{E2E}::test_x": 400.0}, {})
 
 
 def test_a_page_of_promises_names_test_tier_and_last_green_commit() -> None:

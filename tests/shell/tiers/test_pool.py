@@ -11,6 +11,7 @@ from tests.tiers.table import FileTests
 
 GOOD = "def test_one(): pass\n\ndef test_two(): pass\n"
 DEADLY = "import os\n\ndef test_one(): pass\n\ndef test_two(): os._exit(0)\n\ndef test_three(): pass\n"
+LATE = "import atexit, os\n\ndef test_one(): atexit.register(os._exit, 1)\n"
 BROKEN = "import no_such_module\n\ndef test_one(): pass\n"
 
 
@@ -46,6 +47,10 @@ def test_a_process_that_ends_early_with_status_0_is_red(planted: Planted, capsys
     printed = capsys.readouterr().out
     assert "NOT RUN test_planted.py::test_two" in printed
     assert "NOT RUN test_planted.py::test_three" in printed
+
+
+def test_an_error_after_the_last_test_is_red(planted: Planted) -> None:
+    assert planted.run(LATE) == ({"test_one": "passed"}, False)
 
 
 def test_a_file_that_cannot_be_collected_is_red(planted: Planted) -> None:

@@ -155,7 +155,7 @@ async def create_session(call: HubCall, body: Upload) -> RawReply:
     tenant = await _tenant(call)
     async with _read_body(call, body) as content:
         session = Ids(context.clock).new("session")
-        servers = await context.fleet.store.servers()
+        servers = [row for row in await context.fleet.store.servers() if not _ended(row)]
         if len(servers) == 1:
             # A client composes the id of a model that it makes from a checkpoint: here it can, with its server in it.
             session = _at_server(session, tag_of(servers[0].job.id))
@@ -528,7 +528,7 @@ async def _with_session(
     if own != session and "model_seq_id" in document and request.target.startswith(_LOAD):
         raise StrataError(
             Code.INVALID,
-            "several training servers stand behind this hub, so a checkpoint is loaded into a model of one of them",
+            "the session of this client names no training server, as several were behind this hub when it was opened",
             hint="create_lora_training_client(base_model), then load_state or load_state_with_optimizer of the client",
         )
     headers = {"content-type": "application/json", "x-strata-session": own}
