@@ -283,7 +283,7 @@ async def test_a_hub_does_not_start_with_a_token_that_can_be_guessed(tmp_path: P
 @pytest.mark.attack("hub: roles", "viewers and hosts read the environment of trainers")
 async def test_secrets_of_a_trainer_are_for_its_owner_alone(tmp_path: Path) -> None:
     async with running(tmp_path / "local") as plain:
-        trainer = {"name": "t", "command": ["x"], "directory": "/d", "env": {"TOKEN": "very-secret"}}
+        trainer = {"name": "t", "command": ["x"], "directory": "/d", "env": {"PLACE": "very-secret"}}
         body = {"spec": {"model": "m", "trainer": "t"}, "trainer": trainer}
         assert (await (await plain.with_role("researcher")).post("/v1/jobs", json=body)).status_code == 200
         assert "very-secret" not in (await (await plain.with_role("viewer")).get("/v1/trainers")).text

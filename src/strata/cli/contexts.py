@@ -89,10 +89,14 @@ def contexts(name: str | None, output: Format) -> None:
 
 
 def _check_listener(url: str) -> None:
-    """UNAVAILABLE if nothing listens on the port: that is said before anything about the key."""
+    """UNAVAILABLE if nothing listens on this port of this machine: that is said before anything about the key."""
+    from urllib.parse import urlsplit
+
+    from strata.base.loopback import is_loopback_host
     from strata.fleet.client import HubClient
 
-    if not url.startswith("http:"):
+    # Nothing is sent in the clear to other machines, not even a question.
+    if not url.startswith("http:") or not is_loopback_host(urlsplit(url).hostname or ""):
         return
     with HubClient(url, server="server") as client:
         try:

@@ -208,7 +208,7 @@ FIRST: Final = ("up", "run", "apply", "status", "logs", "metrics", "artifacts", 
 
 class Root(LazyGroup):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if not args:
+        if not args and not ctx.resilient_parsing:
             click.echo(self._first_screen(ctx))
             ctx.exit(ExitCode.OK)
         return super().parse_args(ctx, args)

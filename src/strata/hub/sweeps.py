@@ -84,7 +84,8 @@ class DeclaredSweeps:
             _check_files(there, sweeps, take_over=take_over)
             puts = [_changed(there.get(each.name), each) for each in sweeps]
             puts = [each for each in puts if each != there.get(each.name)]
-            return SweepChanges(puts, [_event(each, "declared", now_s, file=each.source) for each in puts])
+            events = (_event(each, "declared", now_s, file=each.source) for each in puts)
+            return SweepChanges(puts, [dataclasses.replace(event, actor=sweeps[0].actor) for event in events])
 
         await self._store.change(sweeps[0].project, decide)
 

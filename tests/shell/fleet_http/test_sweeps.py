@@ -215,6 +215,9 @@ async def test_a_stopped_grid_cancels_what_waits_and_a_resumed_one_queues_it_aga
     ok(await operator.post("/v1/manifest", json=manifest_body(OTHER + grid)), wire.ManifestReply)
     stopped = ok(await operator.post("/v1/sweep/default/rates/stop"), wire.SweepReply).sweep
     assert (stopped.state, stopped.skipped, stopped.by_status) == ("stopped", 3, {"cancelled": 3})
+    more = manifest_body(OTHER + grid.replace("3]", "3, 4]"))
+    reply = ok(await operator.post("/v1/manifest", json=more), wire.ManifestReply)
+    assert (reply.stopped, reply.new) == (("rates",), ()), "no point of it is queued"
     resumed = ok(await operator.post("/v1/sweep/default/rates/resume"), wire.SweepReply).sweep
     assert (resumed.state, resumed.by_status) == ("waiting", {"pending": 3})
 

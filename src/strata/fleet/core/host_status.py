@@ -42,7 +42,8 @@ class AgentSightings:
         if incarnation == self.latest:
             return self
         others = [each for each in (*self.earlier, self.latest) if each != incarnation]
-        returns = self.returns + (incarnation in self.earlier)
+        # An agent that is new ends the count: late heartbeats of years would add up to a copy.
+        returns = self.returns + 1 if incarnation in self.earlier else 0
         return AgentSightings(incarnation, tuple(others[-_REMEMBERED:]), returns)
 
     @property

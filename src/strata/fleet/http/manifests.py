@@ -118,6 +118,8 @@ async def _apply(context: HubContext, call: HubCall, body: wire.ManifestRequest)
     plan = await context.fleet.plan_manifest(manifest, options, submitter)
     sweeps = _sweeps(manifest, plan, str(call.actor), submitter)
     stopped = await context.sweeps.check(sweeps, take_over=body.take_over)
+    new = {job_id: spec for job_id, spec in plan.new.items() if spec.sweep not in stopped}
+    plan = msgspec.structs.replace(plan, new=new)
     if plan.new or plan.requeued:
         await check_stored_bytes(call)
     if not body.dry_run:

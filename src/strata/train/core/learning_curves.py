@@ -67,8 +67,9 @@ class LearningCurve(msgspec.Struct):
         self.add_pass(metrics)
 
     def add_step(self, seq_id: int, at_s: float, metrics: Mapping[str, float]) -> None:
-        if (newest := [*self.whole[-1:], *self.last]) and newest[-1].seq_id == seq_id:
-            # Its result was not committed when the process ended, and the ranks computed it again.
+        if (newest := [*self.whole[-1:], *self.last]) and newest[-1].seq_id >= seq_id:
+            # Its result was not committed when the process ended, and the ranks computed it and its passes again.
+            self.passes = []
             return
         measured = {name: value for each in self.passes for name, value in _per_token(each).items()}
         reported = {name: value for seq, each in self.reported if seq <= seq_id for name, value in each.items()}

@@ -66,7 +66,7 @@ SQLITE: Final = Component(
         """
         CREATE TABLE data_name (name TEXT PRIMARY KEY, owner TEXT NOT NULL) WITHOUT ROWID, STRICT;
         INSERT INTO data_name SELECT l.model, a.owner FROM artifact_lineage l JOIN artifact a ON a.id = l.artifact_id
-          WHERE l.kind = 'data' AND l.model <> '' ORDER BY l.seq ON CONFLICT DO NOTHING;
+          WHERE l.kind = 'data' AND l.model <> '' AND a.owner <> '' ORDER BY l.seq ON CONFLICT DO NOTHING;
         """,
     ),
 )
@@ -133,7 +133,7 @@ POSTGRES: Final = Component(
         """
         CREATE TABLE data_name (name text COLLATE "C" PRIMARY KEY, owner text NOT NULL);
         INSERT INTO data_name SELECT l.model, a.owner FROM artifact_lineage l JOIN artifact a ON a.id = l.artifact_id
-          WHERE l.kind = 'data' AND l.model <> '' ORDER BY l.seq ON CONFLICT DO NOTHING;
+          WHERE l.kind = 'data' AND l.model <> '' AND a.owner <> '' ORDER BY l.seq ON CONFLICT DO NOTHING;
         """,
     ),
 )
