@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,13 @@ import pytest
 
 from strata.fleet import wire
 from strata.fleet.http.routes import ROUTES
-from strata.http.route import OWNED, Route
-from strata.identity.roles import Role
+from strata.http.route import Route
+from strata.web.pages import lone_server
+from strata.web.routes import PAGES
+from tests.abuse.owners import FREE, changing, check_rules, named
 from tests.shell.fleet_http.running import Running, manifest_body, ok, refused, replying, running
 from tests.shell.fleet_http.test_servers import serve
+from tests.shell.web.browsing import log_in
 
 Tries = Callable[[int], None]
 AREA = "hub: owners"
@@ -59,28 +62,13 @@ async def test_the_data_of_a_name_is_never_another_owners(site: Running, tries: 
     ok(await push(renewed, "images", b"best", "3"), wire.CommitReply)
 
 
-OWNERS_ROUTES = [
-    route
-    for route in ROUTES
-    if route.method not in ("GET", "HEAD") and route.access.role is not None and route.access.role < Role.OPERATOR
-]
-"""What people change who are no operators."""
-FREE = "none: "
+PAGE_ROUTES = [route for module in (*PAGES, lone_server) for route in module.ROUTES]
+OWNERS_ROUTES, OWNERS_PAGES = changing(ROUTES), changing(PAGE_ROUTES)
 
 
-def named(route: Route) -> str:
-    return f"{route.method} {route.path}"
-
-
-@pytest.mark.attack(AREA, "a new route that changes something, without a word on whose it is")
+@pytest.mark.attack(AREA, "a new route or form that changes something, without a word on whose it is")
 def test_every_route_that_changes_something_says_whose_it_is(tries: Tries) -> None:
-    for route in ROUTES:
-        tries(1)
-        if route in OWNERS_ROUTES:
-            reason = route.owner.removeprefix(FREE)
-            assert route.owner in OWNED or (route.owner != reason and len(reason) > 10), named(route)
-        else:
-            assert not route.owner, f"{named(route)} is for {route.access}: nobody below an operator may call it"
+    check_rules([*ROUTES, *PAGE_ROUTES], tries)
 
 
 MANIFEST = """
@@ -97,42 +85,69 @@ cron = "0 3 * * *"
 timezone = "UTC"
 model = "n"
 trainer = "t"
+[[sweeps]]
+name = "rates"
+model = "o"
+trainer = "t"
+grid = { x = [1] }
 """
 
 
 @dataclass(frozen=True)
 class Hers:
-    """What anna has: a project with a running job, a command in it, a schedule and a secret; data, a subscription."""
+    """What anna has: a project with jobs, a command in the running one, a schedule, a sweep and a secret; data."""
 
     job: str
+    """It runs."""
+    waiting: str
+    ended: str
     exec: str
     artifact: str
 
 
-Request = tuple[str, Mapping[str, Any], bytes | dict[str, Any] | None]
+@dataclass(frozen=True)
+class Row:
+    """How a route names what is anna's."""
+
+    path: str
+    body: dict[str, Any] | None = None
+    query: Mapping[str, str] = field(default_factory=dict)
+
+
 IN_PROJECT = {"project": "hers"}
 GOOD = described(b"good")
 LINEAGE = {"kind": "data", "model": "images", "mode": "2"}
 SUBSCRIPTION = {"url": "ntfy://topic-of-this-test", "events": ["failed"]}
+DATA = {"manifest": {"files": [GOOD]}, "lineage": LINEAGE}
+JOB = {"spec": {"project": "hers", "model": "x", "trainer": "t"}}
 
-REQUESTS: Mapping[str, Callable[[Hers], Request]] = {
-    "artifacts.commit": lambda _: ("/v1/artifacts", {}, {"manifest": {"files": [GOOD]}, "lineage": LINEAGE}),
-    "jobs.submit": lambda _: ("/v1/jobs", {}, {"spec": {"project": "hers", "model": "x", "trainer": "t"}}),
-    "jobs.archive": lambda hers: (f"/v1/job/{hers.job}/archive", {}, None),
-    "jobs.requeue": lambda hers: (f"/v1/job/{hers.job}/requeue", {}, None),
-    "execs.request": lambda hers: (f"/v1/job/{hers.job}/exec", {}, {"command": ["id"]}),
-    "execs.cancel": lambda hers: (f"/v1/job/{hers.job}/exec/{hers.exec}/cancel", {}, None),
-    "jobs.cancel": lambda hers: (f"/v1/job/{hers.job}/cancel", {}, {}),
-    "manifests.apply": lambda _: ("/v1/manifest", {}, manifest_body(MANIFEST)),
-    "schedules.pause": lambda _: ("/v1/schedule/hers/nightly/pause", {}, None),
-    "schedules.resume": lambda _: ("/v1/schedule/hers/nightly/resume", {}, None),
-    "schedules.remove": lambda _: ("/v1/schedule/hers/nightly", {}, None),
-    "secrets.put": lambda _: ("/v1/secret/TOKEN", IN_PROJECT, {"value": "stolen-by-another"}),
-    "secrets.remove": lambda _: ("/v1/secret/TOKEN", IN_PROJECT, None),
-    "artifacts.pin": lambda hers: (f"/v1/artifact/{hers.artifact}/pin", {}, {"reason": ""}),
-    "artifacts.remove": lambda hers: (f"/v1/artifact/{hers.artifact}", {}, None),
+REQUESTS: Mapping[str, Callable[[Hers], Row]] = {
+    "artifacts.commit": lambda _: Row("/v1/artifacts", DATA),
+    "jobs.submit": lambda _: Row("/v1/jobs", JOB),
+    "jobs.archive": lambda hers: Row(f"/v1/job/{hers.ended}/archive"),
+    "jobs.requeue": lambda hers: Row(f"/v1/job/{hers.ended}/requeue"),
+    "execs.request": lambda hers: Row(f"/v1/job/{hers.job}/exec", {"command": ["id"]}),
+    "execs.cancel": lambda hers: Row(f"/v1/job/{hers.job}/exec/{hers.exec}/cancel"),
+    "jobs.cancel": lambda hers: Row(f"/v1/job/{hers.waiting}/cancel", {}),
+    "manifests.apply": lambda _: Row("/v1/manifest", manifest_body(MANIFEST)),
+    "schedules.pause": lambda _: Row("/v1/schedule/hers/nightly/pause"),
+    "schedules.resume": lambda _: Row("/v1/schedule/hers/nightly/resume"),
+    "schedules.remove": lambda _: Row("/v1/schedule/hers/nightly"),
+    "sweeps.stop": lambda _: Row("/v1/sweep/hers/rates/stop"),
+    "sweeps.resume": lambda _: Row("/v1/sweep/hers/rates/resume"),
+    "secrets.put": lambda _: Row("/v1/secret/TOKEN", {"value": "stolen-by-another"}, IN_PROJECT),
+    "secrets.remove": lambda _: Row("/v1/secret/TOKEN", None, IN_PROJECT),
+    "artifacts.pin": lambda hers: Row(f"/v1/artifact/{hers.artifact}/pin", {"reason": ""}),
+    "artifacts.remove": lambda hers: Row(f"/v1/artifact/{hers.artifact}"),
 }
-"""How each route names what is anna's."""
+"""In an order in which all of them succeed for anna."""
+FORMS: Mapping[str, Callable[[Hers], str]] = {
+    "job.archive": lambda hers: f"/jobs/{hers.ended}/archive",
+    "job.requeue": lambda hers: f"/jobs/{hers.ended}/requeue",
+    "job.cancel": lambda hers: f"/jobs/{hers.waiting}/cancel",
+    "artifacts.pin": lambda hers: f"/artifacts/{hers.artifact}/pin",
+}
+"""The same of the dashboard's."""
 
 
 async def owned_by(anna: httpx.AsyncClient, site: Running) -> Hers:
@@ -142,17 +157,24 @@ async def owned_by(anna: httpx.AsyncClient, site: Running) -> Hers:
     beat = {"leases": [{"job_id": lease.job_id, "epoch": lease.epoch, "running": True}]}
     await host.http.post("/v1/heartbeats", json=beat)
     exec_id = (await anna.post(f"/v1/job/{lease.job_id}/exec", json={"command": ["id"]})).json()["id"]
+    waiting, ended = [
+        (await anna.post("/v1/jobs", json={"spec": {**JOB["spec"], "model": model}})).json()["job"]["id"]
+        for model in ("waiting", "ended")
+    ]
+    assert (await anna.post(f"/v1/job/{ended}/cancel", json={})).is_success
     assert (await anna.put("/v1/secret/TOKEN", params=IN_PROJECT, json={"value": "hers-and-hers-alone"})).is_success
     artifact = ok(await push(anna, "images", b"good"), wire.CommitReply).artifact_id
     assert (await anna.post(f"/v1/artifact/{artifact}/pin", json={"reason": "mine"})).is_success
-    return Hers(lease.job_id, exec_id, artifact)
+    return Hers(lease.job_id, waiting, ended, exec_id, artifact)
 
 
-async def send(client: httpx.AsyncClient, route: Route, request: Request) -> httpx.Response:
-    path, query, body = request
-    if isinstance(body, bytes):
-        return await client.request(route.method, path, params=query, content=body)
-    return await client.request(route.method, path, params=query, json=body)
+async def send(client: httpx.AsyncClient, route: Route, row: Row) -> httpx.Response:
+    return await client.request(route.method, row.path, params=row.query, json=row.body)
+
+
+def owned(routes: Sequence[Route]) -> set[str]:
+    """The routes of things that have an owner at the hub."""
+    return {route.name for route in routes if route.owner not in ("caller", "tenant") and FREE not in route.owner}
 
 
 @pytest.mark.attack(AREA, "D: every route that changes something, on a thing of another researcher")
@@ -160,8 +182,7 @@ async def test_what_is_owned_is_changed_by_its_owner_and_by_no_other(site: Runni
     anna, rob = await site.with_role("researcher", "anna"), await site.with_role("researcher", "rob")
     viewer = await site.with_role("viewer", "eve")
     routes = {route.name: route for route in OWNERS_ROUTES}
-    owned = {name for name, route in routes.items() if route.owner in ("artifact", "data", "job", "project")}
-    assert owned == REQUESTS.keys(), "there is a row for every route"
+    assert owned(OWNERS_ROUTES) == REQUESTS.keys(), "there is a row for every route"
     hers = await owned_by(anna, site)
     for name, request in REQUESTS.items():
         for other in (rob, viewer):
@@ -169,7 +190,26 @@ async def test_what_is_owned_is_changed_by_its_owner_and_by_no_other(site: Runni
             assert refused(await send(other, routes[name], request(hers))) == (403, "forbidden"), name
     for name, request in REQUESTS.items():
         reply = await send(anna, routes[name], request(hers))
-        assert reply.status_code not in (401, 403, 404, 415, 500), (name, reply.text)
+        assert reply.is_success, (name, reply.text)
+
+
+@pytest.mark.attack(AREA, "every form of the dashboard, for a thing of another researcher")
+async def test_a_form_changes_what_belongs_to_the_person_who_sends_it(site: Running, tries: Tries) -> None:
+    assert owned(OWNERS_PAGES) == FORMS.keys(), "there is a row for every form"
+    assert {route.name for route in OWNERS_PAGES if route.owner == "caller"} == {"login.log_out"}
+    hers = await owned_by(await site.with_role("researcher", "anna"), site)
+    anna, rob = await log_in(site, "researcher", "anna"), await log_in(site, "researcher", "rob")
+    eve = await log_in(site, "viewer", "eve")
+    for name, path in FORMS.items():
+        for other in (rob, eve):
+            tries(1)
+            assert (await other.post(path(hers))).status_code == 403, name
+    for other in (rob, eve):
+        tries(1)
+        assert (await other.post("/logout")).status_code == 303
+    for name, path in FORMS.items():
+        reply = await anna.post(path(hers))
+        assert reply.status_code == 303, (name, reply.text)
 
 
 @pytest.mark.filterwarnings("ignore:'imghdr' is deprecated:DeprecationWarning")
@@ -207,6 +247,7 @@ async def test_a_server_gets_the_tenant_who_calls_whatever_the_request_says(
     rob, viewer = await site.with_role("researcher", "rob"), await site.with_role("viewer", "eve")
     said_by = [{"role": "user", "content": "x"}]
     body: dict[str, Any] = {"model": "tiny", "prompt": "x", "session_id": "session_1", "messages": said_by}
+    pretended = {"x-strata-tenant": "anna", "x-strata-role": "operator", "x-strata-front": "0" * 64}
     for route in (each for each in OWNERS_ROUTES if each.owner == "tenant"):
         tries(2)
         address = route.path.replace(":path", "").format(id=job, session_id="session_1", rest="save_weights")
@@ -217,7 +258,6 @@ async def test_a_server_gets_the_tenant_who_calls_whatever_the_request_says(
                 "max_tokens": 1,
             }
         heads: list[bytes] = []
-        pretended = {"x-strata-tenant": "anna", "x-strata-role": "operator", "x-strata-front": "0" * 64}
         content = msgspec.json.encode(sent)
         headers = {"Content-Type": "application/json", **pretended}
         async with replying(path, b"{}", heads=heads):
@@ -227,6 +267,18 @@ async def test_a_server_gets_the_tenant_who_calls_whatever_the_request_says(
         said = [line for head in heads for line in head.splitlines() if line.startswith(b"x-strata-tenant")]
         assert set(said) <= {b"x-strata-tenant: rob"}, named(route)
         assert said or route.path.endswith("create_session"), named(route)
+    # With the training server's own dashboard it is tried in tests/shell/web/test_rollouts.py.
+    assert {each.name for each in OWNERS_PAGES if each.owner == "tenant"} == {"playground.answer", "lone_server.answer"}
+    form = {"model": "tiny", "prompt": "x", "form": "text", "temperature": "1", "max_tokens": "1"}
+    for role, name in (("researcher", "rob"), ("viewer", "eve")):
+        tries(1)
+        browser, heads = await log_in(site, role, name), []
+        async with replying(path, b"{}", heads=heads):
+            browser.http.headers.update(pretended)
+            status = (await browser.post(f"/training/{job}/playground", **form)).status_code
+        said = [line for head in heads for line in head.splitlines() if line.startswith(b"x-strata-tenant")]
+        assert set(said) == ({b"x-strata-tenant: rob"} if name == "rob" else set()), (name, status)
+        assert (status == 403) is (name == "eve")
 
 
 @pytest.mark.attack(AREA, "L6: names of projects, taken by hundreds with a secret or a job in each")

@@ -9,8 +9,10 @@ import base64
 import re
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
 
@@ -20,12 +22,14 @@ import pytest
 import pytest_asyncio
 from safetensors.numpy import save
 
+from strata.http.route import Route
 from strata.train.api.archive import ArchiveGrant, sign_token
 from strata.train.api.routes import ROUTES
 from strata.train.checkpoints.checkpoint import CheckpointManifest
 from strata.train.core import ops
 from strata.train.peft.importer import stage
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG
+from tests.abuse.owners import changing, check_rules, named
 from tests.shell.train_api.test_protocol import BASE, Client, Server, new_client, served
 from tests.shell.train_api.test_sampling import sampler_of, wanted
 
@@ -42,7 +46,7 @@ Attempt = tuple[str, str, Callable[[Ids], Any]]
 class Field:
     server: Server
     ids: dict[str, str] = field(default_factory=dict)
-    """Of A."""
+    """Of A; but the project is of B."""
     seq_ids: Iterator[int] = field(default_factory=lambda: count(1))
     """Of the model of B: a number that is left out would let all after it wait for ever."""
 
@@ -59,9 +63,9 @@ class Field:
         return {name: value.replace(self.ids["session"], NOBODY) for name, value in self.ids.items()}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def played(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Field]:
-    async with served(tmp_path_factory.mktemp("t")) as server:
+@asynccontextmanager
+async def playing(folder: Path) -> AsyncIterator[Field]:
+    async with served(folder) as server:
         found = Field(server)
         alice = server.alice
         session = await alice.open()
@@ -81,9 +85,16 @@ async def played(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fiel
             "sample": sample["request_id"],
             "sampler": sampler,
             "path": saved["path"],
+            "project": "bob",
         }
         server.bob.model = ""
         await server.bob.open()
+        yield found
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def played(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Field]:
+    async with playing(tmp_path_factory.mktemp("t")) as found:
         yield found
 
 
@@ -134,19 +145,16 @@ ATTACKS: Final[Mapping[str, Sequence[Attempt]]] = {
     "forward on the model": [post("forward", lambda ids: batch(ids, "forward_input"))],
     "optim_step on the model": [post("optim_step", step)],
     "abort the gradients": [post("abort_gradient_epoch", lambda ids: {"model_id": ids["model"], "seq_id": 9})],
-    "unload_model": [post("unload_model", lambda ids: {"model_id": ids["model"]})],
     "get_info and models/{id}": [post("get_info", lambda ids: {"model_id": ids["model"]}), get("models/{model}")],
     "sessions/{id}": [get("sessions/{session}")],
     "the trace and the project of the session": [
         get("sessions/{session}/trace_export"),
-        ("PUT", "/api/v1/sessions/{session}/project", lambda _: {"project_id": "bob"}),
+        ("PUT", "/api/v1/sessions/{session}/project", lambda ids: {"project_id": ids["project"]}),
     ],
     "copy_weights": [
-        post("copy_weights", lambda ids: {"source_path": ids["path"], "destination_project_id": "bob"}),
+        post("copy_weights", lambda ids: {"source_path": ids["path"], "destination_project_id": ids["project"]}),
     ],
     "session_heartbeat": [post("session_heartbeat", lambda ids: {"session_id": ids["session"]})],
-    "finish the session": [post("sessions/{session}/finish", lambda _: {"reason": {"type": "success"}})],
-    "kill the session": [post("kill_session", lambda ids: {"session_id": ids["session"]})],
     "create_model in the session": [
         post(
             "create_model",
@@ -192,13 +200,21 @@ ATTACKS: Final[Mapping[str, Sequence[Attempt]]] = {
         get("rollouts/{future}"),
         ("POST", "/api/v1/training_runs/{model}/curves", lambda _: {"values": {"reward": 1.0}}),
     ],
-    "delete_checkpoint": [
-        post("delete_checkpoint", lambda ids: {"model_id": ids["model"], "checkpoint_id": "mine"}),
-        ("DELETE", f"/api/v1/{CHECKPOINT}", nothing),
+    "publish the checkpoint": [
+        ("POST", f"/api/v1/{CHECKPOINT}/publish", nothing),
+        ("DELETE", f"/api/v1/{CHECKPOINT}/publish", nothing),
     ],
     "the time of a checkpoint": [("PUT", f"/api/v1/{CHECKPOINT}/ttl", lambda _: {"ttl_seconds": 1})],
     "archive and external_weights_urls": [get(f"{CHECKPOINT}/archive"), get(f"{CHECKPOINT}/external_weights_urls")],
     "the timeline of an operation": [get("futures/{future}/timeline"), get("futures/{sample}/timeline")],
+    # Last, because the owner tries all of them in this order.
+    "unload_model": [post("unload_model", lambda ids: {"model_id": ids["model"]})],
+    "delete_checkpoint": [
+        post("delete_checkpoint", lambda ids: {"model_id": ids["model"], "checkpoint_id": "mine"}),
+        ("DELETE", f"/api/v1/{CHECKPOINT}", nothing),
+    ],
+    "finish the session": [post("sessions/{session}/finish", lambda _: {"reason": {"type": "success"}})],
+    "kill the session": [post("kill_session", lambda ids: {"session_id": ids["session"]})],
 }
 ELSEWHERE: Final = frozenset(
     {
@@ -208,13 +224,16 @@ ELSEWHERE: Final = frozenset(
         # In test_train_loss_graphs.
         "/api/v1/create_custom_loss",
         # In test_train_completions.
+        "/v1/chat/completions",
+        "/v1/completions",
         "/v1/models/{model:path}",
         "/api/v1/load_weights",
         "/api/v1/sync_inference_weights",
-        "/api/v1/training_runs/{run_id}/checkpoints/{checkpoint_id:path}/publish",
         "/api/v1/save_weights_external",
     }
 )
+NOT_DONE: Final = {"weights.remove": (404, "the attempt before it has deleted the only checkpoint")}
+"""What its owner may do, and cannot."""
 NO_TENANT: Final = frozenset(
     {
         "/api/v1/create_session",
@@ -256,6 +275,57 @@ async def test_every_route_that_takes_an_id_is_attacked() -> None:
         raw = route.path in ("/api/v1/forward_backward", "/api/v1/forward")
         if (takes or raw) and route.path not in (ELSEWHERE | NO_TENANT):
             assert (route.method, shape(route.path)) in attacked, route.path
+
+
+@pytest.mark.attack(AREA, "a new route that changes something, without a word on whose it is")
+async def test_every_route_that_changes_something_says_whose_it_is(tries: Tries) -> None:
+    check_rules(ROUTES, tries)
+    attacked = {(method, shape(path)) for attempts in ATTACKS.values() for method, path, _ in attempts}
+    for route in changing(ROUTES):
+        if route.owner == "tenant" and route.path not in ELSEWHERE:
+            assert (route.method, shape(route.path)) in attacked, named(route)
+
+
+@pytest.mark.attack(AREA, "every attempt as a viewer; its owner may")
+async def test_what_a_tenant_may_change_of_its_own_is_refused_to_a_viewer(tmp_path: Path, tries: Tries) -> None:
+    rules: Mapping[tuple[str, str], Route] = {(route.method, shape(route.path)): route for route in changing(ROUTES)}
+    attempts = [
+        (name, rules[method, shape(path)], path, body)
+        for name, several in ATTACKS.items()
+        for method, path, body in several
+        if (method, shape(path)) in rules
+    ]
+    async with playing(tmp_path) as field:
+        made = await field.server.operator.send("POST", "/v1/keys", json={"name": "eve", "role": "viewer"})
+        eve = Client(field.b.http, made.json()["secret"])
+        for name, route, path, body in attempts:
+            if route.owner == "tenant":
+                reply = await eve.send(route.method, path.format(**field.ids), json=body(field.ids))
+                assert reply.status_code == 403, (name, reply.text)
+                tries(1)
+        own, seq_ids = field.ids | {"project": "alice"}, count(3)
+        for name, route, path, body in attempts:
+            sent = body(own)
+            if sent is not None and "seq_id" in sent:
+                sent |= {"seq_id": next(seq_ids)}
+            reply = await field.a.send(route.method, path.format(**own), json=sent)
+            status, _ = NOT_DONE.get(route.name, (reply.status_code, ""))
+            assert (reply.is_success, reply.status_code) == (route.name not in NOT_DONE, status), (name, reply.text)
+
+
+@pytest.mark.attack(AREA, "the key of another, revoked as one's own; a session in another's name")
+async def test_what_each_caller_has_is_out_of_reach_for_others(played: Field, tries: Tries) -> None:
+    rows = {route.name for route in changing(ROUTES) if route.owner == "caller"}
+    # Where an adapter is put is attacked in test_train_content.
+    assert rows == {"sessions.create", "account.revoke_key", "archive.take"}
+    made = await played.server.operator.send("POST", "/v1/keys", json={"name": "mallory", "role": "researcher"})
+    mallory = Client(played.b.http, made.json()["secret"])
+    pretended = {"X-Strata-Tenant": "alice"}
+    opened = await mallory.send("POST", "/api/v1/create_session", json={}, headers=pretended)
+    assert opened.json()["session_id"] not in (await played.a.send("GET", "/api/v1/sessions")).text
+    assert (await mallory.send("DELETE", "/api/v1/auth/apikey/me", headers=pretended)).is_success
+    assert [(await each.send("GET", "/api/v1/sessions")).status_code for each in (mallory, played.a)] == [401, 200]
+    tries(2)
 
 
 @pytest.mark.attack(AREA, "load_weights into a model of one's own")
@@ -312,14 +382,6 @@ async def test_a_search_finds_nothing_of_another(played: Field, tries: Tries) ->
     ]
     for body in bodies:
         assert await played.b.post("sessions/search", body) == {"sessions": [], "next_cursor": None}
-        tries(1)
-
-
-@pytest.mark.attack(AREA, "publish the checkpoint of another")
-async def test_the_checkpoint_of_another_is_not_published(played: Field, tries: Tries) -> None:
-    for method in ("POST", "DELETE"):
-        reply = await played.b.send(method, f"/api/v1/{CHECKPOINT.format(**played.ids)}/publish")
-        assert reply.status_code in (404, 405, 501), reply.text
         tries(1)
 
 

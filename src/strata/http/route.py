@@ -69,10 +69,12 @@ OWNED: Final = {
     "data": "A name of data is of the owner who used it first.",
     "job": "A job is of the owner who queued it.",
     "project": "A project, with its schedules and secrets, is of the owner who used it first.",
-    "tenant": "A training server has sessions, models and checkpoints of tenants; the hub names the caller's.",
+    "sweep": "A sweep is of the owner whose manifest declared it.",
+    "tenant": "What a training server has is of one tenant, hidden from all others; a hub names its caller as tenant.",
 }
-"""What belongs to somebody, and to whom. Only its owner and operators may change it: `tests/abuse/test_hub_owners.py`
-tries every route."""
+"""What belongs to somebody, and to whom. Only its owner and operators may change it, and what is of a tenant only the
+tenant: `tests/abuse/test_hub_owners.py` and `test_train_tenants.py` try every route."""
+READS: Final = "none: it changes nothing"
 
 
 @dataclass(slots=True)

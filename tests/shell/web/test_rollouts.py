@@ -107,10 +107,17 @@ def test_kept_rollouts_are_shown_token_by_token_to_their_owner_alone(folder: Pat
             assert shown.text.count('class="tok level-') == 7 + 5, "each token, and the legend"
         assert browser.get(f"{path}?by=nothing").status_code == 400
 
-        check_playground(browser, processes)
+        checkpoint = check_playground(browser, processes)
+        other = stack.enter_context(httpx.Client(base_url=processes.url, headers=HTML, timeout=60))
+        assert other.post("/login", data={"key": bob["X-API-Key"]}, headers=SAME_ORIGIN).status_code == 303
+        page = other.get("/playground").text
+        fields = {"csrf": csrf(page), "model": checkpoint, "prompt": "a", "temperature": "1", "max_tokens": "5"}
+        answered = other.post("/playground", data=fields, headers=SAME_ORIGIN).text
+        assert (checkpoint in page, "no checkpoint" in answered) == (False, True), "it is alone its owner's"
 
 
-def check_playground(browser: httpx.Client, processes: Processes) -> None:
+def check_playground(browser: httpx.Client, processes: Processes) -> str:
+    """The checkpoint that answered."""
     page = browser.get("/playground").text
     checkpoint = re.findall(r'<option value="(tinker://[^"]+/weights/kept)"', page)[0]
     fields = {"csrf": csrf(page), "model": checkpoint, "prompt": "a <b> c", "temperature": "1", "max_tokens": "5"}
@@ -131,6 +138,7 @@ def check_playground(browser: httpx.Client, processes: Processes) -> None:
     assert browser.post("/playground", data={**fields, "csrf": "0" * 64}, headers=SAME_ORIGIN).status_code == 403
     tenants = httpx.get(f"{processes.url}/api/v1/activity", headers={"X-API-Key": processes.key}).json()
     assert "sample" in {each["kind"] for each in tenants["operations"]}, "as operations of the tenant"
+    return str(checkpoint)
 
 
 async def test_rollouts_and_playground_are_there_through_a_hub(site: Running, folder: Path) -> None:

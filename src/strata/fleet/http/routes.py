@@ -146,8 +146,8 @@ _ROUTES: Final = (
     Route("DELETE", "/v1/schedule/{project}/{name}", RESEARCHER, schedules.remove, owner="project"),
     Route("GET", "/v1/sweeps", VIEWER, sweeps.listed),
     Route("GET", "/v1/sweep/{project}/{name:path}", VIEWER, sweeps.show),
-    Route("POST", "/v1/sweep/{project}/{name}/stop", RESEARCHER, sweeps.stop),
-    Route("POST", "/v1/sweep/{project}/{name}/resume", RESEARCHER, sweeps.resume),
+    Route("POST", "/v1/sweep/{project}/{name}/stop", RESEARCHER, sweeps.stop, owner="sweep"),
+    Route("POST", "/v1/sweep/{project}/{name}/resume", RESEARCHER, sweeps.resume, owner="sweep"),
     Route("GET", "/v1/trainers", VIEWER, manifests.trainers),
     Route("GET", "/v1/events", VIEWER, events.events),
     # Secrets

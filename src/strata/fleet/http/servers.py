@@ -32,7 +32,7 @@ from strata.fleet.http.context import HubCall, HubContext
 from strata.fleet.http.proxy import ARCHIVE, MAX_BODY, TOKEN, ForwardedRequest, Tenant, passed_headers, read_whole
 from strata.fleet.ports import JobFilter, ServerRow
 from strata.http.disconnect import until_disconnect
-from strata.http.route import KIB, MIB, PUBLIC, RESEARCHER, VIEWER, RawReply, Route, Upload
+from strata.http.route import KIB, MIB, PUBLIC, READS, RESEARCHER, VIEWER, RawReply, Route, Upload
 from strata.http.zstd import decompress_frames, decompress_pieces
 from strata.identity.roles import CallerKind, Role
 
@@ -61,7 +61,6 @@ _OPENING: Final = frozenset({f"{BASE}/create_model", f"{BASE}/create_sampling_se
 """What a client sends with the id of its session at the hub."""
 _READING: Final = ("get_info", "weights_info", "list_checkpoints", "client/dynamic_config")
 """What is sent with POST and changes nothing."""
-_READS: Final = "none: it changes nothing"
 _MAX_SESSIONS: Final = 10_000
 _MAX_OWN_SESSIONS: Final = 1000
 _SESSION: Final = re.compile(r"session_[0-9a-z]{1,64}(\.[0-9a-f]{12})?")
@@ -686,7 +685,7 @@ ROUTES: Final = (
         VIEWER,
         client_config,
         any_query=True,
-        owner=_READS,
+        owner=READS,
         operation="servers.client_config",
     ),
     Route("GET", ARCHIVE, PUBLIC, download, 1 * KIB, any_query=True),
@@ -719,7 +718,7 @@ ROUTES: Final = (
             VIEWER,
             forward,
             any_query=True,
-            owner=_READS,
+            owner=READS,
             operation=f"servers.{name.replace('/', '_')}",
         )
         for name in _READING

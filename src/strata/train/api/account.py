@@ -100,7 +100,7 @@ async def storage(call: ApiCall, query: bodies.StorageQuery) -> replies.StorageR
 
 ROUTES = (
     Route("GET", "/api/v1/auth/apikey/me", VIEWER, show_key, KIB),
-    Route("DELETE", "/api/v1/auth/apikey/me", VIEWER, revoke_key, KIB),
+    Route("DELETE", "/api/v1/auth/apikey/me", VIEWER, revoke_key, KIB, owner="caller"),
     Route("GET", "/api/v1/billing/usage/events", VIEWER, usage, KIB),
     Route("GET", "/api/v1/billing/usage/checkpoints/current", VIEWER, storage, KIB),
 )

@@ -282,5 +282,13 @@ ROUTES = (
         locate_files,
         KIB,
     ),
-    Route("POST", "/api/v1/import_weights", RESEARCHER, import_adapter, LIMIT_FROM_SETTINGS, operation="archive.take"),
+    Route(
+        "POST",
+        "/api/v1/import_weights",
+        RESEARCHER,
+        import_adapter,
+        LIMIT_FROM_SETTINGS,
+        owner="caller",
+        operation="archive.take",
+    ),
 )

@@ -330,8 +330,8 @@ async def _outcomes(
 
 
 ROUTES = (
-    Route("POST", "/v1/chat/completions", RESEARCHER, chat_completions, MAX_BODY),
-    Route("POST", "/v1/completions", RESEARCHER, completions, MAX_BODY),
+    Route("POST", "/v1/chat/completions", RESEARCHER, chat_completions, MAX_BODY, owner="tenant"),
+    Route("POST", "/v1/completions", RESEARCHER, completions, MAX_BODY, owner="tenant"),
     Route("GET", "/v1/models", VIEWER, list_models, KIB),
     Route("GET", "/v1/models/{model:path}", VIEWER, show_model, KIB),
 )

@@ -36,7 +36,7 @@ _heads: Final = msgspec.json.Decoder(_Head)
 
 
 def operation_route(
-    path: str, access: Access, handler: Handler, limit: int = 64 * KIB, *, operation: str = ""
+    path: str, access: Access, handler: Handler, limit: int = 64 * KIB, *, owner: str = "", operation: str = ""
 ) -> Route:
     """A route whose handler returns an operation of the core: it is made durable, and the client gets its future."""
     declared = signature_of(handler)
@@ -62,7 +62,7 @@ def operation_route(
 
     submit.__doc__, submit.__module__, submit.__name__ = handler.__doc__, handler.__module__, handler.__name__
     documented = Signature(declared.body, declared.query, FutureReply)
-    return Route("POST", path, access, submit, limit, operation=operation, documented=documented)
+    return Route("POST", path, access, submit, limit, owner=owner, operation=operation, documented=documented)
 
 
 def _key_of(operation: ops.Operation | None, raw: bytes) -> OperationKey | None:
@@ -156,7 +156,7 @@ async def cancel(call: ApiCall, body: bodies.FutureBody) -> None:
 
 
 ROUTES = (
-    Route("POST", "/api/v1/retrieve_future", RESEARCHER, retrieve, 4 * KIB),
-    Route("POST", "/api/v1/retrieve_futures", RESEARCHER, retrieve_many, 16 * MIB),
-    Route("POST", "/api/v1/cancel_future", RESEARCHER, cancel, 4 * KIB),
+    Route("POST", "/api/v1/retrieve_future", RESEARCHER, retrieve, 4 * KIB, owner="tenant"),
+    Route("POST", "/api/v1/retrieve_futures", RESEARCHER, retrieve_many, 16 * MIB, owner="tenant"),
+    Route("POST", "/api/v1/cancel_future", RESEARCHER, cancel, 4 * KIB, owner="tenant"),
 )

@@ -47,4 +47,15 @@ def _refuse(refused: RefusedRoute) -> Handler:
     return refuse
 
 
-ROUTES = tuple(Route(each.method, each.path, VIEWER, _refuse(each), KIB, operation=each.name) for each in REFUSED)
+ROUTES = tuple(
+    Route(
+        each.method,
+        each.path,
+        VIEWER,
+        _refuse(each),
+        KIB,
+        owner="" if each.method == "GET" else "none: it is refused",
+        operation=each.name,
+    )
+    for each in REFUSED
+)

@@ -88,10 +88,10 @@ async def sync_weights(call: ApiCall, body: bodies.SyncWeightsBody) -> ops.SyncW
 
 
 ROUTES = (
-    Route("POST", "/api/v1/asample", RESEARCHER, sample, 16 * MIB),
-    operation_route("/api/v1/save_weights_for_sampler", RESEARCHER, save_for_sampler),
-    Route("POST", "/api/v1/create_sampling_session", RESEARCHER, create_session, 16 * KIB),
-    Route("POST", "/api/v1/join_sampling_session", RESEARCHER, join_session, 4 * KIB),
+    Route("POST", "/api/v1/asample", RESEARCHER, sample, 16 * MIB, owner="tenant"),
+    operation_route("/api/v1/save_weights_for_sampler", RESEARCHER, save_for_sampler, owner="tenant"),
+    Route("POST", "/api/v1/create_sampling_session", RESEARCHER, create_session, 16 * KIB, owner="tenant"),
+    Route("POST", "/api/v1/join_sampling_session", RESEARCHER, join_session, 4 * KIB, owner="tenant"),
     Route("GET", "/api/v1/samplers/{sampler_id}", VIEWER, show, KIB),
     Route("POST", "/add_inference_endpoint", OPERATOR, add_endpoint, 16 * KIB, operation="inference.add"),
     Route("POST", "/remove_inference_endpoint", OPERATOR, remove_endpoint, 4 * KIB, operation="inference.remove"),

@@ -8,7 +8,7 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.http.metrics import MEDIA_TYPE
-from strata.http.route import KIB, MIB, OPERATOR, PUBLIC, RESEARCHER, VIEWER, RawReply, Route
+from strata.http.route import KIB, MIB, OPERATOR, PUBLIC, READS, RESEARCHER, VIEWER, RawReply, Route
 from strata.identity.roles import CallerKind, Role
 from strata.train.api.context import ApiCall
 from strata.train.api.front import SEES_ALL
@@ -179,20 +179,28 @@ async def metrics(call: ApiCall) -> RawReply:
 
 
 ROUTES = (
-    Route("POST", "/api/v1/client/config", VIEWER, client_config),
-    Route("POST", "/api/v1/client/dynamic_config", VIEWER, dynamic_config),
+    Route("POST", "/api/v1/client/config", VIEWER, client_config, owner=READS),
+    Route("POST", "/api/v1/client/dynamic_config", VIEWER, dynamic_config, owner=READS),
     Route("GET", "/api/v1/get_server_capabilities", VIEWER, capabilities),
     Route("GET", "/api/v1/healthz", PUBLIC, alive, KIB),
     Route("GET", "/healthz", PUBLIC, alive, KIB),
     Route("GET", "/health", VIEWER, health, KIB),
-    Route("POST", "/api/v1/telemetry", VIEWER, telemetry, 4 * MIB),
+    Route("POST", "/api/v1/telemetry", VIEWER, telemetry, 4 * MIB, owner="none: it is discarded"),
     Route("POST", "/sleep", OPERATOR, sleep),
     Route("POST", "/wake_up", OPERATOR, wake_up),
     Route("GET", "/api/v1/status", VIEWER, status, KIB, operation="status.show"),
     Route("GET", "/api/v1/activity", VIEWER, activity, KIB, operation="status.activity"),
     Route("GET", "/api/v1/throughput", VIEWER, throughput, KIB, operation="status.throughput"),
     Route("GET", "/api/v1/training_runs/{run_id}/curves", VIEWER, curves, KIB, operation="status.curves"),
-    Route("POST", "/api/v1/training_runs/{run_id}/curves", RESEARCHER, report, 4 * KIB, operation="status.report"),
+    Route(
+        "POST",
+        "/api/v1/training_runs/{run_id}/curves",
+        RESEARCHER,
+        report,
+        4 * KIB,
+        owner="tenant",
+        operation="status.report",
+    ),
     Route("GET", "/api/v1/rollouts", VIEWER, rollouts, KIB, operation="rollouts.list"),
     Route("GET", "/api/v1/rollouts/{rollout_id}", VIEWER, rollout, KIB, operation="rollouts.show"),
     Route("GET", "/api/v1/futures/{request_id}/timeline", VIEWER, timeline, KIB, operation="status.timeline"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 
 from strata.base.errors import Code, StrataError
-from strata.http.route import KIB, RESEARCHER, VIEWER, Route
+from strata.http.route import KIB, READS, RESEARCHER, VIEWER, Route
 from strata.train.api import archive
 from strata.train.api.context import ApiCall, project_of
 from strata.train.api.front import session_from_front
@@ -143,14 +143,14 @@ async def _session(call: ApiCall, session_id: str) -> messages.SessionView:
 
 
 ROUTES = (
-    Route("POST", "/api/v1/create_session", RESEARCHER, create),
-    Route("POST", "/api/v1/session_heartbeat", RESEARCHER, heartbeat),
-    Route("POST", "/api/v1/sessions/{session_id}/finish", RESEARCHER, finish),
-    Route("POST", "/api/v1/kill_session", RESEARCHER, kill),
+    Route("POST", "/api/v1/create_session", RESEARCHER, create, owner="caller"),
+    Route("POST", "/api/v1/session_heartbeat", RESEARCHER, heartbeat, owner="tenant"),
+    Route("POST", "/api/v1/sessions/{session_id}/finish", RESEARCHER, finish, owner="tenant"),
+    Route("POST", "/api/v1/kill_session", RESEARCHER, kill, owner="tenant"),
     Route("GET", "/api/v1/session_info", VIEWER, state, KIB),
     Route("GET", "/api/v1/sessions", VIEWER, listed, KIB),
-    Route("POST", "/api/v1/sessions/search", VIEWER, search, 16 * KIB),
-    Route("PUT", "/api/v1/sessions/{session_id}/project", RESEARCHER, set_project, KIB),
+    Route("POST", "/api/v1/sessions/search", VIEWER, search, 16 * KIB, owner=READS),
+    Route("PUT", "/api/v1/sessions/{session_id}/project", RESEARCHER, set_project, KIB, owner="tenant"),
     Route("GET", "/api/v1/sessions/{session_id}/trace_export", VIEWER, export_trace, KIB),
     Route("GET", "/api/v1/sessions/{session_id}", VIEWER, show, KIB),
     Route("GET", "/api/v1/models/{model_id}", VIEWER, model, KIB),

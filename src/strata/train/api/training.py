@@ -8,7 +8,7 @@ from strata.base.errors import Code, StrataError
 from strata.http.body import JSON
 from strata.http.errors import HttpRefusal
 from strata.http.reading import offload
-from strata.http.route import KIB, LIMIT_FROM_SETTINGS, RESEARCHER, VIEWER, RawBody, Route
+from strata.http.route import KIB, LIMIT_FROM_SETTINGS, READS, RESEARCHER, VIEWER, RawBody, Route
 from strata.train.api.context import ApiCall
 from strata.train.api.futures import operation_route
 from strata.train.core import messages, ops
@@ -111,12 +111,12 @@ async def unload_model(call: ApiCall, body: bodies.UnloadModelBody) -> ops.Unloa
 
 
 ROUTES = (
-    operation_route("/api/v1/forward_backward", RESEARCHER, forward_backward, LIMIT_FROM_SETTINGS),
-    operation_route("/api/v1/forward", RESEARCHER, forward, LIMIT_FROM_SETTINGS),
-    operation_route("/api/v1/optim_step", RESEARCHER, optim_step),
-    operation_route("/api/v1/create_model", RESEARCHER, create_model),
-    Route("POST", "/api/v1/create_custom_loss", RESEARCHER, create_custom_loss, 256 * KIB),
-    Route("POST", "/api/v1/get_info", VIEWER, get_info),
-    operation_route("/api/v1/abort_gradient_epoch", RESEARCHER, abort_gradients, 4 * KIB),
-    operation_route("/api/v1/unload_model", RESEARCHER, unload_model, 4 * KIB),
+    operation_route("/api/v1/forward_backward", RESEARCHER, forward_backward, LIMIT_FROM_SETTINGS, owner="tenant"),
+    operation_route("/api/v1/forward", RESEARCHER, forward, LIMIT_FROM_SETTINGS, owner="tenant"),
+    operation_route("/api/v1/optim_step", RESEARCHER, optim_step, owner="tenant"),
+    operation_route("/api/v1/create_model", RESEARCHER, create_model, owner="tenant"),
+    Route("POST", "/api/v1/create_custom_loss", RESEARCHER, create_custom_loss, 256 * KIB, owner="tenant"),
+    Route("POST", "/api/v1/get_info", VIEWER, get_info, owner=READS),
+    operation_route("/api/v1/abort_gradient_epoch", RESEARCHER, abort_gradients, 4 * KIB, owner="tenant"),
+    operation_route("/api/v1/unload_model", RESEARCHER, unload_model, 4 * KIB, owner="tenant"),
 )

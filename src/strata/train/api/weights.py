@@ -7,7 +7,7 @@ from typing import Final
 
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
-from strata.http.route import KIB, RESEARCHER, VIEWER, Route
+from strata.http.route import KIB, READS, RESEARCHER, VIEWER, Route
 from strata.identity.authenticate import Credentials
 from strata.identity.roles import CallerKind, Role
 from strata.train.api import archive
@@ -205,20 +205,20 @@ async def _delete(call: ApiCall, model_id: str, checkpoint_id: str) -> None:
 _ONE: Final = "/api/v1/training_runs/{run_id}/checkpoints/{checkpoint_id:path}"
 
 ROUTES = (
-    operation_route("/api/v1/save_weights", RESEARCHER, save),
-    operation_route("/api/v1/save_weights_external", RESEARCHER, save_external),
-    Route("POST", "/api/v1/copy_weights", RESEARCHER, copy, 16 * KIB),
-    operation_route("/api/v1/load_weights", RESEARCHER, load),
-    Route("POST", "/api/v1/weights_info", VIEWER, info, 4 * KIB),
-    Route("POST", "/api/v1/list_checkpoints", VIEWER, list_checkpoints, 4 * KIB),
-    Route("POST", "/api/v1/delete_checkpoint", RESEARCHER, delete_checkpoint, 4 * KIB),
+    operation_route("/api/v1/save_weights", RESEARCHER, save, owner="tenant"),
+    operation_route("/api/v1/save_weights_external", RESEARCHER, save_external, owner="tenant"),
+    Route("POST", "/api/v1/copy_weights", RESEARCHER, copy, 16 * KIB, owner="tenant"),
+    operation_route("/api/v1/load_weights", RESEARCHER, load, owner="tenant"),
+    Route("POST", "/api/v1/weights_info", VIEWER, info, 4 * KIB, owner=READS),
+    Route("POST", "/api/v1/list_checkpoints", VIEWER, list_checkpoints, 4 * KIB, owner=READS),
+    Route("POST", "/api/v1/delete_checkpoint", RESEARCHER, delete_checkpoint, 4 * KIB, owner="tenant"),
     Route("GET", "/api/v1/checkpoints", VIEWER, of_all, KIB),
     Route("GET", "/api/v1/training_runs", VIEWER, runs, KIB),
     Route("GET", "/api/v1/training_runs/{run_id}", VIEWER, run, KIB),
     Route("GET", "/api/v1/training_runs/{run_id}/checkpoints", VIEWER, of_run, KIB),
     Route("GET", "/api/v1/training_runs/{run_id}/metrics", VIEWER, run_metrics, KIB),
-    Route("PUT", f"{_ONE}/ttl", RESEARCHER, set_ttl, KIB),
-    Route("POST", f"{_ONE}/publish", RESEARCHER, publish, KIB),
-    Route("DELETE", f"{_ONE}/publish", RESEARCHER, unpublish, KIB),
-    Route("DELETE", _ONE, RESEARCHER, remove, KIB),
+    Route("PUT", f"{_ONE}/ttl", RESEARCHER, set_ttl, KIB, owner="tenant"),
+    Route("POST", f"{_ONE}/publish", RESEARCHER, publish, KIB, owner="tenant"),
+    Route("DELETE", f"{_ONE}/publish", RESEARCHER, unpublish, KIB, owner="tenant"),
+    Route("DELETE", _ONE, RESEARCHER, remove, KIB, owner="tenant"),
 )

@@ -108,5 +108,5 @@ async def pin(page: Page, form: Form) -> str:
 ROUTES = (
     Route("GET", "/artifacts", VIEWER, show_artifacts),
     Route("GET", "/artifacts/{id}", VIEWER, show_artifact),
-    Route("POST", "/artifacts/{id}/pin", RESEARCHER, pin, 4 * KIB),
+    Route("POST", "/artifacts/{id}/pin", RESEARCHER, pin, 4 * KIB, owner="artifact"),
 )

@@ -278,7 +278,7 @@ def _path(page: Page) -> str:
 ROUTES = (
     Route("GET", "/jobs/{id}", VIEWER, job),
     Route("GET", "/jobs/{id}/log.txt", VIEWER, download_log),
-    Route("POST", "/jobs/{id}/cancel", RESEARCHER, cancel),
-    Route("POST", "/jobs/{id}/requeue", RESEARCHER, requeue),
-    Route("POST", "/jobs/{id}/archive", RESEARCHER, archive),
+    Route("POST", "/jobs/{id}/cancel", RESEARCHER, cancel, owner="job"),
+    Route("POST", "/jobs/{id}/requeue", RESEARCHER, requeue, owner="job"),
+    Route("POST", "/jobs/{id}/archive", RESEARCHER, archive, owner="job"),
 )

@@ -91,4 +91,4 @@ def login_path(target: str) -> str:
     return "/login" if target in ("/", "") else f"/login?{urlencode({'next': target})}"
 
 
-ROUTES = (Route("POST", "/logout", VIEWER, log_out, 4 * KIB),)
+ROUTES = (Route("POST", "/logout", VIEWER, log_out, 4 * KIB, owner="caller"),)

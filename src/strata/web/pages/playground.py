@@ -161,5 +161,5 @@ async def _render(
 
 ROUTES = (
     Route("GET", "/training/{id}/playground", RESEARCHER, playground),
-    Route("POST", "/training/{id}/playground", RESEARCHER, answer, MAX_FORM_BYTES),
+    Route("POST", "/training/{id}/playground", RESEARCHER, answer, MAX_FORM_BYTES, owner="tenant"),
 )
