@@ -172,6 +172,9 @@ async def stored_chunk(site: Running) -> str:
     researcher = await site.with_role("researcher")
     put = await researcher.put(f"/v1/chunk/{digest}", params={"size": len(content)}, content=content)
     assert put.status_code == 204
+    file = {"path": "x", "size": len(content), "sha256": digest, "chunks": [digest]}
+    body = {"manifest": {"files": [file]}, "lineage": {"kind": "source"}}
+    assert (await researcher.post("/v1/artifacts", json=body)).is_success
     return digest
 
 

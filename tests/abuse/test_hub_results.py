@@ -268,6 +268,25 @@ async def test_a_job_cannot_name_the_state_of_a_server(site: Running, way: int, 
     tries(3)
 
 
+@pytest.mark.attack(AREA, "L5: a chunk of a training server's saved state, or of what nobody committed, by its digest")
+async def test_a_digest_is_no_way_around_who_may_read_an_artifact(site: Running, tries: Callable[[int], None]) -> None:
+    await saved_server(site)
+    researcher, operator = await site.with_role("researcher"), await site.operator()
+    people = [researcher, await site.with_role("viewer")]
+    put = await researcher.put(f"/v1/chunk/{sha256_hex(b'draft')}", params={"size": 5}, content=b"draft")
+    assert put.is_success
+    hidden = [f"/v1/chunk/{sha256_hex(content)}" for content in (b"operator token", b"draft")]
+    for path in hidden:
+        for person in people:
+            tries(1)
+            assert refused(await person.get(path)) == (404, "not_found"), path
+        assert (await operator.get(path)).is_success
+    reply, _ = await commit(researcher, b"open to all", {"kind": "data", "model": "images"})
+    assert reply.is_success
+    for person in people:
+        assert (await person.get(f"/v1/chunk/{sha256_hex(b'open to all')}")).content == b"open to all"
+
+
 @pytest.mark.attack(AREA, "a trainer that the hub stored unchecked names the saved state of a training server")
 @pytest.mark.parametrize("way", [0, 1])
 async def test_a_host_cannot_read_the_state_of_a_server_for_another_job(site: Running, way: int) -> None:

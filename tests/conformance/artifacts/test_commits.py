@@ -52,6 +52,26 @@ async def test_the_same_commit_again_changes_nothing(place: Place) -> None:
     assert len(await place.index.lineages(LineageFilter())) == 1
 
 
+async def test_a_chunk_is_open_while_an_artifact_that_is_no_state_of_a_server_has_it(place: Place) -> None:
+    shared, secret, draft = noise(100, 1), noise(100, 2), noise(100, 3)
+    checkpoint = Lineage(kind=ArtifactKind.CHECKPOINT, model="gbt")
+    await add_host(place.fleet)
+    await add(place.fleet, job("gbt", kind="server"))
+    (server,) = await claim(place.fleet, claim_id="server")
+    await upload(place, {"a": shared, "b": secret}, checkpoint, hold(server))
+    await send(place, {"c": draft})
+    digests = [chunk_of(each).digest for each in (shared, secret, draft)]
+    assert [await place.index.is_open(digest) for digest in digests] == [False, False, False]
+    await add(place.fleet, job("gbt"))
+    (lease,) = await claim(place.fleet, claim_id="train")
+    done = await upload(place, {"a": shared}, checkpoint, hold(lease))
+    assert [await place.index.is_open(digest) for digest in digests] == [True, False, False]
+    await place.artifacts.remove(done.artifact_id, "test", "test")
+    assert not await place.index.is_open(digests[0])
+    await upload(place, {"a": shared, "b": secret}, Lineage(kind=ArtifactKind.DATA, model="images"))
+    assert not await place.index.is_open(digests[1]), "it stays the state of a server"
+
+
 async def test_nothing_is_committed_while_a_chunk_is_missing(place: Place) -> None:
     manifest = manifest_of(FILES)
     parts = parts_of(FILES)

@@ -222,6 +222,9 @@ class ArtifactIndex(Protocol):
     async def blob(self, sha256: str) -> str:
         """The artifact that was uploaded as this blob."""
 
+    async def is_open(self, digest: str) -> bool:
+        """Whether an artifact that is not the state of a server has this chunk."""
+
     async def find(self, prefix: str, limit: int = 6) -> Sequence[str]:
         """Ids of artifacts that begin so, with or without their `artifact1_`."""
 

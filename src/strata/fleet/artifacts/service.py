@@ -188,10 +188,13 @@ class Artifacts:
         urls = {} if signer is None else dict(zip(digests, await signer.sign_get(digests, SIGNED_S), strict=True))
         return Download(artifact=artifact, urls=urls)
 
-    async def read_chunk(self, digest: str) -> bytes:
-        """Verified; NOT_FOUND if the index does not have it, CORRUPT (once, and NOT_FOUND from then on) if damaged."""
+    async def read_chunk(self, digest: str, *, only_open: bool = False) -> bytes:
+        """Verified; NOT_FOUND if the index does not have it, CORRUPT (once, and NOT_FOUND from then on) if damaged.
+
+        With `only_open`, what is of states of servers alone, or of no artifact, is NOT_FOUND as well.
+        """
         slot = (await self.index.slots([check_sha256(digest)])).get(digest)
-        if slot is None or slot.state not in PRESENT:
+        if slot is None or slot.state not in PRESENT or (only_open and not await self.index.is_open(digest)):
             raise StrataError(Code.NOT_FOUND, f"there is no chunk {digest}", chunk=digest)
         return await self.read_verified(ArtifactChunk(digest, slot.size))
 

@@ -123,6 +123,10 @@ class PostgresIndex:
             raise rows.unknown_blob(sha256)
         return str(found[0][0])
 
+    async def is_open(self, digest: str) -> bool:
+        select = rows.OPEN.format(digest="%(digest)s", kind="convert_from(j.spec, 'UTF8')::json ->> 'kind'")
+        return bool(await self._connections.run(select, {"digest": digest}))
+
     async def find(self, prefix: str, limit: int = 6) -> Sequence[str]:
         whole = prefix if prefix.startswith("artifact") else f"artifact1_{prefix}"
         # '~' sorts after every character of an id.

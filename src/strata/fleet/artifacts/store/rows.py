@@ -27,6 +27,12 @@ LINEAGE: Final = (
     "l.id, l.seq, l.artifact_id, a.size, l.committed_at, l.body, a.pinned, a.removed_at, l.actor,"
     " coalesce(j.project, ''), coalesce(t.trainer_digest, ''), coalesce(d.owner, j.owner, a.owner)"
 )
+OPEN: Final = (
+    "SELECT 1 FROM artifact_chunk c JOIN artifact_ref r ON r.chunk = c.number JOIN artifact a ON a.seq = r.artifact"
+    " WHERE c.digest = {digest} AND NOT EXISTS ("
+    "SELECT 1 FROM artifact_lineage l JOIN job j ON j.id = l.job_id WHERE l.artifact_id = a.id"
+    f" AND l.kind = '{ArtifactKind.CHECKPOINT}' AND {{kind}} = 'server') LIMIT 1"
+)
 FINISHED: Final = "(" + ", ".join(f"'{status}'" for status in sorted(TERMINAL)) + ")"
 REFERENCED: Final = (
     "SELECT l.artifact_id, CASE WHEN j.artifact = l.artifact_id THEN 'result' ELSE 'checkpoint' END"

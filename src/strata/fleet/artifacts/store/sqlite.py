@@ -108,6 +108,10 @@ class SqliteIndex:
             raise rows.unknown_blob(sha256)
         return str(found[0][0])
 
+    async def is_open(self, digest: str) -> bool:
+        select = rows.OPEN.format(digest="?", kind="json_extract(CAST(j.spec AS TEXT), '$.kind')")
+        return bool(await self._rows(select, (digest,)))
+
     async def find(self, prefix: str, limit: int = 6) -> Sequence[str]:
         whole = prefix if prefix.startswith("artifact") else f"artifact1_{prefix}"
         # '~' sorts after every character of an id.
