@@ -18,12 +18,14 @@ DURATIONS: Final = Path(__file__).with_name("durations.json")
 LEDGER: Final = Path(__file__).with_name("ledger.json")
 WORKERS: Final = 3
 """The processes of the pool on two cores: much of their time the tests wait for processes and servers."""
-SLICE_S: Final = 1200
+SLICE_S: Final = 600
 """How long the slice of a landing may take, with all workers."""
 LONG_S: Final = 5.0
 """Tests of at least this are recorded one by one."""
 UNMEASURED_S: Final = 8.0
 """A new file counts so until it is measured."""
+UNMEASURED_MERGE_S: Final = 120.0
+"""And so does a file of `merge`."""
 UNMEASURED_LONG_S: Final = 60.0
 """And so does a test that is known to be long."""
 PART_S: Final = 600.0
@@ -145,7 +147,7 @@ def select_tier(tier: Tier, files: Iterable[str], durations: Durations) -> list[
     for path in files:
         long = long_of.get(path, {})
         here = {test_id: seconds_of(test_id, durations) for test_id, its_tier in long.items() if its_tier is tier}
-        rest_s = durations.files.get(path, UNMEASURED_S)
+        rest_s = durations.files.get(path, UNMEASURED_MERGE_S if base_tier(path) is Tier.MERGE else UNMEASURED_S)
         if base_tier(path) is tier and (tier is not Tier.MERGE or rest_s + sum(here.values()) <= PART_S):
             chosen.append(FileTests(path, rest_s + sum(here.values()), None, frozenset(long.keys() - here.keys())))
         elif base_tier(path) is tier:
