@@ -168,7 +168,7 @@ def test_a_job_that_declared_too_little_memory_gets_more_on_the_same_host_and_ea
             job = hub.submit_with(trainer, JobSpec(model="modest", trainer="modest", needs=needs))
             seen = hub.until(job, "completed", "failed", within_s=120.0)
             greedy = msgspec.structs.replace(needs, min_ram_gib=2)
-            never = hub.submit_with(trainer, JobSpec(model="greedy", trainer="modest", needs=greedy))
+            never = hub.submit_with(trainer, JobSpec(model="too-large", trainer="modest", needs=greedy))
             answer = hub.operator.call("GET", f"/v1/job/{never}/why", Why)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

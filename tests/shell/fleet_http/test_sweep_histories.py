@@ -6,6 +6,7 @@ not name stays byte for byte as it was.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -47,11 +48,12 @@ class Site:
     runner: SweepRunner
 
     async def apply(self, text: str, source: str, *, take_over: bool = False) -> wire.ManifestReply:
-        async def nothing() -> Any:
-            raise AssertionError("the handler reads no body")
+        async def stays() -> Any:
+            """The client sends no more, and does not leave."""
+            await asyncio.Event().wait()
 
         call = HttpCall(
-            context=self.context, caller=OPERATOR, path={}, headers=Headers(), receive=nothing, reauthenticate=nothing
+            context=self.context, caller=OPERATOR, path={}, headers=Headers(), receive=stays, reauthenticate=stays
         )
         manifest = parse_manifest(text, source).resolve()
         return await manifests.apply(call, wire.ManifestRequest(manifest=manifest, take_over=take_over))
