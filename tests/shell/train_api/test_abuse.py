@@ -76,7 +76,7 @@ async def test_an_unknown_parameter_is_refused_with_its_place(alone: Reached) ->
     model = {"session_id": "s", "model_seq_id": 0, "base_model": "m", "lora_config": {"rank": 4, "dropout": 0.1}}
     reply = await alone.ask("POST", "/api/v1/create_model", json=model)
     assert reply.status_code == 400
-    assert reply.json()["error"]["message"] == "lora_config: Object contains unknown field `dropout`"
+    assert reply.json()["error"]["message"].startswith("lora_config.dropout: this server does not know the field")
 
 
 @pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 10**30])

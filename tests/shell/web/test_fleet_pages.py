@@ -160,15 +160,16 @@ async def test_the_lineage_of_an_artifact_is_a_graph_from_left_to_right(site: Ru
     assert "Pin…" not in page
 
 
-async def test_a_researcher_pins_and_unpins_an_artifact(site: Running) -> None:
-    artifact = await add_artifact(site, b"x", model="m")
-    browser = await log_in(site, "researcher")
+async def test_a_researcher_pins_and_unpins_an_artifact_of_their_own(site: Running) -> None:
+    artifact = await add_artifact(site, b"x", model="m", owner="rosa")
+    browser = await log_in(site, "researcher", "rosa")
     path = f"/artifacts/{artifact}"
     assert (await browser.post(f"{path}/pin", reason="for the paper")).headers["location"] == path
     assert "for the paper" in await browser.shows(path)
     assert (await browser.post(f"{path}/pin", unpin="1", confirmed="1")).status_code == 303
     assert "for the paper" not in await browser.shows(path)
-    assert (await (await log_in(site, "viewer")).post(f"{path}/pin", reason="mine")).status_code == 403
+    for role in ("viewer", "researcher"):
+        assert (await (await log_in(site, role)).post(f"{path}/pin", reason="mine")).status_code == 403
 
 
 async def test_an_admin_makes_a_key_whose_text_is_shown_once(safe_site: Running) -> None:
