@@ -39,13 +39,13 @@ async def add_sweep(site: Running, host: HostClient, name: str = "lr", **spec: A
     return ids
 
 
-async def add_artifact(site: Running, content: bytes, owner: str = "operator", **lineage: Any) -> str:
+async def add_artifact(site: Running, content: bytes, **lineage: Any) -> str:
     artifacts = site.hub.context.artifacts
     manifest = manifest_of({"model.bin": content})
     await artifacts.plan(manifest.chunks(), "operator")
     await artifacts.put_chunk(chunk_of(content), once(content), "operator")
     fields = {"kind": ArtifactKind.RESULT, **lineage}
-    return (await artifacts.commit(manifest, Lineage(**fields), "operator", owner=owner)).artifact_id
+    return (await artifacts.commit(manifest, Lineage(**fields), "operator", owner="operator")).artifact_id
 
 
 async def add_lineage(site: Running) -> Sequence[str]:

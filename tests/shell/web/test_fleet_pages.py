@@ -160,9 +160,10 @@ async def test_the_lineage_of_an_artifact_is_a_graph_from_left_to_right(site: Ru
     assert "Pin…" not in page
 
 
-async def test_a_researcher_pins_and_unpins_an_artifact_of_their_own(site: Running) -> None:
-    artifact = await add_artifact(site, b"x", model="m", owner="rosa")
-    browser = await log_in(site, "researcher", "rosa")
+async def test_an_operator_pins_and_unpins_an_artifact_and_nobody_who_does_not_own_it(safe_site: Running) -> None:
+    site = safe_site
+    artifact = await add_artifact(site, b"x", model="m")
+    browser = await log_in(site, "operator")
     path = f"/artifacts/{artifact}"
     assert (await browser.post(f"{path}/pin", reason="for the paper")).headers["location"] == path
     assert "for the paper" in await browser.shows(path)
