@@ -7,11 +7,11 @@ STAMP := $(VENV)/.setup-done
 
 # What `make test` runs: the tiers unit and pr, or tiers, folders and files by name, as in `make test SUITE=tests/core`.
 SUITE ?= unit pr
-# More arguments for pytest, and for `python -m tests.tiers run`, `bench` and `soak`.
 BENCH ?= journal
 CAMPAIGN ?= register
 SEEDS ?= 1000
 KILLS ?=
+# More arguments for pytest, `bench`, `soak` and the scripts.
 ARGS ?=
 # The root of the Python files that `make proto` writes; a rule test writes them elsewhere and compares.
 OUT ?= src

@@ -149,12 +149,13 @@ async def tokenizer_head(call: HubCall, body: Upload) -> RawReply:
 async def create_session(call: HubCall, body: Upload) -> RawReply:
     """Open a session at the hub; servers learn of it when it uses them."""
     context = call.context
-    if not await context.fleet.store.servers() and not await _pending_servers(context, ""):
+    rows = await context.fleet.store.servers()
+    if not rows and not await _pending_servers(context, ""):
         raise StrataError(Code.NOT_FOUND, "this hub has no training server", hint='kind = "server" in a manifest')
     tenant = await _tenant(call)
     async with _read_body(call, body) as content:
         session = Ids(context.clock).new("session")
-        servers = [row for row in await context.fleet.store.servers() if not _ended(row)]
+        servers = [row for row in rows if not _ended(row)]
         if len(servers) == 1:
             # A client composes the id of a model that it makes from a checkpoint: here it can, with its server in it.
             session = _at_server(session, tag_of(servers[0].job.id))
