@@ -162,7 +162,7 @@ def test_a_job_that_declared_too_little_memory_gets_more_on_the_same_host_and_ea
     folder.chmod(0o711)
     trainer = TrainerSpec(name="modest", command=("python", "-c", ALLOCATES), directory="/usr/share")
     try:
-        with agent(hub, folder, "lena", sandbox_mode="required", sandbox_memory_gib="1", grace_s="0"):
+        with agent(hub, folder, "lena", sandbox_mode="required", sandbox_memory_gib="1.5", grace_s="0"):
             eventually(lambda: "lena" in hub.online())
             needs = Needs(min_ram_gib=0.125, min_cores=1, allowed_hosts=("lena",), require_limits="enforced")
             job = hub.submit_with(trainer, JobSpec(model="modest", trainer="modest", needs=needs))
@@ -175,4 +175,4 @@ def test_a_job_that_declared_too_little_memory_gets_more_on_the_same_host_and_ea
     assert seen.job.status == "completed", seen
     assert [each.cause for each in seen.attempts] == [Cause.OOM, None]
     assert "its limit is 0.125 GiB (min_ram_gib of the job)" in (seen.attempts[0].error or "")
-    assert any("has 1 GiB for one job (sandbox.memory_gib)" in each.detail for each in answer.obstacles), answer
+    assert any("has 1.5 GiB for one job (sandbox.memory_gib)" in each.detail for each in answer.obstacles), answer

@@ -19,6 +19,7 @@ from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec
+from strata.fleet.core.requirement import Needs
 from strata.hub.settings import HubSettings, HubTlsSettings, check_exposure
 from strata.identity.ca import Authority, pin_of, private_pem
 from strata.identity.tokens import read_join_token
@@ -66,7 +67,7 @@ async def test_an_invited_host_joins_and_claims_with_its_certificate(secure: Run
     assert 23 * 3600 < reply.valid_for_s <= 24 * 3600
     registered = await http.post("/v1/host/register", json={"capability": {"hostname": "anna"}})
     assert ok(registered, wire.RegisterReply).host_id == reply.host_id
-    (job_id,) = await secure.add(JobSpec(model="m"))
+    (job_id,) = await secure.add(JobSpec(model="m", needs=Needs(pool="lab")))
     claimed = ok(await http.post("/v1/job/claim", json={"claim_id": "c"}), wire.ClaimReply)
     assert [lease.job_id for lease in claimed.leases] == [job_id]
     renewed = await http.post("/v1/certificate/renew", json={"request_pem": request})
