@@ -25,7 +25,7 @@ def main(folder: str) -> None:
     texts, held_out = pairs_of(ANSWERED), pairs_of(HELD_OUT)
     url, key = server_in(folder)
     service = tinker.ServiceClient(base_url=url, api_key=key)
-    model = service.create_lora_training_client(base_model="tiny", rank=RANK, seed=SEED)
+    model = service.create_lora_training_client(base_model="tiny", rank=RANK, seed=SEED).result()
     reference, before = torch.tensor(totals(model, texts)), totals(model, held_out)
 
     def loss(_: list[types.Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:

@@ -70,15 +70,15 @@ def datum(tried: Try, advantage: float) -> types.Datum:
 def main(folder: str) -> None:
     url, key = server_in(folder)
     service = tinker.ServiceClient(base_url=url, api_key=key)
-    model = service.create_lora_training_client(base_model="tiny", rank=RANK, seed=SEED)
+    model = service.create_lora_training_client(base_model="tiny", rank=RANK, seed=SEED).result()
     warm_up(model)
     for step in range(STEPS):
-        groups = draw(model.save_weights_and_get_sampling_client(), step)
+        groups = draw(model.save_weights_and_get_sampling_client().result(), step)
         report(step, groups)
         data = [datum(*each) for group in groups for each in advantages(group)]
         model.forward_backward(data, "importance_sampling")
         model.optim_step(types.AdamParams(learning_rate=RATE))
-    report(STEPS, draw(model.save_weights_and_get_sampling_client(), STEPS))
+    report(STEPS, draw(model.save_weights_and_get_sampling_client().result(), STEPS))
     service.close("success").result()
 
 

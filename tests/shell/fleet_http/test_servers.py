@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
 from strata.base.errors import StrataError
@@ -184,32 +185,51 @@ async def test_a_server_that_replies_nonsense_is_left_out_of_lists(
         assert (await alice.get("/api/v1/get_server_capabilities")).json() == {"supported_models": []}
 
 
-async def test_a_client_makes_no_model_whose_id_it_composes_itself(site: Running, tmp_path: Path) -> None:
-    """It would not name the server: the client knows its session at the hub alone."""
-    alice = await site.with_role("researcher")
-    config = b'{"create_model_via_load_weights": true, "proto_compress_fwdbwd": true}'
-    async with replying(tmp_path / "a" / "s", config):
-        await serve(site, path=tmp_path / "a" / "s")
-        reply = await alice.post("/api/v1/client/config", json={"sdk_version": "1"})
-    assert reply.json() == {"create_model_via_load_weights": False, "proto_compress_fwdbwd": True}
-
-
-async def test_a_model_from_a_checkpoint_is_composed_of_a_session_that_names_its_server(
+async def test_a_model_from_a_checkpoint_is_found_by_the_id_that_its_client_composes(
     site: Running, tmp_path: Path
 ) -> None:
-    """As `tinker` 0.38 does, whatever the configuration says."""
-    alice = await site.with_role("researcher")
-    async with replying(tmp_path / "a" / "s", b"{}"):
-        job = await serve(site, path=tmp_path / "a" / "s")
+    """As `tinker` 0.38 does: the session at the hub, without a server in it."""
+    alice, bert = await site.with_role("researcher", "alice"), await site.with_role("researcher", "bert")
+    heads: list[bytes] = []
+    async with (
+        replying(tmp_path / "a" / "s", b"{}", b"404 Not Found") as at_a,
+        replying(tmp_path / "b" / "s", b"{}", heads=heads),
+    ):
+        await serve(site, "a", path=tmp_path / "a" / "s")
+        job = await serve(site, "b", path=tmp_path / "b" / "s")
         session = (await alice.post("/api/v1/create_session", json={})).json()["session_id"]
-        assert session.endswith(f".{tag_of(job)}")
-        request = {"session_id": session, "model_seq_id": 0, "path": "tinker://a/weights/b"}
+        path = f"tinker://session_9.{tag_of(job)}:train:0/weights/w"
+        request = {"session_id": session, "model_seq_id": 3, "path": path}
         assert (await alice.post("/api/v1/load_weights", json=request)).status_code == 200
-        await serve(site, "other")
-        untold = (await alice.post("/api/v1/create_session", json={})).json()["session_id"]
-        reply = await alice.post("/api/v1/load_weights", json=request | {"session_id": untold, "base_model": "tiny"})
-    assert refused(reply) == (400, "invalid")
-    assert "load_state" in reply.text
+        step = {"model_id": f"{session}:train:3", "seq_id": 1}
+        named = f"x-strata-model: {session}.{tag_of(job)}:train:3\r\n".encode()
+        for content, encoding in (
+            (msgspec.json.encode(step), {}),
+            (compress(msgspec.json.encode(step)), {"content-encoding": "zstd"}),
+        ):
+            heads.clear()
+            assert (await alice.post("/api/v1/optim_step", content=content, headers=encoding)).status_code == 200
+            assert [named in head for head in heads] == [True]
+        assert at_a == [], "where it is was known"
+        site.hub.context.composed.clear()
+        await alice.get(f"/api/v1/training_runs/{session}%3Atrain%3A3")
+        assert len(at_a) == 1, "after a restart the servers are asked"
+        assert named in heads[-1]
+        site.hub.context.composed.clear()
+        await bert.post("/api/v1/optim_step", json=step, headers={"x-strata-model": f"session_1.{tag_of(job)}:train:0"})
+        assert b"x-strata-tenant: bert" in heads[-1], "the server judges whose it is"
+        assert named in heads[-1]
+
+
+async def test_an_id_is_read_whole_at_the_border_of_two_pieces(site: Running, tmp_path: Path) -> None:
+    alice = await site.with_role("researcher")
+    heads: list[bytes] = []
+    async with replying(tmp_path / "a" / "s", b"{}", heads=heads):
+        job = await serve(site, path=tmp_path / "a" / "s")
+        for before in range((1 << 20) - 20, (1 << 20) + 1):
+            content = compress(bytes(before) + b"session_1:train:12345" + bytes(100))
+            await alice.post("/api/v1/forward_backward", content=content, headers={"content-encoding": "zstd"})
+            assert f"x-strata-model: session_1.{tag_of(job)}:train:12345\r\n".encode() in heads[-1], before
 
 
 async def test_a_session_is_of_the_tenant_who_opened_it(site: Running) -> None:

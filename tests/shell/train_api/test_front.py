@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import base64
+from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import httpx
 from starlette.datastructures import Headers
 
+from strata.base.errors import Code
 from strata.base.secret import Secret
 from strata.identity.roles import CallerKind, Principal, Role
 from strata.train.api.archive import ArchiveGrant, TraceGrant, sign_token, verify_token
 from strata.train.api.front import key_at_front
+from strata.train.api.routes import application
+from strata.train.core import messages
 from tests.shell.train_api.conftest import Reached, reach, settings_in
 
 KEY: Final = "f" * 64
@@ -62,3 +67,36 @@ async def test_a_signed_url_names_the_key_at_the_hub_and_ends_with_it(folder: Pa
             assert verify_token(token, server.context.signing_key, now_s) == grant
         own = Principal(CallerKind.KEY, "k", Role.RESEARCHER)
         assert key_at_front(own, Headers({"x-strata-key": "0123456789ab"})) == "", "only the hub names one"
+
+
+class Recording:
+    """An orchestrator that has nothing, and remembers what it was asked about which model."""
+
+    def __init__(self) -> None:
+        self.named: list[str] = []
+
+    async def request(self, request: messages.OrchestratorRequest, *, timeout_s: float) -> messages.Output:
+        del timeout_s
+        message: Any = request.body
+        self.named.append(getattr(message, "operation", message).model_id)
+        return messages.ErrorResponse(Code.NOT_FOUND, "there is no such model")
+
+
+async def test_a_model_that_the_hub_names_is_meant_by_the_id_that_its_client_composed(folder: Path) -> None:
+    own, composed, other = "session_1.0123456789ab:train:0", "session_1:train:0", "session_1:train:1"
+    async with reach(settings_in(folder, front_key=Secret(KEY)), 0.02) as server:
+        orchestrator = Recording()
+        context = replace(server.context, orchestrator=orchestrator)
+        transport = httpx.ASGITransport(application(context), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="https://server") as http:
+            for headers, expected in (
+                (NAMED | {"x-strata-model": own}, [own, own, own, other]),
+                (NAMED, [composed, composed, composed, other]),
+                ({"x-api-key": server.keys[Role.RESEARCHER], "x-strata-model": own}, [composed] * 3 + [other]),
+            ):
+                orchestrator.named.clear()
+                await http.post("/api/v1/optim_step", json={"model_id": composed, "seq_id": 1}, headers=headers)
+                await http.post("/api/v1/get_info", json={"model_id": composed}, headers=headers)
+                await http.get(f"/api/v1/training_runs/{composed}", headers=headers)
+                await http.post("/api/v1/get_info", json={"model_id": other}, headers=headers)
+                assert orchestrator.named == expected, headers

@@ -231,6 +231,8 @@ class HubContext:
     """None: this hub has no coordinator."""
     sessions: dict[str, tuple[str, bytes]] = field(default_factory=dict)
     """By session of a client of training servers: its tenant, and its tags and metadata for the servers it uses."""
+    composed: dict[tuple[str, str], str] = field(default_factory=dict)
+    """By tenant and the id of a model that its client composed: the tag of the server that has it."""
     front_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     """The keys of the servers follow from it, so that no database has them."""
     bundle_digests: dict[str, str] = field(default_factory=dict)

@@ -5,6 +5,9 @@ latter is `SESSION.TAG`, and the ids of models, samplers, futures and checkpoint
 says which job serves it, after any restart, and the hub keeps no table. A model that is created goes to the server of
 its base model. A server that is asleep is woken by the first request of a researcher for it.
 
+A client that makes a model from a checkpoint composes the id from its session at the hub, without a server in it: the
+hub asks the servers who has such a model, remembers it, and tells the server which of its models is meant.
+
 The OpenAI-compatible endpoints of the servers are at `/v1`, beside the hub's own API: a request goes to the server
 that its model names.
 """
@@ -54,15 +57,17 @@ IN_USE_S: Final = MIN_IDLE_S / 3
 _TAG_CHARACTERS: Final = 12
 _LONGEST_ID: Final = 128
 _TAGGED: Final = re.compile(rb"session_[0-9a-z]+\.([0-9a-f]{12})")
+_NAMED: Final = re.compile(rb"(session_[0-9a-z]{1,64})(?:\.(?P<tag>[0-9a-f]{12})|:train:(?P<number>[0-9]{1,10}))")
+"""An id that names its server, or one that a client composed from its session at the hub."""
 _SIGNED_FOR: Final = re.compile(rb"hub:([0-9a-z_]{4,64})\Z")
 """At the end of a signed token: the key of this hub that requested it."""
-_LOAD: Final = f"{BASE}/load_weights"
-_OPENING: Final = frozenset({f"{BASE}/create_model", f"{BASE}/create_sampling_session", _LOAD})
+_OPENING: Final = frozenset({f"{BASE}/{name}" for name in ("create_model", "create_sampling_session", "load_weights")})
 """What a client sends with the id of its session at the hub."""
-_READING: Final = ("get_info", "weights_info", "list_checkpoints", "client/dynamic_config")
+_READING: Final = ("get_info", "weights_info", "list_checkpoints", "client/config", "client/dynamic_config")
 """What is sent with POST and changes nothing."""
 _MAX_SESSIONS: Final = 10_000
 _MAX_OWN_SESSIONS: Final = 1000
+_MAX_COMPOSED: Final = 10_000
 _SESSION: Final = re.compile(r"session_[0-9a-z]{1,64}(\.[0-9a-f]{12})?")
 _LISTS: Final = {"training_runs": "last_request_time", "checkpoints": "time", "sessions": ""}
 """Lists of all servers, by the field that says how new an entry is; the ids of sessions say so themselves."""
@@ -155,10 +160,6 @@ async def create_session(call: HubCall, body: Upload) -> RawReply:
     tenant = await _tenant(call)
     async with _read_body(call, body) as content:
         session = Ids(context.clock).new("session")
-        servers = [row for row in rows if not _ended(row)]
-        if len(servers) == 1:
-            # A client composes the id of a model that it makes from a checkpoint: here it can, with its server in it.
-            session = _at_server(session, tag_of(servers[0].job.id))
         own = [id_ for id_, (owner, _) in context.sessions.items() if owner == tenant.name]
         if len(own) >= _MAX_OWN_SESSIONS or len(context.sessions) >= _MAX_SESSIONS:
             context.sessions.pop(own[0] if len(own) >= _MAX_OWN_SESSIONS else next(iter(context.sessions)))
@@ -197,15 +198,6 @@ async def capabilities(call: HubCall) -> RawReply:
     return _json({"supported_models": models})
 
 
-async def client_config(call: HubCall, body: Upload) -> RawReply:
-    """How clients of the `tinker` SDK are to behave: as a server says, but for what a hub between them changes."""
-    reply = await forward(call, body)
-    if reply.status != 200:
-        return reply
-    # A client that makes a model by `load_weights` composes its id from the session at the hub, without the tag.
-    return _json(_decode(await read_whole(reply)) | {"create_model_via_load_weights": False})
-
-
 async def listed(call: HubCall, body: Upload) -> RawReply:
     """Training runs, checkpoints or sessions of the caller: of the only server, or of all that are awake."""
     rows = await call.context.fleet.store.servers()
@@ -231,7 +223,7 @@ async def listed(call: HubCall, body: Upload) -> RawReply:
 async def show_session(call: HubCall, body: Upload) -> RawReply:
     """One session with its models and samplers, at all servers that have it."""
     session = call.path["session_id"]
-    if _TAGGED.fullmatch(session.encode()) and not _opened_by(call.context, session):
+    if _TAGGED.fullmatch(session.encode()):
         return await forward(call, body)
     replies = await _ask_all(call, "GET", lambda tag: (f"{BASE}/sessions/{_at_server(session, tag)}", b""))
     parts = [reply for reply in replies if reply]
@@ -270,11 +262,61 @@ async def telemetry(call: HubCall, body: Upload) -> RawReply:
 
 async def _forward(context: HubContext, request: ForwardedRequest, tenant: Tenant) -> RawReply:
     document = _document(request)
-    server = await _choose(context, request, document)
+    rows = await context.fleet.store.servers()
+    tag, composed = await _find_server(request)
+    if composed:
+        tag = await _locate(context, rows, tenant, composed)
+        if tag:
+            named = {"x-strata-model": _with_tag(composed, tag)}
+            request = replace(request, headers={**request.headers, **named})
+    # The only server is asked whatever the ids say.
+    server = await _select(context, rows, tag if len(rows) > 1 else "", document.get("base_model"))
     server = await _awake(context, server, tenant)
-    if isinstance(document.get("session_id"), str):
-        request = await _with_session(context, server, tenant, request, document)
-    return await _send(context, server, request, tenant)
+    session = document.get("session_id")
+    if not isinstance(session, str):
+        return await _send(context, server, request, tenant)
+    reply = await _send(context, server, await _with_session(context, server, tenant, request, document), tenant)
+    if reply.status == 200 and "model_seq_id" in document:
+        _remember(context, tenant, f"{session}:train:{document['model_seq_id']}", tag_of(server.job.id))
+    return reply
+
+
+def _with_tag(composed: str, tag: str) -> str:
+    """The id at its server of the model that a client calls so."""
+    session, _, rest = composed.partition(":")
+    return f"{session}.{tag}:{rest}"
+
+
+def _remember(context: HubContext, tenant: Tenant, composed: str, tag: str) -> None:
+    if len(context.composed) >= _MAX_COMPOSED:
+        context.composed.pop(next(iter(context.composed)))
+    context.composed[tenant.name, composed] = tag
+
+
+async def _locate(context: HubContext, rows: Sequence[ServerRow], tenant: Tenant, composed: str) -> str:
+    """The tag of the server that has this model of the tenant; empty if none has. Sleeping ones are woken for it."""
+    known = context.composed.get((tenant.name, composed))
+    if known is not None:
+        return known
+    unsure: StrataError | None = None
+    for row in sorted((row for row in rows if not _ended(row)), key=_by_readiness):
+        tag = tag_of(row.job.id)
+        asking = ForwardedRequest(method="GET", target=f"{BASE}/models/{quote(_with_tag(composed, tag))}", headers={})
+        try:
+            reply = await _send(context, await _awake(context, row, tenant), asking, tenant)
+            await read_whole(reply)
+        except StrataError as error:
+            if context.stopping.is_set():
+                raise
+            unsure = error
+            continue
+        if reply.status == 200:
+            _remember(context, tenant, composed, tag)
+            return tag
+    if unsure is not None:
+        # The one that was not reached may have it.
+        raise unsure
+    return ""
 
 
 async def complete(call: HubCall, body: Upload) -> RawReply:
@@ -428,13 +470,6 @@ async def _pieces_in_use(
             yield piece
 
 
-async def _choose(context: HubContext, request: ForwardedRequest, document: Mapping[str, Any]) -> ServerRow:
-    """The server that the ids of the request name, or the one of its base model, or the only one."""
-    rows = await context.fleet.store.servers()
-    tag = await _find_tag(request, several=len(rows) > 1)
-    return await _select(context, rows, tag, document.get("base_model"))
-
-
 async def _select(context: HubContext, rows: Sequence[ServerRow], tag: str, base_model: object) -> ServerRow:
     """The server with this tag, or the one of the base model, or one that can answer; NOT_FOUND if there is none."""
     if tag:
@@ -525,12 +560,6 @@ async def _with_session(
     """The request with the id of its session at this server, where the session is opened if it is not yet."""
     session = str(document["session_id"])
     own = _at_server(session, tag_of(server.job.id))
-    if own != session and "model_seq_id" in document and request.target.startswith(_LOAD):
-        raise StrataError(
-            Code.INVALID,
-            "the session of this client names no training server, as several were behind this hub when it was opened",
-            hint="create_lora_training_client(base_model), then load_state or load_state_with_optimizer of the client",
-        )
     headers = {"content-type": "application/json", "x-strata-session": own}
     if _opened_by(context, session) not in ("", tenant.name):
         raise StrataError(Code.NOT_FOUND, f"there is no session {session!r}")
@@ -619,25 +648,28 @@ async def _tenant(call: HubCall) -> Tenant:
     return Tenant(key.name, call.caller.role, key_id=key.id)
 
 
-async def _find_tag(request: ForwardedRequest, *, several: bool) -> str:
-    """The tag in the ids of the request; empty if there is none, or no need to look."""
-    if not several:
-        return ""
-    found = _TAGGED.search(request.target.replace("%3A", ":").encode()) or _TAGGED.search(request.content)
+async def _find_server(request: ForwardedRequest) -> tuple[str, str]:
+    """The tag in the first id of a request, or that id if its client composed it; both empty if there is none."""
+    found = _NAMED.search(request.target.replace("%3A", ":").encode())
     if found is None and request.headers.get("content-encoding", "").lower() == "zstd":
         found = await asyncio.to_thread(_search_compressed, request.content)
-    return "" if found is None else found[1].decode()
+    elif found is None:
+        found = _NAMED.search(request.content)
+    if found is None:
+        return "", ""
+    return (found["tag"].decode(), "") if found["tag"] else ("", found[0].decode())
 
 
 def _search_compressed(content: bytes) -> re.Match[bytes] | None:
-    """The first tag in a compressed body. Only a piece of it is unpacked at a time: nothing counts that memory."""
-    before = b""
+    """The first id in a compressed body. Only a piece of it is unpacked at a time: nothing counts that memory."""
+    held, found = b"", None
     for piece in decompress_pieces(content, MAX_BODY):
-        found = _TAGGED.search(before + piece)
-        if found is not None:
-            return found
-        before = (before + piece)[-_LONGEST_ID:]
-    return None
+        held = held[-_LONGEST_ID:] + piece
+        found = _NAMED.search(held)
+        # At the end of a piece it may be the beginning of a longer one.
+        if found is not None and found.end() < len(held):
+            break
+    return found
 
 
 def _unsigned(query: str) -> bytes:
@@ -680,15 +712,6 @@ ROUTES: Final = (
     *(Route("GET", f"{BASE}/{name}", VIEWER, listed, any_query=True, operation=f"servers.{name}") for name in _LISTS),
     Route("GET", f"{BASE}/get_server_capabilities", VIEWER, capabilities),
     Route("POST", f"{BASE}/telemetry", VIEWER, telemetry, 4 * MIB, owner="none: it is discarded"),
-    Route(
-        "POST",
-        f"{BASE}/client/config",
-        VIEWER,
-        client_config,
-        any_query=True,
-        owner=READS,
-        operation="servers.client_config",
-    ),
     Route("GET", ARCHIVE, PUBLIC, download, 1 * KIB, any_query=True),
     Route("GET", TOKENIZER, VIEWER, tokenizer_file, KIB, any_query=True),
     Route("HEAD", TOKENIZER, VIEWER, tokenizer_head, KIB, any_query=True),

@@ -8,8 +8,9 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar, cast
 
+import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 
 from strata.base import trace
@@ -25,6 +26,7 @@ from strata.http.route import HttpCall
 from strata.identity.authenticate import Authenticator
 from strata.identity.ports import IdentityStore
 from strata.identity.roles import CallerKind, Principal
+from strata.train.api.front import model_from_front
 from strata.train.api.sampler_cache import SamplerCache
 from strata.train.api.template_process import TemplateRenderer
 from strata.train.api.text import TextLoader
@@ -137,12 +139,26 @@ class ApiCall(HttpCall[ApiContext]):
         self, message: messages.Command | messages.Query, wait_s: float, tenant: str | None = None
     ) -> messages.Output:
         tenant = await self.context.tenant(self.caller) if tenant is None else tenant
+        message = _with_own_id(message, *model_from_front(self.caller, self.headers))
         request = OrchestratorRequest(secrets.token_hex(12), tenant, message, trace.traceparent())
         output = await self.context.orchestrator.request(request, timeout_s=self.context.reply_timeout_s + wait_s)
         if isinstance(output, messages.ErrorResponse):
             lost = self.context.settings.server.lost if output.code is Code.NOT_FOUND else ""
             raise StrataError(output.code, output.message, hint=lost or output.hint)
         return output
+
+
+def _with_own_id(
+    message: messages.Command | messages.Query, composed: str, own: str
+) -> messages.Command | messages.Query:
+    """The message with the id that a model has here, where it has the one that its client composed."""
+    subject: Any = message.operation if isinstance(message, messages.SubmitOperation) else message
+    if not composed or getattr(subject, "model_id", "") != composed:
+        return message
+    renamed = msgspec.structs.replace(subject, model_id=own)
+    if isinstance(message, messages.SubmitOperation):
+        return msgspec.structs.replace(message, operation=renamed)
+    return cast("messages.Command | messages.Query", renamed)
 
 
 def project_of(tenant: str) -> str:

@@ -31,6 +31,9 @@ KEY_ID: Final = "x-strata-key"
 SESSION: Final = "x-strata-session"
 """The id of a session to open: ids of all the servers behind a hub follow from the hub's."""
 
+MODEL: Final = "x-strata-model"
+"""The id here of the model that the request calls by an id without its server, as a client behind a hub composes it."""
+
 
 def identify_behind_front(identify: Identify, key: Secret | None) -> Identify:
     """`identify`, and the tenants that the holder of the front key names."""
@@ -62,3 +65,10 @@ def key_at_front(caller: Principal, headers: Headers) -> str:
 def session_from_front(caller: Principal, headers: Headers) -> str:
     """The id that the hub has chosen for the session; empty if there is no hub, or it chose none."""
     return headers.get(SESSION, "") if caller.kind is CallerKind.TENANT else ""
+
+
+def model_from_front(caller: Principal, headers: Headers) -> tuple[str, str]:
+    """A model as the client calls it and as this server does; both empty if there is no hub, or it names none."""
+    own = headers.get(MODEL, "") if caller.kind is CallerKind.TENANT else ""
+    session, _, rest = own.partition(":")
+    return f"{session.rpartition('.')[0]}:{rest}" if own else "", own
