@@ -17,23 +17,37 @@ from tests.sim.coord.pacing import Gang
 
 SEEDS = 100
 GROUPS = 4
+PACES = [1.0, 3.0, 8.0]
+"""What the steps of the whole job are multiplied with."""
 
 
 def judged(gang: Gang) -> list[tuple[str, StragglerFinding, EscalationLevel]]:
     return [(fact.worker_id, fact.finding, fact.level) for fact in gang.faults if isinstance(fact, WorkerJudged)]
 
 
+def live(seed: int, workers: int) -> Gang:
+    """A healthy job: noise, checkpoints, comings and goings, and data that makes the steps of all longer or shorter."""
+    step_s = [0.5, 2.0, 20.0][seed % 3]
+    gang = Gang(seed, workers, step_s=step_s, tells_time=seed % 2 == 0, tells_computing=seed % 5 < 2)
+    every_steps = round([0, 15, 60][seed // 3 % 3] / step_s)
+    for _ in range(3):
+        gang.run(150.0 + 16 * gang.step_s, every_steps=every_steps)
+        gang.disturb()
+        gang.step_s = step_s * gang.rng.choice(PACES)
+    gang.run(150.0 + 16 * gang.step_s, every_steps=every_steps * (seed // 9 % 2))
+    return gang
+
+
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_healthy_workers_with_noise_are_never_accused(group: int) -> None:
     for seed in range(group, SEEDS, GROUPS):
-        step_s = [0.5, 2.0, 20.0][seed % 3]
-        tells_computing = seed % 5 < 2
-        gang = Gang(seed, 3 + seed % 14, step_s=step_s, tells_time=seed % 2 == 0, tells_computing=tells_computing)
-        for _ in range(3):
-            gang.run(150.0 + 16 * step_s, every_steps=round([0, 15, 60][seed // 3 % 3] / step_s))
-            gang.disturb()
-        gang.run(150.0 + 16 * step_s)
-        assert gang.faults == [], f"seed {seed}"
+        assert live(seed, 2 + seed % 17).faults == [], f"seed {seed}"
+
+
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_two_healthy_workers_are_never_accused(group: int) -> None:
+    for seed in range(group, SEEDS, GROUPS):
+        assert live(seed, 2).faults == [], f"seed {seed}"
 
 
 def test_a_straggler_among_sixteen_gets_a_smaller_share_of_the_buckets() -> None:
@@ -48,6 +62,19 @@ def test_a_straggler_among_sixteen_gets_a_smaller_share_of_the_buckets() -> None
     assert gang.job.job.generation == 1, "nobody has to stop for it"
     others = [gang.share(worker) for worker in gang.trainers if worker != "w05"]
     assert min(others) >= before * 0.9
+
+
+@pytest.mark.parametrize("tells_computing", [False, True])
+def test_of_two_workers_the_one_that_becomes_slow_is_found(tells_computing: bool) -> None:
+    gang = Gang(7, workers=2, tells_computing=tells_computing)
+    gang.run(120.0)
+    assert gang.faults == []
+    gang.trainers["w01"].factor = 3.0
+    gang.run(200.0)
+    assert judged(gang) == [("w01", StragglerFinding.SLOW, EscalationLevel.REWEIGHT)]
+    gang.trainers["w01"].factor = 1.0
+    gang.run(200.0)
+    assert judged(gang)[1:] == [("w01", StragglerFinding.FINE, EscalationLevel.NONE)]
 
 
 def test_who_stays_slow_is_told_to_rebalance_then_to_stop_and_is_gone_if_it_does_not() -> None:

@@ -2,9 +2,14 @@
 
 **Slow** is a worker whose recent steps take much longer than those of the others: by a robust z-score (median and MAD
 over the workers of a generation, so that the slow one does not hide itself) and by a plain ratio, because a z-score
-alone would complain about microseconds among equals. Ranks that step together all have the step time of the slowest:
-among them the computing times count, which leave out the waiting for others. There one slow rank delays all, so a
-worker whose last few steps all took far more computing is found at once.
+alone would complain about microseconds among equals. Of two workers the slower one is compared with the other. Ranks
+that step together all have the step time of the slowest: among them the computing times count, which leave out the
+waiting for others. There one slow rank delays all, so a worker whose last few steps all took far more computing than
+the same steps of the others is found at once.
+
+A worker is also compared with its own past, which finds one among unequal workers: slow is one whose steps take much
+longer than at its best, by a larger factor than the others' do, unless it still keeps up with them. Longer data makes
+all workers slower by the same factor: such a job has no slow worker, and a job of one worker never has.
 
 **Hung** is a worker whose step does not grow while its process lives, for much longer than steps of this job take.
 If most workers stand at the same step, none of them is the cause: all are named, and only a worker that
@@ -17,7 +22,8 @@ No clock, no chance, no I/O. `judge` takes the samples and the standing of each 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, inf, sqrt
 from typing import Final, assert_never
@@ -29,8 +35,6 @@ _SIGMA: Final = 1.4826
 """A standard deviation in MADs, for normal noise."""
 _NOISE: Final = -1
 """Where a sample keeps its noise, beside medians of so many steps."""
-_COMPUTE: Final = -2
-"""The same of its computing times."""
 _MEDIAN_NOISE: Final = 1.2533
 """How much noisier a median is than a mean."""
 
@@ -41,15 +45,14 @@ class StragglerLimits:
     """Steps that make a worker's present speed."""
     window: int = 32
     """Steps remembered of each worker, for the noise and for the job's own idea of a long step."""
-    min_workers: int = 3
-    """Of two workers, neither can be called the slow one."""
+    min_workers: int = 2
     slow_z: float = 3.5
     slow_ratio: float = 1.5
     """Both have to be reached; time over the median of all."""
     fine_ratio: float = 1.2
     """Up to here it is as fast as the others; between the two nothing changes."""
     patience_steps: int = 8
-    """How many of its steps a finding has to last, for each level."""
+    """How many reports of its steps a finding has to last, for each level, and a slow one as many of the others'."""
     far_steps: int = 5
     """Computing times that find a worker far slower without patience, each of them."""
     far_ratio: float = 3.0
@@ -86,6 +89,12 @@ class StepSample:
     """The median of those that each report brought, newest last."""
     first_s: tuple[float, ...] = ()
     """The duration in its first report, while there is no other."""
+    best_s: float = inf
+    """The least median of a whole window of durations; `inf` before there was one."""
+    told: tuple[tuple[float, int], ...] = ()
+    """When it reported which step for the first time, newest last."""
+    worked_s: float = 0.0
+    """Time for its present step until `moved_s`, without what it was busy with."""
 
     made: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
     """Cached statistics: between two evaluations most workers report nothing new."""
@@ -102,11 +111,13 @@ class StepSample:
             found = self.made[steps] = median(self.own_s[-steps:])
         return found
 
-    def recent_compute_s(self, steps: int) -> float:
-        found = self.made.get(_COMPUTE)
-        if found is None:
-            found = self.made[_COMPUTE] = median(self.compute_s[-steps:])
-        return found
+    def since(self, at_s: float) -> int:
+        """How many reports of new steps came later."""
+        return len(self.told) - bisect_right(self.told, (at_s, inf))
+
+    def step_at(self, at_s: float) -> int:
+        """The step that it had reported by then; if none, its first one."""
+        return self.told[max(bisect_right(self.told, (at_s, inf)) - 1, 0)][1]
 
     def noise_s(self) -> float:
         found = self.made.get(_NOISE)
@@ -132,28 +143,43 @@ def add_report(  # noqa: PLR0913 - what one heartbeat says
     if before is None:
         # A duration is of this generation too: a worker reports none before its second step.
         first_s = (step_time_s,) if step_time_s is not None and 0 < step_time_s < inf else ()
-        return StepSample(step, now_s, now_s, busy=busy, compute_s=compute_s[-window:], first_s=first_s)
+        return StepSample(
+            step, now_s, now_s, busy=busy, compute_s=compute_s[-window:], first_s=first_s, told=((now_s, step),)
+        )
     if step == before.step:
-        # What it was busy with is not time in which a step should have ended.
-        moved_s = now_s if busy or before.busy else before.moved_s
-        return replace(before, heard_s=now_s, busy=busy, moved_s=moved_s)
+        sample = pause(before, now_s) if busy or before.busy else before
+        return replace(sample, heard_s=now_s, busy=busy)
     if step < before.step:
         # It went back to a checkpoint, and loading one is no step.
-        return replace(before, step=step, moved_s=now_s, heard_s=now_s, busy=busy)
-    if step_time_s is None or not 0 < step_time_s < inf:
-        step_time_s = (now_s - before.moved_s) / (step - before.step)
+        return replace(before, step=step, moved_s=now_s, heard_s=now_s, busy=busy, told=((now_s, step),), worked_s=0.0)
+    times_s: tuple[float, ...] = ()
+    if step_time_s is not None and 0 < step_time_s < inf:
+        times_s = (step_time_s,)
+    elif len(before.told) > 1 or step - before.step > 1:
+        times_s = ((before.worked_s + now_s - before.moved_s) / (step - before.step),)
+    # Else its first report came in the middle of this step: nobody knows when it began.
     new_s = compute_s[-min(step - before.step, window) :]
-    return StepSample(
+    sample = StepSample(
         step,
         now_s,
         now_s,
-        (*before.times_s, step_time_s)[-window:],
-        before.steps + 1,
+        (*before.times_s, *times_s)[-window:],
+        before.steps + len(times_s),
         busy,
         # A worker that reports none any more is compared by its step times.
         (*before.compute_s, *new_s)[-window:] if new_s else (),
         (*before.computed_s, median(new_s))[-window:] if new_s else (),
+        # A best computing time says nothing about step times.
+        best_s=before.best_s if bool(new_s) == bool(before.computed_s) else inf,
+        told=(*before.told, (now_s, step))[-window:],
     )
+    return replace(sample, best_s=min(sample.best_s, median(sample.own_s))) if len(sample.own_s) == window else sample
+
+
+def pause(sample: StepSample, now_s: float) -> StepSample:
+    """It waits or does something else until now: a step should not have ended meanwhile, nor did one last so long."""
+    worked_s = sample.worked_s + (0.0 if sample.busy else now_s - sample.moved_s)
+    return replace(sample, busy=True, moved_s=now_s, worked_s=worked_s)
 
 
 NEXT: Final[dict[tuple[EscalationLevel, StragglerFinding], EscalationLevel]] = {
@@ -185,6 +211,8 @@ class StragglerStanding:
     finding: StragglerFinding | None = None
     since_steps: int = 0
     since_s: float = 0.0
+    by_past: bool = False
+    """The level follows from its own past: it comes down when it is as fast as it was."""
 
 
 @dataclass(frozen=True)
@@ -209,12 +237,40 @@ class StragglerVerdicts:
 
 
 @dataclass(frozen=True)
+class _Reports:
+    """Of the workers that are compared: times that one of them told before it waited say nothing about the present."""
+
+    samples: Sequence[StepSample] = ()
+    found: dict[float, int] = field(default_factory=dict)
+
+    def since(self, at_s: float) -> int:
+        """As many later ones as each of more than half of the workers has sent; of two, both."""
+        if at_s not in self.found:
+            counts = sorted(each.since(at_s) for each in self.samples)
+            self.found[at_s] = counts[(len(counts) - 1) // 2] if counts else 0
+        return self.found[at_s]
+
+
+@dataclass(frozen=True)
 class _Speed:
     """Of all workers with enough samples."""
 
     own_s: dict[str, float] = field(default_factory=dict)
     median_s: float = 0.0
+    """Of two workers the time of the faster one."""
     sigma_s: float = 0.0
+    slow: frozenset[str] = frozenset()
+    """Compared with the others."""
+    past: dict[str, float] = field(default_factory=dict)
+    """Its time divided by its best, of those that have one."""
+    typical_past: float = 1.0
+    """The same of all: what the job itself became slower by."""
+    reports: _Reports = field(default_factory=_Reports)
+
+    def slowed(self, worker_id: str) -> float | None:
+        """The factor by which it became slower and the others did not."""
+        past = self.past.get(worker_id)
+        return None if past is None else past / max(self.typical_past, 1.0)
 
 
 @dataclass(frozen=True)
@@ -266,9 +322,11 @@ def judge(
             after[worker_id] = standing
             continue
         far_slower = worker_id in lockstep.far_slower
-        finding = _finding(worker_id, speed, hang, limits, far_slower=far_slower)
+        finding = _finding(worker_id, standing, speed, hang, limits, far_slower=far_slower)
         lasting_steps = 0 if far_slower and standing.level is EscalationLevel.NONE else limits.patience_steps
-        level = _rung(standing, finding, sample, now_s, hang, limits, lasting_steps=lasting_steps)
+        level = _rung(
+            standing, finding, sample, now_s, hang, limits, reports=speed.reports, lasting_steps=lasting_steps
+        )
         if finding is StragglerFinding.HUNG and diagnosis.reported and level is EscalationLevel.STOP:
             # It has reported, and nothing shows that it is the cause.
             level = standing.level
@@ -276,11 +334,19 @@ def judge(
         if level is not standing.level and finding is not None:
             hung = _hung_reason(worker_id, sample, hang, now_s)
             incidents.append(_incident(worker_id, finding, level, speed, lockstep, hung))
+            by_past = finding is StragglerFinding.SLOW and not (far_slower or worker_id in speed.slow)
+            after[worker_id] = replace(after[worker_id], by_past=by_past)
     return StragglerVerdicts(tuple(incidents), after)
 
 
 def _finding(
-    worker_id: str, speed: _Speed, hang: _Hang | None, limits: StragglerLimits, *, far_slower: bool
+    worker_id: str,
+    standing: StragglerStanding,
+    speed: _Speed,
+    hang: _Hang | None,
+    limits: StragglerLimits,
+    *,
+    far_slower: bool,
 ) -> StragglerFinding | None:
     if hang is not None and worker_id in hang.hung:
         return StragglerFinding.HUNG
@@ -291,8 +357,10 @@ def _finding(
         return None
     if own_s <= speed.median_s * limits.fine_ratio:
         return StragglerFinding.FINE
-    z = (own_s - speed.median_s) / speed.sigma_s
-    return StragglerFinding.SLOW if z >= limits.slow_z and own_s >= speed.median_s * limits.slow_ratio else None
+    slowed = speed.slowed(worker_id)
+    if worker_id in speed.slow or (slowed is not None and slowed >= limits.slow_ratio):
+        return StragglerFinding.SLOW
+    return StragglerFinding.FINE if standing.by_past and slowed is not None and slowed <= limits.fine_ratio else None
 
 
 def _rung(  # noqa: PLR0913 - what an evaluation knows of a worker
@@ -303,6 +371,7 @@ def _rung(  # noqa: PLR0913 - what an evaluation knows of a worker
     hang: _Hang | None,
     limits: StragglerLimits,
     *,
+    reports: _Reports,
     lasting_steps: int,
 ) -> EscalationLevel:
     """The same, or the next one if the finding lasted long enough."""
@@ -312,6 +381,9 @@ def _rung(  # noqa: PLR0913 - what an evaluation knows of a worker
     if finding is StragglerFinding.SLOW and LADDER.index(following) > LADDER.index(limits.slow_until):
         return standing.level
     lasted = sample.steps - standing.since_steps if standing.finding is finding else 0
+    if finding is StragglerFinding.SLOW and lasted >= lasting_steps > 0:
+        # Nobody is slow by what the others did before.
+        lasted = reports.since(standing.since_s)
     return following if lasted >= lasting_steps else standing.level
 
 
@@ -336,48 +408,90 @@ def _standing(
         # After a new generation its steps count from the start.
         and sample.steps >= standing.since_steps
     )
-    return standing if goes_on else StragglerStanding(level, finding, sample.steps, now_s)
+    return standing if goes_on else StragglerStanding(level, finding, sample.steps, now_s, standing.by_past)
 
 
 def _speed(samples: Mapping[str, StepSample], limits: StragglerLimits) -> _Speed:
     told = {worker_id: each for worker_id, each in samples.items() if len(each.own_s) >= limits.recent}
     # A step time has the waiting in it: it cannot be compared with computing times.
-    computing = sum(bool(each.computed_s) for each in samples.values()) >= limits.min_workers
+    computing = 2 * sum(bool(each.computed_s) for each in samples.values()) > len(samples)
     told = {worker_id: each for worker_id, each in told.items() if bool(each.computed_s) == computing}
     if len(told) < limits.min_workers:
         return _Speed()
     own_s = {worker_id: each.recent_s(limits.recent) for worker_id, each in told.items()}
-    median_s = median(list(own_s.values()))
+    median_s = _typical(own_s.values())
     if median_s <= 0:
         # No time has passed between their heartbeats: there is nothing to compare.
         return _Speed()
-    between_s = _SIGMA * _mad(list(own_s.values()), median_s)
+    # The distance of two says nothing about how far apart workers are as a rule.
+    between_s = _SIGMA * _mad(list(own_s.values()), median_s) if len(own_s) > 2 else 0.0
     # Few workers may happen to be very equal at the moment: their own noise says how little that means.
-    noise_s = median([each.noise_s() for each in told.values()])
+    noise_s = _typical([each.noise_s() for each in told.values()])
     within_s = noise_s * _MEDIAN_NOISE / sqrt(limits.recent)
-    return _Speed(own_s, median_s, max(between_s, within_s, 0.01 * median_s, 1e-9))
+    past = {worker_id: own_s[worker_id] / each.best_s for worker_id, each in told.items() if 0 < each.best_s < inf}
+    # Without the past of all, a factor of the job cannot be told from one of a worker.
+    past = past if len(past) == len(told) else {}
+    sigma_s = max(between_s, within_s, 0.01 * median_s, 1e-9)
+    slow_s = median_s + max(limits.slow_z * sigma_s, (limits.slow_ratio - 1) * median_s)
+    slow = frozenset(worker_id for worker_id, each_s in own_s.items() if each_s >= slow_s)
+    reports = _Reports(tuple(told.values()))
+    return _Speed(own_s, median_s, sigma_s, slow, past, _typical(past.values()) if past else 1.0, reports)
 
 
 def _lockstep(samples: Mapping[str, StepSample], limits: StragglerLimits) -> _Lockstep:
-    own_s = {
-        worker_id: each.recent_compute_s(limits.far_steps)
-        for worker_id, each in samples.items()
-        if len(each.compute_s) >= limits.far_steps
+    """By the last steps of each worker, and by the same steps of all.
+
+    Else the first heartbeat that reports longer steps would accuse its worker. Nothing for workers that do not step
+    together: only the slower ones of those wait, and patience finds them.
+    """
+    newest = max((each.step for each in samples.values() if each.compute_s), default=0)
+    least = newest - limits.window + limits.far_steps
+    last_s = {worker_id: each.compute_s for worker_id, each in samples.items() if each.compute_s}
+    near = {worker_id: samples[worker_id].step for worker_id in last_s if samples[worker_id].step >= least}
+    common = min(near.values(), default=0)
+    same_s = {
+        worker_id: last_s[worker_id][: len(last_s[worker_id]) - step + common] for worker_id, step in near.items()
     }
+    by_last, by_same = _compare_computing(last_s, limits), _compare_computing(same_s, limits)
+    far = by_same.far_slower & by_last.far_slower
+    together = (each for each in far if _steps_with(samples[each], (samples[other] for other in last_s), limits))
+    return replace(by_same, far_slower=frozenset(together))
+
+
+def _steps_with(slow: StepSample, others: Iterable[StepSample], limits: StragglerLimits) -> bool:
+    """Whether no worker is further ahead or behind than steps as long as these explain, from heartbeat to heartbeat.
+
+    Nor was one ahead in any report since before these steps: it may have made the same steps earlier, and wait now. Of
+    steps before its first report nobody knows when it made them.
+    """
+    least_s = min(slow.compute_s[-limits.far_steps :])
+    begun = bisect_right(slow.told, slow.step - limits.far_steps, key=lambda told: told[1])
+    told, ahead = slow.told[begun - 1 :], limits.far_steps // 2
+    return begun > 0 and all(
+        abs(each.step - slow.step) <= 1 + abs(each.heard_s - slow.heard_s) / least_s
+        and each.told[0][1] <= min(each.step, slow.step) - limits.far_steps
+        and all(each.step_at(at_s) <= step + ahead for at_s, step in told)
+        for each in others
+    )
+
+
+def _compare_computing(times_s: Mapping[str, Sequence[float]], limits: StragglerLimits) -> _Lockstep:
+    steps = limits.far_steps
+    own_s = {worker_id: median(each[-steps:]) for worker_id, each in times_s.items() if len(each) >= steps}
     if len(own_s) < limits.min_workers:
         return _Lockstep()
-    median_s = median(list(own_s.values()))
+    median_s = _typical(own_s.values())
     if median_s <= 0:
         return _Lockstep()
     far_s = limits.far_ratio * median_s
     far = (worker_id for worker_id, each in own_s.items() if each >= far_s)
-    return _Lockstep(own_s, median_s, frozenset(each for each in far if _all_far(samples[each], far_s, limits)))
+    return _Lockstep(own_s, median_s, frozenset(each for each in far if _all_far(times_s[each], far_s, limits)))
 
 
-def _all_far(sample: StepSample, far_s: float, limits: StragglerLimits) -> bool:
+def _all_far(times_s: Sequence[float], far_s: float, limits: StragglerLimits) -> bool:
     """Whether all its last steps took so long, for long enough."""
     steps, total_s = 0, 0.0
-    for time_s in reversed(sample.compute_s):
+    for time_s in reversed(times_s):
         if time_s < far_s:
             return False
         steps, total_s = steps + 1, total_s + time_s
@@ -445,13 +559,19 @@ def _incident(
     if finding is StragglerFinding.SLOW and worker_id in lockstep.far_slower:
         return _far_slower(worker_id, level, lockstep)
     own_s, median_s = speed.own_s.get(worker_id, 0.0), speed.median_s
-    among = f"{own_s:.3g} s for a step where the median of {len(speed.own_s)} workers is {median_s:.3g} s"
+    among = f"{own_s:.3g} s for a step where {_others(len(speed.own_s), median_s)}"
     match finding:
         case StragglerFinding.HUNG:
             return StragglerIncident(worker_id, finding, level, 1.0, hung)
         case StragglerFinding.SLOW:
             times, z = own_s / median_s, (own_s - median_s) / speed.sigma_s
             reason = f"{worker_id} is slow: {among}, {times:.1f} times as long (z {z:.1f})"
+            if worker_id not in speed.slow:
+                past = speed.past[worker_id]
+                reason = (
+                    f"{worker_id} is slow: {among}, and {past:.1f} times as long as its own best of"
+                    f" {own_s / past:.3g} s; the others take {speed.typical_past:.1f} times as long as at their best"
+                )
             return StragglerIncident(worker_id, finding, level, 1 / times, reason)
         case StragglerFinding.FINE:
             return StragglerIncident(worker_id, finding, level, 1.0, f"{worker_id} keeps up again: {among}")
@@ -462,10 +582,18 @@ def _incident(
 def _far_slower(worker_id: str, level: EscalationLevel, lockstep: _Lockstep) -> StragglerIncident:
     own_s, median_s = lockstep.own_s[worker_id], lockstep.median_s
     reason = (
-        f"{worker_id} is slow: {own_s:.3g} s of computing for a step where the median of {len(lockstep.own_s)} workers"
-        f" is {median_s:.3g} s, {own_s / median_s:.1f} times as long; all that step together wait for it"
+        f"{worker_id} is slow: {own_s:.3g} s of computing for a step where {_others(len(lockstep.own_s), median_s)},"
+        f" {own_s / median_s:.1f} times as long; all that step together wait for it"
     )
     return StragglerIncident(worker_id, StragglerFinding.SLOW, level, median_s / own_s, reason)
+
+
+def _others(workers: int, median_s: float) -> str:
+    return (
+        f"the median of {workers} workers is {median_s:.3g} s"
+        if workers > 2
+        else f"the other worker takes {median_s:.3g} s"
+    )
 
 
 def _blocking(worker_id: str, sample: StepSample, workers: int, now_s: float, where: str) -> StragglerIncident:
@@ -485,6 +613,11 @@ def _hung_reason(worker_id: str, sample: StepSample, hang: _Hang | None, now_s: 
         f"{worker_id} hangs: {who} is at step {sample.step} for {now_s - sample.moved_s:.0f} s while its process"
         f" lives; 95 % of this job's steps take up to {hang.long_s:.3g} s, and {hang.timeout_s:.0f} s are too long"
     )
+
+
+def _typical(values: Collection[float]) -> float:
+    """The median; of two, whose median would be half of the slow one, the smaller."""
+    return median(list(values)) if len(values) > 2 else min(values)
 
 
 def median(values: Sequence[float]) -> float:

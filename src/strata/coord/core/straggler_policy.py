@@ -32,6 +32,7 @@ from strata.coord.core.straggler_detection import (
     StragglerStanding,
     add_report,
     judge,
+    pause,
     standstill,
 )
 
@@ -83,7 +84,7 @@ def evaluate(
         diagnosis = HangDiagnosis(pending=True)
         # Else they hang in the moment in which it ends the phase.
         for worker_id, sample in stragglers.samples.items():
-            stragglers.samples[worker_id] = replace(sample, moved_s=now_s)
+            stragglers.samples[worker_id] = replace(pause(sample, now_s), busy=sample.busy)
     else:
         diagnosis = _diagnose(job, stragglers, limits, interval_s, now_s)
     verdicts = judge(stragglers.samples, _standings(job, stragglers), now_s, limits, diagnosis)
@@ -228,8 +229,8 @@ def _repeat_reports(soft: SoftState, workers: Iterable[str], now_s: float) -> No
     for worker_id in workers:
         sample, report = samples.get(worker_id), soft.progress.get(worker_id)
         if sample is not None and report is not None:
-            moved_s = now_s if report.busy else sample.moved_s
-            samples[worker_id] = replace(sample, heard_s=now_s, moved_s=moved_s, busy=report.busy)
+            told = pause(sample, now_s) if report.busy else replace(sample, busy=False)
+            samples[worker_id] = replace(told, heard_s=now_s)
 
 
 def _waiting_for_others(soft: SoftState) -> Iterable[str]:
@@ -244,7 +245,7 @@ def _pause(stragglers: StragglerState, workers: Iterable[str], now_s: float) -> 
         sample = stragglers.samples.get(worker_id)
         if sample is not None:
             # The next heartbeat says whether it is busy with something else still.
-            stragglers.samples[worker_id] = replace(sample, busy=True, moved_s=now_s)
+            stragglers.samples[worker_id] = pause(sample, now_s)
 
 
 def _standings(job: JobState, stragglers: StragglerState) -> dict[str, StragglerStanding]:
