@@ -120,10 +120,14 @@ def test_the_coordinator_was_killed_and_another_process_carried_on_with_its_jour
     first, second = (line["pid"] for line in ran.of("coordinator"))
     assert killed["pid"] == first != second
     granted = [grant.lease_id >> 32 for f in ran.facts if isinstance(f, ShardsGranted) for grant in f.grants]
-    assert {*granted} == {1, 2}, "both have handed out shards"
+    assert len({*granted}) > 1, "both have handed out shards"
     assert granted == sorted(granted)
-    # The ranks did not even notice: no generation was formed because of it.
-    since = next(i for i, f in enumerate(ran.facts) if isinstance(f, ShardsGranted) and f.grants[0].lease_id >> 32 == 2)
+    # The ranks did not even notice: no generation was formed because of it. A process on a busy machine that does not
+    # renew its lease in time leads again in a later term, so terms are not counted from 1.
+    last_term = granted[-1]
+    since = next(
+        i for i, f in enumerate(ran.facts) if isinstance(f, ShardsGranted) and f.grants[0].lease_id >> 32 == last_term
+    )
     last = max(i for i, f in enumerate(ran.facts) if isinstance(f, ShardsGranted))
     assert not [f for f in ran.facts[since:last] if isinstance(f, GenerationFormed)]
 
