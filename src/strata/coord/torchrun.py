@@ -13,6 +13,9 @@ def backend() -> Callable[[Any], Any]:
 
 
 def _create(parameters: Any) -> Any:
+    from strata.base.describe import refuse_rendezvous
+
+    refuse_rendezvous()
     from strata.coord.worker.torch_rendezvous import StrataRendezvous
 
     return StrataRendezvous(parameters)

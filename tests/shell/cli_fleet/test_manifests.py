@@ -94,6 +94,7 @@ def test_a_trainer_that_does_not_call_handle_describe_is_not_started(person: Per
     [
         *("report(loss=1)", "hyper()", "output_folder()", "assigned()", "resume_from()", "progress(0.5)"),
         *("new_checkpoint('a').__enter__()", "coord.join()", "coord.join_async()"),
+        *("coord.Worker(None)", "coord.AsyncWorker(coord.WorkerSettings(job='a'), None)"),
     ],
 )
 def test_a_trainer_never_trains_under_describe(tmp_path: Path, call: str) -> None:
@@ -107,6 +108,19 @@ def test_a_trainer_never_trains_under_describe(tmp_path: Path, call: str) -> Non
     )
     assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (1, "", [])
     assert "was called under --describe: call strata.fleet.trainer.handle_describe" in done.stderr
+
+
+def test_a_torchrun_joins_no_job_under_describe(tmp_path: Path) -> None:
+    program = "from strata.coord.torchrun import backend; backend()(None)"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "train.py", "--describe"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "torchrun was started under --describe, and would join the job before its program can answer" in done.stderr
 
 
 def test_a_trainer_that_trains_before_it_describes_itself_is_ended(person: Person, manifest: Path) -> None:

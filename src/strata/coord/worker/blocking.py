@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from strata.base.describe import refuse_describe
 from strata.base.errors import Code, StrataError
 from strata.coord.worker.checkpoints import Manifest, Reported
 from strata.coord.worker.client import AsyncWorker
@@ -60,6 +61,7 @@ class Worker:
     """One worker of a job, between `with`. Every call is the one of the same name of `AsyncWorker`."""
 
     def __init__(self, make: Callable[[], AsyncWorker]) -> None:
+        refuse_describe("Worker")
         self._make = make
         self._thread: LoopThread | None = None
         self._worker: AsyncWorker | None = None

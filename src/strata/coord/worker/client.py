@@ -12,6 +12,7 @@ from typing import Final, Self, TypeVar
 
 from strata.base import log
 from strata.base.clock import Clock
+from strata.base.describe import refuse_describe
 from strata.base.errors import Code, StrataError
 from strata.coord.core.facts import CommandKind
 from strata.coord.pb import coordinator_pb2 as pb
@@ -49,6 +50,7 @@ class AsyncWorker:
         on_command: OnCommand | None = None,
         s3: S3Settings | None = None,
     ) -> None:
+        refuse_describe("AsyncWorker")
         self._session = WorkerSession(settings, clock, on_command, self._flush_returned)
         self._readers = Readers(s3)
         self._store: MemberCheckpoints | None = None
