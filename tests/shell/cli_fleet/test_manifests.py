@@ -10,6 +10,7 @@ import pytest
 
 from strata.cli.exit_codes import ExitCode
 from strata.fleet import wire
+from strata.sdk.bundle import MAX_BYTES
 from tests.shell.cli_fleet.driving import Person
 from tests.shell.fleet_agent.running import HubProcess
 
@@ -182,6 +183,23 @@ def test_what_is_wrong_in_the_file_is_found_before_a_program_is_started(
     assert (done.status, ran.exists()) == (ExitCode.USAGE, False)
     assert message in done.err
     assert "asking trainer" not in done.err
+
+
+def test_a_folder_that_cannot_be_sent_is_found_before_the_program_of_another_is_started(
+    person: Person, manifest: Path
+) -> None:
+    ran = nosy(manifest, CALLS)
+    manifest.write_text(
+        manifest.read_text().replace(
+            "[[jobs]]", '[trainers.second]\ncommand = ["python", "train.py"]\ndirectory = "huge"\n\n[[jobs]]', 1
+        )
+    )
+    (manifest.parent / "huge").mkdir()
+    with (manifest.parent / "huge" / "weights.bin").open("wb") as file:
+        file.truncate(MAX_BYTES + 1)
+    done = person.says("apply", str(manifest))
+    assert (done.status, ran.exists(), "asking trainer" in done.err) == (ExitCode.USAGE, False, False)
+    assert "the largest is weights.bin" in done.err
 
 
 def test_a_folder_that_is_not_there_is_a_mistake_of_the_manifest(person: Person, manifest: Path) -> None:

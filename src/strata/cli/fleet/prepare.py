@@ -77,17 +77,20 @@ def prepare_manifest(
         draft.resolve(schemas=_compile(schemas))
     bundles: dict[str, Bundle] = {}
     resolved: dict[str, TrainerSpec] = {}
+    # A folder that cannot be sent is found before a program is started too, whichever trainer it belongs to.
     for name, trainer in draft.trainers.items():
         folder = folders[name]
-        if folder is not None and name in asked:
-            schema = _describe(folder, trainer, warn, dry_run=dry_run)
-            if schema is not None:
-                schemas[name] = schema
         if folder is not None and not Path(trainer.directory).is_absolute():
             bundles[name] = make_bundle(folder)
             resolved[name] = replace(trainer, directory="", bundle=bundles[name].sha256)
         if any(source.dataset and not source.digest for source in trainer.data.values()):
             resolved[name] = replace(resolved.get(name, trainer), data=find_artifacts(trainer.data))
+    for name in asked:
+        folder = folders[name]
+        assert folder is not None
+        schema = _describe(folder, bundles.get(name), draft.trainers[name], warn, dry_run=dry_run)
+        if schema is not None:
+            schemas[name] = schema
     manifest = draft.resolve(trainers=resolved, schemas=_compile(schemas))
     manifest = replace(manifest, source=str(path.resolve())[-MAX_SOURCE:])
     return PreparedManifest(draft, manifest, schemas, bundles)
@@ -126,7 +129,9 @@ def _read_schema(manifest_folder: Path, trainer: TrainerSpec) -> Any:
         raise StrataError(Code.INVALID, f"trainers.{trainer.name}.params: {trainer.params}: {error}") from None
 
 
-def _describe(folder: Path, trainer: TrainerSpec, warn: Callable[[str], None], *, dry_run: bool) -> Any:
+def _describe(
+    folder: Path, bundle: Bundle | None, trainer: TrainerSpec, warn: Callable[[str], None], *, dry_run: bool
+) -> Any:
     """The schema that the trainer prints; None if it prints none."""
     if dry_run:
         warn(f"trainer {trainer.name}: its parameters are not checked, a dry run starts no program")
@@ -134,7 +139,7 @@ def _describe(folder: Path, trainer: TrainerSpec, warn: Callable[[str], None], *
     from strata.base.describe import FLAG
 
     warn(f"asking trainer {trainer.name} for its parameters: {' '.join(trainer.command)} {FLAG}")
-    found, problem = _describe_in_copy(folder, trainer)
+    found, problem = _describe_in_copy(folder, bundle, trainer)
     if problem:
         warn(f"trainer {trainer.name}: its parameters are not checked now, only when it runs: {problem}")
     return found
@@ -169,13 +174,16 @@ def _has_call(path: Path) -> bool:
     )
 
 
-def _describe_in_copy(folder: Path, trainer: TrainerSpec) -> tuple[Any, str]:
-    """The JSON Schema that the trainer prints for `--describe` in a copy of its folder, or why there is none."""
+def _describe_in_copy(folder: Path, bundle: Bundle | None, trainer: TrainerSpec) -> tuple[Any, str]:
+    """The JSON Schema that the trainer prints for `--describe` in a copy of its folder, or why there is none.
+
+    The copy is of `bundle`, where the folder goes along in one.
+    """
     from strata.sdk.bundle import make_bundle
 
     with tempfile.TemporaryDirectory(prefix="strata-describe-") as copy:
         try:
-            make_bundle(folder).unpack(Path(copy))
+            (bundle or make_bundle(folder)).unpack(Path(copy))
         except StrataError as error:
             return None, error.message
         return _run_describe(Path(copy), trainer)
