@@ -18,6 +18,8 @@ PEERS: Final = {"dlrover", "peers"}
 """Benches beside other projects, whose packages have environments of their own."""
 POSTGRES_ALONE: Final = {"coordinator-partitions", "coordinator-scale"}
 """Campaigns of coordinators that share one database."""
+FEW_WORKERS: Final = {"coordinator-herd": 1_000, "coordinator-scale": 400}
+"""These are for as many workers as a whole machine carries, which no limit of a test allows."""
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -44,4 +46,6 @@ def test_a_simulated_campaign_has_no_violation(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(REAL))
 def test_a_campaign_of_real_processes_has_no_violation(name: str) -> None:
-    run("soak", name, "--kills", "1", "--no-record", *(["--on", "postgres"] if name in POSTGRES_ALONE else []))
+    options = ["--on", "postgres"] if name in POSTGRES_ALONE else []
+    options += ["--workers", str(FEW_WORKERS[name])] if name in FEW_WORKERS else []
+    run("soak", name, "--kills", "1", "--no-record", *options)
