@@ -39,7 +39,8 @@ def main() -> int:
     run.add_argument("what", nargs="+", help="check, unit, pr, merge, weekly, slice, or paths")
     run.add_argument("--workers", type=int, default=table.WORKERS)
     run.add_argument("--shuffle", type=int, help="run the tests in a random order of this seed")
-    run.add_argument("--pytest", default="", help="more arguments for pytest")
+    run.add_argument("--pytest", default="", help="more arguments for pytest; such a run is not recorded")
+    run.add_argument("--runs", type=Path, default=RUNS, help="the folder for what the run writes")
     commands.add_parser("show", help="say how long the tiers take")
     commands.add_parser("record", help="write down the last runs")
     options = parser.parse_args()
@@ -89,12 +90,15 @@ def run_tests(options: argparse.Namespace) -> int:
     timed = [batch for batch in batches if batch.files[0].path in table.TIMED]
     with PostgresServer() as postgres:
         arguments = shlex.split(options.pytest)
-        pool = Pool(RUNS, postgres.server_url, arguments=arguments, shuffle=options.shuffle)
+        pool = Pool(options.runs, postgres.server_url, arguments=arguments, shuffle=options.shuffle)
         results = pool.run([batch for batch in batches if batch not in timed], workers=options.workers)
         results += pool.run(timed, workers=1)
         outcomes, good = judge(pool, results)
-    for name in chosen:
-        write_report(name, results, outcomes)
+    if arguments:
+        print("this run is not recorded: arguments for pytest can leave out tests")
+    else:
+        for name in chosen:
+            write_report(options.runs, name, results, outcomes)
     collection_s = sum(result.collection_s for _, result in results)
     print(f"imports and collection in {len(results)} processes: {collection_s:.0f} s of processor time")
     files = sum(map(len, chosen.values()))
@@ -106,21 +110,28 @@ def run_tests(options: argparse.Namespace) -> int:
     return int(not good or not outcomes)
 
 
-def write_report(name: str, results: Sequence[tuple[Batch, BatchResult]], outcomes: Sequence[Outcome]) -> None:
+def write_report(
+    runs: Path, name: str, results: Sequence[tuple[Batch, BatchResult]], outcomes: Sequence[Outcome]
+) -> None:
     """What the pool showed of one tier, for `record`."""
     own = [(batch, result) for batch, result in results if batch.tier == name]
+    report = make_report(name, own, outcomes)
+    (runs / f"{name}.json").write_bytes(msgspec.json.encode(report))
+    counts = Counter(outcome.result for outcome in report.outcomes)
+    seconds = sum(result.seconds for _, result in own)
+    print(f"{name}: {len(report.parts)} files, {counts['passed']} tests passed, {seconds:.0f} s of workers")
+
+
+def make_report(name: str, own: Sequence[tuple[Batch, BatchResult]], outcomes: Sequence[Outcome]) -> Report:
     ids = {outcome.test_id for _, result in own for outcome in result.outcomes}
-    report = Report(
+    return Report(
         name,
         tested_commit(),
         datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         [outcome for outcome in outcomes if outcome.test_id in ids],
         sorted(tests.name for batch, result in own if not result.missing for tests in batch.files),
+        sorted(tests.name for batch, result in own if result.missing for tests in batch.files),
     )
-    (RUNS / f"{name}.json").write_bytes(msgspec.json.encode(report))
-    counts = Counter(outcome.result for outcome in report.outcomes)
-    seconds = sum(result.seconds for _, result in own)
-    print(f"{name}: {len(report.parts)} files, {counts['passed']} tests passed, {seconds:.0f} s of workers")
 
 
 def tested_commit() -> str:

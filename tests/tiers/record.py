@@ -86,8 +86,11 @@ def take_rows(report: Report, ledger: Ledger) -> None:
         for name in report.parts:
             ended = (outcome for outcome in report.outcomes if table.is_in(outcome.test_id, name))
             add(ledger.parts, name, {outcome.result for outcome in ended})
+        for name in report.incomplete:
+            add(ledger.parts, name, {"failed"})
     elif report.tier in {tier.value for tier in Tier}:
-        add(ledger.tiers, report.tier, {outcome.result for outcome in report.outcomes})
+        missing = {"failed"} if report.incomplete else set()
+        add(ledger.tiers, report.tier, {outcome.result for outcome in report.outcomes} | missing)
 
 
 def forget_removed(durations: Durations, ledger: Ledger) -> None:

@@ -175,11 +175,12 @@ def cut(name: str, seconds: Mapping[str, float]) -> list[FileTests]:
 
 
 def choose_slice(merge: Iterable[FileTests], ledger: Mapping[str, LedgerRow], *, within_s: float) -> list[FileTests]:
-    """What failed or was never run comes first, then what has not run for longest."""
+    """What failed comes first, then what was never run, then what has not run for longest."""
 
-    def age(tests: FileTests) -> tuple[str, str]:
+    def age(tests: FileTests) -> tuple[bool, str, str]:
         row = ledger.get(tests.name)
-        return (row.date if row is not None and row.result == "passed" else "", tests.name)
+        failed = row is not None and row.result == "failed"
+        return (not failed, row.date if row is not None else "", tests.name)
 
     chosen: list[FileTests] = []
     left_s = within_s

@@ -75,14 +75,14 @@ def test_the_measured_time_moves_a_test_to_a_later_tier(path: str, seconds: floa
     assert tier_of(test_id, Durations(long={test_id: seconds})) is tier
 
 
-def test_a_slice_takes_what_failed_or_never_ran_first_and_then_the_oldest() -> None:
-    merge = [FileTests(name, 10.0) for name in ("a", "b", "c", "d")]
+def test_a_slice_takes_what_failed_first_then_what_never_ran_and_then_the_oldest() -> None:
+    merge = [FileTests(name, 10.0) for name in ("a", "b", "c", "d", "e")]
     ledger = {
         "a": LedgerRow("1", "2026-02-01", "passed"),
         "b": LedgerRow("1", "2026-01-01", "passed"),
-        "c": LedgerRow("1", "2026-03-01", "failed"),
+        "e": LedgerRow("1", "2026-03-01", "failed"),
     }
-    assert [tests.name for tests in choose_slice(merge, ledger, within_s=30.0)] == ["c", "d", "b"]
+    assert [tests.name for tests in choose_slice(merge, ledger, within_s=40.0)] == ["e", "c", "d", "b"]
 
 
 def test_a_cycle_of_landings_runs_the_whole_tier() -> None:
@@ -116,6 +116,20 @@ def test_a_run_gives_durations_and_rows() -> None:
     assert ledger == Ledger(
         {"pr": LedgerRow("abc", "2026-01-02", "failed")}, {E2E: LedgerRow("abc", "2026-01-02", "passed")}
     )
+
+
+def test_a_process_that_died_makes_its_tier_and_its_parts_failed_although_other_tests_passed() -> None:
+    ledger = Ledger()
+    passed = [Outcome(f"{E2E}::test_x", "passed", 3.0), Outcome(f"{SHELL}::test_a", "passed", 1.0)]
+    for tier in ("slice", "pr"):
+        take_rows(Report(tier, "abc", "2026-01-02", passed, [SHELL], [E2E]), ledger)
+    failed = LedgerRow("abc", "2026-01-02", "failed")
+    assert ledger == Ledger({"pr": failed}, {SHELL: LedgerRow("abc", "2026-01-02", "passed"), E2E: failed})
+
+
+def test_a_report_that_was_written_before_reports_had_incomplete_parts_is_read() -> None:
+    written = b'{"tier":"pr","commit":"abc","date":"2026-01-02","outcomes":[],"parts":["a"]}'
+    assert msgspec.json.decode(written, type=Report) == report("pr", parts=("a",))
 
 
 def test_what_was_skipped_has_shown_nothing() -> None:

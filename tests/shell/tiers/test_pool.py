@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.tiers.pool import Batch, Pool, judge
+from tests.tiers import table
+from tests.tiers.__main__ import make_report
+from tests.tiers.pool import Batch, BatchResult, Pool, judge
+from tests.tiers.recorder import Outcome
 from tests.tiers.table import FileTests
 
 GOOD = "def test_one(): pass\n\ndef test_two(): pass\n"
@@ -19,16 +25,21 @@ class Planted:
     """A pool, and a file of tests that it runs."""
 
     def __init__(self, folder: Path) -> None:
-        self._file = folder / "test_planted.py"
+        self.file = folder / "test_planted.py"
         self.pool = Pool(folder / "runs", "", arguments=["-p", "no:cacheprovider", f"--rootdir={folder}"])
 
     def run(self, source: str, **selected: frozenset[str]) -> tuple[dict[str, str], bool]:
         """The result of each test, and whether the run is green."""
-        self._file.write_text(source)
-        tests = FileTests(str(self._file), 1.0, **selected)
-        results = self.pool.run([Batch("pr", (tests,))], workers=1)
-        outcomes, good = judge(self.pool, results)
+        _, outcomes, good = self.judged(source, **selected)
         return {outcome.test_id.partition("::")[2]: outcome.result for outcome in outcomes}, good
+
+    def judged(
+        self, source: str, **selected: frozenset[str]
+    ) -> tuple[Sequence[tuple[Batch, BatchResult]], list[Outcome], bool]:
+        self.file.write_text(source)
+        tests = FileTests(str(self.file), 1.0, **selected)
+        results = self.pool.run([Batch("pr", (tests,))], workers=1)
+        return results, *judge(self.pool, results)
 
 
 @pytest.fixture
@@ -64,3 +75,19 @@ def test_a_failure_is_red_and_named(planted: Planted, capsys: pytest.CaptureFixt
 
 def test_tests_of_other_tiers_are_left_to_them(planted: Planted) -> None:
     assert planted.run(GOOD, without=frozenset({"test_planted.py::test_two"})) == ({"test_one": "passed"}, True)
+
+
+@pytest.mark.parametrize(("source", "complete"), [(GOOD, True), (DEADLY, False), (LATE, False)])
+def test_the_report_says_of_which_file_a_test_was_not_run(planted: Planted, source: str, complete: bool) -> None:
+    results, outcomes, _ = planted.judged(source)
+    report = make_report("pr", results, outcomes)
+    named = [str(planted.file)]
+    assert (report.parts, report.incomplete) == ((named, []) if complete else ([], named))
+
+
+@pytest.mark.parametrize(("arguments", "reports"), [("", ["paths.json"]), ("-k no_such_test", [])])
+def test_a_run_with_arguments_for_pytest_is_not_recorded(tmp_path: Path, arguments: str, reports: list[str]) -> None:
+    command = [sys.executable, "-m", "tests.tiers", "run", "tests/core/base/test_unix_socket.py", "--runs", tmp_path]
+    subprocess.run([*map(str, command), f"--pytest={arguments}"], cwd=table.ROOT, capture_output=True, check=False)
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == reports
+    assert list(tmp_path.glob("*.log"))
