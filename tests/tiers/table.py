@@ -52,7 +52,7 @@ FOLDERS: Final = {
 """All other folders are in `pr`."""
 
 LIMITS_S: Final = {Tier.CHECK: 60.0, Tier.UNIT: 5.0, Tier.PR: 30.0, Tier.MERGE: 900.0}
-"""A test that took longer is in the next tier that allows it."""
+"""A test that took longer is in the next tier that allows it, but for those of `PROMOTED` and `WHOLE`."""
 
 PROMOTED: Final = (
     "tests/e2e/test_base_install.py",
@@ -64,6 +64,11 @@ PROMOTED: Final = (
     "tests/e2e/test_up.py",
 )
 """End-to-end tests of `pr`: the documented starts and pages."""
+
+WHOLE: Final = ("tests/abuse", "tests/conformance")
+"""Every change has to pass all attacks and all adapters: their tests stay in `pr` as well."""
+WHOLE_S: Final = 120.0
+"""Only one that takes longer than this leaves, as the time of a landing is bounded."""
 
 TIMED: Final = ("tests/e2e/test_quickstart.py", "tests/e2e/test_starts.py")
 """A stranger's first minutes are measured, so nothing runs beside these files."""
@@ -129,10 +134,13 @@ def base_tier(path: str) -> Tier:
 
 
 def tier_of(test_id: str, durations: Durations) -> Tier:
-    base = base_tier(test_id.partition("::")[0])
-    if test_id not in durations.long:
+    path = test_id.partition("::")[0]
+    base = base_tier(path)
+    if test_id not in durations.long or path in PROMOTED:
         return base
     seconds = durations.long[test_id]
+    if path.startswith(tuple(f"{folder}/" for folder in WHOLE)) and (seconds or 0.0) <= WHOLE_S:
+        return base
     if seconds is None:
         return max(base, Tier.MERGE, key=list(Tier).index)
     return next(tier for tier in list(Tier)[list(Tier).index(base) :] if seconds <= LIMITS_S.get(tier, float("inf")))

@@ -67,6 +67,12 @@ def test_every_test_is_in_one_tier_however_long_tests_take(long: dict[str, float
         (E2E, 6.0, Tier.MERGE),
         (E2E, 901.0, Tier.WEEKLY),
         ("tests/e2e/test_readme.py", 20.0, Tier.PR),
+        ("tests/e2e/test_starts.py", 400.0, Tier.PR),
+        ("tests/e2e/test_starts.py", None, Tier.PR),
+        ("tests/abuse/test_x.py", 119.0, Tier.PR),
+        ("tests/abuse/test_x.py", None, Tier.PR),
+        ("tests/conformance/journal/test_x.py", 119.0, Tier.PR),
+        ("tests/conformance/journal/test_x.py", 121.0, Tier.MERGE),
         ("tests/engines/test_vllm.py", 1.0, Tier.WEEKLY),
     ],
 )
