@@ -20,12 +20,14 @@ from typing import Final
 import msgspec
 
 from tests.tiers.recorder import Collected, Outcome, Selection
-from tests.tiers.table import ROOT, TIMED, FileTests
+from tests.tiers.table import ROOT, TIMED, FileTests, Tier
 
 BATCH_S: Final = 40.0
 """Short files of one folder share a process up to this."""
 LIMIT_S: Final = 2400.0
 """A process that takes longer is ended; single tests have limits of their own (pytest-timeout)."""
+WEEKLY_LIMIT_S: Final = 5 * 3600.0
+"""So long may a file of `weekly` take: engines are installed and models loaded."""
 MOST_RERUN: Final = 20
 MOST_FLAKY_FILES: Final = 3
 """Tests of one file share what they set up: one cause can fail all of them."""
@@ -45,6 +47,10 @@ class Batch(msgspec.Struct, frozen=True):
     def name(self) -> str:
         first = self.files[0]
         return first.name if len(self.files) == 1 else f"{Path(first.path).parent} ({len(self.files)} files)"
+
+    @property
+    def limit_s(self) -> float:
+        return WEEKLY_LIMIT_S if self.tier == Tier.WEEKLY.value else LIMIT_S
 
 
 class BatchResult(msgspec.Struct):
@@ -82,7 +88,7 @@ def make_batches(tier: str, tests: Iterable[FileTests]) -> list[Batch]:
     for each in sorted(tests, key=lambda one: one.name):
         folder = str(Path(each.path).parent)
         batch = open_batch.get(folder)
-        alone = each.path in TIMED or "::" in each.name
+        alone = each.path in TIMED or "::" in each.name or tier == Tier.WEEKLY.value
         if alone or batch is None or sum(one.seconds for one in batch) + each.seconds > BATCH_S:
             batch = []
             batches.append(batch)
@@ -126,9 +132,10 @@ class Pool:
     def _run_batch(self, batch: Batch) -> BatchResult:
         only = {tests.path: sorted(tests.only) for tests in batch.files if tests.only is not None}
         without = sorted(test_id for tests in batch.files for test_id in tests.without)
-        return self._run_pytest([tests.path for tests in batch.files], Selection(only, without, self._shuffle))
+        selection = Selection(only, without, self._shuffle)
+        return self._run_pytest([tests.path for tests in batch.files], selection, batch.limit_s)
 
-    def _run_pytest(self, paths: Sequence[str], selection: Selection) -> BatchResult:
+    def _run_pytest(self, paths: Sequence[str], selection: Selection, limit_s: float) -> BatchResult:
         name = self._folder / f"{next(self._numbers):03}"
         wanted, record, printed = (name.with_suffix(suffix) for suffix in (".selection", ".jsonl", ".log"))
         wanted.write_bytes(msgspec.json.encode(selection))
@@ -142,11 +149,11 @@ class Pool:
                 command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
             )
             try:
-                status = process.wait(timeout=LIMIT_S)
+                status = process.wait(timeout=limit_s)
             except subprocess.TimeoutExpired:
                 process.kill()
                 status = process.wait()
-                log.write(f"\nended after {LIMIT_S:.0f} s\n".encode())
+                log.write(f"\nended after {limit_s:.0f} s\n".encode())
         output = printed.read_text(encoding="utf-8", errors="replace")
         outcomes, missing, collection_s = read_record(record, paths)
         # 1 without a failed test: an error after the last one, as in a thread. 5: nothing was selected, which is right
@@ -156,9 +163,9 @@ class Pool:
             missing = [f"{paths[0]} (status {status})"]
         return BatchResult(outcomes, missing, output, time.monotonic() - started_s, collection_s)
 
-    def passes_alone(self, test_id: str) -> bool:
+    def passes_alone(self, test_id: str, *, limit_s: float) -> bool:
         selection = Selection({test_id.partition("::")[0]: [test_id]})
-        result = self._run_pytest([test_id.partition("::")[0]], selection)
+        result = self._run_pytest([test_id.partition("::")[0]], selection, limit_s)
         if not result.is_good:
             print(result.output, flush=True)
         return result.is_good and [outcome.result for outcome in result.outcomes] == ["passed"]
@@ -179,14 +186,19 @@ def judge(pool: Pool, results: Sequence[tuple[Batch, BatchResult]]) -> tuple[lis
     """All outcomes, and whether the run is green. What failed and passed alone counts as passed, if it may be flaky."""
     outcomes = [outcome for _, result in results for outcome in result.outcomes]
     missing = [test_id for _, result in results for test_id in result.missing]
-    failed = [outcome.test_id for outcome in outcomes if outcome.result == "failed"]
+    failed = {
+        outcome.test_id: batch.limit_s
+        for batch, result in results
+        for outcome in result.outcomes
+        if outcome.result == "failed"
+    }
     for test_id in missing:
         print(f"NOT RUN {test_id}")
     if len(failed) > MOST_RERUN:
         print(f"{len(failed)} tests failed: too many to be flaky, none is run again")
         print("\n".join(f"FAILED {test_id}" for test_id in failed))
         return outcomes, False
-    flaky = {test_id for test_id in failed if pool.passes_alone(test_id)}
+    flaky = {test_id for test_id, limit_s in failed.items() if pool.passes_alone(test_id, limit_s=limit_s)}
     for test_id in failed:
         print(f"{'FLAKY ' if test_id in flaky else 'FAILED'} {test_id}")
     flaky_files = {test_id.partition("::")[0] for test_id in flaky}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -21,7 +22,7 @@ class Selection(msgspec.Struct, frozen=True):
     """By file: these test ids alone."""
     without: list[str] = []
     shuffle: int | None = None
-    """The seed of a random order."""
+    """The seed of a random order: of the files, and of the tests of each."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -50,6 +51,18 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Recorder(selection, config.getoption("record")), "strata-recorder")
 
 
+def shuffle(items: Iterable[pytest.Item], rng: random.Random) -> list[pytest.Item]:
+    """The files in a random order, and the tests of each: what a module sets up, as an engine, is set up once."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    tests = list(files.values())
+    rng.shuffle(tests)
+    for each in tests:
+        rng.shuffle(each)
+    return [item for each in tests for item in each]
+
+
 class Recorder:
     """Counts set-up, call and tear-down of a test as one."""
 
@@ -59,12 +72,14 @@ class Recorder:
         self._seconds: dict[str, float] = {}
         self._results: dict[str, str] = {}
 
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+        if self._selection.shuffle is not None:
+            # Before pytest puts the tests together that share a fixture with parameters.
+            items[:] = shuffle(items, random.Random(self._selection.shuffle))
+        yield
         kept = [item for item in items if self._is_selected(item.nodeid)]
         config.hook.pytest_deselected(items=[item for item in items if not self._is_selected(item.nodeid)])
-        if self._selection.shuffle is not None:
-            random.Random(self._selection.shuffle).shuffle(kept)
         items[:] = kept
         self._write(Collected([item.nodeid for item in items], round(time.process_time(), 2)))
 

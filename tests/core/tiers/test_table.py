@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tiers.pool import Report
+from tests.tiers.pool import LIMIT_S, Report, make_batches
 from tests.tiers.record import promises_of, render, take_durations, take_rows
 from tests.tiers.recorder import Outcome
 from tests.tiers.table import (
@@ -103,6 +103,14 @@ def test_a_file_that_is_too_long_for_a_slice_is_cut_into_functions_and_cases() -
     parts = select_tier(Tier.MERGE, [SHELL], Durations(long={**long, f"{SHELL}::test_n": 100.0}))
     assert sorted(part.name for part in parts) == sorted([*long, f"{SHELL}::test_n"])
     assert all(part.seconds <= PART_S for part in parts)
+
+
+def test_files_of_a_folder_share_a_process_but_for_those_of_weekly() -> None:
+    tests = [FileTests(f"tests/engines/test_{name}.py", 5.0) for name in "abc"]
+    assert [len(batch.files) for batch in make_batches("pr", tests)] == [3]
+    weekly = make_batches("weekly", tests)
+    assert [len(batch.files) for batch in weekly] == [1, 1, 1]
+    assert all(batch.limit_s > LIMIT_S for batch in weekly)
 
 
 def report(tier: str, *outcomes: Outcome, parts: tuple[str, ...]) -> Report:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.tiers import table
 from tests.tiers.__main__ import make_report
 from tests.tiers.pool import Batch, BatchResult, Pool, judge
-from tests.tiers.recorder import Outcome
+from tests.tiers.recorder import Outcome, shuffle
 from tests.tiers.table import FileTests
 
 GOOD = "def test_one(): pass\n\ndef test_two(): pass\n"
@@ -91,3 +94,12 @@ def test_a_run_with_arguments_for_pytest_is_not_recorded(tmp_path: Path, argumen
     subprocess.run([*map(str, command), f"--pytest={arguments}"], cwd=table.ROOT, capture_output=True, check=False)
     assert sorted(path.name for path in tmp_path.glob("*.json")) == reports
     assert list(tmp_path.glob("*.log"))
+
+
+def test_a_random_order_leaves_the_tests_of_a_file_together() -> None:
+    items: list[Any] = [SimpleNamespace(path=Path(file), nodeid=f"{file}{n}") for file in "abc" for n in range(5)]
+    orders = [[item.nodeid for item in shuffle(items, random.Random(seed))] for seed in range(20)]
+    assert all(sorted(order) == sorted(item.nodeid for item in items) for order in orders)
+    assert all(len({nodeid[0] for nodeid in order[at : at + 5]}) == 1 for order in orders for at in (0, 5, 10))
+    assert {order[0][0] for order in orders} == set("abc")
+    assert len({tuple(order) for order in orders}) == len(orders)
