@@ -319,10 +319,12 @@ class HubClient:
         reason: object = "it is not running" if absent else error
         if isinstance(error, ConnectionRefusedError) and not absent:
             reason = f"nothing listens on port {self._at.port}"
+        unanswered = self._at.scheme != "unix" and _is_unanswered(error)
+        hints = _START if absent else _CHECK if unanswered else {}
         return StrataError(
             Code.UNAVAILABLE,
             f"the {self._server} at {self._where} cannot be reached: {reason}",
-            hint=_START.get(self._server) if absent else None,
+            hint=hints.get(self._server),
         )
 
     def _connection(self) -> http.client.HTTPConnection:
@@ -414,6 +416,8 @@ def _encode_value(value: object) -> str:
 
 _START: Final = {"hub": "strata up starts one on this machine; strata contexts shows which server is used"}
 """How to start a server that is not running, by its kind."""
+_CHECK: Final = {"hub": "check the address, which strata contexts shows, and that strata hub or strata up runs there"}
+"""What to do about a server at a port that does not answer, by its kind."""
 
 
 def check_cleartext(url: str, bearer: Secret) -> None:
@@ -465,10 +469,13 @@ def _interrupt(connection: http.client.HTTPConnection) -> None:
 def _is_absent(error: StrataError) -> bool:
     """Whether the address itself cannot be reached, or is that of another server: no retry within seconds helps."""
     cause = error.__cause__
+    return cause is not None and (_is_unanswered(cause) or isinstance(cause, ssl.SSLCertVerificationError))
+
+
+def _is_unanswered(cause: BaseException) -> bool:
+    """Whether nothing answered at the address; a connection that broke was there before."""
     broken = isinstance(cause, (ConnectionError, http.client.HTTPException, ssl.SSLError))
-    return cause is not None and (
-        not broken or isinstance(cause, (ConnectionRefusedError, ssl.SSLCertVerificationError))
-    )
+    return not broken or isinstance(cause, ConnectionRefusedError)
 
 
 def _problem(reply: HubResponse, what: str) -> StrataError:

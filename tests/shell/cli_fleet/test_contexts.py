@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from strata.base.errors import StrataError
 from strata.cli.exit_codes import ExitCode
+from strata.fleet.client import HubClient
 from strata.testing.ports import port_of, reserve_port
 from tests.shell.cli_fleet.driving import Person
 from tests.shell.fleet_agent.running import HubProcess
@@ -91,7 +93,24 @@ def test_a_hub_that_is_not_there_is_unreachable(stranger: Person, monkeypatch: p
         monkeypatch.setenv("STRATA_URL", f"http://127.0.0.1:{port_of(guard)}")
         done = stranger.says("status")
     assert done.status == ExitCode.UNREACHABLE
-    assert "cannot be reached" in done.err
+    assert "cannot be reached: nothing listens on port" in done.err
+    assert "hint: check the address, which strata contexts shows, and that strata hub or strata up runs" in done.err
+
+
+def test_a_connection_that_breaks_says_nothing_about_the_address() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def refuse() -> None:
+            connection, _ = listener.accept()
+            connection.close()
+
+        threading.Thread(target=refuse, daemon=True).start()
+        with (
+            HubClient(f"http://127.0.0.1:{listener.getsockname()[1]}") as client,
+            pytest.raises(StrataError, match="cannot be reached") as broken,
+        ):
+            client.fetch("/v1/health")
+    assert broken.value.hint is None
 
 
 def test_an_unknown_context_is_named_with_those_there_are(person: Person) -> None:
