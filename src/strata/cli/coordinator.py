@@ -17,9 +17,18 @@ OWN_COMMAND: Final = (sys.executable, "-c", "from strata.cli.main import main; m
 _UNITS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 _DURATION: Final = re.compile(r"(\d+)([smhd])")
 
+
+def _or_before(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+    """The file named here, or before the subcommand, as in `strata coordinator --config FILE token`."""
+    if value is None and ctx.parent is not None:
+        return ctx.parent.params.get(param.name or "")
+    return value
+
+
 _config: Final = click.option(
     "--config",
     type=click.Path(path_type=Path, dir_okay=False),
+    callback=_or_before,
     metavar="FILE",
     help="Read settings from [coordinator] in this TOML file.",
 )
@@ -55,6 +64,15 @@ def coordinator(ctx: click.Context, /, config: Path | None, **flags: str | None)
     """
     if ctx.invoked_subcommand is None:
         _run(config, flags)
+        return
+    given = next((name for name, value in flags.items() if value is not None), None)
+    if given is not None:
+        option = f"--{given.replace('_', '-')}"
+        raise click.UsageError(
+            f"{option} before '{ctx.invoked_subcommand}' does not count for it, only --config does: write options of"
+            f" '{ctx.invoked_subcommand}' after its name",
+            ctx,
+        )
 
 
 def _run(config: Path | None, flags: dict[str, str | None]) -> None:

@@ -72,6 +72,36 @@ def test_the_secret_may_stand_in_the_settings_file(tmp_path: Path, secret_file: 
     assert Tokens(Secret(SECRET)).read(done.stdout.strip(), 0).role is TokenRole.OPERATOR
 
 
+def test_a_settings_file_before_a_subcommand_counts_for_it(tmp_path: Path, secret_file: Path) -> None:
+    config, other, revoked = tmp_path / "config.toml", tmp_path / "other.toml", tmp_path / "revoked"
+    config.write_text(f'[coordinator]\ntoken_secret = {{ file = "{secret_file}" }}\nrevoked_tokens = "{revoked}"\n')
+    other.write_text("[coordinator]\n")
+    done = strata("--config", str(config), "token", "--job", "j")
+    assert Tokens(Secret(SECRET)).read(done.stdout.strip(), time.time()).job == "j"
+    assert strata("--config", str(config), "revoke", "t1").returncode == 0
+    assert revoked.read_text() == "t1\n"
+    nearer = strata("--config", str(config), "token", "--config", str(other), "--job", "j")
+    assert (nearer.returncode, "there is no secret" in nearer.stderr) == (ExitCode.USAGE, True)
+
+
+def test_the_dashboard_takes_the_settings_file_before_its_name(tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text("[coordinator]\nlisten_to = 1\n")
+    refused = strata("--config", str(config), "dashboard")
+    assert (refused.returncode, "listen_to" in refused.stderr) == (ExitCode.USAGE, True)
+
+
+@pytest.mark.parametrize(
+    ("option", "subcommand"),
+    [("--listen", ["dashboard"]), ("--database", ["token", "--job", "j"]), ("--tls-client-ca", ["revoke", "t1"])],
+)
+def test_an_option_of_a_coordinator_before_a_subcommand_is_refused(option: str, subcommand: list[str]) -> None:
+    refused = strata(option, "somewhere", *subcommand)
+    assert refused.returncode == ExitCode.USAGE
+    assert refused.stderr.startswith(f"strata: {option} before '{subcommand[0]}' does not count for it")
+    assert refused.stderr.endswith("hint: strata coordinator --help\n")
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
