@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 import msgspec
 import pytest
@@ -312,6 +313,120 @@ async def test_a_name_of_data_is_of_the_owner_who_used_it_first(place: Place) ->
         await place.artifacts.remove(row.artifact_id, "", "operator")
     error = await refusal(pushed(place, "bert", "images", noise(10, 2)))
     assert error.code is Code.FORBIDDEN, "a manifest may still have the name"
+
+
+def data(name: str, upload: str) -> Lineage:
+    return Lineage(kind=ArtifactKind.DATA, model=name, mode=upload)
+
+
+async def committed_by(place: Place, owner: str, files: Mapping[str, bytes], lineage: Lineage) -> str:
+    account = StorageAccount(owner=owner, operator=owner == "operator")
+    return (
+        await place.artifacts.commit(await send(place, files), lineage, f"key:{owner}", account=account)
+    ).artifact_id
+
+
+@pytest.mark.proves("Never again: a version of data that its owner had removed was the latest again")
+async def test_what_was_withdrawn_stays_withdrawn_when_another_commits_the_same(place: Place) -> None:
+    first = await committed_by(place, "anna", {"f": b"1"}, data("images", "1"))
+    second = await committed_by(place, "anna", {"f": b"2"}, data("images", "2"))
+    assert await place.artifacts.withdraw(second, "anna", "bad", "key:anna")
+    assert await committed_by(place, "rob", {"f": b"2"}, data("x", "1")) == second
+    kind = ArtifactKind.DATA
+    assert (await place.artifacts.latest("images", kind=kind)).artifact_id == first
+    assert (await place.artifacts.latest("x", kind=kind)).artifact_id == second
+    shown = [(row.lineage.model, row.removed_at_s is None) for row in await place.artifacts.ancestry(second)]
+    assert shown == [("x", True), ("images", False)]
+    # She takes it up again herself: the very same commit is the latest, and hers to withdraw.
+    for _ in range(2):
+        await committed_by(place, "anna", {"f": b"2"}, data("images", "2"))
+        assert (await place.artifacts.latest("images", kind=kind)).artifact_id == second
+        assert not await place.artifacts.withdraw(second, "anna", "bad", "key:anna"), "rob needs the bytes"
+        assert (await place.artifacts.latest("images", kind=kind)).artifact_id == first
+    assert await content_of(place, second) == {"f": b"2"}
+    assert await place.artifacts.withdraw(second, "rob", "", "key:rob")
+    assert (await refusal(place.artifacts.open(second))).code is Code.GONE
+
+
+async def test_an_owner_withdraws_what_is_hers_and_the_quota_passes_on(place: Place) -> None:
+    shared = await committed_by(place, "anna", {"f": noise(100)}, data("images", "1"))
+    await committed_by(place, "rob", {"f": noise(100)}, data("x", "1"))
+    assert await place.index.owner_bytes() == {"anna": 100}
+    assert (await refusal(place.artifacts.withdraw(shared, "eve", "", "key:eve"))).code is Code.FORBIDDEN
+    assert not await place.artifacts.withdraw(shared, "anna", "", "key:anna")
+    assert await place.index.owner_bytes() == {"rob": 100}
+    assert await content_of(place, shared) == {"f": noise(100)}
+    assert (await refusal(place.artifacts.withdraw(shared, "anna", "", "key:anna"))).code is Code.FORBIDDEN
+    assert await place.artifacts.withdraw(shared, "rob", "", "key:rob")
+    assert await place.index.owner_bytes() == {}
+    assert await kinds(place, shared) == [
+        "artifact.committed", "artifact.committed", "artifact.withdrawn", "artifact.removed",
+    ]  # fmt: skip
+
+
+async def test_what_an_operator_removes_is_withdrawn_for_all(place: Place) -> None:
+    shared = await committed_by(place, "anna", {"f": b"1"}, data("images", "1"))
+    await committed_by(place, "rob", {"f": b"1"}, data("x", "1"))
+    assert await place.artifacts.remove(shared, "", "operator")
+    assert await place.index.lineages(LineageFilter()) == []
+    assert (await refusal(place.artifacts.withdraw(shared, "anna", "", "key:anna"))).code is Code.GONE
+
+
+async def test_a_source_is_withdrawn_by_nobody_below_an_operator(place: Place) -> None:
+    source = Lineage(kind=ArtifactKind.SOURCE)
+    both = await committed_by(place, "anna", {"f": b"1"}, data("images", "1"))
+    await committed_by(place, "rob", {"f": b"1"}, source)
+    assert (await refusal(place.artifacts.withdraw(both, "rob", "", "key:rob"))).code is Code.FORBIDDEN
+    assert not await place.artifacts.withdraw(both, "anna", "", "key:anna")
+    assert await content_of(place, both) == {"f": b"1"}
+    own = await committed_by(place, "anna", {"f": b"2"}, source)
+    await committed_by(place, "anna", {"f": b"2"}, data("images", "2"))
+    assert not await place.artifacts.withdraw(own, "anna", "", "key:anna"), "the source stays"
+
+
+async def test_a_pin_is_taken_off_by_the_one_who_pinned_or_an_operator(place: Place) -> None:
+    pin, withdraw = place.artifacts.pin, place.artifacts.withdraw
+    shared = await committed_by(place, "anna", {"f": b"1"}, data("images", "1"))
+    await committed_by(place, "rob", {"f": b"1"}, data("x", "1"))
+    assert (await refusal(pin(shared, "mine", "key:eve", owner="eve"))).code is Code.FORBIDDEN
+    await pin(shared, "mine", "key:anna", owner="anna")
+    for reason in ("", "mine", "his"):
+        assert (await refusal(pin(shared, reason, "key:rob", owner="rob"))).code is Code.FORBIDDEN
+    assert (await refusal(withdraw(shared, "anna", "", "key:anna"))).code is Code.PRECONDITION, "she has pinned it"
+    await pin(shared, "", "key:anna", owner="anna")
+    await pin(shared, "his", "key:rob", owner="rob")
+    assert (await place.artifacts.open(shared)).pinned_by == "rob"
+    assert not await withdraw(shared, "anna", "", "key:anna"), "his pin does not hold her"
+    await pin(shared, "the paper", "operator")
+    assert (await refusal(pin(shared, "", "key:rob", owner="rob"))).code is Code.FORBIDDEN
+    assert (await refusal(withdraw(shared, "rob", "", "key:rob"))).code is Code.PRECONDITION
+    await pin(shared, "", "operator")
+    assert await withdraw(shared, "rob", "", "key:rob")
+
+
+async def test_a_checkpoint_of_an_unfinished_job_is_not_withdrawn_by_its_owner(place: Place) -> None:
+    await add_host(place.fleet)
+    await add(place.fleet, job("gbt"))
+    (lease,) = await claim(place.fleet)
+    done = await upload(place, {"step": b"10"}, Lineage(kind=ArtifactKind.CHECKPOINT), hold(lease))
+    await place.fleet.record_checkpoint(hold(lease), done.artifact_id, 1.0)
+    owner = (await place.fleet.job(lease.job_id)).owner
+    withdraw = place.artifacts.withdraw
+    assert (await refusal(withdraw(done.artifact_id, owner, "", "key:x"))).code is Code.PRECONDITION
+    await committed_by(place, "rob", {"step": b"10"}, data("x", "1"))
+    assert not await withdraw(done.artifact_id, owner, "", "key:x"), "the bytes stay"
+    assert (await refusal(withdraw(done.artifact_id, "rob", "", "key:rob"))).code is Code.PRECONDITION
+
+
+async def test_a_withdrawn_lineage_comes_back_with_its_metrics_and_parents(place: Place) -> None:
+    base = await upload(place, {"f": b"base"})
+    made = Lineage(kind=ArtifactKind.DATA, model="m", metrics={"auc": 0.5}, parents=(base.artifact_id,))
+    for _ in range(2):
+        done = await committed_by(place, "anna", {"f": b"1"}, made)
+        (row,) = await place.index.lineages(LineageFilter(parents=[base.artifact_id]))
+        assert [row] == list(await place.index.lineages(LineageFilter(metric="auc")))
+        assert await place.artifacts.withdraw(done, "anna", "", "key:anna")
+        assert await place.index.lineages(LineageFilter(metric="auc")) == []
 
 
 async def test_of_many_who_use_a_name_at_once_one_gets_it(place: Place) -> None:

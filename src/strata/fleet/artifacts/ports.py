@@ -87,8 +87,10 @@ class ArtifactRow:
     committed_at_s: float
     pinned: str = ""
     """Why it is kept whatever the policy says; empty if it is not."""
+    pinned_by: str = ""
+    """The owner who pinned it; empty if an operator did."""
     owner: str = ""
-    """Who committed it first, and has it in the quota of bytes."""
+    """Who has it in the quota of bytes: of the owners who committed it and did not withdraw it, the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,10 +104,11 @@ class LineageRow:
     lineage: Lineage
     pinned: str = ""
     removed_at_s: float | None = None
+    """When it was withdrawn. Its artifact stays while another lineage needs it."""
     by: str = ""
     """Who committed it, as events name the caller. Empty: it is from before this was recorded."""
     owner: str = ""
-    """Of the name, where it is data; else of the job that made it, or of the bytes."""
+    """Of the name, where it is data; else of the job that made it, or who committed it."""
     project: str = ""
     """Of the job that made it; empty where none did."""
     trainer_digest: str = ""
@@ -133,7 +136,7 @@ class LineageFilter:
     """Order by it, and only what has it; else the latest come first."""
     best: Literal["max", "min"] = "max"
     removed: bool = False
-    """Also what was removed since."""
+    """Also what was withdrawn since."""
     completed: bool = False
     """Only what completed its job: the result that the job's row points to, of the attempt that ended so."""
     attempted: bool = False
@@ -213,8 +216,9 @@ class ArtifactIndex(Protocol):
         """The artifact, its references and its lineage, if every chunk is there with the right size.
 
         PRECONDITION names the chunks that are missing. The same commit again gets the same answer, also when the
-        attempt is over by then. An artifact that was removed is there again. EXHAUSTED when a new one does not fit into
-        the account; one that is there already costs nothing. FORBIDDEN for data under a name of another owner.
+        attempt is over by then. An artifact that was removed is there again, with this lineage alone. EXHAUSTED when a
+        new one does not fit into the account; one that is there already costs nothing. FORBIDDEN for data under a name
+        of another owner.
         """
 
     async def artifact(self, artifact_id: str) -> ArtifactRow: ...
@@ -233,15 +237,27 @@ class ArtifactIndex(Protocol):
     async def referenced(self) -> Mapping[str, str]:
         """Artifacts that a job needs or points to, and why: `checkpoint` of an unfinished one, `result` of another."""
 
-    async def pin(self, artifact_id: str, reason: str, actor: str, now_s: float) -> None:
-        """Keep it whatever a policy says; an empty reason lets it go."""
+    async def pin(self, artifact_id: str, reason: str, actor: str, now_s: float, *, owner: str | None = None) -> None:
+        """Keep it whatever a policy says; an empty reason lets it go.
+
+        With an owner, FORBIDDEN unless a lineage of it is hers, and for what another owner or an operator pinned.
+        """
 
     async def remove(
         self, artifact_id: str, reason: str, actor: str, now_s: float, *, upto_seq: int | None = None
     ) -> bool:
-        """Let go of its chunks; the lineage stays. PRECONDITION if it is pinned or an unfinished job's checkpoint.
+        """Let go of its chunks, and withdraw every lineage, which stays known.
+
+        PRECONDITION if it is pinned or an unfinished job's checkpoint.
 
         With `upto_seq`, False and unchanged if it was committed again since that lineage. Removed before: False.
+        """
+
+    async def withdraw(self, artifact_id: str, owner: str, reason: str, actor: str, now_s: float) -> bool:
+        """Withdraw what is this owner's of its lineage, but for sources: FORBIDDEN if nothing else is.
+
+        What nobody else committed is removed as by `remove`: True. Else its chunks stay, in the quota of another owner.
+        PRECONDITION if the owner has pinned it.
         """
 
     async def unused(self, before_s: float, limit: int) -> Sequence[ArtifactChunk]:

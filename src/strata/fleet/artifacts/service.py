@@ -246,13 +246,16 @@ class Artifacts:
             slots = await self.index.slots([chunk.digest])
             await self.index.stored([replace(slots[chunk.digest], size=chunk.size)], self.clock.wall_s())
 
-    async def pin(self, artifact_id: str, reason: str, actor: str) -> None:
+    async def pin(self, artifact_id: str, reason: str, actor: str, *, owner: str | None = None) -> None:
         if any(ord(char) < 32 for char in reason) or len(reason) > 256:
             raise StrataError(Code.INVALID, "a reason is one line of at most 256 characters")
-        await self.index.pin(check_artifact_id(artifact_id), reason, actor, self.clock.wall_s())
+        await self.index.pin(check_artifact_id(artifact_id), reason, actor, self.clock.wall_s(), owner=owner)
 
     async def remove(self, artifact_id: str, reason: str, actor: str) -> bool:
         return await self.index.remove(check_artifact_id(artifact_id), reason, actor, self.clock.wall_s())
+
+    async def withdraw(self, artifact_id: str, owner: str, reason: str, actor: str) -> bool:
+        return await self.index.withdraw(check_artifact_id(artifact_id), owner, reason, actor, self.clock.wall_s())
 
     async def latest(self, model: str, mode: str = "", *, kind: ArtifactKind = ArtifactKind.RESULT) -> LineageRow:
         """An empty mode is any mode. Of results those that completed their jobs, of checkpoints those of attempts."""
@@ -280,14 +283,17 @@ class Artifacts:
         return await self._first_lineage(wanted)
 
     async def ancestry(self, artifact_id: str, *, limit: int = 1000) -> Sequence[LineageRow]:
-        """Where it came from, and what that came from, and so on: each record once, nearest first."""
+        """Where it came from, and what that came from, and so on: each record once, nearest first.
+
+        Of one distance, what was withdrawn comes last.
+        """
         found: dict[str, LineageRow] = {}
         seen: set[str] = set()
         asked = [check_artifact_id(artifact_id)]
         while asked and len(found) < limit:
             seen.update(asked)
             layer = await self.index.lineages(LineageFilter(artifact_ids=asked, removed=True, limit=limit))
-            found.update({row.id: row for row in layer})
+            found.update({row.id: row for row in sorted(layer, key=lambda row: row.removed_at_s is not None)})
             asked = sorted({parent for row in layer for parent in row.lineage.parents} - seen)
         if not found:
             raise StrataError(Code.NOT_FOUND, f"there is no artifact {artifact_id}")

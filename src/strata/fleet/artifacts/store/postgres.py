@@ -144,11 +144,15 @@ class PostgresIndex:
     async def referenced(self) -> Mapping[str, str]:
         return dict(await self._connections.run(rows.REFERENCED, {}))
 
-    async def pin(self, artifact_id: str, reason: str, actor: str, now_s: float) -> None:
+    async def pin(self, artifact_id: str, reason: str, actor: str, now_s: float, *, owner: str | None = None) -> None:
         async with self._connections.transaction() as connection:
-            row = await _artifact(connection, artifact_id)
-            if rows.decode_artifact(row, artifact_id).pinned != reason:
-                await connection.execute("UPDATE artifact SET pinned = %s WHERE id = %s", (reason, artifact_id))
+            row = rows.decode_artifact(await _artifact(connection, artifact_id), artifact_id)
+            if owner is not None:
+                rows.check_pin(row, owner, await _shares(connection, artifact_id, owner))
+            if row.pinned != reason:
+                by = owner or "" if reason else ""
+                change = "UPDATE artifact SET pinned = %s, pinned_by = %s WHERE id = %s"
+                await connection.execute(change, (reason, by, artifact_id))
                 kind = "artifact.pinned" if reason else "artifact.unpinned"
                 await record_postgres(connection, [Record(now_s, actor, kind, artifact_id, {"reason": reason})])
 
@@ -156,24 +160,18 @@ class PostgresIndex:
         self, artifact_id: str, reason: str, actor: str, now_s: float, *, upto_seq: int | None = None
     ) -> bool:
         async with self._connections.transaction() as connection:
-            row = await _artifact(connection, artifact_id)
-            needed = await connection.execute(
-                "SELECT 1 FROM artifact_lineage l JOIN job j ON j.id = l.job_id WHERE l.artifact_id = %s"
-                f" AND j.checkpoint = l.artifact_id AND j.status NOT IN {rows.FINISHED}",
-                (artifact_id,),
-            )
-            if not rows.check_removable(row, artifact_id, needed=bool(needed.rowcount)):
-                return False
-            newer = await connection.execute(
-                "SELECT 1 FROM artifact_lineage WHERE artifact_id = %s AND seq > %s", (artifact_id, upto_seq)
-            )
-            if upto_seq is not None and newer.rowcount:
-                return False
-            await _let_go(connection, artifact_id, now_s)
-            await record_postgres(
-                connection, [Record(now_s, actor, "artifact.removed", artifact_id, {"reason": reason})]
-            )
-            return True
+            return await _remove(connection, artifact_id, reason, actor, now_s, upto_seq)
+
+    async def withdraw(self, artifact_id: str, owner: str, reason: str, actor: str, now_s: float) -> bool:
+        async with self._connections.transaction() as connection:
+            row = rows.decode_artifact(await _artifact(connection, artifact_id), artifact_id)
+            if not rows.is_needed_by_others(row, owner, await _shares(connection, artifact_id, owner)):
+                return await _remove(connection, artifact_id, reason, actor, now_s, None)
+            values = {"now": now_s, "id": artifact_id, "owner": owner}
+            await connection.execute(rows.WITHDRAW_HERS.format(now="%(now)s", id="%(id)s", owner="%(owner)s"), values)
+            await connection.execute(rows.PASS_ON.format(id="%(id)s"), values)
+            await record_postgres(connection, [rows.withdrawn(artifact_id, owner, reason, actor, now_s)])
+            return False
 
     async def unused(self, before_s: float, limit: int) -> Sequence[ArtifactChunk]:
         return _chunks(
@@ -322,26 +320,27 @@ async def _take_name(connection: Connection, commit: Commit) -> None:
 
 
 async def _is_lineage_recorded(connection: Connection, lineage_id: str) -> bool:
-    cursor = await connection.execute(
-        "SELECT 1 FROM artifact_lineage l JOIN artifact a ON a.id = l.artifact_id"
-        " WHERE l.id = %s AND a.removed_at IS NULL",
-        (lineage_id,),
-    )
-    return await cursor.fetchone() is not None
+    select = "SELECT 1 FROM artifact_lineage WHERE id = %s AND removed_at IS NULL"
+    return await (await connection.execute(select, (lineage_id,))).fetchone() is not None
 
 
 async def _insert_lineage(
     connection: Connection, commit: Commit, artifact_id: str, lineage_id: str, now_s: float
 ) -> None:
+    """One that was withdrawn is recorded anew: it is the latest now, and whose it is may have changed."""
     made = commit.lineage
+    cursor = await connection.execute("DELETE FROM artifact_lineage WHERE id = %s RETURNING seq", (lineage_id,))
+    if (withdrawn := await cursor.fetchone()) is not None:
+        await connection.execute("DELETE FROM artifact_metric WHERE lineage = %s", withdrawn)
+        await connection.execute(
+            "DELETE FROM artifact_parent WHERE parent = ANY(%s) AND lineage = %s", (list(made.parents), *withdrawn)
+        )
     cursor = await connection.execute(
         f"INSERT INTO artifact_lineage ({rows.NEW_LINEAGE})"
-        " VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s) ON CONFLICT (id) DO NOTHING RETURNING seq",
+        " VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s) RETURNING seq",
         rows.new_lineage(commit, artifact_id, lineage_id, now_s),
     )
     inserted = await cursor.fetchone()
-    if inserted is None:
-        return
     await connection.execute(
         "INSERT INTO artifact_metric SELECT %s, m.name, m.value"
         " FROM unnest(%s::text[], %s::float8[]) AS m (name, value)",
@@ -353,11 +352,39 @@ async def _insert_lineage(
     )
 
 
+async def _shares(connection: Connection, artifact_id: str, owner: str) -> rows.Shares:
+    select = rows.SHARES.format(id="%(id)s", owner="%(owner)s")
+    return rows.Shares(*await (await connection.execute(select, {"id": artifact_id, "owner": owner})).fetchone())
+
+
+async def _remove(
+    connection: Connection, artifact_id: str, reason: str, actor: str, now_s: float, upto_seq: int | None
+) -> bool:
+    row = await _artifact(connection, artifact_id)
+    needed = await connection.execute(
+        "SELECT 1 FROM artifact_lineage l JOIN job j ON j.id = l.job_id WHERE l.artifact_id = %s"
+        f" AND j.checkpoint = l.artifact_id AND j.status NOT IN {rows.FINISHED}",
+        (artifact_id,),
+    )
+    if not rows.check_removable(row, artifact_id, needed=bool(needed.rowcount)):
+        return False
+    newer = await connection.execute(
+        "SELECT 1 FROM artifact_lineage WHERE artifact_id = %s AND seq > %s AND removed_at IS NULL",
+        (artifact_id, upto_seq),
+    )
+    if upto_seq is not None and newer.rowcount:
+        return False
+    await _let_go(connection, artifact_id, now_s)
+    await record_postgres(connection, [Record(now_s, actor, "artifact.removed", artifact_id, {"reason": reason})])
+    return True
+
+
 async def _let_go(connection: Connection, artifact_id: str, now_s: float) -> None:
     cursor = await connection.execute(
         "UPDATE artifact SET removed_at = %s WHERE id = %s RETURNING seq", (now_s, artifact_id)
     )
     (seq,) = await cursor.fetchone()
+    await connection.execute(rows.WITHDRAW.format(now="%(now)s", id="%(id)s"), {"now": now_s, "id": artifact_id})
     await connection.execute(
         "UPDATE artifact_chunk SET wanted_at = %s WHERE number IN (SELECT c.number FROM artifact_chunk c"
         " JOIN artifact_ref r ON r.chunk = c.number WHERE r.artifact = %s ORDER BY c.digest FOR UPDATE OF c)",

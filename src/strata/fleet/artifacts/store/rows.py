@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import msgspec
@@ -18,15 +18,34 @@ from strata.fleet.core.lease_status import ALIVE, lease_status, stale_attempt, u
 from strata.fleet.ports import AttemptKey
 
 SLOT: Final = "number, digest, state, size"
-ARTIFACT: Final = "id, manifest, size, committed_at, pinned, removed_at, owner"
+ARTIFACT: Final = "id, manifest, size, committed_at, pinned, removed_at, owner, pinned_by"
 OWNER_BYTES: Final = "SELECT owner, sum(size) FROM artifact WHERE removed_at IS NULL GROUP BY owner"
 BYTES_OF: Final = "SELECT coalesce(sum(size), 0) FROM artifact WHERE removed_at IS NULL AND owner = {owner}"
 KEPT_OWNER: Final = "CASE WHEN artifact.removed_at IS NULL THEN artifact.owner ELSE excluded.owner END"
 """An artifact that was removed is of those who commit it again."""
 LINEAGE: Final = (
-    "l.id, l.seq, l.artifact_id, a.size, l.committed_at, l.body, a.pinned, a.removed_at, l.actor,"
-    " coalesce(j.project, ''), coalesce(t.trainer_digest, ''), coalesce(d.owner, j.owner, a.owner)"
+    "l.id, l.seq, l.artifact_id, a.size, l.committed_at, l.body, a.pinned, l.removed_at, l.actor,"
+    " coalesce(j.project, ''), coalesce(t.trainer_digest, ''), coalesce(d.owner, j.owner, l.owner)"
 )
+_HERS: Final = (
+    f"coalesce((SELECT d.owner FROM data_name d WHERE d.name = l.model AND l.kind = '{ArtifactKind.DATA}'),"
+    " (SELECT j.owner FROM job j WHERE j.id = l.job_id), l.owner) = {owner}"
+)
+_LIVE: Final = "l.artifact_id = {id} AND l.removed_at IS NULL"
+SHARES: Final = (
+    f"SELECT count(*) FILTER (WHERE hers AND kind <> '{ArtifactKind.SOURCE}'),"
+    f" count(*) FILTER (WHERE hers AND kind = '{ArtifactKind.SOURCE}'), count(*) FILTER (WHERE NOT hers)"
+    f" FROM (SELECT l.kind, {_HERS} AS hers FROM artifact_lineage l WHERE {_LIVE}) AS known"
+)
+"""What `Shares` has of an owner."""
+WITHDRAW: Final = f"UPDATE artifact_lineage AS l SET removed_at = {{now}} WHERE {_LIVE}"
+WITHDRAW_HERS: Final = f"{WITHDRAW} AND l.kind <> '{ArtifactKind.SOURCE}' AND {_HERS}"
+PASS_ON: Final = (
+    "UPDATE artifact SET owner = (SELECT l.owner FROM artifact_lineage l"
+    f" WHERE {_LIVE} ORDER BY l.seq LIMIT 1) WHERE id = {{id}}"
+    f" AND NOT EXISTS (SELECT 1 FROM artifact_lineage l WHERE {_LIVE} AND l.owner = artifact.owner)"
+)
+"""The bytes count against the quota of an owner who still needs them."""
 OPEN: Final = (
     "SELECT 1 FROM artifact_chunk c JOIN artifact_ref r ON r.chunk = c.number JOIN artifact a ON a.seq = r.artifact"
     " WHERE c.digest = {digest} AND NOT EXISTS ("
@@ -36,7 +55,7 @@ OPEN: Final = (
 FINISHED: Final = "(" + ", ".join(f"'{status}'" for status in sorted(TERMINAL)) + ")"
 REFERENCED: Final = (
     "SELECT l.artifact_id, CASE WHEN j.artifact = l.artifact_id THEN 'result' ELSE 'checkpoint' END"
-    " FROM artifact_lineage l JOIN job j ON j.id = l.job_id WHERE j.artifact = l.artifact_id"
+    " FROM artifact_lineage l JOIN job j ON j.id = l.job_id WHERE (j.artifact = l.artifact_id AND l.removed_at IS NULL)"
     f" OR (j.checkpoint = l.artifact_id AND j.status NOT IN {FINISHED})"
 )
 
@@ -53,11 +72,17 @@ def decode_slot(row: Sequence[Any]) -> Slot:
 def decode_artifact(row: Sequence[Any] | None, artifact_id: str) -> ArtifactRow:
     if row is None:
         raise unknown_artifact(artifact_id)
-    id_, manifest, size, committed, pinned, removed, owner = row
+    id_, manifest, size, committed, pinned, removed, owner, pinned_by = row
     if removed is not None:
         raise StrataError(Code.GONE, f"{id_} was removed", hint="only its lineage is left", removed_at_s=removed)
     return ArtifactRow(
-        id=id_, manifest=_manifest(manifest), size=size, committed_at_s=committed, pinned=pinned, owner=owner
+        id=id_,
+        manifest=_manifest(manifest),
+        size=size,
+        committed_at_s=committed,
+        pinned=pinned,
+        pinned_by=pinned_by,
+        owner=owner,
     )
 
 
@@ -136,12 +161,60 @@ def check_removable(row: Sequence[Any] | None, artifact_id: str, *, needed: bool
     if row[5] is not None:
         return False
     if row[4]:
-        raise StrataError(Code.PRECONDITION, f"{artifact_id} is pinned: {row[4]}", hint="unpin it first")
+        raise _pinned(artifact_id, row[4])
     if needed:
         raise StrataError(
             Code.PRECONDITION, f"{artifact_id} is the checkpoint of a job that is not finished", hint="cancel the job"
         )
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """How many of the lineages of an artifact, of those that were not withdrawn, are an owner's, and how many not."""
+
+    hers: int
+    sources: int
+    """Hers too, but only an operator may withdraw them."""
+    others: int
+
+
+def check_pin(row: ArtifactRow, owner: str, shares: Shares) -> None:
+    """FORBIDDEN unless the artifact is this owner's, and nobody else pinned it."""
+    if row.pinned and row.pinned_by != owner:
+        by = row.pinned_by or "an operator"
+        raise StrataError(
+            Code.FORBIDDEN, f"{row.id} was pinned by {by}", hint="only they or an operator may change that"
+        )
+    if not (row.pinned or shares.hers or shares.sources):
+        raise _not_hers(row)
+
+
+def is_needed_by_others(row: ArtifactRow, owner: str, shares: Shares) -> bool:
+    """Whether the bytes stay when this owner withdraws what is hers; FORBIDDEN if nothing is."""
+    if not shares.hers and shares.sources:
+        raise StrataError(Code.FORBIDDEN, "only an operator may remove a source: jobs of others may need it")
+    if not shares.hers:
+        raise _not_hers(row)
+    if row.pinned and row.pinned_by == owner:
+        raise _pinned(row.id, row.pinned)
+    return bool(shares.others or shares.sources)
+
+
+def _not_hers(row: ArtifactRow) -> StrataError:
+    return StrataError(
+        Code.FORBIDDEN,
+        f"the artifact belongs to {row.owner or 'nobody'}",
+        hint="only its owner or an operator may change it",
+    )
+
+
+def _pinned(artifact_id: str, reason: str) -> StrataError:
+    return StrataError(Code.PRECONDITION, f"{artifact_id} is pinned: {reason}", hint="unpin it first")
+
+
+def withdrawn(artifact_id: str, owner: str, reason: str, actor: str, now_s: float) -> EventRecord:
+    return EventRecord(now_s, actor, "artifact.withdrawn", artifact_id, {"reason": reason, "owner": owner})
 
 
 def committed(commit: Commit, artifact_id: str, lineage_id: str, now_s: float) -> EventRecord:
@@ -158,7 +231,7 @@ def committed(commit: Commit, artifact_id: str, lineage_id: str, now_s: float) -
     return EventRecord(now_s, commit.actor, "artifact.committed", artifact_id, body)
 
 
-NEW_LINEAGE: Final = "id, artifact_id, committed_at, kind, job_id, epoch, model, mode, actor, body"
+NEW_LINEAGE: Final = "id, artifact_id, committed_at, kind, job_id, epoch, model, mode, actor, owner, body"
 
 
 def new_lineage(commit: Commit, artifact_id: str, lineage_id: str, now_s: float) -> tuple[Any, ...]:
@@ -174,6 +247,7 @@ def new_lineage(commit: Commit, artifact_id: str, lineage_id: str, now_s: float)
         made.model,
         made.mode,
         commit.actor,
+        commit.account.owner,
         encode(made),
     )
 
@@ -184,7 +258,7 @@ def lineage_query(
     """`mark` writes a parameter the way of the database, `listed` tests membership in a parameter that is a list."""
     equal = {column: f"l.{column} = {mark(column)}" for column in ("job_id", "model", "mode", "kind")}
     conditions = {
-        "a.removed_at IS NULL": not wanted.removed,
+        "l.removed_at IS NULL": not wanted.removed,
         f"j.status = '{JobStatus.COMPLETED}' AND j.artifact = l.artifact_id AND t.outcome = 'completed'": (
             wanted.completed
         ),

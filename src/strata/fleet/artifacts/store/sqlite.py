@@ -130,10 +130,14 @@ class SqliteIndex:
     async def referenced(self) -> Mapping[str, str]:
         return dict(await self._rows(rows.REFERENCED, ()))
 
-    async def pin(self, artifact_id: str, reason: str, actor: str, now_s: float) -> None:
+    async def pin(self, artifact_id: str, reason: str, actor: str, now_s: float, *, owner: str | None = None) -> None:
         def change(db: Db) -> None:
-            if rows.decode_artifact(_artifact(db, artifact_id), artifact_id).pinned != reason:
-                db.execute("UPDATE artifact SET pinned = ? WHERE id = ?", (reason, artifact_id))
+            row = rows.decode_artifact(_artifact(db, artifact_id), artifact_id)
+            if owner is not None:
+                rows.check_pin(row, owner, _shares(db, artifact_id, owner))
+            if row.pinned != reason:
+                by = owner or "" if reason else ""
+                db.execute("UPDATE artifact SET pinned = ?, pinned_by = ? WHERE id = ?", (reason, by, artifact_id))
                 kind = "artifact.pinned" if reason else "artifact.unpinned"
                 record_sqlite(db, [Record(now_s, actor, kind, artifact_id, {"reason": reason})])
 
@@ -143,6 +147,9 @@ class SqliteIndex:
         self, artifact_id: str, reason: str, actor: str, now_s: float, *, upto_seq: int | None = None
     ) -> bool:
         return await self._thread.write(lambda db: _remove(db, artifact_id, reason, actor, now_s, upto_seq))
+
+    async def withdraw(self, artifact_id: str, owner: str, reason: str, actor: str, now_s: float) -> bool:
+        return await self._thread.write(lambda db: _withdraw(db, artifact_id, owner, reason, actor, now_s))
 
     async def unused(self, before_s: float, limit: int) -> Sequence[ArtifactChunk]:
         return _chunks(await self._rows(f"SELECT {rows.SLOT} {_UNUSED}", {"before": before_s, "limit": limit}))
@@ -240,11 +247,7 @@ def _artifact(db: Db, artifact_id: str) -> Any:
 def _commit(db: Db, commit: Commit, now_s: float) -> CommitResult:
     artifact_id = commit.manifest.id
     lineage_id = commit.lineage.id_for(artifact_id)
-    told = db.execute(
-        "SELECT 1 FROM artifact_lineage l JOIN artifact a ON a.id = l.artifact_id"
-        " WHERE l.id = ? AND a.removed_at IS NULL",
-        (lineage_id,),
-    ).fetchone()
+    told = db.execute("SELECT 1 FROM artifact_lineage WHERE id = ? AND removed_at IS NULL", (lineage_id,)).fetchone()
     if told:
         return CommitResult(artifact_id=artifact_id, lineage_id=lineage_id, new=False)
     if commit.hold is not None:
@@ -291,15 +294,19 @@ def _take_name(db: Db, commit: Commit) -> None:
 
 
 def _insert_lineage(db: Db, commit: Commit, artifact_id: str, lineage_id: str, now_s: float) -> None:
+    """One that was withdrawn is recorded anew: it is the latest now, and whose it is may have changed."""
     made = commit.lineage
-    inserted = db.execute(
-        f"INSERT INTO artifact_lineage ({rows.NEW_LINEAGE})"
-        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING RETURNING seq",
+    withdrawn = db.execute("DELETE FROM artifact_lineage WHERE id = ? RETURNING seq", (lineage_id,)).fetchone()
+    if withdrawn is not None:
+        db.execute("DELETE FROM artifact_metric WHERE lineage = ?", withdrawn)
+        db.executemany(
+            "DELETE FROM artifact_parent WHERE parent = ? AND lineage = ?",
+            [(parent, *withdrawn) for parent in set(made.parents)],
+        )
+    (seq,) = db.execute(
+        f"INSERT INTO artifact_lineage ({rows.NEW_LINEAGE}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) RETURNING seq",
         rows.new_lineage(commit, artifact_id, lineage_id, now_s),
     ).fetchone()
-    if inserted is None:
-        return
-    (seq,) = inserted
     db.executemany(
         "INSERT INTO artifact_metric VALUES (?, ?, ?)", [(seq, name, value) for name, value in made.metrics.items()]
     )
@@ -314,12 +321,13 @@ def _remove(db: Db, artifact_id: str, reason: str, actor: str, now_s: float, upt
     ).fetchone()
     if not rows.check_removable(_artifact(db, artifact_id), artifact_id, needed=needed is not None):
         return False
-    newer = "SELECT 1 FROM artifact_lineage WHERE artifact_id = ? AND seq > ?"
+    newer = "SELECT 1 FROM artifact_lineage WHERE artifact_id = ? AND seq > ? AND removed_at IS NULL"
     if upto_seq is not None and db.execute(newer, (artifact_id, upto_seq)).fetchone():
         return False
     (seq,) = db.execute(
         "UPDATE artifact SET removed_at = ? WHERE id = ? RETURNING seq", (now_s, artifact_id)
     ).fetchone()
+    db.execute(rows.WITHDRAW.format(now=":now", id=":id"), {"now": now_s, "id": artifact_id})
     db.execute(
         "UPDATE artifact_chunk SET wanted_at = ? WHERE number IN (SELECT chunk FROM artifact_ref WHERE artifact = ?)",
         (now_s, seq),
@@ -328,3 +336,19 @@ def _remove(db: Db, artifact_id: str, reason: str, actor: str, now_s: float, upt
     db.execute("DELETE FROM artifact_blob WHERE artifact_id = ?", (artifact_id,))
     record_sqlite(db, [Record(now_s, actor, "artifact.removed", artifact_id, {"reason": reason})])
     return True
+
+
+def _withdraw(db: Db, artifact_id: str, owner: str, reason: str, actor: str, now_s: float) -> bool:
+    row = rows.decode_artifact(_artifact(db, artifact_id), artifact_id)
+    if not rows.is_needed_by_others(row, owner, _shares(db, artifact_id, owner)):
+        return _remove(db, artifact_id, reason, actor, now_s, None)
+    values = {"now": now_s, "id": artifact_id, "owner": owner}
+    db.execute(rows.WITHDRAW_HERS.format(now=":now", id=":id", owner=":owner"), values)
+    db.execute(rows.PASS_ON.format(id=":id"), values)
+    record_sqlite(db, [rows.withdrawn(artifact_id, owner, reason, actor, now_s)])
+    return False
+
+
+def _shares(db: Db, artifact_id: str, owner: str) -> rows.Shares:
+    select = rows.SHARES.format(id=":id", owner=":owner")
+    return rows.Shares(*db.execute(select, {"id": artifact_id, "owner": owner}).fetchone())

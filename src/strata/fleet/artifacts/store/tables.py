@@ -68,6 +68,15 @@ SQLITE: Final = Component(
         INSERT INTO data_name SELECT l.model, a.owner FROM artifact_lineage l JOIN artifact a ON a.id = l.artifact_id
           WHERE l.kind = 'data' AND l.model <> '' AND a.owner <> '' ORDER BY l.seq ON CONFLICT DO NOTHING;
         """,
+        # Whose each lineage is, and which were withdrawn; who pinned.
+        """
+        ALTER TABLE artifact ADD COLUMN pinned_by TEXT NOT NULL DEFAULT '';
+        ALTER TABLE artifact_lineage ADD COLUMN owner TEXT NOT NULL DEFAULT '';
+        ALTER TABLE artifact_lineage ADD COLUMN removed_at REAL;
+        UPDATE artifact_lineage SET owner = coalesce((SELECT j.owner FROM job j WHERE j.id = job_id),
+          (SELECT a.owner FROM artifact a WHERE a.id = artifact_id)),
+          removed_at = (SELECT a.removed_at FROM artifact a WHERE a.id = artifact_id);
+        """,
     ),
 )
 POSTGRES: Final = Component(
@@ -134,6 +143,15 @@ POSTGRES: Final = Component(
         CREATE TABLE data_name (name text COLLATE "C" PRIMARY KEY, owner text NOT NULL);
         INSERT INTO data_name SELECT l.model, a.owner FROM artifact_lineage l JOIN artifact a ON a.id = l.artifact_id
           WHERE l.kind = 'data' AND l.model <> '' AND a.owner <> '' ORDER BY l.seq ON CONFLICT DO NOTHING;
+        """,
+        # Whose each lineage is, and which were withdrawn; who pinned.
+        """
+        ALTER TABLE artifact ADD COLUMN pinned_by text NOT NULL DEFAULT '';
+        ALTER TABLE artifact_lineage ADD COLUMN owner text NOT NULL DEFAULT '';
+        ALTER TABLE artifact_lineage ADD COLUMN removed_at double precision;
+        UPDATE artifact_lineage SET owner = coalesce((SELECT j.owner FROM job j WHERE j.id = job_id),
+          (SELECT a.owner FROM artifact a WHERE a.id = artifact_id)),
+          removed_at = (SELECT a.removed_at FROM artifact a WHERE a.id = artifact_id);
         """,
     ),
 )
