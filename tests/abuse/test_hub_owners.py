@@ -309,3 +309,44 @@ async def test_the_hub_refuses_a_secret_in_env(site: Running, name: str) -> None
     body = {"spec": {"model": "m", "trainer": "t"}, "trainer": trainer}
     reply = await rob.post("/v1/jobs", json=body)
     assert (refused(reply), "s3cr3t" in reply.text) == ((400, "invalid"), False)
+
+
+@pytest.mark.proves("Never again: a colleague's commit of the same manifest brought removed data back, or locked it")
+@pytest.mark.attack(AREA, "C1: a version of data that its owner withdrew, committed again under another name")
+async def test_what_was_withdrawn_comes_back_for_its_owner_alone(site: Running, tries: Tries) -> None:
+    anna, rob = await site.with_role("researcher", "anna"), await site.with_role("researcher", "rob")
+    good = ok(await push(anna, "images", b"good"), wire.CommitReply).artifact_id
+    bad = ok(await push(anna, "images", b"bad", "2"), wire.CommitReply).artifact_id
+    assert (await anna.delete(f"/v1/artifact/{bad}")).is_success
+    tries(1)
+    assert ok(await push(rob, "x", b"bad"), wire.CommitReply).artifact_id == bad
+    latest = {"model": "images", "kind": "data"}
+    assert ok(await rob.get("/v1/artifacts/latest", params=latest), wire.Made).artifact_id == good
+    assert ok(await push(anna, "images", b"bad", "2"), wire.CommitReply).new
+    assert ok(await rob.get("/v1/artifacts/latest", params=latest), wire.Made).artifact_id == bad
+    assert (await anna.delete(f"/v1/artifact/{bad}")).is_success
+    assert ok(await rob.get("/v1/artifacts/latest", params=latest), wire.Made).artifact_id == good
+
+
+@pytest.mark.parametrize("kind", ["data", "source"])
+@pytest.mark.attack(AREA, "NEW 3: a colleague's artifact, committed by another as well, so that she cannot let it go")
+async def test_a_commit_of_the_same_manifest_locks_nobody_out(site: Running, kind: str, tries: Tries) -> None:
+    anna, rob = await site.with_role("researcher", "anna"), await site.with_role("researcher", "rob")
+    operator = await site.operator()
+    shared = ok(await push(anna, "images", b"good"), wire.CommitReply).artifact_id
+    path = f"/v1/artifact/{shared}"
+    assert (await anna.post(f"{path}/pin", json={"reason": "mine"})).is_success
+    lineage = {"kind": kind, "model": "x"}
+    ok(await rob.post("/v1/artifacts", json={"manifest": {"files": [GOOD]}, "lineage": lineage}), wire.CommitReply)
+    for reason in ("", "his"):
+        tries(1)
+        assert refused(await rob.post(f"{path}/pin", json={"reason": reason})) == (403, "forbidden"), "her pin stays"
+    assert refused(await anna.delete(path)) == (409, "precondition")
+    assert (await anna.post(f"{path}/pin", json={"reason": ""})).is_success
+    tries(1)
+    assert (await anna.delete(path)).is_success
+    assert (await rob.get(f"/v1/chunk/{GOOD['sha256']}")).content == b"good", "he needs it"
+    stored = ok(await operator.get("/v1/quotas"), wire.QuotasReply).quotas
+    assert {each.owner: each.usage.bytes for each in stored if each.usage.bytes} == {"rob": 4}
+    assert refused(await anna.delete(path)) == (403, "forbidden")
+    assert (await rob.delete(path)).is_success is (kind == "data")

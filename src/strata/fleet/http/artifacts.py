@@ -15,7 +15,6 @@ from strata.fleet.artifacts.manifest import ArtifactChunk, ArtifactKind, Lineage
 from strata.fleet.artifacts.ports import CommitResult, LineageFilter, LineageRow
 from strata.fleet.artifacts.service import BLOB_PATH
 from strata.fleet.core.objective import choose_objective
-from strata.fleet.core.ownership import check_owners
 from strata.fleet.http.context import HubCall, HubContext, calling_host, own_hold, resolve_artifact_id, submitter_of
 from strata.fleet.http.quotas import caller_account, check_stored_bytes, job_account
 from strata.fleet.ports import AttemptKey
@@ -23,8 +22,6 @@ from strata.http.route import RawReply, Upload
 from strata.identity.roles import CallerKind
 
 _NEWEST: Final = 2**62
-_LINEAGES: Final = 1000
-"""How many records of one artifact are read before it is changed."""
 KEPT_COPIES: Final = 2
 """Of the state of a server."""
 _BYTES: Final = "application/octet-stream"
@@ -225,44 +222,22 @@ async def exported(call: HubCall) -> RawReply:
 
 
 async def pin(call: HubCall, body: wire.PinRequest) -> None:
-    """Keep an artifact whatever the retention says; without a reason, let it go. A researcher: only one of her own."""
-    artifact_id = await resolve_artifact_id(call)
-    await _check_may_change(call, artifact_id)
-    await call.context.artifacts.pin(artifact_id, body.reason, call.actor)
+    """Keep an artifact whatever the retention says; without a reason, let it go. A researcher: only one of her own,
+    and not what another pinned."""
+    artifact_id, submitter = await resolve_artifact_id(call), submitter_of(call)
+    owner = None if submitter.operator else submitter.owner
+    await call.context.artifacts.pin(artifact_id, body.reason, call.actor, owner=owner)
 
 
 async def remove(call: HubCall) -> None:
-    """Let go of the bytes of an artifact; where it came from stays known. A researcher: of her own jobs and data."""
-    artifact_id = await resolve_artifact_id(call)
-    made = await _check_may_change(call, artifact_id)
-    if ArtifactKind.SOURCE in {row.lineage.kind for row in made}:
-        raise StrataError(Code.FORBIDDEN, "only an operator may remove a source: jobs of others may need it")
-    await call.context.artifacts.remove(artifact_id, "removed by hand", call.actor)
-
-
-async def _check_may_change(call: HubCall, artifact_id: str) -> Sequence[LineageRow]:
-    """FORBIDDEN for what another owner committed as well. All that is known of the artifact; nothing for operators."""
-    context, submitter = call.context, submitter_of(call)
+    """Let go of the bytes of an artifact; where it came from stays known. A researcher: of her own jobs and data, while
+    the bytes stay for others who committed them."""
+    artifact_id, submitter = await resolve_artifact_id(call), submitter_of(call)
+    artifacts, reason = call.context.artifacts, "removed by hand"
     if submitter.operator:
-        return ()
-    row = await context.artifacts.open(artifact_id)
-    made = await context.artifacts.index.lineages(LineageFilter(artifact_ids=[artifact_id], limit=_LINEAGES))
-    check_owners(submitter, [("the artifact", row.owner)])
-    if len(made) == _LINEAGES:
-        raise StrataError(Code.FORBIDDEN, "only an operator may change what was committed so often")
-    for job_id in {row.lineage.job_id for row in made} - {""}:
-        job = await context.fleet.store.job(job_id)
-        check_owners(submitter, [(job.spec.label, job.owner)])
-    for actor in {row.by for row in made if not row.lineage.job_id}:
-        check_owners(submitter, [("the same data", await _owner_of(context, actor))])
-    return made
-
-
-async def _owner_of(context: HubContext, actor: str) -> str:
-    """The owner of what this caller uploaded, as events name the caller; empty if no key of the hub did."""
-    kind, _, id_ = actor.partition(":")
-    key = await context.identity.key(id_) if kind == CallerKind.KEY else None
-    return "" if key is None else key.name
+        await artifacts.remove(artifact_id, reason, call.actor)
+    else:
+        await artifacts.withdraw(artifact_id, submitter.owner, reason, call.actor)
 
 
 async def _lines(context: HubContext) -> AsyncIterator[bytes]:
@@ -288,7 +263,7 @@ async def _check_reader(call: HubCall, artifact_id: str) -> None:
     context = call.context
     if calling_host(call) or submitter_of(call).operator:
         return
-    wanted = LineageFilter(artifact_ids=[artifact_id], kind=ArtifactKind.CHECKPOINT, limit=1000)
+    wanted = LineageFilter(artifact_ids=[artifact_id], kind=ArtifactKind.CHECKPOINT, removed=True, limit=1000)
     for job_id in {row.lineage.job_id for row in await context.artifacts.index.lineages(wanted)} - {""}:
         if (await context.fleet.store.job(job_id)).spec.kind == "server":
             raise StrataError(Code.FORBIDDEN, "the state of a training server is for operators alone")
