@@ -75,7 +75,14 @@ def select_below(paths: Sequence[str]) -> list[FileTests]:
         if not any(Path(file).is_relative_to(path) for file in files):
             raise SystemExit(f"there are no tests below {path}")
     chosen = [file for file in files if any(Path(file).is_relative_to(path) for path in paths)]
-    return [FileTests(path, durations.files.get(path, table.UNMEASURED_S)) for path in chosen]
+    return [
+        FileTests(
+            path,
+            durations.files.get(path, table.UNMEASURED_S),
+            named=frozenset(test_id for test_id in durations.long if table.is_in(test_id, path)),
+        )
+        for path in chosen
+    ]
 
 
 def slice_s() -> float:
@@ -131,6 +138,7 @@ def make_report(name: str, own: Sequence[tuple[Batch, BatchResult]], outcomes: S
         [outcome for outcome in outcomes if outcome.test_id in ids],
         sorted(tests.name for batch, result in own if not result.missing for tests in batch.files),
         sorted(tests.name for batch, result in own if result.missing for tests in batch.files),
+        sorted({test_id for _, result in own for test_id in result.gone}),
     )
 
 

@@ -59,6 +59,8 @@ class BatchResult(msgspec.Struct):
     outcomes: list[Outcome]
     missing: list[str]
     """Tests that were collected and not run, or the files of a process that collected nothing."""
+    gone: list[str]
+    """Tests that the durations name and no file has."""
     output: str
     seconds: float
     collection_s: float
@@ -80,6 +82,7 @@ class Report(msgspec.Struct):
     """The files, or parts of files, whose tests of this tier were all run."""
     incomplete: list[str] = []
     """Those of which a test was not run, or whose process ended with an error."""
+    gone: list[str] = []
 
 
 def make_batches(tier: str, tests: Iterable[FileTests]) -> list[Batch]:
@@ -132,7 +135,8 @@ class Pool:
     def _run_batch(self, batch: Batch) -> BatchResult:
         only = {tests.path: sorted(tests.only) for tests in batch.files if tests.only is not None}
         without = sorted(test_id for tests in batch.files for test_id in tests.without)
-        selection = Selection(only, without, self._shuffle)
+        named = set[str]().union(*(tests.named | tests.without | (tests.only or set()) for tests in batch.files))
+        selection = Selection(only, without, sorted(named), self._shuffle)
         return self._run_pytest([tests.path for tests in batch.files], selection, batch.limit_s)
 
     def _run_pytest(self, paths: Sequence[str], selection: Selection, limit_s: float) -> BatchResult:
@@ -155,13 +159,13 @@ class Pool:
                 status = process.wait()
                 log.write(f"\nended after {limit_s:.0f} s\n".encode())
         output = printed.read_text(encoding="utf-8", errors="replace")
-        outcomes, missing, collection_s = read_record(record, paths)
+        outcomes, missing, gone, collection_s = read_record(record, paths)
         # 1 without a failed test: an error after the last one, as in a thread. 5: nothing was selected, which is right
         # for a file that has all its tests in another tier.
         failed = any(outcome.result == "failed" for outcome in outcomes)
         if not missing and status not in ({0, 1, 5} if failed else {0, 5}):
             missing = [f"{paths[0]} (status {status})"]
-        return BatchResult(outcomes, missing, output, time.monotonic() - started_s, collection_s)
+        return BatchResult(outcomes, missing, gone, output, time.monotonic() - started_s, collection_s)
 
     def passes_alone(self, test_id: str, *, limit_s: float) -> bool:
         selection = Selection({test_id.partition("::")[0]: [test_id]})
@@ -171,15 +175,15 @@ class Pool:
         return result.is_good and [outcome.result for outcome in result.outcomes] == ["passed"]
 
 
-def read_record(record: Path, paths: Sequence[str]) -> tuple[list[Outcome], list[str], float]:
-    """What has ended, what was collected and has not, and the processor time of the collection."""
+def read_record(record: Path, paths: Sequence[str]) -> tuple[list[Outcome], list[str], list[str], float]:
+    """What has ended, what was collected and has not, what no file has, and the processor time of the collection."""
     lines = record.read_bytes().splitlines() if record.exists() else []
     if not lines:
-        return [], [f"{path} (nothing was collected)" for path in paths], 0.0
+        return [], [f"{path} (nothing was collected)" for path in paths], [], 0.0
     collected = msgspec.json.decode(lines[0], type=Collected)
     outcomes = [msgspec.json.decode(line, type=Outcome) for line in lines[1:]]
     left = Counter(collected.test_ids) - Counter(outcome.test_id for outcome in outcomes)
-    return outcomes, sorted(left), collected.processor_s
+    return outcomes, sorted(left), collected.gone, collected.processor_s
 
 
 def judge(pool: Pool, results: Sequence[tuple[Batch, BatchResult]]) -> tuple[list[Outcome], bool]:
@@ -192,6 +196,8 @@ def judge(pool: Pool, results: Sequence[tuple[Batch, BatchResult]]) -> tuple[lis
         for outcome in result.outcomes
         if outcome.result == "failed"
     }
+    for test_id in sorted({test_id for _, result in results for test_id in result.gone}):
+        print(f"GONE {test_id}: its file has no such test; `make ledger` forgets how long it took")
     for test_id in missing:
         print(f"NOT RUN {test_id}")
     if len(failed) > MOST_RERUN:

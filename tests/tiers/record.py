@@ -7,7 +7,7 @@ of each test and the commit at which that tier, or the test's file, was last gre
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 from typing import Final
 
@@ -45,7 +45,7 @@ def record(runs: Path) -> int:
     for report in sorted(reports, key=lambda report: report.date):
         take_durations(report, durations)
         take_rows(report, ledger)
-    forget_removed(durations, ledger)
+    forget_removed(durations, ledger, set(table.list_files()))
     write(table.DURATIONS, durations)
     write(table.LEDGER, ledger)
     PROOF.write_text(render(read_promises(table.list_files()), durations, ledger), encoding="utf-8")
@@ -59,6 +59,8 @@ def write(path: Path, content: Durations | Ledger) -> None:
 
 
 def take_durations(report: Report, durations: Durations) -> None:
+    for test_id in report.gone:
+        durations.long.pop(test_id, None)
     short_s: dict[str, float] = {}
     for outcome in report.outcomes:
         if outcome.result != "passed":
@@ -93,15 +95,14 @@ def take_rows(report: Report, ledger: Ledger) -> None:
         add(ledger.tiers, report.tier, {outcome.result for outcome in report.outcomes} | missing)
 
 
-def forget_removed(durations: Durations, ledger: Ledger) -> None:
-    functions = {path: table.functions_of(table.ROOT / path) for path in table.list_files()}
-    for test_id in list(durations.long):
-        path, _, name = test_id.partition("::")
-        if name.partition("[")[0].rpartition("::")[2] not in functions.get(path, set()):
-            del durations.long[test_id]
-    for names in (durations.files, ledger.parts):
-        for name in [name for name in names if name.partition("::")[0] not in functions]:
+def forget_removed(durations: Durations, ledger: Ledger, files: Set[str]) -> None:
+    """Forgets files that are gone, and rows of parts without a long test: only for such tests is a file cut."""
+    for names in (durations.files, durations.long, ledger.parts):
+        for name in [name for name in names if name.partition("::")[0] not in files]:
             del names[name]
+    for name in [name for name in ledger.parts if "::" in name]:
+        if not any(table.is_in(test_id, name) for test_id in durations.long):
+            del ledger.parts[name]
 
 
 def read_promises(files: Iterable[str]) -> list[Promise]:

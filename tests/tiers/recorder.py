@@ -21,6 +21,8 @@ class Selection(msgspec.Struct, frozen=True):
     only: dict[str, list[str]] = {}
     """By file: these test ids alone."""
     without: list[str] = []
+    named: list[str] = []
+    """Test ids that the durations have: a file that does not have one of them any more says so."""
     shuffle: int | None = None
     """The seed of a random order: of the files, and of the tests of each."""
 
@@ -37,6 +39,8 @@ class Collected(msgspec.Struct, frozen=True, tag=True):
     """What a process is about to run."""
 
     test_ids: list[str]
+    gone: list[str]
+    """What the selection named and no file has: a test that was renamed or removed."""
     processor_s: float
     """What the imports and the collection cost."""
 
@@ -71,6 +75,14 @@ class Recorder:
         self._record = record
         self._seconds: dict[str, float] = {}
         self._results: dict[str, str] = {}
+        self._found: set[str] = set()
+        self._all_collected = True
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        self._found.add(item.nodeid)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._all_collected = self._all_collected and report.passed
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
@@ -81,7 +93,8 @@ class Recorder:
         kept = [item for item in items if self._is_selected(item.nodeid)]
         config.hook.pytest_deselected(items=[item for item in items if not self._is_selected(item.nodeid)])
         items[:] = kept
-        self._write(Collected([item.nodeid for item in items], round(time.process_time(), 2)))
+        gone = sorted(set(self._selection.named) - self._found) if self._all_collected else []
+        self._write(Collected([item.nodeid for item in items], gone, round(time.process_time(), 2)))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         test_id = report.nodeid

@@ -5,7 +5,6 @@ Nothing here starts a process. A tier is run whole; of `merge` each landing runs
 
 from __future__ import annotations
 
-import ast
 import enum
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -108,6 +107,8 @@ class FileTests(msgspec.Struct, frozen=True):
     only: frozenset[str] | None = None
     """The test ids, or all of them."""
     without: frozenset[str] = frozenset()
+    named: frozenset[str] = frozenset()
+    """All test ids of the file that `Durations.long` has."""
 
     @property
     def path(self) -> str:
@@ -157,9 +158,10 @@ def select_tier(tier: Tier, files: Iterable[str], durations: Durations) -> list[
         here = {test_id: seconds_of(test_id, durations) for test_id, its_tier in long.items() if its_tier is tier}
         rest_s = durations.files.get(path, UNMEASURED_MERGE_S if base_tier(path) is Tier.MERGE else UNMEASURED_S)
         if base_tier(path) is tier and (tier is not Tier.MERGE or rest_s + sum(here.values()) <= PART_S):
-            chosen.append(FileTests(path, rest_s + sum(here.values()), None, frozenset(long.keys() - here.keys())))
+            elsewhere = frozenset(long.keys() - here.keys())
+            chosen.append(FileTests(path, rest_s + sum(here.values()), None, elsewhere, frozenset(long)))
         elif base_tier(path) is tier:
-            chosen += [FileTests(path, rest_s, None, frozenset(long)), *cut(path, here)]
+            chosen += [FileTests(path, rest_s, None, frozenset(long), frozenset(long)), *cut(path, here)]
         elif here:
             chosen += cut(path, here)
     return chosen
@@ -215,10 +217,3 @@ def landings_of_a_cycle(merge: Iterable[FileTests], *, within_s: float) -> int:
 def is_in(test_id: str, part: str) -> bool:
     """Whether a file, a function or a case holds a test."""
     return test_id == part or test_id.startswith((f"{part}::", f"{part}["))
-
-
-def functions_of(path: Path) -> set[str]:
-    """The names of the test functions of a file, by its source."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    return {node.name for node in ast.walk(tree) if isinstance(node, functions) and node.name.startswith("test")}

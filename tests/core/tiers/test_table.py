@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tiers.pool import LIMIT_S, Report, make_batches
-from tests.tiers.record import promises_of, render, take_durations, take_rows
+from tests.tiers.record import forget_removed, promises_of, render, take_durations, take_rows
 from tests.tiers.recorder import Outcome
 from tests.tiers.table import (
     LIMITS_S,
@@ -144,6 +144,18 @@ def test_a_process_that_died_makes_its_tier_and_its_parts_failed_although_other_
 def test_a_report_that_was_written_before_reports_had_incomplete_parts_is_read() -> None:
     written = b'{"tier":"pr","commit":"abc","date":"2026-01-02","outcomes":[],"parts":["a"]}'
     assert msgspec.json.decode(written, type=Report) == report("pr", parts=("a",))
+
+
+def test_a_test_that_is_gone_is_forgotten_with_the_row_of_its_part_and_a_generated_one_is_not() -> None:
+    renamed, generated = f"{E2E}::test_x[old name]", f"{SHELL}::test_route[GET /v1/a]"
+    removed = "tests/e2e/test_removed.py"
+    row = LedgerRow("abc", "2026-01-01", "passed")
+    durations = Durations({removed: 1.0, E2E: 1.0}, {renamed: 700.0, generated: 40.0, f"{removed}::test_x": 9.0})
+    ledger = Ledger(parts=dict.fromkeys((renamed, generated, E2E, removed), row))
+    take_durations(Report("slice", "abc", "2026-01-02", gone=[renamed]), durations)
+    forget_removed(durations, ledger, set(FILES))
+    assert durations == Durations({E2E: 1.0}, {generated: 40.0})
+    assert ledger == Ledger(parts={generated: row, E2E: row})
 
 
 def test_what_was_skipped_has_shown_nothing() -> None:

@@ -80,6 +80,18 @@ def test_tests_of_other_tiers_are_left_to_them(planted: Planted) -> None:
     assert planted.run(GOOD, without=frozenset({"test_planted.py::test_two"})) == ({"test_one": "passed"}, True)
 
 
+@pytest.mark.parametrize(("source", "gone"), [(GOOD, ["test_planted.py::test_renamed[1]"]), (BROKEN, [])])
+def test_a_test_that_was_selected_and_does_not_exist_is_named(
+    planted: Planted, capsys: pytest.CaptureFixture[str], source: str, gone: list[str]
+) -> None:
+    only = frozenset({"test_planted.py::test_one", "test_planted.py::test_renamed[1]"})
+    results, outcomes, _ = planted.judged(source, only=only)
+    assert make_report("pr", results, outcomes).gone == gone
+    assert [line.split(": ")[0] for line in capsys.readouterr().out.splitlines() if "GONE" in line] == [
+        f"GONE {test_id}" for test_id in gone
+    ]
+
+
 @pytest.mark.parametrize(("source", "complete"), [(GOOD, True), (DEADLY, False), (LATE, False)])
 def test_the_report_says_of_which_file_a_test_was_not_run(planted: Planted, source: str, complete: bool) -> None:
     results, outcomes, _ = planted.judged(source)
