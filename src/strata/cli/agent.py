@@ -111,11 +111,12 @@ def check(ctx: click.Context, /, **_: Any) -> None:
 
     settings = _settings_of_subcommand(ctx)
     joined = (settings.state_folder / "identity" / "hub.json").exists()
-    sandbox = find_sandbox(settings, process_environment())
-    results = check_host(settings, connect_to_hub(settings.state_folder) if joined else None, sandbox)
+    environ = process_environment()
+    sandbox, allowed = find_sandbox(settings, environ), inherited_by_jobs(environ, settings.pass_env)
+    results = check_host(settings, connect_to_hub(settings.state_folder) if joined else None, sandbox, allowed)
     if not joined:
         print_error("strata agent: this host has not joined a hub; the hub and its clock are not tested")
-    results += check_gpus(probe_capability(settings, inherited_by_jobs(process_environment(), settings.pass_env)))
+    results += check_gpus(probe_capability(settings, allowed))
     for result in results:
         write(f"{'ok ' if result.ok else 'BAD'}  {result.check}: {result.reason}")
     if not all(result.ok for result in results):

@@ -110,7 +110,7 @@ def test_a_fit_host_passes_every_test(tmp_path: Path) -> None:
     state, work = tmp_path / "state", tmp_path / "work"
     for folder in (state, work):
         folder.mkdir()
-    found = run_self_test(AgentSettings(state=state, work=work, min_free_gib=0), ahead_s=1.0)
+    found = run_self_test(AgentSettings(state=state, work=work, min_free_gib=0), {}, ahead_s=1.0)
     assert [finding.check for finding in found] == [
         "state folder", "work folder", "disk space", "child process", "sandbox", "clock",
     ]  # fmt: skip
@@ -122,12 +122,27 @@ def test_what_a_host_cannot_do_is_said_in_words(tmp_path: Path) -> None:
     state = tmp_path / "state"
     state.mkdir()
     gone = AgentSettings(state=state, work=tmp_path / "gone", min_free_gib=0)
-    found = {each.check: each for each in run_self_test(gone)}
+    found = {each.check: each for each in run_self_test(gone, {})}
     assert not found["work folder"].ok
     assert not found["child process"].ok
     full = check_disk_space(tmp_path, 1e9)
     assert not full.ok
     assert "min_free_gib" in full.reason
+
+
+def test_an_interpreter_is_found_by_name_where_jobs_find_it(tmp_path: Path) -> None:
+    programs, state, work = (tmp_path / name for name in ("programs", "state", "work"))
+    for folder in (programs, state, work):
+        folder.mkdir()
+    environ = a_program(programs, "python-of-jobs", '#!/bin/sh\nexec /usr/bin/python3 "$@"\n')
+    settings = AgentSettings(state=state, work=work, interpreter="python-of-jobs", min_free_gib=0)
+    found, missed = (
+        {each.check: each for each in run_self_test(settings, variables)}["child process"]
+        for variables in (environ, {"PATH": "/usr/bin:/bin"})
+    )
+    assert found.ok, found.reason
+    assert not missed.ok
+    assert "python-of-jobs does not run as jobs do" in missed.reason
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
@@ -138,7 +153,7 @@ def test_a_work_folder_that_the_jobs_user_cannot_enter_is_found(tmp_path: Path) 
     work.parent.chmod(0o700)
     user = HostSandbox(level="user", job_user=find_job_user("nobody"))
     settings = AgentSettings(state=state, work=work, min_free_gib=0)
-    found = {each.check: each for each in run_self_test(settings, sandbox=user)}
+    found = {each.check: each for each in run_self_test(settings, {}, sandbox=user)}
     assert not found["child process"].ok
     assert "the jobs' user cannot enter" in found["child process"].reason
 
@@ -166,12 +181,14 @@ def test_an_interpreter_that_the_jobs_user_cannot_reach_is_found(level: str) -> 
         confined = HostSandbox(level="user", job_user=find_job_user("nobody"))
         if level == "namespaces":
             confined = detect_sandbox(settings, {}, 1 << 30)
-        child = {each.check: each for each in check_host(settings, None, confined)}["child process"]
+        child = {each.check: each for each in check_host(settings, None, confined, {})}["child process"]
         assert not child.ok
         assert f"{interpreter} does not run as jobs do" in child.reason
         assert "can the jobs' user (uid 65534) reach it?" in child.reason
         interpreter.parents[1].chmod(0o755)
-        assert all(each.ok for each in check_host(settings, None, confined))
+        assert all(each.ok for each in check_host(settings, None, confined, {}))
+        named, allowed = msgspec.structs.replace(settings, interpreter="python"), {"PATH": str(interpreter.parent)}
+        assert all(each.ok for each in check_host(named, None, confined, allowed))
     finally:
         shutil.rmtree(folder)
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +18,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.private import private_folder
 from strata.fleet.agent import supervised
 from strata.fleet.agent.attempt_folder import AttemptPaths, JobUser, make_passable
+from strata.fleet.agent.environment import for_user
 from strata.fleet.agent.privsep import run_with_input
 from strata.fleet.agent.privsep_worker import CheckFolderExists
 from strata.fleet.agent.probe import ProbeResult
@@ -36,15 +38,20 @@ class SelfTestResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_self_test(
-    settings: AgentSettings, *, ahead_s: float | None = None, sandbox: HostSandbox = UNCONFINED
+    settings: AgentSettings,
+    allowed: Mapping[str, str],
+    *,
+    ahead_s: float | None = None,
+    sandbox: HostSandbox = UNCONFINED,
 ) -> list[SelfTestResult]:
-    """Every check with its result; `ahead_s` is this clock's lead over the hub's, if the hub was reached."""
+    """Every check with its result. `allowed` are the variables that jobs inherit; `ahead_s` is this clock's lead over
+    the hub's, if the hub was reached."""
     state, work = settings.state_folder, settings.work_folder
     return [
         _check_writable("state folder", state),
         _check_writable("work folder", work),
         check_disk_space(work, settings.min_free_gib),
-        _check_child_process(state, work, sandbox, settings.interpreter or sys.executable),
+        _check_child_process(settings, allowed, sandbox),
         SelfTestResult(check="sandbox", ok=True, reason=sandbox.describe()),
         *([] if ahead_s is None else [check_clock_skew(ahead_s, settings.max_skew_s)]),
     ]
@@ -91,9 +98,10 @@ def _check_writable(check: str, folder: Path) -> SelfTestResult:
     return SelfTestResult(check=check, ok=True, reason=str(folder))
 
 
-def _check_child_process(state: Path, work: Path, sandbox: HostSandbox, interpreter: str) -> SelfTestResult:
+def _check_child_process(settings: AgentSettings, allowed: Mapping[str, str], sandbox: HostSandbox) -> SelfTestResult:
     """Start and stop a real child as a job would be, with the Python of jobs that name none."""
-    job_user = sandbox.job_user
+    state, work, job_user = settings.state_folder, settings.work_folder, sandbox.job_user
+    interpreter = settings.interpreter or sys.executable
     name = f".selftest-{secrets.token_hex(4)}"
     check = "child process"
     process: subprocess.Popen[bytes] | None = None
@@ -110,7 +118,7 @@ def _check_child_process(state: Path, work: Path, sandbox: HostSandbox, interpre
         spec = supervised.SupervisorSpec(
             command=[interpreter, "-I", "-S", "-c", _SLEEPER],
             cwd=str(paths.folder),
-            env={},
+            env=for_user(allowed, "" if job_user is None else job_user.home),
             max_log_bytes=4096,
             timeout_s=CHILD_TIMEOUT_S,
             grace_s=0,

@@ -61,11 +61,11 @@ def prepare_host(settings: AgentSettings, environ: Mapping[str, str]) -> tuple[H
     member = identity.load_membership(settings.state_folder)
     client = identity.connect_to_hub(settings.state_folder)
     sandbox = find_sandbox(settings, environ)
-    failed = [result for result in check_host(settings, client, sandbox) if not result.ok]
+    allowed = environment.inherited_by_jobs(environ, settings.pass_env)
+    failed = [result for result in check_host(settings, client, sandbox, allowed) if not result.ok]
     if failed:
         reasons = "; ".join(f"{result.check}: {result.reason}" for result in failed)
         raise StrataError(Code.PRECONDITION, f"the self-test of this host failed: {reasons}")
-    allowed = environment.inherited_by_jobs(environ, settings.pass_env)
     probed = probe_capability(settings, allowed, sandbox)
     for problem in probed.problems:
         _log.warning("host_probe_incomplete", reason=problem)
@@ -97,7 +97,9 @@ def find_sandbox(settings: AgentSettings, environ: Mapping[str, str]) -> HostSan
     return detect_sandbox(settings, environ, ram_bytes(cgroup.memory_limit()))
 
 
-def check_host(settings: AgentSettings, client: HubClient | None, sandbox: HostSandbox) -> list[SelfTestResult]:
+def check_host(
+    settings: AgentSettings, client: HubClient | None, sandbox: HostSandbox, allowed: Mapping[str, str]
+) -> list[SelfTestResult]:
     """The self-test, with the hub's clock if the hub is reachable: an agent may start while the hub is away."""
     results: list[SelfTestResult] = []
     ahead_s = None
@@ -109,7 +111,7 @@ def check_host(settings: AgentSettings, client: HubClient | None, sandbox: HostS
         except StrataError as error:
             _log.warning("hub_unreachable", reason=error.message)
     private_folder(settings.state_folder)
-    return results + run_self_test(settings, ahead_s=ahead_s, sandbox=sandbox)
+    return results + run_self_test(settings, allowed, ahead_s=ahead_s, sandbox=sandbox)
 
 
 def probe_capability(
