@@ -70,6 +70,8 @@ OTHER_MESSAGES: Final = {
     "StopTokens": "samples are requested in JSON",
 }
 """Messages of protobuf that ours have not, and why."""
+READ_FOR: Final = {"TokenSpan": "PromptProvenanceSpan"}
+"""Messages of ours that the SDK names otherwise."""
 OTHER_NUMBERS: Final = {"ImageChunk.override_dimensions": "images are refused"}
 
 
@@ -110,8 +112,11 @@ def different_messages(table: SdkTable) -> list[str]:
         f"{name}: there is no message for it" for name in table.messages.keys() - ours.keys() - OTHER_MESSAGES.keys()
     ]
     for name, message in ours.items():
-        theirs = table.messages.get(name, {})
-        numbers = {field.name: field.number for field in message.fields} if name in table.messages else {}
+        theirs = table.messages.get(READ_FOR.get(name, name))
+        if theirs is None:
+            found.append(f"{name}: the SDK has it no more")
+            continue
+        numbers = {field.name: field.number for field in message.fields}
         different = {f"{name}.{field}" for field, _ in theirs.items() ^ numbers.items()}
         found += [f"{field}: it is not the same field" for field in sorted(different - OTHER_NUMBERS.keys())]
     return found
@@ -143,6 +148,15 @@ def test_a_new_model_fails() -> None:
     assert differences(planted) == ["PlantedRequest: there is no body for it"]
 
 
+@pytest.mark.parametrize("model", sorted({*BODIES, *NOT_READ}))
+def test_a_model_that_the_sdk_has_no_more_fails(model: str) -> None:
+    table = sdk_table()
+    models = {name: fields for name, fields in table.models.items() if name != model}
+    found = differences(SdkTable(table.sdk, models, table.messages))
+    assert f"{model}: the SDK has it no more" in found
+    assert all(each.startswith(f"{model}.") or each == f"{model}: the SDK has it no more" for each in found)
+
+
 def test_a_field_that_the_sdk_sends_no_more_fails() -> None:
     for model, fields in sdk_table().models.items():
         for field in fields.keys() - {"type"} if model in BODIES else ():
@@ -161,3 +175,21 @@ def test_a_new_field_of_a_message_fails() -> None:
     messages["ForwardBackwardRequest"]["planted"] = 8
     planted = SdkTable("", sdk_table().models, messages)
     assert different_messages(planted) == ["ForwardBackwardRequest.planted: it is not the same field"]
+
+
+def test_a_field_that_a_message_has_no_more_fails() -> None:
+    ours: Mapping[str, Descriptor] = tinker_pb2.DESCRIPTOR.message_types_by_name
+    for name in sdk_table().messages.keys() & ours.keys():
+        for field in sdk_table().messages[name].keys() & {each.name for each in ours[name].fields}:
+            messages = {each: dict(fields) for each, fields in sdk_table().messages.items()}
+            del messages[name][field]
+            planted = SdkTable("", sdk_table().models, messages)
+            assert different_messages(planted) == [f"{name}.{field}: it is not the same field"]
+
+
+def test_a_message_that_the_sdk_has_no_more_fails() -> None:
+    ours = tinker_pb2.DESCRIPTOR.message_types_by_name
+    for gone in sdk_table().messages.keys() & ours.keys():
+        messages = {name: fields for name, fields in sdk_table().messages.items() if name != gone}
+        planted = SdkTable("", sdk_table().models, messages)
+        assert different_messages(planted) == [f"{gone}: the SDK has it no more"]

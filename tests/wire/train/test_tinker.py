@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from strata.train.core.ops import Dense, DType
 from strata.train.wire import tinker
 from strata.train.wire.pass_request import PassRequest
 from strata.train.wire.pb import tinker_pb2 as ours
+from strata.train.wire.sdk_fields import sdk_table
 
 
 def batch(*datums: types.Datum, loss: str = "cross_entropy", config: dict[str, float | str] | None = None) -> bytes:
@@ -118,6 +120,83 @@ def test_tokens_that_were_sampled_are_counted_by_their_provenance() -> None:
         refused = tinker.read_pass(message.SerializeToString())
         assert isinstance(refused, ops.MalformedOperation)
         assert words in refused.message
+
+
+NEW_FIELD: Final = b"\x78\x01"
+"""Field 15 with the number 1, which no message of the protocol has."""
+
+
+def full_message() -> theirs.ForwardBackwardRequest:
+    """With every kind of message inside that the server reads."""
+    prompt = types.PromptProvenanceSpan(sequence_id="s", length=1)
+    sampled = types.SampledProvenanceSpan(sequence_id="s", offset=1, length=2)
+    matrix = torch.zeros(3, 50)
+    matrix[0, 3] = 1.5
+    sent = datum([1, 2, 3], target_tokens=[2, 3, 4], weights=matrix).with_provenance(
+        [prompt, sampled], [prompt, sampled]
+    )
+    message = theirs.ForwardBackwardRequest.FromString(batch(datum([1], target_tokens=[2]), sent, loss="ppo"))
+    message.loss_fn_config_v2["clip_low_threshold"].number = 0.9
+    return message
+
+
+PARTS: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {
+    "15": ("ForwardBackwardRequest", lambda message: message),
+    "loss_fn_config_v2.clip_low_threshold.15": (
+        "LossConfigValue",
+        lambda message: message.loss_fn_config_v2["clip_low_threshold"],
+    ),
+    "data[1].15": ("Datum", lambda message: message.data[1]),
+    "data[1].model_input[0].15": ("Chunk", lambda message: message.data[1].model_input[0]),
+    "data[1].model_input[0].encoded_text.15": (
+        "EncodedTextChunk",
+        lambda message: message.data[1].model_input[0].encoded_text,
+    ),
+    "data[1].loss_fn_inputs.target_tokens.15": (
+        "Tensor",
+        lambda message: message.data[1].loss_fn_inputs["target_tokens"],
+    ),
+    "data[1].loss_fn_inputs.weights.sparse_csr.15": (
+        "SparseCsr",
+        lambda message: message.data[1].loss_fn_inputs["weights"].sparse_csr,
+    ),
+    "data[1].model_input_spans[0].15": ("ProvenanceSpan", lambda message: message.data[1].model_input_spans[0]),
+    "data[1].model_input_spans[1].sampled_tokens.15": (
+        "TokenSpan",
+        lambda message: message.data[1].model_input_spans[1].sampled_tokens,
+    ),
+    "data[1].loss_fn_input_spans[0].prompt_tokens.15": (
+        "TokenSpan",
+        lambda message: message.data[1].loss_fn_input_spans[0].prompt_tokens,
+    ),
+}
+"""Where a newer client may put a field, with the name of the message there."""
+
+
+@pytest.mark.parametrize("path", PARTS)
+def test_a_field_that_is_not_known_is_refused_with_its_message_and_the_newest_tested_sdk(path: str) -> None:
+    message = full_message()
+    assert read(message.SerializeToString()).sampled_tokens == 2
+    name, part = PARTS[path]
+    part(message).MergeFromString(NEW_FIELD)
+    assert complaint(message.SerializeToString()) == (
+        f"{path}: this server does not know field 15 of the message {name}; the newest tinker SDK that it was tested "
+        f"with is {sdk_table().sdk}"
+    )
+
+
+def test_a_new_kind_of_chunk_is_refused_by_its_number() -> None:
+    message = full_message()
+    message.data[0].model_input.add().MergeFromString(b"\x7a\x00")
+    assert "model_input[1].15: this server does not know field 15 of the message Chunk" in complaint(
+        message.SerializeToString()
+    )
+
+
+def test_a_body_of_unknown_fields_alone_is_refused() -> None:
+    """A megabyte of them is kept by the parser: the server must neither fail nor wait for long."""
+    body = batch(datum([1], target_tokens=[2])) + NEW_FIELD * (tinker.FREE_BYTES // len(NEW_FIELD) - 100)
+    assert complaint(body).startswith("15: this server does not know field 15")
 
 
 def test_a_compressed_body_is_unpacked_up_to_the_limit() -> None:

@@ -18,6 +18,7 @@ import msgspec
 from msgspec import inspect
 
 from strata.base import log
+from strata.base.errors import StrataError
 from strata.train.wire.fields import invalid_field
 
 T = TypeVar("T")
@@ -123,11 +124,16 @@ def _without_unknown(value: Any, shape: _Shape | None, path: str, left_out: list
 
 
 def _check_unknown(model: str, name: str, value: Any, where: str) -> None:
-    table = sdk_table()
-    field = table.models.get(model, {}).get(name, SdkField())
+    field = sdk_table().models.get(model, {}).get(name, SdkField())
     # True is 1 for Python, and not for a client.
     same = value == field.default and isinstance(value, bool) == isinstance(field.default, bool)
     if not same and value not in _EMPTY:
-        raise invalid_field(
-            where, f"this server does not know the field; the newest tinker SDK that it was tested with is {table.sdk}"
-        )
+        raise unknown_field(where, "the field")
+
+
+def unknown_field(path: str, what: str) -> StrataError:
+    """INVALID, with the version of the SDK that a client has to be no newer than."""
+    sdk = sdk_table().sdk
+    return invalid_field(
+        path, f"this server does not know {what}; the newest tinker SDK that it was tested with is {sdk}"
+    )

@@ -1,6 +1,8 @@
 """Passes and their results as protobuf: what `tinker` clients since 0.25 send and read.
 
-The elements of a message are limited before it is parsed: two bytes may become a hundred in memory.
+The elements of a message are limited before it is parsed: two bytes may become a hundred in memory. A field that this
+server does not know is refused, as `sdk_fields` refuses one of JSON: the parser keeps it, but nothing reads it. The set
+of unknown fields is looked at where a message is read anyway, and paths are composed for an error alone.
 """
 
 from __future__ import annotations
@@ -13,14 +15,16 @@ from typing import Final
 
 import numpy as np
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
-from strata.train.core.ops import MAX_DATUMS, MAX_DIMENSIONS, DType
+from strata.train.core.ops import MAX_DATUMS, MAX_DIMENSIONS, MAX_NAME, DType
 from strata.train.wire.fields import invalid_field
 from strata.train.wire.pass_request import OperationKey, PassRequest, validate_pass
 from strata.train.wire.pb import tinker_pb2 as pb
+from strata.train.wire.sdk_fields import unknown_field
 
 MEDIA_TYPE: Final = "application/x-protobuf"
 OUTPUT_TYPE: Final = "ArrayRecord"
@@ -52,12 +56,17 @@ def read_pass(body: bytes) -> PassRequest | ops.MalformedOperation:
         raise StrataError(Code.INVALID, f"the body is not a ForwardBackwardRequest: {error}") from None
     key = OperationKey.of(message.model_id, message.seq_id)
     try:
+        if unknown := UnknownFieldSet(message):
+            raise _unknown("", message, unknown)
         if len(message.data) > MAX_DATUMS:
             raise invalid_field("data", f"has {len(message.data)} datums; one operation takes at most {MAX_DATUMS}")
-        datums = [_datum(f"data[{index}]", datum) for index, datum in enumerate(message.data)]
-        sampled = sum(
-            _sampled_tokens(f"data[{index}]", message.data[index], datum.length) for index, datum in enumerate(datums)
-        )
+        datums: list[ops.Datum] = []
+        sampled = 0
+        for index, sent in enumerate(message.data):
+            path = f"data[{index}]"
+            datum = _datum(path, sent)
+            datums.append(datum)
+            sampled += _sampled_tokens(path, sent, datum)
         request = validate_pass(key, message.loss_fn, _config(message), datums, forward_only=message.forward_only)
         return dataclasses.replace(request, sampled_tokens=sampled)
     except StrataError as error:
@@ -69,47 +78,80 @@ def _config(message: pb.ForwardBackwardRequest) -> Mapping[str, float | str]:
         return dict(message.loss_fn_config)
     config: dict[str, float | str] = {}
     for name, value in message.loss_fn_config_v2.items():
+        if unknown := UnknownFieldSet(value):
+            raise _unknown(f"loss_fn_config_v2.{name[:MAX_NAME]}.", value, unknown)
         config[name] = value.text if value.WhichOneof("value") == "text" else value.number
     return config
 
 
 def _datum(path: str, datum: pb.Datum) -> ops.Datum:
+    if unknown := UnknownFieldSet(datum):
+        raise _unknown(f"{path}.", datum, unknown)
     pieces = []
     for index, chunk in enumerate(datum.model_input):
+        if unknown := UnknownFieldSet(chunk):
+            raise _unknown(f"{path}.model_input[{index}].", chunk, unknown)
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
             raise invalid_field(
                 f"{path}.model_input[{index}]", f"this server trains on tokens, not on {kind or 'nothing'}"
             )
-        pieces.append(chunk.encoded_text.tokens)
-    inputs = {name: _tensor(f"{path}.loss_fn_inputs.{name}", each) for name, each in datum.loss_fn_inputs.items()}
+        text = chunk.encoded_text
+        if unknown := UnknownFieldSet(text):
+            raise _unknown(f"{path}.model_input[{index}].encoded_text.", text, unknown)
+        pieces.append(text.tokens)
+    sent = datum.loss_fn_inputs
+    # Not by items(), which the parser's maps have in Python alone.
+    inputs = {name: _tensor(f"{path}.loss_fn_inputs.{name}", sent[name]) for name in sent}
     return ops.Datum(tokens=pieces[0] if len(pieces) == 1 else b"".join(pieces), inputs=inputs)
 
 
-def _sampled_tokens(path: str, datum: pb.Datum, length: int) -> int:
+def _sampled_tokens(path: str, sent: pb.Datum, datum: ops.Datum) -> int:
     """How many tokens of the datum were sampled, by the spans that its client attached; 0 if it attached none."""
-    if not datum.model_input_spans:
+    if spans := sent.loss_fn_input_spans:
+        for index, span in enumerate(spans):
+            _span_tokens(path, "loss_fn_input_spans", index, span)
+    spans = sent.model_input_spans
+    if not spans:
         return 0
     covered = sampled = 0
-    for index, span in enumerate(datum.model_input_spans):
-        kind = span.WhichOneof("span")
-        tokens = span.sampled_tokens if kind == "sampled_tokens" else span.prompt_tokens
+    for index, span in enumerate(spans):
+        kind, tokens = _span_tokens(path, "model_input_spans", index, span)
         if kind is None or tokens.length < 0:
             raise invalid_field(f"{path}.model_input_spans[{index}]", "names no tokens")
         covered += tokens.length
         sampled += tokens.length if kind == "sampled_tokens" else 0
-    if covered != length:
-        raise invalid_field(f"{path}.model_input_spans", f"cover {covered} tokens of a datum of {length}")
+    if covered != datum.length:
+        raise invalid_field(f"{path}.model_input_spans", f"cover {covered} tokens of a datum of {datum.length}")
     return sampled
 
 
+def _span_tokens(path: str, field: str, index: int, span: pb.ProvenanceSpan) -> tuple[str | None, pb.TokenSpan]:
+    """Of which kind the span is, and its tokens."""
+    kind = span.WhichOneof("span")
+    tokens = span.sampled_tokens if kind == "sampled_tokens" else span.prompt_tokens
+    if unknown := UnknownFieldSet(span):
+        raise _unknown(f"{path}.{field}[{index}].", span, unknown)
+    if unknown := UnknownFieldSet(tokens):
+        raise _unknown(f"{path}.{field}[{index}].{kind}.", tokens, unknown)
+    return kind, tokens
+
+
+def _unknown(prefix: str, message: Message, unknown: UnknownFieldSet) -> StrataError:
+    """The error for the first of the fields that this kind of message does not have here."""
+    number = unknown[0].field_number
+    return unknown_field(f"{prefix}{number}", f"field {number} of the message {message.DESCRIPTOR.name}")
+
+
 def _tensor(path: str, tensor: pb.Tensor) -> ops.Tensor:
+    if unknown := UnknownFieldSet(tensor):
+        raise _unknown(f"{path}.", tensor, unknown)
     dtype = _DTYPE_OF.get(tensor.dtype)
     if dtype is None:
         raise invalid_field(path, f"{tensor.dtype} is not a type of numbers")
-    if len(tensor.shape) > MAX_DIMENSIONS:
-        raise invalid_field(path, f"has {len(tensor.shape)} dimensions; at most {MAX_DIMENSIONS} are read")
     shape = tuple(tensor.shape)
+    if len(shape) > MAX_DIMENSIONS:
+        raise invalid_field(path, f"has {len(shape)} dimensions; at most {MAX_DIMENSIONS} are read")
     encoding = tensor.WhichOneof("encoding")
     if encoding == "dense":
         data = tensor.dense
@@ -119,6 +161,8 @@ def _tensor(path: str, tensor: pb.Tensor) -> ops.Tensor:
     if len(shape) != 2:
         raise invalid_field(path, f"a sparse array is a matrix; its shape is {list(shape)}")
     csr = tensor.sparse_csr
+    if unknown := UnknownFieldSet(csr):
+        raise _unknown(f"{path}.sparse_csr.", csr, unknown)
     return ops.Sparse(dtype, (shape[0], shape[1]), csr.values, csr.crow_indices, csr.col_indices)
 
 
@@ -165,7 +209,12 @@ def check_elements(body: bytes, kind: Descriptor) -> None:
             end, inside = outer.pop()
             continue
         count += 1
-        tag, at = _varint(body, at, end)
+        # Nearly every tag and most sizes are one byte.
+        tag = body[at]
+        if tag < 0x80:
+            at += 1
+        else:
+            tag, at = _varint(body, at, end)
         wire = tag & 7
         if wire == _BYTES:
             size, at = _varint(body, at, end)
