@@ -19,7 +19,7 @@ from tests.programs import require_programs
 
 ROOT: Final = Path(__file__).parents[2]
 HERE: Final = Path(__file__).parent
-_PROPERTY: Final = "attack"
+PROPERTY: Final = "attack"
 
 
 def _mark_of(item: pytest.Item) -> pytest.Mark | None:
@@ -71,27 +71,30 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         kind = (
             "known and open" if "known_open" in mark.kwargs else "by design" if "by_design" in mark.kwargs else "held"
         )
-        item.user_properties.append((_PROPERTY, json.dumps([mark.args[0], kind])))
+        item.user_properties.append((PROPERTY, json.dumps([*mark.args, kind])))
 
 
-def _counts(reporter: Any) -> tuple[dict[str, dict[str, int]], int]:
-    areas: dict[str, dict[str, int]] = {}
+def count_attacks(reporter: Any) -> tuple[dict[str, dict[str, int]], int]:
+    """By area, how many attacks ended how. An attack that was tried on many routes is one, and broken if one try is."""
+    kinds: dict[tuple[str, str], str] = {}
     tries = 0
-    for outcome in ("passed", "xfailed", "failed", "error"):
+    for outcome in ("passed", "xfailed", "failed", "error"):  # The last one wins.
         for report in reporter.stats.get(outcome, []):
             properties = dict(getattr(report, "user_properties", []))
-            if _PROPERTY not in properties or (outcome == "passed" and report.when != "call"):
+            if PROPERTY not in properties or (outcome == "passed" and report.when != "call"):
                 continue
-            area, kind = json.loads(properties[_PROPERTY])
-            row = areas.setdefault(area, {})
-            key = "BROKEN" if outcome in ("failed", "error") else kind
-            row[key] = row.get(key, 0) + 1
+            area, attempt, kind = json.loads(properties[PROPERTY])
+            kinds[area, attempt] = "BROKEN" if outcome in ("failed", "error") else kind
             tries += sum(more for key, more in report.user_properties if key == "tries") or 1
+    areas: dict[str, dict[str, int]] = {}
+    for (area, _), kind in kinds.items():
+        row = areas.setdefault(area, {})
+        row[kind] = row.get(kind, 0) + 1
     return areas, tries
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    areas, tries = _counts(terminalreporter)
+    areas, tries = count_attacks(terminalreporter)
     if not areas:
         return
     terminalreporter.section("attacks")
