@@ -23,6 +23,7 @@ from strata.fleet.agent.path_names import PathName
 from strata.fleet.agent.prepare import create_work_folder
 from strata.fleet.agent.sandbox import detect_sandbox
 from strata.fleet.agent.settings import AgentSettings, SandboxSettings
+from strata.fleet.agent.uv import EnvironmentPlan, UvProgram, build_environment, read_source_files
 from strata.fleet.core.jobspec import EnvironmentSpec
 from tests.support.wheels import make_sdist
 
@@ -272,6 +273,80 @@ def test_the_credentials_of_an_index_go_to_its_own_address_only(
     tries(len(own.callers) + len(foreign.callers))
 
 
+NETWORK = {
+    "http-proxy": '"{proxy}"',
+    "https-proxy": '"{proxy}"',
+    "no-proxy": "[]",
+    "allow-insecure-host": '["127.0.0.1"]',
+    "keyring-provider": '"subprocess"',
+    "native-tls": "true",
+    "system-certs": "true",
+    "cache-dir": '"/tmp/shared"',
+    "python-downloads": '"automatic"',
+    "python-install-mirror": '"{proxy}"',
+    "pypy-install-mirror": '"{proxy}"',
+    "python-downloads-json-url": '"{proxy}"',
+    "pip.keyring-provider": '"subprocess"',
+    "pip.target": '"/tmp/shared"',
+    "a-setting-of-tomorrow": "1",
+}
+"""What a project file may set of uv, and a job may not: how it reaches its indexes, with whose name, and where it
+keeps things."""
+
+
+@pytest.mark.attack(AREA, "E: a proxy in a project file, which gets the credentials of the host's own index")
+@pytest.mark.parametrize("file", ["pyproject.toml", "uv.lock"])
+@pytest.mark.parametrize("setting", NETWORK)
+def test_a_project_file_does_not_choose_how_uv_reaches_the_index_of_the_host(
+    tmp_path: Path, indexes: tuple[Index, Index], setting: str, file: str, tries: Callable[[int], None]
+) -> None:
+    own, proxy = indexes
+    credentials = {"UV_INDEX_CORP_USERNAME": "ci", "UV_INDEX_CORP_PASSWORD": "password"}
+    environ = {"UV_INDEX": f"corp={own.url}", "UV_HTTP_RETRIES": "0"} | credentials
+    source = tmp_path / "source"
+    source.mkdir()
+    value = NETWORK[setting].format(proxy=proxy.url.removesuffix("/simple"))
+    project = PROJECT.format(url=own.url)
+    (source / "pyproject.toml").write_text(f"{project}[tool.uv]\n{setting} = {value}\n")
+    (source / "uv.lock").write_text(LOCK.format(url=own.url, digest="0" * 64))
+    cache = EnvironmentCache(
+        HostCache(tmp_path / "environments", tmp_path / "attempts", 1 << 30),
+        str(Path(sys.executable).with_name("uv")),
+        "/usr/bin/python3",
+        build_variables(environ),
+        None,
+    )
+    tries(1)
+    with pytest.raises(StrataError) as refused:
+        provide_environment(cache, EnvironmentSpec(file=file), source, PathName("a"))
+    assert proxy.callers == []
+    assert (refused.value.code, own.callers) == (Code.INVALID, [])
+    assert f"tool.uv.{setting}" in refused.value.message
+
+
+@pytest.mark.attack(AREA, "E: uv's own settings, as the file of an environment")
+@pytest.mark.parametrize("file", ["uv.toml", "UV.toml", "below/uv.toml"])
+def test_the_file_of_an_environment_is_never_one_of_uvs_settings(tmp_path: Path, file: str) -> None:
+    (tmp_path / "below").mkdir()
+    (tmp_path / file).write_text('http-proxy = "http://127.0.0.1:1"\n')
+    with pytest.raises(StrataError, match="the settings of uv") as refused:
+        read_source_files(tmp_path, file)
+    assert refused.value.code is Code.INVALID
+
+
+@pytest.mark.attack(AREA, "E: a project file that the check of its settings does not understand")
+@pytest.mark.parametrize(
+    "text", ["[tool.uv\n", "a = " + "[" * 100_000, "\ufeff[tool.uv]\n", '[tool]\nuv = "x"\n', "[[tool.uv]]\n"]
+)
+def test_a_project_file_that_cannot_be_checked_is_refused(tmp_path: Path, text: str) -> None:
+    run = UvProgram("/bin/false", tmp_path, {}, tmp_path / "target")
+    plan = EnvironmentPlan(file="pyproject.toml", files={"pyproject.toml": text}, python="3", library="")
+    with pytest.raises(StrataError, match=r"pyproject.toml(: tool.uv is no table| is no TOML)") as refused:
+        build_environment(run, plan, wheels_only=True)
+    assert refused.value.code is Code.INVALID
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.attack(AREA, "name an index as the credentials of the host, which say of no index that it is theirs")
 def test_credentials_without_an_index_are_refused_and_never_passed(tries: Callable[[int], None]) -> None:
     for name in ("UV_INDEX_CORP_PASSWORD", "UV_INDEX_CORP_USERNAME"):
@@ -283,6 +358,7 @@ def test_credentials_without_an_index_are_refused_and_never_passed(tries: Callab
             tries(1)
     passed = build_variables({"UV_PUBLISH_TOKEN": "t", "UV_PUBLISH_PASSWORD": "p", "UV_GITHUB_TOKEN": "g"})
     assert passed == {}
+    assert build_variables({"UV_API_KEY": "k", "UV_PYX_API_KEY": "k"}) == {}
 
 
 # In the place of uv: it says what it reaches.

@@ -36,7 +36,7 @@ _PASSED: Final = ("PATH", "LANG", "TZ", "SSL_CERT_FILE", "SSL_CERT_DIR", "SYSTEM
 _PASSED_TO_BUILDS: Final = ("UV_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
 _SET_BY_US: Final = ("UV_PROJECT_ENVIRONMENT", "UV_WORKING_DIRECTORY", "UV_PROJECT")
 _INDEXES: Final = ("UV_INDEX", "UV_DEFAULT_INDEX")
-_CREDENTIAL: Final = re.compile(r"UV_.*(USERNAME|PASSWORD|TOKEN)")
+_CREDENTIAL: Final = re.compile(r"UV_.*(USERNAME|PASSWORD|TOKEN|API_KEY)")
 _MAX_REPLY: Final = 4 << 20
 _WHEELS_ONLY: Final = (
     "this host installs wheels only, because it cannot confine a build from source"

@@ -1,8 +1,9 @@
 """Builds a virtual environment with uv from a lock file, a project file or requirements.
 
 uv runs in a folder that holds these files and nothing else, so the content of the files is all that the environment
-depends on: another file that they name is an error of uv. The variables of a job have no influence. This runs in the
-process of the job's user (`privsep_worker`), never in the agent.
+depends on: another file that they name is an error of uv. The variables of a job have no influence, and its project
+file has none on the network, the credentials and the folders of uv. This runs in the process of the job's user
+(`privsep_worker`), never in the agent.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -28,11 +30,40 @@ BUILD_S: Final = 3600.0
 """Time limit for one build."""
 LOCK: Final = "uv.lock"
 PROJECT: Final = "pyproject.toml"
+_CONFIGURATION: Final = "uv.toml"
+"""uv takes its settings from a file of this name, whatever it is given it as."""
 MAX_FILE: Final = 16 << 20
 _LINES: Final = 20
 _MAX_PACKAGES: Final = 1000
 _CREDENTIALS: Final = re.compile(r"(://)[^/@\s]+@")
 _EDITABLE: Final = re.compile(r"^\s*-e|editable", re.IGNORECASE | re.MULTILINE)
+_RESOLVING: Final = frozenset((
+    "index-url", "extra-index-url", "no-index", "find-links", "index-strategy", "resolution", "prerelease",
+    "prerelease-package", "fork-strategy", "dependency-metadata", "config-settings", "config-settings-package",
+    "no-build-isolation", "no-build-isolation-package", "require-build-hashes", "extra-build-dependencies",
+    "extra-build-variables", "exclude-newer", "exclude-newer-package", "link-mode", "compile-bytecode",
+    "no-sources", "no-sources-package", "upgrade", "upgrade-package", "reinstall", "reinstall-package",
+    "no-build", "no-build-package", "no-binary", "no-binary-package", "torch-backend",
+))  # fmt: skip
+_PROJECT_SETTINGS: Final = _RESOLVING | frozenset((
+    "required-version", "offline", "no-cache", "python-preference", "concurrent-downloads", "concurrent-builds",
+    "concurrent-installs", "index", "publish-url", "trusted-publishing", "check-url", "add-bounds", "audit",
+    "pip", "cache-keys", "override-dependencies", "exclude-dependencies", "constraint-dependencies",
+    "build-constraint-dependencies", "environments", "required-environments", "minimum-libc-version", "conflicts",
+    "workspace", "sources", "managed", "package", "default-groups", "dependency-groups", "dev-dependencies",
+    "build-backend", "preview", "preview-features",
+))  # fmt: skip
+_PIP_SETTINGS: Final = _RESOLVING | frozenset((
+    "only-binary", "strict", "extra", "all-extras", "no-extra", "no-deps", "group", "allow-empty-requirements",
+    "output-file", "no-strip-extras", "no-strip-markers", "no-annotate", "no-header", "custom-compile-command",
+    "generate-hashes", "python-version", "python-platform", "universal", "no-emit-package", "emit-index-url",
+    "emit-find-links", "emit-build-options", "emit-marker-expression", "emit-index-annotation",
+    "annotation-style", "require-hashes", "verify-hashes",
+))  # fmt: skip
+_INDEX_SETTINGS: Final = frozenset((
+    "name", "url", "explicit", "default", "format", "publish-url", "authenticate", "ignore-error-codes",
+    "cache-control", "exclude-newer",
+))  # fmt: skip
 
 
 class BuiltEnvironment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,8 +87,11 @@ class EnvironmentPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 def read_source_files(folder: Path, file: str) -> dict[str, str]:
-    """The files that uv is given for this file of a source, by name; PRECONDITION if one is missing."""
+    """The files that uv is given for this file of a source, by name; PRECONDITION if one is missing,
+    INVALID if uv would take it for its own settings."""
     path = folder / file
+    if path.name.casefold() == _CONFIGURATION:
+        raise StrataError(Code.INVALID, f"{file} would be read as the settings of uv, which are for the host to make")
     paths = [path, path.with_name(PROJECT)] if path.name == LOCK else [path]
     texts = {}
     for each in paths:
@@ -82,6 +116,9 @@ def build_environment(run: UvProgram, plan: EnvironmentPlan, *, wheels_only: boo
     # Other users run what is installed here.
     os.umask(0o022)
     target = run.target
+    for name, text in plan.files.items():
+        if name.casefold() == PROJECT:
+            _check_settings(text)
     if wheels_only:
         _refuse_editables(plan)
     for name, text in plan.files.items():
@@ -104,6 +141,37 @@ def build_environment(run: UvProgram, plan: EnvironmentPlan, *, wheels_only: boo
     took_s = time.monotonic() - began_s
     listed = tuple(_CREDENTIALS.sub(r"\1***@", each) for each in packages if each)[:_MAX_PACKAGES]
     return msgspec.json.encode(BuiltEnvironment(packages=listed, took_s=took_s))
+
+
+def _check_settings(project: str) -> None:
+    """INVALID if the project file changes more than what is installed.
+
+    uv has the credentials of the host's indexes: with a proxy of the project file, or hosts whose certificates are not
+    checked, it would send them there. What is not known to be harmless is refused, so a new setting of uv is too.
+    """
+    try:
+        tool = tomllib.loads(project).get("tool", {})
+    except (ValueError, RecursionError) as error:
+        raise StrataError(Code.INVALID, f"{PROJECT} is no TOML: {error}") from None
+    settings = tool.get("uv", {}) if isinstance(tool, dict) else {}
+    _check_names("tool.uv", settings, _PROJECT_SETTINGS)
+    if isinstance(settings, dict):
+        _check_names("tool.uv.pip", settings.get("pip", {}), _PIP_SETTINGS)
+        indexes = settings.get("index", [])
+        for index in indexes if isinstance(indexes, list) else [indexes]:
+            _check_names("tool.uv.index", index, _INDEX_SETTINGS)
+
+
+def _check_names(table: str, settings: Any, allowed: frozenset[str]) -> None:
+    if not isinstance(settings, dict):
+        raise StrataError(Code.INVALID, f"{PROJECT}: {table} is no table")
+    for name in settings:
+        if name not in allowed:
+            raise StrataError(
+                Code.INVALID,
+                f"{PROJECT} sets {table}.{name[:100]}: that is no setting of a project on a host of this fleet",
+                hint="remove it; the owner of a host sets it with the agent's variables UV_*",
+            )
 
 
 def _refuse_editables(plan: EnvironmentPlan) -> None:
