@@ -15,13 +15,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from strata.testing.postgres import PostgresServer
+from tests.programs import find_missing, needs_of
 from tests.tiers import table
 from tests.tiers.pool import Batch, BatchResult, Pool, Report, judge, make_batches
 from tests.tiers.recorder import Outcome
@@ -91,7 +92,9 @@ def slice_s() -> float:
 
 
 def run_tests(options: argparse.Namespace) -> int:
-    chosen = select(options.what)
+    chosen, left_out, line = leave_out(select(options.what))
+    if left_out:
+        print(f"NOT RUN {line}", flush=True)
     started_s = time.monotonic()
     batches = [batch for name, tests in chosen.items() for batch in make_batches(name, tests)]
     timed = [batch for batch in batches if batch.files[0].path in table.TIMED]
@@ -105,7 +108,7 @@ def run_tests(options: argparse.Namespace) -> int:
         print("this run is not recorded: arguments for pytest can leave out tests")
     else:
         for name in chosen:
-            write_report(options.runs, name, results, outcomes)
+            write_report(options.runs, name, results, outcomes, left_out)
     collection_s = sum(result.collection_s for _, result in results)
     print(f"imports and collection in {len(results)} processes: {collection_s:.0f} s of processor time")
     files = sum(map(len, chosen.values()))
@@ -114,22 +117,37 @@ def run_tests(options: argparse.Namespace) -> int:
         show_cycle()
     counts = Counter(outcome.result for outcome in outcomes)
     print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped", flush=True)
-    return int(not good or not outcomes)
+    return int(not good or not outcomes or bool(left_out))
+
+
+def leave_out(chosen: dict[str, list[FileTests]]) -> tuple[dict[str, list[FileTests]], dict[str, list[str]], str]:
+    """What can run here, by tier the names of what lacks a program of the system, and a line that says so."""
+    paths = {tests.path for each in chosen.values() for tests in each}
+    files, line = find_missing({path: needs_of(table.ROOT / path) for path in paths})
+    left_out = {name: [tests.name for tests in each if tests.path in files] for name, each in chosen.items()}
+    can_run = {name: [tests for tests in each if tests.path not in files] for name, each in chosen.items()}
+    return can_run, {name: names for name, names in left_out.items() if names}, line
 
 
 def write_report(
-    runs: Path, name: str, results: Sequence[tuple[Batch, BatchResult]], outcomes: Sequence[Outcome]
+    runs: Path,
+    name: str,
+    results: Sequence[tuple[Batch, BatchResult]],
+    outcomes: Sequence[Outcome],
+    left_out: Mapping[str, Sequence[str]],
 ) -> None:
     """What the pool showed of one tier, for `record`."""
     own = [(batch, result) for batch, result in results if batch.tier == name]
-    report = make_report(name, own, outcomes)
+    report = make_report(name, own, outcomes, left_out.get(name, ()))
     (runs / f"{name}.json").write_bytes(msgspec.json.encode(report))
     counts = Counter(outcome.result for outcome in report.outcomes)
     seconds = sum(result.seconds for _, result in own)
     print(f"{name}: {len(report.parts)} files, {counts['passed']} tests passed, {seconds:.0f} s of workers")
 
 
-def make_report(name: str, own: Sequence[tuple[Batch, BatchResult]], outcomes: Sequence[Outcome]) -> Report:
+def make_report(
+    name: str, own: Sequence[tuple[Batch, BatchResult]], outcomes: Sequence[Outcome], left_out: Sequence[str] = ()
+) -> Report:
     ids = {outcome.test_id for _, result in own for outcome in result.outcomes}
     return Report(
         name,
@@ -137,7 +155,7 @@ def make_report(name: str, own: Sequence[tuple[Batch, BatchResult]], outcomes: S
         datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         [outcome for outcome in outcomes if outcome.test_id in ids],
         sorted(tests.name for batch, result in own if not result.missing for tests in batch.files),
-        sorted(tests.name for batch, result in own if result.missing for tests in batch.files),
+        sorted([*left_out, *(tests.name for batch, result in own if result.missing for tests in batch.files)]),
         sorted({test_id for _, result in own for test_id in result.gone}),
     )
 
