@@ -27,11 +27,15 @@ ACCELERATE := 1.15.0
 BITSANDBYTES := 0.50.2
 APART := torch==$(TORCH) peft==$(PEFT) accelerate==$(ACCELERATE) bitsandbytes==$(BITSANDBYTES)
 
+# The campaigns of `make weekly`: kills of real processes, and seeds of the simulations.
+WEEKLY_KILLS := train-kill.40 train-kill-mesh.40 coordinator-kill.40 fleet-hub-kill.40 fleet-agent-kill.20 mixed-kill.12
+WEEKLY_SEEDS := lineage.2000 fleet-schedule.10000 train-sim.1000
+
 PYTEST := $(BIN)/python -m pytest
 TIERS := $(BIN)/python -m tests.tiers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check lint rules test ledger tsan weekly newest lowest gpu release bench soak docs services constraints proto contract diagrams families format clean installed
+.PHONY: help setup check lint rules test ledger tsan weekly weekly-tests $(WEEKLY_KILLS) $(WEEKLY_SEEDS) weekly-arm64 newest lowest gpu release bench soak docs services constraints proto contract diagrams families format clean installed
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,19 +73,21 @@ ledger: installed ## take the last runs of tests into the durations, the ledger 
 tsan: installed ## the conformance suite with the worker in C++ under ThreadSanitizer
 	STRATA_TEST_CPP_PRESET=tsan $(PYTEST) tests/conformance/coordinator -k cpp $(ARGS)
 
-# What is too long for every change, in a random order. The campaigns add what they showed to docs/campaigns.md.
-weekly: installed ## inference engines (vLLM), longest tests, kill campaigns, an agent on arm64 under qemu; as root, hours on two cores
+# What is too long for every change, in a random order. The campaigns add what they showed to docs/campaigns.md. One after
+# the other, the next also if one is red: then it ends with a status that is not 0.
+weekly: installed ## inference engines (vLLM), longest tests, newest packages, kill campaigns, an agent on arm64 under qemu; as root, hours on two cores
+	$(MAKE) --keep-going -j1 --no-print-directory weekly-tests tsan newest $(WEEKLY_KILLS) $(WEEKLY_SEEDS) weekly-arm64
+
+weekly-tests: installed
 	$(TIERS) run weekly --shuffle $$(date +%G%V)
-	$(MAKE) --no-print-directory tsan
-	$(BIN)/python -m soak train-kill --kills 40
-	$(BIN)/python -m soak train-kill-mesh --kills 40
-	$(BIN)/python -m soak coordinator-kill --kills 40
-	$(BIN)/python -m soak fleet-hub-kill --kills 40
-	$(BIN)/python -m soak fleet-agent-kill --kills 20
-	$(BIN)/python -m soak mixed-kill --kills 12
-	$(BIN)/python -m soak lineage --seeds 2000
-	$(BIN)/python -m soak fleet-schedule --seeds 10000
-	$(BIN)/python -m soak train-sim --seeds 1000
+
+$(WEEKLY_KILLS): installed
+	$(BIN)/python -m soak $(basename $@) --kills $(subst .,,$(suffix $@))
+
+$(WEEKLY_SEEDS): installed
+	$(BIN)/python -m soak $(basename $@) --seeds $(subst .,,$(suffix $@))
+
+weekly-arm64:
 	scripts/e2e-arm64.sh
 
 newest: installed ## tests with the newest tinker, cookbook, transformers, openai, and docs/support.md; ARGS=tinker for one, ARGS=engines for vLLM
