@@ -12,6 +12,7 @@ from strata.base.errors import Code, StrataError
 from strata.fleet.artifacts.manifest import CHUNK_BYTES, ArtifactChunk, ArtifactKind, ArtifactManifest, Lineage
 from strata.fleet.artifacts.ports import LineageFilter, StorageAccount
 from strata.fleet.artifacts.service import once
+from strata.fleet.artifacts.store import rows
 from strata.fleet.ports import JobCompletion
 from tests.conformance.artifacts.making import (
     OWNER,
@@ -303,16 +304,32 @@ async def test_a_name_of_data_is_of_the_owner_who_used_it_first(place: Place) ->
     assert (error.code, error.message) == (Code.FORBIDDEN, "the data 'images' belongs to anna")
     await pushed(place, "bert", "others", noise(10, 1))
     await pushed(place, "operator", "images", noise(10, 3))
-    rows = await place.index.lineages(LineageFilter(kind=ArtifactKind.DATA))
-    assert [(row.lineage.model, row.owner) for row in rows] == [
+    made = await place.index.lineages(LineageFilter(kind=ArtifactKind.DATA))
+    assert [(row.lineage.model, row.owner) for row in made] == [
         ("images", "anna"),
         ("others", "bert"),
         ("images", "anna"),
     ]
-    for row in rows:
+    for row in made:
         await place.artifacts.remove(row.artifact_id, "", "operator")
     error = await refusal(pushed(place, "bert", "images", noise(10, 2)))
     assert error.code is Code.FORBIDDEN, "a manifest may still have the name"
+
+
+async def test_an_owner_has_so_many_names_of_data_and_no_more(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "MAX_NAMES", 3, raising=False)
+    same = noise(1)
+    pushes = (pushed(place, "anna", f"name{number}", same) for number in range(6))
+    done = await asyncio.gather(*pushes, return_exceptions=True)
+    assert [each.code for each in done if isinstance(each, StrataError)] == [Code.EXHAUSTED] * 3
+    made = await place.index.lineages(LineageFilter(kind=ArtifactKind.DATA))
+    assert len(made) == 3
+    await place.artifacts.withdraw(made[0].artifact_id, "anna", "", "key:anna")
+    assert (await refusal(pushed(place, "anna", "another", same))).code is Code.EXHAUSTED, "names are kept for ever"
+    await pushed(place, "anna", made[0].lineage.model, noise(10, 1))
+    await pushed(place, "bert", "another", same)
+    for number in range(4):
+        await pushed(place, "operator", f"op{number}", same)
 
 
 def data(name: str, upload: str) -> Lineage:

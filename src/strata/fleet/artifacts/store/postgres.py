@@ -256,7 +256,7 @@ async def _artifact(connection: Connection, artifact_id: str) -> Any:
 async def _commit(connection: Connection, commit: Commit, now_s: float) -> CommitResult:
     artifact_id = commit.manifest.id
     lineage_id = commit.lineage.id_for(artifact_id)
-    if commit.account.limit is not None:
+    if commit.account.limit is not None or commit.data_name:
         # Commits of one owner come one at a time, before any other lock: each counts those before it.
         lock = "SELECT pg_advisory_xact_lock(hashtextextended(%s, 11))"
         await connection.execute(lock, (commit.account.owner,))
@@ -313,7 +313,11 @@ async def _take_name(connection: Connection, commit: Commit) -> None:
     """A name without an owner becomes the submitter's."""
     if commit.data_name:
         insert = "INSERT INTO data_name VALUES (%s, %s) ON CONFLICT DO NOTHING"
-        await connection.execute(insert, (commit.data_name, commit.account.owner))
+        taken = await connection.execute(insert, (commit.data_name, commit.account.owner))
+        if taken.rowcount:
+            count = "SELECT count(*) - 1 FROM data_name WHERE owner = %s"
+            ((owned,),) = await (await connection.execute(count, (commit.account.owner,))).fetchall()
+            rows.check_name_count(commit, owned)
         select = "SELECT owner FROM data_name WHERE name = %s"
         ((owner,),) = await (await connection.execute(select, (commit.data_name,))).fetchall()
         rows.check_name(commit, owner)

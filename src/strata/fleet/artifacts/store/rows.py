@@ -154,6 +154,20 @@ def check_name(commit: Commit, owner: str) -> None:
         )
 
 
+MAX_NAMES: Final = 1000
+"""Of data, of an owner who is no operator."""
+
+
+def check_name_count(commit: Commit, owned: int) -> None:
+    """EXHAUSTED if one more name would be too many: a name that is taken is lost for all others."""
+    if not commit.account.operator and owned >= MAX_NAMES:
+        raise StrataError(
+            Code.EXHAUSTED,
+            f"{commit.account.owner} has {owned} names of data, and no more are possible",
+            hint="upload it as a new version under one of them, or ask an operator to upload it",
+        )
+
+
 def check_removable(row: Sequence[Any] | None, artifact_id: str, *, needed: bool) -> bool:
     """From `ARTIFACT`: whether there is anything to remove."""
     if row is None:

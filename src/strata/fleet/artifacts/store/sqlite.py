@@ -287,10 +287,13 @@ def _check_account(db: Db, commit: Commit, artifact_id: str) -> None:
 def _take_name(db: Db, commit: Commit) -> None:
     """A name without an owner becomes the submitter's."""
     if commit.data_name:
-        insert = "INSERT INTO data_name VALUES (?, ?) ON CONFLICT DO NOTHING"
-        db.execute(insert, (commit.data_name, commit.account.owner))
-        ((owner,),) = db.execute("SELECT owner FROM data_name WHERE name = ?", (commit.data_name,))
-        rows.check_name(commit, owner)
+        owner = commit.account.owner
+        taken = db.execute("SELECT owner FROM data_name WHERE name = ?", (commit.data_name,)).fetchone()
+        if taken is None:
+            ((owned,),) = db.execute("SELECT count(*) FROM data_name WHERE owner = ?", (owner,))
+            rows.check_name_count(commit, owned)
+            db.execute("INSERT INTO data_name VALUES (?, ?)", (commit.data_name, owner))
+        rows.check_name(commit, owner if taken is None else taken[0])
 
 
 def _insert_lineage(db: Db, commit: Commit, artifact_id: str, lineage_id: str, now_s: float) -> None:

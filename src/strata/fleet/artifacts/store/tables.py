@@ -77,6 +77,8 @@ SQLITE: Final = Component(
           (SELECT a.owner FROM artifact a WHERE a.id = artifact_id)),
           removed_at = (SELECT a.removed_at FROM artifact a WHERE a.id = artifact_id);
         """,
+        # How many names an owner has is counted when one is taken.
+        "CREATE INDEX data_name_owner ON data_name (owner);",
     ),
 )
 POSTGRES: Final = Component(
@@ -153,5 +155,7 @@ POSTGRES: Final = Component(
           (SELECT a.owner FROM artifact a WHERE a.id = artifact_id)),
           removed_at = (SELECT a.removed_at FROM artifact a WHERE a.id = artifact_id);
         """,
+        # How many names an owner has is counted when one is taken.
+        "CREATE INDEX data_name_owner ON data_name (owner);",
     ),
 )
