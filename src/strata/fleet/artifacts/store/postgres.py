@@ -318,6 +318,8 @@ async def _take_name(connection: Connection, commit: Commit) -> None:
             count = "SELECT count(*) - 1 FROM data_name WHERE owner = %s"
             ((owned,),) = await (await connection.execute(count, (commit.account.owner,))).fetchall()
             rows.check_name_count(commit, owned)
+        adopt = rows.ADOPT_NAME.format(owner="%s", name="%s", actor="%s")
+        await connection.execute(adopt, (commit.account.owner, commit.data_name, commit.actor))
         select = "SELECT owner FROM data_name WHERE name = %s"
         ((owner,),) = await (await connection.execute(select, (commit.data_name,))).fetchall()
         rows.check_name(commit, owner)

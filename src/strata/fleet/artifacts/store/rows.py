@@ -146,6 +146,10 @@ def check_chunks(wanted: Mapping[str, int], found: Iterable[Slot]) -> None:
             raise StrataError(Code.INVALID, f"the chunk {digest} has {actual} bytes; the manifest says {size}")
 
 
+ADOPT_NAME: Final = "UPDATE data_name SET owner = {owner} WHERE name = {name} AND owner = {actor}"
+"""A name from before names had owners is kept for the key that used it first."""
+
+
 def check_name(commit: Commit, owner: str) -> None:
     """FORBIDDEN if the name of this data is another owner's."""
     if owner != commit.account.owner and not commit.account.operator:

@@ -288,6 +288,8 @@ def _take_name(db: Db, commit: Commit) -> None:
     """A name without an owner becomes the submitter's."""
     if commit.data_name:
         owner = commit.account.owner
+        adopt = rows.ADOPT_NAME.format(owner="?", name="?", actor="?")
+        db.execute(adopt, (owner, commit.data_name, commit.actor))
         taken = db.execute("SELECT owner FROM data_name WHERE name = ?", (commit.data_name,)).fetchone()
         if taken is None:
             ((owned,),) = db.execute("SELECT count(*) FROM data_name WHERE owner = ?", (owner,))

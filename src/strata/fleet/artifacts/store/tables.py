@@ -62,11 +62,15 @@ SQLITE: Final = Component(
         DROP INDEX artifact_owner;
         CREATE INDEX artifact_owner ON artifact (owner, size) WHERE removed_at IS NULL;
         """,
-        # Whose the names of data are: of the owner who used one first.
+        # Whose the names of data are: of the owner who used one first. Bytes that several uploaded have the name of one
+        # of them; the key that committed is known of each, and the next commit with it gives its owner the name.
         """
         CREATE TABLE data_name (name TEXT PRIMARY KEY, owner TEXT NOT NULL) WITHOUT ROWID, STRICT;
-        INSERT INTO data_name SELECT l.model, a.owner FROM artifact_lineage l JOIN artifact a ON a.id = l.artifact_id
-          WHERE l.kind = 'data' AND l.model <> '' AND a.owner <> '' ORDER BY l.seq ON CONFLICT DO NOTHING;
+        INSERT INTO data_name SELECT l.model, CASE WHEN a.owner <> '' AND NOT EXISTS (
+            SELECT 1 FROM artifact_lineage o WHERE o.artifact_id = l.artifact_id AND o.actor <> l.actor) THEN a.owner
+          WHEN l.actor LIKE 'key:%' THEN l.actor ELSE 'operator' END
+          FROM artifact_lineage l JOIN artifact a ON a.id = l.artifact_id
+          WHERE l.kind = 'data' AND l.model <> '' ORDER BY l.seq ON CONFLICT DO NOTHING;
         """,
         # Whose each lineage is, and which were withdrawn; who pinned.
         """
@@ -140,11 +144,15 @@ POSTGRES: Final = Component(
         DROP INDEX artifact_owner;
         CREATE INDEX artifact_owner ON artifact (owner, size) WHERE removed_at IS NULL;
         """,
-        # Whose the names of data are: of the owner who used one first.
+        # Whose the names of data are: of the owner who used one first. Bytes that several uploaded have the name of one
+        # of them; the key that committed is known of each, and the next commit with it gives its owner the name.
         """
         CREATE TABLE data_name (name text COLLATE "C" PRIMARY KEY, owner text NOT NULL);
-        INSERT INTO data_name SELECT l.model, a.owner FROM artifact_lineage l JOIN artifact a ON a.id = l.artifact_id
-          WHERE l.kind = 'data' AND l.model <> '' AND a.owner <> '' ORDER BY l.seq ON CONFLICT DO NOTHING;
+        INSERT INTO data_name SELECT l.model, CASE WHEN a.owner <> '' AND NOT EXISTS (
+            SELECT 1 FROM artifact_lineage o WHERE o.artifact_id = l.artifact_id AND o.actor <> l.actor) THEN a.owner
+          WHEN l.actor LIKE 'key:%' THEN l.actor ELSE 'operator' END
+          FROM artifact_lineage l JOIN artifact a ON a.id = l.artifact_id
+          WHERE l.kind = 'data' AND l.model <> '' ORDER BY l.seq ON CONFLICT DO NOTHING;
         """,
         # Whose each lineage is, and which were withdrawn; who pinned.
         """
