@@ -15,6 +15,11 @@ OWN: Final = {
     "dstack": "https://dstack.ai/docs/",
     "ClearML Agent": "https://clear.ml/docs/",
     "Slurm": "https://slurm.schedmd.com/",
+    "torchft": "https://github.com/meta-pytorch/torchft",
+    "NVRx": "https://nvidia.github.io/nvidia-resiliency-ext/",
+    "xorl": "https://github.com/togethercomputer/xorl",
+    "SkyRL": "https://github.com/NovaSky-AI/SkyRL",
+    "miles": "https://github.com/radixark/miles",
 }
 
 
