@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from strata.base.errors import Code, StrataError
+from strata.fleet import wire
 from strata.fleet.core.hyper import HyperSchema
 from strata.fleet.http import validation
-from tests.shell.fleet_http.running import Running, manifest_body, refused, running
+from tests.shell.fleet_http.running import Running, manifest_body, ok, refused, running
 
 Tries = Callable[[int], None]
 AREA = "hub: schemas"
@@ -125,6 +127,57 @@ model = "m"
 trainer = "t"
 hyper = {x = 1}
 """
+
+
+def apply_request(project: str, schemas: dict[str, Any]) -> dict[str, Any]:
+    return manifest_body(MANIFEST.replace('"p"', f'"{project}"', 1), schemas=schemas)
+
+
+LARGE = {"properties": {"x": {"description": "x" * (64 << 10)}}}
+
+
+@pytest.mark.attack(AREA, "NEW 1: schemas of names that are no trainers, schemas without end, and thousands of them")
+async def test_a_manifest_stores_schemas_of_its_own_trainers_only_and_small_ones(site: Running, tries: Tries) -> None:
+    rob = await site.with_role("researcher")
+    small: dict[str, Any] = {"properties": {"x": {}}}
+    for schemas, words in (
+        ({"t": small, "u": 1}, "schemas.u: the manifest has no trainer of this name"),
+        ({f"u{number}": LARGE for number in range(200)}, "schemas.u0: the manifest has no trainer"),
+        ({"t": LARGE}, "schemas.t: it takes 65"),
+    ):
+        for extra in ({"dry_run": True}, {}):
+            tries(1)
+            reply = await rob.post("/v1/manifest", json=apply_request("p", schemas) | extra)
+            assert (refused(reply), words in reply.text) == ((400, "invalid"), True), reply.text
+    assert await site.hub.context.schemas.schemas() == {}
+    assert (await rob.post("/v1/manifest", json=apply_request("p", {"t": small}))).status_code == 200
+    listed = ok(await rob.get("/v1/trainers"), wire.TrainersReply).trainers
+    assert listed["p/t"].params == small
+    trainers = "".join(f'[trainers.t{each}]\ncommand = ["t"]\ndirectory = "/srv/t"\n' for each in range(80))
+    just_small = {"properties": {"x": {"description": "x" * (60 << 10)}}}
+    many = manifest_body('project = "many"\n' + trainers, schemas={f"t{each}": just_small for each in range(80)})
+    tries(1)
+    reply = await rob.post("/v1/manifest", json=many)
+    assert (refused(reply), "together" in reply.text) == ((400, "invalid"), True)
+
+
+@pytest.mark.attack(AREA, "NEW 1: schemas of one researcher, in the way of each job of the others")
+async def test_the_schemas_of_others_are_never_read(site: Running, tries: Tries) -> None:
+    rob = await site.with_role("researcher")
+    assert (await rob.post("/v1/manifest", json=apply_request("p", {"t": {"properties": {"x": {}}}}))).is_success
+    # Whoever decodes it fails.
+    await site.hub.context.schemas.put_schemas({"eve/t": msgspec.Raw(b"{")})
+    job: dict[str, Any] = {"spec": {"project": "p", "model": "n", "trainer": "t", "hyper": {"x": 1}}}
+    for path, body in (("/v1/jobs", job), ("/v1/manifest", apply_request("p", {}))):
+        tries(1)
+        assert (await rob.post(path, json=body)).is_success, path
+    tries(1)
+    assert (await rob.get("/v1/trainers")).is_success
+    job["spec"] |= {"model": "other", "hyper": {"unknown": 1}}
+    assert refused(await rob.post("/v1/jobs", json=job)) == (400, "invalid"), "the trainer's own schema is read"
+    changed = apply_request("p", {})
+    changed["manifest"]["jobs"] = {}
+    assert (await rob.post("/v1/manifest", json=changed)).is_success
 
 
 async def dry_run(client: httpx.AsyncClient, schema: Any) -> httpx.Response:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -72,7 +72,6 @@ WHERE hub_lease.holder = excluded.holder OR hub_lease.expires_at <= {now}
 """
 _log = log.get(__name__)
 _encode: Final = msgspec.json.Encoder().encode
-_decode: Final = msgspec.json.Decoder().decode
 
 
 class Leases(Protocol):
@@ -91,7 +90,8 @@ class CursorStore(Leases, Protocol):
     async def advance_cursor(self, name: str, before: str, after: str) -> bool:
         """False if the cursor is not at `before` any more."""
 
-    async def schemas(self) -> Mapping[str, Any]: ...
+    async def schemas(self, trainers: Collection[str] | None = None) -> Mapping[str, bytes]:
+        """The JSON of these trainers' schemas, or of all."""
 
     async def put_schemas(self, schemas: Mapping[str, Any]) -> None: ...
 
@@ -124,9 +124,13 @@ class SqliteCursorStore:
         delete = "DELETE FROM hub_lease WHERE name = ? AND holder = ?"
         await self._thread.write(lambda db: db.execute(delete, (name, holder)))
 
-    async def schemas(self) -> Mapping[str, Any]:
-        rows = await self._thread.read(lambda db: db.execute("SELECT trainer, body FROM hub_schema").fetchall())
-        return {trainer: _decode(body) for trainer, body in rows}
+    async def schemas(self, trainers: Collection[str] | None = None) -> Mapping[str, bytes]:
+        select = "SELECT trainer, body FROM hub_schema"
+        values: tuple[str, ...] = ()
+        if trainers is not None:
+            named = msgspec.json.encode(list(trainers)).decode()
+            select, values = f"{select} WHERE trainer IN (SELECT value FROM json_each(?))", (named,)
+        return dict(await self._thread.read(lambda db: db.execute(select, values).fetchall()))
 
     async def put_schemas(self, schemas: Mapping[str, Any]) -> None:
         insert = "INSERT INTO hub_schema VALUES (?, ?) ON CONFLICT (trainer) DO UPDATE SET body = excluded.body"
@@ -168,9 +172,12 @@ class PostgresCursorStore:
         delete = "DELETE FROM hub_lease WHERE name = %(name)s AND holder = %(holder)s"
         await self._connections.write(delete, {"name": name, "holder": holder})
 
-    async def schemas(self) -> Mapping[str, Any]:
-        rows = await self._connections.run("SELECT trainer, body FROM hub_schema", {})
-        return {trainer: _decode(body) for trainer, body in rows}
+    async def schemas(self, trainers: Collection[str] | None = None) -> Mapping[str, bytes]:
+        select = "SELECT trainer, body FROM hub_schema"
+        values: dict[str, Any] = {}
+        if trainers is not None:
+            select, values = f"{select} WHERE trainer = ANY(%(trainers)s)", {"trainers": list(trainers)}
+        return {trainer: bytes(body) for trainer, body in await self._connections.run(select, values)}
 
     async def put_schemas(self, schemas: Mapping[str, Any]) -> None:
         async with self._connections.transaction() as connection:

@@ -126,6 +126,16 @@ async def test_a_cursor_is_moved_only_from_where_it_was(tables: Tables) -> None:
     assert await cursors.cursor("a") == "2"
 
 
+async def test_a_hub_reads_the_schemas_of_the_trainers_that_it_asks_for(tables: Tables) -> None:
+    cursors = tables.cursors
+    await cursors.put_schemas({"p/t": {"a": 1}, "u": {"b": "é"}, "p/v'": 3})
+    assert await cursors.schemas(["p/t", "p/v'", "missing"]) == {"p/t": b'{"a":1}', "p/v'": b"3"}
+    assert await cursors.schemas([]) == {}
+    assert set(await cursors.schemas()) == {"p/t", "u", "p/v'"}
+    await cursors.put_schemas({"u": 1})
+    assert await cursors.schemas(["u"]) == {"u": b"1"}
+
+
 async def test_a_number_of_a_trial_has_one_point_until_the_sweep_changes(tables: Tables) -> None:
     search = SearchPlan(objective={"loss": "minimize"}, trials=2, space={"x": Range(uniform=(0.0, 1.0))})
     sweep = SearchSweep(base=JobSpec(model="m", project="p", sweep="s"), search=search)

@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
@@ -60,7 +60,9 @@ _PREFIX: Final = re.compile(r"[0-9a-z_]{1,80}")
 class TrainerSchemas(Protocol):
     """The JSON Schemas of trainers, as the last manifest gave them."""
 
-    async def schemas(self) -> Mapping[str, Any]: ...
+    async def schemas(self, trainers: Collection[str] | None = None) -> Mapping[str, bytes]:
+        """Those of these trainers that have one, as JSON; of all without an argument. Reading them is not for the event
+        loop."""
 
     async def put_schemas(self, schemas: Mapping[str, Any]) -> None: ...
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 
@@ -252,11 +251,13 @@ async def _trainers(
 
 async def _check_hyper(call: HubCall, spec: JobSpec) -> None:
     context = call.context
-    schema: Any = (await context.schemas.schemas()).get(qualified_trainer(spec.project, spec.trainer))
-    if schema is None:
+    name = qualified_trainer(spec.project, spec.trainer)
+    encoded = (await context.schemas.schemas([name])).get(name)
+    if encoded is None:
         return
 
     def check(checkpoint: Checkpoint) -> list[HyperFinding]:
+        schema = msgspec.json.decode(encoded)
         return HyperSchema(schema, source=spec.trainer, checkpoint=checkpoint).check(spec.hyper)
 
     findings = await until_disconnect(call, context.stopping, context.validation.run(call.caller.owner, check))

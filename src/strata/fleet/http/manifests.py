@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -34,14 +34,20 @@ from strata.fleet.ports import StoredSchedule, StoredSweep
 from strata.http.disconnect import until_disconnect
 from strata.identity.roles import Role
 
+MAX_SCHEMA: Final = 64 * 1024
+MAX_SCHEMAS: Final = 4 * 1024 * 1024
+"""Bytes as JSON, of one schema and of all of one manifest."""
+
 
 async def apply(call: HubCall, body: wire.ManifestRequest) -> wire.ManifestReply:
     """Show what a manifest would change, and change it unless it is a dry run."""
     context = call.context
     manifest = body.manifest
+    _check_named(manifest.trainers, body.schemas)
     schemas = await _schemas(context, manifest.project, manifest.trainers, body.schemas)
 
     def check(checkpoint: Checkpoint) -> None:
+        _check_sizes(body.schemas)
         validate_manifest(manifest, _compile(schemas, checkpoint))
 
     # A manifest may have 200,000 jobs, each with an id to compute: other callers are served meanwhile.
@@ -60,6 +66,7 @@ async def reload(call: HubCall) -> wire.ManifestReply:
     schemas = await _schemas(context, draft.project, draft.trainers, declared)
 
     def resolve(checkpoint: Checkpoint) -> JobManifest:
+        _check_sizes(declared)
         return draft.resolve(schemas=_compile(schemas, checkpoint))
 
     manifest = await until_disconnect(call, context.stopping, context.validation.run(call.caller.owner, resolve))
@@ -78,7 +85,7 @@ async def trainers(call: HubCall) -> wire.TrainersReply:
     }
     return wire.TrainersReply(
         trainers={
-            name: wire.Trainer(spec=_for_caller(call, each.spec), digest=each.digest, params=params.get(name))
+            name: wire.Trainer(spec=_for_caller(call, each.spec), digest=each.digest, params=_raw(params.get(name)))
             for name, each in sorted(specs.items())
         }
     )
@@ -94,15 +101,43 @@ def _for_caller(call: HubCall, spec: TrainerSpec) -> TrainerSpec:
 async def _schemas(
     context: HubContext, project: str, trainers: Collection[str], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The schemas of these trainers: those that came with the manifest, else those of an earlier one."""
-    stored = await context.schemas.schemas()
-    registered = {name: stored[key] for name in trainers if (key := qualified_trainer(project, name)) in stored}
-    return registered | {name: schema for name, schema in given.items() if name in trainers}
+    """The schemas of these trainers: those that came with the manifest, else those of an earlier one as JSON."""
+    keys = {qualified_trainer(project, name): name for name in trainers if name not in given}
+    stored = await context.schemas.schemas(keys) if keys else {}
+    return {keys[key]: msgspec.Raw(encoded) for key, encoded in stored.items()} | dict(given)
+
+
+def _raw(encoded: bytes | None) -> msgspec.Raw | None:
+    """As it is in a reply: whoever lists all trainers has none of their schemas decoded."""
+    return None if encoded is None else msgspec.Raw(encoded)
+
+
+def _check_named(trainers: Collection[str], schemas: Collection[str]) -> None:
+    for name in schemas:
+        if name not in trainers:
+            raise StrataError(Code.INVALID, f"schemas.{name[:100]}: the manifest has no trainer of this name")
+
+
+def _check_sizes(schemas: Mapping[str, Any]) -> None:
+    """In a thread: encoding them takes time in proportion to the body."""
+    total = 0
+    for name, schema in schemas.items():
+        size = len(msgspec.json.encode(schema))
+        total += size
+        if size > MAX_SCHEMA:
+            raise StrataError(Code.INVALID, f"schemas.{name}: it takes {size} bytes as JSON, and at most {MAX_SCHEMA}")
+    if total > MAX_SCHEMAS:
+        raise StrataError(Code.INVALID, f"the schemas take {total} bytes as JSON, and at most {MAX_SCHEMAS} together")
 
 
 def _compile(schemas: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, HyperSchema]:
     return {
-        name: HyperSchema(schema, source=f"schema of {name}", checkpoint=checkpoint) for name, schema in schemas.items()
+        name: HyperSchema(
+            msgspec.json.decode(schema) if isinstance(schema, msgspec.Raw) else schema,
+            source=f"schema of {name}",
+            checkpoint=checkpoint,
+        )
+        for name, schema in schemas.items()
     }
 
 
