@@ -15,13 +15,13 @@ from google.protobuf.descriptor import Descriptor
 from strata.train.core.loss_graph import LossGraph, LossInput, LossNode
 from strata.train.wire import bodies, sampling, tinker_json
 from strata.train.wire.pb import tinker_pb2
-from strata.train.wire.sdk_fields import SdkField, SdkTable, sdk_table
+from strata.train.wire.sdk_fields import NO_MODEL, SdkField, SdkTable, sdk_table
 
 BODIES: Final[Mapping[str, type[msgspec.Struct]]] = {
     each.__dict__["sdk_model"]: each
     for module in (bodies, sampling, tinker_json)
     for each in vars(module).values()
-    if isinstance(each, type) and "sdk_model" in each.__dict__
+    if isinstance(each, type) and each.__dict__.get("sdk_model", NO_MODEL) != NO_MODEL
 } | {"CustomLossGraph": LossGraph, "CustomLossNode": LossNode, "CustomLossInput": LossInput}
 NOT_READ: Final = {
     "AccessibleSearchOwner": "UserSearchOwner has all fields of it",
@@ -46,7 +46,6 @@ NOT_READ: Final = {
 }
 """Models of the SDK without a body of their own."""
 NO_FIELD: Final = {
-    "FutureRetrieveRequest.allow_metadata_only": "a permission; results are sent as a whole",
     "LoadWeightsRequest.weights_access_token": "refused unless null: it is read by copy_weights only",
     "OptimStepRequest.optim_params": "written as adam_params or optimizer_params",
 }
@@ -58,6 +57,7 @@ OURS: Final = {
     "LoraConfig.alpha": "of strata.sdk",
     "OptimStepRequest.adam_params": "how optim_params is written",
     "OptimStepRequest.optimizer_params": "how optim_params is written",
+    "OptimizerConfigBase.version": "of DimuonOptimizerConfig, which is refused by its type",
     "SaveWeightsForSamplerRequest.overwrite": "of strata.sdk",
 }
 """Fields of our bodies that the SDK does not send."""

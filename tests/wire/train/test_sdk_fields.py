@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 import msgspec
 import pytest
@@ -14,6 +15,7 @@ from strata.train.wire.sdk_fields import MAX_UNKNOWN, SdkDecoder, sdk_table
 
 STEP = {"type": "optim_step", "model_id": "s:train:0", "seq_id": 1, "adam_params": {"learning_rate": 0.5}}
 LOAD = {"path": "tinker://s:train:0/weights/a", "model_id": "s:train:0", "seq_id": 1, "optimizer": True}
+MODEL = {"type": "create_model", "session_id": "s", "model_seq_id": 0, "base_model": "tiny"}
 SAMPLE = {"sampling_session_id": "s:sample:0", "seq_id": 0, "prompt": {"chunks": [{"tokens": [1, 2]}]}}
 
 
@@ -55,6 +57,55 @@ def test_any_other_value_is_refused_by_name_with_the_newest_tested_sdk(value: ob
     assert refused.value.code is Code.INVALID
     assert str(refused.value).startswith("sampling_params.min_p: this server does not know the field")
     assert sdk_table().sdk in str(refused.value)
+
+
+IDENTIFYING: Final[Mapping[type[Any], Mapping[str, Any]]] = {
+    bodies.ClientConfigBody: {"sdk_version": "9.9.9"},
+    bodies.CreateSessionBody: {"tags": ["a"], "user_metadata": None, "sdk_version": "9.9.9", "type": "create_session"},
+    bodies.SessionBody: {"session_id": "s", "type": "session_heartbeat"},
+    bodies.FinishSessionBody: {"reason": {"type": "success"}, "detail": None},
+    bodies.ModelBody: {"model_id": "m", "type": "get_info"},
+    bodies.TinkerPathBody: {"tinker_path": "tinker://m/weights/a"},
+    bodies.CheckpointBody: {"model_id": "m", "checkpoint_id": "weights/a"},
+    bodies.RetrieveFutureBody: {"request_id": "f", "allow_metadata_only": True},
+    bodies.FutureBody: {"request_id": "f"},
+}
+"""Bodies that only identify or describe, as the SDK sends them."""
+
+
+@pytest.mark.parametrize("body", IDENTIFYING)
+def test_a_body_that_only_identifies_keeps_the_same_rule(body: type[Any], caplog: pytest.LogCaptureFixture) -> None:
+    sent = IDENTIFYING[body]
+    caplog.set_level(logging.WARNING)
+    known = decode(body, sent)
+    assert not caplog.records
+    assert decode(body, {**sent, "planted": None, "tried": []}) == known
+    assert [record.message for record in caplog.records] == ["unknown_field_left_out"] * 2
+    with pytest.raises(StrataError, match=r"^planted: this server does not know the field"):
+        decode(body, {**sent, "planted": "fast"})
+
+
+def test_a_field_inside_of_a_body_that_only_identifies_keeps_the_same_rule() -> None:
+    with pytest.raises(StrataError, match=r"^reason\.planted: this server does not know the field"):
+        decode(bodies.FinishSessionBody, {"reason": {"type": "success", "planted": 1}})
+    with pytest.raises(StrataError, match=r"^optimizer_config\.beta3: this server does not know the field"):
+        decode(bodies.CreateModelBody, {**MODEL, "optimizer_config": {"type": "adamw", "beta3": 0.5}})
+
+
+def test_only_queries_ignore_what_they_do_not_know() -> None:
+    declared = [each for each in vars(bodies).values() if isinstance(each, type) and each.__module__ == bodies.__name__]
+    structs = [each for each in declared if issubclass(each, msgspec.Struct)]
+    lenient = {each.__name__ for each in structs if not each.__struct_config__.forbid_unknown_fields}
+    assert {name for name in lenient if not name.endswith("Query")} == set()
+
+
+def test_an_optimizer_that_is_not_here_is_refused_by_its_type_whatever_else_it_takes() -> None:
+    dimuon = decode(bodies.CreateModelBody, {**MODEL, "optimizer_config": {"type": "dimuon", "version": 1}})
+    with pytest.raises(StrataError, match=r"^optimizer_config.type: this server steps with adamw or muon"):
+        dimuon.operation()
+    versioned = decode(bodies.CreateModelBody, {**MODEL, "optimizer_config": {"type": "adamw", "version": 1}})
+    with pytest.raises(StrataError, match=r"^optimizer_config.version: adamw has no versions"):
+        versioned.operation()
 
 
 def test_a_known_field_beside_an_unknown_one_is_as_strict_as_ever() -> None:

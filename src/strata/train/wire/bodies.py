@@ -1,8 +1,8 @@
 """Request bodies in small JSON, as the clients of the tinker protocol write them.
 
-The body of an operation is strict: a parameter of a newer client that this server would ignore must not pass for
-applied. Bodies that only identify or describe a client, a session or a checkpoint are lenient. `sdk_model` is the model
-of the `tinker` SDK that a body reads: `sdk_fields` knows its defaults, and a contract test compares the two.
+Bodies are strict: a parameter of a newer client that this server would ignore must not pass for applied. Queries are
+lenient. `sdk_model` is the model of the `tinker` SDK that a body reads: `sdk_fields` knows its defaults, and a contract
+test compares the two.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from strata.train.core.learning_curves import MAX_REPORTED
 from strata.train.core.loss_graph import MAX_INPUTS, CustomLoss, LossGraph, LossInput, check_loss
 from strata.train.core.ops import MAX_NAME
 from strata.train.core.usage import HOUR_S
+from strata.train.wire.sdk_fields import NO_MODEL
 
 MAX_METADATA: Final = 4096
 """Bytes of the metadata of a session, as JSON: the server keeps it as long as the session's record."""
@@ -36,8 +37,8 @@ KINDS: Final = get_args(ops.WeightsKind)
 _CHECKPOINT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
-class LenientBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Unknown fields are ignored."""
+class LenientQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """Unknown parameters are ignored."""
 
 
 class StrictBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,12 +47,12 @@ class StrictBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     type: Text = ""
 
 
-class ClientConfigBody(LenientBody, frozen=True, kw_only=True):
+class ClientConfigBody(StrictBody, frozen=True, kw_only=True):
     sdk_model: ClassVar[str] = "ClientConfigRequest"
     sdk_version: Text = ""
 
 
-class CreateSessionBody(LenientBody, frozen=True, kw_only=True):
+class CreateSessionBody(StrictBody, frozen=True, kw_only=True):
     sdk_model: ClassVar[str] = "CreateSessionRequest"
     tags: Annotated[tuple[Text, ...], msgspec.Meta(max_length=100)] = ()
     user_metadata: dict[str, Any] | None = None
@@ -60,21 +61,23 @@ class CreateSessionBody(LenientBody, frozen=True, kw_only=True):
     display_name: Text | None = None
 
 
-class SessionBody(LenientBody, frozen=True, kw_only=True):
+class SessionBody(StrictBody, frozen=True, kw_only=True):
     sdk_model: ClassVar[str] = "SessionHeartbeatRequest"
     session_id: Name
 
 
-class FinishReason(LenientBody, frozen=True, kw_only=True):
+class FinishReason(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    sdk_model: ClassVar[str] = NO_MODEL
     type: Text = "success"
 
 
-class FinishSessionBody(LenientBody, frozen=True, kw_only=True):
+class FinishSessionBody(StrictBody, frozen=True, kw_only=True):
+    sdk_model: ClassVar[str] = NO_MODEL
     reason: FinishReason = FinishReason()
     detail: Text | None = None
 
 
-class ModelBody(LenientBody, frozen=True, kw_only=True):
+class ModelBody(StrictBody, frozen=True, kw_only=True):
     sdk_model: ClassVar[str] = "GetInfoRequest"
     model_id: Name
 
@@ -92,14 +95,18 @@ class LoraConfigBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return ops.LoraConfig(**{name: getattr(self, name) for name in self.__struct_fields__})
 
 
-class OptimizerConfigBody(LenientBody, frozen=True, kw_only=True):
+class OptimizerConfigBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sdk_model: ClassVar[str] = "OptimizerConfigBase"
     type: Text = "adamw"
+    version: int | None = None
+    """Of dimuon alone."""
 
     def to_core(self) -> ops.OptimizerName:
         """INVALID for an optimizer that is not there."""
         match self.type:
             case "adamw" | "muon":
+                if self.version is not None:
+                    raise StrataError(Code.INVALID, f"optimizer_config.version: {self.type} has no versions")
                 return self.type
             case _:
                 why = ": its update rule is not published" if self.type == "dimuon" else ""
@@ -290,7 +297,8 @@ class UnloadModelBody(StrictBody, frozen=True, kw_only=True):
         return ops.UnloadModel(self.model_id)
 
 
-class TinkerPathBody(LenientBody, frozen=True, kw_only=True):
+class TinkerPathBody(StrictBody, frozen=True, kw_only=True):
+    sdk_model: ClassVar[str] = NO_MODEL
     tinker_path: Name
 
 
@@ -299,16 +307,17 @@ class CheckpointTtlBody(StrictBody, frozen=True, kw_only=True):
     """From now; null is for ever."""
 
 
-class ArchiveTokenQuery(LenientBody, frozen=True, kw_only=True):
+class ArchiveTokenQuery(LenientQuery, frozen=True, kw_only=True):
     token: Annotated[str, msgspec.Meta(min_length=1, max_length=2048)]
 
 
-class ImportQuery(LenientBody, frozen=True, kw_only=True):
+class ImportQuery(LenientQuery, frozen=True, kw_only=True):
     name: Name
     ttl_seconds: Annotated[float, msgspec.Meta(gt=0, le=3.2e8)] | None = None
 
 
-class CheckpointBody(LenientBody, frozen=True, kw_only=True):
+class CheckpointBody(StrictBody, frozen=True, kw_only=True):
+    sdk_model: ClassVar[str] = NO_MODEL
     model_id: Name
     checkpoint_id: Name
 
@@ -340,7 +349,7 @@ class ProjectBody(StrictBody, frozen=True, kw_only=True):
     project_id: Text
 
 
-class UsageQuery(LenientBody, frozen=True, kw_only=True):
+class UsageQuery(LenientQuery, frozen=True, kw_only=True):
     sdk_model: ClassVar[str] = "GetBillingUsageRequest"
     starting_on: datetime.datetime
     ending_before: datetime.datetime
@@ -361,24 +370,24 @@ class UsageQuery(LenientBody, frozen=True, kw_only=True):
         return from_s, until_s
 
 
-class StorageQuery(LenientBody, frozen=True, kw_only=True):
+class StorageQuery(LenientQuery, frozen=True, kw_only=True):
     sdk_model: ClassVar[str] = "GetCurrentCheckpointStorageUsageRequest"
     project_id: Text | None = None
 
 
-class SessionCursorBody(LenientBody, frozen=True, kw_only=True):
+class SessionCursorBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sdk_model: ClassVar[str] = "SessionSearchCursor"
     last_created_at: datetime.datetime
     last_session_id: Name
 
 
-class SessionOwner(LenientBody, frozen=True, kw_only=True):
+class SessionOwner(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sdk_model: ClassVar[str] = "UserSearchOwner"
     type: Literal["own", "accessible", "user"] = "own"
     owner_urns: Annotated[tuple[Text, ...], msgspec.Meta(max_length=10)] = ()
 
 
-class SessionStatusQuery(LenientBody, frozen=True, kw_only=True):
+class SessionStatusQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sdk_model: ClassVar[str] = "ClientFinishedSessionStatusQuery"
     type: Literal["active", "cancelled", "failed", "client_finished"]
     reasons: Annotated[tuple[Text, ...], msgspec.Meta(max_length=10)] | None = None
@@ -435,29 +444,32 @@ def session_status(session: messages.SessionView) -> SessionStatus:
     return SessionStatus("cancelled", detail=session.finished)
 
 
-class RetrieveFutureBody(LenientBody, frozen=True, kw_only=True):
+class RetrieveFutureBody(StrictBody, frozen=True, kw_only=True):
     sdk_model: ClassVar[str] = "FutureRetrieveRequest"
     request_id: Name
+    allow_metadata_only: bool = False
+    """A permission that this server does not use: it sends results as a whole."""
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] | None = None
     """Shorter than the server would wait."""
 
 
-class FutureBody(LenientBody, frozen=True, kw_only=True):
+class FutureBody(StrictBody, frozen=True, kw_only=True):
+    sdk_model: ClassVar[str] = NO_MODEL
     request_id: Name
 
 
-class PageQuery(LenientBody, frozen=True, kw_only=True):
+class PageQuery(LenientQuery, frozen=True, kw_only=True):
     limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 100
     offset: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 0
 
 
-class ResultsQuery(LenientBody, frozen=True, kw_only=True):
+class ResultsQuery(LenientQuery, frozen=True, kw_only=True):
     after: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 0
     """The `seq_id` of the last point that is known."""
     limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 200
 
 
-class ActivityQuery(LenientBody, frozen=True, kw_only=True):
+class ActivityQuery(LenientQuery, frozen=True, kw_only=True):
     operations: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 200
 
 
@@ -470,13 +482,13 @@ class ReportBody(StrictBody, frozen=True, kw_only=True):
     """They belong to the first optimizer step from this operation of the model on; 0: to the next one."""
 
 
-class CurvesQuery(LenientBody, frozen=True, kw_only=True):
+class CurvesQuery(LenientQuery, frozen=True, kw_only=True):
     points: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 500
     names: Annotated[str, msgspec.Meta(max_length=1000)] = ""
     """Of metrics, with commas between; empty for all."""
 
 
-class SessionQuery(LenientBody, frozen=True, kw_only=True):
+class SessionQuery(LenientQuery, frozen=True, kw_only=True):
     session_id: Name | None = None
 
 

@@ -22,6 +22,8 @@ from strata.base.errors import StrataError
 from strata.train.wire.fields import invalid_field
 
 T = TypeVar("T")
+NO_MODEL: Final = ""
+"""The model of what the SDK composes without one: nothing is known of its defaults."""
 MAX_UNKNOWN: Final = 16
 """Of a request, and of the names that a decoder remembers as logged."""
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
@@ -51,8 +53,8 @@ def sdk_table() -> SdkTable:
 class _Shape:
     """The fields of a message that are known, each with the shape of the message inside, if there is one."""
 
-    model: str
-    """Of the SDK; empty for a message of Strata's own, which has no other clients."""
+    model: str | None
+    """Of the SDK; None for a message of Strata's own, which has no other clients."""
     known: Mapping[str, _Shape | None]
 
 
@@ -60,7 +62,7 @@ def _shape(kind: inspect.Type) -> _Shape | None:
     match kind:
         case inspect.StructType():
             known = {each.encode_name: _shape(each.type) for each in kind.fields}
-            model = getattr(kind.cls, "sdk_model", "") if kind.forbid_unknown_fields else ""
+            model = getattr(kind.cls, "sdk_model", None) if kind.forbid_unknown_fields else None
             return _Shape(model, known)
         case inspect.UnionType():
             return next(filter(None, map(_shape, kind.types)), None)
@@ -112,7 +114,7 @@ def _without_unknown(value: Any, shape: _Shape | None, path: str, left_out: list
         where = f"{path}.{name}" if path else name
         if name in shape.known:
             kept[name] = _without_unknown(each, shape.known[name], where, left_out)
-        elif not shape.model or not _NAME.fullmatch(name):
+        elif shape.model is None or not _NAME.fullmatch(name):
             kept[name] = each
         else:
             _check_unknown(shape.model, name, each, where)
