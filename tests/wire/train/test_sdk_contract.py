@@ -1,11 +1,13 @@
 """Every field of every request of the newest tested `tinker` SDK is known to our bodies, or stands in a list here.
 
-The table of the SDK is committed, so this runs whatever SDK is installed; `make newest` compares it with the newest.
+The table of the SDK is committed, so this runs whatever SDK is installed. Where that is the SDK of the table, the two
+are compared; `make newest` compares the table with the newest SDK.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any, Final
 
 import msgspec
@@ -16,6 +18,7 @@ from strata.train.core.loss_graph import LossGraph, LossInput, LossNode
 from strata.train.wire import bodies, sampling, tinker_json
 from strata.train.wire.pb import tinker_pb2
 from strata.train.wire.sdk_fields import NO_MODEL, SdkField, SdkTable, sdk_table
+from tests.wire.train import sdk_table as sdk_json
 
 BODIES: Final[Mapping[str, type[msgspec.Struct]]] = {
     each.__dict__["sdk_model"]: each
@@ -120,6 +123,12 @@ def different_messages(table: SdkTable) -> list[str]:
         different = {f"{name}.{field}" for field, _ in theirs.items() ^ numbers.items()}
         found += [f"{field}: it is not the same field" for field in sorted(different - OTHER_NUMBERS.keys())]
     return found
+
+
+def test_the_committed_table_is_what_the_installed_sdk_says() -> None:
+    if version("tinker") != sdk_table().sdk:
+        pytest.skip(f"the table is of tinker {sdk_table().sdk}, and {version('tinker')} is installed")
+    assert sdk_json.FILE.read_text(encoding="utf-8") == sdk_json.written(sdk_json.table())
 
 
 def with_field(model: str, field: str, default: Any) -> SdkTable:
