@@ -287,6 +287,26 @@ async def test_a_digest_is_no_way_around_who_may_read_an_artifact(site: Running,
         assert (await person.get(f"/v1/chunk/{sha256_hex(b'open to all')}")).content == b"open to all"
 
 
+@pytest.mark.attack(AREA, "L5: a training server's saved state, committed as data by one who knows all its digests")
+@pytest.mark.parametrize("kind", ["data", "source"])
+async def test_who_knows_the_digests_of_a_state_cannot_commit_it(
+    site: Running, kind: str, tries: Callable[[int], None]
+) -> None:
+    await saved_server(site)
+    mallory, operator = await site.with_role("researcher", "mallory"), await site.operator()
+    digest = sha256_hex(b"operator token")
+    bodies = [
+        {"manifest": {"files": [{"path": path, "size": 14, "sha256": digest, "chunks": [digest]}]},
+         "lineage": {"kind": kind, "model": "mine"}}
+        for path in ("model", "other")
+    ]  # fmt: skip
+    for body in bodies:
+        tries(1)
+        assert refused(await mallory.post("/v1/artifacts", json=body)) == (403, "forbidden")
+        assert refused(await mallory.get(f"/v1/chunk/{digest}")) == (404, "not_found")
+    assert (await operator.post("/v1/artifacts", json=bodies[1])).is_success
+
+
 @pytest.mark.attack(AREA, "a trainer that the hub stored unchecked names the saved state of a training server")
 @pytest.mark.parametrize("way", [0, 1])
 async def test_a_host_cannot_read_the_state_of_a_server_for_another_job(site: Running, way: int) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import msgspec
 import pytest
 
+from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.fleet.artifacts.manifest import CHUNK_BYTES, ArtifactChunk, ArtifactKind, ArtifactManifest, Lineage
 from strata.fleet.artifacts.ports import LineageFilter, StorageAccount
@@ -70,8 +71,29 @@ async def test_a_chunk_is_open_while_an_artifact_that_is_no_state_of_a_server_ha
     assert [await place.index.is_open(digest) for digest in digests] == [True, False, False]
     await place.artifacts.remove(done.artifact_id, "test", "test")
     assert not await place.index.is_open(digests[0])
-    await upload(place, {"a": shared, "b": secret}, Lineage(kind=ArtifactKind.DATA, model="images"))
+    await committed_by(place, "operator", {"a": shared, "b": secret}, data("images", "1"))
     assert not await place.index.is_open(digests[1]), "it stays the state of a server"
+
+
+@pytest.mark.proves("Never again: the digests of a training server's state opened it to whoever knew them")
+async def test_a_person_does_not_commit_chunks_that_only_a_server_has_saved(place: Place) -> None:
+    checkpoint = Lineage(kind=ArtifactKind.CHECKPOINT, model="gbt")
+    await add_host(place.fleet)
+    await add(place.fleet, job("gbt", kind="server"))
+    (server,) = await claim(place.fleet, claim_id="server")
+    shared, secret = noise(100, 1), noise(100, 2)
+    await committed_by(place, "rob", {"a": shared}, data("open", "1"))
+    state = await upload(place, {"a": shared, "b": secret}, checkpoint, hold(server))
+    await committed_by(place, "eve", {"a": shared}, data("x", "1"))
+    for removed in (False, True):
+        if removed:
+            await place.artifacts.remove(state.artifact_id, "a newer copy", "host:a")
+        for files in ({"b": secret}, {"a": shared, "b": secret}):
+            error = await refusal(committed_by(place, "eve", files, data("x", "2")))
+            assert (error.code, error.message.partition(" of")[0]) == (Code.FORBIDDEN, "1"), removed
+    blob = place.artifacts.put_blob(sha256_hex(secret), once(secret), Lineage(kind=ArtifactKind.SOURCE), "key:x")
+    assert (await blob).new, "who sends the bytes has them"
+    await committed_by(place, "eve", {"b": secret}, data("x", "2"))
 
 
 async def test_nothing_is_committed_while_a_chunk_is_missing(place: Place) -> None:
@@ -338,9 +360,8 @@ def data(name: str, upload: str) -> Lineage:
 
 async def committed_by(place: Place, owner: str, files: Mapping[str, bytes], lineage: Lineage) -> str:
     account = StorageAccount(owner=owner, operator=owner == "operator")
-    return (
-        await place.artifacts.commit(await send(place, files), lineage, f"key:{owner}", account=account)
-    ).artifact_id
+    manifest = await send(place, files)
+    return (await place.artifacts.commit(manifest, lineage, f"key:{owner}", account=account)).artifact_id
 
 
 @pytest.mark.proves("Never again: a version of data that its owner had removed was the latest again")

@@ -219,6 +219,7 @@ class ArtifactIndex(Protocol):
         attempt is over by then. An artifact that was removed is there again, with this lineage alone. EXHAUSTED when a
         new one does not fit into the account; one that is there already costs nothing. FORBIDDEN for data under a name
         of another owner, EXHAUSTED under one name more than an owner may have.
+        FORBIDDEN for a person who names chunks that only training servers have saved, now or before.
         """
 
     async def artifact(self, artifact_id: str) -> ArtifactRow: ...

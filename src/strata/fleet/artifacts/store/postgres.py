@@ -13,7 +13,7 @@ from strata.database import events
 from strata.database.events import EventRecord as Record
 from strata.database.events import record_postgres
 from strata.database.postgres import Connections
-from strata.fleet.artifacts.manifest import ArtifactChunk
+from strata.fleet.artifacts.manifest import ArtifactChunk, ArtifactKind
 from strata.fleet.artifacts.ports import (
     ArtifactRow,
     Commit,
@@ -41,6 +41,7 @@ _ERASABLE: Final = (
     " ORDER BY wanted_at, number LIMIT %(limit)s"
 )
 _SELECT_SLOTS: Final = f"SELECT {rows.SLOT} FROM artifact_chunk WHERE digest = ANY(%(digests)s) ORDER BY digest"
+_JOB_KIND: Final = "convert_from(j.spec, 'UTF8')::json ->> 'kind'"
 _LOCKED: Final = "FOR UPDATE SKIP LOCKED"
 
 
@@ -124,7 +125,7 @@ class PostgresIndex:
         return str(found[0][0])
 
     async def is_open(self, digest: str) -> bool:
-        select = rows.OPEN.format(digest="%(digest)s", kind="convert_from(j.spec, 'UTF8')::json ->> 'kind'")
+        select = rows.OPEN.format(digest="%(digest)s", kind=_JOB_KIND)
         return bool(await self._connections.run(select, {"digest": digest}))
 
     async def find(self, prefix: str, limit: int = 6) -> Sequence[str]:
@@ -274,10 +275,11 @@ async def _commit(connection: Connection, commit: Commit, now_s: float) -> Commi
     wanted = commit.manifest.chunks()
     slots = await _slots(connection, list(wanted), lock=True)
     rows.check_chunks(wanted, slots.values())
+    numbers = [slot.number for slot in slots.values()]
+    await _guard_closed(connection, commit, numbers)
     if there is None or there[5] is not None:
         await _check_account(connection, commit)
     await _take_name(connection, commit)
-    numbers = [slot.number for slot in slots.values()]
     await connection.execute(
         f"UPDATE artifact_chunk SET state = {becomes(ChunkEvent.RESERVE)}, wanted_at = %s WHERE number = ANY(%s)",
         (now_s, numbers),
@@ -307,6 +309,16 @@ async def _check_account(connection: Connection, commit: Commit) -> None:
         cursor = await connection.execute(rows.BYTES_OF.format(owner="%s"), (account.owner,))
         ((used,),) = await cursor.fetchall()
         check_bytes(account.owner, account.limit, int(used), commit.manifest.size, refusal=account.refusal)
+
+
+async def _guard_closed(connection: Connection, commit: Commit, numbers: Sequence[int]) -> None:
+    values = {"numbers": list(numbers), "job": commit.lineage.job_id}
+    listed = "= ANY(%(numbers)s::bigint[])"
+    if rows.names_chunks(commit):
+        select = rows.CLOSED.format(listed=listed, kind=_JOB_KIND)
+        rows.check_closed(*await (await connection.execute(select, values)).fetchone())
+    if commit.hold is not None and commit.lineage.kind is ArtifactKind.CHECKPOINT:
+        await connection.execute(rows.CLOSE.format(listed=listed, job="%(job)s", kind=_JOB_KIND), values)
 
 
 async def _take_name(connection: Connection, commit: Commit) -> None:

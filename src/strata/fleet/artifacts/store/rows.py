@@ -46,11 +46,16 @@ PASS_ON: Final = (
     f" AND NOT EXISTS (SELECT 1 FROM artifact_lineage l WHERE {_LIVE} AND l.owner = artifact.owner)"
 )
 """The bytes count against the quota of an owner who still needs them."""
-OPEN: Final = (
-    "SELECT 1 FROM artifact_chunk c JOIN artifact_ref r ON r.chunk = c.number JOIN artifact a ON a.seq = r.artifact"
-    " WHERE c.digest = {digest} AND NOT EXISTS ("
-    "SELECT 1 FROM artifact_lineage l JOIN job j ON j.id = l.job_id WHERE l.artifact_id = a.id"
-    f" AND l.kind = '{ArtifactKind.CHECKPOINT}' AND {{kind}} = 'server') LIMIT 1"
+_OPEN: Final = (
+    "EXISTS (SELECT 1 FROM artifact_ref r JOIN artifact a ON a.seq = r.artifact WHERE r.chunk = c.number"
+    " AND NOT EXISTS (SELECT 1 FROM artifact_lineage l JOIN job j ON j.id = l.job_id WHERE l.artifact_id = a.id"
+    f" AND l.kind = '{ArtifactKind.CHECKPOINT}' AND {{kind}} = 'server'))"
+)
+OPEN: Final = f"SELECT 1 FROM artifact_chunk c WHERE c.digest = {{digest}} AND {_OPEN}"
+CLOSED: Final = f"SELECT count(*) FROM artifact_chunk c WHERE c.number {{listed}} AND c.closed = 1 AND NOT {_OPEN}"
+CLOSE: Final = (
+    "UPDATE artifact_chunk SET closed = 1 WHERE number {listed}"
+    " AND EXISTS (SELECT 1 FROM job j WHERE j.id = {job} AND {kind} = 'server')"
 )
 FINISHED: Final = "(" + ", ".join(f"'{status}'" for status in sorted(TERMINAL)) + ")"
 REFERENCED: Final = (
@@ -148,6 +153,21 @@ def check_chunks(wanted: Mapping[str, int], found: Iterable[Slot]) -> None:
 
 ADOPT_NAME: Final = "UPDATE data_name SET owner = {owner} WHERE name = {name} AND owner = {actor}"
 """A name from before names had owners is kept for the key that used it first."""
+
+
+def names_chunks(commit: Commit) -> bool:
+    """Whether a person names chunks without the proof of having them: a blob was sent as a whole."""
+    return commit.hold is None and not commit.blob and not commit.account.operator
+
+
+def check_closed(closed: int) -> None:
+    """FORBIDDEN for chunks, counted by `CLOSED`, that only training servers have saved."""
+    if closed:
+        raise StrataError(
+            Code.FORBIDDEN,
+            f"{closed} of these chunks are of the saved state of a training server",
+            hint="an operator may commit them",
+        )
 
 
 def check_name(commit: Commit, owner: str) -> None:

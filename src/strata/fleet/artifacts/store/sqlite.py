@@ -15,7 +15,7 @@ from strata.database import events
 from strata.database.events import EventRecord as Record
 from strata.database.events import record_sqlite
 from strata.database.sqlite import SqliteThread
-from strata.fleet.artifacts.manifest import ArtifactChunk
+from strata.fleet.artifacts.manifest import ArtifactChunk, ArtifactKind
 from strata.fleet.artifacts.ports import (
     ArtifactRow,
     Commit,
@@ -39,6 +39,8 @@ _ERASABLE: Final = (
     f" AND (state = '{ChunkState.DELETING}' OR wanted_at <= :before)"
     f" AND {_UNREFERENCED} ORDER BY wanted_at, number LIMIT :limit"
 )
+
+_JOB_KIND: Final = "json_extract(CAST(j.spec AS TEXT), '$.kind')"
 
 Db = sqlite3.Connection
 
@@ -109,7 +111,7 @@ class SqliteIndex:
         return str(found[0][0])
 
     async def is_open(self, digest: str) -> bool:
-        select = rows.OPEN.format(digest="?", kind="json_extract(CAST(j.spec AS TEXT), '$.kind')")
+        select = rows.OPEN.format(digest="?", kind=_JOB_KIND)
         return bool(await self._rows(select, (digest,)))
 
     async def find(self, prefix: str, limit: int = 6) -> Sequence[str]:
@@ -257,9 +259,10 @@ def _commit(db: Db, commit: Commit, now_s: float) -> CommitResult:
     wanted = commit.manifest.chunks()
     slots = _slots(db, list(wanted))
     rows.check_chunks(wanted, slots.values())
+    numbers = [slot.number for slot in slots.values()]
+    _guard_closed(db, commit, numbers)
     _check_account(db, commit, artifact_id)
     _take_name(db, commit)
-    numbers = [slot.number for slot in slots.values()]
     db.executemany(
         f"UPDATE artifact_chunk SET state = {becomes(ChunkEvent.RESERVE)}, wanted_at = ? WHERE number = ?",
         [(now_s, number) for number in numbers],
@@ -282,6 +285,15 @@ def _check_account(db: Db, commit: Commit, artifact_id: str) -> None:
     if account.limit is not None and (row is None or row[5] is not None):
         ((used,),) = db.execute(rows.BYTES_OF.format(owner="?"), (account.owner,))
         check_bytes(account.owner, account.limit, used, commit.manifest.size, refusal=account.refusal)
+
+
+def _guard_closed(db: Db, commit: Commit, numbers: Sequence[int]) -> None:
+    values = {"numbers": msgspec.json.encode(numbers).decode(), "job": commit.lineage.job_id}
+    listed = "IN (SELECT value FROM json_each(:numbers))"
+    if rows.names_chunks(commit):
+        rows.check_closed(*db.execute(rows.CLOSED.format(listed=listed, kind=_JOB_KIND), values).fetchone())
+    if commit.hold is not None and commit.lineage.kind is ArtifactKind.CHECKPOINT:
+        db.execute(rows.CLOSE.format(listed=listed, job=":job", kind=_JOB_KIND), values)
 
 
 def _take_name(db: Db, commit: Commit) -> None:

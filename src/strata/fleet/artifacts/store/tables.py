@@ -83,6 +83,14 @@ SQLITE: Final = Component(
         """,
         # How many names an owner has is counted when one is taken.
         "CREATE INDEX data_name_owner ON data_name (owner);",
+        # Which chunks a training server has saved: knowing the digest of one is no right to its bytes.
+        """
+        ALTER TABLE artifact_chunk ADD COLUMN closed INTEGER NOT NULL DEFAULT 0;
+        UPDATE artifact_chunk SET closed = 1 WHERE number IN (SELECT r.chunk FROM artifact_ref r
+          JOIN artifact a ON a.seq = r.artifact JOIN artifact_lineage l ON l.artifact_id = a.id
+          JOIN job j ON j.id = l.job_id WHERE l.kind = 'checkpoint'
+          AND json_extract(CAST(j.spec AS TEXT), '$.kind') = 'server');
+        """,
     ),
 )
 POSTGRES: Final = Component(
@@ -165,5 +173,13 @@ POSTGRES: Final = Component(
         """,
         # How many names an owner has is counted when one is taken.
         "CREATE INDEX data_name_owner ON data_name (owner);",
+        # Which chunks a training server has saved: knowing the digest of one is no right to its bytes.
+        """
+        ALTER TABLE artifact_chunk ADD COLUMN closed integer NOT NULL DEFAULT 0;
+        UPDATE artifact_chunk SET closed = 1 WHERE number IN (SELECT r.chunk FROM artifact_ref r
+          JOIN artifact a ON a.seq = r.artifact JOIN artifact_lineage l ON l.artifact_id = a.id
+          JOIN job j ON j.id = l.job_id WHERE l.kind = 'checkpoint'
+          AND convert_from(j.spec, 'UTF8')::json ->> 'kind' = 'server');
+        """,
     ),
 )
