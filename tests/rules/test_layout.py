@@ -23,10 +23,10 @@ FEWEST_LISTED: Final = 80
 TOPICS: Final = frozenset(
     word
     for line in (
-        "artifacts async authority backup benchmarks blocking claim decide digests dispatcher engines eviction",
-        "failpoints follow handlers heartbeats hosts index ipc lead logs manifest matching msgspec observe on operations",
-        "packing protobuf pure ranks restore results routes run saving scrubbing slots snapshot spans stdlib submit ticks",
-        "timelines traces upload",
+        "artifacts async authority backup benchmarks blocking claim decide digests dispatcher engines",
+        "eviction failpoints follow handlers heartbeats hosts index ipc lead logs manifest matching msgspec",
+        "observe on operations packing protobuf pure ranks restore results routes run saving scrubbing slots",
+        "snapshot spans stdlib submit ticks timelines traces upload",
     )
     for word in line.split()
 )
