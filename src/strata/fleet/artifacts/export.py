@@ -55,12 +55,15 @@ class IndexLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def index_lines(artifacts: Artifacts, digests: dict[str, str]) -> AsyncIterator[bytes]:
-    """The results of completed jobs, newest first. `digests` holds those of bundles that were computed before."""
+    """The results of completed jobs, newest first. `digests` holds those of bundles that were computed before.
+
+    Callers that share it, and the artifacts, compute each digest once, and one at a time.
+    """
     wanted = LineageFilter(kind=ArtifactKind.RESULT, completed=True, limit=_PAGE)
     while page := await artifacts.index.lineages(wanted):
         for row in page:
             try:
-                digest = digests.get(row.artifact_id) or await bundle_digest(artifacts, row.artifact_id)
+                digest = digests.get(row.artifact_id) or await _digest_once(artifacts, row.artifact_id, digests)
             except StrataError as error:
                 if error.code in (Code.GONE, Code.NOT_FOUND):
                     # Removed since the page was read.
@@ -68,10 +71,16 @@ async def index_lines(artifacts: Artifacts, digests: dict[str, str]) -> AsyncIte
                 if error.code is not Code.CORRUPT:
                     raise
                 digest = ""
-            else:
-                digests[row.artifact_id] = digest
             yield msgspec.json.encode(_line(row, digest)) + b"\n"
         wanted = replace(wanted, before_seq=page[-1].seq)
+
+
+async def _digest_once(artifacts: Artifacts, artifact_id: str, digests: dict[str, str]) -> str:
+    async with artifacts.digesting:
+        # Another may have computed it while this one waited.
+        if artifact_id not in digests:
+            digests[artifact_id] = await bundle_digest(artifacts, artifact_id)
+        return digests[artifact_id]
 
 
 async def bundle_digest(artifacts: Artifacts, artifact_id: str) -> str:

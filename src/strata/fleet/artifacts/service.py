@@ -101,6 +101,8 @@ class Artifacts:
         self.clock = clock
         self.limits = limits or ArtifactLimits()
         self.grace_s = grace_s
+        self.digesting = asyncio.Lock()
+        """Held while a bundle is made for its digest alone: however many ask for all of them, one is made at a time."""
 
     async def plan(self, wanted: Mapping[str, int], owner: str) -> UploadPlan:
         """Which of these chunks (digest to size) have to be sent. They stay for the grace, so there is time to."""
