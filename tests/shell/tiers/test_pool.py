@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.tiers import table
+from tests.tiers import pool, table
 from tests.tiers.__main__ import make_report
 from tests.tiers.pool import Batch, BatchResult, Pool, judge
 from tests.tiers.recorder import Outcome, shuffle
@@ -74,6 +74,20 @@ def test_a_file_that_cannot_be_collected_is_red(planted: Planted) -> None:
 def test_a_failure_is_red_and_named(planted: Planted, capsys: pytest.CaptureFixture[str]) -> None:
     assert planted.run("def test_one(): assert False\n") == ({"test_one": "failed"}, False)
     assert "FAILED test_planted.py::test_one" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("tolerated", "result"), [(1, "passed"), (0, "failed")])
+def test_a_flaky_test_counts_as_passed_while_so_many_are_tolerated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tolerated: int, result: str
+) -> None:
+    class Alone(Pool):
+        def passes_alone(self, test_id: str, *, limit_s: float) -> bool:
+            return True
+
+    monkeypatch.setattr(pool, "MOST_FLAKY_FILES", tolerated)
+    failed = Outcome("test_a.py::test_one", "failed", 1.0)
+    results = [(Batch("pr", (FileTests("test_a.py", 1.0),)), BatchResult([failed], [], [], "", 1.0, 0.0))]
+    assert judge(Alone(tmp_path, ""), results) == ([Outcome("test_a.py::test_one", result, 1.0)], tolerated > 0)
 
 
 def test_tests_of_other_tiers_are_left_to_them(planted: Planted) -> None:
