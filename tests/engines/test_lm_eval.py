@@ -6,6 +6,7 @@ It runs as a program of a venv of its own. The oracle of its scores is the `tink
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +20,12 @@ from transformers import AutoTokenizer
 from strata.base.settings import process_environment
 from strata.testing.venvs import cached_venv
 from strata.train.runner.model.tiny import TinyModel, make
+from tests.engines.processes import TRANSFORMERS
 from tests.shell.train_api.processes import Processes, serving
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(1800)]
-LM_EVAL: Final = "0.4.13"
-TRANSFORMERS: Final = "5.22.2"
+LM_EVAL: Final = os.environ.get("STRATA_TEST_LM_EVAL", "0.4.13")  # noqa: TID251
+"""`make newest ARGS=engines` names the newest."""
 CHOICES: Final = (" is gone.", " can be read again.")
 QUESTIONS: Final = ("What was written down", "What was only said", "What is", "A small thing that works")
 NATS: Final = 1e-4
@@ -80,7 +82,8 @@ def scored(server: Processes, model: Path, folder: Path, task: str) -> list[dict
     rows = [{"question": each, "choices": list(CHOICES), "answer": 1} for each in QUESTIONS]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "task.yaml").write_text(task.format(data=data))
-    programs = cached_venv(f"lm-eval-{LM_EVAL}", (f"lm-eval[api]=={LM_EVAL}", f"transformers=={TRANSFORMERS}"))
+    packages = (f"lm-eval[api]=={LM_EVAL}", f"transformers=={TRANSFORMERS}")
+    programs = cached_venv(f"lm-eval-{LM_EVAL}-transformers-{TRANSFORMERS}", packages)
     name = task.split()[1]
     arguments = f"model=tiny,base_url={server.url}/v1/completions,tokenizer={model},num_concurrent=2,max_length=512"
     command = [
