@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,12 +13,15 @@ import httpx
 import msgspec
 import pytest
 
+from strata.base.clock import SystemClock
 from strata.fleet import wire
 from strata.fleet.http.routes import ROUTES
 from strata.http.route import Route
+from strata.hub.gangs import CoordinatorGangs
+from strata.hub.lone_coordinator import TokenSessions, make_app
 from strata.web.pages import lone_server
 from strata.web.routes import PAGES
-from tests.abuse.owners import FREE, changing, check_rules, named
+from tests.abuse.owners import FREE, changing, check_rules, free, named, served_routes
 from tests.shell.fleet_http.running import Running, manifest_body, ok, refused, replying, running
 from tests.shell.fleet_http.test_servers import serve
 from tests.shell.web.browsing import log_in
@@ -66,9 +70,36 @@ PAGE_ROUTES = [route for module in (*PAGES, lone_server) for route in module.ROU
 OWNERS_ROUTES, OWNERS_PAGES = changing(ROUTES), changing(PAGE_ROUTES)
 
 
+FREE_ROUTES = {
+    "PUT /v1/chunk/{digest}",
+    "POST /v1/chunks/missing",
+    "PUT /v1/source/{id}",
+    "POST /v1/join",
+    "POST /api/v1/telemetry",
+    "POST /api/v1/get_info",
+    "POST /api/v1/weights_info",
+    "POST /api/v1/list_checkpoints",
+    "POST /api/v1/client/config",
+    "POST /api/v1/client/dynamic_config",
+    "POST /login",
+}
+"""No test tries them on a thing of another: whoever adds one here has seen that there is no such thing."""
+
+
 @pytest.mark.attack(AREA, "a new route or form that changes something, without a word on whose it is")
-def test_every_route_that_changes_something_says_whose_it_is(tries: Tries) -> None:
-    check_rules([*ROUTES, *PAGE_ROUTES], tries)
+async def test_every_route_that_changes_something_says_whose_it_is(site: Running, tries: Tries) -> None:
+    served = served_routes(site.hub.app)
+    check_rules([*served, *PAGE_ROUTES], tries)
+    assert free(served) == FREE_ROUTES
+    tried = {named(each) for each in (*OWNERS_ROUTES, *OWNERS_PAGES)}
+    only_alone = {named(each) for each in lone_server.ROUTES}
+    assert {named(each) for each in changing(served)} == (tried - only_alone) | {"POST /login"}
+    clock = SystemClock()
+    gangs = CoordinatorGangs("127.0.0.1:1", clock)
+    alone = served_routes(make_app(gangs, TokenSessions(None, clock), clock, asyncio.Event()))
+    await gangs.close()
+    check_rules(alone, tries)
+    assert {named(each) for each in changing(alone)} == {"POST /login", "POST /logout"}
 
 
 MANIFEST = """

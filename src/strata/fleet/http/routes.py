@@ -194,7 +194,7 @@ _ROUTES: Final = (
     Route("POST", "/v1/key/{id}/revoke", ADMIN, identities.revoke_key),
     *server_views.ROUTES,
     *servers.ROUTES,
-    Route("POST", "/v1/join", PUBLIC, identities.join, 20 * KIB),
+    Route("POST", "/v1/join", PUBLIC, identities.join, 20 * KIB, owner="none: an invite makes a new host"),
     Route("GET", "/v1/ca", PUBLIC, identities.authority),
     Route("GET", "/metrics", VIEWER, metrics.expose),
     Route("GET", "/v1/health", PUBLIC, health, operation="about.health"),

@@ -62,7 +62,15 @@ def login_routes(site: Site) -> Sequence[Route]:
 
     return (
         Route("GET", "/login", PUBLIC, show_login, operation="web.show_login"),
-        Route("POST", "/login", PUBLIC, log_in, 4 * KIB, operation="web.log_in"),
+        Route(
+            "POST",
+            "/login",
+            PUBLIC,
+            log_in,
+            4 * KIB,
+            owner="none: a key opens a new session of its owner",
+            operation="web.log_in",
+        ),
     )
 
 
