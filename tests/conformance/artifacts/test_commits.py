@@ -304,7 +304,7 @@ async def test_as_many_bytes_are_committed_as_the_owner_has_room_for(place: Plac
     await stored_for(place, "bert", None, noise(5000, 4))
     # What is there already costs nothing, whoever commits it again.
     await stored_for(place, "anna", 1000, noise(600, 1))
-    await stored_for(place, "anna", 0, noise(5000, 4))
+    await stored_for(place, "anna", 1000, noise(5000, 4))
     assert await place.index.owner_bytes() == {"anna": 1000, "bert": 5000}
     assert await place.artifacts.remove(first, "", "operator")
     assert await place.index.owner_bytes() == {"anna": 400, "bert": 5000}
@@ -400,6 +400,21 @@ async def test_an_owner_withdraws_what_is_hers_and_the_quota_passes_on(place: Pl
     assert await kinds(place, shared) == [
         "artifact.committed", "artifact.committed", "artifact.withdrawn", "artifact.removed",
     ]  # fmt: skip
+
+
+async def test_two_owners_do_not_fill_the_quota_of_one_beyond_what_the_other_has(place: Place) -> None:
+    async def pump(seed: int) -> None:
+        manifest = await send(place, {"f": noise(100, seed)})
+        for owner in ("anna", "rob"):
+            account = StorageAccount(owner=owner, limit=100)
+            await place.artifacts.commit(manifest, data(owner, str(seed)), f"key:{owner}", account=account)
+        assert not await place.artifacts.withdraw(manifest.id, "anna", "", "key:anna")
+
+    await pump(1)
+    await pump(2)
+    assert await place.index.owner_bytes() == {"rob": 200}
+    error = await refusal(pump(3))
+    assert (error.code, error.detail["quota"]) == (Code.EXHAUSTED, "bytes")
 
 
 async def test_what_an_operator_removes_is_withdrawn_for_all(place: Place) -> None:

@@ -217,9 +217,9 @@ class ArtifactIndex(Protocol):
 
         PRECONDITION names the chunks that are missing. The same commit again gets the same answer, also when the
         attempt is over by then. An artifact that was removed is there again, with this lineage alone. EXHAUSTED when a
-        new one does not fit into the account; one that is there already costs nothing. FORBIDDEN for data under a name
-        of another owner, EXHAUSTED under one name more than an owner may have.
-        FORBIDDEN for a person who names chunks that only training servers have saved, now or before.
+        new one does not fit into the account; one that is there already costs nothing, but is for nobody who has more
+        than the quota. FORBIDDEN for data under a name of another owner, EXHAUSTED under one name more than an owner
+        may have. FORBIDDEN for a person who names chunks that only training servers have saved, now or before.
         """
 
     async def artifact(self, artifact_id: str) -> ArtifactRow: ...

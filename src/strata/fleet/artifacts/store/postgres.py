@@ -277,8 +277,7 @@ async def _commit(connection: Connection, commit: Commit, now_s: float) -> Commi
     rows.check_chunks(wanted, slots.values())
     numbers = [slot.number for slot in slots.values()]
     await _guard_closed(connection, commit, numbers)
-    if there is None or there[5] is not None:
-        await _check_account(connection, commit)
+    await _check_account(connection, commit, rows.added_bytes(there, commit))
     await _take_name(connection, commit)
     await connection.execute(
         f"UPDATE artifact_chunk SET state = {becomes(ChunkEvent.RESERVE)}, wanted_at = %s WHERE number = ANY(%s)",
@@ -303,12 +302,12 @@ async def _commit(connection: Connection, commit: Commit, now_s: float) -> Commi
     return CommitResult(artifact_id=artifact_id, lineage_id=lineage_id, new=True)
 
 
-async def _check_account(connection: Connection, commit: Commit) -> None:
+async def _check_account(connection: Connection, commit: Commit, added: int | None) -> None:
     account = commit.account
-    if account.limit is not None:
+    if account.limit is not None and added is not None:
         cursor = await connection.execute(rows.BYTES_OF.format(owner="%s"), (account.owner,))
         ((used,),) = await cursor.fetchall()
-        check_bytes(account.owner, account.limit, int(used), commit.manifest.size, refusal=account.refusal)
+        check_bytes(account.owner, account.limit, int(used), added, refusal=account.refusal)
 
 
 async def _guard_closed(connection: Connection, commit: Commit, numbers: Sequence[int]) -> None:

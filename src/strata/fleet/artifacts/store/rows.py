@@ -192,6 +192,17 @@ def check_name_count(commit: Commit, owned: int) -> None:
         )
 
 
+def added_bytes(row: Sequence[Any] | None, commit: Commit) -> int | None:
+    """From `ARTIFACT`: what this commit adds to the quota of its account; None if it need not be looked at.
+
+    What another stores adds nothing, but who has more than the quota already takes no share in it: it would become
+    theirs when the other withdraws it.
+    """
+    if row is None or row[5] is not None:
+        return commit.manifest.size
+    return None if row[6] == commit.account.owner else 0
+
+
 def check_removable(row: Sequence[Any] | None, artifact_id: str, *, needed: bool) -> bool:
     """From `ARTIFACT`: whether there is anything to remove."""
     if row is None:

@@ -281,10 +281,10 @@ def _commit(db: Db, commit: Commit, now_s: float) -> CommitResult:
 
 
 def _check_account(db: Db, commit: Commit, artifact_id: str) -> None:
-    account, row = commit.account, _artifact(db, artifact_id)
-    if account.limit is not None and (row is None or row[5] is not None):
+    account, added = commit.account, rows.added_bytes(_artifact(db, artifact_id), commit)
+    if account.limit is not None and added is not None:
         ((used,),) = db.execute(rows.BYTES_OF.format(owner="?"), (account.owner,))
-        check_bytes(account.owner, account.limit, used, commit.manifest.size, refusal=account.refusal)
+        check_bytes(account.owner, account.limit, used, added, refusal=account.refusal)
 
 
 def _guard_closed(db: Db, commit: Commit, numbers: Sequence[int]) -> None:
