@@ -222,16 +222,17 @@ async def exported(call: HubCall) -> RawReply:
 
 
 async def pin(call: HubCall, body: wire.PinRequest) -> None:
-    """Keep an artifact whatever the retention says; without a reason, let it go. A researcher: only one of her own,
-    and not what another pinned."""
+    """Keep an artifact whatever the retention says; without a reason, let it go. A researcher: only one of her own."""
     artifact_id, submitter = await resolve_artifact_id(call), submitter_of(call)
     owner = None if submitter.operator else submitter.owner
     await call.context.artifacts.pin(artifact_id, body.reason, call.actor, owner=owner)
 
 
 async def remove(call: HubCall) -> None:
-    """Let go of the bytes of an artifact; where it came from stays known. A researcher: of her own jobs and data, while
-    the bytes stay for others who committed them."""
+    """Let go of an artifact; where it came from stays known. A researcher: of her own jobs and data.
+
+    Its bytes stay while another owner has committed the same.
+    """
     artifact_id, submitter = await resolve_artifact_id(call), submitter_of(call)
     artifacts, reason = call.context.artifacts, "removed by hand"
     if submitter.operator:
