@@ -29,10 +29,12 @@ from strata.fleet.agent.attempt import Attempt
 from strata.fleet.agent.attempt_folder import AttemptPaths, create_attempt_folder, remove_folder
 from strata.fleet.agent.git import LOCAL
 from strata.fleet.agent.hub_api import HubApi
+from strata.fleet.agent.log_uploader import StreamUploader
 from strata.fleet.agent.path_names import attempt_name
 from strata.fleet.agent.prepare import HostContext, prepare_attempt
 from strata.fleet.agent.privsep import run_with_input, stream_output
 from strata.fleet.agent.privsep_worker import CheckoutCommit
+from strata.fleet.agent.redaction import Redactor
 from strata.fleet.agent.retry import ThreadPools
 from strata.fleet.agent.state import AgentState, AttemptRecord
 from strata.fleet.agent.trainer_source import unpack_request
@@ -162,6 +164,46 @@ def holds(folder: Path, text: str) -> bool:
 
 
 # What the agent gives to a job, and what ends with it
+
+
+class Stream:
+    """The hub's side of the metrics of an attempt."""
+
+    def __init__(self) -> None:
+        self.content = b""
+
+    def append(self, _lease: object, _stream: str, offset: int, piece: bytes, *, last: bool) -> int:
+        del last
+        assert offset == len(self.content)
+        self.content += piece
+        return len(self.content)
+
+
+SPELLINGS = {
+    "Python": rb"S3CR3T/token<1>&\"x\"",
+    "ujson, PHP": rb"S3CR3T\/token<1>&\"x\"",
+    "Go": rb"S3CR3T/token\u003c1\u003e\u0026\"x\"",
+    "Jackson, upper case": rb"S3CR3T/token\u003C1\u003E\u0026\u0022x\u0022",
+    "all of it": "".join(f"\\u{ord(each):04x}" for each in 'S3CR3T/token<1>&"x"').encode(),
+}
+
+
+@pytest.mark.attack(AREA, "L3: a secret in metrics, as the JSON library of another language spells it")
+@pytest.mark.parametrize("library", SPELLINGS)
+def test_a_secret_in_metrics_is_masked_however_it_is_spelled(
+    tmp_path: Path, library: str, tries: Callable[[int], None]
+) -> None:
+    secret = 'S3CR3T/token<1>&"x"'
+    assert msgspec.json.decode(b'"%s"' % SPELLINGS[library]) == secret
+    for line in (b'{"step": 1, "%s": 2, "m": ["\\\\%s"]}\n', b'{"step": 1, "%s "%s" no JSON\n'):
+        tries(1)
+        whole, stream = line.replace(b"%s", SPELLINGS[library]), Stream()
+        path = tmp_path / "metrics"
+        uploader = StreamUploader(stream, lease(a_trainer()), "metrics", path, Redactor([secret]))  # type: ignore[arg-type]
+        for end in (*range(0, len(whole), 5), len(whole)):
+            path.write_bytes(whole[:end])
+            uploader.upload_new(last=end == len(whole))
+        assert stream.content == whole.replace(SPELLINGS[library], b"*" * len(SPELLINGS[library]))
 
 
 @pytest.mark.attack(AREA, "secrets of the agent's environment in the job's, in logs and in arguments")
