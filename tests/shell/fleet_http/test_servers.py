@@ -246,6 +246,34 @@ async def test_a_session_is_of_the_tenant_who_opened_it(site: Running) -> None:
     assert refused(await alice.post("/api/v1/create_model", json=strange)) == (400, "invalid")
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (
+            b'{"error":{"code":"invalid","message":"planted: this server does not know the field"}}',
+            "planted: this server",
+        ),
+        (b"no JSON", "the training server refused the body, and did not say why"),
+    ],
+)
+async def test_a_client_hears_why_a_server_refuses_the_body_of_its_session(
+    site: Running, tmp_path: Path, content: bytes, words: str
+) -> None:
+    """The hub opens sessions itself and sends the body to a server later: a client must not retry that for ever."""
+    alice = await site.with_role("researcher")
+    async with replying(tmp_path / "a" / "s", content, b"400 Bad Request"):
+        await serve(site, "tiny", path=tmp_path / "a" / "s")
+        session = (await alice.post("/api/v1/create_session", json={"planted": "fast"})).json()["session_id"]
+        for path, body in (
+            ("create_model", {"session_id": session, "base_model": "tiny"}),
+            ("session_heartbeat", {"session_id": session, "planted": "fast"}),
+            (f"sessions/{session}/finish", {"planted": "fast"}),
+        ):
+            reply = await alice.post(f"/api/v1/{path}", json=body)
+            assert refused(reply) == (400, "invalid"), path
+            assert words in reply.json()["error"]["message"]
+
+
 async def test_a_tag_is_found_in_a_compressed_body_wherever_it_is(site: Running, tmp_path: Path) -> None:
     alice = await site.with_role("researcher")
     async with replying(tmp_path / "a" / "s", b'"a"'), replying(tmp_path / "b" / "s", b'"b"'):

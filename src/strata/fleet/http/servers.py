@@ -35,6 +35,8 @@ from strata.fleet.http.context import HubCall, HubContext
 from strata.fleet.http.proxy import ARCHIVE, MAX_BODY, TOKEN, ForwardedRequest, Tenant, passed_headers, read_whole
 from strata.fleet.ports import JobFilter, ServerRow
 from strata.http.disconnect import until_disconnect
+from strata.http.errors import STATUS_OF
+from strata.http.problem import ErrorReply
 from strata.http.route import KIB, MIB, PUBLIC, READS, RESEARCHER, VIEWER, RawReply, Route, Upload
 from strata.http.zstd import decompress_frames, decompress_pieces
 from strata.identity.roles import CallerKind, Role
@@ -65,6 +67,7 @@ _OPENING: Final = frozenset({f"{BASE}/{name}" for name in ("create_model", "crea
 """What a client sends with the id of its session at the hub."""
 _READING: Final = ("get_info", "weights_info", "list_checkpoints", "client/config", "client/dynamic_config")
 """What is sent with POST and changes nothing."""
+_BAD_REQUEST: Final = STATUS_OF[Code.INVALID]
 _MAX_SESSIONS: Final = 10_000
 _MAX_OWN_SESSIONS: Final = 1000
 _MAX_COMPOSED: Final = 10_000
@@ -568,6 +571,8 @@ async def _with_session(
         method="POST", target=f"{BASE}/create_session", headers=headers, content=content or b"{}"
     )
     opened = await _send(context, server, opening, tenant)
+    if opened.status == _BAD_REQUEST:
+        raise _refusal(await read_whole(opened))
     if opened.status != 200:
         message = f"the training server did not open the session: status {opened.status}"
         raise StrataError(Code.UNAVAILABLE, message, hint="try again")
@@ -609,6 +614,9 @@ async def _ask_all(call: HubCall, method: str, request: Any) -> Sequence[Mapping
         except (StrataError, TimeoutError):
             # One that has just gone, or replies with what nobody can read, has nothing to say; the others have.
             return {}
+        if reply.status == _BAD_REQUEST and method == "POST":
+            # Whoever sends a heartbeat that no server takes would lose the session without a word.
+            raise _refusal(content)
         if reply.status == 200 and method == "POST":
             await context.fleet.touch_server(server)
         return replied
@@ -697,6 +705,15 @@ def _decode(content: bytes) -> dict[str, Any]:
         return msgspec.json.decode(content or b"{}", type=dict[str, Any])
     except msgspec.DecodeError as error:
         raise StrataError(Code.INVALID, f"the body is not a JSON object: {error}") from None
+
+
+def _refusal(content: bytes) -> StrataError:
+    """The error of a training server that refused a body of the client's, which the hub had taken as it was."""
+    try:
+        problem = msgspec.json.decode(content, type=ErrorReply).error
+    except msgspec.DecodeError:
+        return StrataError(Code.INVALID, "the training server refused the body, and did not say why")
+    return StrataError(Code.INVALID, problem.message, hint=problem.hint)
 
 
 def _json(value: Mapping[str, Any]) -> RawReply:
