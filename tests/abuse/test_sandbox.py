@@ -773,7 +773,7 @@ def test_a_command_that_is_not_there_is_a_fault_of_the_setup(host: Host) -> None
 # The network
 
 
-METADATA = ("169.254.169.254/16", "fd00:ec2::254/64")
+METADATA = ("169.254.169.254/16", "fd00:ec2::254/64", "169.254.42.42/16", "fd00:42::42/64")
 LISTEN = """
 import socket, time
 for port in (7, 53):
@@ -801,7 +801,8 @@ def two_machines() -> Iterator[str]:
             ip("netns", "add", name)
             ip("-n", name, "link", "set", "lo", "up")
         ip("link", "add", f"n{mark}", "netns", near, "type", "veth", "peer", "name", f"f{mark}", "netns", far)
-        own, others = ("10.99.0.1/24", "169.254.1.1/16", "fd00:ec2::1/64"), ("10.99.0.2/24", "10.99.0.3/24", *METADATA)
+        own = ("10.99.0.1/24", "169.254.1.1/16", "fd00:ec2::1/64", "fd00:42::1/64")
+        others = ("10.99.0.2/24", "10.99.0.3/24", *METADATA)
         for name, device, addresses in ((near, f"n{mark}", own), (far, f"f{mark}", others)):
             for address in addresses:
                 duplicates = ("nodad",) if ":" in address else ()
@@ -828,6 +829,7 @@ targets = {"allowed": ("10.99.0.2", 7), "forbidden": ("10.99.0.3", 7)}
 targets |= {"own": own.getsockname(), "agent": ("127.0.0.1", PORT)}
 targets |= {"metadata": ("169.254.169.254", 7), "metadata6": ("fd00:ec2::254", 7), "resolver": ("169.254.169.254", 53)}
 targets |= {"mapped": ("::ffff:169.254.169.254", 7)}
+targets |= {"scaleway": ("169.254.42.42", 7), "scaleway6": ("fd00:42::42", 7)}
 for name, address in targets.items():
     try:
         socket.create_connection(address, 3).close()

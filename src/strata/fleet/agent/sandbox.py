@@ -47,10 +47,10 @@ _MAX_LINKS: Final = 40
 METADATA: Final = (
     "169.254.169.254", "fd00:ec2::254", "fd20:ce::254", "fd00:c1::a9fe:a9fe", "fe80::a9fe:a9fe",
     "169.254.170.2", "169.254.170.23", "fd00:ec2::23",
-    "168.63.129.16", "100.100.100.200", "169.254.0.23",
+    "168.63.129.16", "100.100.100.200", "169.254.0.23", "169.254.42.42", "fd00:42::42",
 )  # fmt: skip
 """Where clouds give the credentials of a machine to whoever asks from it: by most of them, to containers on AWS, on
-Azure, Alibaba Cloud and Tencent Cloud."""
+Azure, Alibaba Cloud, Tencent Cloud and Scaleway."""
 
 
 LIMITED: Final = ("memory", "processes", "cpu")
