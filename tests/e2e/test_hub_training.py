@@ -18,6 +18,7 @@ from tinker import types
 from strata.sdk.train import Datum, TrainingServer
 from tests.e2e.machines import Machine
 from tests.shell.fleet_agent.waiting import eventually
+from tests.support.tinker_sessions import end_session
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 SETTINGS: Final = """
@@ -134,8 +135,8 @@ def test_the_tinker_sdk_trains_through_the_hub_with_a_key_of_the_hub(
         passed = own.forward_backward([Datum(tokens[:-1], tokens[1:])])
         own.optim_step(learning_rate=1e-2)
         assert passed.result().loss == pytest.approx(losses[0], rel=1e-5), "our SDK, the same model, the same numbers"
-    alice.close("success").result()
-    bob.close("success").result()
+    end_session(alice)
+    end_session(bob)
 
 
 def test_two_base_models_stand_behind_one_url(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +159,7 @@ def test_two_base_models_stand_behind_one_url(machine: Machine, monkeypatch: pyt
     }
     with pytest.raises(tinker.NotFoundError):
         carla.create_lora_training_client(base_model="neither", rank=4).result()
-    carla.close("success").result()
+    end_session(carla)
 
 
 def test_the_openai_client_uses_the_checkpoints_of_its_tenant_through_the_hub(machine: Machine) -> None:

@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 
 from strata.train.runner.model.tiny import TinyModel, make
 from tests.shell.train_api.processes import Processes, serving
+from tests.support.tinker_sessions import end_session
 
 pytestmark = [
     # Both SDKs leave sockets to the garbage collector, whose complaint would be taken for ours.
@@ -101,7 +102,7 @@ def trained(server: Processes) -> Iterator[Trained]:
         environment.setenv("TINKER_TELEMETRY", "0")
         service = tinker.ServiceClient(base_url=server.url, api_key=server.key)
         yield Trained(service)
-        service.close("success").result()
+        end_session(service)
     with warnings.catch_warnings(action="ignore"):
         gc.collect()
 

@@ -26,6 +26,7 @@ from tinker import types
 from transformers import AutoModelForCausalLM
 
 from soak.train.server import ServeProcess, Victim, make_model, serving
+from tests.support.tinker_sessions import end_session
 
 pytestmark = [
     # The SDK leaves sockets to the garbage collector, whose complaint would be taken for ours.
@@ -70,7 +71,7 @@ def client(server: ServeProcess) -> Iterator[tinker.ServiceClient]:
         environment.setenv("TINKER_TELEMETRY", "0")
         service = tinker.ServiceClient(base_url=server.url, api_key=server.key)
         yield service
-        service.close("success").result()
+        end_session(service)
     with warnings.catch_warnings(action="ignore"):
         gc.collect()
 

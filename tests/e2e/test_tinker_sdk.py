@@ -21,6 +21,7 @@ from tinker import types
 from strata.base.settings import process_environment
 from strata.train.runner.model.tiny import TinyModel, make
 from tests.shell.train_api.processes import Processes, serving
+from tests.support.tinker_sessions import end_session
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 LOOP: Final = Path(__file__).with_name("tinker_loop.py")
@@ -55,7 +56,7 @@ def connected(server: Processes, key: str, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     service = tinker.ServiceClient(base_url=server.url, api_key=key)
     yield service
-    service.close("success").result()
+    end_session(service)
 
 
 def datum(tokens: list[int], targets: list[int], weight: float = 1.0) -> types.Datum:

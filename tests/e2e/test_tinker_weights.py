@@ -23,6 +23,7 @@ from tinker.types.optimizer import OptimizerConfigBase, OptimParamsBase
 from soak.train.server import ServeProcess, make_model, serving
 from strata.base.settings import process_environment
 from tests.e2e.test_tinker_sdk import JSON_ERA, other_tinker
+from tests.support.tinker_sessions import end_session
 
 pytestmark = [
     # The SDK leaves sockets to the garbage collector, whose complaint would be taken for ours.
@@ -53,7 +54,7 @@ def connected(server: ServeProcess) -> Iterator[tinker.ServiceClient]:
         environment.setenv("TINKER_TELEMETRY", "0")
         service = tinker.ServiceClient(base_url=server.url, api_key=server.key)
         yield service
-        service.close("success").result()
+        end_session(service)
 
 
 def batch(step: int) -> list[types.Datum]:

@@ -30,6 +30,7 @@ from strata.sdk.checkpoints import import_adapter
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG
 from strata.train.runner.model.tiny import TinyModel, make
 from tests.shell.train_api.processes import Processes, serving
+from tests.support.tinker_sessions import end_session
 
 # The SDK leaves sockets to the garbage collector, whose complaint would be taken for ours.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
@@ -158,7 +159,7 @@ def test_an_adapter_of_peft_says_the_same_here_and_is_trained_on(
     # Loaded once more, also over what was trained, it is what it was.
     client.load_state(path).result(PATIENCE_S)
     assert said(client) == before
-    service.close("success").result()
+    end_session(service)
 
 
 def test_the_server_is_the_one_that_was_logged_in_to_and_the_same_again_is_the_same(

@@ -22,6 +22,7 @@ from strata.train.api.server import serve_app
 from strata.train.core import messages
 from tests.shell.train_api.test_protocol import BASE, Client, Server, served
 from tests.shell.train_api.test_sampling import sampler_of, wanted
+from tests.support.tinker_sessions import end_session
 
 pytestmark = [
     # The SDK leaves sockets to the garbage collector, whose complaint would be taken for ours.
@@ -168,7 +169,7 @@ async def sampling(server: Server, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
         try:
             yield counted, sampler
         finally:
-            await asyncio.to_thread(service.close("success").result)
+            await asyncio.to_thread(end_session, service)
             stop.set()
             await serving
 
