@@ -175,7 +175,7 @@ async def test_a_full_quota_of_bytes_refuses_uploads_and_jobs_and_bounds_results
     await submit(anna, "b")
 
 
-async def test_a_researcher_removes_no_source_and_nothing_that_others_made_as_well(site: Running) -> None:
+async def test_a_researcher_removes_no_source_and_keeps_what_others_made_as_well(site: Running) -> None:
     anna, bert = await site.with_role("researcher", "anna"), await site.with_role("researcher", "bert")
     host = await site.host("desk")
     source = ok(await put_source(anna, b"source"), wire.CommitReply)
@@ -188,18 +188,22 @@ async def test_a_researcher_removes_no_source_and_nothing_that_others_made_as_we
         done = {"epoch": lease.epoch, "artifact": made[-1]}
         ok(await host.http.post(f"/v1/job/{lease.job_id}/complete", json=done), wire.Job)
     assert made[0] == made[1]
-    for client in (anna, bert):
-        assert refused(await client.delete(f"/v1/artifact/{made[0]}")) == (403, "forbidden")
-    assert (await (await site.operator()).delete(f"/v1/artifact/{made[0]}")).is_success
+    path = f"/v1/artifact/{made[0]}"
+    assert (await anna.delete(path)).is_success
+    assert (await bert.get(path)).is_success, "he made the same"
+    assert [await stored(bert, each) for each in ("anna", "bert")] == [len(b"source"), len(b"the same")]
+    assert refused(await anna.delete(path)) == (403, "forbidden")
+    assert (await bert.delete(path)).is_success
+    assert refused(await bert.get(path)) == (410, "gone")
 
 
-async def test_a_researcher_removes_her_data_unless_others_uploaded_the_same(site: Running) -> None:
+async def test_a_researcher_removes_her_data_and_not_that_of_others_who_uploaded_the_same(site: Running) -> None:
     anna, bert = await site.with_role("researcher", "anna"), await site.with_role("researcher", "bert")
     renewed = await site.with_role("researcher", "anna")
     shared = [await put_data(client, b"the same", name) for client, name in ((anna, "a"), (bert, "b"))]
     assert shared[0] == shared[1]
-    for client in (anna, bert):
-        assert refused(await client.delete(f"/v1/artifact/{shared[0]}")) == (403, "forbidden")
+    assert (await anna.delete(f"/v1/artifact/{shared[0]}")).is_success
+    assert (await bert.get(f"/v1/artifact/{shared[0]}")).is_success
     own = [await put_data(client, b"her own", name) for client, name in ((anna, "c"), (renewed, "d"))]
     assert refused(await bert.delete(f"/v1/artifact/{own[0]}")) == (403, "forbidden")
     assert (await anna.delete(f"/v1/artifact/{own[0]}")).is_success, "a renewed key has the same owner"
