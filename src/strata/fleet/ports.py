@@ -413,6 +413,8 @@ class StoredSchedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """A schedule, and for whom its runs are queued."""
 
     schedule: JobSchedule
+    trainer: str = ""
+    """The digest of the trainer that its runs get; empty: the one that its name stands for."""
     actor: str
     submitter: Submitter
 

@@ -244,7 +244,7 @@ def _changed(before: StoredSchedule, wanted: StoredSchedule) -> StoredSchedule:
     """An operator changes what the schedule of another owner does, not whose it is."""
     if before.submitter.owner == wanted.submitter.owner:
         return wanted
-    return msgspec.structs.replace(before, schedule=wanted.schedule)
+    return msgspec.structs.replace(before, schedule=wanted.schedule, trainer=wanted.trainer)
 
 
 def _check_owner(row: ScheduleRow, submitter: Submitter) -> None:
@@ -299,7 +299,12 @@ class ScheduleRunner:
         last = await self._fleet.find_job(row.last_job) if row.last_job else None
         if row.stored.schedule.overlap == "skip" and last is not None and last.status not in TERMINAL:
             return f"the run of {spec.due} was left out: the one of {last.spec.due} is {last.status}"
-        plan = ApplyPlan(project=spec.project, new={spec.id: spec}, superseded=() if last is None else (last.id,))
+        plan = ApplyPlan(
+            project=spec.project,
+            new={spec.id: spec},
+            superseded=() if last is None else (last.id,),
+            pinned=row.stored.trainer,
+        )
         try:
             await self._fleet.apply(
                 plan,

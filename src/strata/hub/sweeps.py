@@ -67,13 +67,15 @@ class DeclaredSweeps:
         self._store = store
         self._fleet = fleet
 
-    async def check(self, sweeps: Sequence[StoredSweep], *, take_over: bool) -> Sequence[str]:
+    async def check(
+        self, sweeps: Sequence[StoredSweep], plan: ApplyPlan, source: str, *, take_over: bool
+    ) -> Sequence[str]:
         if any(each.sweep is not None for each in sweeps):
             await asyncio.to_thread(require_optuna)
-        there = {(each.project, each.name): each for each in await self._store.sweeps()}
-        known = {each.name: there[each.project, each.name] for each in sweeps if (each.project, each.name) in there}
-        _check_files(known, sweeps, take_over=take_over)
-        return [name for name, each in known.items() if each.stopped]
+        there = {each.name: each for each in await self._store.sweeps() if each.project == plan.project}
+        _check_sweeps(there, sweeps, take_over=take_over)
+        _check_trials(there, plan, source, take_over=take_over)
+        return [each.name for each in sweeps if each.name in there and there[each.name].stopped]
 
     async def declare(self, sweeps: Sequence[StoredSweep], *, take_over: bool) -> None:
         if not sweeps:
@@ -81,7 +83,7 @@ class DeclaredSweeps:
         now_s = self._fleet.now_s()
 
         def decide(there: Mapping[str, StoredSweep]) -> SweepChanges:
-            _check_files(there, sweeps, take_over=take_over)
+            _check_sweeps(there, sweeps, take_over=take_over)
             puts = [_changed(there.get(each.name), each) for each in sweeps]
             puts = [each for each in puts if each != there.get(each.name)]
             events = (_event(each, "declared", now_s, file=each.source) for each in puts)
@@ -138,7 +140,11 @@ class DeclaredSweeps:
         await self._store.change(project, decide)
 
 
-def _check_files(there: Mapping[str, StoredSweep], sweeps: Sequence[StoredSweep], *, take_over: bool) -> None:
+def _check_sweeps(there: Mapping[str, StoredSweep], sweeps: Sequence[StoredSweep], *, take_over: bool) -> None:
+    for each in sweeps:
+        if each.name in there:
+            # Its trials are queued for its first owner, with that owner's secrets.
+            check_owners(each.submitter, [(f"the sweep {each.name}", there[each.name].submitter.owner)])
     problems = [
         f"{each.source}: the sweep {each.name} belongs to {there[each.name].source}"
         for each in sweeps
@@ -146,6 +152,18 @@ def _check_files(there: Mapping[str, StoredSweep], sweeps: Sequence[StoredSweep]
     ]
     if problems and not take_over:
         hint = "choose another name, or take the sweep over, which changes it: strata apply --take-over"
+        raise StrataError(Code.CONFLICT, "\n".join(problems), hint=hint, problems=tuple(problems))
+
+
+def _check_trials(there: Mapping[str, StoredSweep], plan: ApplyPlan, source: str, *, take_over: bool) -> None:
+    """A job is one trial: a manifest with an equal one would take it away from the sweep of another file."""
+    problems = [
+        f"{source}: {job_id} is a trial of the sweep {name}, which belongs to {there[name].source}"
+        for job_id, name in plan.leaving.items()
+        if name in there and there[name].source not in ("", source)
+    ]
+    if problems and not take_over:
+        hint = "give the trials another model, mode or seed, or take them over: strata apply --take-over"
         raise StrataError(Code.CONFLICT, "\n".join(problems), hint=hint, problems=tuple(problems))
 
 

@@ -287,3 +287,15 @@ def test_a_sweep_is_listed_stopped_and_resumed_and_belongs_to_its_file(person: P
     assert "goes on at " in person.says("sweeps", "resume", "default/tune").err
     assert "did you mean" in person.says("sweeps", "stop", "tuna").err
     assert person.says("apply", "--take-over", str(other)).status == ExitCode.OK
+
+
+def test_points_of_a_stopped_sweep_are_not_waited_for(person: Person, manifest: Path) -> None:
+    grid = '[[sweeps]]\nname = "rates"\nmodel = "tree"\nmode = "swept"\ngrid = {{ depth = [{}] }}\n'
+    text = manifest.read_text()
+    manifest.write_text(text + grid.format("1, 2"))
+    assert person.says("apply", str(manifest)).status == ExitCode.OK
+    assert person.says("sweeps", "stop", "rates").status == ExitCode.OK
+    manifest.write_text(text + grid.format("1, 2, 3"))
+    done = person.says("apply", "--wait", "--yes", str(manifest))
+    assert done.status == ExitCode.UNSCHEDULABLE, "the jobs beside it wait for a host"
+    assert "2 pending; no host can run the remaining jobs" in done.err

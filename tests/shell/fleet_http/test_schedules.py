@@ -18,8 +18,10 @@ from strata.base.clock import ManualClock
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
 from strata.fleet.core.job import JobStatus
-from strata.fleet.core.jobspec import JobSpec
+from strata.fleet.core.jobspec import JobSpec, TrainerSpec
+from strata.fleet.core.manifest import JobManifest
 from strata.fleet.core.ownership import OPERATOR, Submitter
+from strata.fleet.core.plan import ApplyOptions
 from strata.fleet.core.quota import Quota
 from strata.fleet.core.schedule import JobSchedule, first_due_s
 from strata.fleet.ports import JobFilter, JobRow, ScheduleRow, StoredSchedule
@@ -245,6 +247,29 @@ async def test_a_manifest_declares_a_schedule_and_its_owner_controls_it(site: Ru
     assert (await anna.delete("/v1/schedule/hers/nightly")).is_success
     assert refused(await anna.delete("/v1/schedule/hers/nightly")) == (404, "not_found")
     assert await listed(anna) == ()
+
+
+async def test_a_run_of_a_schedule_has_the_trainer_of_the_manifest_that_declared_it(
+    tmp_path: Path, database: str
+) -> None:
+    """Another owner of the project may change what the name of the trainer stands for, but not what runs for her."""
+    clock = ManualClock(NOON)
+    async with opened(tmp_path / "hub", database, clock) as hub:
+        fleet, seen = hub.context.fleet, ApplyOptions()
+        digests = []
+        for command in ("hers", "others"):
+            spec = TrainerSpec(name="t", command=(command,), directory="/code")
+            manifest = JobManifest(source=f"{command}.toml", project="default", jobs={}, trainers={"t": spec})
+            await fleet.apply(await fleet.plan_manifest(manifest, seen, OPERATOR), "operator", source=manifest.source)
+            digests.append(spec.digest)
+            if command == "hers":
+                schedule = JobSchedule(base=JobSpec(model="m", name="hourly", trainer="t"), cron="0 * * * *")
+                stored = StoredSchedule(schedule=schedule, trainer=digests[0], actor="operator", submitter=OPERATOR)
+                await hub.context.schedules.declare("default", {"hourly": stored})
+        await clock.advance(HOUR_S)
+        await runner(hub).run_once()
+        (run,) = await runs(hub)
+        assert run.trainer_digest == digests[0] != digests[1]
 
 
 async def test_an_unknown_time_zone_and_a_hostile_value_are_refused(site: Running) -> None:

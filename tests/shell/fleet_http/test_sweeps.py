@@ -176,6 +176,44 @@ async def test_a_sweep_of_another_file_is_refused_unless_it_is_taken_over(site: 
     assert ok(await operator.get("/v1/sweep/default/tune"), wire.SweepReply).sweep.source == "other.toml"
 
 
+async def test_a_trial_of_another_files_sweep_is_not_taken_away_unless_it_is_taken_over(site: Running) -> None:
+    operator = await site.operator()
+    grid = '[[sweeps]]\nname = "{}"\nmodel = "gbt"\ngrid = {{ x = [{}] }}\n'
+    ok(await operator.post("/v1/manifest", json=manifest_body(OTHER + grid.format("tune", "1, 2"))), wire.ManifestReply)
+    host = await site.host("desk", slots=9)
+    for lease in await host.claim("c", count=9, slots=9):
+        done = {"epoch": lease.epoch, "metrics": {"loss": 0.5}}
+        ok(await host.http.post(f"/v1/job/{lease.job_id}/complete", json=done), wire.Job)
+    before = {row.id: row for row in await jobs(site)}
+    assert len(before) == 2
+    for text in (grid.format("wider", "1, 2, 3"), '[[jobs]]\nmodel = "gbt"\nhyper = { x = 1 }\n'):
+        body = manifest_body(OTHER + text, source="other.toml")
+        reply = await operator.post("/v1/manifest", json=body)
+        assert refused(reply)[1] == "conflict"
+        assert "is a trial of the sweep tune, which belongs to m.toml" in reply.text
+        assert {row.id: row for row in await jobs(site)} == before
+    renamed = manifest_body(OTHER + grid.format("mine", "1"))
+    ok(await operator.post("/v1/manifest", json=renamed), wire.ManifestReply)
+    assert len(await jobs_of(site, "mine")) == 1, "a file may rename its own"
+    body = manifest_body(OTHER + grid.format("wider", "2, 3"), source="other.toml")
+    ok(await operator.post("/v1/manifest", json=body | {"take_over": True}), wire.ManifestReply)
+    assert len(await jobs_of(site, "wider")) == 2
+
+
+async def test_nobody_changes_what_a_sweep_queues_for_another_owner(site: Running) -> None:
+    operator, anna = await site.operator(), await site.with_role("researcher")
+    text = 'project = "hers"\n' + MANIFEST + "trials = 3\n" + SPACE
+    mine = 'project = "hers"\n' + OTHER
+    ok(await anna.post("/v1/manifest", json=manifest_body(mine)), wire.ManifestReply)
+    ok(await operator.post("/v1/manifest", json=manifest_body(text)), wire.ManifestReply)
+    for body in (manifest_body(text), manifest_body(text, source="other.toml")):
+        reply = await anna.post("/v1/manifest", json=body | {"take_over": True})
+        assert refused(reply)[1] == "forbidden"
+    body = manifest_body(text.replace('"tune"', '"hers"'))
+    body["manifest"]["searches"]["hers"]["base"]["kind"] = "server"
+    assert "its jobs train" in (await anna.post("/v1/manifest", json=body)).text
+
+
 async def test_a_stopped_search_says_where_it_stopped_and_goes_on_when_it_is_resumed(site: Running) -> None:
     operator, researcher = await site.operator(), await site.with_role("researcher")
     body = manifest_body(MANIFEST + "trials = 5\nparallel = 2\n" + SPACE)

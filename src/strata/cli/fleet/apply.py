@@ -103,7 +103,9 @@ def apply(  # noqa: PLR0913 (the options of the command)
             print_error(f"strata: {name} is due next at {format_moment(due_s)}")
         if waits and not dry_run:
             try:
-                ended = wait_for(client, list(prepared.manifest.jobs), only_news=True)
+                # A sweep that is stopped queues none of its points.
+                jobs = [id_ for id_, spec in prepared.manifest.jobs.items() if spec.sweep not in plan.stopped]
+                ended = wait_for(client, jobs, only_news=True)
             except KeyboardInterrupt:
                 print_not_cancelled(f"what {manifest} queued", "JOB")
                 raise

@@ -176,6 +176,8 @@ def _validate_search(
     base = sweep.base
     if (base.project, base.sweep, base.name, base.after, base.gang) != (manifest.project, name, "", (), None):
         problems.add(place, "its jobs are of the manifest's project and of this sweep, and wait for no other job")
+    if base.kind != "train":
+        problems.add(place, f"its jobs train, and are no {base.kind}")
     trainer = manifest.trainers.get(base.trainer)
     if trainer is None or (base.code, base.data) != trainer.digests_for(base.retrain_on):
         problems.add(place, f'"{base.trainer}" is not its trainer')

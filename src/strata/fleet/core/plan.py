@@ -122,6 +122,8 @@ class ApplyPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Some of these policies belong to another project."""
     pinned: str = ""
     """The digest of the trainer that new jobs get; empty: the one that its name stands for."""
+    leaving: dict[str, str] = {}
+    """Jobs that are trials of a sweep and are not in it any more afterwards, with that sweep."""
 
     @property
     def empty(self) -> bool:
@@ -199,6 +201,11 @@ def plan(
         outdated=tuple(compared.outdated),
         hosts=_policies(manifest, hosts, options),
         take_over=options.take_over,
+        leaving={
+            job_id: jobs[job_id].spec.sweep
+            for job_id, spec in manifest.jobs.items()
+            if job_id in jobs and jobs[job_id].spec.sweep not in ("", spec.sweep)
+        },
     )
 
 

@@ -20,6 +20,7 @@ from strata.fleet.artifacts.service import Artifacts
 from strata.fleet.core.jobspec import JobSpec, coordinator_job
 from strata.fleet.core.lease_status import unknown_job
 from strata.fleet.core.ownership import Submitter
+from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.requirement import SandboxLevel
 from strata.fleet.core.schedule import JobSchedule
 from strata.fleet.core.subscription import SubscribedEvent
@@ -82,9 +83,11 @@ class Secrets(Protocol):
 class Sweeps(Protocol):
     """The sweeps of manifests, by project and name."""
 
-    async def check(self, sweeps: Sequence[StoredSweep], *, take_over: bool) -> Sequence[str]:
-        """The names of those that are stopped. CONFLICT for a sweep of another file that is not taken over; UNSUPPORTED
-        if the hub lacks what proposes points."""
+    async def check(
+        self, sweeps: Sequence[StoredSweep], plan: ApplyPlan, source: str, *, take_over: bool
+    ) -> Sequence[str]:
+        """The names of those that are stopped. CONFLICT for a sweep of another file than `source`, or a trial of one
+        that the plan takes away from it, without `take_over`; UNSUPPORTED if the hub lacks what proposes points."""
 
     async def declare(self, sweeps: Sequence[StoredSweep], *, take_over: bool) -> None:
         """Add these, or change those of the same names; others stay. CONFLICT as in `check`."""

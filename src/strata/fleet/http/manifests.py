@@ -152,7 +152,7 @@ async def _apply(context: HubContext, call: HubCall, body: wire.ManifestRequest)
     due = await context.schedules.check(manifest.project, manifest.schedules, submitter)
     plan = await context.fleet.plan_manifest(manifest, options, submitter)
     sweeps = _sweeps(manifest, plan, str(call.actor), submitter)
-    stopped = await context.sweeps.check(sweeps, take_over=body.take_over)
+    stopped = await context.sweeps.check(sweeps, plan, manifest.source, take_over=body.take_over)
     new = {job_id: spec for job_id, spec in plan.new.items() if spec.sweep not in stopped}
     plan = msgspec.structs.replace(plan, new=new)
     if plan.new or plan.requeued:
@@ -164,7 +164,12 @@ async def _apply(context: HubContext, call: HubCall, body: wire.ManifestRequest)
         await context.fleet.apply(plan, call.actor, source=manifest.source, submitter=submitter)
         await context.sweeps.declare(sweeps, take_over=body.take_over)
         schedules = {
-            name: StoredSchedule(schedule=schedule, actor=str(call.actor), submitter=submitter)
+            name: StoredSchedule(
+                schedule=schedule,
+                trainer=_digests(plan).get(schedule.base.trainer, ""),
+                actor=str(call.actor),
+                submitter=submitter,
+            )
             for name, schedule in manifest.schedules.items()
         }
         await context.schedules.declare(manifest.project, schedules)
@@ -174,8 +179,7 @@ async def _apply(context: HubContext, call: HubCall, body: wire.ManifestRequest)
 def _sweeps(manifest: JobManifest, plan: ApplyPlan, actor: str, submitter: Submitter) -> list[StoredSweep]:
     """All sweeps that the manifest names: those that search, and those whose points are jobs of it."""
     names = dict.fromkeys([*(spec.sweep for spec in manifest.jobs.values() if spec.sweep), *manifest.searches])
-    digests = plan.seen | {name: spec.digest for name, spec in plan.trainers.items()}
-    searches = manifest.searches
+    digests, searches = _digests(plan), manifest.searches
     return [
         StoredSweep(
             project=manifest.project,
@@ -188,6 +192,11 @@ def _sweeps(manifest: JobManifest, plan: ApplyPlan, actor: str, submitter: Submi
         )
         for name in names
     ]
+
+
+def _digests(plan: ApplyPlan) -> Mapping[str, str]:
+    """What the names of the manifest's trainers stand for once it is applied."""
+    return plan.seen | {name: spec.digest for name, spec in plan.trainers.items()}
 
 
 def _check_gangs(context: HubContext, manifest: JobManifest) -> None:
