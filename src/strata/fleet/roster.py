@@ -29,7 +29,9 @@ FRESH_S: Final = 2.0
 BEST_FIT_S: Final = 3.0
 """How long a job is left to a host that it fits better. That host waits, so it takes the job at once or never."""
 BEST_FIT_HOSTS: Final = 8
-"""Hosts of one shape that a claim looks at."""
+"""Hosts of one shape that a claim is compared with."""
+BEST_FIT_LOOKED_AT: Final = 256
+"""Hosts of one shape among which those are chosen."""
 CLASSES_AGAIN: Final = 256
 """How many ids below the newest class are looked for again: a class may be committed after one with a higher id."""
 
@@ -190,17 +192,20 @@ class Roster:
             held_back[class_id] = min(until_s, held_back.get(class_id, until_s))
         return ClaimOptions(classes, capacity, held_back, refusing=host_id in self._refusing)
 
-    def better_fits(self, host_id: str, waiting: Mapping[Shape, Collection[str]]) -> Mapping[int, Collection[str]]:
+    def better_fits(
+        self, host_id: str, waiting: Mapping[Shape, Collection[str]], holding: Collection[str]
+    ) -> Mapping[int, Collection[str]]:
         """The classes of jobs that fit some of the hosts which wait for jobs better than this one, with those hosts.
 
-        `waiting` has the hosts by their shapes. Of each shape a few are looked at.
+        `waiting` has the hosts by their shapes. Of each shape a few are compared, first those that hold no job.
         """
         host, found = self._hosts.get(host_id), dict[int, list[str]]()
         if host is None:
             return found
         own, (_, _, classes) = self.profile(host), self._serving(host)
         for other_shape, ids in waiting.items():
-            others = [self._hosts[id_] for id_ in islice(ids, BEST_FIT_HOSTS) if id_ in self._hosts]
+            likely_free = sorted(islice(ids, BEST_FIT_LOOKED_AT), key=holding.__contains__)
+            others = [self._hosts[id_] for id_ in likely_free[:BEST_FIT_HOSTS] if id_ in self._hosts]
             if not others or other_shape == shape(own):
                 continue
             smaller = self._fitting_better(self.profile(others[0]), own) & classes.keys()

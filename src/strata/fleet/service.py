@@ -196,7 +196,7 @@ class Fleet:
     async def _free_better_fits(self, host_id: str) -> Mapping[int, Collection[str]]:
         """The classes that this host leaves to others for a moment: each has a host that waits, is free, and fits it
         better. What hosts hold is read at most once a second; a wrong guess costs a job `BEST_FIT_S`."""
-        found = self._roster.better_fits(host_id, self._waiting) if len(self._waiting) > 1 else {}
+        found = self._roster.better_fits(host_id, self._waiting, self._holding) if len(self._waiting) > 1 else {}
         if not found:
             return found
         now_s = self.now_s()

@@ -701,6 +701,29 @@ async def test_a_large_card_is_given_at_once_where_the_smaller_ones_are_taken_or
     claims[small].cancel()
 
 
+async def test_the_one_free_card_among_many_hosts_whose_card_is_taken_is_found(site: Site) -> None:
+    large = await gpu_host(site, "large", 80)
+    small = [await gpu_host(site, f"small{number}", 24) for number in range(12)]
+    claims = await waiting(site, *small)
+    for number in range(11):
+        await site.add(JobSpec(model=f"m{number}", needs=Needs(min_vram_gib=20)))
+    async with asyncio.timeout(10):
+        while sum(claim.done() for claim in claims.values()) < 11:
+            await asyncio.wait(
+                [claim for claim in claims.values() if not claim.done()], return_when=asyncio.FIRST_COMPLETED
+            )
+    (free,) = [host for host, claim in claims.items() if not claim.done()]
+    claims[free].cancel()
+    await asyncio.wait([claims[free]])
+    # All wait again, those without a card first.
+    claims = await waiting(site, large, *(host for host in small if host != free), free)
+    await site.add(JobSpec(model="one", needs=Needs(min_vram_gib=20)))
+    (lease,) = await asyncio.wait_for(claims[free], 5)
+    assert lease.spec.model == "one"
+    for claim in claims.values():
+        claim.cancel()
+
+
 async def test_a_job_is_left_to_a_better_host_for_a_moment_and_no_longer(site: Site) -> None:
     """The better one waits, but does not get it: so nobody starves."""
     large, small = await gpu_host(site, "large", 80), await gpu_host(site, "small", 24)
