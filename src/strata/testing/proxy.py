@@ -261,6 +261,8 @@ class LoadBalancer:
         """Connections whose server closed them first."""
         self.connected: Counter[int] = Counter()
         """Connections so far, by the port of their server."""
+        self.open: Counter[int] = Counter()
+        """Those that neither side has closed."""
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._forward, "127.0.0.1", 0)
@@ -282,6 +284,7 @@ class LoadBalancer:
             except OSError:
                 continue
             self.connected[port] += 1
+            self.open[port] += 1
             break
         else:
             writer.transport.abort()
@@ -292,6 +295,7 @@ class LoadBalancer:
             await asyncio.wait([up, down], return_when=asyncio.FIRST_COMPLETED)
             self.broken += down.done() and not up.done()
         finally:
+            self.open[port] -= 1
             for task in (up, down):
                 task.cancel()
             for each in (writer, server[1]):
