@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from strata.fleet.client import HubClient
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
+_Declared = TypeVar("_Declared", bound="wire.ScheduleReply | wire.SweepSummary")
 SHORT: Final = 10
 """Digits of an id that a table shows: enough for a unique prefix."""
 _LABEL_PAGES: Final = 20
@@ -104,6 +105,27 @@ def _similar_job(client: HubClient, text: str) -> str:
     if begin:
         return f", did you mean {' or '.join(begin)}?"
     return did_you_mean(text, [job.spec.label for job in all_jobs(client, pages=1)])
+
+
+def find_declared(what: str, listed: Sequence[_Declared], text: str) -> _Declared:
+    """The sweep or schedule, as `what` says, that is called so, with or without its project."""
+    from strata.base.suggest import did_you_mean
+
+    matches = [each for each in listed if text in (each.name, f"{each.project}/{each.name}")]
+    if not matches:
+        known = [each.name for each in listed]
+        raise StrataError(Code.NOT_FOUND, f"there is no {what} {text!r}{did_you_mean(text, known)}")
+    if len(matches) > 1:
+        names = ", ".join(f"{each.project}/{each.name}" for each in matches)
+        raise StrataError(Code.INVALID, f"several {what}s are called {text!r}: {names}", hint="write PROJECT/NAME")
+    return matches[0]
+
+
+def declared_name(declared: wire.ScheduleReply | wire.SweepSummary) -> str:
+    """With the project unless it is the default one."""
+    from strata.fleet.core.jobspec import DEFAULT_PROJECT
+
+    return declared.name if declared.project == DEFAULT_PROJECT else f"{declared.project}/{declared.name}"
 
 
 def find_members(client: HubClient, text: str) -> list[wire.JobReply]:

@@ -6,8 +6,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import click
 
-from strata.base.errors import Code, StrataError
-from strata.cli.fleet.client import format_duration, hub_client, hub_option, print_rows, short_id
+from strata.cli.fleet.client import (
+    declared_name,
+    find_declared,
+    format_duration,
+    hub_client,
+    hub_option,
+    print_rows,
+    short_id,
+)
 from strata.cli.groups import DefaultGroup
 from strata.cli.output import Column, Format, output_option, print_error
 from strata.cli.watch import watch_option
@@ -80,7 +87,7 @@ def resume(schedule: str, context: str | None) -> None:
 def remove(schedule: str, context: str | None) -> None:
     """Remove SCHEDULE. Runs that are queued stay, and a manifest that still has it adds it again."""
     with hub_client(context) as client:
-        client.call("DELETE", _path(_find(client, schedule)), type(None))
+        client.call("DELETE", _path(find_declared("schedule", _listed(client), schedule)), type(None))
     print_error(f"strata: {schedule} is removed")
 
 
@@ -88,27 +95,15 @@ def _change(text: str, verb: str, context: str | None) -> wire.ScheduleReply:
     with hub_client(context) as client:
         from strata.fleet import wire
 
-        return client.call("POST", f"{_path(_find(client, text))}/{verb}", wire.ScheduleReply)
+        return client.call(
+            "POST", f"{_path(find_declared('schedule', _listed(client), text))}/{verb}", wire.ScheduleReply
+        )
 
 
 def _listed(client: HubClient) -> tuple[wire.ScheduleReply, ...]:
     from strata.fleet import wire
 
     return client.call("GET", "/v1/schedules", wire.SchedulesReply).schedules
-
-
-def _find(client: HubClient, text: str) -> wire.ScheduleReply:
-    from strata.base.suggest import did_you_mean
-
-    listed = _listed(client)
-    found = [each for each in listed if text in (each.name, f"{each.project}/{each.name}")]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        names = ", ".join(f"{each.project}/{each.name}" for each in found)
-        raise StrataError(Code.INVALID, f"several schedules are called {text!r}: {names}", hint="write PROJECT/NAME")
-    known = [each.name for each in listed]
-    raise StrataError(Code.NOT_FOUND, f"there is no schedule {text!r}{did_you_mean(text, known)}")
 
 
 def _path(schedule: wire.ScheduleReply) -> str:
@@ -131,8 +126,6 @@ def _row(each: wire.ScheduleReply) -> dict[str, Any]:
 
 
 def _shown(each: wire.ScheduleReply, now_s: float) -> dict[str, Any]:
-    from strata.fleet.core.jobspec import DEFAULT_PROJECT
-
-    name = each.name if each.project == DEFAULT_PROJECT else f"{each.project}/{each.name}"
+    name = declared_name(each)
     due = "paused" if each.paused else f"in {format_duration(each.next_due_s - now_s)}"
     return {"schedule": name, "next": due, "last_job": short_id(each.last_job) if each.last_job else None}

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import click
 
-from strata.base.errors import Code, StrataError
-from strata.cli.fleet.client import hub_client, hub_option, print_rows
+from strata.cli.fleet.client import declared_name, find_declared, hub_client, hub_option, print_rows
 from strata.cli.groups import DefaultGroup
 from strata.cli.output import Column, Format, output_option, print_error
 from strata.cli.watch import watch_option
@@ -78,7 +77,7 @@ def _change(text: str, verb: str, context: str | None) -> wire.SweepSummary:
     with hub_client(context) as client:
         from strata.fleet import wire
 
-        sweep = _find(client, text)
+        sweep = find_declared("sweep", _listed(client), text)
         return client.call("POST", f"/v1/sweep/{sweep.project}/{sweep.name}/{verb}", wire.SweepReply).sweep
 
 
@@ -92,20 +91,6 @@ def _listed(client: HubClient) -> list[wire.SweepSummary]:
         listed += reply.sweeps
         if not reply.sweeps or len(listed) >= reply.total:
             return listed
-
-
-def _find(client: HubClient, text: str) -> wire.SweepSummary:
-    from strata.base.suggest import did_you_mean
-
-    listed = _listed(client)
-    found = [each for each in listed if text in (each.name, f"{each.project}/{each.name}")]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        names = ", ".join(f"{each.project}/{each.name}" for each in found)
-        raise StrataError(Code.INVALID, f"several sweeps are called {text!r}: {names}", hint="write PROJECT/NAME")
-    known = [each.name for each in listed]
-    raise StrataError(Code.NOT_FOUND, f"there is no sweep {text!r}{did_you_mean(text, known)}")
 
 
 def _progress(each: wire.SweepSummary) -> str:
@@ -131,10 +116,8 @@ def _row(each: wire.SweepSummary) -> dict[str, Any]:
 
 
 def _shown(each: wire.SweepSummary) -> dict[str, Any]:
-    from strata.fleet.core.jobspec import DEFAULT_PROJECT
-
     return {
-        "sweep": each.name if each.project == DEFAULT_PROJECT else f"{each.project}/{each.name}",
+        "sweep": declared_name(each),
         "trials": f"{each.trials - each.skipped} of {each.planned or each.trials}",
         "best": None if each.best is None else f"{each.best.value:.4g}",
     }
