@@ -247,9 +247,12 @@ class SweepRunner:
         place = stored.project, stored.name
         if self._failures.get(place) != reason:
             _log.exception("sweep_failed", project=place[0], sweep=place[1], reason=reason)
-            event = _event(stored, "failed", self._fleet.now_s(), reason=reason)
-            await self._store.record(dataclasses.replace(event, actor="hub"))
+            await self._record_event(stored, reason)
             self._failures[place] = reason
+
+    async def _record_event(self, stored: StoredSweep, reason: str) -> None:
+        event = _event(stored, "failed", self._fleet.now_s(), reason=reason)
+        await self._store.record(dataclasses.replace(event, actor="hub"))
 
     async def _advance(self, stored: StoredSweep, sweep: SearchSweep) -> None:
         """End the trials that fall behind, then queue trials while there are free places."""
@@ -330,6 +333,8 @@ class SweepRunner:
         if place not in self._exhausted:
             self._exhausted.add(place)
             _log.warning("sweep_exhausted", project=place[0], sweep=place[1], trials=len(trials))
+            tried = f"{len(trials)} of {sweep.search.trials} trials: every further point was tried before"
+            await self._record_event(stored, tried)
         return None
 
     async def _is_stopped(self, stored: StoredSweep) -> bool:

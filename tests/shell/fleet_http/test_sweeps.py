@@ -93,6 +93,11 @@ async def wait_for_jobs(site: Running, count: int) -> list[JobRow]:
     return rows
 
 
+async def failures(site: Running, sweep: str) -> list[str]:
+    events = await site.hub.context.fleet.store.events("", 1000, subject=sweep)
+    return [each.event.body["reason"] for each in events if each.event.kind == "sweep.failed"]
+
+
 async def complete(host: HostClient, claim: str) -> None:
     (lease,) = await host.claim(claim)
     body = {"epoch": lease.epoch, "metrics": {"loss": loss(lease.spec.hyper)}}
@@ -266,6 +271,10 @@ async def test_a_small_space_is_not_tried_twice(site: Running) -> None:
     ok(await (await site.operator()).post("/v1/manifest", json=body), wire.ManifestReply)
     rows = await wait_for_jobs(site, 2)
     assert sorted(row.spec.hyper["x"] for row in rows) == [1, 2]
+    async with asyncio.timeout(30):
+        while not (failed := await failures(site, "tune")):
+            await asyncio.sleep(0.05)
+    assert failed == ["2 of 9 trials: every further point was tried before"]
 
 
 async def test_a_trial_that_falls_behind_is_stopped_by_the_reply_to_a_heartbeat(site: Running) -> None:
@@ -337,9 +346,7 @@ async def test_a_sweep_with_a_broken_trial_says_why_and_does_not_hold_up_the_nex
         held = AttemptKey(host.id, lease.job_id, lease.epoch)
         await site.hub.context.fleet.complete(held, JobCompletion(metrics=broken))
     await wait_for_jobs(site, 2)
-    events = await site.hub.context.fleet.store.events("", 1000, subject="bad")
-    reasons = [each.event.body["reason"] for each in events if each.event.kind == "sweep.failed"]
-    assert reasons == ["ValueError: could not convert string to float: 'no number'"]
+    assert await failures(site, "bad") == ["ValueError: could not convert string to float: 'no number'"]
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

@@ -102,6 +102,8 @@ def apply(  # noqa: PLR0913 (the options of the command)
         for name, due_s in plan.schedules.items():
             print_error(f"strata: {name} is due next at {format_moment(due_s)}")
         if waits and not dry_run:
+            for name in prepared.manifest.searches:
+                print_error(f"strata: --wait does not wait for the trials of {name}; 'strata sweeps' shows them")
             try:
                 # A sweep that is stopped queues none of its points.
                 jobs = [id_ for id_, spec in prepared.manifest.jobs.items() if spec.sweep not in plan.stopped]
