@@ -76,7 +76,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
 @pytest.mark.parametrize("family", tiny_families.FAMILIES)
 def test_a_family_is_equal_or_refused_as_the_table_says(family: str, ranks: RankGroup, tmp_path: Path) -> None:
     row = family_table.outcome_of(family, tmp_path, ranks).row
-    assert row == TABLE.get(family, row if NEWER else None), "make families"
+    assert comparable(row) == comparable(TABLE.get(family, row if NEWER else "")), "make families"
+
+
+def comparable(row: str) -> str:
+    """The row; of a family that transformers itself does not build, another release may say so in other words."""
+    cells = row.split("|")
+    return "|".join(cells[:3]) if NEWER and cells[2:3] == [" not built "] else row
 
 
 @pytest.mark.parametrize("family", EQUAL)
