@@ -94,16 +94,10 @@ def apply(  # noqa: PLR0913 (the options of the command)
             _upload(client, prepared, _registered(client))
             plan = _send(client, prepared, options, dry_run=False)
         _show(plan, prepared, output, applied=not dry_run)
-        for name, sweep in prepared.manifest.searches.items():
-            if name not in plan.stopped:
-                print_error(f"strata: the hub queues the {sweep.search.trials} trials of {name}, as places become free")
-        for name in plan.stopped:
-            print_error(f"strata: {name} is stopped and makes no trials; 'strata sweeps resume {name}' goes on with it")
+        _print_sweeps(prepared, plan, waits=waits and not dry_run)
         for name, due_s in plan.schedules.items():
             print_error(f"strata: {name} is due next at {format_moment(due_s)}")
         if waits and not dry_run:
-            for name in prepared.manifest.searches:
-                print_error(f"strata: --wait does not wait for the trials of {name}; 'strata sweeps' shows them")
             try:
                 # A sweep that is stopped queues none of its points.
                 jobs = [id_ for id_, spec in prepared.manifest.jobs.items() if spec.sweep not in plan.stopped]
@@ -112,6 +106,16 @@ def apply(  # noqa: PLR0913 (the options of the command)
                 print_not_cancelled(f"what {manifest} queued", "JOB")
                 raise
             click.get_current_context().exit(ended)
+
+
+def _print_sweeps(prepared: PreparedManifest, plan: wire.ManifestReply, *, waits: bool) -> None:
+    for name, sweep in prepared.manifest.searches.items():
+        if name not in plan.stopped:
+            print_error(f"strata: the hub queues the {sweep.search.trials} trials of {name}, as places become free")
+            if waits:
+                print_error(f"strata: --wait does not wait for them; 'strata sweeps' shows how far {name} is")
+    for name in plan.stopped:
+        print_error(f"strata: {name} is stopped and makes no trials; 'strata sweeps resume {name}' goes on with it")
 
 
 @click.command()
