@@ -190,13 +190,22 @@ def newest(names: Sequence[str], apart: Sequence[str], arguments: Sequence[str])
     return int(not good)
 
 
-def lowest_requirements(project: Mapping[str, Any]) -> list[str]:
-    """Of the package and its extras. What only `dev` pins keeps its pin: nothing says what its lowest version is."""
+def lowest_requirements(project: Mapping[str, Any], pins: Mapping[str, str]) -> list[str]:
+    """Of the package and its extras. What only `dev` names are tools of the tests, in the pinned versions.
+
+    Old ones take minutes to collect the fuzzed routes. What the tools themselves need may lift a lowest version.
+    """
     extras = project["optional-dependencies"]
     declared = [*project["dependencies"], *(each for extra in EXTRAS if extra != "dev" for each in extras[extra])]
     names = {package_of(each) for each in declared}
-    pinned = [each for each in extras["dev"] if "==" in each and package_of(each) in names]
-    return sorted({*declared, *extras["dev"]} - set(pinned))
+    tools = {package_of(each): each for each in extras["dev"] if package_of(each) not in names}
+    return sorted({*declared, *(f"{name}=={pins[name]}" if name in pins else each for name, each in tools.items())})
+
+
+def pinned_versions(constraints: str) -> dict[str, str]:
+    """By package, without those that stand there once for each platform."""
+    found = re.findall(r"^([A-Za-z0-9._-]+)==(\S+) \\$", constraints, re.MULTILINE)
+    return {package_of(name): version for name, version in found}
 
 
 def package_of(requirement: str) -> str:
@@ -210,7 +219,8 @@ def lowest(apart: Sequence[str], arguments: Sequence[str]) -> int:
     subprocess.run([sys.executable, "-m", "venv", FOLDER / "lowest"], check=True)
     python = FOLDER / "lowest" / "bin" / "python"
     with (ROOT / "pyproject.toml").open("rb") as file:
-        wanted = lowest_requirements(tomllib.load(file)["project"])
+        project = tomllib.load(file)["project"]
+    wanted = lowest_requirements(project, pinned_versions((ROOT / "constraints.txt").read_text(encoding="utf-8")))
     resolve = [UV, "pip", "compile", "-", "--resolution", "lowest-direct", "--no-header", "--no-annotate", "--quiet"]
     resolved = subprocess.run(resolve, input="\n".join(wanted), capture_output=True, text=True, check=True).stdout
     lines = [line for line in resolved.splitlines() if line and not _APART.match(line)]

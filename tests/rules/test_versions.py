@@ -7,7 +7,18 @@ from typing import Final
 
 import pytest
 
-from scripts.versions import LOWEST, PAGE, PARTS, ROOT, Result, lowest_requirements, record, result_rows, variable_of
+from scripts.versions import (
+    LOWEST,
+    PAGE,
+    PARTS,
+    ROOT,
+    Result,
+    lowest_requirements,
+    pinned_versions,
+    record,
+    result_rows,
+    variable_of,
+)
 
 HEAD: Final = "# Tested versions\n\nText.\n\n| package | version | result | date |\n|---|---|---|---|\n"
 
@@ -44,13 +55,15 @@ def test_what_tests_install_themselves_has_one_row_that_names_the_others() -> No
     }
 
 
-def test_a_pin_of_dev_gives_way_to_the_lowest_version_of_an_extra() -> None:
+def test_a_pin_of_dev_gives_way_to_the_lowest_version_of_an_extra_and_tools_are_pinned() -> None:
     with (ROOT / "pyproject.toml").open("rb") as file:
-        wanted = lowest_requirements(tomllib.load(file)["project"])
+        project = tomllib.load(file)["project"]
+    pins = pinned_versions((ROOT / "constraints.txt").read_text(encoding="utf-8"))
+    wanted = lowest_requirements(project, pins)
     (transformers,) = [each for each in wanted if each.startswith("transformers")]
     assert "==" not in transformers
     assert any(each.startswith("accelerate>=") for each in wanted)
-    assert any(each.startswith("tinker==") for each in wanted)
+    assert {f"{each}=={pins[each]}" for each in ("schemathesis", "hypothesis", "pytest", "tinker")} <= set(wanted)
 
 
 @pytest.mark.parametrize("name", [*PARTS, "lowest"])
