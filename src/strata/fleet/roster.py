@@ -203,13 +203,16 @@ class Roster:
         if host is None:
             return found
         own, (_, _, classes) = self.profile(host), self._serving(host)
+        own_shape = shape(own)
         for other_shape, ids in waiting.items():
-            likely_free = sorted(islice(ids, BEST_FIT_LOOKED_AT), key=holding.__contains__)
-            others = [self._hosts[id_] for id_ in likely_free[:BEST_FIT_HOSTS] if id_ in self._hosts]
-            if not others or other_shape == shape(own):
+            first = next((self._hosts[id_] for id_ in ids if id_ in self._hosts), None)
+            if first is None or other_shape == own_shape:
                 continue
-            smaller = self._fitting_better(self.profile(others[0]), own) & classes.keys()
-            for other in others if smaller else ():
+            smaller = self._fitting_better(self.profile(first), own) & classes.keys()
+            if not smaller:
+                continue
+            likely_free = sorted(islice(ids, BEST_FIT_LOOKED_AT), key=holding.__contains__)
+            for other in (self._hosts[id_] for id_ in likely_free[:BEST_FIT_HOSTS] if id_ in self._hosts):
                 for class_id in smaller & self._serving(other)[2].keys():
                     wishes = self._classes[class_id]
                     if score(wishes, self.profile(other)) >= score(wishes, own):

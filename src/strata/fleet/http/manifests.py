@@ -163,10 +163,11 @@ async def _apply(context: HubContext, call: HubCall, body: wire.ManifestRequest)
             await context.schemas.put_schemas(schemas)
         await context.fleet.apply(plan, call.actor, source=manifest.source, submitter=submitter)
         await context.sweeps.declare(sweeps, take_over=body.take_over)
+        digests = _digests(plan)
         schedules = {
             name: StoredSchedule(
                 schedule=schedule,
-                trainer=_digests(plan).get(schedule.base.trainer, ""),
+                trainer=digests.get(schedule.base.trainer, ""),
                 actor=str(call.actor),
                 submitter=submitter,
             )
