@@ -95,8 +95,13 @@ def check_owners(submitter: Submitter, jobs: Iterable[tuple[str, str]]) -> None:
     """FORBIDDEN if one of these jobs, given as label and owner, is another owner's."""
     for label, owner in jobs:
         if not submitter.may_change(owner):
-            raise StrataError(
-                Code.FORBIDDEN,
-                f"{label} belongs to {owner or 'nobody'}",
-                hint="only its owner or an operator may change it",
-            )
+            raise foreign(label, owner)
+
+
+def foreign(label: str, owner: str) -> StrataError:
+    """FORBIDDEN for what belongs to another owner."""
+    return StrataError(
+        Code.FORBIDDEN,
+        f"{label} belongs to {owner or 'nobody'}",
+        hint="only its owner or an operator may change it",
+    )

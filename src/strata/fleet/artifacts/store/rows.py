@@ -15,6 +15,7 @@ from strata.fleet.artifacts.ports import ArtifactRow, Commit, LineageFilter, Lin
 from strata.fleet.artifacts.states import PRESENT, ChunkState
 from strata.fleet.core.job import TERMINAL, JobStatus
 from strata.fleet.core.lease_status import ALIVE, lease_status, stale_attempt, unknown_job
+from strata.fleet.core.ownership import foreign
 from strata.fleet.ports import AttemptKey
 
 SLOT: Final = "number, digest, state, size"
@@ -236,7 +237,7 @@ def check_pin(row: ArtifactRow, owner: str, shares: Shares) -> None:
             Code.FORBIDDEN, f"{row.id} was pinned by {by}", hint="only they or an operator may change that"
         )
     if not (row.pinned or shares.hers or shares.sources):
-        raise _not_hers(row)
+        raise foreign("the artifact", row.owner)
 
 
 def is_needed_by_others(row: ArtifactRow, owner: str, shares: Shares) -> bool:
@@ -244,18 +245,10 @@ def is_needed_by_others(row: ArtifactRow, owner: str, shares: Shares) -> bool:
     if not shares.hers and shares.sources:
         raise StrataError(Code.FORBIDDEN, "only an operator may remove a source: jobs of others may need it")
     if not shares.hers:
-        raise _not_hers(row)
+        raise foreign("the artifact", row.owner)
     if row.pinned and row.pinned_by == owner:
         raise _pinned(row.id, row.pinned)
     return bool(shares.others or shares.sources)
-
-
-def _not_hers(row: ArtifactRow) -> StrataError:
-    return StrataError(
-        Code.FORBIDDEN,
-        f"the artifact belongs to {row.owner or 'nobody'}",
-        hint="only its owner or an operator may change it",
-    )
 
 
 def _pinned(artifact_id: str, reason: str) -> StrataError:
