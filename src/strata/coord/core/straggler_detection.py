@@ -91,7 +91,7 @@ class StepSample:
     """The duration in its first report, while there is no other."""
     best_s: float = inf
     """The least median of a whole window of durations; `inf` before there was one."""
-    told: tuple[tuple[float, int], ...] = ()
+    reported: tuple[tuple[float, int], ...] = ()
     """When it reported which step for the first time, newest last."""
     worked_s: float = 0.0
     """Time for its present step until `moved_s`, without what it was busy with."""
@@ -113,11 +113,11 @@ class StepSample:
 
     def since(self, at_s: float) -> int:
         """How many reports of new steps came later."""
-        return len(self.told) - bisect_right(self.told, (at_s, inf))
+        return len(self.reported) - bisect_right(self.reported, (at_s, inf))
 
     def step_at(self, at_s: float) -> int:
         """The step that it had reported by then; if none, its first one."""
-        return self.told[max(bisect_right(self.told, (at_s, inf)) - 1, 0)][1]
+        return self.reported[max(bisect_right(self.reported, (at_s, inf)) - 1, 0)][1]
 
     def noise_s(self) -> float:
         found = self.made.get(_NOISE)
@@ -144,18 +144,20 @@ def add_report(  # noqa: PLR0913 - what one heartbeat says
         # A duration is of this generation too: a worker reports none before its second step.
         first_s = (step_time_s,) if step_time_s is not None and 0 < step_time_s < inf else ()
         return StepSample(
-            step, now_s, now_s, busy=busy, compute_s=compute_s[-window:], first_s=first_s, told=((now_s, step),)
+            step, now_s, now_s, busy=busy, compute_s=compute_s[-window:], first_s=first_s, reported=((now_s, step),)
         )
     if step == before.step:
         sample = pause(before, now_s) if busy or before.busy else before
         return replace(sample, heard_s=now_s, busy=busy)
     if step < before.step:
         # It went back to a checkpoint, and loading one is no step.
-        return replace(before, step=step, moved_s=now_s, heard_s=now_s, busy=busy, told=((now_s, step),), worked_s=0.0)
+        return replace(
+            before, step=step, moved_s=now_s, heard_s=now_s, busy=busy, reported=((now_s, step),), worked_s=0.0
+        )
     times_s: tuple[float, ...] = ()
     if step_time_s is not None and 0 < step_time_s < inf:
         times_s = (step_time_s,)
-    elif len(before.told) > 1 or step - before.step > 1:
+    elif len(before.reported) > 1 or step - before.step > 1:
         times_s = ((before.worked_s + now_s - before.moved_s) / (step - before.step),)
     # Else its first report came in the middle of this step: nobody knows when it began.
     new_s = compute_s[-min(step - before.step, window) :]
@@ -171,7 +173,7 @@ def add_report(  # noqa: PLR0913 - what one heartbeat says
         (*before.computed_s, median(new_s))[-window:] if new_s else (),
         # A best computing time says nothing about step times.
         best_s=before.best_s if bool(new_s) == bool(before.computed_s) else inf,
-        told=(*before.told, (now_s, step))[-window:],
+        reported=(*before.reported, (now_s, step))[-window:],
     )
     return replace(sample, best_s=min(sample.best_s, median(sample.own_s))) if len(sample.own_s) == window else sample
 
@@ -238,7 +240,7 @@ class StragglerVerdicts:
 
 @dataclass(frozen=True)
 class _Reports:
-    """Of the workers that are compared: times that one of them told before it waited say nothing about the present."""
+    """Of the workers that are compared: times that one reported before it waited say nothing about the present."""
 
     samples: Sequence[StepSample] = ()
     found: dict[float, int] = field(default_factory=dict)
@@ -412,13 +414,13 @@ def _standing(
 
 
 def _speed(samples: Mapping[str, StepSample], limits: StragglerLimits) -> _Speed:
-    told = {worker_id: each for worker_id, each in samples.items() if len(each.own_s) >= limits.recent}
+    compared = {worker_id: each for worker_id, each in samples.items() if len(each.own_s) >= limits.recent}
     # A step time has the waiting in it: it cannot be compared with computing times.
     computing = 2 * sum(bool(each.computed_s) for each in samples.values()) > len(samples)
-    told = {worker_id: each for worker_id, each in told.items() if bool(each.computed_s) == computing}
-    if len(told) < limits.min_workers:
+    compared = {worker_id: each for worker_id, each in compared.items() if bool(each.computed_s) == computing}
+    if len(compared) < limits.min_workers:
         return _Speed()
-    own_s = {worker_id: each.recent_s(limits.recent) for worker_id, each in told.items()}
+    own_s = {worker_id: each.recent_s(limits.recent) for worker_id, each in compared.items()}
     median_s = _typical(own_s.values())
     if median_s <= 0:
         # No time has passed between their heartbeats: there is nothing to compare.
@@ -426,15 +428,15 @@ def _speed(samples: Mapping[str, StepSample], limits: StragglerLimits) -> _Speed
     # The distance of two says nothing about how far apart workers are as a rule.
     between_s = _SIGMA * _mad(list(own_s.values()), median_s) if len(own_s) > 2 else 0.0
     # Few workers may happen to be very equal at the moment: their own noise says how little that means.
-    noise_s = _typical([each.noise_s() for each in told.values()])
+    noise_s = _typical([each.noise_s() for each in compared.values()])
     within_s = noise_s * _MEDIAN_NOISE / sqrt(limits.recent)
-    past = {worker_id: own_s[worker_id] / each.best_s for worker_id, each in told.items() if 0 < each.best_s < inf}
-    # Without the past of all, a factor of the job cannot be told from one of a worker.
-    past = past if len(past) == len(told) else {}
+    past = {worker_id: own_s[worker_id] / each.best_s for worker_id, each in compared.items() if 0 < each.best_s < inf}
+    # Without the past of all, a factor of the job cannot be distinguished from one of a worker.
+    past = past if len(past) == len(compared) else {}
     sigma_s = max(between_s, within_s, 0.01 * median_s, 1e-9)
     slow_s = median_s + max(limits.slow_z * sigma_s, (limits.slow_ratio - 1) * median_s)
     slow = frozenset(worker_id for worker_id, each_s in own_s.items() if each_s >= slow_s)
-    reports = _Reports(tuple(told.values()))
+    reports = _Reports(tuple(compared.values()))
     return _Speed(own_s, median_s, sigma_s, slow, past, _typical(past.values()) if past else 1.0, reports)
 
 
@@ -465,12 +467,12 @@ def _steps_with(slow: StepSample, others: Iterable[StepSample], limits: Straggle
     steps before its first report nobody knows when it made them.
     """
     least_s = min(slow.compute_s[-limits.far_steps :])
-    begun = bisect_right(slow.told, slow.step - limits.far_steps, key=lambda told: told[1])
-    told, ahead = slow.told[begun - 1 :], limits.far_steps // 2
+    begun = bisect_right(slow.reported, slow.step - limits.far_steps, key=lambda report: report[1])
+    reported, ahead = slow.reported[begun - 1 :], limits.far_steps // 2
     return begun > 0 and all(
         abs(each.step - slow.step) <= 1 + abs(each.heard_s - slow.heard_s) / least_s
-        and each.told[0][1] <= min(each.step, slow.step) - limits.far_steps
-        and all(each.step_at(at_s) <= step + ahead for at_s, step in told)
+        and each.reported[0][1] <= min(each.step, slow.step) - limits.far_steps
+        and all(each.step_at(at_s) <= step + ahead for at_s, step in reported)
         for each in others
     )
 

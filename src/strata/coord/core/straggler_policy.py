@@ -229,8 +229,8 @@ def _repeat_reports(soft: SoftState, workers: Iterable[str], now_s: float) -> No
     for worker_id in workers:
         sample, report = samples.get(worker_id), soft.progress.get(worker_id)
         if sample is not None and report is not None:
-            told = pause(sample, now_s) if report.busy else replace(sample, busy=False)
-            samples[worker_id] = replace(told, heard_s=now_s)
+            sample = pause(sample, now_s) if report.busy else replace(sample, busy=False)
+            samples[worker_id] = replace(sample, heard_s=now_s)
 
 
 def _waiting_for_others(soft: SoftState) -> Iterable[str]:
