@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -257,13 +257,7 @@ def test_the_credentials_of_an_index_go_to_its_own_address_only(
         (source / "pyproject.toml").write_text(PROJECT.format(url=url))
         (source / "uv.lock").write_text(LOCK.format(url=url, digest="0" * 64))
         (source / "requirements.txt").write_text(f"--index-url {url}\nsix\n")
-        cache = EnvironmentCache(
-            HostCache(tmp_path / "environments", tmp_path / "attempts", 1 << 30),
-            str(Path(sys.executable).with_name("uv")),
-            "/usr/bin/python3",
-            build_variables(environ),
-            None,
-        )
+        cache = unsandboxed_cache(tmp_path, environ)
         with pytest.raises(StrataError, match="the environment cannot be built"):
             provide_environment(cache, EnvironmentSpec(file=file), source, PathName("a"))
         if url == own.url:
@@ -271,6 +265,17 @@ def test_the_credentials_of_an_index_go_to_its_own_address_only(
             assert "ci:p@ss/word" in own.callers
     assert set(foreign.callers) <= {""}
     tries(len(own.callers) + len(foreign.callers))
+
+
+def unsandboxed_cache(folder: Path, environ: Mapping[str, str]) -> EnvironmentCache:
+    """Of an agent with these variables, which builds as its own user."""
+    return EnvironmentCache(
+        HostCache(folder / "environments", folder / "attempts", 1 << 30),
+        str(Path(sys.executable).with_name("uv")),
+        "/usr/bin/python3",
+        build_variables(environ),
+        None,
+    )
 
 
 NETWORK = {
@@ -309,13 +314,7 @@ def test_a_project_file_does_not_choose_how_uv_reaches_the_index_of_the_host(
     project = PROJECT.format(url=own.url)
     (source / "pyproject.toml").write_text(f"{project}[tool.uv]\n{setting} = {value}\n")
     (source / "uv.lock").write_text(LOCK.format(url=own.url, digest="0" * 64))
-    cache = EnvironmentCache(
-        HostCache(tmp_path / "environments", tmp_path / "attempts", 1 << 30),
-        str(Path(sys.executable).with_name("uv")),
-        "/usr/bin/python3",
-        build_variables(environ),
-        None,
-    )
+    cache = unsandboxed_cache(tmp_path, environ)
     tries(1)
     with pytest.raises(StrataError) as refused:
         provide_environment(cache, EnvironmentSpec(file=file), source, PathName("a"))
