@@ -20,7 +20,7 @@ from typing import Final
 import msgspec
 
 from strata.base.atomic import exchange_folders, sync_file, sync_folder
-from strata.base.digest import file_digest, sha256_hex
+from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.train.core import ops
@@ -28,8 +28,6 @@ from strata.train.core import ops
 MANIFEST: Final = "manifest.json"
 MANIFEST_LIMIT: Final = 16 << 20
 FORMAT: Final = 3
-READABLE: Final = frozenset({2, FORMAT})
-"""Format 2 has the SHA-256 of each whole file, which one core computes alone."""
 NAMES: Final = 4
 """Folders above a checkpoint whose names must be durable: of its kind, its run, all runs, and the server's data."""
 PART: Final = ".part"
@@ -79,9 +77,19 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 class _Format(msgspec.Struct, frozen=True):
-    """What every version of a manifest says."""
+    """What the manifest of every version says, of a checkpoint as of a snapshot."""
 
     format: int
+
+
+def check_format(what: str, manifest: bytes, readable: int) -> None:
+    """UNSUPPORTED if another version of Strata wrote the manifest; a msgspec error if no version did."""
+    if (number := msgspec.json.decode(manifest, type=_Format).format) != readable:
+        raise StrataError(
+            Code.UNSUPPORTED,
+            f"{what} has format {number}, and this version of Strata reads format {readable} only",
+            hint="use the version of Strata that wrote it",
+        )
 
 
 def write(folder: Path, manifest: CheckpointManifest, fill: Callable[[Path], None], *, overwrite: bool) -> None:
@@ -203,8 +211,7 @@ def _read_manifest(folder: Path) -> CheckpointManifest | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
-        if (version := msgspec.json.decode(data, type=_Format).format) not in READABLE:
-            raise StrataError(Code.UNSUPPORTED, f"the checkpoint {folder.name!r} has the format {version}")
+        check_format(f"the checkpoint {folder.name!r}", data, FORMAT)
         manifest = msgspec.json.decode(data, type=CheckpointManifest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise StrataError(Code.CORRUPT, f"the manifest of {folder.name!r} is damaged: {error}") from error
@@ -255,7 +262,7 @@ def sync_and_digest(files: Iterable[Path]) -> dict[str, CheckpointFile]:
             raise StrataError(Code.INTERNAL, f"{path.name!r} is no name for a file of a checkpoint")
     with ThreadPoolExecutor(THREADS) as pool:
         syncing = [pool.submit(sync_file, path) for path in paths]
-        digests = [_start_digest(pool, path, tree=True) for path in paths]
+        digests = [_start_digest(pool, path) for path in paths]
         found = [digest() for digest in digests]
         for each in syncing:
             each.result()
@@ -265,17 +272,12 @@ def sync_and_digest(files: Iterable[Path]) -> dict[str, CheckpointFile]:
 def find_damaged(folder: Path, files: Mapping[str, CheckpointFile]) -> str | None:
     """The name of the first file that has not the digest of its entry; None if all have. Every byte is read."""
     with ThreadPoolExecutor(THREADS) as pool:
-        digests = {
-            name: _start_digest(pool, folder / name, tree=entry.digest.startswith(TREE))
-            for name, entry in files.items()
-        }
+        digests = {name: _start_digest(pool, folder / name) for name in files}
         return next((name for name, digest in digests.items() if digest() != files[name].digest), None)
 
 
-def _start_digest(pool: ThreadPoolExecutor, path: Path, *, tree: bool) -> Callable[[], str]:
+def _start_digest(pool: ThreadPoolExecutor, path: Path) -> Callable[[], str]:
     """Start to compute the digest of a file; the returned function waits for it."""
-    if not tree:
-        return pool.submit(file_digest, path).result
     leaves = [pool.submit(_digest_leaf, path, start) for start in range(0, path.stat().st_size, LEAF)]
     return lambda: f"{TREE}{sha256_hex(b''.join(leaf.result() for leaf in leaves))}"
 

@@ -27,24 +27,20 @@ from strata.base.atomic import sync_file, sync_folder, write_file
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
-from strata.train.checkpoints.checkpoint import CheckpointFile, check_header, find_damaged, sync_and_digest
+from strata.train.checkpoints.checkpoint import (
+    CheckpointFile,
+    check_format,
+    check_header,
+    find_damaged,
+    sync_and_digest,
+)
 from strata.train.core import ops
 from strata.train.core.quantisation import Quantise
 from strata.train.runner.checkpoint.shards import SHARDING, ShardOffsets
 
 FORMAT: Final = 5
-BEFORE_SHARES: Final = frozenset({1, 2})
-"""They have the moments of adapters in the file that all ranks share, and summands of a gradient in those of the ranks.
-Format 1 also has the SHA-256 of each whole file instead of tree digests."""
-FLAT_ADAPTERS: Final = BEFORE_SHARES | {3}
-"""They have an adapter as one flat tensor, of which a rank has a share, and its weights in the file that all share."""
-NAMED_PIECES: Final = 4
-"""It has of each tensor of an adapter the numbers in a rank's share, and adapters of samplers in the shared file."""
-READABLE: Final = FLAT_ADAPTERS | {NAMED_PIECES, FORMAT}
 MANIFEST: Final = "manifest.json"
 MANIFEST_LIMIT: Final = 64 << 20
-SHARED: Final = "shared.safetensors"
-"""What all ranks had in common, up to format 4."""
 RUNS: Final = "STRATA_RUNS"
 """The key in the header of a rank's file."""
 POLL_S: Final = 0.02
@@ -54,8 +50,8 @@ POLL_S: Final = 0.02
 class SnapshotModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     created: ops.CreateModel
     steps: int
-    layout: str = ""
-    """Of an adapter: where its tensors are in the flat block that runs refer to. Empty before format 5."""
+    layout: str
+    """Of an adapter: where its tensors are in the flat block that runs refer to. Empty for a full model."""
 
 
 class SnapshotSampler(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -237,11 +233,10 @@ def read_manifest(folder: Path, digest: str) -> SnapshotManifest:
     if sha256_hex(data) != digest:
         raise _damaged(folder, MANIFEST)
     try:
+        check_format(f"the snapshot {folder.name!r}", data, FORMAT)
         manifest = msgspec.json.decode(data, type=SnapshotManifest)
     except msgspec.MsgspecError as error:
         raise StrataError(Code.UNSUPPORTED, f"the snapshot {folder.name!r} is of another version: {error}") from error
-    if manifest.format not in READABLE:
-        raise StrataError(Code.UNSUPPORTED, f"the snapshot {folder.name!r} has the format {manifest.format}")
     if names != {MANIFEST, *manifest.files}:
         raise _damaged(folder, sorted(names ^ {MANIFEST, *manifest.files})[0])
     return manifest

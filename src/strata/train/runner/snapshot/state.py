@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
 from strata.train.runner.checkpoint.shards import SHARDING, ShardOffsets
-from strata.train.runner.lora import Adapter, AdapterBlock, HeldPiece, Run
+from strata.train.runner.lora import Adapter, AdapterBlock, Run
 from strata.train.runner.model.trained import (
     WEIGHTS,
     FullModel,
@@ -33,12 +33,7 @@ from strata.train.runner.model.trained import (
     sharded_like,
 )
 from strata.train.runner.snapshot.files import (
-    BEFORE_SHARES,
-    FLAT_ADAPTERS,
-    FORMAT,
-    NAMED_PIECES,
     RUNS,
-    SHARED,
     SnapshotCopy,
     SnapshotManifest,
     SnapshotModel,
@@ -169,10 +164,7 @@ class _RankFile:
         self._file = opened
         self.names = frozenset(self._file.keys())
         metadata: dict[str, str] = self._file.metadata() or {}
-        self.offsets: dict[str, ShardOffsets] | None = None
-        """None: an earlier version wrote the file, whose ranks had the rows of a weight in their order."""
-        if SHARDING in metadata:
-            self.offsets = msgspec.json.decode(metadata[SHARDING], type=dict[str, ShardOffsets])
+        self.offsets = msgspec.json.decode(metadata.get(SHARDING, "{}"), type=dict[str, ShardOffsets])
         self.shares: dict[str, list[tuple[str, list[Run]]]] = {}
         """Of each kind of numbers of an adapter: the names of the shares of its blocks, and their runs."""
         for name, runs in msgspec.json.decode(metadata.get(RUNS, "{}"), type=dict[str, list[Run]]).items():
@@ -197,8 +189,6 @@ class SnapshotReader:
 
     def __init__(self, folder: Path, manifest: SnapshotManifest, *, rank: int) -> None:
         self._folder = folder
-        self._format = manifest.format
-        self._shared = _RankFile(folder / SHARED) if SHARED in manifest.files else None
         self._opened: dict[int, _RankFile] = {}
         # Its own file first: in a group of the same shape, it has all shards of this rank.
         self._order = sorted(range(manifest.ranks), key=lambda number: number != rank)
@@ -208,22 +198,9 @@ class SnapshotReader:
             self._opened[rank] = _RankFile(self._folder / rank_file(rank))
         return self._opened[rank]
 
-    def _shared_by_all(self, name: str) -> _RankFile | None:
-        """The file of what all ranks had in common, if it has this."""
-        return self._shared if self._shared is not None and name in self._shared.names else None
-
-    def check_layout(self, name: str, layout: str, adapter: Adapter) -> None:
-        """The numbers of an adapter may have no names: they must be those of the same tensors at the same places."""
-        if (shared := self._shared_by_all(name)) is not None and shared.shape(name) != [adapter.size]:
-            raise _mismatch(name)
-        if self._format == FORMAT and layout != adapter.layout:
-            raise _mismatch(name)
-
     def part(self, name: str, block: AdapterBlock, part: slice) -> torch.Tensor | None:
         """A part of a block of an adapter; None if no rank had the numbers."""
         like = block.flat[part]
-        if self._format in FLAT_ADAPTERS or self._format == NAMED_PIECES:
-            return self._part_of_earlier(name, list(block.pieces(part)), like)
         read = torch.empty_like(like)
         missing, is_there = read.numel(), False
         wanted = block.runs(part)
@@ -237,34 +214,6 @@ class SnapshotReader:
         if is_there and missing:
             raise _mismatch(name)
         return read if is_there else None
-
-    def _part_of_earlier(self, name: str, pieces: Sequence[HeldPiece], like: torch.Tensor) -> torch.Tensor | None:
-        read = [self._piece(name, piece, like[piece.place]) for piece in pieces]
-        present = [each.to(like.device) for each in read if each is not None]
-        if not present and pieces:
-            return None
-        if len(present) < len(pieces):
-            raise _mismatch(name)
-        return torch.cat([like[:0], *present])
-
-    def _piece(self, name: str, piece: HeldPiece, like: torch.Tensor) -> torch.Tensor | None:
-        if self._format in FLAT_ADAPTERS or self._shared_by_all(name) is not None:
-            return self.share(name, slice(piece.start, piece.start + piece.size), like)
-        return self.sharded(f"{name}.{piece.name}", [slice(piece.offset, piece.offset + piece.size)], like)
-
-    def share(self, name: str, wanted: slice, like: torch.Tensor) -> torch.Tensor | None:
-        """A part of an adapter that an earlier version wrote as one flat tensor; None if no rank had it."""
-        if (shared := self._shared_by_all(name)) is not None:
-            return _check_fit(name, shared.read_region(name, [wanted]), like)
-        if self._format not in BEFORE_SHARES:
-            return self.sharded(name, [wanted], like)
-        summands = [file for file in map(self._file, self._order) if name in file.names]
-        if not summands:
-            return None
-        total = torch.zeros_like(like)
-        for file in summands:
-            total += _check_fit(name, file.read_region(name, [wanted]), like).to(like.device)
-        return total
 
     def sharded(self, name: str, wanted: Sequence[slice], like: torch.Tensor) -> torch.Tensor | None:
         """This rank's shard, from the shards of all ranks that overlap with it; None if no rank had the tensor."""
@@ -307,14 +256,16 @@ class SnapshotReader:
         return piece.numel()
 
     def _offsets(self, rank: int, name: str) -> Sequence[int]:
-        file = self._file(rank)
-        if file.offsets is not None:
-            if name not in file.offsets:
-                raise _mismatch(name)
-            return file.offsets[name].saved_offsets
-        before = [self._file(number) for number in range(rank)]
-        shape = file.shape(name)
-        return [sum(other.shape(name)[0] for other in before if name in other.names), *[0] * (len(shape) - 1)]
+        offsets = self._file(rank).offsets
+        if name not in offsets:
+            raise _mismatch(name)
+        return offsets[name].saved_offsets
+
+
+def check_layout(name: str, layout: str, adapter: Adapter) -> None:
+    """The numbers of an adapter have no names: they must be those of the same tensors at the same places."""
+    if layout != adapter.layout:
+        raise _mismatch(name)
 
 
 def _overlaps(wanted: Sequence[Run], there: Sequence[Run]) -> Iterator[tuple[slice, slice]]:
@@ -355,7 +306,7 @@ def read_model(reader: SnapshotReader, number: int, entry: SnapshotModel, model:
         return _read_full(reader, prefix, steps, model)
     assert isinstance(model, LoraModel)
     adapter = model.adapter
-    reader.check_layout(f"{prefix}.{WEIGHTS}", entry.layout, adapter)
+    check_layout(f"{prefix}.{WEIGHTS}", entry.layout, adapter)
     names = model.optimizer.moment_names if steps else ()
     weights, moments, gradients = [], [], []
     for block, part in zip(adapter.blocks, model.stepped, strict=True):
@@ -402,7 +353,7 @@ def _read_full(reader: SnapshotReader, prefix: str, steps: int, model: FullModel
 
 def read_sampler_adapter(reader: SnapshotReader, number: int, entry: SnapshotSampler, adapter: Adapter) -> None:
     name = f"samplers.{number}.{WEIGHTS}"
-    reader.check_layout(name, entry.layout, adapter)
+    check_layout(name, entry.layout, adapter)
     adapter.install([_read_part(name, reader, block, slice(0, block.size)) for block in adapter.blocks])
 
 
@@ -435,8 +386,8 @@ def _read_shard(name: str, reader: SnapshotReader, like: DTensor) -> torch.Tenso
     return shard
 
 
-def _check_fit(name: str, tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    if tensor is None or tensor.shape != like.shape or tensor.dtype != like.dtype:
+def _check_fit(name: str, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    if tensor.shape != like.shape or tensor.dtype != like.dtype:
         raise _mismatch(name)
     return tensor
 
