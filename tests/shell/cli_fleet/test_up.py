@@ -23,14 +23,25 @@ def test_up_logs_what_an_agent_of_its_own_would_log(tmp_path: Path) -> None:
         "STRATA_CLIENT_CONFIG_HOME": str(tmp_path / "config"),
         "STRATA_HUB_KEEP_FREE_BYTES": "0",
         "STRATA_AGENT_MIN_FREE_GIB": "0",
+        "STRATA_AGENT_SANDBOX_MODE": "off",
     }
-    words = [STRATA, "up", "-v", "--data", str(tmp_path / "data"), "--listen", "127.0.0.1:0"]
-    with (tmp_path / "up.log").open("wb") as log:
-        process = subprocess.Popen(words, env=environ, stderr=log, cwd=tmp_path)
-    try:
-        said = eventually(lambda: text if "ready" in (text := (tmp_path / "up.log").read_text()) else None, 120.0)
+    data = tmp_path / "data"
+    up = [STRATA, "up", "-v", "--data", str(data), "--listen", "127.0.0.1:0"]
+    # The hub has ended with `up`; an agent starts without it.
+    alone = [STRATA, "agent", "--state", str(data / "agent"), "--work", str(data / "work"), "--log-format", "json"]
+    for words, ready in ((up, "ready"), (alone, "works for")):
+        said = log_until(words, ready, tmp_path, environ)
         for event in ("host_probe_incomplete", "jobs_run_as_root", "sandbox_detected"):
             assert f'"{event}"' in said
+
+
+def log_until(words: list[str], ready: str, folder: Path, environ: dict[str, str]) -> str:
+    """What a command has logged until it is ready; then it is stopped."""
+    path = folder / f"{words[1]}.log"
+    with path.open("wb") as log:
+        process = subprocess.Popen(words, env=environ, stderr=log, cwd=folder)
+    try:
+        return eventually(lambda: text if ready in (text := path.read_text()) else None, 120.0)
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(60)

@@ -7,8 +7,6 @@ no half: jobs continue under their supervisors, and the next `strata up` resumes
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -18,11 +16,9 @@ from strata.base.errors import Code, StrataError
 from strata.cli.output import print_error
 
 if TYPE_CHECKING:
-    import asyncio
-
     from strata.base.clock import Clock
     from strata.coord.private import PrivateCoordinator
-    from strata.fleet.agent.loop import Agent
+    from strata.fleet.agent.identity import Membership
     from strata.fleet.agent.settings import AgentSettings
     from strata.fleet.core.capability import Capability
     from strata.hub.compose import Hub
@@ -76,6 +72,7 @@ def up(
     from strata.base import log
     from strata.base.settings import load, no_color, process_environment
     from strata.base.unix_socket import is_listening
+    from strata.cli.coordinator import OWN_COMMAND
     from strata.cli.extras import require
 
     require("uvicorn", extra="hub")
@@ -84,6 +81,7 @@ def up(
     from strata.fleet.agent import settings as agent_settings
     from strata.http import otel
     from strata.hub import settings as hub_settings
+    from strata.hub.private_coordinator import private_coordinator
     from strata.sdk.fleet import client_settings
 
     folder = (data or client_settings().data).expanduser().absolute()
@@ -105,7 +103,7 @@ def up(
             "interpreter": interpreter,
         },
     )
-    agent = for_one_person(agent, hub.data)
+    agent = _for_one_person(agent, hub.data)
     if not is_loopback_address(hub.listen) or hub.tls.enabled:
         raise StrataError(
             Code.INVALID,
@@ -122,59 +120,16 @@ def up(
     log.configure(style, "info" if verbose else "warning", colour=log.colour_wanted(sys.stderr, no_color=no_color()))
     stop_traces = otel.configure("strata-up", process_environment())
     try:
-        with _private_coordinator(hub, agent) as (hub, coordinator):
+        # Jobs of another user, or in a sandbox, could not write checkpoints into the folder of this user.
+        shared = bool(agent.run_as) or agent.sandbox.mode != "off"
+        root = "" if shared else str(folder / "checkpoints")
+        with private_coordinator(hub, OWN_COMMAND, checkpoint_root=root) as (hub, coordinator):
             asyncio.run(_run(hub, agent, name, coordinator))
     finally:
         stop_traces()
 
 
-@contextmanager
-def _private_coordinator(
-    hub: HubSettings, agent: AgentSettings
-) -> Iterator[tuple[HubSettings, PrivateCoordinator | None]]:
-    """A coordinator of gangs on loopback, and the settings that name it; none if they name one, or without the extra.
-
-    Port and secret stay the same: members of gangs that outlive this process find it again.
-    """
-    import secrets
-    from importlib.util import find_spec
-
-    from msgspec.structs import replace
-
-    from strata.base.atomic import create_file, write_file
-    from strata.base.private import private_folder, require_private_folder
-    from strata.base.secret import read_secret
-    from strata.cli.coordinator import OWN_COMMAND
-    from strata.coord.private import PrivateCoordinator, reserve_port
-    from strata.hub.settings import GangCoordinatorSettings
-
-    if hub.coordinator is not None or find_spec("grpc") is None:
-        yield hub, None
-        return
-    data = hub.data.expanduser()
-    require_private_folder(data, "the hub's files")
-    folder = private_folder(data / "coordinator")
-    secret, port = folder / "token.secret", folder / "port"
-    if not secret.exists():
-        create_file(secret, secrets.token_hex(32).encode())
-    saved = port.read_text(encoding="ascii") if port.exists() else ""
-    try:
-        guard = reserve_port(int(saved) if saved.isdecimal() else 0)
-    except OSError:
-        guard = reserve_port()
-    with guard:
-        number = guard.getsockname()[1]
-        write_file(port, str(number).encode())
-        address = f"127.0.0.1:{number}"
-        # What jobs of another user, or in a sandbox, could not write is left to them.
-        shared = agent.run_as or agent.sandbox.mode != "off"
-        root = "" if shared else str(data.absolute().parent / "checkpoints")
-        settings = GangCoordinatorSettings(address=address, token_secret=read_secret(secret), checkpoint_root=root)
-        coordinator = PrivateCoordinator(command=OWN_COMMAND, address=address, folder=folder, secret=secret)
-        yield replace(hub, coordinator=settings), coordinator
-
-
-def for_one_person(settings: AgentSettings, hub_data: Path) -> AgentSettings:
+def _for_one_person(settings: AgentSettings, hub_data: Path) -> AgentSettings:
     """Without `run_as` jobs run as their owner, who may still ask for a sandbox: then it hides the hub's data too."""
     from msgspec.structs import replace
 
@@ -193,9 +148,14 @@ async def _run(
     import asyncio
 
     from strata.base.clock import SystemClock
+    from strata.base.settings import process_environment
     from strata.fleet.agent.probe import hostname
+    from strata.fleet.agent.start import run_agent
     from strata.hub.compose import open_hub
     from strata.hub.server import listening, serve
+
+    def ready(member: Membership, capability: Capability) -> None:
+        _print_ready(agent_settings, member.name, capability)
 
     clock = SystemClock()
     stop = asyncio.Event()
@@ -209,7 +169,7 @@ async def _run(
                 print_error(f"strata up: hub on {listeners.url}, all data in {_shown(hub_settings.data.parent)}")
                 print_error(f"strata up: dashboard on {listeners.url}/; to log in: strata dashboard")
                 await _warn_about_keys(hub)
-                await _run_agent(agent_settings, serving)
+                await run_agent(agent_settings, process_environment(), ready, serving)
             finally:
                 stop.set()
                 await serving
@@ -255,32 +215,6 @@ def _use_context(settings: HubSettings, url: str) -> None:
     save_context(client, CONTEXT, ClientContext(url=url, token_file=token))
     if before not in ("", CONTEXT):
         print_error(f"strata up: all commands use this hub now; to switch back: strata contexts {before}")
-
-
-async def _run_agent(settings: AgentSettings, serving: asyncio.Task[None]) -> None:
-    """Run the agent until a signal stops it or the hub ends."""
-    import asyncio
-
-    from strata.base.settings import process_environment
-    from strata.fleet.agent.identity import load_membership
-    from strata.fleet.agent.start import only_agent, prepare_host, start_agent
-
-    with only_agent(settings):
-        host, probed = await asyncio.to_thread(prepare_host, settings, process_environment())
-        # Before it says that it is ready: from then on Ctrl-C has to end it in order.
-        agent = start_agent(host, probed)
-        _print_ready(settings, load_membership(settings.state_folder).name, probed.capability)
-        await _until_stopped(agent, serving)
-
-
-async def _until_stopped(agent: Agent, serving: asyncio.Task[None]) -> None:
-    import asyncio
-
-    working = asyncio.create_task(agent.run())
-    await asyncio.wait([working, serving], return_when=asyncio.FIRST_COMPLETED)
-    if not working.done():
-        agent.stop()
-    await working
 
 
 async def _warn_about_keys(hub: Hub) -> None:

@@ -15,6 +15,7 @@ from strata.fleet.agent import cgroup, environment, identity
 from strata.fleet.agent.environment_cache import build_variables
 from strata.fleet.agent.file_lock import try_lock
 from strata.fleet.agent.hub_api import HubApi
+from strata.fleet.agent.identity import Membership
 from strata.fleet.agent.loop import Agent, handle_signals
 from strata.fleet.agent.prepare import HostContext, create_work_folder
 from strata.fleet.agent.probe import ProbeResult, probe_host, ram_bytes
@@ -23,6 +24,7 @@ from strata.fleet.agent.selftest import SelfTestResult, run_self_test
 from strata.fleet.agent.settings import AgentSettings
 from strata.fleet.agent.state import AgentState
 from strata.fleet.client import HubClient
+from strata.fleet.core.capability import Capability
 from strata.fleet.wire import HubHealth
 from strata.http import otel
 
@@ -30,21 +32,41 @@ _log = log.get(__name__)
 
 
 def run(settings: AgentSettings, environ: Mapping[str, str], announce: Callable[[str], None]) -> None:
-    """Run the agent until it is stopped. `environ` is its own environment, of which jobs inherit a part."""
-    set_private_umask()
-    member = identity.load_membership(private_folder(settings.state_folder))
-    with only_agent(settings):
-        host, probed = prepare_host(settings, environ)
+    """Run the agent in a process of its own. `environ` is its own environment, of which jobs inherit a part."""
+
+    def ready(member: Membership, _: Capability) -> None:
         announce(f"{member.name} works for {member.url}, work in {settings.work_folder}")
-        stop_traces = otel.configure("strata-agent", environ)
-        try:
-            asyncio.run(_run(host, probed))
-        finally:
-            stop_traces()
+
+    set_private_umask()
+    stop_traces = otel.configure("strata-agent", environ)
+    try:
+        asyncio.run(run_agent(settings, environ, ready))
+    finally:
+        stop_traces()
+
+
+async def run_agent(
+    settings: AgentSettings,
+    environ: Mapping[str, str],
+    ready: Callable[[Membership, Capability], None],
+    hub: asyncio.Task[None] | None = None,
+) -> None:
+    """Run the agent until a signal stops it, or the hub ends that shares its process."""
+    with _only_agent(settings):
+        host, probed = await asyncio.to_thread(_prepare_host, settings, environ)
+        agent = Agent(host, AgentState(settings.state_folder), SystemClock(), probed.capability)
+        # Before it says that it is ready: from then on Ctrl-C has to end it in order.
+        handle_signals(agent)
+        ready(identity.load_membership(settings.state_folder), probed.capability)
+        working = asyncio.create_task(agent.run())
+        await asyncio.wait([working] if hub is None else [working, hub], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            agent.stop()
+        await working
 
 
 @contextmanager
-def only_agent(settings: AgentSettings) -> Iterator[None]:
+def _only_agent(settings: AgentSettings) -> Iterator[None]:
     """CONFLICT if another agent uses the state folder."""
     folder = private_folder(settings.state_folder)
     lock = try_lock(folder / "lock")
@@ -56,7 +78,7 @@ def only_agent(settings: AgentSettings) -> Iterator[None]:
         os.close(lock)
 
 
-def prepare_host(settings: AgentSettings, environ: Mapping[str, str]) -> tuple[HostContext, ProbeResult]:
+def _prepare_host(settings: AgentSettings, environ: Mapping[str, str]) -> tuple[HostContext, ProbeResult]:
     """Test and probe this host, and log what its owner should know. PRECONDITION if it fails its self-test."""
     member = identity.load_membership(settings.state_folder)
     client = identity.connect_to_hub(settings.state_folder)
@@ -82,13 +104,6 @@ def prepare_host(settings: AgentSettings, environ: Mapping[str, str]) -> tuple[H
         is_local=not member.valid_for_s,
     )
     return host, probed
-
-
-def start_agent(host: HostContext, probed: ProbeResult) -> Agent:
-    """An agent that signals stop; `run` of it is next."""
-    agent = Agent(host, AgentState(host.settings.state_folder), SystemClock(), probed.capability)
-    handle_signals(agent)
-    return agent
 
 
 def find_sandbox(settings: AgentSettings, environ: Mapping[str, str]) -> HostSandbox:
@@ -118,7 +133,3 @@ def probe_capability(
     settings: AgentSettings, allowed: Mapping[str, str], sandbox: HostSandbox = UNCONFINED
 ) -> ProbeResult:
     return probe_host(allowed, settings, sandbox.level, sandbox.lacks, sandbox.limits)
-
-
-async def _run(host: HostContext, probed: ProbeResult) -> None:
-    await start_agent(host, probed).run()
