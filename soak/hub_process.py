@@ -16,7 +16,7 @@ from typing import Final
 from strata.base.errors import StrataError
 from strata.base.secret import read_secret
 from strata.fleet import wire
-from strata.fleet.client import HubClient
+from strata.fleet.client.hub_client import HubClient
 from strata.hub.compose import TOKEN_FILE
 from strata.hub.settings import SOCKET
 from strata.testing.ports import port_of, reserve_port

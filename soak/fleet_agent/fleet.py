@@ -14,7 +14,7 @@ from soak.fleet_agent.processes import AgentProcess, is_alive, wait_until
 from soak.hub_process import READY_S, HubProcess
 from soak.trials import CampaignRequest
 from strata.fleet import wire
-from strata.fleet.client import HubClient
+from strata.fleet.client.hub_client import HubClient
 from strata.fleet.core.job import TERMINAL
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 

@@ -22,7 +22,7 @@ from strata.base.secret import Secret
 from strata.fleet import wire
 from strata.fleet.agent.identity import connect_to_hub, save_local
 from strata.fleet.agent.state import AttemptRecord
-from strata.fleet.client import HubClient
+from strata.fleet.client.hub_client import HubClient
 
 T = TypeVar("T")
 

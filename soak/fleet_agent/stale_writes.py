@@ -7,9 +7,9 @@ from typing import Final
 
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
-from strata.fleet.agent.hub_api import HubApi
 from strata.fleet.artifacts.manifest import EMPTY_SHA256, ArtifactFile, ArtifactKind, ArtifactManifest, Lineage
-from strata.fleet.client import HubClient
+from strata.fleet.client.hub_api import HubApi
+from strata.fleet.client.hub_client import HubClient
 from strata.fleet.core.job import Cause
 from strata.fleet.core.jobspec import JobSpec
 

@@ -14,7 +14,7 @@ from soak.fleet_hub.expected_state import ExpectedState, HeldAttempt, Key
 from strata.base.errors import StrataError
 from strata.fleet import wire
 from strata.fleet.artifacts.manifest import ArtifactFile, ArtifactManifest
-from strata.fleet.client import HubClient
+from strata.fleet.client.hub_client import HubClient
 from strata.fleet.core.job import CHARGED, TERMINAL, Cause, JobEvent, JobStatus, advance
 
 DRAIN_S: Final = 90.0

@@ -14,7 +14,7 @@ from soak.fleet_hub.expected_state import ExpectedState
 from soak.fleet_hub.hosts import RetryingCaller, monitored_thread
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
-from strata.fleet.client import HubClient
+from strata.fleet.client.hub_client import HubClient
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 from strata.fleet.core.manifest import JobManifest
 

@@ -19,10 +19,9 @@ from soak.fleet_hub.expected_state import ExpectedState, HeldAttempt, Key
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 from strata.fleet import wire
-from strata.fleet.agent.hub_api import HubApi
-from strata.fleet.agent.state import PendingClaim
 from strata.fleet.artifacts.manifest import ArtifactFile, ArtifactKind, ArtifactManifest, Lineage
-from strata.fleet.client import HubClient
+from strata.fleet.client.hub_api import HubApi
+from strata.fleet.client.hub_client import HubClient
 from strata.fleet.core.capability import Capability
 from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.wire import LeaseGiven
@@ -173,10 +172,10 @@ class SimulatedHost:
 
     def _claim(self) -> dict[Key, tuple[LeaseGiven, HeldAttempt]]:
         count = self._behaviour.count
-        claiming = PendingClaim(claim_id=f"{self.name}-{next(_names)}", count=count)
-        held = self._keep(self._caller.call("claim", lambda: self._api.claim(claiming, WAIT_S)))
+        claim_id = f"{self.name}-{next(_names)}"
+        held = self._keep(self._caller.call("claim", lambda: self._api.claim(claim_id, count, WAIT_S)))
         if held and self._chance(self._behaviour.repeats):
-            again = self._caller.call("claim again", lambda: self._api.claim(claiming, 0.0))
+            again = self._caller.call("claim again", lambda: self._api.claim(claim_id, count, 0.0))
             self._expected.repeated_claim(self.name, set(held), {(each.job_id, each.epoch) for each in again})
         return held
 

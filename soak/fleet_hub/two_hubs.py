@@ -30,7 +30,7 @@ from soak.hub_process import STRATA, HubProcess
 from soak.trials import CampaignRequest, CampaignResult, OnProgress, seeded_random, spread_s
 from strata.base.errors import StrataError
 from strata.base.secret import read_secret
-from strata.fleet.client import RETRY_FOR_S, HubClient, TlsFiles
+from strata.fleet.client.hub_client import RETRY_FOR_S, HubClient, TlsFiles
 from strata.fleet.core.job import TERMINAL
 from strata.hub.compose import TOKEN_FILE
 from strata.sdk.fleet import pin_of

@@ -17,10 +17,10 @@ from typing import Final
 
 from strata.fleet import wire
 from strata.fleet.agent.attempt_folder import JobUser, find_job_user
-from strata.fleet.agent.hub_api import HubApi
 from strata.fleet.agent.prepare import HostContext, create_work_folder
 from strata.fleet.agent.settings import AgentSettings
-from strata.fleet.client import HubClient
+from strata.fleet.client.hub_api import HubApi
+from strata.fleet.client.hub_client import HubClient
 
 USER: Final = "nobody"
 PYTHON: Final = "/usr/bin/python3"

@@ -24,11 +24,9 @@ from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 from strata.fleet import wire
 from strata.fleet.agent import privsep, supervised
-from strata.fleet.agent.artifact_transfer import send_missing_chunks
 from strata.fleet.agent.attempt import Attempt
 from strata.fleet.agent.attempt_folder import AttemptPaths, create_attempt_folder, remove_folder
 from strata.fleet.agent.git import LOCAL
-from strata.fleet.agent.hub_api import HubApi
 from strata.fleet.agent.log_uploader import StreamUploader
 from strata.fleet.agent.path_names import attempt_name
 from strata.fleet.agent.prepare import HostContext, prepare_attempt
@@ -40,7 +38,9 @@ from strata.fleet.agent.state import AgentState, AttemptRecord
 from strata.fleet.agent.trainer_source import unpack_request
 from strata.fleet.artifacts.files import Tree, scan
 from strata.fleet.artifacts.manifest import ArtifactKind, Lineage
-from strata.fleet.client import HubClient
+from strata.fleet.client.artifact_transfer import send_missing_chunks
+from strata.fleet.client.hub_api import HubApi
+from strata.fleet.client.hub_client import HubClient
 from strata.fleet.core.job import Cause
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 from strata.fleet.core.requirement import Needs

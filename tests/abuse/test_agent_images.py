@@ -10,10 +10,10 @@ import pytest
 from strata.base.errors import Code, StrataError
 from strata.fleet.agent.attempt_folder import AttemptPaths
 from strata.fleet.agent.containers import registry_reference
-from strata.fleet.agent.hub_api import HubApi
 from strata.fleet.agent.prepare import HostContext, create_work_folder, prepare_attempt
 from strata.fleet.agent.settings import AgentSettings
-from strata.fleet.client import HubClient
+from strata.fleet.client.hub_api import HubApi
+from strata.fleet.client.hub_client import HubClient
 from strata.fleet.core.jobspec import EnvironmentSpec, TrainerSpec, check_trainer
 from tests.core.fleet_agent.leases import a_trainer, lease
 

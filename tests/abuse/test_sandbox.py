@@ -31,7 +31,6 @@ from strata.fleet import wire
 from strata.fleet.agent import supervised
 from strata.fleet.agent.attempt_folder import AttemptPaths
 from strata.fleet.agent.cgroup import JobParents
-from strata.fleet.agent.hub_api import HubApi
 from strata.fleet.agent.outcome import classify_exit
 from strata.fleet.agent.path_names import attempt_name
 from strata.fleet.agent.prepare import HostContext, create_work_folder, prepare_attempt
@@ -39,7 +38,8 @@ from strata.fleet.agent.sandbox import detect_sandbox, job_user_of
 from strata.fleet.agent.seccomp import CLONE_NEWUSER, NUMBERS
 from strata.fleet.agent.settings import AgentSettings, SandboxSettings
 from strata.fleet.agent.supervised import ChildExit
-from strata.fleet.client import HubClient
+from strata.fleet.client.hub_api import HubApi
+from strata.fleet.client.hub_client import HubClient
 from strata.fleet.core.amounts import UNKNOWN, Taken
 from strata.fleet.core.job import Cause
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec

@@ -19,7 +19,7 @@ import pytest
 from soak.train.server import make_model
 from strata.base.secret import read_secret
 from strata.fleet import wire
-from strata.fleet.client import HubClient
+from strata.fleet.client.hub_client import HubClient
 from tests.e2e.nodes import Machine, Task, network
 from tests.shell.fleet_agent.waiting import eventually
 

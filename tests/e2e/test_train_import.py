@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from strata.base.errors import StrataError
 from strata.base.secret import Secret
 from strata.cli.main import run
-from strata.fleet.client import HubClient
+from strata.fleet.client.hub_client import HubClient
 from strata.sdk.checkpoints import import_adapter
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG
 from strata.train.runner.model.tiny import TinyModel, make

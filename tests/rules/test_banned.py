@@ -65,7 +65,7 @@ HARMLESS: Final[tuple[tuple[Rule, str, str], ...]] = (
     (banned.catch_all, SHELL, "try:\n    f()\nexcept ValueError:\n    pass"),
     (banned.base_imports, "src/strata/base/log.py", "import json\nimport msgspec"),
     (banned.cli_top_level, "src/strata/cli/jobs.py", "import click\ndef jobs():\n    import asyncio"),
-    (banned.cli_top_level, "src/strata/cli/jobs.py", "if TYPE_CHECKING:\n    import strata.fleet.client"),
+    (banned.cli_top_level, "src/strata/cli/jobs.py", "if TYPE_CHECKING:\n    import strata.fleet.client.hub_client"),
 )
 
 RULES: Final = tuple(dict.fromkeys(rule for rule, _, _ in PLANTS))

@@ -48,6 +48,8 @@ PLANTS: Final = (
     Plant("inside-a-layer", "train/endpoints/plant.py", "import strata.train.api"),
     Plant("fleet-shells", "fleet/agent/plant.py", "import strata.fleet.store.rows"),
     Plant("fleet-shells", "fleet/store/plant.py", "import strata.fleet.http.routes"),
+    Plant("agent", "sdk/datasets.py", "from strata.fleet.agent.environment import job_environment"),
+    Plant("agent", "cli/fleet/prepare.py", "def later() -> None:\n    import strata.fleet.agent.loop"),
     Plant("fleet-stores", "fleet/store/sqlite/plant.py", "import strata.fleet.store.postgres.tables"),
     Plant("fleet-stores", "fleet/store/rows.py", "import strata.fleet.store.sqlite.tables"),
     Plant("fleet-stores", "fleet/artifacts/store/sqlite.py", "import strata.fleet.artifacts.store.postgres"),
@@ -74,6 +76,7 @@ ALLOWED: Final = (
     Plant("grpc", "coord/server/servicer.py", "import grpc.aio"),
     Plant("grpc", "coord/pb/coordinator_pb2.py", "from google.protobuf import descriptor"),
     Plant("grpc", "hub/compose.py", "import grpc"),
+    Plant("agent", "cli/fleet/enrol.py", "import strata.fleet.agent.loop"),
     Plant("cli", "cli/plant.py", "import strata.hub.compose", also=("hub/compose.py",)),
 )
 

@@ -83,8 +83,8 @@ def probe(ctx: click.Context, /, **_: Any) -> None:
 
     from strata import __version__
     from strata.base.settings import process_environment
-    from strata.fleet.agent.environment import inherited_by_jobs
     from strata.fleet.agent.start import find_sandbox, probe_capability
+    from strata.fleet.core.job_command import inherited_by_jobs
 
     settings = _settings_of_subcommand(ctx)
     environ = process_environment()
@@ -104,10 +104,10 @@ def probe(ctx: click.Context, /, **_: Any) -> None:
 def check(ctx: click.Context, /, **_: Any) -> None:
     """Run the self-test of this host: folders, disk, child processes, sandbox, hub and clock, torch on GPUs."""
     from strata.base.settings import process_environment
-    from strata.fleet.agent.environment import inherited_by_jobs
     from strata.fleet.agent.identity import connect_to_hub
     from strata.fleet.agent.selftest import check_gpus
     from strata.fleet.agent.start import check_host, find_sandbox, probe_capability
+    from strata.fleet.core.job_command import inherited_by_jobs
 
     settings = _settings_of_subcommand(ctx)
     joined = (settings.state_folder / "identity" / "hub.json").exists()

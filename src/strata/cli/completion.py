@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from click.shell_completion import CompletionItem, ShellComplete
 
-    from strata.fleet.client import HubClient
+    from strata.fleet.client.hub_client import HubClient
 
 VARIABLE: Final = "_STRATA_COMPLETE"
 """The variable with which the shell calls `strata` for completions."""

@@ -14,7 +14,7 @@ from strata.cli.completion import complete_contexts
 from strata.cli.output import Column, Format, Rows, output_option, print_error
 
 if TYPE_CHECKING:
-    from strata.fleet.client import HubClient
+    from strata.fleet.client.hub_client import HubClient
     from strata.sdk.fleet import ClientSettings
 
 
@@ -48,7 +48,7 @@ def login(url: str, name: str | None, token_file: Path | None, ca_pin: str | Non
     from urllib.parse import urlsplit
 
     from strata.base.unix_socket import SCHEME, format_unix_address, parse_unix_address
-    from strata.fleet.client import RETRY_FOR_S, HubClient, TlsFiles
+    from strata.fleet.client.hub_client import RETRY_FOR_S, HubClient, TlsFiles
     from strata.sdk.fleet import ClientContext, client_settings, keep_authority, keep_secret, save_context
 
     # Absolute, because other commands may run in another folder.
@@ -93,7 +93,7 @@ def _check_listener(url: str) -> None:
     from urllib.parse import urlsplit
 
     from strata.base.loopback import is_loopback_host
-    from strata.fleet.client import HubClient
+    from strata.fleet.client.hub_client import HubClient
 
     # Nothing is sent in the clear to other machines, not even a question.
     if not url.startswith("http:") or not is_loopback_host(urlsplit(url).hostname or ""):

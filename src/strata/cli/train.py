@@ -18,7 +18,7 @@ from strata.cli.progress import ProgressLine
 from strata.cli.training_server import choose_server, context_option, is_settings_file, key_file_option
 
 if TYPE_CHECKING:
-    from strata.fleet.client import HubClient
+    from strata.fleet.client.hub_client import HubClient
     from strata.sdk.fleet import ClientSettings
     from strata.sdk.recipes.connection import ServerConnection
     from strata.sdk.recipes.recipe import Recipe

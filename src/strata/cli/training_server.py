@@ -11,7 +11,7 @@ from strata.base.errors import Code, StrataError
 from strata.cli.completion import complete_contexts
 
 if TYPE_CHECKING:
-    from strata.fleet.client import HubClient
+    from strata.fleet.client.hub_client import HubClient
     from strata.sdk.fleet import ClientSettings
 
 server_option = click.option(

@@ -14,7 +14,7 @@ import msgspec
 from strata.base.atomic import new_folder
 from strata.base.errors import Code, StrataError
 from strata.base.progress import ReportProgress, no_progress
-from strata.fleet.client import HubClient
+from strata.fleet.client.hub_client import HubClient
 from strata.train.peft.layers import ADAPTER_CONFIG, TOKENIZER_FILES
 from strata.train.wire.replies import CheckpointReply, CheckpointsReply
 

@@ -13,11 +13,11 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.base.progress import ReportProgress, no_progress
 from strata.fleet import wire
-from strata.fleet.agent.artifact_transfer import send_missing_chunks
-from strata.fleet.agent.hub_api import HubApi
 from strata.fleet.artifacts.files import materialise, scan
 from strata.fleet.artifacts.manifest import ArtifactKind, Lineage
-from strata.fleet.client import HubClient
+from strata.fleet.client.artifact_transfer import send_missing_chunks
+from strata.fleet.client.hub_api import HubApi
+from strata.fleet.client.hub_client import HubClient
 from strata.fleet.core.jobspec import DATASET, DataSource
 from strata.fleet.core.requirement import Label
 

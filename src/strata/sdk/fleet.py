@@ -22,7 +22,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.private import private_folder
 from strata.base.secret import Secret, read_secret
 from strata.base.settings import load
-from strata.fleet.client import RETRY_FOR_S, HubClient, TlsFiles, exchange
+from strata.fleet.client.hub_client import RETRY_FOR_S, HubClient, TlsFiles, exchange
 from strata.http import otel
 
 SECTION: Final = "client"

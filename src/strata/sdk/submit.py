@@ -24,7 +24,7 @@ import msgspec
 from strata.base.digest import canonical_json
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
-from strata.fleet.client import HubClient
+from strata.fleet.client.hub_client import HubClient
 from strata.fleet.core.job import TERMINAL
 from strata.fleet.core.jobspec import DEFAULT_PROJECT, EnvironmentSpec, JobSpec, TrainerSpec
 from strata.fleet.core.lease import MAX_ATTEMPTS

@@ -9,7 +9,7 @@ from strata.base.secret import Secret
 from strata.fleet import wire
 from strata.fleet.agent.identity import Membership
 from strata.fleet.agent.selftest import check_clock_skew
-from strata.fleet.client import HubClient, encode_query
+from strata.fleet.client.hub_client import HubClient, encode_query
 from strata.fleet.core.job import JobStatus
 
 DAY_S = 86_400.0

@@ -12,9 +12,8 @@ import pytest
 from strata.base.secret import Secret
 from strata.cli.main import run
 from strata.fleet import wire
-from strata.fleet.agent.hub_api import HubApi
-from strata.fleet.agent.state import PendingClaim
-from strata.fleet.client import HubClient
+from strata.fleet.client.hub_api import HubApi
+from strata.fleet.client.hub_client import HubClient
 from strata.fleet.core.capability import Capability
 from strata.fleet.core.job import Cause
 from tests.shell.fleet_agent.running import HubProcess
@@ -72,7 +71,7 @@ class HostByHand:
     def claim(self) -> wire.LeaseGiven:
         for _ in range(12):
             self._claims += 1
-            leases = self.hub.claim(PendingClaim(claim_id=f"{self.name}-{self._claims}", count=1), 5.0)
+            leases = self.hub.claim(f"{self.name}-{self._claims}", 1, 5.0)
             if leases:
                 return leases[0]
         raise AssertionError("there was no job for this host within a minute")

@@ -17,7 +17,7 @@ from strata.base.errors import StrataError
 from strata.base.secret import Secret, read_secret
 from strata.fleet import wire
 from strata.fleet.agent.identity import save_local
-from strata.fleet.client import HubClient
+from strata.fleet.client.hub_client import HubClient
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 from strata.fleet.core.requirement import Needs
 from strata.testing.ports import port_of, reserve_port

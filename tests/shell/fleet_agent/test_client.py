@@ -11,7 +11,7 @@ import pytest
 
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
-from strata.fleet.client import HubClient, transfer
+from strata.fleet.client.hub_client import HubClient, transfer
 from strata.fleet.wire import HubHealth
 from strata.testing.ports import port_of, reserve_port
 

@@ -11,8 +11,8 @@ import pytest
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
 from strata.fleet.agent import identity
-from strata.fleet.agent.hub_api import HubApi
-from strata.fleet.client import HubClient, TlsFiles
+from strata.fleet.client.hub_api import HubApi
+from strata.fleet.client.hub_client import HubClient, TlsFiles
 from strata.fleet.core.capability import Capability
 from strata.hub.settings import HubTlsSettings
 from strata.identity.ca import private_pem

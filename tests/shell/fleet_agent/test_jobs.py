@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from strata.fleet import wire
-from strata.fleet.agent.artifact_transfer import send_missing_chunks
-from strata.fleet.agent.hub_api import HubApi
 from strata.fleet.artifacts.files import scan
 from strata.fleet.artifacts.manifest import ArtifactKind, Lineage
+from strata.fleet.client.artifact_transfer import send_missing_chunks
+from strata.fleet.client.hub_api import HubApi
 from strata.fleet.core.job import Cause
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 from strata.fleet.core.requirement import Needs

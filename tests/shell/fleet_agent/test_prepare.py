@@ -11,10 +11,10 @@ import pytest
 
 from strata.base.errors import StrataError
 from strata.fleet.agent.attempt_folder import AttemptPaths, find_job_user
-from strata.fleet.agent.hub_api import HubApi
 from strata.fleet.agent.prepare import SOURCE_TTL_S, HostContext, create_work_folder, prepare_attempt, prune_work_folder
 from strata.fleet.agent.settings import AgentSettings
-from strata.fleet.client import HubClient
+from strata.fleet.client.hub_api import HubApi
+from strata.fleet.client.hub_client import HubClient
 from strata.fleet.core.jobspec import DataSource
 from tests.core.fleet_agent.leases import a_trainer, lease
 

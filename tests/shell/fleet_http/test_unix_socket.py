@@ -15,7 +15,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.secret import read_secret
 from strata.base.unix_socket import connect_unix, is_listening, listen_unix
 from strata.fleet import wire
-from strata.fleet.client import HubClient
+from strata.fleet.client.hub_client import HubClient
 from strata.hub.settings import SOCKET, HubTlsSettings
 from tests.shell.fleet_http.running import process, running
 

@@ -11,7 +11,7 @@ import pytest
 
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
-from strata.fleet.client import HubClient
+from strata.fleet.client.hub_client import HubClient
 from strata.sdk.operations import Datum
 from strata.sdk.recipes.method import Metrics, ReadMetrics, StepContext, read_after
 from strata.sdk.recipes.recipe import Recipe, RecipeData, RecipeEvaluation, RecipeTraining

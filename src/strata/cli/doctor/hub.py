@@ -18,7 +18,7 @@ from strata.cli.doctor.findings import (
 )
 
 if TYPE_CHECKING:
-    from strata.fleet.client import HubClient
+    from strata.fleet.client.hub_client import HubClient
     from strata.hub.settings import HubSettings
 
 EXPIRES_SOON_S: Final = 7 * 86_400.0

@@ -71,9 +71,9 @@ def check_trainer() -> Iterator[DoctorFinding]:
     """The capability that the agent of this machine would report to the hub."""
     from strata.base.settings import load, process_environment
     from strata.cli.fleet.client import format_bytes, format_count
-    from strata.fleet.agent.environment import inherited_by_jobs
     from strata.fleet.agent.settings import SECTION, AgentSettings
     from strata.fleet.agent.start import probe_capability
+    from strata.fleet.core.job_command import inherited_by_jobs
 
     settings = load(AgentSettings, section=SECTION, file=None, flags={})
     probed = probe_capability(settings, inherited_by_jobs(process_environment(), settings.pass_env))

@@ -16,7 +16,7 @@ from strata.cli.output import Format, output_option, print_data, print_error, pr
 if TYPE_CHECKING:
     from strata.cli.fleet.prepare import PreparedManifest
     from strata.fleet import wire
-    from strata.fleet.client import HubClient
+    from strata.fleet.client.hub_client import HubClient
     from strata.fleet.core.jobspec import DataSource
 
 MOST_SHOWN: Final = 10

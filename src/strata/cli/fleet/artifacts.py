@@ -26,7 +26,7 @@ from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:
     from strata.fleet import wire
-    from strata.fleet.client import HubClient
+    from strata.fleet.client.hub_client import HubClient
 
 _LIST: Final = (
     Column("id"),
@@ -183,7 +183,7 @@ def remove(wanted: tuple[str, ...], context: str | None) -> None:
 def _artifact(client: HubClient, text: str) -> wire.ArtifactReply:
     import re
 
-    from strata.fleet.agent.hub_api import HubApi
+    from strata.fleet.client.hub_api import HubApi
 
     hub = HubApi(client)
     if re.fullmatch(r"[0-9a-z_]{1,80}", text):

@@ -15,7 +15,7 @@ from strata.cli.output import Column, Format, Rows, print_error, printable
 
 if TYPE_CHECKING:
     from strata.fleet import wire
-    from strata.fleet.client import HubClient
+    from strata.fleet.client.hub_client import HubClient
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 _Declared = TypeVar("_Declared", bound="wire.ScheduleReply | wire.SweepSummary")

@@ -80,7 +80,7 @@ def pull(name: str, folder: Path | None, context: str | None) -> None:
     if target.exists():
         raise StrataError(Code.CONFLICT, f"{target} exists already", hint="name another FOLDER")
     with hub_client(context, timeout_s=120.0) as client:
-        from strata.fleet.agent.hub_api import HubApi
+        from strata.fleet.client.hub_api import HubApi
         from strata.sdk.datasets import find_data, pull_artifact
 
         made = find_data(client, name)

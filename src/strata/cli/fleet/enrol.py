@@ -148,7 +148,7 @@ def _enrol(settings: AgentSettings, url: str, token: JoinToken, name: str | None
     from strata.fleet import wire
     from strata.fleet.agent.identity import save_certified
     from strata.fleet.agent.probe import hostname
-    from strata.fleet.client import RETRY_FOR_S, HubClient, TlsFiles
+    from strata.fleet.client.hub_client import RETRY_FOR_S, HubClient, TlsFiles
     from strata.identity.ca import new_signing_request
     from strata.sdk.fleet import check_pin, fetch_authority
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from strata.fleet import wire
-    from strata.fleet.client import HubClient
+    from strata.fleet.client.hub_client import HubClient
 
 _EVENTS: Final = (
     Column("time"),

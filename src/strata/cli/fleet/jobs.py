@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from strata.fleet import wire
-    from strata.fleet.client import HubClient
+    from strata.fleet.client.hub_client import HubClient
     from strata.fleet.core.jobspec import JobSpec
 
 STATUSES: Final = ("pending", "claimed", "running", "completed", "failed", "cancelled")

@@ -28,7 +28,7 @@ from strata.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
     from strata.fleet import wire
-    from strata.fleet.client import HubClient, HubResponse
+    from strata.fleet.client.hub_client import HubClient, HubResponse
 
 FOLLOW_S: Final = 20.0
 PREPARING_S: Final = 1.0

@@ -18,7 +18,7 @@ from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:
     from strata.fleet import wire
-    from strata.fleet.client import HubClient
+    from strata.fleet.client.hub_client import HubClient
 
 MAX_METRICS: Final = 6
 """How many metrics a table shows."""

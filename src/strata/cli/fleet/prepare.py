@@ -194,7 +194,7 @@ def _run_describe(folder: Path, trainer: TrainerSpec) -> tuple[Any, str]:
 
     from strata.base.describe import FLAG
     from strata.base.settings import process_environment
-    from strata.fleet.agent.environment import inherited_by_jobs, job_command
+    from strata.fleet.core.job_command import inherited_by_jobs, job_command
 
     words = [*job_command(trainer, sys.executable), FLAG]
     if trainer.venv and not trainer.interpreter and words[0].startswith("python"):

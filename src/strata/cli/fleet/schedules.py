@@ -21,7 +21,7 @@ from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:
     from strata.fleet import wire
-    from strata.fleet.client import HubClient
+    from strata.fleet.client.hub_client import HubClient
 
 _COLUMNS: Final = (
     Column("schedule", cut=28),

@@ -13,7 +13,7 @@ from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:
     from strata.fleet import wire
-    from strata.fleet.client import HubClient
+    from strata.fleet.client.hub_client import HubClient
 
 _PAGE: Final = 100
 _COLUMNS: Final = (

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from strata.fleet import wire
-    from strata.fleet.client import HubClient
+    from strata.fleet.client.hub_client import HubClient
 
 EXPLAINED: Final = 3
 """Of so many jobs that wait, the reason is shown."""

@@ -21,7 +21,7 @@ from strata.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
     from strata.fleet import wire
-    from strata.fleet.client import HubClient
+    from strata.fleet.client.hub_client import HubClient
 
 IDLE_S: Final = 5.0
 """When nothing changed for so long, check whether a host can run the jobs at all."""

@@ -20,7 +20,7 @@ from strata.cli.training_server import connect_server, context_option, key_file_
 from strata.cli.watch import TRANSIENT, check_watched, is_live, live_screen, watch_flag
 
 if TYPE_CHECKING:
-    from strata.fleet.client import HubClient
+    from strata.fleet.client.hub_client import HubClient
     from strata.train.core.status import ServerStatus
     from strata.train.settings import ServerSettings
 

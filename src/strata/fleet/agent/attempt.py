@@ -22,7 +22,6 @@ from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.fleet import wire
 from strata.fleet.agent import identity, supervised
-from strata.fleet.agent.artifact_transfer import download_as_tar, upload_folder
 from strata.fleet.agent.attempt_folder import AttemptPaths, newest_checkpoint, remove_folder
 from strata.fleet.agent.exec_session import ExecSession, RunningJob, stop_leftovers
 from strata.fleet.agent.gang_member import put_fetched, wanted_parts, write_token
@@ -37,6 +36,7 @@ from strata.fleet.agent.state import AgentState, AttemptOutcome, AttemptPhase, A
 from strata.fleet.agent.trainer_source import code_version
 from strata.fleet.artifacts.files import Tree
 from strata.fleet.artifacts.manifest import ArtifactKind, Lineage
+from strata.fleet.client.artifact_transfer import download_as_tar, upload_folder
 from strata.fleet.core.job import Cause
 
 POLL_S: Final = 0.2

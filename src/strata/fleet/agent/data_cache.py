@@ -15,9 +15,9 @@ from strata.base import log
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.fleet.agent.host_cache import CacheEntry, HostCache
-from strata.fleet.agent.hub_api import HubApi
 from strata.fleet.agent.path_names import PathName, artifact_name
 from strata.fleet.artifacts.files import materialise
+from strata.fleet.client.hub_api import HubApi
 from strata.fleet.core.jobspec import DataSource
 
 _log = log.get(__name__)

@@ -1,17 +1,14 @@
 """The environment of a job: allowed variables of the agent, those the trainer declares, and the STRATA_ variables.
 
-A variable that is not on the list may be a credential, so the list names what is passed and not what is withheld. A
-trainer cannot override a STRATA_ variable.
+A trainer cannot override a STRATA_ variable.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
 
 from strata.base import trace
 from strata.fleet.agent.attempt_folder import AttemptPaths
@@ -19,14 +16,6 @@ from strata.fleet.agent.data_cache import variable_name
 from strata.fleet.agent.gpu import visible_devices
 from strata.fleet.core.jobspec import TrainerSpec
 from strata.fleet.wire import LeaseGiven
-
-PASSED: Final = (
-    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_*", "TZ", "TERM",
-    "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES",
-    "NVIDIA_DRIVER_CAPABILITIES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
-    "HF_HOME", "HF_HUB_OFFLINE", "TORCH_HOME", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE",
-    "SYSTEMROOT", "SYSTEMDRIVE", "WINDIR", "COMSPEC", "PATHEXT", "USERPROFILE", "LOCALAPPDATA", "NUMBER_OF_PROCESSORS",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +36,6 @@ class JobInputs:
     """Settings of the workers of a gang, by the names of variables."""
     traceparent: str = ""
     """The trace that the trainer may continue; empty: none."""
-
-
-def inherited_by_jobs(environ: Mapping[str, str], extra: Sequence[str] = ()) -> dict[str, str]:
-    """The variables of the agent that jobs inherit; `extra` are more names or patterns."""
-    patterns = (*PASSED, *extra)
-    return {
-        name: value
-        for name, value in environ.items()
-        if not name.startswith("STRATA_") and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-    }
 
 
 def job_environment(
@@ -117,12 +96,3 @@ def strata_variables(lease: LeaseGiven, paths: AttemptPaths) -> dict[str, str]:
     if lease.resumed:
         environ["STRATA_CHECKPOINT_IN"] = str(paths.resume)
     return environ
-
-
-def job_command(trainer: TrainerSpec, interpreter: str) -> list[str]:
-    """`python` becomes the trainer's interpreter, or the host's; any other program is found in the job's PATH."""
-    first, *rest = trainer.command
-    has_own = trainer.environment is not None or (trainer.venv and not trainer.interpreter)
-    if first in ("python", "python3") and not has_own:
-        return [trainer.interpreter or interpreter, *rest]
-    return [first, *rest]

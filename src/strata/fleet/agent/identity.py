@@ -20,7 +20,7 @@ from strata.base.atomic import read_json, write_file, write_json
 from strata.base.errors import Code, StrataError
 from strata.base.private import private_folder
 from strata.base.secret import Secret, read_secret
-from strata.fleet.client import HubClient, TlsFiles
+from strata.fleet.client.hub_client import HubClient, TlsFiles
 from strata.fleet.wire import CertificateReply, RenewRequest
 
 FOLDER: Final = "identity"

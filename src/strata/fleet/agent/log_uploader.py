@@ -10,9 +10,9 @@ from typing import BinaryIO, Final
 
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
-from strata.fleet.agent.hub_api import PIECE, HubApi
 from strata.fleet.agent.redaction import Redactor
 from strata.fleet.artifacts.files import Tree, open_regular
+from strata.fleet.client.hub_api import PIECE, HubApi
 from strata.fleet.core.report import MAX_LINE_BYTES, MetricsReport, parse_lines
 from strata.fleet.wire import LeaseGiven
 

@@ -161,7 +161,9 @@ class Agent:
 
     async def _send_claim(self, claim: PendingClaim) -> tuple[wire.LeaseGiven, ...]:
         try:
-            leases = await run_in(self._pools.claims, self._host.hub.claim, claim, self._settings.poll_s)
+            leases = await run_in(
+                self._pools.claims, self._host.hub.claim, claim.claim_id, claim.count, self._settings.poll_s
+            )
         except StrataError as error:
             self._counts.claims["failed"] += 1
             if error.code not in TRANSIENT:

@@ -17,7 +17,6 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.fleet.agent import environment, trainer_source
-from strata.fleet.agent.artifact_transfer import download_as_tar
 from strata.fleet.agent.attempt_folder import (
     AttemptPaths,
     JobUser,
@@ -34,13 +33,15 @@ from strata.fleet.agent.environment_cache import (
 )
 from strata.fleet.agent.gang_member import member_command, prepare_member
 from strata.fleet.agent.host_cache import HostCache
-from strata.fleet.agent.hub_api import HubApi
 from strata.fleet.agent.path_names import artifact_id, attempt_name
 from strata.fleet.agent.privsep import run_with_input
 from strata.fleet.agent.sandbox import UNCONFINED, HostSandbox, declared_amounts, is_root, job_user_of
 from strata.fleet.agent.server_job import StateSource, data_folder, prepare_server
 from strata.fleet.agent.settings import AgentSettings
 from strata.fleet.agent.supervised import SupervisorSpec
+from strata.fleet.client.artifact_transfer import download_as_tar
+from strata.fleet.client.hub_api import HubApi
+from strata.fleet.core.job_command import job_command
 from strata.fleet.core.jobspec import TrainerSpec, image_problem
 from strata.fleet.wire import LeaseGiven
 
@@ -224,7 +225,7 @@ def _supervisor_spec(
     inputs: environment.JobInputs,
 ) -> SupervisorSpec:
     settings, job_user = host.settings, host.job_user
-    command = environment.job_command(trainer, settings.interpreter or sys.executable)
+    command = job_command(trainer, settings.interpreter or sys.executable)
     return SupervisorSpec(
         command=command if lease.spec.gang is None else member_command(lease, paths, command),
         cwd=str(cwd),

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from strata.base import log
 from strata.base.errors import Code, StrataError
 from strata.base.unix_socket import open_socket
-from strata.fleet.client import TlsFiles
+from strata.fleet.client.hub_client import TlsFiles
 
 SCHEME: Final = "tls://"
 HUB_NAME: Final = ("URI", "strata://hub")

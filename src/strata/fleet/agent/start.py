@@ -11,10 +11,9 @@ from strata.base import log
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.base.private import private_folder, set_private_umask
-from strata.fleet.agent import cgroup, environment, identity
+from strata.fleet.agent import cgroup, identity
 from strata.fleet.agent.environment_cache import build_variables
 from strata.fleet.agent.file_lock import try_lock
-from strata.fleet.agent.hub_api import HubApi
 from strata.fleet.agent.identity import Membership
 from strata.fleet.agent.loop import Agent, handle_signals
 from strata.fleet.agent.prepare import HostContext, create_work_folder
@@ -23,8 +22,10 @@ from strata.fleet.agent.sandbox import UNCONFINED, HostSandbox, detect_sandbox, 
 from strata.fleet.agent.selftest import SelfTestResult, run_self_test
 from strata.fleet.agent.settings import AgentSettings
 from strata.fleet.agent.state import AgentState
-from strata.fleet.client import HubClient
+from strata.fleet.client.hub_api import HubApi
+from strata.fleet.client.hub_client import HubClient
 from strata.fleet.core.capability import Capability
+from strata.fleet.core.job_command import inherited_by_jobs
 from strata.fleet.wire import HubHealth
 from strata.http import otel
 
@@ -83,7 +84,7 @@ def _prepare_host(settings: AgentSettings, environ: Mapping[str, str]) -> tuple[
     member = identity.load_membership(settings.state_folder)
     client = identity.connect_to_hub(settings.state_folder)
     sandbox = find_sandbox(settings, environ)
-    allowed = environment.inherited_by_jobs(environ, settings.pass_env)
+    allowed = inherited_by_jobs(environ, settings.pass_env)
     failed = [result for result in check_host(settings, client, sandbox, allowed) if not result.ok]
     if failed:
         reasons = "; ".join(f"{result.check}: {result.reason}" for result in failed)

@@ -11,7 +11,7 @@ from typing import Final
 import httpx
 
 from strata.base.errors import Code, StrataError
-from strata.fleet.client import HubClient
+from strata.fleet.client.hub_client import HubClient
 from strata.sdk.checkpoints import served_models
 from strata.sdk.fleet import ClientSettings, authority_of, connect, current_context, token_of
 from strata.sdk.train import TrainingServer

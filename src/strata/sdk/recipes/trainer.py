@@ -21,7 +21,7 @@ from strata.base.clock import SystemClock
 from strata.base.digest import digest
 from strata.base.errors import Code, StrataError
 from strata.base.private import private_folder
-from strata.fleet.client import HubClient
+from strata.fleet.client.hub_client import HubClient
 from strata.sdk.checkpoints import SCHEME, delete_checkpoint, fetch_adapter, import_adapter
 from strata.sdk.recipes.batches import learning_rate, save_interval, total_steps
 from strata.sdk.recipes.method import ReadMetrics, StepContext, TrainingMethod

@@ -9,7 +9,7 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
-from strata.fleet.client import HubClient
+from strata.fleet.client.hub_client import HubClient
 from strata.fleet.core.job import HELD, TERMINAL
 from strata.fleet.core.report import MetricsReport, parse_lines
 from strata.sdk.trackers.port import TrackedPoint, TrackedRun

@@ -1,4 +1,4 @@
-"""The hub's HTTP API as the agent uses it: one blocking method per route, each idempotent."""
+"""The routes of the hub that agents and artifacts need: one blocking method for each, idempotent."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Final
 
 from strata import __version__
 from strata.fleet import wire
-from strata.fleet.agent.state import PendingClaim
 from strata.fleet.artifacts.manifest import ArtifactManifest, Lineage
-from strata.fleet.client import HubClient, transfer
+from strata.fleet.client.hub_client import HubClient, transfer
 from strata.fleet.core.capability import Capability
 from strata.fleet.core.job import Cause
 from strata.fleet.core.samples import HostSample
@@ -27,8 +26,8 @@ class HubApi:
         body = wire.RegisterRequest(capability=capability, agent_version=__version__)
         return self.client.call("POST", "/v1/host/register", wire.RegisterReply, body=body)
 
-    def claim(self, claim: PendingClaim, wait_s: float) -> tuple[LeaseGiven, ...]:
-        body = wire.ClaimRequest(claim_id=claim.claim_id, count=claim.count, wait_s=wait_s)
+    def claim(self, claim_id: str, count: int, wait_s: float) -> tuple[LeaseGiven, ...]:
+        body = wire.ClaimRequest(claim_id=claim_id, count=count, wait_s=wait_s)
         reply = self.client.call("POST", "/v1/job/claim", wire.ClaimReply, body=body, timeout_s=wait_s + 15.0)
         return reply.leases
 
