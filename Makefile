@@ -112,7 +112,7 @@ docs: installed ## build the documents into site/
 	$(BIN)/mkdocs build --strict
 
 services: installed ## run the servers the tests need, in the foreground, and print their URL
-	@$(BIN)/python -m strata.testing.services
+	@$(BIN)/python -m tests.support.services
 
 constraints: installed ## pin all packages of pyproject.toml again, with hashes
 	$(BIN)/uv pip compile pyproject.toml --universal --generate-hashes --python-version 3.11 \

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from functools import lru_cache
 
-from strata.testing.postgres import PostgresDatabases, PostgresServer
 from tests.shell.fleet_proof.schedule import schedule_history
 from tests.shell.fleet_proof.stores import postgres_history, sqlite_history
+from tests.support.postgres import PostgresDatabases, PostgresServer
 
 
 def sqlite(seed: int) -> str | None:

@@ -19,7 +19,7 @@ from strata.fleet import wire
 from strata.fleet.client.hub_client import HubClient
 from strata.hub.compose import TOKEN_FILE
 from strata.hub.settings import SOCKET
-from strata.testing.ports import port_of, reserve_port
+from tests.support.ports import port_of, reserve_port
 
 ROOT: Final = Path(__file__).parents[1]
 STRATA: Final = str(Path(sys.executable).with_name("strata"))

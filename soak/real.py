@@ -16,7 +16,7 @@ import click
 from soak.campaigns import REAL, quiet
 from soak.record import TRIALS, Trials, next_number
 from soak.trials import CampaignRequest, CampaignResult, Database, OnProgress
-from strata.testing.postgres import PostgresServer
+from tests.support.postgres import PostgresServer
 
 
 def run(campaign: str, times: int | None, workers: int | None, database: Database, record: Path | None) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from strata.testing.postgres import PostgresDatabases, PostgresServer
+from tests.support.postgres import PostgresDatabases, PostgresServer
 
 # Tests start processes while gRPC has threads here: its handlers of fork() can end the child before it is a program.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # noqa: TID251

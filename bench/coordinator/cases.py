@@ -14,7 +14,7 @@ from typing import Final
 from bench.coordinator import barriers, calls, placement, relays, watching
 from bench.coordinator.processes import both, clients, ours
 from bench.report import Report
-from strata.testing.postgres import PostgresServer
+from tests.support.postgres import PostgresServer
 
 QUICK: Final = (
     calls.Turns(rounds=6, seconds=0.6, offered_s=1.2),

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2
 
 from bench.load_process import STRATA, Clients, started
 from strata.coord.server.process import SERVICE
-from strata.testing.ports import port_of, reserve_port
+from tests.support.ports import port_of, reserve_port
 
 START_S: Final = 20.0
 

@@ -30,8 +30,8 @@ from bench.load_process import Clients, started
 from bench.report import Report
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.server.process import SERVICE
-from strata.testing.ports import port_of, reserve_port
-from strata.testing.venvs import cached_venv
+from tests.support.ports import port_of, reserve_port
+from tests.support.venvs import cached_venv
 
 DLROVER: Final = "0.6.1"
 # It has no upper bounds of its own: these are versions that it was seen to run with, and gRPC is ours.

@@ -44,7 +44,7 @@ from strata.fleet.claims import ClaimQueue
 from strata.fleet.core.amounts import Amounts, Capacity
 from strata.fleet.ports import Claim, JobLease, Renewal, Store
 from strata.fleet.service import Fleet
-from strata.testing.postgres import PostgresServer
+from tests.support.postgres import PostgresServer
 
 GOAL: Final = 0.8
 FLAT: Final = 0.5

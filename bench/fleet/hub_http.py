@@ -26,7 +26,7 @@ from bench.report import Report
 from strata.fleet import wire
 from strata.hub.compose import TOKEN_FILE
 from strata.hub.settings import SOCKET
-from strata.testing.ports import port_of, reserve_port
+from tests.support.ports import port_of, reserve_port
 
 GOAL: Final = 0.7
 HOSTS: Final = 64

@@ -12,7 +12,7 @@ from typing import Final
 
 from bench.journal import append, read
 from bench.report import Report
-from strata.testing.postgres import PostgresServer
+from tests.support.postgres import PostgresServer
 
 QUICK: Final = (
     append.Turns(rounds=16, facts=12_800, lone_appends=50),

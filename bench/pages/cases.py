@@ -47,8 +47,8 @@ from bench.report import Report
 from strata.fleet import wire
 from strata.hub.compose import TOKEN_FILE
 from strata.hub.settings import SOCKET
-from strata.testing.postgres import PostgresServer
 from strata.web.page import FRESH_S
+from tests.support.postgres import PostgresServer
 
 LIMIT_MS: Final = 200.0
 PAINT_MS: Final = 1000.0

@@ -36,8 +36,8 @@ from bench.recovery import rank0_pid, server_processes
 from bench.report import Report
 from bench.train.processes import ENVIRONMENT, served
 from bench.train.protocol import LORA_ALPHA, MODEL, Work, draw, save
-from strata.testing.venvs import cached_venv
 from strata.train.runner.model.tiny import TinyModel, make
+from tests.support.venvs import cached_venv
 
 TUFT: Final = "0.2.2"
 # What TuFT names without a bound, in versions that it was seen to run with; it takes no newer SDK than this.

@@ -23,7 +23,7 @@ from typing import Any, Final
 from check import Run, judge, lines
 from corpus import write_corpus
 
-from strata.testing.ports import port_of, reserve_port
+from strata.coord.private import reserve_port
 
 HERE: Final = Path(__file__).parent
 LOOK_EVERY_S: Final = 0.05
@@ -135,7 +135,7 @@ class Site:
 def site(given: argparse.Namespace) -> Iterator[Site]:
     # Held open, so that nobody else gets the port while the coordinator is down.
     with reserve_port() as guard:
-        found = Site(given, port_of(guard))
+        found = Site(given, guard.getsockname()[1])
         try:
             yield found
         finally:

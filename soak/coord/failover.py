@@ -19,7 +19,7 @@ from soak.coord.pair import SETTLED_S, CoordinatorPair
 from soak.coord.workers import WorkerPlan
 from soak.trials import CampaignRequest, CampaignResult, OnProgress, seeded_random, spread_s
 from strata.coord.settings import CoordinatorSettings
-from strata.testing.postgres import PostgresServer
+from tests.support.postgres import PostgresServer
 
 REWOUND_EVERY: Final = 5
 REFUSED: Final = "database_went_back"

@@ -17,7 +17,7 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from strata.coord.server.process import SERVICE
-from strata.testing.ports import port_of, reserve_port
+from tests.support.ports import port_of, reserve_port
 
 ROOT: Final = Path(__file__).parents[2]
 STRATA: Final = str(Path(sys.executable).with_name("strata"))

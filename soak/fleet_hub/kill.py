@@ -19,7 +19,7 @@ from soak.fleet_hub.expected_state import ExpectedState
 from soak.fleet_hub.workers import LEASE_S, SEEDS_PER_TRIAL, Outcome, Workers, settings
 from soak.hub_process import ROOT, STRATA, ArmedFailpoint, HubProcess
 from soak.trials import CampaignRequest, CampaignResult, Database, OnProgress, seeded_random, spread_s
-from strata.testing.webhook_receiver import WebhookReceiver
+from tests.support.webhook_receiver import WebhookReceiver
 
 ROUND: Final = 20
 FIRES_S: Final = 15.0

@@ -18,9 +18,9 @@ from soak.fleet_hub.expected_state import ExpectedState
 from soak.fleet_hub.workers import LEASE_S, SEEDS_PER_TRIAL, Outcome, Workers, settings
 from soak.hub_process import HubProcess
 from soak.trials import CampaignRequest, CampaignResult, OnProgress, seeded_random, spread_s
-from strata.testing.postgres import PostgresServer
-from strata.testing.proxy import ChaosProxy
-from strata.testing.webhook_receiver import WebhookReceiver
+from tests.support.postgres import PostgresServer
+from tests.support.proxy import ChaosProxy
+from tests.support.webhook_receiver import WebhookReceiver
 
 ROUND: Final = 5
 LIMIT_S: Final = 5.0

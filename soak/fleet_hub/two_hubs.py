@@ -34,9 +34,9 @@ from strata.fleet.client.hub_client import RETRY_FOR_S, HubClient, TlsFiles
 from strata.fleet.core.job import TERMINAL
 from strata.hub.compose import TOKEN_FILE
 from strata.sdk.fleet import pin_of
-from strata.testing.postgres import PostgresServer
-from strata.testing.proxy import LoadBalancer
-from strata.testing.webhook_receiver import WebhookReceiver
+from tests.support.postgres import PostgresServer
+from tests.support.proxy import LoadBalancer
+from tests.support.webhook_receiver import WebhookReceiver
 
 SLOTS: Final = 2
 LEASE_S: Final = 15.0

@@ -18,7 +18,7 @@ from soak.hub_process import HubProcess
 from soak.trials import CampaignResult
 from strata.base.secret import Secret
 from strata.fleet import wire
-from strata.testing.webhook_receiver import WebhookReceiver
+from tests.support.webhook_receiver import WebhookReceiver
 
 T = TypeVar("T")
 

@@ -39,7 +39,7 @@ from strata.base.clock import SystemClock
 from strata.cli.coordinator import OWN_COMMAND
 from strata.coord.private import PrivateCoordinator
 from strata.fleet.core.job import Cause
-from strata.testing.ports import port_of, reserve_port
+from tests.support.ports import port_of, reserve_port
 
 ROUND: Final = 12
 SLOTS: Final = 3

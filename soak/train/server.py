@@ -23,12 +23,12 @@ from strata.base.clock import SystemClock
 from strata.base.settings import process_environment
 from strata.journal.open import open_journal
 from strata.journal.replay import replay
-from strata.testing.ports import port_of, reserve_port
 from strata.train.core import commands, facts
 from strata.train.launch.supervised_process import descendants
 from strata.train.link.rank import ConnectRequest, connect_rank
 from strata.train.link.sockets import load_keys
 from strata.train.settings import ServerSettings, load_settings
+from tests.support.ports import port_of, reserve_port
 
 Victim = Literal["orchestrator", "api", "rank", "rank 0", "rank 1", "rank 2", "rank 3", "launcher"]
 """`rank` is any of them."""
@@ -112,7 +112,7 @@ class ServeProcess:
     async def start(self) -> None:
         if self._ranks == "pretending":
             own = ("--settings", str(self._file), "--applied", str(self.applied_file))
-            self._pretending = await self._spawn("-m", "strata.testing.fake_ranks", *own)
+            self._pretending = await self._spawn("-m", "tests.support.fake_ranks", *own)
         await self._launch()
 
     async def restart(self) -> list[int]:

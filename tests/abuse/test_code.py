@@ -26,7 +26,7 @@ sys.addaudithook(hook)
 import strata
 left = []
 for module in pkgutil.walk_packages(strata.__path__, "strata."):
-    if module.name.endswith("__main__") or module.name.startswith("strata.testing"):
+    if module.name.endswith("__main__"):
         continue
     try:
         importlib.import_module(module.name)
@@ -40,7 +40,7 @@ sys.exit(1 if own else 0)
 
 @cache
 def trees() -> list[tuple[Path, ast.Module]]:
-    files = [file for file in sorted(SOURCE.rglob("*.py")) if "pb" not in file.parts and "testing" not in file.parts]
+    files = [file for file in sorted(SOURCE.rglob("*.py")) if "pb" not in file.parts]
     return [(file, ast.parse(file.read_text(encoding="utf-8"))) for file in files]
 
 

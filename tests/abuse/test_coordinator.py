@@ -22,9 +22,9 @@ from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.server.grpc_handler import MOST_BYTES, MOST_BYTES_OF, has_more_fields
 from strata.coord.server.tokens import Claims, RevokedTokens, TokenRole, Tokens
 from strata.coord.settings import CoordinatorSettings, ServerTls, check_exposure
-from strata.testing.ports import port_of, reserve_port
 from tests.shell.coord.running import CoordinatorProcess, Running, connect, in_process, refused
 from tests.shell.coord.test_access import LATER, SECRET, bearer, token
+from tests.support.ports import port_of, reserve_port
 
 Status = grpc.StatusCode
 SERVICE: Final = pb.DESCRIPTOR.services_by_name["Coordinator"]

@@ -25,11 +25,11 @@ from strata.cli.main import run
 from strata.cli.output import Column, Format, Rows
 from strata.coord import settings as coord_settings
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.testing.ports import port_of, reserve_port
 from strata.train import settings as train_settings
 from tests.e2e.machines import STRATA, Machine, Person
 from tests.shell.cli import test_gang_screen as gang
 from tests.shell.train_api.processes import Processes, serving
+from tests.support.ports import port_of, reserve_port
 
 AREA: Final = "loopback and local users"
 NOBODY: Final = 65_534

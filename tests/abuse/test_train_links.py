@@ -14,7 +14,6 @@ import zmq
 import zmq.asyncio
 
 from strata.base.errors import Code, StrataError
-from strata.testing.ports import port_of, reserve_port
 from strata.train.core import messages
 from strata.train.link.api import ApiLink, OrchestratorClient
 from strata.train.link.keys import LinkKeys, make_keys
@@ -23,6 +22,7 @@ from strata.train.link.sockets import load_keys
 from strata.train.settings import ServerSettings
 from tests.shell.train_orchestrator.stacks import Stack
 from tests.shell.train_orchestrator.test_links import QUESTION, converse, end, heard, over_tcp, rank0
+from tests.support.ports import port_of, reserve_port
 
 pytestmark = pytest.mark.timeout(120)
 AREA: Final = "links of the training server"

@@ -23,8 +23,8 @@ from strata.base.secret import read_secret
 from strata.fleet import wire
 from strata.fleet.client.hub_client import HubClient, TlsFiles
 from strata.http import zstd
-from strata.testing.postgres import PostgresDatabases
 from tests.e2e.machines import Agent, Person, SecureHub
+from tests.support.postgres import PostgresDatabases
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -23,11 +23,11 @@ from examples.elastic_sft.check import Run, judge, lines, survivors
 from examples.elastic_sft.corpus import write_corpus
 from strata.base.atomic import write_file
 from strata.base.settings import process_environment
-from strata.testing.ports import port_of, reserve_port
 from tests.e2e.nodes import Machine, network
 from tests.shell.coord.test_access import certificate, tls_files
 from tests.shell.fleet_agent.waiting import eventually
 from tests.support.kernel import lets_make_networks
+from tests.support.ports import port_of, reserve_port
 
 NEEDS: Final = ("root", "ip", "nft")
 PROGRAM: Final = Path(__file__).with_name("gated_sft.py")

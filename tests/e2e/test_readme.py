@@ -22,6 +22,11 @@ def text_of(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
+def stand_in_a_checkout(folder: Path) -> None:
+    """Programs of docs/simulation.md import the repository's tests."""
+    (folder / "tests").symlink_to(ROOT / "tests")
+
+
 def test_the_documents_with_sessions_are_the_ones_played() -> None:
     found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     names = {str(file.relative_to(ROOT)) for file in found}
@@ -31,12 +36,14 @@ def test_the_documents_with_sessions_are_the_ones_played() -> None:
 
 @pytest.mark.parametrize("name", PLAYED)
 def test_a_document_played_from_top_to_bottom_prints_what_it_shows(name: str, tmp_path: Path) -> None:
+    stand_in_a_checkout(tmp_path)
     ran = play(text_of(name), PROGRAMS, tmp_path)
     assert ran
     assert "\n\n".join(problems(ran)) == ""
 
 
 def test_every_program_in_the_documents_is_typed(tmp_path: Path) -> None:
+    stand_in_a_checkout(tmp_path)
     files = []
     for name in ("README.md", *PLAYED):
         for block in blocks(text_of(name)):

@@ -17,9 +17,9 @@ import pytest
 
 from soak.train.server import make_model
 from strata.base.settings import process_environment
-from strata.testing.s3 import S3Server
 from tests.e2e.blocks import blocks
 from tests.e2e.served import served
+from tests.support.s3 import S3Server
 from tests.support.tracked import scalars, wandb_history
 
 pytestmark = pytest.mark.timeout(600)

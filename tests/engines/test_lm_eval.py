@@ -18,10 +18,10 @@ from tinker import types
 from transformers import AutoTokenizer
 
 from strata.base.settings import process_environment
-from strata.testing.venvs import cached_venv
 from strata.train.runner.model.tiny import TinyModel, make
 from tests.engines.processes import TRANSFORMERS
 from tests.shell.train_api.processes import Processes, serving
+from tests.support.venvs import cached_venv
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(1800)]
 LM_EVAL: Final = os.environ.get("STRATA_TEST_LM_EVAL", "0.4.13")  # noqa: TID251

@@ -34,7 +34,7 @@ PLANTS: Final = (
     Plant("layers", "journal/port.py", "import strata.identity", also=("identity/__init__.py",)),
     Plant("layers", "http/plant.py", "import strata.train.service", also=("train/service.py",)),
     Plant("layers", "identity/keys.py", "import strata.http.root"),
-    Plant("layers", "cli/plant.py", "import strata.testing.world", also=("testing/world.py",)),
+    Plant("product", "cli/plant.py", "import tests.support.world"),
     Plant("layers", "utils/text.py", ""),
     Plant("inside-a-layer", "coord/core/state.py", "import strata.coord.server.wire", also=("coord/server/wire.py",)),
     Plant("inside-a-layer", "coord/worker/link.py", "import strata.coord.server.service"),
@@ -72,7 +72,6 @@ PLANTS: Final = (
 ALLOWED: Final = (
     Plant("torch", "train/runner/model/base.py", "import torch"),
     Plant("psycopg", "fleet/store/postgres/store.py", "import psycopg"),
-    Plant("psycopg", "testing/database.py", "import psycopg"),
     Plant("grpc", "coord/server/servicer.py", "import grpc.aio"),
     Plant("grpc", "coord/pb/coordinator_pb2.py", "from google.protobuf import descriptor"),
     Plant("grpc", "hub/compose.py", "import grpc"),

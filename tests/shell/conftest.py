@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from strata.testing.s3 import S3Server
 from tests.programs import require_programs
+from tests.support.s3 import S3Server
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -8,9 +8,9 @@ import random
 import pytest
 
 from strata.base.errors import Code, StrataError
-from strata.testing.simhost import SimDisk
-from strata.testing.simloop import SimulationStuckError
-from strata.testing.world import CALM, Faults, World
+from tests.support.simhost import SimDisk
+from tests.support.simloop import SimulationStuckError
+from tests.support.world import CALM, Faults, World
 
 
 def calm(seed: int = 1) -> World:

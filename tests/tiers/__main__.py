@@ -21,8 +21,8 @@ from typing import Final
 
 import msgspec
 
-from strata.testing.postgres import PostgresServer
 from tests.programs import find_missing, needs_of
+from tests.support.postgres import PostgresServer
 from tests.tiers import table
 from tests.tiers.pool import Batch, BatchResult, Pool, Report, judge, make_batches
 from tests.tiers.recorder import Outcome

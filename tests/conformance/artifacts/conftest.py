@@ -26,8 +26,8 @@ from strata.fleet.store.postgres.store import PostgresStore
 from strata.fleet.store.sqlite import tables as sqlite_tables
 from strata.fleet.store.sqlite.store import SqliteStore
 from strata.objects import Bucket
-from strata.testing.s3 import S3Server
 from tests.conformance.artifacts.making import Place
+from tests.support.s3 import S3Server
 
 
 @pytest.fixture(scope="session")

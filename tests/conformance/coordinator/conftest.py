@@ -11,10 +11,10 @@ import pytest
 import pytest_asyncio
 
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
-from strata.testing.ports import port_of, reserve_port
 from tests.conformance.coordinator import drivers
 from tests.conformance.coordinator.fleet import Fleet
 from tests.shell.coord.running import CoordinatorProcess, connect
+from tests.support.ports import port_of, reserve_port
 
 SDKS: Final = ("python", "cpp")
 PAIRS: Final = (("python", "python"), ("cpp", "cpp"), ("python", "cpp"))

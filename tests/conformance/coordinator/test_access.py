@@ -10,10 +10,10 @@ import grpc
 import pytest
 
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
-from strata.testing.ports import port_of, reserve_port
 from tests.conformance.coordinator.fleet import MARKS, Fleet
 from tests.shell.coord.running import CoordinatorProcess, connect
 from tests.shell.coord.test_access import certificate, tls_files, token
+from tests.support.ports import port_of, reserve_port
 
 pytestmark = MARKS
 

@@ -12,7 +12,7 @@ from strata.journal.memory import MemoryDisk, MemoryJournal
 from strata.journal.port import Journal
 from strata.journal.postgres import PostgresJournal
 from strata.journal.sqlite import SqliteJournal
-from strata.testing.remote_journal import RemoteJournal, serve
+from tests.support.remote_journal import RemoteJournal, serve
 
 OpenJournal = Callable[[], Awaitable[Journal]]
 

@@ -55,7 +55,7 @@ class Group:
             encoding="utf-8",
         )
         self.settings: ServerSettings = load_settings(self.file, environ={})
-        pretending = (sys.executable, "-m", "strata.testing.fake_ranks", "--settings", str(self.file))
+        pretending = (sys.executable, "-m", "tests.support.fake_ranks", "--settings", str(self.file))
         command = rank_command(self.settings, self.file, process_environment())
         self._arguments = command.arguments if kind == "real" else pretending
         self._environment = dict(command.environment)

@@ -13,7 +13,7 @@ from strata.journal.group_commit import Writer, WriterLimits
 from strata.journal.memory import MemoryDisk, MemoryJournal
 from strata.journal.port import Journal
 from strata.journal.replay import replay
-from strata.testing.remote_journal import RemoteJournal, Transport, serve
+from tests.support.remote_journal import RemoteJournal, Transport, serve
 from tests.support.turns import turns
 
 

@@ -13,8 +13,8 @@ from strata.journal.group_commit import WriterLimits
 from strata.journal.memory import MemoryDisk, MemoryJournal
 from strata.journal.port import Batch, Journal, Snapshot
 from strata.journal.replica import Machine, Replica
-from strata.testing.world import CALM, World
 from tests.support.turns import turns
+from tests.support.world import CALM, World
 
 LEASE_S = 60.0
 

@@ -18,13 +18,13 @@ from strata.fleet import wire
 from strata.fleet.artifacts.manifest import ArtifactKind
 from strata.fleet.store.backup import EPOCHS
 from strata.hub.backup import restore
-from strata.testing.ports import port_of, reserve_port
-from strata.testing.postgres import find_programs
 from tests.shell.cli_fleet.driving import HostByHand, Person
 from tests.shell.fleet_agent.running import STRATA, HubProcess
 from tests.shell.fleet_agent.waiting import eventually
 from tests.shell.fleet_http.running import ok, process
 from tests.support.feed import ARRIVES_S
+from tests.support.ports import port_of, reserve_port
+from tests.support.postgres import find_programs
 
 
 def modes(folder: Path) -> set[int]:

@@ -13,9 +13,9 @@ import pytest
 from strata.base.errors import StrataError
 from strata.cli.exit_codes import ExitCode
 from strata.fleet.client.hub_client import HubClient
-from strata.testing.ports import port_of, reserve_port
 from tests.shell.cli_fleet.driving import Person
 from tests.shell.fleet_agent.running import HubProcess
+from tests.support.ports import port_of, reserve_port
 
 
 def token(hub: HubProcess) -> str:

@@ -7,8 +7,8 @@ import io
 import pytest
 
 from strata.cli.exit_codes import ExitCode
-from strata.testing.webhook_receiver import WebhookReceiver
 from tests.shell.cli_fleet.driving import Person
+from tests.support.webhook_receiver import WebhookReceiver
 
 
 def test_a_subscription_is_added_tested_listed_and_removed(person: Person, monkeypatch: pytest.MonkeyPatch) -> None:

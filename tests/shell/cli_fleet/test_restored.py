@@ -16,11 +16,11 @@ import pytest
 
 from strata.fleet import wire
 from strata.hub.secret_store import KEY_FILE
-from strata.testing.postgres import find_programs
 from tests.e2e.blocks import blocks, steps
 from tests.shell.cli_fleet.driving import HostByHand
 from tests.shell.fleet_agent.running import STRATA, HubProcess, agent
 from tests.shell.fleet_agent.waiting import eventually
+from tests.support.postgres import find_programs
 
 pytestmark = [
     pytest.mark.timeout(300),

@@ -15,9 +15,9 @@ import pytest
 
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
-from strata.testing.ports import port_of, reserve_port
 from tests.shell.coord.running import CoordinatorProcess, connect, patiently, refused, register
 from tests.support.busy import BUSY
+from tests.support.ports import port_of, reserve_port
 
 WORKERS = [f"w{number}" for number in range(8)]
 SAMPLES, SHARD = 3_000, 10

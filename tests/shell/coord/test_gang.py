@@ -28,10 +28,10 @@ from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
 from strata.coord.server.tokens import Claims, TokenRole, Tokens
 from strata.coord.view import JobView
-from strata.testing.ports import port_of, reserve_port
 from tests.shell.coord.running import STRATA, CoordinatorProcess, connect, in_process, register
 from tests.shell.coord.test_access import certificate, tls_files
 from tests.support.busy import BUSY
+from tests.support.ports import port_of, reserve_port
 
 ROOT: Final = Path(__file__).parents[3]
 WORKER: Final = Path(__file__).with_name("gang_worker.py")

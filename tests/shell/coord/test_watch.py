@@ -17,9 +17,9 @@ from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.server import watch as watching
 from strata.coord.server.watch import JobProjection
 from strata.coord.view import JobView
-from strata.testing.ports import port_of, reserve_port
 from tests.shell.coord.running import CoordinatorProcess, Running, connect, in_process, refused, register
 from tests.shell.coord.test_gang import gang
+from tests.support.ports import port_of, reserve_port
 
 WITHIN_S = 60.0
 

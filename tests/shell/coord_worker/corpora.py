@@ -20,7 +20,7 @@ from strata.coord.core.facts import DataFile, Dataset
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.server.wire import slices
 from strata.coord.worker.stores import S3Settings
-from strata.testing.s3 import S3Server
+from tests.support.s3 import S3Server
 
 SUFFIXES: Final = (".txt", ".jsonl", ".parquet", ".txt.gz", ".jsonl.gz", ".tar", ".mds")
 LOCAL_SUFFIXES: Final = (*SUFFIXES, ".arrow")

@@ -19,8 +19,8 @@ from strata.coord.core.machine import decode_fact
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
 from strata.journal.open import open_journal
-from strata.testing.ports import port_of, reserve_port
 from tests.shell.coord.running import PING_TIMEOUT_S, CoordinatorProcess, connect
+from tests.support.ports import port_of, reserve_port
 
 PROGRAMS: Final = Path(__file__).with_name("programs.py")
 Event = dict[str, Any]

@@ -14,8 +14,8 @@ import pytest
 import strata.coord.worker as strata
 from strata.base.errors import StrataError
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.testing.proxy import ChaosProxy
 from tests.shell.coord.running import Running, in_process
+from tests.support.proxy import ChaosProxy
 
 JOB = "default"
 

@@ -6,8 +6,8 @@ from strata.base.clock import SystemClock
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.worker.link import OPTIONS, CoordinatorLink, Deadline
 from strata.coord.worker.settings import WorkerSettings
-from strata.testing.proxy import ChaosProxy
 from tests.shell.coord.running import in_process
+from tests.support.proxy import ChaosProxy
 
 PAUSE_S = dict(OPTIONS)["grpc.max_reconnect_backoff_ms"] / 1000
 

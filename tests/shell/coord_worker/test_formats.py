@@ -25,8 +25,8 @@ from strata.coord.worker.lines import LineIndex, split_lines
 from strata.coord.worker.mds import SCALARS
 from strata.coord.worker.readers import Readers
 from strata.coord.worker.stores import S3Settings, Stores, load_s3
-from strata.testing.s3 import S3Server
 from tests.shell.coord_worker.corpora import LOCAL_SUFFIXES, SUFFIXES, cut, mds_shard, settings, upload, write
+from tests.support.s3 import S3Server
 
 TEXTS = ["", "one\r", "two\u2028half", "ä" * 50, "last"]
 

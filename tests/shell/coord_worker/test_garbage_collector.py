@@ -12,10 +12,10 @@ from strata.base.errors import Code, StrataError
 from strata.coord.core.facts import JobConfig
 from strata.coord.worker.garbage_collector import GarbageCollector
 from strata.coord.worker.stores import Stores
-from strata.testing.s3 import S3Server
 from tests.shell.coord.running import in_process
 from tests.shell.coord_worker.corpora import settings
 from tests.shell.coord_worker.test_calls import worker
+from tests.support.s3 import S3Server
 
 
 def keys(server: S3Server, bucket: str) -> set[str]:

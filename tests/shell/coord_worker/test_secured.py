@@ -21,10 +21,10 @@ from strata.base.errors import Code, StrataError
 from strata.coord.core.facts import JobConfig
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.server.tokens import Claims, RevokedTokens, TokenRole
-from strata.testing.ports import port_of, reserve_port
 from tests.shell.coord.running import CoordinatorProcess, Running, in_process
 from tests.shell.coord.test_access import LATER, SECRET, bearer, certificate, tls_files, token
 from tests.shell.coord_worker.test_calls import worker
+from tests.support.ports import port_of, reserve_port
 
 
 @asynccontextmanager

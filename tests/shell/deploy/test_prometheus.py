@@ -32,12 +32,12 @@ from strata.fleet.agent import metrics as agent_metrics
 from strata.fleet.agent.settings import AgentSettings
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.samples import CardSample, HostSample
-from strata.testing.ports import port_of, reserve_port
 from tests.shell.coord.running import STRATA, as_worker, in_process
 from tests.shell.fleet_agent.running import HubProcess, agent
 from tests.shell.fleet_agent.waiting import eventually
 from tests.shell.fleet_http.running import running
 from tests.shell.train_api.processes import serving
+from tests.support.ports import port_of, reserve_port
 
 ROOT: Final = Path(__file__).parents[3]
 DEPLOY: Final = ROOT / "deploy"

@@ -20,8 +20,8 @@ from strata.fleet.agent.identity import save_local
 from strata.fleet.client.hub_client import HubClient
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 from strata.fleet.core.requirement import Needs
-from strata.testing.ports import port_of, reserve_port
 from tests.shell.fleet_agent.waiting import eventually
+from tests.support.ports import port_of, reserve_port
 
 STRATA: Final = str(Path(sys.executable).with_name("strata"))
 TRAINER: Final = Path(__file__).with_name("trainer.py")

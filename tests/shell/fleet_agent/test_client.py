@@ -13,7 +13,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 from strata.fleet.client.hub_client import HubClient, transfer
 from strata.fleet.wire import HubHealth
-from strata.testing.ports import port_of, reserve_port
+from tests.support.ports import port_of, reserve_port
 
 OK = (
     b"HTTP/1.1 200 OK\r\nContent-Length: 31\r\nDate: Thu, 01 Jan 1970 00:00:00 GMT\r\n\r\n"

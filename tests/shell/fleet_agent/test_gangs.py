@@ -17,9 +17,9 @@ from strata.coord.server.tokens import Tokens
 from strata.fleet import wire
 from strata.fleet.agent.gang_member import TOKEN_FILE
 from strata.fleet.core.manifest import parse_manifest
-from strata.testing.ports import port_of, reserve_port
 from tests.shell.fleet_agent.running import STRATA, AgentProcess, HubProcess, agent
 from tests.shell.fleet_agent.waiting import eventually
+from tests.support.ports import port_of, reserve_port
 
 pytestmark = pytest.mark.timeout(240)
 PROGRAM: Final = Path(__file__).parents[2] / "e2e" / "gang_program.py"

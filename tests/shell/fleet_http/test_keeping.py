@@ -12,8 +12,8 @@ from strata.base.settings import Secret
 from strata.fleet import wire
 from strata.fleet.artifacts.retention import RetentionPolicy
 from strata.hub.settings import BucketSettings
-from strata.testing.s3 import S3Server
 from tests.shell.fleet_http.running import Running, ok, running
+from tests.support.s3 import S3Server
 
 
 async def test_a_hub_with_a_bucket_keeps_chunks_there_and_serves_them(tmp_path: Path) -> None:

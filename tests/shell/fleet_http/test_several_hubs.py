@@ -24,9 +24,9 @@ from strata.hub.settings import HubSettings
 from strata.hub.sweep_store import SweepChanges
 from strata.hub.sweeps import LEASE, SweepRunner
 from strata.hub.tables import Tables, open_tables
-from strata.testing.webhook_receiver import WebhookReceiver
 from tests.shell.fleet_http.running import Running, manifest_body, ok, running
 from tests.support.busy import BUSY
+from tests.support.webhook_receiver import WebhookReceiver
 
 MANIFEST = """
 [trainers.default]

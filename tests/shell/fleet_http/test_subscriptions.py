@@ -16,8 +16,8 @@ from strata.fleet import wire
 from strata.hub.compose import hub_id
 from strata.hub.cursor_store import FeedDelivery
 from strata.hub.subscriptions import AppriseSender, SubscriptionDispatcher, SubscriptionStore
-from strata.testing.webhook_receiver import WebhookReceiver
 from tests.shell.fleet_http.running import HostClient, Running, ok, refused, running
+from tests.support.webhook_receiver import WebhookReceiver
 
 # Apprise imports it when it loads its plugins.
 pytestmark = pytest.mark.filterwarnings("ignore:'imghdr' is deprecated:DeprecationWarning")

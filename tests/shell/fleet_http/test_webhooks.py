@@ -17,8 +17,8 @@ from strata.hub.cursor_store import FeedDelivery
 from strata.hub.outbound import WebhookTarget
 from strata.hub.settings import Webhook
 from strata.hub.webhooks import WebhookDispatcher, sign
-from strata.testing.webhook_receiver import WebhookReceiver
 from tests.shell.fleet_http.running import Running, running
+from tests.support.webhook_receiver import WebhookReceiver
 
 SECRET = Secret("a secret of both")
 

@@ -13,10 +13,10 @@ from strata.base.errors import Code, StrataError
 from strata.fleet.core.amounts import Amounts
 from strata.fleet.core.job import Cause
 from strata.fleet.ports import AttemptKey, Claim, JobCompletion, JobFailure, JobLease, Renewal, Store
-from strata.testing.history import Operation, Outcome, Returned, Unknown
 from tests.conformance.fleet.fleet import ROOMY, add_host
 from tests.shell.fleet_proof import model
 from tests.shell.fleet_proof.model import CHANCE, LEASE_S, Answer, Call
+from tests.support.history import Operation, Outcome, Returned, Unknown
 
 T = TypeVar("T")
 Op = Operation[Call, Answer]

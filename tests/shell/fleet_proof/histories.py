@@ -19,12 +19,12 @@ from strata.fleet.core.job import HELD, TERMINAL, JobStatus
 from strata.fleet.ports import AttemptKey, Store
 from strata.fleet.store.postgres.store import PostgresStore
 from strata.fleet.store.sqlite.store import SqliteStore
-from strata.testing.history import Operation, Returned, Unknown
-from strata.testing.linearizable import Linearizable, check
 from tests.conformance.fleet.fleet import add, add_host, all_classes, job
 from tests.shell.fleet_proof import clients
 from tests.shell.fleet_proof.clients import Op, Site
 from tests.shell.fleet_proof.model import BUDGET, LEASE_S, FleetModel, Take
+from tests.support.history import Operation, Returned, Unknown
+from tests.support.linearizable import Linearizable, check
 
 HOSTS: Final = ("host_a", "host_b", "host_c")
 HEALER: Final = "host_z"

@@ -14,7 +14,7 @@ import msgspec
 
 from strata.fleet.core.job import CHARGED, HELD, TERMINAL, Cause, JobEvent, JobStatus
 from strata.fleet.core.lease import AttemptCounts, Budget, RetryDecision, after_expiry, after_failure
-from strata.testing.history import Outcome, Returned
+from tests.support.history import Outcome, Returned
 
 LEASE_S = 10.0
 BUDGET = Budget(max_attempts=2, max_lost=2, max_infra=3)

@@ -18,8 +18,8 @@ from strata.fleet.store.postgres import tables as postgres_tables
 from strata.fleet.store.postgres.store import PostgresStore
 from strata.fleet.store.sqlite import tables as sqlite_tables
 from strata.fleet.store.sqlite.store import SqliteStore
-from strata.testing.postgres import PostgresDatabases
 from tests.shell.fleet_proof.histories import run_history
+from tests.support.postgres import PostgresDatabases
 
 T = TypeVar("T")
 

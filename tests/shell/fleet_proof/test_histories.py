@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from strata.testing.postgres import PostgresDatabases
 from tests.shell.fleet_proof.ablation import POSTGRES, SQLITE, removed
 from tests.shell.fleet_proof.stores import postgres_history, sqlite_history
+from tests.support.postgres import PostgresDatabases
 
 SQLITE_SEEDS = 60
 POSTGRES_SEEDS = 30

@@ -13,14 +13,14 @@ from strata.base.errors import Code, StrataError
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.ports import JobCompletion, Store
-from strata.testing.postgres import PostgresServer
-from strata.testing.proxy import ChaosProxy
 from tests.conformance.fleet.fleet import LEASE_S as LONG_S
 from tests.conformance.fleet.fleet import add, add_host, all_classes, claim, hold, job, refusal
 from tests.shell.fleet_proof.histories import disagreements, read_tables, rows
 from tests.shell.fleet_proof.outage import LEASE_S, Hub
 from tests.shell.fleet_proof.stores import open_postgres
 from tests.support.busy import BUSY
+from tests.support.postgres import PostgresServer
+from tests.support.proxy import ChaosProxy
 
 T = TypeVar("T")
 READY_S = 5.0

@@ -13,10 +13,10 @@ import pytest
 from strata.base.clock import SystemClock
 from strata.journal.open import open_journal
 from strata.journal.replica import Replica
-from strata.testing.postgres import PostgresServer
-from strata.testing.proxy import ChaosProxy
 from tests.shell.journal.tally import Tally
 from tests.shell.journal.writer_process import WIDTH
+from tests.support.postgres import PostgresServer
+from tests.support.proxy import ChaosProxy
 
 ROOT = Path(__file__).parents[3]
 READY_S = 5.0

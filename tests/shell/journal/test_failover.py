@@ -11,7 +11,7 @@ from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.database.postgres import display_address
 from strata.journal.postgres import PostgresJournal
-from strata.testing.postgres import PostgresServer
+from tests.support.postgres import PostgresServer
 
 pytestmark = pytest.mark.timeout(120)
 

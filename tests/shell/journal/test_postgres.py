@@ -11,10 +11,10 @@ from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.journal.group_commit import Writer
 from strata.journal.postgres import PostgresJournal
-from strata.testing.ports import reserve_port
-from strata.testing.postgres import PostgresServer
-from strata.testing.proxy import ChaosProxy
 from tests.support.busy import BUSY
+from tests.support.ports import reserve_port
+from tests.support.postgres import PostgresServer
+from tests.support.proxy import ChaosProxy
 
 
 async def test_many_processes_may_open_a_new_database_at_once(postgres_url: str) -> None:

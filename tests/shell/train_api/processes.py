@@ -74,7 +74,7 @@ def serving(
     own = ["--settings", str(settings)]
     with ExitStack() as stack:
         for name, command in (
-            ("ranks", [*python, "strata.testing.fake_ranks", *own] if pretended else [*torchrun, *own]),
+            ("ranks", [*python, "tests.support.fake_ranks", *own] if pretended else [*torchrun, *own]),
             ("orchestrator", [*python, "strata.train.orchestrator", *own]),
             ("api", [*python, api, *own]),
         ):

@@ -24,7 +24,6 @@ from transformers import PreTrainedTokenizerFast
 from strata.base.clock import SystemClock
 from strata.base.errors import StrataError
 from strata.http.root import RootApp
-from strata.testing.fake_ranks import VOCABULARY
 from strata.train.api import completion_forms
 from strata.train.api.context import ApiContext
 from strata.train.api.routes import application
@@ -37,6 +36,7 @@ from strata.train.runner.model.tiny import train_tokenizer
 from strata.train.wire.openai import ChatBody, CompletionBody
 from tests.shell.train_api.test_protocol import BASE, Client, listening, new_client
 from tests.shell.train_orchestrator.stacks import Stack, running
+from tests.support.fake_ranks import VOCABULARY
 
 TEMPLATE = (
     "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}{% for message in messages %}"

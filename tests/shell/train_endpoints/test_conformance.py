@@ -8,13 +8,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from strata.testing.fake_vllm import BASE, FakeVllm
 from strata.train.core.state import InferenceEndpoint
 from strata.train.endpoints.client import EngineClient
 from strata.train.endpoints.engine import ModelVersion, stale_versions
 from strata.train.endpoints.vllm import VllmEngine
 from strata.train.settings import InferenceSettings
 from tests.engines.conformance import SAMPLERS, WHOLE, Case
+from tests.support.fake_vllm import BASE, FakeVllm
 
 
 def weights(folder: Path, text: str) -> Path:

@@ -10,10 +10,10 @@ import pytest
 
 from strata.base.errors import Code, StrataError
 from strata.base.settings import process_environment
-from strata.testing.fake_vllm import make_fake_package
 from strata.train.launch.engine_supervisor import EngineHealth, EngineProbe, check_engine
 from strata.train.settings import load_settings
 from tests.shell.train_endpoints.fake_engines import engine_settings
+from tests.support.fake_vllm import make_fake_package
 
 
 def serve(folder: Path, inference: str, model: str = "") -> subprocess.CompletedProcess[str]:

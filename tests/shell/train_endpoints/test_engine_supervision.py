@@ -15,11 +15,11 @@ import pytest_asyncio
 
 from soak.train.server import ServeOptions, ServeProcess, gone, serving
 from strata.sdk.train import Sampler, TrainingServer
-from strata.testing.fake_vllm import make_fake_package
 from strata.train.core.facts import OperationAccepted, OperationFinished, SampleReturned, SampleRouted
 from strata.train.core.sampling import SampleOperation
 from strata.train.launch.supervised_process import descendants
 from tests.shell.train_endpoints.fake_engines import engine_settings
+from tests.support.fake_vllm import make_fake_package
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.asyncio(loop_scope="module")]
 PATIENCE_S: Final = 60.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from strata.testing.fake_vllm import FakeVllm
 from strata.train.core import messages, ops
 from tests.shell.train_endpoints.test_publishing import Site, sample, sequences, synced
 from tests.shell.train_orchestrator.stacks import running
+from tests.support.fake_vllm import FakeVllm
 
 
 async def test_a_sample_of_older_weights_does_not_bring_them_back(tmp_path: Path) -> None:

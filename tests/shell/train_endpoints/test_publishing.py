@@ -12,12 +12,12 @@ import pytest
 import pytest_asyncio
 
 from strata.base.errors import Code
-from strata.testing.fake_vllm import FakeVllm
-from strata.testing.ports import port_of, reserve_port
 from strata.train.core import messages, ops
 from strata.train.core.sampling import SampleOperation, SampleParams, SampleResult, decode_result
 from strata.train.payload import Payloads
 from tests.shell.train_orchestrator.stacks import Stack, running
+from tests.support.fake_vllm import FakeVllm
+from tests.support.ports import port_of, reserve_port
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = array.array("i", [1, 2, 3]).tobytes()

@@ -115,7 +115,7 @@ class Stack:
 
     async def start_ranks(self, *arguments: str, die_at: str = "") -> None:
         own = ("--settings", str(self.file), "--applied", str(self.applied_file), *arguments)
-        self.ranks = Process("strata.testing.fake_ranks", *own, *(("--die-at", die_at) if die_at else ()))
+        self.ranks = Process("tests.support.fake_ranks", *own, *(("--die-at", die_at) if die_at else ()))
         await self.ranks.start()
 
     async def restart_client(self) -> None:

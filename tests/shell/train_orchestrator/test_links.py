@@ -13,7 +13,6 @@ import zmq
 import zmq.asyncio
 
 from strata.base.errors import Code, StrataError
-from strata.testing.ports import port_of, reserve_port
 from strata.train.core import commands, messages
 from strata.train.core.messages import OrchestratorRequest
 from strata.train.link.api import ApiLink, OrchestratorClient
@@ -22,6 +21,7 @@ from strata.train.link.rank import ConnectRequest, RankConnection, RankLink, con
 from strata.train.link.sockets import load_keys, own_address
 from strata.train.settings import ServerSettings
 from tests.shell.train_orchestrator.stacks import Stack
+from tests.support.ports import port_of, reserve_port
 
 QUESTION = OrchestratorRequest("q", "alice", messages.DescribeServer())
 REPLY_TIMEOUT_S = 20.0

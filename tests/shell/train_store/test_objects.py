@@ -20,7 +20,6 @@ from strata.base.errors import Code, StrataError
 from strata.base.settings import process_environment
 from strata.journal.memory import MemoryJournal
 from strata.objects import Bucket
-from strata.testing.s3 import S3Server
 from strata.train.checkpoints import checkpoint
 from strata.train.checkpoints.checkpoint import CheckpointManifest
 from strata.train.checkpoints.object_store import CheckpointStore
@@ -30,6 +29,7 @@ from strata.train.peft.importer import stage
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG
 from tests.shell.train_orchestrator.leaders import RUN, leading, with_a_model
 from tests.shell.train_orchestrator.stacks import running
+from tests.support.s3 import S3Server
 
 pytestmark = pytest.mark.proves(
     "A checkpoint in object storage is there whole, and a server that has lost its files brings it back from there"

@@ -17,12 +17,12 @@ from strata.coord.server.tokens import ALL_JOBS, Claims, TokenRole, Tokens
 from strata.fleet import wire
 from strata.hub.gangs import open_gangs
 from strata.hub.settings import GangCoordinatorSettings
-from strata.testing.ports import port_of, reserve_port
 from strata.web.pages.gangs import barrier_words
 from tests.shell.coord import running as coordinators
 from tests.shell.coord.running import in_process, register
 from tests.shell.fleet_http.running import Running, ok, running
 from tests.shell.web.browsing import Tags, log_in
+from tests.support.ports import port_of, reserve_port
 
 HOSTILE = '"><xss-probe onxss=1>'
 

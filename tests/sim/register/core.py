@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from strata.journal.replica import Machine
-from strata.testing.register_model import Add, CompareAndSet, Read, RegisterInput, Value, Write
+from tests.support.register_model import Add, CompareAndSet, Read, RegisterInput, Value, Write
 
 
 class Request(msgspec.Struct, frozen=True):

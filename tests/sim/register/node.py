@@ -10,11 +10,11 @@ from strata.base.errors import Code, StrataError
 from strata.journal.group_commit import WriterLimits
 from strata.journal.memory import MemoryJournal
 from strata.journal.replica import Replica
-from strata.testing.history import History
-from strata.testing.register_model import Add, CompareAndSet, Read, RegisterInput, Value, Write
-from strata.testing.remote_journal import RemoteJournal, serve
-from strata.testing.world import World
 from tests.sim.register.core import Register, Reply, Request, State
+from tests.support.history import History
+from tests.support.register_model import Add, CompareAndSet, Read, RegisterInput, Value, Write
+from tests.support.remote_journal import RemoteJournal, serve
+from tests.support.world import World
 
 STREAM = "register"
 LEASE_S = 1.0

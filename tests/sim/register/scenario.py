@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 
 from strata.journal.memory import MemoryJournal
-from strata.testing.history import History
-from strata.testing.linearizable import Linearizable, check
-from strata.testing.register_model import Add, RegisterInput, RegisterModel, Value
-from strata.testing.world import Faults, World
 from tests.sim.register import ablation
 from tests.sim.register.core import Register
 from tests.sim.register.node import Client, RegisterReplica, run_journal, run_node
+from tests.support.history import History
+from tests.support.linearizable import Linearizable, check
+from tests.support.register_model import Add, RegisterInput, RegisterModel, Value
+from tests.support.world import Faults, World
 
 NODES = ["node-1", "node-2", "node-3"]
 OPERATIONS = 20

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from strata.testing.fake_ranks import FakeRanks
 from strata.train.core import decide, future, ops, sampling_slices
 from strata.train.core.facts import OperationFinished
 from strata.train.core.future import OPEN, FutureStore, OperationFuture
@@ -25,6 +24,7 @@ from strata.train.orchestrator import rank_session, replay_reader, request_handl
 from strata.train.orchestrator.orchestrator import Orchestrator
 from strata.train.orchestrator.request_handler import RequestHandler
 from strata.train.orchestrator.state_store import StateStore
+from tests.support.fake_ranks import FakeRanks
 
 Ablation = tuple[Any, str, Callable[..., Any]]
 

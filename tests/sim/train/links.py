@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from strata.testing.simloop import PROCESS, Process
 from strata.train.core import commands, messages
 from strata.train.link.api import OrchestratorClient
 from strata.train.link.rank import ConnectRequest
 from strata.train.settings import ServerSettings
 from tests.sim.train.wires import Connection, TrainWorld
+from tests.support.simloop import PROCESS, Process
 
 RECONNECT_S = 0.1
 

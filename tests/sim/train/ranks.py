@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 
 from strata.base.digest import sha256_hex
-from strata.testing.fake_ranks import FakeRanks
-from strata.testing.simloop import PROCESS
 from strata.train.core import commands, ops
 from strata.train.settings import ServerSettings
 from tests.sim.train import chain
 from tests.sim.train.audit import Audit
 from tests.sim.train.links import Board, RankListener
 from tests.sim.train.wires import TrainWorld
+from tests.support.fake_ranks import FakeRanks
+from tests.support.simloop import PROCESS
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(tuple[dict[str, bytes], dict[str, float]]).decode

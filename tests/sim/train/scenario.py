@@ -16,9 +16,6 @@ from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import arm, disarm_all
 from strata.base.loop import RunOnce, every
-from strata.testing.remote_journal import RemoteJournal, serve
-from strata.testing.simloop import PROCESS, Process
-from strata.testing.world import Faults
 from strata.train.core import messages, ops
 from strata.train.orchestrator import orchestrator
 from strata.train.orchestrator.maintenance import compaction, curve_file
@@ -39,6 +36,9 @@ from tests.sim.train.expected_state import ExpectedState
 from tests.sim.train.links import Board, SimClient, SimLinks
 from tests.sim.train.ranks import Trouble, run_ranks
 from tests.sim.train.wires import TrainWorld
+from tests.support.remote_journal import RemoteJournal, serve
+from tests.support.simloop import PROCESS, Process
+from tests.support.world import Faults
 
 ORCHESTRATORS = ["orchestrator-1", "orchestrator-2"]
 APIS = ["api-1", "api-2"]

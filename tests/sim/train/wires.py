@@ -6,8 +6,8 @@ import asyncio
 import contextvars
 from collections.abc import Callable
 
-from strata.testing.simloop import Process
-from strata.testing.world import Faults, World
+from tests.support.simloop import Process
+from tests.support.world import Faults, World
 
 NOTICED_S = 0.05
 """About how long a side takes to notice that the other is gone."""

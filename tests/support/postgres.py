@@ -23,7 +23,7 @@ import psycopg
 from psycopg import sql
 
 from strata.base.errors import Code, StrataError
-from strata.testing.ports import port_of, reserve_port
+from tests.support.ports import port_of, reserve_port
 
 StopMode = Literal["smart", "fast", "immediate"]
 

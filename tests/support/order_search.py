@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
-from strata.testing.history import In, Operation, Out, Outcome, Returned, Unknown, began, ended
+from tests.support.history import In, Operation, Out, Outcome, Returned, Unknown, began, ended
 
 State = TypeVar("State", bound=Hashable)
 In_contra = TypeVar("In_contra", contravariant=True)
@@ -39,11 +39,11 @@ class SequentialModel(Protocol[State, In_contra, Out_contra]):
 
     def step(self, state: State, input: In_contra, outcome: Outcome[Out_contra]) -> Iterable[State]: ...
 
-    def partition(self, input: In_contra) -> Hashable:  # noqa: ARG002
+    def partition(self, input: In_contra) -> Hashable:
         """Operations in different partitions share no state, so that each partition is checked alone."""
         return None
 
-    def is_read(self, input: In_contra, outcome: Outcome[Out_contra]) -> bool:  # noqa: ARG002
+    def is_read(self, input: In_contra, outcome: Outcome[Out_contra]) -> bool:
         """True promises that this operation with this outcome changes no state whatever; False is always safe."""
         return False
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import psycopg
 import pytest
 
-from strata.testing.postgres import PostgresServer
-from strata.testing.proxy import ChaosProxy
+from tests.support.postgres import PostgresServer
+from tests.support.proxy import ChaosProxy
 
 BIG = b"x" * 3_000_000
 

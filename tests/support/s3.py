@@ -27,7 +27,7 @@ from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
 from strata.base.errors import Code, StrataError
-from strata.testing.ports import port_of, reserve_port
+from tests.support.ports import port_of, reserve_port
 
 REGION: Final = "us-east-1"
 _PARTS: Final = ("master", "volume", "filer", "s3")

@@ -29,6 +29,7 @@ from starlette.routing import Route
 from strata.base.settings import process_environment
 
 BASE: Final = "tiny"
+ROOT: Final = Path(__file__).parents[2]
 VOCABULARY: Final = 500
 _starts: Final = itertools.count(1)
 
@@ -264,6 +265,7 @@ def make_fake_package(folder: Path) -> Path:
     package.mkdir(parents=True)
     for each in (package, *package.parents[:2]):
         (each / "__init__.py").touch()
-    lines = ("import sys", "from strata.testing.fake_vllm import main", "main(sys.argv[1:])", "")
+    importable = f"sys.path.append({str(ROOT)!r})"
+    lines = ("import sys", importable, "from tests.support.fake_vllm import main", "main(sys.argv[1:])", "")
     (package / "api_server.py").write_text("\n".join(lines), encoding="utf-8")
     return folder

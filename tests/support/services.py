@@ -1,4 +1,4 @@
-"""`python -m strata.testing.services`: the servers the tests need, in the foreground until interrupted.
+"""`python -m tests.support.services`: the servers the tests need, in the foreground until interrupted.
 
 The URL goes to stdout, as data for a script; everything for people goes to stderr.
 """
@@ -9,7 +9,7 @@ import signal
 import sys
 
 from strata.base.errors import StrataError
-from strata.testing.postgres import PostgresServer
+from tests.support.postgres import PostgresServer
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from strata.testing.history import Handle, History, Operation, Returned, Unknown
-from strata.testing.linearizable import Linearizable, Violation, check
-from strata.testing.register_model import Add, CompareAndSet, Read, RegisterInput, RegisterModel, Value, Write
+from tests.support.history import Handle, History, Operation, Returned, Unknown
+from tests.support.linearizable import Linearizable, Violation, check
+from tests.support.register_model import Add, CompareAndSet, Read, RegisterInput, RegisterModel, Value, Write
 
 RegisterOperation = Operation[RegisterInput, Value]
 

@@ -16,8 +16,8 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.testing.simhost import SimClock, SimDisk
-from strata.testing.simloop import PROCESS, Process, SimLoop
+from tests.support.simhost import SimClock, SimDisk
+from tests.support.simloop import PROCESS, Process, SimLoop
 
 T = TypeVar("T")
 Boot = Callable[[], Coroutine[Any, Any, None]]

@@ -12,7 +12,7 @@ from typing import TypeAlias, assert_never
 
 import msgspec
 
-from strata.testing.history import Outcome
+from tests.support.history import Outcome
 
 Value: TypeAlias = int | str | None
 

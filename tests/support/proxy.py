@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final, Self
 
-from strata.testing.ports import port_of, reserve_port
+from tests.support.ports import port_of, reserve_port
 
 _CHUNK_BYTES: Final = 65536
 _CHUNKS_IN_FLIGHT: Final = 64

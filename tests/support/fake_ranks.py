@@ -5,7 +5,7 @@ number, and every result depends on it: an operation that is executed twice, ski
 results. The fake passes the same conformance suite as the real ranks. The `config` of a pass can inject faults:
 `pretend_s` takes that long, `pretend_death` kills the process, `pretend_hang` never ends.
 
-As a process: `python -m strata.testing.fake_ranks --settings FILE [--applied FILE]`.
+As a process: `python -m tests.support.fake_ranks --settings FILE [--applied FILE]`.
 """
 
 from __future__ import annotations

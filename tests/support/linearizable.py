@@ -10,9 +10,9 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeAlias, assert_never
 
-from strata.testing.explain import SHOWN, SearchBudget, latest, shortest_prefix, shrink, timeline
-from strata.testing.history import History, In, In_co, Operation, Out, Out_co, began, ended
-from strata.testing.order_search import Search, SearchResult, SequentialModel, State
+from tests.support.explain import SHOWN, SearchBudget, latest, shortest_prefix, shrink, timeline
+from tests.support.history import History, In, In_co, Operation, Out, Out_co, began, ended
+from tests.support.order_search import Search, SearchResult, SequentialModel, State
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Final
 
-from strata.testing.simloop import SimLoop
+from tests.support.simloop import SimLoop
 
 _EPOCH_S: Final = 1_700_000_000.0
 

@@ -14,12 +14,12 @@ import psycopg
 import pytest
 
 from strata.base.errors import Code, StrataError
-from strata.testing.ports import port_of, reserve_port
-from strata.testing.postgres import PostgresDatabases, PostgresServer, StopMode, find_programs
+from tests.support.ports import port_of, reserve_port
+from tests.support.postgres import PostgresDatabases, PostgresServer, StopMode, find_programs
 
 OWNER = """
 import sys
-from strata.testing.postgres import PostgresServer
+from tests.support.postgres import PostgresServer
 server = PostgresServer().__enter__()
 print(server.directory, server.port, flush=True)
 sys.stdin.read()
@@ -162,7 +162,7 @@ def test_nothing_of_a_server_outlives_an_owner_that_was_killed() -> None:
 
 
 def test_the_services_command_prints_the_url_and_stops_on_a_signal() -> None:
-    command = [sys.executable, "-m", "strata.testing.services"]
+    command = [sys.executable, "-m", "tests.support.services"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as services:
         assert services.stdout is not None
         url = services.stdout.readline().strip()

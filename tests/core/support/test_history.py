@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from strata.testing.history import History, Operation, Outcome, Returned, Unknown
-from strata.testing.linearizable import Linearizable, Undecided, Verdict, Violation, check
-from strata.testing.register_model import Add, CompareAndSet, Read, RegisterInput, RegisterModel, Value, Write
+from tests.support.history import History, Operation, Outcome, Returned, Unknown
+from tests.support.linearizable import Linearizable, Undecided, Verdict, Violation, check
+from tests.support.register_model import Add, CompareAndSet, Read, RegisterInput, RegisterModel, Value, Write
 
 RegisterOperation = Operation[RegisterInput, Value]
 

@@ -10,11 +10,11 @@ import pytest
 from obstore.exceptions import AlreadyExistsError, PermissionDeniedError, PreconditionError
 from obstore.store import S3Store
 
-from strata.testing.s3 import S3Server
+from tests.support.s3 import S3Server
 
 OWNER = """
 import sys
-from strata.testing.s3 import S3Server
+from tests.support.s3 import S3Server
 server = S3Server().__enter__()
 print(server.directory, server.process_id, *server.ports.values(), flush=True)
 sys.stdin.read()

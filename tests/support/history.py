@@ -32,7 +32,7 @@ class Returned(Generic[Out_co]):
 class Unknown:
     """Timeout, crash or lost reply: it took effect once, at any time after its invocation, or never."""
 
-    def allows(self, output: object) -> bool:  # noqa: ARG002 - the same question as Returned.allows
+    def allows(self, output: object) -> bool:
         return True
 
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 from math import inf
 from typing import Generic
 
-from strata.testing.history import In, Operation, Out, Returned, Unknown, began, ended
-from strata.testing.order_search import Search, SearchResult, SequentialModel, State
+from tests.support.history import In, Operation, Out, Returned, Unknown, began, ended
+from tests.support.order_search import Search, SearchResult, SequentialModel, State
 
 SHOWN = 24
 _COLUMNS = 48
