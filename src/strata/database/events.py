@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import sqlite3
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -20,6 +20,7 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.database.migrations import Component
+from strata.database.transaction import PostgresTransaction, SqliteTransaction, Transaction, run_to_end
 
 if TYPE_CHECKING:
     from strata.database.postgres import Connections
@@ -123,30 +124,29 @@ SQLite, where the transaction numbers do not count. Events of concurrent transac
 skipped."""
 
 _COLUMNS: Final = "at, actor, kind, subject, body, address"
+_NAMES: Final = _COLUMNS.split(", ")
 _encode: Final = msgspec.json.Encoder().encode
 _decode: Final = msgspec.json.Decoder(dict[str, Any]).decode
 _SQLITE_CURSOR: Final = re.compile(r"[0-9]{1,18}")
 _POSTGRES_CURSOR: Final = re.compile(r"([0-9]{1,18})\.([0-9]{1,18})")
 
 
-def record_sqlite(db: sqlite3.Connection, events: Iterable[EventRecord]) -> None:
-    db.executemany(f"INSERT INTO event ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?)", map(_row, events))
-
-
-_INSERT: Final = f"INSERT INTO event ({_COLUMNS}) VALUES (%s, %s, %s, %s, %s, %s)"
-_INSERT_MANY: Final = (
-    f"INSERT INTO event ({_COLUMNS}) SELECT {_COLUMNS}"
-    " FROM unnest(%s::float8[], %s::text[], %s::text[], %s::text[], %s::bytea[], %s::text[])"
-    f" WITH ORDINALITY AS n ({_COLUMNS}, place) ORDER BY place"
+_INSERT: Final = (
+    f"INSERT INTO event ({_COLUMNS})"
+    " VALUES (:at::float8, :actor::text, :kind::text, :subject::text, :body::bytea, :address::text)"
 )
 
 
+async def record(tx: Transaction, events: Sequence[EventRecord]) -> None:
+    await tx.many(_INSERT, [dict(zip(_NAMES, _row(event), strict=True)) for event in events])
+
+
+def record_sqlite(db: sqlite3.Connection, events: Sequence[EventRecord]) -> None:
+    run_to_end(record(SqliteTransaction(db), events))
+
+
 async def record_postgres(connection: Any, events: Sequence[EventRecord]) -> None:
-    if len(events) == 1:
-        await connection.execute(_INSERT, _row(events[0]))
-    elif events:
-        columns = zip(*map(_row, events), strict=True)
-        await connection.execute(_INSERT_MANY, [list(column) for column in columns])
+    await record(PostgresTransaction(connection), events)
 
 
 async def read_sqlite(thread: SqliteThread, after: str, limit: int, *, subject: str = "") -> list[StoredEvent]:

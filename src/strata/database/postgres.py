@@ -24,9 +24,11 @@ _CONNECT_S: Final = 5
 _WAKE_S: Final = 1.0
 """How often a call that waits for a result polls. The driver's own default is to spin."""
 _FEW: Final = 1000
+_PREPARED: Final = 500
+"""Statements that a connection keeps prepared: a hub has some hundreds, some of them with several types of values."""
 
 
-class _Connection(psycopg.AsyncConnection[Any]):
+class Connection(psycopg.AsyncConnection[Any]):
     """A cancelled call ends at once and closes its connection; it does not wait for the server to confirm."""
 
     _reused_cursor: psycopg.AsyncCursor[Any] | None = None
@@ -73,7 +75,7 @@ class Connections:
         self._call_s = call_s
         self._by_index = by_index
         self._slots = asyncio.Semaphore(limit)
-        self._idle: list[_Connection] = []
+        self._idle: list[Connection] = []
         self._closed = False
         self.opened = 0
         """How many connections were opened so far."""
@@ -82,18 +84,16 @@ class Connections:
 
     async def run(self, statement: str, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
         """The rows of one statement, which commits by itself."""
-        with self._translated():
-            async with self.acquire() as connection:
-                return await connection.rows(statement, values)
+        async with self.reading() as connection:
+            return await connection.rows(statement, values)
 
     async def write(self, statement: str, values: Mapping[str, Any]) -> int:
         """How many rows one statement changed; it commits by itself."""
-        with self._translated():
-            async with self.acquire() as connection:
-                return await connection.changed(statement, values)
+        async with self.reading() as connection:
+            return await connection.changed(statement, values)
 
     @asynccontextmanager
-    async def transaction(self, call_s: float | None = None) -> AsyncIterator[_Connection]:
+    async def transaction(self, call_s: float | None = None) -> AsyncIterator[Connection]:
         """Statements that commit together when the block ends, and all fail as our own error.
 
         `call_s` is the deadline of one that is known to take long.
@@ -103,7 +103,14 @@ class Connections:
                 yield connection
 
     @asynccontextmanager
-    async def pipeline(self) -> AsyncIterator[_Connection]:
+    async def reading(self) -> AsyncIterator[Connection]:
+        """Statements of which each sees the latest commits: nothing is begun or committed for them."""
+        with self._translated():
+            async with self.acquire() as connection:
+                yield connection
+
+    @asynccontextmanager
+    async def pipeline(self) -> AsyncIterator[Connection]:
         """Statements that commit together, sent before the first answer is read: one round trip.
 
         Answers are there when the block has ended. What is sent in a pipeline is one transaction by itself.
@@ -120,7 +127,7 @@ class Connections:
             raise to_strata_error(error, f"the {self._what} did not answer") from error
 
     @asynccontextmanager
-    async def acquire(self, call_s: float | None = None) -> AsyncIterator[_Connection]:
+    async def acquire(self, call_s: float | None = None) -> AsyncIterator[Connection]:
         """A connection for one statement, given back if nothing went wrong. TimeoutError after the deadline."""
         started_s = time.monotonic()
         async with asyncio.timeout(call_s or self._call_s) as deadline, self._slots:
@@ -153,8 +160,8 @@ class Connections:
         self._closed = True
         await self._drop_idle()
 
-    async def _connect(self) -> _Connection:
-        connection = await _Connection.connect(
+    async def _connect(self) -> Connection:
+        connection = await Connection.connect(
             self._url,
             autocommit=True,
             connect_timeout=_CONNECT_S,
@@ -164,6 +171,7 @@ class Connections:
             keepalives_count=3,
             tcp_user_timeout=round(self._call_s * 1000),
         )
+        connection.prepared_max = _PREPARED
         try:
             # A role or database may have this off by default; an acknowledged write must be durable.
             await connection.execute("SET synchronous_commit = on")
