@@ -3,6 +3,7 @@ operations of other tenants all end as they should, and the group of ranks start
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 
 from soak.train.server import START_S, ServeOptions, ServeProcess, serving
 from strata.base.errors import StrataError
-from strata.sdk.train import AsyncModel, AsyncTrainingServer, Datum
+from strata.sdk.train import Datum, Model, TrainingServer
 from tests.support.unix import short_path
 
 pytestmark = pytest.mark.timeout(600)
@@ -57,32 +58,28 @@ def datum(tokens: int) -> Datum:
     return Datum(content, content)
 
 
-async def train(model: AsyncModel) -> list[float]:
+def train(model: Model) -> list[float]:
     losses = []
     for _ in range(STEPS):
-        passed = await model.forward_backward([datum(40)])
-        stepped = await model.optim_step(1e-3)
-        losses.append((await passed.result(START_S)).loss)
-        await stepped.result(START_S)
+        passed = model.forward_backward([datum(40)])
+        stepped = model.optim_step(1e-3)
+        losses.append(passed.result(START_S).loss)
+        stepped.result(START_S)
     return losses
 
 
-async def overrun(server: ServeProcess) -> tuple[str, list[float]]:
+def overrun(server: ServeProcess, key: str) -> tuple[str, list[float]]:
     """What a tenant is told of a pass that does not fit, and the losses of another who trains meanwhile."""
-    key = await other_key(server)
-    async with (
-        AsyncTrainingServer(server.url, server.key) as one,
-        AsyncTrainingServer(server.url, key) as two,
-    ):
-        greedy = await one.create_model("tiny", rank=4, seed=1)
-        modest = await two.create_model("tiny", rank=4, seed=2)
-        before = await train(modest)
-        too_long = await greedy.forward_backward([datum(LONG)])
-        losses = before + await train(modest)
+    with TrainingServer(server.url, server.key) as one, TrainingServer(server.url, key) as two:
+        greedy = one.create_model("tiny", rank=4, seed=1)
+        modest = two.create_model("tiny", rank=4, seed=2)
+        before = train(modest)
+        too_long = greedy.forward_backward([datum(LONG)])
+        losses = before + train(modest)
         with pytest.raises(StrataError) as caught:
-            await too_long.result(START_S)
+            too_long.result(START_S)
         # The model of the one who asked for too much is unharmed.
-        assert len(await train(greedy)) == STEPS
+        assert len(train(greedy)) == STEPS
         return caught.value.message, losses
 
 
@@ -97,7 +94,7 @@ async def test_a_pass_beyond_the_measured_limit_is_rejected_before_the_ranks_are
     tmp_path: Path, model: Path
 ) -> None:
     async with limited(tmp_path, model) as server:
-        message, losses = await overrun(server)
+        message, losses = await asyncio.to_thread(overrun, server, await other_key(server))
         tokens, limit = told(message)
         assert tokens == LONG
         assert 1_000 < limit < LONG
@@ -112,7 +109,7 @@ async def test_ranks_that_run_out_inside_a_pass_start_again_once_and_others_lose
     """An operator said that more fits than does."""
     monkeypatch.setenv("STRATA_MODEL_ROW_TOKENS", "90000")
     async with limited(tmp_path, model) as server:
-        message, losses = await overrun(server)
+        message, losses = await asyncio.to_thread(overrun, server, await other_key(server))
         tokens, limit = told(message)
         assert tokens == LONG
         assert 1_000 < limit < LONG

@@ -1,12 +1,11 @@
 """Requests to a training server as flows: generators that yield what to send and get what was received.
 
-A flow does no input or output itself, so the blocking client and the asynchronous one run the same flows: with retry,
-backoff and long polling written once.
+A flow does no input or output itself, so a test can run it without a network; retry, backoff and long polling are
+written here.
 """
 
 from __future__ import annotations
 
-import asyncio
 import random
 import time
 from collections.abc import Callable, Generator, Mapping
@@ -153,28 +152,6 @@ def run_flow(flow: Flow[T], http: httpx.Client, progress: Progress | None = None
                     received = error
             case Pause(seconds=seconds):
                 time.sleep(seconds)
-            case ReportProgress(reason=reason) if progress is not None:
-                progress(reason)
-
-
-async def run_flow_async(flow: Flow[T], http: httpx.AsyncClient, progress: Progress | None = None) -> T:
-    received: Received = None
-    while True:
-        try:
-            step = flow.send(received)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-        received = None
-        match step:
-            case SendRequest():
-                try:
-                    with trace.span(f"{step.method} {step.path}", kind="client"):
-                        received = await http.request(**_request(step))
-                except httpx.TransportError as error:
-                    received = error
-            case Pause(seconds=seconds):
-                await asyncio.sleep(seconds)
             case ReportProgress(reason=reason) if progress is not None:
                 progress(reason)
 

@@ -7,13 +7,12 @@
         print(done.result().loss)
         print(model.sampler().result().sample(tokens, max_tokens=8).result()[0].tokens)
 
-Every operation returns a future at once; the server does them in the order they were given. `AsyncTrainingServer` is
-the same with `await`. Both are drivers of the flows in `strata.sdk.flow`.
+Every operation returns a future at once; the server does them in the order they were given. The requests are the flows
+of `strata.sdk.flow`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import ssl
 import threading
@@ -30,7 +29,7 @@ from strata.base.unix_socket import SCHEME as UNIX
 from strata.base.unix_socket import connect_unix, lasting_path, parse_unix_address
 from strata.http import otel
 from strata.identity.tokens import is_scoped_key
-from strata.sdk.flow import Flow, Progress, SendRequest, call_json, post, run_flow, run_flow_async
+from strata.sdk.flow import Flow, Progress, SendRequest, call_json, post, run_flow
 from strata.sdk.operations import (
     ClientOperation,
     Datum,
@@ -53,10 +52,6 @@ from strata.train.core import ops
 from strata.train.core.ops import Schedule
 
 __all__ = [
-    "AsyncFuture",
-    "AsyncModel",
-    "AsyncSampler",
-    "AsyncTrainingServer",
     "Datum",
     "Future",
     "Model",
@@ -257,7 +252,11 @@ class TrainingServer:
         self.session_id = ""
 
     def __enter__(self) -> Self:
-        self.session_id = self.drive(_open_session())
+        try:
+            self.session_id = self.drive(_open_session())
+        except BaseException:
+            self._http.close()
+            raise
         return self
 
     def __exit__(
@@ -328,181 +327,6 @@ class TrainingServer:
     ) -> T:
         report = progress or self._progress
         return self.drive(operation.result(request_id, timeout_s, PROGRESS_S if report else None), report)
-
-
-class AsyncFuture(Generic[T]):
-    """The result of an operation that the server has accepted."""
-
-    def __init__(self, server: AsyncTrainingServer, operation: ClientOperation[T], request_id: str) -> None:
-        self._server = server
-        self._operation = operation
-        self.request_id = request_id
-
-    async def result(self, timeout_s: float | None = None, *, progress: Progress | None = None) -> T:
-        return await self._server.wait(self._operation, self.request_id, timeout_s, progress)
-
-
-class AsyncModel:
-    """`Model` with `await`."""
-
-    def __init__(self, server: AsyncTrainingServer, model_id: str, numbers: SequenceNumbers | None = None) -> None:
-        self._server = server
-        self._lock = asyncio.Lock()
-        self._numbers = numbers or SequenceNumbers()
-        self.model_id = model_id
-
-    async def forward_backward(
-        self, data: Sequence[Datum], loss: str = "cross_entropy", **config: float
-    ) -> AsyncFuture[Pass]:
-        return await self._submit(
-            lambda seq: pass_operation(self.model_id, seq, data, loss, config, forward_only=False)
-        )
-
-    async def forward(self, data: Sequence[Datum], loss: str = "cross_entropy", **config: float) -> AsyncFuture[Pass]:
-        return await self._submit(lambda seq: pass_operation(self.model_id, seq, data, loss, config, forward_only=True))
-
-    async def optim_step(self, learning_rate: float, **adam: float) -> AsyncFuture[Mapping[str, float]]:
-        params = ops.AdamParams(learning_rate=learning_rate, **adam)
-        return await self._submit(lambda seq: optim_step_operation(self.model_id, seq, params))
-
-    async def save(self, name: str, *, overwrite: bool = False) -> AsyncFuture[str]:
-        return await self._submit(lambda seq: save_weights_operation(self.model_id, seq, name, overwrite=overwrite))
-
-    async def load(self, path: str, *, optimizer: bool = True) -> AsyncFuture[None]:
-        return await self._submit(lambda seq: load_weights_operation(self.model_id, seq, path, optimizer=optimizer))
-
-    async def sampler(self) -> AsyncFuture[AsyncSampler]:
-        number = self._server.count_sampler()
-        return await self._submit(
-            lambda seq: copy_for_sampler_operation(
-                self.model_id, seq, number, lambda id_: AsyncSampler(self._server, id_)
-            )
-        )
-
-    async def save_for_sampling(self, name: str, *, overwrite: bool = False) -> AsyncFuture[str]:
-        return await self._submit(lambda seq: save_for_sampler_operation(self.model_id, seq, name, overwrite=overwrite))
-
-    async def report(self, **values: float) -> None:
-        await self._server.drive(_report(self.model_id, self._numbers.next, values))
-
-    async def abort_gradients(self) -> AsyncFuture[None]:
-        return await self._submit(lambda seq: abort_gradients_operation(self.model_id, seq))
-
-    async def _submit(self, build: Callable[[int], ClientOperation[T]]) -> AsyncFuture[T]:
-        async with self._lock:
-            operation = build(self._numbers.next)
-            future = AsyncFuture(self._server, operation, await self._server.drive(operation.submit()))
-            self._numbers.use()
-        return future
-
-
-class AsyncSampler:
-    """`Sampler` with `await`."""
-
-    def __init__(self, server: AsyncTrainingServer, sampler_id: str) -> None:
-        self._server = server
-        self._numbers = itertools.count()
-        self.sampler_id = sampler_id
-
-    async def sample(
-        self, prompt: Sequence[int], num_samples: int = 1, **params: Unpack[SamplingParams]
-    ) -> AsyncFuture[Sequence[Sample]]:
-        return await self._submit(sample_operation(self.sampler_id, next(self._numbers), prompt, num_samples, params))
-
-    async def logprobs(self, tokens: Sequence[int]) -> AsyncFuture[Sequence[float | None]]:
-        return await self._submit(logprobs_operation(self.sampler_id, next(self._numbers), tokens))
-
-    async def _submit(self, operation: ClientOperation[T]) -> AsyncFuture[T]:
-        return AsyncFuture(self._server, operation, await self._server.drive(operation.submit()))
-
-
-class AsyncTrainingServer:
-    """`TrainingServer` with `await`."""
-
-    def __init__(
-        self,
-        url: str,
-        key: str | Path,
-        *,
-        ca: str | Path | None = None,
-        progress: Progress | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        key = _read_key(url, key)
-        otel.follow_program()
-        if transport is None and (path := _socket_of(url)) is not None:
-            transport = httpx.AsyncHTTPTransport(uds=path)
-        self._http = httpx.AsyncClient(
-            base_url=_base_url(url), headers={"X-API-Key": key}, transport=transport, verify=_trusted(ca)
-        )
-        self._progress = progress
-        self._models = 0
-        self._samplers = itertools.count()
-        self.session_id = ""
-
-    async def __aenter__(self) -> Self:
-        self.session_id = await self.drive(_open_session())
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            await self.drive(_finish_session(self.session_id, error))
-        finally:
-            await self._http.aclose()
-
-    async def create_model(
-        self,
-        base_model: str,
-        *,
-        rank: int | None = 32,
-        seed: int | None = None,
-        schedule: Schedule | None = None,
-        user_metadata: Mapping[str, str] | None = None,
-        **lora: Any,
-    ) -> AsyncModel:
-        config = None if rank is None else ops.LoraConfig(rank=rank, seed=seed, **lora)
-        operation = create_model_operation(
-            self.session_id, self._models, base_model, config, schedule=schedule, user_metadata=user_metadata
-        )
-        self._models += 1
-        return AsyncModel(self, await self.wait(operation, await self.drive(operation.submit()), None, None))
-
-    async def load_model(
-        self, path: str, *, optimizer: bool = True, user_metadata: Mapping[str, str] | None = None
-    ) -> AsyncModel:
-        saved = await self.drive(call_json(post("/api/v1/weights_info", {"tinker_path": path})))
-        model = await self.create_model(saved["base_model"], user_metadata=user_metadata, **_lora_of(saved))
-        await (await model.load(path, optimizer=optimizer)).result()
-        return model
-
-    async def attach(self, model_id: str) -> AsyncModel:
-        found, taken = await self.drive(_model_state(model_id))
-        self._samplers = itertools.count(found)
-        return AsyncModel(self, model_id, taken)
-
-    async def sessions(self) -> Sequence[Mapping[str, Any]]:
-        return await self.drive(_sessions())
-
-    async def close_session(self, session_id: str) -> None:
-        await self.drive(call_json(post("/api/v1/kill_session", {"session_id": session_id})))
-
-    async def sampler(self, base_model: str | None = None, *, path: str | None = None) -> AsyncSampler:
-        flow = open_sampler(self.session_id, self.count_sampler(), base_model, path)
-        return AsyncSampler(self, await self.drive(flow))
-
-    def count_sampler(self) -> int:
-        return next(self._samplers)
-
-    async def drive(self, flow: Flow[T], progress: Progress | None = None) -> T:
-        return await run_flow_async(flow, self._http, progress)
-
-    async def wait(
-        self, operation: ClientOperation[T], request_id: str, timeout_s: float | None, progress: Progress | None
-    ) -> T:
-        report = progress or self._progress
-        return await self.drive(operation.result(request_id, timeout_s, PROGRESS_S if report else None), report)
 
 
 def _model_state(model_id: str) -> Flow[tuple[int, SequenceNumbers]]:

@@ -1,4 +1,4 @@
-"""`strata.sdk.train`, blocking and with `await`, through the API server and the orchestrator to ranks that pretend."""
+"""`strata.sdk.train` through the API server and the orchestrator to ranks that pretend."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.identity.ca import Authority
 from strata.sdk import flow as flows
-from strata.sdk.train import AsyncTrainingServer, Datum, TrainingServer
+from strata.sdk.train import Datum, TrainingServer
 from tests.shell.train_api.test_protocol import BASE, Server, listening, served
 
 T = TypeVar("T")
@@ -55,22 +55,6 @@ async def test_a_blocking_client_trains(server: Server) -> None:
     sessions = await server.alice.get("session_info")
     assert [each["finished"] for each in sessions["sessions"]] == ["success"]
     assert model_id.endswith(":train:0")
-
-
-async def test_a_client_with_await_trains_to_the_same_numbers(server: Server) -> None:
-    transport = httpx.ASGITransport(server.root)
-    async with AsyncTrainingServer("http://server", server.bob.key, transport=transport) as service:
-        model = await service.create_model(BASE, rank=4, seed=1)
-        first = await model.forward_backward(BATCH)
-        await model.optim_step(1e-3, weight_decay=0.1)
-        saved = await model.save("one")
-        after = await model.forward(BATCH)
-        again = await service.load_model(await saved.result())
-        twin = await (await again.forward(BATCH)).result()
-        losses = [(await each.result()).loss for each in (first, after)]
-        assert twin.loss == losses[1]
-    async with listening(server.root) as url:
-        assert list((await asyncio.to_thread(train, url, server.alice.key))[:2]) == losses
 
 
 def reload_scaled(url: str, key: str) -> str:
@@ -115,52 +99,53 @@ async def test_a_blocking_client_samples_from_a_model_from_saved_weights_and_fro
     assert path.endswith("/sampler_weights/kept")
 
 
-async def test_a_client_with_await_samples_the_same_and_asks_often_at_once(server: Server) -> None:
-    transport = httpx.ASGITransport(server.root)
-    async with AsyncTrainingServer("http://server", server.bob.key, transport=transport) as service:
-        model = await service.create_model(BASE, rank=4, seed=1)
-        await model.forward_backward(BATCH)
-        await model.optim_step(1.0)
-        copy, path = await model.sampler(), await model.save_for_sampling("kept")
-        samplers = [await copy.result(), await service.sampler(path=await path.result()), await service.sampler(BASE)]
-        futures = [await each.sample([1, 2, 3], 2, max_tokens=4, seed=5, stop=[]) for each in samplers]
-        found = await asyncio.gather(*(each.result() for each in futures))
-        prompt = await (await samplers[2].logprobs([1, 2, 3])).result()
-        with pytest.raises(StrataError, match="prompt: has no tokens"):
-            await samplers[0].sample([])
-    ours = [list(each.tokens) for each in found[0]], [each[0].logprobs[0] for each in found], list(prompt)
+async def test_a_client_asks_often_at_once_and_a_prompt_without_tokens_is_refused(server: Server) -> None:
+    def sample_twice(url: str, key: str) -> list[list[list[int]]]:
+        with TrainingServer(url, key) as service:
+            sampler = service.sampler(BASE)
+            futures = [sampler.sample([1, 2, 3], 2, max_tokens=4, seed=5, stop=[]) for _ in range(2)]
+            with pytest.raises(StrataError, match="prompt: has no tokens"):
+                sampler.sample([])
+            return [[list(each.tokens) for each in future.result()] for future in futures]
+
     async with listening(server.root) as url:
-        assert (await asyncio.to_thread(sampled, url, server.alice.key))[:3] == ours
+        first, second = await asyncio.to_thread(sample_twice, url, server.bob.key)
+    assert first == second
 
 
 async def test_whoever_waits_is_told_where_it_stands_and_may_stop_waiting(server: Server) -> None:
-    transport = httpx.ASGITransport(server.root)
     told: list[str] = []
-    async with AsyncTrainingServer("http://server", server.alice.key, transport=transport) as service:
-        model = await service.create_model(BASE, rank=4)
-        slow = await model.forward_backward(BATCH, pretend_s=1.5)
-        with pytest.raises(StrataError) as late:
-            await slow.result(timeout_s=0.2)
-        assert late.value.code is Code.DEADLINE
-        await slow.result(progress=told.append)
+
+    def wait(url: str, key: str) -> None:
+        with TrainingServer(url, key) as service:
+            slow = service.create_model(BASE, rank=4).forward_backward(BATCH, pretend_s=1.5)
+            with pytest.raises(StrataError) as late:
+                slow.result(timeout_s=0.2)
+            assert late.value.code is Code.DEADLINE
+            slow.result(progress=told.append)
+
+    async with listening(server.root) as url:
+        await asyncio.to_thread(wait, url, server.alice.key)
     assert "running" in told
 
 
 async def test_a_failed_operation_is_raised_in_words_and_the_next_one_goes_on(server: Server) -> None:
-    transport = httpx.ASGITransport(server.root)
-    async with AsyncTrainingServer("http://server", server.alice.key, transport=transport) as service:
-        model = await service.create_model(BASE, rank=4)
-        bad = await model.forward_backward([Datum([1, 2], [3])])
-        with pytest.raises(StrataError, match=r"data\[0\].loss_fn_inputs.target_tokens: has the shape") as failed:
-            await bad.result()
-        assert failed.value.code is Code.INVALID
-        with pytest.raises(StrataError, match="do not fit"):
-            await model.forward_backward([Datum([2**40], [3])])
-        assert (await (await model.optim_step(1e-3)).result())["step"] == 1
-    with pytest.raises(StrataError) as refused:
-        async with AsyncTrainingServer("http://server", "tml-wrong", transport=transport):
-            pass
-    assert refused.value.code is Code.UNAUTHENTICATED
+    def fail(url: str, key: str) -> None:
+        with TrainingServer(url, key) as service:
+            model = service.create_model(BASE, rank=4)
+            bad = model.forward_backward([Datum([1, 2], [3])])
+            with pytest.raises(StrataError, match=r"data\[0\].loss_fn_inputs.target_tokens: has the shape") as failed:
+                bad.result()
+            assert failed.value.code is Code.INVALID
+            with pytest.raises(StrataError, match="do not fit"):
+                model.forward_backward([Datum([2**40], [3])])
+            assert model.optim_step(1e-3).result()["step"] == 1
+        with pytest.raises(StrataError) as refused, TrainingServer(url, "tml-wrong") as stranger:
+            stranger.sessions()
+        assert refused.value.code is Code.UNAUTHENTICATED
+
+    async with listening(server.root) as url:
+        await asyncio.to_thread(fail, url, server.alice.key)
 
 
 def played(flow: flows.Flow[T], replies: list[Any]) -> tuple[T, list[flows.Step]]:
@@ -224,61 +209,74 @@ def test_numbers_of_other_kinds_are_taken() -> None:
 
 
 async def test_after_a_crash_another_client_finds_the_session_and_goes_on_with_its_model(server: Server) -> None:
-    transport, key = httpx.ASGITransport(server.root), server.alice.key
-    dead = AsyncTrainingServer("http://server", key, transport=transport)
-    await dead.__aenter__()
-    model = await dead.create_model(BASE, rank=4, seed=1)
-    await model.forward_backward(BATCH)
-    assert (await (await model.optim_step(0.1)).result())["step"] == 1
-    kept = await (await model.sampler()).result()
-    # It died when number 4 was on its way and number 5 had come.
-    server.alice.model = model.model_id
-    held = await server.alice.post("forward_backward", server.alice.batch(5))
-    async with AsyncTrainingServer("http://server", key, transport=transport) as service:
-        session = next(each for each in await service.sessions() if each["session_id"] == dead.session_id)
-        assert (session["finished"], session["models"]) == (None, [model.model_id])
-        again = await service.attach(model.model_id)
-        assert (await (await again.forward_backward(BATCH)).result()).loss != 0
+    def begin(url: str, key: str) -> tuple[str, str, str]:
+        dead = TrainingServer(url, key).__enter__()
+        model = dead.create_model(BASE, rank=4, seed=1)
+        model.forward_backward(BATCH)
+        assert model.optim_step(0.1).result()["step"] == 1
+        kept = model.sampler().result().sampler_id
+        dead._http.close()
+        return dead.session_id, model.model_id, kept
+
+    def go_on(url: str, key: str, session_id: str, model_id: str) -> str:
+        with TrainingServer(url, key) as service:
+            session = next(each for each in service.sessions() if each["session_id"] == session_id)
+            assert (session["finished"], session["models"]) == (None, [model_id])
+            again = service.attach(model_id)
+            assert again.forward_backward(BATCH).result().loss != 0
+            # Numbers 4 and 5 are used: this is the sixth operation, and the second step.
+            step = again.optim_step(0.1)
+            assert step.request_id == f"{model_id}:6"
+            assert step.result()["step"] == 2
+            newer = again.sampler().result().sampler_id
+            service.close_session(session_id)
+            session = next(each for each in service.sessions() if each["session_id"] == session_id)
+            assert session["finished"] == "killed"
+            with pytest.raises(StrataError) as gone:
+                service.attach(model_id).optim_step(0.1)
+            assert gone.value.code is Code.GONE
+            return newer
+
+    async with listening(server.root) as url:
+        session_id, model_id, kept = await asyncio.to_thread(begin, url, server.alice.key)
+        # It died when number 4 was on its way and number 5 had come.
+        server.alice.model = model_id
+        held = await server.alice.post("forward_backward", server.alice.batch(5))
+        newer = await asyncio.to_thread(go_on, url, server.alice.key, session_id, model_id)
         assert "error" not in await server.alice.done(held)
-        # Numbers 4 and 5 are used: this is the sixth operation, and the second step.
-        step = await again.optim_step(0.1)
-        assert step.request_id == f"{model.model_id}:6"
-        assert (await step.result())["step"] == 2
-        newer = await (await again.sampler()).result()
-        assert newer.sampler_id != kept.sampler_id
-        await service.close_session(dead.session_id)
-        session = next(each for each in await service.sessions() if each["session_id"] == dead.session_id)
-        assert session["finished"] == "killed"
-        with pytest.raises(StrataError) as gone:
-            await (await service.attach(model.model_id)).optim_step(0.1)
-        assert gone.value.code is Code.GONE
+    assert newer != kept
 
 
 async def test_a_model_of_another_key_cannot_be_attached_to(server: Server) -> None:
-    transport = httpx.ASGITransport(server.root)
-    async with AsyncTrainingServer("http://server", server.alice.key, transport=transport) as service:
-        model = await service.create_model(BASE, rank=4)
-        async with AsyncTrainingServer("http://server", server.bob.key, transport=transport) as other:
+    def attach(url: str, one: str, two: str) -> None:
+        with TrainingServer(url, one) as service, TrainingServer(url, two) as other:
+            model = service.create_model(BASE, rank=4)
             with pytest.raises(StrataError) as unknown:
-                await other.attach(model.model_id)
+                other.attach(model.model_id)
             assert unknown.value.code is Code.NOT_FOUND
-            assert [each["models"] for each in await other.sessions()] == [[]]
+            assert [each["models"] for each in other.sessions()] == [[]]
+
+    async with listening(server.root) as url:
+        await asyncio.to_thread(attach, url, server.alice.key, server.bob.key)
 
 
 def test_a_program_that_starts_before_the_server_is_told_to_start_it(tmp_path: Path) -> None:
     missing = tmp_path / "strata-train" / "api.key"
-    for client in (TrainingServer, AsyncTrainingServer):
-        with pytest.raises(StrataError, match=f"there is no key in {missing}") as refused:
-            client("http://127.0.0.1:5555", missing)
-        assert "strata serve CONFIG" in (refused.value.hint or "")
+    with pytest.raises(StrataError, match=f"there is no key in {missing}") as refused:
+        TrainingServer("http://127.0.0.1:5555", missing)
+    assert "strata serve CONFIG" in (refused.value.hint or "")
 
 
 async def test_a_key_may_be_a_file(server: Server, tmp_path: Path) -> None:
     file = tmp_path / "api.key"
     file.write_text(f"{server.alice.key}\n")
-    transport = httpx.ASGITransport(server.root)
-    async with AsyncTrainingServer("http://server", file, transport=transport) as service:
-        assert len(await service.sessions()) == 1
+
+    def count_sessions(url: str) -> int:
+        with TrainingServer(url, file) as service:
+            return len(service.sessions())
+
+    async with listening(server.root) as url:
+        assert await asyncio.to_thread(count_sessions, url) == 1
 
 
 def test_a_server_with_a_certificate_of_an_own_authority_is_trusted_by_its_file(tmp_path: Path) -> None:
