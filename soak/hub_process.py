@@ -15,8 +15,8 @@ from typing import Final
 
 from strata.base.errors import StrataError
 from strata.base.secret import read_secret
-from strata.fleet import wire
 from strata.fleet.client.hub_client import HubClient
+from strata.fleet.wire.overview import StatusReply
 from strata.hub.compose import TOKEN_FILE
 from strata.hub.settings import SOCKET
 from tests.support.ports import port_of, reserve_port
@@ -154,7 +154,7 @@ class HubProcess:
     def _answers(self) -> bool:
         try:
             with self.operator(timeout_s=5.0) as client:
-                client.call("GET", "/v1/status", wire.StatusReply)
+                client.call("GET", "/v1/status", StatusReply)
         except StrataError:
             return False
         return True

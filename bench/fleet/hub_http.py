@@ -23,7 +23,7 @@ from bench.fleet.rows import fill
 from bench.interleave import Comparison, Measure, interleave
 from bench.load_process import STRATA, Clients, started
 from bench.report import Report
-from strata.fleet import wire
+from strata.fleet.wire.identities import LocalHostReply
 from strata.hub.compose import TOKEN_FILE
 from strata.hub.settings import SOCKET
 from tests.support.ports import port_of, reserve_port
@@ -107,7 +107,7 @@ async def enrol(address: str, data: Path, count: int) -> list[Host]:
             made = await client.post(
                 "/v1/hosts/local", json={"name": f"host-{number}"}, headers={"X-Operator-Token": token}
             )
-            reply = msgspec.json.decode(made.raise_for_status().content, type=wire.LocalHostReply)
+            reply = msgspec.json.decode(made.raise_for_status().content, type=LocalHostReply)
             known = {"Authorization": f"Bearer {reply.secret}"}
             body = {"capability": {"hostname": f"host-{number}", "slots": 256}}
             (await client.post("/v1/host/register", json=body, headers=known)).raise_for_status()

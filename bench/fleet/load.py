@@ -19,7 +19,7 @@ import msgspec
 import uvloop
 
 from bench.load_process import Figures
-from strata.fleet import wire
+from strata.fleet.wire.leases import ClaimReply, HeartbeatsRequest, LeaseGiven, LeaseHeld
 
 LENGTH: Final = b"content-length: "
 WAIT_S: Final = 60.0
@@ -185,15 +185,15 @@ class Load:
 
     async def _hold(self, address: str, host: Host, leases: int) -> None:
         connection = await self._connect(address, host)
-        given = list[wire.LeaseGiven]()
+        given = list[LeaseGiven]()
         while len(given) < leases:
             claim = msgspec.json.encode({"claim_id": f"hold-{next(self._names)}", "count": leases - len(given)})
             reply = await connection.send(_head("/v1/job/claim", host), claim)
-            more = msgspec.json.decode(reply, type=wire.ClaimReply).leases
+            more = msgspec.json.decode(reply, type=ClaimReply).leases
             assert more, "the bench ran out of jobs"
             given += more
-        held = tuple(wire.LeaseHeld(job_id=lease.job_id, epoch=lease.epoch, running=True) for lease in given)
-        self._held[host.id] = msgspec.json.encode(wire.HeartbeatsRequest(leases=held))
+        held = tuple(LeaseHeld(job_id=lease.job_id, epoch=lease.epoch, running=True) for lease in given)
+        self._held[host.id] = msgspec.json.encode(HeartbeatsRequest(leases=held))
         await connection.send(_head("/v1/heartbeats", host), self._held[host.id])
 
     async def _repeat(

@@ -44,7 +44,7 @@ from bench.pages.viewers import Viewer
 from bench.percentiles import percentile
 from bench.processor import cpu_s
 from bench.report import Report
-from strata.fleet import wire
+from strata.fleet.wire.identities import HubKeyReply
 from strata.hub.compose import TOKEN_FILE
 from strata.hub.settings import SOCKET
 from strata.web.page import FRESH_S
@@ -162,7 +162,7 @@ class ServedHub:
         """A browser without scripts, in which a viewer has logged in."""
         async with self.operator() as operator:
             made = await operator.post("/v1/keys", json={"name": name, "role": "viewer"})
-        secret = msgspec.json.decode(made.raise_for_status().content, type=wire.HubKeyReply).secret
+        secret = msgspec.json.decode(made.raise_for_status().content, type=HubKeyReply).secret
         async with httpx.AsyncClient(base_url=self.url, headers={"Accept": "text/html"}, timeout=60) as client:
             reply = await client.post("/login", data={"key": secret}, headers={"Sec-Fetch-Site": "same-origin"})
             assert reply.status_code == 303, reply.text

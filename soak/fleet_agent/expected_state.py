@@ -12,8 +12,9 @@ from collections.abc import Collection, Mapping
 import msgspec
 
 from soak.fleet_agent.fleet import Operator, Plan
-from strata.fleet import wire
 from strata.fleet.core.job import Cause, JobStatus
+from strata.fleet.wire.events import FeedEvent
+from strata.fleet.wire.jobs import Job, JobAttempt, JobReply
 
 AllowedCauses = Mapping[tuple[str, int], Collection[Cause]]
 """By job and epoch, the causes with which that attempt may have ended."""
@@ -22,9 +23,9 @@ AllowedCauses = Mapping[tuple[str, int], Collection[Cause]]
 class JobEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """One job, as the hub has it and as its children recorded it."""
 
-    job: wire.Job
-    attempts: tuple[wire.JobAttempt, ...]
-    events: tuple[wire.FeedEvent, ...]
+    job: Job
+    attempts: tuple[JobAttempt, ...]
+    events: tuple[FeedEvent, ...]
     logs: dict[int, bytes]
     """By epoch, the log at the hub."""
     metrics: bytes
@@ -37,7 +38,7 @@ class JobEvidence(msgspec.Struct, frozen=True, kw_only=True):
     starts: dict[int, int]
 
 
-def gather_evidence(operator: Operator, found: wire.JobReply) -> JobEvidence:
+def gather_evidence(operator: Operator, found: JobReply) -> JobEvidence:
     job = found.job
     done = [each.epoch for each in found.attempts if each.outcome == "completed"]
     events = tuple(operator.events(job.id))

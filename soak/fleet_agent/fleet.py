@@ -13,10 +13,24 @@ from soak.fleet_agent.counting.train import after, final_lines, step_lines, weig
 from soak.fleet_agent.processes import AgentProcess, is_alive, wait_until
 from soak.hub_process import READY_S, HubProcess
 from soak.trials import CampaignRequest
-from strata.fleet import wire
 from strata.fleet.client.hub_client import HubClient
 from strata.fleet.core.job import TERMINAL
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
+from strata.fleet.wire.artifacts import ArtifactReply, FileQuery
+from strata.fleet.wire.events import EventsQuery, EventsReply, FeedEvent
+from strata.fleet.wire.hosts import Host, HostsReply, HostStateRequest
+from strata.fleet.wire.identities import LocalHostReply, LocalHostRequest
+from strata.fleet.wire.jobs import (
+    CancelRequest,
+    Job,
+    JobAttempt,
+    JobReply,
+    JobsQuery,
+    JobsReply,
+    SubmitReply,
+    SubmitRequest,
+)
+from strata.fleet.wire.streams import StreamQuery
 
 T = TypeVar("T")
 
@@ -72,8 +86,8 @@ class Operator:
             self._client.close()
 
     def enrol(self, host: AgentProcess, address: str) -> None:
-        body = wire.LocalHostRequest(name=host.name)
-        host.enrol(address, self.client.call("POST", "/v1/hosts/local", wire.LocalHostReply, body=body))
+        body = LocalHostRequest(name=host.name)
+        host.enrol(address, self.client.call("POST", "/v1/hosts/local", LocalHostReply, body=body))
 
     def submit(self, seed: int) -> str:
         plan = self._plan
@@ -87,59 +101,59 @@ class Operator:
             max_attempts=1000,
             max_lost=1000,
         )
-        body = wire.SubmitRequest(spec=spec, trainer=trainer)
-        return self.client.call("POST", "/v1/jobs", wire.SubmitReply, body=body).job.id
+        body = SubmitRequest(spec=spec, trainer=trainer)
+        return self.client.call("POST", "/v1/jobs", SubmitReply, body=body).job.id
 
-    def job(self, job_id: str) -> wire.JobReply:
-        return self.client.call("GET", f"/v1/job/{job_id}", wire.JobReply)
+    def job(self, job_id: str) -> JobReply:
+        return self.client.call("GET", f"/v1/job/{job_id}", JobReply)
 
-    def jobs(self) -> Sequence[wire.Job]:
+    def jobs(self) -> Sequence[Job]:
         """The jobs that have not ended."""
-        query = wire.JobsQuery(status=("pending", "claimed", "running"), limit=1000)  # type: ignore[arg-type]
-        return self.client.call("GET", "/v1/jobs", wire.JobsReply, query=query).jobs
+        query = JobsQuery(status=("pending", "claimed", "running"), limit=1000)  # type: ignore[arg-type]
+        return self.client.call("GET", "/v1/jobs", JobsReply, query=query).jobs
 
-    def attempt(self, job_id: str, epoch: int) -> wire.JobAttempt:
+    def attempt(self, job_id: str, epoch: int) -> JobAttempt:
         return next(each for each in self.job(job_id).attempts if each.epoch == epoch)
 
-    def hosts(self) -> dict[str, wire.Host]:
-        found = self.client.call("GET", "/v1/workers", wire.HostsReply).hosts
+    def hosts(self) -> dict[str, Host]:
+        found = self.client.call("GET", "/v1/workers", HostsReply).hosts
         return {host.id: host for host in found}
 
     def order(self, host: AgentProcess, what: str) -> None:
         """`pause` or `resume` a host."""
-        body = wire.HostStateRequest(reason="a trial")
-        self.client.call("POST", f"/v1/host/{host.host_id}/{what}", wire.Host, body=body)
+        body = HostStateRequest(reason="a trial")
+        self.client.call("POST", f"/v1/host/{host.host_id}/{what}", Host, body=body)
 
     def cancel(self, job_id: str) -> None:
-        body = wire.CancelRequest(reason="a trial")
-        self.client.call("POST", f"/v1/job/{job_id}/cancel", wire.Job, body=body)
+        body = CancelRequest(reason="a trial")
+        self.client.call("POST", f"/v1/job/{job_id}/cancel", Job, body=body)
 
     def stream(self, job_id: str, epoch: int, name: str) -> bytes:
         whole = b""
         while True:
-            query = wire.StreamQuery(attempt=epoch, offset=len(whole), limit=_PAGE)
+            query = StreamQuery(attempt=epoch, offset=len(whole), limit=_PAGE)
             piece = self.client.fetch(f"/v1/job/{job_id}/{name}", query=query).content
             whole += piece
             if not piece:
                 return whole
 
-    def events(self, job_id: str) -> list[wire.FeedEvent]:
-        found: list[wire.FeedEvent] = []
+    def events(self, job_id: str) -> list[FeedEvent]:
+        found: list[FeedEvent] = []
         cursor = ""
         while True:
-            query = wire.EventsQuery(after=cursor, subject=job_id, limit=1000)
-            page = self.client.call("GET", "/v1/events", wire.EventsReply, query=query)
+            query = EventsQuery(after=cursor, subject=job_id, limit=1000)
+            page = self.client.call("GET", "/v1/events", EventsReply, query=query)
             found += page.events
             if len(page.events) < 1000:
                 return found
             cursor = page.cursor
 
     def files(self, artifact: str) -> dict[str, bytes]:
-        manifest = self.client.call("GET", f"/v1/artifact/{artifact}", wire.ArtifactReply).manifest
+        manifest = self.client.call("GET", f"/v1/artifact/{artifact}", ArtifactReply).manifest
         return {each.path: self.file(artifact, each.path) for each in manifest.files}
 
     def file(self, artifact: str, path: str) -> bytes:
-        query = wire.FileQuery(path=path)
+        query = FileQuery(path=path)
         return self.client.fetch(f"/v1/artifact/{artifact}/file", query=query).content
 
 
@@ -195,10 +209,10 @@ class Fleet:
 
         return await wait_until(lambda: host_ended(host) or seen_at_s(), READY_S, f"the hub hears of {host.name}")
 
-    async def wait_ended(self, job_id: str) -> wire.JobReply:
+    async def wait_ended(self, job_id: str) -> JobReply:
         """The job, when it has ended."""
 
-        def ended() -> wire.JobReply | None:
+        def ended() -> JobReply | None:
             found = self.operator.job(job_id)
             return found if found.job.status in TERMINAL else None
 

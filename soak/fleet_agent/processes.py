@@ -19,10 +19,10 @@ from soak.hub_process import ROOT, STRATA, ArmedFailpoint
 from strata.base.atomic import read_json
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
-from strata.fleet import wire
 from strata.fleet.agent.identity import connect_to_hub, save_local
 from strata.fleet.agent.state import AttemptRecord
 from strata.fleet.client.hub_client import HubClient
+from strata.fleet.wire.identities import LocalHostReply
 
 T = TypeVar("T")
 
@@ -130,7 +130,7 @@ class AgentProcess:
             self.crashes.append(f"{self.name} ended with status {status}: {self.log}")
         return time.time()
 
-    def enrol(self, url: str, made: wire.LocalHostReply) -> None:
+    def enrol(self, url: str, made: LocalHostReply) -> None:
         self.host_id = made.host_id
         save_local(self.state, url, host_id=made.host_id, name=self.name, secret=Secret(made.secret))
 

@@ -20,8 +20,8 @@ from soak.fleet_agent import expected_state, stale_writes
 from soak.fleet_agent.fleet import Fleet, Plan
 from soak.fleet_agent.processes import AgentProcess, FreezeAtFailpoint, failpoints, is_frozen, wait_until
 from soak.trials import CampaignRequest, CampaignResult, OnProgress, seeded_random, spread_s
-from strata.fleet import wire
 from strata.fleet.core.job import TERMINAL, Cause
+from strata.fleet.wire.jobs import JobReply
 
 LEASE_S: Final = 4.0
 LIMIT_S: Final = 2.0
@@ -140,7 +140,7 @@ class ZombieTrials:
             number, scenario, job_id, hosts=[victim, other], allowed_causes={(job_id, 1): {Cause.HOST_LOST}}
         )
 
-    def _past(self, job_id: str, epoch: int) -> wire.JobReply | None:
+    def _past(self, job_id: str, epoch: int) -> JobReply | None:
         found = self._operator.job(job_id)
         return found if found.job.epoch > epoch or found.job.status in TERMINAL else None
 

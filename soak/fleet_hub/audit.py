@@ -12,10 +12,13 @@ from typing import Final
 
 from soak.fleet_hub.expected_state import ExpectedState, HeldAttempt, Key
 from strata.base.errors import StrataError
-from strata.fleet import wire
 from strata.fleet.artifacts.manifest import ArtifactFile, ArtifactManifest
 from strata.fleet.client.hub_client import HubClient
 from strata.fleet.core.job import CHARGED, TERMINAL, Cause, JobEvent, JobStatus, advance
+from strata.fleet.wire.artifacts import FileQuery
+from strata.fleet.wire.events import EventsQuery, EventsReply, FeedEvent
+from strata.fleet.wire.jobs import Job, JobAttempt, JobReply, JobsQuery, JobsReply
+from strata.fleet.wire.streams import StreamQuery
 
 DRAIN_S: Final = 90.0
 _UNFINISHED: Final = tuple(status for status in JobStatus if status not in TERMINAL)
@@ -46,21 +49,19 @@ def drain(client: HubClient, expected: ExpectedState, idle: Callable[[], bool], 
         expected.problem(f"{job.id[:14]} is lost: still {job.status} ({job.reason}) after {within_s:g} s")
 
 
-def _unfinished(client: HubClient) -> Sequence[wire.Job]:
-    query = wire.JobsQuery(status=_UNFINISHED, limit=1000)
-    return client.call("GET", "/v1/jobs", wire.JobsReply, query=query).jobs
+def _unfinished(client: HubClient) -> Sequence[Job]:
+    query = JobsQuery(status=_UNFINISHED, limit=1000)
+    return client.call("GET", "/v1/jobs", JobsReply, query=query).jobs
 
 
-def audit(
-    client: HubClient, expected: ExpectedState, host_ids: Mapping[str, str], events: Sequence[wire.FeedEvent]
-) -> None:
+def audit(client: HubClient, expected: ExpectedState, host_ids: Mapping[str, str], events: Sequence[FeedEvent]) -> None:
     """`events` are those of this round, as the listener received them."""
-    events_of: dict[str, list[wire.FeedEvent]] = {}
+    events_of: dict[str, list[FeedEvent]] = {}
     for event in events:
         events_of.setdefault(event.subject, []).append(event)
     for job_id in expected.jobs:
         try:
-            found = client.call("GET", f"/v1/job/{job_id}", wire.JobReply)
+            found = client.call("GET", f"/v1/job/{job_id}", JobReply)
         except StrataError as error:
             expected.problem(f"{job_id[:14]} was queued and is gone: {error.message}")
             continue
@@ -71,7 +72,7 @@ def audit(
         _check_bytes(client, expected, found.job, holds)
 
 
-def _check_end(expected: ExpectedState, job: wire.Job) -> None:
+def _check_end(expected: ExpectedState, job: Job) -> None:
     known = expected.jobs[job.id]
     name = job.id[:14]
     if known.final not in (None, job.status):
@@ -83,7 +84,7 @@ def _check_end(expected: ExpectedState, job: wire.Job) -> None:
 
 
 def _check_attempts(
-    expected: ExpectedState, found: wire.JobReply, holds: Mapping[Key, HeldAttempt], host_ids: Mapping[str, str]
+    expected: ExpectedState, found: JobReply, holds: Mapping[Key, HeldAttempt], host_ids: Mapping[str, str]
 ) -> None:
     job, name = found.job, found.job.id[:14]
     epochs = [attempt.epoch for attempt in found.attempts]
@@ -104,7 +105,7 @@ def _check_attempts(
     _check_budget(expected, found)
 
 
-def _check_report(expected: ExpectedState, job: wire.Job, attempt: wire.JobAttempt, hold: HeldAttempt) -> None:
+def _check_report(expected: ExpectedState, job: Job, attempt: JobAttempt, hold: HeldAttempt) -> None:
     name = f"{job.id[:14]}/{attempt.epoch}"
     if hold.result is not None:
         kept = (attempt.outcome, attempt.artifact, attempt.facts.get("metrics", {}).get("loss"), job.artifact)
@@ -118,7 +119,7 @@ def _check_report(expected: ExpectedState, job: wire.Job, attempt: wire.JobAttem
         expected.problem(f"{name} left the checkpoint {hold.checkpoint}, and the hub does not know it")
 
 
-def _check_budget(expected: ExpectedState, found: wire.JobReply) -> None:
+def _check_budget(expected: ExpectedState, found: JobReply) -> None:
     """An attempt that was counted twice ends a job too early."""
     job, spec = found.job, found.job.spec
     charged = len([1 for attempt in found.attempts if attempt.cause in CHARGED])
@@ -132,7 +133,7 @@ def _check_budget(expected: ExpectedState, found: wire.JobReply) -> None:
 
 
 def _check_events(
-    expected: ExpectedState, job: wire.Job, holds: Mapping[Key, HeldAttempt], events: Sequence[wire.FeedEvent]
+    expected: ExpectedState, job: Job, holds: Mapping[Key, HeldAttempt], events: Sequence[FeedEvent]
 ) -> None:
     """Played through the table of statuses, they lead to where the job is."""
     name, status, claims = job.id[:14], JobStatus.PENDING, 0
@@ -157,29 +158,29 @@ def _check_events(
         expected.problem(f"the events of {name} end {status} after {claims} claims; it is {job.status} at {job.epoch}")
 
 
-def _check_bytes(client: HubClient, expected: ExpectedState, job: wire.Job, holds: Mapping[Key, HeldAttempt]) -> None:
+def _check_bytes(client: HubClient, expected: ExpectedState, job: Job, holds: Mapping[Key, HeldAttempt]) -> None:
     for (_, epoch), hold in holds.items():
-        query = wire.StreamQuery(attempt=epoch)
+        query = StreamQuery(attempt=epoch)
         stored = client.fetch(f"/v1/job/{job.id}/log", query=query).content if hold.log else b""
         # What was not confirmed may be there as well.
         if not stored.startswith(hold.log):
             sizes = f"{len(hold.log)} bytes were confirmed, {len(stored)} are there"
             expected.problem(f"the log of {job.id[:14]}/{epoch} is not what was sent: {sizes}")
     if job.status is JobStatus.COMPLETED:
-        content = client.fetch(f"/v1/artifact/{job.artifact}/file", query=wire.FileQuery(path="result.bin")).content
+        content = client.fetch(f"/v1/artifact/{job.artifact}/file", query=FileQuery(path="result.bin")).content
         sha256 = hashlib.sha256(content).hexdigest()
         file = ArtifactFile(path="result.bin", size=len(content), sha256=sha256, chunks=(sha256,))
         if ArtifactManifest(files=(file,)).id != job.artifact:
             expected.problem(f"the result of {job.id[:14]} is not what was uploaded")
 
 
-def check_feed(client: HubClient, expected: ExpectedState, received: Sequence[wire.FeedEvent], after: str) -> None:
+def check_feed(client: HubClient, expected: ExpectedState, received: Sequence[FeedEvent], after: str) -> None:
     """What the listener was told over all outages is what the table has: nothing skipped, nothing twice."""
     kept: list[str] = []
     cursor = after
     while True:
-        query = wire.EventsQuery(after=cursor, limit=1000)
-        reply = client.call("GET", "/v1/events", wire.EventsReply, query=query)
+        query = EventsQuery(after=cursor, limit=1000)
+        reply = client.call("GET", "/v1/events", EventsReply, query=query)
         if not reply.events:
             break
         kept += [event.cursor for event in reply.events]

@@ -13,10 +13,12 @@ import msgspec
 from soak.fleet_hub.expected_state import ExpectedState
 from soak.fleet_hub.hosts import RetryingCaller, monitored_thread
 from strata.base.errors import Code, StrataError
-from strata.fleet import wire
 from strata.fleet.client.hub_client import HubClient
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 from strata.fleet.core.manifest import JobManifest
+from strata.fleet.wire.events import EventsQuery, EventsReply, FeedEvent
+from strata.fleet.wire.jobs import CancelRequest, Job, SubmitReply, SubmitRequest
+from strata.fleet.wire.manifests import ManifestReply, ManifestRequest
 
 T = TypeVar("T")
 
@@ -82,8 +84,8 @@ class Operator:
         )
 
     def _submit(self) -> None:
-        body = wire.SubmitRequest(spec=self._next(), trainer=TRAINER)
-        reply = self._caller.call("submit", lambda: self._send("/v1/jobs", wire.SubmitReply, body))
+        body = SubmitRequest(spec=self._next(), trainer=TRAINER)
+        reply = self._caller.call("submit", lambda: self._send("/v1/jobs", SubmitReply, body))
         if reply.job.id != body.spec.id:
             self._expected.problem(f"{body.spec.id[:14]} was queued as {reply.job.id[:14]}")
         self._expected.queued(reply.job.id)
@@ -92,8 +94,8 @@ class Operator:
         specs = [self._next() for _ in range(count)]
         jobs = {spec.id: spec for spec in specs}
         manifest = JobManifest(source="soak.toml", trainers={TRAINER.name: TRAINER}, jobs=jobs)
-        body = wire.ManifestRequest(manifest=manifest)
-        reply = self._caller.call("apply", lambda: self._send("/v1/manifest", wire.ManifestReply, body))
+        body = ManifestRequest(manifest=manifest)
+        reply = self._caller.call("apply", lambda: self._send("/v1/manifest", ManifestReply, body))
         if not reply.applied or len(reply.new) + len(reply.changed) + reply.unchanged != count:
             self._expected.problem(f"a manifest of {count} jobs was applied as {reply.summary!r}")
         for spec in specs:
@@ -111,11 +113,11 @@ class Operator:
     def _cancel(self, job_id: str) -> None:
         # Before it is asked for: the answer may be lost, and the cancel not.
         self._expected.jobs[job_id].cancel_asked = True
-        path, body = f"/v1/job/{job_id}/cancel", wire.CancelRequest(reason="enough")
+        path, body = f"/v1/job/{job_id}/cancel", CancelRequest(reason="enough")
         try:
             answer = self._caller.call(
                 "cancel",
-                lambda: self._client.call("POST", path, wire.Job, body=body),
+                lambda: self._client.call("POST", path, Job, body=body),
                 accepted=frozenset({Code.PRECONDITION}),
             )
         except StrataError as error:
@@ -131,7 +133,7 @@ class Listener:
 
     client: HubClient
     expected: ExpectedState
-    events: list[wire.FeedEvent] = field(default_factory=list)
+    events: list[FeedEvent] = field(default_factory=list)
     cursor: str = ""
     _stopping: threading.Event = field(default_factory=threading.Event)
 
@@ -149,20 +151,20 @@ class Listener:
     def _run(self) -> None:
         caller = RetryingCaller(self.expected, self._stopping, random.Random(0), 0.5)  # noqa: S311 - no secret
         while not self._stopping.is_set():
-            query = wire.EventsQuery(after=self.cursor, limit=1000, wait_s=2.0)
+            query = EventsQuery(after=self.cursor, limit=1000, wait_s=2.0)
             reply = caller.call("events", lambda query=query: self._read(query))  # type: ignore[misc]
             self.events += reply.events
             self.cursor = reply.cursor
 
-    def _read(self, query: wire.EventsQuery) -> wire.EventsReply:
-        return self.client.call("GET", "/v1/events", wire.EventsReply, query=query)
+    def _read(self, query: EventsQuery) -> EventsReply:
+        return self.client.call("GET", "/v1/events", EventsReply, query=query)
 
     def caught_up(self, within_s: float = 30.0) -> None:
         """Wait until it has all there is, while nobody writes: a feed may be a moment behind its table."""
         until_s = time.monotonic() + within_s
         level = 0
         while time.monotonic() < until_s:
-            newest = self._read(wire.EventsQuery(after="newest", limit=1)).cursor
+            newest = self._read(EventsQuery(after="newest", limit=1)).cursor
             level = level + 1 if newest == self.cursor else 0
             if level > 3:
                 return

@@ -14,8 +14,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
-from strata.fleet import wire
 from strata.fleet.core.job import TERMINAL, Cause, JobStatus
+from strata.fleet.wire.jobs import Job
+from strata.fleet.wire.leases import LeaseGiven, LeaseVerdict
 
 MOST_NAMED: Final = 20
 Key = tuple[str, int]
@@ -89,7 +90,7 @@ class ExpectedState:
 
     # Replies to hosts
 
-    def granted(self, host: str, lease: wire.LeaseGiven) -> HeldAttempt | None:
+    def granted(self, host: str, lease: LeaseGiven) -> HeldAttempt | None:
         """A new hold; None if the hub gave away what it may not."""
         with self.lock:
             key = (lease.job_id, lease.epoch)
@@ -102,7 +103,7 @@ class ExpectedState:
             self._check_checkpoint(lease)
             return self.holds.setdefault(key, HeldAttempt(host))
 
-    def _check_epoch(self, host: str, lease: wire.LeaseGiven) -> None:
+    def _check_epoch(self, host: str, lease: LeaseGiven) -> None:
         name = _name((lease.job_id, lease.epoch))
         job = self.jobs.get(lease.job_id)
         # A cancel may overtake the answer to a claim; the events show which of them was first.
@@ -116,7 +117,7 @@ class ExpectedState:
             elif other.healthy and not other.ending and not other.stopped and epoch < lease.epoch:
                 self.problem(f"{name} was given to {host}, and {other.host} holds attempt {epoch} and renews it")
 
-    def _check_checkpoint(self, lease: wire.LeaseGiven) -> None:
+    def _check_checkpoint(self, lease: LeaseGiven) -> None:
         kept = [
             (epoch, hold.checkpoint)
             for (job_id, epoch), hold in self.holds.items()
@@ -138,7 +139,7 @@ class ExpectedState:
             if lost:
                 self.problem(f"{host} repeated a claim and was not given {_names(lost)} again")
 
-    def verdict(self, host: str, verdict: wire.LeaseVerdict) -> bool:
+    def verdict(self, host: str, verdict: LeaseVerdict) -> bool:
         """Whether to go on."""
         with self.lock:
             key = (verdict.job_id, verdict.epoch)
@@ -156,7 +157,7 @@ class ExpectedState:
         with self.lock:
             self.holds[key].healthy = False
 
-    def completed(self, key: Key, artifact: str, metric: float, answer: wire.Job) -> None:
+    def completed(self, key: Key, artifact: str, metric: float, answer: Job) -> None:
         with self.lock:
             job_id, epoch = key
             hold, job = self.holds[key], self._job(job_id)
@@ -169,7 +170,7 @@ class ExpectedState:
             self._ended(job_id, JobStatus.COMPLETED)
             job.completed_by = epoch
 
-    def failed(self, key: Key, cause: Cause, error: str, answer: wire.Job) -> None:
+    def failed(self, key: Key, cause: Cause, error: str, answer: Job) -> None:
         with self.lock:
             self.holds[key].failed = (cause, error)
             self.counted["failed"] += 1
@@ -183,7 +184,7 @@ class ExpectedState:
             if self.holds[key].healthy and not self._cancelled(key[0]):
                 self.problem(f"{what} of {_name(key)} was refused ({why}), and its host renews all the time")
 
-    def cancelled(self, job_id: str, answer: wire.Job) -> None:
+    def cancelled(self, job_id: str, answer: Job) -> None:
         with self.lock:
             self.counted["cancelled"] += 1
             self.jobs[job_id].cancel_confirmed = True

@@ -18,13 +18,14 @@ from typing import Final, TypeVar
 from soak.fleet_hub.expected_state import ExpectedState, HeldAttempt, Key
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
-from strata.fleet import wire
 from strata.fleet.artifacts.manifest import ArtifactFile, ArtifactKind, ArtifactManifest, Lineage
 from strata.fleet.client.hub_api import HubApi
 from strata.fleet.client.hub_client import HubClient
 from strata.fleet.core.capability import Capability
 from strata.fleet.core.job import Cause, JobStatus
-from strata.fleet.wire import LeaseGiven
+from strata.fleet.wire.artifacts import MissingChunk
+from strata.fleet.wire.jobs import Job
+from strata.fleet.wire.leases import CompleteRequest, LeaseGiven, LeaseHeld
 
 T = TypeVar("T")
 
@@ -246,7 +247,7 @@ class SimulatedHost:
         artifact = self._upload(
             lease, f"result {key} {metric}".encode() * self._rng.randint(1, 2000), ArtifactKind.RESULT
         )
-        body = wire.CompleteRequest(epoch=lease.epoch, artifact=artifact, metrics={"loss": metric})
+        body = CompleteRequest(epoch=lease.epoch, artifact=artifact, metrics={"loss": metric})
         hold.ending = True
         try:
             answer = self._caller.call("complete", lambda: self._api.complete(lease, body), accepted=OVER)
@@ -293,7 +294,7 @@ class SimulatedHost:
 
         return self._caller.call("upload", upload, accepted=OVER)
 
-    def _put(self, chunk: wire.MissingChunk, content: bytes) -> None:
+    def _put(self, chunk: MissingChunk, content: bytes) -> None:
         try:
             self._api.put_chunk(chunk, content)
         except StrataError as error:
@@ -323,10 +324,10 @@ class SimulatedHost:
             ):
                 self._expected.verdict(self.name, each)
 
-    def _all_held(self) -> tuple[wire.LeaseHeld, ...]:
+    def _all_held(self) -> tuple[LeaseHeld, ...]:
         with self._lock:
             return tuple(
-                wire.LeaseHeld(job_id=job_id, epoch=epoch, running=True)
+                LeaseHeld(job_id=job_id, epoch=epoch, running=True)
                 for job_id, epoch in self._held
                 if (job_id, epoch) not in self._silent
             )
@@ -341,5 +342,5 @@ class SimulatedHost:
         return self._rng.random() < share
 
 
-def _of(job: wire.Job) -> tuple[object, ...]:
+def _of(job: Job) -> tuple[object, ...]:
     return (job.id, job.status, job.epoch, job.host_id, job.artifact, job.reason, job.not_before_s)

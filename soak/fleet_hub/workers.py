@@ -17,7 +17,7 @@ from soak.fleet_hub.hosts import HOLDER, HostBehaviour, SimulatedHost
 from soak.hub_process import HubProcess
 from soak.trials import CampaignResult
 from strata.base.secret import Secret
-from strata.fleet import wire
+from strata.fleet.wire.identities import LocalHostReply, LocalHostRequest
 from tests.support.webhook_receiver import WebhookReceiver
 
 T = TypeVar("T")
@@ -108,9 +108,7 @@ class Workers:
         with self._hub.operator() as operator:
             for number in range(self._count):
                 name = f"host{number}"
-                made = operator.call(
-                    "POST", "/v1/hosts/local", wire.LocalHostReply, body=wire.LocalHostRequest(name=name)
-                )
+                made = operator.call("POST", "/v1/hosts/local", LocalHostReply, body=LocalHostRequest(name=name))
                 self.host_ids[name] = made.host_id
                 behaviour = HOLDER if number % 4 == 0 else HostBehaviour(count=1 + number % 3)
                 rng = random.Random(self._rng.random())  # noqa: S311 - no secret

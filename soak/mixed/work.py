@@ -25,11 +25,13 @@ from soak.fleet_agent.fleet import Fleet
 from soak.fleet_agent.process_kills import ProcessKiller
 from soak.hub_process import STRATA
 from soak.mixed.expected_state import HIGH, LOW, GangPlan, find_gang_problems, find_sweep_problems
-from strata.fleet import wire
 from strata.fleet.agent.server_job import data_folder
 from strata.fleet.core.job import TERMINAL, Cause
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 from strata.fleet.core.manifest import parse_manifest
+from strata.fleet.wire.identities import HubKeyReply, HubKeyRequest
+from strata.fleet.wire.jobs import Job, JobsQuery, JobsReply, SubmitReply, SubmitRequest
+from strata.fleet.wire.manifests import ManifestReply, ManifestRequest
 
 T = TypeVar("T")
 
@@ -171,9 +173,9 @@ class MixedWork:
         return data_folder(self._fleet.hosts[0].work, self._server)
 
     async def make_key(self, name: str) -> str:
-        body = wire.HubKeyRequest(name=name, role="researcher")
+        body = HubKeyRequest(name=name, role="researcher")
         client = self._operator.client
-        return (await self._call(lambda: client.call("POST", "/v1/keys", wire.HubKeyReply, body=body))).secret
+        return (await self._call(lambda: client.call("POST", "/v1/keys", HubKeyReply, body=body))).secret
 
     async def end_server(self) -> list[str]:
         """Cancel it. What is wrong with its attempts."""
@@ -222,8 +224,8 @@ class MixedWork:
             max_infra=TRIES,
         )
         self._gangs.append(QueuedGang(number, folder, (spec.id,)))
-        body = wire.SubmitRequest(spec=spec, trainer=trainer)
-        await self._call(lambda: self._operator.client.call("POST", "/v1/jobs", wire.SubmitReply, body=body))
+        body = SubmitRequest(spec=spec, trainer=trainer)
+        await self._call(lambda: self._operator.client.call("POST", "/v1/jobs", SubmitReply, body=body))
 
     async def _queue_placed_gang(self, number: int, folder: Path) -> None:
         plan = msgspec.to_builtins(self._plan.gang)
@@ -249,11 +251,11 @@ class MixedWork:
         await self._apply(text)
         self._sweeps[name] = number
 
-    async def _trials_of(self, sweep: str) -> Sequence[wire.Job] | None:
+    async def _trials_of(self, sweep: str) -> Sequence[Job] | None:
         """All trials of a sweep; None as long as one is missing or has not ended."""
-        query = wire.JobsQuery(sweep=sweep, project="sweeping", limit=1000)
+        query = JobsQuery(sweep=sweep, project="sweeping", limit=1000)
         client = self._operator.client
-        jobs = (await self._call(lambda: client.call("GET", "/v1/jobs", wire.JobsReply, query=query))).jobs
+        jobs = (await self._call(lambda: client.call("GET", "/v1/jobs", JobsReply, query=query))).jobs
         is_over = len(jobs) >= self._plan.trials and all(job.status in TERMINAL for job in jobs)
         return jobs if is_over else None
 
@@ -325,9 +327,9 @@ class MixedWork:
         return await self._call(lambda: gather_evidence(self._operator, found))
 
     async def _apply(self, manifest: str) -> None:
-        body = wire.ManifestRequest(manifest=parse_manifest(manifest, "manifest.toml").resolve())
+        body = ManifestRequest(manifest=parse_manifest(manifest, "manifest.toml").resolve())
         client = self._operator.client
-        await self._call(lambda: client.call("POST", "/v1/manifest", wire.ManifestReply, body=body))
+        await self._call(lambda: client.call("POST", "/v1/manifest", ManifestReply, body=body))
 
     async def _call(self, call: Callable[[], T]) -> T:
         return await self._fleet.call(call)

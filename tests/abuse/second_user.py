@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from strata.fleet import wire
 from strata.fleet.agent.attempt_folder import JobUser, find_job_user
 from strata.fleet.agent.prepare import HostContext, create_work_folder
 from strata.fleet.agent.settings import AgentSettings
 from strata.fleet.client.hub_api import HubApi
 from strata.fleet.client.hub_client import HubClient
+from strata.fleet.wire.artifacts import CommitReply
 
 USER: Final = "nobody"
 PYTHON: Final = "/usr/bin/python3"
@@ -119,5 +119,5 @@ def a_bundle(*names: str, content: bytes = b"x") -> bytes:
 def send_bundle(client: HubClient, content: bytes) -> str:
     """Its digest."""
     digest = hashlib.sha256(content).hexdigest()
-    client.send("PUT", f"/v1/source/{digest}", content, wire.CommitReply)
+    client.send("PUT", f"/v1/source/{digest}", content, CommitReply)
     return digest

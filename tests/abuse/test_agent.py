@@ -22,7 +22,6 @@ import pytest
 
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
-from strata.fleet import wire
 from strata.fleet.agent import privsep, supervised
 from strata.fleet.agent.attempt import Attempt
 from strata.fleet.agent.attempt_folder import AttemptPaths, create_attempt_folder, remove_folder
@@ -44,7 +43,9 @@ from strata.fleet.client.hub_client import HubClient
 from strata.fleet.core.job import Cause
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 from strata.fleet.core.requirement import Needs
-from strata.fleet.wire import LeaseGiven
+from strata.fleet.wire.artifacts import ArtifactReply, CommitReply, CommitRequest
+from strata.fleet.wire.identities import LocalHostReply, LocalHostRequest
+from strata.fleet.wire.leases import LeaseGiven
 from tests.abuse.second_user import (
     EXCHANGE,
     HOST_KEY,
@@ -750,9 +751,9 @@ def test_a_host_reads_only_what_its_leases_name(hub: HubProcess, tmp_path: Path)
     (source / "a").write_text("of somebody else")
     manifest = scan(source)
     send_missing_chunks(HubApi(hub.operator), source, manifest, lambda: True)
-    body = wire.CommitRequest(manifest=manifest, lineage=Lineage(kind=ArtifactKind.SOURCE))
-    artifact = hub.operator.call("POST", "/v1/artifacts", wire.CommitReply, body=body).artifact_id
-    made = hub.operator.call("POST", "/v1/hosts/local", wire.LocalHostReply, body=wire.LocalHostRequest(name="curious"))
+    body = CommitRequest(manifest=manifest, lineage=Lineage(kind=ArtifactKind.SOURCE))
+    artifact = hub.operator.call("POST", "/v1/artifacts", CommitReply, body=body).artifact_id
+    made = hub.operator.call("POST", "/v1/hosts/local", LocalHostReply, body=LocalHostRequest(name="curious"))
     with HubClient(hub.address, bearer=Secret(made.secret)) as host, pytest.raises(StrataError) as refused:
-        host.call("GET", f"/v1/artifact/{artifact}", wire.ArtifactReply)
+        host.call("GET", f"/v1/artifact/{artifact}", ArtifactReply)
     assert refused.value.code in (Code.FORBIDDEN, Code.NOT_FOUND)

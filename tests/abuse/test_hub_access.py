@@ -11,9 +11,13 @@ import pytest
 
 from strata.base.errors import StrataError
 from strata.base.secret import Secret
-from strata.fleet import wire
 from strata.fleet.core.requirement import SandboxLevel
 from strata.fleet.http.routes import ROUTES
+from strata.fleet.wire.artifacts import CommitReply
+from strata.fleet.wire.hosts import HostsReply
+from strata.fleet.wire.identities import HubKeyReply
+from strata.fleet.wire.jobs import JobsReply, SubmitReply
+from strata.fleet.wire.manifests import ManifestReply
 from strata.http.route import Route
 from strata.hub.compose import TOKEN_FILE
 from strata.hub.settings import HubTlsSettings
@@ -41,9 +45,9 @@ async def assert_all(client: httpx.AsyncClient, status: int, tries: Tries, endpo
         assert reply.status_code == status, (route.method, route.path, reply.text)
 
 
-async def made_key(site: Running, **more: object) -> wire.HubKeyReply:
+async def made_key(site: Running, **more: object) -> HubKeyReply:
     operator = await site.operator()
-    return ok(await operator.post("/v1/keys", json={"name": "k", "role": "admin", **more}), wire.HubKeyReply)
+    return ok(await operator.post("/v1/keys", json={"name": "k", "role": "admin", **more}), HubKeyReply)
 
 
 @pytest.mark.attack(AREA, "no credentials, every route and method")
@@ -157,8 +161,8 @@ async def sent_source(person: httpx.AsyncClient, content: bytes) -> tuple[str, s
     assert (await person.put(f"/v1/chunk/{digest}?size={len(content)}", content=content)).status_code == 204
     file = {"path": "train.py", "sha256": digest, "size": len(content), "chunks": [digest]}
     body = {"manifest": {"files": [file]}, "lineage": {"kind": "source"}}
-    made = ok(await person.post("/v1/artifacts", json=body), wire.CommitReply)
-    ok(await person.put(f"/v1/source/{digest}", content=content), wire.CommitReply)
+    made = ok(await person.post("/v1/artifacts", json=body), CommitReply)
+    ok(await person.put(f"/v1/source/{digest}", content=content), CommitReply)
     return made.artifact_id, digest, digest
 
 
@@ -177,7 +181,7 @@ async def test_a_host_reads_only_what_its_live_leases_name(tmp_path: Path, tries
             trainer: dict[str, object] = {"name": f"t{number}", "command": ["true"], "bundle": bundle}
             trainer |= {"data": {"rows": {"source": "strata:rows", "digest": dataset}}} if number else {}
             body = {"spec": {"model": f"m{number}", "trainer": f"t{number}"}, "trainer": trainer}
-            ok(await person.post("/v1/jobs", json=body), wire.SubmitReply)
+            ok(await person.post("/v1/jobs", json=body), SubmitReply)
         (first,), (second,) = await anna.claim("c1", slots=2), await anna.claim("c2", slots=1)
         named = [f"/v1/artifact/{artifact}", f"/v1/chunk/{chunk}", f"/v1/source/{blob}"]
         named += [f"/v1/artifact/{dataset}", f"/v1/chunk/{row}"]
@@ -191,14 +195,14 @@ async def test_a_host_reads_only_what_its_live_leases_name(tmp_path: Path, tries
         # The lease that is live named the chunk of the artifact, and not the blob's.
         assert refused(await anna.http.get(f"/v1/chunk/{blob}")) == (403, "forbidden")
         for host, jobs in ((anna, {first.job_id, second.job_id}), (eve, set())):
-            seen = ok(await host.http.get(f"/v1/jobs?host={anna.id}"), wire.JobsReply).jobs
+            seen = ok(await host.http.get(f"/v1/jobs?host={anna.id}"), JobsReply).jobs
             assert {job.id for job in seen} == jobs
-            assert [each.id for each in ok(await host.http.get("/v1/workers"), wire.HostsReply).hosts] == [host.id]
+            assert [each.id for each in ok(await host.http.get("/v1/workers"), HostsReply).hosts] == [host.id]
         for lease in (first, second):
             body = {"epoch": lease.epoch, "cause": "user_error", "error": "x"}
             assert (await anna.http.post(f"/v1/job/{lease.job_id}/fail", json=body)).status_code == 200
         assert refused(await anna.http.get(f"/v1/job/{first.job_id}")) == (403, "forbidden")
-        assert ok(await anna.http.get("/v1/jobs"), wire.JobsReply).jobs == ()
+        assert ok(await anna.http.get("/v1/jobs"), JobsReply).jobs == ()
         tries(3 * len(named) + 7)
 
 
@@ -211,23 +215,23 @@ async def test_jobs_of_a_project_run_only_where_the_operator_wants_them(tmp_path
         person, operator = await plain.with_role("researcher"), await plain.operator()
         # Also the least that the job asks for itself does not lower it.
         spec = {"model": "m", "trainer": "t", "needs": {"require_sandbox": "none"}}
-        job = ok(await person.post("/v1/jobs", json={"spec": spec, "trainer": trainer}), wire.SubmitReply).job
+        job = ok(await person.post("/v1/jobs", json={"spec": spec, "trainer": trainer}), SubmitReply).job
         text = '[trainers.t]\ncommand = ["true"]\nbundle = "' + "0" * 64 + '"\n[[jobs]]\nmodel = "n"\ntrainer = "t"\n'
         applied = ok(
-            await operator.post("/v1/manifest", json=manifest_body(f'project = "other"\n{text}')), wire.ManifestReply
+            await operator.post("/v1/manifest", json=manifest_body(f'project = "other"\n{text}')), ManifestReply
         )
         assert await weak.claim() == ()
         why = (await person.get(f"/v1/job/{job.id}/why")).text
         assert "require_sandbox" in why
         trusted = ok(
-            await operator.post("/v1/manifest", json=manifest_body(f'project = "trusted"\n{text}')), wire.ManifestReply
+            await operator.post("/v1/manifest", json=manifest_body(f'project = "trusted"\n{text}')), ManifestReply
         )
         assert [lease.job_id for lease in await weak.claim("c2")] == [trusted.new[0].id]
         (first,) = await (await plain.host("strong", sandbox="namespaces")).claim("c3")
         assert first.job_id in {job.id, applied.new[0].id}
         # Applied again it is the same: the level is no change of the manifest.
         again = await operator.post("/v1/manifest", json=manifest_body(f'project = "other"\n{text}'))
-        assert ok(again, wire.ManifestReply).changed == ()
+        assert ok(again, ManifestReply).changed == ()
         tries(3)
 
 
@@ -241,7 +245,7 @@ async def test_trials_run_only_where_the_operator_wants_them(tmp_path: Path) -> 
     async with running(tmp_path / "local", require_sandbox={"*": "namespaces"}) as plain:
         host = await plain.host("strong", sandbox="namespaces")
         person = await plain.with_role("researcher")
-        ok(await person.post("/v1/manifest", json=manifest_body(text)), wire.ManifestReply)
+        ok(await person.post("/v1/manifest", json=manifest_body(text)), ManifestReply)
         (lease,) = await host.claim(wait_s=30)
         assert (lease.spec.sweep, lease.spec.needs.require_sandbox) == ("s", "namespaces")
 

@@ -12,8 +12,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
-from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec
+from strata.fleet.wire.identities import CertificateReply, InviteReply
 from strata.hub.settings import HubTlsSettings
 from strata.identity.tokens import JoinToken, read_join_token
 from tests.shell.fleet_http.running import Running, ok, refused, running
@@ -36,7 +36,7 @@ async def local(tmp_path: Path) -> AsyncIterator[Running]:
 
 
 async def invited(site: Running, **more: object) -> JoinToken:
-    reply = ok(await (await site.operator()).post("/v1/invites", json=more), wire.InviteReply)
+    reply = ok(await (await site.operator()).post("/v1/invites", json=more), InviteReply)
     return read_join_token(reply.token)
 
 
@@ -125,7 +125,7 @@ async def test_only_the_key_of_a_signing_request_is_used(site: Running) -> None:
         .sign(key, hashes.SHA256())
     )
     pem = wanted.public_bytes(serialization.Encoding.PEM).decode()
-    reply = ok(await join(site, await invited(site), "anna", pem), wire.CertificateReply)
+    reply = ok(await join(site, await invited(site), "anna", pem), CertificateReply)
     issued = x509.load_pem_x509_certificate(reply.certificate_pem.encode())
     assert not issued.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
     assert "host_other" not in issued.subject.rfc4514_string()

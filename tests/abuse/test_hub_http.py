@@ -15,11 +15,12 @@ import pytest
 
 from strata.base.digest import sha256_hex
 from strata.base.errors import StrataError
-from strata.fleet import wire
 from strata.fleet.artifacts.manifest import ArtifactFile, ArtifactLimits, ArtifactManifest, check_manifest
 from strata.fleet.artifacts.paths import check_collisions
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.http.routes import ROUTES
+from strata.fleet.wire.artifacts import CommitReply
+from strata.fleet.wire.jobs import SubmitReply
 from strata.http.route import Content, Upload
 from tests.abuse.test_body_time import assert_linear
 from tests.shell.fleet_http.running import Running, ok, refused, running
@@ -185,7 +186,7 @@ async def test_brackets_inside_texts_are_no_depth(site: Running) -> None:
     researcher = await site.with_role("researcher")
     trainer = {"name": "t", "command": ["x"], "directory": "/d"}
     spec = {"model": "m", "trainer": "t", "hyper": {"text": '["{\\"' * 500}}
-    ok(await researcher.post("/v1/jobs", json={"spec": spec, "trainer": trainer}), wire.SubmitReply)
+    ok(await researcher.post("/v1/jobs", json={"spec": spec, "trainer": trainer}), SubmitReply)
 
 
 @pytest.mark.attack(HTTP, "a query that is not understood")
@@ -412,7 +413,7 @@ async def test_a_file_of_an_artifact_is_one_of_its_files(site: Running, tries: T
     researcher = await site.with_role("researcher")
     file = {"path": "a", "size": 0, "sha256": sha256_hex(b""), "chunks": []}
     body = {"manifest": {"files": [file]}, "lineage": {"kind": "source"}}
-    artifact = ok(await researcher.post("/v1/artifacts", json=body), wire.CommitReply).artifact_id
+    artifact = ok(await researcher.post("/v1/artifacts", json=body), CommitReply).artifact_id
     for path in ("../../operator.token", "/etc/passwd", "a/../../x", "..", ""):
         tries(1)
         reply = await researcher.get(f"/v1/artifact/{artifact}/file", params={"path": path})

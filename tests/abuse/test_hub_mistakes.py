@@ -12,10 +12,12 @@ from typing import Any, Final
 import pytest
 
 from strata.base.errors import Code, StrataError
-from strata.fleet import wire
 from strata.fleet.core.job import Cause
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 from strata.fleet.core.requirement import Needs
+from strata.fleet.wire.artifacts import CommitReply
+from strata.fleet.wire.hosts import HostsReply
+from strata.fleet.wire.jobs import JobReply
 from tests.shell.cli_fleet.driving import HostByHand
 from tests.shell.fleet_agent.running import AgentProcess, HubProcess
 from tests.shell.fleet_agent.waiting import eventually
@@ -39,18 +41,18 @@ def healthy(hub: HubProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """A host that is well, beside another one that may take the same jobs: so it could be quarantined."""
     other = HostByHand(hub, "other")
     made = AgentProcess(hub, tmp_path_factory.mktemp("hosts"), "healthy")
-    eventually(lambda: len(hub.operator.call("GET", "/v1/workers", wire.HostsReply).hosts) == 2)
+    eventually(lambda: len(hub.operator.call("GET", "/v1/workers", HostsReply).hosts) == 2)
     yield made
     made.close()
     other.close()
 
 
 def state_of(hub: HubProcess, name: str) -> str:
-    hosts = hub.operator.call("GET", "/v1/workers", wire.HostsReply).hosts
+    hosts = hub.operator.call("GET", "/v1/workers", HostsReply).hosts
     return next(host.state for host in hosts if host.name == name)
 
 
-def refuse_three(hub: HubProcess, name: str, tries: Callable[[int], None], **fields: Any) -> list[wire.JobReply]:
+def refuse_three(hub: HubProcess, name: str, tries: Callable[[int], None], **fields: Any) -> list[JobReply]:
     """Three jobs for the healthy host alone, all with the same mistake, when they have ended."""
     trainer = TrainerSpec(**({"name": name, "command": ("python", "x.py")} | fields))
     found = []
@@ -67,7 +69,7 @@ def refuse_three(hub: HubProcess, name: str, tries: Callable[[int], None], **fie
 
 def upload(hub: HubProcess, content: bytes) -> str:
     digest = hashlib.sha256(content).hexdigest()
-    hub.operator.send("PUT", f"/v1/source/{digest}", content, wire.CommitReply)
+    hub.operator.send("PUT", f"/v1/source/{digest}", content, CommitReply)
     return digest
 
 

@@ -14,8 +14,10 @@ import msgspec
 import pytest
 
 from strata.base.clock import SystemClock
-from strata.fleet import wire
 from strata.fleet.http.routes import ROUTES
+from strata.fleet.wire.artifacts import CommitReply, Made
+from strata.fleet.wire.manifests import ManifestReply
+from strata.fleet.wire.owners import QuotasReply, SubscriptionReply, SubscriptionsReply
 from strata.http.route import Route
 from strata.hub.gangs import CoordinatorGangs
 from strata.hub.lone_coordinator import TokenSessions, make_app
@@ -52,18 +54,18 @@ async def push(person: httpx.AsyncClient, name: str, content: bytes, upload: str
 @pytest.mark.attack(AREA, "data under the name of another researcher's data")
 async def test_the_data_of_a_name_is_never_another_owners(site: Running, tries: Tries) -> None:
     anna, rob = await site.with_role("researcher", "anna"), await site.with_role("researcher", "rob")
-    hers = ok(await push(anna, "images", b"good"), wire.CommitReply).artifact_id
+    hers = ok(await push(anna, "images", b"good"), CommitReply).artifact_id
     for content in (b"poison", b"good"):
         tries(1)
         refusal = await push(rob, "images", content, "2")
         assert (refused(refusal), "belongs to anna" in refusal.text) == ((403, "forbidden"), True)
     latest = {"model": "images", "kind": "data"}
-    made = ok(await rob.get("/v1/artifacts/latest", params=latest), wire.Made)
+    made = ok(await rob.get("/v1/artifacts/latest", params=latest), Made)
     assert (made.artifact_id, made.owner) == (hers, "anna")
-    ok(await push(rob, "mine", b"good"), wire.CommitReply)
-    ok(await push(anna, "images", b"better", "2"), wire.CommitReply)
+    ok(await push(rob, "mine", b"good"), CommitReply)
+    ok(await push(anna, "images", b"better", "2"), CommitReply)
     renewed = await site.with_role("researcher", "anna")
-    ok(await push(renewed, "images", b"best", "3"), wire.CommitReply)
+    ok(await push(renewed, "images", b"best", "3"), CommitReply)
 
 
 PAGE_ROUTES = [route for module in (*PAGES, lone_server) for route in module.ROUTES]
@@ -182,7 +184,7 @@ FORMS: Mapping[str, Callable[[Hers], str]] = {
 
 
 async def owned_by(anna: httpx.AsyncClient, site: Running) -> Hers:
-    ok(await anna.post("/v1/manifest", json=manifest_body(MANIFEST)), wire.ManifestReply)
+    ok(await anna.post("/v1/manifest", json=manifest_body(MANIFEST)), ManifestReply)
     host = await site.host("h")
     (lease,) = await host.claim()
     beat = {"leases": [{"job_id": lease.job_id, "epoch": lease.epoch, "running": True}]}
@@ -194,7 +196,7 @@ async def owned_by(anna: httpx.AsyncClient, site: Running) -> Hers:
     ]
     assert (await anna.post(f"/v1/job/{ended}/cancel", json={})).is_success
     assert (await anna.put("/v1/secret/TOKEN", params=IN_PROJECT, json={"value": "hers-and-hers-alone"})).is_success
-    artifact = ok(await push(anna, "images", b"good"), wire.CommitReply).artifact_id
+    artifact = ok(await push(anna, "images", b"good"), CommitReply).artifact_id
     assert (await anna.post(f"/v1/artifact/{artifact}/pin", json={"reason": "mine"})).is_success
     return Hers(lease.job_id, waiting, ended, exec_id, artifact)
 
@@ -256,14 +258,14 @@ async def test_what_each_caller_has_is_out_of_reach_for_others(site: Running, tr
         "identities.make_login_code",
     }
     path = "/v1/subscription/mine"
-    ok(await anna.put(path, json=SUBSCRIPTION), wire.SubscriptionReply)
+    ok(await anna.put(path, json=SUBSCRIPTION), SubscriptionReply)
     assert refused(await rob.delete(path)) == (404, "not_found")
     assert refused(await rob.post(f"{path}/test")) == (404, "not_found")
-    ok(await rob.put(path, json={**SUBSCRIPTION, "events": ["completed"]}), wire.SubscriptionReply)
+    ok(await rob.put(path, json={**SUBSCRIPTION, "events": ["completed"]}), SubscriptionReply)
     for method, where in (("PUT", path), ("DELETE", path), ("POST", f"{path}/test")):
         assert refused(await viewer.request(method, where, json=SUBSCRIPTION)) == (403, "forbidden")
     tries(6)
-    (kept,) = ok(await anna.get("/v1/subscriptions"), wire.SubscriptionsReply).subscriptions
+    (kept,) = ok(await anna.get("/v1/subscriptions"), SubscriptionsReply).subscriptions
     assert kept.events == ("failed",)
     code = (await rob.post("/v1/login/code")).json()
     assert "anna" not in str(code)
@@ -346,17 +348,17 @@ async def test_the_hub_refuses_a_secret_in_env(site: Running, name: str) -> None
 @pytest.mark.attack(AREA, "C1: a version of data that its owner withdrew, committed again under another name")
 async def test_what_was_withdrawn_comes_back_for_its_owner_alone(site: Running, tries: Tries) -> None:
     anna, rob = await site.with_role("researcher", "anna"), await site.with_role("researcher", "rob")
-    good = ok(await push(anna, "images", b"good"), wire.CommitReply).artifact_id
-    bad = ok(await push(anna, "images", b"bad", "2"), wire.CommitReply).artifact_id
+    good = ok(await push(anna, "images", b"good"), CommitReply).artifact_id
+    bad = ok(await push(anna, "images", b"bad", "2"), CommitReply).artifact_id
     assert (await anna.delete(f"/v1/artifact/{bad}")).is_success
     tries(1)
-    assert ok(await push(rob, "x", b"bad"), wire.CommitReply).artifact_id == bad
+    assert ok(await push(rob, "x", b"bad"), CommitReply).artifact_id == bad
     latest = {"model": "images", "kind": "data"}
-    assert ok(await rob.get("/v1/artifacts/latest", params=latest), wire.Made).artifact_id == good
-    assert ok(await push(anna, "images", b"bad", "2"), wire.CommitReply).new
-    assert ok(await rob.get("/v1/artifacts/latest", params=latest), wire.Made).artifact_id == bad
+    assert ok(await rob.get("/v1/artifacts/latest", params=latest), Made).artifact_id == good
+    assert ok(await push(anna, "images", b"bad", "2"), CommitReply).new
+    assert ok(await rob.get("/v1/artifacts/latest", params=latest), Made).artifact_id == bad
     assert (await anna.delete(f"/v1/artifact/{bad}")).is_success
-    assert ok(await rob.get("/v1/artifacts/latest", params=latest), wire.Made).artifact_id == good
+    assert ok(await rob.get("/v1/artifacts/latest", params=latest), Made).artifact_id == good
 
 
 @pytest.mark.parametrize("kind", ["data", "source"])
@@ -364,11 +366,11 @@ async def test_what_was_withdrawn_comes_back_for_its_owner_alone(site: Running, 
 async def test_a_commit_of_the_same_manifest_locks_nobody_out(site: Running, kind: str, tries: Tries) -> None:
     anna, rob = await site.with_role("researcher", "anna"), await site.with_role("researcher", "rob")
     operator = await site.operator()
-    shared = ok(await push(anna, "images", b"good"), wire.CommitReply).artifact_id
+    shared = ok(await push(anna, "images", b"good"), CommitReply).artifact_id
     path = f"/v1/artifact/{shared}"
     assert (await anna.post(f"{path}/pin", json={"reason": "mine"})).is_success
     lineage = {"kind": kind, "model": "x"}
-    ok(await rob.post("/v1/artifacts", json={"manifest": {"files": [GOOD]}, "lineage": lineage}), wire.CommitReply)
+    ok(await rob.post("/v1/artifacts", json={"manifest": {"files": [GOOD]}, "lineage": lineage}), CommitReply)
     for reason in ("", "his"):
         tries(1)
         assert refused(await rob.post(f"{path}/pin", json={"reason": reason})) == (403, "forbidden"), "her pin stays"
@@ -377,7 +379,7 @@ async def test_a_commit_of_the_same_manifest_locks_nobody_out(site: Running, kin
     tries(1)
     assert (await anna.delete(path)).is_success
     assert (await rob.get(f"/v1/chunk/{GOOD['sha256']}")).content == b"good", "he needs it"
-    stored = ok(await operator.get("/v1/quotas"), wire.QuotasReply).quotas
+    stored = ok(await operator.get("/v1/quotas"), QuotasReply).quotas
     assert {each.owner: each.usage.bytes for each in stored if each.usage.bytes} == {"rob": 4}
     assert refused(await anna.delete(path)) == (403, "forbidden")
     assert (await rob.delete(path)).is_success is (kind == "data")

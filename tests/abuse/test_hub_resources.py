@@ -20,10 +20,13 @@ from strata.base import log
 from strata.base.errors import Code, StrataError
 from strata.database.migrations import SqliteComponents
 from strata.database.sqlite import SqliteThread
-from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.http.context import WriteProbe
 from strata.fleet.streams import AttemptStreams
+from strata.fleet.wire.events import EventsReply
+from strata.fleet.wire.identities import HubKeyReply, LocalHostReply
+from strata.fleet.wire.jobs import SubmitReply
+from strata.fleet.wire.leases import ClaimReply
 from strata.http.anonymous import AnonymousConnections
 from strata.http.auth_failures import AuthFailures
 from strata.hub import disk
@@ -256,7 +259,7 @@ async def test_the_stream_of_a_revoked_key_ends_however_much_there_is_to_tell(si
 async def test_a_poll_of_a_revoked_key_is_told_nothing(site: Running) -> None:
     operator, viewer = await site.operator(), await site.with_role("viewer")
     key_id = viewer.headers["Authorization"].split("-")[1]
-    newest = ok(await viewer.get("/v1/events", params={"after": "newest"}), wire.EventsReply).cursor
+    newest = ok(await viewer.get("/v1/events", params={"after": "newest"}), EventsReply).cursor
     polling = asyncio.create_task(viewer.get("/v1/events", params={"after": newest, "wait_s": 20}))
     await asyncio.sleep(0.2)
     assert (await operator.post(f"/v1/key/{key_id}/revoke")).status_code == 204
@@ -358,15 +361,15 @@ def test_a_full_disk_stops_neither_heartbeats_nor_revocation(
         disk = Path(f"/proc/{hub.pid}/root{tmp_path}")
         hub.data = disk
         with hub.client() as operator:
-            made = ok(operator.post("/v1/hosts/local", json={"name": "anna"}), wire.LocalHostReply)
-            key = ok(operator.post("/v1/keys", json={"name": "k", "role": "viewer"}), wire.HubKeyReply)
+            made = ok(operator.post("/v1/hosts/local", json={"name": "anna"}), LocalHostReply)
+            key = ok(operator.post("/v1/keys", json={"name": "k", "role": "viewer"}), HubKeyReply)
             secret = {"Authorization": f"Bearer {made.secret}"}
             with httpx.Client(base_url="http://hub", headers=secret, transport=hub.transport()) as host:
                 host.post("/v1/host/register", json={"capability": {"hostname": "h"}})
                 trainer = {"name": "t", "command": ["x"], "directory": "/d"}
                 body = {"spec": {"model": "m", "trainer": "t"}, "trainer": trainer}
-                job = ok(operator.post("/v1/jobs", json=body), wire.SubmitReply).job.id
-                ok(host.post("/v1/job/claim", json={"claim_id": "c"}), wire.ClaimReply)
+                job = ok(operator.post("/v1/jobs", json=body), SubmitReply).job.id
+                ok(host.post("/v1/job/claim", json={"claim_id": "c"}), ClaimReply)
                 piece, sent = b"x" * (4 << 20), httpx.Response(200)
                 for number in range(24):
                     tries(1)

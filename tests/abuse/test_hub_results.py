@@ -11,10 +11,13 @@ import msgspec
 import pytest
 
 from strata.base.digest import sha256_hex
-from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.ports import JobFilter
+from strata.fleet.wire.artifacts import CommitReply, Made, MadeReply
+from strata.fleet.wire.identities import CertificateReply, InviteReply
+from strata.fleet.wire.jobs import Job, JobsReply, SubmitReply
+from strata.fleet.wire.manifests import ManifestReply
 from strata.identity.ca import new_signing_request
 from strata.identity.tokens import read_join_token
 from tests.shell.fleet_http.running import HostClient, Running, manifest_body, ok, refused, running
@@ -45,13 +48,13 @@ def manifest(script: str, *, project: str = "", model: str = MODEL, more: str = 
     )
 
 
-async def apply(site: Running, body: dict[str, Any], **options: bool) -> wire.ManifestReply:
-    return ok(await (await site.operator()).post("/v1/manifest", json=body | options), wire.ManifestReply)
+async def apply(site: Running, body: dict[str, Any], **options: bool) -> ManifestReply:
+    return ok(await (await site.operator()).post("/v1/manifest", json=body | options), ManifestReply)
 
 
-async def submit(who: httpx.AsyncClient, script: str = "evil.py", model: str = MODEL, **spec: Any) -> wire.Job:
+async def submit(who: httpx.AsyncClient, script: str = "evil.py", model: str = MODEL, **spec: Any) -> Job:
     body = {"spec": {"model": model, **spec}, "trainer": trainer(script)}
-    return ok(await who.post("/v1/jobs", json=body), wire.SubmitReply).job
+    return ok(await who.post("/v1/jobs", json=body), SubmitReply).job
 
 
 async def commit(
@@ -66,14 +69,14 @@ async def commit(
     return reply, reply.json().get("artifact_id", "")
 
 
-async def finish(host: HostClient, content: bytes = b"weights", **lineage: Any) -> wire.Job:
+async def finish(host: HostClient, content: bytes = b"weights", **lineage: Any) -> Job:
     """The host claims a job, and completes it with this result."""
     (lease,) = await host.claim(f"c-{content.hex()}")
     attempt = {"job_id": lease.job_id, "epoch": lease.epoch}
     reply, artifact = await commit(host.http, content, {"kind": "result", **lineage}, **attempt)
     assert reply.is_success, reply.text
     done = await host.http.post(f"/v1/job/{lease.job_id}/complete", json={"epoch": lease.epoch, "artifact": artifact})
-    return ok(done, wire.Job)
+    return ok(done, Job)
 
 
 async def chosen(site: Running, model: str = MODEL) -> list[int]:
@@ -83,7 +86,7 @@ async def chosen(site: Running, model: str = MODEL) -> list[int]:
     best = await viewer.get("/v1/artifacts/best", params={"model": model, "metric": "auc"})
     exported = [line for line in (await viewer.get("/v1/export/index.jsonl")).text.splitlines() if f'"{model}"' in line]
     ordered = ok(
-        await viewer.get("/v1/artifacts", params={"model": model, "metric": "auc", "kind": "result"}), wire.MadeReply
+        await viewer.get("/v1/artifacts", params={"model": model, "metric": "auc", "kind": "result"}), MadeReply
     )
     return [latest.status_code, best.status_code, len(exported), len(ordered.artifacts)]
 
@@ -117,9 +120,9 @@ async def test_a_person_cannot_commit_a_checkpoint(site: Running) -> None:
 async def test_a_source_is_no_result_whatever_it_claims(site: Running) -> None:
     researcher = await site.with_role("researcher")
     reply, _ = await commit(researcher, b"forged", {"kind": "source", "model": MODEL, "metrics": SCORE})
-    made = ok(reply, wire.CommitReply)
+    made = ok(reply, CommitReply)
     assert await chosen(site) == NONE
-    (row,) = ok(await researcher.get(f"/v1/artifact/{made.artifact_id}/lineage"), wire.MadeReply).artifacts
+    (row,) = ok(await researcher.get(f"/v1/artifact/{made.artifact_id}/lineage"), MadeReply).artifacts
     assert row.by == f"key:{researcher.headers['Authorization'].split('-')[1]}"
 
 
@@ -133,7 +136,7 @@ async def test_a_result_is_of_the_model_that_the_job_has(site: Running, tries: C
     job = await finish(host, model=MODEL, mode="other", metrics=SCORE, code="f" * 40, data="forged")
     assert await chosen(site) == NONE
     viewer = await site.with_role("viewer")
-    made = ok(await viewer.get("/v1/artifacts/latest", params={"model": "own"}), wire.Made)
+    made = ok(await viewer.get("/v1/artifacts/latest", params={"model": "own"}), Made)
     assert (made.lineage.mode, made.lineage.code, made.lineage.data) == ("default", BUNDLE, "")
     assert (made.by, made.project, made.trainer_digest) == (f"host:{host.id}", "default", job.trainer_digest)
     tries(5)
@@ -216,7 +219,7 @@ async def test_a_result_of_an_attempt_from_before_the_manifest_does_not_count(si
     attempt = {"job_id": lease.job_id, "epoch": lease.epoch}
     _, artifact = await commit(host.http, b"evil", {"kind": "result", "metrics": SCORE}, **attempt)
     done = await host.http.post(f"/v1/job/{job.id}/complete", json={"epoch": lease.epoch, "artifact": artifact})
-    assert ok(done, wire.Job).trainer_digest == lease.trainer_digest
+    assert ok(done, Job).trainer_digest == lease.trainer_digest
     plan = await apply(site, manifest("train.py"))
     assert [each.id for each in plan.requeued] == [job.id]
 
@@ -257,7 +260,7 @@ async def test_a_job_cannot_name_the_state_of_a_server(site: Running, way: int, 
     state = await saved_server(site)
     evil = reading(state)[way]
     mallory = await site.with_role("researcher", "mallory")
-    listed = ok(await mallory.get("/v1/artifacts", params={"kind": "checkpoint"}), wire.MadeReply)
+    listed = ok(await mallory.get("/v1/artifacts", params={"kind": "checkpoint"}), MadeReply)
     assert [each.artifact_id for each in listed.artifacts] == [state], "its id is no secret"
     assert refused(await mallory.post("/v1/jobs", json={"spec": {"model": "m"}, "trainer": evil})) == (403, "forbidden")
     body = manifest("train.py", project="mine")
@@ -335,7 +338,7 @@ async def test_a_label_that_a_host_gives_itself_opens_no_job(site: Running) -> N
 
 
 async def join(site: Running, name: str, *, invited: str = "") -> httpx.Response:
-    made = ok(await (await site.operator()).post("/v1/invites", json={"name": invited}), wire.InviteReply)
+    made = ok(await (await site.operator()).post("/v1/invites", json={"name": invited}), InviteReply)
     token = read_join_token(made.token)
     body = {
         "invite_id": token.id,
@@ -360,10 +363,10 @@ async def test_a_name_is_bound_to_its_invitation(site: Running, tries: Callable[
     by_design=("docs/operations.md", "An invitation without a name lets the host choose any name that is free"),
 )
 async def test_an_invitation_without_a_name_leaves_the_choice(site: Running) -> None:
-    first = ok(await join(site, "desk"), wire.CertificateReply)
+    first = ok(await join(site, "desk"), CertificateReply)
     operator = await site.operator()
     assert (await operator.post("/v1/host/desk/revoke", json={})).is_success
-    assert ok(await join(site, "desk"), wire.CertificateReply).host_id != first.host_id
+    assert ok(await join(site, "desk"), CertificateReply).host_id != first.host_id
 
 
 @pytest.mark.attack(PROJECTS, "a second project declares a trainer of the same name while the first one's jobs wait")
@@ -395,7 +398,7 @@ async def test_a_policy_of_another_project_is_refused(site: Running) -> None:
     reply = await operator.post("/v1/manifest", json=wanted)
     assert refused(reply) == (409, "conflict")
     assert "belongs to project 'a'" in reply.json()["error"]["message"]
-    assert ok(await operator.get("/v1/jobs"), wire.JobsReply).jobs[0].spec.project == "a"
+    assert ok(await operator.get("/v1/jobs"), JobsReply).jobs[0].spec.project == "a"
     assert (await apply(site, wanted, take_over=True)).hosts == ("desk",)
 
 

@@ -14,9 +14,9 @@ import msgspec
 import pytest
 
 from strata.base.errors import Code, StrataError
-from strata.fleet import wire
 from strata.fleet.core.hyper import HyperSchema
 from strata.fleet.http import validation
+from strata.fleet.wire.manifests import TrainersReply
 from tests.shell.fleet_http.running import Running, manifest_body, ok, refused, running
 
 Tries = Callable[[int], None]
@@ -151,7 +151,7 @@ async def test_a_manifest_stores_schemas_of_its_own_trainers_only_and_small_ones
             assert (refused(reply), words in reply.text) == ((400, "invalid"), True), reply.text
     assert await site.hub.context.schemas.schemas() == {}
     assert (await rob.post("/v1/manifest", json=apply_request("p", {"t": small}))).status_code == 200
-    listed = ok(await rob.get("/v1/trainers"), wire.TrainersReply).trainers
+    listed = ok(await rob.get("/v1/trainers"), TrainersReply).trainers
     assert listed["p/t"].params == small
     trainers = "".join(f'[trainers.t{each}]\ncommand = ["t"]\ndirectory = "/srv/t"\n' for each in range(80))
     just_small = {"properties": {"x": {"description": "x" * (60 << 10)}}}

@@ -27,7 +27,6 @@ import pytest
 
 from strata.base.errors import Code, StrataError
 from strata.base.private import private_folder
-from strata.fleet import wire
 from strata.fleet.agent import supervised
 from strata.fleet.agent.attempt_folder import AttemptPaths
 from strata.fleet.agent.cgroup import JobParents
@@ -44,6 +43,7 @@ from strata.fleet.core.amounts import UNKNOWN, Taken
 from strata.fleet.core.job import Cause
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 from strata.fleet.core.requirement import Needs
+from strata.fleet.wire.hosts import HostsReply
 from tests.core.fleet_agent.leases import a_trainer, lease
 from tests.shell.fleet_agent.running import HubProcess, agent
 from tests.shell.fleet_agent.waiting import eventually, is_alive
@@ -721,7 +721,7 @@ def test_a_confined_job_survives_its_agent_and_not_its_cancellation(tmp_path: Pa
             jobs = [hub.submit_with(trainer, JobSpec(model="m", seed=seed, trainer="patient")) for seed in (1, 2)]
             for job in jobs:
                 assert "up as 65534" in hub.says(job, "up as")
-            host = hub.operator.call("GET", "/v1/workers", wire.HostsReply).hosts[0]
+            host = hub.operator.call("GET", "/v1/workers", HostsReply).hosts[0]
             assert host.capability.sandbox == "namespaces"
             specs = [json.loads(path.read_text()) for path in (vera.state / "attempts").glob("*/waiter.json")]
             groups = [Path(spec["limits"]["groups"][-1]) for spec in specs]

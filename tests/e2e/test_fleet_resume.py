@@ -14,9 +14,11 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 from strata.fleet.core.requirement import Needs
+from strata.fleet.wire.artifacts import FileQuery
+from strata.fleet.wire.events import EventsQuery, EventsReply
+from strata.fleet.wire.streams import StreamQuery
 from tests.shell.fleet_agent.running import AgentProcess, HubProcess, agent
 from tests.shell.fleet_agent.waiting import eventually
 
@@ -56,8 +58,8 @@ def submit(hub: HubProcess, *hosts: str) -> str:
 
 def checkpoints(hub: HubProcess, job_id: str) -> list[str]:
     """The artifacts, in the order in which the hub acknowledged them."""
-    query = wire.EventsQuery(subject=job_id, limit=1000)
-    events = hub.operator.call("GET", "/v1/events", wire.EventsReply, query=query).events
+    query = EventsQuery(subject=job_id, limit=1000)
+    events = hub.operator.call("GET", "/v1/events", EventsReply, query=query).events
     return [event.body["artifact"] for event in events if event.kind == "job.checkpointed"]
 
 
@@ -70,11 +72,11 @@ def lose_power(host: AgentProcess) -> None:
 
 
 def content(hub: HubProcess, artifact: str, path: str) -> bytes:
-    return hub.operator.fetch(f"/v1/artifact/{artifact}/file", query=wire.FileQuery(path=path)).content
+    return hub.operator.fetch(f"/v1/artifact/{artifact}/file", query=FileQuery(path=path)).content
 
 
 def losses(hub: HubProcess, job_id: str, epoch: int) -> dict[int, Any]:
-    query = wire.StreamQuery(attempt=epoch, limit=4 * 1024 * 1024)
+    query = StreamQuery(attempt=epoch, limit=4 * 1024 * 1024)
     lines = hub.operator.fetch(f"/v1/job/{job_id}/metrics", query=query).content.splitlines()
     reports = [json.loads(line) for line in lines]
     return {each["step"]: each["values"] for each in reports if each["type"] == "metrics" and "step" in each}

@@ -20,8 +20,9 @@ from typing import Any, Final
 import pytest
 
 from strata.base.secret import read_secret
-from strata.fleet import wire
 from strata.fleet.client.hub_client import HubClient, TlsFiles
+from strata.fleet.wire.artifacts import ArtifactReply
+from strata.fleet.wire.jobs import JobReply
 from strata.http import zstd
 from tests.e2e.machines import Agent, Person, SecureHub
 from tests.support.postgres import PostgresDatabases
@@ -134,7 +135,7 @@ def test_fourteen_jobs_are_queued_and_each_host_runs_exactly_those_it_may(fleet:
     assert {job for job, row in fleet.rows.items() if row["status"] == "completed"} == (OF_TREES | OF_DESK) - {FAILS}
     with fleet.hub_client() as client:
         for job in sorted(OF_TREES | OF_DESK):
-            attempts = client.call("GET", f"/v1/job/{fleet.rows[job]['id']}", wire.JobReply).attempts
+            attempts = client.call("GET", f"/v1/job/{fleet.rows[job]['id']}", JobReply).attempts
             assert [(each.epoch, each.host_id) for each in attempts] == [(1, fleet.rows[job]["host_id"])]
 
 
@@ -170,7 +171,7 @@ def test_every_result_is_in_the_index_and_its_bytes_have_the_digests_they_are_na
             place = line["artifact"].removeprefix("artifact1_")
             assert line["path"] == f"{row['model']}_{row['mode']}/{place}/bundle.tar.zst"
             assert line["metrics"]["test_auc"] > 0.9, job
-            reply = client.call("GET", f"/v1/artifact/{line['artifact']}", wire.ArtifactReply)
+            reply = client.call("GET", f"/v1/artifact/{line['artifact']}", ArtifactReply)
             assert reply.manifest.id == line["artifact"]
             fetched = client.fetch(f"/v1/export/{line['path']}").content
             assert hashlib.sha256(fetched).hexdigest() == line["sha256"]

@@ -18,8 +18,9 @@ import pytest
 
 from soak.train.server import make_model
 from strata.base.secret import read_secret
-from strata.fleet import wire
 from strata.fleet.client.hub_client import HubClient
+from strata.fleet.wire.artifacts import ArtifactReply
+from strata.fleet.wire.jobs import JobReply, JobsReply
 from tests.e2e.nodes import Machine, Task, network
 from tests.shell.fleet_agent.waiting import eventually
 
@@ -80,16 +81,16 @@ class Lab:
         command = f"{settings} strata agent --state {self.folder}/{name}"
         return lambda: machine.start(command, self.folder, self.folder / f"{name}.log")
 
-    def server(self) -> wire.JobReply:
-        (job,) = self._api.call("GET", "/v1/jobs", wire.JobsReply).jobs
-        return self._api.call("GET", f"/v1/job/{job.id}", wire.JobReply)
+    def server(self) -> JobReply:
+        (job,) = self._api.call("GET", "/v1/jobs", JobsReply).jobs
+        return self._api.call("GET", f"/v1/job/{job.id}", JobReply)
 
     def serves(self, epoch: int) -> bool:
         job = self.server().job
         return (job.serving, job.epoch) == ("serving", epoch)
 
     def files(self, artifact: str) -> str:
-        manifest = self._api.call("GET", f"/v1/artifact/{artifact}", wire.ArtifactReply).manifest
+        manifest = self._api.call("GET", f"/v1/artifact/{artifact}", ArtifactReply).manifest
         return " ".join(file.path for file in manifest.files)
 
     def close(self) -> None:

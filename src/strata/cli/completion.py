@@ -56,9 +56,9 @@ def complete_jobs(ctx: click.Context, param: click.Parameter, incomplete: str) -
 
     def names(client: HubClient) -> Iterable[tuple[str, str]]:
         from strata.cli.fleet.client import short_id
-        from strata.fleet import wire
+        from strata.fleet.wire.jobs import JobsQuery, JobsReply
 
-        jobs = client.call("GET", "/v1/jobs", wire.JobsReply, query=wire.JobsQuery(hidden=False, limit=MOST)).jobs
+        jobs = client.call("GET", "/v1/jobs", JobsReply, query=JobsQuery(hidden=False, limit=MOST)).jobs
         labels = {job.spec.label: job.status for job in jobs}
         ids = {short_id(job.id): f"{job.spec.label}, {job.status}" for job in jobs} if incomplete else {}
         return [*labels.items(), *ids.items()]

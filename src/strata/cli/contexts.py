@@ -109,7 +109,7 @@ def _check_listener(url: str) -> None:
 
 def _describe_server(client: HubClient) -> str:
     """The server at the URL: a hub, or a training server, which authenticates in the same way."""
-    from strata.fleet.wire import StatusReply
+    from strata.fleet.wire.overview import StatusReply
     from strata.train.core.status import ServerStatus
 
     try:

@@ -87,10 +87,10 @@ def mirror(  # noqa: PLR0913 (the options of the command)
 
 def _jobs(stack: ExitStack, context: str | None, project: str, sweep: str, owner: str) -> MetricSource:
     client = stack.enter_context(hub_client(context, timeout_s=ANSWER_S))
-    from strata.fleet import wire
+    from strata.fleet.wire.jobs import JobsQuery
     from strata.sdk.trackers.sources import HubJobs
 
-    return HubJobs(client, wire.JobsQuery(project=project, sweep=sweep, owner=owner))
+    return HubJobs(client, JobsQuery(project=project, sweep=sweep, owner=owner))
 
 
 def _models(stack: ExitStack, server: str, key_file: Path | None, context: str | None) -> MetricSource:

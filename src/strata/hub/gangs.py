@@ -15,7 +15,23 @@ from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.server.tokens import ALL_JOBS, Claims, TokenRole, Tokens
 from strata.coord.view import GangEventView, GoodputView, JobPageView, JobSummaryView, WorkerView
 from strata.coord.worker.settings import Tls
-from strata.fleet import wire
+from strata.fleet.wire.gangs import (
+    GangBarrier,
+    GangCheckpoint,
+    GangCount,
+    GangDataset,
+    GangEpoch,
+    GangEventRow,
+    GangEventsQuery,
+    GangEventsReply,
+    GangGoodput,
+    GangQuery,
+    GangReply,
+    GangRow,
+    GangSpan,
+    GangsReply,
+    GangWorker,
+)
 from strata.hub.settings import GangCoordinatorSettings
 
 OPERATORS_KEPT: Final = 32
@@ -60,14 +76,14 @@ class CoordinatorGangs:
         """By job, and when each was made; the one used last comes last."""
         self._closing: set[asyncio.Task[None]] = set()
 
-    async def listed(self) -> wire.GangsReply:
+    async def listed(self) -> GangsReply:
         jobs = await self._operator("").jobs()
         names = {each.job_id for each in jobs}
         # The launchers of a job's workers are a job of the coordinator too.
         shown = [each for each in jobs if each.job_id not in {nodes_job(name) for name in names}]
-        return wire.GangsReply(gangs=tuple(map(_row, shown)), coordinator=self._address)
+        return GangsReply(gangs=tuple(map(_row, shown)), coordinator=self._address)
 
-    async def described(self, gang_id: str, query: wire.GangQuery) -> wire.GangReply:
+    async def described(self, gang_id: str, query: GangQuery) -> GangReply:
         operator = self._operator(gang_id)
         page = WorkerPage(limit=query.limit, offset=query.offset, search=query.search, attention_first=True, lanes=True)
         found, incidents = await asyncio.gather(
@@ -75,9 +91,9 @@ class CoordinatorGangs:
         )
         return _reply(found, tuple(map(_event, incidents.events)))
 
-    async def events(self, gang_id: str, query: wire.GangEventsQuery) -> wire.GangEventsReply:
+    async def events(self, gang_id: str, query: GangEventsQuery) -> GangEventsReply:
         found = await self._operator(gang_id).events(query.kind, query.search, query.before, query.limit)
-        return wire.GangEventsReply(events=tuple(map(_event, found.events)), next_before=found.next_before)
+        return GangEventsReply(events=tuple(map(_event, found.events)), next_before=found.next_before)
 
     async def close(self) -> None:
         for job in list(self._operators):
@@ -110,8 +126,8 @@ class CoordinatorGangs:
         task.add_done_callback(self._closing.discard)
 
 
-def _row(job: JobSummaryView) -> wire.GangRow:
-    return wire.GangRow(
+def _row(job: JobSummaryView) -> GangRow:
+    return GangRow(
         id=job.job_id,
         status=(job.status or "created").lower(),
         run=job.run,
@@ -123,13 +139,13 @@ def _row(job: JobSummaryView) -> wire.GangRow:
     )
 
 
-def _reply(page: JobPageView, incidents: tuple[wire.GangEventRow, ...]) -> wire.GangReply:
+def _reply(page: JobPageView, incidents: tuple[GangEventRow, ...]) -> GangReply:
     job = page.job
     times = [ms / 1000 for ms in page.lane_times_unix_ms]
     lanes = {each.worker_id: _spans(times, each.states) for each in page.lanes}
     committed = next((each.manifest.step for each in job.checkpoints if each.committed), None)
-    return wire.GangReply(
-        gang=wire.GangRow(
+    return GangReply(
+        gang=GangRow(
             id=job.job_id,
             status=(job.status or "created").lower(),
             run=job.run,
@@ -141,7 +157,7 @@ def _reply(page: JobPageView, incidents: tuple[wire.GangEventRow, ...]) -> wire.
         ),
         observed_at_s=job.observed_at_unix_ms / 1000,
         counts=tuple(
-            wire.GangCount(
+            GangCount(
                 status=(each.status or "unknown").lower(), liveness=(each.liveness or "").lower(), count=each.count
             )
             for each in page.worker_counts
@@ -150,7 +166,7 @@ def _reply(page: JobPageView, incidents: tuple[wire.GangEventRow, ...]) -> wire.
         workers_total=page.workers_total,
         lanes_start_s=times[0] if times else None,
         barriers=tuple(
-            wire.GangBarrier(
+            GangBarrier(
                 id=each.barrier_id,
                 step=each.step,
                 arrived=each.arrived,
@@ -161,13 +177,13 @@ def _reply(page: JobPageView, incidents: tuple[wire.GangEventRow, ...]) -> wire.
             for each in job.barriers
         ),
         datasets=tuple(
-            wire.GangDataset(
+            GangDataset(
                 id=each.dataset_id,
                 mode=(each.mode or "leased").lower(),
                 samples=each.num_samples,
                 shards=each.num_shards,
                 epochs=tuple(
-                    wire.GangEpoch(
+                    GangEpoch(
                         epoch=epoch.epoch,
                         done=epoch.done_shards,
                         leased=epoch.leased_shards,
@@ -181,7 +197,7 @@ def _reply(page: JobPageView, incidents: tuple[wire.GangEventRow, ...]) -> wire.
             for each in job.datasets
         ),
         checkpoints=tuple(
-            wire.GangCheckpoint(
+            GangCheckpoint(
                 id=each.manifest.checkpoint_id,
                 step=each.manifest.step,
                 committed=each.committed,
@@ -197,8 +213,8 @@ def _reply(page: JobPageView, incidents: tuple[wire.GangEventRow, ...]) -> wire.
     )
 
 
-def _worker(worker: WorkerView, lane: tuple[wire.GangSpan, ...]) -> wire.GangWorker:
-    return wire.GangWorker(
+def _worker(worker: WorkerView, lane: tuple[GangSpan, ...]) -> GangWorker:
+    return GangWorker(
         id=worker.worker_id,
         status=(worker.status or "unknown").lower(),
         liveness=(worker.liveness or "").lower(),
@@ -218,20 +234,20 @@ def _worker(worker: WorkerView, lane: tuple[wire.GangSpan, ...]) -> wire.GangWor
     )
 
 
-def _spans(times: Sequence[float], states: bytes) -> tuple[wire.GangSpan, ...]:
+def _spans(times: Sequence[float], states: bytes) -> tuple[GangSpan, ...]:
     """Samples with the same state in a row are one span, which lasts until the next one begins."""
-    found: list[wire.GangSpan] = []
+    found: list[GangSpan] = []
     for state, group in groupby(range(len(states)), key=states.__getitem__):
         places = list(group)
         if state:
             start_s, after = times[places[0]], places[-1] + 1
             end_s = times[after] if after < len(times) else times[-1]
-            found.append(wire.GangSpan(status=_STATUSES.get(state, "unknown"), start_s=start_s, end_s=end_s))
+            found.append(GangSpan(status=_STATUSES.get(state, "unknown"), start_s=start_s, end_s=end_s))
     return tuple(found)
 
 
-def _goodput(found: GoodputView) -> wire.GangGoodput:
-    return wire.GangGoodput(
+def _goodput(found: GoodputView) -> GangGoodput:
+    return GangGoodput(
         useful_s=found.useful_ms / 1000,
         waiting_s=found.waiting_ms / 1000,
         checkpoint_s=found.checkpoint_ms / 1000,
@@ -243,8 +259,8 @@ def _goodput(found: GoodputView) -> wire.GangGoodput:
     )
 
 
-def _event(event: GangEventView) -> wire.GangEventRow:
-    return wire.GangEventRow(
+def _event(event: GangEventView) -> GangEventRow:
+    return GangEventRow(
         number=event.number,
         kind=(event.kind or "unknown").lower(),
         at_s=event.at_unix_ms / 1000,

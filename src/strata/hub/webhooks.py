@@ -24,7 +24,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.base.secret import Secret
 from strata.database.events import StoredEvent
-from strata.fleet import wire
+from strata.fleet.wire.events import FeedEvent
 from strata.hub.cursor_store import FeedDelivery
 from strata.hub.outbound import WebhookTarget, post
 
@@ -69,7 +69,7 @@ class WebhookDispatcher:
 
     async def _post(self, recorded: StoredEvent) -> None:
         event = recorded.event
-        message = wire.FeedEvent(
+        message = FeedEvent(
             cursor=recorded.cursor,
             at_s=event.at_s,
             actor=event.actor,

@@ -12,7 +12,6 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.base.progress import ReportProgress, no_progress
-from strata.fleet import wire
 from strata.fleet.artifacts.files import materialise, scan
 from strata.fleet.artifacts.manifest import ArtifactKind, Lineage
 from strata.fleet.client.artifact_transfer import send_missing_chunks
@@ -20,8 +19,19 @@ from strata.fleet.client.hub_api import HubApi
 from strata.fleet.client.hub_client import HubClient
 from strata.fleet.core.jobspec import DATASET, DataSource
 from strata.fleet.core.requirement import Label
+from strata.fleet.wire.artifacts import (
+    ArtifactReply,
+    ArtifactsQuery,
+    CommitReply,
+    CommitRequest,
+    LatestQuery,
+    Made,
+    MadeReply,
+)
+from strata.fleet.wire.base import MAX_PAGE
+from strata.fleet.wire.identities import CallerReply
 
-ReportData: TypeAlias = Callable[[wire.Made], None]
+ReportData: TypeAlias = Callable[[Made], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +57,8 @@ def push_data(client: HubClient, folder: Path, name: str, report: ReportProgress
     sent = send_missing_chunks(hub, folder, manifest, lambda: True, report)
     # An upload is a record of its own, also of content that was uploaded before: the name stands for the newest.
     upload = f"{time.time_ns():x}"
-    body = wire.CommitRequest(manifest=manifest, lineage=Lineage(kind=ArtifactKind.DATA, model=name, mode=upload))
-    reply = client.call("POST", "/v1/artifacts", wire.CommitReply, body=body, timeout_s=120.0)
+    body = CommitRequest(manifest=manifest, lineage=Lineage(kind=ArtifactKind.DATA, model=name, mode=upload))
+    reply = client.call("POST", "/v1/artifacts", CommitReply, body=body, timeout_s=120.0)
     size = sum(file.size for file in manifest.files)
     return PushedData(artifact_id=reply.artifact_id, files=len(manifest.files), size=size, sent=sent)
 
@@ -56,33 +66,31 @@ def push_data(client: HubClient, folder: Path, name: str, report: ReportProgress
 def _check_name(client: HubClient, name: str) -> None:
     """FORBIDDEN if the hub would refuse the upload when all of it is there."""
     uploads = list_uploads(client, name, limit=1)
-    caller = client.call("GET", "/v1/caller", wire.CallerReply)
+    caller = client.call("GET", "/v1/caller", CallerReply)
     if uploads and uploads[0].owner != caller.owner and caller.role not in ("operator", "admin"):
         raise StrataError(
             Code.FORBIDDEN, f"the data {name!r} belongs to {uploads[0].owner}", hint="choose another name for yours"
         )
 
 
-def list_uploads(client: HubClient, name: str = "", limit: int = wire.MAX_PAGE) -> tuple[wire.Made, ...]:
+def list_uploads(client: HubClient, name: str = "", limit: int = MAX_PAGE) -> tuple[Made, ...]:
     """The newest first."""
-    query = wire.ArtifactsQuery(model=name, kind=ArtifactKind.DATA, limit=limit)
-    return client.call("GET", "/v1/artifacts", wire.MadeReply, query=query).artifacts
+    query = ArtifactsQuery(model=name, kind=ArtifactKind.DATA, limit=limit)
+    return client.call("GET", "/v1/artifacts", MadeReply, query=query).artifacts
 
 
-def find_data(client: HubClient, name: str) -> wire.Made:
+def find_data(client: HubClient, name: str) -> Made:
     """The artifact that a name stands for; NOT_FOUND if nothing was uploaded under it."""
-    query = wire.LatestQuery(model=name, kind=ArtifactKind.DATA)
+    query = LatestQuery(model=name, kind=ArtifactKind.DATA)
     try:
-        return client.call("GET", "/v1/artifacts/latest", wire.Made, query=query)
+        return client.call("GET", "/v1/artifacts/latest", Made, query=query)
     except StrataError as error:
         if error.code is not Code.NOT_FOUND:
             raise
         raise StrataError(Code.NOT_FOUND, f"there is no data {name!r}", hint="strata data push FOLDER NAME") from None
 
 
-def pull_artifact(
-    client: HubClient, reply: wire.ArtifactReply, target: Path, report: ReportProgress = no_progress
-) -> None:
+def pull_artifact(client: HubClient, reply: ArtifactReply, target: Path, report: ReportProgress = no_progress) -> None:
     """Download into a new folder and verify every byte. Progress is reported in bytes."""
     hub, fetched = HubApi(client), 0
 

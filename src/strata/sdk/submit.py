@@ -23,7 +23,6 @@ import msgspec
 
 from strata.base.digest import canonical_json
 from strata.base.errors import Code, StrataError
-from strata.fleet import wire
 from strata.fleet.client.hub_client import HubClient
 from strata.fleet.core.job import TERMINAL
 from strata.fleet.core.jobspec import DEFAULT_PROJECT, EnvironmentSpec, JobSpec, TrainerSpec
@@ -31,6 +30,9 @@ from strata.fleet.core.lease import MAX_ATTEMPTS
 from strata.fleet.core.manifest_tables import env_problem
 from strata.fleet.core.requirement import NAME_RULE, Needs
 from strata.fleet.core.schedule import StartTime, start_fields
+from strata.fleet.wire.artifacts import CommitReply
+from strata.fleet.wire.jobs import CancelRequest, Job, JobReply, SubmitReply, SubmitRequest
+from strata.fleet.wire.streams import StreamQuery
 from strata.sdk.bundle import Bundle, make_bundle
 from strata.sdk.datasets import ReportData, named_data
 from strata.sdk.fleet import client_settings, connect
@@ -75,17 +77,17 @@ class RunOptions:
 class SubmittedJob:
     """A job at the hub."""
 
-    def __init__(self, client: HubClient, job: wire.Job, *, new: bool) -> None:
+    def __init__(self, client: HubClient, job: Job, *, new: bool) -> None:
         self._client = client
         self.id = job.id
         self.new = new
         """Whether this call queued it; the same command in the same folder is the same job."""
 
-    def refresh(self) -> wire.JobReply:
+    def refresh(self) -> JobReply:
         """The job as it is now, with its attempts."""
-        return self._client.call("GET", f"/v1/job/{self.id}", wire.JobReply)
+        return self._client.call("GET", f"/v1/job/{self.id}", JobReply)
 
-    def wait(self, timeout_s: float | None = None) -> wire.Job:
+    def wait(self, timeout_s: float | None = None) -> Job:
         """The job when it has ended; DEADLINE after `timeout_s`."""
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
         while (job := self.refresh().job).status not in TERMINAL:
@@ -96,11 +98,11 @@ class SubmittedJob:
 
     def log(self) -> str:
         """The log of the last attempt."""
-        query = wire.StreamQuery(limit=4 << 20)
+        query = StreamQuery(limit=4 << 20)
         return self._client.fetch(f"/v1/job/{self.id}/log", query=query).content.decode(errors="replace")
 
-    def cancel(self, reason: str = "") -> wire.Job:
-        return self._client.call("POST", f"/v1/job/{self.id}/cancel", wire.Job, body=wire.CancelRequest(reason=reason))
+    def cancel(self, reason: str = "") -> Job:
+        return self._client.call("POST", f"/v1/job/{self.id}/cancel", Job, body=CancelRequest(reason=reason))
 
     def close(self) -> None:
         self._client.close()
@@ -129,9 +131,9 @@ def submit(
     return SubmittedJob(client, reply.job, new=reply.new)
 
 
-def send_job(client: HubClient, bundle: Bundle, request: wire.SubmitRequest) -> wire.SubmitReply:
-    client.send("PUT", f"/v1/source/{bundle.sha256}", bundle.content, wire.CommitReply)
-    return client.call("POST", "/v1/jobs", wire.SubmitReply, body=request)
+def send_job(client: HubClient, bundle: Bundle, request: SubmitRequest) -> SubmitReply:
+    client.send("PUT", f"/v1/source/{bundle.sha256}", bundle.content, CommitReply)
+    return client.call("POST", "/v1/jobs", SubmitReply, body=request)
 
 
 def run_request(
@@ -141,7 +143,7 @@ def run_request(
     bundle: Bundle,
     options: RunOptions,
     report: ReportData = lambda _: None,
-) -> wire.SubmitRequest:
+) -> SubmitRequest:
     """`report` gets the data that the job will read."""
     environment = choose_environment(folder, options)
     for name in options.env:
@@ -183,7 +185,7 @@ def run_request(
         priority=options.priority,
         **start_fields(options.start),
     )
-    return wire.SubmitRequest(spec=spec, trainer=trainer)
+    return SubmitRequest(spec=spec, trainer=trainer)
 
 
 def choose_environment(folder: Path, options: RunOptions) -> EnvironmentSpec | None:

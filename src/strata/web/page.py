@@ -3,11 +3,11 @@
 A page module declares `ROUTES` as `Route`s whose handlers take a `Page` first:
 
     async def hosts(page: Page, query: HostsPageQuery) -> View:
-        reply = await page.get("/v1/workers", wire.HostsReply)
+        reply = await page.get("/v1/workers", HostsReply)
         return page.render("hosts.html", title="Hosts", topics=["hosts"], hosts=reply.hosts)
 
     async def drain(page: Page, form: Form) -> str:
-        await page.post(f"/v1/host/{page.path['id']}/drain", wire.HostStateRequest(reason=form.get("reason", "")))
+        await page.post(f"/v1/host/{page.path['id']}/drain", HostStateRequest(reason=form.get("reason", "")))
         return f"/hosts/{page.path['id']}"
 
     ROUTES = (Route("GET", "/hosts", VIEWER, hosts), Route("POST", "/hosts/{id}/drain", OPERATOR, drain))
@@ -31,8 +31,8 @@ from markupsafe import Markup
 
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
-from strata.fleet import wire
 from strata.fleet.core.jobspec import DEFAULT_PROJECT
+from strata.fleet.wire.manifests import TrainersReply
 from strata.http.auth_failures import AuthFailures
 from strata.http.authentication import ANONYMOUS_VIEWER
 from strata.http.body import read_pairs
@@ -246,7 +246,7 @@ class ProjectList:
     async def names(self, page: Page) -> Sequence[str]:
         if self._clock.monotonic_s() - self._read_s >= PROJECTS_S:
             self._read_s = self._clock.monotonic_s()
-            reply = await page.find("/v1/trainers", wire.TrainersReply)
+            reply = await page.find("/v1/trainers", TrainersReply)
             names = () if reply is None else reply.trainers
             self._names = sorted({name.partition("/")[0] if "/" in name else DEFAULT_PROJECT for name in names})
         return self._names

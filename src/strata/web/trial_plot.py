@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from math import ceil, floor, log10
 from typing import Final, NamedTuple
 
-from strata.fleet import wire
 from strata.fleet.core.search import Direction
+from strata.fleet.wire.sweeps import SweepTrial
 
 WIDTH: Final = 1120
 HEIGHT: Final = 260
@@ -22,7 +22,7 @@ SMALLEST_STEP: Final = 1e-12
 class TrialMark(NamedTuple):
     x: float
     y: float
-    trial: wire.SweepTrial
+    trial: SweepTrial
     value: float
     kind: str
     """`completed`, `pruned`, `running` or `failed`."""
@@ -47,7 +47,7 @@ class TrialPlot(NamedTuple):
     bottom: int = HEIGHT - BOTTOM
 
 
-def plot_trials(trials: Sequence[wire.SweepTrial], metric: str, direction: Direction) -> TrialPlot | None:
+def plot_trials(trials: Sequence[SweepTrial], metric: str, direction: Direction) -> TrialPlot | None:
     """None if no trial has the metric."""
     values = [(number, trial, trial.metrics[metric]) for number, trial in enumerate(trials) if metric in trial.metrics]
     if not values:
@@ -75,7 +75,7 @@ def plot_trials(trials: Sequence[wire.SweepTrial], metric: str, direction: Direc
     )
 
 
-def mark_kind(trial: wire.SweepTrial) -> str:
+def mark_kind(trial: SweepTrial) -> str:
     if trial.pruned:
         return "pruned"
     if trial.status in ("claimed", "running", "pending"):

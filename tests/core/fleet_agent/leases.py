@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
-from strata.fleet.wire import LeaseGiven
+from strata.fleet.wire.leases import LeaseGiven
 
 
 def lease(trainer: TrainerSpec | None = None, *, epoch: int = 1, checkpoint: str = "", **spec: Any) -> LeaseGiven:

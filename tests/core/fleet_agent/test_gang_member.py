@@ -18,7 +18,7 @@ from strata.fleet.agent.gang_member import member_command, prepare_member, put_f
 from strata.fleet.agent.path_names import PathName
 from strata.fleet.agent.settings import SandboxSettings
 from strata.fleet.core.jobspec import GangPlace
-from strata.fleet.wire import GangLease, LeaseGiven
+from strata.fleet.wire.leases import GangLease, LeaseGiven
 from tests.core.fleet_agent.leases import lease
 
 PLACE = GangPlace(name="sft", size=4, index=1, min_size=2, workers_per_host=8)

@@ -6,11 +6,12 @@ import pytest
 
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
-from strata.fleet import wire
 from strata.fleet.agent.identity import Membership
 from strata.fleet.agent.selftest import check_clock_skew
 from strata.fleet.client.hub_client import HubClient, encode_query
 from strata.fleet.core.job import JobStatus
+from strata.fleet.wire.jobs import JobsQuery
+from strata.fleet.wire.streams import PieceQuery
 
 DAY_S = 86_400.0
 SCOPED = Secret("tml-0123456789ab-" + "0" * 40)
@@ -27,9 +28,9 @@ def test_a_certificate_is_renewed_at_half_its_life() -> None:
 
 def test_a_query_has_what_differs_from_the_defaults() -> None:
     assert encode_query(None) == ""
-    assert encode_query(wire.PieceQuery(epoch=2, offset=0)) == "?epoch=2&offset=0"
-    assert encode_query(wire.PieceQuery(epoch=2, offset=5, last=True)) == "?epoch=2&offset=5&last=true"
-    query = wire.JobsQuery(status=(JobStatus.PENDING, JobStatus.RUNNING), model="a b")
+    assert encode_query(PieceQuery(epoch=2, offset=0)) == "?epoch=2&offset=0"
+    assert encode_query(PieceQuery(epoch=2, offset=5, last=True)) == "?epoch=2&offset=5&last=true"
+    query = JobsQuery(status=(JobStatus.PENDING, JobStatus.RUNNING), model="a b")
     assert encode_query(query) == "?status=pending&status=running&model=a+b"
 
 

@@ -11,11 +11,12 @@ import pytest
 
 from strata.base.secret import Secret
 from strata.cli.main import run
-from strata.fleet import wire
 from strata.fleet.client.hub_api import HubApi
 from strata.fleet.client.hub_client import HubClient
 from strata.fleet.core.capability import Capability
 from strata.fleet.core.job import Cause
+from strata.fleet.wire.identities import LocalHostReply, LocalHostRequest
+from strata.fleet.wire.leases import CompleteRequest, LeaseGiven
 from tests.shell.fleet_agent.running import HubProcess
 
 
@@ -58,8 +59,8 @@ class HostByHand:
     """A host of the fleet whose agent is the test: it speaks to the hub as an agent does."""
 
     def __init__(self, hub: HubProcess, name: str) -> None:
-        body = wire.LocalHostRequest(name=name)
-        made = hub.operator.call("POST", "/v1/hosts/local", wire.LocalHostReply, body=body)
+        body = LocalHostRequest(name=name)
+        made = hub.operator.call("POST", "/v1/hosts/local", LocalHostReply, body=body)
         self.name = name
         self.hub = HubApi(HubClient(hub.address, bearer=Secret(made.secret)))
         self.hub.register(Capability(hostname=name, cores=4, ram_bytes=8 << 30))
@@ -68,7 +69,7 @@ class HostByHand:
     def close(self) -> None:
         self.hub.client.close()
 
-    def claim(self) -> wire.LeaseGiven:
+    def claim(self) -> LeaseGiven:
         for _ in range(12):
             self._claims += 1
             leases = self.hub.claim(f"{self.name}-{self._claims}", 1, 5.0)
@@ -76,12 +77,12 @@ class HostByHand:
                 return leases[0]
         raise AssertionError("there was no job for this host within a minute")
 
-    def completes(self) -> wire.LeaseGiven:
+    def completes(self) -> LeaseGiven:
         lease = self.claim()
-        self.hub.complete(lease, wire.CompleteRequest(epoch=lease.epoch))
+        self.hub.complete(lease, CompleteRequest(epoch=lease.epoch))
         return lease
 
-    def fails(self, error: str) -> wire.LeaseGiven:
+    def fails(self, error: str) -> LeaseGiven:
         lease = self.claim()
         self.hub.fail(lease, Cause.USER_ERROR, error, {})
         return lease

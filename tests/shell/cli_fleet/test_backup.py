@@ -14,9 +14,11 @@ import strata.coord.worker as strata
 from strata.base.errors import Code, StrataError
 from strata.cli.backup import without_password
 from strata.cli.exit_codes import ExitCode
-from strata.fleet import wire
 from strata.fleet.artifacts.manifest import ArtifactKind
 from strata.fleet.store.backup import EPOCHS
+from strata.fleet.wire.artifacts import ArtifactsQuery, MadeReply
+from strata.fleet.wire.events import EventsReply
+from strata.fleet.wire.leases import CompleteRequest
 from strata.hub.backup import restore
 from tests.shell.cli_fleet.driving import HostByHand, Person
 from tests.shell.fleet_agent.running import STRATA, HubProcess
@@ -48,14 +50,14 @@ def test_a_running_hub_is_backed_up_and_comes_back_fenced(
     assert person.says("restore", str(kept), "--data", str(hub.data)).status == ExitCode.OK
     hub.start()
     with pytest.raises(StrataError) as refused:
-        host.hub.complete(held, wire.CompleteRequest(epoch=held.epoch))
+        host.hub.complete(held, CompleteRequest(epoch=held.epoch))
     assert refused.value.code is Code.STALE
     again = host.claim()
     assert (again.job_id, again.epoch) == (held.job_id, EPOCHS + held.epoch + 1)
     assert person.says("keys", "list", "-o", "json").value[0]["id"] == key["id"]
     assert hub.log(held.job_id, held.epoch) == "half way\n"
-    query = wire.ArtifactsQuery(kind=ArtifactKind.SOURCE)
-    (source,) = hub.operator.call("GET", "/v1/artifacts", wire.MadeReply, query=query).artifacts
+    query = ArtifactsQuery(kind=ArtifactKind.SOURCE)
+    (source,) = hub.operator.call("GET", "/v1/artifacts", MadeReply, query=query).artifacts
     assert hub.operator.fetch(f"/v1/artifact/{source.artifact_id}/bundle.tar.zst").content
 
 
@@ -160,7 +162,7 @@ def test_a_hub_on_postgres_is_backed_up_with_its_own_tools(stranger: Person, pos
     with process(again, "--database", postgres_url) as started, started.client() as operator:
         assert operator.get("/v1/keys").json()["keys"][0]["id"] == made["key"]["id"]
         params: dict[str, str | float] = {"subject": "hub", "wait_s": ARRIVES_S}
-        told = ok(operator.get("/v1/events", params=params), wire.EventsReply).events
+        told = ok(operator.get("/v1/events", params=params), EventsReply).events
     assert [each.kind for each in told] == ["hub.restored"]
     assert stranger.says("restore", str(kept), "--data", str(tmp_path / "c")).status == ExitCode.USAGE
 

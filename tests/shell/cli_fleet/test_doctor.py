@@ -11,9 +11,9 @@ import pytest
 from strata.base.atomic import write_json
 from strata.base.secret import Secret
 from strata.cli.exit_codes import ExitCode
-from strata.fleet import wire
 from strata.fleet.agent.file_lock import try_lock
 from strata.fleet.agent.identity import Membership, load_membership, save_local
+from strata.fleet.wire.identities import LocalHostReply, LocalHostRequest
 from tests.shell.cli_fleet.driving import Person
 from tests.shell.fleet_agent.running import HubProcess
 
@@ -25,8 +25,8 @@ class Checkup:
         self.state = person.home / "agent"
 
     def joins(self) -> None:
-        body = wire.LocalHostRequest(name="here")
-        made = self.hub.operator.call("POST", "/v1/hosts/local", wire.LocalHostReply, body=body)
+        body = LocalHostRequest(name="here")
+        made = self.hub.operator.call("POST", "/v1/hosts/local", LocalHostReply, body=body)
         save_local(self.state, self.hub.address, host_id=made.host_id, name="here", secret=Secret(made.secret))
 
     def finds(self, *more: str, status: int = ExitCode.OK) -> dict[str, Any]:

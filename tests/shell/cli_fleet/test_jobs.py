@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from strata.cli.exit_codes import ExitCode
-from strata.fleet import wire
 from strata.fleet.core.capability import Capability, Gpu
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 from strata.fleet.core.requirement import Needs
 from strata.fleet.core.samples import CardSample, HostSample
+from strata.fleet.wire.identities import HubKeyReply, HubKeyRequest
+from strata.fleet.wire.leases import CompleteRequest, LeaseHeld
 from tests.shell.cli_fleet.driving import HostByHand, Person
 from tests.shell.fleet_agent.running import HubProcess
 
@@ -67,7 +68,7 @@ def test_why_of_a_job_that_ended_says_how(applied: Person, host: HostByHand) -> 
     applied.says("requeue", "tree-small")
     lease = host.claim()
     assert applied.says("why", "tree-small").out == "tree-small is claimed: a host has it\n"
-    host.hub.complete(lease, wire.CompleteRequest(epoch=lease.epoch))
+    host.hub.complete(lease, CompleteRequest(epoch=lease.epoch))
     assert applied.says("why", "tree-small").out == "tree-small is completed\n"
 
 
@@ -222,8 +223,8 @@ def test_events_are_chosen_by_kind_and_text_and_number(applied: Person, host: Ho
 
 def test_goodput_adds_up_to_the_time_of_a_job(applied: Person, host: HostByHand) -> None:
     lease = host.claim()
-    host.hub.renew((wire.LeaseHeld(job_id=lease.job_id, epoch=lease.epoch, running=True),))
-    host.hub.complete(lease, wire.CompleteRequest(epoch=lease.epoch))
+    host.hub.renew((LeaseHeld(job_id=lease.job_id, epoch=lease.epoch, running=True),))
+    host.hub.complete(lease, CompleteRequest(epoch=lease.epoch))
     told = applied.says("goodput", lease.spec.label, "-o", "json").value
     assert sum(told["seconds"].values()) == pytest.approx(told["wall_s"])
     assert told["interruptions"] == []
@@ -251,8 +252,8 @@ def test_a_name_that_no_job_has_is_answered_with_those_that_begin_so(applied: Pe
 
 
 def test_events_name_the_person_and_the_job(applied: Person, hub: HubProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    body = wire.HubKeyRequest(name="lab", role="operator")
-    key = hub.operator.call("POST", "/v1/keys", wire.HubKeyReply, body=body)
+    body = HubKeyRequest(name="lab", role="operator")
+    key = hub.operator.call("POST", "/v1/keys", HubKeyReply, body=body)
     monkeypatch.setenv("STRATA_OPERATOR_TOKEN", key.secret)
     monkeypatch.setenv("STRATA_URL", hub.address)
     assert applied.says("cancel", "tree-large").status == ExitCode.OK

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from strata.cli.exit_codes import ExitCode
-from strata.fleet import wire
+from strata.fleet.wire.manifests import TrainersReply
 from strata.sdk.bundle import MAX_BYTES
 from tests.shell.cli_fleet.driving import Person
 from tests.shell.fleet_agent.running import HubProcess
@@ -19,7 +19,7 @@ def test_a_relative_folder_is_sent_and_the_schema_with_it(person: Person, hub: H
     done = person.says("apply", str(manifest))
     assert (done.status, done.out) == (0, "+2 new  ~1 trainer\n")
     assert "sent the source of trainer default (1 file, " in done.err
-    trainer = hub.operator.call("GET", "/v1/trainers", wire.TrainersReply).trainers["default"]
+    trainer = hub.operator.call("GET", "/v1/trainers", TrainersReply).trainers["default"]
     assert trainer.params["properties"].keys() == {"learning_rate", "depth"}
     assert trainer.spec.directory == ""
     assert hub.operator.fetch(f"/v1/source/{trainer.spec.bundle}").content

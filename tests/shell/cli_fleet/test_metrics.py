@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from strata.cli.exit_codes import ExitCode
-from strata.fleet import wire
+from strata.fleet.wire.leases import CompleteRequest
 from tests.shell.cli_fleet.driving import HostByHand, Person
 
 SWEEP = """\
@@ -35,7 +35,7 @@ def searched(person: Person, host: HostByHand, manifest: Path) -> Person:
         lease = host.claim()
         line = f'{{"type":"metrics","at_s":1.5,"values":{{"auc":{1 - rates[lease.job_id] / 3}}}}}\n'
         host.hub.append(lease, "metrics", 0, line.encode(), last=True)
-        host.hub.complete(lease, wire.CompleteRequest(epoch=lease.epoch))
+        host.hub.complete(lease, CompleteRequest(epoch=lease.epoch))
     return person
 
 
@@ -53,7 +53,7 @@ def test_the_best_comes_first_whichever_way_is_better(person: Person, host: Host
         lease = host.claim()
         line = f'{{"type":"metrics","at_s":1.5,"values":{{"val_loss":{lease.spec.hyper["learning_rate"]}}}}}\n'
         host.hub.append(lease, "metrics", 0, line.encode(), last=True)
-        host.hub.complete(lease, wire.CompleteRequest(epoch=lease.epoch))
+        host.hub.complete(lease, CompleteRequest(epoch=lease.epoch))
 
     def order(*words: str) -> list[str]:
         return [line.split()[2] for line in person.says("metrics", "--sort", "val_loss", *words).out.splitlines()[1:]]

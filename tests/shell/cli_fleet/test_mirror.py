@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from strata.cli.exit_codes import ExitCode
-from strata.fleet import wire
 from strata.fleet.core.job import Cause
+from strata.fleet.wire.leases import CompleteRequest
 from tests.shell.cli_fleet.driving import HostByHand, Person
 from tests.support.tracked import scalars, wandb_history, wandb_records
 
@@ -121,7 +121,7 @@ def test_without_its_records_a_mirror_copies_everything_again_and_once(job: Mirr
 
 def test_a_job_that_ended_is_read_no_more_unless_it_is_queued_again(job: MirroredJob) -> None:
     job.report(lines(1, range(3)), last=True)
-    job.host.hub.complete(job.lease, wire.CompleteRequest(epoch=job.lease.epoch))
+    job.host.hub.complete(job.lease, CompleteRequest(epoch=job.lease.epoch))
     job.to_tensorboard()
     (record,) = (job.folder / "records").glob("job1_*.json")
     assert json.loads(record.read_bytes())["cursor"]["ended"] is True

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 import pytest
 
-from strata.fleet import wire
+from strata.fleet.wire.owners import SecretRequest
 from strata.hub.secret_store import KEY_FILE
 from tests.e2e.blocks import blocks, steps
 from tests.shell.cli_fleet.driving import HostByHand
@@ -187,7 +187,7 @@ def test_the_quickstarts_reading_commands_print_the_same_before_and_after_backup
 def test_an_attempt_that_a_restore_ended_keeps_its_number_and_the_next_one_is_one_more(
     strata: Command, hub: HubProcess, database: str, tmp_path: Path
 ) -> None:
-    hub.operator.call("PUT", "/v1/secret/TOKEN", type(None), body=wire.SecretRequest(value="for this job"))
+    hub.operator.call("PUT", "/v1/secret/TOKEN", type(None), body=SecretRequest(value="for this job"))
     secret = MANIFEST.replace('directory = "."', 'directory = "."\nsecrets = ["TOKEN"]')
     (strata.folder / "manifest.toml").write_text(secret)
     strata.succeeds("apply", "manifest.toml", "--no-describe")

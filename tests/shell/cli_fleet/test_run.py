@@ -11,7 +11,8 @@ import pytest
 
 from strata.base.errors import Code, StrataError
 from strata.cli.exit_codes import ExitCode
-from strata.fleet import wire
+from strata.fleet.wire.jobs import JobReply
+from strata.fleet.wire.leases import CompleteRequest
 from strata.sdk.submit import NONE, RunOptions, submit
 from tests.shell.cli_fleet.driving import HostByHand, Person
 from tests.shell.fleet_agent.running import HubProcess, agent
@@ -47,7 +48,7 @@ def test_the_host_gets_the_command_and_the_folder_and_the_person_the_outcome(
     assert lease.trainer is not None
     assert lease.trainer.command == ("python", "train.py")
     assert b"print('hello')" in host.hub.source(lease.trainer.bundle)
-    host.hub.complete(lease, wire.CompleteRequest(epoch=lease.epoch))
+    host.hub.complete(lease, CompleteRequest(epoch=lease.epoch))
     assert person.says("run", "--", "python", "train.py").status == ExitCode.OK
     person.says("cancel", person.says("run", "-d", "--seed", "2", "--", "python", "train.py").out.strip())
     done = person.says("run", "--seed", "2", "--", "python", "train.py")
@@ -227,10 +228,10 @@ def test_what_a_job_takes_and_waits_for_can_be_said_on_the_command_line(
     first = person.says("run", "-d", "--name", "first", "--", "python", "train.py").out.strip()
     words = ("--cores", "2", "--share", "0.5", "--gpus", "1", "--label", "rack=b", "--project", "vision")
     job_id = person.says("run", "-d", *words, "--after", "first", "--", "python", "train.py").out.strip()
-    spec = hub.operator.call("GET", f"/v1/job/{job_id}", wire.JobReply).job.spec
+    spec = hub.operator.call("GET", f"/v1/job/{job_id}", JobReply).job.spec
     assert (spec.needs.min_cores, spec.needs.gpu_share, spec.needs.min_gpus) == (2, 0.5, 1)
     assert (dict(spec.needs.require_labels), spec.project, spec.after) == ({"rack": "b"}, "vision", (first,))
     assert spec.max_attempts == 3, "nobody looks on"
     more = person.says("run", "-d", "--retries", "4", "--seed", "9", "--", "python", "train.py").out.strip()
-    assert hub.operator.call("GET", f"/v1/job/{more}", wire.JobReply).job.spec.max_attempts == 5
+    assert hub.operator.call("GET", f"/v1/job/{more}", JobReply).job.spec.max_attempts == 5
     assert person.says("run", "--after", "nothing", "--", "python", "train.py").status == ExitCode.NOT_FOUND

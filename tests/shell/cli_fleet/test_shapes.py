@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from strata.fleet import wire
+from strata.fleet.wire.leases import CompleteRequest
 from tests.shell.cli_fleet.driving import HostByHand, Person
 
 FROZEN = Path(__file__).with_name("shapes.json")
@@ -32,7 +32,7 @@ def test_the_json_of_every_command_keeps_its_shape(person: Person, host: HostByH
     lease = host.claim()
     line = b'{"type":"metrics","at_s":1.5,"step":3,"values":{"loss":0.5}}\n'
     host.hub.append(lease, "metrics", 0, line, last=True)
-    host.hub.complete(lease, wire.CompleteRequest(epoch=lease.epoch))
+    host.hub.complete(lease, CompleteRequest(epoch=lease.epoch))
     asked = {
         "list": ("list", "--status", "completed"),
         "show": ("show", "tree-small"),

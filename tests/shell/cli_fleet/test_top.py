@@ -14,7 +14,7 @@ import pytest
 from strata.base.settings import process_environment
 from strata.cli.completion import complete_contexts, complete_hosts, complete_jobs
 from strata.cli.exit_codes import ExitCode
-from strata.fleet import wire
+from strata.fleet.wire.leases import CompleteRequest, HeartbeatsReply, HeartbeatsRequest, LeaseGiven, LeaseHeld
 from tests.shell.cli_fleet.driving import HostByHand, Person
 from tests.shell.fleet_agent.running import HubProcess
 
@@ -30,17 +30,17 @@ def reports(count: int) -> bytes:
 
 
 @pytest.fixture
-def lease(person: Person, host: HostByHand, manifest: Path) -> wire.LeaseGiven:
+def lease(person: Person, host: HostByHand, manifest: Path) -> LeaseGiven:
     """A job that runs and is nearly at its half; another one that no host can run."""
     assert person.says("apply", str(manifest)).status == ExitCode.OK
     lease = host.claim()
-    held = wire.LeaseHeld(job_id=lease.job_id, epoch=lease.epoch, running=True)
-    host.hub.client.call("POST", "/v1/heartbeats", wire.HeartbeatsReply, body=wire.HeartbeatsRequest(leases=(held,)))
+    held = LeaseHeld(job_id=lease.job_id, epoch=lease.epoch, running=True)
+    host.hub.client.call("POST", "/v1/heartbeats", HeartbeatsReply, body=HeartbeatsRequest(leases=(held,)))
     host.hub.append(lease, "metrics", 0, reports(20), last=True)
     return lease
 
 
-def test_top_shows_progress_what_waits_and_the_hosts(person: Person, lease: wire.LeaseGiven) -> None:
+def test_top_shows_progress_what_waits_and_the_hosts(person: Person, lease: LeaseGiven) -> None:
     shown = person.says("top").out
     assert shown.splitlines()[0].startswith("1 running, 1 waiting (longest ")
     running = next(line for line in shown.splitlines() if line.startswith("tree-small"))
@@ -56,7 +56,7 @@ def test_top_shows_progress_what_waits_and_the_hosts(person: Person, lease: wire
 
 
 def test_metrics_are_plotted_as_wide_as_the_terminal(
-    person: Person, lease: wire.LeaseGiven, monkeypatch: pytest.MonkeyPatch
+    person: Person, lease: LeaseGiven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     lines = person.says("metrics", "tree-small", "--plot").out.splitlines()
@@ -70,21 +70,19 @@ def test_metrics_are_plotted_as_wide_as_the_terminal(
 
 
 @pytest.mark.usefixtures("person")
-def test_watch_prints_a_row_again_when_its_status_changes(host: HostByHand, lease: wire.LeaseGiven) -> None:
+def test_watch_prints_a_row_again_when_its_status_changes(host: HostByHand, lease: LeaseGiven) -> None:
     words = [STRATA, "list", "--watch", "-o", "jsonl"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=process_environment()) as process:
         assert process.stdout is not None
         before = sorted(json.loads(process.stdout.readline())["status"] for _ in range(2))
-        host.hub.complete(lease, wire.CompleteRequest(epoch=lease.epoch))
+        host.hub.complete(lease, CompleteRequest(epoch=lease.epoch))
         after = json.loads(process.stdout.readline())
         process.terminate()
     assert before == ["pending", "running"]
     assert (after["id"], after["status"]) == (lease.job_id, "completed")
 
 
-def test_names_are_completed_from_the_hub(
-    person: Person, host: HostByHand, lease: wire.LeaseGiven, hub: HubProcess
-) -> None:
+def test_names_are_completed_from_the_hub(person: Person, host: HostByHand, lease: LeaseGiven, hub: HubProcess) -> None:
     param, ctx = click.Argument(["job"]), click.Context(click.Command("show"))
     assert {item.value for item in complete_jobs(ctx, param, "tree-")} == {"tree-small", "tree-large"}
     digits = lease.job_id.partition("_")[2]
@@ -99,7 +97,7 @@ def test_names_are_completed_from_the_hub(
     assert time.monotonic() - started_s < 30, "a hub that is away does not hold the shell up"
 
 
-def test_names_of_rows_are_for_other_commands(person: Person, lease: wire.LeaseGiven, host: HostByHand) -> None:
+def test_names_of_rows_are_for_other_commands(person: Person, lease: LeaseGiven, host: HostByHand) -> None:
     assert person.says("list", "--status", "running", "-o", "name").out == f"{lease.job_id}\n"
     assert person.says("hosts", "-o", "name").out == f"{host.name}\n"
     assert person.says("show", "tree-small", "-o", "name").out == f"{lease.job_id}\n"

@@ -27,11 +27,11 @@ from strata.coord.server.authenticator import TokenAuthenticator
 from strata.coord.server.process import expose_metrics
 from strata.coord.server.tokens import Claims, TokenRole, Tokens
 from strata.coord.settings import CoordinatorSettings
-from strata.fleet import wire
 from strata.fleet.agent import metrics as agent_metrics
 from strata.fleet.agent.settings import AgentSettings
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.samples import CardSample, HostSample
+from strata.fleet.wire.identities import HubKeyReply, HubKeyRequest
 from tests.shell.coord.running import STRATA, as_worker, in_process
 from tests.shell.fleet_agent.running import HubProcess, agent
 from tests.shell.fleet_agent.waiting import eventually
@@ -235,9 +235,7 @@ def test_a_prometheus_scrapes_hub_coordinator_agent_and_training_server(tmp_path
     with ExitStack() as stack:
         hub = HubProcess(tmp_path)
         stack.callback(hub.close)
-        key = hub.operator.call(
-            "POST", "/v1/keys", wire.HubKeyReply, body=wire.HubKeyRequest(name="p", role="viewer")
-        ).secret
+        key = hub.operator.call("POST", "/v1/keys", HubKeyReply, body=HubKeyRequest(name="p", role="viewer")).secret
         guards = [stack.enter_context(reserve_port()) for _ in range(4)]
         rpc, coordinator, on_host, web = (f"127.0.0.1:{port_of(guard)}" for guard in guards)
         words = ("--listen", rpc, "--metrics-listen", coordinator, "--database", f"sqlite:{tmp_path}/coord.db")

@@ -15,11 +15,16 @@ from typing import Any, Final
 
 from strata.base.errors import StrataError
 from strata.base.secret import Secret, read_secret
-from strata.fleet import wire
 from strata.fleet.agent.identity import save_local
 from strata.fleet.client.hub_client import HubClient
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 from strata.fleet.core.requirement import Needs
+from strata.fleet.wire.artifacts import FileQuery
+from strata.fleet.wire.hosts import HostsReply
+from strata.fleet.wire.identities import LocalHostReply, LocalHostRequest
+from strata.fleet.wire.jobs import CancelRequest, Job, JobAttempt, JobReply, SubmitReply, SubmitRequest
+from strata.fleet.wire.overview import HubHealth
+from strata.fleet.wire.streams import StreamQuery
 from tests.shell.fleet_agent.waiting import eventually
 from tests.support.ports import port_of, reserve_port
 
@@ -74,7 +79,7 @@ class HubProcess:
         assert self._process.poll() is None, "the hub ended"
         try:
             with HubClient(self.url) as anybody:
-                anybody.call("GET", "/v1/health", wire.HubHealth)
+                anybody.call("GET", "/v1/health", HubHealth)
         except StrataError:
             return False
         return True
@@ -106,44 +111,44 @@ class HubProcess:
         )
 
     def submit_with(self, trainer: TrainerSpec, spec: JobSpec) -> str:
-        body = wire.SubmitRequest(spec=spec, trainer=trainer)
-        return self.operator.call("POST", "/v1/jobs", wire.SubmitReply, body=body).job.id
+        body = SubmitRequest(spec=spec, trainer=trainer)
+        return self.operator.call("POST", "/v1/jobs", SubmitReply, body=body).job.id
 
     def online(self) -> set[str]:
-        hosts = self.operator.call("GET", "/v1/workers", wire.HostsReply).hosts
+        hosts = self.operator.call("GET", "/v1/workers", HostsReply).hosts
         return {each.name for each in hosts if each.presence == "online"}
 
-    def job(self, job_id: str) -> wire.JobReply:
-        return self.operator.call("GET", f"/v1/job/{job_id}", wire.JobReply)
+    def job(self, job_id: str) -> JobReply:
+        return self.operator.call("GET", f"/v1/job/{job_id}", JobReply)
 
-    def until(self, job_id: str, *statuses: str, within_s: float = 60.0) -> wire.JobReply:
+    def until(self, job_id: str, *statuses: str, within_s: float = 60.0) -> JobReply:
         return eventually(lambda: seen if (seen := self.job(job_id)).job.status in statuses else None, within_s)
 
     def until_epoch(self, job_id: str, epoch: int) -> None:
         eventually(lambda: self.job(job_id).job.epoch == epoch)
 
-    def until_tried(self, job_id: str, epoch: int = 1, within_s: float = 60.0) -> wire.JobAttempt:
+    def until_tried(self, job_id: str, epoch: int = 1, within_s: float = 60.0) -> JobAttempt:
         """The attempt, when it has ended."""
 
-        def ended() -> wire.JobAttempt | None:
+        def ended() -> JobAttempt | None:
             found = [each for each in self.job(job_id).attempts if each.epoch == epoch and each.ended_at_s is not None]
             return found[0] if found else None
 
         return eventually(ended, within_s)
 
     def log(self, job_id: str, epoch: int = 0) -> str:
-        query = wire.StreamQuery(attempt=epoch, limit=4 * 1024 * 1024)
+        query = StreamQuery(attempt=epoch, limit=4 * 1024 * 1024)
         return self.operator.fetch(f"/v1/job/{job_id}/log", query=query).content.decode()
 
     def says(self, job_id: str, text: str, epoch: int = 0, within_s: float = 60.0) -> str:
         return eventually(lambda: seen if text in (seen := self.log(job_id, epoch)) else None, within_s)
 
     def file(self, artifact: str, path: str) -> str:
-        query = wire.FileQuery(path=path)
+        query = FileQuery(path=path)
         return self.operator.fetch(f"/v1/artifact/{artifact}/file", query=query).content.decode()
 
     def cancel(self, job_id: str) -> None:
-        self.operator.call("POST", f"/v1/job/{job_id}/cancel", wire.Job, body=wire.CancelRequest(reason="enough"))
+        self.operator.call("POST", f"/v1/job/{job_id}/cancel", Job, body=CancelRequest(reason="enough"))
 
 
 class AgentProcess:
@@ -164,7 +169,7 @@ class AgentProcess:
         self.folder = folder / name
         self.folder.mkdir()
         self.state, self.work = self.folder / "state", self.folder / "work"
-        made = hub.operator.call("POST", "/v1/hosts/local", wire.LocalHostReply, body=wire.LocalHostRequest(name=name))
+        made = hub.operator.call("POST", "/v1/hosts/local", LocalHostReply, body=LocalHostRequest(name=name))
         self.secret = made.secret
         save_local(self.state, hub.address, host_id=made.host_id, name=name, secret=Secret(made.secret))
         self._settings: Mapping[str, str] = {

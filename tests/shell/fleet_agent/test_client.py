@@ -12,7 +12,7 @@ import pytest
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 from strata.fleet.client.hub_client import HubClient, transfer
-from strata.fleet.wire import HubHealth
+from strata.fleet.wire.overview import HubHealth
 from tests.support.ports import port_of, reserve_port
 
 OK = (

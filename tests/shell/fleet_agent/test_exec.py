@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 from strata.fleet.core.requirement import Needs
+from strata.fleet.wire.events import EventsQuery, EventsReply
+from strata.fleet.wire.owners import SecretRequest
 from tests.shell.fleet_agent.running import STRATA, AgentProcess, HubProcess, agent
 from tests.shell.fleet_agent.test_kill_anywhere import ARMED
 from tests.shell.fleet_agent.waiting import eventually, is_alive
@@ -44,7 +45,7 @@ time.sleep(604)
 def quick_hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubProcess]:
     """Its leases are short, and so are the intervals between heartbeats."""
     made = HubProcess(tmp_path_factory.mktemp("hub"), stale_after_s=12.0)
-    secret = wire.SecretRequest(value=SECRET)
+    secret = SecretRequest(value=SECRET)
     made.operator.call("PUT", "/v1/secret/TOKEN", type(None), body=secret)
     yield made
     made.close()
@@ -110,9 +111,7 @@ def test_a_command_runs_inside_the_job_and_its_status_is_passed_on(quick_hub: Hu
         assert lines[5:] == ["wrong"], "nothing of the agent"
         status, _, err = Command(quick_hub, job, "no-such-program").ended()
         assert status == 127
-        (events,) = (
-            quick_hub.operator.call("GET", "/v1/events", wire.EventsReply, query=wire.EventsQuery(subject=job)),
-        )
+        (events,) = (quick_hub.operator.call("GET", "/v1/events", EventsReply, query=EventsQuery(subject=job)),)
         assert [each.kind for each in events.events].count("job.exec_ended") == 2
 
 

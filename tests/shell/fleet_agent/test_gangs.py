@@ -14,9 +14,9 @@ import pytest
 from strata.base.atomic import write_file
 from strata.base.secret import Secret
 from strata.coord.server.tokens import Tokens
-from strata.fleet import wire
 from strata.fleet.agent.gang_member import TOKEN_FILE
 from strata.fleet.core.manifest import parse_manifest
+from strata.fleet.wire.manifests import ManifestReply, ManifestRequest
 from tests.shell.fleet_agent.running import STRATA, AgentProcess, HubProcess, agent
 from tests.shell.fleet_agent.waiting import eventually
 from tests.support.ports import port_of, reserve_port
@@ -61,8 +61,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubProcess]
 def apply(hub: HubProcess, out: Path) -> str:
     """The only member."""
     text = MANIFEST.format(program=PROGRAM, out=out)
-    body = wire.ManifestRequest(manifest=parse_manifest(text, "m.toml").resolve())
-    (made,) = hub.operator.call("POST", "/v1/manifest", wire.ManifestReply, body=body).new
+    body = ManifestRequest(manifest=parse_manifest(text, "m.toml").resolve())
+    (made,) = hub.operator.call("POST", "/v1/manifest", ManifestReply, body=body).new
     assert made.label == "sft/0"
     return made.id
 

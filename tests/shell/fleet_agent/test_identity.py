@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from strata.base.errors import Code, StrataError
-from strata.fleet import wire
 from strata.fleet.agent import identity
 from strata.fleet.client.hub_api import HubApi
 from strata.fleet.client.hub_client import HubClient, TlsFiles
 from strata.fleet.core.capability import Capability
+from strata.fleet.wire.identities import CertificateReply, InviteReply
+from strata.fleet.wire.overview import HubHealth
 from strata.hub.settings import HubTlsSettings
 from strata.identity.ca import private_pem
 from strata.identity.tokens import read_join_token
@@ -28,11 +29,11 @@ async def secure(tmp_path: Path) -> AsyncIterator[Running]:
 
 
 async def join(site: Running, state: Path) -> None:
-    invited = ok(await (await site.operator()).post("/v1/invites", json={}), wire.InviteReply)
+    invited = ok(await (await site.operator()).post("/v1/invites", json={}), InviteReply)
     token = read_join_token(invited.token)
     key, request = new_key()
     body = {"invite_id": token.id, "secret": token.secret.reveal(), "name": "anna", "request_pem": request}
-    reply = ok(await (await site.client()).post("/v1/join", json=body), wire.CertificateReply)
+    reply = ok(await (await site.client()).post("/v1/join", json=body), CertificateReply)
     identity.save_certified(
         state, site.url, reply, key_pem=private_pem(key), request_pem=request.encode(), now_s=1000.0
     )
@@ -60,7 +61,7 @@ async def test_a_hub_of_another_authority_is_not_talked_to(secure: Running, tmp_
         folder = state / "identity"
         tls = TlsFiles(ca=folder / "ca.pem", certificate=folder / "host.pem", key=folder / "host.key")
         with HubClient(other.url, tls=tls) as client, pytest.raises(StrataError, match="not the hub this host joined"):
-            await asyncio.to_thread(client.call, "GET", "/v1/health", wire.HubHealth)
+            await asyncio.to_thread(client.call, "GET", "/v1/health", HubHealth)
 
 
 def test_a_host_that_has_not_joined_is_told_how(tmp_path: Path) -> None:

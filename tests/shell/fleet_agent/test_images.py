@@ -15,9 +15,9 @@ from typing import Final
 
 import pytest
 
-from strata.fleet import wire
 from strata.fleet.core.jobspec import EnvironmentSpec, JobSpec, TrainerSpec
 from strata.fleet.core.requirement import Needs
+from strata.fleet.wire.artifacts import CommitReply
 from strata.sdk.bundle import make_bundle
 from tests.shell.fleet_agent.running import STRATA, HubProcess, agent
 from tests.shell.fleet_agent.waiting import eventually
@@ -59,7 +59,7 @@ def submit(hub: HubProcess, script: str, host: str, *, image: str = IMAGE, **tra
     name = f"in-image-{abs(hash(script)) % 10**8}"
     spec = JobSpec(model=name, trainer=name, needs=Needs(allowed_hosts=(host,)), max_attempts=1)
     source = make_bundle(Path(__file__).parent)
-    hub.operator.send("PUT", f"/v1/source/{source.sha256}", source.content, wire.CommitReply)
+    hub.operator.send("PUT", f"/v1/source/{source.sha256}", source.content, CommitReply)
     values = {"command": ("sh", "-c", script), "bundle": source.sha256, "env": {"GREETING": "hello"}}
     made = TrainerSpec(name=name, environment=EnvironmentSpec(image=image), **values | trainer)  # type: ignore[arg-type]
     return hub.submit_with(made, spec)

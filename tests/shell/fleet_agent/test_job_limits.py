@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from strata.fleet import wire
 from strata.fleet.agent.job_limits import JobLimits, TreeUsage, disk_usage
 from strata.fleet.agent.sandbox import HostSandbox, declared_amounts
 from strata.fleet.agent.settings import SandboxSettings
@@ -24,6 +23,8 @@ from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 from strata.fleet.core.manifest import parse_manifest
 from strata.fleet.core.requirement import Needs
 from strata.fleet.core.why import Why
+from strata.fleet.wire.hosts import Host, HostStateRequest
+from strata.fleet.wire.manifests import ManifestReply, ManifestRequest
 from tests.core.fleet_agent.leases import lease
 from tests.shell.fleet_agent.running import HubProcess, agent
 from tests.shell.fleet_agent.waiting import eventually
@@ -129,8 +130,8 @@ def test_a_job_that_runs_out_of_memory_is_moved_to_a_larger_host(hub: HubProcess
     assert os.geteuid() == 0, "only root can become another user: run this as root"
     folder = Path(tempfile.mkdtemp(prefix="strata-oom-"))
     folder.chmod(0o711)
-    body = wire.ManifestRequest(manifest=parse_manifest(HOSTS, "m.toml").resolve())
-    hub.operator.call("POST", "/v1/manifest", wire.ManifestReply, body=body)
+    body = ManifestRequest(manifest=parse_manifest(HOSTS, "m.toml").resolve())
+    hub.operator.call("POST", "/v1/manifest", ManifestReply, body=body)
     sandbox = {"sandbox_mode": "required", "grace_s": "0"}
     try:
         with (
@@ -138,13 +139,13 @@ def test_a_job_that_runs_out_of_memory_is_moved_to_a_larger_host(hub: HubProcess
             agent(hub, folder, "large", sandbox_memory_gib="0.75", **sandbox),
         ):
             eventually(lambda: {"small", "large"} <= hub.online())
-            paused = wire.HostStateRequest(reason="the small host goes first")
-            hub.operator.call("POST", "/v1/host/large/pause", wire.Host, body=paused)
+            paused = HostStateRequest(reason="the small host goes first")
+            hub.operator.call("POST", "/v1/host/large/pause", Host, body=paused)
             trainer = TrainerSpec(name="greedy", command=("python", "-c", ALLOCATES), directory="/usr/share")
             job = hub.submit_with(trainer, JobSpec(model="greedy", trainer="greedy"))
             first = hub.until_tried(job)
             assert (first.cause, first.facts["out_of_memory"]) == (Cause.OOM, "host"), first
-            hub.operator.call("POST", "/v1/host/large/resume", wire.Host, body=wire.HostStateRequest())
+            hub.operator.call("POST", "/v1/host/large/resume", Host, body=HostStateRequest())
             seen = hub.until(job, "completed", "failed")
             assert (seen.job.status, len(seen.attempts)) == ("completed", 2), seen
             small, large = (each.host_id for each in seen.attempts)

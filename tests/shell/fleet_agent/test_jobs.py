@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from strata.fleet import wire
 from strata.fleet.artifacts.files import scan
 from strata.fleet.artifacts.manifest import ArtifactKind, Lineage
 from strata.fleet.client.artifact_transfer import send_missing_chunks
@@ -15,6 +14,8 @@ from strata.fleet.client.hub_api import HubApi
 from strata.fleet.core.job import Cause
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 from strata.fleet.core.requirement import Needs
+from strata.fleet.wire.artifacts import ArtifactReply, CommitReply, CommitRequest
+from strata.fleet.wire.hosts import Host
 from tests.shell.fleet_agent.running import PLANTED, HubProcess, agent
 from tests.shell.fleet_agent.waiting import eventually, is_alive
 from tests.support.busy import BUSY
@@ -111,8 +112,8 @@ def test_a_source_that_was_uploaded_is_run_and_a_result_that_is_a_link_is_not_ke
     )
     manifest = scan(source)
     send_missing_chunks(HubApi(hub.operator), source, manifest, lambda: True)
-    body = wire.CommitRequest(manifest=manifest, lineage=Lineage(kind=ArtifactKind.SOURCE))
-    bundle = hub.operator.call("POST", "/v1/artifacts", wire.CommitReply, body=body).artifact_id
+    body = CommitRequest(manifest=manifest, lineage=Lineage(kind=ArtifactKind.SOURCE))
+    bundle = hub.operator.call("POST", "/v1/artifacts", CommitReply, body=body).artifact_id
     with agent(hub, tmp_path, "fred") as fred:
         trainer = TrainerSpec(name="uploaded", command=("python", "go.py"), bundle=bundle)
         spec = JobSpec(model="u", trainer="uploaded", needs=Needs(allowed_hosts=("fred",)))
@@ -120,7 +121,7 @@ def test_a_source_that_was_uploaded_is_run_and_a_result_that_is_a_link_is_not_ke
         assert seen.job.status == "completed", seen
         assert seen.attempts[0].facts["code"] == bundle
         assert Path(hub.file(seen.job.artifact, "where")).is_relative_to(fred.work)
-        files = hub.operator.call("GET", f"/v1/artifact/{seen.job.artifact}", wire.ArtifactReply).manifest.files
+        files = hub.operator.call("GET", f"/v1/artifact/{seen.job.artifact}", ArtifactReply).manifest.files
         assert [file.path for file in files] == ["where"]
 
 
@@ -162,7 +163,7 @@ def test_a_second_agent_in_the_same_folder_does_not_start(hub: HubProcess, tmp_p
 def test_the_hub_is_told_what_the_host_is(hub: HubProcess, tmp_path: Path) -> None:
     with agent(hub, tmp_path, "jule", labels='{ rack = "b4" }') as jule:
         eventually(lambda: "host_registered" in jule.said())
-        host = hub.operator.call("GET", "/v1/host/jule", wire.Host)
+        host = hub.operator.call("GET", "/v1/host/jule", Host)
         assert host.capability.os == "linux"
         assert host.capability.cores >= 1
         assert host.capability.ram_bytes > 1 << 28

@@ -11,7 +11,7 @@ import pytest
 from strata.fleet.agent.attempt_folder import AttemptPaths
 from strata.fleet.agent.server_job import StateSource, data_folder, prepare_server, seal_state
 from strata.fleet.core.jobspec import JobSpec
-from strata.fleet.wire import LeaseGiven
+from strata.fleet.wire.leases import LeaseGiven
 
 JOB = "job1_" + "a" * 64
 COPY = "artifact1_" + "b" * 64

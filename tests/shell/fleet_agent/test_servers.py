@@ -13,9 +13,10 @@ from typing import Any, Final
 import httpx
 import pytest
 
-from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 from strata.fleet.core.requirement import Needs
+from strata.fleet.wire.hosts import Host, HostsReply, HostStateRequest
+from strata.fleet.wire.identities import HubKeyReply, HubKeyRequest, RoleName
 from tests.shell.fleet_agent.running import AgentProcess, HubProcess, agent
 from tests.shell.fleet_agent.waiting import eventually, is_alive
 
@@ -37,9 +38,9 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubProcess]:
     made.close()
 
 
-def researcher(hub: HubProcess, name: str, role: wire.RoleName = "researcher") -> httpx.Client:
+def researcher(hub: HubProcess, name: str, role: RoleName = "researcher") -> httpx.Client:
     """A person with a key of the hub, at the hub's URL."""
-    made = hub.operator.call("POST", "/v1/keys", wire.HubKeyReply, body=wire.HubKeyRequest(name=name, role=role))
+    made = hub.operator.call("POST", "/v1/keys", HubKeyReply, body=HubKeyRequest(name=name, role=role))
     return httpx.Client(base_url=f"{hub.url}/api/v1", headers={"x-api-key": made.secret}, timeout=60.0)
 
 
@@ -146,13 +147,13 @@ def test_a_server_knows_people_by_their_keys_and_not_by_the_headers_they_send(hu
 
 
 def set_host(hub: HubProcess, host: str, state: str) -> None:
-    hub.operator.call("POST", f"/v1/host/{host}/{state}", wire.Host, body=wire.HostStateRequest(reason="test"))
+    hub.operator.call("POST", f"/v1/host/{host}/{state}", Host, body=HostStateRequest(reason="test"))
 
 
 def host_of(hub: HubProcess, job: str) -> str:
     """The host that serves; empty if none does."""
     found = hub.job(job).job
-    hosts = hub.operator.call("GET", "/v1/workers", wire.HostsReply).hosts
+    hosts = hub.operator.call("GET", "/v1/workers", HostsReply).hosts
     return next((each.name for each in hosts if each.id == found.host_id and found.serving == "serving"), "")
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from strata.fleet import wire
 from strata.fleet.core.job import Cause
+from strata.fleet.wire.events import EventsQuery, EventsReply
+from strata.fleet.wire.hosts import Host, HostStateRequest
 from tests.shell.fleet_agent.running import HubProcess, agent
 from tests.shell.fleet_agent.waiting import eventually, is_alive
 
@@ -192,16 +193,16 @@ def test_a_host_whose_state_folder_was_copied_is_quarantined_with_the_names_of_b
             assert found.state_reason.startswith("two agents work as this host at once: ")
             for process in (karl, clone):
                 assert f"process {process.pid} " in found.state_reason
-            events = hub.operator.call("GET", "/v1/events", wire.EventsReply, query=wire.EventsQuery()).events
+            events = hub.operator.call("GET", "/v1/events", EventsReply, query=EventsQuery()).events
             assert any(found.state_reason in str(each) for each in events), events
-            hub.operator.call("POST", "/v1/host/karl/resume", wire.Host, body=wire.HostStateRequest())
+            hub.operator.call("POST", "/v1/host/karl/resume", Host, body=HostStateRequest())
             assert hub.until(hub.submit("karl", "complete"), "completed", "failed").job.status == "completed"
     finally:
         hub.close()
 
 
-def _host(hub: HubProcess, name: str) -> wire.Host:
-    return hub.operator.call("GET", f"/v1/host/{name}", wire.Host)
+def _host(hub: HubProcess, name: str) -> Host:
+    return hub.operator.call("GET", f"/v1/host/{name}", Host)
 
 
 def test_a_host_that_somebody_wants_back_gives_its_job_back(hub: HubProcess, tmp_path: Path) -> None:

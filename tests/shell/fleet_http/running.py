@@ -19,10 +19,12 @@ import msgspec
 
 from strata.base.clock import SystemClock
 from strata.base.unix_socket import listen_unix
-from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.manifest import parse_manifest
 from strata.fleet.core.plan import ApplyPlan
+from strata.fleet.wire.hosts import RegisterReply
+from strata.fleet.wire.identities import HubKeyReply, LocalHostReply
+from strata.fleet.wire.leases import ClaimReply, LeaseGiven
 from strata.http.problem import ErrorReply
 from strata.hub.compose import TOKEN_FILE, Hub, open_hub
 from strata.hub.server import listening, serve
@@ -44,13 +46,13 @@ class HostClient:
     id: str
     http: httpx.AsyncClient
 
-    async def register(self, **capability: Any) -> wire.RegisterReply:
+    async def register(self, **capability: Any) -> RegisterReply:
         body = {"capability": {"hostname": "h", **capability}}
-        return ok(await self.http.post("/v1/host/register", json=body), wire.RegisterReply)
+        return ok(await self.http.post("/v1/host/register", json=body), RegisterReply)
 
-    async def claim(self, claim_id: str = "c1", **more: Any) -> Sequence[wire.LeaseGiven]:
+    async def claim(self, claim_id: str = "c1", **more: Any) -> Sequence[LeaseGiven]:
         reply = await self.http.post("/v1/job/claim", json={"claim_id": claim_id, **more})
-        return ok(reply, wire.ClaimReply).leases
+        return ok(reply, ClaimReply).leases
 
 
 @dataclass
@@ -85,10 +87,10 @@ class Running:
         name = name or f"{role}-{next(self.names)}"
         made = await (await self.operator()).post("/v1/keys", json={"name": name, "role": role})
         client = self.private_client if role in ("operator", "admin") else self.client
-        return await client(Authorization=f"Bearer {ok(made, wire.HubKeyReply).secret}")
+        return await client(Authorization=f"Bearer {ok(made, HubKeyReply).secret}")
 
     async def host(self, name: str, **capability: Any) -> HostClient:
-        made = ok(await (await self.operator()).post("/v1/hosts/local", json={"name": name}), wire.LocalHostReply)
+        made = ok(await (await self.operator()).post("/v1/hosts/local", json={"name": name}), LocalHostReply)
         host = HostClient(made.host_id, await self.private_client(Authorization=f"Bearer {made.secret}"))
         await host.register(**capability)
         return host

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.http.routes import ROUTES
+from strata.fleet.wire.identities import CallerReply, HubKeyReply
+from strata.fleet.wire.jobs import Job, SubmitReply
+from strata.fleet.wire.manifests import ManifestReply, TrainersReply
 from strata.http.route import Route
 from tests.shell.fleet_http.running import HostClient, Running, manifest_body, ok, refused, running
 
@@ -57,16 +59,16 @@ async def test_a_researcher_ends_only_her_own_jobs(site: Running) -> None:
     operator = await site.operator()
     trainer = {"name": "t", "command": ["true"], "bundle": "0" * 64}
     body = {"spec": {"model": "m", "trainer": "t"}, "trainer": trainer}
-    job = ok(await hers.post("/v1/jobs", json=body), wire.SubmitReply).job
+    job = ok(await hers.post("/v1/jobs", json=body), SubmitReply).job
     key_id = hers.headers["Authorization"].split("-")[1]
     assert job.submitted_by == f"key:{key_id}"
     for path in (f"/v1/job/{job.id}/cancel", f"/v1/job/{job.id}/requeue"):
         assert refused(await other.post(path)) == (403, "forbidden")
-        assert ok(await hers.post(path), wire.Job).submitted_by == f"key:{key_id}"
+        assert ok(await hers.post(path), Job).submitted_by == f"key:{key_id}"
     text = '[trainers.t]\ncommand = ["true"]\nbundle = "' + "0" * 64 + '"\n[[jobs]]\nmodel = "m"\ntrainer = "t"\n'
-    ok(await operator.post("/v1/manifest", json=manifest_body(text)), wire.ManifestReply)
+    ok(await operator.post("/v1/manifest", json=manifest_body(text)), ManifestReply)
     assert refused(await hers.post(f"/v1/job/{job.id}/cancel", json={})) == (403, "forbidden")
-    assert ok(await operator.post(f"/v1/job/{job.id}/cancel", json={}), wire.Job).status == "cancelled"
+    assert ok(await operator.post(f"/v1/job/{job.id}/cancel", json={}), Job).status == "cancelled"
 
 
 async def test_a_method_that_is_not_there_is_named_as_such(site: Running) -> None:
@@ -95,14 +97,14 @@ async def test_a_hub_shows_its_lists_to_everybody_only_if_told_to(tmp_path: Path
 
 async def test_everybody_who_is_known_is_told_who_he_is_and_until_when(site: Running) -> None:
     anna = await site.host("anna")
-    told = ok(await anna.http.get("/v1/caller"), wire.CallerReply)
+    told = ok(await anna.http.get("/v1/caller"), CallerReply)
     assert (told.kind, told.id, told.name, told.role, told.expires_at_s) == ("host", anna.id, "anna", None, None)
     operator = await site.operator()
-    assert ok(await operator.get("/v1/caller"), wire.CallerReply).role == "admin"
+    assert ok(await operator.get("/v1/caller"), CallerReply).role == "admin"
     body = {"name": "laptop", "role": "viewer", "valid_s": 3600}
-    made = ok(await operator.post("/v1/keys", json=body), wire.HubKeyReply)
+    made = ok(await operator.post("/v1/keys", json=body), HubKeyReply)
     viewer = await site.client(Authorization=f"Bearer {made.secret}")
-    told = ok(await viewer.get("/v1/caller"), wire.CallerReply)
+    told = ok(await viewer.get("/v1/caller"), CallerReply)
     assert (told.kind, told.name, told.role, told.expires_at_s) == ("key", "laptop", "viewer", made.key.expires_at_s)
 
 
@@ -186,9 +188,9 @@ async def test_of_many_trainers_that_are_submitted_at_once_under_one_name_one_ge
         for n in range(6)
     ]
     replies = await asyncio.gather(*(researcher.post("/v1/jobs", json=body) for body in bodies))
-    (queued,) = [ok(reply, wire.SubmitReply).job for reply in replies if reply.status_code == 200]
+    (queued,) = [ok(reply, SubmitReply).job for reply in replies if reply.status_code == 200]
     assert [refused(reply) for reply in replies if reply.status_code != 200] == [(409, "conflict")] * 5
-    known = ok(await researcher.get("/v1/trainers"), wire.TrainersReply).trainers["t"]
+    known = ok(await researcher.get("/v1/trainers"), TrainersReply).trainers["t"]
     assert (queued.trainer_digest, known.spec.command[1]) == (known.digest, f"{queued.spec.seed}.py")
 
 

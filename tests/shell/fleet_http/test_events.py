@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from strata.base.errors import StrataError
-from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.http import events as events_module
+from strata.fleet.wire.events import EventsReply
 from strata.http.anonymous import client_address
 from strata.hub.settings import HubSettings
 from tests.shell.fleet_http.running import Running, ok, refused, running
@@ -58,14 +58,14 @@ async def test_a_stream_misses_nothing_and_repeats_nothing_across_reconnects(sit
             if kinds.count("job.created") == 120:
                 break
     await writing
-    page = ok(await viewer.get("/v1/events", params={"limit": 1000}), wire.EventsReply)
+    page = ok(await viewer.get("/v1/events", params={"limit": 1000}), EventsReply)
     assert seen == [event.cursor for event in page.events][: len(seen)]
     assert len(set(seen)) == len(seen)
 
 
 async def test_a_listener_hears_of_a_change_without_asking_again(site: Running) -> None:
     viewer = await site.with_role("viewer")
-    newest = ok(await viewer.get("/v1/events", params={"after": "newest"}), wire.EventsReply)
+    newest = ok(await viewer.get("/v1/events", params={"after": "newest"}), EventsReply)
     assert newest.events == ()
     stream = cursors(viewer, newest.cursor, 1)
     first = asyncio.ensure_future(anext(stream))
@@ -81,19 +81,19 @@ async def test_a_listener_hears_of_a_change_without_asking_again(site: Running) 
 
 async def test_a_long_poll_of_events_wakes_up(site: Running) -> None:
     viewer = await site.with_role("viewer")
-    after = ok(await viewer.get("/v1/events", params={"after": "newest"}), wire.EventsReply).cursor
+    after = ok(await viewer.get("/v1/events", params={"after": "newest"}), EventsReply).cursor
     waiting = asyncio.create_task(viewer.get("/v1/events", params={"after": after, "wait_s": 30}))
     done, _ = await asyncio.wait([waiting], timeout=0.2)
     assert not done
     (job_id,) = await site.add(JobSpec(model="m"))
-    reply = ok(await asyncio.wait_for(waiting, 10), wire.EventsReply)
+    reply = ok(await asyncio.wait_for(waiting, 10), EventsReply)
     assert [(event.kind, event.subject) for event in reply.events if event.subject == job_id]
 
 
 async def test_one_subject_can_be_followed_alone(site: Running) -> None:
     viewer = await site.with_role("viewer")
     one, other = await site.add(JobSpec(model="m"), JobSpec(model="n"))
-    page = ok(await viewer.get("/v1/events", params={"subject": one}), wire.EventsReply)
+    page = ok(await viewer.get("/v1/events", params={"subject": one}), EventsReply)
     assert {event.subject for event in page.events} == {one}
     assert other not in {event.subject for event in page.events}
 
@@ -151,7 +151,7 @@ async def test_a_feed_serves_the_same_rows_from_memory_and_from_the_table(site: 
 
 async def recorded(client: httpx.AsyncClient, kind: str) -> dict[str, str]:
     """The addresses of all events of this kind, by actor."""
-    events = ok(await client.get("/v1/events", params={"limit": 500}), wire.EventsReply).events
+    events = ok(await client.get("/v1/events", params={"limit": 500}), EventsReply).events
     return {event.actor.partition(":")[0]: event.address for event in events if event.kind == kind}
 
 

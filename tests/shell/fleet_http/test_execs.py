@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import httpx
 
-from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.ownership import Submitter
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.execs import MAX_OPEN, MAX_OUTPUT
+from strata.fleet.wire.events import EventsReply
+from strata.fleet.wire.execs import ExecGiven, ExecReply
+from strata.fleet.wire.leases import HeartbeatsReply, LeaseGiven
+from strata.fleet.wire.streams import PieceReply
 from tests.shell.fleet_http.running import HostClient, Running, ok, refused
 
 
-async def run_job(site: Running, host: HostClient, owner: str = "anna") -> wire.LeaseGiven:
+async def run_job(site: Running, host: HostClient, owner: str = "anna") -> LeaseGiven:
     spec = JobSpec(model=f"of-{owner}")
     submitter = Submitter(owner=owner, operator=False)
     plan = ApplyPlan(new={spec.id: spec})
@@ -22,15 +25,15 @@ async def run_job(site: Running, host: HostClient, owner: str = "anna") -> wire.
     return lease
 
 
-async def heartbeat(host: HostClient, lease: wire.LeaseGiven) -> wire.HeartbeatsReply:
+async def heartbeat(host: HostClient, lease: LeaseGiven) -> HeartbeatsReply:
     held = {"job_id": lease.job_id, "epoch": lease.epoch, "running": True}
-    return ok(await host.http.post("/v1/heartbeats", json={"leases": [held]}), wire.HeartbeatsReply)
+    return ok(await host.http.post("/v1/heartbeats", json={"leases": [held]}), HeartbeatsReply)
 
 
-async def request(client: httpx.AsyncClient, lease: wire.LeaseGiven) -> str:
+async def request(client: httpx.AsyncClient, lease: LeaseGiven) -> str:
     """The path of the exec."""
     body = {"command": ["ls", "-l"], "timeout_s": 5}
-    reply = ok(await client.post(f"/v1/job/{lease.job_id}/exec", json=body), wire.ExecReply)
+    reply = ok(await client.post(f"/v1/job/{lease.job_id}/exec", json=body), ExecReply)
     return f"/v1/job/{lease.job_id}/exec/{reply.id}"
 
 
@@ -41,10 +44,10 @@ async def test_the_output_and_the_exit_status_reach_the_owner(site: Running) -> 
     path = await request(anna, lease)
     (pending,) = (await heartbeat(host, lease)).execs
     assert f"/v1/job/{pending.job_id}/exec/{pending.id}" == path
-    given = ok(await host.http.post(f"{path}/start", json={"run": "r1"}), wire.ExecGiven)
+    given = ok(await host.http.post(f"{path}/start", json={"run": "r1"}), ExecGiven)
     assert (given.command, given.timeout_s) == (("ls", "-l"), 5.0)
     piece = {"epoch": lease.epoch, "offset": 0}
-    assert ok(await host.http.put(path, params=piece, content=b"total 0\n"), wire.PieceReply).size == 8
+    assert ok(await host.http.put(path, params=piece, content=b"total 0\n"), PieceReply).size == 8
     first = await anna.get(path, params={"wait_s": 5})
     assert (first.content, first.headers["x-strata-next"], first.headers["x-strata-ended"]) == (
         b"total 0\n",
@@ -56,7 +59,7 @@ async def test_the_output_and_the_exit_status_reach_the_owner(site: Running) -> 
     assert (last.content, last.headers["x-strata-ended"], last.headers["x-strata-status"]) == (b"", "true", "7")
     await site.hub.context.execs.run_once()
     assert (await heartbeat(host, lease)).execs == ()
-    events = ok(await anna.get("/v1/events", params={"subject": lease.job_id, "limit": 100}), wire.EventsReply).events
+    events = ok(await anna.get("/v1/events", params={"subject": lease.job_id, "limit": 100}), EventsReply).events
     (asked,) = (each for each in events if each.kind == "job.exec_requested")
     assert asked.actor.startswith("key:")
     assert (asked.body["program"], asked.body["arguments"]) == ("ls", 1)
@@ -92,7 +95,7 @@ async def test_a_restarted_agent_does_not_run_it_again(site: Running) -> None:
     operator = await site.operator()
     path = await request(operator, lease)
     for _ in range(2):
-        ok(await host.http.post(f"{path}/start", json={"run": "r1"}), wire.ExecGiven)
+        ok(await host.http.post(f"{path}/start", json={"run": "r1"}), ExecGiven)
     assert refused(await host.http.post(f"{path}/start", json={"run": "r2"}))[1] == "stale"
     ended = await operator.get(path)
     assert (ended.headers["x-strata-ended"], "restarted" in ended.headers["x-strata-reason"]) == ("true", True)
@@ -104,7 +107,7 @@ async def test_a_cancelled_one_is_refused_to_its_host(site: Running) -> None:
     lease = await run_job(site, host)
     operator = await site.operator()
     path = await request(operator, lease)
-    ok(await host.http.post(f"{path}/start", json={"run": "r1"}), wire.ExecGiven)
+    ok(await host.http.post(f"{path}/start", json={"run": "r1"}), ExecGiven)
     assert (await operator.post(f"{path}/cancel")).status_code == 204
     assert refused(await host.http.put(path, params={"epoch": 1, "offset": 0}, content=b"x"))[1] == "stale"
     assert (await operator.get(path)).headers["x-strata-reason"] == "it was cancelled"
@@ -115,7 +118,7 @@ async def test_one_for_a_lease_that_ended_is_refused(site: Running) -> None:
     lease = await run_job(site, host)
     operator = await site.operator()
     waiting, begun = await request(operator, lease), await request(operator, lease)
-    ok(await host.http.post(f"{begun}/start", json={"run": "r1"}), wire.ExecGiven)
+    ok(await host.http.post(f"{begun}/start", json={"run": "r1"}), ExecGiven)
     await operator.post(f"/v1/job/{lease.job_id}/cancel", json={})
     assert refused(await host.http.post(f"{waiting}/start", json={"run": "r1"}))[1] == "stale"
     assert refused(await host.http.put(begun, params={"epoch": 1, "offset": 0}, content=b"x"))[1] == "stale"
@@ -129,11 +132,11 @@ async def test_a_host_cannot_flood_the_hub_with_output(site: Running) -> None:
     lease = await run_job(site, host)
     operator = await site.operator()
     path = await request(operator, lease)
-    ok(await host.http.post(f"{path}/start", json={"run": "r1"}), wire.ExecGiven)
+    ok(await host.http.post(f"{path}/start", json={"run": "r1"}), ExecGiven)
     piece = b"x" * (MAX_OUTPUT // 2)
     for number in range(2):
         params = {"epoch": 1, "offset": number * len(piece)}
-        ok(await host.http.put(path, params=params, content=piece), wire.PieceReply)
+        ok(await host.http.put(path, params=params, content=piece), PieceReply)
     full = await host.http.put(path, params={"epoch": 1, "offset": MAX_OUTPUT}, content=b"y")
     assert refused(full)[1] == "exhausted"
     for _ in range(MAX_OPEN - 1):

@@ -13,8 +13,11 @@ from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 from strata.coord.server.tokens import Claims, TokenRole, Tokens
-from strata.fleet import wire
 from strata.fleet.core.jobspec import GangPlace, JobSpec, coordinator_job, gang_members
+from strata.fleet.wire.artifacts import CommitReply
+from strata.fleet.wire.jobs import JobsReply
+from strata.fleet.wire.leases import HeartbeatsReply, LeaseGiven, LeaseVerdict, PartsReply
+from strata.fleet.wire.manifests import ManifestReply
 from strata.hub.settings import GangCoordinatorSettings
 from tests.core.fleet.jobs import TRAINER
 from tests.shell.fleet_http.running import HostClient, Running, manifest_body, ok, refused, running
@@ -39,7 +42,7 @@ async def gangs(tmp_path: Path) -> AsyncIterator[Running]:
         yield site
 
 
-async def member(site: Running, name: str = "a") -> tuple[HostClient, wire.LeaseGiven]:
+async def member(site: Running, name: str = "a") -> tuple[HostClient, LeaseGiven]:
     host = await site.host(name)
     await site.hub.context.fleet.plan_reservations()
     (lease,) = await host.claim(f"c-{name}")
@@ -50,9 +53,9 @@ def claims(site: Running, token: str, later_s: float = 0.0) -> Claims:
     return Tokens(Secret(SECRET)).read(token, site.hub.context.clock.wall_s() + later_s)
 
 
-async def renew(host: HostClient, lease: wire.LeaseGiven, **held: object) -> wire.LeaseVerdict:
+async def renew(host: HostClient, lease: LeaseGiven, **held: object) -> LeaseVerdict:
     body = {"leases": [{"job_id": lease.job_id, "epoch": lease.epoch, **held}]}
-    (verdict,) = ok(await host.http.post("/v1/heartbeats", json=body), wire.HeartbeatsReply).verdicts
+    (verdict,) = ok(await host.http.post("/v1/heartbeats", json=body), HeartbeatsReply).verdicts
     return verdict
 
 
@@ -95,7 +98,7 @@ async def test_a_heartbeat_renews_the_token_of_the_host_that_holds_the_lease(gan
 
 async def test_people_see_neither_token_nor_secret(gangs: Running) -> None:
     operator = await gangs.operator()
-    ok(await operator.post("/v1/manifest", json=manifest_body(MANIFEST)), wire.ManifestReply)
+    ok(await operator.post("/v1/manifest", json=manifest_body(MANIFEST)), ManifestReply)
     _, lease = await member(gangs)
     assert lease.gang is not None
     for path in ("/v1/jobs", f"/v1/job/{lease.job_id}", "/v1/events"):
@@ -104,7 +107,7 @@ async def test_people_see_neither_token_nor_secret(gangs: Running) -> None:
         assert SECRET not in text
 
 
-async def upload(host: HostClient, lease: wire.LeaseGiven, **files: bytes) -> str:
+async def upload(host: HostClient, lease: LeaseGiven, **files: bytes) -> str:
     """A checkpoint of this attempt with these files."""
     for content in files.values():
         query = {"size": len(content)}
@@ -115,10 +118,10 @@ async def upload(host: HostClient, lease: wire.LeaseGiven, **files: bytes) -> st
     ]
     body = {"manifest": {"files": listed}, "lineage": {"kind": "checkpoint"}}
     body |= {"job_id": lease.job_id, "epoch": lease.epoch}
-    return ok(await host.http.post("/v1/artifacts", json=body), wire.CommitReply).artifact_id
+    return ok(await host.http.post("/v1/artifacts", json=body), CommitReply).artifact_id
 
 
-async def find(host: HostClient, lease: wire.LeaseGiven, **parts: bytes) -> httpx.Response:
+async def find(host: HostClient, lease: LeaseGiven, **parts: bytes) -> httpx.Response:
     body = {"epoch": lease.epoch, "parts": {name: f"sha256:{sha256_hex(content)}" for name, content in parts.items()}}
     return await host.http.post(f"/v1/job/{lease.job_id}/parts", json=body)
 
@@ -131,12 +134,12 @@ async def test_a_member_reads_the_parts_of_a_checkpoint_that_the_others_uploaded
     await upload(anna, own, a=b"old-a")
     await upload(bert, other, b=b"old-b")
     later = await upload(anna, own, a=b"new-a")
-    found = ok(await find(anna, own, a=b"new-a", b=b"new-b"), wire.PartsReply)
+    found = ok(await find(anna, own, a=b"new-a", b=b"new-b"), PartsReply)
     assert found.artifacts == (), "bert has not uploaded his"
-    earlier = ok(await find(anna, own, a=b"old-a", b=b"old-b"), wire.PartsReply)
+    earlier = ok(await find(anna, own, a=b"old-a", b=b"old-b"), PartsReply)
     assert len(earlier.artifacts) == 2
     newest = await upload(bert, other, b=b"new-b")
-    found = ok(await find(anna, own, a=b"new-a", b=b"new-b"), wire.PartsReply)
+    found = ok(await find(anna, own, a=b"new-a", b=b"new-b"), PartsReply)
     assert sorted(found.artifacts) == sorted([later, newest])
     assert (await anna.http.get(f"/v1/chunk/{sha256_hex(b'new-b')}")).content == b"new-b"
 
@@ -146,11 +149,11 @@ async def test_the_hub_finds_parts_by_their_digests_and_never_by_their_names(gan
     host, lease = await member(gangs)
     right = await upload(host, lease, a=b"new-a", b=b"new-b")
     await upload(host, lease, a=b"new-a", b=b"old-b")
-    found = ok(await find(host, lease, a=b"new-a", b=b"new-b"), wire.PartsReply)
+    found = ok(await find(host, lease, a=b"new-a", b=b"new-b"), PartsReply)
     assert found.artifacts == (right,), "a file of the other one would take the place of a part"
     for digest in ("crc32:1", ""):
         body = {"epoch": lease.epoch, "parts": {"a": digest}}
-        named = ok(await host.http.post(f"/v1/job/{lease.job_id}/parts", json=body), wire.PartsReply)
+        named = ok(await host.http.post(f"/v1/job/{lease.job_id}/parts", json=body), PartsReply)
         assert named.artifacts == ()
 
 
@@ -171,7 +174,7 @@ async def test_a_hub_without_a_coordinator_refuses_gangs(site: Running) -> None:
         reply = await operator.post("/v1/manifest", json=body)
         assert refused(reply)[1] == Code.UNSUPPORTED.value
         assert "sft is a gang, and this hub has no coordinator for gangs" in reply.text
-    assert ok(await operator.get("/v1/jobs"), wire.JobsReply).jobs == ()
+    assert ok(await operator.get("/v1/jobs"), JobsReply).jobs == ()
 
 
 async def test_a_member_cannot_be_submitted_without_its_gang(gangs: Running) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.requirement import Needs
+from strata.fleet.wire.hosts import Host, HostPageReply, HostPlanReply, HostPolicyReply
+from strata.fleet.wire.manifests import ManifestReply
 from tests.shell.fleet_http.running import Running, manifest_body, ok, refused
 
 GPUS = [{"name": "A100", "vram_bytes": 80 << 30, "uuid": "GPU-0"}, {"name": "A100", "vram_bytes": 80 << 30}]
@@ -29,7 +30,7 @@ async def test_a_page_of_hosts_has_load_cards_and_jobs(site: Running) -> None:
     assert (await host.http.post("/v1/heartbeats", json=beat)).status_code == 200
 
     viewer = await site.with_role("viewer")
-    page = ok(await viewer.get("/v1/hosts"), wire.HostPageReply)
+    page = ok(await viewer.get("/v1/hosts"), HostPageReply)
     assert (page.total, page.by_status) == (2, {"online": 2})
     assert [each.name for each in page.hosts] == ["cpu-1", "gpu-1"]
     gpu = page.hosts[1]
@@ -37,7 +38,7 @@ async def test_a_page_of_hosts_has_load_cards_and_jobs(site: Running) -> None:
     assert [(card.id, card.use, card.vram_gib) for card in gpu.cards] == [("GPU-0", 0.9, 80.0), ("1", None, 80.0)]
     assert sum(card.taken for card in gpu.cards) == 1.0
     assert [(job.label, job.status) for job in gpu.jobs] == [("train", "running")]
-    busiest = ok(await viewer.get("/v1/hosts", params={"sort": "load"}), wire.HostPageReply)
+    busiest = ok(await viewer.get("/v1/hosts", params={"sort": "load"}), HostPageReply)
     assert [each.name for each in busiest.hosts] == ["gpu-1", "cpu-1"]
 
 
@@ -49,7 +50,7 @@ async def test_hosts_are_searched_by_name_label_and_card_and_chosen_by_status(si
     viewer = await site.with_role("viewer")
 
     async def names(**query: str | int) -> list[str]:
-        return [each.name for each in ok(await viewer.get("/v1/hosts", params=query), wire.HostPageReply).hosts]
+        return [each.name for each in ok(await viewer.get("/v1/hosts", params=query), HostPageReply).hosts]
 
     assert await names(search="ALPH") == ["alpha"]
     assert await names(search="rack=r7") == ["alpha"]
@@ -63,13 +64,13 @@ async def test_a_policy_is_told_in_words_with_the_hours_of_the_host(site: Runnin
     await site.host("gpu-1", utc_offset_min=60)
     await site.host("gpu-2")
     operator = await site.operator()
-    ok(await operator.post("/v1/manifest", json=manifest_body(POLICY)), wire.ManifestReply)
+    ok(await operator.post("/v1/manifest", json=manifest_body(POLICY)), ManifestReply)
     viewer = await site.with_role("viewer")
-    policy = ok(await viewer.get("/v1/host/gpu-1/policy"), wire.HostPolicyReply)
+    policy = ok(await viewer.get("/v1/host/gpu-1/policy"), HostPolicyReply)
     assert policy.rules == ("Only these jobs may run here: llama*.",)
     assert (policy.project, policy.quiet_hours) == ("default", ("Monday to Friday 09:00-17:30",))
     assert policy.utc_offset_min == 60
-    free = ok(await viewer.get("/v1/host/gpu-2/policy"), wire.HostPolicyReply)
+    free = ok(await viewer.get("/v1/host/gpu-2/policy"), HostPolicyReply)
     assert (free.project, free.quiet_hours) == ("", ())
 
 
@@ -78,14 +79,14 @@ async def test_the_plan_of_an_action_names_the_jobs_and_changes_nothing(site: Ru
     host = await site.host("gpu-1")
     (lease,) = await host.claim()
     operator = await site.operator()
-    drain = ok(await operator.get("/v1/host/gpu-1/plan", params={"action": "drain"}), wire.HostPlanReply)
+    drain = ok(await operator.get("/v1/host/gpu-1/plan", params={"action": "drain"}), HostPlanReply)
     assert (drain.possible, drain.stranded, drain.ends) == (True, 2, ())
     assert [job.job_id for job in drain.stays] == [lease.job_id]
-    revoke = ok(await operator.get("/v1/host/gpu-1/plan", params={"action": "revoke"}), wire.HostPlanReply)
+    revoke = ok(await operator.get("/v1/host/gpu-1/plan", params={"action": "revoke"}), HostPlanReply)
     assert [job.job_id for job in revoke.ends] == [lease.job_id]
-    assert ok(await operator.get("/v1/host/gpu-1"), wire.Host).state == "active"
+    assert ok(await operator.get("/v1/host/gpu-1"), Host).state == "active"
     await site.host("gpu-2")
-    again = ok(await operator.get("/v1/host/gpu-1/plan", params={"action": "drain"}), wire.HostPlanReply)
+    again = ok(await operator.get("/v1/host/gpu-1/plan", params={"action": "drain"}), HostPlanReply)
     assert again.stranded == 0, "another host takes them"
     viewer = await site.with_role("viewer")
     assert refused(await viewer.get("/v1/host/gpu-1/plan", params={"action": "drain"})) == (403, "forbidden")

@@ -9,8 +9,8 @@ import obstore
 
 from strata.base.digest import sha256_hex
 from strata.base.settings import Secret
-from strata.fleet import wire
 from strata.fleet.artifacts.retention import RetentionPolicy
+from strata.fleet.wire.artifacts import CommitReply, MadeReply
 from strata.hub.settings import BucketSettings
 from tests.shell.fleet_http.running import Running, ok, running
 from tests.support.s3 import S3Server
@@ -67,9 +67,9 @@ async def _commit(site: Running, content: bytes) -> None:
     assert (await researcher.put(f"/v1/chunk/{digest}", params={"size": len(content)}, content=content)).is_success
     file = {"path": "state", "size": len(content), "sha256": digest, "chunks": [digest]}
     body = {"manifest": {"files": [file]}, "lineage": {"kind": "source", "model": "m"}}
-    ok(await researcher.post("/v1/artifacts", json=body), wire.CommitReply)
+    ok(await researcher.post("/v1/artifacts", json=body), CommitReply)
 
 
 async def _listed(site: Running) -> Sequence[str]:
     reply = await (await site.operator()).get("/v1/artifacts")
-    return [made.artifact_id for made in ok(reply, wire.MadeReply).artifacts]
+    return [made.artifact_id for made in ok(reply, MadeReply).artifacts]

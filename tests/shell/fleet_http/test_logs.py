@@ -6,8 +6,9 @@ import asyncio
 
 import httpx
 
-from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec
+from strata.fleet.wire.jobs import Job
+from strata.fleet.wire.streams import PieceReply
 from tests.shell.fleet_http.running import HostClient, Running, ok, refused
 
 
@@ -21,7 +22,7 @@ async def attempt(site: Running) -> tuple[HostClient, httpx.AsyncClient, str]:
 async def put(host: HostClient, job_id: str, offset: int, piece: bytes, name: str = "log") -> int:
     params = {"epoch": 1, "offset": offset}
     reply = await host.http.put(f"/v1/job/{job_id}/{name}", params=params, content=piece)
-    return ok(reply, wire.PieceReply).size
+    return ok(reply, PieceReply).size
 
 
 async def test_pieces_are_joined_whatever_is_sent_twice(site: Running) -> None:
@@ -44,7 +45,7 @@ async def test_a_follower_gets_what_comes_and_learns_of_the_end(site: Running) -
     await put(host, job_id, 0, b"hello")
     assert (await asyncio.wait_for(waiting, 10)).content == b"hello"
     await put(host, job_id, 5, b" world")
-    ok(await host.http.post(f"/v1/job/{job_id}/complete", json={"epoch": 1}), wire.Job)
+    ok(await host.http.post(f"/v1/job/{job_id}/complete", json={"epoch": 1}), Job)
     tail = await viewer.get(url, params={"offset": 5, "wait_s": 30})
     assert (tail.content, tail.headers["x-strata-ended"]) == (b" world", "false")
     end = await asyncio.wait_for(viewer.get(url, params={"offset": 11, "wait_s": 30}), 10)
@@ -71,7 +72,7 @@ async def test_a_job_that_never_ran_has_an_empty_log_and_unknown_attempts_none(s
 async def test_a_host_that_was_replaced_still_writes_its_own_log_and_never_its_successors(site: Running) -> None:
     host, viewer, job_id = await attempt(site)
     bob = await site.host("bob")
-    row = ok(await host.http.post(f"/v1/job/{job_id}/fail", json={"epoch": 1, "cause": "preempted"}), wire.Job)
+    row = ok(await host.http.post(f"/v1/job/{job_id}/fail", json={"epoch": 1, "cause": "preempted"}), Job)
     await site.hub.context.fleet.store.release_backoffs(row.not_before_s + 1)
     (lease,) = await bob.claim("c2", wait_s=10)
     assert lease.epoch == 2

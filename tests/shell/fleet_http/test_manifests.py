@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from strata.fleet import wire
+from strata.fleet.wire.jobs import JobsReply, SubmitReply
+from strata.fleet.wire.manifests import ManifestReply, TrainersReply
 from tests.shell.fleet_http.running import Running, manifest_body, ok, refused, running
 
 TEXT = """
@@ -26,13 +27,13 @@ SCHEMA = {"type": "object", "properties": {"learning_rate": {"type": "number"}},
 async def test_a_dry_run_shows_the_plan_and_changes_nothing(site: Running) -> None:
     operator = await site.operator()
     body = manifest_body(TEXT, dry_run=True)
-    planned = ok(await operator.post("/v1/manifest", json=body), wire.ManifestReply)
+    planned = ok(await operator.post("/v1/manifest", json=body), ManifestReply)
     assert (planned.applied, [job.label for job in planned.new]) == (False, ["gbt-oracle"])
-    assert ok(await operator.get("/v1/jobs"), wire.JobsReply).jobs == ()
-    applied = ok(await operator.post("/v1/manifest", json=body | {"dry_run": False}), wire.ManifestReply)
+    assert ok(await operator.get("/v1/jobs"), JobsReply).jobs == ()
+    applied = ok(await operator.post("/v1/manifest", json=body | {"dry_run": False}), ManifestReply)
     assert applied.applied
     assert applied.new == planned.new
-    again = ok(await operator.post("/v1/manifest", json=body | {"dry_run": False}), wire.ManifestReply)
+    again = ok(await operator.post("/v1/manifest", json=body | {"dry_run": False}), ManifestReply)
     assert (again.new, again.unchanged) == ((), 1)
 
 
@@ -48,13 +49,13 @@ async def test_a_hyper_parameter_the_trainer_does_not_take_is_found_when_the_man
 async def test_the_schemas_of_trainers_are_kept_and_used_for_single_jobs(site: Running) -> None:
     operator, researcher = await site.operator(), await site.with_role("researcher")
     body = manifest_body(TEXT, schemas={"gbt": SCHEMA})
-    ok(await operator.post("/v1/manifest", json=body), wire.ManifestReply)
-    trainers = ok(await researcher.get("/v1/trainers"), wire.TrainersReply).trainers
+    ok(await operator.post("/v1/manifest", json=body), ManifestReply)
+    trainers = ok(await researcher.get("/v1/trainers"), TrainersReply).trainers
     assert trainers["gbt"].params == SCHEMA
     wrong = {"spec": {"model": "gbt", "trainer": "gbt", "hyper": {"lr": 1}}}
     assert refused(await researcher.post("/v1/jobs", json=wrong)) == (400, "invalid")
     right = {"spec": {"model": "gbt", "trainer": "gbt", "hyper": {"learning_rate": 1}}}
-    assert ok(await researcher.post("/v1/jobs", json=right), wire.SubmitReply).new
+    assert ok(await researcher.post("/v1/jobs", json=right), SubmitReply).new
 
 
 async def test_a_reload_applies_the_file_of_the_hub_as_it_is_now(tmp_path: Path) -> None:
@@ -63,9 +64,9 @@ async def test_a_reload_applies_the_file_of_the_hub_as_it_is_now(tmp_path: Path)
     (tmp_path / "gbt.json").write_text(json.dumps(SCHEMA))
     async with running(tmp_path / "hub", manifest=file) as site:
         operator = await site.operator()
-        assert ok(await operator.post("/v1/manifest/reload"), wire.ManifestReply).applied
+        assert ok(await operator.post("/v1/manifest/reload"), ManifestReply).applied
         file.write_text(TEXT.replace("0.1", "0.2"))
-        reloaded = ok(await operator.post("/v1/manifest/reload"), wire.ManifestReply)
+        reloaded = ok(await operator.post("/v1/manifest/reload"), ManifestReply)
         assert (len(reloaded.new), len(reloaded.orphaned)) == (1, 1)
         file.write_text(TEXT.replace("learning_rate", "lr"))
         assert refused(await operator.post("/v1/manifest/reload")) == (400, "invalid")

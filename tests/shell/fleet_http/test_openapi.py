@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import pytest
 
-from strata.fleet import wire
 from strata.fleet.http.routes import DOCUMENT, ROUTES
+from strata.fleet.wire.identities import LocalHostReply
 from strata.http.openapi import build_document
 from strata.hub.settings import SOCKET
 from tests.shell.fleet_http.running import ok, process
@@ -35,7 +35,7 @@ class Callers:
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callers]:
     with process(Path(tmp_path_factory.mktemp("hub"))) as started, started.client() as operator:
-        made = ok(operator.post("/v1/hosts/local", json={"name": "anna"}), wire.LocalHostReply)
+        made = ok(operator.post("/v1/hosts/local", json={"name": "anna"}), LocalHostReply)
         with forwarded(started.data / SOCKET) as url:
             yield Callers(url, {"X-Operator-Token": started.token}, {"Authorization": f"Bearer {made.secret}"})
         status, said = started.end()

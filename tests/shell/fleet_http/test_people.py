@@ -10,8 +10,13 @@ import httpx
 import pytest
 
 from strata.base.digest import sha256_hex
-from strata.fleet import wire
 from strata.fleet.core.why import Why
+from strata.fleet.wire.artifacts import CommitReply
+from strata.fleet.wire.identities import CallerReply
+from strata.fleet.wire.jobs import Job, JobReply, JobsReply, SubmitReply
+from strata.fleet.wire.leases import LeaseGiven
+from strata.fleet.wire.manifests import ManifestReply
+from strata.fleet.wire.owners import QuotasReply
 from tests.shell.fleet_http.running import HostClient, Running, manifest_body, ok, refused, running
 
 TRAINER = {"name": "t", "command": ["true"], "bundle": "0" * 64}
@@ -20,9 +25,9 @@ VERBS = ("cancel", "archive", "requeue")
 """In an order in which each is legal after the one before."""
 
 
-async def submit(client: httpx.AsyncClient, model: str, **spec: Any) -> wire.Job:
+async def submit(client: httpx.AsyncClient, model: str, **spec: Any) -> Job:
     body = {"spec": {"model": model, "trainer": "t", **spec}, "trainer": TRAINER}
-    return ok(await client.post("/v1/jobs", json=body), wire.SubmitReply).job
+    return ok(await client.post("/v1/jobs", json=body), SubmitReply).job
 
 
 async def change(client: httpx.AsyncClient, job_id: str, verb: str) -> int:
@@ -39,7 +44,7 @@ async def test_only_the_owner_and_operators_change_a_job(site: Running, role: st
         assert await change(other, job.id, verb) == (200 if may else 403)
         if not may:
             assert await change(anna, job.id, verb) == 200
-    shown = ok(await anna.get(f"/v1/job/{job.id}"), wire.JobReply).job
+    shown = ok(await anna.get(f"/v1/job/{job.id}"), JobReply).job
     assert (shown.status, shown.owner, shown.archived) == ("pending", "anna", False)
 
 
@@ -47,8 +52,8 @@ async def test_a_renewed_key_keeps_its_jobs(site: Running) -> None:
     before, after = await site.with_role("researcher", "anna"), await site.with_role("researcher", "anna")
     job = await submit(before, "m")
     assert await change(after, job.id, "cancel") == 200
-    mine = ok(await after.get("/v1/caller"), wire.CallerReply).owner
-    listed = ok(await after.get("/v1/jobs", params={"owner": mine}), wire.JobsReply)
+    mine = ok(await after.get("/v1/caller"), CallerReply).owner
+    listed = ok(await after.get("/v1/jobs", params={"owner": mine}), JobsReply)
     assert [each.id for each in listed.jobs] == [job.id]
 
 
@@ -57,7 +62,7 @@ async def test_a_researcher_applies_manifests_to_projects_of_her_own(site: Runni
     operator = await site.operator()
     assert refused(await anna.post("/v1/manifest", json=manifest_body(TEXT))) == (403, "forbidden")
     hers = manifest_body(f'project = "hers"\n{TEXT}')
-    applied = ok(await anna.post("/v1/manifest", json=hers), wire.ManifestReply)
+    applied = ok(await anna.post("/v1/manifest", json=hers), ManifestReply)
     assert [each.label for each in applied.new] == ["m-default"]
     for dry_run in (True, False):
         assert refused(await bert.post("/v1/manifest", json={**hers, "dry_run": dry_run})) == (403, "forbidden")
@@ -68,18 +73,18 @@ async def test_a_researcher_applies_manifests_to_projects_of_her_own(site: Runni
     assert await change(anna, job_id, "cancel") == 200
     policy = manifest_body(f'project = "hers"\n{TEXT}[hosts.desk]\ndeny_jobs = ["*"]\n')
     assert refused(await anna.post("/v1/manifest", json=policy)) == (403, "forbidden")
-    assert ok(await operator.post("/v1/manifest", json=policy), wire.ManifestReply).hosts == ("desk",)
-    assert ok(await anna.get(f"/v1/job/{job_id}"), wire.JobReply).job.owner == "anna"
+    assert ok(await operator.post("/v1/manifest", json=policy), ManifestReply).hosts == ("desk",)
+    assert ok(await anna.get(f"/v1/job/{job_id}"), JobReply).job.owner == "anna"
 
 
 async def test_the_operators_job_in_her_project_stays_the_operators(site: Running) -> None:
     anna, operator = await site.with_role("researcher", "anna"), await site.operator()
     body = manifest_body(f'project = "hers"\n{TEXT}')
     more = manifest_body(f'project = "hers"\n{TEXT}[[jobs]]\nmodel = "n"\ntrainer = "t"\n')
-    ok(await anna.post("/v1/manifest", json=body), wire.ManifestReply)
-    ok(await operator.post("/v1/manifest", json=more), wire.ManifestReply)
+    ok(await anna.post("/v1/manifest", json=body), ManifestReply)
+    ok(await operator.post("/v1/manifest", json=more), ManifestReply)
     assert refused(await anna.post("/v1/manifest", json=more)) == (403, "forbidden")
-    assert ok(await anna.post("/v1/manifest", json=body), wire.ManifestReply).unchanged == 1
+    assert ok(await anna.post("/v1/manifest", json=body), ManifestReply).unchanged == 1
 
 
 async def test_the_same_name_again_supersedes_the_job_before_unless_the_seed_differs(site: Running) -> None:
@@ -87,10 +92,10 @@ async def test_the_same_name_again_supersedes_the_job_before_unless_the_seed_dif
     first = await submit(anna, "a", name="x")
     await submit(anna, "b", name="x", seed=1)
     await submit(bert, "c", name="x")
-    assert not ok(await anna.get(f"/v1/job/{first.id}"), wire.JobReply).job.superseded
+    assert not ok(await anna.get(f"/v1/job/{first.id}"), JobReply).job.superseded
     newest = await submit(anna, "d", name="x")
     await change(anna, first.id, "cancel")
-    shown = ok(await anna.get("/v1/jobs", params={"name": "x", "hidden": "false"}), wire.JobsReply).jobs
+    shown = ok(await anna.get("/v1/jobs", params={"name": "x", "hidden": "false"}), JobsReply).jobs
     assert {each.spec.model: each.newer for each in shown} == {"b": 2, "c": 1, "d": 0}
     assert newest.id in {each.id for each in shown}
 
@@ -106,7 +111,7 @@ async def test_a_full_quota_is_named_and_an_operator_can_raise_it(site: Running)
     assert refused(reply) == (429, "exhausted")
     assert "the quota of anna is full: 1 jobs wait or run" in reply.text
     assert refused(await anna.post("/v1/manifest", json=manifest_body(f'project = "p"\n{TEXT}'))) == (429, "exhausted")
-    quotas = {each.owner: each for each in ok(await anna.get("/v1/quotas"), wire.QuotasReply).quotas}
+    quotas = {each.owner: each for each in ok(await anna.get("/v1/quotas"), QuotasReply).quotas}
     assert (quotas["anna"].own, quotas["anna"].usage.jobs, quotas["*"].own) == (True, 1, False)
     wrong = {"owner": "anna", "quota": {"min_priority": 4, "max_priority": 3}}
     assert refused(await operator.post("/v1/quotas", json=wrong)) == (400, "invalid")
@@ -135,7 +140,7 @@ async def put_source(client: httpx.AsyncClient, content: bytes) -> httpx.Respons
     return await client.put(f"/v1/source/{sha256_hex(content)}", content=content)
 
 
-async def commit_result(host: HostClient, lease: wire.LeaseGiven, content: bytes) -> httpx.Response:
+async def commit_result(host: HostClient, lease: LeaseGiven, content: bytes) -> httpx.Response:
     digest = sha256_hex(content)
     assert (await host.http.put(f"/v1/chunk/{digest}", params={"size": len(content)}, content=content)).is_success
     file = {"path": "model", "size": len(content), "sha256": digest, "chunks": [digest]}
@@ -144,7 +149,7 @@ async def commit_result(host: HostClient, lease: wire.LeaseGiven, content: bytes
 
 
 async def stored(client: httpx.AsyncClient, owner: str) -> int:
-    quotas = ok(await client.get("/v1/quotas"), wire.QuotasReply).quotas
+    quotas = ok(await client.get("/v1/quotas"), QuotasReply).quotas
     return next(each.usage.bytes for each in quotas if each.owner == owner)
 
 
@@ -162,7 +167,7 @@ async def test_a_full_quota_of_bytes_refuses_uploads_and_jobs_and_bounds_results
     await submit(anna, "a")
     (lease,) = await host.claim()
     # What an attempt made is kept beyond the quota, up to twice of it.
-    result = ok(await commit_result(host, lease, b"r" * 1000), wire.CommitReply)
+    result = ok(await commit_result(host, lease, b"r" * 1000), CommitReply)
     assert refused(await commit_result(host, lease, b"x" * 200)) == (400, "invalid")
     assert await stored(anna, "anna") == 1900
     body = {"spec": {"model": "b", "trainer": "t"}, "trainer": TRAINER}
@@ -178,15 +183,15 @@ async def test_a_full_quota_of_bytes_refuses_uploads_and_jobs_and_bounds_results
 async def test_a_researcher_removes_no_source_and_keeps_what_others_made_as_well(site: Running) -> None:
     anna, bert = await site.with_role("researcher", "anna"), await site.with_role("researcher", "bert")
     host = await site.host("desk")
-    source = ok(await put_source(anna, b"source"), wire.CommitReply)
+    source = ok(await put_source(anna, b"source"), CommitReply)
     assert refused(await anna.delete(f"/v1/artifact/{source.artifact_id}")) == (403, "forbidden")
     made = []
     for client, claim_id in ((anna, "c1"), (bert, "c2")):
         await submit(client, claim_id)
         (lease,) = await host.claim(claim_id)
-        made.append(ok(await commit_result(host, lease, b"the same"), wire.CommitReply).artifact_id)
+        made.append(ok(await commit_result(host, lease, b"the same"), CommitReply).artifact_id)
         done = {"epoch": lease.epoch, "artifact": made[-1]}
-        ok(await host.http.post(f"/v1/job/{lease.job_id}/complete", json=done), wire.Job)
+        ok(await host.http.post(f"/v1/job/{lease.job_id}/complete", json=done), Job)
     assert made[0] == made[1]
     path = f"/v1/artifact/{made[0]}"
     assert (await anna.delete(path)).is_success
@@ -214,4 +219,4 @@ async def put_data(client: httpx.AsyncClient, content: bytes, name: str) -> str:
     assert (await client.put(f"/v1/chunk/{digest}", params={"size": len(content)}, content=content)).is_success
     file = {"path": "rows", "size": len(content), "sha256": digest, "chunks": [digest]}
     body = {"manifest": {"files": [file]}, "lineage": {"kind": "data", "model": name}}
-    return ok(await client.post("/v1/artifacts", json=body), wire.CommitReply).artifact_id
+    return ok(await client.post("/v1/artifacts", json=body), CommitReply).artifact_id

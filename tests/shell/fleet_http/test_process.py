@@ -13,7 +13,12 @@ from pathlib import Path
 
 import httpx
 
-from strata.fleet import wire
+from strata.fleet.wire.artifacts import CommitReply
+from strata.fleet.wire.events import EventsReply
+from strata.fleet.wire.hosts import Host, HostsReply, RegisterReply
+from strata.fleet.wire.identities import HubKeyReply, LocalHostReply
+from strata.fleet.wire.jobs import Job, SubmitReply
+from strata.fleet.wire.leases import ClaimReply
 from tests.shell.fleet_agent.waiting import eventually
 from tests.shell.fleet_http.running import STRATA, Process, ok, process, refused
 from tests.support.feed import ARRIVES_S
@@ -35,10 +40,10 @@ main()
 
 @contextmanager
 def host_client(hub: Process, operator: httpx.Client) -> Iterator[httpx.Client]:
-    made = ok(operator.post("/v1/hosts/local", json={"name": "anna"}), wire.LocalHostReply)
+    made = ok(operator.post("/v1/hosts/local", json={"name": "anna"}), LocalHostReply)
     headers = {"Authorization": f"Bearer {made.secret}"}
     with httpx.Client(base_url="http://hub", headers=headers, timeout=30, transport=hub.transport()) as client:
-        ok(client.post("/v1/host/register", json={"capability": {"hostname": "anna"}}), wire.RegisterReply)
+        ok(client.post("/v1/host/register", json={"capability": {"hostname": "anna"}}), RegisterReply)
         yield client
 
 
@@ -81,7 +86,7 @@ def test_a_stopping_hub_tells_those_who_wait_to_ask_again_and_loses_nothing(tmp_
         waiting = threading.Thread(target=wait)
         waiting.start()
         # The hub has heard of the host again, so it has the claim.
-        eventually(lambda: ok(operator.get("/v1/host/anna"), wire.Host).seen_at_s >= asked_s)
+        eventually(lambda: ok(operator.get("/v1/host/anna"), Host).seen_at_s >= asked_s)
         status, said = hub.end()
         waiting.join(30)
         assert status == 0, said
@@ -90,7 +95,7 @@ def test_a_stopping_hub_tells_those_who_wait_to_ask_again_and_loses_nothing(tmp_
         token = hub.token
     with process(tmp_path) as hub, hub.client() as operator:
         assert hub.token == token
-        assert [each.name for each in ok(operator.get("/v1/workers"), wire.HostsReply).hosts] == ["anna"]
+        assert [each.name for each in ok(operator.get("/v1/workers"), HostsReply).hosts] == ["anna"]
         assert hub.end()[0] == 0
 
 
@@ -100,17 +105,17 @@ def test_no_request_makes_the_hub_unpickle_anything_and_no_secret_reaches_its_lo
     with process(tmp_path, python=python) as hub, hub.client() as operator, host_client(hub, operator) as host:
         trainer = {"name": "t", "command": ["x"], "directory": "/d"}
         body = {"spec": {"model": "m", "trainer": "t"}, "trainer": trainer}
-        job = ok(operator.post("/v1/jobs", json=body), wire.SubmitReply).job
-        ok(host.post("/v1/job/claim", json={"claim_id": "c"}), wire.ClaimReply)
+        job = ok(operator.post("/v1/jobs", json=body), SubmitReply).job
+        ok(host.post("/v1/job/claim", json={"claim_id": "c"}), ClaimReply)
         for path in ("log", "metrics"):
             host.put(f"/v1/job/{job.id}/{path}", params={"epoch": 1, "offset": 0}, content=evil)
             operator.get(f"/v1/job/{job.id}/{path}")
         for path in ("/v1/jobs", "/v1/manifest", "/v1/join", "/v1/keys"):
             operator.post(path, content=evil, headers={"Content-Type": "application/json"})
         sha = hashlib.sha256(evil).hexdigest()
-        ok(host.put(f"/v1/model/{sha}", params={"job_id": job.id, "epoch": 1}, content=evil), wire.CommitReply)
+        ok(host.put(f"/v1/model/{sha}", params={"job_id": job.id, "epoch": 1}, content=evil), CommitReply)
         assert operator.get(f"/v1/model/{sha}").content == evil
-        key = ok(operator.post("/v1/keys", json={"name": "k", "role": "viewer"}), wire.HubKeyReply)
+        key = ok(operator.post("/v1/keys", json={"name": "k", "role": "viewer"}), HubKeyReply)
         secrets = [hub.token, key.secret, host.headers["Authorization"].removeprefix("Bearer ")]
         cmdline = Path(f"/proc/{hub.pid}/cmdline").read_bytes() + Path(f"/proc/{hub.pid}/environ").read_bytes()
         status, said = hub.end()
@@ -134,12 +139,12 @@ def test_a_hub_keeps_its_tables_in_postgresql(tmp_path: Path, postgres_url: str)
         with host_client(hub, operator) as host:
             trainer = {"name": "t", "command": ["x"], "directory": "/d"}
             body = {"spec": {"model": "m", "trainer": "t"}, "trainer": trainer}
-            job = ok(operator.post("/v1/jobs", json=body), wire.SubmitReply).job
-            claimed = ok(host.post("/v1/job/claim", json={"claim_id": "c", "wait_s": 10}), wire.ClaimReply)
+            job = ok(operator.post("/v1/jobs", json=body), SubmitReply).job
+            claimed = ok(host.post("/v1/job/claim", json={"claim_id": "c", "wait_s": 10}), ClaimReply)
             assert [lease.job_id for lease in claimed.leases] == [job.id]
-            ok(host.post(f"/v1/job/{job.id}/complete", json={"epoch": 1}), wire.Job)
+            ok(host.post(f"/v1/job/{job.id}/complete", json={"epoch": 1}), Job)
             params: dict[str, str | float] = {"subject": job.id, "wait_s": ARRIVES_S}
-            kinds = [each.kind for each in ok(operator.get("/v1/events", params=params), wire.EventsReply).events]
+            kinds = [each.kind for each in ok(operator.get("/v1/events", params=params), EventsReply).events]
             assert kinds[:1] == ["job.created"]
         status, said = hub.end()
         assert status == 0, said

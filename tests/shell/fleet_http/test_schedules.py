@@ -16,7 +16,6 @@ import pytest
 from strata.base import failpoint
 from strata.base.clock import ManualClock
 from strata.base.errors import Code, StrataError
-from strata.fleet import wire
 from strata.fleet.core.job import JobStatus
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 from strata.fleet.core.manifest import JobManifest
@@ -25,6 +24,8 @@ from strata.fleet.core.plan import ApplyOptions
 from strata.fleet.core.quota import Quota
 from strata.fleet.core.schedule import JobSchedule, first_due_s
 from strata.fleet.ports import JobFilter, JobRow, ScheduleRow, StoredSchedule
+from strata.fleet.wire.identities import HubKeyReply
+from strata.fleet.wire.manifests import ManifestReply, ScheduleReply, SchedulesReply
 from strata.hub import schedules
 from strata.hub.compose import Hub, open_hub
 from strata.hub.schedules import MAX_OF_OWNER, ScheduleRunner
@@ -219,16 +220,16 @@ async def test_a_run_beyond_the_quota_of_its_owner_is_left_out_with_the_reason(t
         assert await dues(hub) == ["13:00Z", "15:00Z"]
 
 
-async def listed(client: httpx.AsyncClient) -> tuple[wire.ScheduleReply, ...]:
-    return ok(await client.get("/v1/schedules"), wire.SchedulesReply).schedules
+async def listed(client: httpx.AsyncClient) -> tuple[ScheduleReply, ...]:
+    return ok(await client.get("/v1/schedules"), SchedulesReply).schedules
 
 
 async def test_a_manifest_declares_a_schedule_and_its_owner_controls_it(site: Running) -> None:
     anna, bert = await site.with_role("researcher", "anna"), await site.with_role("researcher", "bert")
     body = manifest_body(MANIFEST)
-    planned = ok(await anna.post("/v1/manifest", json={**body, "dry_run": True}), wire.ManifestReply)
+    planned = ok(await anna.post("/v1/manifest", json={**body, "dry_run": True}), ManifestReply)
     assert await listed(anna) == ()
-    applied = ok(await anna.post("/v1/manifest", json=body), wire.ManifestReply)
+    applied = ok(await anna.post("/v1/manifest", json=body), ManifestReply)
     (schedule,) = await listed(bert)
     assert (schedule.project, schedule.name, schedule.owner) == ("hers", "nightly", "anna")
     assert applied.schedules == planned.schedules == {"nightly": schedule.next_due_s}
@@ -236,12 +237,12 @@ async def test_a_manifest_declares_a_schedule_and_its_owner_controls_it(site: Ru
     for verb in ("pause", "resume"):
         path = f"/v1/schedule/hers/nightly/{verb}"
         assert refused(await bert.post(path)) == (403, "forbidden")
-        assert ok(await anna.post(path), wire.ScheduleReply).paused == (verb == "pause")
-    ok(await (await site.operator()).post("/v1/manifest", json=body), wire.ManifestReply)
+        assert ok(await anna.post(path), ScheduleReply).paused == (verb == "pause")
+    ok(await (await site.operator()).post("/v1/manifest", json=body), ManifestReply)
     assert [each.owner for each in await listed(anna)] == ["anna"]
     # A manifest without it leaves it there.
     without = manifest_body(MANIFEST.partition("[[schedules]]")[0])
-    ok(await anna.post("/v1/manifest", json=without), wire.ManifestReply)
+    ok(await anna.post("/v1/manifest", json=without), ManifestReply)
     assert len(await listed(anna)) == 1
     assert refused(await bert.delete("/v1/schedule/hers/nightly")) == (403, "forbidden")
     assert (await anna.delete("/v1/schedule/hers/nightly")).is_success
@@ -311,10 +312,10 @@ async def test_due_times_are_not_computed_on_the_event_loop(site: Running, monke
 
 async def test_a_schedule_pauses_when_the_key_of_its_owner_is_revoked(site: Running) -> None:
     operator = await site.operator()
-    made = ok(await operator.post("/v1/keys", json={"name": "anna", "role": "researcher"}), wire.HubKeyReply)
+    made = ok(await operator.post("/v1/keys", json={"name": "anna", "role": "researcher"}), HubKeyReply)
     anna = await site.client(Authorization=f"Bearer {made.secret}")
     body = manifest_body(MANIFEST.replace("0 3 * * *", "* * * * *"))
-    ok(await anna.post("/v1/manifest", json=body), wire.ManifestReply)
+    ok(await anna.post("/v1/manifest", json=body), ManifestReply)
     assert (await operator.post(f"/v1/key/{made.key.id}/revoke")).is_success
     hub = site.hub
     (row,) = await hub.context.schedules.listed()

@@ -11,7 +11,8 @@ import pytest
 
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
-from strata.fleet import wire
+from strata.fleet.wire.identities import HubKeyReply
+from strata.fleet.wire.owners import SecretsReply
 from strata.hub.secret_store import KEY_FILE, SecretVault, load_key
 from strata.hub.tables import Tables, open_tables
 from tests.shell.fleet_http.running import Running, ok, running
@@ -32,7 +33,7 @@ def a_job(*secrets: str, name: str = "t") -> dict[str, Any]:
 
 async def person(site: Running, name: str) -> httpx.AsyncClient:
     made = await (await site.operator()).post("/v1/keys", json={"name": name, "role": "researcher"})
-    return await site.client(Authorization=f"Bearer {ok(made, wire.HubKeyReply).secret}")
+    return await site.client(Authorization=f"Bearer {ok(made, HubKeyReply).secret}")
 
 
 async def test_the_host_that_runs_the_job_gets_the_value_and_nothing_else_has_it(site: Running, tmp_path: Path) -> None:
@@ -44,7 +45,7 @@ async def test_the_host_that_runs_the_job_gets_the_value_and_nothing_else_has_it
     host = await site.host("desk")
     (lease,) = await host.claim()
     assert lease.secrets == {"HF_TOKEN": VALUE}
-    listed = ok(await alice.get("/v1/secrets"), wire.SecretsReply).secrets
+    listed = ok(await alice.get("/v1/secrets"), SecretsReply).secrets
     assert [each.name for each in listed] == ["HF_TOKEN"]
     paths = ("/v1/trainers", "/v1/jobs", f"/v1/job/{lease.job_id}", "/v1/events", "/v1/secrets")
     for client in (viewer, alice, host.http, await site.operator()):
@@ -86,7 +87,7 @@ async def test_a_renewed_key_keeps_the_secrets_of_its_owner(site: Running) -> No
     await (await person(site, "alice")).put("/v1/secret/MINE", json={"value": VALUE})
     renewed, bob = await person(site, "alice"), await person(site, "bob")
     for client, names in ((renewed, ["MINE"]), (bob, [])):
-        assert [each.name for each in ok(await client.get("/v1/secrets"), wire.SecretsReply).secrets] == names
+        assert [each.name for each in ok(await client.get("/v1/secrets"), SecretsReply).secrets] == names
     assert (await renewed.post("/v1/jobs", json=a_job("MINE"))).status_code == 200
 
 
@@ -100,7 +101,7 @@ async def test_the_first_secret_of_a_project_makes_the_project_its_setters(site:
         assert (await other.post("/v1/jobs", json=job)).status_code == 403, "it would get the value"
         assert (await other.get("/v1/secrets", params=query)).status_code == 403
         for reader in (client, operator):
-            listed = ok(await reader.get("/v1/secrets", params=query), wire.SecretsReply).secrets
+            listed = ok(await reader.get("/v1/secrets", params=query), SecretsReply).secrets
             assert [each.name for each in listed] == ["TOKEN"]
     assert await site.hub.context.fleet.store.projects() == {"P": "operator", "Q": "alice"}
 

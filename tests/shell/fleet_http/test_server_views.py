@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec
+from strata.fleet.wire.servers import ServersReply
 from tests.shell.fleet_http.running import Running, ok, refused, replying
 from tests.shell.fleet_http.test_servers import LONG_AGO_S, row, serve, sleeping
 
@@ -28,7 +28,7 @@ async def test_all_servers_are_listed_with_what_those_say_that_serve(site: Runni
         silent = await serve(site, "c", path=tmp_path / "c" / "s")
         waits, _ = await site.add(JobSpec(kind="server", model="d", trainer="t"), JobSpec(model="no-server"))
         viewer = await site.with_role("viewer")
-        entries = {each.job_id: each for each in ok(await viewer.get("/v1/servers"), wire.ServersReply).servers}
+        entries = {each.job_id: each for each in ok(await viewer.get("/v1/servers"), ServersReply).servers}
     assert {job: each.state for job, each in entries.items()} == {
         serving: "serving", asleep: "asleep", silent: "serving", waits: "starting"
     }  # fmt: skip

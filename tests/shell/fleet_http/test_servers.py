@@ -12,7 +12,6 @@ import msgspec
 import pytest
 
 from strata.base.errors import StrataError
-from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.lease import ASLEEP
 from strata.fleet.core.ownership import OPERATOR, Submitter
@@ -20,6 +19,8 @@ from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.quota import Quota
 from strata.fleet.http.servers import tag_of
 from strata.fleet.ports import AttemptKey, JobFilter, ServerRow
+from strata.fleet.wire.jobs import Job
+from strata.fleet.wire.leases import HeartbeatsReply, LeaseGiven, LeaseVerdict
 from strata.http.zstd import compress
 from tests.shell.fleet_http.running import HostClient, Running, manifest_body, ok, refused, replying
 
@@ -38,7 +39,7 @@ async def serve(
 
 async def published(
     site: Running, spec: JobSpec, submitter: Submitter = OPERATOR, path: Path = NOBODY, also: Sequence[str] = ()
-) -> tuple[HostClient, wire.LeaseGiven]:
+) -> tuple[HostClient, LeaseGiven]:
     """The host of a server that has not been used for long."""
     fleet = site.hub.context.fleet
     await fleet.store.apply(
@@ -348,9 +349,9 @@ async def test_a_server_that_would_sleep_before_it_is_up_is_refused(site: Runnin
 IDLE = JobSpec(kind="server", model="tiny", trainer="t", idle_s=10.0)
 
 
-async def heartbeat(host: HostClient, lease: wire.LeaseGiven) -> wire.LeaseVerdict:
+async def heartbeat(host: HostClient, lease: LeaseGiven) -> LeaseVerdict:
     held = {"leases": [{"job_id": lease.job_id, "epoch": lease.epoch}]}
-    (verdict,) = ok(await host.http.post("/v1/heartbeats", json=held), wire.HeartbeatsReply).verdicts
+    (verdict,) = ok(await host.http.post("/v1/heartbeats", json=held), HeartbeatsReply).verdicts
     return verdict
 
 
@@ -361,7 +362,7 @@ async def test_the_order_to_sleep_is_for_one_attempt_and_not_for_the_one_that_a_
     order = await heartbeat(host, lease)
     assert order.yield_as == "cancelled"
     ended = {"epoch": lease.epoch, "cause": "cancelled", "error": order.reason}
-    ok(await host.http.post(f"/v1/job/{lease.job_id}/fail", json=ended), wire.Job)
+    ok(await host.http.post(f"/v1/job/{lease.job_id}/fail", json=ended), Job)
     assert (await row(site, lease.job_id)).state == "asleep"
     await fleet.wake_server(lease.job_id, "hub", OPERATOR)
     (again,) = await host.claim("c-again")

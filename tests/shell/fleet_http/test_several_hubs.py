@@ -12,12 +12,15 @@ import pytest
 
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
-from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.ownership import OPERATOR
 from strata.fleet.core.search import SearchPlan, SearchSweep
 from strata.fleet.core.sweep_plan import Range
 from strata.fleet.ports import JobFilter, StoredSweep
+from strata.fleet.wire.jobs import Job, SubmitReply
+from strata.fleet.wire.manifests import ManifestReply
+from strata.fleet.wire.owners import SubscriptionReply
+from strata.fleet.wire.streams import PieceReply
 from strata.hub.compose import open_hub
 from strata.hub.cursor_store import CursorStore, FeedDelivery, run_leased
 from strata.hub.settings import HubSettings
@@ -182,15 +185,15 @@ async def test_people_get_each_message_once(tmp_path: Path, postgres_url: str) -
         url = f"json://127.0.0.1:{receiver.url.rpartition(':')[2].partition('/')[0]}/x?format=text"
         async with running(tmp_path / "a", **shared) as one, running(tmp_path / "b", **shared) as other:
             operator = await one.operator()
-            ok(await operator.put("/v1/subscription/phone", json={"url": url}), wire.SubscriptionReply)
+            ok(await operator.put("/v1/subscription/phone", json={"url": url}), SubscriptionReply)
             hosts = [await one.host("a"), await other.host("b")]
             for number in range(6):
                 trainer = {"name": "t", "command": ["x"], "directory": "/d"}
                 body = {"spec": {"model": "tree", "mode": f"m{number}", "trainer": "t"}, "trainer": trainer}
-                ok(await operator.post("/v1/jobs", json=body), wire.SubmitReply)
+                ok(await operator.post("/v1/jobs", json=body), SubmitReply)
                 host = hosts[number % 2]
                 (lease,) = await host.claim(f"c{number}", wait_s=20)
-                ok(await host.http.post(f"/v1/job/{lease.job_id}/complete", json={"epoch": lease.epoch}), wire.Job)
+                ok(await host.http.post(f"/v1/job/{lease.job_id}/complete", json={"epoch": lease.epoch}), Job)
             async with asyncio.timeout(30 * BUSY):
                 while len(receiver.deliveries) < 6:
                     await asyncio.sleep(0.05)
@@ -205,7 +208,7 @@ async def test_two_hubs_queue_each_trial_once_even_if_both_run_the_sweep(
     async with open_tables(postgres_url) as tables:
         # Both believe that they hold the lease, as after one of them was frozen.
         await tables.cursors.acquire(LEASE, "frozen", 600.0)
-        ok(await (await pair[0].operator()).post("/v1/manifest", json=manifest_body(MANIFEST)), wire.ManifestReply)
+        ok(await (await pair[0].operator()).post("/v1/manifest", json=manifest_body(MANIFEST)), ManifestReply)
         (stored,) = await tables.sweeps.sweeps()
         # One was frozen before it queued the first trial; no sampler would choose this point.
         assert stored.sweep is not None
@@ -229,7 +232,7 @@ async def test_a_log_that_goes_to_one_hub_is_read_and_continued_at_the_other(pai
     path = f"/v1/job/{job_id}/log"
     await host.http.put(f"{path}?epoch={lease.epoch}&offset=0", content=b"one\n")
     same = await other.private_client(Authorization=host.http.headers["Authorization"])
-    ok(await same.put(f"{path}?epoch={lease.epoch}&offset=4", content=b"two\n"), wire.PieceReply)
+    ok(await same.put(f"{path}?epoch={lease.epoch}&offset=4", content=b"two\n"), PieceReply)
     for site in pair:
         assert (await (await site.operator()).get(path)).content == b"one\ntwo\n"
 

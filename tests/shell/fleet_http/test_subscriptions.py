@@ -12,7 +12,9 @@ import httpx
 import msgspec
 import pytest
 
-from strata.fleet import wire
+from strata.fleet.wire.identities import HubKeyReply
+from strata.fleet.wire.jobs import Job, SubmitReply
+from strata.fleet.wire.owners import SubscriptionReply, SubscriptionsReply, SubscriptionTestReply
 from strata.hub.compose import hub_id
 from strata.hub.cursor_store import FeedDelivery
 from strata.hub.subscriptions import AppriseSender, SubscriptionDispatcher, SubscriptionStore
@@ -34,15 +36,15 @@ def messages(receiver: WebhookReceiver) -> list[dict[str, Any]]:
     return [msgspec.json.decode(each.body) for each in receiver.deliveries]
 
 
-async def subscribe(client: httpx.AsyncClient, url: str, name: str = "phone", **more: Any) -> wire.SubscriptionReply:
+async def subscribe(client: httpx.AsyncClient, url: str, name: str = "phone", **more: Any) -> SubscriptionReply:
     reply = await client.put(f"/v1/subscription/{name}", json={"url": url, **more})
-    return ok(reply, wire.SubscriptionReply)
+    return ok(reply, SubscriptionReply)
 
 
 async def submit(client: httpx.AsyncClient, mode: str) -> str:
     trainer = {"name": "t", "command": ["x"], "directory": "/d"}
     body = {"spec": {"model": "tree", "mode": mode, "trainer": "t", "max_attempts": 1}, "trainer": trainer}
-    return ok(await client.post("/v1/jobs", json=body), wire.SubmitReply).job.id
+    return ok(await client.post("/v1/jobs", json=body), SubmitReply).job.id
 
 
 async def run_job(host: HostClient, claim: str, *, error: str = "") -> None:
@@ -53,9 +55,9 @@ async def run_job(host: HostClient, claim: str, *, error: str = "") -> None:
     await host.http.put(f"{path}/metrics?epoch={lease.epoch}&offset=0", content=metrics)
     if error:
         body = {"epoch": lease.epoch, "cause": "user_error", "error": error}
-        ok(await host.http.post(f"{path}/fail", json=body), wire.Job)
+        ok(await host.http.post(f"{path}/fail", json=body), Job)
     else:
-        ok(await host.http.post(f"{path}/complete", json={"epoch": lease.epoch}), wire.Job)
+        ok(await host.http.post(f"{path}/complete", json={"epoch": lease.epoch}), Job)
 
 
 def dispatcher(site: Running) -> SubscriptionDispatcher:
@@ -108,7 +110,7 @@ async def test_a_message_that_is_refused_is_sent_again_and_a_restart_repeats_non
 
 async def test_nothing_is_sent_for_a_revoked_key(site: Running) -> None:
     operator = await site.operator()
-    made = ok(await operator.post("/v1/keys", json={"name": "o", "role": "operator"}), wire.HubKeyReply)
+    made = ok(await operator.post("/v1/keys", json={"name": "o", "role": "operator"}), HubKeyReply)
     leaver = await site.private_client(Authorization=f"Bearer {made.secret}")
     host = await site.host("desk")
     with WebhookReceiver() as receiver, WebhookReceiver() as stays:
@@ -147,7 +149,7 @@ async def test_a_test_message_is_sent_at_once_or_says_that_it_was_not_accepted(s
     operator, other = await site.operator(), await site.with_role("researcher")
     with WebhookReceiver() as receiver, WebhookReceiver() as inside:
         await subscribe(operator, url_of(receiver, redirect="yes"))
-        reply = ok(await operator.post("/v1/subscription/phone/test"), wire.SubscriptionTestReply)
+        reply = ok(await operator.post("/v1/subscription/phone/test"), SubscriptionTestReply)
         assert reply.service == "JSON"
         assert messages(receiver)[0]["message"].startswith("This is a test of the subscription phone.")
         receiver.answers, receiver.location = [307], inside.url
@@ -180,7 +182,7 @@ async def test_a_researcher_may_use_public_services_and_sees_no_url_again(site: 
     ):
         await subscribe(researcher, url, name)
     reply = await researcher.get("/v1/subscriptions")
-    listed = ok(reply, wire.SubscriptionsReply).subscriptions
+    listed = ok(reply, SubscriptionsReply).subscriptions
     assert [(each.name, each.service) for each in listed] == [("a", "Slack"), ("b", "ntfy"), ("c", "Discord")]
     assert "TIiajkdnlazkcOXrIdevi7FQ" not in reply.text
     on_disk = b"".join(path.read_bytes() for path in site.data.rglob("*") if path.is_file())

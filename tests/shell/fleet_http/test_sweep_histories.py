@@ -22,13 +22,13 @@ from starlette.datastructures import Headers
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import arm, disarm_all, fail
-from strata.fleet import wire
 from strata.fleet.core.capability import Capability
 from strata.fleet.core.job import TERMINAL
 from strata.fleet.core.manifest import parse_manifest
 from strata.fleet.http import manifests
 from strata.fleet.http.context import HubContext
 from strata.fleet.ports import AttemptKey, HostRow, JobCompletion, JobFilter, JobRow
+from strata.fleet.wire.manifests import ManifestReply, ManifestRequest
 from strata.http.route import HttpCall
 from strata.hub.compose import open_hub
 from strata.hub.settings import HubSettings
@@ -47,7 +47,7 @@ class Site:
     context: HubContext
     runner: SweepRunner
 
-    async def apply(self, text: str, source: str, *, take_over: bool = False) -> wire.ManifestReply:
+    async def apply(self, text: str, source: str, *, take_over: bool = False) -> ManifestReply:
         async def stays() -> Any:
             """The client sends no more, and does not leave."""
             await asyncio.Event().wait()
@@ -56,7 +56,7 @@ class Site:
             context=self.context, caller=OPERATOR, path={}, headers=Headers(), receive=stays, reauthenticate=stays
         )
         manifest = parse_manifest(text, source).resolve()
-        return await manifests.apply(call, wire.ManifestRequest(manifest=manifest, take_over=take_over))
+        return await manifests.apply(call, ManifestRequest(manifest=manifest, take_over=take_over))
 
     async def rows(self) -> dict[str, JobRow]:
         return {row.id: row for row in await self.context.fleet.store.jobs(JobFilter(limit=1000, hidden=True))}

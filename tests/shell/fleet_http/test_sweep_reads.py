@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from strata.fleet import wire
 from strata.fleet.core.job import JobStatus
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.ownership import OPERATOR
 from strata.fleet.core.search import PRUNED, SearchPlan, SearchSweep, trial_spec
 from strata.fleet.core.sweep_plan import Range
 from strata.fleet.ports import AttemptKey, JobCompletion, StoredSweep
+from strata.fleet.wire.sweeps import MetricObjective, SweepReply, SweepsReply
 from tests.shell.fleet_http.running import HostClient, Running, ok, refused
 
 
@@ -37,26 +37,26 @@ async def test_a_sweep_shows_its_best_trial_by_the_metric_that_matters(site: Run
         {low: {"loss": 0.9, "epoch": 1.0}, middle: {"loss": 0.4, "epoch": 1.0}, high: {"loss": 0.6, "epoch": 1.0}},
     )
     viewer = await site.with_role("viewer")
-    listed = ok(await viewer.get("/v1/sweeps"), wire.SweepsReply)
+    listed = ok(await viewer.get("/v1/sweeps"), SweepsReply)
     assert listed.total == 1
     (sweep,) = listed.sweeps
     assert (sweep.project, sweep.name, sweep.state, sweep.trials, sweep.planned) == ("default", "lr", "ended", 3, None)
     assert sweep.by_status == {"completed": 3}
-    assert sweep.objective == wire.MetricObjective(metric="loss", direction="minimize")
+    assert sweep.objective == MetricObjective(metric="loss", direction="minimize")
     assert sweep.best is not None
     assert (sweep.best.job_id, sweep.best.value, sweep.best.parameters) == (middle, 0.4, {"opt.lr": 0.2})
 
-    shown = ok(await viewer.get("/v1/sweep/default/lr"), wire.SweepReply)
+    shown = ok(await viewer.get("/v1/sweep/default/lr"), SweepReply)
     assert shown.sweep == sweep
     assert (shown.axes, shown.metrics) == (("opt.lr",), ("epoch", "loss"))
     assert [each.job_id for each in shown.trials] == [low, middle, high]
     assert shown.trials[0].parameters == {"opt.lr": 0.1, "layers": 2, "seed": 0}
 
     highest = {"metric": "loss", "lowest": "false"}
-    other = ok(await viewer.get("/v1/sweep/default/lr", params=highest), wire.SweepReply)
+    other = ok(await viewer.get("/v1/sweep/default/lr", params=highest), SweepReply)
     assert other.sweep.best is not None
     assert other.sweep.best.job_id == low
-    few = ok(await viewer.get("/v1/sweep/default/lr", params={"limit": 2}), wire.SweepReply)
+    few = ok(await viewer.get("/v1/sweep/default/lr", params={"limit": 2}), SweepReply)
     assert [each.job_id for each in few.trials] == [middle, high], "the best ones, in the order of the queue"
     assert few.sweep.trials == 3
 
@@ -69,7 +69,7 @@ async def test_a_trial_that_runs_shows_what_it_reported_last(site: Running) -> N
     content = "".join(json.dumps(line) + "\n" for line in lines) + '{"type": "metrics", "at'
     sent = await host.http.put(f"/v1/job/{job_id}/metrics?epoch={lease.epoch}&offset=0", content=content)
     assert sent.status_code == 200
-    shown = ok(await (await site.with_role("viewer")).get("/v1/sweep/default/lr"), wire.SweepReply)
+    shown = ok(await (await site.with_role("viewer")).get("/v1/sweep/default/lr"), SweepReply)
     assert shown.sweep.state == "running"
     assert shown.trials[0].metrics == {"loss": 0.25}
     assert shown.sweep.objective is not None
@@ -86,7 +86,7 @@ async def test_a_search_shows_its_plan_its_objective_and_the_trials_that_were_pr
     stored = StoredSweep(project="default", name="tune", sweep=sweep, actor="operator", submitter=OPERATOR)
     await context.sweeps.declare([stored], take_over=False)
     viewer = await site.with_role("viewer")
-    (empty,) = ok(await viewer.get("/v1/sweeps"), wire.SweepsReply).sweeps
+    (empty,) = ok(await viewer.get("/v1/sweeps"), SweepsReply).sweeps
     assert (empty.state, empty.trials, empty.planned, empty.method) == ("waiting", 0, 8, "tpe")
 
     kept, ended = await site.add(
@@ -94,9 +94,9 @@ async def test_a_search_shows_its_plan_its_objective_and_the_trials_that_were_pr
     )
     await context.fleet.cancel(ended, f"{PRUNED}: 0.1 at step 3 is not among the best 1 of 2 trials", "hub")
     await complete(site, await site.host("gpu-1"), {kept: {"reward": 3.0, "val_loss": 9.0}})
-    shown = ok(await viewer.get("/v1/sweep/default/tune"), wire.SweepReply)
+    shown = ok(await viewer.get("/v1/sweep/default/tune"), SweepReply)
     assert shown.axes == ("x", "y")
-    assert shown.sweep.objective == wire.MetricObjective(metric="reward", direction="maximize", declared=True)
+    assert shown.sweep.objective == MetricObjective(metric="reward", direction="maximize", declared=True)
     assert shown.sweep.pruned == 1
     pruned = next(each for each in shown.trials if each.job_id == ended)
     assert (pruned.pruned, pruned.status) == (True, JobStatus.CANCELLED)
@@ -108,8 +108,8 @@ async def test_sweeps_are_searched_and_paged_and_an_unknown_one_is_not_found(sit
     await site.add(*(JobSpec(model="m", seed=number, sweep=f"sweep-{number}") for number in range(5)))
     await site.add(JobSpec(model="m", seed=9, sweep="Other"))
     viewer = await site.with_role("viewer")
-    found = ok(await viewer.get("/v1/sweeps", params={"search": "SWEEP", "limit": 2, "offset": 4}), wire.SweepsReply)
+    found = ok(await viewer.get("/v1/sweeps", params={"search": "SWEEP", "limit": 2, "offset": 4}), SweepsReply)
     assert (found.total, [each.name for each in found.sweeps]) == (5, ["sweep-4"])
-    assert ok(await viewer.get("/v1/sweeps", params={"project": "none"}), wire.SweepsReply).total == 0
+    assert ok(await viewer.get("/v1/sweeps", params={"project": "none"}), SweepsReply).total == 0
     assert refused(await viewer.get("/v1/sweep/default/nothing")) == (404, "not_found")
     assert refused(await (await site.client()).get("/v1/sweeps")) == (401, "unauthenticated")

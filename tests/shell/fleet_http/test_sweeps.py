@@ -13,13 +13,17 @@ import pytest
 from msgspec.structs import replace
 
 from strata.base.errors import Code, StrataError
-from strata.fleet import wire
 from strata.fleet.core.job import JobStatus
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.ownership import OPERATOR
 from strata.fleet.core.search import SearchPlan, SearchSweep, Trial, sampler_seed
 from strata.fleet.core.sweep_plan import Range
 from strata.fleet.ports import AttemptKey, JobCompletion, JobFilter, JobRow, StoredSweep
+from strata.fleet.wire.jobs import Job
+from strata.fleet.wire.leases import HeartbeatsReply
+from strata.fleet.wire.manifests import ManifestReply
+from strata.fleet.wire.streams import PieceReply
+from strata.fleet.wire.sweeps import MetricObjective, SweepReply
 from strata.hub.search_study import propose
 from strata.hub.sweep_store import SweepChanges
 from strata.hub.tables import open_tables
@@ -101,13 +105,13 @@ async def failures(site: Running, sweep: str) -> list[str]:
 async def complete(host: HostClient, claim: str) -> None:
     (lease,) = await host.claim(claim)
     body = {"epoch": lease.epoch, "metrics": {"loss": loss(lease.spec.hyper)}}
-    ok(await host.http.post(f"/v1/job/{lease.job_id}/complete", json=body), wire.Job)
+    ok(await host.http.post(f"/v1/job/{lease.job_id}/complete", json=body), Job)
 
 
 async def test_a_sweep_goes_on_after_a_restart_of_the_hub_with_the_same_points(tmp_path: Path) -> None:
     body = manifest_body(MANIFEST + "trials = 6\nseed = 5\n" + SPACE)
     async with running(tmp_path / "hub") as site:
-        ok(await (await site.operator()).post("/v1/manifest", json=body), wire.ManifestReply)
+        ok(await (await site.operator()).post("/v1/manifest", json=body), ManifestReply)
         host = await site.host("desk")
         for number in range(3):
             await wait_for_jobs(site, number + 1)
@@ -126,7 +130,7 @@ async def test_a_sweep_goes_on_after_a_restart_of_the_hub_with_the_same_points(t
 async def test_only_so_many_trials_run_at_once(site: Running) -> None:
     operator = await site.operator()
     body = manifest_body(MANIFEST + "trials = 50\nparallel = 3\n" + SPACE)
-    ok(await operator.post("/v1/manifest", json=body), wire.ManifestReply)
+    ok(await operator.post("/v1/manifest", json=body), ManifestReply)
     rows = await wait_for_jobs(site, 3)
     await operator.post(f"/v1/job/{rows[0].id}/cancel", json={})
     rows = await wait_for_jobs(site, 4)
@@ -146,9 +150,9 @@ model = "other"
 async def test_another_manifest_of_the_project_leaves_a_search_and_its_trainer_alone(site: Running) -> None:
     operator = await site.operator()
     body = manifest_body(MANIFEST + "trials = 3\n" + SPACE)
-    ok(await operator.post("/v1/manifest", json=body), wire.ManifestReply)
+    ok(await operator.post("/v1/manifest", json=body), ManifestReply)
     await wait_for_jobs(site, 1)
-    ok(await operator.post("/v1/manifest", json=manifest_body(OTHER, source="other.toml")), wire.ManifestReply)
+    ok(await operator.post("/v1/manifest", json=manifest_body(OTHER, source="other.toml")), ManifestReply)
     host = await site.host("desk", slots=2)
     for number in range(3):
         await wait_for_jobs(site, number + 1)
@@ -156,10 +160,10 @@ async def test_another_manifest_of_the_project_leaves_a_search_and_its_trainer_a
         assert lease.trainer is not None
         assert lease.trainer.command == ("python", "train.py"), "as its own manifest has it"
         done = {"epoch": lease.epoch, "metrics": {"loss": loss(lease.spec.hyper)}}
-        ok(await host.http.post(f"/v1/job/{lease.job_id}/complete", json=done), wire.Job)
-    shown = ok(await operator.get("/v1/sweep/default/tune"), wire.SweepReply).sweep
+        ok(await host.http.post(f"/v1/job/{lease.job_id}/complete", json=done), Job)
+    shown = ok(await operator.get("/v1/sweep/default/tune"), SweepReply).sweep
     assert (shown.method, shown.trials, shown.planned, shown.source) == ("tpe", 3, 3, "m.toml")
-    assert shown.objective == wire.MetricObjective(metric="loss", direction="minimize", declared=True)
+    assert shown.objective == MetricObjective(metric="loss", direction="minimize", declared=True)
     assert shown.state == "ended"
 
 
@@ -169,7 +173,7 @@ async def test_another_manifest_of_the_project_leaves_a_search_and_its_trainer_a
 )
 async def test_a_sweep_of_another_file_is_refused_unless_it_is_taken_over(site: Running, sweep: str) -> None:
     operator = await site.operator()
-    ok(await operator.post("/v1/manifest", json=manifest_body(MANIFEST + "trials = 3\n" + SPACE)), wire.ManifestReply)
+    ok(await operator.post("/v1/manifest", json=manifest_body(MANIFEST + "trials = 3\n" + SPACE)), ManifestReply)
     text = OTHER + sweep + ("trials = 9\n" + SPACE if "search" in sweep else "")
     body = manifest_body(text, source="other.toml")
     assert refused(await operator.post("/v1/manifest", json=body | {"dry_run": True}))[1] == "conflict"
@@ -177,18 +181,18 @@ async def test_a_sweep_of_another_file_is_refused_unless_it_is_taken_over(site: 
     assert refused(reply)[1] == "conflict"
     assert "other.toml: the sweep tune belongs to m.toml" in reply.text
     assert ("default", "other") not in {(row.spec.project, row.spec.model) for row in await jobs_of(site, "")}
-    ok(await operator.post("/v1/manifest", json=body | {"take_over": True}), wire.ManifestReply)
-    assert ok(await operator.get("/v1/sweep/default/tune"), wire.SweepReply).sweep.source == "other.toml"
+    ok(await operator.post("/v1/manifest", json=body | {"take_over": True}), ManifestReply)
+    assert ok(await operator.get("/v1/sweep/default/tune"), SweepReply).sweep.source == "other.toml"
 
 
 async def test_a_trial_of_another_files_sweep_is_not_taken_away_unless_it_is_taken_over(site: Running) -> None:
     operator = await site.operator()
     grid = '[[sweeps]]\nname = "{}"\nmodel = "gbt"\ngrid = {{ x = [{}] }}\n'
-    ok(await operator.post("/v1/manifest", json=manifest_body(OTHER + grid.format("tune", "1, 2"))), wire.ManifestReply)
+    ok(await operator.post("/v1/manifest", json=manifest_body(OTHER + grid.format("tune", "1, 2"))), ManifestReply)
     host = await site.host("desk", slots=9)
     for lease in await host.claim("c", count=9, slots=9):
         done = {"epoch": lease.epoch, "metrics": {"loss": 0.5}}
-        ok(await host.http.post(f"/v1/job/{lease.job_id}/complete", json=done), wire.Job)
+        ok(await host.http.post(f"/v1/job/{lease.job_id}/complete", json=done), Job)
     before = {row.id: row for row in await jobs(site)}
     assert len(before) == 2
     for text in (grid.format("wider", "1, 2, 3"), '[[jobs]]\nmodel = "gbt"\nhyper = { x = 1 }\n'):
@@ -198,10 +202,10 @@ async def test_a_trial_of_another_files_sweep_is_not_taken_away_unless_it_is_tak
         assert "is a trial of the sweep tune, which belongs to m.toml" in reply.text
         assert {row.id: row for row in await jobs(site)} == before
     renamed = manifest_body(OTHER + grid.format("mine", "1"))
-    ok(await operator.post("/v1/manifest", json=renamed), wire.ManifestReply)
+    ok(await operator.post("/v1/manifest", json=renamed), ManifestReply)
     assert len(await jobs_of(site, "mine")) == 1, "a file may rename its own"
     body = manifest_body(OTHER + grid.format("wider", "2, 3"), source="other.toml")
-    ok(await operator.post("/v1/manifest", json=body | {"take_over": True}), wire.ManifestReply)
+    ok(await operator.post("/v1/manifest", json=body | {"take_over": True}), ManifestReply)
     assert len(await jobs_of(site, "wider")) == 2
 
 
@@ -209,8 +213,8 @@ async def test_nobody_changes_what_a_sweep_queues_for_another_owner(site: Runnin
     operator, anna = await site.operator(), await site.with_role("researcher")
     text = 'project = "hers"\n' + MANIFEST + "trials = 3\n" + SPACE
     mine = 'project = "hers"\n' + OTHER
-    ok(await anna.post("/v1/manifest", json=manifest_body(mine)), wire.ManifestReply)
-    ok(await operator.post("/v1/manifest", json=manifest_body(text)), wire.ManifestReply)
+    ok(await anna.post("/v1/manifest", json=manifest_body(mine)), ManifestReply)
+    ok(await operator.post("/v1/manifest", json=manifest_body(text)), ManifestReply)
     for body in (manifest_body(text), manifest_body(text, source="other.toml")):
         reply = await anna.post("/v1/manifest", json=body | {"take_over": True})
         assert refused(reply)[1] == "forbidden"
@@ -222,7 +226,7 @@ async def test_nobody_changes_what_a_sweep_queues_for_another_owner(site: Runnin
 async def test_a_stopped_search_says_where_it_stopped_and_goes_on_when_it_is_resumed(site: Running) -> None:
     operator, researcher = await site.operator(), await site.with_role("researcher")
     body = manifest_body(MANIFEST + "trials = 5\nparallel = 2\n" + SPACE)
-    ok(await operator.post("/v1/manifest", json=body), wire.ManifestReply)
+    ok(await operator.post("/v1/manifest", json=body), ManifestReply)
     await wait_for_jobs(site, 2)
     host = await site.host("desk")
     await complete(host, "c0")
@@ -230,19 +234,19 @@ async def test_a_stopped_search_says_where_it_stopped_and_goes_on_when_it_is_res
     (lease,) = await host.claim("c1")
     assert refused(await researcher.post("/v1/sweep/default/tune/stop"))[1] == "forbidden"
     assert refused(await operator.post("/v1/sweep/default/tone/stop"))[1] == "not_found"
-    stopped = ok(await operator.post("/v1/sweep/default/tune/stop"), wire.SweepReply).sweep
+    stopped = ok(await operator.post("/v1/sweep/default/tune/stop"), SweepReply).sweep
     assert (stopped.state, stopped.trials - stopped.skipped, stopped.planned) == ("stopped", 2, 5)
     by_id = {row.id: row.status for row in await jobs(site)}
     assert by_id[lease.job_id] in (JobStatus.CLAIMED, JobStatus.RUNNING), "what runs goes on"
-    reply = ok(await operator.post("/v1/manifest", json=body), wire.ManifestReply)
+    reply = ok(await operator.post("/v1/manifest", json=body), ManifestReply)
     assert reply.stopped == ("tune",), "its own manifest does not start it"
-    ok(await operator.post("/v1/sweep/default/tune/stop"), wire.SweepReply)
+    ok(await operator.post("/v1/sweep/default/tune/stop"), SweepReply)
     await site.hub.context.fleet.tick()
     assert len(await jobs(site)) == len(rows)
-    resumed = ok(await operator.post("/v1/sweep/default/tune/resume"), wire.SweepReply).sweep
+    resumed = ok(await operator.post("/v1/sweep/default/tune/resume"), SweepReply).sweep
     assert (resumed.state, resumed.skipped) == ("running", 0)
     done = {"epoch": lease.epoch, "metrics": {"loss": 1.0}}
-    ok(await host.http.post(f"/v1/job/{lease.job_id}/complete", json=done), wire.Job)
+    ok(await host.http.post(f"/v1/job/{lease.job_id}/complete", json=done), Job)
     for number in range(3):
         await wait_for_jobs(site, min(5, 4 + number))
         await complete(host, f"d{number}")
@@ -255,20 +259,20 @@ async def test_a_stopped_search_says_where_it_stopped_and_goes_on_when_it_is_res
 async def test_a_stopped_grid_cancels_what_waits_and_a_resumed_one_queues_it_again(site: Running) -> None:
     operator = await site.operator()
     grid = '[[sweeps]]\nname = "rates"\nmodel = "gbt"\ngrid = { x = [1, 2, 3] }\n'
-    ok(await operator.post("/v1/manifest", json=manifest_body(OTHER + grid)), wire.ManifestReply)
-    stopped = ok(await operator.post("/v1/sweep/default/rates/stop"), wire.SweepReply).sweep
+    ok(await operator.post("/v1/manifest", json=manifest_body(OTHER + grid)), ManifestReply)
+    stopped = ok(await operator.post("/v1/sweep/default/rates/stop"), SweepReply).sweep
     assert (stopped.state, stopped.skipped, stopped.by_status) == ("stopped", 3, {"cancelled": 3})
     more = manifest_body(OTHER + grid.replace("3]", "3, 4]"))
-    reply = ok(await operator.post("/v1/manifest", json=more), wire.ManifestReply)
+    reply = ok(await operator.post("/v1/manifest", json=more), ManifestReply)
     assert (reply.stopped, reply.new) == (("rates",), ()), "no point of it is queued"
-    resumed = ok(await operator.post("/v1/sweep/default/rates/resume"), wire.SweepReply).sweep
+    resumed = ok(await operator.post("/v1/sweep/default/rates/resume"), SweepReply).sweep
     assert (resumed.state, resumed.by_status) == ("waiting", {"pending": 3})
 
 
 async def test_a_small_space_is_not_tried_twice(site: Running) -> None:
     space = "space = { x = { choice = [1, 2] }, y = { choice = [1] } }\n"
     body = manifest_body(MANIFEST + "trials = 9\nparallel = 9\n" + space)
-    ok(await (await site.operator()).post("/v1/manifest", json=body), wire.ManifestReply)
+    ok(await (await site.operator()).post("/v1/manifest", json=body), ManifestReply)
     rows = await wait_for_jobs(site, 2)
     assert sorted(row.spec.hyper["x"] for row in rows) == [1, 2]
     async with asyncio.timeout(30):
@@ -280,7 +284,7 @@ async def test_a_small_space_is_not_tried_twice(site: Running) -> None:
 async def test_a_trial_that_falls_behind_is_stopped_by_the_reply_to_a_heartbeat(site: Running) -> None:
     halving = "halving = { first_step = 10, reduction = 2 }\n"
     body = manifest_body(MANIFEST + "trials = 3\nparallel = 3\n" + halving + SPACE)
-    ok(await (await site.operator()).post("/v1/manifest", json=body), wire.ManifestReply)
+    ok(await (await site.operator()).post("/v1/manifest", json=body), ManifestReply)
     await wait_for_jobs(site, 3)
     host = await site.host("desk", slots=3)
     leases = await host.claim(count=3, slots=3)
@@ -288,14 +292,14 @@ async def test_a_trial_that_falls_behind_is_stopped_by_the_reply_to_a_heartbeat(
     held = [{"job_id": each.job_id, "epoch": each.epoch, "running": True} for each in leases]
 
     async def verdicts() -> list[tuple[str, str]]:
-        reply = ok(await host.http.post("/v1/heartbeats", json={"leases": held}), wire.HeartbeatsReply)
+        reply = ok(await host.http.post("/v1/heartbeats", json={"leases": held}), HeartbeatsReply)
         return [(each.verdict, each.cause) for each in reply.verdicts]
 
     assert await verdicts() == [("continue", "")] * 3
     for value, lease in zip((0.1, 0.9, '"nan"'), leases, strict=True):
         line = f'{{"type": "metrics", "at_s": 1, "step": 10, "values": {{"loss": {value}}}}}\n'
         path = f"/v1/job/{lease.job_id}/metrics?epoch={lease.epoch}&offset=0"
-        ok(await host.http.put(path, content=line.encode()), wire.PieceReply)
+        ok(await host.http.put(path, content=line.encode()), PieceReply)
     async with asyncio.timeout(30):
         while (said := await verdicts()) != [("continue", ""), ("stop", "ended"), ("stop", "ended")]:
             assert said[0] == ("continue", "")
@@ -330,7 +334,7 @@ async def test_a_sweep_that_optuna_cannot_continue_does_not_hold_up_the_next_one
     fails = MANIFEST.replace('"tune"', '"bad"').replace('"minimize" }', '"minimize", size = "minimize" }')
     sweep = MANIFEST[MANIFEST.index("[[sweeps]]") :]
     body = manifest_body(f"{fails}trials = 2\n{SPACE}\n{sweep}trials = 2\nparallel = 2\n{SPACE}")
-    ok(await (await site.operator()).post("/v1/manifest", json=body), wire.ManifestReply)
+    ok(await (await site.operator()).post("/v1/manifest", json=body), ManifestReply)
     await wait_for_jobs(site, 2)
 
 
@@ -338,7 +342,7 @@ async def test_a_sweep_with_a_broken_trial_says_why_and_does_not_hold_up_the_nex
     bad = MANIFEST.replace('"tune"', '"bad"').replace("model = ", 'mode = "bad"\nmodel = ')
     sweep = MANIFEST[MANIFEST.index("[[sweeps]]") :]
     body = manifest_body(f"{bad}trials = 2\n{SPACE}\n{sweep}trials = 2\n{SPACE}")
-    ok(await (await site.operator()).post("/v1/manifest", json=body), wire.ManifestReply)
+    ok(await (await site.operator()).post("/v1/manifest", json=body), ManifestReply)
     await wait_for_jobs(site, 1)
     host = await site.host("desk", slots=2)
     for lease in await host.claim("c", count=2, slots=2):

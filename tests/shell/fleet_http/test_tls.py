@@ -17,9 +17,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
-from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.requirement import Needs
+from strata.fleet.wire.hosts import RegisterReply
+from strata.fleet.wire.identities import CertificateReply, InviteReply, InvitesReply
+from strata.fleet.wire.leases import ClaimReply
 from strata.hub.settings import HubSettings, HubTlsSettings, check_exposure
 from strata.identity.ca import Authority, pin_of, private_pem
 from strata.identity.tokens import read_join_token
@@ -48,15 +50,15 @@ def client_context(site: Running, folder: Path, key: ec.EllipticCurvePrivateKey,
     return context
 
 
-async def joined(site: Running, tmp_path: Path, name: str) -> tuple[wire.CertificateReply, httpx.AsyncClient, Any]:
-    invited = ok(await (await site.operator()).post("/v1/invites", json={"pool": "lab"}), wire.InviteReply)
+async def joined(site: Running, tmp_path: Path, name: str) -> tuple[CertificateReply, httpx.AsyncClient, Any]:
+    invited = ok(await (await site.operator()).post("/v1/invites", json={"pool": "lab"}), InviteReply)
     token = read_join_token(invited.token)
     anybody = await site.client()
     ca = (await anybody.get("/v1/ca")).content
     assert pin_of(ca) == token.ca_sha256
     key, request = new_key()
     body = {"invite_id": token.id, "secret": token.secret.reveal(), "name": name, "request_pem": request}
-    reply = ok(await anybody.post("/v1/join", json=body), wire.CertificateReply)
+    reply = ok(await anybody.post("/v1/join", json=body), CertificateReply)
     context = client_context(site, tmp_path / name, key, reply.certificate_pem)
     client = httpx.AsyncClient(base_url=site.url, verify=context, timeout=30)
     return reply, await site.stack.enter_async_context(client), request
@@ -66,32 +68,32 @@ async def test_an_invited_host_joins_and_claims_with_its_certificate(secure: Run
     reply, http, request = await joined(secure, tmp_path, "anna")
     assert 23 * 3600 < reply.valid_for_s <= 24 * 3600
     registered = await http.post("/v1/host/register", json={"capability": {"hostname": "anna"}})
-    assert ok(registered, wire.RegisterReply).host_id == reply.host_id
+    assert ok(registered, RegisterReply).host_id == reply.host_id
     (job_id,) = await secure.add(JobSpec(model="m", needs=Needs(pool="lab")))
-    claimed = ok(await http.post("/v1/job/claim", json={"claim_id": "c"}), wire.ClaimReply)
+    claimed = ok(await http.post("/v1/job/claim", json={"claim_id": "c"}), ClaimReply)
     assert [lease.job_id for lease in claimed.leases] == [job_id]
     renewed = await http.post("/v1/certificate/renew", json={"request_pem": request})
-    assert ok(renewed, wire.CertificateReply).host_id == reply.host_id
+    assert ok(renewed, CertificateReply).host_id == reply.host_id
     _, other_request = new_key()
     other = await http.post("/v1/certificate/renew", json={"request_pem": other_request})
     assert refused(other) == (403, "forbidden")
 
 
 async def test_a_join_token_is_good_for_one_host(secure: Running) -> None:
-    invited = ok(await (await secure.operator()).post("/v1/invites", json={}), wire.InviteReply)
+    invited = ok(await (await secure.operator()).post("/v1/invites", json={}), InviteReply)
     token = read_join_token(invited.token)
     anybody = await secure.client()
     _, request = new_key()
     body = {"invite_id": token.id, "secret": token.secret.reveal(), "name": "anna", "request_pem": request}
     wrong = await anybody.post("/v1/join", json=body | {"secret": "0" * 40})
     assert wrong.status_code in (401, 403)
-    first = ok(await anybody.post("/v1/join", json=body), wire.CertificateReply)
-    again = ok(await anybody.post("/v1/join", json=body), wire.CertificateReply)
+    first = ok(await anybody.post("/v1/join", json=body), CertificateReply)
+    again = ok(await anybody.post("/v1/join", json=body), CertificateReply)
     assert again.host_id == first.host_id
     _, other = new_key()
     stolen = await anybody.post("/v1/join", json=body | {"name": "eve", "request_pem": other})
     assert refused(stolen) == (403, "forbidden")
-    (listed,) = ok(await (await secure.operator()).get("/v1/invites"), wire.InvitesReply).invites
+    (listed,) = ok(await (await secure.operator()).get("/v1/invites"), InvitesReply).invites
     assert listed.used
 
 
@@ -99,7 +101,7 @@ async def test_a_revoked_host_is_refused_within_a_second_on_the_connection_it_ha
     secure: Running, tmp_path: Path
 ) -> None:
     _, http, _ = await joined(secure, tmp_path, "anna")
-    ok(await http.post("/v1/host/register", json={"capability": {"hostname": "anna"}}), wire.RegisterReply)
+    ok(await http.post("/v1/host/register", json={"capability": {"hostname": "anna"}}), RegisterReply)
     # As another hub on the same database would do it: this one is not told.
     (host,) = await secure.hub.context.identity.hosts()
     await secure.hub.context.identity.revoke_host(host.id, "lost", "operator", SystemClock().wall_s())

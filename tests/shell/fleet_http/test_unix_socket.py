@@ -14,8 +14,9 @@ import pytest
 from strata.base.errors import Code, StrataError
 from strata.base.secret import read_secret
 from strata.base.unix_socket import connect_unix, is_listening, listen_unix
-from strata.fleet import wire
 from strata.fleet.client.hub_client import HubClient
+from strata.fleet.wire.identities import CallerReply
+from strata.fleet.wire.overview import HubHealth
 from strata.hub.settings import SOCKET, HubTlsSettings
 from tests.shell.fleet_http.running import process, running
 
@@ -79,7 +80,7 @@ def test_a_socket_of_another_user_gets_no_byte(tmp_path: Path) -> None:
         hearing = threading.Thread(target=hear)
         hearing.start()
         with HubClient(f"unix:{path}") as client, pytest.raises(StrataError, match=f"another user .uid {OTHER}."):
-            client.call("GET", "/v1/health", wire.HubHealth)
+            client.call("GET", "/v1/health", HubHealth)
         hearing.join()
     assert heard == [b""]
 
@@ -108,9 +109,9 @@ async def test_the_operator_token_and_the_keys_above_a_researcher_need_the_socke
 
 
 async def test_a_hub_with_tls_has_the_socket_too(tmp_path: Path) -> None:
-    def ask(data: Path) -> wire.CallerReply:
+    def ask(data: Path) -> CallerReply:
         with HubClient(f"unix:{data / SOCKET}", bearer=read_secret(data / "operator.token")) as client:
-            return client.call("GET", "/v1/caller", wire.CallerReply)
+            return client.call("GET", "/v1/caller", CallerReply)
 
     async with running(tmp_path / "hub", tls=HubTlsSettings(enabled=True)) as site:
         assert (await asyncio.to_thread(ask, site.data)).kind == "operator"
@@ -129,6 +130,6 @@ def test_a_killed_hub_leaves_a_socket_that_the_next_one_takes(tmp_path: Path) ->
 
 def test_a_client_says_that_a_server_is_not_running(tmp_path: Path) -> None:
     with HubClient(f"unix:{tmp_path / 'none' / 's'}") as client, pytest.raises(StrataError) as refused:
-        client.call("GET", "/v1/health", wire.HubHealth)
+        client.call("GET", "/v1/health", HubHealth)
     assert refused.value.code is Code.UNAVAILABLE
     assert "is not running" in refused.value.message

@@ -11,8 +11,8 @@ import pytest
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
-from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec
+from strata.fleet.wire.events import FeedEvent
 from strata.hub.cursor_store import FeedDelivery
 from strata.hub.outbound import WebhookTarget
 from strata.hub.settings import Webhook
@@ -23,8 +23,8 @@ from tests.support.webhook_receiver import WebhookReceiver
 SECRET = Secret("a secret of both")
 
 
-def events(receiver: WebhookReceiver) -> list[wire.FeedEvent]:
-    return [msgspec.json.decode(each.body, type=wire.FeedEvent) for each in receiver.deliveries]
+def events(receiver: WebhookReceiver) -> list[FeedEvent]:
+    return [msgspec.json.decode(each.body, type=FeedEvent) for each in receiver.deliveries]
 
 
 def dispatcher(site: Running, url: str, *kinds: str, allow: tuple[str, ...] = ("127.0.0.0/8",)) -> WebhookDispatcher:

@@ -11,9 +11,10 @@ import pytest
 from soak.fleet_agent import expected_state, kill, outcome, zombie
 from soak.fleet_agent.fleet import Plan
 from soak.trials import CampaignRequest, CampaignResult
-from strata.fleet import wire
 from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.jobspec import JobSpec
+from strata.fleet.wire.events import FeedEvent
+from strata.fleet.wire.jobs import Job, JobAttempt
 from tests.support.busy import BUSY
 
 PLAN = Plan(steps=8, lines=3, every=4, tail=50)
@@ -57,8 +58,8 @@ async def test_a_host_that_was_thought_dead_changes_nothing_and_one_that_was_not
     assert result.worst_s <= zombie.LIMIT_S * BUSY
 
 
-def event(kind: str, epoch: int, **body: str) -> wire.FeedEvent:
-    return wire.FeedEvent(cursor="", at_s=0.0, actor="", kind=kind, subject="", body={"epoch": epoch, **body})
+def event(kind: str, epoch: int, **body: str) -> FeedEvent:
+    return FeedEvent(cursor="", at_s=0.0, actor="", kind=kind, subject="", body={"epoch": epoch, **body})
 
 
 def undisturbed() -> expected_state.JobEvidence:
@@ -68,11 +69,9 @@ def undisturbed() -> expected_state.JobEvidence:
         {"type": "metrics", "step": step, "values": {"state": float(states[step + 1])}} for step in range(4, PLAN.steps)
     ]
     spec = JobSpec(model="counting", seed=SEED)
-    job = wire.Job(
-        id=spec.id, status=JobStatus.COMPLETED, spec=spec, epoch=2, created_at_s=0, changed_at_s=0, artifact="a"
-    )
-    first = wire.JobAttempt(epoch=1, host_id="anna", claimed_at_s=0, outcome="lost", cause=Cause.HOST_LOST)
-    second = wire.JobAttempt(epoch=2, host_id="bert", claimed_at_s=0, outcome="completed")
+    job = Job(id=spec.id, status=JobStatus.COMPLETED, spec=spec, epoch=2, created_at_s=0, changed_at_s=0, artifact="a")
+    first = JobAttempt(epoch=1, host_id="anna", claimed_at_s=0, outcome="lost", cause=Cause.HOST_LOST)
+    second = JobAttempt(epoch=2, host_id="bert", claimed_at_s=0, outcome="completed")
     return expected_state.JobEvidence(
         job=job,
         attempts=(first, second),

@@ -11,9 +11,9 @@ import pytest
 from soak.fleet_agent.expected_state import JobEvidence
 from soak.mixed.expected_state import GangPlan, find_gang_problems, find_sweep_problems, plain_study
 from soak.mixed.programs.trial import loss
-from strata.fleet import wire
 from strata.fleet.core.job import JobStatus
 from strata.fleet.core.jobspec import JobSpec
+from strata.fleet.wire.jobs import Job, JobAttempt
 
 PLAN = GangPlan(epochs=2, samples=4)
 LEDGER = ["1 0 0 0 2", "1 1 0 2 4", "2 1 0 2 4", "2 0 1 0 4"]
@@ -21,8 +21,8 @@ MODELS = ({"0": [0, 1], "1": [0, 1, 2, 3]}, {"0": [2, 3]})
 
 
 def evidence(spec: JobSpec, files: dict[str, bytes], **facts: object) -> JobEvidence:
-    job = wire.Job(id=spec.id, status=JobStatus.COMPLETED, spec=spec, epoch=1, created_at_s=0, changed_at_s=0)
-    attempt = wire.JobAttempt(epoch=1, host_id="anna", claimed_at_s=0, outcome="completed", facts=facts)
+    job = Job(id=spec.id, status=JobStatus.COMPLETED, spec=spec, epoch=1, created_at_s=0, changed_at_s=0)
+    attempt = JobAttempt(epoch=1, host_id="anna", claimed_at_s=0, outcome="completed", facts=facts)
     return JobEvidence(
         job=job,
         attempts=(attempt,),

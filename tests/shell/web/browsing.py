@@ -9,7 +9,7 @@ from typing import Final
 
 import httpx
 
-from strata.fleet import wire
+from strata.fleet.wire.identities import HubKeyReply
 from tests.shell.fleet_http.running import Running, ok
 
 HTML: Final = {"Accept": "text/html,application/xhtml+xml"}
@@ -42,7 +42,7 @@ class Browser:
 
 async def log_in(site: Running, role: str, name: str = "") -> Browser:
     name = name or f"{role}-{next(site.names)}"
-    made = ok(await (await site.operator()).post("/v1/keys", json={"name": name, "role": role}), wire.HubKeyReply)
+    made = ok(await (await site.operator()).post("/v1/keys", json={"name": name, "role": role}), HubKeyReply)
     browser = Browser(await site.client())
     reply = await browser.http.post("/login", data={"key": made.secret}, headers={**HTML, **SAME_ORIGIN})
     assert reply.status_code == 303, reply.text

@@ -8,9 +8,10 @@ from typing import Any
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from strata.fleet import wire
 from strata.fleet.artifacts.manifest import ArtifactKind, Lineage
 from strata.fleet.core.job import JobStatus
+from strata.fleet.wire.artifacts import Made
+from strata.fleet.wire.sweeps import SweepTrial
 from strata.web.lineage import MAX_NODES, NODE_HEIGHT, NODE_WIDTH, assign_columns, draw_lineage
 from strata.web.trial_plot import nice_ticks, plot_trials
 
@@ -19,12 +20,12 @@ def artifact_id(number: int) -> str:
     return f"artifact1_{number:064x}"
 
 
-def made(number: int, *parents: int, **metrics: float) -> wire.Made:
+def made(number: int, *parents: int, **metrics: float) -> Made:
     lineage = Lineage(
         kind=ArtifactKind.RESULT, model=f"m{number}", metrics=metrics, parents=tuple(map(artifact_id, parents))
     )
     id_ = artifact_id(number)
-    return wire.Made(artifact_id=id_, lineage_id=id_, seq=number, size=1, committed_at_s=1.0, lineage=lineage)
+    return Made(artifact_id=id_, lineage_id=id_, seq=number, size=1, committed_at_s=1.0, lineage=lineage)
 
 
 def test_each_artifact_is_right_of_what_it_was_made_from_and_none_overlap() -> None:
@@ -56,10 +57,10 @@ def test_every_artifact_gets_one_column_also_in_a_circle(pairs: list[tuple[int, 
         assert all(place[a] < place[b] for a, b in edges)
 
 
-def trial(number: int, loss: float | None, **fields: Any) -> wire.SweepTrial:
+def trial(number: int, loss: float | None, **fields: Any) -> SweepTrial:
     known: dict[str, Any] = {"status": JobStatus.COMPLETED, **fields}
     metrics = {} if loss is None else {"loss": loss}
-    return wire.SweepTrial(
+    return SweepTrial(
         job_id=f"job{number}", label="t", parameters={}, metrics=metrics, created_at_s=0.0, changed_at_s=0.0, **known
     )
 

@@ -12,10 +12,14 @@ from urllib.parse import quote
 
 import pytest
 
-from strata.fleet import wire
 from strata.fleet.artifacts.manifest import ArtifactKind
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.ports import AttemptKey, JobCompletion
+from strata.fleet.wire.hosts import Host
+from strata.fleet.wire.identities import InviteReply
+from strata.fleet.wire.manifests import ManifestReply
+from strata.fleet.wire.owners import QuotasReply
+from strata.fleet.wire.sweeps import SweepReply
 from strata.hub.settings import HubTlsSettings
 from strata.web.render import details
 from tests.shell.fleet_http.running import HostClient, Running, manifest_body, ok, running
@@ -77,7 +81,7 @@ async def test_a_host_shows_its_cards_policy_and_jobs(site: Running) -> None:
 async def test_an_operator_drains_a_host_after_seeing_what_it_would_do(safe_site: Running) -> None:
     site = safe_site
     operator = await site.operator()
-    host = ok(await operator.post("/v1/invites", json={}), wire.InviteReply)
+    host = ok(await operator.post("/v1/invites", json={}), InviteReply)
     assert host.token
     browser = await log_in(site, "operator")
     host_id = await joined_host(site)
@@ -85,10 +89,10 @@ async def test_an_operator_drains_a_host_after_seeing_what_it_would_do(safe_site
     assert f'href="/hosts/{host_id}/confirm?action=drain"' in page
     asked = await browser.shows(f"/hosts/{host_id}/confirm?action=drain")
     assert "It gets no new jobs until it is resumed." in asked
-    assert ok(await operator.get(f"/v1/host/{host_id}"), wire.Host).state == "active"
+    assert ok(await operator.get(f"/v1/host/{host_id}"), Host).state == "active"
     done = await browser.post(f"/hosts/{host_id}", action="drain", reason="new cards")
     assert (done.status_code, done.headers["location"]) == (303, f"/hosts/{host_id}")
-    changed = ok(await operator.get(f"/v1/host/{host_id}"), wire.Host)
+    changed = ok(await operator.get(f"/v1/host/{host_id}"), Host)
     assert (changed.state, changed.state_reason) == ("draining", "new cards")
     assert "new cards" in await browser.shows(f"/hosts/{host_id}")
     assert (await browser.post(f"/hosts/{host_id}", action="explode")).status_code == 400
@@ -112,10 +116,10 @@ async def test_a_stopped_sweep_says_how_far_it_came(site: Running) -> None:
     text = '[trainers.default]\ncommand = ["true"]\ndirectory = "/code"\n'
     text += '[[sweeps]]\nname = "rates"\nmodel = "m"\ngrid = { x = [1, 2, 3] }\n'
     operator = await site.operator()
-    ok(await operator.post("/v1/manifest", json=manifest_body(text)), wire.ManifestReply)
+    ok(await operator.post("/v1/manifest", json=manifest_body(text)), ManifestReply)
     host = await site.host("desk")
     await host.claim()
-    ok(await operator.post("/v1/sweep/default/rates/stop"), wire.SweepReply)
+    ok(await operator.post("/v1/sweep/default/rates/stop"), SweepReply)
     browser = await log_in(site, "viewer")
     for path in ("/sweeps", "/sweeps/default/rates"):
         assert "stopped at 1 of 3" in await browser.shows(path)
@@ -201,7 +205,7 @@ async def test_an_operator_invites_hosts_and_sets_quotas_and_sees_no_keys(safe_s
     assert (await browser.post(f"/people/invites/{invite}", confirmed="1")).status_code == 303
     assert (await browser.post("/people/keys", name="x", role="admin")).status_code == 403
     assert (await browser.post("/people/quotas", owner="rosa", jobs="5", gpu_hours="", gib="2")).status_code == 303
-    quotas = ok(await (await site.operator()).get("/v1/quotas"), wire.QuotasReply)
+    quotas = ok(await (await site.operator()).get("/v1/quotas"), QuotasReply)
     (rosa,) = [each for each in quotas.quotas if each.owner == "rosa"]
     assert (rosa.own, rosa.quota.jobs, rosa.quota.gpu_hours, rosa.quota.bytes) == (True, 5, None, 2 << 30)
     assert (await browser.post("/people/quotas", owner="rosa", jobs="many")).status_code == 400

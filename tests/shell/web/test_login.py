@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec
+from strata.fleet.wire.identities import CallerReply, HubKeyReply, KeysReply, LoginCodeReply
+from strata.fleet.wire.overview import StatusReply
 from strata.http.route import Route
 from strata.hub.compose import TOKEN_FILE
 from strata.hub.settings import HubTlsSettings
@@ -50,14 +51,14 @@ async def test_a_browser_without_a_session_is_sent_to_the_login_and_a_program_ge
 
 async def test_a_key_opens_a_session_whose_cookie_scripts_and_other_sites_do_not_get(site: Running) -> None:
     browser = await log_in(site, "viewer", "vera")
-    made = ok(await (await site.operator()).post("/v1/keys", json={"name": "x", "role": "viewer"}), wire.HubKeyReply)
+    made = ok(await (await site.operator()).post("/v1/keys", json={"name": "x", "role": "viewer"}), HubKeyReply)
     reply = await (await site.client()).post("/login", data={"key": made.secret}, headers={**HTML, **SAME_ORIGIN})
     assert {"HttpOnly", "SameSite=Strict", "Path=/"} <= set(reply.headers["set-cookie"].split("; "))
     assert made.secret not in reply.headers["set-cookie"]
     page = await browser.shows("/")
     assert "vera" in page
     assert "viewer" in page
-    assert ok(await browser.http.get("/v1/caller"), wire.CallerReply).name == "vera"
+    assert ok(await browser.http.get("/v1/caller"), CallerReply).name == "vera"
 
 
 async def test_the_cookie_is_for_https_only_where_there_is_tls(tmp_path: Path) -> None:
@@ -68,7 +69,7 @@ async def test_the_cookie_is_for_https_only_where_there_is_tls(tmp_path: Path) -
         assert reply.status_code == 303
         assert reply.headers["set-cookie"].startswith("__Host-strata-")
         assert "Secure" in reply.headers["set-cookie"].split("; ")
-        assert ok(await client.get("/v1/caller"), wire.CallerReply).role == "admin"
+        assert ok(await client.get("/v1/caller"), CallerReply).role == "admin"
 
 
 async def test_a_wrong_key_opens_nothing_and_many_wrong_keys_are_slowed_down(tmp_path: Path) -> None:
@@ -83,7 +84,7 @@ async def test_a_wrong_key_opens_nothing_and_many_wrong_keys_are_slowed_down(tmp
 
 @pytest.mark.parametrize("origin", ["cross-site", "same-site", "none", ""])
 async def test_another_page_cannot_log_a_browser_in(site: Running, origin: str) -> None:
-    made = ok(await (await site.operator()).post("/v1/keys", json={"name": "x", "role": "viewer"}), wire.HubKeyReply)
+    made = ok(await (await site.operator()).post("/v1/keys", json={"name": "x", "role": "viewer"}), HubKeyReply)
     client = await site.client()
     headers = {**HTML, **({"Sec-Fetch-Site": origin} if origin else {})}
     reply = await client.post("/login", data={"key": made.secret}, headers=headers)
@@ -93,18 +94,18 @@ async def test_another_page_cannot_log_a_browser_in(site: Running, origin: str) 
 async def test_without_tls_operators_log_in_by_a_link_and_get_the_rights_of_a_researcher(site: Running) -> None:
     operator, client = await site.operator(), await site.client()
     token = (site.data / TOKEN_FILE).read_text().strip()
-    made = ok(await operator.post("/v1/keys", json={"name": "o", "role": "operator"}), wire.HubKeyReply)
+    made = ok(await operator.post("/v1/keys", json={"name": "o", "role": "operator"}), HubKeyReply)
     for secret in (token, made.secret):
         reply = await client.post("/login", data={"key": secret}, headers={**HTML, **SAME_ORIGIN})
         assert (reply.status_code, "set-cookie" in reply.headers) == (403, False)
         assert "strata dashboard" in reply.text
-    link = ok(await operator.post("/v1/login/code"), wire.LoginCodeReply)
+    link = ok(await operator.post("/v1/login/code"), LoginCodeReply)
     assert link.url == site.url
     page = await client.get("/login", params={"code": link.code}, headers=HTML)
     assert link.code in page.text
     reply = await client.post("/login", data={"code": link.code}, headers={**HTML, **SAME_ORIGIN})
     assert reply.status_code == 303
-    caller = ok(await client.get("/v1/caller"), wire.CallerReply)
+    caller = ok(await client.get("/v1/caller"), CallerReply)
     assert (caller.kind, caller.role) == ("operator", "researcher")
     assert refused(await client.get("/v1/keys")) == (403, "forbidden")
     again = await (await site.client()).post("/login", data={"code": link.code}, headers={**HTML, **SAME_ORIGIN})
@@ -113,7 +114,7 @@ async def test_without_tls_operators_log_in_by_a_link_and_get_the_rights_of_a_re
 
 async def test_a_cookie_changes_nothing_through_the_api(site: Running) -> None:
     browser = await log_in(site, "researcher")
-    assert ok(await browser.http.get("/v1/status"), wire.StatusReply).hosts == 0
+    assert ok(await browser.http.get("/v1/status"), StatusReply).hosts == 0
     (job_id,) = await site.add(JobSpec(model="m"))
     for path in ("/v1/jobs", f"/v1/job/{job_id}/cancel", "/v1/login/code"):
         assert refused(await browser.http.post(path, json={}, headers=SAME_ORIGIN)) == (401, "unauthenticated")
@@ -150,7 +151,7 @@ async def test_who_logs_out_or_loses_the_key_is_out(site: Running) -> None:
     assert (await browser.get("/")).headers["location"] == "/login"
     browser = await log_in(site, "viewer", "vera")
     operator = await site.operator()
-    (key,) = [each for each in ok(await operator.get("/v1/keys"), wire.KeysReply).keys if each.name == "vera"]
+    (key,) = [each for each in ok(await operator.get("/v1/keys"), KeysReply).keys if each.name == "vera"]
     assert (await operator.post(f"/v1/key/{key.id}/revoke")).status_code == 204
     assert (await browser.get("/")).headers["location"] == "/login"
 

@@ -12,8 +12,9 @@ import tomllib
 import httpx
 import pytest
 
-from strata.fleet import wire
 from strata.fleet.core.jobspec import JobSpec
+from strata.fleet.wire.identities import KeysReply
+from strata.fleet.wire.jobs import JobReply, SubmitReply
 from strata.web.assets import FOLDER, Assets
 from strata.web.page import SECURITY_HEADERS
 from tests.shell.fleet_http.running import HostClient, Running, ok
@@ -36,7 +37,7 @@ async def queued(site: Running, browser_name: str, **spec: object) -> str:
     researcher = await site.with_role("researcher", browser_name)
     trainer = {"name": "t", "command": ["true"], "bundle": "0" * 64}
     body = {"spec": {"model": "m", "trainer": "t", **spec}, "trainer": trainer}
-    return ok(await researcher.post("/v1/jobs", json=body), wire.SubmitReply).job.id
+    return ok(await researcher.post("/v1/jobs", json=body), SubmitReply).job.id
 
 
 async def test_every_page_has_the_headers_that_keep_it_to_itself(site: Running) -> None:
@@ -135,15 +136,15 @@ async def test_a_person_sees_the_actions_that_are_allowed_and_can_use_those(site
         assert "text/html" in reply.headers["content-type"]
     asked = await rosa.post(f"{path}/cancel", question="Cancel it?", label="Cancel job", back=path)
     assert "Cancel it?" in asked.text
-    assert ok(await rosa.http.get(f"/v1/job/{job_id}"), wire.JobReply).job.status == "pending"
+    assert ok(await rosa.http.get(f"/v1/job/{job_id}"), JobReply).job.status == "pending"
     done = await rosa.post(f"{path}/cancel", question="Cancel it?", confirmed="1")
     assert (done.status_code, done.headers["location"]) == (303, path)
-    assert ok(await rosa.http.get(f"/v1/job/{job_id}"), wire.JobReply).job.status == "cancelled"
+    assert ok(await rosa.http.get(f"/v1/job/{job_id}"), JobReply).job.status == "cancelled"
     page = await rosa.shows(path)
     assert "cancelled" in page
     assert f'action="{path}/requeue"' in page
     assert (await rosa.post(f"{path}/requeue", confirmed="1")).status_code == 303
-    assert ok(await rosa.http.get(f"/v1/job/{job_id}"), wire.JobReply).job.status == "pending"
+    assert ok(await rosa.http.get(f"/v1/job/{job_id}"), JobReply).job.status == "pending"
 
 
 async def test_a_job_that_waits_says_why_in_the_words_of_the_command_line(site: Running) -> None:
@@ -291,7 +292,7 @@ async def test_a_change_reaches_an_open_page_and_the_page_shows_it(site: Running
 async def test_a_stream_ends_when_its_session_does(site: Running) -> None:
     viewer = await log_in(site, "viewer", "vera")
     operator = await site.operator()
-    (key,) = [each for each in ok(await operator.get("/v1/keys"), wire.KeysReply).keys if each.name == "vera"]
+    (key,) = [each for each in ok(await operator.get("/v1/keys"), KeysReply).keys if each.name == "vera"]
     async with viewer.http.stream("GET", "/live", params={"topics": "jobs"}) as stream:
         await operator.post(f"/v1/key/{key.id}/revoke")
         async with asyncio.timeout(60):

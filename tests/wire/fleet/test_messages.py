@@ -7,6 +7,8 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 import msgspec
@@ -17,6 +19,8 @@ from hypothesis import strategies as st
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
 from strata.fleet.http.routes import DOCUMENT, ROUTES
+from strata.fleet.wire.base import HubReply
+from strata.fleet.wire.overview import HubHealth
 from strata.http.app import Router, Serving
 from strata.http.body import MAX_DEPTH, check_depth
 from strata.http.errors import PLAIN, STATUS_OF, HttpRefusal
@@ -27,8 +31,9 @@ from strata.http.route import Access, Route, Upload
 
 MESSAGES = [
     each
-    for _, each in inspect.getmembers(wire, inspect.isclass)
-    if issubclass(each, msgspec.Struct) and each.__module__ == wire.__name__
+    for module in (import_module(f"{wire.__name__}.{info.name}") for info in iter_modules(wire.__path__))
+    for _, each in inspect.getmembers(module, inspect.isclass)
+    if issubclass(each, msgspec.Struct) and each.__module__ == module.__name__
 ]
 READ = [
     part for route in ROUTES for part in (route.signature().body, route.signature().query) if part not in (None, Upload)
@@ -62,12 +67,12 @@ def allowing_refusal() -> Iterator[None]:
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.__name__)
 def test_a_message_is_frozen_and_only_a_reply_may_say_more_than_is_known(message: type[msgspec.Struct]) -> None:
     assert message.__struct_config__.frozen
-    assert message.__struct_config__.forbid_unknown_fields is not issubclass(message, wire.HubReply)
+    assert message.__struct_config__.forbid_unknown_fields is not issubclass(message, HubReply)
 
 
 def test_a_reply_of_a_newer_hub_is_read() -> None:
     body = b'{"status": "ok", "version": "9.9", "moon": {"phase": 1}}'
-    assert msgspec.json.decode(body, type=wire.HubHealth).version == "9.9"
+    assert msgspec.json.decode(body, type=HubHealth).version == "9.9"
 
 
 @pytest.mark.parametrize("message", READ, ids=lambda message: message.__name__)

@@ -48,9 +48,9 @@ def check_context(context: str | None) -> Iterator[DoctorFinding]:
 
 def check_hub(client: HubClient, url: str) -> Iterator[DoctorFinding]:
     from strata import __version__
-    from strata.fleet import wire
+    from strata.fleet.wire.overview import HubHealth
 
-    health = client.call("GET", "/v1/health", wire.HubHealth)
+    health = client.call("GET", "/v1/health", HubHealth)
     why = f"{url} answers, version {health.version}"
     if health.version == __version__:
         yield ok("hub", why)
@@ -64,10 +64,10 @@ def check_hub(client: HubClient, url: str) -> Iterator[DoctorFinding]:
 def check_credentials(client: HubClient) -> DoctorFinding:
     from strata.base.clock import SystemClock
     from strata.cli.fleet.client import format_duration
-    from strata.fleet import wire
+    from strata.fleet.wire.identities import CallerReply
 
     try:
-        caller = client.call("GET", "/v1/caller", wire.CallerReply)
+        caller = client.call("GET", "/v1/caller", CallerReply)
     except StrataError as error:
         if error.code not in (Code.UNAUTHENTICATED, Code.FORBIDDEN):
             raise

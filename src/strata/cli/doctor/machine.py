@@ -166,7 +166,7 @@ def check_job_user(settings: AgentSettings) -> DoctorFinding:
 
 def check_hub_of_agent(folder: Path, max_skew_s: float) -> Iterator[DoctorFinding]:
     from strata.fleet.agent.identity import connect_to_hub
-    from strata.fleet.wire import CallerReply
+    from strata.fleet.wire.identities import CallerReply
 
     try:
         with connect_to_hub(folder, timeout_s=10.0) as client:

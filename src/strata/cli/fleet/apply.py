@@ -15,9 +15,9 @@ from strata.cli.output import Format, output_option, print_data, print_error, pr
 
 if TYPE_CHECKING:
     from strata.cli.fleet.prepare import PreparedManifest
-    from strata.fleet import wire
     from strata.fleet.client.hub_client import HubClient
     from strata.fleet.core.jobspec import DataSource
+    from strata.fleet.wire.manifests import ManifestReply, Trainer
 
 MOST_SHOWN: Final = 10
 """How many changes the confirmation lists."""
@@ -108,7 +108,7 @@ def apply(  # noqa: PLR0913 (the options of the command)
             click.get_current_context().exit(ended)
 
 
-def _print_sweeps(prepared: PreparedManifest, plan: wire.ManifestReply, *, waits: bool) -> None:
+def _print_sweeps(prepared: PreparedManifest, plan: ManifestReply, *, waits: bool) -> None:
     for name, sweep in prepared.manifest.searches.items():
         if name not in plan.stopped:
             print_error(f"strata: the hub queues the {sweep.search.trials} trials of {name}, as places become free")
@@ -124,29 +124,27 @@ def _print_sweeps(prepared: PreparedManifest, plan: wire.ManifestReply, *, waits
 def reload(context: str | None, output: Format) -> None:
     """Apply the manifest in the hub's settings, as the file is now."""
     with hub_client(context, timeout_s=120.0) as client:
-        from strata.fleet import wire
+        from strata.fleet.wire.manifests import ManifestReply
 
-        plan = client.call("POST", "/v1/manifest/reload", wire.ManifestReply)
+        plan = client.call("POST", "/v1/manifest/reload", ManifestReply)
     _show(plan, None, output, applied=True)
 
 
-def _send(
-    client: HubClient, prepared: PreparedManifest, options: dict[str, bool], *, dry_run: bool
-) -> wire.ManifestReply:
-    from strata.fleet import wire
+def _send(client: HubClient, prepared: PreparedManifest, options: dict[str, bool], *, dry_run: bool) -> ManifestReply:
+    from strata.fleet.wire.manifests import ManifestReply, ManifestRequest
 
-    body = wire.ManifestRequest(manifest=prepared.manifest, schemas=prepared.schemas, dry_run=dry_run, **options)
-    return client.call("POST", "/v1/manifest", wire.ManifestReply, body=body)
+    body = ManifestRequest(manifest=prepared.manifest, schemas=prepared.schemas, dry_run=dry_run, **options)
+    return client.call("POST", "/v1/manifest", ManifestReply, body=body)
 
 
-def _registered(client: HubClient) -> dict[str, wire.Trainer]:
+def _registered(client: HubClient) -> dict[str, Trainer]:
     """The trainers of all projects that the hub has, by their qualified names."""
-    from strata.fleet import wire
+    from strata.fleet.wire.manifests import TrainersReply
 
-    return client.call("GET", "/v1/trainers", wire.TrainersReply).trainers
+    return client.call("GET", "/v1/trainers", TrainersReply).trainers
 
 
-def _schemas(prepared: PreparedManifest, trainers: dict[str, wire.Trainer]) -> dict[str, Any]:
+def _schemas(prepared: PreparedManifest, trainers: dict[str, Trainer]) -> dict[str, Any]:
     """The parameter schemas of the manifest's trainers that the hub has, by their plain names."""
     from strata.fleet.core.jobspec import qualified_trainer
 
@@ -155,25 +153,25 @@ def _schemas(prepared: PreparedManifest, trainers: dict[str, wire.Trainer]) -> d
     return {name: trainer.params for name, trainer in named.items() if trainer is not None and trainer.params}
 
 
-def _upload(client: HubClient, prepared: PreparedManifest, trainers: dict[str, wire.Trainer]) -> None:
+def _upload(client: HubClient, prepared: PreparedManifest, trainers: dict[str, Trainer]) -> None:
     """Send the sources that no trainer at the hub has yet."""
-    from strata.fleet import wire
+    from strata.fleet.wire.artifacts import CommitReply
 
     there = {trainer.spec.bundle for trainer in trainers.values()}
     for name, bundle in prepared.bundles.items():
         if bundle.sha256 not in there:
-            client.send("PUT", f"/v1/source/{bundle.sha256}", bundle.content, wire.CommitReply)
+            client.send("PUT", f"/v1/source/{bundle.sha256}", bundle.content, CommitReply)
             there.add(bundle.sha256)
             what = f"{format_count(bundle.files, 'file')}, {format_bytes(len(bundle.content))}"
             print_error(f"strata: sent the source of trainer {name} ({what})")
 
 
-def _needs_confirmation(plan: wire.ManifestReply) -> bool:
+def _needs_confirmation(plan: ManifestReply) -> bool:
     """Whether the plan needs a confirmation: it changes existing jobs."""
     return bool(plan.changed or plan.orphaned or plan.requeued)
 
 
-def _show_changes(plan: wire.ManifestReply) -> None:
+def _show_changes(plan: ManifestReply) -> None:
     for change in plan.changed[:MOST_SHOWN]:
         later = ", from the next attempt on" if change.deferred else ""
         print_error(f"  ~ {short_id(change.id)}  {change.label}: {', '.join(change.kinds)}{later}")
@@ -189,7 +187,7 @@ def _show_changes(plan: wire.ManifestReply) -> None:
         print_error(f"  ~ and {len(plan.requeued) - MOST_SHOWN} more run again")
 
 
-def _show(plan: wire.ManifestReply, prepared: PreparedManifest | None, output: Format, *, applied: bool) -> None:
+def _show(plan: ManifestReply, prepared: PreparedManifest | None, output: Format, *, applied: bool) -> None:
     import msgspec
 
     if output.for_programs:

@@ -25,8 +25,8 @@ from strata.cli.progress import ProgressLine
 from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:
-    from strata.fleet import wire
     from strata.fleet.client.hub_client import HubClient
+    from strata.fleet.wire.artifacts import ArtifactReply, Made
 
 _LIST: Final = (
     Column("id"),
@@ -80,12 +80,13 @@ def list_artifacts(  # noqa: PLR0913 (the options of the command)
 ) -> None:
     """List artifacts, newest first; with JOB only those of that job."""
     with hub_client(context) as client:
-        from strata.fleet import wire
         from strata.fleet.artifacts.manifest import ArtifactKind
+        from strata.fleet.wire.artifacts import ArtifactsQuery, MadeReply
+        from strata.fleet.wire.overview import StatusReply
 
         job_id = find_job(client, job).job.id if job else ""
-        now_s = client.call("GET", "/v1/status", wire.StatusReply).now_s
-        query = wire.ArtifactsQuery(
+        now_s = client.call("GET", "/v1/status", StatusReply).now_s
+        query = ArtifactsQuery(
             model=model,
             kind=None if kind == "all" else ArtifactKind(kind),
             job_id=job_id,
@@ -93,7 +94,7 @@ def list_artifacts(  # noqa: PLR0913 (the options of the command)
             lowest=lowest,
             limit=limit,
         )
-        reply = client.call("GET", "/v1/artifacts", wire.MadeReply, query=query)
+        reply = client.call("GET", "/v1/artifacts", MadeReply, query=query)
     # Without --kind all rows are results, so the column is left out to make room for the metrics.
     columns = [column for column in _LIST if column.key != "kind" or kind != "result" or output is Format.WIDE]
     print_rows(output, columns, ((artifact_row(each), _shown(each, metric, now_s)) for each in reply.artifacts))
@@ -101,7 +102,7 @@ def list_artifacts(  # noqa: PLR0913 (the options of the command)
         print_error(f"strata: showing the first {limit} artifacts; use --limit for more")
 
 
-def artifact_row(made: wire.Made) -> dict[str, Any]:
+def artifact_row(made: Made) -> dict[str, Any]:
     """An artifact as programs read it."""
     lineage = made.lineage
     return {
@@ -125,7 +126,7 @@ def artifact_row(made: wire.Made) -> dict[str, Any]:
     }
 
 
-def _shown(made: wire.Made, metric: str, now_s: float) -> dict[str, Any]:
+def _shown(made: Made, metric: str, now_s: float) -> dict[str, Any]:
     lineage = made.lineage
     ordered = sorted(lineage.metrics.items(), key=lambda each: (each[0] != metric, each[0]))
     metrics = ", ".join(f"{name} {value:.4g}" for name, value in ordered)
@@ -180,7 +181,7 @@ def remove(wanted: tuple[str, ...], context: str | None) -> None:
             print_error(f"strata: {short_id(reply.id)} is removed ({format_bytes(reply.size)})")
 
 
-def _artifact(client: HubClient, text: str) -> wire.ArtifactReply:
+def _artifact(client: HubClient, text: str) -> ArtifactReply:
     import re
 
     from strata.fleet.client.hub_api import HubApi

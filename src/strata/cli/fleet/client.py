@@ -14,11 +14,14 @@ from strata.cli.completion import complete_contexts
 from strata.cli.output import Column, Format, Rows, print_error, printable
 
 if TYPE_CHECKING:
-    from strata.fleet import wire
     from strata.fleet.client.hub_client import HubClient
+    from strata.fleet.wire.hosts import Host
+    from strata.fleet.wire.jobs import Job, JobReply, JobsQuery
+    from strata.fleet.wire.manifests import ScheduleReply
+    from strata.fleet.wire.sweeps import SweepSummary
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
-_Declared = TypeVar("_Declared", bound="wire.ScheduleReply | wire.SweepSummary")
+_Declared = TypeVar("_Declared", bound="ScheduleReply | SweepSummary")
 SHORT: Final = 10
 """Digits of an id that a table shows: enough for a unique prefix."""
 _LABEL_PAGES: Final = 20
@@ -62,17 +65,17 @@ def print_rows(
             printed.add(row if output.for_programs else {**row, **display})
 
 
-def find_job(client: HubClient, text: str, *, newest: bool = True) -> wire.JobReply:
+def find_job(client: HubClient, text: str, *, newest: bool = True) -> JobReply:
     """Find a job by id, by a prefix of an id, or by name, with or without its project before it.
 
     Of several jobs with that name it is the newest, with a note about the others; without `newest` that is an error,
     unless lists hide the others. `NAME@2` is the newest but one. The name of a gang finds its first member.
     """
-    from strata.fleet import wire
+    from strata.fleet.wire.jobs import JobReply
 
     if _ID.fullmatch(text):
         try:
-            return client.call("GET", f"/v1/job/{text}", wire.JobReply)
+            return client.call("GET", f"/v1/job/{text}", JobReply)
         except StrataError as error:
             if error.code is not Code.NOT_FOUND:
                 raise
@@ -92,15 +95,15 @@ def find_job(client: HubClient, text: str, *, newest: bool = True) -> wire.JobRe
         if not newest:
             raise StrataError(Code.INVALID, several, hint=f"choose one by its id: {', '.join((first, *others))}")
         print_error(f"strata: {several}; this is the newest, {first}; before it: {', '.join(others)}")
-    return client.call("GET", f"/v1/job/{matches[0].id}", wire.JobReply)
+    return client.call("GET", f"/v1/job/{matches[0].id}", JobReply)
 
 
 def _similar_job(client: HubClient, text: str) -> str:
     """A suggestion: jobs whose names begin so, or else one whose name is spelt nearly so."""
     from strata.base.suggest import did_you_mean
-    from strata.fleet import wire
+    from strata.fleet.wire.jobs import JobsQuery
 
-    begin = [job.spec.label for job in all_jobs(client, wire.JobsQuery(search=text[:64]), pages=1)]
+    begin = [job.spec.label for job in all_jobs(client, JobsQuery(search=text[:64]), pages=1)]
     begin = sorted({label for label in begin if label.startswith(text)})[:_SUGGESTED]
     if begin:
         return f", did you mean {' or '.join(begin)}?"
@@ -121,33 +124,33 @@ def find_declared(what: str, listed: Sequence[_Declared], text: str) -> _Declare
     return matches[0]
 
 
-def declared_name(declared: wire.ScheduleReply | wire.SweepSummary) -> str:
+def declared_name(declared: ScheduleReply | SweepSummary) -> str:
     """With the project unless it is the default one."""
     from strata.fleet.core.jobspec import DEFAULT_PROJECT
 
     return declared.name if declared.project == DEFAULT_PROJECT else f"{declared.project}/{declared.name}"
 
 
-def find_members(client: HubClient, text: str) -> list[wire.JobReply]:
+def find_members(client: HubClient, text: str) -> list[JobReply]:
     """A job as `find_job` finds it; of a gang that is called so, all members by index."""
-    from strata.fleet import wire
     from strata.fleet.core.jobspec import gang_ids
+    from strata.fleet.wire.jobs import JobReply
 
     reply = find_job(client, text)
     if not names_gang(reply.job, text):
         return [reply]
     _, *others = gang_ids(reply.job.id, reply.job.spec)
-    return [reply, *(client.call("GET", f"/v1/job/{member}", wire.JobReply) for member in others)]
+    return [reply, *(client.call("GET", f"/v1/job/{member}", JobReply) for member in others)]
 
 
-def names_gang(job: wire.Job, text: str) -> bool:
+def names_gang(job: Job, text: str) -> bool:
     """Whether the text by which a job was found is the name of its gang, and not that of the member."""
     older = _OLDER.fullmatch(text)
     gang = job.spec.gang
     return gang is not None and (older[1] if older else text) in (gang.name, f"{job.spec.project}/{gang.name}")
 
 
-def _named_jobs(client: HubClient, text: str) -> list[wire.Job]:
+def _named_jobs(client: HubClient, text: str) -> list[Job]:
     """The jobs that have this name, with or without a project before it, the newest first. Of a gang: member 0."""
     from strata.fleet.core.jobspec import member_name
 
@@ -156,30 +159,31 @@ def _named_jobs(client: HubClient, text: str) -> list[wire.Job]:
     ]
 
 
-def _labelled_jobs(client: HubClient, text: str) -> list[wire.Job]:
-    from strata.fleet import wire
+def _labelled_jobs(client: HubClient, text: str) -> list[Job]:
+    from strata.fleet.wire.jobs import JobsQuery
 
     project, slash, name = text.partition("/")
-    queries = [wire.JobsQuery(name=text)] + ([wire.JobsQuery(name=name, project=project)] if slash else [])
+    queries = [JobsQuery(name=text)] + ([JobsQuery(name=name, project=project)] if slash else [])
     named = [job for query in queries for job in all_jobs(client, query, pages=_LABEL_PAGES)]
     return sorted(named, key=lambda job: (-job.created_at_s, job.newer))
 
 
-def is_hidden(job: wire.Job) -> bool:
+def is_hidden(job: Job) -> bool:
     """Whether lists leave the job out unless they are asked for all."""
     from strata.fleet.core.job import TERMINAL
 
     return (job.archived or job.superseded) and job.status in TERMINAL
 
 
-def all_jobs(client: HubClient, query: wire.JobsQuery | None = None, *, pages: int | None = None) -> Iterator[wire.Job]:
+def all_jobs(client: HubClient, query: JobsQuery | None = None, *, pages: int | None = None) -> Iterator[Job]:
     import msgspec
 
-    from strata.fleet import wire
+    from strata.fleet.wire.base import MAX_PAGE
+    from strata.fleet.wire.jobs import JobsQuery, JobsReply
 
-    query = msgspec.structs.replace(query or wire.JobsQuery(), limit=wire.MAX_PAGE)
+    query = msgspec.structs.replace(query or JobsQuery(), limit=MAX_PAGE)
     while pages is None or pages > 0:
-        reply = client.call("GET", "/v1/jobs", wire.JobsReply, query=query)
+        reply = client.call("GET", "/v1/jobs", JobsReply, query=query)
         yield from reply.jobs
         if not reply.next:
             return
@@ -187,10 +191,10 @@ def all_jobs(client: HubClient, query: wire.JobsQuery | None = None, *, pages: i
         pages = None if pages is None else pages - 1
 
 
-def all_hosts(client: HubClient) -> tuple[wire.Host, ...]:
-    from strata.fleet import wire
+def all_hosts(client: HubClient) -> tuple[Host, ...]:
+    from strata.fleet.wire.hosts import HostsReply
 
-    return client.call("GET", "/v1/workers", wire.HostsReply).hosts
+    return client.call("GET", "/v1/workers", HostsReply).hosts
 
 
 def host_path(text: str) -> str:

@@ -14,8 +14,9 @@ from strata.cli.fleet.jobs import job_row
 from strata.cli.output import Column, Format, output_option, print_error, printable
 
 if TYPE_CHECKING:
-    from strata.fleet import wire
     from strata.fleet.client.hub_client import HubClient
+    from strata.fleet.wire.hosts import Host
+    from strata.fleet.wire.jobs import CancelRequest, Job
 
 _CHANGED: Final = (Column("id"), Column("job", cut=40), Column("status"))
 _HOST: Final = (Column("host"), Column("state"), Column("reason"))
@@ -81,13 +82,13 @@ def exec_command(
     heartbeat of the host, within 10 seconds, and gets no input. It ends with the job. Ctrl-C ends it.
     """
     with hub_client(context) as client:
-        from strata.fleet import wire
+        from strata.fleet.wire.execs import ExecReply, ExecRequest
 
         target = find_job(client, job, newest=False).job
-        body = wire.ExecRequest(command=command, timeout_s=timeout_s)
+        body = ExecRequest(command=command, timeout_s=timeout_s)
         path = f"/v1/job/{target.id}/exec"
         # Not repeated: a command must not run twice.
-        path += f"/{client.call_once('POST', path, wire.ExecReply, body=body).id}"
+        path += f"/{client.call_once('POST', path, ExecReply, body=body).id}"
         try:
             status = _follow_exec(client, path)
         except (KeyboardInterrupt, click.exceptions.Exit):
@@ -102,12 +103,12 @@ def _follow_exec(client: HubClient, path: str) -> int:
     import time
 
     from strata.cli.fleet.logs import LogPrinter
-    from strata.fleet import wire
+    from strata.fleet.wire.execs import ExecQuery
 
     out, offset, away = LogPrinter(), 0, False
     while True:
         try:
-            query = wire.ExecQuery(offset=offset, wait_s=_WAIT_S)
+            query = ExecQuery(offset=offset, wait_s=_WAIT_S)
             reply = client.fetch(path, query=query, timeout_s=_WAIT_S + 15.0)
         except StrataError as error:
             if error.code is not Code.UNAVAILABLE:
@@ -131,35 +132,35 @@ def _each_job(
     jobs: tuple[str, ...], verb: str, context: str | None, output: Format, *, reason: str | None = None
 ) -> None:
     with hub_client(context) as client:
-        from strata.fleet import wire
         from strata.fleet.core.jobspec import gang_ids
+        from strata.fleet.wire.jobs import CancelRequest, JobReply
 
         names = {each.id: each.name for each in all_hosts(client)}
         # All names are resolved before anything changes: a misspelt one changes nothing.
         targets = [find_job(client, text, newest=False).job for text in jobs]
-        body = None if reason is None else wire.CancelRequest(reason=reason)
-        changed: dict[str, wire.Job] = {}
+        body = None if reason is None else CancelRequest(reason=reason)
+        changed: dict[str, Job] = {}
         for job in targets:
             # A gang changes as a whole: another of its members may have been named before.
             if job.id not in changed:
                 changed[job.id] = _change_job(client, job, verb, body)
                 for member in gang_ids(job.id, job.spec):
                     if member not in changed:
-                        changed[member] = client.call("GET", f"/v1/job/{member}", wire.JobReply).job
+                        changed[member] = client.call("GET", f"/v1/job/{member}", JobReply).job
     print_rows(output, _CHANGED, ((job_row(job, names), {"id": short_id(job.id)}) for job in changed.values()))
 
 
-def _change_job(client: HubClient, job: wire.Job, verb: str, body: wire.CancelRequest | None) -> wire.Job:
-    from strata.fleet import wire
+def _change_job(client: HubClient, job: Job, verb: str, body: CancelRequest | None) -> Job:
     from strata.fleet.core.job import TERMINAL
+    from strata.fleet.wire.jobs import Job, JobReply
 
     try:
-        return client.call("POST", f"/v1/job/{job.id}/{verb}", wire.Job, body=body)
+        return client.call("POST", f"/v1/job/{job.id}/{verb}", Job, body=body)
     except StrataError as error:
         if verb != "requeue" or error.code is not Code.PRECONDITION or job.status not in TERMINAL:
             raise
         # The request was repeated after a broken connection, and the one before it has queued the job.
-        now = client.call("GET", f"/v1/job/{job.id}", wire.JobReply).job
+        now = client.call("GET", f"/v1/job/{job.id}", JobReply).job
         if now.status in TERMINAL:
             raise
         return now
@@ -174,10 +175,10 @@ def drain(hosts: tuple[str, ...], reason: str, context: str | None, output: Form
     """Let each HOST finish its jobs, and assign it no new ones."""
     changed = _each_host(hosts, "drain", reason, context, output)
     with hub_client(context) as client:
-        from strata.fleet import wire
+        from strata.fleet.wire.hosts import HostRoom
 
         for host in changed:
-            left = client.call("GET", f"{host_path(host.id)}/room", wire.HostRoom).jobs
+            left = client.call("GET", f"{host_path(host.id)}/room", HostRoom).jobs
             names = ", ".join(printable(job.label) for job in left[:_SHOWN])
             more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
             said = f"ends with {names}{more}; follow it with 'strata wait' or 'strata workers --watch'"
@@ -214,19 +215,19 @@ def revoke(host: str, reason: str, context: str | None) -> None:
     back with a new invite.
     """
     with hub_client(context) as client:
-        from strata.fleet import wire
+        from strata.fleet.wire.hosts import HostStateRequest
 
-        client.call("POST", f"{host_path(host)}/revoke", type(None), body=wire.HostStateRequest(reason=reason))
+        client.call("POST", f"{host_path(host)}/revoke", type(None), body=HostStateRequest(reason=reason))
     print_error(f"strata: {host} is revoked")
 
 
-def _each_host(hosts: tuple[str, ...], verb: str, reason: str, context: str | None, output: Format) -> list[wire.Host]:
+def _each_host(hosts: tuple[str, ...], verb: str, reason: str, context: str | None, output: Format) -> list[Host]:
     with hub_client(context) as client:
-        from strata.fleet import wire
+        from strata.fleet.wire.hosts import Host, HostStateRequest
 
-        targets = [client.call("GET", host_path(text), wire.Host) for text in hosts]
-        body = wire.HostStateRequest(reason=reason)
-        changed = [client.call("POST", f"{host_path(host.id)}/{verb}", wire.Host, body=body) for host in targets]
+        targets = [client.call("GET", host_path(text), Host) for text in hosts]
+        body = HostStateRequest(reason=reason)
+        changed = [client.call("POST", f"{host_path(host.id)}/{verb}", Host, body=body) for host in targets]
     rows = ({name: value for name, value in host_row(host, 0).items() if name != "jobs"} for host in changed)
     print_rows(output, _HOST, ((row, {}) for row in rows))
     return changed

@@ -20,10 +20,10 @@ def dashboard(context: str | None) -> None:
     from strata.base.errors import Code, StrataError
     from strata.base.unix_socket import SCHEME
     from strata.cli.output import write
-    from strata.fleet import wire
+    from strata.fleet.wire.identities import LoginCodeReply
 
     with hub_client(context) as client:
-        reply = client.call("POST", "/v1/login/code", wire.LoginCodeReply)
+        reply = client.call("POST", "/v1/login/code", LoginCodeReply)
         url = reply.url if client.url.startswith(SCHEME) else client.url
     if not url:
         raise StrataError(Code.UNAVAILABLE, "this hub does not listen for browsers")

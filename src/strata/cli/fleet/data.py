@@ -23,7 +23,7 @@ from strata.cli.progress import ProgressLine
 from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:
-    from strata.fleet import wire
+    from strata.fleet.wire.artifacts import Made
 
 _LIST: Final = (
     Column("name", cut=40),
@@ -65,7 +65,7 @@ def push(folder: Path, name: str | None, context: str | None) -> None:
     write(pushed.artifact_id)
 
 
-def print_data(made: wire.Made) -> None:
+def print_data(made: Made) -> None:
     """Whose bytes a name stands for now."""
     print_error(f"strata: {made.lineage.model} is {short_id(made.artifact_id)} of {made.owner or 'an unknown owner'}")
 
@@ -100,13 +100,13 @@ def pull(name: str, folder: Path | None, context: str | None) -> None:
 def list_data(name: str, context: str | None, output: Format) -> None:
     """List uploads, newest first; with NAME only those of that name."""
     with hub_client(context) as client:
-        from strata.fleet.wire import StatusReply
+        from strata.fleet.wire.overview import StatusReply
         from strata.sdk.datasets import list_uploads
 
         now_s = client.call("GET", "/v1/status", StatusReply).now_s
         uploads = list_uploads(client, name)
 
-    def row(made: wire.Made) -> tuple[dict[str, Any], dict[str, Any]]:
+    def row(made: Made) -> tuple[dict[str, Any], dict[str, Any]]:
         value = {"name": made.lineage.model, "id": made.artifact_id, "owner": made.owner or None, "size": made.size}
         value |= {"by": made.by or None}
         shown = {

@@ -15,7 +15,7 @@ from strata.cli.output import Format, output_option, print_data, print_error, wr
 if TYPE_CHECKING:
     from strata.base.secret import Secret
     from strata.fleet.agent.settings import AgentSettings
-    from strata.fleet.wire import CertificateReply
+    from strata.fleet.wire.identities import CertificateReply
     from strata.identity.tokens import JoinToken
 
 TOKEN_VARIABLE: Final = "STRATA_JOIN_TOKEN"  # noqa: S105 - the name of a variable
@@ -49,10 +49,10 @@ def invite(
     from strata.sdk.fleet import client_settings, current_context
 
     with hub_client(context) as client:
-        from strata.fleet import wire
+        from strata.fleet.wire.identities import InviteReply, InviteRequest
 
-        body = wire.InviteRequest(name=name, pool=pool, labels=labels, valid_s=minutes * 60)
-        made = client.call_once("POST", "/v1/invites", wire.InviteReply, body=body)
+        body = InviteRequest(name=name, pool=pool, labels=labels, valid_s=minutes * 60)
+        made = client.call_once("POST", "/v1/invites", InviteReply, body=body)
         url = current_context(client_settings(context=context)).url
         pin = read_join_token(made.token).ca_sha256
     if output.for_programs:
@@ -145,10 +145,10 @@ def _enrol(settings: AgentSettings, url: str, token: JoinToken, name: str | None
     from strata.base.atomic import write_file
     from strata.base.clock import SystemClock
     from strata.base.private import private_folder
-    from strata.fleet import wire
     from strata.fleet.agent.identity import save_certified
     from strata.fleet.agent.probe import hostname
     from strata.fleet.client.hub_client import RETRY_FOR_S, HubClient, TlsFiles
+    from strata.fleet.wire.identities import CertificateReply, JoinRequest
     from strata.identity.ca import new_signing_request
     from strata.sdk.fleet import check_pin, fetch_authority
 
@@ -163,7 +163,7 @@ def _enrol(settings: AgentSettings, url: str, token: JoinToken, name: str | None
         key, request = new_signing_request()
         write_file(folder / "host.key", key)
         write_file(folder / "host.csr", request)
-    body = wire.JoinRequest(
+    body = JoinRequest(
         invite_id=token.id,
         secret=token.secret.reveal(),
         name=name or hostname(),
@@ -173,7 +173,7 @@ def _enrol(settings: AgentSettings, url: str, token: JoinToken, name: str | None
         ca = Path(temporary) / "ca.pem"
         ca.write_bytes(pem)
         with HubClient(url, tls=TlsFiles(ca=ca), retry_for_s=RETRY_FOR_S) as client:
-            reply = client.call("POST", "/v1/join", wire.CertificateReply, body=body)
+            reply = client.call("POST", "/v1/join", CertificateReply, body=body)
     save_certified(
         settings.state_folder,
         url,

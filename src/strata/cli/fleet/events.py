@@ -13,8 +13,8 @@ from strata.cli.output import Column, Format, output_option
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from strata.fleet import wire
     from strata.fleet.client.hub_client import HubClient
+    from strata.fleet.wire.events import EventsQuery, EventsReply, FeedEvent
 
 _EVENTS: Final = (
     Column("time"),
@@ -60,11 +60,11 @@ def events(  # noqa: PLR0913 (the options of the command)
     Without --job and --subject, --follow begins with what happens from now on. It prints a line of JSON for each event.
     """
     with hub_client(context) as client:
-        from strata.fleet import wire
+        from strata.fleet.wire.events import EventsQuery
 
         if job:
             subject = find_job(client, job).job.id
-        wanted = wire.EventsQuery(subject=subject, kind=kind, search=search)
+        wanted = EventsQuery(subject=subject, kind=kind, search=search)
         if follow:
             # A table needs the width of all rows.
             output = Format.JSONL
@@ -74,38 +74,36 @@ def events(  # noqa: PLR0913 (the options of the command)
         print_rows(output, _EVENTS, ((_row(*each), _shown(*each)) for each in found))
 
 
-def _read_last(
-    client: HubClient, wanted: wire.EventsQuery, last: int
-) -> Iterator[tuple[wire.FeedEvent, wire.EventsReply]]:
+def _read_last(client: HubClient, wanted: EventsQuery, last: int) -> Iterator[tuple[FeedEvent, EventsReply]]:
     """The last events, oldest first, each with the reply that has the names of its key, host and job."""
     import msgspec
 
-    from strata.fleet import wire
+    from strata.fleet.wire.events import EventsReply
 
-    found: list[tuple[wire.FeedEvent, wire.EventsReply]] = []
+    found: list[tuple[FeedEvent, EventsReply]] = []
     before = "newest"
     while before and len(found) < last:
         query = msgspec.structs.replace(wanted, before=before, limit=min(_PAGE, last - len(found)))
-        reply = client.call("GET", "/v1/events", wire.EventsReply, query=query)
+        reply = client.call("GET", "/v1/events", EventsReply, query=query)
         found += ((event, reply) for event in reply.events)
         before = reply.cursor if reply.more else ""
     return reversed(found)
 
 
-def _follow(client: HubClient, wanted: wire.EventsQuery) -> Iterator[tuple[wire.FeedEvent, wire.EventsReply]]:
+def _follow(client: HubClient, wanted: EventsQuery) -> Iterator[tuple[FeedEvent, EventsReply]]:
     import msgspec
 
-    from strata.fleet import wire
+    from strata.fleet.wire.events import EventsReply
 
     after = "" if wanted.subject else "newest"
     while True:
         query = msgspec.structs.replace(wanted, after=after, limit=_PAGE, wait_s=_WAIT_S)
-        reply = client.call("GET", "/v1/events", wire.EventsReply, query=query)
+        reply = client.call("GET", "/v1/events", EventsReply, query=query)
         yield from ((event, reply) for event in reply.events)
         after = reply.cursor
 
 
-def _row(event: wire.FeedEvent, reply: wire.EventsReply) -> dict[str, Any]:
+def _row(event: FeedEvent, reply: EventsReply) -> dict[str, Any]:
     kind, _, actor_id = event.actor.partition(":")
     actors = {"key": reply.keys, "host": reply.hosts}.get(kind, {})
     return {
@@ -121,7 +119,7 @@ def _row(event: wire.FeedEvent, reply: wire.EventsReply) -> dict[str, Any]:
     }
 
 
-def _shown(event: wire.FeedEvent, reply: wire.EventsReply) -> dict[str, Any]:
+def _shown(event: FeedEvent, reply: EventsReply) -> dict[str, Any]:
     import datetime
     import json
 

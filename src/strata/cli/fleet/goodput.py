@@ -13,8 +13,8 @@ from strata.cli.output import Format, output_option, print_data, printable, writ
 from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:
-    from strata.fleet import wire
     from strata.fleet.core.goodput import GoodputPart
+    from strata.fleet.wire.history import GoodputReply
 
 _WIDTH: Final = 32
 _WORDS: Final[dict[GoodputPart, str]] = {
@@ -41,17 +41,17 @@ def goodput(job: str | None, project: str, hours: float, context: str | None, ou
 
     Without JOB: of all jobs that a host had in the last hours.
     """
-    from strata.fleet import wire
+    from strata.fleet.wire.history import GoodputQuery, GoodputReply
 
     with hub_client(context) as client:
         label = f"the last {hours:g} h"
         if job:
             target = find_job(client, job).job
             label = target.spec.label
-            found = client.call("GET", f"/v1/job/{target.id}/goodput", wire.GoodputReply)
+            found = client.call("GET", f"/v1/job/{target.id}/goodput", GoodputReply)
         else:
-            query = wire.GoodputQuery(project=project, span_s=hours * 3600)
-            found = client.call("GET", "/v1/goodput", wire.GoodputReply, query=query)
+            query = GoodputQuery(project=project, span_s=hours * 3600)
+            found = client.call("GET", "/v1/goodput", GoodputReply, query=query)
     if output.for_programs:
         import msgspec
 
@@ -61,7 +61,7 @@ def goodput(job: str | None, project: str, hours: float, context: str | None, ou
         _show(label, found)
 
 
-def _show(label: str, found: wire.GoodputReply) -> None:
+def _show(label: str, found: GoodputReply) -> None:
     share = "nothing has run" if found.share is None else f"{found.share:.1%} of the time with a host was useful"
     write(f"{printable(label)}: {share}")
     for part, words in _WORDS.items():

@@ -26,9 +26,9 @@ from strata.cli.watch import watch_option
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from strata.fleet import wire
     from strata.fleet.core.amounts import Taken
     from strata.fleet.core.capability import Capability
+    from strata.fleet.wire.hosts import Host, HostAmounts, HostJob, HostRoom
 
 _HOSTS: Final = (
     Column("host", cut=20),
@@ -78,12 +78,12 @@ def workers() -> None:
 def list_hosts(context: str | None, output: Format) -> None:
     """List hosts with their state and hardware."""
     with hub_client(context) as client:
-        from strata.fleet import wire
         from strata.fleet.core.job import HELD
+        from strata.fleet.wire.jobs import JobsQuery
 
         hosts = all_hosts(client)
         held: dict[str, int] = {}
-        for job in all_jobs(client, wire.JobsQuery(status=tuple(HELD))):
+        for job in all_jobs(client, JobsQuery(status=tuple(HELD))):
             held[job.host_id] = held.get(job.host_id, 0) + 1
     print_rows(output, _HOSTS, ((host_row(host, held.get(host.id, 0)), _host_shown(host)) for host in hosts))
 
@@ -96,11 +96,12 @@ def list_hosts(context: str | None, output: Format) -> None:
 def show_host(host: str, context: str | None, output: Format) -> None:
     """Show HOST: what it has for jobs, what runs there, what is free, and how it confines jobs."""
     with hub_client(context) as client:
-        from strata.fleet import wire
+        from strata.fleet.wire.hosts import Host, HostRoom
+        from strata.fleet.wire.overview import StatusReply
 
-        found = client.call("GET", host_path(host), wire.Host)
-        room = client.call("GET", f"{host_path(found.id)}/room", wire.HostRoom)
-        now_s = client.call("GET", "/v1/status", wire.StatusReply).now_s
+        found = client.call("GET", host_path(host), Host)
+        room = client.call("GET", f"{host_path(found.id)}/room", HostRoom)
+        now_s = client.call("GET", "/v1/status", StatusReply).now_s
     if output.for_programs:
         import msgspec
 
@@ -120,7 +121,7 @@ def show_host(host: str, context: str | None, output: Format) -> None:
         print_rows(output, _JOBS, ((_held_row(job), _held_shown(job, now_s)) for job in room.jobs))
 
 
-def _host_lines(host: wire.Host, room: wire.HostRoom) -> Iterator[tuple[str, str]]:
+def _host_lines(host: Host, room: HostRoom) -> Iterator[tuple[str, str]]:
     has, sample = host.capability, host.sample
     state = f"{host.presence}, {host.state}" if host.state != "active" else host.presence
     labels = ", ".join(f"{name}={value}" for name, value in (has.labels | host.labels).items())
@@ -153,7 +154,7 @@ def _job_memory(has: Capability) -> str:
     return f", at most {format_bytes(has.job_ram_bytes)} of memory for a job" if has.job_ram_bytes else ""
 
 
-def _amounts(amounts: wire.HostAmounts) -> str:
+def _amounts(amounts: HostAmounts) -> str:
     parts = [format_count(amounts.cores, "core"), f"{amounts.ram_gib:g} GiB of memory"]
     parts += (
         [f"{format_count(len(amounts.cards), 'card')} ({sum(amounts.cards.values()):g} GiB)"] if amounts.cards else []
@@ -184,11 +185,11 @@ def _card_uses(sample: dict[str, float], card: str) -> Iterator[str]:
             yield text.format(sample[f"{card}/{name}"])
 
 
-def _held_row(job: wire.HostJob) -> dict[str, Any]:
+def _held_row(job: HostJob) -> dict[str, Any]:
     return {"id": job.job_id, "job": job.label, "owner": job.owner}
 
 
-def _held_shown(job: wire.HostJob, now_s: float) -> dict[str, Any]:
+def _held_shown(job: HostJob, now_s: float) -> dict[str, Any]:
     age = format_duration(now_s - job.claimed_at_s)
     return {"id": short_id(job.job_id), "takes": _describe_taken(job.taken), "age": age}
 
@@ -202,7 +203,7 @@ def _describe_taken(taken: Taken) -> str:
     return ", ".join(parts) or format_count(taken.slots, "slot")
 
 
-def host_row(host: wire.Host, jobs: int) -> dict[str, Any]:
+def host_row(host: Host, jobs: int) -> dict[str, Any]:
     """A host as a JSON row."""
     has = host.capability
     uses = [value for name, value in host.sample.items() if name.endswith("/use")]
@@ -230,7 +231,7 @@ def host_row(host: wire.Host, jobs: int) -> dict[str, Any]:
     }
 
 
-def _host_shown(host: wire.Host) -> dict[str, Any]:
+def _host_shown(host: Host) -> dict[str, Any]:
     gpus, row = host.capability.gpus, host_row(host, 0)
     cards = f"{len(gpus)}x " if len(gpus) > 1 else ""
     return {

@@ -27,9 +27,10 @@ from strata.cli.watch import watch_option
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from strata.fleet import wire
     from strata.fleet.client.hub_client import HubClient
     from strata.fleet.core.jobspec import JobSpec
+    from strata.fleet.wire.hosts import Host
+    from strata.fleet.wire.jobs import Job, JobAttempt
 
 STATUSES: Final = ("pending", "claimed", "running", "completed", "failed", "cancelled")
 FAILURES: Final = 10
@@ -60,9 +61,9 @@ _RETRIED: Final = (Column("id"), Column("waits", cut=18), Column("attempt", numb
 def status(context: str | None, output: Format) -> None:
     """Show how many jobs and hosts there are, and the latest failures."""
     with hub_client(context) as client:
-        from strata.fleet import wire
+        from strata.fleet.wire.overview import StatusReply
 
-        counts = client.call("GET", "/v1/status", wire.StatusReply)
+        counts = client.call("GET", "/v1/status", StatusReply)
         hosts = all_hosts(client)
         by_status = {name: counts.by_status.get(name, 0) for name in STATUSES}
         failed = _failures(client, "failed", by_status)
@@ -92,7 +93,7 @@ def _count_jobs(by_status: Mapping[str, int]) -> str:
     return f"{format_count(sum(by_status.values()), 'job')}: {', '.join(parts)}"
 
 
-def _count_hosts(hosts: Iterable[wire.Host]) -> str:
+def _count_hosts(hosts: Iterable[Host]) -> str:
     here = [_describe_host(host) for host in hosts if host.state != "left"]
     return f"{format_count(len(here), 'host')}: {', '.join(here)}" if here else "no hosts yet: strata invite"
 
@@ -104,7 +105,7 @@ def _print_failures(output: Format, columns: tuple[Column, ...], failures: Itera
     print_rows(output, columns, [(row, {"id": short_id(row["id"]), job: _qualified(row)}) for row in failures])
 
 
-def _describe_host(host: wire.Host) -> str:
+def _describe_host(host: Host) -> str:
     state = host.presence if host.state == "active" else f"{host.presence}, {host.state}"
     return f"{printable(host.name)} ({state})"
 
@@ -119,18 +120,16 @@ def _failures(client: HubClient, status: str, by_status: Mapping[str, int]) -> l
     """The last errors of jobs that failed, or that wait for another attempt."""
     if not by_status[status]:
         return []
-    from strata.fleet import wire
     from strata.fleet.core.job import JobStatus
+    from strata.fleet.wire.jobs import JobReply, JobsQuery
 
     tried = [
-        job
-        for job in all_jobs(client, wire.JobsQuery(status=(JobStatus(status),), hidden=False), pages=1)
-        if job.attempt
+        job for job in all_jobs(client, JobsQuery(status=(JobStatus(status),), hidden=False), pages=1) if job.attempt
     ]
     jobs = sorted(tried, key=lambda job: -job.changed_at_s)
     failures = []
     for job in jobs[:FAILURES]:
-        attempts = client.call("GET", f"/v1/job/{job.id}", wire.JobReply).attempts
+        attempts = client.call("GET", f"/v1/job/{job.id}", JobReply).attempts
         error = error_line(attempts[-1].error) if attempts else ""
         cause = attempts[-1].cause if attempts else None
         failures.append(
@@ -183,15 +182,17 @@ def list_jobs(  # noqa: PLR0913 (the options of the command)
     Jobs that were archived are left out, and so are ended jobs whose name a later job has.
     """
     with hub_client(context) as client:
-        from strata.fleet import wire
         from strata.fleet.core.job import JobStatus
+        from strata.fleet.wire.identities import CallerReply
+        from strata.fleet.wire.jobs import JobsQuery
+        from strata.fleet.wire.overview import StatusReply
 
         names = {each.id: each.name for each in all_hosts(client)}
         ids = {name: host_id for host_id, name in names.items()}
-        now_s = client.call("GET", "/v1/status", wire.StatusReply).now_s
+        now_s = client.call("GET", "/v1/status", StatusReply).now_s
         if mine:
-            owner = client.call("GET", "/v1/caller", wire.CallerReply).owner
-        query = wire.JobsQuery(
+            owner = client.call("GET", "/v1/caller", CallerReply).owner
+        query = JobsQuery(
             status=tuple(map(JobStatus, statuses)),
             model=model,
             sweep=sweep,
@@ -200,7 +201,7 @@ def list_jobs(  # noqa: PLR0913 (the options of the command)
             owner=owner,
             hidden=hidden,
         )
-        jobs: Iterable[wire.Job] = all_jobs(client, query)
+        jobs: Iterable[Job] = all_jobs(client, query)
         left_out: set[str] = set()
         if output is not Format.JSONL:
             jobs = _in_order(jobs)
@@ -211,7 +212,7 @@ def list_jobs(  # noqa: PLR0913 (the options of the command)
         print_rows(output, columns, ((job_row(job, names), _job_shown(job, now_s)) for job in jobs))
 
 
-def _in_order(jobs: Iterable[wire.Job]) -> list[wire.Job]:
+def _in_order(jobs: Iterable[Job]) -> list[Job]:
     """By status, priority and name; the members of a gang together, by index, where its first one by this order is."""
     order = {name: number for number, name in enumerate(STATUSES)}
     jobs = sorted(jobs, key=lambda job: (order[job.status], -job.spec.priority, job.spec.declared_name))
@@ -221,21 +222,21 @@ def _in_order(jobs: Iterable[wire.Job]) -> list[wire.Job]:
     return sorted(jobs, key=lambda job: (places[_gang(job) or job.id], job.spec.gang.index if job.spec.gang else 0))
 
 
-def _gang(job: wire.Job) -> str:
+def _gang(job: Job) -> str:
     """What the members of one gang, and of one run of it, have in common; empty for a job that trains alone."""
     from strata.fleet.core.jobspec import coordinator_job
 
     return "" if job.spec.gang is None else coordinator_job(job.spec)
 
 
-def _project(job: wire.Job) -> str:
+def _project(job: Job) -> str:
     """Empty for the default project, which is not shown."""
     from strata.fleet.core.jobspec import DEFAULT_PROJECT
 
     return "" if job.spec.project == DEFAULT_PROJECT else job.spec.project
 
 
-def job_row(job: wire.Job, hosts: Mapping[str, str]) -> dict[str, Any]:
+def job_row(job: Job, hosts: Mapping[str, str]) -> dict[str, Any]:
     """A job as a JSON row."""
     return {
         "id": job.id,
@@ -268,7 +269,7 @@ def job_row(job: wire.Job, hosts: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _job_shown(job: wire.Job, now_s: float) -> dict[str, Any]:
+def _job_shown(job: Job, now_s: float) -> dict[str, Any]:
     label = f"{job.spec.label}@{job.newer + 1}" if job.newer else job.spec.label
     return {
         "id": short_id(job.id),
@@ -279,12 +280,12 @@ def _job_shown(job: wire.Job, now_s: float) -> dict[str, Any]:
     }
 
 
-def _status(job: wire.Job, now_s: float) -> str:
+def _status(job: Job, now_s: float) -> str:
     wait_s = _start_wait_s(job, now_s)
     return f"{job.status}, in {format_duration(wait_s)}" if wait_s > 0 else job.status
 
 
-def _start_wait_s(job: wire.Job, now_s: float) -> float:
+def _start_wait_s(job: Job, now_s: float) -> float:
     """How long a job waits for the start time that its owner chose; nothing if it waits for something else."""
     starts_at_s = job.spec.starts_at_s(job.created_at_s)
     return starts_at_s - now_s if job.status == "pending" and job.not_before_s <= starts_at_s else 0.0
@@ -301,11 +302,11 @@ def show(job: str, context: str | None, output: Format) -> None:
     Of a gang all members are shown; as JSON, in `members`.
     """
     with hub_client(context) as client:
-        from strata.fleet import wire
+        from strata.fleet.wire.overview import StatusReply
 
         members = find_members(client, job)
         names = {each.id: each.name for each in all_hosts(client)}
-        now_s = client.call("GET", "/v1/status", wire.StatusReply).now_s
+        now_s = client.call("GET", "/v1/status", StatusReply).now_s
     if output.for_programs:
         rows = [
             job_row(reply.job, names) | {"attempts": [_attempt_row(each, names) for each in reply.attempts]}
@@ -321,7 +322,7 @@ def show(job: str, context: str | None, output: Format) -> None:
             _show_attempt(attempt, names, now_s)
 
 
-def _show_job(job: wire.Job, now_s: float) -> None:
+def _show_job(job: Job, now_s: float) -> None:
     import json
 
     from strata.fleet.core.schedule import format_moment
@@ -363,14 +364,14 @@ def _describe_gang(spec: JobSpec) -> str:
     return f"member {gang.index + 1} of {gang.size}, with {workers}; {coordinator_job(spec)} at the coordinator"
 
 
-def _since(job: wire.Job, now_s: float) -> str:
+def _since(job: Job, now_s: float) -> str:
     from strata.fleet.core.job import TERMINAL
 
     passed = format_duration(now_s - job.changed_at_s)
     return f"{job.status} {passed} ago" if job.status in TERMINAL else f"{job.status} for {passed}"
 
 
-def _attempt_row(attempt: wire.JobAttempt, hosts: Mapping[str, str]) -> dict[str, Any]:
+def _attempt_row(attempt: JobAttempt, hosts: Mapping[str, str]) -> dict[str, Any]:
     return {
         "attempt": attempt.attempt,
         "epoch": attempt.epoch,
@@ -389,7 +390,7 @@ def _attempt_row(attempt: wire.JobAttempt, hosts: Mapping[str, str]) -> dict[str
     }
 
 
-def _show_attempt(attempt: wire.JobAttempt, hosts: Mapping[str, str], now_s: float) -> None:
+def _show_attempt(attempt: JobAttempt, hosts: Mapping[str, str], now_s: float) -> None:
     begun_s = attempt.started_at_s or attempt.claimed_at_s
     outcome = attempt.outcome or "running"
     cause = f" ({attempt.cause})" if attempt.cause else ""

@@ -13,7 +13,7 @@ from strata.cli.output import Column, Format, output_option, print_data, print_e
 from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:
-    from strata.fleet import wire
+    from strata.fleet.wire.identities import HubKey
 
 _KEYS: Final = (Column("id"), Column("name", cut=30), Column("role"), Column("state"), Column("expires"))
 DAY_S: Final = 86_400.0
@@ -46,12 +46,12 @@ def create(*, name: str, role: str, days: float | None, owner: bool, context: st
     with hub_client(context) as client:
         import msgspec
 
-        from strata.fleet import wire
+        from strata.fleet.wire.identities import HubKeyReply, HubKeyRequest
 
         valid_s = None if days is None else days * DAY_S
         wanted = {"name": name, "role": role, "valid_s": valid_s, "owner": owner}
-        body = msgspec.convert(wanted, wire.HubKeyRequest)
-        made = client.call_once("POST", "/v1/keys", wire.HubKeyReply, body=body)
+        body = msgspec.convert(wanted, HubKeyRequest)
+        made = client.call_once("POST", "/v1/keys", HubKeyReply, body=body)
     if output.for_programs:
         print_data(_row(made.key) | {"secret": made.secret}, output)
         return
@@ -66,9 +66,9 @@ def create(*, name: str, role: str, days: float | None, owner: bool, context: st
 def list_keys(context: str | None, output: Format) -> None:
     """List keys, without their secrets."""
     with hub_client(context) as client:
-        from strata.fleet import wire
+        from strata.fleet.wire.identities import KeysReply
 
-        listed = client.call("GET", "/v1/keys", wire.KeysReply).keys
+        listed = client.call("GET", "/v1/keys", KeysReply).keys
     print_rows(output, _KEYS, ((_row(key), _shown(key)) for key in listed))
 
 
@@ -78,9 +78,9 @@ def list_keys(context: str | None, output: Format) -> None:
 def revoke(key: str, context: str | None) -> None:
     """Revoke KEY, given by its id or a prefix of it. Its holder is rejected from now on."""
     with hub_client(context) as client:
-        from strata.fleet import wire
+        from strata.fleet.wire.identities import KeysReply
 
-        matches = [each for each in client.call("GET", "/v1/keys", wire.KeysReply).keys if each.id.startswith(key)]
+        matches = [each for each in client.call("GET", "/v1/keys", KeysReply).keys if each.id.startswith(key)]
         exact = [each for each in matches if each.id == key] or matches
         if len(exact) != 1:
             code, word = (
@@ -93,7 +93,7 @@ def revoke(key: str, context: str | None) -> None:
     print_error(f"strata: the key {exact[0].id} ({exact[0].name}) is revoked")
 
 
-def _row(key: wire.HubKey) -> dict[str, Any]:
+def _row(key: HubKey) -> dict[str, Any]:
     return {
         "id": key.id,
         "name": key.name,
@@ -104,7 +104,7 @@ def _row(key: wire.HubKey) -> dict[str, Any]:
     }
 
 
-def _shown(key: wire.HubKey) -> dict[str, Any]:
+def _shown(key: HubKey) -> dict[str, Any]:
     import datetime
 
     until = key.expires_at_s

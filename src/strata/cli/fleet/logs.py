@@ -27,8 +27,8 @@ from strata.cli.output import print_error, printable
 from strata.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
-    from strata.fleet import wire
     from strata.fleet.client.hub_client import HubClient, HubResponse
+    from strata.fleet.wire.jobs import JobReply
 
 FOLLOW_S: Final = 20.0
 PREPARING_S: Final = 1.0
@@ -128,9 +128,9 @@ class LogFollower:
         return PREPARING_S if not self._offset and sys.stderr.isatty() else FOLLOW_S
 
     def _read(self, offset: int, wait_s: float) -> HubResponse:
-        from strata.fleet import wire
+        from strata.fleet.wire.streams import StreamQuery
 
-        query = wire.StreamQuery(attempt=self._attempt, offset=offset, wait_s=wait_s)
+        query = StreamQuery(attempt=self._attempt, offset=offset, wait_s=wait_s)
         return self._client.fetch(f"/v1/job/{self._job_id}/log", query=query, timeout_s=wait_s + 15.0)
 
     def _print_tail(self, lines: int) -> None:
@@ -142,10 +142,10 @@ class LogFollower:
 
     def _next_attempt(self) -> bool:
         """Wait for the next attempt; False if the job has ended."""
-        from strata.fleet import wire
+        from strata.fleet.wire.jobs import JobReply
 
         while True:
-            reply = self._client.call("GET", f"/v1/job/{self._job_id}", wire.JobReply)
+            reply = self._client.call("GET", f"/v1/job/{self._job_id}", JobReply)
             job = reply.job
             if job.attempt > self._attempt:
                 if self._attempt:
@@ -168,7 +168,7 @@ class LogFollower:
         time.sleep(1.0)
 
 
-def _describe_end(reply: wire.JobReply, number: int) -> str:
+def _describe_end(reply: JobReply, number: int) -> str:
     attempt = next((each for each in reply.attempts if each.attempt == number and each.cause), None)
     if attempt is None:
         return ""

@@ -17,8 +17,9 @@ from strata.cli.output import Column, Format, Rows, output_option, printable, wr
 from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:
-    from strata.fleet import wire
     from strata.fleet.client.hub_client import HubClient
+    from strata.fleet.wire.jobs import Job
+    from strata.fleet.wire.streams import MetricSeries
 
 MAX_METRICS: Final = 6
 """How many metrics a table shows."""
@@ -81,17 +82,17 @@ def metrics(  # noqa: PLR0913 (the options of the command)
     _show(rows, sort, _varied(rows) if _are_one_sweep(chosen) else {}, output)
 
 
-def _chosen(client: HubClient, texts: tuple[str, ...], sweep: str, model: str) -> list[wire.Job]:
-    from strata.fleet import wire
+def _chosen(client: HubClient, texts: tuple[str, ...], sweep: str, model: str) -> list[Job]:
     from strata.fleet.core.job import JobStatus
+    from strata.fleet.wire.jobs import JobsQuery
 
     if texts:
         return [find_job(client, text).job for text in texts]
-    jobs = all_jobs(client, wire.JobsQuery(status=(JobStatus.COMPLETED,), sweep=sweep, model=model))
+    jobs = all_jobs(client, JobsQuery(status=(JobStatus.COMPLETED,), sweep=sweep, model=model))
     return sorted(jobs, key=lambda job: _natural(job.spec.label))
 
 
-def _are_one_sweep(jobs: Sequence[wire.Job]) -> bool:
+def _are_one_sweep(jobs: Sequence[Job]) -> bool:
     return len({job.spec.sweep for job in jobs}) == 1 and bool(jobs[0].spec.sweep)
 
 
@@ -131,13 +132,13 @@ def _parameter(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _compared(client: HubClient, job: wire.Job) -> dict[str, Any]:
-    from strata.fleet import wire
+def _compared(client: HubClient, job: Job) -> dict[str, Any]:
+    from strata.fleet.wire.streams import MetricsQuery, MetricsReply
 
     last: dict[str, float] = {}
     if job.attempt:
-        query = wire.MetricsQuery(attempt=job.attempt, points=2)
-        reply = client.call("GET", f"/v1/job/{job.id}/metrics", wire.MetricsReply, query=query)
+        query = MetricsQuery(attempt=job.attempt, points=2)
+        reply = client.call("GET", f"/v1/job/{job.id}/metrics", MetricsReply, query=query)
         last = {series.name: series.last for series in reply.series if series.last is not None}
     return {
         "id": job.id,
@@ -149,16 +150,16 @@ def _compared(client: HubClient, job: wire.Job) -> dict[str, Any]:
     }
 
 
-def _reports(client: HubClient, job: wire.Job) -> list[dict[str, Any]]:
+def _reports(client: HubClient, job: Job) -> list[dict[str, Any]]:
     """All metrics of the last attempt."""
-    from strata.fleet import wire
     from strata.fleet.core.report import MetricsReport, parse_lines
+    from strata.fleet.wire.streams import StreamQuery
 
     if not job.attempt:
         return []
     content, offset = b"", 0
     while True:
-        query = wire.StreamQuery(attempt=job.attempt, offset=offset)
+        query = StreamQuery(attempt=job.attempt, offset=offset)
         piece = client.fetch(f"/v1/job/{job.id}/metrics", query=query).content
         if not piece:
             break
@@ -172,22 +173,22 @@ def _reports(client: HubClient, job: wire.Job) -> list[dict[str, Any]]:
     ]
 
 
-def _over_time(client: HubClient, job: wire.Job, output: Format) -> None:
+def _over_time(client: HubClient, job: Job, output: Format) -> None:
     rows = _reports(client, job)
     names = list(dict.fromkeys(name for row in rows for name in row["values"]))
     columns = [Column("step", number=True), *(Column(name, number=True) for name in names)]
     print_rows(output, columns, ((row, _figures(row["values"])) for row in rows))
 
 
-def _series(client: HubClient, job: wire.Job, names: tuple[str, ...]) -> tuple[wire.MetricSeries, ...]:
+def _series(client: HubClient, job: Job, names: tuple[str, ...]) -> tuple[MetricSeries, ...]:
     """Of all attempts, with as many points as two terminals have columns: the lowest and highest of each remain."""
-    from strata.fleet import wire
+    from strata.fleet.wire.streams import MetricsQuery, MetricsReply
 
-    query = wire.MetricsQuery(points=min(2000, 2 * console_width()), names=names)
-    return client.call("GET", f"/v1/job/{job.id}/metrics", wire.MetricsReply, query=query).series
+    query = MetricsQuery(points=min(2000, 2 * console_width()), names=names)
+    return client.call("GET", f"/v1/job/{job.id}/metrics", MetricsReply, query=query).series
 
 
-def _plot(chosen: Sequence[tuple[wire.Job, tuple[wire.MetricSeries, ...]]], output: Format) -> None:
+def _plot(chosen: Sequence[tuple[Job, tuple[MetricSeries, ...]]], output: Format) -> None:
     """One plot for each metric of each job; those of one metric have one scale."""
     from strata.cli.plot import format_number, plot_lines
 
@@ -213,7 +214,7 @@ def _plot(chosen: Sequence[tuple[wire.Job, tuple[wire.MetricSeries, ...]]], outp
             write("")
 
 
-def _over(series: wire.MetricSeries) -> list[float]:
+def _over(series: MetricSeries) -> list[float]:
     """Its steps; seconds since the first report, if not every report has a step."""
     steps = [float(step) for step in series.steps if step is not None]
     return steps if len(steps) == len(series.values) else [at_s - series.at_s[0] for at_s in series.at_s]

@@ -14,7 +14,7 @@ from strata.cli.output import Column, Format, output_option, print_error
 from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:
-    from strata.fleet import wire
+    from strata.fleet.wire.owners import SubscriptionReply
 
 EVENTS: Final = ("completed", "failed", "cancelled", "retried", "host_lost", "started")
 _COLUMNS: Final = (Column("name"), Column("service"), Column("events"), Column("jobs"))
@@ -54,17 +54,17 @@ def add(*, name: str, events: tuple[str, ...], mine: bool, project: str, all_job
     with hub_client(context) as client:
         import msgspec
 
-        from strata.fleet import wire
+        from strata.fleet.wire.owners import SubscriptionReply, SubscriptionRequest
 
         wanted: dict[str, Any] = {"url": url, "project": project, "all_jobs": all_jobs}
         if events:
             wanted["events"] = _check_events(",".join(events))
         try:
-            body = msgspec.convert(wanted, wire.SubscriptionRequest)
+            body = msgspec.convert(wanted, SubscriptionRequest)
         except msgspec.ValidationError as error:
             # The message quotes no value, and the URL must not be shown.
             raise StrataError(Code.INVALID, f"the subscription is not valid: {error}") from None
-        added = client.call("PUT", _path(name), wire.SubscriptionReply, body=body)
+        added = client.call("PUT", _path(name), SubscriptionReply, body=body)
     print_error(f"strata: {name} gets {', '.join(added.events)} through {added.service}")
 
 
@@ -75,9 +75,9 @@ def add(*, name: str, events: tuple[str, ...], mine: bool, project: str, all_job
 def list_subscriptions(context: str | None, output: Format) -> None:
     """List your subscriptions, without their URLs."""
     with hub_client(context) as client:
-        from strata.fleet import wire
+        from strata.fleet.wire.owners import SubscriptionsReply
 
-        listed = client.call("GET", "/v1/subscriptions", wire.SubscriptionsReply).subscriptions
+        listed = client.call("GET", "/v1/subscriptions", SubscriptionsReply).subscriptions
     print_rows(output, _COLUMNS, ((_row(each), {"events": ", ".join(each.events)}) for each in listed))
 
 
@@ -97,13 +97,13 @@ def remove(name: str, context: str | None) -> None:
 def test(name: str, context: str | None) -> None:
     """Send a message with the subscription NAME now."""
     with hub_client(context) as client:
-        from strata.fleet import wire
+        from strata.fleet.wire.owners import SubscriptionTestReply
 
-        sent = client.call_once("POST", f"{_path(name)}/test", wire.SubscriptionTestReply)
+        sent = client.call_once("POST", f"{_path(name)}/test", SubscriptionTestReply)
     print_error(f"strata: {sent.service} accepted a message")
 
 
-def _row(each: wire.SubscriptionReply) -> dict[str, Any]:
+def _row(each: SubscriptionReply) -> dict[str, Any]:
     jobs = "all" if each.all_jobs else f"project {each.project}" if each.project else "mine"
     return {"name": each.name, "service": each.service, "events": list(each.events), "jobs": jobs}
 

@@ -13,7 +13,7 @@ from strata.cli.output import Column, Format, output_option, print_error
 from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:
-    from strata.fleet import wire
+    from strata.fleet.wire.owners import OwnerQuota
 
 _QUOTAS: Final = (
     Column("owner", cut=24),
@@ -107,9 +107,9 @@ def quota() -> None:
 def list_quotas(context: str | None, output: Format) -> None:
     """Show the quota and the usage of each owner. '*' is the quota of owners that have none of their own."""
     with hub_client(context) as client:
-        from strata.fleet import wire
+        from strata.fleet.wire.owners import QuotasReply
 
-        listed = client.call("GET", "/v1/quotas", wire.QuotasReply).quotas
+        listed = client.call("GET", "/v1/quotas", QuotasReply).quotas
     print_rows(output, _QUOTAS, ((_row(each), _shown(each)) for each in listed))
 
 
@@ -135,10 +135,10 @@ def set_quota(
     with hub_client(context) as client:
         import msgspec
 
-        from strata.fleet import wire
         from strata.fleet.core.quota import EVERYBODY
+        from strata.fleet.wire.owners import QuotaRequest, QuotasReply
 
-        listed = {each.owner: each.quota for each in client.call("GET", "/v1/quotas", wire.QuotasReply).quotas}
+        listed = {each.owner: each.quota for each in client.call("GET", "/v1/quotas", QuotasReply).quotas}
         changes: dict[str, Any] = {}
         # 'any' is None as well: what counts is whether the option was given.
         source = click.get_current_context().get_parameter_source
@@ -153,7 +153,7 @@ def set_quota(
         if not changes:
             raise click.UsageError("name what to set: --jobs, --priority, --gpu-hours or --bytes")
         before = listed.get(owner, listed[EVERYBODY])
-        body = wire.QuotaRequest(owner=owner, quota=msgspec.structs.replace(before, **changes))
+        body = QuotaRequest(owner=owner, quota=msgspec.structs.replace(before, **changes))
         client.call("POST", "/v1/quotas", type(None), body=body)
     print_error(f"strata: the quota of {owner} is set")
 
@@ -164,13 +164,13 @@ def set_quota(
 def remove(owner: str, context: str | None) -> None:
     """Give OWNER the quota of every owner again."""
     with hub_client(context) as client:
-        from strata.fleet import wire
+        from strata.fleet.wire.owners import QuotaRequest
 
-        client.call("POST", "/v1/quotas", type(None), body=wire.QuotaRequest(owner=owner, quota=None))
+        client.call("POST", "/v1/quotas", type(None), body=QuotaRequest(owner=owner, quota=None))
     print_error(f"strata: {owner} has no quota of its own")
 
 
-def _row(each: wire.OwnerQuota) -> dict[str, Any]:
+def _row(each: OwnerQuota) -> dict[str, Any]:
     return {
         "owner": each.owner,
         "jobs": each.usage.jobs,
@@ -186,7 +186,7 @@ def _row(each: wire.OwnerQuota) -> dict[str, Any]:
     }
 
 
-def _shown(each: wire.OwnerQuota) -> dict[str, Any]:
+def _shown(each: OwnerQuota) -> dict[str, Any]:
     quota = each.quota
     return {
         "of": "any" if quota.jobs is None else quota.jobs,

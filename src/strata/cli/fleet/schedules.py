@@ -20,8 +20,8 @@ from strata.cli.output import Column, Format, output_option, print_error
 from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:
-    from strata.fleet import wire
     from strata.fleet.client.hub_client import HubClient
+    from strata.fleet.wire.manifests import ScheduleReply
 
 _COLUMNS: Final = (
     Column("schedule", cut=28),
@@ -54,10 +54,10 @@ def schedules() -> None:
 def list_schedules(context: str | None, output: Format) -> None:
     """List schedules, when each is due next, and its last run."""
     with hub_client(context) as client:
-        from strata.fleet import wire
+        from strata.fleet.wire.overview import StatusReply
 
         listed = _listed(client)
-        now_s = client.call("GET", "/v1/status", wire.StatusReply).now_s
+        now_s = client.call("GET", "/v1/status", StatusReply).now_s
     print_rows(output, _COLUMNS, ((_row(each), _shown(each, now_s)) for each in listed))
 
 
@@ -91,26 +91,24 @@ def remove(schedule: str, context: str | None) -> None:
     print_error(f"strata: {schedule} is removed")
 
 
-def _change(text: str, verb: str, context: str | None) -> wire.ScheduleReply:
+def _change(text: str, verb: str, context: str | None) -> ScheduleReply:
     with hub_client(context) as client:
-        from strata.fleet import wire
+        from strata.fleet.wire.manifests import ScheduleReply
 
-        return client.call(
-            "POST", f"{_path(find_declared('schedule', _listed(client), text))}/{verb}", wire.ScheduleReply
-        )
+        return client.call("POST", f"{_path(find_declared('schedule', _listed(client), text))}/{verb}", ScheduleReply)
 
 
-def _listed(client: HubClient) -> tuple[wire.ScheduleReply, ...]:
-    from strata.fleet import wire
+def _listed(client: HubClient) -> tuple[ScheduleReply, ...]:
+    from strata.fleet.wire.manifests import SchedulesReply
 
-    return client.call("GET", "/v1/schedules", wire.SchedulesReply).schedules
+    return client.call("GET", "/v1/schedules", SchedulesReply).schedules
 
 
-def _path(schedule: wire.ScheduleReply) -> str:
+def _path(schedule: ScheduleReply) -> str:
     return f"/v1/schedule/{schedule.project}/{schedule.name}"
 
 
-def _row(each: wire.ScheduleReply) -> dict[str, Any]:
+def _row(each: ScheduleReply) -> dict[str, Any]:
     return {
         "schedule": each.name,
         "project": each.project,
@@ -125,7 +123,7 @@ def _row(each: wire.ScheduleReply) -> dict[str, Any]:
     }
 
 
-def _shown(each: wire.ScheduleReply, now_s: float) -> dict[str, Any]:
+def _shown(each: ScheduleReply, now_s: float) -> dict[str, Any]:
     name = declared_name(each)
     due = "paused" if each.paused else f"in {format_duration(each.next_due_s - now_s)}"
     return {"schedule": name, "next": due, "last_job": short_id(each.last_job) if each.last_job else None}

@@ -38,13 +38,13 @@ def set_secret(name: str, project: str, context: str | None) -> None:
     with hub_client(context) as client:
         import msgspec
 
-        from strata.fleet import wire
+        from strata.fleet.wire.owners import SecretQuery, SecretRequest
 
         try:
-            body = msgspec.convert({"value": value}, wire.SecretRequest)
+            body = msgspec.convert({"value": value}, SecretRequest)
         except msgspec.ValidationError:
             raise StrataError(Code.INVALID, "a secret has at least 8 characters, and no NUL") from None
-        query = msgspec.convert({"project": project}, wire.SecretQuery)
+        query = msgspec.convert({"project": project}, SecretQuery)
         client.call("PUT", _path(name), type(None), body=body, query=query)
     print_error(f"strata: the secret {name} is set")
 
@@ -61,12 +61,12 @@ def list_secrets(project: str, context: str | None, output: Format) -> None:
 
         import msgspec
 
-        from strata.fleet import wire
+        from strata.fleet.wire.owners import SecretQuery, SecretsReply, StoredSecretReply
 
-        query = msgspec.convert({"project": project}, wire.SecretQuery)
-        listed = client.call("GET", "/v1/secrets", wire.SecretsReply, query=query).secrets
+        query = msgspec.convert({"project": project}, SecretQuery)
+        listed = client.call("GET", "/v1/secrets", SecretsReply, query=query).secrets
 
-    def row(each: wire.StoredSecretReply) -> tuple[dict[str, Any], dict[str, Any]]:
+    def row(each: StoredSecretReply) -> tuple[dict[str, Any], dict[str, Any]]:
         date = datetime.datetime.fromtimestamp(each.changed_at_s, datetime.UTC).date().isoformat()
         value = {"name": each.name, "project": each.project or None, "by": each.changed_by}
         return value | {"changed_at_s": each.changed_at_s}, {"changed": date}
@@ -83,9 +83,9 @@ def remove(name: str, project: str, context: str | None) -> None:
     with hub_client(context) as client:
         import msgspec
 
-        from strata.fleet import wire
+        from strata.fleet.wire.owners import SecretQuery
 
-        query = msgspec.convert({"project": project}, wire.SecretQuery)
+        query = msgspec.convert({"project": project}, SecretQuery)
         client.call("DELETE", _path(name), type(None), query=query)
     print_error(f"strata: the secret {name} is removed")
 

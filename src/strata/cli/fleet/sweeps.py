@@ -12,8 +12,8 @@ from strata.cli.output import Column, Format, output_option, print_error
 from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:
-    from strata.fleet import wire
     from strata.fleet.client.hub_client import HubClient
+    from strata.fleet.wire.sweeps import SweepSummary
 
 _PAGE: Final = 100
 _COLUMNS: Final = (
@@ -73,33 +73,33 @@ def resume(sweep: str, context: str | None) -> None:
     print_error(f"strata: {sweep} goes on at {_progress(changed)}")
 
 
-def _change(text: str, verb: str, context: str | None) -> wire.SweepSummary:
+def _change(text: str, verb: str, context: str | None) -> SweepSummary:
     with hub_client(context) as client:
-        from strata.fleet import wire
+        from strata.fleet.wire.sweeps import SweepReply
 
         sweep = find_declared("sweep", _listed(client), text)
-        return client.call("POST", f"/v1/sweep/{sweep.project}/{sweep.name}/{verb}", wire.SweepReply).sweep
+        return client.call("POST", f"/v1/sweep/{sweep.project}/{sweep.name}/{verb}", SweepReply).sweep
 
 
-def _listed(client: HubClient) -> list[wire.SweepSummary]:
-    from strata.fleet import wire
+def _listed(client: HubClient) -> list[SweepSummary]:
+    from strata.fleet.wire.sweeps import SweepsQuery, SweepsReply
 
-    listed: list[wire.SweepSummary] = []
+    listed: list[SweepSummary] = []
     while True:
-        query = wire.SweepsQuery(offset=len(listed), limit=_PAGE)
-        reply = client.call("GET", "/v1/sweeps", wire.SweepsReply, query=query)
+        query = SweepsQuery(offset=len(listed), limit=_PAGE)
+        reply = client.call("GET", "/v1/sweeps", SweepsReply, query=query)
         listed += reply.sweeps
         if not reply.sweeps or len(listed) >= reply.total:
             return listed
 
 
-def _progress(each: wire.SweepSummary) -> str:
+def _progress(each: SweepSummary) -> str:
     """As in `stopped at 6 of 20`."""
     count = f"{each.trials - each.skipped} of {each.planned or each.trials}"
     return f"stopped at {count}" if each.state == "stopped" else count
 
 
-def _row(each: wire.SweepSummary) -> dict[str, Any]:
+def _row(each: SweepSummary) -> dict[str, Any]:
     return {
         "sweep": each.name,
         "project": each.project,
@@ -115,7 +115,7 @@ def _row(each: wire.SweepSummary) -> dict[str, Any]:
     }
 
 
-def _shown(each: wire.SweepSummary) -> dict[str, Any]:
+def _shown(each: SweepSummary) -> dict[str, Any]:
     return {
         "sweep": declared_name(each),
         "trials": f"{each.trials - each.skipped} of {each.planned or each.trials}",

@@ -17,8 +17,10 @@ from strata.cli.watch import EVERY_S, TRANSIENT, is_live, live_screen
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from strata.fleet import wire
     from strata.fleet.client.hub_client import HubClient
+    from strata.fleet.wire.hosts import Host
+    from strata.fleet.wire.jobs import Job
+    from strata.fleet.wire.overview import OverviewReply, StatusReply
 
 EXPLAINED: Final = 3
 """Of so many jobs that wait, the reason is shown."""
@@ -55,14 +57,14 @@ _HOSTS: Final = (
 
 @dataclass(frozen=True)
 class FleetView:
-    status: wire.StatusReply
-    overview: wire.OverviewReply
+    status: StatusReply
+    overview: OverviewReply
     """A few seconds old."""
-    running: Sequence[wire.Job]
-    waiting: Sequence[wire.Job]
+    running: Sequence[Job]
+    waiting: Sequence[Job]
     """The first to run."""
     reasons: dict[str, str]
-    hosts: Sequence[wire.Host]
+    hosts: Sequence[Host]
 
 
 @click.command()
@@ -93,17 +95,18 @@ def top(context: str | None, output: Format) -> None:
 
 
 def read_fleet(client: HubClient) -> FleetView:
-    from strata.fleet import wire
     from strata.fleet.core.job import HELD, JobStatus
     from strata.fleet.core.why import Why
+    from strata.fleet.wire.jobs import JobsQuery
+    from strata.fleet.wire.overview import OverviewReply, StatusReply
 
-    overview = client.call("GET", "/v1/overview", wire.OverviewReply)
-    running = all_jobs(client, wire.JobsQuery(status=tuple(HELD), hidden=False, progress=True), pages=1)
-    pending = all_jobs(client, wire.JobsQuery(status=(JobStatus.PENDING,), hidden=False), pages=1)
+    overview = client.call("GET", "/v1/overview", OverviewReply)
+    running = all_jobs(client, JobsQuery(status=tuple(HELD), hidden=False, progress=True), pages=1)
+    pending = all_jobs(client, JobsQuery(status=(JobStatus.PENDING,), hidden=False), pages=1)
     waiting = sorted(pending, key=lambda job: (-job.spec.priority, job.created_at_s))
     reasons = {job.id: client.call("GET", f"/v1/job/{job.id}/why", Why).headline for job in waiting[:EXPLAINED]}
     return FleetView(
-        status=client.call("GET", "/v1/status", wire.StatusReply),
+        status=client.call("GET", "/v1/status", StatusReply),
         overview=overview,
         running=sorted(running, key=lambda job: job.changed_at_s),
         waiting=waiting,
@@ -166,7 +169,7 @@ def _attention(view: FleetView) -> list[Cell]:
     ]
 
 
-def _running_row(job: wire.Job, hosts: dict[str, str], now_s: float) -> list[Cell]:
+def _running_row(job: Job, hosts: dict[str, str], now_s: float) -> list[Cell]:
     progress = job.progress
     done = "-" if progress is None else bar(int(progress.fraction * 1000), 1000, BAR)
     eta = "-" if progress is None or progress.eta_s is None else format_duration(progress.eta_s)
@@ -182,7 +185,7 @@ def _running_row(job: wire.Job, hosts: dict[str, str], now_s: float) -> list[Cel
     ]
 
 
-def _waiting_row(job: wire.Job, view: FleetView) -> list[Cell]:
+def _waiting_row(job: Job, view: FleetView) -> list[Cell]:
     return [
         Cell(job.spec.label),
         Cell(short_id(job.id)),
@@ -193,7 +196,7 @@ def _waiting_row(job: wire.Job, view: FleetView) -> list[Cell]:
     ]
 
 
-def _host_row(host: wire.Host, jobs: int) -> list[Cell]:
+def _host_row(host: Host, jobs: int) -> list[Cell]:
     sample = host.sample
     uses = [f"{use:.0%}" for name, use in sample.items() if name.endswith("/use")]
     cards = " ".join(uses[:CARDS]) + (f" and {len(uses) - CARDS} more" if len(uses) > CARDS else "")

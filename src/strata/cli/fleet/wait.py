@@ -20,8 +20,8 @@ from strata.cli.output import print_error, printable
 from strata.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
-    from strata.fleet import wire
     from strata.fleet.client.hub_client import HubClient
+    from strata.fleet.wire.jobs import JobAttempt, JobReply
 
 IDLE_S: Final = 5.0
 """When nothing changed for so long, check whether a host can run the jobs at all."""
@@ -102,10 +102,11 @@ class _Watch:
         self._reasons = PendingReasons(client, self._line.clear)
 
     def run_once(self, until_s: float | None) -> ExitCode | None:
-        from strata.fleet import wire
+        from strata.fleet.wire.base import MAX_PAGE
+        from strata.fleet.wire.events import EventsQuery, EventsReply
 
         if not self._cursor:
-            newest = self._client.call("GET", "/v1/events", wire.EventsReply, query=wire.EventsQuery(after="newest"))
+            newest = self._client.call("GET", "/v1/events", EventsReply, query=EventsQuery(after="newest"))
             self._cursor = newest.cursor
         if time.monotonic() - self._looked_at_s >= REFRESH_EVERY_S:
             self._refresh(self._open)
@@ -120,8 +121,8 @@ class _Watch:
             self.clear()
             print_error(f"strata: timeout; {self._counted()}")
             return ExitCode.UNFINISHED
-        query = wire.EventsQuery(after=self._cursor, wait_s=left_s, limit=wire.MAX_PAGE)
-        reply = self._client.call("GET", "/v1/events", wire.EventsReply, query=query, timeout_s=left_s + 15.0)
+        query = EventsQuery(after=self._cursor, wait_s=left_s, limit=MAX_PAGE)
+        reply = self._client.call("GET", "/v1/events", EventsReply, query=query, timeout_s=left_s + 15.0)
         self._cursor = reply.cursor
         changed = {event.subject for event in reply.events}
         if sys.stderr.isatty():
@@ -149,10 +150,10 @@ class _Watch:
         return [job_id for job_id, state in self._states.items() if state not in _ENDED]
 
     def _refresh(self, ids: list[str]) -> None:
-        from strata.fleet import wire
+        from strata.fleet.wire.jobs import JobReply
 
         for job_id in ids:
-            reply = self._client.call("GET", f"/v1/job/{job_id}", wire.JobReply)
+            reply = self._client.call("GET", f"/v1/job/{job_id}", JobReply)
             before, self._states[job_id] = self._states[job_id], reply.job.status
             self._labels[job_id] = reply.job.spec.label
             self._running.pop(job_id, None)
@@ -165,7 +166,7 @@ class _Watch:
                     self._print_end(reply)
         self._draw()
 
-    def _print_end(self, reply: wire.JobReply) -> None:
+    def _print_end(self, reply: JobReply) -> None:
         end = ""
         if reply.attempts:
             last = reply.attempts[-1]
@@ -216,7 +217,7 @@ class _Watch:
         return not any(self._client.call("GET", f"/v1/job/{job_id}/why", Why).schedulable for job_id in rest)
 
 
-def _describe_duration(attempt: wire.JobAttempt) -> str:
+def _describe_duration(attempt: JobAttempt) -> str:
     if attempt.ended_at_s is None:
         return ""
     return f" in {attempt.ended_at_s - (attempt.started_at_s or attempt.claimed_at_s):.1f}s"

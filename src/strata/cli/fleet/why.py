@@ -16,9 +16,9 @@ from strata.cli.watch import watch_option
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from strata.fleet import wire
     from strata.fleet.client.hub_client import HubClient
     from strata.fleet.core.why import Why
+    from strata.fleet.wire.jobs import Job, JobReply
 
 PRINT_AFTER_S: Final = 3.0
 """How long a job must be pending before its reason is printed."""
@@ -54,7 +54,7 @@ def why(job: str, context: str | None, output: Format) -> None:
         click.get_current_context().exit(ExitCode.UNSCHEDULABLE)
 
 
-def _show_why(reply: wire.JobReply, answer: Why) -> None:
+def _show_why(reply: JobReply, answer: Why) -> None:
     from strata.fleet.core.job import TERMINAL
 
     error = error_line(reply.attempts[-1].error) if reply.attempts else ""
@@ -64,7 +64,7 @@ def _show_why(reply: wire.JobReply, answer: Why) -> None:
         _show_obstacles(reply.job, error, answer)
 
 
-def _show_end(job: wire.Job, error: str) -> None:
+def _show_end(job: Job, error: str) -> None:
     label = printable(job.spec.label)
     write(f"{label} {_ENDED[job.status]}{f': {printable(job.reason)}' if job.reason else ''}")
     if error and job.status == "failed":
@@ -72,7 +72,7 @@ def _show_end(job: wire.Job, error: str) -> None:
         write(f"  full log: strata logs {label}")
 
 
-def _show_obstacles(job: wire.Job, error: str, answer: Why) -> None:
+def _show_obstacles(job: Job, error: str, answer: Why) -> None:
     write(f"{printable(job.spec.label)} is {job.status}: {printable(answer.headline)}")
     for obstacle in answer.obstacles:
         write(wrap_text(f"{obstacle.what}: {obstacle.detail}", "  ", "    "))

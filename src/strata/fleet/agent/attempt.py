@@ -20,7 +20,6 @@ import msgspec
 from strata.base import log, trace
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
-from strata.fleet import wire
 from strata.fleet.agent import identity, supervised
 from strata.fleet.agent.attempt_folder import AttemptPaths, newest_checkpoint, remove_folder
 from strata.fleet.agent.exec_session import ExecSession, RunningJob, stop_leftovers
@@ -38,6 +37,7 @@ from strata.fleet.artifacts.files import Tree
 from strata.fleet.artifacts.manifest import ArtifactKind, Lineage
 from strata.fleet.client.artifact_transfer import download_as_tar, upload_folder
 from strata.fleet.core.job import Cause
+from strata.fleet.wire.leases import CompleteRequest, ExecPending, PublishRequest
 
 POLL_S: Final = 0.2
 UPLOAD_EVERY_S: Final = 0.5
@@ -93,7 +93,7 @@ class Attempt:
         self._child_ended = asyncio.Event()
         self._execs: dict[str, asyncio.Task[None]] = {}
         """Commands of people that run beside the child, by their id."""
-        self._published: wire.PublishRequest | None = None
+        self._published: PublishRequest | None = None
         self._relay: ServerRelay | None = None
         """In front of a server that the hub reaches from another machine."""
         self._not_published = ""
@@ -175,7 +175,7 @@ class Attempt:
             await asyncio.wait(self._execs.values())
         self._clean_up()
 
-    def start_exec(self, pending: wire.ExecPending) -> None:
+    def start_exec(self, pending: ExecPending) -> None:
         """Run a command of a person beside the child. The hub repeats it in each heartbeat until it has ended."""
         if self.record.phase is not AttemptPhase.RUNNING or pending.id in self._execs:
             return
@@ -333,7 +333,7 @@ class Attempt:
         self._published = found
         _log.info("server_published", job=lease.job_id, epoch=lease.epoch, models=list(found.models))
 
-    async def _reachable(self, found: wire.PublishRequest) -> wire.PublishRequest:
+    async def _reachable(self, found: PublishRequest) -> PublishRequest:
         """The same server, at an address that the hub reaches: for one on another machine, that of a relay."""
         settings = self._host.settings
         if self._host.is_local:
@@ -468,9 +468,7 @@ class Attempt:
     async def _report_complete(self, artifact: str, metrics: dict[str, float], outcome: AttemptOutcome) -> bool:
         """Whether the hub has the artifact and accepted the report."""
         lease = self.record.lease
-        request = wire.CompleteRequest(
-            epoch=lease.epoch, artifact=artifact, metrics=metrics, facts=self._facts(outcome)
-        )
+        request = CompleteRequest(epoch=lease.epoch, artifact=artifact, metrics=metrics, facts=self._facts(outcome))
         try:
             await self._retry("complete", lambda: self._host.hub.complete(lease, request))
         except StrataError as error:

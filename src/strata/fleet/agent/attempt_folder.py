@@ -20,7 +20,7 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.fleet.artifacts.files import Tree, open_folder
 from strata.fleet.core.jobspec import TrainerSpec
-from strata.fleet.wire import LeaseGiven
+from strata.fleet.wire.leases import LeaseGiven
 
 _REMOVE_ROUNDS: Final = 5
 

@@ -15,7 +15,7 @@ from strata.fleet.agent.attempt_folder import AttemptPaths
 from strata.fleet.agent.data_cache import variable_name
 from strata.fleet.agent.gpu import visible_devices
 from strata.fleet.core.jobspec import TrainerSpec
-from strata.fleet.wire import LeaseGiven
+from strata.fleet.wire.leases import LeaseGiven
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

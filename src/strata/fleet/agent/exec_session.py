@@ -24,7 +24,6 @@ from strata.base.atomic import write_json
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.base.private import private_folder
-from strata.fleet import wire
 from strata.fleet.agent import cgroup, containers, seccomp, supervised, supervisor
 from strata.fleet.agent.attempt_folder import AttemptPaths
 from strata.fleet.agent.log_uploader import StreamUploader
@@ -34,6 +33,8 @@ from strata.fleet.agent.redaction import Redactor
 from strata.fleet.agent.retry import TRANSIENT, ThreadPools, retry, run_in
 from strata.fleet.agent.sandbox import is_root
 from strata.fleet.agent.supervised import LimitsSpec, SupervisorSpec
+from strata.fleet.wire.execs import ExecEndRequest, ExecGiven
+from strata.fleet.wire.leases import ExecPending, LeaseGiven
 
 MAX_OUTPUT: Final = 1024 * 1024
 """Of the beginning of the output; of more the end is kept as well."""
@@ -71,7 +72,7 @@ class SandboxJoin(msgspec.Struct, frozen=True, kw_only=True):
 class RunningJob:
     """The attempt in which commands run."""
 
-    lease: wire.LeaseGiven
+    lease: LeaseGiven
     folder: Path
     """Of its supervisor's files."""
     paths: AttemptPaths
@@ -86,7 +87,7 @@ class _Outcome:
 
 
 class ExecSession:
-    def __init__(self, pending: wire.ExecPending, job: RunningJob, host: HostContext, pools: ThreadPools) -> None:
+    def __init__(self, pending: ExecPending, job: RunningJob, host: HostContext, pools: ThreadPools) -> None:
         self._pending = pending
         self._job = job
         self._host = host
@@ -119,12 +120,12 @@ class ExecSession:
             outcome = _Outcome(error=str(error))
         finally:
             await run_in(self._pools.work, lambda: shutil.rmtree(self._folder, ignore_errors=True))
-        body = wire.ExecEndRequest(run=self._run_id, status=outcome.status, error=outcome.error[:_MAX_REASON])
+        body = ExecEndRequest(run=self._run_id, status=outcome.status, error=outcome.error[:_MAX_REASON])
         with suppress(TimeoutError, StrataError):
             await self._deliver("exec_end", lambda: hub.end_exec(lease, pending.id, body))
         _log.info("exec_ended", job=lease.job_id, exec=pending.id, status=outcome.status, reason=outcome.error)
 
-    async def _run(self, given: wire.ExecGiven) -> _Outcome:
+    async def _run(self, given: ExecGiven) -> _Outcome:
         process = await run_in(self._pools.work, self._start, given)
         child_exit = await self._until_ended(process)
         try:
@@ -146,7 +147,7 @@ class ExecSession:
             async with asyncio.timeout(LAST_S):
                 await retry(self._pools.work, operation, call, cancelled=asyncio.Event())
 
-    def _start(self, given: wire.ExecGiven) -> subprocess.Popen[bytes]:
+    def _start(self, given: ExecGiven) -> subprocess.Popen[bytes]:
         private_folder(self._folder)
         request, limits = join_request(self._host, self._job, given.command)
         path = self._folder / "join.json"

@@ -26,7 +26,7 @@ from strata.fleet.agent.privsep import run_with_input
 from strata.fleet.agent.settings import SandboxSettings
 from strata.fleet.agent.trainer_source import unpack_request
 from strata.fleet.artifacts.files import Tree, open_folder, open_regular
-from strata.fleet.wire import GangLease, LeaseGiven
+from strata.fleet.wire.leases import GangLease, LeaseGiven
 
 TOKEN_FILE: Final = "worker.token"  # noqa: S105 - the name of a file
 CA_FILE: Final = "ca.pem"

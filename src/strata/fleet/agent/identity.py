@@ -21,7 +21,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.private import private_folder
 from strata.base.secret import Secret, read_secret
 from strata.fleet.client.hub_client import HubClient, TlsFiles
-from strata.fleet.wire import CertificateReply, RenewRequest
+from strata.fleet.wire.identities import CertificateReply, RenewRequest
 
 FOLDER: Final = "identity"
 RETRY_RENEWAL_S: Final = 300.0

@@ -14,7 +14,7 @@ from strata.fleet.agent.redaction import Redactor
 from strata.fleet.artifacts.files import Tree, open_regular
 from strata.fleet.client.hub_api import PIECE, HubApi
 from strata.fleet.core.report import MAX_LINE_BYTES, MetricsReport, parse_lines
-from strata.fleet.wire import LeaseGiven
+from strata.fleet.wire.leases import LeaseGiven
 
 _TAIL_BYTES: Final = 65_536
 _LINES_PER_READ: Final = 16

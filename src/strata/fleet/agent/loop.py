@@ -18,7 +18,6 @@ from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.base.loop import every
-from strata.fleet import wire
 from strata.fleet.agent import identity, preemption
 from strata.fleet.agent.attempt import Attempt
 from strata.fleet.agent.metrics import AgentCounts, expose_metrics
@@ -31,6 +30,7 @@ from strata.fleet.core.amounts import Room
 from strata.fleet.core.capability import Capability, profile
 from strata.fleet.core.job import Cause
 from strata.fleet.core.samples import HostSample
+from strata.fleet.wire.leases import ExecPending, LeaseGiven, LeaseHeld, LeaseVerdict
 
 MAINTENANCE_EVERY_S: Final = 10.0
 PROBE_EVERY_S: Final = 600.0
@@ -159,7 +159,7 @@ class Agent:
         # Only now: after a crash before this line the same claim is sent again, and saved leases start only once.
         self._state.clear_claim()
 
-    async def _send_claim(self, claim: PendingClaim) -> tuple[wire.LeaseGiven, ...]:
+    async def _send_claim(self, claim: PendingClaim) -> tuple[LeaseGiven, ...]:
         try:
             leases = await run_in(
                 self._pools.claims, self._host.hub.claim, claim.claim_id, claim.count, self._settings.poll_s
@@ -180,7 +180,7 @@ class Agent:
             return None
         return PendingClaim(claim_id=f"claim-{secrets.token_hex(12)}", count=_MAX_CLAIM_COUNT)
 
-    def _accept_lease(self, lease: wire.LeaseGiven) -> None:
+    def _accept_lease(self, lease: LeaseGiven) -> None:
         devices = None if lease.taken.whole else lease.taken.cards
         record = AttemptRecord(lease=lease, claimed_at_s=self._clock.wall_s(), devices=devices)
         if self._state.add(record):
@@ -235,7 +235,7 @@ class Agent:
         self._heartbeat_now.clear()
         now_s = self._clock.monotonic_s()
         held = tuple(
-            wire.LeaseHeld(
+            LeaseHeld(
                 job_id=attempt.record.lease.job_id,
                 epoch=attempt.record.lease.epoch,
                 running=attempt.running,
@@ -260,7 +260,7 @@ class Agent:
             self._start_exec(pending)
         await wait_or_timeout(self._heartbeat_now, self._renew_every_s)
 
-    def _apply_lease_verdict(self, verdict: wire.LeaseVerdict) -> None:
+    def _apply_lease_verdict(self, verdict: LeaseVerdict) -> None:
         for attempt in self._holders(verdict):
             lease = attempt.record.lease
             if verdict.yield_as:
@@ -276,14 +276,14 @@ class Agent:
             stop = StopOrder(cause=Cause.CANCELLED, reason=verdict.reason, drop=True)
             attempt.stop(stop, self._settings.grace_s if verdict.cause == "ended" else 0.0)
 
-    def _start_exec(self, pending: wire.ExecPending) -> None:
+    def _start_exec(self, pending: ExecPending) -> None:
         """One of an attempt that this host does not have ends at the hub, with the lease."""
         for attempt in self._attempts.values():
             lease = attempt.record.lease
             if (lease.job_id, lease.epoch) == (pending.job_id, pending.epoch):
                 attempt.start_exec(pending)
 
-    def _holders(self, verdict: wire.LeaseVerdict) -> list[Attempt]:
+    def _holders(self, verdict: LeaseVerdict) -> list[Attempt]:
         """The attempt that the verdict is about, unless it is dropped already."""
         key = verdict.job_id, verdict.epoch
         return [

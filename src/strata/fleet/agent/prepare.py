@@ -43,7 +43,7 @@ from strata.fleet.client.artifact_transfer import download_as_tar
 from strata.fleet.client.hub_api import HubApi
 from strata.fleet.core.job_command import job_command
 from strata.fleet.core.jobspec import TrainerSpec, image_problem
-from strata.fleet.wire import LeaseGiven
+from strata.fleet.wire.leases import LeaseGiven
 
 MIB: Final = 1024 * 1024
 GIB: Final = 1024 * MIB

@@ -31,7 +31,7 @@ from strata.fleet.agent.bubblewrap import MountView, load_filter, namespace_opti
 from strata.fleet.agent.settings import AgentSettings, SandboxSettings
 from strata.fleet.agent.supervised import LimitsSpec, SupervisorSpec
 from strata.fleet.core.requirement import LimitsLevel, SandboxLevel
-from strata.fleet.wire import LeaseGiven
+from strata.fleet.wire.leases import LeaseGiven
 
 GIB: Final = 1024**3
 TRY_S: Final = 30.0

@@ -23,14 +23,13 @@ import msgspec
 from strata.base.atomic import write_file
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
-from strata.fleet import wire
 from strata.fleet.agent.attempt_folder import AttemptPaths, JobUser, make_passable, remove_folder
 from strata.fleet.agent.path_names import artifact_id, server_name
 from strata.fleet.agent.privsep import run_with_input
 from strata.fleet.agent.privsep_worker import UnpackArchive
 from strata.fleet.agent.server_relay import RelayTarget
 from strata.fleet.artifacts.files import Tree, open_regular
-from strata.fleet.wire import LeaseGiven
+from strata.fleet.wire.leases import LeaseGiven, PublishRequest
 
 ADDRESS_FILE: Final = "address.json"
 KEY_FILE: Final = "front.key"
@@ -180,9 +179,7 @@ def _give(path: Path, job_user: JobUser | None) -> None:
         os.lchown(path, job_user.uid, job_user.gid)
 
 
-def read_publication(
-    lease: LeaseGiven, paths: AttemptPaths, work: Path, *, uid: int | None
-) -> wire.PublishRequest | None:
+def read_publication(lease: LeaseGiven, paths: AttemptPaths, work: Path, *, uid: int | None) -> PublishRequest | None:
     """Where the server of this attempt serves on this host; None as long as it has not said so."""
     try:
         with open_regular(Tree(paths.folder, (paths.server.name,), uid=uid), ADDRESS_FILE) as file:
@@ -194,7 +191,7 @@ def read_publication(
     _check_address(written.address, data_folder(work, lease.job_id))
     request = {"epoch": lease.epoch, "address": written.address, "models": written.models}
     try:
-        return msgspec.convert(request, wire.PublishRequest)
+        return msgspec.convert(request, PublishRequest)
     except msgspec.ValidationError as error:
         raise StrataError(Code.INVALID, f"the hub cannot take the server's address: {error}") from error
 
@@ -208,7 +205,7 @@ def _check_address(address: str, data: Path) -> None:
         )
 
 
-def relay_target(work: Path, lease: LeaseGiven, published: wire.PublishRequest) -> RelayTarget:
+def relay_target(work: Path, lease: LeaseGiven, published: PublishRequest) -> RelayTarget:
     """The socket that a relay passes on to, of an address that `read_publication` has checked."""
     data = data_folder(work, lease.job_id)
     return RelayTarget(data, published.address.removeprefix(f"unix:{data}/"))

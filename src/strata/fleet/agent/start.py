@@ -26,7 +26,7 @@ from strata.fleet.client.hub_api import HubApi
 from strata.fleet.client.hub_client import HubClient
 from strata.fleet.core.capability import Capability
 from strata.fleet.core.job_command import inherited_by_jobs
-from strata.fleet.wire import HubHealth
+from strata.fleet.wire.overview import HubHealth
 from strata.http import otel
 
 _log = log.get(__name__)

@@ -23,7 +23,7 @@ from strata.base.failpoint import failpoint
 from strata.base.private import private_folder
 from strata.fleet.agent.path_names import PathName, attempt_name
 from strata.fleet.core.job import Cause
-from strata.fleet.wire import LeaseGiven
+from strata.fleet.wire.leases import LeaseGiven
 
 
 class AttemptPhase(StrEnum):

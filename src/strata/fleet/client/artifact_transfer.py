@@ -15,7 +15,7 @@ from strata.base.progress import ReportProgress, no_progress
 from strata.fleet.artifacts.files import Tree, fetch_file, has_files, pieces, read_piece, scan
 from strata.fleet.artifacts.manifest import ArtifactLimits, ArtifactManifest, Lineage, check_manifest
 from strata.fleet.client.hub_api import HubApi
-from strata.fleet.wire import LeaseGiven
+from strata.fleet.wire.leases import LeaseGiven
 
 _COMMIT_ROUNDS = 3
 

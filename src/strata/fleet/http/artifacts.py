@@ -9,7 +9,6 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
-from strata.fleet import wire
 from strata.fleet.artifacts import export
 from strata.fleet.artifacts.manifest import ArtifactChunk, ArtifactKind, Lineage
 from strata.fleet.artifacts.ports import CommitResult, LineageFilter, LineageRow
@@ -18,6 +17,25 @@ from strata.fleet.core.objective import choose_objective
 from strata.fleet.http.context import HubCall, HubContext, calling_host, own_hold, resolve_artifact_id, submitter_of
 from strata.fleet.http.quotas import caller_account, check_stored_bytes, job_account
 from strata.fleet.ports import AttemptKey
+from strata.fleet.wire.artifacts import (
+    ArtifactReply,
+    ArtifactsQuery,
+    BestQuery,
+    BlobQuery,
+    ChunkQuery,
+    CommitReply,
+    CommitRequest,
+    FileQuery,
+    LatestQuery,
+    LineageQuery,
+    Made,
+    MadeReply,
+    MissingChunk,
+    MissingReply,
+    MissingRequest,
+    PinRequest,
+)
+from strata.fleet.wire.sweeps import MetricObjective
 from strata.http.route import RawReply, Upload
 from strata.identity.roles import CallerKind
 
@@ -27,23 +45,23 @@ KEPT_COPIES: Final = 2
 _BYTES: Final = "application/octet-stream"
 
 
-async def missing(call: HubCall, body: wire.MissingRequest) -> wire.MissingReply:
+async def missing(call: HubCall, body: MissingRequest) -> MissingReply:
     """Which of these chunks have to be sent, and how much of each is there already."""
     context = call.context
     plan = await context.artifacts.plan(body.chunks, call.actor)
     if plan.missing and not calling_host(call):
         # Before the bytes are sent, and not only when they are committed.
         await check_stored_bytes(call, sum(each.size for each in plan.missing))
-    return wire.MissingReply(
+    return MissingReply(
         missing=tuple(
-            wire.MissingChunk(digest=each.digest, size=each.size, received=each.received, url=each.url)
+            MissingChunk(digest=each.digest, size=each.size, received=each.received, url=each.url)
             for each in plan.missing
         ),
         stored=plan.stored,
     )
 
 
-async def put_chunk(call: HubCall, body: Upload, query: wire.ChunkQuery) -> None:
+async def put_chunk(call: HubCall, body: Upload, query: ChunkQuery) -> None:
     """A chunk, or the rest of one from `offset` on. Verified and durable when the reply comes."""
     context = call.context
     await context.artifacts.put_chunk(
@@ -61,7 +79,7 @@ async def get_chunk(call: HubCall) -> RawReply:
     return RawReply(await context.artifacts.read_chunk(digest, only_open=only_open), media_type=_BYTES)
 
 
-async def commit(call: HubCall, body: wire.CommitRequest) -> wire.CommitReply:
+async def commit(call: HubCall, body: CommitRequest) -> CommitReply:
     """Make an artifact of chunks that are there; a host's checkpoint is what the next attempt resumes from."""
     context = call.context
     held = _hold(call, body.job_id, body.epoch)
@@ -77,7 +95,7 @@ async def commit(call: HubCall, body: wire.CommitRequest) -> wire.CommitReply:
     return _commit_reply(done)
 
 
-async def put_model(call: HubCall, body: Upload, query: wire.BlobQuery) -> wire.CommitReply:
+async def put_model(call: HubCall, body: Upload, query: BlobQuery) -> CommitReply:
     """A result as one opaque file; its id is the SHA-256 of its bytes."""
     context = call.context
     held = own_hold(call, query.job_id, query.epoch)
@@ -88,7 +106,7 @@ async def put_model(call: HubCall, body: Upload, query: wire.BlobQuery) -> wire.
     )
 
 
-async def put_source(call: HubCall, body: Upload) -> wire.CommitReply:
+async def put_source(call: HubCall, body: Upload) -> CommitReply:
     """The source of a trainer as one opaque file; its id is the SHA-256 of its bytes."""
     context = call.context
     lineage = Lineage(kind=ArtifactKind.SOURCE)
@@ -118,7 +136,7 @@ async def _blob(context: HubContext, call: HubCall) -> RawReply:
     return RawReply(context.artifacts.stream(file, 0, file.size), media_type=_BYTES, headers=headers)
 
 
-async def listed(call: HubCall, query: wire.ArtifactsQuery) -> wire.MadeReply:
+async def listed(call: HubCall, query: ArtifactsQuery) -> MadeReply:
     """Artifacts and where they came from, the latest first; or the best, by a metric."""
     context = call.context
     if query.metric and query.before is not None:
@@ -139,22 +157,22 @@ async def listed(call: HubCall, query: wire.ArtifactsQuery) -> wire.MadeReply:
     )
     rows = await context.artifacts.index.lineages(wanted)
     more = rows[-1].seq if len(rows) == query.limit and not query.metric else None
-    return wire.MadeReply(artifacts=tuple(map(_made_reply, rows)), next=more, objective=_objective(rows))
+    return MadeReply(artifacts=tuple(map(_made_reply, rows)), next=more, objective=_objective(rows))
 
 
-async def latest(call: HubCall, query: wire.LatestQuery) -> wire.Made:
+async def latest(call: HubCall, query: LatestQuery) -> Made:
     """The newest artifact of a model."""
     context = call.context
     return _made_reply(await context.artifacts.latest(query.model, query.mode, kind=query.kind))
 
 
-async def best(call: HubCall, query: wire.BestQuery) -> wire.Made:
+async def best(call: HubCall, query: BestQuery) -> Made:
     """The result of a model with the highest, or lowest, figure."""
     context = call.context
     return _made_reply(await context.artifacts.best(query.model, query.metric, query.mode, lowest=query.lowest))
 
 
-async def show(call: HubCall) -> wire.ArtifactReply:
+async def show(call: HubCall) -> ArtifactReply:
     """The files of an artifact and their chunks. A host reads those that its leases name."""
     context = call.context
     if host := calling_host(call):
@@ -163,7 +181,7 @@ async def show(call: HubCall) -> wire.ArtifactReply:
     await _check_reader(call, artifact_id)
     download = await context.artifacts.download(artifact_id)
     row = download.artifact
-    return wire.ArtifactReply(
+    return ArtifactReply(
         id=row.id,
         size=row.size,
         committed_at_s=row.committed_at_s,
@@ -173,7 +191,7 @@ async def show(call: HubCall) -> wire.ArtifactReply:
     )
 
 
-async def ancestry(call: HubCall, query: wire.LineageQuery) -> wire.MadeReply:
+async def ancestry(call: HubCall, query: LineageQuery) -> MadeReply:
     """Where an artifact came from, and what that came from; or what was made from it as well."""
     context = call.context
     artifact_id = await resolve_artifact_id(call)
@@ -183,10 +201,10 @@ async def ancestry(call: HubCall, query: wire.LineageQuery) -> wire.MadeReply:
         rows += [
             each for each in await context.artifacts.descendants(artifact_id, limit=query.limit) if each.id not in known
         ]
-    return wire.MadeReply(artifacts=tuple(map(_made_reply, rows)), objective=_objective(rows))
+    return MadeReply(artifacts=tuple(map(_made_reply, rows)), objective=_objective(rows))
 
 
-async def file(call: HubCall, query: wire.FileQuery) -> RawReply:
+async def file(call: HubCall, query: FileQuery) -> RawReply:
     """One file of an artifact, verified."""
     context = call.context
     artifact_id = await resolve_artifact_id(call)
@@ -221,7 +239,7 @@ async def exported(call: HubCall) -> RawReply:
     return RawReply(export.bundle(context.artifacts, artifact_id), media_type="application/zstd")
 
 
-async def pin(call: HubCall, body: wire.PinRequest) -> None:
+async def pin(call: HubCall, body: PinRequest) -> None:
     """Keep an artifact whatever the retention says; without a reason, let it go. A researcher: only one of her own."""
     artifact_id, submitter = await resolve_artifact_id(call), submitter_of(call)
     owner = None if submitter.operator else submitter.owner
@@ -304,17 +322,17 @@ async def _attempt_lineage(context: HubContext, given: Lineage, held: AttemptKey
     return msgspec.structs.replace(given, model=spec.model, mode=spec.mode, code=code[:256], data=spec.data[:256])
 
 
-def _commit_reply(done: CommitResult) -> wire.CommitReply:
-    return wire.CommitReply(artifact_id=done.artifact_id, lineage_id=done.lineage_id, new=done.new)
+def _commit_reply(done: CommitResult) -> CommitReply:
+    return CommitReply(artifact_id=done.artifact_id, lineage_id=done.lineage_id, new=done.new)
 
 
-def _objective(rows: Sequence[LineageRow]) -> wire.MetricObjective | None:
+def _objective(rows: Sequence[LineageRow]) -> MetricObjective | None:
     chosen = choose_objective(row.lineage.metrics for row in rows)
-    return None if chosen is None else wire.MetricObjective(metric=chosen.metric, direction=chosen.direction)
+    return None if chosen is None else MetricObjective(metric=chosen.metric, direction=chosen.direction)
 
 
-def _made_reply(row: LineageRow) -> wire.Made:
-    return wire.Made(
+def _made_reply(row: LineageRow) -> Made:
+    return Made(
         artifact_id=row.artifact_id,
         lineage_id=row.id,
         seq=row.seq,

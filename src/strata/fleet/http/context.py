@@ -15,7 +15,6 @@ from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.base.ids import resolve_prefix
 from strata.base.notify import KeyedNotifier
-from strata.fleet import wire
 from strata.fleet.artifacts.service import Artifacts
 from strata.fleet.core.jobspec import JobSpec, coordinator_job
 from strata.fleet.core.lease_status import unknown_job
@@ -44,6 +43,7 @@ from strata.fleet.ports import (
 )
 from strata.fleet.service import Fleet
 from strata.fleet.streams import AttemptStreams
+from strata.fleet.wire.gangs import GangEventsQuery, GangEventsReply, GangQuery, GangReply, GangsReply
 from strata.http.body import BodyPace
 from strata.http.root import RootLimits
 from strata.http.route import HttpCall
@@ -140,11 +140,11 @@ class Subscriptions(Protocol):
 class Gangs(Protocol):
     """The gangs of a coordinator."""
 
-    async def listed(self) -> wire.GangsReply: ...
+    async def listed(self) -> GangsReply: ...
 
-    async def described(self, gang_id: str, query: wire.GangQuery) -> wire.GangReply: ...
+    async def described(self, gang_id: str, query: GangQuery) -> GangReply: ...
 
-    async def events(self, gang_id: str, query: wire.GangEventsQuery) -> wire.GangEventsReply: ...
+    async def events(self, gang_id: str, query: GangEventsQuery) -> GangEventsReply: ...
 
 
 @dataclass

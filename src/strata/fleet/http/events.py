@@ -9,10 +9,10 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.database.events import NEWEST, EventFilter, StoredEvent
-from strata.fleet import wire
 from strata.fleet.http.context import HubCall, HubContext, submitter_of
 from strata.fleet.http.long_poll import wait_event
 from strata.fleet.ports import JobFilter
+from strata.fleet.wire.events import EventsQuery, EventsReply, FeedEvent
 from strata.http.disconnect import until_disconnect
 from strata.http.route import RawReply
 
@@ -27,7 +27,7 @@ _KEY: Final = "key:"
 _encode: Final = msgspec.json.Encoder().encode
 
 
-async def events(call: HubCall, query: wire.EventsQuery) -> wire.EventsReply | RawReply:
+async def events(call: HubCall, query: EventsQuery) -> EventsReply | RawReply:
     """What has changed, who did it, and when. `Accept: text/event-stream` makes it a stream."""
     context = call.context
     if query.before:
@@ -44,33 +44,33 @@ async def events(call: HubCall, query: wire.EventsQuery) -> wire.EventsReply | R
     return RawReply(_stream(context, call, after, first, _filter(query)), media_type="text/event-stream")
 
 
-def _filter(query: wire.EventsQuery) -> EventFilter:
+def _filter(query: EventsQuery) -> EventFilter:
     return EventFilter(subject=query.subject, kinds=query.kind, search=query.search)
 
 
-async def _page_before(call: HubCall, query: wire.EventsQuery) -> wire.EventsReply:
+async def _page_before(call: HubCall, query: EventsQuery) -> EventsReply:
     page = await call.context.fleet.store.events_before(query.before, query.limit, _filter(query))
     shown = tuple(_event(each, call) for each in page.events)
     hosts = {each.actor.removeprefix(_HOST) for each in shown if each.actor.startswith(_HOST)}
     hosts |= {host for each in shown if isinstance(host := each.body.get("host"), str)}
     names = dict(await call.context.fleet.host_names(hosts)) if hosts else {}
     keys, jobs = await _keys(call.context, shown), await _jobs(call.context, shown)
-    return wire.EventsReply(events=shown, cursor=page.before, more=bool(page.before), hosts=names, keys=keys, jobs=jobs)
+    return EventsReply(events=shown, cursor=page.before, more=bool(page.before), hosts=names, keys=keys, jobs=jobs)
 
 
-async def _keys(context: HubContext, shown: Sequence[wire.FeedEvent]) -> dict[str, str]:
+async def _keys(context: HubContext, shown: Sequence[FeedEvent]) -> dict[str, str]:
     ids = {each.actor.removeprefix(_KEY) for each in shown if each.actor.startswith(_KEY)}
     found = [await context.identity.key(id_) for id_ in sorted(ids)]
     return {key.id: key.name for key in found if key is not None and key.name}
 
 
-async def _jobs(context: HubContext, shown: Sequence[wire.FeedEvent]) -> dict[str, str]:
+async def _jobs(context: HubContext, shown: Sequence[FeedEvent]) -> dict[str, str]:
     ids = list({each.subject for each in shown if each.kind.startswith("job.")})
     rows = await context.fleet.store.jobs(JobFilter(ids=ids, limit=len(ids))) if ids else ()
     return {row.id: row.spec.label for row in rows}
 
 
-async def _page(context: HubContext, call: HubCall, after: str, query: wire.EventsQuery) -> wire.EventsReply:
+async def _page(context: HubContext, call: HubCall, after: str, query: EventsQuery) -> EventsReply:
     events = await context.feed.after(after, query.limit, subject=query.subject)
     if not events and query.wait_s:
         events = await until_disconnect(call, context.stopping, _wait(context, after, query))
@@ -80,10 +80,10 @@ async def _page(context: HubContext, call: HubCall, after: str, query: wire.Even
     wanted = _filter(query)
     shown = tuple(_event(each, call) for each in events if wanted.matches(each.event))
     keys, jobs = await _keys(context, shown), await _jobs(context, shown)
-    return wire.EventsReply(events=shown, cursor=cursor, more=len(events) == query.limit, keys=keys, jobs=jobs)
+    return EventsReply(events=shown, cursor=cursor, more=len(events) == query.limit, keys=keys, jobs=jobs)
 
 
-async def _wait(context: HubContext, after: str, query: wire.EventsQuery) -> Sequence[StoredEvent]:
+async def _wait(context: HubContext, after: str, query: EventsQuery) -> Sequence[StoredEvent]:
     """Until there are events, also such that are not wanted: the caller goes on from there."""
     until_s = context.clock.monotonic_s() + query.wait_s
     while True:
@@ -131,11 +131,11 @@ def _frame(recorded: StoredEvent, call: HubCall) -> bytes:
     )
 
 
-def _event(recorded: StoredEvent, call: HubCall) -> wire.FeedEvent:
+def _event(recorded: StoredEvent, call: HubCall) -> FeedEvent:
     """Where people work is for operators to see, and for themselves."""
     event = recorded.event
     shown = submitter_of(call).operator or event.actor == call.actor
-    return wire.FeedEvent(
+    return FeedEvent(
         cursor=recorded.cursor,
         at_s=event.at_s,
         actor=event.actor,

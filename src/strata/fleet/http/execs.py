@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Final
 
 from strata.base.errors import Code, StrataError
-from strata.fleet import wire
 from strata.fleet.core.job import HELD, JobStatus
 from strata.fleet.execs import MAX_OPEN, MAX_OUTPUT, ExecRow, RequestedExec
 from strata.fleet.http.context import HubCall, resolve_job_id
 from strata.fleet.http.jobs import check_may_change
+from strata.fleet.wire.execs import ExecEndRequest, ExecGiven, ExecQuery, ExecReply, ExecRequest, ExecStartRequest
+from strata.fleet.wire.streams import PieceQuery, PieceReply
 from strata.http.disconnect import until_disconnect
 from strata.http.route import RawReply, Upload
 
@@ -17,7 +18,7 @@ POLL_S: Final = 2.0
 """How often a reader polls: another hub may have received the output."""
 
 
-async def request(call: HubCall, body: wire.ExecRequest) -> wire.ExecReply:
+async def request(call: HubCall, body: ExecRequest) -> ExecReply:
     """Run a command beside a running job, in its sandbox and as its user. A researcher: in a job of her own."""
     job_id = await resolve_job_id(call)
     await check_may_change(call.context, call, job_id)
@@ -30,10 +31,10 @@ async def request(call: HubCall, body: wire.ExecRequest) -> wire.ExecReply:
         raise StrataError(
             Code.EXHAUSTED, f"{MAX_OPEN} commands run in {job.spec.label} already", hint="wait until one has ended"
         )
-    return wire.ExecReply(id=row.id, job_id=row.job_id, epoch=row.epoch, host_id=row.host_id)
+    return ExecReply(id=row.id, job_id=row.job_id, epoch=row.epoch, host_id=row.host_id)
 
 
-async def output(call: HubCall, query: wire.ExecQuery) -> RawReply:
+async def output(call: HubCall, query: ExecQuery) -> RawReply:
     """The output of a command from an offset on; with `wait_s`, as soon as there is more. Read like a log.
 
     With `X-Strata-Ended` nothing follows: `X-Strata-Status` is the exit status, or `X-Strata-Reason` why there is none.
@@ -64,14 +65,14 @@ async def cancel(call: HubCall) -> None:
     _notify(call, row)
 
 
-async def start(call: HubCall, body: wire.ExecStartRequest) -> wire.ExecGiven:
+async def start(call: HubCall, body: ExecStartRequest) -> ExecGiven:
     """The command, for the agent that is to run it, once."""
     row = await _of_this_host(call)
     started = await call.context.execs.start(row, call.caller.require_host(), body.run)
-    return wire.ExecGiven(id=started.id, command=started.command, timeout_s=started.timeout_s)
+    return ExecGiven(id=started.id, command=started.command, timeout_s=started.timeout_s)
 
 
-async def put_output(call: HubCall, body: Upload, query: wire.PieceQuery) -> wire.PieceReply:
+async def put_output(call: HubCall, body: Upload, query: PieceQuery) -> PieceReply:
     """Append a piece to the output of a command. STALE if it is no longer wanted: end the command."""
     row = await _of_this_host(call)
     piece = b"".join([part async for part in body])
@@ -83,10 +84,10 @@ async def put_output(call: HubCall, body: Upload, query: wire.PieceQuery) -> wir
         raise StrataError(Code.EXHAUSTED, f"the output of a command has at most {MAX_OUTPUT} bytes", size=size)
     size = await call.context.streams.append(row.job_id, row.epoch, row.stream, query.offset, piece)
     _notify(call, row)
-    return wire.PieceReply(size=size)
+    return PieceReply(size=size)
 
 
-async def end(call: HubCall, body: wire.ExecEndRequest) -> None:
+async def end(call: HubCall, body: ExecEndRequest) -> None:
     """The command has ended, or could not be run."""
     row = await _of_this_host(call)
     await call.context.execs.end(row, call.actor, run=body.run, status=body.status, error=body.error)
@@ -107,7 +108,7 @@ async def _of_this_host(call: HubCall) -> ExecRow:
     return row
 
 
-async def _follow(call: HubCall, row: ExecRow, query: wire.ExecQuery) -> tuple[bytes, ExecRow]:
+async def _follow(call: HubCall, row: ExecRow, query: ExecQuery) -> tuple[bytes, ExecRow]:
     until_s = call.context.clock.monotonic_s() + query.wait_s
     while True:
         with call.context.appends.subscribe((row.job_id, row.epoch, row.stream)) as appended:
@@ -120,7 +121,7 @@ async def _follow(call: HubCall, row: ExecRow, query: wire.ExecQuery) -> tuple[b
             await appended.wait(min(left_s, POLL_S))
 
 
-async def _read(call: HubCall, row: ExecRow, query: wire.ExecQuery) -> bytes:
+async def _read(call: HubCall, row: ExecRow, query: ExecQuery) -> bytes:
     return await call.context.streams.read(row.job_id, row.epoch, row.stream, query.offset, query.limit)
 
 

@@ -4,30 +4,31 @@ the parts of checkpoints that their members need of each other."""
 from __future__ import annotations
 
 from strata.base.errors import Code, StrataError
-from strata.fleet import wire
 from strata.fleet.core.job import HELD
 from strata.fleet.core.jobspec import gang_ids
 from strata.fleet.core.lease_status import stale_attempt
 from strata.fleet.http.context import Gangs, HubCall, own_hold, resolve_job_id
+from strata.fleet.wire.gangs import GangEventsQuery, GangEventsReply, GangQuery, GangReply, GangsReply
+from strata.fleet.wire.leases import PartsReply, PartsRequest
 
 
-async def listed(call: HubCall) -> wire.GangsReply:
+async def listed(call: HubCall) -> GangsReply:
     """The jobs of the coordinator; none where the hub has no coordinator."""
     gangs = call.context.gangs
-    return wire.GangsReply(gangs=(), coordinator="") if gangs is None else await gangs.listed()
+    return GangsReply(gangs=(), coordinator="") if gangs is None else await gangs.listed()
 
 
-async def described(call: HubCall, query: wire.GangQuery) -> wire.GangReply:
+async def described(call: HubCall, query: GangQuery) -> GangReply:
     """One gang with a page of its workers; first come those that may need a person."""
     return await _gangs(call).described(call.path["id"], query)
 
 
-async def events(call: HubCall, query: wire.GangEventsQuery) -> wire.GangEventsReply:
+async def events(call: HubCall, query: GangEventsQuery) -> GangEventsReply:
     """What happened to a gang and what it cost, the latest first."""
     return await _gangs(call).events(call.path["id"], query)
 
 
-async def find_parts(call: HubCall, body: wire.PartsRequest) -> wire.PartsReply:
+async def find_parts(call: HubCall, body: PartsRequest) -> PartsReply:
     """The artifacts that have these parts of a checkpoint, among the last ones that the members of a gang uploaded."""
     context = call.context
     held = own_hold(call, await resolve_job_id(call), body.epoch)
@@ -50,7 +51,7 @@ async def find_parts(call: HubCall, body: wire.PartsRequest) -> wire.PartsReply:
                 found.append(artifact_id)
             for name in here:
                 del missing[name]
-    return wire.PartsReply(artifacts=() if missing else tuple(found))
+    return PartsReply(artifacts=() if missing else tuple(found))
 
 
 def _gangs(call: HubCall) -> Gangs:

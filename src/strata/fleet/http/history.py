@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from strata.fleet import wire
 from strata.fleet.core.goodput import JobInterruption, LedgerEvent, share
 from strata.fleet.http.context import HubCall, HubContext, resolve_job_id
 from strata.fleet.http.jobs import attempt_reply
 from strata.fleet.overview import Overview
 from strata.fleet.ports import AttemptRow
+from strata.fleet.wire.history import (
+    GoodputQuery,
+    GoodputReply,
+    Interruption,
+    JobTimelineReply,
+    TimelineMark,
+    TimelineSegment,
+)
+from strata.fleet.wire.overview import AttentionItem, HistoryFigure, OverviewQuery, OverviewReply
 
 _MARKED: Final = frozenset(
     {
@@ -28,12 +36,12 @@ _MARKED: Final = frozenset(
 )
 
 
-async def overview(call: HubCall, query: wire.OverviewQuery) -> wire.OverviewReply:
+async def overview(call: HubCall, query: OverviewQuery) -> OverviewReply:
     """What needs a person, and four figures with their history of a day; of all projects, or of one."""
     found = await call.context.history.overview(query.project)
-    return wire.OverviewReply(
+    return OverviewReply(
         at_s=found.at_s,
-        attention=tuple(wire.AttentionItem(**each._asdict()) for each in found.attention),
+        attention=tuple(AttentionItem(**each._asdict()) for each in found.attention),
         running=_figure(found, "running", found.running),
         waiting=_figure(found, "waiting", found.waiting),
         longest_wait_s=found.longest_wait_s,
@@ -46,7 +54,7 @@ async def overview(call: HubCall, query: wire.OverviewQuery) -> wire.OverviewRep
     )
 
 
-async def timeline(call: HubCall) -> wire.JobTimelineReply:
+async def timeline(call: HubCall) -> JobTimelineReply:
     """What a job did when: queued, prepared, run, uploaded, with its checkpoints, kills and resumes."""
     context = call.context
     job_id = await resolve_job_id(call)
@@ -54,8 +62,8 @@ async def timeline(call: HubCall) -> wire.JobTimelineReply:
     computed, events = await context.history.job(row, attempts)
     numbers = {each.epoch: each.number for each in attempts}
     hosts = await _names(context, attempts)
-    segments = tuple(wire.TimelineSegment(**each._asdict()) for each in computed.segments)
-    return wire.JobTimelineReply(
+    segments = tuple(TimelineSegment(**each._asdict()) for each in computed.segments)
+    return JobTimelineReply(
         from_s=row.created_at_s,
         to_s=computed.segments[-1].to_s if computed.segments else row.created_at_s,
         segments=segments,
@@ -66,14 +74,14 @@ async def timeline(call: HubCall) -> wire.JobTimelineReply:
     )
 
 
-async def goodput(call: HubCall) -> wire.GoodputReply:
+async def goodput(call: HubCall) -> GoodputReply:
     """Where the time of a job went, and what each interruption cost."""
     context = call.context
     job_id = await resolve_job_id(call)
     row, attempts = await context.fleet.store.job(job_id), await context.fleet.store.attempts(job_id)
     computed, _ = await context.history.job(row, attempts)
     seconds, hosts = computed.seconds(), await _names(context, attempts)
-    return wire.GoodputReply(
+    return GoodputReply(
         seconds=dict(seconds),
         wall_s=sum(seconds.values()),
         share=share(seconds),
@@ -81,11 +89,11 @@ async def goodput(call: HubCall) -> wire.GoodputReply:
     )
 
 
-async def fleet_goodput(call: HubCall, query: wire.GoodputQuery) -> wire.GoodputReply:
+async def fleet_goodput(call: HubCall, query: GoodputQuery) -> GoodputReply:
     """Where the time of all jobs went, or of those of a project, that a host had lately."""
     found = await call.context.history.goodput(query.project, query.span_s)
     names = await call.context.fleet.host_names({each.host_id for _, each in found.interruptions})
-    return wire.GoodputReply(
+    return GoodputReply(
         seconds=dict(found.seconds),
         wall_s=sum(found.seconds.values()),
         share=share(found.seconds),
@@ -95,10 +103,10 @@ async def fleet_goodput(call: HubCall, query: wire.GoodputQuery) -> wire.Goodput
     )
 
 
-def _figure(overview: Overview, name: str, value: float | None) -> wire.HistoryFigure:
+def _figure(overview: Overview, name: str, value: float | None) -> HistoryFigure:
     points = overview.series(name)
     at_s, values = tuple(at_s for at_s, _ in points), tuple(each for _, each in points)
-    return wire.HistoryFigure(value=value, at_s=at_s, values=values)
+    return HistoryFigure(value=value, at_s=at_s, values=values)
 
 
 async def _names(context: HubContext, attempts: Iterable[AttemptRow]) -> Mapping[str, str]:
@@ -107,10 +115,10 @@ async def _names(context: HubContext, attempts: Iterable[AttemptRow]) -> Mapping
     return {host.id: host.name for host_id in wanted for host in await context.fleet.find_hosts(host_id)}
 
 
-def _mark(event: LedgerEvent, numbers: Mapping[int, int]) -> wire.TimelineMark:
-    return wire.TimelineMark(at_s=event.at_s, kind=event.kind, attempt=numbers.get(event.epoch, 0))
+def _mark(event: LedgerEvent, numbers: Mapping[int, int]) -> TimelineMark:
+    return TimelineMark(at_s=event.at_s, kind=event.kind, attempt=numbers.get(event.epoch, 0))
 
 
-def _interruption(each: JobInterruption, hosts: Mapping[str, str], job_id: str = "") -> wire.Interruption:
+def _interruption(each: JobInterruption, hosts: Mapping[str, str], job_id: str = "") -> Interruption:
     fields: dict[str, Any] = each._asdict()
-    return wire.Interruption(**fields, host=hosts.get(each.host_id, ""), cost_s=each.cost_s, job_id=job_id)
+    return Interruption(**fields, host=hosts.get(each.host_id, ""), cost_s=each.cost_s, job_id=job_id)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from strata.base.errors import Code, StrataError
-from strata.fleet import wire
 from strata.fleet.core.amounts import Capacity, Room
 from strata.fleet.core.capability import GIB
 from strata.fleet.core.host_status import HostFacts, plan_action, policy_rules, quiet_in_words
@@ -15,40 +14,58 @@ from strata.fleet.core.jobspec import HostSpec
 from strata.fleet.http.context import HubCall, HubContext, calling_host, resolve_host
 from strata.fleet.ports import HostRow, JobOnHost
 from strata.fleet.service import HostView
+from strata.fleet.wire.hosts import (
+    Host,
+    HostAmounts,
+    HostCard,
+    HostJob,
+    HostPageReply,
+    HostPlanQuery,
+    HostPlanReply,
+    HostPolicyReply,
+    HostRoom,
+    HostsQuery,
+    HostsReply,
+    HostStateRequest,
+    HostSummary,
+    SampledPoint,
+    SamplesQuery,
+    SamplesReply,
+)
 
 
-async def listed(call: HubCall) -> wire.HostsReply:
+async def listed(call: HubCall) -> HostsReply:
     """All hosts that ever registered. A host sees itself."""
     context = call.context
     host = calling_host(call)
     rows = [row for row in await context.fleet.hosts() if host in ("", row.id)]
-    return wire.HostsReply(hosts=tuple(_host_reply(context, row) for row in rows))
+    return HostsReply(hosts=tuple(_host_reply(context, row) for row in rows))
 
 
-async def show(call: HubCall) -> wire.Host:
+async def show(call: HubCall) -> Host:
     """One host, by id or name."""
     context = call.context
     return _host_reply(context, await resolve_host(call))
 
 
-async def samples(call: HubCall, query: wire.SamplesQuery) -> wire.SamplesReply:
+async def samples(call: HubCall, query: SamplesQuery) -> SamplesReply:
     """What a host did: use of its processors, memory and cards, temperature, power."""
     row = await resolve_host(call)
     step_s, points = await call.context.fleet.samples(row.id, query.span_s, query.points)
-    shown = tuple(wire.SampledPoint(at_s=point.at_s, values=dict(point.values)) for point in points)
-    return wire.SamplesReply(step_s=step_s, points=shown)
+    shown = tuple(SampledPoint(at_s=point.at_s, values=dict(point.values)) for point in points)
+    return SamplesReply(step_s=step_s, points=shown)
 
 
-async def room(call: HubCall) -> wire.HostRoom:
+async def room(call: HubCall) -> HostRoom:
     """What a host has for jobs, which jobs it has, and what is free beside them."""
     fleet = call.context.fleet
     row = await resolve_host(call)
     capacity, held = await fleet.capacity(row.id), await _jobs_on(call.context, row.id)
     free = Room(capacity, [job.taken for job in held]).left
-    return wire.HostRoom(capacity=_amounts(capacity), free=_amounts(free), jobs=tuple(map(_job_reply, held)))
+    return HostRoom(capacity=_amounts(capacity), free=_amounts(free), jobs=tuple(map(_job_reply, held)))
 
 
-async def page(call: HubCall, query: wire.HostsQuery) -> wire.HostPageReply:
+async def page(call: HubCall, query: HostsQuery) -> HostPageReply:
     """Hosts with their load, cards and jobs, a page at a time."""
     fleet = call.context.fleet
     search = query.search.casefold()
@@ -60,15 +77,15 @@ async def page(call: HubCall, query: wire.HostsQuery) -> wire.HostPageReply:
     shown = chosen[query.offset : query.offset + query.limit]
     held = await fleet.store.jobs_on([each.row.id for each in shown])
     hosts = tuple(_summary(call.context, each, held.get(each.row.id, ())) for each in shown)
-    return wire.HostPageReply(hosts=hosts, total=len(chosen), by_status=dict(by_status))
+    return HostPageReply(hosts=hosts, total=len(chosen), by_status=dict(by_status))
 
 
-async def policy(call: HubCall) -> wire.HostPolicyReply:
+async def policy(call: HubCall) -> HostPolicyReply:
     """What an operator has declared for a host, in words."""
     row = await resolve_host(call)
     declared, quiet = await call.context.fleet.policy(row)
     spec = HostSpec(name=row.name) if declared is None else declared.spec
-    return wire.HostPolicyReply(
+    return HostPolicyReply(
         project="" if declared is None else declared.project,
         rules=policy_rules(spec),
         quiet_hours=tuple(map(quiet_in_words, spec.quiet_hours)),
@@ -77,7 +94,7 @@ async def policy(call: HubCall) -> wire.HostPolicyReply:
     )
 
 
-async def plan(call: HubCall, query: wire.HostPlanQuery) -> wire.HostPlanReply:
+async def plan(call: HubCall, query: HostPlanQuery) -> HostPlanReply:
     """What draining, pausing, resuming or revoking a host would do; nothing is changed."""
     context = call.context
     row = await resolve_host(call)
@@ -95,7 +112,7 @@ async def plan(call: HubCall, query: wire.HostPlanQuery) -> wire.HostPlanReply:
     )
     planned = plan_action(query.action, facts)
     ends = [job for job in held if (planned.ends_servers if job.serving else planned.ends_jobs)]
-    return wire.HostPlanReply(
+    return HostPlanReply(
         action=query.action,
         possible=planned.possible,
         effects=planned.effects,
@@ -105,25 +122,25 @@ async def plan(call: HubCall, query: wire.HostPlanQuery) -> wire.HostPlanReply:
     )
 
 
-async def drain(call: HubCall, body: wire.HostStateRequest) -> wire.Host:
+async def drain(call: HubCall, body: HostStateRequest) -> Host:
     """Let it finish what it has, and give it nothing more."""
     context = call.context
     return await _set(context, call, "draining", body.reason)
 
 
-async def pause(call: HubCall, body: wire.HostStateRequest) -> wire.Host:
+async def pause(call: HubCall, body: HostStateRequest) -> Host:
     """Give it nothing more until it is resumed."""
     context = call.context
     return await _set(context, call, "paused", body.reason)
 
 
-async def resume(call: HubCall, body: wire.HostStateRequest) -> wire.Host:
+async def resume(call: HubCall, body: HostStateRequest) -> Host:
     """Let it work again, also out of quarantine."""
     context = call.context
     return await _set(context, call, "active", body.reason)
 
 
-async def revoke(call: HubCall, body: wire.HostStateRequest) -> None:
+async def revoke(call: HubCall, body: HostStateRequest) -> None:
     """End its credentials: it is refused from now on, and its jobs go to others when their leases run out."""
     context = call.context
     host_id = await _resolve_enrolled_host(context, call)
@@ -135,9 +152,7 @@ async def revoke(call: HubCall, body: wire.HostStateRequest) -> None:
         await context.fleet.set_host_state(host_id, "left", reason, call.actor)
 
 
-async def _set(
-    context: HubContext, call: HubCall, state: Literal["active", "draining", "paused"], reason: str
-) -> wire.Host:
+async def _set(context: HubContext, call: HubCall, state: Literal["active", "draining", "paused"], reason: str) -> Host:
     row = await resolve_host(call)
     if row.state == "left":
         raise StrataError(Code.PRECONDITION, f"{row.name} has left", hint="it comes back with strata join")
@@ -172,14 +187,14 @@ def _matches(row: HostRow, search: str) -> bool:
     return any(search in text.casefold() for text in (row.name, row.id, row.pool, *labels, *cards))
 
 
-def _summary(context: HubContext, view: HostView, held: Sequence[JobOnHost]) -> wire.HostSummary:
+def _summary(context: HubContext, view: HostView, held: Sequence[JobOnHost]) -> HostSummary:
     row, sample = view.row, context.fleet.newest_sample(view.row.id)
     taken: dict[str, float] = {}
     for job in held:
         for card in job.taken.cards:
             taken[card] = taken.get(card, 0.0) + job.taken.gpu_share
     ids = [gpu.uuid or str(number) for number, gpu in enumerate(row.capability.gpus)]
-    return wire.HostSummary(
+    return HostSummary(
         id=row.id,
         name=row.name,
         status=view.status,
@@ -191,7 +206,7 @@ def _summary(context: HubContext, view: HostView, held: Sequence[JobOnHost]) -> 
         cpu_use=sample.get("cpu_use"),
         ram_used_gib=sample.get("ram_used_gib"),
         cards=tuple(
-            wire.HostCard(
+            HostCard(
                 id=card,
                 name=gpu.name,
                 vram_gib=gpu.vram_bytes / GIB,
@@ -209,8 +224,8 @@ async def _jobs_on(context: HubContext, host_id: str) -> Sequence[JobOnHost]:
     return (await context.fleet.store.jobs_on([host_id])).get(host_id, ())
 
 
-def _job_reply(job: JobOnHost) -> wire.HostJob:
-    return wire.HostJob(
+def _job_reply(job: JobOnHost) -> HostJob:
+    return HostJob(
         job_id=job.job_id,
         label=job.label,
         owner=job.owner,
@@ -226,14 +241,14 @@ def _ago_s(context: HubContext, row: HostRow) -> float:
     return max(0.0, context.fleet.now_s() - row.seen_at_s)
 
 
-def _amounts(capacity: Capacity) -> wire.HostAmounts:
+def _amounts(capacity: Capacity) -> HostAmounts:
     cards = {card.id: card.vram_gib for card in capacity.cards}
-    return wire.HostAmounts(cores=capacity.cores, ram_gib=capacity.ram_gib, slots=capacity.slots, cards=cards)
+    return HostAmounts(cores=capacity.cores, ram_gib=capacity.ram_gib, slots=capacity.slots, cards=cards)
 
 
-def _host_reply(context: HubContext, row: HostRow) -> wire.Host:
+def _host_reply(context: HubContext, row: HostRow) -> Host:
     ago_s = _ago_s(context, row)
-    return wire.Host(
+    return Host(
         id=row.id,
         name=row.name,
         state=row.state,

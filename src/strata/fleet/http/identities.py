@@ -7,9 +7,26 @@ from typing import Final, Literal
 
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
-from strata.fleet import wire
 from strata.fleet.core.ownership import check_owner_name
 from strata.fleet.http.context import HubCall, HubContext
+from strata.fleet.wire.identities import (
+    CallerReply,
+    CertificateReply,
+    HubKey,
+    HubKeyReply,
+    HubKeyRequest,
+    Invited,
+    InviteReply,
+    InviteRequest,
+    InvitesReply,
+    JoinRequest,
+    KeysReply,
+    LocalHostReply,
+    LocalHostRequest,
+    LoginCodeReply,
+    RenewRequest,
+    RoleName,
+)
 from strata.http.route import RawReply
 from strata.identity.authenticate import CODE_S
 from strata.identity.ca import IssuedCertificate
@@ -24,7 +41,7 @@ async def authority(call: HubCall) -> RawReply:
     return RawReply(context.authority.certificate_pem, media_type="application/x-pem-file")
 
 
-async def join(call: HubCall, body: wire.JoinRequest) -> wire.CertificateReply:
+async def join(call: HubCall, body: JoinRequest) -> CertificateReply:
     """Become a host, with an invitation and a key of one's own. The same again gets the same host."""
     context = call.context
     secret = Secret(body.secret)
@@ -32,7 +49,7 @@ async def join(call: HubCall, body: wire.JoinRequest) -> wire.CertificateReply:
     return _certificate_reply(context, enrolled.host.id, enrolled.host.name, enrolled.certificate)
 
 
-async def renew(call: HubCall, body: wire.RenewRequest) -> wire.CertificateReply:
+async def renew(call: HubCall, body: RenewRequest) -> CertificateReply:
     """A new certificate for the calling host, for the key it enrolled with."""
     context = call.context
     issued = await context.enrollment.renew(call.caller, body.request_pem.encode())
@@ -41,30 +58,30 @@ async def renew(call: HubCall, body: wire.RenewRequest) -> wire.CertificateReply
     return _certificate_reply(context, host.id, host.name, issued)
 
 
-async def add_local(call: HubCall, body: wire.LocalHostRequest) -> wire.LocalHostReply:
+async def add_local(call: HubCall, body: LocalHostRequest) -> LocalHostReply:
     """A host on the hub's own machine, with a bearer secret: only while the hub is on loopback without TLS."""
     context = call.context
     if context.tls:
         raise StrataError(Code.PRECONDITION, "this hub has TLS: hosts join it and get certificates", hint="strata join")
     host, secret = await context.enrollment.add_local(body.name)
-    return wire.LocalHostReply(host_id=host.id, secret=secret)
+    return LocalHostReply(host_id=host.id, secret=secret)
 
 
-async def invite(call: HubCall, body: wire.InviteRequest) -> wire.InviteReply:
+async def invite(call: HubCall, body: InviteRequest) -> InviteReply:
     """A join token for one host."""
     context = call.context
     token = await context.enrollment.invite(
         call.caller, name=body.name, pool=body.pool, labels=body.labels, valid_s=body.valid_s
     )
-    return wire.InviteReply(token=token.spell(), id=token.id, expires_in_s=body.valid_s, tls=context.tls)
+    return InviteReply(token=token.spell(), id=token.id, expires_in_s=body.valid_s, tls=context.tls)
 
 
-async def invites(call: HubCall) -> wire.InvitesReply:
+async def invites(call: HubCall) -> InvitesReply:
     """Invitations, used and unused; never their secrets."""
     context = call.context
-    return wire.InvitesReply(
+    return InvitesReply(
         invites=tuple(
-            wire.Invited(
+            Invited(
                 id=each.id,
                 made_at_s=each.made_at_s,
                 expires_at_s=each.expires_at_s,
@@ -85,7 +102,7 @@ async def revoke_invite(call: HubCall) -> None:
     await context.identity.revoke_invite(call.path["id"], call.actor, context.clock.wall_s())
 
 
-async def caller(call: HubCall) -> wire.CallerReply:
+async def caller(call: HubCall) -> CallerReply:
     """Who the caller is, and until when."""
     context = call.context
     who = call.caller
@@ -93,7 +110,7 @@ async def caller(call: HubCall) -> wire.CallerReply:
     key = await context.identity.key(who.id) if who.kind is CallerKind.KEY else None
     host = await context.identity.host(who.id) if who.kind is CallerKind.HOST else None
     identity = key or host
-    return wire.CallerReply(
+    return CallerReply(
         kind=_KINDS[who.kind],
         id=who.id,
         name="" if identity is None else identity.name,
@@ -103,11 +120,11 @@ async def caller(call: HubCall) -> wire.CallerReply:
     )
 
 
-async def make_login_code(call: HubCall) -> wire.LoginCodeReply:
+async def make_login_code(call: HubCall) -> LoginCodeReply:
     """A code with which one browser logs in to the dashboard as the caller, once and soon."""
     context = call.context
     code = await context.authenticator.make_code(call.caller)
-    return wire.LoginCodeReply(code=code, expires_in_s=CODE_S, url=context.served.url)
+    return LoginCodeReply(code=code, expires_in_s=CODE_S, url=context.served.url)
 
 
 _KINDS: Final[Mapping[CallerKind, Literal["key", "host", "operator"]]] = {
@@ -119,7 +136,7 @@ FEIGNED = (Role.RESEARCHER, Role.OPERATOR)
 """Roles that may submit jobs and seem to be less than the owner's."""
 
 
-async def add_key(call: HubCall, body: wire.HubKeyRequest) -> wire.HubKeyReply:
+async def add_key(call: HubCall, body: HubKeyRequest) -> HubKeyReply:
     """An API key; its text is in this reply and nowhere else."""
     context = call.context
     role = Role.named(body.role)
@@ -133,13 +150,13 @@ async def add_key(call: HubCall, body: wire.HubKeyRequest) -> wire.HubKeyReply:
     key, text = await make_key(
         context.identity, context.clock, call.caller, name=body.name, role=role, valid_s=body.valid_s
     )
-    return wire.HubKeyReply(key=_key_reply(context, key), secret=text)
+    return HubKeyReply(key=_key_reply(context, key), secret=text)
 
 
-async def keys(call: HubCall) -> wire.KeysReply:
+async def keys(call: HubCall) -> KeysReply:
     """All keys; never their secrets."""
     context = call.context
-    return wire.KeysReply(keys=tuple(_key_reply(context, key) for key in await context.identity.keys()))
+    return KeysReply(keys=tuple(_key_reply(context, key) for key in await context.identity.keys()))
 
 
 async def revoke_key(call: HubCall) -> None:
@@ -149,10 +166,8 @@ async def revoke_key(call: HubCall) -> None:
     context.authenticator.invalidate()
 
 
-def _certificate_reply(
-    context: HubContext, host_id: str, name: str, issued: IssuedCertificate
-) -> wire.CertificateReply:
-    return wire.CertificateReply(
+def _certificate_reply(context: HubContext, host_id: str, name: str, issued: IssuedCertificate) -> CertificateReply:
+    return CertificateReply(
         host_id=host_id,
         name=name,
         certificate_pem=issued.certificate_pem.decode(),
@@ -162,9 +177,9 @@ def _certificate_reply(
     )
 
 
-def _key_reply(context: HubContext, key: ApiKey) -> wire.HubKey:
-    name: wire.RoleName = _NAMES[key.role]
-    return wire.HubKey(
+def _key_reply(context: HubContext, key: ApiKey) -> HubKey:
+    name: RoleName = _NAMES[key.role]
+    return HubKey(
         id=key.id,
         name=key.name,
         role=name,
@@ -175,7 +190,7 @@ def _key_reply(context: HubContext, key: ApiKey) -> wire.HubKey:
     )
 
 
-_NAMES: dict[Role, wire.RoleName] = {
+_NAMES: dict[Role, RoleName] = {
     Role.VIEWER: "viewer",
     Role.RESEARCHER: "researcher",
     Role.OPERATOR: "operator",

@@ -8,7 +8,6 @@ import msgspec
 
 from strata import __version__
 from strata.base.errors import Code, StrataError
-from strata.fleet import wire
 from strata.fleet.core.hyper import HyperFinding, HyperSchema
 from strata.fleet.core.job import HELD, JobStatus
 from strata.fleet.core.jobspec import DEFAULT_PROJECT, JobSpec, TrainerSpec, check_trainer, qualified_trainer
@@ -22,10 +21,22 @@ from strata.fleet.http.quotas import check_stored_bytes
 from strata.fleet.http.secrets import check_secrets
 from strata.fleet.http.validation import Checkpoint
 from strata.fleet.ports import AttemptRow, JobFilter, JobRow, ServerRow
+from strata.fleet.wire.base import MAX_PAGE
+from strata.fleet.wire.jobs import (
+    CancelRequest,
+    Job,
+    JobAttempt,
+    JobReply,
+    JobsQuery,
+    JobsReply,
+    SubmitReply,
+    SubmitRequest,
+)
+from strata.fleet.wire.overview import StatusReply
 from strata.http.disconnect import until_disconnect
 
 
-async def listed(call: HubCall, query: wire.JobsQuery) -> wire.JobsReply:
+async def listed(call: HubCall, query: JobsQuery) -> JobsReply:
     """Jobs, a page at a time, and how many there are in each status. A host sees those of its leases."""
     context = call.context
     host = calling_host(call)
@@ -48,7 +59,7 @@ async def listed(call: HubCall, query: wire.JobsQuery) -> wire.JobsReply:
     shown = [job_reply(row, servers.get(row.id)) for row in rows]
     if query.progress:
         shown = [await with_progress(context, job) for job in shown]
-    return wire.JobsReply(
+    return JobsReply(
         jobs=tuple(shown),
         next=wanted.cursor_of(rows[-1]) if len(rows) == query.limit else "",
         by_status={} if host else dict(await context.history.counts(query.project)),
@@ -56,14 +67,14 @@ async def listed(call: HubCall, query: wire.JobsQuery) -> wire.JobsReply:
     )
 
 
-async def with_progress(context: HubContext, job: wire.Job) -> wire.Job:
+async def with_progress(context: HubContext, job: Job) -> Job:
     if job.status is not JobStatus.RUNNING:
         return job
     progress = progress_reply(await context.metrics.progress(job.id, job.epoch))
     return msgspec.structs.replace(job, progress=progress)
 
 
-async def show(call: HubCall) -> wire.JobReply:
+async def show(call: HubCall) -> JobReply:
     """One job and its attempts. A host sees those of its leases."""
     context = call.context
     if host := calling_host(call):
@@ -73,7 +84,7 @@ async def show(call: HubCall) -> wire.JobReply:
     attempts = await context.fleet.store.attempts(job_id)
     server = (await _servers(context, [row])).get(job_id)
     job = await with_progress(context, job_reply(row, server))
-    return wire.JobReply(job=job, attempts=tuple(map(attempt_reply, attempts)))
+    return JobReply(job=job, attempts=tuple(map(attempt_reply, attempts)))
 
 
 async def why(call: HubCall) -> Why:
@@ -82,11 +93,11 @@ async def why(call: HubCall) -> Why:
     return await context.fleet.why(await resolve_job_id(call))
 
 
-async def status(call: HubCall) -> wire.StatusReply:
+async def status(call: HubCall) -> StatusReply:
     """How many jobs and hosts there are."""
     context = call.context
     counts = await context.fleet.store.counts()
-    return wire.StatusReply(
+    return StatusReply(
         by_status=dict(counts.by_status),
         ready=counts.ready,
         hosts=counts.hosts,
@@ -95,7 +106,7 @@ async def status(call: HubCall) -> wire.StatusReply:
     )
 
 
-async def submit(call: HubCall, body: wire.SubmitRequest) -> wire.SubmitReply:
+async def submit(call: HubCall, body: SubmitRequest) -> SubmitReply:
     """Queue one job that no manifest has. The same job again is the same job."""
     context = call.context
     if body.spec.gang is not None:
@@ -116,10 +127,10 @@ async def submit(call: HubCall, body: wire.SubmitRequest) -> wire.SubmitReply:
         superseded = await _superseded(context, spec, submitter)
         plan = ApplyPlan(project=spec.project, new={job_id: spec}, trainers=trainers, seen=seen, superseded=superseded)
         await context.fleet.apply(plan, call.actor, source="submitted", declared=False, submitter=submitter)
-    return wire.SubmitReply(job=job_reply(await context.fleet.store.job(job_id)), new=new)
+    return SubmitReply(job=job_reply(await context.fleet.store.job(job_id)), new=new)
 
 
-async def cancel(call: HubCall, body: wire.CancelRequest) -> wire.Job:
+async def cancel(call: HubCall, body: CancelRequest) -> Job:
     """End a job, or the gang that it belongs to; a host that has it learns so with its next heartbeat. A researcher may
     end a job of her own."""
     context = call.context
@@ -128,7 +139,7 @@ async def cancel(call: HubCall, body: wire.CancelRequest) -> wire.Job:
     return job_reply(await context.fleet.cancel(job_id, body.reason, call.actor))
 
 
-async def requeue(call: HubCall) -> wire.Job:
+async def requeue(call: HubCall) -> Job:
     """Let an ended job run again, or the gang that it belongs to, or hosts try again that could not set it up. A
     researcher: only a job of her own."""
     context = call.context
@@ -138,7 +149,7 @@ async def requeue(call: HubCall) -> wire.Job:
     return job_reply(await context.fleet.requeue(job_id, call.actor, submitter_of(call)))
 
 
-async def archive(call: HubCall) -> wire.Job:
+async def archive(call: HubCall) -> Job:
     """Leave an ended job out of lists and counts, with its gang. A researcher may archive a job of her own."""
     context = call.context
     job_id = await resolve_job_id(call)
@@ -162,7 +173,7 @@ async def _superseded(context: HubContext, spec: JobSpec, submitter: Submitter) 
     if not spec.name:
         return ()
     named = await context.fleet.store.jobs(
-        JobFilter(label=spec.label, project=spec.project, owner=submitter.owner, limit=wire.MAX_PAGE)
+        JobFilter(label=spec.label, project=spec.project, owner=submitter.owner, limit=MAX_PAGE)
     )
     return tuple(
         row.id
@@ -178,8 +189,8 @@ async def _servers(context: HubContext, rows: Sequence[JobRow]) -> Mapping[str, 
     return {server.job.id: server for server in await context.fleet.store.servers()}
 
 
-def job_reply(row: JobRow, server: ServerRow | None = None) -> wire.Job:
-    return wire.Job(
+def job_reply(row: JobRow, server: ServerRow | None = None) -> Job:
+    return Job(
         id=row.id,
         status=row.status,
         spec=row.spec,
@@ -204,8 +215,8 @@ def job_reply(row: JobRow, server: ServerRow | None = None) -> wire.Job:
     )
 
 
-def attempt_reply(row: AttemptRow) -> wire.JobAttempt:
-    return wire.JobAttempt(
+def attempt_reply(row: AttemptRow) -> JobAttempt:
+    return JobAttempt(
         attempt=row.number,
         epoch=row.epoch,
         host_id=row.host_id,

@@ -8,7 +8,6 @@ from typing import Final
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.fleet import wire
 from strata.fleet.artifacts.manifest import ArtifactKind
 from strata.fleet.artifacts.ports import LineageFilter
 from strata.fleet.core.jobspec import coordinator_job, spec_for_host
@@ -28,6 +27,22 @@ from strata.fleet.ports import (
     RenewalResult,
     YieldRequest,
 )
+from strata.fleet.wire.hosts import RegisterReply, RegisterRequest
+from strata.fleet.wire.jobs import Job
+from strata.fleet.wire.leases import (
+    ClaimReply,
+    ClaimRequest,
+    CompleteRequest,
+    ExecPending,
+    FailRequest,
+    GangLease,
+    HeartbeatRequest,
+    HeartbeatsReply,
+    HeartbeatsRequest,
+    LeaseGiven,
+    LeaseVerdict,
+    PublishRequest,
+)
 from strata.http.disconnect import until_disconnect
 from strata.identity.ca import serving_name
 from strata.identity.ports import HostIdentity
@@ -38,7 +53,7 @@ _STOP: Final = {
 }
 
 
-async def register(call: HubCall, body: wire.RegisterRequest) -> wire.RegisterReply:
+async def register(call: HubCall, body: RegisterRequest) -> RegisterReply:
     """Say what this host is; again whenever that has changed."""
     context = call.context
     identity = await context.identity.host(call.caller.require_host())
@@ -57,7 +72,7 @@ async def register(call: HubCall, body: wire.RegisterRequest) -> wire.RegisterRe
         call.actor,
     )
     lease_s = context.fleet.settings.stale_after_s
-    return wire.RegisterReply(
+    return RegisterReply(
         host_id=row.id,
         name=row.name,
         state=row.state,
@@ -67,7 +82,7 @@ async def register(call: HubCall, body: wire.RegisterRequest) -> wire.RegisterRe
     )
 
 
-async def claim(call: HubCall, body: wire.ClaimRequest) -> wire.ClaimReply:
+async def claim(call: HubCall, body: ClaimRequest) -> ClaimReply:
     """Ask for jobs this host may take, and wait for some."""
     context = call.context
     host_id = call.caller.require_host()
@@ -78,10 +93,10 @@ async def claim(call: HubCall, body: wire.ClaimRequest) -> wire.ClaimReply:
         with context.hub_metrics.claims_waiting.track_inprogress():
             leases = await until_disconnect(call, context.stopping, waiting)
     context.hub_metrics.record_claim(len(leases))
-    return wire.ClaimReply(leases=tuple([await _lease_reply(context, lease) for lease in leases]))
+    return ClaimReply(leases=tuple([await _lease_reply(context, lease) for lease in leases]))
 
 
-async def heartbeats(call: HubCall, body: wire.HeartbeatsRequest) -> wire.HeartbeatsReply:
+async def heartbeats(call: HubCall, body: HeartbeatsRequest) -> HeartbeatsReply:
     """Renew all leases of this host at once; each gets its verdict."""
     context = call.context
     context.hub_metrics.heartbeats.inc()
@@ -96,13 +111,13 @@ async def heartbeats(call: HubCall, body: wire.HeartbeatsRequest) -> wire.Heartb
     if due:
         verdicts = [await _with_token(call, each) if (each.job_id, each.epoch) in due else each for each in verdicts]
     execs = context.execs.of_host(call.caller.require_host())
-    return wire.HeartbeatsReply(
+    return HeartbeatsReply(
         verdicts=tuple(verdicts),
-        execs=tuple(wire.ExecPending(id=each.id, job_id=each.job_id, epoch=each.epoch) for each in execs),
+        execs=tuple(ExecPending(id=each.id, job_id=each.job_id, epoch=each.epoch) for each in execs),
     )
 
 
-async def heartbeat(call: HubCall, body: wire.HeartbeatRequest) -> wire.LeaseVerdict:
+async def heartbeat(call: HubCall, body: HeartbeatRequest) -> LeaseVerdict:
     """Renew one lease."""
     context = call.context
     renewal = Renewal(job_id=await resolve_job_id(call), epoch=body.epoch, running=body.running)
@@ -110,7 +125,7 @@ async def heartbeat(call: HubCall, body: wire.HeartbeatRequest) -> wire.LeaseVer
     return verdict
 
 
-async def complete(call: HubCall, body: wire.CompleteRequest) -> wire.Job:
+async def complete(call: HubCall, body: CompleteRequest) -> Job:
     """The attempt has a result. It has to be uploaded before."""
     context = call.context
     job_id = await resolve_job_id(call)
@@ -122,7 +137,7 @@ async def complete(call: HubCall, body: wire.CompleteRequest) -> wire.Job:
     return job_reply(row)
 
 
-async def fail(call: HubCall, body: wire.FailRequest) -> wire.Job:
+async def fail(call: HubCall, body: FailRequest) -> Job:
     """The attempt ended without a result; the reply says what becomes of the job."""
     context = call.context
     job_id = await resolve_job_id(call)
@@ -132,7 +147,7 @@ async def fail(call: HubCall, body: wire.FailRequest) -> wire.Job:
     return job_reply(row)
 
 
-async def publish(call: HubCall, body: wire.PublishRequest) -> None:
+async def publish(call: HubCall, body: PublishRequest) -> None:
     """Say where the server of this attempt serves; the hub forwards the requests of its callers there."""
     context = call.context
     held = own_hold(call, await resolve_job_id(call), body.epoch)
@@ -163,7 +178,7 @@ async def leave(call: HubCall) -> None:
     context.authenticator.invalidate()
 
 
-async def _renew(context: HubContext, call: HubCall, renewals: Sequence[Renewal]) -> Sequence[wire.LeaseVerdict]:
+async def _renew(context: HubContext, call: HubCall, renewals: Sequence[Renewal]) -> Sequence[LeaseVerdict]:
     renewed = await context.fleet.renew(call.caller.require_host(), renewals)
     now_s = context.fleet.now_s()
     verdicts = [_verdict(each, now_s, context.fleet.yield_request(each.job_id, each.epoch)) for each in renewed]
@@ -172,7 +187,7 @@ async def _renew(context: HubContext, call: HubCall, renewals: Sequence[Renewal]
     return verdicts
 
 
-async def _with_token(call: HubCall, verdict: wire.LeaseVerdict) -> wire.LeaseVerdict:
+async def _with_token(call: HubCall, verdict: LeaseVerdict) -> LeaseVerdict:
     """With another token for the workers of a member of a gang whose host holds the lease."""
     coordinator = call.context.coordinator
     if verdict.verdict != "continue" or coordinator is None:
@@ -184,11 +199,11 @@ async def _with_token(call: HubCall, verdict: wire.LeaseVerdict) -> wire.LeaseVe
     return msgspec.structs.replace(verdict, token=token)
 
 
-def _verdict(renewed: RenewalResult, now_s: float, wanted: YieldRequest | None) -> wire.LeaseVerdict:
+def _verdict(renewed: RenewalResult, now_s: float, wanted: YieldRequest | None) -> LeaseVerdict:
     if renewed.verdict == "held":
         if renewed.preempt:
             wanted = YieldRequest("preempted", renewed.preempt)
-        return wire.LeaseVerdict(
+        return LeaseVerdict(
             job_id=renewed.job_id,
             epoch=renewed.epoch,
             verdict="continue",
@@ -197,15 +212,15 @@ def _verdict(renewed: RenewalResult, now_s: float, wanted: YieldRequest | None) 
             reason="" if wanted is None else wanted.reason,
         )
     reason = f"the job is {renewed.status}" if renewed.verdict == "ended" else _STOP[renewed.verdict]
-    return wire.LeaseVerdict(
+    return LeaseVerdict(
         job_id=renewed.job_id, epoch=renewed.epoch, verdict="stop", reason=reason, cause=renewed.verdict
     )
 
 
-async def _lease_reply(context: HubContext, lease: JobLease) -> wire.LeaseGiven:
+async def _lease_reply(context: HubContext, lease: JobLease) -> LeaseGiven:
     is_server = lease.spec.kind == "server"
     servers = await context.fleet.store.servers() if is_server else ()
-    return wire.LeaseGiven(
+    return LeaseGiven(
         job_id=lease.job_id,
         epoch=lease.epoch,
         expires_in_s=lease.expires_at_s - context.fleet.now_s(),
@@ -222,11 +237,11 @@ async def _lease_reply(context: HubContext, lease: JobLease) -> wire.LeaseGiven:
     )
 
 
-def _gang_lease(context: HubContext, lease: JobLease) -> wire.GangLease | None:
+def _gang_lease(context: HubContext, lease: JobLease) -> GangLease | None:
     coordinator = context.coordinator
     if lease.spec.gang is None or coordinator is None:
         return None
-    return wire.GangLease(
+    return GangLease(
         coordinator=coordinator.address,
         job=coordinator_job(lease.spec),
         ca_pem=coordinator.ca_pem,

@@ -7,11 +7,12 @@ from typing import Final
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.fleet import wire
 from strata.fleet.core.series import AttemptProgress, CombinedSeries
 from strata.fleet.http.context import HubCall, HubContext, resolve_job_id
 from strata.fleet.ports import AttemptRow
 from strata.fleet.streams import Name
+from strata.fleet.wire.jobs import JobProgress
+from strata.fleet.wire.streams import MetricSeries, MetricsQuery, MetricsReply, PieceQuery, PieceReply, StreamQuery
 from strata.http.disconnect import until_disconnect
 from strata.http.route import RawReply, Upload
 
@@ -19,19 +20,19 @@ POLL_S: Final = 2.0
 """How often a follower polls whether the attempt has ended."""
 
 
-async def put_log(call: HubCall, body: Upload, query: wire.PieceQuery) -> wire.PieceReply:
+async def put_log(call: HubCall, body: Upload, query: PieceQuery) -> PieceReply:
     """Append a piece to the log of this host's attempt."""
     context = call.context
     return await _append(context, call, "log", body, query)
 
 
-async def put_metrics(call: HubCall, body: Upload, query: wire.PieceQuery) -> wire.PieceReply:
+async def put_metrics(call: HubCall, body: Upload, query: PieceQuery) -> PieceReply:
     """Append JSON lines to the metrics of this host's attempt."""
     context = call.context
     return await _append(context, call, "metrics", body, query)
 
 
-async def log(call: HubCall, query: wire.StreamQuery) -> RawReply:
+async def log(call: HubCall, query: StreamQuery) -> RawReply:
     """The log of an attempt from an offset on; with `wait_s`, as soon as there is more.
 
     `X-Strata-Offset` is where the body begins, `X-Strata-Next` where to go on; with `X-Strata-Ended` nothing follows.
@@ -40,14 +41,14 @@ async def log(call: HubCall, query: wire.StreamQuery) -> RawReply:
     return await _read(context, call, "log", query)
 
 
-async def metrics(call: HubCall, query: wire.MetricsQuery) -> wire.MetricsReply | RawReply:
+async def metrics(call: HubCall, query: MetricsQuery) -> MetricsReply | RawReply:
     """The metrics of an attempt, as JSON lines, read like a log; with `points`, as series that can be plotted."""
     if query.points:
         return await _series(call, query)
     return await _read(call.context, call, "metrics", query)
 
 
-async def _series(call: HubCall, query: wire.MetricsQuery) -> wire.MetricsReply:
+async def _series(call: HubCall, query: MetricsQuery) -> MetricsReply:
     history = call.context.metrics
     job_id = await resolve_job_id(call)
     attempts = await call.context.fleet.store.attempts(job_id)
@@ -57,7 +58,7 @@ async def _series(call: HubCall, query: wire.MetricsQuery) -> wire.MetricsReply:
     names = [name for text in query.names for name in text.split(",") if name]
     series = await history.series(job_id, epochs, names, query.points)
     known = {name for epoch in epochs for name in (await history.attempt(job_id, epoch)).series}
-    return wire.MetricsReply(
+    return MetricsReply(
         series=tuple(map(_plotted, series)),
         names=tuple(sorted(known)),
         attempts=tuple(each.number for each in attempts),
@@ -65,8 +66,8 @@ async def _series(call: HubCall, query: wire.MetricsQuery) -> wire.MetricsReply:
     )
 
 
-def _plotted(series: CombinedSeries) -> wire.MetricSeries:
-    return wire.MetricSeries(
+def _plotted(series: CombinedSeries) -> MetricSeries:
+    return MetricSeries(
         name=series.name,
         at_s=tuple(point.at_s for point in series.points),
         steps=tuple(point.step for point in series.points),
@@ -77,13 +78,11 @@ def _plotted(series: CombinedSeries) -> wire.MetricSeries:
     )
 
 
-def progress_reply(progress: AttemptProgress | None) -> wire.JobProgress | None:
-    return None if progress is None else wire.JobProgress(**progress._asdict())
+def progress_reply(progress: AttemptProgress | None) -> JobProgress | None:
+    return None if progress is None else JobProgress(**progress._asdict())
 
 
-async def _append(
-    context: HubContext, call: HubCall, name: Name, body: Upload, query: wire.PieceQuery
-) -> wire.PieceReply:
+async def _append(context: HubContext, call: HubCall, name: Name, body: Upload, query: PieceQuery) -> PieceReply:
     job_id = await resolve_job_id(call)
     host_id = call.caller.require_host()
     if await context.attempts.host(context.fleet.store, job_id, query.epoch) != host_id:
@@ -93,10 +92,10 @@ async def _append(
     piece = b"".join([part async for part in body])
     size = await context.streams.append(job_id, query.epoch, name, query.offset, piece, last=query.last)
     context.appends.notify((job_id, query.epoch, name), None)
-    return wire.PieceReply(size=size)
+    return PieceReply(size=size)
 
 
-async def _read(context: HubContext, call: HubCall, name: Name, query: wire.StreamQuery) -> RawReply:
+async def _read(context: HubContext, call: HubCall, name: Name, query: StreamQuery) -> RawReply:
     job_id = await resolve_job_id(call)
     attempt = await _attempt(context, job_id, query.attempt)
     content, ended = b"", True
@@ -129,7 +128,7 @@ async def _attempt(context: HubContext, job_id: str, number: int) -> AttemptRow 
     return match
 
 
-async def _follow(context: HubContext, attempt: AttemptRow, name: Name, query: wire.StreamQuery) -> tuple[bytes, bool]:
+async def _follow(context: HubContext, attempt: AttemptRow, name: Name, query: StreamQuery) -> tuple[bytes, bool]:
     until_s = context.clock.monotonic_s() + query.wait_s
     while True:
         with context.appends.subscribe((attempt.job_id, attempt.epoch, name)) as appended:
@@ -141,9 +140,7 @@ async def _follow(context: HubContext, attempt: AttemptRow, name: Name, query: w
             await appended.wait(min(left_s, POLL_S))
 
 
-async def _read_now(
-    context: HubContext, attempt: AttemptRow, name: Name, query: wire.StreamQuery
-) -> tuple[bytes, bool]:
+async def _read_now(context: HubContext, attempt: AttemptRow, name: Name, query: StreamQuery) -> tuple[bytes, bool]:
     """The content, and whether nothing follows it: the attempt was read before, so its end was too."""
     content = await context.streams.read(attempt.job_id, attempt.epoch, name, query.offset, query.limit)
     return content, attempt.ended_at_s is not None

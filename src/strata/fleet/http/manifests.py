@@ -12,7 +12,6 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.base.secret import MASK
-from strata.fleet import wire
 from strata.fleet.core.hyper import HyperSchema
 from strata.fleet.core.jobspec import TrainerSpec, qualified_trainer
 from strata.fleet.core.manifest import (
@@ -31,6 +30,14 @@ from strata.fleet.http.quotas import check_stored_bytes
 from strata.fleet.http.secrets import check_secrets
 from strata.fleet.http.validation import Checkpoint
 from strata.fleet.ports import StoredSchedule, StoredSweep
+from strata.fleet.wire.manifests import (
+    ManifestReply,
+    ManifestRequest,
+    PlannedChange,
+    PlannedJob,
+    Trainer,
+    TrainersReply,
+)
 from strata.http.disconnect import until_disconnect
 from strata.identity.roles import Role
 
@@ -39,7 +46,7 @@ MAX_SCHEMAS: Final = 4 * 1024 * 1024
 """Bytes as JSON, of one schema and of all of one manifest."""
 
 
-async def apply(call: HubCall, body: wire.ManifestRequest) -> wire.ManifestReply:
+async def apply(call: HubCall, body: ManifestRequest) -> ManifestReply:
     """Show what a manifest would change, and change it unless it is a dry run."""
     context = call.context
     manifest = body.manifest
@@ -55,7 +62,7 @@ async def apply(call: HubCall, body: wire.ManifestRequest) -> wire.ManifestReply
     return await _apply(context, call, body)
 
 
-async def reload(call: HubCall) -> wire.ManifestReply:
+async def reload(call: HubCall) -> ManifestReply:
     """Apply the manifest that the hub was configured with, as it is now."""
     context = call.context
     if context.manifest is None:
@@ -72,10 +79,10 @@ async def reload(call: HubCall) -> wire.ManifestReply:
     manifest = await until_disconnect(call, context.stopping, context.validation.run(call.caller.owner, resolve))
     path = await asyncio.to_thread(context.manifest.resolve)
     manifest = msgspec.structs.replace(manifest, source=str(path)[-MAX_SOURCE:])
-    return await _apply(context, call, wire.ManifestRequest(manifest=manifest, schemas=declared))
+    return await _apply(context, call, ManifestRequest(manifest=manifest, schemas=declared))
 
 
-async def trainers(call: HubCall) -> wire.TrainersReply:
+async def trainers(call: HubCall) -> TrainersReply:
     """How jobs are run, and the hyper-parameters that each trainer takes; values of `env` for operators only."""
     context = call.context
     params = await context.schemas.schemas()
@@ -83,9 +90,9 @@ async def trainers(call: HubCall) -> wire.TrainersReply:
         qualified_trainer(project, name): each
         for (project, name), each in (await context.fleet.store.trainers()).items()
     }
-    return wire.TrainersReply(
+    return TrainersReply(
         trainers={
-            name: wire.Trainer(spec=_for_caller(call, each.spec), digest=each.digest, params=_raw(params.get(name)))
+            name: Trainer(spec=_for_caller(call, each.spec), digest=each.digest, params=_raw(params.get(name)))
             for name, each in sorted(specs.items())
         }
     )
@@ -141,7 +148,7 @@ def _compile(schemas: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Hy
     }
 
 
-async def _apply(context: HubContext, call: HubCall, body: wire.ManifestRequest) -> wire.ManifestReply:
+async def _apply(context: HubContext, call: HubCall, body: ManifestRequest) -> ManifestReply:
     manifest = _with_sandbox(context, body.manifest)
     _check_gangs(context, manifest)
     for trainer in manifest.trainers.values():
@@ -226,21 +233,21 @@ def _with_sandbox(context: HubContext, manifest: JobManifest) -> JobManifest:
 
 def _manifest_reply(
     plan: ApplyPlan, due: Mapping[str, float], stopped: Sequence[str], *, applied: bool
-) -> wire.ManifestReply:
-    return wire.ManifestReply(
+) -> ManifestReply:
+    return ManifestReply(
         applied=applied,
         project=plan.project,
         summary=plan.summary(),
-        new=tuple(wire.PlannedJob(id=job_id, label=spec.label) for job_id, spec in plan.new.items()),
+        new=tuple(PlannedJob(id=job_id, label=spec.label) for job_id, spec in plan.new.items()),
         changed=tuple(
-            wire.PlannedChange(id=each.job_id, label=each.spec.label, kinds=each.kinds, deferred=each.deferred)
+            PlannedChange(id=each.job_id, label=each.spec.label, kinds=each.kinds, deferred=each.deferred)
             for each in plan.changed
         ),
         unchanged=len(plan.unchanged),
         orphaned=plan.orphaned,
         trainers=tuple(plan.trainers),
         takers=plan.takers,
-        requeued=tuple(wire.PlannedJob(id=job_id, label=spec.label) for job_id, spec in plan.requeued.items()),
+        requeued=tuple(PlannedJob(id=job_id, label=spec.label) for job_id, spec in plan.requeued.items()),
         outdated=plan.outdated,
         hosts=tuple(plan.hosts),
         schedules=dict(due),

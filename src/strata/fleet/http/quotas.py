@@ -5,15 +5,15 @@ from __future__ import annotations
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.fleet import wire
 from strata.fleet.artifacts.ports import StorageAccount
 from strata.fleet.core.ownership import OPERATOR
 from strata.fleet.core.quota import EVERYBODY, OwnerUsage, check_bytes, quota_of
 from strata.fleet.http.context import HubCall, HubContext, submitter_of
+from strata.fleet.wire.owners import OwnerQuota, QuotaRequest, QuotasReply
 from strata.identity.roles import CallerKind, Role
 
 
-async def listed(call: HubCall) -> wire.QuotasReply:
+async def listed(call: HubCall) -> QuotasReply:
     """The quota and the usage of the caller, of each owner with a quota, and of each owner of unfinished jobs."""
     fleet = call.context.fleet
     quotas = await fleet.store.quotas()
@@ -28,11 +28,11 @@ async def listed(call: HubCall) -> wire.QuotasReply:
         if owner != EVERYBODY:
             usage = usages[quota.window_s].get(owner, usage)
             usage = msgspec.structs.replace(usage, bytes=stored.get(owner, 0))
-        rows.append(wire.OwnerQuota(owner=owner, own=owner in quotas, quota=quota, usage=usage))
-    return wire.QuotasReply(quotas=tuple(rows))
+        rows.append(OwnerQuota(owner=owner, own=owner in quotas, quota=quota, usage=usage))
+    return QuotasReply(quotas=tuple(rows))
 
 
-async def change(call: HubCall, body: wire.QuotaRequest) -> None:
+async def change(call: HubCall, body: QuotaRequest) -> None:
     """Set the quota of an owner, or of everybody who has none; null takes it back."""
     fleet = call.context.fleet
     if body.quota is not None and body.quota.problem:

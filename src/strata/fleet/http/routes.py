@@ -12,7 +12,6 @@ from typing import Final
 from strata import __version__
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
-from strata.fleet import wire
 from strata.fleet.http import (
     artifacts,
     events,
@@ -35,6 +34,7 @@ from strata.fleet.http import (
     sweeps,
 )
 from strata.fleet.http.context import HubCall, HubContext
+from strata.fleet.wire.overview import HubHealth
 from strata.http.app import BrowserPages, Serving, build_app
 from strata.http.authentication import RequestAuthenticator
 from strata.http.errors import PLAIN
@@ -60,12 +60,12 @@ DOCUMENT_PATH: Final = "/v1/openapi.json"
 _BLOB: Final = 1 << 40
 
 
-async def health(call: HubCall) -> wire.HubHealth:
+async def health(call: HubCall) -> HubHealth:
     """Whether this hub takes requests, and can write what they change."""
     context = call.context
     if context.writing.fails:
         raise StrataError(Code.UNAVAILABLE, "the hub cannot write to its database", hint="is the disk full?")
-    return wire.HubHealth(status="stopping" if context.stopping.is_set() else "ok", version=__version__)
+    return HubHealth(status="stopping" if context.stopping.is_set() else "ok", version=__version__)
 
 
 _ROUTES: Final = (

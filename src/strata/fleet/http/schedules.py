@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from strata.fleet import wire
 from strata.fleet.http.context import HubCall, submitter_of
 from strata.fleet.ports import ScheduleRow
+from strata.fleet.wire.manifests import ScheduleReply, SchedulesReply
 
 
-async def listed(call: HubCall) -> wire.SchedulesReply:
+async def listed(call: HubCall) -> SchedulesReply:
     """The schedules of all projects, and when each is due next."""
-    return wire.SchedulesReply(schedules=tuple(map(_reply, await call.context.schedules.listed())))
+    return SchedulesReply(schedules=tuple(map(_reply, await call.context.schedules.listed())))
 
 
-async def pause(call: HubCall) -> wire.ScheduleReply:
+async def pause(call: HubCall) -> ScheduleReply:
     """Queue no more runs of a schedule until it is resumed. A researcher: only of her own."""
     schedules = call.context.schedules
     return _reply(await schedules.pause(call.path["project"], call.path["name"], call.actor, submitter_of(call)))
 
 
-async def resume(call: HubCall) -> wire.ScheduleReply:
+async def resume(call: HubCall) -> ScheduleReply:
     """Queue runs of a schedule again, from the next time on that it is due. A researcher: only of her own."""
     schedules = call.context.schedules
     return _reply(await schedules.resume(call.path["project"], call.path["name"], call.actor, submitter_of(call)))
@@ -29,9 +29,9 @@ async def remove(call: HubCall) -> None:
     await call.context.schedules.remove(call.path["project"], call.path["name"], call.actor, submitter_of(call))
 
 
-def _reply(row: ScheduleRow) -> wire.ScheduleReply:
+def _reply(row: ScheduleRow) -> ScheduleReply:
     schedule = row.stored.schedule
-    return wire.ScheduleReply(
+    return ScheduleReply(
         project=row.project,
         name=row.name,
         owner=row.stored.submitter.owner,

@@ -8,16 +8,16 @@ from typing import Final
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.fleet import wire
 from strata.fleet.core.jobspec import TrainerSpec
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.http.context import HubCall, HubContext, submitter_of
+from strata.fleet.wire.owners import SecretName, SecretQuery, SecretRequest, SecretsReply, StoredSecretReply
 
 _OWNER: Final = "owner:"
 _PROJECT: Final = "project:"
 
 
-async def put(call: HubCall, query: wire.SecretQuery, body: wire.SecretRequest) -> None:
+async def put(call: HubCall, query: SecretQuery, body: SecretRequest) -> None:
     """Set a secret: for the caller's own jobs, or by the owner of a project or an operator for all jobs of it."""
     context = call.context
     name = _name(call)
@@ -29,12 +29,12 @@ async def put(call: HubCall, query: wire.SecretQuery, body: wire.SecretRequest) 
     await context.secrets.put(scope, name, body.value, actor=call.actor, now_s=context.fleet.now_s())
 
 
-async def listed(call: HubCall, query: wire.SecretQuery) -> wire.SecretsReply:
+async def listed(call: HubCall, query: SecretQuery) -> SecretsReply:
     """The names of the caller's own secrets, or of those of a project, for its owner and operators."""
     scope = await _scope(call, query)
-    return wire.SecretsReply(
+    return SecretsReply(
         secrets=tuple(
-            wire.StoredSecretReply(
+            StoredSecretReply(
                 name=each.name, project=query.project, changed_at_s=each.changed_at_s, changed_by=each.changed_by
             )
             for each in await call.context.secrets.names([scope])
@@ -42,7 +42,7 @@ async def listed(call: HubCall, query: wire.SecretQuery) -> wire.SecretsReply:
     )
 
 
-async def remove(call: HubCall, query: wire.SecretQuery) -> None:
+async def remove(call: HubCall, query: SecretQuery) -> None:
     """Remove a secret; jobs that name it cannot start any more."""
     name = _name(call)
     if not await call.context.secrets.remove(await _scope(call, query), name):
@@ -73,7 +73,7 @@ def _scopes(owner: str, project: str) -> tuple[str, str]:
     return f"{_OWNER}{owner}", f"{_PROJECT}{project}"
 
 
-async def _scope(call: HubCall, query: wire.SecretQuery) -> str:
+async def _scope(call: HubCall, query: SecretQuery) -> str:
     if not query.project:
         return f"{_OWNER}{call.caller.owner}"
     owner = (await call.context.fleet.store.projects()).get(query.project, "")
@@ -88,7 +88,7 @@ async def _scope(call: HubCall, query: wire.SecretQuery) -> str:
 
 def _name(call: HubCall) -> str:
     try:
-        return msgspec.convert(call.path["name"], wire.SecretName)
+        return msgspec.convert(call.path["name"], SecretName)
     except msgspec.ValidationError:
         raise StrataError(
             Code.INVALID, "the name of a secret is that of a variable: letters, digits and _, not STRATA_"

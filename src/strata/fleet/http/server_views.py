@@ -13,12 +13,20 @@ from urllib.parse import quote
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.fleet import wire
 from strata.fleet.core.job import UNFINISHED
 from strata.fleet.http.context import HubCall, resolve_job_id
 from strata.fleet.http.proxy import ForwardedRequest, Tenant, read_whole
 from strata.fleet.http.servers import ASK_S, BASE, MAX_COMPLETION, OPENAI, complete_at
 from strata.fleet.ports import JobFilter, JobRow, ServerRow
+from strata.fleet.wire.servers import (
+    ServerActivityQuery,
+    ServerCompletion,
+    ServerCurvesQuery,
+    ServerEntry,
+    ServerFigures,
+    ServerRolloutsQuery,
+    ServersReply,
+)
 from strata.http.route import KIB, RESEARCHER, VIEWER, RawReply, Route
 from strata.identity.roles import CallerKind, Role
 
@@ -29,7 +37,7 @@ TOKENIZER_S: Final = 120.0
 _AT_ONCE: Final = 16
 
 
-async def listed(call: HubCall) -> wire.ServersReply:
+async def listed(call: HubCall) -> ServersReply:
     """The training servers, with what those that serve say of their work."""
     fleet = call.context.fleet
     rows = {row.job.id: row for row in await fleet.store.servers()}
@@ -38,19 +46,19 @@ async def listed(call: HubCall) -> wire.ServersReply:
     jobs |= {row.id: row for row in unfinished if row.spec.kind == "server"}
     viewer, limit = await _viewer(call), asyncio.Semaphore(_AT_ONCE)
 
-    async def figures(row: ServerRow | None) -> wire.ServerFigures | None:
+    async def figures(row: ServerRow | None) -> ServerFigures | None:
         if row is None or not row.serving:
             return None
         try:
             async with limit, asyncio.timeout(ASK_S):
-                return msgspec.json.decode(await _ask(call, row, viewer, f"{BASE}/status"), type=wire.ServerFigures)
+                return msgspec.json.decode(await _ask(call, row, viewer, f"{BASE}/status"), type=ServerFigures)
         except (StrataError, TimeoutError, msgspec.DecodeError):
             return None
 
     shown = [job for job in jobs.values() if not job.archived]
     found = await asyncio.gather(*(figures(rows.get(job.id)) for job in shown))
     entries = [_entry(job, rows.get(job.id), each) for job, each in zip(shown, found, strict=True)]
-    return wire.ServersReply(
+    return ServersReply(
         servers=tuple(sorted(entries, key=lambda entry: (entry.label, entry.job_id))),
         hosts=dict(await fleet.host_names({entry.host_id for entry in entries})),
     )
@@ -61,7 +69,7 @@ async def status(call: HubCall) -> RawReply:
     return await _view(call, "status")
 
 
-async def activity(call: HubCall, query: wire.ServerActivityQuery) -> RawReply:
+async def activity(call: HubCall, query: ServerActivityQuery) -> RawReply:
     """The last operations of a server with their times, its models, endpoints and throughput"""
     return await _view(call, f"activity?operations={query.operations}")
 
@@ -71,14 +79,14 @@ async def throughput(call: HubCall) -> RawReply:
     return await _view(call, "throughput")
 
 
-async def curves(call: HubCall, query: wire.ServerCurvesQuery) -> RawReply:
+async def curves(call: HubCall, query: ServerCurvesQuery) -> RawReply:
     """The metrics of a model over its optimizer steps"""
     names = quote(query.names, safe=",")
     run_id = quote(call.path["run_id"], safe=":")
     return await _view(call, f"training_runs/{run_id}/curves?points={query.points}&names={names}")
 
 
-async def rollouts(call: HubCall, query: wire.ServerRolloutsQuery) -> RawReply:
+async def rollouts(call: HubCall, query: ServerRolloutsQuery) -> RawReply:
     """The rollouts that the caller chose to keep at a server, newest first"""
     return await _view(call, f"rollouts?limit={query.limit}&model={quote(query.model, safe=':')}")
 
@@ -93,12 +101,12 @@ async def models(call: HubCall) -> RawReply:
     return await _view(call, "models", base=OPENAI)
 
 
-async def completions(call: HubCall, body: wire.ServerCompletion) -> RawReply:
+async def completions(call: HubCall, body: ServerCompletion) -> RawReply:
     """Continue a text at this server, as `POST /v1/completions` does"""
     return await complete_at(call, await _find_server(call), "completions", body)
 
 
-async def chat_completions(call: HubCall, body: wire.ServerCompletion) -> RawReply:
+async def chat_completions(call: HubCall, body: ServerCompletion) -> RawReply:
     """Reply to a chat at this server, as `POST /v1/chat/completions` does"""
     return await complete_at(call, await _find_server(call), "chat/completions", body)
 
@@ -143,9 +151,9 @@ async def _viewer(call: HubCall) -> Tenant:
     return Tenant(NO_KEY if key is None else key.name, Role.VIEWER, sees_all=sees_all)
 
 
-def _entry(job: JobRow, row: ServerRow | None, figures: wire.ServerFigures | None) -> wire.ServerEntry:
+def _entry(job: JobRow, row: ServerRow | None, figures: ServerFigures | None) -> ServerEntry:
     state = row.state if row is not None else ""
-    return wire.ServerEntry(
+    return ServerEntry(
         job_id=job.id,
         label=job.spec.label,
         project=job.spec.project,

@@ -27,13 +27,13 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.base.ids import Ids
-from strata.fleet import wire
 from strata.fleet.core.job import UNFINISHED
 from strata.fleet.core.jobspec import MIN_IDLE_S
 from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.http.context import HubCall, HubContext
 from strata.fleet.http.proxy import ARCHIVE, MAX_BODY, TOKEN, ForwardedRequest, Tenant, passed_headers, read_whole
 from strata.fleet.ports import JobFilter, ServerRow
+from strata.fleet.wire.servers import ServerCompletion
 from strata.http.disconnect import until_disconnect
 from strata.http.errors import STATUS_OF
 from strata.http.problem import ErrorReply
@@ -338,7 +338,7 @@ async def complete(call: HubCall, body: Upload) -> RawReply:
         return replace(reply, close=stack.pop_all().aclose)
 
 
-async def complete_at(call: HubCall, server: ServerRow, name: str, body: wire.ServerCompletion) -> RawReply:
+async def complete_at(call: HubCall, server: ServerRow, name: str, body: ServerCompletion) -> RawReply:
     """A completion of this server, whatever its model is called; in one piece."""
     context = call.context
     tenant = await _tenant(call)

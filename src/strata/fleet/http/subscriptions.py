@@ -5,12 +5,18 @@ from __future__ import annotations
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.fleet import wire
 from strata.fleet.http.context import HubCall
 from strata.fleet.ports import StoredSubscription
+from strata.fleet.wire.owners import (
+    SubscriptionName,
+    SubscriptionReply,
+    SubscriptionRequest,
+    SubscriptionsReply,
+    SubscriptionTestReply,
+)
 
 
-async def put(call: HubCall, body: wire.SubscriptionRequest) -> wire.SubscriptionReply:
+async def put(call: HubCall, body: SubscriptionRequest) -> SubscriptionReply:
     """Subscribe to events of jobs, or change a subscription. Operators with any service, others with public ones."""
     if body.project and body.all_jobs:
         raise StrataError(Code.INVALID, "a subscription covers the jobs of a project or all jobs, not both")
@@ -20,11 +26,9 @@ async def put(call: HubCall, body: wire.SubscriptionRequest) -> wire.Subscriptio
     return _reply(added)
 
 
-async def listed(call: HubCall) -> wire.SubscriptionsReply:
+async def listed(call: HubCall) -> SubscriptionsReply:
     """The caller's own, without their URLs."""
-    return wire.SubscriptionsReply(
-        subscriptions=tuple(map(_reply, await call.context.subscriptions.listed(call.actor)))
-    )
+    return SubscriptionsReply(subscriptions=tuple(map(_reply, await call.context.subscriptions.listed(call.actor))))
 
 
 async def remove(call: HubCall) -> None:
@@ -32,14 +36,14 @@ async def remove(call: HubCall) -> None:
     await call.context.subscriptions.remove(call.actor, _name(call))
 
 
-async def send_test(call: HubCall) -> wire.SubscriptionTestReply:
+async def send_test(call: HubCall) -> SubscriptionTestReply:
     """Send a message with it now."""
-    return wire.SubscriptionTestReply(service=await call.context.subscriptions.send_test(call.actor, _name(call)))
+    return SubscriptionTestReply(service=await call.context.subscriptions.send_test(call.actor, _name(call)))
 
 
-def _reply(row: StoredSubscription) -> wire.SubscriptionReply:
+def _reply(row: StoredSubscription) -> SubscriptionReply:
     subscription = row.subscription
-    return wire.SubscriptionReply(
+    return SubscriptionReply(
         name=row.name,
         service=subscription.service,
         events=subscription.events,
@@ -50,7 +54,7 @@ def _reply(row: StoredSubscription) -> wire.SubscriptionReply:
 
 def _name(call: HubCall) -> str:
     try:
-        return msgspec.convert(call.path["name"], wire.SubscriptionName)
+        return msgspec.convert(call.path["name"], SubscriptionName)
     except msgspec.ValidationError:
         raise StrataError(
             Code.INVALID, "the name of a subscription has up to 64 letters, digits, dots, hyphens and underscores"

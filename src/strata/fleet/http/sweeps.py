@@ -8,7 +8,6 @@ from math import isfinite
 from typing import Any, Final, Literal, NamedTuple
 
 from strata.base.errors import Code, StrataError
-from strata.fleet import wire
 from strata.fleet.core.job import HELD, JobStatus
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.objective import Objective, best_index, choose_objective, direction_of, flatten, varied_names
@@ -17,12 +16,22 @@ from strata.fleet.core.search import PRUNED, STOPPED, SearchSweep
 from strata.fleet.core.sweep_plan import SEED_AXIS
 from strata.fleet.http.context import HubCall, HubContext, submitter_of
 from strata.fleet.ports import JobFilter, JobRow, StoredSweep, SweepRow, TrialRow
+from strata.fleet.wire.sweeps import (
+    MetricObjective,
+    SweepBest,
+    SweepQuery,
+    SweepReply,
+    SweepsQuery,
+    SweepsReply,
+    SweepSummary,
+    SweepTrial,
+)
 
 _TAIL_BYTES: Final = 16 * 1024
 """Of the metrics of a trial that has not completed: enough for the last report of each metric, as a rule."""
 
 
-async def listed(call: HubCall, query: wire.SweepsQuery) -> wire.SweepsReply:
+async def listed(call: HubCall, query: SweepsQuery) -> SweepsReply:
     """All sweeps with their best trial so far, the one that changed last first."""
     context = call.context
     declared = await _declared(context)
@@ -48,10 +57,10 @@ async def listed(call: HubCall, query: wire.SweepsQuery) -> wire.SweepsReply:
             specs = {job.id: job.spec for job in await context.fleet.store.jobs(JobFilter(ids=ids, limit=len(ids)))}
             best = _best(comparison, specs, plan)
         sweeps.append(_summary(row, stored, comparison, best))
-    return wire.SweepsReply(sweeps=tuple(sweeps), total=len(matches))
+    return SweepsReply(sweeps=tuple(sweeps), total=len(matches))
 
 
-async def show(call: HubCall, query: wire.SweepQuery) -> wire.SweepReply:
+async def show(call: HubCall, query: SweepQuery) -> SweepReply:
     """One sweep: its trials with their parameters and metrics, and the best so far."""
     context = call.context
     project, name = call.path["project"], call.path["name"]
@@ -64,7 +73,7 @@ async def show(call: HubCall, query: wire.SweepQuery) -> wire.SweepReply:
     if query.metric:
         lowest = direction_of(query.metric) == "minimize" if query.lowest is None else query.lowest
         chosen = Objective(query.metric, "minimize" if lowest else "maximize")
-        objective = wire.MetricObjective(
+        objective = MetricObjective(
             metric=chosen.metric, direction=chosen.direction, declared=_is_declared(plan, chosen)
         )
     comparison = _compare(trials, objective)
@@ -87,7 +96,7 @@ async def show(call: HubCall, query: wire.SweepQuery) -> wire.SweepReply:
         by_status=Counter(each.status for each in trials),
         changed_at_s=max((each.changed_at_s for each in trials), default=0.0),
     )
-    return wire.SweepReply(
+    return SweepReply(
         sweep=_summary(row, stored, comparison, _best(comparison, specs, plan)),
         axes=_axes(plan, points),
         metrics=tuple(sorted(reported, key=lambda metric: (-reported[metric], metric))),
@@ -95,21 +104,21 @@ async def show(call: HubCall, query: wire.SweepQuery) -> wire.SweepReply:
     )
 
 
-async def stop(call: HubCall) -> wire.SweepReply:
+async def stop(call: HubCall) -> SweepReply:
     """Make no more trials of a sweep, and cancel those that wait for a host. A researcher: only of her own."""
     await call.context.sweeps.stop(call.path["project"], call.path["name"], call.actor, submitter_of(call))
-    return await show(call, wire.SweepQuery(limit=1))
+    return await show(call, SweepQuery(limit=1))
 
 
-async def resume(call: HubCall) -> wire.SweepReply:
+async def resume(call: HubCall) -> SweepReply:
     """Make trials of a stopped sweep again, and requeue those that were cancelled. A researcher: only of her own."""
     await call.context.sweeps.resume(call.path["project"], call.path["name"], call.actor, submitter_of(call))
-    return await show(call, wire.SweepQuery(limit=1))
+    return await show(call, SweepQuery(limit=1))
 
 
 class _Comparison(NamedTuple):
     trials: Sequence[TrialRow]
-    objective: wire.MetricObjective | None
+    objective: MetricObjective | None
     best: TrialRow | None
 
 
@@ -118,22 +127,22 @@ async def _declared(context: HubContext) -> Mapping[tuple[str, str], StoredSweep
     return {(stored.project, stored.name): stored for stored in await context.sweeps.listed()}
 
 
-def _objective(plan: SearchSweep | None, reported: Sequence[Mapping[str, float]]) -> wire.MetricObjective | None:
+def _objective(plan: SearchSweep | None, reported: Sequence[Mapping[str, float]]) -> MetricObjective | None:
     """The first metric of the search, or else the one that the hub chooses."""
     if plan is not None:
         metric, direction = next(iter(plan.search.objective.items()))
-        return wire.MetricObjective(metric=metric, direction=direction, declared=True)
+        return MetricObjective(metric=metric, direction=direction, declared=True)
     chosen = choose_objective(reported)
     if chosen is None:
         return None
-    return wire.MetricObjective(metric=chosen.metric, direction=chosen.direction, declared=False)
+    return MetricObjective(metric=chosen.metric, direction=chosen.direction, declared=False)
 
 
 def _is_declared(plan: SearchSweep | None, objective: Objective) -> bool:
     return plan is not None and plan.search.objective.get(objective.metric) == objective.direction
 
 
-def _compare(trials: Sequence[TrialRow], objective: wire.MetricObjective | None) -> _Comparison:
+def _compare(trials: Sequence[TrialRow], objective: MetricObjective | None) -> _Comparison:
     if objective is None:
         return _Comparison(trials, None, None)
     wanted = Objective(objective.metric, objective.direction)
@@ -162,14 +171,14 @@ def _shown(comparison: _Comparison, limit: int) -> Sequence[TrialRow]:
     return [trials[index] for index in sorted(sorted(range(len(trials)), key=rank)[:limit])]
 
 
-def _best(comparison: _Comparison, specs: Mapping[str, JobSpec], plan: SearchSweep | None) -> wire.SweepBest | None:
+def _best(comparison: _Comparison, specs: Mapping[str, JobSpec], plan: SearchSweep | None) -> SweepBest | None:
     best, objective = comparison.best, comparison.objective
     if best is None or objective is None or best.job_id not in specs:
         return None
     points = {job_id: _parameters(spec) for job_id, spec in specs.items()}
     axes = _axes(plan, list(points.values()))
     own = points[best.job_id]
-    return wire.SweepBest(
+    return SweepBest(
         job_id=best.job_id,
         label=specs[best.job_id].label,
         value=best.metrics[objective.metric],
@@ -187,8 +196,8 @@ def _parameters(spec: JobSpec) -> dict[str, Any]:
 
 
 def _summary(
-    row: SweepRow, stored: StoredSweep | None, comparison: _Comparison, best: wire.SweepBest | None
-) -> wire.SweepSummary:
+    row: SweepRow, stored: StoredSweep | None, comparison: _Comparison, best: SweepBest | None
+) -> SweepSummary:
     trials = comparison.trials
     plan = None if stored is None else stored.sweep
     pruned = sum(map(_is_pruned, trials))
@@ -201,7 +210,7 @@ def _summary(
         state = "running"
     elif by_status.get(JobStatus.PENDING) or (planned is not None and len(trials) < planned):
         state = "waiting"
-    return wire.SweepSummary(
+    return SweepSummary(
         project=row.project,
         name=row.name,
         owner=trials[0].owner if trials else "",
@@ -223,11 +232,11 @@ def _is_pruned(trial: TrialRow) -> bool:
     return trial.status is JobStatus.CANCELLED and trial.reason.startswith(PRUNED)
 
 
-async def _trial(context: HubContext, trial: TrialRow, job: JobRow) -> wire.SweepTrial:
+async def _trial(context: HubContext, trial: TrialRow, job: JobRow) -> SweepTrial:
     metrics = trial.metrics
     if trial.status is not JobStatus.COMPLETED and job.attempts:
         metrics = await _last_reported(context, job)
-    return wire.SweepTrial(
+    return SweepTrial(
         job_id=job.id,
         label=job.spec.label,
         status=job.status,

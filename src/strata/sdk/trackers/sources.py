@@ -8,10 +8,12 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.fleet import wire
 from strata.fleet.client.hub_client import HubClient
 from strata.fleet.core.job import HELD, TERMINAL
 from strata.fleet.core.report import MetricsReport, parse_lines
+from strata.fleet.wire.base import MAX_PAGE
+from strata.fleet.wire.jobs import Job, JobReply, JobsQuery, JobsReply
+from strata.fleet.wire.streams import StreamQuery
 from strata.sdk.trackers.port import TrackedPoint, TrackedRun
 
 MAX_POINTS: Final = 1000
@@ -48,14 +50,14 @@ class MetricSource(Protocol):
 class HubJobs:
     """The metrics that the trainers of jobs report, of all attempts."""
 
-    def __init__(self, client: HubClient, query: wire.JobsQuery) -> None:
+    def __init__(self, client: HubClient, query: JobsQuery) -> None:
         self._client = client
-        self._query = msgspec.structs.replace(query, limit=wire.MAX_PAGE)
+        self._query = msgspec.structs.replace(query, limit=MAX_PAGE)
 
     def runs(self, *, everything: bool) -> Iterator[tuple[TrackedRun, int]]:
         query = self._query if everything else msgspec.structs.replace(self._query, status=tuple(HELD))
         while True:
-            reply = self._client.call("GET", "/v1/jobs", wire.JobsReply, query=query)
+            reply = self._client.call("GET", "/v1/jobs", JobsReply, query=query)
             for job in reply.jobs:
                 yield _tracked_job(job), job.attempt
             if not reply.next:
@@ -87,7 +89,7 @@ class HubJobs:
     def _piece(self, run_id: str, attempt: int, offset: int) -> tuple[bytes, bool]:
         """A piece of the stream, and whether nothing follows it."""
         try:
-            query = wire.StreamQuery(attempt=attempt, offset=offset)
+            query = StreamQuery(attempt=attempt, offset=offset)
             reply = self._client.fetch(f"/v1/job/{run_id}/metrics", query=query)
         except StrataError as error:
             if error.code is not Code.NOT_FOUND:
@@ -96,13 +98,13 @@ class HubJobs:
         return reply.content, reply.headers.get("x-strata-ended") == "true"
 
     def _next_attempt(self, run_id: str, cursor: SourceCursor) -> SourceCursor:
-        job = self._client.call("GET", f"/v1/job/{run_id}", wire.JobReply).job
+        job = self._client.call("GET", f"/v1/job/{run_id}", JobReply).job
         if job.attempt > cursor.attempt:
             return SourceCursor(attempt=cursor.attempt + 1, number=cursor.number, step=cursor.step)
         return msgspec.structs.replace(cursor, ended=job.status in TERMINAL)
 
 
-def _tracked_job(job: wire.Job) -> TrackedRun:
+def _tracked_job(job: Job) -> TrackedRun:
     spec = job.spec
     config = {**spec.hyper, "model": spec.model, "mode": spec.mode, "seed": spec.seed, "project": spec.project}
     return TrackedRun(id=job.id, name=spec.label, group=spec.sweep or spec.project, config=config)

@@ -7,8 +7,10 @@ from urllib.parse import quote
 
 import msgspec
 
-from strata.fleet import wire
 from strata.fleet.artifacts.manifest import ArtifactKind
+from strata.fleet.wire.artifacts import ArtifactReply, MadeReply, PinRequest
+from strata.fleet.wire.hosts import Host
+from strata.fleet.wire.sweeps import MetricObjective
 from strata.http.route import KIB, RESEARCHER, VIEWER, Route
 from strata.identity.roles import Role
 from strata.web.lineage import NODE_HEIGHT, NODE_WIDTH, draw_lineage
@@ -41,7 +43,7 @@ async def show_artifacts(page: Page, query: ArtifactsPageQuery) -> View:
     """What was made, the newest first or the best by a metric."""
     reply = await page.get(
         "/v1/artifacts",
-        wire.MadeReply,
+        MadeReply,
         kind=query.kind if query.kind in KINDS else None,
         model=query.model,
         metric=query.metric,
@@ -67,17 +69,17 @@ async def show_artifacts(page: Page, query: ArtifactsPageQuery) -> View:
 async def show_artifact(page: Page, query: ArtifactPageQuery) -> View:
     """One artifact."""
     path = f"/v1/artifact/{page.path['id']}"
-    lineage = await page.get(f"{path}/lineage", wire.MadeReply, descendants=True)
+    lineage = await page.get(f"{path}/lineage", MadeReply, descendants=True)
     own = lineage.artifacts[0]
     metrics = sorted({name for made in lineage.artifacts for name in made.lineage.metrics})
     objective = lineage.objective
     if query.metric in metrics:
-        objective = wire.MetricObjective(metric=query.metric, direction="maximize")
+        objective = MetricObjective(metric=query.metric, direction="maximize")
     content = None
     if own.removed_at_s is None:
-        content = await page.find(path, wire.ArtifactReply)
+        content = await page.find(path, ArtifactReply)
     host_id = own.lineage.host_id
-    host = await page.find(f"/v1/host/{quote(host_id, safe='')}", wire.Host) if host_id else None
+    host = await page.find(f"/v1/host/{quote(host_id, safe='')}", Host) if host_id else None
     return page.render(
         "artifact.html",
         title=f"{own.lineage.model or own.lineage.kind} {own.lineage.mode}".strip(),
@@ -101,7 +103,7 @@ async def show_artifact(page: Page, query: ArtifactPageQuery) -> View:
 async def pin(page: Page, form: Form) -> str:
     """Keep an artifact whatever the retention says, or let the retention decide again."""
     reason = "" if form.get("unpin") else (form.get("reason", "").strip() or "pinned on the dashboard")
-    await page.post(f"/v1/artifact/{page.path['id']}/pin", wire.PinRequest(reason=reason[:256]))
+    await page.post(f"/v1/artifact/{page.path['id']}/pin", PinRequest(reason=reason[:256]))
     return f"/artifacts/{quote(page.path['id'], safe='')}"
 
 

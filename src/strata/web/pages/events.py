@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from strata.fleet import wire
+from strata.fleet.wire.events import EventsReply, FeedEvent
 from strata.http.route import VIEWER, Route
 from strata.web.page import Page, View
 
@@ -41,7 +41,7 @@ async def show_events(page: Page, query: EventsPageQuery) -> View:
     """What has happened, who did it, and when."""
     reply = await page.get(
         "/v1/events",
-        wire.EventsReply,
+        EventsReply,
         before=query.before or "newest",
         kind=(query.kind,) if query.kind else (),
         search=query.q,
@@ -65,7 +65,7 @@ async def show_events(page: Page, query: EventsPageQuery) -> View:
     )
 
 
-def subject_path(event: wire.FeedEvent) -> str:
+def subject_path(event: FeedEvent) -> str:
     """The page of what the event is about; empty where there is none."""
     thing = event.kind.partition(".")[0]
     if thing == "sweep":

@@ -9,7 +9,17 @@ from typing import Annotated, Final
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.fleet import wire
+from strata.fleet.wire.gangs import (
+    GangBarrier,
+    GangCount,
+    GangEpoch,
+    GangEventsReply,
+    GangGoodput,
+    GangReply,
+    GangSpan,
+    GangsReply,
+    GangWorker,
+)
 from strata.http.route import VIEWER, Route
 from strata.web.page import Page, View
 from strata.web.render import duration
@@ -44,7 +54,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class WorkerLane:
-    worker: wire.GangWorker
+    worker: GangWorker
     state: str
     bars: Sequence[Bar]
 
@@ -52,12 +62,12 @@ class WorkerLane:
 async def gangs(page: Page) -> View:
     """The jobs of the coordinator."""
     try:
-        reply = await page.get("/v1/gangs", wire.GangsReply)
+        reply = await page.get("/v1/gangs", GangsReply)
     except StrataError as error:
         if error.code is not Code.UNAVAILABLE:
             raise
         # That of `strata up` starts with the first gang.
-        reply = wire.GangsReply(gangs=(), coordinator="")
+        reply = GangsReply(gangs=(), coordinator="")
         away = True
     else:
         away = False
@@ -75,8 +85,8 @@ async def gangs(page: Page) -> View:
 async def gang(page: Page, query: GangPageQuery) -> View:
     """One gang. A large one shows its workers by page, those first that hold it up."""
     path = f"/v1/gang/{page.path['id']}"
-    found = await page.get(path, wire.GangReply, search=query.q, offset=query.offset, limit=LIMIT)
-    events = await page.get(f"{path}/events", wire.GangEventsReply, before=query.before, limit=20)
+    found = await page.get(path, GangReply, search=query.q, offset=query.offset, limit=LIMIT)
+    events = await page.get(f"{path}/events", GangEventsReply, before=query.before, limit=20)
     span = _span(found)
     lanes = [WorkerLane(each, WORDS.get(each.status, each.status), _bars(each.lane, span)) for each in found.workers]
     return page.render(
@@ -102,7 +112,7 @@ async def gang(page: Page, query: GangPageQuery) -> View:
     )
 
 
-def headline(found: wire.GangReply) -> str:
+def headline(found: GangReply) -> str:
     """Who holds the gang up, in a sentence; empty: nobody."""
     suspects = [each for each in found.workers if each.liveness == "suspect"]
     # Before the barriers: ranks that step together are at one most of the time, and wait there for the slow one.
@@ -121,7 +131,7 @@ def headline(found: wire.GangReply) -> str:
     return ""
 
 
-def barrier_words(barrier: wire.GangBarrier, workers: Sequence[wire.GangWorker]) -> str:
+def barrier_words(barrier: GangBarrier, workers: Sequence[GangWorker]) -> str:
     """How many arrived, who is missing since when, and of a single one when it was last seen and how slow it is."""
     arrived = f"Barrier {barrier.id}: {barrier.arrived} of {barrier.expected} arrived"
     left = barrier.expected - barrier.arrived
@@ -139,7 +149,7 @@ def barrier_words(barrier: wire.GangBarrier, workers: Sequence[wire.GangWorker])
     return f"{words} (last seen {duration(worker.silent_s)} ago{pace})"
 
 
-def _counts(counts: Sequence[wire.GangCount]) -> list[tuple[str, int]]:
+def _counts(counts: Sequence[GangCount]) -> list[tuple[str, int]]:
     """By state; a worker that may be gone counts as suspect, whatever it said last."""
     found: dict[str, int] = {}
     for each in counts:
@@ -148,7 +158,7 @@ def _counts(counts: Sequence[wire.GangCount]) -> list[tuple[str, int]]:
     return sorted(found.items(), key=lambda item: -item[1])
 
 
-def _span(found: wire.GangReply) -> tuple[float, float]:
+def _span(found: GangReply) -> tuple[float, float]:
     start_s = found.lanes_start_s if found.lanes_start_s is not None else found.observed_at_s
     return start_s, max(found.observed_at_s, start_s + 1.0)
 
@@ -158,7 +168,7 @@ def _x(at_s: float, span: tuple[float, float]) -> float:
     return min(WIDTH, max(0.0, (at_s - start_s) / (end_s - start_s) * WIDTH))
 
 
-def _bars(lane: Sequence[wire.GangSpan], span: tuple[float, float]) -> list[Bar]:
+def _bars(lane: Sequence[GangSpan], span: tuple[float, float]) -> list[Bar]:
     bars = []
     for number, each in enumerate(lane):
         end_s = span[1] if number == len(lane) - 1 and each.end_s >= span[1] - 10.0 else each.end_s
@@ -168,7 +178,7 @@ def _bars(lane: Sequence[wire.GangSpan], span: tuple[float, float]) -> list[Bar]
     return bars
 
 
-def _marks(found: wire.GangReply, span: tuple[float, float]) -> list[Bar]:
+def _marks(found: GangReply, span: tuple[float, float]) -> list[Bar]:
     """Checkpoints and incidents on the axis of the lanes."""
     marks = [
         Bar("checkpoint", _x(each.at_s, span), 0.0, f"checkpoint of step {each.step}")
@@ -195,12 +205,12 @@ def _stack(parts: Sequence[tuple[str, float, str]]) -> list[Bar]:
     return bars
 
 
-def _epoch_bars(epoch: wire.GangEpoch) -> list[Bar]:
+def _epoch_bars(epoch: GangEpoch) -> list[Bar]:
     counts = (("done", epoch.done), ("leased", epoch.leased), ("waiting", epoch.waiting), ("aside", epoch.quarantined))
     return _stack([(name, count, f"{count} {name}") for name, count in counts])
 
 
-def _goodput_bars(found: wire.GangGoodput) -> list[Bar]:
+def _goodput_bars(found: GangGoodput) -> list[Bar]:
     spent = [(part, float(getattr(found, f"{part}_s"))) for part in PARTS]
     return _stack([(part, each_s, f"{part.replace('_', ' ')} {duration(each_s)}") for part, each_s in spent])
 

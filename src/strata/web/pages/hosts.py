@@ -8,9 +8,19 @@ from urllib.parse import quote
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.fleet import wire
 from strata.fleet.core.amounts import Taken
 from strata.fleet.core.host_status import HostAction
+from strata.fleet.wire.events import EventsReply
+from strata.fleet.wire.hosts import (
+    Host,
+    HostAmounts,
+    HostJob,
+    HostPageReply,
+    HostPlanReply,
+    HostPolicyReply,
+    HostRoom,
+    HostStateRequest,
+)
 from strata.http.route import KIB, OPERATOR, VIEWER, Route
 from strata.identity.roles import Role
 from strata.web.page import Form, Page, View
@@ -52,7 +62,7 @@ async def show_hosts(page: Page, query: HostsPageQuery) -> View:
     limit = TILES if query.view == "tiles" else ROWS
     reply = await page.get(
         "/v1/hosts",
-        wire.HostPageReply,
+        HostPageReply,
         search=query.q,
         status=query.status if query.status in STATUSES else None,
         sort=query.sort,
@@ -77,10 +87,10 @@ async def show_hosts(page: Page, query: HostsPageQuery) -> View:
 async def show_host(page: Page, query: HostPageQuery) -> View:
     """One host."""
     path = f"/v1/host/{page.path['id']}"
-    host = await page.get(path, wire.Host)
-    room = await page.get(f"{path}/room", wire.HostRoom)
-    policy = await page.get(f"{path}/policy", wire.HostPolicyReply)
-    events = await page.get("/v1/events", wire.EventsReply, subject=host.id, before="newest", limit=EVENTS)
+    host = await page.get(path, Host)
+    room = await page.get(f"{path}/room", HostRoom)
+    policy = await page.get(f"{path}/policy", HostPolicyReply)
+    events = await page.get("/v1/events", EventsReply, subject=host.id, before="newest", limit=EVENTS)
     cards, has = _cards(host, room), host.capability
     span = query.span if query.span in SPANS.values() else 3600
     return page.render(
@@ -116,10 +126,10 @@ class CardView(msgspec.Struct, frozen=True):
     vram_used_gib: float | None
     temperature_c: float | None
     power_w: float | None
-    jobs: tuple[wire.HostJob, ...]
+    jobs: tuple[HostJob, ...]
 
 
-def _cards(host: wire.Host, room: wire.HostRoom) -> list[CardView]:
+def _cards(host: Host, room: HostRoom) -> list[CardView]:
     cards = []
     for number, gpu in enumerate(host.capability.gpus):
         card, sample = gpu.uuid or str(number), host.sample
@@ -147,13 +157,13 @@ def format_taken(taken: Taken) -> str:
     return ", ".join(filter(None, parts)) or f"{taken.slots} {'slot' if taken.slots == 1 else 'slots'}"
 
 
-def format_amounts(amounts: wire.HostAmounts) -> str:
+def format_amounts(amounts: HostAmounts) -> str:
     cards = f"{len(amounts.cards)} {'card' if len(amounts.cards) == 1 else 'cards'}"
     slots = "" if amounts.slots is None else f"{amounts.slots} {'slot' if amounts.slots == 1 else 'slots'}"
     return ", ".join(filter(None, [slots, f"{amounts.cores} cores", f"{amounts.ram_gib:g} GiB of memory", cards]))
 
 
-def _possible(host: wire.Host) -> tuple[HostAction, ...]:
+def _possible(host: Host) -> tuple[HostAction, ...]:
     """The actions that make sense in its state."""
     if host.state == "left":
         return ()
@@ -165,8 +175,8 @@ def _possible(host: wire.Host) -> tuple[HostAction, ...]:
 async def confirm(page: Page, query: HostConfirmQuery) -> View:
     """What an action on a host would do, and the button that does it."""
     path = f"/v1/host/{page.path['id']}"
-    host = await page.get(path, wire.Host)
-    plan = await page.get(f"{path}/plan", wire.HostPlanReply, action=query.action)
+    host = await page.get(path, Host)
+    plan = await page.get(f"{path}/plan", HostPlanReply, action=query.action)
     word = ACTIONS[query.action]
     return page.render(
         "host_confirm.html", title=f"{word} {host.name}", section="/hosts", host=host, plan=plan, word=word
@@ -179,7 +189,7 @@ async def act(page: Page, form: Form) -> str:
     if action not in ACTIONS:
         raise StrataError(Code.INVALID, "this is no action on a host")
     path = f"/v1/host/{page.path['id']}"
-    await page.post(f"{path}/{action}", wire.HostStateRequest(reason=form.get("reason", "")[:1000]))
+    await page.post(f"{path}/{action}", HostStateRequest(reason=form.get("reason", "")[:1000]))
     return f"/hosts/{quote(page.path['id'], safe='')}"
 
 

@@ -10,9 +10,13 @@ from urllib.parse import quote, urlencode
 
 import msgspec
 
-from strata.fleet import wire
 from strata.fleet.core.job import HELD, TERMINAL, JobStatus
 from strata.fleet.core.why import Why
+from strata.fleet.wire.artifacts import MadeReply
+from strata.fleet.wire.events import EventsReply
+from strata.fleet.wire.history import GoodputReply, JobTimelineReply
+from strata.fleet.wire.jobs import CancelRequest, Job, JobAttempt, JobReply
+from strata.fleet.wire.streams import MetricsReply
 from strata.http.route import KIB, MIB, RESEARCHER, VIEWER, RawReply, Route
 from strata.web.page import Form, Page, View
 from strata.web.render import MISSING, duration
@@ -49,7 +53,7 @@ class LaneBar:
 class AttemptLane:
     """An attempt on the time axis of its job, with the wait before it."""
 
-    attempt: wire.JobAttempt | None
+    attempt: JobAttempt | None
     """None: it waits for one."""
     state: str
     bars: Sequence[LaneBar]
@@ -86,16 +90,16 @@ class LogTail:
 
 async def job(page: Page, query: JobPageQuery) -> View:
     """One job, and everything about it."""
-    shown = (await page.get(f"/v1/job/{page.path['id']}", wire.JobReply)).job
-    other = (await page.find(f"/v1/job/{quote(query.against)}", wire.JobReply)) if query.against else None
+    shown = (await page.get(f"/v1/job/{page.path['id']}", JobReply)).job
+    other = (await page.find(f"/v1/job/{quote(query.against)}", JobReply)) if query.against else None
     compared = other.job if other else None
     below = f"/v1/job/{shown.id}"
     timeline, goodput, metrics, artifacts, events = await asyncio.gather(
-        page.get(f"{below}/timeline", wire.JobTimelineReply),
-        page.get(f"{below}/goodput", wire.GoodputReply),
-        page.get(f"{below}/metrics", wire.MetricsReply, points=1),
-        page.get("/v1/artifacts", wire.MadeReply, job_id=shown.id, limit=50),
-        page.get("/v1/events", wire.EventsReply, subject=shown.id, before="newest", limit=EVENTS),
+        page.get(f"{below}/timeline", JobTimelineReply),
+        page.get(f"{below}/goodput", GoodputReply),
+        page.get(f"{below}/metrics", MetricsReply, points=1),
+        page.get("/v1/artifacts", MadeReply, job_id=shown.id, limit=50),
+        page.get("/v1/events", EventsReply, subject=shown.id, before="newest", limit=EVENTS),
     )
     attempts, lanes = timeline.attempts, attempt_lanes(timeline)
     attempt = query.attempt or (attempts[-1].attempt if attempts else 0)
@@ -127,7 +131,7 @@ async def job(page: Page, query: JobPageQuery) -> View:
     )
 
 
-def attempt_lanes(timeline: wire.JobTimelineReply) -> list[AttemptLane]:
+def attempt_lanes(timeline: JobTimelineReply) -> list[AttemptLane]:
     """One lane for each attempt, all on the time axis of the job; what comes before an attempt is in its lane."""
     scale = WIDTH / max(1e-3, timeline.to_s - timeline.from_s)
     numbers = [each.attempt for each in timeline.attempts]
@@ -162,7 +166,7 @@ def attempt_lanes(timeline: wire.JobTimelineReply) -> list[AttemptLane]:
     return [*lanes, AttemptLane(None, "pending", waiting, [])] if waiting else lanes
 
 
-def ledger_bars(goodput: wire.GoodputReply) -> list[LaneBar]:
+def ledger_bars(goodput: GoodputReply) -> list[LaneBar]:
     """Where the time went, as parts of one bar."""
     bars, x = [], 0.0
     for part, seconds in goodput.seconds.items():
@@ -173,7 +177,7 @@ def ledger_bars(goodput: wire.GoodputReply) -> list[LaneBar]:
     return bars
 
 
-def metric_plots(shown: wire.Job, names: Sequence[str], other: wire.Job | None) -> list[MetricPlot]:
+def metric_plots(shown: Job, names: Sequence[str], other: Job | None) -> list[MetricPlot]:
     plots = []
     for name in names[:MAX_PLOTS]:
         sources = [
@@ -186,7 +190,7 @@ def metric_plots(shown: wire.Job, names: Sequence[str], other: wire.Job | None) 
     return plots
 
 
-def compare(shown: wire.Job, other: wire.Job | None) -> list[ParameterRow]:
+def compare(shown: Job, other: Job | None) -> list[ParameterRow]:
     """What the job is made of, beside that of another one."""
     mine = _parameters(shown)
     theirs = _parameters(other) if other else {}
@@ -194,7 +198,7 @@ def compare(shown: wire.Job, other: wire.Job | None) -> list[ParameterRow]:
     return [ParameterRow(name, mine.get(name, MISSING), theirs.get(name, MISSING) if other else None) for name in names]
 
 
-def _parameters(shown: wire.Job) -> Mapping[str, str]:
+def _parameters(shown: Job) -> Mapping[str, str]:
     spec = shown.spec
     fixed = {
         "model": spec.model,
@@ -230,7 +234,7 @@ async def _log_tail(page: Page, job_id: str, attempt: int) -> LogTail:
 
 async def download_log(page: Page, query: DownloadQuery) -> RawReply:
     """The whole log of an attempt, as a file."""
-    job_id = (await page.get(f"/v1/job/{page.path['id']}", wire.JobReply)).job.id
+    job_id = (await page.get(f"/v1/job/{page.path['id']}", JobReply)).job.id
     first = await page.get(f"/v1/job/{job_id}/log", RawReply, attempt=query.attempt, limit=MIB)
     name = f"{job_id.rpartition('_')[2][:12]}-{first.headers['X-Strata-Attempt']}.log"
 
@@ -253,7 +257,7 @@ async def download_log(page: Page, query: DownloadQuery) -> RawReply:
 
 async def cancel(page: Page, form: Form) -> str:
     """End the job."""
-    await page.post(f"/v1/job/{page.path['id']}/cancel", wire.CancelRequest(reason=form.get("reason", "")[:1000]))
+    await page.post(f"/v1/job/{page.path['id']}/cancel", CancelRequest(reason=form.get("reason", "")[:1000]))
     return _path(page)
 
 

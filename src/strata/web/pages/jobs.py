@@ -6,8 +6,8 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from strata.fleet import wire
 from strata.fleet.core.job import JobStatus
+from strata.fleet.wire.jobs import JobsReply
 from strata.http.route import VIEWER, Route
 from strata.web.page import Page, View
 
@@ -35,7 +35,7 @@ async def jobs(page: Page, query: JobsPageQuery) -> View:
     """Jobs that match the filter, a page at a time."""
     reply = await page.get(
         "/v1/jobs",
-        wire.JobsReply,
+        JobsReply,
         search=query.q,
         status=query.status,
         project=query.project,

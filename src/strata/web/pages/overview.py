@@ -7,7 +7,9 @@ from typing import Annotated, Final
 
 import msgspec
 
-from strata.fleet import wire
+from strata.fleet.wire.hosts import HostPageReply
+from strata.fleet.wire.jobs import JobsReply
+from strata.fleet.wire.overview import OverviewReply
 from strata.http.route import VIEWER, Route
 from strata.web.page import Page, View
 
@@ -22,18 +24,18 @@ class OverviewPageQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 async def overview(page: Page, query: OverviewPageQuery) -> View:
     """What needs attention, and what the fleet does."""
     figures, running, ended, hosts = await asyncio.gather(
-        page.get("/v1/overview", wire.OverviewReply, project=query.project),
+        page.get("/v1/overview", OverviewReply, project=query.project),
         page.get(
             "/v1/jobs",
-            wire.JobsReply,
+            JobsReply,
             status=["running", "claimed"],
             project=query.project,
             order="newest",
             progress="true",
             limit=SHOWN,
         ),
-        page.get("/v1/jobs", wire.JobsReply, project=query.project, order="ended", hidden="false", limit=SHOWN),
-        page.get("/v1/hosts", wire.HostPageReply, limit=TILES),
+        page.get("/v1/jobs", JobsReply, project=query.project, order="ended", hidden="false", limit=SHOWN),
+        page.get("/v1/hosts", HostPageReply, limit=TILES),
     )
     return page.render(
         "overview.html",

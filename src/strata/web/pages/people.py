@@ -7,8 +7,9 @@ from typing import Any, Final
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.fleet import wire
 from strata.fleet.core.quota import EVERYBODY
+from strata.fleet.wire.identities import HubKey, Invited, InvitesReply, KeysReply
+from strata.fleet.wire.owners import QuotasReply
 from strata.http.route import ADMIN, KIB, OPERATOR, VIEWER, Route
 from strata.identity.roles import Role
 from strata.web.page import Form, Page, View
@@ -30,9 +31,9 @@ async def show_people(page: Page, query: PeoplePageQuery) -> View:
 
 
 async def _people(page: Page, *, ended: bool = False, made: dict[str, Any] | None = None) -> View:
-    quotas = await page.get("/v1/quotas", wire.QuotasReply)
-    keys = await page.get("/v1/keys", wire.KeysReply) if page.may(Role.ADMIN) else None
-    invites = await page.get("/v1/invites", wire.InvitesReply) if page.may(Role.OPERATOR) else None
+    quotas = await page.get("/v1/quotas", QuotasReply)
+    keys = await page.get("/v1/keys", KeysReply) if page.may(Role.ADMIN) else None
+    invites = await page.get("/v1/invites", InvitesReply) if page.may(Role.OPERATOR) else None
     now_s = page.now_s
     shown_keys = None if keys is None else [(key, key_state(key, now_s)) for key in reversed(keys.keys)]
     shown_invites = (
@@ -64,13 +65,13 @@ def _chosen(rows: list[tuple[Any, str]] | None, living: str, *, ended: bool) -> 
     return {"rows": shown, "hidden": len(rows) - len(shown)}
 
 
-def key_state(key: wire.HubKey, now_s: float) -> str:
+def key_state(key: HubKey, now_s: float) -> str:
     if key.revoked_at_s is not None:
         return "revoked"
     return "expired" if key.expires_at_s is not None and key.expires_at_s <= now_s else "active"
 
 
-def invite_state(invite: wire.Invited, now_s: float) -> str:
+def invite_state(invite: Invited, now_s: float) -> str:
     if invite.used:
         return "used"
     if invite.revoked_at_s is not None:
@@ -116,7 +117,7 @@ async def set_quota(page: Page, form: Form) -> str:
     owner = form.get("owner", "").strip()
     quota: dict[str, Any] | None = None
     if not form.get("remove"):
-        quotas = await page.get("/v1/quotas", wire.QuotasReply)
+        quotas = await page.get("/v1/quotas", QuotasReply)
         known = next((each for each in quotas.quotas if each.owner in (owner, EVERYBODY)), None)
         # What the form does not show stays as it is.
         quota = {} if known is None else msgspec.to_builtins(known.quota)

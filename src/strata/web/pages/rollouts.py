@@ -10,7 +10,7 @@ from urllib.parse import quote
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.fleet import wire
+from strata.fleet.wire.jobs import JobReply
 from strata.http.route import RESEARCHER, Route
 from strata.train.wire.rollouts import RolloutReply, RolloutsReply, RolloutToken
 from strata.web.page import Page, View
@@ -74,7 +74,7 @@ class TokenCell:
 
 async def place_of(page: Page) -> ServerPlace:
     """Of the training server at a hub that the path names."""
-    job = (await page.get(f"/v1/job/{page.path['id']}", wire.JobReply)).job
+    job = (await page.get(f"/v1/job/{page.path['id']}", JobReply)).job
     if job.spec.kind != "server":
         raise StrataError(Code.NOT_FOUND, f"{job.spec.label} is no training server")
     pages = f"/training/{job.id}"

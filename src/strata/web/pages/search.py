@@ -7,7 +7,9 @@ from typing import Annotated, Final
 
 import msgspec
 
-from strata.fleet import wire
+from strata.fleet.wire.artifacts import Made, MadeReply
+from strata.fleet.wire.hosts import HostPageReply, HostSummary
+from strata.fleet.wire.jobs import Job, JobsReply
 from strata.http.route import VIEWER, Route
 from strata.web.page import Page, View
 
@@ -21,14 +23,14 @@ class SearchQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 async def search(page: Page, query: SearchQuery) -> View:
     """What matches the word."""
     word = query.q.strip()
-    jobs: tuple[wire.Job, ...] = ()
-    hosts: tuple[wire.HostSummary, ...] = ()
-    artifacts: tuple[wire.Made, ...] = ()
+    jobs: tuple[Job, ...] = ()
+    hosts: tuple[HostSummary, ...] = ()
+    artifacts: tuple[Made, ...] = ()
     if word:
         found = await asyncio.gather(
-            page.get("/v1/jobs", wire.JobsReply, search=word, order="newest", limit=LIMIT),
-            page.get("/v1/hosts", wire.HostPageReply, search=word, limit=LIMIT),
-            page.get("/v1/artifacts", wire.MadeReply, model=word, limit=LIMIT),
+            page.get("/v1/jobs", JobsReply, search=word, order="newest", limit=LIMIT),
+            page.get("/v1/hosts", HostPageReply, search=word, limit=LIMIT),
+            page.get("/v1/artifacts", MadeReply, model=word, limit=LIMIT),
         )
         jobs, hosts, artifacts = found[0].jobs, found[1].hosts, found[2].artifacts
     return page.render("search.html", title="Search", word=word, jobs=jobs, hosts=hosts, artifacts=artifacts)

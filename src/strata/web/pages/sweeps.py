@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from strata.fleet import wire
+from strata.fleet.wire.sweeps import SweepReply, SweepsReply, SweepTrial
 from strata.http.route import VIEWER, Route
 from strata.web.page import Page, View
 from strata.web.trial_plot import plot_trials
@@ -34,7 +34,7 @@ async def show_sweeps(page: Page, query: SweepsPageQuery) -> View:
     """All sweeps with their best run so far."""
     reply = await page.get(
         "/v1/sweeps",
-        wire.SweepsReply,
+        SweepsReply,
         search=query.q,
         project=query.project,
         offset=query.offset,
@@ -56,7 +56,7 @@ async def show_sweep(page: Page, query: SweepPageQuery) -> View:
     """One sweep."""
     project, name = page.path["project"], page.path["name"]
     lowest = query.lowest if query.lowest in ("true", "false") else None
-    reply = await page.get(f"/v1/sweep/{project}/{name}", wire.SweepReply, metric=query.metric, lowest=lowest)
+    reply = await page.get(f"/v1/sweep/{project}/{name}", SweepReply, metric=query.metric, lowest=lowest)
     objective = reply.sweep.objective
     metric = "" if objective is None else objective.metric
     best = reply.sweep.best
@@ -79,11 +79,11 @@ async def show_sweep(page: Page, query: SweepPageQuery) -> View:
     )
 
 
-def _ranked(reply: wire.SweepReply, metric: str) -> list[wire.SweepTrial]:
+def _ranked(reply: SweepReply, metric: str) -> list[SweepTrial]:
     """The best first; those without the metric last, in their order. Pruned ones after all that completed."""
     sign = -1.0 if reply.sweep.objective is not None and reply.sweep.objective.direction == "maximize" else 1.0
 
-    def rank(trial: wire.SweepTrial) -> tuple[int, float]:
+    def rank(trial: SweepTrial) -> tuple[int, float]:
         value = trial.metrics.get(metric)
         group = 0 if trial.status == "completed" else 2 if trial.status in ("failed", "cancelled") else 1
         return (3, 0.0) if value is None else (group, sign * value)

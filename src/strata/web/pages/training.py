@@ -11,7 +11,8 @@ from urllib.parse import quote
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.fleet import wire
+from strata.fleet.wire.jobs import Job, JobReply
+from strata.fleet.wire.servers import ServersReply
 from strata.http.route import VIEWER, RawReply, Route
 from strata.identity.roles import Role
 from strata.train.core.status import ModelStatus, ServerActivity, ServerStatus, Timeline
@@ -43,7 +44,7 @@ class ServerPage:
     api: str
     """The path below which the public API has the views of the server."""
     title: str
-    job: wire.Job | None = None
+    job: Job | None = None
     """None for a server without a hub."""
 
 
@@ -81,7 +82,7 @@ class PhaseLanes:
 
 async def servers(page: Page) -> View:
     """The training servers of this hub."""
-    reply = await page.get("/v1/servers", wire.ServersReply)
+    reply = await page.get("/v1/servers", ServersReply)
     return page.render(
         "training.html",
         title="Training",
@@ -95,7 +96,7 @@ async def servers(page: Page) -> View:
 
 async def server(page: Page, query: TrainingPageQuery) -> View:
     """One training server, and what it does for whom."""
-    job = (await page.get(f"/v1/job/{page.path['id']}", wire.JobReply)).job
+    job = (await page.get(f"/v1/job/{page.path['id']}", JobReply)).job
     if job.spec.kind != "server":
         raise StrataError(Code.NOT_FOUND, f"{job.spec.label} is no training server")
     return await render_server(page, query, ServerPage(f"/v1/server/{job.id}", job.spec.label, job))

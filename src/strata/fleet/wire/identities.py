@@ -1,0 +1,129 @@
+"""Messages about who may call: invitations, certificates, API keys, logins."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from strata.fleet.artifacts.manifest import Word
+from strata.fleet.core.requirement import Pool
+from strata.fleet.wire.base import HubReply, Message
+
+Pem = Annotated[str, msgspec.Meta(max_length=16_384)]
+RoleName = Literal["viewer", "researcher", "operator", "admin"]
+
+
+class InviteRequest(Message, frozen=True, kw_only=True):
+    name: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    """The only name it may be used for; empty: the host chooses one that is free."""
+    pool: Pool = ""
+    labels: Annotated[tuple[Word, ...], msgspec.Meta(max_length=64)] = ()
+    valid_s: Annotated[float, msgspec.Meta(gt=0, le=30 * 86_400)] = 1800.0
+
+
+class InviteReply(HubReply, frozen=True, kw_only=True):
+    token: str
+    """Told only here."""
+    id: str
+    expires_in_s: float
+    tls: bool = False
+    """Whether other machines can reach this hub."""
+
+
+class Invited(HubReply, frozen=True, kw_only=True):
+    id: str
+    made_at_s: float
+    expires_at_s: float
+    name: str = ""
+    pool: str = ""
+    labels: tuple[str, ...] = ()
+    used: bool = False
+    revoked_at_s: float | None = None
+
+
+class InvitesReply(HubReply, frozen=True, kw_only=True):
+    invites: tuple[Invited, ...]
+
+
+class JoinRequest(Message, frozen=True, kw_only=True):
+    invite_id: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{12}\Z")]
+    secret: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{40}\Z")]
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    request_pem: Pem
+    """A signing request for the key that was made on the host."""
+
+
+class CertificateReply(HubReply, frozen=True, kw_only=True):
+    host_id: str
+    name: str
+    certificate_pem: str
+    serving_pem: str = ""
+    """For the same key: what the host shows its hub when the hub connects to a server there."""
+    ca_pem: str
+    valid_for_s: float
+
+
+class RenewRequest(Message, frozen=True, kw_only=True):
+    request_pem: Pem
+
+
+class LocalHostRequest(Message, frozen=True, kw_only=True):
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+
+
+class LocalHostReply(HubReply, frozen=True, kw_only=True):
+    host_id: str
+    secret: str
+    """Told only here; good on a hub that listens on loopback without TLS."""
+
+
+class HubKeyRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=128, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
+    role: RoleName
+    valid_s: Annotated[float, msgspec.Meta(gt=0, le=3650 * 86_400)] | None = None
+    owner: bool = False
+    """For the owner of a hub whose jobs run as its own user, where a lesser role would be no less."""
+
+
+class HubKey(HubReply, frozen=True, kw_only=True):
+    id: str
+    name: str
+    role: RoleName
+    made_at_s: float
+    expires_at_s: float | None = None
+    revoked_at_s: float | None = None
+    used_at_s: float | None = None
+    """When a request last came with it; null: never."""
+
+
+class CallerReply(HubReply, frozen=True, kw_only=True):
+    """Who the hub takes the caller for."""
+
+    kind: Literal["key", "host", "operator"]
+    id: str = ""
+    name: str = ""
+    role: RoleName | None = None
+    """None: a host."""
+    owner: str = ""
+    """The owner of the jobs that the caller queues."""
+    expires_at_s: float | None = None
+    """Of the key, or of the host's certificate; None: it does not."""
+
+
+class LoginCodeReply(HubReply, frozen=True, kw_only=True):
+    code: str
+    """For `/login?code=`, once; told only here."""
+    expires_in_s: float
+    url: str = ""
+    """Where browsers on the hub's machine reach it."""
+
+
+class HubKeyReply(HubReply, frozen=True, kw_only=True):
+    key: HubKey
+    secret: str
+    """The text of the key; told only here."""
+
+
+class KeysReply(HubReply, frozen=True, kw_only=True):
+    keys: tuple[HubKey, ...]
