@@ -110,6 +110,13 @@ def test_unfinished_work_is_named_in_the_document_of_limits() -> None:
     assert [violation for one in sources() for violation in banned.unfinished(one, limits)] == []
 
 
+def test_the_document_of_limits_can_be_read_before_a_decision() -> None:
+    limits = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
+    assert len(limits.split()) <= 1_500, "an exception of one feature stands where the feature is described"
+    bullets = [line for line in limits.splitlines() if line.startswith("- ")]
+    assert [line for line in bullets if len(line.split()) > 41] == []
+
+
 def test_a_note_of_unfinished_work_is_found_unless_the_document_has_its_words() -> None:
     note = source(SHELL, "x = 1  # TODO: barriers across cells\n")
     assert len(banned.unfinished(note, "")) == 1
