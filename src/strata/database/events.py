@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import msgspec
 
 from strata.base.errors import Code, StrataError
+from strata.database.event_kinds import FREQUENT
 from strata.database.migrations import Component
 from strata.database.transaction import PostgresTransaction, SqliteTransaction, Transaction, run_to_end
 
@@ -107,8 +108,6 @@ POSTGRES: Final = Component(
         """,
     ),
 )
-FREQUENT: Final = ("job.claimed", "job.started", "job.completed")
-"""Kinds of which every job has one: the index of kinds leaves them out."""
 _RARE: Final = f"kind NOT IN ({', '.join(map(repr, FREQUENT))})"
 SCANNED: Final = 5000
 """How many events one page of a search looks at."""

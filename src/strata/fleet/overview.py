@@ -13,6 +13,7 @@ from typing import Final, get_args
 
 from strata.base import log
 from strata.base.loop import MAX_PACED_S
+from strata.database import event_kinds
 from strata.database.events import NEWEST, EventFilter
 from strata.fleet.core import attention
 from strata.fleet.core.attention import Attention, FailedJob, HubDisk, SilentHost
@@ -284,7 +285,7 @@ class FleetHistory:
         silent = [SilentHost(host.id, host.name, host.seen_at_s) for host in offline]
         found = list(attention.check_silent(silent))
         for host in [each for each in hosts if each.state == "quarantined"][: attention.SHOWN]:
-            wanted = EventFilter(subject=host.id, kinds=("host.quarantined",))
+            wanted = EventFilter(subject=host.id, kinds=(event_kinds.HOST_STATE_SET["quarantined"],))
             page = await self._fleet.store.events_before(NEWEST, 1, wanted)
             since_s = page.events[0].event.at_s if page.events else host.registered_at_s
             found.append(attention.check_quarantined(host.id, host.name, host.state_reason, since_s))
@@ -327,7 +328,7 @@ def _longest(waiting: Iterable[WaitingClass], now_s: float) -> tuple[str, float]
 
 def _ended_at(row: JobRow, attempts: Sequence[AttemptRow], events: Iterable[LedgerEvent]) -> float:
     """When a job that has ended did so. Its row changes later too, when a manifest changes it."""
-    ends = [each.at_s for each in events if each.kind in ("job.completed", "job.failed", "job.cancelled")]
+    ends = [each.at_s for each in events if each.kind in event_kinds.ENDED]
     ends += [each.ended_at_s for each in attempts if each.ended_at_s is not None]
     return max(ends, default=row.changed_at_s)
 
@@ -369,5 +370,7 @@ def _queued_at(created_at_s: float, first: AttemptTimes, events: Iterable[Ledger
     """Since when the first of these attempts was waited for. What was before an earlier one is not known here."""
     if first.number == 1:
         return created_at_s
-    requeued = [each.at_s for each in events if each.kind == "job.requeued" and each.at_s <= first.claimed_at_s]
+    requeued = [
+        each.at_s for each in events if each.kind == event_kinds.JOB_REQUEUED and each.at_s <= first.claimed_at_s
+    ]
     return max(requeued, default=first.claimed_at_s)

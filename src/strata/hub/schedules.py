@@ -19,6 +19,7 @@ import msgspec
 from strata.base import log
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
+from strata.database import event_kinds
 from strata.database.events import EventRecord, record_postgres, record_sqlite
 from strata.database.migrations import Component
 from strata.database.sqlite import SqliteThread
@@ -208,7 +209,7 @@ class DeclaredSchedules:
                 due_s = await _due_s(stored.schedule, now_s)
             values = {"project": project, "name": name, "body": _encode(stored), "next_due": due_s}
             body = {"cron": stored.schedule.cron, "timezone": stored.schedule.timezone}
-            event = EventRecord(now_s, stored.actor, "schedule.declared", f"{project}/{name}", body)
+            event = EventRecord(now_s, stored.actor, event_kinds.SCHEDULE_DECLARED, f"{project}/{name}", body)
             await self._store.write(PUT, values, event)
 
     async def listed(self) -> Sequence[ScheduleRow]:
@@ -224,12 +225,14 @@ class DeclaredSchedules:
         now_s, schedule = self._fleet.now_s(), row.stored.schedule
         due_s = await _due_s(schedule, now_s)
         values = {"project": project, "name": name, "next_due": due_s}
-        await self._store.write(RESUME, values, EventRecord(now_s, actor, "schedule.resumed", f"{project}/{name}", {}))
+        await self._store.write(
+            RESUME, values, EventRecord(now_s, actor, event_kinds.SCHEDULE_RESUMED, f"{project}/{name}", {})
+        )
         return await self._find(project, name, submitter)
 
     async def remove(self, project: str, name: str, actor: str, submitter: Submitter) -> None:
         await self._find(project, name, submitter)
-        event = EventRecord(self._fleet.now_s(), actor, "schedule.removed", f"{project}/{name}", {})
+        event = EventRecord(self._fleet.now_s(), actor, event_kinds.SCHEDULE_REMOVED, f"{project}/{name}", {})
         await self._store.write(REMOVE, {"project": project, "name": name}, event)
 
     async def _find(self, project: str, name: str, submitter: Submitter) -> ScheduleRow:
@@ -253,7 +256,7 @@ def _check_owner(row: ScheduleRow, submitter: Submitter) -> None:
 
 async def pause(store: ScheduleStore, row: ScheduleRow, actor: str, reason: str, now_s: float) -> None:
     values = {"project": row.project, "name": row.name, "note": reason}
-    event = EventRecord(now_s, actor, "schedule.paused", f"{row.project}/{row.name}", {"reason": reason})
+    event = EventRecord(now_s, actor, event_kinds.SCHEDULE_PAUSED, f"{row.project}/{row.name}", {"reason": reason})
     await store.write(PAUSE, values, event)
 
 
@@ -291,7 +294,7 @@ class ScheduleRunner:
             "note": note,
         }
         body = {"due": spec.due, "reason": note} if note else {"due": spec.due, "job": spec.id}
-        kind = "schedule.skipped" if note else "schedule.queued"
+        kind = event_kinds.SCHEDULE_SKIPPED if note else event_kinds.SCHEDULE_QUEUED
         await self._store.write(ADVANCE, values, EventRecord(now_s, "hub", kind, f"{row.project}/{row.name}", body))
 
     async def _queue(self, row: ScheduleRow, spec: JobSpec) -> str:

@@ -23,10 +23,18 @@ from strata.base import log
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.base.retry import Backoff, no_jitter
+from strata.database import event_kinds
 from strata.database.events import EventRecord, StoredEvent
 from strata.fleet.core.ownership import OPERATOR
 from strata.fleet.core.report import MetricsReport, parse_lines
-from strata.fleet.core.subscription import EventMessage, JobNews, SubscribedEvent, Subscription, compose_message
+from strata.fleet.core.subscription import (
+    EventMessage,
+    JobNews,
+    SubscribedEvent,
+    Subscription,
+    compose_host_message,
+    compose_message,
+)
 from strata.fleet.http.context import HubContext
 from strata.fleet.http.feed import Feed
 from strata.fleet.ports import AttemptRow, StoredSubscription
@@ -247,6 +255,8 @@ class SubscriptionDispatcher:
     async def _message(self, subscription: Subscription, subscriber: str, event: EventRecord) -> EventMessage | None:
         if not subscription.covers_kind(event.kind) or event.at_s < self._clock.wall_s() - MAX_AGE_S:
             return None
+        if event.kind == event_kinds.HOST_LOST:
+            return compose_host_message(event.kind, await self._host_name(event.subject))
         job = await self._fleet.job(event.subject)
         if not subscription.covers_job(subscriber, owner=job.owner, project=job.spec.project):
             return None
@@ -256,15 +266,18 @@ class SubscriptionDispatcher:
         return compose_message(news if attempt is None else await self._with_attempt(news, attempt))
 
     async def _with_attempt(self, news: JobNews, attempt: AttemptRow) -> JobNews:
-        host = await self._identity.host(attempt.host_id)
         reports, _ = parse_lines((await self._tail(attempt, "metrics")).splitlines()[1:])
         metrics: dict[str, float] = {}
         for report in reports:
             if isinstance(report, MetricsReport):
                 metrics |= {name: value for name, value in report.values.items() if isinstance(value, float)}
         text = (await self._tail(attempt, "log")).decode("utf-8", "replace").strip() or attempt.error
-        name = attempt.host_id if host is None else host.name
+        name = await self._host_name(attempt.host_id)
         return msgspec.structs.replace(news, host=name, metrics=metrics, log_tail=text)
+
+    async def _host_name(self, host_id: str) -> str:
+        host = await self._identity.host(host_id)
+        return host_id if host is None else host.name
 
     async def _tail(self, attempt: AttemptRow, name: Name) -> bytes:
         """The end of a stream, after a line end: what is before it may be the rest of a longer line."""

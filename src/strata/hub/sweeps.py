@@ -20,6 +20,7 @@ import msgspec
 
 from strata.base import log
 from strata.base.errors import Code, StrataError
+from strata.database import event_kinds
 from strata.database.events import EventRecord
 from strata.fleet.core.job import JobStatus
 from strata.fleet.core.jobspec import JobSpec
@@ -86,7 +87,7 @@ class DeclaredSweeps:
             _check_sweeps(there, sweeps, take_over=take_over)
             puts = [_changed(there.get(each.name), each) for each in sweeps]
             puts = [each for each in puts if each != there.get(each.name)]
-            events = (_event(each, "declared", now_s, file=each.source) for each in puts)
+            events = (_event(each, event_kinds.SWEEP_DECLARED, now_s, file=each.source) for each in puts)
             return SweepChanges(puts, [dataclasses.replace(event, actor=sweeps[0].actor) for event in events])
 
         await self._store.change(sweeps[0].project, decide)
@@ -134,7 +135,7 @@ class DeclaredSweeps:
             if check is not None:
                 check(there[name])
             put = msgspec.structs.replace(there[name], stopped=stopped)
-            event = _event(put, "stopped" if stopped else "resumed", now_s)
+            event = _event(put, event_kinds.SWEEP_STOPPED if stopped else event_kinds.SWEEP_RESUMED, now_s)
             return SweepChanges([put], [dataclasses.replace(event, actor=actor)])
 
         await self._store.change(project, decide)
@@ -176,8 +177,8 @@ def _changed(before: StoredSweep | None, wanted: StoredSweep) -> StoredSweep:
     return msgspec.structs.replace(wanted, stopped=before.stopped)
 
 
-def _event(sweep: StoredSweep, verb: str, now_s: float, **body: str) -> EventRecord:
-    return EventRecord(now_s, sweep.actor, f"sweep.{verb}", sweep.name, {"project": sweep.project, **body})
+def _event(sweep: StoredSweep, kind: str, now_s: float, **body: str) -> EventRecord:
+    return EventRecord(now_s, sweep.actor, kind, sweep.name, {"project": sweep.project, **body})
 
 
 async def _jobs(fleet: Fleet, project: str, name: str) -> list[JobRow]:
@@ -251,7 +252,7 @@ class SweepRunner:
             self._failures[place] = reason
 
     async def _record_event(self, stored: StoredSweep, reason: str) -> None:
-        event = _event(stored, "failed", self._fleet.now_s(), reason=reason)
+        event = _event(stored, event_kinds.SWEEP_FAILED, self._fleet.now_s(), reason=reason)
         await self._store.record(dataclasses.replace(event, actor="hub"))
 
     async def _advance(self, stored: StoredSweep, sweep: SearchSweep) -> None:

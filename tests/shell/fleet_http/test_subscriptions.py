@@ -81,7 +81,7 @@ async def test_the_owner_of_a_job_gets_a_message_when_it_ends(site: Running) -> 
     host = await site.host("desk")
     with WebhookReceiver() as receiver:
         added = await subscribe(operator, url_of(receiver))
-        assert (added.service, added.events) == ("JSON", ("completed", "failed", "host_lost"))
+        assert (added.service, added.events) == ("JSON", ("completed", "failed", "expired"))
         for client, mode, error in ((operator, "good", ""), (other, "of-another", ""), (operator, "bad", "boom")):
             await submit(client, mode)
             await run_job(host, mode, error=error)
@@ -91,6 +91,19 @@ async def test_the_owner_of_a_job_gets_a_message_when_it_ends(site: Running) -> 
     for part in ("host: desk", "metrics: loss 0.25", "epoch 2", "strata show "):
         assert part in first["message"]
     assert "reason: user_error: attempt 1 of 1 failed" in second["message"]
+
+
+async def test_a_lost_host_is_reported_to_those_who_subscribe_to_it(site: Running) -> None:
+    operator, host = await site.operator(), await site.host("desk")
+    with WebhookReceiver() as receiver:
+        await subscribe(operator, url_of(receiver), events=["host_lost"])
+        await submit(operator, "a")
+        await run_job(host, "a")
+        fleet = site.hub.context.fleet
+        assert await fleet.store.record_lost_hosts(fleet.now_s() + 1, fleet.now_s()) == 1
+        await dispatcher(site).run_once()
+        message, *_ = await received(receiver, 1)
+    assert (message["title"], message["type"]) == ("desk is lost: it was silent for longer than a lease", "warning")
 
 
 async def test_a_message_that_is_refused_is_sent_again_and_a_restart_repeats_none(site: Running) -> None:

@@ -1,4 +1,4 @@
-"""`strata notify`: subscriptions to events of jobs, sent to a service of the caller's choice."""
+"""`strata notify`: subscriptions to events of jobs and hosts, sent to a service of the caller's choice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from strata.cli.watch import watch_option
 if TYPE_CHECKING:
     from strata.fleet.wire.owners import SubscriptionReply
 
-EVENTS: Final = ("completed", "failed", "cancelled", "retried", "host_lost", "started")
+EVENTS: Final = ("completed", "failed", "cancelled", "retried", "expired", "started", "host_lost")
 _COLUMNS: Final = (Column("name"), Column("service"), Column("events"), Column("jobs"))
 
 
@@ -35,7 +35,7 @@ def notify() -> None:
     "--events",
     multiple=True,
     metavar="EVENT,…",
-    help=f"Which events, separated by commas; repeatable: {', '.join(EVENTS)} (default: completed,failed,host_lost).",
+    help=f"Which events, separated by commas; repeatable: {', '.join(EVENTS)} (default: completed,failed,expired).",
 )
 @click.option("--mine", is_flag=True, help="Only your own jobs (the default).")
 @click.option("--project", metavar="PROJECT", default="", help="The jobs of PROJECT.")

@@ -18,11 +18,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, get_args
 
+from strata.database import event_kinds
+
 GoodputPart = Literal["waiting", "useful", "checkpoint", "detect", "restart", "rolled_back"]
 PARTS: Final[tuple[GoodputPart, ...]] = get_args(GoodputPart)
 JobPhase = Literal["queued", "prepare", "run", "upload", "silent"]
 """What a job did at a moment, for people: `silent` is a host that does not answer."""
-LEDGER_EVENTS: Final = ("job.checkpointed", "job.expired", "job.revived", "job.requeued", "job.cancelled")
+LEDGER_EVENTS: Final = (
+    event_kinds.JOB_CHECKPOINTED,
+    event_kinds.JOB_EXPIRED,
+    event_kinds.JOB_REVIVED,
+    event_kinds.JOB_REQUEUED,
+    event_kinds.JOB_CANCELLED,
+)
 """The kinds of events that the parts follow from; without them the attempts alone tell, and less exactly."""
 
 _REPEATED: Final = frozenset({"retried", "lost"})
@@ -209,7 +217,7 @@ class _AttemptEnds:
         cut_off = repeated or attempt.outcome in ("failed", "cancelled", "orphan")
         kept_s = stopped_s
         if cut_off and not job.server:
-            saved = [each.at_s for each in own if each.kind == "job.checkpointed"]
+            saved = [each.at_s for each in own if each.kind == event_kinds.JOB_CHECKPOINTED]
             kept_s = min(max(saved, default=started_s), stopped_s)
         return cls(started_s, kept_s, stopped_s, detected_s, ended_s, repeated)
 
@@ -237,9 +245,9 @@ def _last_expiry(own: Iterable[LedgerEvent], attempt: AttemptTimes) -> LedgerEve
     """Of an attempt whose lease ran out and was not renewed any more."""
     last = None
     for each in own:
-        if each.kind == "job.expired":
+        if each.kind == event_kinds.JOB_EXPIRED:
             last = each
-        elif each.kind == "job.revived":
+        elif each.kind == event_kinds.JOB_REVIVED:
             last = None
     if attempt.outcome not in ("", "lost", "orphan", "cancelled"):
         # It was heard of again: its own report ended it.
@@ -252,7 +260,7 @@ def _requeued_at(
 ) -> float:
     """When a job that had ended was queued again; without the event, when the next host claimed it."""
     limit_s = until_s if following is None else following.claimed_at_s
-    found = (each.at_s for each in events if each.kind == "job.requeued" and ended_s <= each.at_s <= limit_s)
+    found = (each.at_s for each in events if each.kind == event_kinds.JOB_REQUEUED and ended_s <= each.at_s <= limit_s)
     return next(found, limit_s)
 
 
@@ -262,10 +270,10 @@ def _idle_before(write: _Writer, events: Iterable[LedgerEvent], until_s: float) 
     for each in events:
         if not write.now_s <= each.at_s <= until_s:
             continue
-        if each.kind == "job.cancelled":
+        if each.kind == event_kinds.JOB_CANCELLED:
             write.add(each.at_s, "waiting", "queued")
             cancelled = True
-        elif each.kind == "job.requeued" and cancelled:
+        elif each.kind == event_kinds.JOB_REQUEUED and cancelled:
             write.skip(each.at_s)
     return cancelled
 

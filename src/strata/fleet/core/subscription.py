@@ -1,4 +1,4 @@
-"""Subscriptions of people to events of jobs: which events one covers, and the message that is sent for an event."""
+"""Subscriptions of people to events of jobs and hosts: which events one covers, and the message about an event."""
 
 from __future__ import annotations
 
@@ -7,21 +7,31 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
+from strata.database import event_kinds
+
 MESSAGE_LINES: Final = 10
 _LINE: Final = 200
 _METRICS: Final = 8
 
-SubscribedEvent = Literal["completed", "failed", "cancelled", "retried", "host_lost", "started"]
+SubscribedEvent = Literal["completed", "failed", "cancelled", "retried", "expired", "started", "host_lost"]
+Severity = Literal["success", "warning", "failure", "info"]
 KIND_OF: Final[Mapping[SubscribedEvent, str]] = {
-    "completed": "job.completed",
-    "failed": "job.failed",
-    "cancelled": "job.cancelled",
-    "retried": "job.retried",
-    "host_lost": "job.expired",
-    "started": "job.started",
+    "completed": event_kinds.JOB_COMPLETED,
+    "failed": event_kinds.JOB_FAILED,
+    "cancelled": event_kinds.JOB_CANCELLED,
+    "retried": event_kinds.JOB_RETRIED,
+    "expired": event_kinds.JOB_EXPIRED,
+    "started": event_kinds.JOB_STARTED,
+    "host_lost": event_kinds.HOST_LOST,
 }
 """How the event feed spells each."""
-DEFAULT_EVENTS: Final[tuple[SubscribedEvent, ...]] = ("completed", "failed", "host_lost")
+DEFAULT_EVENTS: Final[tuple[SubscribedEvent, ...]] = ("completed", "failed", "expired")
+_SEVERITIES: Final[Mapping[str, Severity]] = {
+    event_kinds.JOB_COMPLETED: "success",
+    event_kinds.JOB_FAILED: "failure",
+    event_kinds.JOB_STARTED: "info",
+}
+"""Of the kinds that are no warning."""
 
 
 class Subscription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,7 +58,7 @@ class Subscription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class EventMessage(msgspec.Struct, frozen=True, kw_only=True):
     title: str
     body: str
-    severity: Literal["success", "warning", "failure", "info"] = "info"
+    severity: Severity = "info"
 
 
 class JobNews(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,18 +73,7 @@ class JobNews(msgspec.Struct, frozen=True, kw_only=True):
     log_tail: str = ""
 
 
-_VERBS: Final[Mapping[str, tuple[str, Literal["success", "warning", "failure", "info"]]]] = {
-    "job.completed": ("is completed", "success"),
-    "job.failed": ("failed", "failure"),
-    "job.cancelled": ("was cancelled", "warning"),
-    "job.retried": ("is retried", "warning"),
-    "job.expired": ("lost its host", "warning"),
-    "job.started": ("runs", "info"),
-}
-
-
 def compose_message(news: JobNews) -> EventMessage:
-    verb, severity = _VERBS[news.kind]
     short = news.job_id.partition("_")[2][:10]
     lines = [f"job: {news.label} ({short})"]
     if news.host:
@@ -88,7 +87,16 @@ def compose_message(news: JobNews) -> EventMessage:
     if tail:
         lines += ["", "last lines:", *tail]
     lines += ["", f"strata show {short}"]
-    return EventMessage(title=f"{news.label} {verb}", body="\n".join(lines), severity=severity)
+    return _message(news.kind, news.label, lines)
+
+
+def compose_host_message(kind: str, host: str) -> EventMessage:
+    return _message(kind, host, [f"host: {host}", "", "strata hosts"])
+
+
+def _message(kind: str, subject: str, lines: Sequence[str]) -> EventMessage:
+    title = f"{subject} {event_kinds.PREDICATES[kind]}"
+    return EventMessage(title=title, body="\n".join(lines), severity=_SEVERITIES.get(kind, "warning"))
 
 
 def last_lines(text: str) -> Sequence[str]:

@@ -14,7 +14,8 @@ from typing import Final, Protocol
 
 from strata.base import log
 from strata.base.notify import Broadcast
-from strata.database.events import FREQUENT, EventRecord, StoredEvent
+from strata.database.event_kinds import FREQUENT
+from strata.database.events import EventRecord, StoredEvent
 
 POLL_S: Final = 1.0
 """How often the table is read without a notification: another hub may write to it too."""

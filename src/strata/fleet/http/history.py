@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+from strata.database import event_kinds
 from strata.fleet.core.goodput import JobInterruption, LedgerEvent, share
 from strata.fleet.http.context import HubCall, HubContext, resolve_job_id
 from strata.fleet.http.jobs import attempt_reply
@@ -22,16 +23,14 @@ from strata.fleet.wire.overview import AttentionItem, HistoryFigure, OverviewQue
 
 _MARKED: Final = frozenset(
     {
-        "job.checkpointed",
-        "job.expired",
-        "job.lost",
-        "job.revived",
-        "job.preempted",
-        "job.retried",
-        "job.failed",
-        "job.cancelled",
-        "job.completed",
-        "job.requeued",
+        *event_kinds.ENDED,
+        event_kinds.JOB_CHECKPOINTED,
+        event_kinds.JOB_EXPIRED,
+        event_kinds.JOB_LOST,
+        event_kinds.JOB_REVIVED,
+        event_kinds.JOB_PREEMPTED,
+        event_kinds.JOB_RETRIED,
+        event_kinds.JOB_REQUEUED,
     }
 )
 

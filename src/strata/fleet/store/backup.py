@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 from strata.base.atomic import rename_file
 from strata.base.errors import Code, StrataError
+from strata.database import event_kinds
 from strata.database.events import POSITION, record_postgres, record_sqlite
 from strata.database.events import EventRecord as Record
 from strata.database.migrations import Component, SqliteComponents, read_seal, seal, unseal
@@ -153,7 +154,7 @@ async def fence_postgres(connections: Connections, now_s: float) -> None:
 
 
 def _restored(now_s: float) -> Record:
-    return Record(now_s, "operator", "hub.restored", "hub", {"epochs": EPOCHS})
+    return Record(now_s, "operator", event_kinds.HUB_RESTORED, "hub", {"epochs": EPOCHS})
 
 
 def _open_backup(path: Path) -> sqlite3.Connection:

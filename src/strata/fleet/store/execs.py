@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
+from strata.database import event_kinds
 from strata.database.events import EventRecord, record_postgres, record_sqlite
 from strata.database.migrations import Component
 from strata.database.sqlite import SqliteThread
@@ -183,12 +184,12 @@ def _requested(row: ExecRow, now_s: float) -> EventRecord:
     # Everybody can read events, and arguments may be secret.
     program, *arguments = row.command
     body = {"exec": row.id, "program": program, "arguments": len(arguments), "epoch": row.epoch, "host": row.host_id}
-    return EventRecord(now_s, row.actor, "job.exec_requested", row.job_id, body)
+    return EventRecord(now_s, row.actor, event_kinds.JOB_EXEC_REQUESTED, row.job_id, body)
 
 
 def _ended(row: ExecRow, actor: str, now_s: float) -> EventRecord:
     body = {"exec": row.id, "status": row.status, "error": row.error, "epoch": row.epoch}
-    return EventRecord(now_s, actor, "job.exec_ended", row.job_id, body)
+    return EventRecord(now_s, actor, event_kinds.JOB_EXEC_ENDED, row.job_id, body)
 
 
 def _decode(rows: Sequence[tuple[Any, ...]]) -> Sequence[ExecRow]:

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.database.events import FREQUENT
+from strata.database.event_kinds import FREQUENT
 from strata.fleet.core.amounts import UNKNOWN, Amounts, Capacity, Room, Taken
 from strata.fleet.core.capability import Capability
 from strata.fleet.core.goodput import AttemptTimes, LedgerEvent

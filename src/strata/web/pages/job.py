@@ -10,6 +10,7 @@ from urllib.parse import quote, urlencode
 
 import msgspec
 
+from strata.database import event_kinds
 from strata.fleet.core.job import HELD, TERMINAL, JobStatus
 from strata.fleet.core.why import Why
 from strata.fleet.wire.artifacts import MadeReply
@@ -153,7 +154,7 @@ def attempt_lanes(timeline: JobTimelineReply) -> list[AttemptLane]:
                 LaneBar(
                     (mark.at_s - timeline.from_s) * scale,
                     0.0,
-                    "good" if mark.kind in ("job.completed", "job.checkpointed") else "bad",
+                    "good" if mark.kind in (event_kinds.JOB_COMPLETED, event_kinds.JOB_CHECKPOINTED) else "bad",
                     mark.kind.removeprefix("job."),
                 )
                 for mark in timeline.marks
