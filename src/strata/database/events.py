@@ -69,20 +69,16 @@ class StoredEvent:
 
 SQLITE: Final = Component(
     "event",
+    3,
     (
+        # `event_kind`: newest first of one kind. The kinds of every job are left out (`FREQUENT`): they are found
+        # without an index, and a claim has none to write.
         """
         CREATE TABLE event (
           seq INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, actor TEXT NOT NULL, kind TEXT NOT NULL,
-          subject TEXT NOT NULL, body BLOB NOT NULL
+          subject TEXT NOT NULL, body BLOB NOT NULL, address TEXT NOT NULL DEFAULT ''
         ) STRICT;
         CREATE INDEX event_subject ON event (subject, seq);
-        """,
-        """
-        ALTER TABLE event ADD COLUMN address TEXT NOT NULL DEFAULT '';
-        """,
-        # Newest first of one kind. The kinds of every job are left out (`FREQUENT`): they are found without an index,
-        # and a claim has none to write.
-        """
         CREATE INDEX event_kind ON event (kind, seq)
           WHERE kind NOT IN ('job.claimed', 'job.started', 'job.completed');
         """,
@@ -90,19 +86,15 @@ SQLITE: Final = Component(
 )
 POSTGRES: Final = Component(
     "event",
+    3,
     (
         """
         CREATE TABLE event (
           tx bigint NOT NULL DEFAULT (pg_current_xact_id()::text::bigint), seq bigint GENERATED ALWAYS AS IDENTITY,
           at double precision NOT NULL, actor text NOT NULL, kind text NOT NULL, subject text NOT NULL,
-          body bytea NOT NULL, PRIMARY KEY (tx, seq)
+          body bytea NOT NULL, address text NOT NULL DEFAULT '', PRIMARY KEY (tx, seq)
         );
         CREATE INDEX event_subject ON event (subject, tx, seq);
-        """,
-        """
-        ALTER TABLE event ADD COLUMN address text NOT NULL DEFAULT '';
-        """,
-        """
         CREATE INDEX event_kind ON event (kind, tx, seq)
           WHERE kind NOT IN ('job.claimed', 'job.started', 'job.completed');
         """,

@@ -1,7 +1,8 @@
-"""Schema migrations: each component has numbered steps, and the database stores how many were applied.
+"""Schema migrations: each component has numbered steps, and the database stores which number it has reached.
 
 A component is a package with tables of its own (`fleet`, `identity`); several share one database, so that one backup
-holds them all. A step is never edited once released: the next change is the next step.
+holds them all. Its first step brings an empty database to the number that was first released; no step leads there from
+the numbers below, which development used up. A step is never edited once released: the next change is the next step.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, LiteralString
 
-from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.database.sqlite import is_empty, run_script
@@ -24,17 +24,36 @@ SCHEMA_LOCK: Final = 0x5354_5241_5441_0002
 @dataclass(frozen=True)
 class Component:
     name: str
+    first: int
+    """The number of an empty database after the first step."""
     steps: tuple[LiteralString, ...]
-    """Step n brings version n-1 to version n."""
+    """Each step after the first brings a number to the next one."""
+
+    @property
+    def version(self) -> int:
+        return self.first + len(self.steps) - 1
 
     def pending_steps(self, version: int) -> Sequence[LiteralString]:
-        if version > len(self.steps):
-            raise StrataError(
-                Code.UNSUPPORTED,
-                f"the tables of {self.name} have version {version}; this Strata knows {len(self.steps)}",
-                hint="they were written by a newer version: upgrade Strata",
-            )
-        return self.steps[version:]
+        if not version:
+            return self.steps
+        check_schema(f"the tables of {self.name}", version, self.first, self.version)
+        return self.steps[version - self.first + 1 :]
+
+
+def check_schema(what: str, version: int, first: int, newest: int) -> None:
+    """UNSUPPORTED for a schema that no release wrote, and for one of a newer version."""
+    if version < first:
+        raise StrataError(
+            Code.UNSUPPORTED,
+            f"{what}: schema {version} of an unreleased version; this version reads {newest}",
+            hint="start with a new database, or go on with the version that wrote this one",
+        )
+    if version > newest:
+        raise StrataError(
+            Code.UNSUPPORTED,
+            f"{what}: schema {version} of a newer version; this version reads {newest}",
+            hint="upgrade Strata",
+        )
 
 
 class SqliteComponents:
@@ -60,8 +79,6 @@ class SqliteComponents:
             component.pending_steps(versions.get(component.name, 0))
 
     def upgrade(self, db: sqlite3.Connection) -> None:
-        # PostgreSQL has it; steps that give rows an identity need it.
-        db.create_function("sha256_hex", 1, sha256_hex, deterministic=True)
         db.execute(
             "CREATE TABLE IF NOT EXISTS strata_schema"
             " (component TEXT PRIMARY KEY, version INTEGER NOT NULL) WITHOUT ROWID, STRICT"
@@ -72,7 +89,7 @@ class SqliteComponents:
                 run_script(db, step)
             db.execute(
                 "INSERT INTO strata_schema VALUES (?, ?) ON CONFLICT DO UPDATE SET version = excluded.version",
-                (component.name, len(component.steps)),
+                (component.name, component.version),
             )
         failpoint("database.sqlite.before_upgrade")
 
@@ -119,6 +136,6 @@ async def upgrade_postgres(connection: Any, components: Sequence[Component], *, 
             await connection.execute(
                 "INSERT INTO strata_schema VALUES (%s, %s)"
                 " ON CONFLICT (component) DO UPDATE SET version = excluded.version",
-                (component.name, len(component.steps)),
+                (component.name, component.version),
             )
         failpoint("database.postgres.before_upgrade")

@@ -27,16 +27,12 @@ if TYPE_CHECKING:
 
 SQLITE: Final = Component(
     "hub",
+    3,
     (
         """
         CREATE TABLE hub_cursor (name TEXT PRIMARY KEY, cursor TEXT NOT NULL) WITHOUT ROWID, STRICT;
         CREATE TABLE hub_schema (trainer TEXT PRIMARY KEY, body BLOB NOT NULL) WITHOUT ROWID, STRICT;
-        """,
-        """
         CREATE TABLE hub_health (id INTEGER PRIMARY KEY, probes INTEGER NOT NULL) STRICT;
-        DELETE FROM hub_cursor WHERE name = 'health';
-        """,
-        """
         CREATE TABLE hub_lease (name TEXT PRIMARY KEY, holder TEXT NOT NULL, expires_at REAL NOT NULL)
         WITHOUT ROWID, STRICT;
         """,
@@ -44,16 +40,12 @@ SQLITE: Final = Component(
 )
 POSTGRES: Final = Component(
     "hub",
+    3,
     (
         """
         CREATE TABLE hub_cursor (name text PRIMARY KEY, cursor text NOT NULL);
         CREATE TABLE hub_schema (trainer text PRIMARY KEY, body bytea NOT NULL);
-        """,
-        """
         CREATE TABLE hub_health (id bigint PRIMARY KEY, probes bigint NOT NULL);
-        DELETE FROM hub_cursor WHERE name = 'health';
-        """,
-        """
         CREATE TABLE hub_lease (name text PRIMARY KEY, holder text NOT NULL, expires_at double precision NOT NULL);
         """,
     ),

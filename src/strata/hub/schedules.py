@@ -48,6 +48,7 @@ _log = log.get(__name__)
 
 SQLITE: Final = Component(
     "schedule",
+    1,
     (
         """
         CREATE TABLE schedule (
@@ -60,6 +61,7 @@ SQLITE: Final = Component(
 )
 POSTGRES: Final = Component(
     "schedule",
+    1,
     (
         """
         CREATE TABLE schedule (

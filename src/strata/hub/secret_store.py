@@ -36,6 +36,7 @@ _NONCE: Final = 12
 _KEY: Final = re.compile(r"[0-9a-f]{64}")
 SQLITE: Final = Component(
     "secret",
+    1,
     (
         """
         CREATE TABLE secret (
@@ -47,6 +48,7 @@ SQLITE: Final = Component(
 )
 POSTGRES: Final = Component(
     "secret",
+    1,
     (
         """
         CREATE TABLE secret (

@@ -26,13 +26,12 @@ if TYPE_CHECKING:
 
 SQLITE: Final = Component(
     "sweep",
+    2,
     (
         """
         CREATE TABLE sweep (
           project TEXT NOT NULL, name TEXT NOT NULL, body BLOB NOT NULL, PRIMARY KEY (project, name)
         ) WITHOUT ROWID, STRICT;
-        """,
-        """
         CREATE TABLE sweep_trial (
           project TEXT NOT NULL, digest TEXT NOT NULL, number INTEGER NOT NULL, point BLOB NOT NULL,
           PRIMARY KEY (project, digest, number)
@@ -42,13 +41,12 @@ SQLITE: Final = Component(
 )
 POSTGRES: Final = Component(
     "sweep",
+    2,
     (
         """
         CREATE TABLE sweep (
           project text NOT NULL, name text NOT NULL, body bytea NOT NULL, PRIMARY KEY (project, name)
         );
-        """,
-        """
         CREATE TABLE sweep_trial (
           project text NOT NULL, digest text NOT NULL, number bigint NOT NULL, point bytea NOT NULL,
           PRIMARY KEY (project, digest, number)

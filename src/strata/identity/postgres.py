@@ -14,16 +14,18 @@ from strata.identity.ports import ApiKey, BrowserSession, HostIdentity, Invite
 
 COMPONENT: Final = Component(
     "identity",
+    4,
     (
         """
         CREATE TABLE identity_key (
           id text PRIMARY KEY, name text NOT NULL, role integer NOT NULL, secret_hash text NOT NULL,
-          made_at double precision NOT NULL, expires_at double precision, revoked_at double precision
+          made_at double precision NOT NULL, expires_at double precision, revoked_at double precision,
+          used_at double precision
         );
         CREATE TABLE identity_invite (
           id text PRIMARY KEY, secret_hash text NOT NULL, made_at double precision NOT NULL,
           expires_at double precision NOT NULL, pool text NOT NULL, labels text NOT NULL, used_by text NOT NULL,
-          revoked_at double precision
+          revoked_at double precision, name text NOT NULL DEFAULT ''
         );
         CREATE TABLE identity_host (
           id text PRIMARY KEY, name text NOT NULL, public_key text NOT NULL, enrolled_at double precision NOT NULL,
@@ -31,15 +33,11 @@ COMPONENT: Final = Component(
           certificate_until double precision NOT NULL, revoked_at double precision, revoked_because text NOT NULL
         );
         CREATE UNIQUE INDEX identity_host_name ON identity_host (name) WHERE revoked_at IS NULL;
-        """,
-        "ALTER TABLE identity_invite ADD COLUMN name text NOT NULL DEFAULT ''",
-        """
         CREATE TABLE identity_session (
           id text PRIMARY KEY, credential text NOT NULL, made_at double precision NOT NULL,
           expires_at double precision NOT NULL, code boolean NOT NULL
         );
         """,
-        "ALTER TABLE identity_key ADD COLUMN used_at double precision",
     ),
 )
 _ENROLL_LOCK: Final = 0x5354_5241_5441_0003

@@ -15,15 +15,18 @@ from strata.identity.ports import ApiKey, BrowserSession, HostIdentity, Invite
 
 COMPONENT: Final = Component(
     "identity",
+    4,
     (
         """
         CREATE TABLE identity_key (
           id TEXT PRIMARY KEY, name TEXT NOT NULL, role INTEGER NOT NULL, secret_hash TEXT NOT NULL,
-          made_at REAL NOT NULL, expires_at REAL, revoked_at REAL
+          made_at REAL NOT NULL, expires_at REAL, revoked_at REAL,
+          used_at REAL
         ) WITHOUT ROWID, STRICT;
         CREATE TABLE identity_invite (
           id TEXT PRIMARY KEY, secret_hash TEXT NOT NULL, made_at REAL NOT NULL, expires_at REAL NOT NULL,
-          pool TEXT NOT NULL, labels TEXT NOT NULL, used_by TEXT NOT NULL, revoked_at REAL
+          pool TEXT NOT NULL, labels TEXT NOT NULL, used_by TEXT NOT NULL, revoked_at REAL,
+          name TEXT NOT NULL DEFAULT ''
         ) WITHOUT ROWID, STRICT;
         CREATE TABLE identity_host (
           id TEXT PRIMARY KEY, name TEXT NOT NULL, public_key TEXT NOT NULL, enrolled_at REAL NOT NULL,
@@ -31,15 +34,11 @@ COMPONENT: Final = Component(
           revoked_at REAL, revoked_because TEXT NOT NULL
         ) WITHOUT ROWID, STRICT;
         CREATE UNIQUE INDEX identity_host_name ON identity_host (name) WHERE revoked_at IS NULL;
-        """,
-        "ALTER TABLE identity_invite ADD COLUMN name TEXT NOT NULL DEFAULT ''",
-        """
         CREATE TABLE identity_session (
           id TEXT PRIMARY KEY, credential TEXT NOT NULL, made_at REAL NOT NULL, expires_at REAL NOT NULL,
           code INTEGER NOT NULL
         ) WITHOUT ROWID, STRICT;
         """,
-        "ALTER TABLE identity_key ADD COLUMN used_at REAL",
     ),
 )
 

@@ -15,6 +15,7 @@ import psycopg
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
+from strata.database.migrations import check_schema
 from strata.database.postgres import Connections, check_durable, display_address, to_strata_error
 from strata.journal import postgres_sql as sql
 from strata.journal.encoding import checked_snapshot, checksum_of, pack, unpack
@@ -258,10 +259,5 @@ async def _prepare(connection: psycopg.AsyncConnection[Any], *, create: bool) ->
             if not create:
                 raise StrataError(Code.NOT_FOUND, "there is no journal in this database")
             await connection.execute(sql.SCHEMA)
-        (version,) = await (await connection.execute("SELECT version FROM journal_schema")).fetchone() or (None,)
-    if version != sql.SCHEMA_VERSION:
-        raise StrataError(
-            Code.UNSUPPORTED,
-            f"the journal tables have version {version}; this Strata knows {sql.SCHEMA_VERSION}",
-            hint="they were written by another version: upgrade Strata",
-        )
+        (version,) = await (await connection.execute("SELECT version FROM journal_schema")).fetchone() or (0,)
+    check_schema("the tables of the journal", version, sql.SCHEMA_VERSION, sql.SCHEMA_VERSION)

@@ -17,6 +17,7 @@ from typing import Final, Self
 
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
+from strata.database.migrations import check_schema
 from strata.database.sqlite import SqliteThread, is_empty, run_script
 from strata.journal.encoding import checked_snapshot, checksum_of, pack, unpack
 from strata.journal.port import (
@@ -64,12 +65,8 @@ class _Schema:
             raise StrataError(
                 Code.CONFLICT, f"{path} is not a journal", hint="give the file of a journal, or a new one"
             )
-        if version not in (0, _SCHEMA_VERSION):
-            raise StrataError(
-                Code.UNSUPPORTED,
-                f"the journal {path} has schema version {version}; this Strata knows {_SCHEMA_VERSION}",
-                hint="it was written by another version: upgrade Strata",
-            )
+        if version:
+            check_schema(f"the journal {path}", version, _SCHEMA_VERSION, _SCHEMA_VERSION)
 
     def upgrade(self, db: sqlite3.Connection) -> None:
         if _version(db) == 0:

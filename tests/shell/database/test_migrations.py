@@ -14,10 +14,14 @@ from strata.database.migrations import Component, SqliteComponents, upgrade_post
 from strata.database.postgres import Connections
 from strata.database.sqlite import SqliteThread
 
-ONE = Component("one", ("CREATE TABLE first (a INTEGER);",))
-ONE_LATER = Component("one", (*ONE.steps, "ALTER TABLE first ADD COLUMN b INTEGER; CREATE TABLE second (a INTEGER);"))
-OTHER = Component("other", ("CREATE TABLE third (a INTEGER);",))
-BROKEN = Component("other", ("CREATE TABLE third (a INTEGER); CREATE TABLE first (a INTEGER);",))
+ONE = Component("one", 1, ("CREATE TABLE first (a INTEGER);",))
+ONE_LATER = Component(
+    "one", 1, (*ONE.steps, "ALTER TABLE first ADD COLUMN b INTEGER; CREATE TABLE second (a INTEGER);")
+)
+RELEASED = Component("one", 7, ONE.steps)
+RELEASED_LATER = Component("one", 7, ONE_LATER.steps)
+OTHER = Component("other", 1, ("CREATE TABLE third (a INTEGER);",))
+BROKEN = Component("other", 1, ("CREATE TABLE third (a INTEGER); CREATE TABLE first (a INTEGER);",))
 
 
 async def opened(path: Path, *components: Component, create: bool = True) -> SqliteThread:
@@ -47,9 +51,27 @@ async def test_a_file_takes_the_steps_it_lacks_and_keeps_its_rows(tmp_path: Path
 async def test_a_file_of_a_newer_version_is_refused_untouched(tmp_path: Path) -> None:
     path = tmp_path / "strata.db"
     await (await opened(path, ONE_LATER)).close()
-    with pytest.raises(StrataError, match="have version 2; this Strata knows 1") as refused:
+    with pytest.raises(StrataError, match="of one: schema 2 of a newer version; this version reads 1") as refused:
         await opened(path, ONE)
     assert refused.value.code is Code.UNSUPPORTED
+
+
+async def test_a_file_of_an_unreleased_version_is_refused_untouched(tmp_path: Path) -> None:
+    path = tmp_path / "strata.db"
+    await (await opened(path, ONE_LATER)).close()
+    with pytest.raises(StrataError, match="of one: schema 2 of an unreleased version; this version reads 7") as refused:
+        await opened(path, RELEASED)
+    assert (refused.value.code, "new database" in str(refused.value.hint)) == (Code.UNSUPPORTED, True)
+    assert await tables(path, ONE_LATER) == ["first", "second", "strata_schema"]
+
+
+async def test_an_empty_file_gets_the_number_of_the_first_release_and_goes_on_from_there(tmp_path: Path) -> None:
+    path = tmp_path / "strata.db"
+    await (await opened(path, RELEASED)).close()
+    later = await opened(path, RELEASED_LATER)
+    assert await later.read(lambda db: db.execute("SELECT * FROM strata_schema").fetchall()) == [("one", 8)]
+    await later.close()
+    assert await tables(path, RELEASED_LATER) == ["first", "second", "strata_schema"]
 
 
 async def test_a_foreign_file_is_refused_untouched(tmp_path: Path) -> None:
@@ -83,15 +105,18 @@ async def postgres_tables(connections: Connections) -> list[Any]:
     return [name for (name,) in rows]
 
 
-async def test_postgres_takes_the_steps_it_lacks_and_refuses_a_newer_version(connections: Connections) -> None:
+async def test_postgres_takes_the_steps_it_lacks_and_refuses_other_versions(connections: Connections) -> None:
     async with connections.acquire() as connection:
         await upgrade_postgres(connection, [ONE])
         await upgrade_postgres(connection, [ONE_LATER, OTHER])
         await upgrade_postgres(connection, [ONE_LATER, OTHER])
     assert await postgres_tables(connections) == ["first", "second", "strata_schema", "third"]
-    with pytest.raises(StrataError, match="this Strata knows 1"):
+    with pytest.raises(StrataError, match="of one: schema 2 of a newer version; this version reads 1"):
         async with connections.acquire() as connection:
             await upgrade_postgres(connection, [ONE])
+    with pytest.raises(StrataError, match="of one: schema 2 of an unreleased version; this version reads 7"):
+        async with connections.acquire() as connection:
+            await upgrade_postgres(connection, [RELEASED])
 
 
 async def test_postgres_takes_no_part_of_an_upgrade_whose_step_fails(connections: Connections) -> None:

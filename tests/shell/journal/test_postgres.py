@@ -45,7 +45,7 @@ async def test_a_newer_schema_is_refused(postgres_url: str) -> None:
         pass
     async with await psycopg.AsyncConnection.connect(postgres_url, autocommit=True) as connection:
         await connection.execute("UPDATE journal_schema SET version = 99")
-    with pytest.raises(StrataError) as caught:
+    with pytest.raises(StrataError, match="journal: schema 99 of a newer version; this version reads 1") as caught:
         await PostgresJournal.open(postgres_url, SystemClock())
     assert caught.value.code is Code.UNSUPPORTED
 

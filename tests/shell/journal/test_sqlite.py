@@ -85,7 +85,9 @@ async def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "journal.db") as db:
         db.execute("PRAGMA user_version = 99")
     db.close()
-    assert (await refusal(tmp_path / "journal.db")).code is Code.UNSUPPORTED
+    refused = await refusal(tmp_path / "journal.db")
+    assert refused.code is Code.UNSUPPORTED
+    assert refused.message.endswith("journal.db: schema 99 of a newer version; this version reads 1")
 
 
 async def test_a_full_disk_refuses_the_append_and_goes_on_once_there_is_room(tmp_path: Path) -> None:

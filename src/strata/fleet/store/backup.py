@@ -60,7 +60,7 @@ _INVITES: Final = "UPDATE identity_invite SET revoked_at = {now} WHERE used_by =
 _SESSIONS: Final = "DELETE FROM identity_session"
 """A person who has logged out since the backup would be logged in again."""
 
-_CURSORS: Final = f"UPDATE hub_cursor SET cursor = '0.' || {POSITION} WHERE cursor <> '' AND name <> 'health'"
+_CURSORS: Final = f"UPDATE hub_cursor SET cursor = '0.' || {POSITION} WHERE cursor <> ''"
 """The cursors of the readers of the feed: the same position, where transactions count from 0 again."""
 
 

@@ -22,6 +22,7 @@ KEPT_S: Final = 86_400.0
 """How long one that has ended can be read."""
 SQLITE: Final = Component(
     "exec",
+    1,
     (
         """
         CREATE TABLE exec (
@@ -36,6 +37,7 @@ SQLITE: Final = Component(
 )
 POSTGRES: Final = Component(
     "exec",
+    1,
     (
         """
         CREATE TABLE exec (

@@ -30,8 +30,8 @@ _CLOCKED: Final = {"event": "tx"}
 """A column that only PostgreSQL has: 0 is before every transaction of its own."""
 _CURSORS: Final = "hub_cursor"
 """The cursors of the readers of the event feed: formatted differently in each database, at the same position."""
-_READERS: Final = "cursor <> '' AND name <> 'health'"
-"""The rows of readers that have read something. An older hub beside this one writes its health among them."""
+_READERS: Final = "cursor <> ''"
+"""The rows of readers that have read something."""
 
 
 @dataclass

@@ -8,15 +8,22 @@ from strata.database.migrations import Component
 
 SQLITE: Final = Component(
     "artifact",
+    8,
     (
+        # `artifact.owner`: whose quota it counts against. `data_name`: whose the names of data are, of the owner who
+        # used one first. `artifact_lineage.removed_at`: when it was withdrawn. `artifact_chunk.closed`: a training
+        # server has saved the chunk; knowing the digest of one is no right to its bytes.
         """
         CREATE TABLE artifact (
           seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, manifest BLOB NOT NULL,
-          size INTEGER NOT NULL, committed_at REAL NOT NULL, pinned TEXT NOT NULL, removed_at REAL
+          size INTEGER NOT NULL, committed_at REAL NOT NULL, pinned TEXT NOT NULL, removed_at REAL,
+          owner TEXT NOT NULL DEFAULT '', pinned_by TEXT NOT NULL DEFAULT ''
         ) STRICT;
+        CREATE INDEX artifact_owner ON artifact (owner, size) WHERE removed_at IS NULL;
         CREATE TABLE artifact_chunk (
           number INTEGER PRIMARY KEY AUTOINCREMENT, digest TEXT NOT NULL UNIQUE, state TEXT NOT NULL,
-          size INTEGER NOT NULL, wanted_at REAL NOT NULL, checked_at REAL NOT NULL
+          size INTEGER NOT NULL, wanted_at REAL NOT NULL, checked_at REAL NOT NULL,
+          closed INTEGER NOT NULL DEFAULT 0
         ) STRICT;
         CREATE INDEX artifact_chunk_wanted ON artifact_chunk (state, wanted_at);
         CREATE INDEX artifact_chunk_checked ON artifact_chunk (state, checked_at);
@@ -28,7 +35,9 @@ SQLITE: Final = Component(
         CREATE TABLE artifact_lineage (
           seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE,
           artifact_id TEXT NOT NULL REFERENCES artifact (id), committed_at REAL NOT NULL, kind TEXT NOT NULL,
-          job_id TEXT NOT NULL, model TEXT NOT NULL, mode TEXT NOT NULL, body BLOB NOT NULL
+          job_id TEXT NOT NULL, model TEXT NOT NULL, mode TEXT NOT NULL, body BLOB NOT NULL,
+          actor TEXT NOT NULL DEFAULT '', epoch INTEGER NOT NULL DEFAULT 0, owner TEXT NOT NULL DEFAULT '',
+          removed_at REAL
         ) STRICT;
         CREATE INDEX artifact_lineage_artifact ON artifact_lineage (artifact_id);
         CREATE INDEX artifact_lineage_job ON artifact_lineage (job_id);
@@ -36,6 +45,7 @@ SQLITE: Final = Component(
         CREATE TABLE artifact_metric (
           lineage INTEGER NOT NULL, name TEXT NOT NULL, value REAL NOT NULL, PRIMARY KEY (lineage, name)
         ) WITHOUT ROWID, STRICT;
+        CREATE INDEX artifact_metric_value ON artifact_metric (name, value, lineage);
         CREATE TABLE artifact_parent (
           parent TEXT NOT NULL, lineage INTEGER NOT NULL, PRIMARY KEY (parent, lineage)
         ) WITHOUT ROWID, STRICT;
@@ -43,69 +53,26 @@ SQLITE: Final = Component(
           sha256 TEXT PRIMARY KEY, artifact_id TEXT NOT NULL REFERENCES artifact (id)
         ) WITHOUT ROWID, STRICT;
         CREATE INDEX artifact_blob_artifact ON artifact_blob (artifact_id);
-        """,
-        """
-        ALTER TABLE artifact_lineage ADD COLUMN actor TEXT NOT NULL DEFAULT '';
-        ALTER TABLE artifact_lineage ADD COLUMN epoch INTEGER NOT NULL DEFAULT 0;
-        UPDATE artifact_lineage SET epoch = json_extract(CAST(body AS TEXT), '$.epoch');
-        """,
-        # Whose quota an artifact counts against: of those from before, of the owner of the job that made it.
-        """
-        ALTER TABLE artifact ADD COLUMN owner TEXT NOT NULL DEFAULT '';
-        UPDATE artifact SET owner = coalesce((
-          SELECT j.owner FROM artifact_lineage l JOIN job j ON j.id = l.job_id WHERE l.artifact_id = artifact.id
-          ORDER BY l.seq LIMIT 1), '');
-        CREATE INDEX artifact_owner ON artifact (owner) WHERE removed_at IS NULL;
-        """,
-        """
-        CREATE INDEX artifact_metric_value ON artifact_metric (name, value, lineage);
-        DROP INDEX artifact_owner;
-        CREATE INDEX artifact_owner ON artifact (owner, size) WHERE removed_at IS NULL;
-        """,
-        # Whose the names of data are: of the owner who used one first. Bytes that several uploaded have the name of one
-        # of them; the key that committed is known of each, and the next commit with it gives its owner the name.
-        """
         CREATE TABLE data_name (name TEXT PRIMARY KEY, owner TEXT NOT NULL) WITHOUT ROWID, STRICT;
-        INSERT INTO data_name SELECT l.model, CASE WHEN a.owner <> '' AND NOT EXISTS (
-            SELECT 1 FROM artifact_lineage o WHERE o.artifact_id = l.artifact_id AND o.actor <> l.actor) THEN a.owner
-          WHEN l.actor LIKE 'key:%' THEN l.actor ELSE 'operator' END
-          FROM artifact_lineage l JOIN artifact a ON a.id = l.artifact_id
-          WHERE l.kind = 'data' AND l.model <> '' ORDER BY l.seq ON CONFLICT DO NOTHING;
-        """,
-        # Whose each lineage is, and which were withdrawn; who pinned.
-        """
-        ALTER TABLE artifact ADD COLUMN pinned_by TEXT NOT NULL DEFAULT '';
-        ALTER TABLE artifact_lineage ADD COLUMN owner TEXT NOT NULL DEFAULT '';
-        ALTER TABLE artifact_lineage ADD COLUMN removed_at REAL;
-        UPDATE artifact_lineage SET owner = coalesce((SELECT j.owner FROM job j WHERE j.id = job_id),
-          (SELECT a.owner FROM artifact a WHERE a.id = artifact_id)),
-          removed_at = (SELECT a.removed_at FROM artifact a WHERE a.id = artifact_id);
-        """,
-        # How many names an owner has is counted when one is taken.
-        "CREATE INDEX data_name_owner ON data_name (owner);",
-        # Which chunks a training server has saved: knowing the digest of one is no right to its bytes.
-        """
-        ALTER TABLE artifact_chunk ADD COLUMN closed INTEGER NOT NULL DEFAULT 0;
-        UPDATE artifact_chunk SET closed = 1 WHERE number IN (SELECT r.chunk FROM artifact_ref r
-          JOIN artifact a ON a.seq = r.artifact JOIN artifact_lineage l ON l.artifact_id = a.id
-          JOIN job j ON j.id = l.job_id WHERE l.kind = 'checkpoint'
-          AND json_extract(CAST(j.spec AS TEXT), '$.kind') = 'server');
+        CREATE INDEX data_name_owner ON data_name (owner);
         """,
     ),
 )
 POSTGRES: Final = Component(
     "artifact",
+    8,
     (
         """
         CREATE TABLE artifact (
           seq bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, id text COLLATE "C" NOT NULL UNIQUE,
           manifest bytea NOT NULL, size bigint NOT NULL, committed_at double precision NOT NULL, pinned text NOT NULL,
-          removed_at double precision
+          removed_at double precision, owner text NOT NULL DEFAULT '', pinned_by text NOT NULL DEFAULT ''
         );
+        CREATE INDEX artifact_owner ON artifact (owner, size) WHERE removed_at IS NULL;
         CREATE TABLE artifact_chunk (
           number bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, digest text COLLATE "C" NOT NULL UNIQUE,
           state text NOT NULL, size bigint NOT NULL, wanted_at double precision NOT NULL,
-          checked_at double precision NOT NULL
+          checked_at double precision NOT NULL, closed integer NOT NULL DEFAULT 0
         ) WITH (fillfactor = 80);
         CREATE INDEX artifact_chunk_wanted ON artifact_chunk (state, wanted_at);
         CREATE INDEX artifact_chunk_checked ON artifact_chunk (state, checked_at);
@@ -118,7 +85,8 @@ POSTGRES: Final = Component(
           seq bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, id text COLLATE "C" NOT NULL UNIQUE,
           artifact_id text COLLATE "C" NOT NULL REFERENCES artifact (id), committed_at double precision NOT NULL,
           kind text NOT NULL, job_id text COLLATE "C" NOT NULL, model text NOT NULL, mode text NOT NULL,
-          body bytea NOT NULL
+          body bytea NOT NULL, actor text NOT NULL DEFAULT '', epoch bigint NOT NULL DEFAULT 0,
+          owner text NOT NULL DEFAULT '', removed_at double precision
         );
         CREATE INDEX artifact_lineage_artifact ON artifact_lineage (artifact_id);
         CREATE INDEX artifact_lineage_job ON artifact_lineage (job_id);
@@ -126,6 +94,7 @@ POSTGRES: Final = Component(
         CREATE TABLE artifact_metric (
           lineage bigint NOT NULL, name text NOT NULL, value double precision NOT NULL, PRIMARY KEY (lineage, name)
         );
+        CREATE INDEX artifact_metric_value ON artifact_metric (name, value, lineage);
         CREATE TABLE artifact_parent (
           parent text COLLATE "C" NOT NULL, lineage bigint NOT NULL, PRIMARY KEY (parent, lineage)
         );
@@ -133,53 +102,8 @@ POSTGRES: Final = Component(
           sha256 text COLLATE "C" PRIMARY KEY, artifact_id text COLLATE "C" NOT NULL REFERENCES artifact (id)
         );
         CREATE INDEX artifact_blob_artifact ON artifact_blob (artifact_id);
-        """,
-        """
-        ALTER TABLE artifact_lineage ADD COLUMN actor text NOT NULL DEFAULT '';
-        ALTER TABLE artifact_lineage ADD COLUMN epoch bigint NOT NULL DEFAULT 0;
-        UPDATE artifact_lineage SET epoch = (convert_from(body, 'UTF8')::json ->> 'epoch')::bigint;
-        """,
-        # Whose quota an artifact counts against: of those from before, of the owner of the job that made it.
-        """
-        ALTER TABLE artifact ADD COLUMN owner text NOT NULL DEFAULT '';
-        UPDATE artifact SET owner = coalesce((
-          SELECT j.owner FROM artifact_lineage l JOIN job j ON j.id = l.job_id WHERE l.artifact_id = artifact.id
-          ORDER BY l.seq LIMIT 1), '');
-        CREATE INDEX artifact_owner ON artifact (owner) WHERE removed_at IS NULL;
-        """,
-        """
-        CREATE INDEX artifact_metric_value ON artifact_metric (name, value, lineage);
-        DROP INDEX artifact_owner;
-        CREATE INDEX artifact_owner ON artifact (owner, size) WHERE removed_at IS NULL;
-        """,
-        # Whose the names of data are: of the owner who used one first. Bytes that several uploaded have the name of one
-        # of them; the key that committed is known of each, and the next commit with it gives its owner the name.
-        """
         CREATE TABLE data_name (name text COLLATE "C" PRIMARY KEY, owner text NOT NULL);
-        INSERT INTO data_name SELECT l.model, CASE WHEN a.owner <> '' AND NOT EXISTS (
-            SELECT 1 FROM artifact_lineage o WHERE o.artifact_id = l.artifact_id AND o.actor <> l.actor) THEN a.owner
-          WHEN l.actor LIKE 'key:%' THEN l.actor ELSE 'operator' END
-          FROM artifact_lineage l JOIN artifact a ON a.id = l.artifact_id
-          WHERE l.kind = 'data' AND l.model <> '' ORDER BY l.seq ON CONFLICT DO NOTHING;
-        """,
-        # Whose each lineage is, and which were withdrawn; who pinned.
-        """
-        ALTER TABLE artifact ADD COLUMN pinned_by text NOT NULL DEFAULT '';
-        ALTER TABLE artifact_lineage ADD COLUMN owner text NOT NULL DEFAULT '';
-        ALTER TABLE artifact_lineage ADD COLUMN removed_at double precision;
-        UPDATE artifact_lineage SET owner = coalesce((SELECT j.owner FROM job j WHERE j.id = job_id),
-          (SELECT a.owner FROM artifact a WHERE a.id = artifact_id)),
-          removed_at = (SELECT a.removed_at FROM artifact a WHERE a.id = artifact_id);
-        """,
-        # How many names an owner has is counted when one is taken.
-        "CREATE INDEX data_name_owner ON data_name (owner);",
-        # Which chunks a training server has saved: knowing the digest of one is no right to its bytes.
-        """
-        ALTER TABLE artifact_chunk ADD COLUMN closed integer NOT NULL DEFAULT 0;
-        UPDATE artifact_chunk SET closed = 1 WHERE number IN (SELECT r.chunk FROM artifact_ref r
-          JOIN artifact a ON a.seq = r.artifact JOIN artifact_lineage l ON l.artifact_id = a.id
-          JOIN job j ON j.id = l.job_id WHERE l.kind = 'checkpoint'
-          AND convert_from(j.spec, 'UTF8')::json ->> 'kind' = 'server');
+        CREATE INDEX data_name_owner ON data_name (owner);
         """,
     ),
 )

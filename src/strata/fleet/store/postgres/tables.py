@@ -15,13 +15,26 @@ MAY_SERVE: Final = """position('"kind":"server"'::bytea IN spec) > 0"""
 """A spec with the text of that kind in it; also one that has it among its hyper-parameters."""
 COMPONENT: Final = Component(
     "fleet",
+    20,
     (
-        """
+        # What each table is for stands with the tables of SQLite. Here:
+        # `attempt_open` is by an expression that no other index has: for a plan that is made while the table is empty,
+        # the planner would take any index with the host in it, and read all of that.
+        # `open_claims` reads by queries of its own after the lock, because the statement around it sees the snapshot
+        # from before the lock. It returns what is reserved like an attempt.
+        # A change adds rows to `job_count`, so that no two transactions wait for one row; `COMPACT_COUNTS` sums them.
+        f"""
         CREATE TABLE req_class (
           id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, key text NOT NULL UNIQUE, spec bytea NOT NULL
         );
-        CREATE TABLE trainer (name text PRIMARY KEY, spec bytea NOT NULL);
-        CREATE TABLE policy (host text PRIMARY KEY, spec bytea NOT NULL);
+        CREATE TABLE trainer (digest text PRIMARY KEY, spec bytea NOT NULL);
+        CREATE TABLE trainer_name (
+          project text NOT NULL, name text NOT NULL, digest text NOT NULL REFERENCES trainer,
+          PRIMARY KEY (project, name)
+        );
+        CREATE TABLE policy (host text PRIMARY KEY, spec bytea NOT NULL, project text NOT NULL DEFAULT 'default');
+        CREATE TABLE project (name text PRIMARY KEY, owner text NOT NULL, made_at double precision NOT NULL);
+        CREATE TABLE quota (owner text PRIMARY KEY, spec bytea NOT NULL);
         CREATE TABLE job (
           seq bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, id text COLLATE "C" NOT NULL UNIQUE, spec bytea NOT NULL,
           class_id bigint NOT NULL REFERENCES req_class, status text NOT NULL, epoch bigint NOT NULL,
@@ -29,210 +42,74 @@ COMPONENT: Final = Component(
           not_before double precision NOT NULL, host_id text NOT NULL, reason text NOT NULL, artifact text NOT NULL,
           declared boolean NOT NULL, orphaned boolean NOT NULL, waits_for integer NOT NULL, model text NOT NULL,
           sweep text NOT NULL, priority integer NOT NULL, trainer text NOT NULL, charged integer NOT NULL,
-          lost integer NOT NULL, excused integer NOT NULL, checkpoint text NOT NULL
+          lost integer NOT NULL, excused integer NOT NULL, checkpoint text NOT NULL,
+          attempts integer NOT NULL DEFAULT 0, project text NOT NULL DEFAULT 'default',
+          trainer_digest text NOT NULL DEFAULT '', submitted_by text NOT NULL DEFAULT '',
+          infra integer NOT NULL DEFAULT 0, owner text NOT NULL DEFAULT '', label text NOT NULL DEFAULT '',
+          archived boolean NOT NULL DEFAULT false, superseded boolean NOT NULL DEFAULT false,
+          gang text NOT NULL DEFAULT ''
         ) WITH (fillfactor = 80);
         CREATE INDEX job_unfinished ON job (status, id) WHERE status <> 'pending';
         CREATE INDEX job_host ON job (host_id, id) WHERE host_id <> '';
+        CREATE INDEX job_label ON job (label, project, seq);
+        CREATE INDEX job_owner ON job (owner) WHERE status IN ('pending', 'claimed', 'running');
+        CREATE INDEX job_gang ON job (gang) WHERE gang <> '';
+        CREATE INDEX job_gang_open ON job (gang) WHERE gang <> '' AND status IN ('pending', 'claimed', 'running');
+        CREATE INDEX job_sweep ON job (project, sweep, status, changed_at, archived, superseded) WHERE sweep <> '';
+        CREATE INDEX job_ended ON job (changed_at, seq) WHERE status IN ('completed', 'failed', 'cancelled');
+        CREATE INDEX job_failed ON job (changed_at, seq) WHERE status = 'failed';
+        CREATE INDEX job_server ON job (id) WHERE {MAY_SERVE};
+        CREATE INDEX job_search ON job (seq) INCLUDE (label, owner, project, model, sweep);
+        CREATE INDEX job_held ON job (seq, project, status) WHERE status IN ('claimed', 'running');
         CREATE TABLE job_after (job_id text NOT NULL, needs text NOT NULL, PRIMARY KEY (job_id, needs));
         CREATE INDEX job_after_needs ON job_after (needs, job_id);
+        CREATE TABLE job_refusal (host_id text NOT NULL, seq bigint NOT NULL, PRIMARY KEY (host_id, seq));
+        CREATE INDEX job_refusal_job ON job_refusal (seq);
         CREATE TABLE ready (
-          seq bigint PRIMARY KEY, class_id bigint NOT NULL, priority integer NOT NULL, since double precision NOT NULL
+          seq bigint PRIMARY KEY, class_id bigint NOT NULL, priority integer NOT NULL, since double precision NOT NULL,
+          owner text NOT NULL DEFAULT ''
         ) WITH (autovacuum_vacuum_scale_factor = 0.01, autovacuum_vacuum_cost_delay = 0);
         CREATE INDEX ready_order ON ready (class_id, priority DESC, seq);
+        CREATE INDEX ready_owner ON ready (class_id, owner, priority DESC, seq);
         CREATE TABLE ripening (seq bigint PRIMARY KEY, not_before double precision NOT NULL);
         CREATE INDEX ripening_due ON ripening (not_before);
         CREATE TABLE lease (
           job_id text COLLATE "C" PRIMARY KEY, host_id text NOT NULL, epoch bigint NOT NULL,
-          expires_at double precision NOT NULL, expired boolean NOT NULL
+          expires_at double precision NOT NULL, expired boolean NOT NULL, preempt text NOT NULL DEFAULT ''
         ) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0.05);
         CREATE INDEX lease_due ON lease (expires_at) WHERE NOT expired;
         CREATE TABLE attempt (
           job_id text COLLATE "C" NOT NULL, epoch bigint NOT NULL, host_id text NOT NULL, claim_id text NOT NULL,
           claimed_at double precision NOT NULL, started_at double precision, ended_at double precision,
           outcome text NOT NULL, cause text NOT NULL, error text NOT NULL, artifact text NOT NULL,
-          checkpoint text NOT NULL, facts bytea NOT NULL, PRIMARY KEY (job_id, epoch)
+          checkpoint text NOT NULL, facts bytea NOT NULL, number integer NOT NULL DEFAULT 0,
+          trainer_digest text NOT NULL DEFAULT '', taken bytea NOT NULL DEFAULT '', PRIMARY KEY (job_id, epoch)
         ) WITH (fillfactor = 80);
         CREATE INDEX attempt_claim ON attempt (claim_id, host_id);
         CREATE INDEX attempt_host ON attempt (host_id, ended_at) WHERE ended_at IS NOT NULL;
-        CREATE TABLE host (
-          id text PRIMARY KEY, name text NOT NULL, capability bytea NOT NULL, registered_at double precision NOT NULL,
-          state text NOT NULL, state_reason text NOT NULL, agent_version text NOT NULL, pool text NOT NULL
-        );
-        CREATE TABLE host_beat (host_id text PRIMARY KEY, seen double precision NOT NULL)
-          WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0.05);
-        """,
-        """
-        CREATE FUNCTION new_claims(hosts text[], claims text[])
-        RETURNS TABLE (place bigint, host text, claim text) LANGUAGE plpgsql VOLATILE ROWS 64 AS $$
-        BEGIN
-          PERFORM pg_advisory_xact_lock(key) FROM (
-            SELECT DISTINCT hashtextextended(w.h || ' ' || w.c, 7) AS key FROM unnest(hosts, claims) AS w (h, c)
-            ORDER BY key
-          ) AS ordered;
-          RETURN QUERY SELECT row_number() OVER (ORDER BY w.n), w.h, w.c
-            FROM unnest(hosts, claims) WITH ORDINALITY AS w (h, c, n)
-            WHERE (SELECT state FROM host WHERE id = w.h) = 'active'
-              AND (SELECT count(*) FROM attempt WHERE claim_id = w.c AND host_id = w.h) = 0;
-        END $$;
-        CREATE FUNCTION is_new_claim(its_host text, its_claim text) RETURNS boolean LANGUAGE plpgsql VOLATILE AS $$
-        BEGIN
-          PERFORM pg_advisory_xact_lock(hashtextextended(its_host || ' ' || its_claim, 7));
-          RETURN EXISTS (SELECT FROM host WHERE id = its_host AND state = 'active')
-            AND NOT EXISTS (SELECT FROM attempt WHERE claim_id = its_claim AND host_id = its_host);
-        END $$;
-        """,
-        # The number of an attempt (1, 2, 3 …) is for people; its epoch is the fence, and a restore leaves gaps in it.
-        """
-        ALTER TABLE attempt ADD COLUMN number integer NOT NULL DEFAULT 0;
-        ALTER TABLE job ADD COLUMN attempts integer NOT NULL DEFAULT 0;
-        UPDATE attempt SET number = a.number FROM (
-          SELECT job_id, epoch, row_number() OVER (PARTITION BY job_id ORDER BY epoch) AS number FROM attempt
-        ) AS a WHERE attempt.job_id = a.job_id AND attempt.epoch = a.epoch;
-        UPDATE job SET attempts = a.attempts FROM (
-          SELECT job_id, count(*) AS attempts FROM attempt GROUP BY job_id
-        ) AS a WHERE job.id = a.job_id;
-        """,
-        """
-        ALTER TABLE trainer RENAME TO trainer_by_name;
-        CREATE TABLE trainer (digest text PRIMARY KEY, spec bytea NOT NULL);
-        CREATE TABLE trainer_name (
-          project text NOT NULL, name text NOT NULL, digest text NOT NULL REFERENCES trainer,
-          PRIMARY KEY (project, name)
-        );
-        INSERT INTO trainer SELECT 'trainer1_' || encode(sha256(spec), 'hex'), spec FROM trainer_by_name;
-        INSERT INTO trainer_name
-          SELECT 'default', name, 'trainer1_' || encode(sha256(spec), 'hex') FROM trainer_by_name;
-        DROP TABLE trainer_by_name;
-        ALTER TABLE job ADD COLUMN project text NOT NULL DEFAULT 'default';
-        ALTER TABLE job ADD COLUMN trainer_digest text NOT NULL DEFAULT '';
-        ALTER TABLE job ADD COLUMN submitted_by text NOT NULL DEFAULT '';
-        UPDATE job SET trainer_digest = t.digest FROM trainer_name t WHERE t.name = job.trainer;
-        ALTER TABLE attempt ADD COLUMN trainer_digest text NOT NULL DEFAULT '';
-        UPDATE attempt SET trainer_digest = job.trainer_digest FROM job WHERE job.id = attempt.job_id;
-        ALTER TABLE policy ADD COLUMN project text NOT NULL DEFAULT 'default';
-        ALTER TABLE host ADD COLUMN labels bytea NOT NULL DEFAULT '{}';
-        """,
-        # Hosts that could not set a job up: claims pass over it for them.
-        """
-        ALTER TABLE job ADD COLUMN infra integer NOT NULL DEFAULT 0;
-        CREATE TABLE job_refusal (host_id text NOT NULL, seq bigint NOT NULL, PRIMARY KEY (host_id, seq));
-        CREATE INDEX job_refusal_job ON job_refusal (seq);
-        """,
-        # What an attempt takes of its host; empty for those that began before amounts were counted. `open_claims` reads
-        # by a query of its own after the lock, because the statement around it sees the snapshot from before the lock.
-        """
-        ALTER TABLE attempt ADD COLUMN taken bytea NOT NULL DEFAULT '';
-        CREATE INDEX attempt_open ON attempt (host_id) WHERE ended_at IS NULL;
-        DROP FUNCTION new_claims;
-        DROP FUNCTION is_new_claim;
-        CREATE FUNCTION open_claims(hosts text[], claims text[])
-        RETURNS TABLE (host text, claim text, job_id text, epoch bigint, taken bytea, expired boolean)
-        LANGUAGE plpgsql VOLATILE ROWS 64 AS $$
-        BEGIN
-          PERFORM pg_advisory_xact_lock(key) FROM (
-            SELECT DISTINCT hashtextextended(w.h, 7) AS key FROM unnest(hosts) AS w (h) ORDER BY key
-          ) AS ordered;
-          RETURN QUERY SELECT w.h, w.c, '', 0::bigint, ''::bytea, false
-            FROM unnest(hosts, claims) WITH ORDINALITY AS w (h, c, n)
-            WHERE (SELECT state FROM host WHERE id = w.h) = 'active'
-              AND (SELECT count(*) FROM attempt a WHERE a.claim_id = w.c AND a.host_id = w.h) = 0
-            ORDER BY w.n;
-          RETURN QUERY SELECT a.host_id, NULL, a.job_id, a.epoch, a.taken, l.expired
-            FROM (SELECT DISTINCT h FROM unnest(hosts) AS w (h)) AS w
-            JOIN attempt a ON a.host_id = w.h AND a.ended_at IS NULL
-            JOIN lease l ON l.job_id = a.job_id AND l.epoch = a.epoch;
-        END $$;
-        """,
-        # Owners of jobs and projects, and what lists hide.
-        """
-        ALTER TABLE job ADD COLUMN owner text NOT NULL DEFAULT '';
-        ALTER TABLE job ADD COLUMN label text NOT NULL DEFAULT '';
-        ALTER TABLE job ADD COLUMN archived boolean NOT NULL DEFAULT false;
-        ALTER TABLE job ADD COLUMN superseded boolean NOT NULL DEFAULT false;
-        UPDATE job SET owner = submitted_by, label = coalesce(nullif(convert_from(spec, 'UTF8')::json->>'name', ''),
-          model || '-' || coalesce(convert_from(spec, 'UTF8')::json->>'mode', 'default'));
-        CREATE INDEX job_label ON job (label, project, seq);
-        CREATE INDEX job_owner ON job (owner) WHERE status IN ('pending', 'claimed', 'running');
-        CREATE TABLE project (name text PRIMARY KEY, owner text NOT NULL, made_at double precision NOT NULL);
-        INSERT INTO project SELECT DISTINCT project, 'operator', 0.0 FROM job WHERE project <> 'default';
-        """,
-        """
-        CREATE TABLE quota (owner text PRIMARY KEY, spec bytea NOT NULL);
-        """,
-        # Where servers serve. It counts while the attempt with this epoch holds the lease.
-        """
+        CREATE INDEX attempt_open ON attempt ((host_id || '')) WHERE ended_at IS NULL;
+        CREATE INDEX attempt_ended ON attempt (ended_at) WHERE ended_at IS NOT NULL;
         CREATE TABLE server (
           job_id text PRIMARY KEY, epoch bigint NOT NULL, address text NOT NULL, models bytea NOT NULL,
           used_at double precision NOT NULL
         );
-        """,
-        # By an expression that no other index has: for a plan that is made while the table is empty, the planner would
-        # take any index with the host in it, and read all of that.
-        """
-        DROP INDEX attempt_open;
-        CREATE INDEX attempt_open ON attempt ((host_id || '')) WHERE ended_at IS NULL;
-        CREATE OR REPLACE FUNCTION open_claims(hosts text[], claims text[])
-        RETURNS TABLE (host text, claim text, job_id text, epoch bigint, taken bytea, expired boolean)
-        LANGUAGE plpgsql VOLATILE ROWS 64 AS $$
-        BEGIN
-          PERFORM pg_advisory_xact_lock(key) FROM (
-            SELECT DISTINCT hashtextextended(w.h, 7) AS key FROM unnest(hosts) AS w (h) ORDER BY key
-          ) AS ordered;
-          RETURN QUERY SELECT w.h, w.c, '', 0::bigint, ''::bytea, false
-            FROM unnest(hosts, claims) WITH ORDINALITY AS w (h, c, n)
-            WHERE (SELECT state FROM host WHERE id = w.h) = 'active'
-              AND (SELECT count(*) FROM attempt a WHERE a.claim_id = w.c AND a.host_id = w.h) = 0
-            ORDER BY w.n;
-          RETURN QUERY SELECT w.h, NULL, a.job_id, a.epoch, a.taken, l.expired
-            FROM (SELECT DISTINCT h FROM unnest(hosts) AS w (h)) AS w
-            CROSS JOIN LATERAL (
-              SELECT o.job_id, o.epoch, o.taken FROM attempt o
-              WHERE o.host_id || '' = w.h AND o.ended_at IS NULL OFFSET 0
-            ) AS a
-            CROSS JOIN LATERAL (
-              SELECT e.expired FROM lease e WHERE e.job_id = a.job_id AND e.epoch = a.epoch OFFSET 0
-            ) AS l;
-        END $$;
-        """,
-        # What hosts do, as sampled (step 0) and as means over a step.
-        """
+        CREATE TABLE host (
+          id text PRIMARY KEY, name text NOT NULL, capability bytea NOT NULL, registered_at double precision NOT NULL,
+          state text NOT NULL, state_reason text NOT NULL, agent_version text NOT NULL, pool text NOT NULL,
+          labels bytea NOT NULL DEFAULT '{{}}'
+        );
+        CREATE TABLE host_beat (host_id text PRIMARY KEY, seen double precision NOT NULL)
+          WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0.05);
+        CREATE TABLE host_lost (host_id text PRIMARY KEY, since double precision NOT NULL);
         CREATE TABLE host_sample (
           step integer NOT NULL, host_id text NOT NULL, at double precision NOT NULL, body bytea NOT NULL,
           PRIMARY KEY (host_id, step, at)
         );
         CREATE INDEX host_sample_at ON host_sample (step, at);
-        """,
-        # Fair share: a claim looks at the first jobs of each owner.
-        """
-        ALTER TABLE ready ADD COLUMN owner text NOT NULL DEFAULT '';
-        UPDATE ready SET owner = (SELECT owner FROM job WHERE job.seq = ready.seq);
-        CREATE INDEX ready_owner ON ready (class_id, owner, priority DESC, seq);
-        """,
-        # Projects that had trainers or policies and no jobs when projects got owners.
-        """
-        INSERT INTO project SELECT project, 'operator', 0.0
-          FROM (SELECT project FROM trainer_name UNION SELECT project FROM policy) AS used
-          WHERE project <> 'default' ON CONFLICT DO NOTHING;
-        """,
-        # The default of the highest priority became 0. Quotas that operators have set keep what they allowed: a field
-        # at its default was left out.
-        """
-        UPDATE quota SET spec = convert_to(
-          jsonb_set(convert_from(spec, 'UTF8')::jsonb, '{max_priority}', '100')::text, 'UTF8')
-          WHERE NOT convert_from(spec, 'UTF8')::jsonb ? 'max_priority';
-        """,
-        # What hosts keep free for jobs that wait, which of these belong together, and which attempts have to yield.
-        # `open_claims` returns what is reserved like an attempt, so that a hub of the version before counts it too.
-        """
         CREATE TABLE reservation (
           host_id text NOT NULL, seq bigint NOT NULL, amounts bytea NOT NULL, kind text NOT NULL,
           expires_at double precision NOT NULL, PRIMARY KEY (host_id, seq)
         );
-        ALTER TABLE job ADD COLUMN gang text NOT NULL DEFAULT '';
-        CREATE INDEX job_gang ON job (gang) WHERE gang <> '';
-        CREATE INDEX job_gang_open ON job (gang) WHERE gang <> '' AND status IN ('pending', 'claimed', 'running');
-        ALTER TABLE lease ADD COLUMN preempt text NOT NULL DEFAULT '';
-        DROP FUNCTION open_claims;
         CREATE FUNCTION open_claims(hosts text[], claims text[])
         RETURNS TABLE (host text, claim text, job_id text, epoch bigint, taken bytea, expired boolean,
           reserved bigint, kind text, expires_at double precision)
@@ -261,20 +138,7 @@ COMPONENT: Final = Component(
               THEN v.kind ELSE 'missed' END, v.expires_at
             FROM reservation v WHERE v.host_id = ANY(hosts) AND v.kind <> 'missed' ORDER BY v.seq;
         END $$;
-        """,
-        # Sweeps: their jobs and how many there are of each status, from the index alone.
-        """
-        CREATE INDEX job_sweep ON job (project, sweep, status, changed_at, archived, superseded) WHERE sweep <> '';
-        """,
-        # Counts that are kept: jobs that lists show, by project, and by the status in which they ended or `open`. A
-        # change adds rows, so that no two transactions wait for one row, and `COMPACT_COUNTS` sums them up. And the
-        # jobs that ended last. Nothing of it changes with a claim.
-        """
         CREATE TABLE job_count (project text NOT NULL, status text NOT NULL, n bigint NOT NULL);
-        INSERT INTO job_count SELECT project, shown, count(*) FROM (
-          SELECT project, CASE WHEN status NOT IN ('completed', 'failed', 'cancelled') THEN 'open'
-            WHEN archived OR superseded THEN '' ELSE status END AS shown FROM job
-        ) AS j WHERE shown <> '' GROUP BY project, shown;
         CREATE FUNCTION count_new_jobs() RETURNS trigger LANGUAGE plpgsql AS $$
         BEGIN
           INSERT INTO job_count SELECT project, shown, count(*) FROM (
@@ -299,22 +163,6 @@ COMPONENT: Final = Component(
           WHEN (OLD.status IN ('completed', 'failed', 'cancelled')
             OR NEW.status IN ('completed', 'failed', 'cancelled'))
           EXECUTE FUNCTION count_ended_job();
-        CREATE INDEX job_ended ON job (changed_at, seq) WHERE status IN ('completed', 'failed', 'cancelled');
-        CREATE INDEX job_failed ON job (changed_at, seq) WHERE status = 'failed';
-        """,
-        # Hosts that were silent for longer than a lease, until their next heartbeat; and the attempts that ended last.
-        """
-        CREATE INDEX attempt_ended ON attempt (ended_at) WHERE ended_at IS NOT NULL;
-        CREATE TABLE host_lost (host_id text PRIMARY KEY, since double precision NOT NULL);
-        """,
-        # Jobs that may be servers: a list of these looks at no other job. And what people search jobs by.
-        f"""
-        CREATE INDEX job_server ON job (id) WHERE {MAY_SERVE};
-        CREATE INDEX job_search ON job (seq) INCLUDE (label, owner, project, model, sweep);
-        """,
-        # Jobs that hosts hold: a list of the newest ones and their counts look at no other job.
-        """
-        CREATE INDEX job_held ON job (seq, project, status) WHERE status IN ('claimed', 'running');
         """,
     ),
 )
