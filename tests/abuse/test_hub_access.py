@@ -182,7 +182,7 @@ async def test_a_host_reads_only_what_its_live_leases_name(tmp_path: Path, tries
             trainer |= {"data": {"rows": {"source": "strata:rows", "digest": dataset}}} if number else {}
             body = {"spec": {"model": f"m{number}", "trainer": f"t{number}"}, "trainer": trainer}
             ok(await person.post("/v1/jobs", json=body), SubmitReply)
-        (first,), (second,) = await anna.claim("c1", slots=2), await anna.claim("c2", slots=1)
+        (first,), (second,) = await anna.claim("c1"), await anna.claim("c2")
         named = [f"/v1/artifact/{artifact}", f"/v1/chunk/{chunk}", f"/v1/source/{blob}"]
         named += [f"/v1/artifact/{dataset}", f"/v1/chunk/{row}"]
         named += [f"/v1/job/{lease.job_id}" for lease in (first, second)]

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final, NamedTuple
 
 from strata.fleet.core.amounts import Amounts, Capacity, Room, Taken, job_amounts
-from strata.fleet.core.capability import Profile, in_quiet_hours, is_outdated, profile
+from strata.fleet.core.capability import Profile, in_quiet_hours, minimum_agent, parse_agent_version, profile
 from strata.fleet.core.fair_share import FleetTotals, add_up
 from strata.fleet.core.jobspec import HostSpec
 from strata.fleet.core.lease import SUSPECT_S
@@ -67,21 +67,23 @@ class _KnownProfile(NamedTuple):
 
 
 class Roster:
-    def __init__(self, store: Store, lease_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        lease_s: float,
+        minimum_agent: Callable[[RequirementClass], tuple[int, int]] = minimum_agent,
+    ) -> None:
         self._store = store
+        self._minimum_agent = minimum_agent
         self._online_s = max(SUSPECT_S, lease_s)
         self._classes: dict[int, RequirementClass] = {}
         self._with_preferences: dict[int, RequirementClass] = {}
         self._hosts: dict[str, HostRow] = {}
         self._policies: Mapping[str, HostSpec] = {}
         self._refusing: Collection[str] = ()
-        self._served: dict[
-            str, tuple[Profile, int, frozenset[int] | None, Capacity, Mapping[int, Amounts], Mapping[int, Amounts]]
-        ] = {}
+        self._served: dict[str, tuple[Profile, int, str, Capacity, Mapping[int, Amounts], Mapping[int, Amounts]]] = {}
         self._better: dict[tuple[Shape, Shape], tuple[int, frozenset[int]]] = {}
         """How many classes were known, and which of them fit the first of two shapes better."""
-        self._server_classes: frozenset[int] = frozenset()
-        """Of servers that have run; known while a host is outdated."""
         self._profiles: dict[str, _KnownProfile] = {}
         self.totals = FleetTotals()
         """What the hosts that take jobs have together."""
@@ -111,8 +113,6 @@ class Roster:
         self._policies = {host: policy.spec for host, policy in (await self._store.policies()).items()}
         self._refusing = await self._store.refusing_hosts()
         hosts = await self._store.hosts()
-        servers = await self._store.servers() if any(is_outdated(host.agent_version) for host in hosts) else ()
-        self._server_classes = frozenset(server.job.class_id for server in servers)
         self._hosts = {host.id: host for host in hosts}
         self._profiles = {host_id: known for host_id, known in self._profiles.items() if host_id in self._hosts}
         self._served = {host_id: served for host_id, served in self._served.items() if host_id in self._hosts}
@@ -156,10 +156,9 @@ class Roster:
     def _serving(self, host: HostRow) -> tuple[Capacity, Mapping[int, Amounts], Mapping[int, Amounts]]:
         """Its capacity, the classes, and those of them that a claim may name: jobs of gangs are reserved."""
         own, known = self.profile(host), len(self._classes)
-        withheld = self._server_classes if is_outdated(host.agent_version) else None
         cached = self._served.get(host.id)
         # The profile itself is compared: its key is a digest, which costs more than all the rest of a claim.
-        if cached is None or cached[:3] != (own, known, withheld):
+        if cached is None or cached[:3] != (own, known, host.agent_version):
             capacity, equal = self._known_profile(host).capacity, dict[Amounts, Amounts]()
             amounts = {
                 id_: job_amounts(self._classes[id_].needs, capacity)
@@ -169,13 +168,13 @@ class Roster:
             # Equal amounts are one object: `Room.fitting` relies on it.
             classes = {id_: equal.setdefault(each, each) for id_, each in amounts.items()}
             single = {id_: each for id_, each in classes.items() if not self._classes[id_].gang}
-            cached = self._served[host.id] = (own, known, withheld, capacity, classes, single)
+            cached = self._served[host.id] = (own, known, host.agent_version, capacity, classes, single)
         return cached[3:]
 
     def withholds(self, host: HostRow, class_id: int) -> bool:
-        """Whether the host's agent is too old for jobs of this class: it knows no gangs, and starts servers empty."""
-        special = class_id in self._server_classes or self._classes[class_id].gang
-        return special and is_outdated(host.agent_version)
+        """Whether the host's agent is too old for jobs of this class."""
+        version = parse_agent_version(host.agent_version)
+        return version is not None and version < self._minimum_agent(self._classes[class_id])
 
     def claim_options(
         self, host_id: str, now_s: float, better_fits: Mapping[int, Collection[str]] | None = None

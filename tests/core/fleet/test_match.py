@@ -9,7 +9,17 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from strata.fleet.core.amounts import Amounts, Taken
-from strata.fleet.core.capability import GIB, Capability, Gpu, Profile, bucket_gib, in_quiet_hours, is_outdated, profile
+from strata.fleet.core.capability import (
+    GIB,
+    Capability,
+    Gpu,
+    Profile,
+    bucket_gib,
+    in_quiet_hours,
+    minimum_agent,
+    parse_agent_version,
+    profile,
+)
 from strata.fleet.core.job import JobStatus
 from strata.fleet.core.jobspec import HostSpec, QuietHours
 from strata.fleet.core.match import eligible, eligible_classes, holds_back, is_better_fit, score
@@ -355,7 +365,13 @@ def test_a_required_label_is_one_that_an_operator_gave_the_host() -> None:
 
 @pytest.mark.parametrize(
     ("version", "outdated"),
-    [("0.1.0", True), ("0.1.12", True), ("0.2.0.dev0", False), ("0.10.0", False), ("1.0", False), ("", False)],
+    [("0.1.0", True), ("0.1.12", True), ("0.2.0.dev0", False), ("0.10.0", False), ("1.0", False)],
 )
-def test_agents_before_gangs_are_known_by_their_version(version: str, outdated: bool) -> None:
-    assert is_outdated(version) is outdated
+def test_agents_that_are_too_old_are_known_by_their_version(version: str, outdated: bool) -> None:
+    parsed = parse_agent_version(version)
+    assert parsed is not None
+    assert (parsed < minimum_agent(RequirementClass("m", "default"))) is outdated
+
+
+def test_an_agent_without_a_version_of_ours_has_none() -> None:
+    assert parse_agent_version("") is parse_agent_version("main") is None

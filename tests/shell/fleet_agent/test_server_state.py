@@ -113,8 +113,3 @@ def test_without_a_copy_all_is_lost_and_the_server_says_so(hosts: Hosts) -> None
     lost = hosts.start("b", lease(2, served=1))
     assert lost == "this server continues on another host without a copy: what it had is lost"
     assert [each.name for each in hosts.data("b").iterdir()] == ["fleet.json"]
-
-
-def test_the_data_of_an_agent_that_made_no_copies_is_used(hosts: Hosts) -> None:
-    (hosts.data("a") / "fleet.json").unlink()
-    assert (hosts.start("a", lease(2, served=1)), hosts.found("a")) == ("", "one")

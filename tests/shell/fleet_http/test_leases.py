@@ -18,13 +18,6 @@ from strata.fleet.wire.leases import HeartbeatsReply, LeaseVerdict
 from tests.shell.fleet_http.running import Running, ok, refused
 from tests.support.turns import turns
 
-FIRST_SPEC = {
-    "model", "mode", "hyper", "split_recipe", "train_hosts", "seed", "retrain_on", "code", "data",
-    "kind", "project", "trainer", "name", "needs", "priority", "after",
-    "max_attempts", "max_lost", "max_infra", "timeout_s", "sweep", "idle_s",
-}  # fmt: skip
-"""The fields of a spec in v0.1.0, whose agents refuse any other."""
-
 
 async def test_a_job_goes_from_a_claim_to_its_result(site: Running) -> None:
     host, viewer = await site.host("anna", cores=4), await site.with_role("viewer")
@@ -49,17 +42,6 @@ async def test_a_job_goes_from_a_claim_to_its_result(site: Running) -> None:
     (made,) = ok(await viewer.get("/v1/artifacts", params={"model": "gbt"}), MadeReply).artifacts
     assert (made.artifact_id, made.lineage.job_id, made.lineage.host_id) == (artifact, job_id, host.id)
     assert (made.by, made.project) == (f"host:{host.id}", "default")
-
-
-async def test_an_agent_of_the_first_version_reads_a_run_of_a_schedule_with_a_start_time(site: Running) -> None:
-    host = await site.host("anna")
-    spec = JobSpec(model="m", due="2026-11-16T02:00Z", not_before_s=1.0, delay_s=0.001, idle_s=60, sweep="s", name="n")
-    (job_id,) = await site.add(spec)
-    await site.hub.context.fleet.store.release_backoffs(site.hub.context.fleet.now_s() + 1)
-    reply = await host.http.post("/v1/job/claim", json={"claim_id": "c", "count": 1, "wait_s": 10})
-    (lease,) = reply.json()["leases"]
-    assert (lease["job_id"], lease["due"]) == (job_id, spec.due)
-    assert {"model", "idle_s", "sweep", "name"} <= lease["spec"].keys() <= FIRST_SPEC
 
 
 async def test_a_claim_that_waits_is_answered_when_a_job_comes(site: Running) -> None:

@@ -156,7 +156,7 @@ async def test_another_manifest_of_the_project_leaves_a_search_and_its_trainer_a
     host = await site.host("desk", slots=2)
     for number in range(3):
         await wait_for_jobs(site, number + 1)
-        lease = next(each for each in await host.claim(f"c{number}", count=2, slots=2) if each.spec.sweep == "tune")
+        lease = next(each for each in await host.claim(f"c{number}", count=2) if each.spec.sweep == "tune")
         assert lease.trainer is not None
         assert lease.trainer.command == ("python", "train.py"), "as its own manifest has it"
         done = {"epoch": lease.epoch, "metrics": {"loss": loss(lease.spec.hyper)}}
@@ -190,7 +190,7 @@ async def test_a_trial_of_another_files_sweep_is_not_taken_away_unless_it_is_tak
     grid = '[[sweeps]]\nname = "{}"\nmodel = "gbt"\ngrid = {{ x = [{}] }}\n'
     ok(await operator.post("/v1/manifest", json=manifest_body(OTHER + grid.format("tune", "1, 2"))), ManifestReply)
     host = await site.host("desk", slots=9)
-    for lease in await host.claim("c", count=9, slots=9):
+    for lease in await host.claim("c", count=9):
         done = {"epoch": lease.epoch, "metrics": {"loss": 0.5}}
         ok(await host.http.post(f"/v1/job/{lease.job_id}/complete", json=done), Job)
     before = {row.id: row for row in await jobs(site)}
@@ -287,7 +287,7 @@ async def test_a_trial_that_falls_behind_is_stopped_by_the_reply_to_a_heartbeat(
     ok(await (await site.operator()).post("/v1/manifest", json=body), ManifestReply)
     await wait_for_jobs(site, 3)
     host = await site.host("desk", slots=3)
-    leases = await host.claim(count=3, slots=3)
+    leases = await host.claim(count=3)
     assert len(leases) == 3
     held = [{"job_id": each.job_id, "epoch": each.epoch, "running": True} for each in leases]
 
@@ -345,7 +345,7 @@ async def test_a_sweep_with_a_broken_trial_says_why_and_does_not_hold_up_the_nex
     ok(await (await site.operator()).post("/v1/manifest", json=body), ManifestReply)
     await wait_for_jobs(site, 1)
     host = await site.host("desk", slots=2)
-    for lease in await host.claim("c", count=2, slots=2):
+    for lease in await host.claim("c", count=2):
         broken: Any = {"loss": "no number" if lease.spec.sweep == "bad" else 1.0}
         held = AttemptKey(host.id, lease.job_id, lease.epoch)
         await site.hub.context.fleet.complete(held, JobCompletion(metrics=broken))

@@ -125,7 +125,7 @@ def create_attempt_folder(
         folder.mkdir(mode=0o700)
     make_passable(paths.tmp)
     paths.metrics.touch(mode=0o600, exist_ok=False)
-    spec = msgspec.to_builtins(msgspec.structs.replace(lease.spec, due=lease.due)) | {
+    spec = msgspec.to_builtins(lease.spec) | {
         "id": lease.job_id,
         "epoch": lease.epoch,
         "data": msgspec.to_builtins(trainer.data),

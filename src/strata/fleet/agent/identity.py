@@ -79,9 +79,8 @@ def serving_files(state: Path) -> TlsFiles | None:
 
 
 def renewal_due(state: Path, now_s: float) -> bool:
-    """Whether the certificates are to be renewed: in time, or because an earlier version has not asked for both."""
-    member = load_membership(state)
-    return member.renewal_due(now_s) or (member.valid_for_s > 0 and not (state / FOLDER / "serving.pem").exists())
+    """Whether it is time to renew the certificates."""
+    return load_membership(state).renewal_due(now_s)
 
 
 def load_membership(state: Path) -> Membership:

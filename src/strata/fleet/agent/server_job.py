@@ -110,9 +110,6 @@ def _provide_state(lease: LeaseGiven, work: Path, job_user: JobUser | None, sour
     """The state in the data folder: what is there if it is the newest, else that of the last copy."""
     data, uid = data_folder(work, lease.job_id), None if job_user is None else job_user.uid
     state = _read_state(Tree(work, ("servers", data.name), uid=uid))
-    if state is None and data.is_dir() and not lease.checkpoint:
-        # The agent of an earlier version left it: that one made no copies, and servers stayed where they were.
-        state = ServerState(epochs=(lease.served_epoch,))
     if state is None or not state.continues(lease.served_epoch):
         state = _restore(lease, data, job_user, source)
     # Of an attempt that ended without being saved; its name may come again.

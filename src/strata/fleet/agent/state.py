@@ -76,8 +76,6 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class PendingClaim(msgspec.Struct, frozen=True, kw_only=True):
-    """An agent of an earlier version may have written more."""
-
     claim_id: str
     count: int
 

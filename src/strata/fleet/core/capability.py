@@ -21,13 +21,22 @@ from strata.base.digest import without_defaults
 from strata.base.ids import content_id
 from strata.fleet.core.amounts import Capacity, Card
 from strata.fleet.core.jobspec import HostSpec, QuietHours
-from strata.fleet.core.requirement import Count, Label, LabelValue, LimitsLevel, Name, SandboxLevel, Slots
+from strata.fleet.core.requirement import (
+    Count,
+    Label,
+    LabelValue,
+    LimitsLevel,
+    Name,
+    RequirementClass,
+    SandboxLevel,
+    Slots,
+)
 
 GIB: Final = 1024**3
 _BUCKETS_PER_GIB: Final = 2
 _VERSION: Final = re.compile(r"(\d{1,4})\.(\d{1,4})")
-FIRST_WITH_GANGS: Final = (0, 2)
-"""The first version of agents that start members of gangs, and that take the state of a server along."""
+MINIMUM_AGENT: Final = (0, 2)
+"""The first version of agents that read what this hub sends."""
 _Amount = TypeVar("_Amount", int, float)
 
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
@@ -154,10 +163,16 @@ def profile(
     )
 
 
-def is_outdated(agent_version: str) -> bool:
-    """Whether an agent is too old for gangs and for servers that have run. What has no version of ours is not."""
-    known = _VERSION.match(agent_version)
-    return known is not None and (int(known[1]), int(known[2])) < FIRST_WITH_GANGS
+def minimum_agent(requirement: RequirementClass) -> tuple[int, int]:
+    """Returns the first version of agents that can run jobs of this class; a new kind of job gets its own."""
+    del requirement
+    return MINIMUM_AGENT
+
+
+def parse_agent_version(text: str) -> tuple[int, int] | None:
+    """None for an agent without a version of ours: nothing is withheld from it."""
+    match = _VERSION.match(text)
+    return None if match is None else (int(match[1]), int(match[2]))
 
 
 def bucket_gib(size_bytes: int) -> float:

@@ -332,11 +332,6 @@ def moved_start_s(before: JobSpec, after: JobSpec, created_at_s: float, not_befo
     return max(starts_at_s, not_before_s) if is_backoff else starts_at_s
 
 
-def spec_for_host(spec: JobSpec) -> JobSpec:
-    """Without what only the hub reads: agents of v0.1.0 refuse a spec with a field that they do not know."""
-    return msgspec.structs.replace(spec, not_before_s=0.0, delay_s=0.0, due="")
-
-
 _encode: Final = msgspec.json.Encoder(order="deterministic").encode
 
 

@@ -10,7 +10,7 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.fleet.artifacts.manifest import ArtifactKind
 from strata.fleet.artifacts.ports import LineageFilter
-from strata.fleet.core.jobspec import coordinator_job, spec_for_host
+from strata.fleet.core.jobspec import coordinator_job
 from strata.fleet.core.lease import RENEW_S
 from strata.fleet.core.requirement import Label, LabelValue
 from strata.fleet.http import secrets
@@ -86,10 +86,9 @@ async def claim(call: HubCall, body: ClaimRequest) -> ClaimReply:
     """Ask for jobs this host may take, and wait for some."""
     context = call.context
     host_id = call.caller.require_host()
-    count = body.count if body.slots is None else min(body.count, body.slots)
-    leases = await context.fleet.claim(host_id, body.claim_id, count=count)
+    leases = await context.fleet.claim(host_id, body.claim_id, count=body.count)
     if not leases and body.wait_s:
-        waiting = context.fleet.claim(host_id, body.claim_id, count=count, wait_s=body.wait_s)
+        waiting = context.fleet.claim(host_id, body.claim_id, count=body.count, wait_s=body.wait_s)
         with context.hub_metrics.claims_waiting.track_inprogress():
             leases = await until_disconnect(call, context.stopping, waiting)
     context.hub_metrics.record_claim(len(leases))
@@ -224,7 +223,7 @@ async def _lease_reply(context: HubContext, lease: JobLease) -> LeaseGiven:
         job_id=lease.job_id,
         epoch=lease.epoch,
         expires_in_s=lease.expires_at_s - context.fleet.now_s(),
-        spec=spec_for_host(lease.spec),
+        spec=lease.spec,
         trainer=lease.trainer,
         checkpoint=lease.checkpoint,
         trainer_digest=lease.trainer_digest,
@@ -232,7 +231,6 @@ async def _lease_reply(context: HubContext, lease: JobLease) -> LeaseGiven:
         taken=lease.taken,
         front_key=context.front_key(lease.job_id, lease.epoch) if is_server else "",
         served_epoch=next((row.epoch for row in servers if row.job.id == lease.job_id), 0),
-        due=lease.spec.due,
         gang=_gang_lease(context, lease),
     )
 

@@ -24,8 +24,6 @@ class ClaimRequest(Message, frozen=True, kw_only=True):
     claim_id: ClaimId
     """Of the sender's choice. Sent again after a lost reply, it gets the same leases and no others."""
     count: Annotated[int, msgspec.Meta(ge=1, le=MAX_CLAIM)] = 1
-    slots: Annotated[int, msgspec.Meta(ge=1, le=65_536)] | None = None
-    """Of agents that count their own slots: no more jobs than these. The hub counts what fits on the host."""
     wait_s: WaitS = 0.0
 
 
@@ -66,8 +64,6 @@ class LeaseGiven(HubReply, frozen=True, kw_only=True):
     """Of a server: the last attempt that has served. State that does not have its work is behind what clients saw."""
     gang: GangLease | None = None
     """Of a member of a gang."""
-    due: str = ""
-    """Of a run of a schedule: when it was due. Not in `spec`, of which an older agent knows every field or none."""
 
     @property
     def resumed(self) -> str:
