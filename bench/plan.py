@@ -27,15 +27,15 @@ import torch.distributed as dist
 
 from bench.interleave import Comparison
 from bench.report import Report
-from strata.train.core.device_memory import MemoryRecipe, MeshShape, plan_device
 from strata.train.core.ops import AdamParams, CreateModel, LoraConfig
-from strata.train.core.quantisation import NF4_BLOCK
+from strata.train.plan.memory_plan import MemoryRecipe, MeshShape, plan_device
+from strata.train.plan.quantisation import NF4_BLOCK
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora import Adapter, Span
-from strata.train.runner.model import memory
+from strata.train.runner.model import row_limit
 from strata.train.runner.model.base import BaseModel
 from strata.train.runner.model.loading import build_skeleton
-from strata.train.runner.model.plan import trace_cost
+from strata.train.runner.model.memory_trace import trace_cost
 from strata.train.runner.model.quantised import quantise_rows
 from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.runner.model.trained import FullModel, LoraModel, TrainedModel
@@ -166,8 +166,8 @@ def _measure(case: PlanCase, model: str, rank: int, folder: Path) -> int:
         ),
     )
     # What the first process left behind, garbage with it, is not freed meanwhile.
-    memory.release_memory()
-    before = memory._status("RssAnon")
+    row_limit.release_memory()
+    before = row_limit._status("RssAnon")
     peak = train(BaseModel(settings, ranks), case.recipe, ranks) - before
     dist.barrier()
     return peak
@@ -186,13 +186,13 @@ def train(base: BaseModel, recipe: MemoryRecipe, ranks: RankGroup) -> int:
         trained = LoraModel(created, adapter, ranks)
     compute_pass(base, trained, adapter, 1, WARM_UP)
     run_interleaved([trained.step(AdamParams())])
-    memory.release_memory()
-    resident, anonymous = memory._status("VmRSS"), memory._status("RssAnon")
-    memory._reset_peak(ranks.device)
+    row_limit.release_memory()
+    resident, anonymous = row_limit._status("VmRSS"), row_limit._status("RssAnon")
+    row_limit._reset_peak(ranks.device)
     for _ in range(2):
         compute_pass(base, trained, adapter, 2, recipe.row_tokens)
     run_interleaved([trained.step(AdamParams())])
-    return memory._status("VmHWM") - resident + anonymous
+    return row_limit._status("VmHWM") - resident + anonymous
 
 
 def compute_pass(base: BaseModel, trained: TrainedModel, adapter: Adapter | None, rows: int, tokens: int) -> None:

@@ -14,7 +14,8 @@ import zmq
 import zmq.asyncio
 
 from strata.base.errors import Code, StrataError
-from strata.train.core import messages
+from strata.train.core import client_commands
+from strata.train.link import messages
 from strata.train.link.api import ApiLink, OrchestratorClient
 from strata.train.link.keys import LinkKeys, make_keys
 from strata.train.link.rank import ConnectRequest, RankLink, connect_rank
@@ -140,8 +141,8 @@ async def test_an_orchestrator_without_the_keys_is_not_asked(
         stranger.close(linger=0)
         link = ApiLink(context, over_tcp, 1)
         request = await link.receive()
-        link.send(messages.OrchestratorOutputs(request.request_id, messages.Done()))
-        assert await asking == messages.Done()
+        link.send(messages.OrchestratorOutputs(request.request_id, client_commands.Done()))
+        assert await asking == client_commands.Done()
         link.close()
 
 

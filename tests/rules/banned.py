@@ -101,10 +101,10 @@ def unpickling(source: Source) -> list[str]:
 
 def core_imports(source: Source) -> list[str]:
     """A core imports values and errors, and its own siblings; nothing that could bring I/O, a clock or chance."""
-    own = _core_package(source.path)
-    if own is None:
+    own = _pure_packages(source.path)
+    if not own:
         return []
-    allowed = (*CORE_IMPORTS, own, *(("numpy",) if str(source.path) in CORE_NUMPY else ()))
+    allowed = (*CORE_IMPORTS, *own, *(("numpy",) if str(source.path) in CORE_NUMPY else ()))
     return [
         at(source, node, f"a core may not import {name}")
         for node, name in imports(source.nodes)
@@ -114,7 +114,7 @@ def core_imports(source: Source) -> list[str]:
 
 def core_calls(source: Source) -> list[str]:
     """A core does not ask for the time, chance, the system or the terminal, whatever way the name got there."""
-    if _core_package(source.path) is None:
+    if not _pure_packages(source.path):
         return []
     found = []
     for call in calls(source.nodes):
@@ -233,12 +233,14 @@ def _under(name: str, prefixes: tuple[str, ...]) -> bool:
     return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
 
 
-def _core_package(path: PurePosixPath) -> str | None:
-    """The dotted name of the core that a file belongs to."""
+def _pure_packages(path: PurePosixPath) -> tuple[str, ...]:
+    """The dotted names of the core that a file belongs to, or of the views of a core and that core; else none."""
     parts = path.with_suffix("").parts
+    if parts[:4] == ("src", "strata", "train", "status"):
+        return "strata.train.status", "strata.train.core"
     if parts[:2] != ("src", "strata") or "core" not in parts:
-        return None
-    return ".".join(parts[1 : parts.index("core") + 1])
+        return ()
+    return (".".join(parts[1 : parts.index("core") + 1]),)
 
 
 def _is(node: ast.expr | None, value: bool) -> bool:

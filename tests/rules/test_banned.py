@@ -33,6 +33,8 @@ PLANTS: Final[tuple[tuple[Rule, str, str], ...]] = (
     (banned.core_imports, CORE, "from strata.coord import wire"),
     (banned.core_imports, CORE, "from strata.fleet.core import job"),
     (banned.core_imports, "src/strata/train/core/deep/pack.py", "from . import sibling"),
+    (banned.core_imports, "src/strata/train/core/decide.py", "from strata.train.status import views"),
+    (banned.core_imports, "src/strata/train/status/views.py", "from strata.train.wire import replies"),
     (banned.core_calls, CORE, "now = time.monotonic()"),
     (banned.core_calls, CORE, "import datetime\ndatetime.datetime.now()"),
     (banned.core_calls, CORE, "from datetime import datetime as d\nd.utcnow()"),

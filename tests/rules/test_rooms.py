@@ -51,7 +51,7 @@ ROOMS: Final = (
     Room("a checkpoint is deleted after its TTL", "train.core.checkpoint_retention", "delete_expired"),
     Room("an operation is rejected because of a quota", "train.core.admission", "admit"),
     Room("datums are packed into rows", "train.core.pack", "pack"),
-    Room("the estimated time until a queued operation runs", "train.core.throughput", "ThroughputEstimate"),
+    Room("the estimated time until a queued operation runs", "train.status.throughput", "ThroughputEstimate"),
     Room("when a snapshot of all models is due", "train.core.snapshots", "due_reason"),
     Room("an optimizer step is replayed after a crash, and compared", "train.core.replay", "divergence"),
     Room("sampling takes turns with training", "train.core.sampling_slices", "next_slice"),

@@ -110,7 +110,7 @@ def _check_listener(url: str) -> None:
 def _describe_server(client: HubClient) -> str:
     """The server at the URL: a hub, or a training server, which authenticates in the same way."""
     from strata.fleet.wire.overview import StatusReply
-    from strata.train.core.status import ServerStatus
+    from strata.train.status.reports import ServerStatus
 
     try:
         hub = client.call("GET", "/v1/status", StatusReply)

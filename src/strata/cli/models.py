@@ -98,7 +98,7 @@ def list_(folders: tuple[Path, ...], output: Format) -> None:
     _require_hub()
     from strata.cli.fleet.client import format_bytes
     from strata.train.hugging_face import list_cached, list_folder
-    from strata.train.launch.model_check import family_of, support_of
+    from strata.train.plan.model_check import family_of, support_of
 
     columns = (
         Column("model", identifies=True),
@@ -137,7 +137,7 @@ def check(model: str, ranks: int, output: Format) -> None:
     import msgspec
 
     from strata.base.errors import Code, StrataError
-    from strata.train.launch.model_check import check_model_files
+    from strata.train.plan.model_check import check_model_files
 
     report = check_model_files(model, ranks)
     if output.for_programs:

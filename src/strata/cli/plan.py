@@ -12,7 +12,7 @@ from strata.base.errors import Code, StrataError
 from strata.cli.output import Column, Format, Rows, output_option, print_data, print_error, write
 
 if TYPE_CHECKING:
-    from strata.train.core.device_memory import DevicePlan, MemoryRecipe, MeshShape
+    from strata.train.plan.memory_plan import DevicePlan, MemoryRecipe, MeshShape
     from strata.train.settings import ParallelSettings
 
 FILES: Final = (".toml", ".yaml", ".yml")
@@ -57,7 +57,7 @@ def plan(model: str, device_gb: float, devices: int | None, output: Format, **op
     require("transformers", extra="train")
     import msgspec
 
-    from strata.train.core.device_memory import MOST_DEVICES, ONE_DEVICE, MemoryRecipe, plan_device, smallest_plan
+    from strata.train.plan.memory_plan import MOST_DEVICES, ONE_DEVICE, MemoryRecipe, plan_device, smallest_plan
     from strata.train.settings import ParallelSettings
 
     recipe, of_file = MemoryRecipe(), ONE_DEVICE
@@ -71,7 +71,7 @@ def plan(model: str, device_gb: float, devices: int | None, output: Format, **op
         require("bitsandbytes", extra="quantised")
     # Before the import, which takes seconds.
     print_error(f"tracing a row of {recipe.row_tokens:,} tokens through {model}; a large model may take a minute")
-    from strata.train.runner.model.plan import trace_cost
+    from strata.train.runner.model.memory_trace import trace_cost
 
     room = int(device_gb * 1e9)
     found: DevicePlan | None
@@ -94,7 +94,7 @@ def plan(model: str, device_gb: float, devices: int | None, output: Format, **op
 
 def _make_mesh(devices: int | None, parallel: ParallelSettings) -> MeshShape:
     """Of so many devices, or of the fewest that such groups can be on."""
-    from strata.train.launch.preflight import mesh_shape
+    from strata.train.plan.model_cost import mesh_shape
 
     devices = parallel.tensor * math.lcm(parallel.expert, parallel.context) if devices is None else devices
     if problem := parallel.problem(devices):
@@ -106,8 +106,8 @@ def _read_file(file: Path) -> tuple[str, MemoryRecipe, MeshShape]:
     """The model, the recipe and the mesh of a recipe or of a server's settings."""
     from strata.cli.train import model_path
     from strata.sdk.recipes.recipe import is_recipe, read_recipe
-    from strata.train.core.device_memory import MemoryRecipe
-    from strata.train.launch.preflight import memory_recipe, mesh_shape
+    from strata.train.plan.memory_plan import MemoryRecipe
+    from strata.train.plan.model_cost import memory_recipe, mesh_shape
     from strata.train.settings import load_settings
 
     if not is_recipe(file):

@@ -17,8 +17,8 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.base.loopback import is_loopback_host
 from strata.base.settings import Secret, load
-from strata.train.core.quantisation import Quantise
-from strata.train.core.rollouts import RolloutLimits
+from strata.train.plan.quantisation import Quantise
+from strata.train.status.rollouts import RolloutLimits
 
 REQUESTS_PORT: Final = 6000
 OUTPUTS_PORT: Final = 6001

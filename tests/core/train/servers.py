@@ -9,6 +9,13 @@ import pytest
 
 from strata.base.errors import StrataError
 from strata.train.core import facts, ops
+from strata.train.core.client_commands import (
+    AbortOperation,
+    Accepted,
+    FinishSession,
+    OpenSession,
+    SubmitOperation,
+)
 from strata.train.core.future import OperationFuture
 from strata.train.core.inputs import (
     ClientCommand,
@@ -20,10 +27,9 @@ from strata.train.core.inputs import (
     FailDispatch,
     Input,
 )
+from strata.train.core.lookup import find_future
 from strata.train.core.machine import TrainMachine
-from strata.train.core.messages import AbortOperation, Accepted, FinishSession, OpenSession, SubmitOperation
 from strata.train.core.state import Dispatch, Rules, TrainState
-from strata.train.core.views import find_future
 
 TENANT: Final = "alice"
 LORA: Final = ops.LoraConfig(rank=4)

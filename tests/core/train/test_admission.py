@@ -8,6 +8,7 @@ import pytest
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
+from strata.train.core.client_commands import FinishSession, OpenSession, SubmitOperation
 from strata.train.core.inputs import (
     ClientCommand,
     CompleteSlice,
@@ -16,7 +17,6 @@ from strata.train.core.inputs import (
     ExpireResults,
     RanksAttached,
 )
-from strata.train.core.messages import FinishSession, OpenSession, SubmitOperation
 from strata.train.core.sampling import SampleOperation, SampleParams
 from strata.train.core.state import Dispatch
 from tests.core.train.servers import LORA, Server, forward_backward

@@ -10,17 +10,17 @@ from strata.base.errors import Code, StrataError
 from strata.fleet.artifacts.paths import check_path
 from strata.train.core import ops
 from strata.train.core.checkpoint_retention import EXPIRED, SUPERSEDED, retained_folders
-from strata.train.core.facts import CheckpointDeleted
-from strata.train.core.inputs import ClientCommand, DeleteExpiredCheckpoints
-from strata.train.core.messages import (
+from strata.train.core.client_commands import (
     DeleteCheckpoint,
     ImportCheckpoint,
     OpenSession,
     SetCheckpointTtl,
     SubmitOperation,
 )
+from strata.train.core.facts import CheckpointDeleted
+from strata.train.core.inputs import ClientCommand, DeleteExpiredCheckpoints
+from strata.train.core.lookup import checkpoints_of, find_checkpoint
 from strata.train.core.state import INITIAL, ModelSnapshot, folder_of
-from strata.train.core.views import checkpoints_of, find_checkpoint
 from tests.core.train.servers import LORA, TENANT, Server
 
 HOUR_S = 3600.0

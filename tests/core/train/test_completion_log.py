@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from strata.train.core.completion_log import CLIENT_BLOCK, MAX_BATCH, CompletionLog, target_of
+from strata.train.status.completion_log import CLIENT_BLOCK, MAX_BATCH, CompletionLog, target_of
 
 SAMPLER = "s:sample:0"
 MINE = SAMPLER, 0

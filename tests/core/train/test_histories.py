@@ -8,11 +8,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
+from strata.train.core.client_commands import SubmitOperation
 from strata.train.core.commands import RowOutOfMemory
 from strata.train.core.facts import Dispatched, DispatchFailed, OperationAccepted, OperationFinished
 from strata.train.core.future import OPEN
 from strata.train.core.inputs import ClientCommand, CommitSnapshot, RanksOutOfMemory
-from strata.train.core.messages import SubmitOperation
 from strata.train.core.snapshots import KEEP
 from tests.core.train.servers import Server, forward_backward, step
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from strata.base.errors import StrataError
-from strata.train.core.learning_curves import MAX_MODELS, MAX_POINTS, MAX_REPORTED, LearningCurves
-from strata.train.core.overview import model_curves
-from strata.train.core.timeline import HISTORY_POINTS, HISTORY_STEP_S, ThroughputHistory
+from strata.train.status.learning_curves import MAX_MODELS, MAX_POINTS, MAX_REPORTED, LearningCurves
+from strata.train.status.overview import model_curves
+from strata.train.status.timeline import HISTORY_POINTS, HISTORY_STEP_S, ThroughputHistory
 
 M = "session_1:train:0"
 

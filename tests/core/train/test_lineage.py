@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from strata.train.core import ops
+from strata.train.core.client_commands import ImportCheckpoint
 from strata.train.core.inputs import ClientCommand
 from strata.train.core.lineage import IMPORTED_FROM, TrainedCount, WeightsLineage
-from strata.train.core.messages import ImportCheckpoint
 from tests.core.train.servers import LORA, TENANT, Server, forward_backward, step
 
 PASS = ops.PassDone(ops.InlinePayload(b"x"))

@@ -9,12 +9,13 @@ import pytest
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
 from strata.train.core.checkpoint_retention import retained_folders
+from strata.train.core.client_commands import AbortOperation, DeleteCheckpoint, OpenSession, SubmitOperation
 from strata.train.core.facts import Dispatched, DispatchFailed
 from strata.train.core.future import FutureStatus
 from strata.train.core.inputs import ClientCommand, ExpireResults
-from strata.train.core.messages import AbortOperation, DeleteCheckpoint, OpenSession, SubmitOperation
+from strata.train.core.lookup import checkpoints_of, find_future
 from strata.train.core.state import INITIAL, Dispatch
-from strata.train.core.views import checkpoints_of, find_future, view_model
+from strata.train.status.views import view_model
 from tests.core.train.servers import LORA, TENANT, Server, forward_backward, step
 
 

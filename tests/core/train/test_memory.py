@@ -10,7 +10,12 @@ from strata.journal.memory import MemoryJournal
 from strata.train.core import facts, ops
 from strata.train.core.commands import RowOutOfMemory, Segment
 from strata.train.core.inputs import Dispatching, DispatchNext, RanksOutOfMemory
-from strata.train.core.memory import RowLimit, describe_out_of_memory, most_likely_cause, without_operations
+from strata.train.core.out_of_memory import (
+    RowLimit,
+    describe_out_of_memory,
+    most_likely_cause,
+    without_operations,
+)
 from strata.train.core.pack import check_lengths
 from strata.train.core.replay import CompletedDispatch, skip_on_replay
 from strata.train.core.state import Dispatch

@@ -11,9 +11,9 @@ import pytest
 from strata.base.errors import Code
 from strata.train.core import ops
 from strata.train.core.checkpoint_retention import retained_folders
+from strata.train.core.client_commands import AddEndpoint, RemoveEndpoint, SubmitOperation
 from strata.train.core.future import FutureStatus
 from strata.train.core.inputs import ClientCommand, CompletePush, CompleteRouted, RequeueRouted, RouteSamples
-from strata.train.core.messages import AddEndpoint, RemoveEndpoint, SubmitOperation
 from strata.train.core.publishing import choose_endpoint
 from strata.train.core.sampling import Layout, SampleOperation, SampleParams, Targets
 from strata.train.core.state import Dispatch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from strata.base.errors import Code, StrataError
-from strata.train.core.rollouts import (
+from strata.train.status.rollouts import (
     MAX_PER_PASS,
     KeptRollout,
     RolloutLimits,

@@ -8,6 +8,7 @@ import pytest
 
 from strata.base.errors import Code
 from strata.train.core import ops
+from strata.train.core.client_commands import AbortOperation, FinishSession, OpenSession, SubmitOperation
 from strata.train.core.future import FutureStatus
 from strata.train.core.inputs import (
     ClientCommand,
@@ -18,7 +19,6 @@ from strata.train.core.inputs import (
     FailDispatch,
     RanksAttached,
 )
-from strata.train.core.messages import AbortOperation, FinishSession, OpenSession, SubmitOperation
 from strata.train.core.sampling import SampleOperation, SampleParams
 from strata.train.core.state import Dispatch
 from tests.core.train.servers import TENANT, Server, step

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
 from strata.train.core.checkpoint_retention import retained_folders
+from strata.train.core.client_commands import DeleteCheckpoint
 from strata.train.core.facts import SnapshotAbandoned, SnapshotCommitted, SnapshotRejected
 from strata.train.core.inputs import (
     ClientCommand,
@@ -19,7 +20,6 @@ from strata.train.core.inputs import (
     RanksAttached,
     RejectSnapshot,
 )
-from strata.train.core.messages import DeleteCheckpoint
 from strata.train.core.snapshots import COST_SHARE, due_reason, pending_operations, recovery_point, replay_starts
 from strata.train.core.state import Dispatch
 from tests.core.train.servers import TENANT, Server, forward_backward, step

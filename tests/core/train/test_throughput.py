@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from strata.train.core import ops
+from strata.train.core.client_commands import SubmitOperation
 from strata.train.core.inputs import ClientCommand, RanksAttached
-from strata.train.core.messages import QueueState, SubmitOperation
-from strata.train.core.overview import running_dispatches, tenant_rows
 from strata.train.core.sampling import SampleOperation, SampleParams
 from strata.train.core.scheduler import QueuedOperation
 from strata.train.core.state import Dispatch
-from strata.train.core.throughput import ThroughputEstimate, describe_wait
+from strata.train.status.overview import running_dispatches, tenant_rows
+from strata.train.status.throughput import ThroughputEstimate, describe_wait
+from strata.train.status.views import QueueState
 from tests.core.train.servers import TENANT, Server, forward_backward, step
 
 

@@ -7,11 +7,11 @@ from typing import Any
 from strata.train.core import ops
 from strata.train.core.commands import Timing
 from strata.train.core.inputs import CompleteDispatch, Decision, Dispatching, DispatchNext, Input
-from strata.train.core.overview import fold_tenants, recently_ended, running_dispatches, tenant_rows
 from strata.train.core.state import resident_models
-from strata.train.core.status import OTHER_TENANTS, TenantStatus, Timeline
-from strata.train.core.throughput import ThroughputEstimate
-from strata.train.core.timeline import Rate, Timelines
+from strata.train.status.overview import fold_tenants, recently_ended, running_dispatches, tenant_rows
+from strata.train.status.reports import OTHER_TENANTS, TenantStatus, Timeline
+from strata.train.status.throughput import ThroughputEstimate
+from strata.train.status.timeline import Rate, Timelines
 from tests.core.train.servers import TENANT, Server, forward_backward, step
 
 

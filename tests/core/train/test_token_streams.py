@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strata.train.core.sampling import SampledPart, TopLogprobs
-from strata.train.core.token_streams import MAX_TOKENS, TokenStreams
+from strata.train.status.token_streams import MAX_TOKENS, TokenStreams
 
 
 def part(start: int, *tokens: int, index: int = 0, k: int = 0) -> SampledPart:

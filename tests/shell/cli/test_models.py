@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from strata.base.settings import process_environment
-from strata.train.launch.model_check import known_families
+from strata.train.plan.model_check import known_families
 from strata.train.runner.model.tiny import TinyModel, make
 from tests.shell.train_runner.family_table import DATA, DOCUMENT, as_data, rows
 from tests.support.hugging_face import TOKEN, HuggingFaceDouble, Repository

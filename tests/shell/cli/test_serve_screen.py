@@ -16,7 +16,8 @@ from strata.cli.main import run
 from strata.cli.serve.commands import ready_sentences
 from strata.cli.serve.screen import line, screen
 from strata.train.core.commands import Timing
-from strata.train.core.status import (
+from strata.train.settings import load_settings
+from strata.train.status.reports import (
     EngineStatus,
     GapStatus,
     HighGapStatus,
@@ -27,7 +28,6 @@ from strata.train.core.status import (
     TenantStatus,
     Timeline,
 )
-from strata.train.settings import load_settings
 
 NOW_S: Final = 1_700_000_000.0
 LONG: Final = "key:a-tenant-with-a-name-that-somebody-thought-would-say-everything"

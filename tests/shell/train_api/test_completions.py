@@ -30,9 +30,10 @@ from strata.train.api.routes import application
 from strata.train.api.server import APIServer
 from strata.train.api.template_process import TemplateRenderer
 from strata.train.api.text import ModelText, TextLoader, TextStream
-from strata.train.core import messages, ops
+from strata.train.core import ops
 from strata.train.core.sampling import SampledSequence
 from strata.train.runner.model.tiny import train_tokenizer
+from strata.train.status import views
 from strata.train.wire.openai import ChatBody, CompletionBody
 from tests.shell.train_api.test_protocol import BASE, Client, listening, new_client
 from tests.shell.train_orchestrator.stacks import Stack, running
@@ -250,7 +251,7 @@ async def opening_failed(site: Site) -> bool:
     """Whether the first sampler of alice was refused, because the ranks sleep."""
     for session in (await site.alice.get("sessions"))["sessions"]:
         output = await site.stack.watch(f"{session}:sample:0:open", tenant="key:alice")
-        if isinstance(output, messages.FutureResult):
+        if isinstance(output, views.FutureResult):
             assert isinstance(output.result, ops.Failed)
             return True
     return False

@@ -16,7 +16,8 @@ from strata.identity.roles import CallerKind, Principal, Role
 from strata.train.api.archive import ArchiveGrant, TraceGrant, sign_token, verify_token
 from strata.train.api.front import key_at_front
 from strata.train.api.routes import application
-from strata.train.core import messages
+from strata.train.link import messages
+from strata.train.status import views
 from tests.shell.train_api.conftest import Reached, reach, settings_in
 
 KEY: Final = "f" * 64
@@ -79,7 +80,7 @@ class Recording:
         del timeout_s
         message: Any = request.body
         self.named.append(getattr(message, "operation", message).model_id)
-        return messages.ErrorResponse(Code.NOT_FOUND, "there is no such model")
+        return views.ErrorResponse(Code.NOT_FOUND, "there is no such model")
 
 
 async def test_a_model_that_the_hub_names_is_meant_by_the_id_that_its_client_composed(folder: Path) -> None:

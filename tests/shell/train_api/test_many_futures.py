@@ -19,7 +19,7 @@ from tinker import types
 
 from strata.http.server import listen, url_of
 from strata.train.api.server import serve_app
-from strata.train.core import messages
+from strata.train.status import queries, views
 from tests.shell.train_api.test_protocol import BASE, Client, Server, served
 from tests.shell.train_api.test_sampling import sampler_of, wanted
 from tests.support.tinker_sessions import end_session
@@ -72,8 +72,8 @@ async def test_one_question_is_answered_when_any_sample_ends_and_never_twice_for
     nothing = await poll(alice, sampler, first["cursor"])
     assert nothing == {"completions": [], "cursor": first["cursor"]}
     # Longer than this asker has patience: it is answered because something ends, or never.
-    question = messages.WatchSamples(sampler, 0, first["cursor"], 120.0)
-    waiting = asyncio.create_task(server.stack.look(messages.SamplesEnded, question, "key:alice"))
+    question = queries.WatchSamples(sampler, 0, first["cursor"], 120.0)
+    waiting = asyncio.create_task(server.stack.look(views.SamplesEnded, question, "key:alice"))
     await wake(server)
     rest = dict.fromkeys((futures[0]["request_id"], futures[2]["request_id"]), "finished")
     assert {each.future_id for each in (await waiting).ended} <= rest.keys()
@@ -99,8 +99,8 @@ async def test_a_client_that_only_reports_is_answered_at_once_and_may_report_any
     assert not (await poll(alice, sampler, cursor, retrieved_request_ids=reported))["completions"]
     assert (await alice.done(future))["sequences"], "a result is kept for as long as was promised"
     # Longer than this asker has patience.
-    question = messages.WatchSamples(sampler, 0, cursor, 120.0, linger=False)
-    assert not (await server.stack.look(messages.SamplesEnded, question, "key:alice")).ended
+    question = queries.WatchSamples(sampler, 0, cursor, 120.0, linger=False)
+    assert not (await server.stack.look(views.SamplesEnded, question, "key:alice")).ended
 
 
 async def test_samplers_of_others_and_those_that_never_were_do_not_exist(server: Server) -> None:

@@ -20,7 +20,7 @@ from strata.base.errors import StrataError
 from strata.base.settings import process_environment
 from strata.cli.main import run
 from strata.sdk.train import Datum, TrainingServer
-from strata.train.core.status import PHASES
+from strata.train.status.reports import PHASES
 from tests.shell.train_api.processes import Processes, serving
 
 PAGE: Final = Path(__file__).parents[3] / "docs" / "metrics.md"

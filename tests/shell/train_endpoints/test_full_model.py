@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from strata.train.core import messages, ops
+from strata.train.core import client_commands, ops
 from tests.shell.train_endpoints.test_publishing import Site, sample, sequences, synced
 from tests.shell.train_orchestrator.stacks import running
 from tests.support.fake_vllm import FakeVllm
@@ -17,7 +17,7 @@ async def test_a_sample_of_older_weights_does_not_bring_them_back(tmp_path: Path
         full = 'initial_checkpoint = false\ntraining = "full"'
         async with running(tmp_path, limits=more, model=full) as stack:
             site = Site(stack, engine, "")
-            await stack.look(messages.Done, messages.AddEndpoint("engine", engine.url, "vllm"))
+            await stack.look(client_commands.Done, client_commands.AddEndpoint("engine", engine.url, "vllm"))
             model = await site.model()
             first = await synced(stack, model, 1)
             started, old = engine.full_weights, await site.sampler(model, first.path)
@@ -27,7 +27,7 @@ async def test_a_sample_of_older_weights_does_not_bring_them_back(tmp_path: Path
             assert (again, engine.full_weights) == (before, started), "an engine that has none is told of it again"
             assert isinstance(await stack.result(await stack.submit(stack.batch(model, 2, [[1, 2]]))), ops.PassDone)
             assert isinstance(await stack.result(await stack.submit(stack.step(model, 3))), ops.StepDone)
-            await stack.look(messages.Done, messages.AddEndpoint("slow", other.url, "vllm"))
+            await stack.look(client_commands.Done, client_commands.AddEndpoint("slow", other.url, "vllm"))
             other.block()
             engine.replaced.clear()
             pushing = await stack.submit(ops.SyncWeights(model, 4, "second"))

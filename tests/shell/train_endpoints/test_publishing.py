@@ -12,9 +12,10 @@ import pytest
 import pytest_asyncio
 
 from strata.base.errors import Code
-from strata.train.core import messages, ops
+from strata.train.core import client_commands, ops
 from strata.train.core.sampling import SampleOperation, SampleParams, SampleResult, decode_result
 from strata.train.payload import Payloads
+from strata.train.status import queries, views
 from tests.shell.train_orchestrator.stacks import Stack, running
 from tests.support.fake_vllm import FakeVllm
 from tests.support.ports import port_of, reserve_port
@@ -60,7 +61,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site
             # What follows the section of limits is a section of its own.
             more = f'\n[inference]\nallow = ["{engine.url}", "{dead}"]\nsample = true\npush = true\n'
             async with running(tmp_path_factory.mktemp("e"), limits=more) as stack:
-                await stack.look(messages.Done, messages.AddEndpoint("engine", engine.url, "vllm"))
+                await stack.look(client_commands.Done, client_commands.AddEndpoint("engine", engine.url, "vllm"))
                 yield Site(stack, engine, dead)
 
 
@@ -72,8 +73,8 @@ def site(served: Site) -> Site:
     return served
 
 
-async def listed(stack: Stack) -> dict[str, messages.EndpointView]:
-    found = await stack.look(messages.EndpointList, messages.ListEndpoints())
+async def listed(stack: Stack) -> dict[str, views.EndpointView]:
+    found = await stack.look(views.EndpointList, queries.ListEndpoints())
     return {each.name: each for each in found.endpoints}
 
 
@@ -94,27 +95,27 @@ def sequences(stack: Stack, result: ops.Result) -> SampleResult:
 
 async def test_endpoints_are_added_once_listed_and_removed_and_survive_a_restart(site: Site) -> None:
     stack, url = site.stack, site.engine.url
-    await stack.look(messages.Done, messages.AddEndpoint("engine", url, "vllm"))
-    other = await stack.look(messages.ErrorResponse, messages.AddEndpoint("engine", url, "transformers"))
+    await stack.look(client_commands.Done, client_commands.AddEndpoint("engine", url, "vllm"))
+    other = await stack.look(views.ErrorResponse, client_commands.AddEndpoint("engine", url, "transformers"))
     assert other.code is Code.CONFLICT
     for strange in ("http://169.254.169.254:80", "http://127.0.0.1:1", "file:///etc/passwd", "http://a@b", url + "/v1"):
-        refused = await stack.look(messages.ErrorResponse, messages.AddEndpoint("evil", strange, "vllm"))
+        refused = await stack.look(views.ErrorResponse, client_commands.AddEndpoint("evil", strange, "vllm"))
         assert refused.code in (Code.FORBIDDEN, Code.INVALID)
-    await stack.look(messages.Done, messages.AddEndpoint("second", url, "vllm"))
+    await stack.look(client_commands.Done, client_commands.AddEndpoint("second", url, "vllm"))
     await site.restart()
-    views = await listed(stack)
-    assert {(view.name, view.url, view.address, view.reachable) for view in views.values()} == {
+    endpoints = await listed(stack)
+    assert {(view.name, view.url, view.address, view.reachable) for view in endpoints.values()} == {
         (name, url, "127.0.0.1", True) for name in ("engine", "second")
     }
-    await stack.look(messages.Done, messages.RemoveEndpoint("second"))
+    await stack.look(client_commands.Done, client_commands.RemoveEndpoint("second"))
     assert list(await listed(stack)) == ["engine"]
-    gone = await stack.look(messages.ErrorResponse, messages.RemoveEndpoint("second"))
+    gone = await stack.look(views.ErrorResponse, client_commands.RemoveEndpoint("second"))
     assert gone.code is Code.NOT_FOUND
 
 
 async def test_a_dead_endpoint_fails_alone_and_the_others_have_the_weights(site: Site) -> None:
     stack, model = site.stack, await site.model()
-    await stack.look(messages.Done, messages.AddEndpoint("dead", site.dead_url, "vllm"))
+    await stack.look(client_commands.Done, client_commands.AddEndpoint("dead", site.dead_url, "vllm"))
     found = await synced(stack, model, 1)
     assert [(each.endpoint, each.ok) for each in found.endpoints] == [("engine", True), ("dead", False)]
     assert "cannot be reached" in found.endpoints[1].message
@@ -124,7 +125,7 @@ async def test_a_dead_endpoint_fails_alone_and_the_others_have_the_weights(site:
     wrong = await stack.result(await stack.submit(ops.SyncWeights(model, 3, "x", ("nobody",))))
     assert wrong == ops.Failed("user", "there is no inference endpoint 'nobody'")
     assert {name: view.reachable for name, view in (await listed(stack)).items()} == {"engine": True, "dead": False}
-    await stack.look(messages.Done, messages.RemoveEndpoint("dead"))
+    await stack.look(client_commands.Done, client_commands.RemoveEndpoint("dead"))
 
 
 async def test_an_endpoint_that_hangs_does_not_hold_up_training(site: Site) -> None:
@@ -134,7 +135,7 @@ async def test_an_endpoint_that_hangs_does_not_hold_up_training(site: Site) -> N
     for seq in (2, 3, 4):
         assert isinstance(await stack.result(await stack.submit(stack.step(model, seq))), ops.StepDone)
     told = await stack.watch(waiting)
-    assert isinstance(told, messages.QueuePosition)
+    assert isinstance(told, views.QueuePosition)
     assert "being pushed to the inference endpoints" in told.reason
     site.engine.release()
     result = await stack.result(waiting)
@@ -157,7 +158,7 @@ async def test_a_push_that_an_orchestrator_died_in_is_done_by_the_next_and_is_on
     assert site.versions(model) == [result.version]
     assert await stack.submit(ops.SyncWeights(model, 1, "one")) == future
     assert await stack.result(future) == result
-    saved = await stack.look(messages.CheckpointList, messages.ListCheckpoints(model))
+    saved = await stack.look(views.CheckpointList, queries.ListCheckpoints(model))
     assert [each.path for each in saved.checkpoints] == [result.path]
 
 
@@ -229,9 +230,9 @@ async def test_the_tokens_of_a_streamed_sample_come_while_the_engine_draws_it(si
         tokens, parts = b"", 0
         while True:
             output = await stack.watch_tokens(future, [len(tokens) // 4])
-            if isinstance(output, messages.FutureResult):
+            if isinstance(output, views.FutureResult):
                 break
-            if isinstance(output, messages.TokensSampled):
+            if isinstance(output, views.TokensSampled):
                 parts += 1
                 tokens += b"".join(part.tokens for part in output.parts)
     finally:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from strata.train.core.ops import LossName
-from strata.train.core.pass_metrics import combine_metrics
 from strata.train.runner.passes.losses import RULES, LossInputs, measure_loss, read_metrics
+from strata.train.status.pass_metrics import combine_metrics
 
 
 def measured(trained: list[float], sampled: list[float], advantages: list[float]) -> dict[str, float]:

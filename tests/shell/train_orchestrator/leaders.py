@@ -8,9 +8,9 @@ from strata.base.clock import Clock, SystemClock
 from strata.journal.memory import MemoryJournal
 from strata.journal.replica import Replica
 from strata.train.core import ops
+from strata.train.core.client_commands import OpenSession, SubmitOperation
 from strata.train.core.inputs import ClientCommand
 from strata.train.core.machine import TrainMachine
-from strata.train.core.messages import OpenSession, SubmitOperation
 from strata.train.core.state import Rules
 from strata.train.orchestrator.state_store import StateStore, TrainReplica
 from strata.train.settings import ServerSettings, load_settings

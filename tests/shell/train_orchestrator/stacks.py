@@ -16,11 +16,13 @@ from typing import Final, TypeVar
 from strata.base.clock import SystemClock
 from strata.journal.open import open_journal
 from strata.journal.port import Snapshot
-from strata.train.core import messages, ops
-from strata.train.core.messages import OrchestratorRequest
+from strata.train.core import client_commands, ops
+from strata.train.link import messages
 from strata.train.link.api import OrchestratorClient
+from strata.train.link.messages import OrchestratorRequest
 from strata.train.payload import Payloads
 from strata.train.settings import ServerSettings, load_settings
+from strata.train.status import queries, views
 
 TENANT: Final = "alice"
 REPLY_TIMEOUT_S: Final = 60.0
@@ -134,38 +136,42 @@ class Stack:
 
     # Questions
 
-    async def look(self, kind: type[Asked], body: messages.Command | messages.Query, tenant: str = TENANT) -> Asked:
+    async def look(
+        self, kind: type[Asked], body: client_commands.Command | queries.Query, tenant: str = TENANT
+    ) -> Asked:
         output = await self._ask(body, tenant)
         assert isinstance(output, kind), output
         return output
 
-    async def _ask(self, body: messages.Command | messages.Query, tenant: str) -> messages.Output:
+    async def _ask(self, body: client_commands.Command | queries.Query, tenant: str) -> messages.Output:
         request = OrchestratorRequest(f"q{next(self._questions)}", tenant, body)
         return await self.client.request(request, timeout_s=REPLY_TIMEOUT_S)
 
     async def submit(self, operation: ops.Operation, tenant: str = TENANT, session_id: str = "") -> str:
-        return (await self.look(messages.Accepted, messages.SubmitOperation(operation, session_id), tenant)).future_id
+        return (
+            await self.look(client_commands.Accepted, client_commands.SubmitOperation(operation, session_id), tenant)
+        ).future_id
 
-    async def refused(self, operation: ops.Operation, tenant: str = TENANT) -> messages.ErrorResponse:
-        return await self.look(messages.ErrorResponse, messages.SubmitOperation(operation), tenant)
+    async def refused(self, operation: ops.Operation, tenant: str = TENANT) -> views.ErrorResponse:
+        return await self.look(views.ErrorResponse, client_commands.SubmitOperation(operation), tenant)
 
     async def watch(self, future_id: str, wait_s: float = 0.0, tenant: str = TENANT) -> messages.Output:
-        return await self._ask(messages.WatchFuture(future_id, wait_s), tenant)
+        return await self._ask(queries.WatchFuture(future_id, wait_s), tenant)
 
     async def watch_tokens(self, future_id: str, counts: Sequence[int], wait_s: float = 5.0) -> messages.Output:
-        return await self._ask(messages.WatchTokens(future_id, counts, wait_s), TENANT)
+        return await self._ask(queries.WatchTokens(future_id, counts, wait_s), TENANT)
 
     async def result(self, future_id: str, tenant: str = TENANT) -> ops.Result:
         async with asyncio.timeout(REPLY_TIMEOUT_S):
             while True:
                 output = await self.watch(future_id, 5.0, tenant)
-                if isinstance(output, messages.FutureResult):
+                if isinstance(output, views.FutureResult):
                     return output.result
-                assert isinstance(output, messages.QueuePosition), output
+                assert isinstance(output, views.QueuePosition), output
 
     async def model(self, number: int = 0, tenant: str = TENANT) -> str:
         session_id = f"session-{tenant}"
-        await self.look(messages.Done, messages.OpenSession(session_id), tenant)
+        await self.look(client_commands.Done, client_commands.OpenSession(session_id), tenant)
         model_id = f"{session_id}:train:{number}"
         created = await self.submit(ops.CreateModel(model_id, "pretended", ops.LoraConfig()), tenant, session_id)
         assert await self.result(created, tenant) == ops.ModelCreated(model_id)

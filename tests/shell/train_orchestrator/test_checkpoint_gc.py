@@ -14,11 +14,12 @@ from strata.base.errors import Code
 from strata.journal.memory import MemoryJournal
 from strata.train.checkpoints import checkpoint
 from strata.train.checkpoints.checkpoint import CheckpointManifest
-from strata.train.core import messages, ops
+from strata.train.core import client_commands, ops
 from strata.train.orchestrator.maintenance.checkpoint_gc import CheckpointGc
 from strata.train.peft.importer import stage
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG
 from strata.train.settings import ServerSettings
+from strata.train.status import queries, views
 from tests.shell.train_orchestrator.leaders import leading, settings_in
 from tests.shell.train_orchestrator.stacks import Stack, running
 
@@ -40,11 +41,11 @@ async def until(stack: Stack, wanted: set[str]) -> None:
     """Looks as often as the orchestrator answers: it is asked something in between."""
     async with asyncio.timeout(PATIENCE_S):
         while folders(stack) != wanted:
-            await stack.look(messages.SessionList, messages.ListSessions())
+            await stack.look(views.SessionList, queries.ListSessions())
 
 
 async def names(stack: Stack) -> list[str]:
-    found = await stack.look(messages.CheckpointList, messages.ListCheckpoints())
+    found = await stack.look(views.CheckpointList, queries.ListCheckpoints())
     return sorted(each.name for each in found.checkpoints)
 
 
@@ -88,7 +89,7 @@ async def test_ranks_that_start_anew_leave_nothing_of_what_was_deleted(tmp_path:
         await saved(stack, model, 2, "b")
         loaded = await stack.submit(ops.LoadWeights(model, 3, model, "weights", "a", optimizer=True))
         assert isinstance(await stack.result(loaded), ops.WeightsLoaded)
-        await stack.look(messages.Done, messages.DeleteCheckpoint(model, "weights", "a"))
+        await stack.look(client_commands.Done, client_commands.DeleteCheckpoint(model, "weights", "a"))
         await until(stack, {"b@2"})
         await stack.ranks.kill()
         await stack.start_ranks()
@@ -97,7 +98,7 @@ async def test_ranks_that_start_anew_leave_nothing_of_what_was_deleted(tmp_path:
         await until(stack, {"b@2"})
 
 
-def staged(settings: ServerSettings, import_id: str) -> messages.ImportCheckpoint:
+def staged(settings: ServerSettings, import_id: str) -> client_commands.ImportCheckpoint:
     lora = ops.LoraConfig(rank=4)
     manifest = CheckpointManifest(
         model_id="import-x", seq_id=0, kind="weights", base_model="pretended", arch="pretended", lora=lora, steps=0
@@ -106,29 +107,29 @@ def staged(settings: ServerSettings, import_id: str) -> messages.ImportCheckpoin
     tensors = len(header).to_bytes(8, "little") + header + bytes(4)
     folder = settings.imports / import_id / settings.staged
     stage(folder, manifest, {ADAPTER: tensors, ADAPTER_CONFIG: b"{}"})
-    return messages.ImportCheckpoint(import_id, "theirs", "import-x", "pretended", lora)
+    return client_commands.ImportCheckpoint(import_id, "theirs", "import-x", "pretended", lora)
 
 
 async def test_an_import_is_a_checkpoint_once_and_damaged_files_are_none(tmp_path: Path) -> None:
     async with running(tmp_path, checkpoints=SWEEP) as stack:
         for import_id in ("one", "two"):
-            await stack.look(messages.Done, staged(stack.settings, import_id))
+            await stack.look(client_commands.Done, staged(stack.settings, import_id))
         assert await names(stack) == ["theirs"]
         assert folders(stack) == {"theirs@0"}
-        await stack.look(messages.Done, messages.DeleteCheckpoint("import-x", "weights", "theirs"))
+        await stack.look(client_commands.Done, client_commands.DeleteCheckpoint("import-x", "weights", "theirs"))
         await until(stack, set())
         damaged = staged(stack.settings, "three")
         (stack.settings.imports / "three" / stack.settings.staged / ADAPTER_CONFIG).write_bytes(b"[]")
-        assert (await stack.look(messages.ErrorResponse, damaged)).code is Code.CORRUPT
-        up = messages.ImportCheckpoint("../up", "theirs", "import-x", "pretended", ops.LoraConfig())
-        assert (await stack.look(messages.ErrorResponse, up)).code is Code.INVALID
+        assert (await stack.look(views.ErrorResponse, damaged)).code is Code.CORRUPT
+        up = client_commands.ImportCheckpoint("../up", "theirs", "import-x", "pretended", ops.LoraConfig())
+        assert (await stack.look(views.ErrorResponse, up)).code is Code.INVALID
         assert await names(stack) == []
 
 
 async def test_an_import_whose_orchestrator_dies_is_taken_by_the_next_one(tmp_path: Path) -> None:
     """The question is asked again; the files are in place then, and not in the folder of imports."""
     async with running(tmp_path, armed=("train.orchestrator.import_in_place", 0), checkpoints=SWEEP) as stack:
-        await stack.look(messages.Done, staged(stack.settings, "one"))
+        await stack.look(client_commands.Done, staged(stack.settings, "one"))
         assert stack.deaths == 1, "the failpoint was not reached"
         assert await names(stack) == ["theirs"]
         assert folders(stack) == {"theirs@0"}

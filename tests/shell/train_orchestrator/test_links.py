@@ -13,17 +13,19 @@ import zmq
 import zmq.asyncio
 
 from strata.base.errors import Code, StrataError
-from strata.train.core import commands, messages
-from strata.train.core.messages import OrchestratorRequest
+from strata.train.core import client_commands, commands
+from strata.train.link import messages
 from strata.train.link.api import ApiLink, OrchestratorClient
 from strata.train.link.keys import LinkKeys, make_first_keys, make_keys, read_keys
+from strata.train.link.messages import OrchestratorRequest
 from strata.train.link.rank import ConnectRequest, RankConnection, RankLink, connect_rank
 from strata.train.link.sockets import load_keys, own_address
 from strata.train.settings import ServerSettings
+from strata.train.status import queries
 from tests.shell.train_orchestrator.stacks import Stack
 from tests.support.ports import port_of, reserve_port
 
-QUESTION = OrchestratorRequest("q", "alice", messages.DescribeServer())
+QUESTION = OrchestratorRequest("q", "alice", queries.DescribeServer())
 REPLY_TIMEOUT_S = 20.0
 
 
@@ -166,8 +168,8 @@ async def test_an_api_server_and_an_orchestrator_speak_over_tcp_with_their_keys(
         asking = asyncio.create_task(client.request(QUESTION, timeout_s=REPLY_TIMEOUT_S))
         link = ApiLink(context, settings, 1)
         request = await link.receive()
-        link.send(messages.OrchestratorOutputs(request.request_id, messages.Done()))
-        assert await asking == messages.Done()
+        link.send(messages.OrchestratorOutputs(request.request_id, client_commands.Done()))
+        assert await asking == client_commands.Done()
         assert client.generation == 1
         stranger = context.socket(zmq.DEALER)
         stranger.identity = b"orchestrator-99"
@@ -175,7 +177,7 @@ async def test_an_api_server_and_an_orchestrator_speak_over_tcp_with_their_keys(
         stranger.connect(settings.requests)
         asking = asyncio.create_task(client.request(QUESTION, timeout_s=REPLY_TIMEOUT_S))
         request = await link.receive()
-        link.send(messages.OrchestratorOutputs(request.request_id, messages.Done()))
+        link.send(messages.OrchestratorOutputs(request.request_id, client_commands.Done()))
         await asking
         assert client.generation == 1
         stranger.close(linger=0)
@@ -197,9 +199,9 @@ async def test_bytes_that_are_no_message_end_neither_side(tmp_path: Path) -> Non
         asking = asyncio.create_task(client.request(QUESTION, timeout_s=REPLY_TIMEOUT_S))
         request = await link.receive()
         client._requests.send_multipart([b"orchestrator-4", b"\xff\xff"])
-        link.send(messages.OrchestratorOutputs("nobody asked this", messages.Done()))
-        link.send(messages.OrchestratorOutputs(request.request_id, messages.Done()))
-        assert await asking == messages.Done()
+        link.send(messages.OrchestratorOutputs("nobody asked this", client_commands.Done()))
+        link.send(messages.OrchestratorOutputs(request.request_id, client_commands.Done()))
+        assert await asking == client_commands.Done()
         again = asyncio.create_task(client.request(QUESTION, timeout_s=REPLY_TIMEOUT_S))
         assert (await link.receive()).request_id == QUESTION.request_id
         again.cancel()
@@ -215,11 +217,11 @@ async def test_an_orchestrator_whose_time_is_over_is_not_asked(tmp_path: Path) -
         asking = asyncio.create_task(client.request(QUESTION, timeout_s=REPLY_TIMEOUT_S))
         request = await new.receive()
         old = ApiLink(context, settings, 7)
-        new.send(messages.OrchestratorOutputs(request.request_id, messages.Done()))
+        new.send(messages.OrchestratorOutputs(request.request_id, client_commands.Done()))
         await asking
         asking = asyncio.create_task(client.request(QUESTION, timeout_s=REPLY_TIMEOUT_S))
         request = await new.receive()
-        new.send(messages.OrchestratorOutputs(request.request_id, messages.Done()))
+        new.send(messages.OrchestratorOutputs(request.request_id, client_commands.Done()))
         await asking
         assert client.generation == 8
         for link in (old, new):

@@ -11,8 +11,9 @@ import msgspec
 import pytest
 
 from strata.base.errors import Code
-from strata.train.core import messages, ops
+from strata.train.core import client_commands, ops
 from strata.train.core.sampling import SampleOperation, SampleParams
+from strata.train.status import queries, views
 from tests.shell.train_orchestrator.stacks import TENANT, running
 
 SMALL = "max_running_requests = 1\nmax_pending_requests = 6\nmax_pending_per_tenant = 3"
@@ -48,10 +49,10 @@ async def test_operations_of_two_tenants_share_a_pass_and_each_gets_its_own_resu
         slow = await stack.submit(stack.batch(model, 1, [[1]], pretend_s=0.3))
         first = await stack.submit(stack.batch(model, 2, [[1, 2]]))
         second = await stack.submit(stack.batch(other, 1, [[3, 4, 5]]), "bob")
-        server = await stack.look(messages.ServerView, messages.DescribeServer())
+        server = await stack.look(views.ServerView, queries.DescribeServer())
         for each, tenant, datums in ((slow, TENANT, 1), (first, TENANT, 1), (second, "bob", 1)):
             assert len(stack.outputs(await stack.result(each, tenant)).outputs) == datums
-        after = await stack.look(messages.ServerView, messages.DescribeServer())
+        after = await stack.look(views.ServerView, queries.DescribeServer())
         assert after.dispatched == server.dispatched + 1
 
 
@@ -97,11 +98,11 @@ async def test_who_waits_is_told_their_place_how_long_and_what_runs(tmp_path: Pa
         await stack.submit(stack.batch(model, 2, [[1]], pretend_s=1.0))
         await stack.submit(stack.batch(model, 3, [[1]]))
         last = await stack.submit(stack.batch(model, 4, [[1]]))
-        waiting = await stack.look(messages.QueuePosition, messages.WatchFuture(last, 0.0))
+        waiting = await stack.look(views.QueuePosition, queries.WatchFuture(last, 0.0))
         assert waiting.reason.startswith("2nd in queue, ~")
         assert waiting.reason.endswith(f" s, running {TENANT}/forward_backward")
         held = await stack.submit(stack.step(model, 9))
-        waiting = await stack.look(messages.QueuePosition, messages.WatchFuture(held, 0.0))
+        waiting = await stack.look(views.QueuePosition, queries.WatchFuture(held, 0.0))
         assert waiting.reason == "held until operation 5 of this model comes"
 
 
@@ -113,7 +114,7 @@ async def test_how_long_a_pass_without_its_way_back_takes_is_measured_by_itself(
         await stack.result(await stack.submit(first))
         await stack.submit(slow)
         last = await stack.submit(stack.batch(model, 3, [[1]]))
-        waiting = await stack.look(messages.QueuePosition, messages.WatchFuture(last, 0.0))
+        waiting = await stack.look(views.QueuePosition, queries.WatchFuture(last, 0.0))
         assert re.fullmatch(rf"1st in queue, ~\d+ s, running {TENANT}/forward", waiting.reason)
 
 
@@ -121,7 +122,7 @@ async def test_a_watcher_hears_of_the_result_without_asking_again(tmp_path: Path
     async with running(tmp_path) as stack:
         model = await stack.model()
         slow = await stack.submit(stack.batch(model, 1, [[1]], pretend_s=0.3))
-        watching = [stack.look(messages.FutureResult, messages.WatchFuture(slow, 30.0)) for _ in range(3)]
+        watching = [stack.look(views.FutureResult, queries.WatchFuture(slow, 30.0)) for _ in range(3)]
         assert len({each.result.payload.data for each in await asyncio.gather(*watching)}) == 1  # type: ignore[union-attr]
 
 
@@ -130,7 +131,7 @@ async def test_what_waits_can_be_given_up(tmp_path: Path) -> None:
         model = await stack.model()
         await stack.submit(stack.batch(model, 1, [[1]], pretend_s=0.3))
         given_up = await stack.submit(stack.step(model, 2))
-        await stack.look(messages.Done, messages.AbortOperation(given_up))
+        await stack.look(client_commands.Done, client_commands.AbortOperation(given_up))
         assert isinstance(await stack.result(await stack.submit(stack.step(model, 3))), ops.StepDone)
         result = await stack.result(given_up)
         assert isinstance(result, ops.Failed)
@@ -142,15 +143,15 @@ async def test_checkpoints_are_saved_listed_loaded_and_deleted(tmp_path: Path) -
         model = await stack.model()
         save = ops.SaveWeights(model, 1, "weights", "first", ttl_s=60.0, user_metadata={"a": "b"})
         assert await stack.result(await stack.submit(save)) == ops.WeightsSaved(f"tinker://{model}/weights/first")
-        listed = await stack.look(messages.CheckpointList, messages.ListCheckpoints(model))
+        listed = await stack.look(views.CheckpointList, queries.ListCheckpoints(model))
         assert {each.name for each in listed.checkpoints} == {"000000", "first"}
-        view = await stack.look(messages.ModelCheckpointView, messages.DescribeCheckpoint(model, "weights", "first"))
+        view = await stack.look(views.ModelCheckpointView, queries.DescribeCheckpoint(model, "weights", "first"))
         assert view.size > 0
         assert view.expires_at_s == view.saved_at_s + 60.0
         load = ops.LoadWeights(model, 2, model, "weights", "first", optimizer=True)
         assert isinstance(await stack.result(await stack.submit(load)), ops.WeightsLoaded)
-        await stack.look(messages.Done, messages.DeleteCheckpoint(model, "weights", "first"))
-        gone = await stack.look(messages.ErrorResponse, messages.DescribeCheckpoint(model, "weights", "first"))
+        await stack.look(client_commands.Done, client_commands.DeleteCheckpoint(model, "weights", "first"))
+        gone = await stack.look(views.ErrorResponse, queries.DescribeCheckpoint(model, "weights", "first"))
         assert gone.code is Code.NOT_FOUND
         assert not list(stack.settings.checkpoint_folder.rglob("first@*"))
 
@@ -158,17 +159,17 @@ async def test_checkpoints_are_saved_listed_loaded_and_deleted(tmp_path: Path) -
 async def test_models_sessions_server_and_health_are_described(tmp_path: Path) -> None:
     async with running(tmp_path) as stack:
         model = await stack.model()
-        view = await stack.look(messages.ModelView, messages.DescribeModel(model))
+        view = await stack.look(views.ModelView, queries.DescribeModel(model))
         assert (view.arch, view.next_seq, view.unloaded) == ("pretended", 1, False)
-        assert len((await stack.look(messages.ModelList, messages.ListModels(), "bob")).models) == 0
-        sessions = await stack.look(messages.SessionList, messages.ListSessions())
+        assert len((await stack.look(views.ModelList, queries.ListModels(), "bob")).models) == 0
+        sessions = await stack.look(views.SessionList, queries.ListSessions())
         assert [each.models for each in sessions.sessions] == [[model]]
-        await stack.look(messages.Done, messages.SessionHeartbeat("session-alice"))
-        await stack.look(messages.Done, messages.FinishSession("session-alice", "done"))
+        await stack.look(client_commands.Done, queries.SessionHeartbeat("session-alice"))
+        await stack.look(client_commands.Done, client_commands.FinishSession("session-alice", "done"))
         assert isinstance(await stack.result(f"{model}:unload"), ops.ModelUnloaded)
-        health = await stack.look(messages.HealthReport, messages.CheckHealth())
+        health = await stack.look(views.HealthReport, queries.CheckHealth())
         assert (health.status, list(health.ranks)) == ("healthy", [0, 1])
-        assert (await stack.look(messages.ServerView, messages.DescribeServer())).world_size == 2
+        assert (await stack.look(views.ServerView, queries.DescribeServer())).world_size == 2
 
 
 async def test_a_client_is_not_answered_for_tokens_that_it_has(tmp_path: Path) -> None:
@@ -180,4 +181,4 @@ async def test_a_client_is_not_answered_for_tokens_that_it_has(tmp_path: Path) -
         sample = SampleOperation(sampler, 0, array.array("i", [1, 2, 3]).tobytes(), params, stream=True)
         future_id = await stack.submit(sample)
         output = await stack.watch_tokens(future_id, [300], 20.0)
-        assert isinstance(output, messages.FutureResult), output
+        assert isinstance(output, views.FutureResult), output

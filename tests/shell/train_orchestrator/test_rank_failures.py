@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from strata.base.errors import Code
-from strata.train.core import messages, ops
+from strata.train.core import client_commands, ops
+from strata.train.status import queries, views
 from tests.shell.train_orchestrator.stacks import Stack, running
 
 ONE_AT_A_TIME = "max_running_requests = 1"
@@ -82,7 +83,7 @@ async def test_questions_asked_while_nobody_leads_are_answered_by_the_next_one(t
     async with running(tmp_path) as stack:
         model = await stack.model()
         slow = await stack.submit(stack.batch(model, 1, [[1]], pretend_s=0.5))
-        watching = asyncio.create_task(stack.look(messages.FutureResult, messages.WatchFuture(slow, 30.0)))
+        watching = asyncio.create_task(stack.look(views.FutureResult, queries.WatchFuture(slow, 30.0)))
         await stack.orchestrator.kill()
         submitting = asyncio.create_task(stack.submit(stack.step(model, 2)))
         await stack.start_orchestrator()
@@ -199,14 +200,14 @@ async def test_results_that_had_their_time_are_gone_and_not_unknown(tmp_path: Pa
         model = await stack.model()
         future_id = await stack.submit(stack.step(model, 1))
         assert isinstance(await stack.result(future_id), ops.StepDone)
-        while isinstance(output := await stack.watch(future_id), messages.FutureResult):
+        while isinstance(output := await stack.watch(future_id), views.FutureResult):
             pass
-        assert isinstance(output, messages.ErrorResponse)
+        assert isinstance(output, views.ErrorResponse)
         assert output.code is Code.GONE
         await stack.orchestrator.kill()
         await stack.start_orchestrator()
         output = await stack.watch(future_id)
-        assert isinstance(output, messages.ErrorResponse)
+        assert isinstance(output, views.ErrorResponse)
         assert output.code is Code.GONE
 
 
@@ -241,7 +242,7 @@ async def test_the_files_of_a_checkpoint_stay_while_ranks_that_start_anew_have_t
         await stack.ranks.kill()
         await stack.start_ranks()
         await stack.orchestrator.told("attached")
-        await stack.look(messages.Done, messages.DeleteCheckpoint(model, "weights", "mine"))
+        await stack.look(client_commands.Done, client_commands.DeleteCheckpoint(model, "weights", "mine"))
         stepped = await stack.result(await stack.submit(stack.step(model, 7)))
         assert isinstance(stepped, ops.StepDone)
         assert stepped.metrics["step"] == 2

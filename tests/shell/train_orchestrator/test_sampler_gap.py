@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from strata.train.core import messages, ops, status
+from strata.train.core import ops
 from strata.train.core.sampling import SampledSequence, SampleOperation, SampleParams, decode_result
 from strata.train.orchestrator.sampler_gap import (
     GapMeasure,
@@ -21,6 +21,7 @@ from strata.train.orchestrator.sampler_gap import (
     read_sequence,
 )
 from strata.train.payload import Payloads
+from strata.train.status import queries, reports
 from tests.shell.train_orchestrator.stacks import Stack, running
 
 MODEL = "session:train:0"
@@ -145,14 +146,14 @@ async def compared(stack: Stack, stale: int, same: int) -> None:
 
 
 async def high_models(stack: Stack) -> float:
-    text = (await stack.look(status.MetricsView, messages.ReadMetrics(everything=True))).text.decode()
+    text = (await stack.look(reports.MetricsView, queries.ReadMetrics(everything=True))).text.decode()
     families = text_string_to_metric_families(text)
     (value,) = [each.value for one in families for each in one.samples if each.name == HIGH]
     return value
 
 
 async def tokens(stack: Stack) -> tuple[float, float]:
-    text = (await stack.look(status.MetricsView, messages.ReadMetrics(everything=True))).text.decode()
+    text = (await stack.look(reports.MetricsView, queries.ReadMetrics(everything=True))).text.decode()
     counts = {
         each.labels["compared"]: each.value
         for family in text_string_to_metric_families(text)
@@ -174,22 +175,22 @@ async def test_a_server_compares_its_own_samples_and_raises_an_alarm_for_the_own
         await stack.result(await stack.submit(learn(stack, model, 4, answer)))
         await compared(stack, 3, 3)
 
-        own = (await stack.look(status.StatusView, messages.DescribeStatus(False))).status
+        own = (await stack.look(reports.StatusView, queries.DescribeStatus(False))).status
         ((high,), others) = (
             own.high_gaps,
-            (await stack.look(status.StatusView, messages.DescribeStatus(False), "bob")).status,
+            (await stack.look(reports.StatusView, queries.DescribeStatus(False), "bob")).status,
         )
         assert (high.model_id, high.gap.seq_id, high.gap.tokens, own.gap_alarm_nats) == (model, 2, 3, 0.01)
         assert not others.high_gaps, "another tenant's"
-        (row,) = (await stack.look(status.ActivityView, messages.DescribeActivity(False, 10))).activity.models
+        (row,) = (await stack.look(reports.ActivityView, queries.DescribeActivity(False, 10))).activity.models
         assert row.gap == high.gap
         expected = sum(abs(-1.0 + 0.1 + token / 97) for token in [PROMPT[-1], *answer[:-1]]) / 3
         assert high.gap.mean == pytest.approx(expected, abs=1e-5)
-        curves = (await stack.look(status.CurvesView, messages.ReadCurves(model, False, 100))).curves
+        curves = (await stack.look(reports.CurvesView, queries.ReadCurves(model, False, 100))).curves
         (curve,) = [each for each in curves.series if each.name == "same_weights_gap"]
         assert curve.steps == [3]
         assert curve.values == pytest.approx([expected], abs=1e-5)
         assert await high_models(stack) == 1
         await stack.result(await stack.submit(ops.UnloadModel(model)))
         assert await high_models(stack) == 0
-        assert not (await stack.look(status.StatusView, messages.DescribeStatus(False))).status.high_gaps
+        assert not (await stack.look(reports.StatusView, queries.DescribeStatus(False))).status.high_gaps

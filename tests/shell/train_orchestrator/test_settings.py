@@ -15,16 +15,11 @@ import zmq
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.train.launch.launcher import Launcher, api_server_command, orchestrator_command, rank_command
-from strata.train.launch.preflight import (
-    MemoryEstimate,
-    ModelFiles,
-    available_bytes,
-    check_memory,
-    check_mesh,
-    estimate,
-)
+from strata.train.launch.preflight import available_bytes, check_memory, check_mesh
 from strata.train.link.sockets import connect, listen
 from strata.train.orchestrator.orchestrator import rules_of
+from strata.train.plan.model_cost import MemoryEstimate, estimate
+from strata.train.plan.model_files import ModelFiles
 from strata.train.settings import ServerSettings, load_settings
 
 pytestmark = pytest.mark.proves("Never again: a training server loaded its model before it refused its address")

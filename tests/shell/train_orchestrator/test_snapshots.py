@@ -13,8 +13,9 @@ from strata.base.clock import SystemClock
 from strata.journal.open import open_journal
 from strata.journal.port import StreamStatus
 from strata.journal.replay import replay
-from strata.train.core import facts, messages, ops
+from strata.train.core import facts, ops
 from strata.train.core.sampling import SampleOperation, SampleParams, decode_result
+from strata.train.status import queries, views
 from tests.shell.train_orchestrator.stacks import Stack, running
 from tests.shell.train_orchestrator.test_failpoints import OF_SNAPSHOTS
 
@@ -47,7 +48,7 @@ async def journal(stack: Stack) -> tuple[StreamStatus, list[facts.Fact]]:
 async def snapshot_after(stack: Stack, number: int) -> int:
     """The number of the first snapshot after that dispatch, once it is there."""
     async with asyncio.timeout(30):
-        while (view := await stack.look(messages.ServerView, messages.DescribeServer())).snapshot <= number:
+        while (view := await stack.look(views.ServerView, queries.DescribeServer())).snapshot <= number:
             pass
     return view.snapshot
 
@@ -164,7 +165,7 @@ async def test_payloads_and_facts_that_a_snapshot_covers_go_and_what_is_still_ne
         covered = {payload_of(stack, model, seq) for seq in (1, 3, 5)}
         async with asyncio.timeout(30):
             while covered & payloads(stack):
-                await stack.look(messages.ServerView, messages.DescribeServer())
+                await stack.look(views.ServerView, queries.DescribeServer())
         assert len([*stack.settings.snapshot_folder.iterdir()]) <= 3
         await stack.ranks.kill()
         known = len(stack.applied())
@@ -249,7 +250,7 @@ async def test_ranks_that_die_over_a_snapshot_leave_the_one_before_and_nothing_e
         await snapshot_after(stack, 0)
         async with asyncio.timeout(30):
             while len([*stack.settings.snapshot_folder.iterdir()]) > 1:
-                await stack.look(messages.ServerView, messages.DescribeServer())
+                await stack.look(views.ServerView, queries.DescribeServer())
 
 
 async def test_ranks_that_die_while_they_restore_are_followed_by_others_that_do(tmp_path: Path) -> None:
@@ -275,7 +276,7 @@ async def test_an_orchestrator_that_dies_over_a_snapshot_is_followed_by_one_that
         found = await train(stack, model, 1, 10)
         async with asyncio.timeout(30):
             while stack.deaths < 1:
-                await stack.look(messages.ServerView, messages.DescribeServer())
+                await stack.look(views.ServerView, queries.DescribeServer())
         await stack.ranks.kill()
         known = len(stack.applied())
         await stack.start_ranks()

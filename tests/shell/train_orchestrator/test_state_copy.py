@@ -13,7 +13,8 @@ import pytest
 from strata.base.clock import SystemClock
 from strata.base.errors import Code
 from strata.fleet.artifacts.files import scan
-from strata.train.core import messages, ops
+from strata.train.core import client_commands, ops
+from strata.train.status import views
 from tests.shell.train_orchestrator.stacks import REPLY_TIMEOUT_S, Stack, running
 
 COPIES = 'address_file = "/nonexistent/address"\ncopy_every_s = 0.3\n'
@@ -26,11 +27,13 @@ def copies(stack: Stack) -> list[Path]:
 
 async def copied(stack: Stack) -> Path:
     """A copy of all that has happened until now."""
-    await stack.look(messages.Done, messages.OpenSession("session-last"), "bob")
+    await stack.look(client_commands.Done, client_commands.OpenSession("session-last"), "bob")
     now_ms = SystemClock().wall_s() * 1000
     async with asyncio.timeout(REPLY_TIMEOUT_S):
         while not (found := copies(stack)) or int(found[-1].name) < now_ms:
-            await stack.look(messages.Done, messages.OpenSession(f"session-{len(found)}-{int(now_ms)}"), "bob")
+            await stack.look(
+                client_commands.Done, client_commands.OpenSession(f"session-{len(found)}-{int(now_ms)}"), "bob"
+            )
             await asyncio.sleep(0.05)
     return found[-1]
 
@@ -65,7 +68,7 @@ async def check_move(tmp_path: Path) -> None:
     async with running(tmp_path / "b", server='lost = "a host was lost"', limits="gap_s = 0.5") as moved:
         assert moved.outputs(await moved.result(first)) == before
         unknown = await moved.watch(lost)
-        assert isinstance(unknown, messages.ErrorResponse)
+        assert isinstance(unknown, views.ErrorResponse)
         assert unknown.code is Code.NOT_FOUND
         held = await moved.submit(moved.step(model, 4))
         reason = "operation 3 of this model did not come within 0.5 seconds; a host was lost"

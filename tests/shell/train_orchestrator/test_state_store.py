@@ -9,12 +9,12 @@ from typing import get_args
 from strata.base.clock import SystemClock
 from strata.journal.memory import MemoryJournal
 from strata.journal.replica import Replica
-from strata.train.core import messages, ops
+from strata.train.core import ops
+from strata.train.core.client_commands import AbortOperation, OpenSession, SubmitOperation
 from strata.train.core.inputs import ClientCommand, CompleteDispatch, Dispatching, DispatchNext, FailDispatch
 from strata.train.core.machine import TrainMachine
-from strata.train.core.messages import AbortOperation, OpenSession, SubmitOperation
 from strata.train.core.state import Rules
-from strata.train.core.throughput import ThroughputEstimate
+from strata.train.link import messages
 from strata.train.link.ports import Links, ZmqLinks
 from strata.train.orchestrator.backend import RemoteBackend
 from strata.train.orchestrator.rank_session import OrchestratorContext
@@ -23,6 +23,8 @@ from strata.train.orchestrator.request_processor import RequestProcessor
 from strata.train.orchestrator.state_store import StateStore, TrainReplica
 from strata.train.payload import Payloads
 from strata.train.settings import ServerSettings, load_settings
+from strata.train.status import queries, views
+from strata.train.status.throughput import ThroughputEstimate
 
 MODEL = "s:train:0"
 
@@ -61,7 +63,7 @@ async def test_a_failure_is_told_only_when_it_is_durable(tmp_path: Path) -> None
         ClientCommand("alice", SubmitOperation(ops.CreateModel(MODEL, "tiny", ops.LoraConfig()), "s"), 0.0)
     )
     await store.commit(ClientCommand("alice", SubmitOperation(ops.OptimStep(MODEL, 1, ops.AdamParams())), 0.0))
-    request = messages.OrchestratorRequest("q", "alice", messages.WatchFuture(f"{MODEL}:1", 0.0))
+    request = messages.OrchestratorRequest("q", "alice", queries.WatchFuture(f"{MODEL}:1", 0.0))
     settings = settings_in(tmp_path)
     with closing(ZmqLinks(settings)) as links:
         handler = RequestHandler(context_on(store, settings, links), lambda: None)
@@ -69,7 +71,7 @@ async def test_a_failure_is_told_only_when_it_is_durable(tmp_path: Path) -> None
         assert durable is not None
         assert not durable.done()
         output = await handler.handle(request)
-    assert isinstance(output, messages.FutureResult)
+    assert isinstance(output, views.FutureResult)
     assert isinstance(output.result, ops.Failed)
     assert durable.done()
 
@@ -78,7 +80,7 @@ async def test_every_query_has_a_handler(tmp_path: Path) -> None:
     settings = settings_in(tmp_path)
     with closing(ZmqLinks(settings)) as links:
         handler = RequestHandler(context_on(await leading(), settings, links), lambda: None)
-    assert set(handler.queries) == set(get_args(messages.Query))
+    assert set(handler.queries) == set(get_args(queries.Query))
 
 
 def settings_in(folder: Path) -> ServerSettings:

@@ -8,17 +8,18 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from strata.base.errors import Code
-from strata.train.core import messages, status
-from strata.train.core.learning_curves import LearningCurves
+from strata.train.core import client_commands
+from strata.train.status import queries, reports, views
+from strata.train.status.learning_curves import LearningCurves
 from tests.shell.train_orchestrator.stacks import TENANT, Stack, running
 
 
-async def told(stack: Stack) -> status.ServerStatus:
-    return (await stack.look(status.StatusView, messages.DescribeStatus(everything=True))).status
+async def told(stack: Stack) -> reports.ServerStatus:
+    return (await stack.look(reports.StatusView, queries.DescribeStatus(everything=True))).status
 
 
 async def metric(stack: Stack, name: str) -> float:
-    text = (await stack.look(status.MetricsView, messages.ReadMetrics(everything=True))).text.decode()
+    text = (await stack.look(reports.MetricsView, queries.ReadMetrics(everything=True))).text.decode()
     return {each.name: each.value for family in text_string_to_metric_families(text) for each in family.samples}[name]
 
 
@@ -61,7 +62,7 @@ async def test_what_runs_is_told_with_what_waits_behind_it(tmp_path: Path) -> No
         assert (now.ranks.state, [each.kind for each in now.running]) == ("busy", ["forward_backward"])
         (row,) = now.tenants
         assert (row.tenant, row.waiting, row.held, row.running) == (TENANT, 3, 1, 1)
-        line = (await stack.look(status.TimelineView, messages.DescribeTimeline(first))).timeline
+        line = (await stack.look(reports.TimelineView, queries.DescribeTimeline(first))).timeline
         assert (line.outcome, line.sent_at_s is not None, line.answered_at_s) == ("", True, None)
 
 
@@ -75,7 +76,7 @@ async def test_of_an_operation_before_a_restart_there_is_a_result_and_no_times(t
         await stack.orchestrator.kill()
         await stack.start_orchestrator()
         await stack.result(future_id)
-        refused = await stack.look(messages.ErrorResponse, messages.DescribeTimeline(future_id))
+        refused = await stack.look(views.ErrorResponse, queries.DescribeTimeline(future_id))
         assert refused.code is Code.GONE
 
 
@@ -83,11 +84,11 @@ async def test_learning_curves_survive_a_restart_and_a_kill_of_the_orchestrator(
     async with running(tmp_path) as stack:
         model = await stack.model()
 
-        async def curves() -> status.ModelCurves:
-            return (await stack.look(status.CurvesView, messages.ReadCurves(model, False, 100))).curves
+        async def curves() -> reports.ModelCurves:
+            return (await stack.look(reports.CurvesView, queries.ReadCurves(model, False, 100))).curves
 
         for seq in (1, 3):
-            await stack.look(messages.Done, messages.ReportMetrics(model, seq, {"reward": seq / 4}))
+            await stack.look(client_commands.Done, queries.ReportMetrics(model, seq, {"reward": seq / 4}))
             await stack.result(await stack.submit(stack.batch(model, seq, [[1, 2, 3]])))
             await stack.result(await stack.submit(stack.step(model, seq + 1)))
         before = await curves()
@@ -115,5 +116,5 @@ async def test_a_damaged_file_of_curves_costs_the_curves_and_not_the_start(tmp_p
     async with running(tmp_path) as stack:
         model = await stack.model()
         await stack.result(await stack.submit(stack.step(model, 1)))
-        found = (await stack.look(status.CurvesView, messages.ReadCurves(model, False, 100))).curves
+        found = (await stack.look(reports.CurvesView, queries.ReadCurves(model, False, 100))).curves
         assert {tuple(each.steps) for each in found.series} == {(1,)}

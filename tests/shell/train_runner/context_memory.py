@@ -12,7 +12,7 @@ import msgspec
 import torch.distributed as dist
 
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.model import memory
+from strata.train.runner.model import row_limit
 from strata.train.runner.model.base import BaseModel
 from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.runner.settings import RunnerSettings
@@ -26,12 +26,12 @@ def peak_of_row(folder: Path, context: int, tokens: int, ranks: RankGroup) -> in
     """The largest of all ranks."""
     parallel = ParallelSettings(context=context)
     base = BaseModel(RunnerSettings(model=str(folder / "model"), sleep_folder=folder, parallel=parallel), ranks)
-    adapter = memory._measuring_adapter(base, ranks.device)
+    adapter = row_limit._measuring_adapter(base, ranks.device)
     # Libraries and what a first pass leaves behind are no part of a row.
-    memory._peak_of(base, adapter, ranks, 64)
-    memory.release_memory()
-    before = memory._status("VmRSS")
-    peak = memory._peak_of(base, adapter, ranks, tokens) - before
+    row_limit._peak_of(base, adapter, ranks, 64)
+    row_limit.release_memory()
+    before = row_limit._status("VmRSS")
+    peak = row_limit._peak_of(base, adapter, ranks, tokens) - before
     return max(ranks.all_gather_int(peak))
 
 

@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch.distributed.tensor import DTensor
 
-from strata.train.core.quantisation import QuantisedKind
+from strata.train.plan.quantisation import QuantisedKind
 from strata.train.runner.model.base import BaseModel
 from strata.train.runner.model.quantised import quantised_layers
 from strata.train.runner.model.tiny import TinyModel, make

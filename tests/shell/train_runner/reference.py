@@ -11,7 +11,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from strata.train.core import ops
-from strata.train.core.quantisation import QuantisedKind
+from strata.train.plan.quantisation import QuantisedKind
 from tests.shell.train_runner.driver import array_of, tokens_of
 
 

@@ -18,7 +18,7 @@ from bench.plan import OVER, UNDER
 from strata.base.errors import Code, StrataError
 from strata.base.settings import process_environment
 from strata.cli.plan import plan
-from strata.train.core.device_memory import (
+from strata.train.plan.memory_plan import (
     CollectiveCost,
     MemoryRecipe,
     MeshShape,
@@ -28,9 +28,10 @@ from strata.train.core.device_memory import (
     plan_device,
     smallest_plan,
 )
-from strata.train.core.quantisation import QuantisedKind
-from strata.train.launch.preflight import model_cost, read_model_files
-from strata.train.runner.model.plan import trace_cost, trace_pass
+from strata.train.plan.model_cost import model_cost
+from strata.train.plan.model_files import read_model_files
+from strata.train.plan.quantisation import QuantisedKind
+from strata.train.runner.model.memory_trace import trace_cost, trace_pass
 from strata.train.runner.model.tiny import TinyModel, make
 from tests.shell.train_runner.reference import bitsandbytes_model
 

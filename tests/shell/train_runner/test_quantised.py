@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import commands, ops
-from strata.train.core.device_memory import QUANTISING_BYTES
-from strata.train.core.quantisation import QuantisedKind
-from strata.train.launch.model_check import check_model_files
 from strata.train.launch.preflight import check_quantised
+from strata.train.plan.memory_plan import QUANTISING_BYTES
+from strata.train.plan.model_check import check_model_files
+from strata.train.plan.quantisation import QuantisedKind
 from strata.train.runner.checkpoint.export import export
 from strata.train.runner.checkpoint.formats import to_peft
 from strata.train.runner.collectives import RankGroup

@@ -23,10 +23,11 @@ from strata.objects import Bucket
 from strata.train.checkpoints import checkpoint
 from strata.train.checkpoints.checkpoint import CheckpointManifest
 from strata.train.checkpoints.object_store import CheckpointStore
-from strata.train.core import messages, ops
+from strata.train.core import client_commands, ops
 from strata.train.orchestrator.maintenance.replication import CheckpointReplicator
 from strata.train.peft.importer import stage
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG
+from strata.train.status import queries, views
 from tests.shell.train_orchestrator.leaders import RUN, leading, with_a_model
 from tests.shell.train_orchestrator.stacks import running
 from tests.support.s3 import S3Server
@@ -197,12 +198,12 @@ async def test_a_server_that_lost_its_files_brings_them_back_to_load_them(s3: S3
         async def until(wanted: set[str]) -> None:
             async with asyncio.timeout(PATIENCE_S):
                 while (await store.names())[0] != wanted:
-                    await stack.look(messages.SessionList, messages.ListSessions())
+                    await stack.look(views.SessionList, queries.ListSessions())
 
         model = await stack.model()
         made(stack.settings.imports / "one" / stack.settings.staged, "import-x", 0)
-        asked = messages.ImportCheckpoint("one", "theirs", "import-x", "pretended", LORA)
-        await stack.look(messages.Done, asked)
+        asked = client_commands.ImportCheckpoint("one", "theirs", "import-x", "pretended", LORA)
+        await stack.look(client_commands.Done, asked)
         await until({"import-x/weights/theirs@0"})
         folder = stack.settings.checkpoint_folder / "import-x" / "weights" / "theirs@0"
         shutil.rmtree(folder)
@@ -212,8 +213,10 @@ async def test_a_server_that_lost_its_files_brings_them_back_to_load_them(s3: S3
         assert isinstance(stepped, ops.StepDone)
         assert stepped.metrics == {"step": 2.0, "weight": 2.5}
         made(stack.settings.imports / "two" / stack.settings.staged, "import-y", 0)
-        await stack.look(messages.Done, messages.ImportCheckpoint("two", "b", "import-y", "pretended", LORA))
+        await stack.look(
+            client_commands.Done, client_commands.ImportCheckpoint("two", "b", "import-y", "pretended", LORA)
+        )
         await until({"import-x/weights/theirs@0", "import-y/weights/b@0"})
-        await stack.look(messages.Done, messages.DeleteCheckpoint("import-y", "weights", "b"))
+        await stack.look(client_commands.Done, client_commands.DeleteCheckpoint("import-y", "weights", "b"))
         await until({"import-x/weights/theirs@0"})
         assert checkpoint.read(folder).model_id == "import-x"

@@ -15,7 +15,7 @@ import pytest
 from strata.fleet.core.jobspec import JobSpec
 from strata.sdk.train import Datum, TrainingServer
 from strata.train.core.commands import Timing
-from strata.train.core.status import Timeline
+from strata.train.status.reports import Timeline
 from strata.web.pages.training import phase_lanes, token_shares
 from tests.shell.fleet_http.running import Running
 from tests.shell.fleet_http.test_servers import row, serve, sleeping

@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 
 from strata.train.core import decide, future, ops, sampling_slices
+from strata.train.core.client_commands import AbortOperation, Done, SubmitOperation
 from strata.train.core.facts import OperationFinished
 from strata.train.core.future import OPEN, FutureStore, OperationFuture
 from strata.train.core.inputs import ClientCommand, Decision, DispatchNext, Input, RanksAttached
-from strata.train.core.messages import AbortOperation, Done, SubmitOperation
+from strata.train.core.lookup import find_future
 from strata.train.core.scheduler import QueuedOperation, Scheduler
 from strata.train.core.sequence import SequenceCheck, SequenceWindow
 from strata.train.core.state import TrainState
-from strata.train.core.views import find_future
 from strata.train.orchestrator import rank_session, replay_reader, request_handler
 from strata.train.orchestrator.orchestrator import Orchestrator
 from strata.train.orchestrator.request_handler import RequestHandler

@@ -11,9 +11,11 @@ from typing import Final
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.train.core import messages, ops
-from strata.train.core.messages import OrchestratorRequest
+from strata.train.core import client_commands, ops
 from strata.train.core.sampling import SampleOperation, SampleParams
+from strata.train.link import messages
+from strata.train.link.messages import OrchestratorRequest
+from strata.train.status import queries, views
 from tests.sim.train.expected_state import ExpectedResult, ExpectedState
 from tests.sim.train.wires import TrainWorld
 
@@ -50,22 +52,22 @@ class Caller:
                     self.world.violated(f"an API server said {error!r} to {request}")
                 await asyncio.sleep(self.rng.uniform(0.05, 0.3))
                 continue
-            if isinstance(output, messages.ErrorResponse) and output.code in RETRIED:
+            if isinstance(output, views.ErrorResponse) and output.code in RETRIED:
                 full = output.code is Code.EXHAUSTED
                 await asyncio.sleep(self.rng.uniform(0.5, 2.0) if full else self.rng.uniform(0.1, 0.6))
                 continue
             return output
 
-    async def look(self, body: messages.Command | messages.Query, wait_s: float = 0.0) -> messages.Output:
+    async def look(self, body: client_commands.Command | queries.Query, wait_s: float = 0.0) -> messages.Output:
         return await self.ask(OrchestratorRequest("", self.tenant, body), wait_s)
 
     async def add(self, operation: ops.Operation, session_id: str = "") -> messages.Output:
-        return await self.look(messages.SubmitOperation(operation, session_id))
+        return await self.look(client_commands.SubmitOperation(operation, session_id))
 
     async def send(self, operation: ops.Operation, session_id: str = "") -> str:
         """Send until it is accepted; its future."""
         output = await self.add(operation, session_id)
-        if not isinstance(output, messages.Accepted):
+        if not isinstance(output, client_commands.Accepted):
             self.world.violated(f"{str(operation)[:90]} was answered {output}")
             return ""
         self.expected.accepted(output.future_id, self.tenant, operation)
@@ -75,14 +77,14 @@ class Caller:
         """Ask until it is there. None if it was kept as long as was promised, and is gone."""
         while True:
             wait_s = self.rng.uniform(0.2, 4.0)
-            output = await self.look(messages.WatchFuture(future_id, wait_s), wait_s)
+            output = await self.look(queries.WatchFuture(future_id, wait_s), wait_s)
             match output:
-                case messages.FutureResult():
+                case views.FutureResult():
                     self.expected.told(future_id, output.result)
                     return output.result
-                case messages.QueuePosition():
+                case views.QueuePosition():
                     await asyncio.sleep(self.rng.uniform(0.0, 0.2))
-                case messages.ErrorResponse(Code.GONE) if self.expected.may_be_gone(future_id):
+                case views.ErrorResponse(Code.GONE) if self.expected.may_be_gone(future_id):
                     return None
                 case _:
                     self.world.violated(f"a question for the result of {future_id} was answered {output}")
@@ -90,9 +92,9 @@ class Caller:
 
     async def abort(self, future_id: str) -> None:
         self.expected.entries[future_id].may_cancel = True
-        output = await self.look(messages.AbortOperation(future_id))
-        fine = isinstance(output, messages.Done) or (
-            isinstance(output, messages.ErrorResponse)
+        output = await self.look(client_commands.AbortOperation(future_id))
+        fine = isinstance(output, client_commands.Done) or (
+            isinstance(output, views.ErrorResponse)
             and (
                 output.code is Code.PRECONDITION or (output.code is Code.GONE and self.expected.may_be_gone(future_id))
             )
@@ -102,11 +104,11 @@ class Caller:
 
     async def pry(self, future_id: str, model_id: str) -> None:
         """Ask for what is somebody else's: to this tenant, it does not exist."""
-        looks: list[messages.Query] = [messages.WatchFuture(future_id, 0.0), messages.DescribeModel(model_id)]
+        looks: list[queries.Query] = [queries.WatchFuture(future_id, 0.0), queries.DescribeModel(model_id)]
         asked = [await self.look(each) for each in looks]
         asked.append(await self.add(ops.AbortGradients(model_id, 1)))
         for output in asked:
-            if not isinstance(output, messages.ErrorResponse) or output.code is not Code.NOT_FOUND:
+            if not isinstance(output, views.ErrorResponse) or output.code is not Code.NOT_FOUND:
                 self.world.violated(f"{self.tenant} asked for {future_id} of another tenant and heard {output}")
 
 
@@ -127,7 +129,7 @@ class Session:
         return self._world.rng
 
     async def begin(self) -> None:
-        await self._caller.look(messages.OpenSession(self.session_id))
+        await self._caller.look(client_commands.OpenSession(self.session_id))
         create = ops.CreateModel(self.model_id, "tiny", ops.LoraConfig(rank=4))
         await self._caller.result(await self._caller.send(create, self.session_id))
 
@@ -176,7 +178,7 @@ class Session:
         """The same number with other content."""
         other = ops.OptimStep(operation.model_id, operation.seq_id, ops.AdamParams(learning_rate=0.123))
         output = await self._caller.add(other)
-        if not isinstance(output, messages.ErrorResponse) or output.code is not Code.CONFLICT:
+        if not isinstance(output, views.ErrorResponse) or output.code is not Code.CONFLICT:
             self._world.violated(f"{str(entry.operation)[:90]} sent again with other content was answered {output}")
 
     async def _sample(self, sampler_id: str, number: int, made_by: str) -> None:
@@ -185,9 +187,9 @@ class Session:
         params = SampleParams(max_tokens=self.rng.choice([1, 40, 200]), seed=number)
         sample = SampleOperation(sampler_id, number, prompt, params)
         output = await self._caller.add(sample)
-        if not isinstance(output, messages.Accepted):
+        if not isinstance(output, client_commands.Accepted):
             # A sampler that could not be made makes room for others.
-            missing = isinstance(output, messages.ErrorResponse) and output.code is Code.NOT_FOUND
+            missing = isinstance(output, views.ErrorResponse) and output.code is Code.NOT_FOUND
             if not missing or not isinstance(self._expected.audit.results.get(made_by), ops.Failed):
                 self._world.violated(f"sample {number} of {sampler_id} was answered {output}")
             return

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from strata.train.core import commands, messages
+from strata.train.core import commands
+from strata.train.link import messages
 from strata.train.link.api import OrchestratorClient
 from strata.train.link.rank import ConnectRequest
 from strata.train.settings import ServerSettings

@@ -16,7 +16,8 @@ from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import arm, disarm_all
 from strata.base.loop import RunOnce, every
-from strata.train.core import messages, ops
+from strata.train.core import ops
+from strata.train.link import messages
 from strata.train.orchestrator import orchestrator
 from strata.train.orchestrator.maintenance import compaction, curve_file
 from strata.train.orchestrator.orchestrator import EXPIRE_S, Orchestrator, rules_of
@@ -29,6 +30,7 @@ from strata.train.settings import (
     ServerSettings,
     SnapshotSettings,
 )
+from strata.train.status import queries, views
 from tests.sim.train import ablation
 from tests.sim.train.audit import Audit, audited
 from tests.sim.train.clients import ROW_TOKENS, Caller, Session
@@ -278,7 +280,7 @@ class Scenario:
             request = messages.decode_request(payload)
             self.asked += 1
             request = msgspec.structs.replace(request, request_id=f"question-{self.asked}")
-            wait_s = request.body.wait_s if isinstance(request.body, messages.WatchFuture) else 0.0
+            wait_s = request.body.wait_s if isinstance(request.body, queries.WatchFuture) else 0.0
             return messages.encode(await client.request(request, timeout_s=REPLY_TIMEOUT_S + wait_s))
 
         self.world.listen(answer)
@@ -360,8 +362,8 @@ class Scenario:
             return None
         await asyncio.sleep(self.plan.ttl_s + self.expected.clock_error_s + EXPIRE_S)
         for future_id, entry in self.expected.entries.items():
-            output = await callers[entry.tenant].look(messages.WatchFuture(future_id, 0.0))
-            if not isinstance(output, messages.ErrorResponse) or output.code is not Code.GONE:
+            output = await callers[entry.tenant].look(queries.WatchFuture(future_id, 0.0))
+            if not isinstance(output, views.ErrorResponse) or output.code is not Code.GONE:
                 return f"long after its time, {future_id} was answered {output}"
         return None
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from strata.train.core import messages
 from strata.train.core.lineage import WeightsLineage
+from strata.train.status import views
 from strata.train.wire import replies
 
-VIEW = messages.ModelCheckpointView("s:train:0", "weights", "mine", "tiny", None, 0.0, 1)
+VIEW = views.ModelCheckpointView("s:train:0", "weights", "mine", "tiny", None, 0.0, 1)
 
 
 def test_a_checkpoint_of_unknown_lineage_has_no_provenance_and_one_of_the_base_has_zeros() -> None:

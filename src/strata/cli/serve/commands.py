@@ -21,8 +21,8 @@ from strata.cli.watch import TRANSIENT, check_watched, is_live, live_screen, wat
 
 if TYPE_CHECKING:
     from strata.fleet.client.hub_client import HubClient
-    from strata.train.core.status import ServerStatus
     from strata.train.settings import ServerSettings
+    from strata.train.status.reports import ServerStatus
 
 EVERY_S: Final = 1.0
 ANSWER_S: Final = 15.0
@@ -129,7 +129,7 @@ def status(*, server: str | None, watch: bool, key_file: Path | None, context: s
 
 
 def _fetch_status(client: HubClient) -> ServerStatus:
-    from strata.train.core.status import ServerStatus
+    from strata.train.status.reports import ServerStatus
 
     try:
         return client.call("GET", "/api/v1/status", ServerStatus)

@@ -10,7 +10,7 @@ from strata.cli.gang.format import age, names, took
 from strata.cli.layout import Cell, Screen, ScreenColumn, Table
 
 if TYPE_CHECKING:
-    from strata.train.core.status import RunningStatus, ServerStatus, TenantStatus, Timeline
+    from strata.train.status.reports import RunningStatus, ServerStatus, TenantStatus, Timeline
 
 TENANTS: Final = 6
 """Rows of tenants where all has to fit one screen."""

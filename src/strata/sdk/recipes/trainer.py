@@ -30,7 +30,7 @@ from strata.sdk.recipes.run_folder import BestEvaluation, MetricLine, RecipeRunR
 from strata.sdk.trackers.mirror import MirrorSettings, make_tracker
 from strata.sdk.trackers.port import TrackedPoint, TrackedRun, TrackerRun
 from strata.sdk.train import Future, Model, TrainingServer
-from strata.train.core.rollouts import KEEP
+from strata.train.status.rollouts import KEEP
 
 AHEAD: Final = 2
 """Steps that are sent before the metrics of the first are read: the ranks never wait for the client."""

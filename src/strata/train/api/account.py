@@ -8,8 +8,8 @@ from strata.http.route import KIB, VIEWER, Route
 from strata.identity.ports import ApiKey
 from strata.identity.roles import CallerKind
 from strata.train.api.context import ApiCall, project_of
-from strata.train.core import messages
 from strata.train.core.usage import HOUR_S
+from strata.train.status import queries, views
 from strata.train.wire import bodies, replies
 
 _KEY_ID_DIGITS = 12
@@ -50,9 +50,9 @@ async def _own_key(call: ApiCall) -> ApiKey:
 async def usage(call: ApiCall, query: bodies.UsageQuery) -> replies.UsageReply:
     """Tokens that the caller's sessions trained on and sampled, and checkpoints they saved, hour by hour"""
     from_s, until_s = query.window(call.context.clock.wall_s())
-    counts = (await call.request(messages.ReadUsage(from_s, until_s), messages.UsageView)).counts
-    sessions = (await call.request(messages.ListSessions(), messages.SessionList)).sessions
-    server = await call.request(messages.DescribeServer(), messages.ServerView)
+    counts = (await call.request(queries.ReadUsage(from_s, until_s), views.UsageView)).counts
+    sessions = (await call.request(queries.ListSessions(), views.SessionList)).sessions
+    server = await call.request(queries.DescribeServer(), views.ServerView)
     tenant = await call.context.tenant(call.caller)
     named = {each.session_id for each in counts}
     return replies.UsageReply(
@@ -83,7 +83,7 @@ async def storage(call: ApiCall, query: bodies.StorageQuery) -> replies.StorageR
     project = project_of(tenant)
     if query.project_id not in (None, project):
         return replies.StorageReply(data=[])
-    checkpoints = (await call.request(messages.ListCheckpoints(), messages.CheckpointList)).checkpoints
+    checkpoints = (await call.request(queries.ListCheckpoints(), views.CheckpointList)).checkpoints
     if not checkpoints:
         return replies.StorageReply(data=[])
     size = sum(each.size for each in checkpoints)

@@ -31,11 +31,12 @@ from strata.train.api.context import ApiCall
 from strata.train.api.front import AT_FRONT, key_at_front
 from strata.train.checkpoints.archive import MEDIA_TYPE, Archive, open_archive, read_members
 from strata.train.checkpoints.checkpoint import CheckpointManifest
-from strata.train.core import messages, ops
+from strata.train.core import client_commands, ops
 from strata.train.core.state import IMPORTED
-from strata.train.core.status import TimelinesView
 from strata.train.peft import importer
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG
+from strata.train.status import queries, views
+from strata.train.status.reports import TimelinesView
 from strata.train.wire import bodies, replies
 from strata.train.wire.timeline import chrome_trace
 
@@ -71,7 +72,7 @@ async def _find_checkpoint(call: ApiCall) -> tuple[str, float]:
     """The folder of the checkpoint that the path names, and when signed URLs of it expire."""
     kind, name = bodies.checkpoint_id(call.path["checkpoint_id"])
     checkpoint = await call.request(
-        messages.DescribeCheckpoint(call.path["run_id"], kind, name), messages.ModelCheckpointView
+        queries.DescribeCheckpoint(call.path["run_id"], kind, name), views.ModelCheckpointView
     )
     until_s = call.context.clock.wall_s() + call.context.settings.checkpoints.archive_valid_s
     return checkpoint.folder, until_s if checkpoint.expires_at_s is None else min(until_s, checkpoint.expires_at_s)
@@ -116,7 +117,7 @@ async def fetch(call: ApiCall, query: bodies.ArchiveTokenQuery) -> RawReply:
 
 
 async def _trace(call: ApiCall, grant: TraceGrant) -> RawReply:
-    view = await call.request_as(grant.tenant, messages.ListTimelines(grant.session_id), TimelinesView)
+    view = await call.request_as(grant.tenant, queries.ListTimelines(grant.session_id), TimelinesView)
     content = await asyncio.to_thread(lambda: msgspec.json.encode(chrome_trace(view.timelines, shared=False)))
     headers = {
         "Content-Disposition": f'attachment; filename="{grant.session_id}.pftrace"',
@@ -140,7 +141,7 @@ async def import_adapter(call: ApiCall, query: bodies.ImportQuery, body: RawBody
         raise HttpRefusal(415, Code.UNSUPPORTED, f"an adapter is read as {MEDIA_TYPE}, not as {body.media_type!r}")
     context, tenant = call.context, await call.context.tenant(call.caller)
     name = bodies.checkpoint_name(query.name)
-    server = await call.request(messages.DescribeServer(), messages.ServerView)
+    server = await call.request(queries.DescribeServer(), views.ServerView)
     if server.full:
         raise StrataError(Code.PRECONDITION, "this server does full fine-tunes: it has no adapters")
     if not server.ready:
@@ -149,19 +150,19 @@ async def import_adapter(call: ApiCall, query: bodies.ImportQuery, body: RawBody
     folder = context.settings.imports / import_id
     try:
         run_id, lora = await asyncio.to_thread(_stage, call, body.content, (tenant, name, import_id), server)
-        request = messages.ImportCheckpoint(import_id, name, run_id, server.base_model, lora, query.ttl_seconds)
-        await call.request(request, messages.Done)
+        request = client_commands.ImportCheckpoint(import_id, name, run_id, server.base_model, lora, query.ttl_seconds)
+        await call.request(request, client_commands.Done)
     finally:
         await asyncio.to_thread(_remove, folder)
     return replies.Imported(path=f"tinker://{run_id}/weights/{name}")
 
 
-async def import_files(call: ApiCall, request: messages.ImportCheckpoint, source: Path) -> None:
+async def import_files(call: ApiCall, request: client_commands.ImportCheckpoint, source: Path) -> None:
     """Make a checkpoint of the files of another. They are shared with it: no file of a checkpoint is ever changed."""
     folder = call.context.settings.imports / request.import_id
     try:
         await asyncio.to_thread(_link_files, source, folder / call.context.settings.staged)
-        await call.request(request, messages.Done)
+        await call.request(request, client_commands.Done)
     finally:
         await asyncio.to_thread(_remove, folder)
 
@@ -184,7 +185,7 @@ def _remove(folder: Path) -> None:
 
 
 def _stage(
-    call: ApiCall, raw: bytes, key: tuple[str, str, str], server: messages.ServerView
+    call: ApiCall, raw: bytes, key: tuple[str, str, str], server: views.ServerView
 ) -> tuple[str, ops.LoraConfig]:
     tenant, name, import_id = key
     settings = call.context.settings

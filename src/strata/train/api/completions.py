@@ -28,8 +28,9 @@ from strata.train.api.futures import read_sample
 from strata.train.api.sampler_cache import abort_all
 from strata.train.api.sampling import check_prompt_fits
 from strata.train.api.text import ModelText
-from strata.train.core import messages, ops
+from strata.train.core import ops
 from strata.train.core.sampling import SampledPart, SampleOperation, SampleResult, result_bytes
+from strata.train.status import queries, views
 from strata.train.wire import bodies, openai
 from strata.train.wire.fields import invalid_field
 
@@ -54,8 +55,8 @@ class _Weights:
 
 async def list_models(call: ApiCall) -> openai.ModelCards:
     """The models that can be sampled: the base model, and the caller's checkpoints, the newest first"""
-    server = await call.request(messages.DescribeServer(), messages.ServerView)
-    checkpoints = (await call.request(messages.ListCheckpoints(), messages.CheckpointList)).checkpoints
+    server = await call.request(queries.DescribeServer(), views.ServerView)
+    checkpoints = (await call.request(queries.ListCheckpoints(), views.CheckpointList)).checkpoints
     newest = sorted(checkpoints, key=lambda each: each.saved_at_s, reverse=True)
     owner = (await call.context.tenant(call.caller)).removeprefix("key:")
     cards = [] if server.full else [_base_card(server.base_model)]
@@ -76,12 +77,12 @@ def _base_card(name: str) -> openai.ModelCard:
     return openai.ModelCard(id=name, created=0, owned_by="strata", root=name)
 
 
-def _card(checkpoint: messages.ModelCheckpointView, owner: str) -> openai.ModelCard:
+def _card(checkpoint: views.ModelCheckpointView, owner: str) -> openai.ModelCard:
     saved_at = int(checkpoint.saved_at_s)
     return openai.ModelCard(id=checkpoint.path, created=saved_at, owned_by=owner, root=checkpoint.base_model)
 
 
-async def _find_checkpoint(call: ApiCall, model: str) -> messages.ModelCheckpointView | None:
+async def _find_checkpoint(call: ApiCall, model: str) -> views.ModelCheckpointView | None:
     """The checkpoint of this name; None if it names the base model; NOT_FOUND if it names nothing of the caller's."""
     if model in call.context.settings.model.base_models:
         return None
@@ -94,7 +95,7 @@ async def _find_checkpoint(call: ApiCall, model: str) -> messages.ModelCheckpoin
         raise missing from None
     if kind not in SAMPLED_KINDS:
         raise missing
-    return await call.request(messages.DescribeCheckpoint(run_id, kind, name), messages.ModelCheckpointView)
+    return await call.request(queries.DescribeCheckpoint(run_id, kind, name), views.ModelCheckpointView)
 
 
 async def _find_weights(call: ApiCall, model: str) -> _Weights:
@@ -167,7 +168,7 @@ async def _prepare(call: ApiCall, model: str) -> tuple[_Weights, int, ModelText]
     """What a request samples from, the tokens that fit, and the tokenizer."""
     weights = await _find_weights(call, model)
     settings = call.context.settings
-    server = await call.request(messages.DescribeServer(), messages.ServerView)
+    server = await call.request(queries.DescribeServer(), views.ServerView)
     room = min(server.max_context or settings.sampling.cached_tokens, settings.sampling.cached_tokens)
     return weights, room, await call.context.text.load()
 
@@ -234,10 +235,10 @@ async def _await_outcome(
                 raise
             await asyncio.sleep(RETRY_S)
             continue
-        if isinstance(outcome, messages.QueuePosition):
+        if isinstance(outcome, views.QueuePosition):
             await call.reauthenticate()
             continue
-        if isinstance(outcome, messages.TokensSampled):
+        if isinstance(outcome, views.TokensSampled):
             return outcome.parts
         if isinstance(outcome.result, ops.SampleDone):
             return await asyncio.to_thread(read_sample, call, outcome.result)

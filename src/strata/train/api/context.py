@@ -30,10 +30,12 @@ from strata.train.api.front import model_from_front
 from strata.train.api.sampler_cache import SamplerCache
 from strata.train.api.template_process import TemplateRenderer
 from strata.train.api.text import TextLoader
-from strata.train.core import messages, ops
-from strata.train.core.messages import OrchestratorRequest
+from strata.train.core import client_commands, ops
+from strata.train.link import messages
+from strata.train.link.messages import OrchestratorRequest
 from strata.train.payload import Payloads
 from strata.train.settings import METRICS_PREFIX, ServerSettings
+from strata.train.status import queries, views
 
 T = TypeVar("T", bound=messages.Output)
 
@@ -102,63 +104,63 @@ class ApiContext:
 class ApiCall(HttpCall[ApiContext]):
     """One request, after its caller is known, and the requests it may send to the orchestrator."""
 
-    async def submit(self, operation: ops.Operation, session_id: str = "") -> messages.Accepted:
+    async def submit(self, operation: ops.Operation, session_id: str = "") -> client_commands.Accepted:
         """Returns when the operation is durable."""
-        return await self.request(messages.SubmitOperation(operation, session_id), messages.Accepted)
+        return await self.request(client_commands.SubmitOperation(operation, session_id), client_commands.Accepted)
 
     async def abort(self, future_id: str) -> None:
-        await self.request(messages.AbortOperation(future_id), messages.Done)
+        await self.request(client_commands.AbortOperation(future_id), client_commands.Done)
 
-    async def request(self, message: messages.Command | messages.Query, kind: type[T]) -> T:
+    async def request(self, message: client_commands.Command | queries.Query, kind: type[T]) -> T:
         """The response to a command or a query that does not wait."""
         return _expect(await self._exchange(message, 0.0), kind)
 
-    async def watch(self, future_id: str, wait_s: float) -> messages.FutureResult | messages.QueuePosition:
+    async def watch(self, future_id: str, wait_s: float) -> views.FutureResult | views.QueuePosition:
         """The result of an operation, or where it stands when the time is over."""
-        output = await self._exchange(messages.WatchFuture(future_id, wait_s), wait_s)
-        return output if isinstance(output, messages.QueuePosition) else _expect(output, messages.FutureResult)
+        output = await self._exchange(queries.WatchFuture(future_id, wait_s), wait_s)
+        return output if isinstance(output, views.QueuePosition) else _expect(output, views.FutureResult)
 
     async def watch_tokens(
         self, future_id: str, counts: Sequence[int], wait_s: float
-    ) -> messages.FutureResult | messages.QueuePosition | messages.TokensSampled:
+    ) -> views.FutureResult | views.QueuePosition | views.TokensSampled:
         """As `watch`, or before that tokens of a streamed sample beyond these counts."""
-        output = await self._exchange(messages.WatchTokens(future_id, counts, wait_s), wait_s)
-        if isinstance(output, messages.QueuePosition | messages.TokensSampled):
+        output = await self._exchange(queries.WatchTokens(future_id, counts, wait_s), wait_s)
+        if isinstance(output, views.QueuePosition | views.TokensSampled):
             return output
-        return _expect(output, messages.FutureResult)
+        return _expect(output, views.FutureResult)
 
-    async def watch_samples(self, watch: messages.WatchSamples) -> messages.SamplesEnded:
+    async def watch_samples(self, watch: queries.WatchSamples) -> views.SamplesEnded:
         """Samples of one sampler that ended meanwhile, none if the time is over."""
-        return _expect(await self._exchange(watch, watch.wait_s), messages.SamplesEnded)
+        return _expect(await self._exchange(watch, watch.wait_s), views.SamplesEnded)
 
-    async def request_as(self, tenant: str, message: messages.Query, kind: type[T]) -> T:
+    async def request_as(self, tenant: str, message: queries.Query, kind: type[T]) -> T:
         """The response to a query of another tenant, which has granted it."""
         return _expect(await self._exchange(message, 0.0, tenant), kind)
 
     async def _exchange(
-        self, message: messages.Command | messages.Query, wait_s: float, tenant: str | None = None
+        self, message: client_commands.Command | queries.Query, wait_s: float, tenant: str | None = None
     ) -> messages.Output:
         tenant = await self.context.tenant(self.caller) if tenant is None else tenant
         message = _with_own_id(message, *model_from_front(self.caller, self.headers))
         request = OrchestratorRequest(secrets.token_hex(12), tenant, message, trace.traceparent())
         output = await self.context.orchestrator.request(request, timeout_s=self.context.reply_timeout_s + wait_s)
-        if isinstance(output, messages.ErrorResponse):
+        if isinstance(output, views.ErrorResponse):
             lost = self.context.settings.server.lost if output.code is Code.NOT_FOUND else ""
             raise StrataError(output.code, output.message, hint=lost or output.hint)
         return output
 
 
 def _with_own_id(
-    message: messages.Command | messages.Query, composed: str, own: str
-) -> messages.Command | messages.Query:
+    message: client_commands.Command | queries.Query, composed: str, own: str
+) -> client_commands.Command | queries.Query:
     """The message with the id that a model has here, where it has the one that its client composed."""
-    subject: Any = message.operation if isinstance(message, messages.SubmitOperation) else message
+    subject: Any = message.operation if isinstance(message, client_commands.SubmitOperation) else message
     if not composed or getattr(subject, "model_id", "") != composed:
         return message
     renamed = msgspec.structs.replace(subject, model_id=own)
-    if isinstance(message, messages.SubmitOperation):
+    if isinstance(message, client_commands.SubmitOperation):
         return msgspec.structs.replace(message, operation=renamed)
-    return cast("messages.Command | messages.Query", renamed)
+    return cast("client_commands.Command | queries.Query", renamed)
 
 
 def project_of(tenant: str) -> str:

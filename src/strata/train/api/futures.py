@@ -18,9 +18,10 @@ from strata.http.body import decode_json, path_first
 from strata.http.reading import offload
 from strata.http.route import KIB, MIB, RESEARCHER, Access, Handler, RawBody, RawReply, Route, Signature, signature_of
 from strata.train.api.context import ApiCall
-from strata.train.core import messages, ops
-from strata.train.core.messages import QueueState
+from strata.train.core import ops
 from strata.train.core.sampling import SampleResult, decode_result
+from strata.train.status import queries, views
+from strata.train.status.views import QueueState
 from strata.train.wire import bodies, native, sampling, tinker, tinker_json
 from strata.train.wire.pass_request import OperationKey
 from strata.train.wire.replies import FutureReply, TryAgain
@@ -90,8 +91,8 @@ async def retrieve(call: ApiCall, body: bodies.RetrieveFutureBody) -> RawReply:
         # Clients retry a 5xx here at once and for ever; a 408 only after we have waited for the orchestrator.
         if error.code not in (Code.UNAVAILABLE, Code.EXHAUSTED):
             raise
-        outcome = messages.QueuePosition(QueueState.PAUSED_CAPACITY, error.message)
-    if isinstance(outcome, messages.QueuePosition):
+        outcome = views.QueuePosition(QueueState.PAUSED_CAPACITY, error.message)
+    if isinstance(outcome, views.QueuePosition):
         waiting = TryAgain(
             request_id=body.request_id, queue_state=outcome.queue_state, queue_state_reason=outcome.reason
         )
@@ -144,9 +145,7 @@ async def retrieve_many(call: ApiCall, body: sampling.RetrieveFutures) -> sampli
     target = body.target
     # A client that has fetched everything says so once, and is not kept waiting for samples it has not requested.
     linger = not body.retrieved_request_ids
-    watch = messages.WatchSamples(
-        target.sampling_session_id, target.cloned_sampler_id, body.prev_cursor, wait_s, linger
-    )
+    watch = queries.WatchSamples(target.sampling_session_id, target.cloned_sampler_id, body.prev_cursor, wait_s, linger)
     return sampling.completions_of(await call.watch_samples(watch))
 
 

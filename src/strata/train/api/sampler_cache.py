@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from strata.base.errors import Code, StrataError
 from strata.train.api.front import session_from_front
-from strata.train.core import messages, ops
+from strata.train.core import client_commands, ops
 from strata.train.core.sampling import SampleOperation
 from strata.train.wire.sampling import sampler_id_of
 
@@ -109,8 +109,8 @@ async def _open_sampler(call: ApiCall, tenant: _TenantSamplers, weights: ops.Sav
             if error.code not in _LOST:
                 raise
     session_id = session_from_front(call.caller, call.headers) or call.context.ids.new("session")
-    opening = messages.OpenSession(session_id, user_metadata={"display_name": "OpenAI-compatible endpoints"})
-    await call.request(opening, messages.Done)
+    opening = client_commands.OpenSession(session_id, user_metadata={"display_name": "OpenAI-compatible endpoints"})
+    await call.request(opening, client_commands.Done)
     tenant.session_id, tenant.opened = session_id, 0
     tenant.samplers.clear()
     return await _open_in_session(call, tenant, weights)
@@ -126,7 +126,7 @@ async def _open_in_session(call: ApiCall, tenant: _TenantSamplers, weights: ops.
 
 async def _submit_all(call: ApiCall, operations: Sequence[SampleOperation]) -> Sequence[str]:
     outcomes = await asyncio.gather(*map(call.submit, operations), return_exceptions=True)
-    accepted = [outcome.future_id for outcome in outcomes if isinstance(outcome, messages.Accepted)]
+    accepted = [outcome.future_id for outcome in outcomes if isinstance(outcome, client_commands.Accepted)]
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
             await abort_all(call, accepted)

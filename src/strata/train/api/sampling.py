@@ -8,8 +8,9 @@ from __future__ import annotations
 from strata.http.route import KIB, MIB, OPERATOR, RESEARCHER, VIEWER, Route
 from strata.train.api.context import ApiCall
 from strata.train.api.futures import operation_route
-from strata.train.core import messages, ops
+from strata.train.core import client_commands, ops
 from strata.train.core.sampling import SampleOperation, check_result_size
+from strata.train.status import queries, views
 from strata.train.wire import bodies, replies, sampling
 from strata.train.wire.fields import invalid_field
 
@@ -52,13 +53,13 @@ async def create_session(call: ApiCall, body: sampling.CreateSamplingSession) ->
 
 async def join_session(call: ApiCall, body: sampling.JoinSamplingSession) -> sampling.JoinedSession:
     """A number for another copy of a sampler's client"""
-    joined = await call.request(messages.JoinSampler(body.sampling_session_id), messages.SamplerJoined)
+    joined = await call.request(queries.JoinSampler(body.sampling_session_id), views.SamplerJoined)
     return sampling.JoinedSession(client_counter=joined.copy)
 
 
 async def show(call: ApiCall) -> sampling.SamplerReply:
     """What a sampler samples from."""
-    sampler = await call.request(messages.DescribeSampler(call.path["sampler_id"]), messages.SamplerView)
+    sampler = await call.request(queries.DescribeSampler(call.path["sampler_id"]), views.SamplerView)
     return sampling.SamplerReply(
         sampler_id=sampler.sampler_id, base_model=sampler.base_model, model_path=sampler.model_path
     )
@@ -67,18 +68,18 @@ async def show(call: ApiCall) -> sampling.SamplerReply:
 async def add_endpoint(call: ApiCall, body: bodies.AddEndpointBody) -> replies.EndpointAddedReply:
     """Add an engine that gets new weights, at a URL that the settings allow."""
     request = body.to_request()
-    await call.request(request, messages.Done)
+    await call.request(request, client_commands.Done)
     return replies.EndpointAddedReply(name=request.name)
 
 
 async def remove_endpoint(call: ApiCall, body: bodies.RemoveEndpointBody) -> None:
     """Tell an engine of nothing more; what it has, it keeps."""
-    await call.request(messages.RemoveEndpoint(body.name), messages.Done)
+    await call.request(client_commands.RemoveEndpoint(body.name), client_commands.Done)
 
 
 async def list_endpoints(call: ApiCall) -> replies.EndpointsReply:
     """The engines, whether they are reachable, and which weights they have."""
-    return replies.endpoints_of(await call.request(messages.ListEndpoints(), messages.EndpointList))
+    return replies.endpoints_of(await call.request(queries.ListEndpoints(), views.EndpointList))
 
 
 async def sync_weights(call: ApiCall, body: bodies.SyncWeightsBody) -> ops.SyncWeights:

@@ -12,9 +12,9 @@ from strata.http.route import KIB, MIB, OPERATOR, PUBLIC, READS, RESEARCHER, VIE
 from strata.identity.roles import CallerKind, Role
 from strata.train.api.context import ApiCall
 from strata.train.api.front import SEES_ALL
-from strata.train.core import messages, ops
-from strata.train.core.rollouts import RolloutsView, RolloutView
-from strata.train.core.status import (
+from strata.train.core import client_commands, ops
+from strata.train.status import queries, views
+from strata.train.status.reports import (
     ActivityView,
     CurvesView,
     MetricsView,
@@ -27,6 +27,7 @@ from strata.train.core.status import (
     TimelinesView,
     TimelineView,
 )
+from strata.train.status.rollouts import RolloutsView, RolloutView
 from strata.train.wire import bodies, replies
 from strata.train.wire.rollouts import RolloutReply, RolloutsQuery, RolloutsReply, rollout_reply
 from strata.train.wire.timeline import TimelineReply, chrome_trace, timeline_reply
@@ -48,7 +49,7 @@ async def dynamic_config(call: ApiCall, body: bodies.ClientConfigBody) -> replie
 
 async def capabilities(call: ApiCall) -> replies.Capabilities:
     """The models that can be trained here."""
-    server = await call.request(messages.DescribeServer(), messages.ServerView)
+    server = await call.request(queries.DescribeServer(), views.ServerView)
     model = replies.SupportedModel(
         model_name=server.base_model, max_context_length=server.max_context, trainable=True, sampleable=True
     )
@@ -63,8 +64,8 @@ async def alive(call: ApiCall) -> replies.Alive:
 
 async def health(call: ApiCall) -> RawReply:
     """Whether every rank is healthy; 503 if not, with the reason."""
-    report = await call.request(messages.CheckHealth(), messages.HealthReport)
-    server = await call.request(messages.DescribeServer(), messages.ServerView)
+    report = await call.request(queries.CheckHealth(), views.HealthReport)
+    server = await call.request(queries.DescribeServer(), views.ServerView)
     reply = replies.ServerHealthReply(
         status=report.status,
         ranks=report.ranks,
@@ -95,7 +96,7 @@ async def wake_up(call: ApiCall) -> RawReply:
 async def _manage(call: ApiCall, operation: ops.Sleep | ops.Wake) -> RawReply:
     accepted = await call.submit(operation)
     outcome = await call.watch(accepted.future_id, call.context.settings.server.poll_s)
-    if isinstance(outcome, messages.QueuePosition):
+    if isinstance(outcome, views.QueuePosition):
         pending = replies.TryAgain(
             request_id=accepted.future_id, queue_state=outcome.queue_state, queue_state_reason=outcome.reason
         )
@@ -115,37 +116,37 @@ def _sees_all_tenants(call: ApiCall) -> bool:
 
 async def status(call: ApiCall) -> ServerStatus:
     """What the ranks do, who waits, how fast it goes, what ended last; others in the sum, for operators by name"""
-    view = await call.request(messages.DescribeStatus(_sees_all_tenants(call)), StatusView)
+    view = await call.request(queries.DescribeStatus(_sees_all_tenants(call)), StatusView)
     return view.status
 
 
 async def activity(call: ApiCall, query: bodies.ActivityQuery) -> ServerActivity:
     """The last operations with their times, models, endpoints and throughput; of all tenants for operators"""
-    request = messages.DescribeActivity(_sees_all_tenants(call), query.operations)
+    request = queries.DescribeActivity(_sees_all_tenants(call), query.operations)
     return (await call.request(request, ActivityView)).activity
 
 
 async def throughput(call: ApiCall) -> ThroughputReport:
     """Tokens that were trained and sampled per second, over the last hour"""
-    return (await call.request(messages.ReadThroughput(), ThroughputView)).throughput
+    return (await call.request(queries.ReadThroughput(), ThroughputView)).throughput
 
 
 async def curves(call: ApiCall, query: bodies.CurvesQuery) -> ModelCurves:
     """The metrics of a model over its optimizer steps: loss, gradients, distance of the sampler"""
     names = tuple(name for name in query.names.split(",") if name)
-    request = messages.ReadCurves(call.path["run_id"], _sees_all_tenants(call), query.points, names)
+    request = queries.ReadCurves(call.path["run_id"], _sees_all_tenants(call), query.points, names)
     return (await call.request(request, CurvesView)).curves
 
 
 async def rollouts(call: ApiCall, query: RolloutsQuery) -> RolloutsReply:
     """The rollouts that the caller chose to keep, newest first"""
-    view = await call.request(messages.ListRollouts(query.model, query.limit), RolloutsView)
+    view = await call.request(queries.ListRollouts(query.model, query.limit), RolloutsView)
     return RolloutsReply(rollouts=view.rollouts, total=view.total)
 
 
 async def rollout(call: ApiCall) -> RolloutReply:
     """A kept rollout of the caller, token by token, with text if the server has the tokenizer"""
-    view = await call.request(messages.ReadRollout(call.path["rollout_id"]), RolloutView)
+    view = await call.request(queries.ReadRollout(call.path["rollout_id"]), RolloutView)
     try:
         text = await call.context.text.load()
     except StrataError as error:
@@ -157,24 +158,24 @@ async def rollout(call: ApiCall) -> RolloutReply:
 
 async def report(call: ApiCall, body: bodies.ReportBody) -> None:
     """Metrics that the client of a model measured, such as a reward, for the curves of its next step"""
-    await call.request(messages.ReportMetrics(call.path["run_id"], body.seq_id, body.values), messages.Done)
+    await call.request(queries.ReportMetrics(call.path["run_id"], body.seq_id, body.values), client_commands.Done)
 
 
 async def timeline(call: ApiCall) -> TimelineReply:
     """When an operation was where: held, queued, packed, at the ranks; 410 once that is not kept any longer"""
-    request = messages.DescribeTimeline(call.path["request_id"])
+    request = queries.DescribeTimeline(call.path["request_id"])
     return timeline_reply((await call.request(request, TimelineView)).timeline)
 
 
 async def trace(call: ApiCall) -> RawReply:
     """The same of all operations that it is kept of, as a trace for Perfetto"""
-    view = await call.request(messages.ListTimelines(), TimelinesView)
+    view = await call.request(queries.ListTimelines(), TimelinesView)
     return RawReply(await asyncio.to_thread(lambda: msgspec.json.encode(chrome_trace(view.timelines))))
 
 
 async def metrics(call: ApiCall) -> RawReply:
     """Metrics for Prometheus; queues of other tenants as one, for operators by name"""
-    view = await call.request(messages.ReadMetrics(_sees_all_tenants(call)), MetricsView)
+    view = await call.request(queries.ReadMetrics(_sees_all_tenants(call)), MetricsView)
     return RawReply(view.text + call.context.metrics.expose(), media_type=MEDIA_TYPE)
 
 

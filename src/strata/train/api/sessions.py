@@ -9,7 +9,8 @@ from strata.http.route import KIB, READS, RESEARCHER, VIEWER, Route
 from strata.train.api import archive
 from strata.train.api.context import ApiCall, project_of
 from strata.train.api.front import session_from_front
-from strata.train.core import messages, ops
+from strata.train.core import client_commands, ops
+from strata.train.status import queries, views
 from strata.train.wire import bodies, replies
 
 
@@ -19,29 +20,29 @@ async def create(call: ApiCall, body: bodies.CreateSessionBody) -> replies.Sessi
     metadata = dict(bodies.check_metadata(body.user_metadata or {}))
     if body.display_name is not None:
         metadata["display_name"] = body.display_name
-    opening = messages.OpenSession(session_id, body.tags, metadata, body.sdk_version)
-    await call.request(opening, messages.Done)
+    opening = client_commands.OpenSession(session_id, body.tags, metadata, body.sdk_version)
+    await call.request(opening, client_commands.Done)
     return replies.SessionReply(session_id=session_id)
 
 
 async def heartbeat(call: ApiCall, body: bodies.SessionBody) -> replies.SessionHeartbeatReply:
     """The client is still there."""
-    await call.request(messages.SessionHeartbeat(body.session_id), messages.Done)
+    await call.request(queries.SessionHeartbeat(body.session_id), client_commands.Done)
     return replies.SessionHeartbeatReply()
 
 
 async def finish(call: ApiCall, body: bodies.FinishSessionBody) -> None:
     """The client is done."""
     reason = body.reason.type if body.detail is None else f"{body.reason.type}: {body.detail}"
-    await call.request(messages.FinishSession(call.path["session_id"], reason), messages.Done)
+    await call.request(client_commands.FinishSession(call.path["session_id"], reason), client_commands.Done)
 
 
 async def kill(call: ApiCall, body: bodies.SessionBody) -> None:
     """End a session and unload the models it made."""
     session = await _session(call, body.session_id)
-    await call.request(messages.FinishSession(body.session_id, "killed"), messages.Done)
+    await call.request(client_commands.FinishSession(body.session_id, "killed"), client_commands.Done)
     for model_id in session.models:
-        model = await call.request(messages.DescribeModel(model_id), messages.ModelView)
+        model = await call.request(queries.DescribeModel(model_id), views.ModelView)
         if not model.unloaded:
             await call.submit(ops.UnloadModel(model_id))
 
@@ -80,7 +81,7 @@ async def state(call: ApiCall, query: bodies.SessionQuery) -> replies.SessionSta
 
 async def model(call: ApiCall) -> replies.ModelState:
     """The state of a model: for a client that continues it after the one that made it has ended."""
-    view = await call.request(messages.DescribeModel(call.path["model_id"]), messages.ModelView)
+    view = await call.request(queries.DescribeModel(call.path["model_id"]), views.ModelView)
     return replies.ModelState(
         model_id=view.model_id,
         session_id=view.session_id,
@@ -101,7 +102,7 @@ async def search(call: ApiCall, body: bodies.SearchSessionsBody) -> replies.Sess
     if body.cursor is not None:
         last = (body.cursor.last_created_at, body.cursor.last_session_id)
         matching = [each for each in matching if _place(each) < last]
-    checkpoints = (await call.request(messages.ListCheckpoints(), messages.CheckpointList)).checkpoints
+    checkpoints = (await call.request(queries.ListCheckpoints(), views.CheckpointList)).checkpoints
     page = [replies.session_summary(each, checkpoints, tenant, project_of(tenant)) for each in matching[: body.limit]]
     if len(matching) <= body.limit:
         return replies.SessionPage(sessions=page)
@@ -109,7 +110,7 @@ async def search(call: ApiCall, body: bodies.SearchSessionsBody) -> replies.Sess
     return replies.SessionPage(sessions=page, next_cursor=cursor)
 
 
-def _place(session: messages.SessionView) -> tuple[datetime.datetime, str]:
+def _place(session: views.SessionView) -> tuple[datetime.datetime, str]:
     """In the order of pages: by the time as a client reads it, which is rounded."""
     return replies.to_datetime(session.opened_at_s), session.session_id
 
@@ -132,13 +133,13 @@ async def export_trace(call: ApiCall) -> replies.TraceExport:
     return replies.TraceExport(url=await archive.trace_url(call, session.session_id))
 
 
-async def _sessions(call: ApiCall) -> list[messages.SessionView]:
-    sessions = (await call.request(messages.ListSessions(), messages.SessionList)).sessions
+async def _sessions(call: ApiCall) -> list[views.SessionView]:
+    sessions = (await call.request(queries.ListSessions(), views.SessionList)).sessions
     return sorted(sessions, key=lambda session: session.opened_at_s, reverse=True)
 
 
-async def _session(call: ApiCall, session_id: str) -> messages.SessionView:
-    (session,) = (await call.request(messages.ListSessions(session_id), messages.SessionList)).sessions
+async def _session(call: ApiCall, session_id: str) -> views.SessionView:
+    (session,) = (await call.request(queries.ListSessions(session_id), views.SessionList)).sessions
     return session
 
 

@@ -11,7 +11,8 @@ from strata.http.reading import offload
 from strata.http.route import KIB, LIMIT_FROM_SETTINGS, READS, RESEARCHER, VIEWER, RawBody, Route
 from strata.train.api.context import ApiCall
 from strata.train.api.futures import operation_route
-from strata.train.core import messages, ops
+from strata.train.core import client_commands, ops
+from strata.train.status import queries, views
 from strata.train.wire import bodies, native, replies, tinker, tinker_json
 from strata.train.wire.pass_request import PassRequest
 
@@ -24,12 +25,12 @@ async def create_model(call: ApiCall, body: bodies.CreateModelBody) -> ops.Creat
 
 async def get_info(call: ApiCall, body: bodies.ModelBody) -> replies.ModelInfoReply:
     """What a model is, and where its tokenizer comes from."""
-    return replies.info(await call.request(messages.DescribeModel(body.model_id), messages.ModelView))
+    return replies.info(await call.request(queries.DescribeModel(body.model_id), views.ModelView))
 
 
 async def create_custom_loss(call: ApiCall, body: bodies.CreateCustomLossBody) -> replies.FutureReply:
     """Create a loss from a traced function, as plain data; passes of the session may name it."""
-    accepted = await call.request(body.command(), messages.Accepted)
+    accepted = await call.request(body.command(), client_commands.Accepted)
     return replies.FutureReply(request_id=accepted.future_id)
 
 
@@ -69,7 +70,7 @@ async def _with_custom_loss(call: ApiCall, request: PassRequest) -> PassRequest 
         other = StrataError(Code.INVALID, f"loss {request.loss_id!r} was created in another session than the model")
         return request.key.malformed(other)
     try:
-        view = await call.request(messages.DescribeCustomLoss(request.loss_id), messages.CustomLossView)
+        view = await call.request(queries.DescribeCustomLoss(request.loss_id), views.CustomLossView)
     except StrataError as error:
         if error.code is not Code.NOT_FOUND:
             raise

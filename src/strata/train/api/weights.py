@@ -13,8 +13,9 @@ from strata.identity.roles import CallerKind, Role
 from strata.train.api import archive
 from strata.train.api.context import ApiCall, project_of
 from strata.train.api.futures import operation_route
-from strata.train.core import messages, ops
+from strata.train.core import client_commands, ops
 from strata.train.core.state import IMPORTED, INITIAL
+from strata.train.status import queries, views
 from strata.train.wire import bodies, replies
 
 ACCESS_TOKEN: Final = "x-tinker-weights-access-token"  # noqa: S105 - the name of a header
@@ -42,15 +43,13 @@ async def copy(call: ApiCall, body: bodies.CopyWeightsBody) -> replies.CopiedWei
     run_id, kind, name = bodies.tinker_path(body.source_path)
     token = call.headers.get(ACCESS_TOKEN) or body.weights_access_token
     reader = tenant if not token else await _tenant_of_key(call, token)
-    source = await call.request_as(
-        reader, messages.DescribeCheckpoint(run_id, kind, name), messages.ModelCheckpointView
-    )
+    source = await call.request_as(reader, queries.DescribeCheckpoint(run_id, kind, name), views.ModelCheckpointView)
     import_id = f"{context.number}.{context.ids.new('import')}"
     # Idempotent: a client that retries under the same key makes no second copy.
     content = "\n".join((tenant, source.folder, call.headers.get("x-idempotency-key", import_id)))
     copied = f"{IMPORTED}{sha256_hex(content.encode())[:24]}"
     name = COPY_OF_INITIAL if name == INITIAL else name
-    request = messages.ImportCheckpoint(
+    request = client_commands.ImportCheckpoint(
         import_id=import_id,
         name=name,
         run_id=copied,
@@ -79,8 +78,8 @@ async def load(call: ApiCall, body: bodies.LoadWeightsBody) -> ops.LoadWeights:
     """Replace a model's weights, and its optimizer if requested, by saved ones; or make a model of saved weights."""
     operation = body.operation()
     if body.session_id is not None and operation.seq_id == 0:
-        request = messages.DescribeCheckpoint(operation.run_id, operation.kind, operation.name)
-        checkpoint = await call.request(request, messages.ModelCheckpointView)
+        request = queries.DescribeCheckpoint(operation.run_id, operation.kind, operation.name)
+        checkpoint = await call.request(request, views.ModelCheckpointView)
         saved = checkpoint.optimizer if operation.optimizer else "adamw"
         create = ops.CreateModel(
             model_id=operation.model_id,
@@ -96,7 +95,7 @@ async def load(call: ApiCall, body: bodies.LoadWeightsBody) -> ops.LoadWeights:
 async def info(call: ApiCall, body: bodies.TinkerPathBody) -> replies.WeightsInfo:
     """What a checkpoint needs to be loaded."""
     run_id, kind, name = bodies.tinker_path(body.tinker_path)
-    checkpoint = await call.request(messages.DescribeCheckpoint(run_id, kind, name), messages.ModelCheckpointView)
+    checkpoint = await call.request(queries.DescribeCheckpoint(run_id, kind, name), views.ModelCheckpointView)
     return replies.weights_info(checkpoint)
 
 
@@ -130,7 +129,9 @@ async def remove(call: ApiCall) -> None:
 async def set_ttl(call: ApiCall, body: bodies.CheckpointTtlBody) -> None:
     """Expire a checkpoint after so many seconds from now, or never."""
     kind, name = bodies.checkpoint_id(call.path["checkpoint_id"])
-    await call.request(messages.SetCheckpointTtl(call.path["run_id"], kind, name, body.ttl_seconds), messages.Done)
+    await call.request(
+        client_commands.SetCheckpointTtl(call.path["run_id"], kind, name, body.ttl_seconds), client_commands.Done
+    )
 
 
 async def publish(call: ApiCall) -> None:
@@ -145,17 +146,17 @@ async def unpublish(call: ApiCall) -> None:
 
 async def _publish(call: ApiCall, *, public: bool) -> None:
     kind, name = bodies.checkpoint_id(call.path["checkpoint_id"])
-    await call.request(messages.PublishCheckpoint(call.path["run_id"], kind, name, public), messages.Done)
+    await call.request(client_commands.PublishCheckpoint(call.path["run_id"], kind, name, public), client_commands.Done)
 
 
 async def runs(call: ApiCall, query: bodies.PageQuery) -> replies.TrainingRuns:
     """The caller's models, the newest first."""
     models = sorted(
-        (await call.request(messages.ListModels(), messages.ModelList)).models,
+        (await call.request(queries.ListModels(), views.ModelList)).models,
         key=lambda model: model.created_at_s,
         reverse=True,
     )
-    saved = (await call.request(messages.ListCheckpoints(), messages.CheckpointList)).checkpoints
+    saved = (await call.request(queries.ListCheckpoints(), views.CheckpointList)).checkpoints
     owner = await call.context.tenant(call.caller)
     shown = [replies.training_run(model, saved, owner) for model in models[query.offset :][: query.limit]]
     page = replies.Cursor(offset=query.offset, limit=query.limit, total_count=len(models))
@@ -164,20 +165,20 @@ async def runs(call: ApiCall, query: bodies.PageQuery) -> replies.TrainingRuns:
 
 async def run(call: ApiCall) -> replies.TrainingRun:
     """One model, with its newest checkpoints."""
-    model = await call.request(messages.DescribeModel(call.path["run_id"]), messages.ModelView)
-    saved = (await call.request(messages.ListCheckpoints(model.model_id), messages.CheckpointList)).checkpoints
+    model = await call.request(queries.DescribeModel(call.path["run_id"]), views.ModelView)
+    saved = (await call.request(queries.ListCheckpoints(model.model_id), views.CheckpointList)).checkpoints
     return replies.training_run(model, saved, await call.context.tenant(call.caller))
 
 
 async def run_metrics(call: ApiCall, query: bodies.ResultsQuery) -> replies.ModelMetrics:
     """The metrics of the passes and steps of a model that ended after one of them, as long as results are kept."""
-    request = messages.ListResults(call.path["run_id"], query.after, query.limit)
-    listed = await call.request(request, messages.ResultList)
+    request = queries.ListResults(call.path["run_id"], query.after, query.limit)
+    listed = await call.request(request, views.ResultList)
     points = await asyncio.to_thread(lambda: [_point(call, each) for each in listed.results])
     return replies.ModelMetrics(points=[point for point in points if point is not None], unloaded=listed.unloaded)
 
 
-def _point(call: ApiCall, ended: messages.EndedResult) -> replies.ModelPoint | None:
+def _point(call: ApiCall, ended: views.EndedResult) -> replies.ModelPoint | None:
     """None if its result expired since it was listed."""
     if isinstance(ended.result, ops.StepDone):
         return replies.ModelPoint(
@@ -193,13 +194,13 @@ def _point(call: ApiCall, ended: messages.EndedResult) -> replies.ModelPoint | N
 
 
 async def _checkpoints(call: ApiCall, model_id: str | None) -> list[replies.CheckpointReply]:
-    checkpoints = (await call.request(messages.ListCheckpoints(model_id), messages.CheckpointList)).checkpoints
+    checkpoints = (await call.request(queries.ListCheckpoints(model_id), views.CheckpointList)).checkpoints
     return [replies.checkpoint(each) for each in sorted(checkpoints, key=lambda one: one.saved_at_s, reverse=True)]
 
 
 async def _delete(call: ApiCall, model_id: str, checkpoint_id: str) -> None:
     kind, name = bodies.checkpoint_id(checkpoint_id)
-    await call.request(messages.DeleteCheckpoint(model_id, kind, name), messages.Done)
+    await call.request(client_commands.DeleteCheckpoint(model_id, kind, name), client_commands.Done)
 
 
 _ONE: Final = "/api/v1/training_runs/{run_id}/checkpoints/{checkpoint_id:path}"

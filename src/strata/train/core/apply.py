@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from strata.train.core import checkpoint_retention, lineage, memory, ops, publishing, snapshots
+from strata.train.core import checkpoint_retention, lineage, ops, out_of_memory, publishing, snapshots
 from strata.train.core.facts import (
     CheckpointDeleted,
     CheckpointImported,
@@ -261,7 +261,7 @@ def _undo_failed(state: TrainState, operation: ops.Operation | None, number: int
 def _end_in_dispatch(state: TrainState, dispatch: Dispatch, future_id: str, result: ops.Result) -> None:
     """A dispatch ends with its last operation. An operation that did not fit into memory leaves the dispatch."""
     if isinstance(result, ops.Failed) and result.memory:
-        dispatch = state.dispatches[dispatch.number] = memory.without_operations(dispatch, {future_id})
+        dispatch = state.dispatches[dispatch.number] = out_of_memory.without_operations(dispatch, {future_id})
     known = [state.futures.get(each) for each in dispatch.future_ids]
     if not any(future is not None and future.status in OPEN for future in known):
         del state.dispatches[dispatch.number]

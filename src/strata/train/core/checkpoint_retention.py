@@ -15,6 +15,13 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
 from strata.train.core.admission import admit_import
+from strata.train.core.client_commands import (
+    DeleteCheckpoint,
+    Done,
+    ImportCheckpoint,
+    PublishCheckpoint,
+    SetCheckpointTtl,
+)
 from strata.train.core.facts import (
     CheckpointDeleted,
     CheckpointImported,
@@ -24,7 +31,7 @@ from strata.train.core.facts import (
 )
 from strata.train.core.inputs import Decision, DeleteExpiredCheckpoints
 from strata.train.core.lineage import IMPORTED_FROM, WeightsLineage
-from strata.train.core.messages import DeleteCheckpoint, Done, ImportCheckpoint, PublishCheckpoint, SetCheckpointTtl
+from strata.train.core.lookup import find_checkpoint
 from strata.train.core.sequence import SequenceWindow
 from strata.train.core.snapshots import replay_starts
 from strata.train.core.state import (
@@ -39,7 +46,6 @@ from strata.train.core.state import (
     is_name,
     key_of,
 )
-from strata.train.core.views import find_checkpoint
 
 EXPIRED: Final = "its time was over"
 SUPERSEDED: Final = "newer ones took its place"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from strata.base.errors import Code, StrataError
+from strata.train.core.client_commands import Accepted, CreateCustomLoss
 from strata.train.core.facts import CustomLossCreated
 from strata.train.core.inputs import Decision
+from strata.train.core.lookup import find_session
 from strata.train.core.loss_graph import CustomLoss, check_loss
-from strata.train.core.messages import Accepted, CreateCustomLoss
 from strata.train.core.state import CustomLossRecord, TrainState
-from strata.train.core.views import find_session
 
 
 def create(state: TrainState, tenant: str, command: CreateCustomLoss, at_s: float) -> Decision:

@@ -17,13 +17,28 @@ from strata.train.core import (
     checkpoint_retention,
     custom_losses,
     dispatching,
-    memory,
     ops,
+    out_of_memory,
     publishing,
     sampling_slices,
     snapshots,
 )
 from strata.train.core.admission import admit, admit_model, admit_session, forgettable_sessions
+from strata.train.core.client_commands import (
+    AbortOperation,
+    Accepted,
+    AddEndpoint,
+    CreateCustomLoss,
+    DeleteCheckpoint,
+    Done,
+    FinishSession,
+    ImportCheckpoint,
+    OpenSession,
+    PublishCheckpoint,
+    RemoveEndpoint,
+    SetCheckpointTtl,
+    SubmitOperation,
+)
 from strata.train.core.facts import (
     DispatchFailed,
     Fact,
@@ -55,25 +70,10 @@ from strata.train.core.inputs import (
     RequeueRouted,
     RouteSamples,
 )
-from strata.train.core.messages import (
-    AbortOperation,
-    Accepted,
-    AddEndpoint,
-    CreateCustomLoss,
-    DeleteCheckpoint,
-    Done,
-    FinishSession,
-    ImportCheckpoint,
-    OpenSession,
-    PublishCheckpoint,
-    RemoveEndpoint,
-    SetCheckpointTtl,
-    SubmitOperation,
-)
+from strata.train.core.lookup import find_future, find_model, find_session
 from strata.train.core.sampling import SampleOperation
 from strata.train.core.sequence import SequenceCheck
 from strata.train.core.state import INITIAL, ClientSession, ModelRecord, TrainState, future_id_of, is_name
-from strata.train.core.views import find_future, find_model, find_session
 
 # Digests ignore the order in which a client wrote the keys of a mapping.
 _canonical: Final = msgspec.msgpack.Encoder(order="deterministic").encode
@@ -98,7 +98,7 @@ def decide(state: TrainState, request: Input) -> Decision:  # noqa: C901, PLR091
         case RanksAttached():
             return sampling_slices.attach_ranks(state, request)
         case RanksOutOfMemory():
-            return memory.fail_oversized(state, request)
+            return out_of_memory.fail_oversized(state, request)
         case FailDispatch():
             return _fail_dispatch(state, request)
         case DeleteExpiredCheckpoints():

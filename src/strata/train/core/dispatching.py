@@ -6,9 +6,10 @@ from typing import Final, NamedTuple
 
 from strata.base.errors import StrataError
 from strata.train.core import checkpoint_retention, ops, publishing, sampling_slices, snapshots
+from strata.train.core.client_commands import Done
 from strata.train.core.facts import Dispatched, OperationFinished
 from strata.train.core.inputs import Decision, Dispatching, DispatchNext
-from strata.train.core.messages import Done
+from strata.train.core.lookup import may_read
 from strata.train.core.pack import Packed, check_lengths, pack
 from strata.train.core.scheduler import Charges
 from strata.train.core.state import (
@@ -20,7 +21,6 @@ from strata.train.core.state import (
     is_name,
     key_of,
 )
-from strata.train.core.views import may_read
 
 UNNAMED: Final = "unnamed"
 """The files of a sampler that was saved without a name. They stay as long as engines have its weights."""

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from strata.train.core import ops
+from strata.train.core.client_commands import Accepted, Command, Done
 from strata.train.core.commands import RowOutOfMemory
 from strata.train.core.facts import Fact
-from strata.train.core.messages import Accepted, Command, Done
 from strata.train.core.scheduler import Charges
 from strata.train.core.state import Dispatch
 

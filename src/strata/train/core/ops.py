@@ -467,3 +467,7 @@ encode_pass_data: Final = msgspec.msgpack.Encoder(order="deterministic").encode
 decode_pass_data: Final = msgspec.msgpack.Decoder(PassData).decode
 decode_pass_result: Final = msgspec.msgpack.Decoder(PassResult).decode
 decode_pass_metrics: Final = msgspec.msgpack.Decoder(PassMetrics).decode
+
+
+def tokens_of(operation: Operation) -> int:
+    return sum(operation.lengths) if isinstance(operation, ForwardBackward) else 0

@@ -14,6 +14,7 @@ from typing import Final, assert_never
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.train.core import checkpoint_retention, ops
+from strata.train.core.client_commands import AddEndpoint, Done, RemoveEndpoint
 from strata.train.core.facts import (
     EndpointAdded,
     EndpointRemoved,
@@ -26,7 +27,6 @@ from strata.train.core.facts import (
 )
 from strata.train.core.future import OPEN
 from strata.train.core.inputs import CompletePush, CompleteRouted, Decision, RequeueRouted, RouteSamples
-from strata.train.core.messages import AddEndpoint, Done, RemoveEndpoint
 from strata.train.core.sampling import SampleOperation
 from strata.train.core.state import Dispatch, InferenceEndpoint, Publication, Push, TrainState, is_name
 

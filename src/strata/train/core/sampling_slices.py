@@ -13,13 +13,13 @@ from typing import Final
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops, publishing
 from strata.train.core.admission import admit, admit_sample
+from strata.train.core.client_commands import Accepted, Done
 from strata.train.core.facts import Dispatched, Fact, OperationAccepted, OperationFinished, RanksRenewed, SliceEnded
 from strata.train.core.future import OperationFuture
 from strata.train.core.inputs import CompleteSlice, Decision, Dispatching, RanksAttached
-from strata.train.core.messages import Accepted, Done
+from strata.train.core.lookup import find_sampler, find_session, may_read
 from strata.train.core.sampling import SampleOperation, SlicePlan
 from strata.train.core.state import Dispatch, SamplerState, SamplerStatus, TrainState
-from strata.train.core.views import find_sampler, find_session, may_read
 
 _NO_SAMPLER: Final = ops.Failed("server", "its sampler could not be opened, or was evicted")
 """No error of the sample: the same one may succeed with another sampler."""

@@ -14,6 +14,7 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
+from strata.train.core.client_commands import Done
 from strata.train.core.facts import (
     Dispatched,
     SnapshotAbandoned,
@@ -23,7 +24,6 @@ from strata.train.core.facts import (
 )
 from strata.train.core.future import FutureStatus
 from strata.train.core.inputs import CommitSnapshot, CompleteSnapshotCopy, Decision, Dispatching, RejectSnapshot
-from strata.train.core.messages import Done
 from strata.train.core.sampling import SampleOperation
 from strata.train.core.state import Dispatch, ModelSnapshot, SnapshotBacklog, TrainState
 

@@ -8,8 +8,8 @@ import msgspec
 
 from strata.base.atomic import read_json
 from strata.base.errors import StrataError
-from strata.train.core.status import EngineStatus
 from strata.train.settings import ServerSettings
+from strata.train.status.reports import EngineStatus
 
 EngineCondition = Literal["starting", "ready", "restarting"]
 

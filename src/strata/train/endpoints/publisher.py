@@ -19,7 +19,7 @@ from strata.base import log
 from strata.base.clock import Clock
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
-from strata.train.core import messages, ops
+from strata.train.core import client_commands, ops
 from strata.train.core.inputs import (
     ClientCommand,
     CompletePush,
@@ -36,6 +36,7 @@ from strata.train.endpoints.engine import Engine, ModelVersion, stale_versions
 from strata.train.endpoints.transformers_serve import TransformersEngine
 from strata.train.endpoints.vllm import VllmEngine
 from strata.train.settings import ServerSettings
+from strata.train.status import views
 
 LOCAL: Final = "unix:"
 """In front of the name of an engine that the launcher supervises, in the place of a URL."""
@@ -309,13 +310,13 @@ class Publisher:
 
     # Status
 
-    async def list_endpoints(self) -> messages.EndpointList:
+    async def list_endpoints(self) -> views.EndpointList:
         state = self._store.state
-        return messages.EndpointList(
+        return views.EndpointList(
             await asyncio.gather(*(self._view(endpoint) for endpoint in list(state.endpoints.values())))
         )
 
-    async def _view(self, endpoint: InferenceEndpoint) -> messages.EndpointView:
+    async def _view(self, endpoint: InferenceEndpoint) -> views.EndpointView:
         versions: Sequence[str] = ()
         message = ""
         try:
@@ -325,7 +326,7 @@ class Publisher:
             message = str(error) or f"it did not reply within {LIST_S:g} seconds"
         published = self._store.state.published.values()
         pushed = [publication.version for publication in published if endpoint.name in publication.endpoints]
-        return messages.EndpointView(
+        return views.EndpointView(
             name=endpoint.name,
             url=endpoint.url,
             address=endpoint.address,
@@ -346,9 +347,9 @@ class Publisher:
             if endpoint.url.startswith(LOCAL) != (endpoint.name in names):
                 # An endpoint of an operator that has the name of an engine makes room for it.
                 _log.info("endpoint_replaced", endpoint=endpoint.name, url=endpoint.url)
-                await self._store.commit(ClientCommand("", messages.RemoveEndpoint(endpoint.name), now_s))
+                await self._store.commit(ClientCommand("", client_commands.RemoveEndpoint(endpoint.name), now_s))
         for name in names:
-            add = messages.AddEndpoint(name, f"{LOCAL}{name}", "vllm")
+            add = client_commands.AddEndpoint(name, f"{LOCAL}{name}", "vllm")
             await self._store.commit(ClientCommand("", add, now_s))
 
     def _local_engine(self, endpoint: InferenceEndpoint) -> LocalEngine | None:

@@ -17,7 +17,7 @@ import zmq.asyncio
 
 from strata.base import log
 from strata.base.errors import Code, StrataError
-from strata.train.core import messages
+from strata.train.link import messages
 from strata.train.link.sockets import connect, decode_or_drop, listen, load_keys, raise_send_error, set_limits
 from strata.train.settings import ServerSettings
 

@@ -6,7 +6,8 @@ from typing import Protocol
 
 import zmq.asyncio
 
-from strata.train.core import commands, messages
+from strata.train.core import commands
+from strata.train.link import messages
 from strata.train.link.api import ApiLink
 from strata.train.link.rank import ConnectRequest, connect_rank
 from strata.train.link.sockets import load_keys

@@ -26,15 +26,15 @@ from strata.train.core.facts import (
     SnapshotCommitted,
 )
 from strata.train.core.inputs import Decision, Dispatching
-from strata.train.core.learning_curves import LearningCurves
 from strata.train.core.ops import ForwardBackward, InlinePayload, PassDone, Result, StepDone, decode_pass_metrics
-from strata.train.core.rollouts import RolloutLimits
 from strata.train.core.state import TrainState
-from strata.train.core.status import RECENT, RecoveryStatus, ServerStatus, SnapshotStatus, Timeline
-from strata.train.core.timeline import Rate, ThroughputHistory, Timelines
 from strata.train.orchestrator.rollout_recorder import RolloutRecorder
 from strata.train.orchestrator.sampler_gap import GapMeasure
 from strata.train.settings import METRICS_PREFIX as PREFIX
+from strata.train.status.learning_curves import LearningCurves
+from strata.train.status.reports import RECENT, RecoveryStatus, ServerStatus, SnapshotStatus, Timeline
+from strata.train.status.rollouts import RolloutLimits
+from strata.train.status.timeline import Rate, ThroughputHistory, Timelines
 
 KEEP_TIMELINES: Final = 1_000
 KEEP_TRACES: Final = 10_000

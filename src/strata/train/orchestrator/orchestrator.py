@@ -16,13 +16,13 @@ from strata.base.loop import every
 from strata.journal.group_commit import WriterLimits
 from strata.journal.port import Journal
 from strata.journal.replica import Replica
-from strata.train.core import commands, messages
+from strata.train.core import commands
 from strata.train.core.inputs import FailDispatch, RanksOutOfMemory, RejectSnapshot
 from strata.train.core.machine import TrainMachine
-from strata.train.core.memory import RowLimit
+from strata.train.core.out_of_memory import RowLimit
 from strata.train.core.replay import reject_reason
 from strata.train.core.state import Rules
-from strata.train.core.throughput import ThroughputEstimate
+from strata.train.link import messages
 from strata.train.link.ports import ApiSide, Links, ZmqLinks
 from strata.train.orchestrator.backend import RemoteBackend
 from strata.train.orchestrator.maintenance.compaction import Compaction
@@ -45,6 +45,8 @@ from strata.train.orchestrator.request_processor import RequestProcessor
 from strata.train.orchestrator.state_store import StateStore, TrainReplica
 from strata.train.payload import Payloads
 from strata.train.settings import ServerSettings
+from strata.train.status import views
+from strata.train.status.throughput import ThroughputEstimate
 
 MAX_GROUP_DEATHS: Final = 3
 """A dispatch in which so many groups of ranks died is not sent to another one."""
@@ -225,7 +227,7 @@ class Orchestrator:
         while True:
             request = await link.receive()
             if len(self._open_requests) >= MAX_OPEN_REQUESTS:
-                rejected = messages.ErrorResponse(Code.EXHAUSTED, f"{MAX_OPEN_REQUESTS} requests wait already")
+                rejected = views.ErrorResponse(Code.EXHAUSTED, f"{MAX_OPEN_REQUESTS} requests wait already")
                 link.send(messages.OrchestratorOutputs(request.request_id, rejected))
                 continue
             task = asyncio.create_task(respond(request))

@@ -31,17 +31,17 @@ from strata.train.core.inputs import (
     RanksAttached,
     RejectSnapshot,
 )
-from strata.train.core.memory import RowLimit
+from strata.train.core.ops import tokens_of
+from strata.train.core.out_of_memory import RowLimit
 from strata.train.core.replay import CompletedDispatch, divergence
 from strata.train.core.snapshots import pending_operations, recovery_point
 from strata.train.core.state import Dispatch, ModelSnapshot
-from strata.train.core.throughput import ThroughputEstimate
-from strata.train.core.views import tokens_of
 from strata.train.orchestrator.backend import RemoteBackend
 from strata.train.orchestrator.replay_reader import completed_dispatches
 from strata.train.orchestrator.request_processor import RequestProcessor, retry_unavailable, sample_result
 from strata.train.orchestrator.state_store import MAX_INLINE_RESULT_BYTES, StateStore
 from strata.train.settings import ServerSettings
+from strata.train.status.throughput import ThroughputEstimate
 
 SNAPSHOT: Final = "snapshot"
 _PAYLOAD_LOST: Final = (Code.NOT_FOUND, Code.CORRUPT, Code.UNAVAILABLE)

@@ -8,7 +8,7 @@ from strata.base.errors import Code, StrataError
 from strata.journal.port import Journal
 from strata.journal.replay import replay
 from strata.train.core import facts, ops
-from strata.train.core.memory import without_operations
+from strata.train.core.out_of_memory import without_operations
 from strata.train.core.replay import CompletedDispatch, always_replayed, skip_on_replay
 from strata.train.core.state import Dispatch
 

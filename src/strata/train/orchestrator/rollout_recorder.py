@@ -18,15 +18,6 @@ from strata.base.clock import Clock
 from strata.base.errors import StrataError
 from strata.train.core import ops
 from strata.train.core.inputs import CompleteDispatch, CompleteRouted, CompleteSlice, Input
-from strata.train.core.rollouts import (
-    KeptRollout,
-    RolloutLimits,
-    RolloutStore,
-    RolloutSummary,
-    SampleSource,
-    spread,
-    wants_rollouts,
-)
 from strata.train.core.sampling import SampleOperation, decode_result
 from strata.train.core.state import SamplerState, TrainState
 from strata.train.orchestrator.sampler_gap import (
@@ -40,6 +31,15 @@ from strata.train.orchestrator.sampler_gap import (
     read_sequence,
 )
 from strata.train.payload import Payloads
+from strata.train.status.rollouts import (
+    KeptRollout,
+    RolloutLimits,
+    RolloutStore,
+    RolloutSummary,
+    SampleSource,
+    spread,
+    wants_rollouts,
+)
 
 MAX_QUEUED: Final = 256
 SAMPLED_LOSSES: Final = frozenset(

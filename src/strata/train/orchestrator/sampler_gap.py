@@ -27,7 +27,7 @@ import numpy.typing as npt
 from strata.base import log
 from strata.train.core.ops import Datum, DatumOutput, Dense, DType
 from strata.train.core.sampling import SampledSequence, SampleOperation
-from strata.train.core.status import GapStatus
+from strata.train.status.reports import GapStatus
 
 MAX_RECORDED_TOKENS: Final = 4 << 20
 """Sampled tokens whose log probabilities are held, 4 bytes each; the oldest samples go first."""

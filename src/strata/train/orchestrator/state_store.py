@@ -10,13 +10,13 @@ from strata.base.clock import Clock
 from strata.base.errors import StrataError
 from strata.base.notify import KeyedNotifier
 from strata.journal.replica import Replica
-from strata.train.core.completion_log import CompletionLog, Target
 from strata.train.core.facts import SnapshotCommitted
 from strata.train.core.inputs import Decision, ExpireResults, Input
 from strata.train.core.sampling import SampledPart
 from strata.train.core.state import TrainState
-from strata.train.core.token_streams import TokenStreams
 from strata.train.orchestrator.metrics import ServerTelemetry
+from strata.train.status.completion_log import CompletionLog, Target
+from strata.train.status.token_streams import TokenStreams
 
 MAX_INLINE_RESULT_BYTES: Final = 32 << 20
 """Inline results take no more than this in memory and in a snapshot; beyond it small results go into files too."""

@@ -8,8 +8,13 @@ from typing import Final
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.train.core import commands, messages, status
-from strata.train.core.overview import (
+from strata.train.core import commands
+from strata.train.core.lookup import find_future, find_model
+from strata.train.core.state import resident_models
+from strata.train.endpoints.engine_report import engine_statuses
+from strata.train.orchestrator.rank_session import OrchestratorContext
+from strata.train.status import queries, reports
+from strata.train.status.overview import (
     endpoint_rows,
     fold_tenants,
     high_gaps,
@@ -20,42 +25,38 @@ from strata.train.core.overview import (
     running_dispatches,
     tenant_rows,
 )
-from strata.train.core.state import resident_models
-from strata.train.core.views import find_future, find_model
-from strata.train.endpoints.engine_report import engine_statuses
-from strata.train.orchestrator.rank_session import OrchestratorContext
 
 HEALTH_S: Final = 5.0
 
 
-def describe_timeline(context: OrchestratorContext, tenant: str, future_id: str) -> status.TimelineView:
+def describe_timeline(context: OrchestratorContext, tenant: str, future_id: str) -> reports.TimelineView:
     find_future(context.store.state, tenant, future_id)
     timeline = context.store.telemetry.timelines.get(future_id)
     if timeline is None:
         raise StrataError(Code.GONE, f"the times of {future_id} are not kept any longer")
-    return status.TimelineView(timeline)
+    return reports.TimelineView(timeline)
 
 
 def render_metrics(
     context: OrchestratorContext, attached: commands.AttachReply | None, only: str | None
-) -> status.MetricsView:
+) -> reports.MetricsView:
     """Metrics are scraped all the time: the ranks are not asked for them."""
     report, telemetry = describe_status(context, attached, (), only), context.store.telemetry
     # Of all tenants: it names none.
     telemetry.metrics.gap_high.set(sum(gap.high for gap in telemetry.rollouts.gaps.by_model.values()))
-    return status.MetricsView(telemetry.metrics.render(report))
+    return reports.MetricsView(telemetry.metrics.render(report))
 
 
 def describe_status(
     context: OrchestratorContext, attached: commands.AttachReply | None, healthy: Sequence[int] | str, only: str | None
-) -> status.ServerStatus:
+) -> reports.ServerStatus:
     """`healthy` are the ranks that passed a health check just now, or why they did not.
 
     `only` is the tenant of the request if it may not see others by name.
     """
     state, settings, telemetry = context.store.state, context.settings, context.store.telemetry
     now_s, model = context.store.clock.wall_s(), attached.model if attached else None
-    return status.ServerStatus(
+    return reports.ServerStatus(
         now_s=now_s,
         leading_since_s=telemetry.leading_since_s,
         generation=context.store.leader_epoch,
@@ -79,7 +80,7 @@ def describe_status(
         snapshot=telemetry.newest_snapshot(state),
         recoveries=telemetry.recoveries,
         recovery_s=telemetry.recovery_s,
-        tenants=fold_tenants(tenant_rows(state, context.throughput), most=status.MAX_TENANT_ROWS, own=only),
+        tenants=fold_tenants(tenant_rows(state, context.throughput), most=reports.MAX_TENANT_ROWS, own=only),
         recent=recently_ended(telemetry.timelines, own=only),
         recovered=list(telemetry.recovered),
         gap_alarm_nats=telemetry.rollouts.gaps.alarm_nats,
@@ -91,10 +92,10 @@ def describe_status(
     )
 
 
-def describe_activity(context: OrchestratorContext, operations: int, only: str | None) -> status.ActivityView:
+def describe_activity(context: OrchestratorContext, operations: int, only: str | None) -> reports.ActivityView:
     state, telemetry, now_s = context.store.state, context.store.telemetry, context.store.clock.wall_s()
-    return status.ActivityView(
-        status.ServerActivity(
+    return reports.ActivityView(
+        reports.ServerActivity(
             now_s=now_s,
             operations=last_operations(telemetry.timelines, operations, own=only),
             models=model_rows(state, telemetry.curves, telemetry.rollouts.gaps.by_model, own=only),
@@ -103,19 +104,19 @@ def describe_activity(context: OrchestratorContext, operations: int, only: str |
     )
 
 
-def read_curves(context: OrchestratorContext, tenant: str, query: messages.ReadCurves) -> status.CurvesView:
+def read_curves(context: OrchestratorContext, tenant: str, query: queries.ReadCurves) -> reports.CurvesView:
     state = context.store.state
     if not query.everything or query.model_id not in state.models:
         find_model(state, tenant, query.model_id)
-    return status.CurvesView(model_curves(context.store.telemetry.curves, query.model_id, query.points, query.names))
+    return reports.CurvesView(model_curves(context.store.telemetry.curves, query.model_id, query.points, query.names))
 
 
 def _describe_ranks(
     context: OrchestratorContext, attached: commands.AttachReply | None, healthy: Sequence[int] | str
-) -> status.RanksStatus:
+) -> reports.RanksStatus:
     state = context.store.state
     if attached is None:
-        return status.RanksStatus(state="starting", reason="the ranks are starting")
+        return reports.RanksStatus(state="starting", reason="the ranks are starting")
     phase, reason = "ready", "all ranks answered"
     if isinstance(healthy, str):
         phase, reason = "unhealthy", healthy
@@ -125,7 +126,7 @@ def _describe_ranks(
         phase, reason = "busy", f"with dispatch {min(state.dispatches)}"
     elif state.asleep:
         phase, reason = "asleep", "wake them with POST /wake_up"
-    return status.RanksStatus(
+    return reports.RanksStatus(
         state=phase,
         reason=reason,
         size=attached.world_size,

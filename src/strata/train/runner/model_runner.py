@@ -26,8 +26,8 @@ from strata.train.runner.checkpoint import formats, save_load
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora import Adapter
 from strata.train.runner.model.base import DTYPES, load_base
-from strata.train.runner.model.memory import RowMemory
 from strata.train.runner.model.offload import SleepOffload, Slots
+from strata.train.runner.model.row_limit import RowMemory
 from strata.train.runner.model.trained import FullModel, LoraModel, TrainedModel, local, sharded
 from strata.train.runner.passes.partition import ItemFailure, RankPass, RankReport, failed
 from strata.train.runner.passes.pass_runner import PassRunner, PassTimes

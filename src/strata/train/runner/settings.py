@@ -7,7 +7,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from strata.train.core.quantisation import Quantise
+from strata.train.plan.quantisation import Quantise
 from strata.train.settings import ParallelSettings, ServerSettings
 
 LOGITS_BYTES: Final = 256 << 20

@@ -15,11 +15,12 @@ from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, get_arg
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.train.core import messages, ops
-from strata.train.core.learning_curves import MAX_REPORTED
+from strata.train.core import client_commands, ops
 from strata.train.core.loss_graph import MAX_INPUTS, CustomLoss, LossGraph, LossInput, check_loss
 from strata.train.core.ops import MAX_NAME
 from strata.train.core.usage import HOUR_S
+from strata.train.status import views
+from strata.train.status.learning_curves import MAX_REPORTED
 from strata.train.wire.sdk_fields import NO_MODEL
 
 MAX_METADATA: Final = 4096
@@ -202,12 +203,12 @@ class CreateCustomLossBody(StrictBody, frozen=True, kw_only=True):
     inputs: Annotated[tuple[LossInput, ...], msgspec.Meta(max_length=MAX_INPUTS)]
     graph: LossGraph
 
-    def command(self) -> messages.CreateCustomLoss:
+    def command(self) -> client_commands.CreateCustomLoss:
         loss_id = f"{self.session_id}:loss:{self.custom_loss_seq_id}"
         loss = CustomLoss(self.name, self.inputs, self.graph)
         # The orchestrator checks it too, before it is journaled; a number of any size would not even get there.
         check_loss(loss)
-        return messages.CreateCustomLoss(loss_id, loss)
+        return client_commands.CreateCustomLoss(loss_id, loss)
 
 
 class AbortGradientsBody(StrictBody, frozen=True, kw_only=True):
@@ -410,7 +411,7 @@ class SearchSessionsBody(StrictBody, frozen=True, kw_only=True):
     def includes_project(self, project: str) -> bool:
         return self.project_ids is None or project in self.project_ids
 
-    def matches(self, session: messages.SessionView) -> bool:
+    def matches(self, session: views.SessionView) -> bool:
         metadata = metadata_as_text(session.user_metadata)
         if any(metadata.get(name) != value for name, value in self.user_metadata.items()):
             return False
@@ -434,7 +435,7 @@ class SessionStatus(NamedTuple):
     detail: str | None = None
 
 
-def session_status(session: messages.SessionView) -> SessionStatus:
+def session_status(session: views.SessionView) -> SessionStatus:
     """A session that the server ended for another reason than its client's is cancelled."""
     if session.finished is None:
         return SessionStatus("active")
@@ -563,10 +564,10 @@ class AddEndpointBody(StrictBody, frozen=True, kw_only=True):
     name: Name | None = None
     """Host and port unless given."""
 
-    def to_request(self) -> messages.AddEndpoint:
+    def to_request(self) -> client_commands.AddEndpoint:
         location = self.url.partition("://")[2].rstrip("/")
         name = self.name if self.name is not None else "".join(each if each.isalnum() else "-" for each in location)
-        return messages.AddEndpoint(name.strip("-")[:128] if self.name is None else name, self.url, self.engine)
+        return client_commands.AddEndpoint(name.strip("-")[:128] if self.name is None else name, self.url, self.engine)
 
 
 class RemoveEndpointBody(StrictBody, frozen=True, kw_only=True):

@@ -8,9 +8,10 @@ from typing import Literal, assert_never
 
 import msgspec
 
-from strata.train.core import messages, ops
+from strata.train.core import ops
 from strata.train.core.lineage import TrainedCount, WeightsLineage
 from strata.train.core.usage import UsageCount
+from strata.train.status import views
 from strata.train.wire.bodies import metadata_as_text, session_status
 
 TYPE_OF = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
@@ -379,7 +380,7 @@ def to_datetime(at_s: float) -> datetime.datetime:
     return datetime.datetime.fromtimestamp(at_s, datetime.UTC)
 
 
-def info(model: messages.ModelView) -> ModelInfoReply:
+def info(model: views.ModelView) -> ModelInfoReply:
     return ModelInfoReply(
         model_id=model.model_id,
         model_data=ModelData(arch=model.arch, model_name=model.base_model, tokenizer_id=model.tokenizer_id),
@@ -390,7 +391,7 @@ def info(model: messages.ModelView) -> ModelInfoReply:
     )
 
 
-def checkpoint(found: messages.ModelCheckpointView) -> CheckpointReply:
+def checkpoint(found: views.ModelCheckpointView) -> CheckpointReply:
     return CheckpointReply(
         checkpoint_id=f"{found.kind}/{found.name}",
         checkpoint_type=TYPE_OF[found.kind],
@@ -415,7 +416,7 @@ def _trained(count: TrainedCount) -> TrainedReply:
     return TrainedReply(**msgspec.structs.asdict(count))
 
 
-def weights_info(found: messages.ModelCheckpointView) -> WeightsInfo:
+def weights_info(found: views.ModelCheckpointView) -> WeightsInfo:
     lora = found.lora
     return WeightsInfo(
         base_model=found.base_model,
@@ -429,8 +430,8 @@ def weights_info(found: messages.ModelCheckpointView) -> WeightsInfo:
     )
 
 
-def training_run(model: messages.ModelView, saved: Sequence[messages.ModelCheckpointView], owner: str) -> TrainingRun:
-    newest: dict[str, messages.ModelCheckpointView] = {}
+def training_run(model: views.ModelView, saved: Sequence[views.ModelCheckpointView], owner: str) -> TrainingRun:
+    newest: dict[str, views.ModelCheckpointView] = {}
     for each in sorted(saved, key=lambda found: found.saved_at_s):
         if each.run_id == model.model_id:
             newest[each.kind] = each
@@ -463,7 +464,7 @@ def usage_info(used: UsageCount) -> UsageInfo:
 
 
 def session_summary(
-    session: messages.SessionView, checkpoints: Sequence[messages.ModelCheckpointView], owner: str, project: str
+    session: views.SessionView, checkpoints: Sequence[views.ModelCheckpointView], owner: str, project: str
 ) -> SessionSummary:
     own = [each for each in checkpoints if each.run_id.partition(":")[0] == session.session_id]
     metadata = metadata_as_text(session.user_metadata)
@@ -503,5 +504,5 @@ class EndpointAddedReply(msgspec.Struct, frozen=True, kw_only=True):
     name: str
 
 
-def endpoints_of(found: messages.EndpointList) -> EndpointsReply:
+def endpoints_of(found: views.EndpointList) -> EndpointsReply:
     return EndpointsReply(endpoints=[EndpointReply(**msgspec.structs.asdict(each)) for each in found.endpoints])

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 
 from strata.train.core.ops import MAX_NAME
-from strata.train.core.rollouts import KeptRollout, RolloutSummary
+from strata.train.status.rollouts import KeptRollout, RolloutSummary
 
 TokenText = Callable[[int], str]
 

@@ -13,8 +13,7 @@ import msgspec
 import numpy as np
 
 from strata.base.errors import Code, StrataError
-from strata.train.core import messages, ops
-from strata.train.core.completion_log import CLIENT_BLOCK
+from strata.train.core import ops
 from strata.train.core.sampling import (
     MISSING_LOGPROB,
     Draws,
@@ -27,6 +26,8 @@ from strata.train.core.sampling import (
     Targets,
     TopLogprobs,
 )
+from strata.train.status import views
+from strata.train.status.completion_log import CLIENT_BLOCK
 from strata.train.wire.arrays import check_tensor
 from strata.train.wire.bodies import Name, Seq, StrictBody, checkpoint_name, metadata_as_text, tinker_path
 from strata.train.wire.fields import Token, invalid_field
@@ -261,7 +262,7 @@ def sampler_id_of(session_id: str, number: int) -> str:
     return f"{session_id}:sample:{number}"
 
 
-def completions_of(ended: messages.SamplesEnded) -> SampleCompletions:
+def completions_of(ended: views.SamplesEnded) -> SampleCompletions:
     completions = [
         SampleCompletion(state="failed", request_id=each.future_id)
         if each.size is None

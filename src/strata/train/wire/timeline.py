@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from strata.train.core.status import Timeline
+from strata.train.status.reports import Timeline
 
 RANKS: Final = 1
 OPERATIONS: Final = 2

@@ -15,7 +15,7 @@ from strata.fleet.wire.jobs import Job, JobReply
 from strata.fleet.wire.servers import ServersReply
 from strata.http.route import VIEWER, RawReply, Route
 from strata.identity.roles import Role
-from strata.train.core.status import ModelStatus, ServerActivity, ServerStatus, Timeline
+from strata.train.status.reports import ModelStatus, ServerActivity, ServerStatus, Timeline
 from strata.web.page import Page, View
 from strata.web.render import duration
 

@@ -21,8 +21,8 @@ from strata.base.failpoint import failpoint
 from strata.train.checkpoints import checkpoint
 from strata.train.core import ops
 from strata.train.core.checkpoint_retention import retained_folders
+from strata.train.core.client_commands import ImportCheckpoint
 from strata.train.core.inputs import ClientCommand, Decision, DeleteExpiredCheckpoints
-from strata.train.core.messages import ImportCheckpoint
 from strata.train.core.state import IMPORTED, TrainState, folder_of, is_name, run_folder
 from strata.train.orchestrator.state_store import StateStore
 from strata.train.settings import ServerSettings

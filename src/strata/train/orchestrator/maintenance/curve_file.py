@@ -13,7 +13,7 @@ import msgspec
 
 from strata.base import log
 from strata.base.atomic import write_file
-from strata.train.core.learning_curves import LearningCurves
+from strata.train.status.learning_curves import LearningCurves
 
 _log = log.get(__name__)
 

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from strata.base import log
 from strata.base.clock import Clock
+from strata.train.core.client_commands import AbortOperation, FinishSession
 from strata.train.core.future import FutureStatus
 from strata.train.core.inputs import ClientCommand
-from strata.train.core.messages import AbortOperation, FinishSession
 from strata.train.core.state import TrainState
 from strata.train.orchestrator.state_store import StateStore
 from strata.train.settings import LimitSettings

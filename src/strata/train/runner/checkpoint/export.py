@@ -22,9 +22,9 @@ from strata.train.checkpoints import checkpoint
 from strata.train.checkpoints.archive import published
 from strata.train.checkpoints.checkpoint import CheckpointManifest
 from strata.train.core.ops import LoraConfig
-from strata.train.core.quantisation import QuantisedKind
 from strata.train.peft import importer
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG, HEADS
+from strata.train.plan.quantisation import QuantisedKind
 from strata.train.runner.checkpoint import shards
 from strata.train.runner.checkpoint.formats import copy_tokenizer, read_values
 from strata.train.runner.checkpoint.hugging_face_files import groups_of, persistent_buffers, write_model

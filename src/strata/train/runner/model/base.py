@@ -44,9 +44,9 @@ from strata.train.runner.model.compiled import compile_layers, keep_uncompiled, 
 from strata.train.runner.model.context_parallel import ContextParallel
 from strata.train.runner.model.expert_parallel import ExpertParallel
 from strata.train.runner.model.loading import RankPart, build_skeleton, load_lm, load_sharded, tie_skeleton
-from strata.train.runner.model.memory import free_bytes, release_memory
 from strata.train.runner.model.pipeline_parallel import PipelineStage
 from strata.train.runner.model.quantised import replace_layers
+from strata.train.runner.model.row_limit import free_bytes, release_memory
 from strata.train.runner.model.startup_check import (
     compute_reference,
     find_decoder,

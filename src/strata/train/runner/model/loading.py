@@ -37,8 +37,8 @@ from transformers.utils import logging as transformers_logging
 
 from strata.base import log
 from strata.base.errors import Code, StrataError
-from strata.train.core.quantisation import Quantise
 from strata.train.hugging_face import find_folder
+from strata.train.plan.quantisation import Quantise
 from strata.train.runner.model.quantised import PARAMETERS, quantise_rows, quantised_layers, replace_layers
 from strata.train.runner.model.startup_check import unsupported_errors
 from strata.train.runner.model.trained import local, own_region

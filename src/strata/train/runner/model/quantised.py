@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn.functional import linear
 
 from strata.base.errors import Code, StrataError
-from strata.train.core.quantisation import NF4_BLOCK, QuantisedKind, can_be_quantised, row_bytes
 from strata.train.peft.layers import kind_of
+from strata.train.plan.quantisation import NF4_BLOCK, QuantisedKind, can_be_quantised, row_bytes
 
 CODES: Final[dict[QuantisedKind, torch.dtype]] = {"nf4": torch.uint8, "int8": torch.int8}
 PARAMETERS: Final = ("codes", "scales")

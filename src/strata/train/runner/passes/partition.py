@@ -12,7 +12,7 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.train.core import commands, ops
 from strata.train.core.loss_graph import CustomLoss
-from strata.train.core.pass_metrics import combine_metrics
+from strata.train.status.pass_metrics import combine_metrics
 
 
 class RankPassItem(msgspec.Struct, frozen=True, array_like=True):

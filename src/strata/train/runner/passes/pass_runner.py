@@ -19,12 +19,12 @@ import torch
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
 from strata.train.core.loss_graph import CustomLoss
-from strata.train.core.memory import out_of_memory_message
+from strata.train.core.out_of_memory import out_of_memory_message
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora import Adapter, Span
 from strata.train.runner.model.base import BaseModel
-from strata.train.runner.model.memory import RowMemory, is_out_of_memory
 from strata.train.runner.model.pipeline_parallel import RowStep, plan_steps, rows_in_flight
+from strata.train.runner.model.row_limit import RowMemory, is_out_of_memory
 from strata.train.runner.model.trained import LoraModel, TrainedModel
 from strata.train.runner.passes.custom_loss import GroupLoss, GroupMember, check_group, compute_group
 from strata.train.runner.passes.logprobs import PackedRow

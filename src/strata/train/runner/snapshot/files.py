@@ -35,7 +35,7 @@ from strata.train.checkpoints.checkpoint import (
     sync_and_digest,
 )
 from strata.train.core import ops
-from strata.train.core.quantisation import Quantise
+from strata.train.plan.quantisation import Quantise
 from strata.train.runner.checkpoint.shards import SHARDING, ShardOffsets
 
 FORMAT: Final = 5

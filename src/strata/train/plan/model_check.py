@@ -16,10 +16,11 @@ from typing import Any, Final, Literal
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.train.core.quantisation import Quantise
 from strata.train.hugging_face import find_folder
-from strata.train.launch.preflight import ModelFiles, estimate, read_config, read_model_files
 from strata.train.peft.layers import TOWERS
+from strata.train.plan.model_cost import estimate
+from strata.train.plan.model_files import ModelFiles, read_config, read_model_files
+from strata.train.plan.quantisation import Quantise
 from strata.train.settings import LimitSettings, ModelSettings, RankSettings, ServerSection, ServerSettings
 
 FAMILIES: Final = "families.json"

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from strata.train.core.quantisation import Quantise
+from strata.train.plan.quantisation import Quantise
 
 MARGIN: Final = 0.10
 """Added to everything that is traced or estimated."""

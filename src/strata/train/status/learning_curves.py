@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.train.core.pass_metrics import COUNTED, TOKENS, combine_metrics
+from strata.train.status.pass_metrics import COUNTED, TOKENS, combine_metrics
 
 MAX_MODELS: Final = 64
 """The models that stepped last."""

@@ -1,10 +1,9 @@
-"""Views of the state for clients: what belongs to another tenant does not exist for them."""
+"""Lookups of what a client names: what belongs to another tenant does not exist for it."""
 
 from __future__ import annotations
 
 from strata.base.errors import Code, StrataError
-from strata.train.core import messages, ops
-from strata.train.core.commands import ModelInfo
+from strata.train.core import ops
 from strata.train.core.future import OperationFuture
 from strata.train.core.state import (
     INITIAL,
@@ -22,17 +21,6 @@ def find_session(state: TrainState, tenant: str, session_id: str) -> ClientSessi
     if session is None or session.tenant != tenant:
         raise StrataError(Code.NOT_FOUND, f"there is no session {session_id!r}")
     return session
-
-
-def ended_results(state: TrainState, model_id: str, after: int, limit: int) -> list[messages.EndedResult]:
-    """Operations of a model end in the order of their numbers, so what is missing before the first has expired."""
-    prefix = f"{model_id}:"
-    ended = [
-        messages.EndedResult(int(future.future_id.removeprefix(prefix)), future.ended_at_s, future.result)
-        for future in state.futures
-        if future.model_id == model_id and isinstance(future.result, ops.PassDone | ops.StepDone)
-    ]
-    return sorted((each for each in ended if each.seq_id > after), key=lambda each: each.seq_id)[:limit]
 
 
 def find_model(state: TrainState, tenant: str, model_id: str) -> ModelRecord:
@@ -58,21 +46,6 @@ def check_sampler_owner(state: TrainState, tenant: str, sampler_id: str) -> None
     session = state.sessions.get(sampler_id.partition(":sample:")[0])
     if sampler_id in state.samplers or session is None or session.tenant != tenant:
         find_sampler(state, tenant, sampler_id)
-
-
-def view_ended_sample(state: TrainState, future_id: str) -> messages.SampleEnded:
-    future = state.futures.get(future_id)
-    done = future.result if future is not None else None
-    if not isinstance(done, ops.SampleDone):
-        return messages.SampleEnded(future_id, None)
-    payload = done.payload
-    return messages.SampleEnded(
-        future_id, len(payload.data) if isinstance(payload, ops.InlinePayload) else payload.size
-    )
-
-
-def view_sampler(sampler: SamplerState) -> messages.SamplerView:
-    return messages.SamplerView(sampler.sampler_id, sampler.base_model, sampler.model_path)
 
 
 def find_future(state: TrainState, tenant: str, future_id: str) -> OperationFuture:
@@ -149,56 +122,3 @@ def checkpoints_of(state: TrainState, tenant: str, model_id: str | None) -> list
         for (run_id, _, _), each in state.checkpoints.items()
         if (model_id in (None, run_id)) and state.models[run_id].tenant == tenant
     ]
-
-
-def view_checkpoint(state: TrainState, checkpoint: ModelCheckpoint, size: int) -> messages.ModelCheckpointView:
-    operation = checkpoint.operation
-    created = state.models[operation.model_id].create
-    return messages.ModelCheckpointView(
-        run_id=operation.model_id,
-        kind=operation.kind,
-        name=operation.name,
-        base_model=created.base_model,
-        lora=created.lora,
-        saved_at_s=checkpoint.saved_at_s,
-        size=size,
-        expires_at_s=checkpoint.expires_at_s,
-        folder=checkpoint.path,
-        user_metadata=operation.user_metadata,
-        public=checkpoint.public,
-        optimizer=created.optimizer,
-        lineage=checkpoint.lineage,
-    )
-
-
-def view_model(model: ModelRecord, base: ModelInfo | None) -> messages.ModelView:
-    return messages.ModelView(
-        model_id=model.model_id,
-        session_id=model.session_id,
-        base_model=model.create.base_model,
-        arch=base.arch if base else "",
-        tokenizer_id=base.tokenizer_id if base else "",
-        lora=model.create.lora,
-        created_at_s=model.created_at_s,
-        last_request_at_s=model.last_request_at_s,
-        next_seq=model.done + 1,
-        unloaded=model.unloaded,
-        user_metadata=model.create.user_metadata,
-        wanted=model.line.wanted,
-        held=sorted(model.line.held),
-    )
-
-
-def view_session(state: TrainState, session: ClientSession) -> messages.SessionView:
-    return messages.SessionView(
-        session_id=session.session_id,
-        opened_at_s=session.opened_at_s,
-        finished=session.finished,
-        models=session.models,
-        samplers=[each.sampler_id for each in state.samplers.values() if each.session_id == session.session_id],
-        user_metadata=session.user_metadata,
-    )
-
-
-def tokens_of(operation: ops.Operation) -> int:
-    return sum(operation.lengths) if isinstance(operation, ops.ForwardBackward) else 0

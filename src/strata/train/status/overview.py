@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from strata.train.core.future import OperationFuture
-from strata.train.core.learning_curves import CurvePoint, LearningCurves
-from strata.train.core.ops import SavedWeights
+from strata.train.core.ops import SavedWeights, tokens_of
 from strata.train.core.state import Dispatch, ModelCheckpoint, ModelRecord, TrainState, resident_models
-from strata.train.core.status import (
+from strata.train.status.learning_curves import CurvePoint, LearningCurves
+from strata.train.status.reports import (
     MAX_ACTIVE_MODELS,
     OTHER_TENANTS,
     RECENT,
@@ -26,8 +26,7 @@ from strata.train.core.status import (
     TenantStatus,
     Timeline,
 )
-from strata.train.core.throughput import ThroughputEstimate, in_flight_s
-from strata.train.core.views import tokens_of
+from strata.train.status.throughput import ThroughputEstimate, in_flight_s
 
 _COUNTS: Final = ("waiting", "held", "tokens", "running", "samples", "models")
 """The fields of a row that add up."""

@@ -12,10 +12,10 @@ from typing import Final
 import msgspec
 
 from strata.train.core import ops
+from strata.train.core.client_commands import Done
 from strata.train.core.commands import RowOutOfMemory
 from strata.train.core.facts import OperationFinished
 from strata.train.core.inputs import Decision, RanksOutOfMemory
-from strata.train.core.messages import Done
 from strata.train.core.state import Dispatch, TrainState
 
 NEAR_LIMIT: Final = 0.8

@@ -15,9 +15,9 @@ from strata.train.core.commands import Timing
 from strata.train.core.facts import Dispatched, OperationAccepted
 from strata.train.core.future import FutureStatus, OperationFuture
 from strata.train.core.inputs import Decision
+from strata.train.core.ops import tokens_of
 from strata.train.core.state import TrainState
-from strata.train.core.status import ThroughputPoint, Timeline
-from strata.train.core.views import tokens_of
+from strata.train.status.reports import ThroughputPoint, Timeline
 
 OUTCOMES: Final[Mapping[FutureStatus, Literal["finished", "failed", "cancelled"]]] = {
     FutureStatus.FINISHED: "finished",

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Final
 
 from strata.train.core.future import FutureStatus, OperationFuture
-from strata.train.core.messages import QueuePosition, QueueState
+from strata.train.core.ops import tokens_of
 from strata.train.core.publishing import endpoints_for
 from strata.train.core.sampling import SampleOperation
 from strata.train.core.scheduler import QueuedOperation
 from strata.train.core.state import TrainState
-from strata.train.core.views import tokens_of
+from strata.train.status.views import QueuePosition, QueueState
 
 WEIGHT: Final = 0.2
 """Of the newest measurement in the moving average."""

@@ -28,7 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from strata.base.errors import Code, StrataError
-from strata.train.core.device_memory import (
+from strata.train.core.ops import LoraConfig
+from strata.train.plan.memory_plan import (
     ONE_DEVICE,
     CollectiveCost,
     MemoryRecipe,
@@ -37,8 +38,7 @@ from strata.train.core.device_memory import (
     PassMemory,
     cache_numbers,
 )
-from strata.train.core.ops import LoraConfig
-from strata.train.core.quantisation import saved_bytes
+from strata.train.plan.quantisation import saved_bytes
 from strata.train.runner.experts import group_experts
 from strata.train.runner.lora import (
     Adapter,

@@ -24,8 +24,8 @@ import torch
 from strata.base import log
 from strata.base.errors import StrataError
 from strata.train.core.commands import RowOutOfMemory
-from strata.train.core.memory import most_likely_cause
 from strata.train.core.ops import LoraConfig
+from strata.train.core.out_of_memory import most_likely_cause
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora import Adapter, Span
 from strata.train.runner.passes.logprobs import PackedRow
