@@ -11,21 +11,17 @@ from __future__ import annotations
 
 import re
 import sqlite3
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Literal, Self
 
 import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.database.event_kinds import FREQUENT
 from strata.database.migrations import Component
-from strata.database.transaction import PostgresTransaction, SqliteTransaction, Transaction, run_to_end
-
-if TYPE_CHECKING:
-    from strata.database.postgres import Connections
-    from strata.database.sqlite import SqliteThread
+from strata.database.transaction import Database, PostgresTransaction, SqliteTransaction, Transaction, run_to_end
 
 START: Final = ""
 """The cursor before the first event."""
@@ -118,10 +114,6 @@ _COLUMNS: Final = "at, actor, kind, subject, body, address"
 _NAMES: Final = _COLUMNS.split(", ")
 _encode: Final = msgspec.json.Encoder().encode
 _decode: Final = msgspec.json.Decoder(dict[str, Any]).decode
-_SQLITE_CURSOR: Final = re.compile(r"[0-9]{1,18}")
-_POSTGRES_CURSOR: Final = re.compile(r"([0-9]{1,18})\.([0-9]{1,18})")
-
-
 _INSERT: Final = (
     f"INSERT INTO event ({_COLUMNS})"
     " VALUES (:at::float8, :actor::text, :kind::text, :subject::text, :body::bytea, :address::text)"
@@ -140,27 +132,60 @@ async def record_postgres(connection: Any, events: Sequence[EventRecord]) -> Non
     await record(PostgresTransaction(connection), events)
 
 
-async def read_sqlite(thread: SqliteThread, after: str, limit: int, *, subject: str = "") -> list[StoredEvent]:
-    seq = _numbers(_SQLITE_CURSOR, after)[0]
-    rows = await thread.read(
-        lambda db: db.execute(
-            f"SELECT seq, {_COLUMNS} FROM event"
-            f" WHERE seq > ? {'AND subject = ?' if subject else ''} ORDER BY seq LIMIT ?",
-            (seq, *([subject] if subject else []), limit),
-        ).fetchall()
-    )
-    return [StoredEvent(str(number), _event(*rest)) for number, *rest in rows]
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """How an engine orders the events."""
+
+    columns: tuple[str, ...]
+    visible: str
+    """The condition of a row behind which no other row can appear any more."""
+    cursor: re.Pattern[str]
+
+    @property
+    def names(self) -> str:
+        return ", ".join(self.columns)
+
+    def compare(self, sign: Literal["<", ">"]) -> str:
+        return f"({self.names}) {sign} ({', '.join(f':{column}' for column in self.columns)})"
+
+    def decode(self, row: Sequence[Any]) -> tuple[_Position, EventRecord]:
+        """Decode the columns of the order and `_COLUMNS`."""
+        count = len(self.columns)
+        at_s, actor, kind, subject, body, address = row[count:]
+        return tuple(row[:count]), EventRecord(at_s, actor, kind, subject, _decode(body), address)
+
+    def position(self, cursor: str) -> _Position:
+        if cursor == START:
+            return (0,) * len(self.columns)
+        match = self.cursor.fullmatch(cursor)
+        if match is None:
+            raise StrataError(Code.INVALID, f"{cursor[:64]!r} is not a cursor of this feed", hint="start without one")
+        return tuple(map(int, match.groups()))
 
 
-async def read_postgres(connections: Connections, after: str, limit: int, *, subject: str = "") -> list[StoredEvent]:
-    tx, seq = _numbers(_POSTGRES_CURSOR, after)
-    rows = await connections.run(
-        f"SELECT tx, seq, {_COLUMNS} FROM event"
-        " WHERE (tx, seq) > (%(tx)s, %(seq)s) AND tx < pg_snapshot_xmin(pg_current_snapshot())::text::bigint"
-        f" {'AND subject = %(subject)s' if subject else ''} ORDER BY tx, seq LIMIT %(limit)s",
-        {"tx": tx, "seq": seq, "subject": subject, "limit": limit},
-    )
-    return [StoredEvent(f"{tx}.{seq}", _event(*rest)) for tx, seq, *rest in rows]
+_Position = tuple[int, ...]
+_ORDERS: Final = {
+    "sqlite": _Order(("seq",), "true", re.compile(r"([0-9]{1,18})")),
+    "postgres": _Order(
+        ("tx", "seq"),
+        "tx < pg_snapshot_xmin(pg_current_snapshot())::text::bigint",
+        re.compile(r"([0-9]{1,18})\.([0-9]{1,18})"),
+    ),
+}
+
+
+async def read(database: Database, after: str, limit: int, *, subject: str = "") -> list[StoredEvent]:
+    async def select(tx: Transaction) -> list[StoredEvent]:
+        order = _ORDERS[tx.engine]
+        values = dict(zip(order.columns, order.position(after), strict=True))
+        rows = await tx.rows(
+            f"SELECT {order.names}, {_COLUMNS} FROM event WHERE {order.compare('>')} AND {order.visible}"
+            f"{' AND subject = :subject' if subject else ''} ORDER BY {order.names} LIMIT :limit",
+            {**values, "subject": subject, "limit": limit},
+        )
+        return [StoredEvent(_cursor(position), event) for position, event in map(order.decode, rows)]
+
+    return await database.read(select)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,58 +217,6 @@ class EventPage:
     """The cursor of the next page; empty at the end."""
 
 
-_Position = tuple[int, ...]
-_Fetch = Callable[[str, str, _Position | None, int], Awaitable[Sequence[tuple[_Position, EventRecord]]]]
-"""Kind (or all), subject (or all), before which event, how many at most: newest first."""
-
-
-async def read_before_sqlite(thread: SqliteThread, before: str, limit: int, wanted: EventFilter) -> EventPage:
-    def select(db: sqlite3.Connection, kind: str, subject: str, position: _Position | None, count: int) -> list[Any]:
-        where = ["seq < :seq"] if position else []
-        where += ["subject = :subject"] if subject else []
-        where += ["kind = :kind"] if kind else []
-        where += [_RARE] if kind and kind not in FREQUENT else []
-        condition = f"WHERE {' AND '.join(where)}" if where else ""
-        values = {"seq": position[0] if position else 0, "subject": subject, "kind": kind, "count": count}
-        return db.execute(
-            f"SELECT seq, {_COLUMNS} FROM event {condition} ORDER BY seq DESC LIMIT :count", values
-        ).fetchall()
-
-    async def fetch(
-        kind: str, subject: str, position: _Position | None, count: int
-    ) -> Sequence[tuple[_Position, EventRecord]]:
-        rows = await thread.read(lambda db: select(db, kind, subject, position, count))
-        return [((seq,), _event(*rest)) for seq, *rest in rows]
-
-    async def kinds() -> Sequence[str]:
-        return [kind for (kind,) in await thread.read(lambda db: db.execute(_KINDS).fetchall())]
-
-    return await _read_before(fetch, kinds, _position(_SQLITE_CURSOR, before), limit, wanted)
-
-
-async def read_before_postgres(connections: Connections, before: str, limit: int, wanted: EventFilter) -> EventPage:
-    async def fetch(
-        kind: str, subject: str, position: _Position | None, count: int
-    ) -> Sequence[tuple[_Position, EventRecord]]:
-        where = ["tx < pg_snapshot_xmin(pg_current_snapshot())::text::bigint"]
-        where += ["(tx, seq) < (%(tx)s, %(seq)s)"] if position else []
-        where += ["subject = %(subject)s"] if subject else []
-        where += ["kind = %(kind)s"] if kind else []
-        where += [_RARE] if kind and kind not in FREQUENT else []
-        tx, seq = position or (0, 0)
-        rows = await connections.run(
-            f"SELECT tx, seq, {_COLUMNS} FROM event WHERE {' AND '.join(where)}"
-            " ORDER BY tx DESC, seq DESC LIMIT %(count)s",
-            {"tx": tx, "seq": seq, "subject": subject, "kind": kind, "count": count},
-        )
-        return [((tx, seq), _event(*rest)) for tx, seq, *rest in rows]
-
-    async def kinds() -> Sequence[str]:
-        return [kind for (kind,) in await connections.run(_KINDS, {})]
-
-    return await _read_before(fetch, kinds, _position(_POSTGRES_CURSOR, before), limit, wanted)
-
-
 _KINDS: Final = (
     f"WITH RECURSIVE k (kind) AS (SELECT min(kind) FROM event WHERE {_RARE} UNION ALL"
     f" SELECT (SELECT min(kind) FROM event WHERE {_RARE} AND kind > k.kind) FROM k WHERE k.kind IS NOT NULL)"
@@ -252,22 +225,20 @@ _KINDS: Final = (
 """From one kind to the next in the index."""
 
 
-async def _read_before(
-    fetch: _Fetch,
-    kinds: Callable[[], Awaitable[Sequence[str]]],
-    before: _Position | None,
-    limit: int,
-    wanted: EventFilter,
-) -> EventPage:
-    """Bounded work: the kinds that match are read one by one, as far as a page goes, and searched."""
+async def read_before(database: Database, before: str, limit: int, wanted: EventFilter) -> EventPage:
+    """Read a page with bounded work: the kinds that match one by one, as far as a page goes, and search them.
+
+    Each is a read of its own, so that writers come in between.
+    """
     by_kind = bool(wanted.kinds) and not wanted.subject
-    named = [kind for kind in (*FREQUENT, *await kinds()) if wanted.has_kind(kind)] if by_kind else [""]
+    kinds = [*FREQUENT, *(kind for (kind,) in await database.rows(_KINDS))] if by_kind else []
+    named = [kind for kind in kinds if wanted.has_kind(kind)] if by_kind else [""]
     count = SCANNED if wanted.search or (wanted.subject and wanted.kinds) else limit
     found: list[tuple[_Position, EventRecord]] = []
     whole_from: _Position = ()
     """From here on up every kind was read."""
     for kind in named:
-        rows = await fetch(kind, wanted.subject, before, count)
+        rows = await _select_before(database, before, count, kind=kind, subject=wanted.subject)
         if len(rows) == count:
             whole_from = max(whole_from, rows[-1][0])
         found += rows
@@ -280,35 +251,48 @@ async def _read_before(
     return EventPage(events, _cursor(whole_from))
 
 
-async def drop_sqlite(thread: SqliteThread, before_s: float, limit: int) -> int:
+async def _select_before(
+    database: Database, before: str, count: int, *, kind: str = "", subject: str = ""
+) -> list[tuple[_Position, EventRecord]]:
+    """Select newest first; of all kinds and subjects where none is named."""
+
+    async def select(tx: Transaction) -> list[tuple[_Position, EventRecord]]:
+        order = _ORDERS[tx.engine]
+        position = () if before == NEWEST else order.position(before)
+        where = [order.visible]
+        where += [order.compare("<")] if position else []
+        where += ["subject = :subject"] if subject else []
+        where += ["kind = :kind"] if kind else []
+        where += [_RARE] if kind and kind not in FREQUENT else []
+        newest_first = ", ".join(f"{column} DESC" for column in order.columns)
+        rows = await tx.rows(
+            f"SELECT {order.names}, {_COLUMNS} FROM event WHERE {' AND '.join(where)}"
+            f" ORDER BY {newest_first} LIMIT :count",
+            {**dict(zip(order.columns, position, strict=False)), "subject": subject, "kind": kind, "count": count},
+        )
+        return list(map(order.decode, rows))
+
+    return await database.read(select)
+
+
+async def drop(database: Database, before_s: float, limit: int) -> int:
     """Remove the oldest events, as far as they are from before this time; how many."""
-    delete = (
-        "DELETE FROM event WHERE seq IN (SELECT seq FROM (SELECT seq, at FROM event ORDER BY seq LIMIT ?) WHERE at < ?)"
-    )
-    return await thread.write(lambda db: db.execute(delete, (limit, before_s)).rowcount)
+
+    async def delete(tx: Transaction) -> int:
+        names = _ORDERS[tx.engine].names
+        return await tx.changed(
+            f"DELETE FROM event WHERE ({names}) IN (SELECT {names} FROM"
+            f" (SELECT {names}, at FROM event ORDER BY {names} LIMIT :limit) AS oldest WHERE at < :before)",
+            {"limit": limit, "before": before_s},
+        )
+
+    return await database.run(delete)
 
 
-async def drop_postgres(connections: Connections, before_s: float, limit: int) -> int:
-    delete = (
-        "DELETE FROM event WHERE (tx, seq) IN (SELECT tx, seq FROM"
-        " (SELECT tx, seq, at FROM event ORDER BY tx, seq LIMIT %(limit)s) AS oldest WHERE at < %(before)s)"
-    )
-    return await connections.write(delete, {"limit": limit, "before": before_s})
-
-
-async def newest_sqlite(thread: SqliteThread) -> str:
+async def newest(database: Database) -> str:
     """The cursor of the last event: what comes after it is new."""
-    ((seq,),) = await thread.read(lambda db: db.execute("SELECT coalesce(max(seq), 0) FROM event").fetchall())
-    return str(seq)
-
-
-async def newest_postgres(connections: Connections) -> str:
-    rows = await connections.run(
-        "SELECT tx, seq FROM event WHERE tx < pg_snapshot_xmin(pg_current_snapshot())::text::bigint"
-        " ORDER BY tx DESC, seq DESC LIMIT 1",
-        {},
-    )
-    return f"{rows[0][0]}.{rows[0][1]}" if rows else START
+    rows = await _select_before(database, NEWEST, 1)
+    return _cursor(rows[0][0]) if rows else START
 
 
 def _row(event: EventRecord) -> tuple[float, str, str, str, bytes, str]:
@@ -316,23 +300,5 @@ def _row(event: EventRecord) -> tuple[float, str, str, str, bytes, str]:
     return event.at_s, str(event.actor), event.kind, event.subject, _encode(event.body), address
 
 
-def _event(at_s: float, actor: str, kind: str, subject: str, body: bytes, address: str) -> EventRecord:
-    return EventRecord(at_s, actor, kind, subject, _decode(body), address)
-
-
 def _cursor(position: _Position) -> str:
     return ".".join(map(str, position))
-
-
-def _position(form: re.Pattern[str], cursor: str) -> _Position | None:
-    """None: the end of all events."""
-    return None if cursor == NEWEST else tuple(_numbers(form, cursor))
-
-
-def _numbers(form: re.Pattern[str], cursor: str) -> list[int]:
-    if cursor == START:
-        return [0] * max(1, form.groups)
-    found = form.fullmatch(cursor)
-    if found is None:
-        raise StrataError(Code.INVALID, f"{cursor[:64]!r} is not a cursor of this feed", hint="start without one")
-    return [int(number) for number in found.groups() or [found[0]]]

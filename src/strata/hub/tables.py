@@ -14,6 +14,7 @@ from strata.base.errors import Code, StrataError
 from strata.database import events
 from strata.database.migrations import Component, SqliteComponents, read_seal, upgrade_postgres
 from strata.database.sqlite import SqliteThread
+from strata.database.transaction import PostgresDatabase, SqliteDatabase
 from strata.fleet.artifacts.ports import ArtifactIndex
 from strata.fleet.artifacts.store import tables as artifact_tables
 from strata.fleet.artifacts.store.sqlite import SqliteIndex
@@ -95,7 +96,7 @@ async def _open_sqlite(path: Path, observe: Callable[[float], None] | None) -> A
             sweeps=sweep_store.SqliteSweepStore(thread),
             schedules=schedules.SqliteScheduleStore(thread),
             execs=exec_table.ExecTable(exec_table.SqliteExecRows(thread)),
-            newest_event=partial(events.newest_sqlite, thread),
+            newest_event=partial(events.newest, SqliteDatabase(thread)),
             copy=partial(backup_sqlite, thread),
         )
     finally:
@@ -125,7 +126,7 @@ async def _open_postgres(url: str, observe: Callable[[float], None] | None) -> A
             sweeps=sweep_store.PostgresSweepStore(connections),
             schedules=schedules.PostgresScheduleStore(connections),
             execs=exec_table.ExecTable(exec_table.PostgresExecRows(connections)),
-            newest_event=partial(events.newest_postgres, connections),
+            newest_event=partial(events.newest, PostgresDatabase(connections)),
         )
     finally:
         await connections.close()

@@ -11,6 +11,7 @@ from strata.database import events
 from strata.database.migrations import SqliteComponents, upgrade_postgres
 from strata.database.postgres import Connections
 from strata.database.sqlite import SqliteThread
+from strata.database.transaction import PostgresDatabase, SqliteDatabase
 from strata.identity import postgres, sqlite
 from strata.identity.ports import IdentityStore
 from tests.support.feed import ReadEvents
@@ -20,13 +21,16 @@ from tests.support.feed import ReadEvents
 async def opened(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[tuple[IdentityStore, ReadEvents]]:
     if request.param == "sqlite":
         thread = await SqliteThread.open(tmp_path / "hub.db", SqliteComponents([events.SQLITE, sqlite.COMPONENT]))
-        yield sqlite.SqliteIdentity(thread), lambda after, limit: events.read_sqlite(thread, after, limit)
+        yield sqlite.SqliteIdentity(thread), lambda after, limit: events.read(SqliteDatabase(thread), after, limit)
         await thread.close()
         return
     connections = Connections(request.getfixturevalue("postgres_url"), 8, 60.0, what="hub")
     async with connections.acquire() as connection:
         await upgrade_postgres(connection, [events.POSTGRES, postgres.COMPONENT])
-    yield postgres.PostgresIdentity(connections), lambda after, limit: events.read_postgres(connections, after, limit)
+    yield (
+        postgres.PostgresIdentity(connections),
+        lambda after, limit: events.read(PostgresDatabase(connections), after, limit),
+    )
     await connections.close()
 
 

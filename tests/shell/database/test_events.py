@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from strata.database.events import POSTGRES, START, EventRecord, read_postgres, record_postgres
+from strata.database.events import POSTGRES, START, EventRecord, read, record_postgres
 from strata.database.migrations import upgrade_postgres
 from strata.database.postgres import Connections
+from strata.database.transaction import PostgresDatabase
 from tests.support.feed import ARRIVES_S
 
 
@@ -16,17 +17,18 @@ def event(subject: str) -> EventRecord:
 
 async def test_a_slow_transaction_with_an_older_number_is_not_skipped(postgres_url: str) -> None:
     connections = Connections(postgres_url, 4, 60.0, what="hub")
+    database = PostgresDatabase(connections)
     async with connections.acquire() as connection:
         await upgrade_postgres(connection, [POSTGRES])
     async with connections.transaction() as slow:
         await record_postgres(slow, [event("slow")])
         async with connections.transaction() as quick:
             await record_postgres(quick, [event("quick")])
-        before = await read_postgres(connections, START, 10)
+        before = await read(database, START, 10)
     seen = before
     async with asyncio.timeout(ARRIVES_S):
         while len(seen) < 2:
-            seen += await read_postgres(connections, seen[-1].cursor if seen else START, 10)
+            seen += await read(database, seen[-1].cursor if seen else START, 10)
     assert sorted(each.event.subject for each in seen) == ["quick", "slow"]
-    assert [each.event.subject for each in await read_postgres(connections, START, 10, subject="slow")] == ["slow"]
+    assert [each.event.subject for each in await read(database, START, 10, subject="slow")] == ["slow"]
     await connections.close()

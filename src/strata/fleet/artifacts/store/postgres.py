@@ -13,6 +13,7 @@ from strata.database import events
 from strata.database.events import EventRecord as Record
 from strata.database.events import record_postgres
 from strata.database.postgres import Connections
+from strata.database.transaction import PostgresDatabase
 from strata.fleet.artifacts.manifest import ArtifactChunk, ArtifactKind
 from strata.fleet.artifacts.ports import (
     ArtifactRow,
@@ -237,7 +238,7 @@ class PostgresIndex:
         return {owner: int(size) for owner, size in await self._connections.run(rows.OWNER_BYTES, {})}
 
     async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[events.StoredEvent]:
-        return await events.read_postgres(self._connections, after, limit, subject=subject)
+        return await events.read(PostgresDatabase(self._connections), after, limit, subject=subject)
 
 
 async def _slots(connection: Connection, digests: Sequence[str], *, lock: bool = False) -> dict[str, Slot]:

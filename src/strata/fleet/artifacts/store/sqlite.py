@@ -15,6 +15,7 @@ from strata.database import events
 from strata.database.events import EventRecord as Record
 from strata.database.events import record_sqlite
 from strata.database.sqlite import SqliteThread
+from strata.database.transaction import SqliteDatabase
 from strata.fleet.artifacts.manifest import ArtifactChunk, ArtifactKind
 from strata.fleet.artifacts.ports import (
     ArtifactRow,
@@ -221,7 +222,7 @@ class SqliteIndex:
         return dict(await self._rows(rows.OWNER_BYTES, ()))
 
     async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[events.StoredEvent]:
-        return await events.read_sqlite(self._thread, after, limit, subject=subject)
+        return await events.read(SqliteDatabase(self._thread), after, limit, subject=subject)
 
     async def _rows(self, select: str, values: Sequence[Any] | Mapping[str, Any]) -> list[Any]:
         return await self._thread.read(lambda db: db.execute(select, values).fetchall())

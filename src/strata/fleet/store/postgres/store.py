@@ -12,6 +12,7 @@ from strata.base.errors import Code, StrataError
 from strata.database import events
 from strata.database.events import EventFilter, EventPage
 from strata.database.postgres import Connections
+from strata.database.transaction import PostgresDatabase
 from strata.fleet.core.amounts import Taken
 from strata.fleet.core.fair_share import OwnerShares
 from strata.fleet.core.goodput import LEDGER_EVENTS
@@ -572,13 +573,13 @@ class PostgresStore:
         return decode_points(await self._connections.run(select, values))
 
     async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[events.StoredEvent]:
-        return await events.read_postgres(self._connections, after, limit, subject=subject)
+        return await events.read(PostgresDatabase(self._connections), after, limit, subject=subject)
 
     async def events_before(self, before: str, limit: int, wanted: EventFilter) -> EventPage:
-        return await events.read_before_postgres(self._connections, before, limit, wanted)
+        return await events.read_before(PostgresDatabase(self._connections), before, limit, wanted)
 
     async def drop_events(self, before_s: float, limit: int = 10_000) -> int:
-        return await events.drop_postgres(self._connections, before_s, limit)
+        return await events.drop(PostgresDatabase(self._connections), before_s, limit)
 
     async def close(self) -> None:
         await self._connections.close()

@@ -13,6 +13,7 @@ from strata.base.errors import Code, StrataError
 from strata.database import events
 from strata.database.events import EventFilter, EventPage
 from strata.database.sqlite import SqliteThread
+from strata.database.transaction import SqliteDatabase
 from strata.fleet.core.amounts import Taken
 from strata.fleet.core.fair_share import OwnerShares
 from strata.fleet.core.goodput import LEDGER_EVENTS
@@ -465,13 +466,13 @@ class SqliteStore:
         return decode_points(await self._rows(select, (host_id, step_s, since_s)))
 
     async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[events.StoredEvent]:
-        return await events.read_sqlite(self._thread, after, limit, subject=subject)
+        return await events.read(SqliteDatabase(self._thread), after, limit, subject=subject)
 
     async def events_before(self, before: str, limit: int, wanted: EventFilter) -> EventPage:
-        return await events.read_before_sqlite(self._thread, before, limit, wanted)
+        return await events.read_before(SqliteDatabase(self._thread), before, limit, wanted)
 
     async def drop_events(self, before_s: float, limit: int = 10_000) -> int:
-        return await events.drop_sqlite(self._thread, before_s, limit)
+        return await events.drop(SqliteDatabase(self._thread), before_s, limit)
 
     async def close(self) -> None:
         await self._thread.close()
