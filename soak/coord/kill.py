@@ -16,7 +16,7 @@ from soak.coord.expected_state import ExpectedState
 from soak.coord.processes import Arm, Coordinator, failpoints
 from soak.coord.workers import WorkerPlan, WorkerPool
 from soak.trials import CampaignRequest, CampaignResult, Database, OnProgress, seeded_random, spread_s
-from strata.coord.core.facts import JobConfig
+from strata.coord.core.job_config import JobConfig
 
 Value = TypeVar("Value")
 

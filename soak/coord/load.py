@@ -17,7 +17,7 @@ from soak.coord.expected_state import ExpectedState
 from soak.coord.processes import Coordinator
 from soak.coord.workers import WorkerPlan, WorkerPool
 from soak.trials import CampaignRequest, CampaignResult, OnProgress, seeded_random, spread_s
-from strata.coord.core.facts import JobConfig
+from strata.coord.core.job_config import JobConfig
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
 from strata.coord.worker.link import OPTIONS

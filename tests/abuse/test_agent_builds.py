@@ -17,13 +17,13 @@ import pytest
 
 from strata.base.errors import Code, StrataError
 from strata.base.private import private_folder
-from strata.fleet.agent.environment_cache import EnvironmentCache, build_variables, provide_environment
+from strata.fleet.agent.environment_cache import EnvironmentCache, provide_environment
 from strata.fleet.agent.host_cache import HostCache
 from strata.fleet.agent.path_names import PathName
 from strata.fleet.agent.prepare import create_work_folder
 from strata.fleet.agent.sandbox import detect_sandbox
 from strata.fleet.agent.settings import AgentSettings, SandboxSettings
-from strata.fleet.agent.uv import EnvironmentPlan, UvProgram, build_environment, read_source_files
+from strata.fleet.agent.uv import EnvironmentPlan, UvProgram, build_environment, build_variables, read_source_files
 from strata.fleet.core.jobspec import EnvironmentSpec
 from tests.support.wheels import make_sdist
 

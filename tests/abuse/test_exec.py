@@ -15,8 +15,8 @@ import pytest
 
 from strata.base.atomic import write_json
 from strata.base.private import private_folder
-from strata.fleet.agent import join, supervised
-from strata.fleet.agent.exec_session import RunningJob, SandboxJoin, join_request
+from strata.fleet.agent import exec_in_sandbox, supervised
+from strata.fleet.agent.exec_session import RunningJob, SandboxExec, sandbox_request
 from strata.fleet.agent.redaction import Redactor
 from strata.fleet.agent.seccomp import CLONE_NEWUSER
 from strata.fleet.agent.supervised import ChildExit, SupervisorSpec
@@ -51,13 +51,13 @@ class Exec:
         Exec._number += 1
         self.folder = private_folder(job.state / f"exec-{Exec._number}")
         beside = RunningJob(lease(a_trainer("python")), job.state, job.paths, Redactor(), asyncio.Event())
-        request, limits = join_request(host.context, beside, command)
-        self.request: SandboxJoin = msgspec.structs.replace(request, **changes)
-        write_json(self.folder / "join.json", self.request)
+        request, limits = sandbox_request(host.context, beside, command)
+        self.request: SandboxExec = msgspec.structs.replace(request, **changes)
+        write_json(self.folder / "request.json", self.request)
         supervised.write_spec(
             self.folder,
             SupervisorSpec(
-                command=[sys.executable, "-I", "-S", join.__file__, str(self.folder / "join.json")],
+                command=[sys.executable, "-I", "-S", exec_in_sandbox.__file__, str(self.folder / "request.json")],
                 cwd="/",
                 env={},
                 max_log_bytes=1 << 20,

@@ -24,7 +24,6 @@ from strata.coord.core.facts import (
     Consumed,
     Dataset,
     Fact,
-    JobConfig,
     RegisteredWorker,
     ShardAcked,
     ShardReturned,
@@ -48,6 +47,7 @@ from strata.coord.core.inputs import (
     ResetJob,
     Tick,
 )
+from strata.coord.core.job_config import JobConfig
 from strata.coord.core.machine import CoordMachine, decide
 from strata.coord.core.state import CoordState, JobState
 

@@ -10,7 +10,7 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.base.loopback import is_loopback_address
 from strata.base.settings import Secret
-from strata.coord.core.facts import JobConfig
+from strata.coord.core.job_config import JobConfig
 
 SECTION: Final = "coordinator"
 

@@ -13,7 +13,7 @@ from strata.base.secret import Secret
 from strata.identity.ca import Authority
 from strata.identity.ports import ApiKey, BrowserSession, HostIdentity, IdentityStore
 from strata.identity.roles import OPERATOR, CallerKind, Principal
-from strata.identity.tokens import Bearer, check_strength, hash_secret, read_bearer, same_hash
+from strata.identity.tokens import KEY_PREFIX, Bearer, check_strength, hash_secret, read_bearer, same_hash
 
 CACHE_TTL_S: Final = 1.0
 """Rows are cached for this time: a key that another process revoked may be accepted for so long."""
@@ -78,7 +78,7 @@ class Authenticator:
             return await self._session(hash_secret(Secret(credentials.session)))
         if bearer is None:
             raise _unauthenticated(present=bool(credentials.bearer or credentials.operator_token))
-        return await (self._key(bearer) if bearer.kind == "tml" else self._host_secret(bearer))
+        return await (self._key(bearer) if bearer.kind == KEY_PREFIX else self._host_secret(bearer))
 
     async def open_session(self, caller: Principal) -> str:
         """Log this caller in; the token of the session, which is shown only here."""

@@ -26,6 +26,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from strata.base.atomic import create_file, write_file
 from strata.base.errors import Code, StrataError
+from strata.identity.renewal import HUB_PART, needs_renewal
 
 ROOT_DAYS: Final = 3650
 SERVER_DAYS: Final = 90
@@ -310,8 +311,8 @@ class ServerCertificate:
         self.renew(now_s)
 
     def renew(self, now_s: float) -> None:
-        """When a third of its life is over; connections that are open keep theirs."""
-        if now_s - self._issued_at_s < SERVER_DAYS * _DAY_S / 3:
+        """Replace the certificate if it is due; connections that are open keep theirs."""
+        if not needs_renewal(self._issued_at_s, SERVER_DAYS * _DAY_S, now_s, part=HUB_PART):
             return
         certificate, key = self._files or (self._issue(now_s),) * 2
         try:
@@ -340,7 +341,7 @@ class HubClientCertificate:
         self.renew(now_s)
 
     def renew(self, now_s: float) -> None:
-        if now_s - self._issued_at_s < SERVER_DAYS * _DAY_S / 3:
+        if not needs_renewal(self._issued_at_s, SERVER_DAYS * _DAY_S, now_s, part=HUB_PART):
             return
         certificate_pem, key_pem = self._authority.issue_hub_client(now_s)
         write_file(self._file, key_pem + certificate_pem)

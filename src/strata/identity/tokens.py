@@ -16,13 +16,15 @@ from typing import Final
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 
+KEY_PREFIX: Final = "tml"
+HOST_PREFIX: Final = "hst"
 PRIVILEGED: Final = "op_"
 """How the id of a key of an operator or an admin begins."""
 _SECRET_BYTES: Final = 20
 _ID_BYTES: Final = 6
 _FEWEST_CHARACTERS: Final = 20
 _FEWEST_DIFFERENT: Final = 8
-_BEARER: Final = re.compile(r"(tml|hst)-([0-9a-z_]{4,64})-([0-9a-f]{40})")
+_BEARER: Final = re.compile(rf"({KEY_PREFIX}|{HOST_PREFIX})-([0-9a-z_]{{4,64}})-([0-9a-f]{{40}})")
 _JOIN: Final = re.compile(r"fj1\.([0-9a-f]{64})\.([0-9a-f]{12})\.([0-9a-f]{40})")
 
 
@@ -83,15 +85,15 @@ def new_key_id(*, privileged: bool) -> str:
 def is_scoped_key(secret: Secret) -> bool:
     """A key of a viewer or a researcher; not one of an operator, nor a host's secret, nor the operator token."""
     text = secret.reveal()
-    return text.startswith("tml-") and not text.startswith(f"tml-{PRIVILEGED}")
+    return text.startswith(f"{KEY_PREFIX}-") and not text.startswith(f"{KEY_PREFIX}-{PRIVILEGED}")
 
 
 def spell_key(id_: str, secret: Secret) -> str:
-    return f"tml-{id_}-{secret.reveal()}"
+    return f"{KEY_PREFIX}-{id_}-{secret.reveal()}"
 
 
 def spell_host_secret(host_id: str, secret: Secret) -> str:
-    return f"hst-{host_id}-{secret.reveal()}"
+    return f"{HOST_PREFIX}-{host_id}-{secret.reveal()}"
 
 
 def read_bearer(text: str) -> Bearer | None:

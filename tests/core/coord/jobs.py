@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar
 import pytest
 
 from strata.base.errors import StrataError
-from strata.coord.core.facts import CheckpointPart, Consumed, Dataset, Fact, JobConfig, RegisteredWorker
+from strata.coord.core.facts import CheckpointPart, Consumed, Dataset, Fact, RegisteredWorker
 from strata.coord.core.inputs import (
     Ack,
     ArriveAtBarrier,
@@ -31,6 +31,7 @@ from strata.coord.core.inputs import (
     ShardAssignment,
     Tick,
 )
+from strata.coord.core.job_config import JobConfig
 from strata.coord.core.machine import CoordMachine, decode_fact
 from strata.coord.core.state import CoordState, JobIndexes, JobState, SoftState
 

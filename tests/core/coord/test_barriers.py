@@ -7,9 +7,10 @@ import time
 import pytest
 
 from strata.base.errors import Code
-from strata.coord.core.barriers import MAX_OPEN, MISSING_NAMED, missing_at
-from strata.coord.core.facts import BarrierDecided, BarrierVerdict, JobConfig
-from strata.coord.core.inputs import ArriveAtBarrier, BarrierState, Caller, Detached, Heartbeat, Leave
+from strata.coord.core.barriers import MAX_OPEN, missing_at
+from strata.coord.core.facts import BarrierDecided, BarrierVerdict
+from strata.coord.core.inputs import MISSING_NAMED, ArriveAtBarrier, BarrierState, Caller, Detached, Heartbeat, Leave
+from strata.coord.core.job_config import JobConfig
 from strata.coord.core.state import VERDICTS_KEPT
 from tests.core.coord.jobs import JOB, Job
 

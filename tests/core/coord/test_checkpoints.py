@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from strata.base.errors import Code
-from strata.coord.core.facts import CheckpointCommitted, CheckpointReported, Consumed, JobConfig, Recovered
+from strata.coord.core.facts import CheckpointCommitted, CheckpointReported, Consumed, Recovered
 from strata.coord.core.inputs import Ack, CheckpointState, Leave, NextShards, RegisterDataset, RequestRecovery
+from strata.coord.core.job_config import JobConfig
 from strata.coord.core.ledger import ShardRange
 from strata.coord.core.state import TOMBSTONES_KEPT
 from tests.core.coord.jobs import CORPUS, Job, corpus, samples_of

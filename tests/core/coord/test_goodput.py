@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strata.base.errors import StrataError
-from strata.coord.core.facts import JobConfig
 from strata.coord.core.goodput import GoodputPhase, parts_at
 from strata.coord.core.inputs import Caller, Leave
+from strata.coord.core.job_config import JobConfig
 from tests.core.coord.jobs import JOB, Job
 from tests.core.coord.test_history import WALL_S, know_time, timed
 

@@ -11,8 +11,9 @@ from strata.base.clock import ManualClock
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.server.authenticator import TokenAuthenticator
 from strata.coord.server.grpc_handler import MAX_BATCH, CoordinatorHandler, GenericOnly
-from strata.coord.server.service import CoordinatorService, ServiceOptions
+from strata.coord.server.service import CoordinatorService
 from strata.coord.server.servicer import Servicer
+from strata.coord.settings import CoordinatorSettings
 from strata.journal.memory import MemoryJournal
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
@@ -26,7 +27,7 @@ class Details:
 
 def handler_of(name: str) -> Any:
     clock = ManualClock()
-    service = CoordinatorService(MemoryJournal(clock), clock, ServiceOptions())
+    service = CoordinatorService(MemoryJournal(clock), clock, CoordinatorSettings())
     servicer = Servicer(service, TokenAuthenticator(None, clock))
     return CoordinatorHandler(servicer.calls, servicer.check_access).service(Details(f"/{SERVICE.full_name}/{name}"))  # type: ignore[arg-type]
 

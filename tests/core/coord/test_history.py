@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 from strata.coord.core.apply import apply
-from strata.coord.core.facts import CommandKind, Fact, JobConfig
+from strata.coord.core.facts import WORKERS_NAMED, CommandKind, Fact
 from strata.coord.core.history import (
     EVENTS_KEPT,
     LEAST_KEPT,
-    NAMED,
     SLOW_BARRIER_S,
     HistoryEvent,
     HistoryKind,
@@ -18,6 +17,7 @@ from strata.coord.core.history import (
     open_cost,
 )
 from strata.coord.core.inputs import Caller, IssueCommand, Leave, ResetJob
+from strata.coord.core.job_config import JobConfig
 from strata.coord.core.machine import CoordMachine
 from strata.coord.core.state import CoordState
 from tests.core.coord.jobs import JOB, Job
@@ -60,9 +60,9 @@ def test_joins_together_are_one_event_with_the_time_of_the_first() -> None:
 
 
 def test_an_event_of_many_workers_names_some_and_counts_all() -> None:
-    job = timed(workers=NAMED + 8)
+    job = timed(workers=WORKERS_NAMED + 8)
     (joined,) = events(job, HistoryKind.WORKER_JOINED)
-    assert (len(joined.workers), joined.worker_count) == (NAMED, NAMED + 8)
+    assert (len(joined.workers), joined.worker_count) == (WORKERS_NAMED, WORKERS_NAMED + 8)
 
 
 def test_a_replay_of_the_facts_and_a_snapshot_give_the_same_history() -> None:

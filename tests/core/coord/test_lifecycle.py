@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from strata.base.errors import Code
-from strata.coord.core.facts import DatasetMode, GangStatus, JobConfig, JobConfigured, JobFinished, RegisteredWorker
+from strata.coord.core.facts import DatasetMode, GangStatus, JobConfigured, JobFinished, RegisteredWorker
 from strata.coord.core.inputs import (
     Caller,
     CreateJob,
@@ -17,6 +17,7 @@ from strata.coord.core.inputs import (
     ResetJob,
     UpdateJob,
 )
+from strata.coord.core.job_config import JobConfig
 from strata.coord.core.lifecycle import NEXT
 from strata.coord.core.state import GangEvent
 from tests.core.coord.jobs import CORPUS, JOB, Job

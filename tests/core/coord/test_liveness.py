@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from strata.base.errors import Code
-from strata.coord.core.facts import Fact, JobConfig, RegisteredWorker, ShardAcked, WorkerLost
+from strata.coord.core.facts import Fact, RegisteredWorker, ShardAcked, WorkerLost
 from strata.coord.core.inputs import (
     Ack,
     Attached,
@@ -19,6 +19,7 @@ from strata.coord.core.inputs import (
     NextShards,
     Register,
 )
+from strata.coord.core.job_config import JobConfig
 from strata.coord.core.liveness import interval_s
 from tests.core.coord.jobs import CORPUS, INCARNATION, JOB, Job
 

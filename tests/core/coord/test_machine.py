@@ -14,10 +14,10 @@ from strata.coord.core.facts import (
     DatasetMode,
     Fact,
     Grant,
-    JobConfig,
     RegisteredWorker,
 )
 from strata.coord.core.inputs import Ack, CreateJob, IssueCommand, Tick
+from strata.coord.core.job_config import EscalationLevel, JobConfig
 from strata.coord.core.ledger import EpochPosition, Quarantined, ShardRange
 from strata.coord.core.machine import CoordMachine, decode_fact
 from tests.core.coord.jobs import CORPUS, JOB, Job
@@ -32,7 +32,7 @@ EVERY_FACT: list[Fact] = [
     kinds.LeaderChanged(JOB, 2, 1),
     kinds.WorkerJoined(JOB, RegisteredWorker(worker_id="w0", incarnation="a", labels={"zone": "b"})),
     kinds.WorkerLost(JOB, "w0", "a", "left"),
-    kinds.WorkerJudged(JOB, "w0", kinds.StragglerFinding.SLOW, kinds.EscalationLevel.REWEIGHT, 0.25, "slow"),
+    kinds.WorkerJudged(JOB, "w0", kinds.StragglerFinding.SLOW, EscalationLevel.REWEIGHT, 0.25, "slow"),
     kinds.RanksListed(JOB, ("w1", "w2")),
     kinds.GenerationFormed(JOB, 1, ("w0",)),
     kinds.DatasetRegistered(JOB, Dataset(dataset_id=CORPUS, samples=9, shard_size=4, mode=DatasetMode.DETERMINISTIC)),
@@ -135,7 +135,7 @@ def test_deciding_changes_nothing_that_is_journaled() -> None:
 
 
 def test_stored_names_stay_when_the_code_renames_its_fields() -> None:
-    judged = kinds.WorkerJudged(JOB, "w0", kinds.StragglerFinding.SLOW, kinds.EscalationLevel.REWEIGHT, 0.5, "slow")
+    judged = kinds.WorkerJudged(JOB, "w0", kinds.StragglerFinding.SLOW, EscalationLevel.REWEIGHT, 0.5, "slow")
     assert msgspec.to_builtins(judged)["rung"] == "reweight"
     stored = msgspec.to_builtins(busy().job)
     assert "burials" in stored

@@ -12,10 +12,8 @@ import pytest
 from strata.base.errors import Code
 from strata.coord.core.facts import (
     Dataset,
-    EscalationLevel,
     Fact,
     GenerationFormed,
-    JobConfig,
     JobCreated,
     RegisteredWorker,
     WorkerJoined,
@@ -33,6 +31,7 @@ from strata.coord.core.inputs import (
     Register,
     RegisterDataset,
 )
+from strata.coord.core.job_config import EscalationLevel, JobConfig
 from strata.coord.core.machine import CoordMachine
 from strata.coord.core.members import rank_of
 from strata.coord.core.state import EVICTED_KEPT

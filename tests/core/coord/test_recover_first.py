@@ -12,13 +12,13 @@ from strata.coord.core.facts import (
     DatasetRegistered,
     Fact,
     GenerationFormed,
-    JobConfig,
     JobCreated,
     Recovered,
     RegisteredWorker,
     WorkerJoined,
 )
 from strata.coord.core.inputs import Ack, Caller, Leave, NextShards
+from strata.coord.core.job_config import JobConfig
 from strata.coord.core.machine import CoordMachine
 from tests.core.coord.jobs import CORPUS, JOB, Job, samples_of
 

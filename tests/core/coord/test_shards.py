@@ -12,16 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strata.base.errors import Code
-from strata.coord.core.facts import (
-    DataFile,
-    DatasetMode,
-    DatasetRegistered,
-    JobConfig,
-    ShardAcked,
-    ShardReturned,
-    ShardsGranted,
-)
+from strata.coord.core.facts import DataFile, DatasetMode, DatasetRegistered, ShardAcked, ShardReturned, ShardsGranted
 from strata.coord.core.inputs import Ack, Leave, NextShards, RegisterDataset, ShardAssignment
+from strata.coord.core.job_config import JobConfig
 from strata.coord.core.permutation import order_of
 from strata.coord.core.shards import MAX_COUNT, files_of
 from strata.coord.core.state import ACKS_KEPT, JobIndexes

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from strata.coord.core.facts import CommandKind, EscalationLevel, Fact, JobConfig, StragglerFinding, WorkerJudged
+from strata.coord.core.facts import CommandKind, Fact, StragglerFinding, WorkerJudged
 from strata.coord.core.inputs import Attached, Heartbeat, Tick
+from strata.coord.core.job_config import EscalationLevel, JobConfig
 from strata.coord.core.state import StepProgress
 from tests.core.coord.jobs import Job
 

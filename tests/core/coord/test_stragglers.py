@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strata.coord.core.facts import CommandKind, EscalationLevel, StragglerFinding
+from strata.coord.core.facts import CommandKind, StragglerFinding
+from strata.coord.core.job_config import EscalationLevel
 from strata.coord.core.straggler_detection import (
     COMMAND,
     NEXT,

@@ -17,12 +17,12 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from strata.base.clock import SystemClock
-from strata.coord.core.facts import JobConfig
+from strata.coord.core.job_config import JobConfig
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
 from strata.coord.server.authenticator import TokenAuthenticator
 from strata.coord.server.process import SERVICE, CoordinatorServer
-from strata.coord.server.service import CoordinatorService, ServiceOptions
+from strata.coord.server.service import CoordinatorService
 from strata.coord.server.tokens import Tokens
 from strata.coord.settings import CoordinatorSettings, ServerTls
 from strata.journal.memory import MemoryJournal
@@ -64,7 +64,7 @@ async def in_process(
 ) -> AsyncIterator[Running]:
     clock = SystemClock()
     journal = MemoryJournal(clock)
-    options = ServiceOptions(job=job)
+    options = CoordinatorSettings(job=job)
     if standby:
         # It takes over from a leader that has not renewed for so long.
         options = replace(options, lease_s=3_600)

@@ -23,7 +23,7 @@ import pytest
 
 from strata.base.secret import Secret
 from strata.cli.exit_codes import ExitCode
-from strata.coord.core.facts import JobConfig
+from strata.coord.core.job_config import JobConfig
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
 from strata.coord.server.tokens import Claims, TokenRole, Tokens

@@ -9,11 +9,13 @@ import grpc
 import pytest
 
 from strata.base.clock import SystemClock
-from strata.coord.core.facts import CommandKind, JobConfig, RegisteredWorker
+from strata.coord.core.facts import CommandKind, RegisteredWorker
 from strata.coord.core.inputs import IssueCommand, Register
+from strata.coord.core.job_config import JobConfig
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.server import operations
-from strata.coord.server.service import CoordinatorService, ServiceOptions
+from strata.coord.server.service import CoordinatorService
+from strata.coord.settings import CoordinatorSettings
 from strata.journal.memory import MemoryJournal
 from tests.shell.coord.running import QUICK, Running, in_process, refused, register, trailing
 
@@ -171,7 +173,7 @@ async def test_a_request_is_known_to_the_next_leader() -> None:
     journal = MemoryJournal(clock)
     answers: list[tuple[int, tuple[str, ...]]] = []
     for _ in range(2):
-        service = CoordinatorService(journal, clock, ServiceOptions(job=QUICK))
+        service = CoordinatorService(journal, clock, CoordinatorSettings(job=QUICK))
         serving = asyncio.create_task(service.run(_nobody_cares))
         while not service.leads:
             await asyncio.sleep(0)

@@ -15,13 +15,13 @@ import pytest
 
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
-from strata.coord.core.facts import JobConfig
+from strata.coord.core.job_config import JobConfig
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
 from strata.coord.server.authenticator import TokenAuthenticator
 from strata.coord.server.partitions import Partitions, check_partitions, partition_of
 from strata.coord.server.process import CoordinatorServer
-from strata.coord.server.service import CoordinatorService, ServiceOptions
+from strata.coord.server.service import CoordinatorService
 from strata.coord.server.tokens import Claims, TokenRole, Tokens
 from strata.coord.settings import CoordinatorSettings, ServerTls, check_exposure, check_partitioned
 from strata.coord.worker.link import CoordinatorLink, Deadline
@@ -79,8 +79,8 @@ class Installation:
 
     async def add(self, advertise: str = "", lease_s: float = LEASE_S) -> Process:
         clock = SystemClock()
-        options = ServiceOptions(lease_s=lease_s, job=JobConfig(settle_s=QUICK.settle_s))
-        partitions = Partitions(self.journal, clock, options, partitions=COUNT)
+        options = CoordinatorSettings(partitions=COUNT, lease_s=lease_s, job=JobConfig(settle_s=QUICK.settle_s))
+        partitions = Partitions(self.journal, clock, options)
         settings = CoordinatorSettings(listen="127.0.0.1:0", drain_s=0, tls=self.tls, advertise=advertise)
         server = CoordinatorServer(partitions, TokenAuthenticator(self.tokens, clock), settings)
         await server.start(lambda line: None)
@@ -405,7 +405,7 @@ class StuckJournal(MemoryJournal):
 
 async def test_a_process_that_leads_again_while_it_could_not_resign_goes_on_leading() -> None:
     journal = StuckJournal()
-    service = CoordinatorService(journal, SystemClock(), ServiceOptions(lease_s=LEASE_S))
+    service = CoordinatorService(journal, SystemClock(), CoordinatorSettings(lease_s=LEASE_S))
 
     async def nothing() -> None:
         pass

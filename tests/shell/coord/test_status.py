@@ -10,8 +10,8 @@ import pytest
 
 from strata.base.errors import Code, StrataError
 from strata.coord.core.barriers import MAX_OPEN
-from strata.coord.core.facts import JobConfig
 from strata.coord.core.inputs import Tick
+from strata.coord.core.job_config import JobConfig
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.journal.group_commit import Writer
 from tests.shell.coord.running import Running, as_worker, in_process, refused, register, trailing

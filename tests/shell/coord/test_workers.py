@@ -10,8 +10,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from strata.coord.core.facts import JobConfig
 from strata.coord.core.inputs import Caller
+from strata.coord.core.job_config import JobConfig
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
 from strata.coord.server.presence import open_presence

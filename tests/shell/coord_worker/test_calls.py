@@ -223,7 +223,7 @@ async def test_deterministic_shards_belong_to_a_step() -> None:
 
 
 def strata_job(**given: Any) -> Any:
-    from strata.coord.core.facts import JobConfig
+    from strata.coord.core.job_config import JobConfig
 
     return JobConfig(settle_s=0.05, **given)
 

@@ -13,7 +13,7 @@ import strata.coord.worker as strata
 from strata.base.clock import ManualClock
 from strata.base.digest import file_digest
 from strata.base.errors import Code, StrataError
-from strata.coord.core.facts import JobConfig
+from strata.coord.core.job_config import JobConfig
 from strata.coord.worker.checkpoint_store import WAIT_S, MemberCheckpoints
 from strata.coord.worker.checkpoints import Manifest, Part
 from tests.shell.coord.running import in_process

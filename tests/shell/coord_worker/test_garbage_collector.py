@@ -9,7 +9,7 @@ import pytest
 
 import strata.coord.worker as strata
 from strata.base.errors import Code, StrataError
-from strata.coord.core.facts import JobConfig
+from strata.coord.core.job_config import JobConfig
 from strata.coord.worker.garbage_collector import GarbageCollector
 from strata.coord.worker.stores import Stores
 from tests.shell.coord.running import in_process

@@ -16,7 +16,7 @@ import pytest
 
 from strata.base.clock import ManualClock, SystemClock
 from strata.base.errors import StrataError
-from strata.coord.core.facts import JobConfig
+from strata.coord.core.job_config import JobConfig
 from strata.coord.core.liveness import interval_s
 from strata.coord.core.state import StepProgress
 from strata.coord.pb import coordinator_pb2 as pb

@@ -18,7 +18,7 @@ import pytest
 import strata.coord.worker as strata
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
-from strata.coord.core.facts import JobConfig
+from strata.coord.core.job_config import JobConfig
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.server.tokens import Claims, RevokedTokens, TokenRole
 from tests.shell.coord.running import CoordinatorProcess, Running, in_process

@@ -15,14 +15,10 @@ import pytest
 from strata.base.errors import Code, StrataError
 from strata.fleet.agent import host_cache
 from strata.fleet.agent.attempt_folder import find_job_user
-from strata.fleet.agent.environment_cache import (
-    EnvironmentCache,
-    JobEnvironment,
-    build_variables,
-    provide_environment,
-)
+from strata.fleet.agent.environment_cache import EnvironmentCache, JobEnvironment, provide_environment
 from strata.fleet.agent.host_cache import CacheEntry, HostCache
 from strata.fleet.agent.path_names import PathName
+from strata.fleet.agent.uv import build_variables
 from strata.fleet.core.jobspec import EnvironmentSpec
 from tests.shell.fleet_agent.waiting import eventually
 from tests.support.wheels import make_sdist, make_wheel

@@ -184,7 +184,7 @@ def test_the_specification_of_a_command_has_no_secret(quick_hub: HubProcess) -> 
         running = Command(quick_hub, job, "--", "sh", "-c", "echo begun; sleep 605")
         assert running.process.stdout is not None
         assert running.process.stdout.readline() == b"begun\n"
-        (request,) = (ida.state / "attempts").glob("*/exec-*/join.json")
+        (request,) = (ida.state / "attempts").glob("*/exec-*/request.json")
         assert SECRET not in request.read_text()
         assert json.loads(request.read_text())["env"]["GREETING"] == "hello"
         assert request.stat().st_mode & 0o077 == 0

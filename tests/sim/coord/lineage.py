@@ -24,12 +24,12 @@ from strata.coord.core.facts import (
     CheckpointPart,
     Consumed,
     Dataset,
-    JobConfig,
     RegisteredWorker,
     ShardAcked,
     ShardsGranted,
 )
 from strata.coord.core.inputs import Ack, Caller, HeartbeatReply, Outcome, Recovery, ShardAssignment
+from strata.coord.core.job_config import JobConfig
 from strata.coord.core.machine import CoordMachine, decode_fact
 from strata.coord.core.state import CoordState
 

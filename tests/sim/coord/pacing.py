@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from strata.base.errors import StrataError
-from strata.coord.core.facts import CommandKind, Fact, JobConfig, WorkerJudged, WorkerLost
+from strata.coord.core.facts import CommandKind, Fact, WorkerJudged, WorkerLost
 from strata.coord.core.inputs import Heartbeat, HeartbeatReply, Leave
+from strata.coord.core.job_config import JobConfig
 from strata.coord.core.liveness import interval_s
 from strata.coord.core.state import StepProgress
 from tests.core.coord.jobs import CORPUS, Job

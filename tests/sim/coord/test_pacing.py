@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from strata.coord.core.facts import (
-    CommandKind,
-    EscalationLevel,
-    JobConfig,
-    StragglerFinding,
-    WorkerJudged,
-    WorkerLost,
-)
+from strata.coord.core.facts import CommandKind, StragglerFinding, WorkerJudged, WorkerLost
+from strata.coord.core.job_config import EscalationLevel, JobConfig
 from tests.core.coord.jobs import CORPUS
 from tests.sim.coord.pacing import Gang
 

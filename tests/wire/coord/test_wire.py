@@ -7,8 +7,9 @@ from itertools import accumulate
 import pytest
 
 from strata.base.errors import Code, StrataError
-from strata.coord.core.facts import BarrierVerdict, CommandKind, DataFile, Dataset, JobConfig
+from strata.coord.core.facts import BarrierVerdict, CommandKind, DataFile, Dataset
 from strata.coord.core.inputs import BarrierState, Caller, LeasedShard, ShardAssignment
+from strata.coord.core.job_config import JobConfig
 from strata.coord.core.ledger import DatasetLedger, EpochLedger, Lease, ShardRange
 from strata.coord.core.state import JobState
 from strata.coord.pb import coordinator_pb2 as pb

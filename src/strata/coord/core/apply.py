@@ -20,7 +20,6 @@ from strata.coord.core.facts import (
     CommandIssued,
     DatasetRegistered,
     DrainBegun,
-    EscalationLevel,
     Fact,
     GangStatus,
     GenerationFormed,
@@ -41,6 +40,7 @@ from strata.coord.core.facts import (
     WorkerRecovered,
     is_timed,
 )
+from strata.coord.core.job_config import EscalationLevel
 from strata.coord.core.ledger import DatasetLedger, EpochLedger
 from strata.coord.core.state import (
     ACKS_KEPT,

@@ -7,13 +7,11 @@ from typing import Final
 
 from strata.base.errors import Code, StrataError
 from strata.coord.core.facts import BarrierDecided, BarrierVerdict, Fact, parts_of
-from strata.coord.core.inputs import ArriveAtBarrier, BarrierState
+from strata.coord.core.inputs import MISSING_NAMED, ArriveAtBarrier, BarrierState
 from strata.coord.core.members import job_of, member_of, settled_member
 from strata.coord.core.state import CoordState, JobState, OpenBarrier, SoftState
 
 MAX_OPEN: Final = 1_024
-MISSING_NAMED: Final = 64
-"""Names in the answer to one who arrives: all of them in each of ten thousand answers would be a hundred million."""
 
 
 def arrive(state: CoordState, request: ArriveAtBarrier) -> tuple[list[Fact], BarrierState]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from itertools import islice
-from typing import Final
 
 from strata.base.errors import Code, StrataError
 from strata.coord.core import checkpoint_requests
 from strata.coord.core.barriers import end_all
 from strata.coord.core.facts import CheckpointCommitted, CheckpointReported, Fact, Recovered, WorkerRecovered
 from strata.coord.core.inputs import (
+    MISSING_NAMED,
     Caller,
     CheckpointState,
     RankAssignment,
@@ -34,9 +34,6 @@ from strata.coord.core.state import (
     Member,
     PendingCheckpoint,
 )
-
-MISSING_NAMED: Final = 64
-"""Ranks in the answer to one that reports: all of them in each of ten thousand answers would be fifty million."""
 
 
 def report(state: CoordState, request: ReportCheckpoint) -> tuple[list[Fact], CheckpointState]:

@@ -13,7 +13,11 @@ from typing import Final, TypeGuard, get_args
 
 import msgspec
 
+from strata.coord.core.job_config import EscalationLevel, JobConfig
+
 DEFAULT_BUCKETS: Final = 4096
+WORKERS_NAMED: Final = 32
+"""Workers that an event or a message names; of more it has the number."""
 
 
 class DatasetMode(IntEnum):
@@ -31,6 +35,12 @@ class BarrierVerdict(IntEnum):
     RELEASED = 1
     MEMBERSHIP_CHANGED = 2
     TIMED_OUT = 3
+
+
+def barrier_timeout_message(barrier_id: str, missing: Sequence[str]) -> str:
+    """The same words for the callers that waited and for the history of the job."""
+    names = ", ".join((*missing[:WORKERS_NAMED], *(["…"] if len(missing) > WORKERS_NAMED else []))) or "none"
+    return f"barrier {barrier_id!r} timed out; missing: {names}"
 
 
 class CommandKind(IntEnum):
@@ -68,44 +78,6 @@ class StragglerFinding(StrEnum):
     FINE = "fine"
     SLOW = "slow"
     HUNG = "hung"
-
-
-class EscalationLevel(StrEnum):
-    """The reaction to a worker that is slow or hangs, from mild to severe."""
-
-    NONE = "none"
-    REWEIGHT = "reweight"
-    REBALANCE = "rebalance"
-    STOP = "stop"
-
-
-class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Set when the job is created, or by an operator later; the same for all its workers."""
-
-    heartbeat_interval_s: float = 5.0
-    missed_beats: int = 6
-    """A worker is lost after so many intervals of silence."""
-    reconnect_grace_s: float = 0.5
-    """How long a worker's broken presence stream may take to come back before the worker is lost."""
-    settle_s: float = 0.2
-    """Members that come or go within this time share one new generation."""
-    min_workers: int = 1
-    """No generation forms with fewer."""
-    max_workers: int = 0
-    """No more workers may join; 0: no limit of this job."""
-    barrier_timeout_s: float = 600.0
-    keep_checkpoints: int = 3
-    max_shard_failures: int = 3
-    max_shards: int = 1_000_000
-    """Of one dataset. The order of an epoch is computed in one piece, about 0.25 s for each million shards."""
-    placement: str = "rendezvous"
-    """`rendezvous` or `ring`."""
-    slow_until: EscalationLevel = EscalationLevel.REWEIGHT
-    """How far a worker that stays slower than the others may climb: `none`, `reweight`, `rebalance` or `stop`."""
-    hang_floor_s: float = 60.0
-    """No worker counts as hung before its step has stood still for so long, however short the job's steps are."""
-    parameters: dict[str, str] = {}
-    """System-wide training parameters, handed to every worker as they are."""
 
 
 def nodes_job(job: str) -> str:

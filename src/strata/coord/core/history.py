@@ -7,19 +7,18 @@ do the same together make one event, so that ten thousand joins do not displace 
 from __future__ import annotations
 
 from enum import StrEnum
-from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from strata.coord.core import goodput
 from strata.coord.core.facts import (
+    WORKERS_NAMED,
     BarrierDecided,
     BarrierVerdict,
     CheckpointCommitted,
     CheckpointRefused,
     CommandIssued,
-    EscalationLevel,
     Fact,
     GangStatus,
     GenerationFormed,
@@ -34,9 +33,11 @@ from strata.coord.core.facts import (
     WorkerJoined,
     WorkerJudged,
     WorkerLost,
+    barrier_timeout_message,
     is_timed,
 )
 from strata.coord.core.goodput import GoodputCost, GoodputLedger, GoodputPhase
+from strata.coord.core.job_config import EscalationLevel
 
 if TYPE_CHECKING:
     from strata.coord.core.state import CoordState, JobState
@@ -50,8 +51,6 @@ PARTITION_EVENTS: Final = 50_000
 LEAST_KEPT: Final = 100
 MERGED_S: Final = 10.0
 """Workers that do the same within this time share an event."""
-NAMED: Final = 32
-"""Workers that an event names; of more it has the number."""
 LEFT: Final = "left"
 """The cause of a worker's loss begins like this if it left on purpose."""
 REPLACED: Final = "replaced"
@@ -249,13 +248,15 @@ def _add(job: JobState, fact: TimedFact, kind: HistoryKind, message: str, worker
         and (last.kind, last.message, last.generation, last.run) == (kind, message, job.generation, job.run)
         and fact.at_ms - last.at_ms <= MERGED_S * 1000
     ):
-        names = tuple(dict.fromkeys((*last.workers, *workers)))[:NAMED]
+        names = tuple(dict.fromkeys((*last.workers, *workers)))[:WORKERS_NAMED]
         merged = msgspec.structs.replace(last, workers=names, worker_count=last.worker_count + len(workers))
         history.events[-1] = merged
         return
     number = history.next_number
     history.next_number += 1
-    event = HistoryEvent(number, kind, fact.at_ms, job.run, job.generation, message, workers[:NAMED], len(workers))
+    event = HistoryEvent(
+        number, kind, fact.at_ms, job.run, job.generation, message, workers[:WORKERS_NAMED], len(workers)
+    )
     history.events.append(event)
     if kind in _DISRUPTIVE or (kind in _MAYBE_DISRUPTIVE and not history.charged):
         history.charged = number
@@ -314,8 +315,7 @@ def _loss(fact: WorkerLost) -> _Described:
 
 def _barrier(fact: BarrierDecided) -> list[_Described]:
     if fact.verdict is BarrierVerdict.TIMED_OUT:
-        missing = ", ".join(chain(fact.missing[:NAMED], ("…",) if len(fact.missing) > NAMED else ())) or "nobody"
-        message = f"barrier {fact.barrier_id} timed out; missing: {missing}"
+        message = barrier_timeout_message(fact.barrier_id, fact.missing)
         return [(HistoryKind.BARRIER_TIMED_OUT, message, fact.missing)]
     if fact.verdict is BarrierVerdict.RELEASED:
         waited = f"barrier {fact.barrier_id} was open for {fact.open_ms / 1000:.1f} s; the last to arrive"

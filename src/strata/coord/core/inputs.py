@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from strata.coord.core.facts import (
     BarrierVerdict,
@@ -11,12 +12,15 @@ from strata.coord.core.facts import (
     Consumed,
     Dataset,
     Fact,
-    JobConfig,
     RegisteredWorker,
 )
 from strata.coord.core.hang_diagnosis import HangReport
+from strata.coord.core.job_config import JobConfig
 from strata.coord.core.ledger import ShardRange
 from strata.coord.core.state import CommittedCheckpoint, PendingCommand, StepProgress
+
+MISSING_NAMED: Final = 64
+"""Workers or ranks that a reply names: ten thousand replies with all the others would hold a hundred million names."""
 
 
 @dataclass(frozen=True)

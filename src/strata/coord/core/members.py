@@ -9,10 +9,8 @@ from typing import Final
 from strata.base.errors import Code, StrataError
 from strata.coord.core import lifecycle, liveness
 from strata.coord.core.facts import (
-    EscalationLevel,
     Fact,
     GenerationFormed,
-    JobConfig,
     JobConfigured,
     JobCreated,
     RanksListed,
@@ -27,6 +25,7 @@ from strata.coord.core.inputs import (
     Register,
     UpdateJob,
 )
+from strata.coord.core.job_config import EscalationLevel, JobConfig
 from strata.coord.core.placement import MAX_WEIGHT, MAX_WORKERS, Scheme
 from strata.coord.core.state import CoordState, JobState, Member, SoftState
 

@@ -16,14 +16,13 @@ from strata.coord.core.facts import (
     BarrierVerdict,
     CheckpointPart,
     CommandKind,
-    EscalationLevel,
     GangStatus,
-    JobConfig,
     RegisteredWorker,
     StragglerFinding,
 )
 from strata.coord.core.hang_diagnosis import HangProbe
 from strata.coord.core.history import JobHistory
+from strata.coord.core.job_config import EscalationLevel, JobConfig
 from strata.coord.core.ledger import DatasetLedger, DatasetPosition, Late
 from strata.coord.core.picker import Picker
 from strata.coord.core.placement import BucketAssignment

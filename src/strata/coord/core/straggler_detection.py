@@ -28,8 +28,9 @@ from dataclasses import dataclass, field, replace
 from math import ceil, inf, sqrt
 from typing import Final, assert_never
 
-from strata.coord.core.facts import CommandKind, EscalationLevel, StragglerFinding
+from strata.coord.core.facts import CommandKind, StragglerFinding
 from strata.coord.core.hang_diagnosis import HangDiagnosis
+from strata.coord.core.job_config import EscalationLevel
 
 _SIGMA: Final = 1.4826
 """A standard deviation in MADs, for normal noise."""

@@ -13,17 +13,9 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, Final
 
-from strata.coord.core.facts import (
-    IF_HUNG,
-    KILL,
-    CommandIssued,
-    EscalationLevel,
-    Fact,
-    StragglerFinding,
-    WorkerJudged,
-    parts_of,
-)
+from strata.coord.core.facts import IF_HUNG, KILL, CommandIssued, Fact, StragglerFinding, WorkerJudged, parts_of
 from strata.coord.core.hang_diagnosis import HangDiagnosis, HangProbe, HangReport, find_suspects
+from strata.coord.core.job_config import EscalationLevel
 from strata.coord.core.state import JobState, SoftState, StragglerState
 from strata.coord.core.straggler_detection import (
     COMMAND,

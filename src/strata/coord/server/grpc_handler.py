@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from strata.base.errors import Code, StrataError
+from strata.coord.grpc_options import MAX_REQUEST_BYTES
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.server.authenticator import Metadata
 
@@ -57,7 +58,7 @@ _REASONS: Final = (
 MAX_BATCH: Final = 10_000
 """Heartbeats in one call."""
 MOST_BYTES: Final = 1 << 20
-MOST_BYTES_OF: Final[Mapping[str, int]] = {"AckDataset": 16 << 20, "HeartbeatBatch": 2 << 20}
+MOST_BYTES_OF: Final[Mapping[str, int]] = {"AckDataset": MAX_REQUEST_BYTES, "HeartbeatBatch": 2 << 20}
 MOST_FIELDS_OF: Final[Mapping[str, int]] = {"AckDataset": 200_000, "HeartbeatBatch": MAX_BATCH}
 """Fields of a message, each element of a list counted: an empty element is two bytes to send and 140 to keep."""
 _COUNTED_FROM: Final = 32

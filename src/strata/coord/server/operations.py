@@ -9,7 +9,7 @@ from typing import Final
 from strata.base.errors import Code, StrataError
 from strata.base.notify import Notification
 from strata.coord.core import checkpoints, members
-from strata.coord.core.facts import BarrierVerdict, Dataset
+from strata.coord.core.facts import BarrierVerdict, Dataset, barrier_timeout_message
 from strata.coord.core.history import LEFT
 from strata.coord.core.inputs import (
     Ack,
@@ -46,7 +46,7 @@ async def _nothing() -> None:
 async def register(service: CoordinatorService, request: Register) -> tuple[JobState, RankAssignment]:
     """Register, and wait for a rank; generation 0 if no generation forms soon."""
     if request.job not in service.state.jobs:
-        await service.submit(CreateJob(request.job, service.options.job))
+        await service.submit(CreateJob(request.job, service.settings.job))
     caller = Caller(request.job, request.worker.worker_id, request.worker.incarnation)
     deadline_s = service.clock.monotonic_s() + RANK_WAIT_S
     await service.submit(request)
@@ -200,7 +200,7 @@ async def arrive(
                 await on_wait()
                 state = await _verdict(decided)
     if state.verdict is BarrierVerdict.TIMED_OUT and wait:
-        raise _timed_out(request.barrier_id, state)
+        raise StrataError(Code.DEADLINE, barrier_timeout_message(request.barrier_id, state.missing))
     if state.verdict is BarrierVerdict.MEMBERSHIP_CHANGED:
         return replace(state, generation=service.telemetry_of(caller.job).generation)
     return state
@@ -210,11 +210,6 @@ async def _verdict(decided: Notification[BarrierState]) -> BarrierState:
     if not await decided.wait():
         raise not_leading()
     return decided.result()
-
-
-def _timed_out(barrier_id: str, state: BarrierState) -> StrataError:
-    missing = ", ".join(state.missing) or "nobody"
-    return StrataError(Code.DEADLINE, f"barrier {barrier_id!r} timed out; missing: {missing}")
 
 
 async def report(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
 
@@ -22,7 +22,8 @@ from strata.base.ids import Ids
 from strata.base.loop import every
 from strata.coord.core.state import CoordState
 from strata.coord.metrics import CoordinatorMetrics
-from strata.coord.server.service import CoordinatorService, OnChange, ServiceOptions
+from strata.coord.server.service import CoordinatorService, OnChange
+from strata.coord.settings import CoordinatorSettings
 from strata.journal.port import Journal, Lead, StreamStatus
 
 ROUNDS: Final = 4
@@ -151,21 +152,23 @@ def address_of(holder: str) -> str:
 class Partitions:
     """All partitions of an installation as one process sees them; it leads some."""
 
-    def __init__(self, journal: Journal, clock: Clock, options: ServiceOptions, partitions: int) -> None:
+    def __init__(self, journal: Journal, clock: Clock, settings: CoordinatorSettings) -> None:
         self.metrics = CoordinatorMetrics()
         self.services: Final = tuple(
-            CoordinatorService(journal, clock, replace(options, stream=f"{options.stream}/{number}"), self.metrics)
-            for number in range(partitions)
+            CoordinatorService(
+                journal, clock, msgspec.structs.replace(settings, stream=f"{settings.stream}/{number}"), self.metrics
+            )
+            for number in range(settings.partitions)
         )
         self.address = ""
         """Where the other processes reach this one; set before `run`."""
         self.clock = clock
         self._journal = journal
-        self._stream = options.stream
-        self._lease_s = options.lease_s
+        self._stream = settings.stream
+        self._lease_s = settings.lease_s
         self._id = Ids(clock).new("coordinator")
         self._seat: Lead | None = None
-        self._leaders: list[StreamStatus | None] = [None] * partitions
+        self._leaders: list[StreamStatus | None] = [None] * settings.partitions
         self._live: frozenset[str] = frozenset()
         self._leading: dict[int, asyncio.Task[None]] = {}
         self._giving: asyncio.Task[None] | None = None
@@ -337,7 +340,7 @@ class Partitions:
         return f"{self._stream}/process/{number}"
 
     def _read(self, statuses: Mapping[str, StreamStatus]) -> None:
-        leaders = [statuses.get(service.options.stream) for service in self.services]
+        leaders = [statuses.get(service.settings.stream) for service in self.services]
         seats = (statuses.get(self._seat_stream(number)) for number in range(len(self.services)))
         live = frozenset(each.holder for each in seats if each is not None and each.led)
         is_same = live == self._live and [_lead_of(each) for each in leaders] == [

@@ -20,12 +20,13 @@ from strata.base.clock import Clock, SystemClock
 from strata.base.errors import Code, StrataError
 from strata.base.loop import every
 from strata.base.private import set_private_umask
+from strata.coord.grpc_options import MAX_REPLY_BYTES, MAX_REQUEST_BYTES
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.server.authenticator import OPERATOR, TokenAuthenticator
 from strata.coord.server.grpc_handler import CoordinatorHandler, GenericOnly
 from strata.coord.server.partitions import Partitions, check_partitions
 from strata.coord.server.router import PartitionRouter, Peers
-from strata.coord.server.service import CoordinatorService, ServiceOptions
+from strata.coord.server.service import CoordinatorService
 from strata.coord.server.servicer import Servicer
 from strata.coord.server.tokens import RevokedTokens, Tokens
 from strata.coord.settings import CoordinatorSettings, ServerTls, check_exposure, check_partitioned
@@ -56,8 +57,8 @@ OPTIONS: Final = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.max_receive_message_length", 16 << 20),
-    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+    ("grpc.max_send_message_length", MAX_REPLY_BYTES),
 )
 
 Leadership = CoordinatorService | Partitions
@@ -105,16 +106,8 @@ async def _serve(settings: CoordinatorSettings, announce: Callable[[str], None])
     connections = SPARE_CONNECTIONS + min(count, MOST_COMMITS) if count > 1 else SPARE_CONNECTIONS
     async with await open_journal(settings.database, clock, connections=connections) as journal:
         await check_partitions(journal, settings.stream, count, lease_s=settings.lease_s, clock=clock)
-        options = ServiceOptions(
-            stream=settings.stream,
-            lease_s=settings.lease_s,
-            snapshot_every=settings.snapshot_every,
-            job=settings.job,
-        )
         service: Leadership = (
-            CoordinatorService(journal, clock, options)
-            if count == 1
-            else Partitions(journal, clock, options, partitions=count)
+            CoordinatorService(journal, clock, settings) if count == 1 else Partitions(journal, clock, settings)
         )
         authenticator = TokenAuthenticator(tokens, clock, revoked)
         server = CoordinatorServer(service, authenticator, settings)

@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from strata.base.errors import StrataError
+from strata.coord.grpc_options import CLIENT_OPTIONS
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.server.authenticator import Metadata, TokenAuthenticator
 from strata.coord.server.grpc_handler import MAX_BATCH, STATUS_OF, number, trailing
@@ -34,19 +35,7 @@ LEADER: Final = "strata-leader"
 CALLS_PER_CHANNEL: Final = 2_000
 """Of the calls that a connection carries at once (see `grpc.max_concurrent_streams`), half."""
 HEALTH_S: Final = 1.0
-OPTIONS: Final = (
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 2_000),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 15_000),
-    ("grpc.http2.ping_timeout_ms", 15_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.max_receive_message_length", 64 << 20),
-    ("grpc.max_send_message_length", 64 << 20),
-)
+OPTIONS: Final = (*CLIENT_OPTIONS, ("grpc.min_reconnect_backoff_ms", 2_000))
 _PREFIX: Final = f"/{pb.DESCRIPTOR.services_by_name['Coordinator'].full_name}/"
 
 

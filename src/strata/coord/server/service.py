@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Final
@@ -27,7 +27,6 @@ from strata.coord.core.facts import (
     CommandKind,
     Fact,
     GenerationFormed,
-    JobConfig,
     JobDeleted,
     JobReset,
     Recovered,
@@ -53,6 +52,7 @@ from strata.coord.metrics import CoordinatorMetrics
 from strata.coord.server.event_log import log_events
 from strata.coord.server.lanes import SAMPLE_S
 from strata.coord.server.telemetry import JobTelemetry
+from strata.coord.settings import CoordinatorSettings
 from strata.journal.group_commit import WriterLimits
 from strata.journal.port import Journal
 from strata.journal.replica import Replica
@@ -70,16 +70,6 @@ _log = log.get(__name__)
 CoordReplica = Replica[CoordState, Input, Outcome]
 InputSource = Input | Callable[[CoordState], Input]
 """A request, or a function that makes it from the state at the moment of the decision."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServiceOptions:
-    stream: str = "coord/0"
-    lease_s: float = 2.0
-    snapshot_every: int = 20_000
-    """Facts between two snapshots."""
-    job: JobConfig = field(default_factory=JobConfig)
-    """Of jobs that their first worker creates."""
 
 
 OnChange = Callable[[], Awaitable[None]]
@@ -101,10 +91,10 @@ class CoordinatorService:
     """Holds at most one leading replica. A deposed replica is dropped, and every call that waits on it is cancelled."""
 
     def __init__(
-        self, journal: Journal, clock: Clock, options: ServiceOptions, metrics: CoordinatorMetrics | None = None
+        self, journal: Journal, clock: Clock, settings: CoordinatorSettings, metrics: CoordinatorMetrics | None = None
     ) -> None:
         self.clock = clock
-        self.options = options
+        self.settings = settings
         self.ids = Ids(clock)
         self.barriers: KeyedNotifier[BarrierState] = KeyedNotifier()
         """By (job, generation, barrier_id)."""
@@ -163,12 +153,12 @@ class CoordinatorService:
                 if self._refusal is not None:
                     await replica.catch_up()
                     self.accept()
-                await replica.stand_by(holder, self.options.lease_s, WriterLimits(gather_s=GATHER_S))
+                await replica.stand_by(holder, self.settings.lease_s, WriterLimits(gather_s=GATHER_S))
             except StrataError as error:
                 if error.detail.get("went_back"):
                     # To end would be to accept it: the supervisor would start a process that knows nothing of it.
                     self.refuse(error)
-                    await self.clock.sleep(self.options.lease_s)
+                    await self.clock.sleep(self.settings.lease_s)
                     continue
                 # Another candidate took the lead while this one still read to the head.
                 if error.code not in (Code.STALE, Code.UNAVAILABLE):
@@ -186,11 +176,11 @@ class CoordinatorService:
         except StrataError as error:
             if error.code is not Code.NOT_FOUND:
                 raise
-        await replica.lead(holder, self.options.lease_s, WriterLimits(gather_s=GATHER_S))
+        await replica.lead(holder, self.settings.lease_s, WriterLimits(gather_s=GATHER_S))
         await self._lead_until_lost(replica, on_change)
 
     def _new_replica(self) -> CoordReplica:
-        return Replica(self._journal, self.options.stream, CoordMachine(), self.clock)
+        return Replica(self._journal, self.settings.stream, CoordMachine(), self.clock)
 
     async def _lead_until_lost(self, replica: CoordReplica, on_change: OnChange) -> None:
         self.accept()
@@ -199,7 +189,7 @@ class CoordinatorService:
             return
         self._start_leading(replica)
         await on_change()
-        self._leading = asyncio.create_task(self._lead(replica), name=f"lead {self.options.stream}")
+        self._leading = asyncio.create_task(self._lead(replica), name=f"lead {self.settings.stream}")
         try:
             await asyncio.wait([self._leading])
         finally:
@@ -212,7 +202,7 @@ class CoordinatorService:
     def refuse(self, reason: StrataError) -> None:
         """The database has lost what this process saw there: callers are told so while it does not lead."""
         if self._refusal is None:
-            _log.error("database_went_back", stream=self.options.stream, reason=str(reason), hint=reason.hint)
+            _log.error("database_went_back", stream=self.settings.stream, reason=str(reason), hint=reason.hint)
         self._refusal = reason
 
     def accept(self) -> None:
@@ -233,7 +223,7 @@ class CoordinatorService:
             async with asyncio.timeout(DRAIN_S):
                 await self._resign(replica)
         except (StrataError, TimeoutError) as error:
-            _log.warning("resign_failed", stream=self.options.stream, reason=str(error))
+            _log.warning("resign_failed", stream=self.settings.stream, reason=str(error))
         if self._replica is None:
             # Else this process has taken the lead again while the old leader could not resign.
             self._stop_leading()
@@ -254,7 +244,7 @@ class CoordinatorService:
         self.telemetry = {name: JobTelemetry.from_journal(job) for name, job in state.jobs.items()}
         self._logged = {name: job.history.next_number - 1 for name, job in state.jobs.items()}
         self._replica = replica
-        _log.info("leadership_acquired", stream=self.options.stream, epoch=replica.epoch, jobs=len(state.jobs))
+        _log.info("leadership_acquired", stream=self.settings.stream, epoch=replica.epoch, jobs=len(state.jobs))
 
     async def _lead(self, replica: CoordReplica) -> None:
         async def tick() -> None:
@@ -269,10 +259,12 @@ class CoordinatorService:
                     raise
 
         ticks = every(TICK_S, tick, clock=self.clock, max_backoff_s=1.0)
-        ticking = asyncio.create_task(ticks, name=f"tick {self.options.stream}")
+        ticking = asyncio.create_task(ticks, name=f"tick {self.settings.stream}")
         try:
-            reason = await replica.lead_until_replaced(self.options.lease_s, snapshot_every=self.options.snapshot_every)
-            _log.warning("leadership_lost", stream=self.options.stream, code=reason.code.value, reason=str(reason))
+            reason = await replica.lead_until_replaced(
+                self.settings.lease_s, snapshot_every=self.settings.snapshot_every
+            )
+            _log.warning("leadership_lost", stream=self.settings.stream, code=reason.code.value, reason=str(reason))
         finally:
             ticking.cancel()
             await asyncio.wait([ticking])

@@ -313,7 +313,7 @@ class Servicer:
 
     async def _create_job(self, request: pb.CreateJobRequest, who: Identity, _: Context) -> pb.CreateJobResponse:
         name = who.job_of(request.job_id)
-        await self._service.submit(CreateJob(name, created_config(request, self._service.options.job)))
+        await self._service.submit(CreateJob(name, created_config(request, self._service.settings.job)))
         return pb.CreateJobResponse(job=summary(self._service.state.jobs[name]))
 
     async def _update_job(self, request: pb.UpdateJobRequest, who: Identity, _: Context) -> pb.UpdateJobResponse:

@@ -14,9 +14,10 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.coord.core import goodput
 from strata.coord.core.barriers import missing_at
-from strata.coord.core.facts import DatasetMode, GangStatus, JobConfig, StragglerFinding
+from strata.coord.core.facts import DatasetMode, GangStatus, StragglerFinding
 from strata.coord.core.goodput import GoodputPhase
 from strata.coord.core.history import INCIDENTS, LEFT, HistoryEvent, HistoryKind
+from strata.coord.core.job_config import JobConfig
 from strata.coord.core.ledger import DatasetLedger, Quarantined
 from strata.coord.core.state import CoordState, JobState, Member, PendingCheckpoint, SoftState
 from strata.coord.pb import coordinator_pb2 as pb

@@ -20,6 +20,7 @@ from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.base.retry import Backoff
 from strata.base.secret import Secret
+from strata.coord.grpc_options import CLIENT_OPTIONS
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
 from strata.coord.worker.settings import Tls, WorkerSettings
 
@@ -44,20 +45,9 @@ CODE_OF: Final[Mapping[grpc.StatusCode, Code]] = {
 }
 
 OPTIONS: Final = (
-    # Workers of several jobs in one process must not share a connection: its break makes a worker suspect.
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.initial_reconnect_backoff_ms", 100),
+    *CLIENT_OPTIONS,
     # Not a pause but how long one attempt to connect may take at least: a busy coordinator or a far one takes a while.
     ("grpc.min_reconnect_backoff_ms", 5_000),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-    # A coordinator whose machine vanished closes no connection: only unanswered pings reveal it. The timeout is longer
-    # than a machine stands still at times: after such a pause it may be noticed before the response that waits.
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 15_000),
-    ("grpc.http2.ping_timeout_ms", 15_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.max_receive_message_length", 64 << 20),
 )
 
 LEADER: Final = "strata-leader"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import re
 import shutil
 import sys
 import sysconfig
@@ -15,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import quote, urlsplit, urlunsplit
 
 import msgspec
 
@@ -29,14 +27,9 @@ from strata.fleet.agent.path_names import PathName, environment_name
 from strata.fleet.agent.privsep import WorkerSandbox, stream_output
 from strata.fleet.agent.privsep_worker import BuildEnvironment, ReadSourceFiles
 from strata.fleet.agent.sandbox import UNCONFINED, HostSandbox
-from strata.fleet.agent.uv import MAX_FILE, BuiltEnvironment, EnvironmentPlan
+from strata.fleet.agent.uv import MAX_FILE, BuiltEnvironment, EnvironmentPlan, build_environ
 from strata.fleet.core.jobspec import EnvironmentSpec
 
-_PASSED: Final = ("PATH", "LANG", "TZ", "SSL_CERT_FILE", "SSL_CERT_DIR", "SYSTEMROOT", "SYSTEMDRIVE", "WINDIR")
-_PASSED_TO_BUILDS: Final = ("UV_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
-_SET_BY_US: Final = ("UV_PROJECT_ENVIRONMENT", "UV_WORKING_DIRECTORY", "UV_PROJECT")
-_INDEXES: Final = ("UV_INDEX", "UV_DEFAULT_INDEX")
-_CREDENTIAL: Final = re.compile(r"UV_.*(USERNAME|PASSWORD|TOKEN|API_KEY)")
 _MAX_REPLY: Final = 4 << 20
 _WHEELS_ONLY: Final = (
     "this host installs wheels only, because it cannot confine a build from source"
@@ -75,51 +68,6 @@ class JobEnvironment(msgspec.Struct, frozen=True, kw_only=True):
     """The virtual environment."""
     facts: dict[str, Any]
     """What the hub keeps with the attempt."""
-
-
-def build_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The agent's own variables that uv gets: where packages come from. Jobs do not get them.
-
-    Credentials of an index are moved into its address. uv would send `UV_INDEX_NAME_PASSWORD` to whatever address a
-    job's project file gives to an index of that name; credentials in an address go to that host alone. INVALID if the
-    agent has no index of that name.
-    """
-    passed = {
-        name: value
-        for name, value in environ.items()
-        if name in _PASSED or (name.startswith(_PASSED_TO_BUILDS) and name not in _SET_BY_US)
-    }
-    credentials = {name: passed.pop(name) for name in list(passed) if _CREDENTIAL.fullmatch(name)}
-    for variable in _INDEXES:
-        if variable in passed:
-            passed[variable] = " ".join(_with_credentials(index, credentials) for index in passed[variable].split())
-    unbound = sorted(name for name in credentials if name.startswith("UV_INDEX_"))
-    if unbound:
-        raise StrataError(
-            Code.INVALID,
-            f"{unbound[0]} belongs to no index of the agent's {' or '.join(_INDEXES)}",
-            hint="name the index and its address there: UV_INDEX=NAME=https://HOST/simple",
-        )
-    return passed
-
-
-def _with_credentials(index: str, credentials: dict[str, str]) -> str:
-    """An index, as uv takes it in a variable, with its credentials in the address; they are taken out of the rest."""
-    name, has_name, address = index.partition("=")
-    prefix = "UV_INDEX_" + re.sub(r"[^A-Z0-9]", "_", name.upper())
-    person, password = (credentials.pop(f"{prefix}_{kind}", None) for kind in ("USERNAME", "PASSWORD"))
-    if not has_name or (person is None and password is None):
-        return index
-    parts = urlsplit(address)
-    secret = "" if password is None else f":{quote(password, safe='')}"
-    place = f"{quote(person or '', safe='')}{secret}@{parts.netloc.rpartition('@')[2]}"
-    return f"{name}={urlunsplit(parts._replace(netloc=place))}"
-
-
-def find_uv(variables: Mapping[str, str]) -> str:
-    """The program beside the agent's Python, or the one in the PATH; empty if there is none."""
-    beside = Path(sys.executable).with_name("uv.exe" if sys.platform == "win32" else "uv")
-    return str(beside) if beside.is_file() else shutil.which("uv", path=variables.get("PATH")) or ""
 
 
 def provide_environment(
@@ -185,12 +133,13 @@ def _build(cache: EnvironmentCache, folder: Path, plan: EnvironmentPlan, wanted:
         each.chmod(mode)
         if cache.job_user is not None:
             os.lchown(each, cache.job_user.uid, cache.job_user.gid)
+    private = cache.job_user is not None or bool(cache.sandbox.bwrap)
     request = BuildEnvironment(
         program=cache.program,
         target=str(target),
         scratch=str(scratch),
         plan=plan,
-        environ=_build_environ(cache, scratch),
+        environ=build_environ(cache.variables, scratch, private=private),
         wheels_only=cache.wheels_only,
     )
     failpoint("agent.environment.building")
@@ -217,17 +166,6 @@ def _build_sandbox(cache: EnvironmentCache, target: Path, scratch: Path) -> Work
     readable = [Path(strata.__file__).parent, Path(cache.program).parent]
     wrapper = cache.sandbox.build_wrapper(scratch, target, readable)
     return WorkerSandbox(wrapper, cache.sandbox.filter, cache.sandbox.as_root, limits)
-
-
-def _build_environ(cache: EnvironmentCache, scratch: Path) -> dict[str, str]:
-    environ = dict(cache.variables)
-    environ.setdefault("UV_PYTHON_DOWNLOADS", "never")
-    if cache.job_user is not None or cache.sandbox.bwrap:
-        # Other jobs of this user can write to its home: no cache and no configuration is read from there.
-        environ |= {"HOME": str(scratch), "UV_NO_CACHE": "1"}
-    else:
-        environ |= {"HOME": str(Path.home())}
-    return environ
 
 
 def _take_over(folder: Path, *, change_owner: bool) -> int:

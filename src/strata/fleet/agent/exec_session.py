@@ -45,12 +45,12 @@ LAST_S: Final = 20.0
 """Time limit for the rest of the output and the report, after the job has ended."""
 _GRACE_S: Final = 2.0
 _MAX_REASON: Final = 1000
-_JOIN: Final = str(Path(__file__).with_name("join.py"))
+_PROGRAM: Final = str(Path(__file__).with_name("exec_in_sandbox.py"))
 """Not imported: it is a program, and for Linux."""
 _log = log.get(__name__)
 
 
-class SandboxJoin(msgspec.Struct, frozen=True, kw_only=True):
+class SandboxExec(msgspec.Struct, frozen=True, kw_only=True):
     """What `join` reads: whose sandbox, and what to execute there."""
 
     pid: int
@@ -149,11 +149,11 @@ class ExecSession:
 
     def _start(self, given: ExecGiven) -> subprocess.Popen[bytes]:
         private_folder(self._folder)
-        request, limits = join_request(self._host, self._job, given.command)
-        path = self._folder / "join.json"
+        request, limits = sandbox_request(self._host, self._job, given.command)
+        path = self._folder / "request.json"
         write_json(path, request)
         spec = SupervisorSpec(
-            command=[sys.executable, "-I", "-S", _JOIN, str(path)],
+            command=[sys.executable, "-I", "-S", _PROGRAM, str(path)],
             cwd="/",
             env={},
             max_log_bytes=MAX_OUTPUT,
@@ -201,7 +201,7 @@ def stop_leftovers(folder: Path) -> None:
             supervised.request_stop(left, 0.0)
 
 
-def join_request(host: HostContext, job: RunningJob, command: Sequence[str]) -> tuple[SandboxJoin, LimitsSpec]:
+def sandbox_request(host: HostContext, job: RunningJob, command: Sequence[str]) -> tuple[SandboxExec, LimitsSpec]:
     """How the command gets into the sandbox of the job, and the limits that it does not find there.
 
     PRECONDITION if it cannot get there.
@@ -231,7 +231,7 @@ def join_request(host: HostContext, job: RunningJob, command: Sequence[str]) -> 
             processes=spec.limits.processes if spec.limits.limit_user else 0,
             limit_user=spec.limits.limit_user,
         )
-    request = SandboxJoin(
+    request = SandboxExec(
         pid=pid,
         started=supervisor.started_at(pid).rpartition(":")[2],
         control_groups=groups,

@@ -22,6 +22,7 @@ from strata.base.private import private_folder
 from strata.base.secret import Secret, read_secret
 from strata.fleet.client.hub_client import HubClient, TlsFiles
 from strata.fleet.wire.identities import CertificateReply, RenewRequest
+from strata.identity.renewal import HOST_PART, needs_renewal
 
 FOLDER: Final = "identity"
 RETRY_RENEWAL_S: Final = 300.0
@@ -37,11 +38,7 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """0: there is no certificate."""
 
     def renewal_due(self, now_s: float) -> bool:
-        """After half of the validity; also if it comes from the future: then the clock was wrong."""
-        if not self.valid_for_s:
-            return False
-        age_s = now_s - self.certified_at_s
-        return age_s >= self.valid_for_s / 2 or age_s < -60.0
+        return bool(self.valid_for_s) and needs_renewal(self.certified_at_s, self.valid_for_s, now_s, part=HOST_PART)
 
 
 def save_certified(

@@ -26,11 +26,7 @@ from strata.fleet.agent.attempt_folder import (
 )
 from strata.fleet.agent.containers import ContainerView, contain, ensure_image, find_runtime, registry_reference
 from strata.fleet.agent.data_cache import provide_data
-from strata.fleet.agent.environment_cache import (
-    EnvironmentCache,
-    find_uv,
-    provide_environment,
-)
+from strata.fleet.agent.environment_cache import EnvironmentCache, provide_environment
 from strata.fleet.agent.gang_member import member_command, prepare_member
 from strata.fleet.agent.host_cache import HostCache
 from strata.fleet.agent.path_names import artifact_id, attempt_name
@@ -39,6 +35,7 @@ from strata.fleet.agent.sandbox import UNCONFINED, HostSandbox, declared_amounts
 from strata.fleet.agent.server_job import StateSource, data_folder, prepare_server
 from strata.fleet.agent.settings import AgentSettings
 from strata.fleet.agent.supervised import SupervisorSpec
+from strata.fleet.agent.uv import find_uv
 from strata.fleet.client.artifact_transfer import download_as_tar
 from strata.fleet.client.hub_api import HubApi
 from strata.fleet.core.job_command import job_command

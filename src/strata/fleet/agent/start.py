@@ -12,7 +12,6 @@ from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.base.private import private_folder, set_private_umask
 from strata.fleet.agent import cgroup, identity
-from strata.fleet.agent.environment_cache import build_variables
 from strata.fleet.agent.file_lock import try_lock
 from strata.fleet.agent.identity import Membership
 from strata.fleet.agent.loop import Agent, handle_signals
@@ -22,6 +21,7 @@ from strata.fleet.agent.sandbox import UNCONFINED, HostSandbox, detect_sandbox, 
 from strata.fleet.agent.selftest import SelfTestResult, run_self_test
 from strata.fleet.agent.settings import AgentSettings
 from strata.fleet.agent.state import AgentState
+from strata.fleet.agent.uv import build_variables
 from strata.fleet.client.hub_api import HubApi
 from strata.fleet.client.hub_client import HubClient
 from strata.fleet.core.capability import Capability

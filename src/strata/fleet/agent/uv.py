@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote, urlsplit, urlunsplit
 
 import msgspec
 
@@ -36,6 +37,11 @@ MAX_FILE: Final = 16 << 20
 _LINES: Final = 20
 _MAX_PACKAGES: Final = 1000
 _CREDENTIALS: Final = re.compile(r"(://)[^/@\s]+@")
+_PASSED: Final = ("PATH", "LANG", "TZ", "SSL_CERT_FILE", "SSL_CERT_DIR", "SYSTEMROOT", "SYSTEMDRIVE", "WINDIR")
+_PASSED_TO_BUILDS: Final = ("UV_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
+_SET_BY_US: Final = ("UV_PROJECT_ENVIRONMENT", "UV_WORKING_DIRECTORY", "UV_PROJECT")
+_INDEXES: Final = ("UV_INDEX", "UV_DEFAULT_INDEX")
+_CREDENTIAL_VARIABLE: Final = re.compile(r"UV_.*(USERNAME|PASSWORD|TOKEN|API_KEY)")
 _EDITABLE: Final = re.compile(r"^\s*-e|editable", re.IGNORECASE | re.MULTILINE)
 _RESOLVING: Final = frozenset((
     "index-url", "extra-index-url", "no-index", "find-links", "index-strategy", "resolution", "prerelease",
@@ -64,6 +70,58 @@ _INDEX_SETTINGS: Final = frozenset((
     "name", "url", "explicit", "default", "format", "publish-url", "authenticate", "ignore-error-codes",
     "cache-control", "exclude-newer",
 ))  # fmt: skip
+
+
+def build_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """The agent's own variables that uv gets: where packages come from. Jobs do not get them.
+
+    Credentials of an index are moved into its address. uv would send `UV_INDEX_NAME_PASSWORD` to whatever address a
+    job's project file gives to an index of that name; credentials in an address go to that host alone. INVALID if the
+    agent has no index of that name.
+    """
+    passed = {
+        name: value
+        for name, value in environ.items()
+        if name in _PASSED or (name.startswith(_PASSED_TO_BUILDS) and name not in _SET_BY_US)
+    }
+    credentials = {name: passed.pop(name) for name in list(passed) if _CREDENTIAL_VARIABLE.fullmatch(name)}
+    for variable in _INDEXES:
+        if variable in passed:
+            passed[variable] = " ".join(_with_credentials(index, credentials) for index in passed[variable].split())
+    unbound = sorted(name for name in credentials if name.startswith("UV_INDEX_"))
+    if unbound:
+        raise StrataError(
+            Code.INVALID,
+            f"{unbound[0]} belongs to no index of the agent's {' or '.join(_INDEXES)}",
+            hint="name the index and its address there: UV_INDEX=NAME=https://HOST/simple",
+        )
+    return passed
+
+
+def _with_credentials(index: str, credentials: dict[str, str]) -> str:
+    """An index, as uv takes it in a variable, with its credentials in the address; they are taken out of the rest."""
+    name, has_name, address = index.partition("=")
+    prefix = "UV_INDEX_" + re.sub(r"[^A-Z0-9]", "_", name.upper())
+    person, password = (credentials.pop(f"{prefix}_{kind}", None) for kind in ("USERNAME", "PASSWORD"))
+    if not has_name or (person is None and password is None):
+        return index
+    parts = urlsplit(address)
+    secret = "" if password is None else f":{quote(password, safe='')}"
+    place = f"{quote(person or '', safe='')}{secret}@{parts.netloc.rpartition('@')[2]}"
+    return f"{name}={urlunsplit(parts._replace(netloc=place))}"
+
+
+def find_uv(variables: Mapping[str, str]) -> str:
+    """The program beside the agent's Python, or the one in the PATH; empty if there is none."""
+    beside = Path(sys.executable).with_name("uv.exe" if sys.platform == "win32" else "uv")
+    return str(beside) if beside.is_file() else shutil.which("uv", path=variables.get("PATH")) or ""
+
+
+def build_environ(variables: Mapping[str, str], scratch: Path, *, private: bool) -> dict[str, str]:
+    """The variables of one build. A private one has neither a cache nor a configuration, because other jobs of its
+    user can write to the home where they would be."""
+    home = {"HOME": str(scratch), "UV_NO_CACHE": "1"} if private else {"HOME": str(Path.home())}
+    return {"UV_PYTHON_DOWNLOADS": "never", **variables, **home}
 
 
 class BuiltEnvironment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

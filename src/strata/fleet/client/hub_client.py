@@ -38,7 +38,7 @@ from strata.base.secret import Secret
 from strata.base.unix_socket import SCHEME as UNIX
 from strata.base.unix_socket import connect_unix, parse_unix_address
 from strata.http.problem import ErrorReply
-from strata.identity.tokens import is_scoped_key
+from strata.identity.tokens import KEY_PREFIX, is_scoped_key
 
 T = TypeVar("T")
 
@@ -427,8 +427,8 @@ def check_cleartext(url: str, bearer: Secret) -> None:
     if not is_scoped_key(bearer):
         raise StrataError(
             Code.INVALID,
-            f"this is no key of a viewer or a researcher (tml-…), and no other secret is sent to {url}: any user of"
-            " this machine could listen there",
+            f"this is no key of a viewer or a researcher ({KEY_PREFIX}-…), and no other secret is sent to {url}:"
+            " any user of this machine could listen there",
             hint="copy the whole key; with another secret use the Unix socket: unix:DATA/hub.sock of a hub,"
             " unix:DATA/run/api of a training server",
         )

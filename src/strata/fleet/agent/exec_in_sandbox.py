@@ -1,8 +1,9 @@
 """Executes a command inside the sandbox of a running job: in its control groups and namespaces, as its user.
 
-A supervisor runs it on the host as `python -I -S join.py REQUEST`. Nothing of the sandbox is loaded or executed before
-this process is the job's user without capabilities, because the job may have put anything there. Processes of the job
-cannot look into this one meanwhile: it is not dumpable. The command ends with the job. Standard library only.
+A supervisor runs it on the host as `python -I -S exec_in_sandbox.py REQUEST`. Nothing of the sandbox is loaded or
+executed before this process is the job's user without capabilities, because the job may have put anything there.
+Processes of the job cannot look into this one meanwhile: it is not dumpable. The command ends with the job. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _INSTRUCTION_BYTES: Final = 8
 _CAPABILITIES: Final = 64
 _STARTED: Final = 19
 """The place of the start time among the fields behind the program's name in /proc/PID/stat."""
-_CANNOT_JOIN: Final = 125
+_CANNOT_ENTER: Final = 125
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
 
@@ -56,10 +57,10 @@ def main(request: Path) -> int:
         _LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         _load_filter(base64.b64decode(spec["filter"]))
     except OSError as error:
-        os.write(2, f"strata: the sandbox of the job cannot be joined: {error}\n".encode())
-        return _CANNOT_JOIN
+        os.write(2, f"strata: the sandbox of the job cannot be entered: {error}\n".encode())
+        return _CANNOT_ENTER
     if os.getppid() != supervisor:
-        return _CANNOT_JOIN
+        return _CANNOT_ENTER
     command = os.fork()
     if command == 0:
         _execute(spec)

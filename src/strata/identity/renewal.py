@@ -1,0 +1,17 @@
+"""When certificates are renewed, those of the hub and those of its hosts."""
+
+from __future__ import annotations
+
+from typing import Final
+
+HUB_PART: Final = 1 / 3
+"""Of its validity, after which the hub issues itself a new certificate."""
+HOST_PART: Final = 1 / 2
+"""Of its validity, after which a host requests a new certificate."""
+_CLOCK_ERROR_S: Final = 60.0
+
+
+def needs_renewal(issued_at_s: float, valid_for_s: float, now_s: float, *, part: float) -> bool:
+    """Whether this part of the validity is over, or the certificate comes from the future: then the clock was wrong."""
+    age_s = now_s - issued_at_s
+    return age_s >= valid_for_s * part or age_s < -_CLOCK_ERROR_S
