@@ -28,6 +28,7 @@ import torch.distributed as dist
 from bench.interleave import Comparison
 from bench.report import Report
 from strata.train.core.ops import AdamParams, CreateModel, LoraConfig
+from strata.train.parallel import ParallelSettings
 from strata.train.plan.memory_plan import MemoryRecipe, MeshShape, plan_device
 from strata.train.plan.quantisation import NF4_BLOCK
 from strata.train.runner.collectives import RankGroup
@@ -42,7 +43,6 @@ from strata.train.runner.model.trained import FullModel, LoraModel, TrainedModel
 from strata.train.runner.model_runner import run_interleaved
 from strata.train.runner.passes.logprobs import PackedRow
 from strata.train.runner.settings import RunnerSettings
-from strata.train.settings import ParallelSettings
 
 TOKENS: Final = 512
 WARM_UP: Final = 64

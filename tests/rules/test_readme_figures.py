@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from strata.train.settings import EXPERT_FAMILIES, PIPELINE_FAMILIES, TENSOR_FAMILIES
+from strata.train.combinations import EXPERT_FAMILIES, PIPELINE_FAMILIES, TENSOR_FAMILIES
 
 ROOT: Final = Path(__file__).parents[2]
 WORDS: Final = {

@@ -12,8 +12,8 @@ from strata.base.errors import Code, StrataError
 from strata.cli.output import Column, Format, Rows, output_option, print_data, print_error, write
 
 if TYPE_CHECKING:
+    from strata.train.parallel import ParallelSettings
     from strata.train.plan.memory_plan import DevicePlan, MemoryRecipe, MeshShape
-    from strata.train.settings import ParallelSettings
 
 FILES: Final = (".toml", ".yaml", ".yml")
 
@@ -57,8 +57,8 @@ def plan(model: str, device_gb: float, devices: int | None, output: Format, **op
     require("transformers", extra="train")
     import msgspec
 
+    from strata.train.parallel import ParallelSettings
     from strata.train.plan.memory_plan import MOST_DEVICES, ONE_DEVICE, MemoryRecipe, plan_device, smallest_plan
-    from strata.train.settings import ParallelSettings
 
     recipe, of_file = MemoryRecipe(), ONE_DEVICE
     if Path(model).suffix in FILES and Path(model).is_file():

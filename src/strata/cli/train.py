@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from strata.sdk.recipes.run_folder import MetricLine, RecipeRunRecord, RunFolder
     from strata.sdk.recipes.trainer import RecipeTrainer, RunPlace
     from strata.sdk.train import Model
-    from strata.train.settings import ParallelSettings
+    from strata.train.parallel import ParallelSettings
 
 LINES: Final = 20
 """Steps that are printed, beside evaluations."""
@@ -271,7 +271,7 @@ def _teacher(stack: ExitStack, recipe: Recipe, place: RunPlace, student: Rendere
 
     from strata.sdk.recipes.run_folder import TEACHER_SERVER, TINY_TEACHER
     from strata.sdk.recipes.trainer import checkpoint_of
-    from strata.train.settings import ParallelSettings
+    from strata.train.parallel import ParallelSettings
 
     teacher, folder, base = recipe.teacher, place.folder.path, place.recipe_folder
     server, files, base_model = place.server, place.files, place.base_model

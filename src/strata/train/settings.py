@@ -17,6 +17,7 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.base.loopback import is_loopback_host
 from strata.base.settings import Secret, load
+from strata.train.parallel import ParallelSettings
 from strata.train.plan.quantisation import Quantise
 from strata.train.status.rollouts import RolloutLimits
 
@@ -27,18 +28,6 @@ LAUNCHER_LOCK: Final = "launcher.lock"
 """In the data folder: one launcher at a time."""
 ADDRESS_FILE: Final = "api.address"
 """In the data folder: where the server listens, also when it has chosen the port itself."""
-EXPERT_FAMILIES: Final = frozenset({"qwen3_moe", "gpt_oss", "deepseek_v3"})
-"""Families (`model_type`) whose experts can be spread over ranks: they were compared."""
-TENSOR_FAMILIES: Final = frozenset({"llama", "qwen3", "gemma3_text"}) | EXPERT_FAMILIES
-"""Families whose layers can be split over ranks: there is a plan for it, and it was compared."""
-EXPERT_COUNTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
-"""What families call the number of their experts."""
-PIPELINE_FAMILIES: Final = frozenset({"llama", "qwen3", "gemma3_text", "qwen3_moe"})
-"""Families whose layers can be on different ranks, one after the other: it was compared."""
-LENGTH_DEPENDENT_ROPE: Final = frozenset({"dynamic", "longrope"})
-"""Types of rotary embeddings whose frequencies transformers chooses by the largest position that it is called with."""
-
-PipelineSchedule = Literal["1f1b", "gpipe"]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
@@ -178,134 +167,6 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     start_timeout_s: Positive = 600.0
     """How long the ranks may take to load the model."""
     collective_timeout_s: Positive = 1800.0
-
-
-class ParallelSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The mesh of the ranks: the product of its sizes is their number."""
-
-    replicate: Count = 1
-    """Copies of the model, each sharded over its own ranks. Gradients are summed over all of them."""
-    shard: Count | None = None
-    """Ranks that hold one copy of the model together; as many as there are for each copy unless set."""
-    tensor: Count = 1
-    """Ranks that compute the same rows together, each with its part of every layer."""
-    context: Count = 1
-    """Ranks that compute the same rows together, each with its slice of every row. They hold a copy of the model
-    together too, `shard` times `context` of them."""
-    expert: Count = 1
-    """Of the ranks that hold a copy of the model, those that hold different experts and compute them for each other."""
-    pipeline: Count = 1
-    """Stages: each has some of the layers, and passes every row on to the next. The others of these sizes are those of
-    one stage."""
-    schedule: PipelineSchedule = "1f1b"
-    """In which order a stage computes the rows of a pass. `gpipe`: all rows forward, then all of them backward. `1f1b`:
-    backward as soon as it can, so that a stage has the activations of at most `pipeline` rows."""
-
-    def problem(self, ranks: int) -> str:
-        """Why so many ranks cannot form this mesh; empty if they can."""
-        if self.expert > 1 and self.pipeline > 1:
-            return "parallel.expert and parallel.pipeline are both above 1, which this version does not have"
-        if self.expert > 1 and self.expert % self.tensor:
-            return f"parallel.expert {self.expert} is no multiple of parallel.tensor {self.tensor}"
-        names = ("pipeline", "replicate", "context", "tensor")
-        sizes = {name: size for name in names if (size := getattr(self, name)) > 1}
-        product = self.pipeline * self.replicate * self.context * self.tensor
-        if ranks % product:
-            named = " times ".join(f"parallel.{name} {size}" for name, size in sizes.items())
-            is_product = f" is {product}, which" if len(sizes) > 1 else ""
-            return f"{named}{is_product} does not divide the number of ranks, {ranks}"
-        if self.shard is not None and product * self.shard != ranks:
-            named = " times ".join(f"parallel.{name} {size}" for name, size in [*sizes.items(), ("shard", self.shard)])
-            return f"{named} is {product * self.shard}, and there are {ranks} ranks"
-        if (holders := self.shards(ranks) * self.tensor) % self.expert:
-            return f"parallel.expert {self.expert} does not divide the ranks that hold one copy of the model, {holders}"
-        return ""
-
-    def model_problem(self, config: Mapping[str, Any]) -> str:
-        """Why a model of this configuration (config.json) cannot be on the mesh; empty if it can."""
-        family = str(config.get("model_type"))
-        if self.tensor > 1 and family not in TENSOR_FAMILIES:
-            families = ", ".join(sorted(TENSOR_FAMILIES))
-            return f"parallel.tensor is {self.tensor}: layers of {family} cannot be split, only those of {families}"
-        if self.expert > 1 and family not in EXPERT_FAMILIES:
-            families = ", ".join(sorted(EXPERT_FAMILIES))
-            return f"parallel.expert is {self.expert}: experts of {family} cannot be spread, only those of {families}"
-        if self.tensor > 1 and self.expert == 1 and family in EXPERT_FAMILIES:
-            return (
-                f"parallel.tensor is {self.tensor}: experts of {family} are not split, but spread over tensor groups: "
-                f"set parallel.expert to a multiple of {self.tensor}"
-            )
-        for size, name, fields in (
-            (self.tensor, "tensor", ("num_attention_heads", "num_key_value_heads", "intermediate_size")),
-            (self.expert, "expert", EXPERT_COUNTS),
-        ):
-            for field in fields:
-                count = config.get(field)
-                if isinstance(count, int) and count % size:
-                    return f"parallel.{name} is {size}, which does not divide the {field} of the model, {count}"
-        if self.pipeline > 1 and (problem := self._pipeline_problem(config)):
-            return problem
-        return self._context_problem(config.get("text_config") or config) if self.context > 1 else ""
-
-    def _pipeline_problem(self, config: Mapping[str, Any]) -> str:
-        named, family = f"parallel.pipeline is {self.pipeline}", str(config.get("model_type"))
-        if family not in PIPELINE_FAMILIES:
-            families = ", ".join(sorted(PIPELINE_FAMILIES))
-            return f"{named}: {family} cannot be on several stages, only {families}"
-        layers = config.get("num_hidden_layers")
-        if isinstance(layers, int) and layers < self.pipeline:
-            return f"{named}, which is more than the num_hidden_layers of the model, {layers}"
-        return ""
-
-    def _context_problem(self, config: Mapping[str, Any]) -> str:
-        named, groups = f"parallel.context is {self.context}", self.context * self.tensor
-        heads = config.get("num_attention_heads")
-        if isinstance(heads, int) and heads % groups:
-            times = f", times parallel.tensor {self.tensor} is {groups}" if self.tensor > 1 else ""
-            return f"{named}{times}, which does not divide the num_attention_heads of the model, {heads}"
-        for kind in sorted(_rope_types(config) & LENGTH_DEPENDENT_ROPE):
-            return f"{named}: rotary embeddings of type {kind} depend on the length of a row, and a rank has a slice"
-        # transformers sets it for this family unless the configuration says otherwise.
-        if config.get("attn_temperature_tuning", config.get("model_type") == "llama4_text"):
-            return f"{named}: attn_temperature_tuning scales by the place in a row, and a rank has a slice"
-        return ""
-
-    @property
-    def may_replicate(self) -> bool:
-        """Whether a small frozen base may be on every rank in full instead of on the mesh."""
-        return self.tensor == self.expert == self.pipeline == 1
-
-    def stage_ranks(self, ranks: int) -> int:
-        """How many of the ranks each stage has: adjacent ones."""
-        return ranks // self.pipeline
-
-    def stage_layers(self, stage: int, layers: int) -> range:
-        """Which of so many layers this stage has."""
-        return range(stage * layers // self.pipeline, (stage + 1) * layers // self.pipeline)
-
-    def shards(self, ranks: int) -> int:
-        """How many of the ranks hold one copy of the model together, or of a rank's part of it in a tensor group, or of
-        a stage of it."""
-        return self.stage_ranks(ranks) // (self.replicate * self.tensor)
-
-    def data_ranks(self, ranks: int) -> int:
-        """How many of the ranks, or groups of them, compute rows of their own."""
-        return self.stage_ranks(ranks) // self.row_ranks
-
-    @property
-    def row_ranks(self) -> int:
-        """How many adjacent ranks of a stage compute the same rows together."""
-        return self.context * self.tensor
-
-
-def _rope_types(config: Mapping[str, Any]) -> set[str]:
-    """Those of a model's rotary embeddings, which may differ from layer to layer."""
-    found: set[str] = set()
-    for parameters in (config.get("rope_parameters"), config.get("rope_scaling")):
-        if isinstance(parameters, Mapping):
-            kinds = [parameters, *(each for each in parameters.values() if isinstance(each, Mapping))]
-            found.update(str(each.get("rope_type", each.get("type"))) for each in kinds)
-    return found
 
 
 class LimitSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -643,47 +504,13 @@ def load_settings(
     return ServerSettings(**loaded)  # type: ignore[arg-type]
 
 
-def check_quantise(quantise: Quantise, training: Literal["lora", "full"], parallel: ParallelSettings) -> None:
-    """INVALID if a quantised base cannot be trained so, UNSUPPORTED if the package that quantises is not installed."""
-    if not quantise:
-        return
-    if training == "full":
-        raise StrataError(
-            Code.INVALID,
-            f"model.quantise is {quantise}: the weights of a quantised base cannot be trained, only LoRA adapters",
-            hint='set model.training = "lora", or leave model.quantise out',
-        )
-    for name in ("tensor", "context", "expert", "pipeline"):
-        if (size := getattr(parallel, name)) > 1:
-            raise StrataError(
-                Code.INVALID,
-                f"parallel.{name} is {size}, and model.quantise is {quantise}: a quantised base can be sharded and"
-                " replicated, and not be split in another way",
-            )
-    if find_spec("bitsandbytes") is None:
+def check_quantise_package(quantise: Quantise) -> None:
+    """UNSUPPORTED if the package that quantises is not installed."""
+    if quantise and find_spec("bitsandbytes") is None:
         raise StrataError(
             Code.UNSUPPORTED,
             f"model.quantise is {quantise}, which needs bitsandbytes, and that is not installed",
             hint="pip install 'strata-train[quantised]'",
-        )
-
-
-def check_alone(
-    quantise: Quantise, parallel: ParallelSettings, *, compiles: bool = False, offloads: bool = False
-) -> None:
-    """INVALID if layers are compiled or weights offloaded, and the base is quantised, or on another mesh than of shards
-    and copies."""
-    others = [
-        *(f"parallel.{name}" for name in ("tensor", "context", "expert", "pipeline") if getattr(parallel, name) > 1),
-        *(["model.quantise"] if quantise else []),
-    ]
-    if others and (compiles or offloads):
-        setting = "compile" if compiles else "offload"
-        raise StrataError(
-            Code.INVALID,
-            f"model.{setting} is true, which works with shards and copies of unquantised models alone, and not with"
-            f" {others[0]}",
-            hint="leave one of the two out",
         )
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import msgspec
 import torch.distributed as dist
 
+from strata.train.parallel import ParallelSettings
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.model import row_limit
 from strata.train.runner.model.base import BaseModel
 from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.runner.settings import RunnerSettings
-from strata.train.settings import ParallelSettings
 from tests.support.ranks import join_ranks
 
 SIZES = (1, 2, 4)

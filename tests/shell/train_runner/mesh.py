@@ -20,13 +20,13 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from strata.train.parallel import ParallelSettings
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora import Adapter, targets_of
 from strata.train.runner.model.base import DTYPES, BaseModel
 from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.runner.model.trained import local, own_slice
 from strata.train.runner.settings import RunnerSettings
-from strata.train.settings import ParallelSettings
 from tests.shell.train_runner.resharding import LENGTHS, LORA, reshard, row_of
 from tests.support.ranks import join_ranks
 

@@ -20,6 +20,7 @@ from safetensors.torch import load, load_file, save, save_file
 
 from strata.train.core import ops
 from strata.train.core.ops import LoraConfig
+from strata.train.parallel import ParallelSettings
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora import Adapter, Span
 from strata.train.runner.model.tiny import Family, TinyModel, make
@@ -27,7 +28,6 @@ from strata.train.runner.model.trained import LoraModel, sharded_like
 from strata.train.runner.model_runner import ModelRunner, run_interleaved
 from strata.train.runner.passes.logprobs import PackedRow
 from strata.train.runner.settings import RunnerSettings
-from strata.train.settings import ParallelSettings
 from tests.support.ranks import join_ranks
 
 LENGTHS = (9, 14, 6, 11)

@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from strata.train.core import commands, ops
 from strata.train.core.sampling import AddedSample, SampleOperation, SampleParams, SampleResult, SamplingSlice
+from strata.train.parallel import ParallelSettings
 from strata.train.runner.checkpoint.formats import to_peft
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora import Adapter, Span
@@ -37,7 +38,6 @@ from strata.train.runner.model_runner import ModelRunner, run_interleaved
 from strata.train.runner.passes.logprobs import PackedRow
 from strata.train.runner.runner_dispatcher import RunnerDispatcher, follow
 from strata.train.runner.settings import RunnerSettings
-from strata.train.settings import ParallelSettings
 from tests.shell.train_runner import tiny_families
 from tests.shell.train_runner.check_results import Found
 from tests.shell.train_runner.checks_custom_loss import (

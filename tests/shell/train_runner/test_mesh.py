@@ -22,17 +22,15 @@ from transformers import AutoModelForCausalLM
 
 from strata.base.errors import StrataError
 from strata.base.settings import process_environment
+from strata.train.combinations import EXPERT_FAMILIES, PIPELINE_FAMILIES, TENSOR_FAMILIES
 from strata.train.launch.preflight import check_mesh
+from strata.train.parallel import ParallelSettings
 from strata.train.runner.checkpoint import shards
 from strata.train.runner.checkpoint.export import export
 from strata.train.runner.model.pipeline_parallel import plan_steps, rows_in_flight
 from strata.train.settings import (
-    EXPERT_FAMILIES,
-    PIPELINE_FAMILIES,
-    TENSOR_FAMILIES,
     LimitSettings,
     ModelSettings,
-    ParallelSettings,
     RankSettings,
     ServerSection,
     ServerSettings,
@@ -465,6 +463,11 @@ def test_each_rank_of_a_context_group_has_its_part_of_the_activations_of_a_row(t
             {"model_type": "gemma2", "num_hidden_layers": 4},
             "parallel.pipeline is 2: gemma2 cannot be on several stages, only gemma3_text, llama, qwen3, qwen3_moe",
         ),
+        (
+            ParallelSettings(pipeline=2, expert=2),
+            {"model_type": "qwen3_moe"},
+            "parallel.expert is 2, and parallel.pipeline is 2: this version has no stages with expert groups",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_split_is_refused_before_anything_starts(
@@ -539,11 +542,6 @@ def test_a_model_that_cannot_be_split_is_refused_before_anything_starts(
             ParallelSettings(pipeline=2, shard=4),
             4,
             "parallel.pipeline 2 times parallel.shard 4 is 8, and there are 4 ranks",
-        ),
-        (
-            ParallelSettings(pipeline=2, expert=2),
-            4,
-            "parallel.expert and parallel.pipeline are both above 1, which this version does not have",
         ),
     ],
 )

@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 
 from strata.base.errors import Code, StrataError
 from strata.train.core import commands, ops
-from strata.train.launch.preflight import check_quantised
+from strata.train.launch.preflight import check_features, check_quantised
+from strata.train.parallel import ParallelSettings
 from strata.train.plan.memory_plan import QUANTISING_BYTES
 from strata.train.plan.model_check import check_model_files
 from strata.train.plan.quantisation import QuantisedKind
@@ -30,7 +31,6 @@ from strata.train.settings import (
     InferenceSettings,
     LimitSettings,
     ModelSettings,
-    ParallelSettings,
     RankSettings,
     ServerSection,
     ServerSettings,
@@ -178,22 +178,30 @@ def settings_of(folder: Path, **sections: Any) -> ServerSettings:
     return ServerSettings(server=ServerSection(), limits=LimitSettings(), ranks=RankSettings(nproc=2), **options)
 
 
+def check(settings: ServerSettings) -> None:
+    check_features(settings)
+    check_quantised(settings)
+
+
 def test_what_a_quantised_base_cannot_do_is_refused_before_anything_starts(models: Path) -> None:
     llama = models / "llama"
     full = ModelSettings(path=str(llama), quantise="nf4", training="full")
     for settings, reason in (
-        (settings_of(llama, model=full), "model.quantise is nf4: the weights of a quantised base cannot be trained"),
+        (
+            settings_of(llama, model=full),
+            "model.quantise is nf4, and model.training is full: the weights of a quantised base cannot be trained",
+        ),
         (settings_of(llama, parallel=ParallelSettings(tensor=2)), "parallel.tensor is 2, and model.quantise is nf4"),
         (settings_of(llama, parallel=ParallelSettings(expert=2)), "parallel.expert is 2, and model.quantise is nf4"),
         (settings_of(llama, inference=InferenceSettings(engine="vllm")), "model.quantise is nf4, and inference.engine"),
         (settings_of(models / "narrow"), "narrow has no layer that can be quantised to nf4"),
         (settings_of(models / "conv1d"), "conv1d has no layer that can be quantised to nf4"),
-        (settings_of(models / "small"), "model.quantise is nf4, and small is quantised already"),
+        (settings_of(models / "small"), "model.quantise is nf4: the files of the model are quantised already"),
     ):
         with pytest.raises(StrataError, match="^" + re.escape(reason)) as refused:
-            check_quantised(settings)
+            check(settings)
         assert refused.value.code is Code.INVALID
-    check_quantised(settings_of(llama, parallel=ParallelSettings(replicate=2)))
+    check(settings_of(llama, parallel=ParallelSettings(replicate=2)))
 
 
 def test_an_unknown_kind_is_refused_with_those_that_there_are(tmp_path: Path) -> None:

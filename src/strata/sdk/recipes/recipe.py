@@ -12,7 +12,8 @@ import msgspec
 from strata.base import toml
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.problems import Problems, kinds_of, read_fields, table_at
-from strata.train.settings import ParallelSettings
+from strata.train.combinations import Combination, assess
+from strata.train.parallel import ParallelSettings
 
 RecipeKind = Literal["sft", "dpo", "grpo", "distill"]
 TinyFamily = Literal["", "llama", "qwen3", "qwen3_moe"]
@@ -271,8 +272,10 @@ def _conflicts(recipe: Recipe) -> list[tuple[tuple[str, ...], str]]:
     if problem := recipe.parallel.problem(recipe.server.ranks):
         found.append((("parallel",), problem))
     samples = recipe.kind == "grpo" or (recipe.kind == "distill" and recipe.distill.mode == "on_policy")
-    if recipe.parallel.pipeline > 1 and samples:
-        found.append((("parallel", "pipeline"), f"{recipe.kind} samples, and ranks that are stages cannot"))
+    verdict = assess(Combination(parallel=recipe.parallel, quantise=recipe.server.quantise, samples=samples))
+    if verdict.level == "refused":
+        about = f"{recipe.kind} samples, and " if "sampling" in verdict.features else ""
+        found.append((tuple(verdict.features[0].split(".")), f"{about}{verdict.why}"))
     if sum(map(bool, (recipe.teacher.path, recipe.teacher.tiny, recipe.teacher.url))) > 1:
         found.append((("teacher",), "path, tiny and url name different models; set one of them"))
     return found

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from strata.base import log
 from strata.base.errors import Code, StrataError
 from strata.base.settings import process_environment
+from strata.train.combinations import Combination, check_combination
 from strata.train.hugging_face import find_folder
 from strata.train.plan.model_cost import NVIDIA_SMI, estimate, memory_recipe, weight_saved_bytes
 from strata.train.plan.model_files import read_config, read_model_files
-from strata.train.settings import ServerSettings, check_alone, check_quantise
+from strata.train.settings import ServerSettings, check_quantise_package
 
 _log = log.get(__name__)
 
@@ -37,52 +40,46 @@ def check_mesh(settings: ServerSettings) -> None:
     """INVALID if the ranks do not form the mesh that `parallel` describes, or the model cannot be on it."""
     if problem := settings.parallel.problem(settings.ranks.nproc):
         raise StrataError(Code.INVALID, problem)
-    model = settings.model
-    check_alone(model.quantise, settings.parallel, compiles=model.compile, offloads=model.offload)
-    folder = find_folder(settings.model.path)
-    if folder is not None and (problem := settings.parallel.model_problem(read_config(folder))):
+    check_features(settings)
+    if problem := settings.parallel.shape_problem(_config(settings) or {}):
         raise StrataError(Code.INVALID, problem)
-    if settings.parallel.pipeline > 1 and settings.inference.engine:
-        raise StrataError(
-            Code.INVALID,
-            f"parallel.pipeline is {settings.parallel.pipeline}, and inference.engine is {settings.inference.engine}:"
-            " ranks that are stages open no samplers, with an engine or without",
-            hint="leave inference.engine out, and sample from saved weights elsewhere",
-        )
+
+
+def check_features(settings: ServerSettings) -> None:
+    """INVALID if features that the settings ask for do not work together, or not with the model. It does not ask what
+    this machine has: ranks may be on others."""
+    check_combination(server_combination(settings))
+
+
+def server_combination(settings: ServerSettings) -> Combination:
+    model = settings.model
+    return Combination(
+        parallel=settings.parallel,
+        training=model.training,
+        quantise=model.quantise,
+        compile=model.compile,
+        offload=model.offload,
+        engine=settings.inference.engine,
+        config=_config(settings),
+    )
+
+
+def _config(settings: ServerSettings) -> Mapping[str, Any] | None:
+    """Returns the configuration of the model, if it is on this machine."""
+    folder = find_folder(settings.model.path)
+    return None if folder is None else read_config(folder)
 
 
 def check_quantised(settings: ServerSettings) -> None:
-    """INVALID or UNSUPPORTED if the model, or the server's work, cannot be based on quantised weights."""
+    """INVALID if no layer of the model can be quantised, UNSUPPORTED if the package for it is not installed."""
     quantise = settings.model.quantise
-    check_quantise(quantise, settings.model.training, settings.parallel)
-    check_quantised_base(settings)
+    check_quantise_package(quantise)
     folder = find_folder(settings.model.path)
     if not quantise or folder is None:
         return
     files, recipe = read_model_files(folder), memory_recipe(settings)
     if files.shapes and not any(weight_saved_bytes(files, name, recipe) for name in files.shapes):
         raise StrataError(Code.INVALID, f"{settings.model.base_model} has no layer that can be quantised to {quantise}")
-
-
-def check_quantised_base(settings: ServerSettings) -> None:
-    """The part of `check_quantised` that does not ask what this machine has: ranks may be on others."""
-    quantise = settings.model.quantise
-    if not quantise:
-        return
-    if settings.inference.engine:
-        raise StrataError(
-            Code.INVALID,
-            f"model.quantise is {quantise}, and inference.engine is {settings.inference.engine}: the engine would"
-            " sample from the base as it is in its files, and not from the one that is trained",
-            hint="leave inference.engine out: the ranks sample",
-        )
-    folder = find_folder(settings.model.path)
-    if folder is not None and read_config(folder).get("quantization_config"):
-        raise StrataError(
-            Code.INVALID,
-            f"model.quantise is {quantise}, and {settings.model.base_model} is quantised already",
-            hint="model.path is a model as it was before that",
-        )
 
 
 def check_memory(settings: ServerSettings) -> None:

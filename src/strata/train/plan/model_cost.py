@@ -13,11 +13,12 @@ from typing import Final
 
 import msgspec
 
+from strata.train.parallel import ParallelSettings
 from strata.train.peft.layers import kind_of
 from strata.train.plan.memory_plan import MemoryRecipe, MeshShape, ModelCost, cache_numbers, plan_device
 from strata.train.plan.model_files import HEAD, ModelFiles
 from strata.train.plan.quantisation import can_be_quantised, saved_bytes
-from strata.train.settings import ParallelSettings, ServerSettings
+from strata.train.settings import ServerSettings
 
 NVIDIA_SMI: Final = "nvidia-smi"
 _LAYER: Final = re.compile(r".*?\.\d+\.")

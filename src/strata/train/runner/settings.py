@@ -7,8 +7,10 @@ from typing import Final, Literal
 
 import msgspec
 
+from strata.train.combinations import Combination
+from strata.train.parallel import ParallelSettings
 from strata.train.plan.quantisation import Quantise
-from strata.train.settings import ParallelSettings, ServerSettings
+from strata.train.settings import ServerSettings
 
 LOGITS_BYTES: Final = 256 << 20
 """Logits beyond this are computed in chunks, and recomputed in the backward pass."""
@@ -62,6 +64,16 @@ class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Of earlier prompts that are kept in it."""
     snapshot_timeout_s: float = 1800.0
     """How long rank 0 waits for the other ranks to write their files of a snapshot."""
+
+    @property
+    def combination(self) -> Combination:
+        return Combination(
+            parallel=self.parallel,
+            training=self.training,
+            quantise=self.quantise,
+            compile=self.compile_folder is not None,
+            offload=self.offload,
+        )
 
     @property
     def full(self) -> bool:

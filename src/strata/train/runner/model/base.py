@@ -25,8 +25,10 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConf
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from strata.base.errors import Code, StrataError
+from strata.train.combinations import check_combination
 from strata.train.core.commands import ModelInfo
 from strata.train.core.ops import LoraConfig, OptimizerName
+from strata.train.parallel import ParallelSettings
 from strata.train.runner.collectives import ALONE, RankGroup
 from strata.train.runner.experts import group_experts
 from strata.train.runner.lora import (
@@ -56,7 +58,7 @@ from strata.train.runner.model.startup_check import (
 from strata.train.runner.model.tensor_parallel import TensorParallel
 from strata.train.runner.passes.logprobs import PackedModel, PackedRow
 from strata.train.runner.settings import RunnerSettings
-from strata.train.settings import ParallelSettings, check_alone, check_quantise
+from strata.train.settings import check_quantise_package
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 REDUCED_BYTES: Final = 4
@@ -77,13 +79,14 @@ class BaseModel:
         with ranks.collective_errors():
             if problem := settings.parallel.problem(ranks.size):
                 raise StrataError(Code.INVALID, problem)
-            check_quantise(settings.quantise, settings.training, settings.parallel)
-            compiles, offloads = settings.compile_folder is not None, settings.offload
-            check_alone(settings.quantise, settings.parallel, compiles=compiles, offloads=offloads)
+            check_combination(settings.combination)
+            check_quantise_package(settings.quantise)
             if settings.compile_folder is not None:
                 prepare_compiling(settings.compile_folder)
             skeleton = build_skeleton(settings.model, self.storage_dtype)
-            if problem := settings.parallel.model_problem(skeleton.config.to_dict()):
+            config = skeleton.config.to_dict()
+            check_combination(msgspec.structs.replace(settings.combination, config=config))
+            if problem := settings.parallel.shape_problem(config):
                 raise StrataError(Code.UNSUPPORTED, problem)
         self.arch = str(skeleton.config.model_type)
         with unsupported_errors(self.arch):

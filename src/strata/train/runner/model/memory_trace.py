@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -28,7 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from strata.base.errors import Code, StrataError
+from strata.train.combinations import Combination, check_combination
 from strata.train.core.ops import LoraConfig
+from strata.train.parallel import ParallelSettings
 from strata.train.plan.memory_plan import (
     ONE_DEVICE,
     CollectiveCost,
@@ -69,7 +72,7 @@ from strata.train.runner.model.startup_check import find_decoder, unsupported_er
 from strata.train.runner.model.tensor_parallel import TensorParallel, placement_of, plan_splits, split_adapter
 from strata.train.runner.passes.logprobs import PackedModel, PackedRow
 from strata.train.runner.settings import LOGITS_BYTES
-from strata.train.settings import ParallelSettings, check_alone, check_quantise
+from strata.train.settings import check_quantise_package
 
 TRACED: Final = 3
 """Layers of each kind: FSDP gathers the weights of one, computes another, and reduces the gradients of a third."""
@@ -119,17 +122,26 @@ def trace_cost(model: str, recipe: MemoryRecipe, mesh: MeshShape = ONE_DEVICE) -
     """The sizes of the model in this folder, on tensor, expert or context groups of this mesh. INVALID if it has no
     configuration or cannot be on such groups, UNSUPPORTED if its family cannot be trained here, or cannot be traced
     without content."""
-    if mesh.pipeline > 1:
-        raise StrataError(
-            Code.INVALID,
-            f"parallel.pipeline is {mesh.pipeline}: a plan does not count what is on a stage",
-            hint="plan without stages; 'strata serve' counts the weights of each stage before it starts",
-        )
+    parallel = ParallelSettings(
+        replicate=mesh.replicate,
+        context=mesh.context,
+        tensor=mesh.tensor,
+        expert=mesh.expert,
+        pipeline=mesh.pipeline,
+    )
+    combination = Combination(
+        parallel=parallel,
+        training=recipe.training,
+        quantise=recipe.quantise,
+        offload=recipe.offload,
+        is_planned=True,
+    )
+    check_combination(combination)
+    check_quantise_package(recipe.quantise)
     skeleton = build_skeleton(model, DTYPES[recipe.dtype])
-    parallel = ParallelSettings(replicate=mesh.replicate, context=mesh.context, tensor=mesh.tensor, expert=mesh.expert)
-    check_quantise(recipe.quantise, recipe.training, parallel)
-    check_alone(recipe.quantise, parallel, offloads=recipe.offload)
-    if problem := parallel.problem(mesh.devices) or parallel.model_problem(skeleton.config.to_dict()):
+    config = skeleton.config.to_dict()
+    check_combination(msgspec.structs.replace(combination, config=config))
+    if problem := parallel.problem(mesh.devices) or parallel.shape_problem(config):
         raise StrataError(Code.INVALID, problem)
     with unsupported_errors(str(skeleton.config.model_type)):
         sizes = _rank_parameters(skeleton, mesh.tensor)

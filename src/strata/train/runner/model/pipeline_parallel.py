@@ -19,8 +19,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from strata.base.errors import Code, StrataError
+from strata.train.parallel import ParallelSettings
 from strata.train.runner.collectives import ALONE, ShareGroup
-from strata.train.settings import ParallelSettings
 
 
 class RowStep(NamedTuple):

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -30,6 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from strata.base.errors import StrataError
+from strata.train.combinations import assess
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.experts import group_experts
 from strata.train.runner.lora import Adapter, Adapters, Span
@@ -400,8 +402,9 @@ def verify_decode_matches_training(model: InferenceModel, base: BaseModel, devic
     A layer that keeps state other than keys and values, or keeps it elsewhere, would silently sample from another
     distribution than the one that is trained.
     """
-    if base.stage is not None:
-        return f"parallel.pipeline is {base.settings.parallel.pipeline}: no rank has all layers, so none can sample"
+    verdict = assess(msgspec.structs.replace(base.settings.combination, samples=True))
+    if verdict.level == "refused":
+        return verdict.message
     tokens = torch.randint(base.vocabulary, (CHECKED_LENGTH,), generator=torch.Generator().manual_seed(1)).to(device)
     indices = torch.arange(CHECKED_LENGTH - 1, device=device)
     row = PackedRow(tokens=tokens, documents=[CHECKED_LENGTH], spans=(), logit_indices=indices, targets=tokens[1:])
