@@ -35,7 +35,7 @@ PYTEST := $(BIN)/python -m pytest
 TIERS := $(BIN)/python -m tests.tiers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check lint rules test ledger tsan weekly weekly-tests $(WEEKLY_KILLS) $(WEEKLY_SEEDS) weekly-arm64 newest lowest gpu release bench soak docs services constraints proto contract diagrams families format clean installed
+.PHONY: help setup check lint rules test ledger tsan weekly weekly-tests $(WEEKLY_KILLS) $(WEEKLY_SEEDS) weekly-arm64 newest lowest gpu release bench soak docs services constraints proto contract diagrams families reference format clean installed
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -137,6 +137,9 @@ proto: installed ## write the pb folders and the accepted contract from the .pro
 
 diagrams: installed ## write the state tables of docs/coordinator.md from the core
 	$(BIN)/python -m tests.rules.diagrams
+
+reference: installed ## write docs/reference: settings, routes, commands, metrics and log events, from the code
+	$(BIN)/python -m tests.rules.reference
 
 families: installed ## write the table of docs/families.md from what comes of every model family
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.shell.train_runner.family_table

@@ -41,6 +41,14 @@ class Name(NamedTuple):
         return f"{self.module}:{self.line}: {self.kind} {self.name}"
 
 
+class LogCall(NamedTuple):
+    module: str
+    line: int
+    event: str
+    level: str
+    fields: tuple[str, ...]
+
+
 @cache
 def modules() -> Mapping[str, Path]:
     """Every module of the package but generated ones, by dotted name."""
@@ -80,6 +88,11 @@ def removed_words(module: str, tree: ast.Module) -> Iterator[Name]:
 
 def log_events(module: str, tree: ast.Module) -> Iterator[Name]:
     """The event of each call of a log method; one that is not a constant is shown as it is written."""
+    return (Name(module, call.line, "log event", call.event) for call in log_calls(module, tree))
+
+
+def log_calls(module: str, tree: ast.Module) -> Iterator[LogCall]:
+    """The calls of log methods; one whose event is chosen between two is both."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
             continue
@@ -87,9 +100,10 @@ def log_events(module: str, tree: ast.Module) -> Iterator[Name]:
         named = logger.id if isinstance(logger, ast.Name) else logger.attr if isinstance(logger, ast.Attribute) else ""
         if node.func.attr in LOG_METHODS and named in ("_log", "log", "logger", "_logger"):
             event = node.args[0]
+            fields = tuple(keyword.arg for keyword in node.keywords if keyword.arg and keyword.arg != "exc_info")
             for each in (event.body, event.orelse) if isinstance(event, ast.IfExp) else (event,):
                 text = str(each.value) if isinstance(each, ast.Constant) else ast.unparse(each)
-                yield Name(module, node.lineno, "log event", text)
+                yield LogCall(module, node.lineno, text, node.func.attr, fields)
 
 
 def is_event(text: str) -> bool:

@@ -44,6 +44,7 @@ class OperatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     job: str = ""
     """Empty: what the token says, else `default`."""
     token: Secret | None = None
+    """The token of an operator."""
     tls: Tls | None = None
     patience_s: PositiveSeconds = 3.0
     """How long to try before the coordinator counts as unreachable; a takeover by a standby fits in."""

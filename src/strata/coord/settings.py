@@ -22,8 +22,11 @@ class ServerTls(msgspec.Struct, frozen=True, kw_only=True):
     and role they have."""
 
     certificate: Path
+    """The certificate of this coordinator. It is needed beyond loopback."""
     key: Path
+    """The private key of `certificate`."""
     client_ca: Path | None = None
+    """The authority of clients' certificates; unset: clients need none."""
     ca: Path | None = None
     """The authority of the certificates of all coordinators; needed with several partitions, where they call each other
     with their own certificates."""
@@ -33,7 +36,9 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     listen: str = "127.0.0.1:7070"
     """HOST:PORT; port 0 takes a free one."""
     database: str = "sqlite:coord.db"
+    """The journal: `sqlite:PATH` or `postgresql://…`."""
     stream: str = "coord/0"
+    """The name of the coordinator's stream in the journal."""
     partitions: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     """All jobs are divided into so many parts, each with a leader of its own. The number is stored with the first start
     and cannot be changed. More than 1 needs PostgreSQL."""
@@ -59,8 +64,9 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     backups: Path | None = None
     """The folder in which `strata backup` requests copies of the journal, which must be SQLite; `strata up` sets it."""
     log_format: Literal["json", "console"] | None = None
-    """None: console on a terminal, JSON elsewhere."""
+    """Unset: console on a terminal, JSON elsewhere."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least level that is logged."""
     job: JobConfig = JobConfig()
     """Of jobs that their first worker creates."""
 

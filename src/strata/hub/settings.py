@@ -31,25 +31,35 @@ class HubTlsSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The hub's authority issues its certificate, unless `certificate` and `key` name PEM files of another one."""
 
     enabled: bool = False
+    """Serve TLS. It is needed beyond loopback."""
     names: tuple[str, ...] = ()
     """DNS names and addresses under which hosts reach this hub; the machine's own name unless set."""
     certificate: Path | None = None
+    """The certificate of another authority, PEM."""
     key: Path | None = None
+    """The private key of `certificate`, PEM."""
 
 
 class BucketSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Object storage for artifacts; without it they lie in the data folder."""
 
     name: str
+    """The name of the bucket."""
     prefix: str = ""
+    """Put before every key; empty: nothing."""
     endpoint: str = ""
+    """URL of a store that is not AWS."""
     region: str = "us-east-1"
+    """The region of the bucket."""
     access_key: str
+    """The id of the access key."""
     secret_key: Secret
+    """The secret of the access key."""
 
 
 class Webhook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     url: str
+    """Where events are sent, as POST requests."""
     secret: Secret
     """Signs every delivery."""
     kinds: tuple[str, ...] = ()
@@ -96,16 +106,17 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     """`sqlite:PATH` or `postgresql://…`; `hub.db` in the data folder unless set."""
     tls: HubTlsSettings = HubTlsSettings()
     operator_token: Secret | None = None
-    """None: the one in `operator.token` of the data folder, which is made at the first start."""
+    """Unset: the one in `operator.token` of the data folder, which is made at the first start."""
     secrets_key: Path | None = None
-    """The file of the key that encrypts secrets of jobs; several hubs on one database need the same. None:
+    """The file of the key that encrypts secrets of jobs; several hubs on one database need the same. Unset:
     `secrets.key` in the data folder, which is made at the first start."""
     manifest: Path | None = None
     """The file that `strata reload` applies."""
     public_read: bool = False
     """Let anybody who can reach the hub read the lists of jobs and hosts."""
     require_sandbox: dict[str, SandboxLevel] = {}
-    """By project, `*` for the others: how well a host must confine their jobs, at least."""
+    """By project, `*` for the others: how well a host must confine their jobs, at least, as in
+    `{"*" = "namespaces", trusted = "none"}`."""
     stale_after_s: Positive = LEASE_S
     """A lease that was not renewed for so long may go to another host."""
     reserve_after_s: Annotated[float, msgspec.Meta(ge=0)] = RESERVE_AFTER_S
@@ -115,35 +126,39 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: Annotated[float, msgspec.Meta(ge=0)] = 5.0
     """How long requests may take to finish when the process is told to end."""
     max_connections: Annotated[int, msgspec.Meta(ge=1)] = 10_000
+    """Connections at once: at most half without credentials or a host's certificate, and an eighth from one address."""
     header_s: Positive = 10.0
-    """How long the head of a request may take to arrive."""
+    """How long the TLS handshake may take, and the head of a request."""
     body_grace_s: Positive = 20.0
-    """How long the body of a request may take, if it is small, or pause; a large one has to keep up a modest pace."""
+    """How far a body may be behind 4096 bytes per second, which is also its longest pause."""
     send_s: Positive = SEND_S
     """How long a client may take for each piece of a reply."""
     max_failures: Annotated[int, msgspec.Meta(ge=1)] = BURST
-    """Requests with credentials that are not good, from one address and at once, until it is told to slow down."""
+    """Requests with bad credentials from one address at once; then 10 a second, and more get 429. Each of several hubs
+    counts for itself."""
     trusted_proxies: tuple[str, ...] = ()
     """Addresses or networks of reverse proxies, as in `10.1.0.0/16`: what they write into `X-Forwarded-For` is the
     address of a client, in events and where failed logins are counted."""
     keep_free_bytes: Annotated[int, msgspec.Meta(ge=0)] = 1 << 30
     """Artifacts, logs and metrics leave so much of the disk alone."""
     retention: RetentionPolicy | None = None
-    """What to keep of the artifacts, once an hour; None keeps them all."""
+    """What to keep of the artifacts, once an hour; unset: all are kept."""
     events_keep_days: Annotated[float, msgspec.Meta(ge=1)] | None = None
-    """Events that are older are removed, once an hour; None keeps them all."""
+    """Events that are older are removed, once an hour; unset: all are kept."""
     metrics_raw_days: Annotated[float, msgspec.Meta(ge=1)] | None = None
-    """Metrics of jobs that nothing was added to for so long keep the lowest and the highest value of each minute; None
-    keeps them all."""
+    """Metrics of jobs that nothing was added to for so long keep the lowest and the highest value of each minute;
+    unset: all are kept."""
     metrics_minute_days: Annotated[float, msgspec.Meta(ge=1)] | None = None
     """After so long only those of each hour."""
     bucket: BucketSettings | None = None
     coordinator: GangCoordinatorSettings | None = None
-    """None: jobs with several workers are refused."""
+    """Unset: jobs with several workers are refused."""
     webhooks: tuple[Webhook, ...] = ()
+    """Each sends events to a URL."""
     log_format: Literal["json", "console"] | None = None
-    """None: console on a terminal, JSON elsewhere."""
+    """Unset: console on a terminal, JSON elsewhere."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least level that is logged."""
 
     @property
     def files(self) -> Path:

@@ -40,14 +40,19 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     url: str = ""
+    """The URL of the hub. Empty: that of the context."""
     token: Secret | None = None
+    """An API key or the operator token."""
     token_path: Path | None = None
+    """A file with the token."""
     ca: Path | None = None
-    """PEM file: the hub's authority. None: that of the context, or the system's."""
+    """PEM file: the hub's authority. Unset: that of the context, or the system's."""
     context: str = ""
     """Empty: the one that was chosen last."""
     config_home: Path = Path("~/.config")
+    """The folder in which `strata` has the contexts."""
     data_home: Path = Path("~/.local/share")
+    """The folder in which `strata` has data, such as those of `strata up`."""
 
     @property
     def folder(self) -> Path:

@@ -39,6 +39,7 @@ class ServerSection(msgspec.Struct, frozen=True, kw_only=True):
     name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = "default"
     """The name of the run: its journal is the stream `train/<name>`."""
     host: str = "127.0.0.1"
+    """The address to listen on, a loopback one."""
     port: Port = 5555
     """The HTTP port; 0 takes a free one."""
     listen: Literal["tcp", "unix"] = "tcp"
@@ -60,7 +61,10 @@ class ServerSection(msgspec.Struct, frozen=True, kw_only=True):
     link_host: str = "127.0.0.1"
     """Where the API server's side of the link to the orchestrator listens when the transport is TCP."""
     requests_port: Port = REQUESTS_PORT
+    """The port on which API servers send requests to the orchestrator, if the transport is TCP. Each further API
+    server takes the next two."""
     outputs_port: Port = OUTPUTS_PORT
+    """The port on which the orchestrator returns results, if the transport is TCP."""
     keys: Path | None = None
     """The file with the keys of the links; `link.keys` in the data folder unless set. Only the owner may read it."""
     front_key: Secret | None = None
@@ -74,6 +78,7 @@ class ServerSection(msgspec.Struct, frozen=True, kw_only=True):
     lost: str = ""
     """What was lost with an earlier host of this server, for clients that ask for what is not there: set by a fleet."""
     max_body_bytes: Count = 256 << 20
+    """The largest request body, in bytes."""
     poll_s: Positive = 30.0
     """How long a long-poll request waits for a result."""
     lease_s: Positive = 10.0
@@ -83,7 +88,9 @@ class ServerSection(msgspec.Struct, frozen=True, kw_only=True):
     timelines: Count = 1_000
     """The number of operations whose timelines are kept in memory: the last ones that were accepted."""
     log_format: Literal["json", "console"] | None = None
+    """Unset: console on a terminal, JSON elsewhere."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least level that is logged."""
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +104,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     training: Literal["lora", "full"] = "lora"
     """LoRA adapters of many models over one frozen base, or one full fine-tune of the base."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """The type of the weights and of the arithmetic."""
     quantise: Quantise = ""
     """`nf4` or `int8`: the linear layers of a frozen base are quantised when they are loaded (bitsandbytes)."""
     slots: Count = 8
@@ -106,6 +114,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     models_in_memory: Annotated[int, msgspec.Meta(ge=0)] = 32
     """Offloaded models in memory; further ones are offloaded to the disk of each rank."""
     max_lora_rank: Count = 64
+    """The largest rank of an adapter."""
     max_tokens_per_row: Count = 4096
     """Datums are packed into rows of so many tokens; a longer datum gets a row of its own."""
     row_tokens: Count | None = None
@@ -119,8 +128,8 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     compile: bool = False
     """Compile the layers for passes (`torch.compile`)."""
     offload: bool = False
-    """Keep weights, their gradients and the optimizer state in the memory of the host. A layer is copied to the device
-    when it computes."""
+    """Keep weights, their gradients and the optimizer state in the memory of the host, and copy a layer to the device
+    when it computes (FSDP's CPU offload). A model may be larger than its devices; every pass waits for copies."""
     initial_checkpoint: bool = True
     """Save every new model as `000000` before anything is trained."""
 
@@ -157,6 +166,7 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     nproc: Count = 1
     """Ranks on this machine; the launcher starts them in mode `auto`."""
     backend: Literal["gloo", "nccl", "auto"] = "auto"
+    """Of torch.distributed; `auto`: NCCL with CUDA devices, else gloo."""
     mode: Literal["auto", "connect"] = "auto"
     """`auto`: the launcher starts the ranks. `connect`: it attaches to ranks that the operator starts."""
     rank0: str = ""
@@ -167,6 +177,7 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     start_timeout_s: Positive = 600.0
     """How long the ranks may take to load the model."""
     collective_timeout_s: Positive = 1800.0
+    """How long a collective may take."""
 
 
 class LimitSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -239,8 +250,11 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str = ""
     """The endpoint of a store that is not AWS."""
     region: str = "us-east-1"
+    """The region of the bucket."""
     access_key: str = ""
+    """The id of the access key."""
     secret_key: Secret | None = None
+    """The secret of the access key."""
 
 
 class InferenceSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -259,9 +273,11 @@ class InferenceSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_samples: Count = 64
     """Samples that are routed to endpoints at a time."""
     connect_timeout_s: Positive = 5.0
+    """How long a connection to an engine may take to open."""
     push_timeout_s: Positive = 300.0
     """How long an engine may take to load new weights."""
     sample_timeout_s: Positive = 300.0
+    """How long an engine may take for a sample."""
     engine: Literal["", "vllm"] = ""
     """The engine that the server starts, supervises and samples with; empty: none. Then `push` and `sample` hold."""
     python: str = ""
@@ -303,6 +319,7 @@ class SnapshotSettings(msgspec.Struct, frozen=True, kw_only=True):
     every_s: Annotated[float, msgspec.Meta(ge=0)] = 600.0
     """Time since the first change that is in no snapshot."""
     every_payload_mb: Annotated[int, msgspec.Meta(ge=0)] = 1024
+    """MiB of batches since the last snapshot."""
     every_replay_s: Annotated[float, msgspec.Meta(ge=0)] = 5.0
     """Time that a replay would take: ranks that restart are ready that much later. It is twenty times the duration of
     the last snapshot if that is more."""
@@ -318,6 +335,7 @@ class RolloutSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_per_tenant: Annotated[int, msgspec.Meta(ge=0)] = 200
     """The newest; 0 keeps none, whatever clients choose."""
     max_mb_per_tenant: Count = 16
+    """MiB of one tenant."""
     max_mb: Count = 128
     """Of all tenants together."""
     ttl_s: Positive = 86_400.0

@@ -41,7 +41,7 @@ from tests.support.ports import port_of, reserve_port
 
 ROOT: Final = Path(__file__).parents[3]
 DEPLOY: Final = ROOT / "deploy"
-PAGE: Final = (ROOT / "docs" / "metrics.md").read_text("utf-8")
+PAGE: Final = (ROOT / "docs" / "reference" / "metrics.md").read_text("utf-8")
 SECRET: Final = Secret("0123456789abcdef0123456789abcdef")
 
 

@@ -23,7 +23,7 @@ from strata.sdk.train import Datum, TrainingServer
 from strata.train.status.reports import PHASES
 from tests.shell.train_api.processes import Processes, serving
 
-PAGE: Final = Path(__file__).parents[3] / "docs" / "metrics.md"
+PAGE: Final = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
 TOKENS: Final = list(range(20))
 STEPS: Final = 3
 

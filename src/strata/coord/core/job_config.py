@@ -20,6 +20,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Set when the job is created, or by an operator later; the same for all its workers."""
 
     heartbeat_interval_s: float = 5.0
+    """Time between two heartbeats of a worker."""
     missed_beats: int = 6
     """A worker is lost after so many intervals of silence."""
     reconnect_grace_s: float = 0.5
@@ -31,8 +32,11 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     max_workers: int = 0
     """No more workers may join; 0: no limit of this job."""
     barrier_timeout_s: float = 600.0
+    """How long a barrier waits for the last worker before it fails."""
     keep_checkpoints: int = 3
+    """Committed checkpoints that are kept."""
     max_shard_failures: int = 3
+    """A shard that failed so often is quarantined."""
     max_shards: int = 1_000_000
     """Of one dataset. The order of an epoch is computed in one piece, about 0.25 s for each million shards."""
     placement: str = "rendezvous"

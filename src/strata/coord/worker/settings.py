@@ -21,8 +21,11 @@ class Tls(msgspec.Struct, frozen=True, kw_only=True):
     """PEM files. `certificate` and `key` are for a coordinator that asks its clients for one."""
 
     ca: Path
+    """The authority of the coordinator's certificate."""
     certificate: Path | None = None
+    """The certificate of this client."""
     key: Path | None = None
+    """The private key of `certificate`."""
     server_name: str | None = None
     """The name in the coordinator's certificate, if it is not that of the address."""
 
@@ -35,13 +38,16 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     id: str = ""
     """A name that survives a restart. Empty: what the token says; without a token, host and process."""
     token: Secret | None = None
+    """The token of the job."""
     tls: Tls | None = None
     ip: str = ""
     """Where other workers reach this one."""
     port: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 0
+    """The port at which other workers reach this one."""
     gpus: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """The number of GPUs of this worker."""
     weight: PositiveSeconds | None = None
-    """Share of the data relative to the others. None: the number of GPUs, at least 1."""
+    """Share of the data relative to the others. Unset: the number of GPUs, at least 1."""
     elastic: bool = False
     """Members may come and go: go on in the new generation. Else every change is raised, for all to go back."""
     wait_for: Annotated[int, msgspec.Meta(ge=0)] = 0

@@ -51,9 +51,13 @@ class S3Settings(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str = ""
     """URL of the store. Empty: AWS itself."""
     region: str = "us-east-1"
+    """The region of the bucket."""
     access_key: str = ""
+    """The id of the access key."""
     secret_key: Secret | None = None
+    """The secret of the access key."""
     session_token: Secret | None = None
+    """Belongs to temporary keys."""
     identity: Literal["keys", "anonymous", "machine"] = "keys"
     """The credentials: keys, none, or the role of the machine in its cloud."""
     allow_http: bool = False
@@ -61,6 +65,7 @@ class S3Settings(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: PositiveSeconds = 30.0
     """For one request with all of its answer, at most 4 MiB or, of a Parquet file, a row group."""
     retries: Annotated[int, msgspec.Meta(ge=0, le=20)] = 5
+    """How often a request is repeated."""
     patience_s: PositiveSeconds = 60.0
     """For a request and all of its retries."""
 

@@ -67,7 +67,7 @@ async def expose_metrics(settings: AgentSettings, counts: AgentCounts) -> AsyncI
             Code.UNSUPPORTED, "agent.metrics_listen needs prometheus-client", hint="pip install 'strata-train[agent]'"
         ) from error
     registry = process_registry(PREFIX)
-    registry.register(_Collector(counts))
+    registry.register(AgentCollector(counts))
     token = settings.metrics_token or _token(settings)
 
     def check(authorization: str) -> None:
@@ -87,7 +87,7 @@ def _token(settings: AgentSettings) -> Secret:
     return read_secret(path)
 
 
-class _Collector:
+class AgentCollector:
     """Makes the series from the counts at each scrape."""
 
     def __init__(self, counts: AgentCounts) -> None:

@@ -22,13 +22,14 @@ class SandboxSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     mode: Literal["auto", "required", "off"] | None = None
     """`auto`: the strongest that the host can do; `required`: namespaces, or the agent does not start; `off`: jobs run
-    as the agent's user or as `run_as`, without limits. None: `auto`, and `off` for `strata up` without `run_as`."""
+    as the agent's user or as `run_as`, without limits. Unset: `auto`, and `off` for `strata up` without `run_as`."""
     memory_gib: NotNegative = 0.0
-    """Of one job, with all its processes. 0: nine tenths of the host's memory."""
+    """The most memory of one job with all its processes: the host gets no job that declares more. 0: what the job
+    declared, and nine tenths of the host's memory if it declared nothing."""
     processes: Annotated[int, msgspec.Meta(ge=0)] = 16_384
     """Processes and threads of one job. 0: no limit."""
     disk_gib: NotNegative = 0.0
-    """Of the folder of one attempt: its source, output, checkpoints, temporary files and home. 0: no limit."""
+    """The largest folder of one attempt: its source, output, checkpoints, temporary files and home. 0: no limit."""
     network: Literal["host", "none", "allow"] = "host"
     """`none`: a job reaches itself only; `allow`: also the networks in `allow`, which needs root and nftables."""
     allow: tuple[str, ...] = ()
@@ -46,7 +47,7 @@ class ContainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """What runs jobs in OCI images: `[agent.containers]`."""
 
     program: Literal["podman", "apptainer"] | None = None
-    """None: the one that is installed, podman first."""
+    """Unset: the one that is installed, podman first."""
     registries: tuple[str, ...] = ()
     """Where images may come from, as in `docker.io` and `10.1.2.3:5000`. Empty: any registry with a public name."""
     options: tuple[str, ...] = ()
@@ -65,12 +66,13 @@ class EnvironmentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
 class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     state: Path | None = None
-    """Folder with credentials, attempts and logs, readable by the agent only. None: `~/.local/state/strata/agent`."""
+    """Folder with credentials, attempts and logs, readable by the agent only. Unset: `~/.local/state/strata/agent`."""
     work: Path | None = None
-    """Folder in which jobs run. None: `work` beside the state folder."""
+    """Folder in which jobs run. Unset: `work` beside the state folder."""
     slots: Slots | None = None
-    """How many one-slot jobs run at once at most; the host's policy can lower it. None: as many as fit by amounts."""
+    """How many one-slot jobs run at once at most; the host's policy can lower it. Unset: as many as fit by amounts."""
     labels: dict[Label, LabelValue] = {}
+    """Labels of this host, for `prefer_labels` and `require_labels` of jobs."""
     interpreter: str = ""
     """The Python that runs trainers which name none, and is queried for torch and CUDA. Empty: the agent's own."""
     source: Path | None = None
@@ -107,9 +109,11 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     metrics_listen: str = ""
     """HOST:PORT of `GET /metrics` for Prometheus, on loopback; empty: there is none."""
     metrics_token: Secret | None = None
-    """What it takes as the bearer token. None: the one in `metrics.token` of the state folder, which is made then."""
+    """What it takes as the bearer token. Unset: the one in `metrics.token` of the state folder, which is made then."""
     log_format: Literal["json", "console"] | None = None
+    """Unset: console on a terminal, JSON elsewhere."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least level that is logged."""
 
     @property
     def state_folder(self) -> Path:

@@ -21,10 +21,13 @@ class RetentionPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     keep_best: Count = 3
     """Results of each model and mode, by `metric`."""
     metric: str = ""
+    """Orders results for `keep_best`."""
     best: Literal["max", "min"] = "max"
+    """Whether a high or a low `metric` is good."""
     keep_checkpoints: Annotated[int, msgspec.Meta(ge=1)] = 2
     """The last ones of each job. At least one: an attempt may be about to resume from it."""
     keep_sources: Count = 20
+    """The latest sources."""
     keep_job_results: bool = True
     """Whatever a job's row points to; without it, only the numbers above count."""
     keep_parents: bool = True
