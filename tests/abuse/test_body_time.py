@@ -18,12 +18,12 @@ import msgspec
 import pytest
 
 from strata.base.errors import StrataError
-from strata.fleet.http.routes import DOCUMENT
-from strata.fleet.http.routes import ROUTES as HUB
 from strata.http.body import check_depth, path_first, read_pairs
 from strata.http.openapi import MessageSchemas, build_document
 from strata.http.reading import ReadingRules, decode_body, offload
 from strata.http.route import Content, Route
+from strata.hub.routes import DOCUMENT
+from strata.hub.routes import ROUTES as HUB
 from strata.train.api.routes import ROUTES as TRAIN
 from strata.train.wire import native, tinker, tinker_json
 

@@ -12,7 +12,6 @@ import pytest
 from strata.base.errors import StrataError
 from strata.base.secret import Secret
 from strata.fleet.core.requirement import SandboxLevel
-from strata.fleet.http.routes import ROUTES
 from strata.fleet.wire.artifacts import CommitReply
 from strata.fleet.wire.hosts import HostsReply
 from strata.fleet.wire.identities import HubKeyReply
@@ -20,6 +19,7 @@ from strata.fleet.wire.jobs import JobsReply, SubmitReply
 from strata.fleet.wire.manifests import ManifestReply
 from strata.http.route import Route
 from strata.hub.compose import TOKEN_FILE
+from strata.hub.routes import ROUTES
 from strata.hub.settings import HubTlsSettings
 from strata.identity.roles import Role
 from strata.identity.tokens import check_strength

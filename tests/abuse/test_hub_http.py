@@ -18,10 +18,10 @@ from strata.base.errors import StrataError
 from strata.fleet.artifacts.manifest import ArtifactFile, ArtifactLimits, ArtifactManifest, check_manifest
 from strata.fleet.artifacts.paths import check_collisions
 from strata.fleet.core.jobspec import JobSpec
-from strata.fleet.http.routes import ROUTES
 from strata.fleet.wire.artifacts import CommitReply
 from strata.fleet.wire.jobs import SubmitReply
 from strata.http.route import Content, Upload
+from strata.hub.routes import ROUTES
 from tests.abuse.test_body_time import assert_linear
 from tests.shell.fleet_http.running import Running, ok, refused, running
 from tests.shell.fleet_http.test_access import url

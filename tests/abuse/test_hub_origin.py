@@ -10,8 +10,8 @@ import httpx
 import msgspec
 import pytest
 
-from strata.fleet.http import server_views, servers
 from strata.http.route import Route
+from strata.hub.gateway import server_views, servers
 from tests.shell.fleet_http.running import Running, refused, replying, running
 from tests.shell.fleet_http.test_servers import key_of, serve, signed
 

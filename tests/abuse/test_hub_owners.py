@@ -14,13 +14,13 @@ import msgspec
 import pytest
 
 from strata.base.clock import SystemClock
-from strata.fleet.http.routes import ROUTES
 from strata.fleet.wire.artifacts import CommitReply, Made
 from strata.fleet.wire.manifests import ManifestReply
 from strata.fleet.wire.owners import QuotasReply, SubscriptionReply, SubscriptionsReply
 from strata.http.route import Route
 from strata.hub.gangs import CoordinatorGangs
 from strata.hub.lone_coordinator import TokenSessions, make_app
+from strata.hub.routes import ROUTES
 from strata.web.pages import lone_server
 from strata.web.routes import PAGES
 from tests.abuse.owners import FREE, changing, check_rules, free, named, served_routes

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from itertools import groupby
 from types import TracebackType
 from typing import Annotated, Any, Final, Self, TypeAlias
 
@@ -21,7 +22,15 @@ from strata.base.settings import Secret
 from strata.coord.core.facts import CommandKind
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
-from strata.coord.view import GangEventsView, GoodputView, JobPageView, JobSummaryView, JobView, WorkerView
+from strata.coord.view import (
+    GangEventsView,
+    GoodputView,
+    JobPageView,
+    JobSummaryView,
+    JobView,
+    LaneSpanView,
+    WorkerView,
+)
 from strata.coord.worker.link import CoordinatorLink, Deadline, Reply, Request, UnaryCall, to_strata_error
 from strata.coord.worker.settings import Tls, WorkerSettings
 
@@ -148,7 +157,11 @@ class Operator:
             worker_search=page.search,
             lanes=page.lanes,
         )
-        return msgspec.convert(message_to_dict(await self._call(lambda stub: stub.GetJob, request)), JobPageView)
+        reply = await self._call(lambda stub: stub.GetJob, request)
+        times = reply.lane_times_unix_ms
+        lanes = [{"worker_id": each.worker_id, "spans": _spans(times, each.states)} for each in reply.lanes]
+        known = {"lanes_start_unix_ms": times[0] if times else None, "lanes": lanes}
+        return msgspec.convert(message_to_dict(reply) | known, JobPageView)
 
     async def goodput(self) -> GoodputView | None:
         """How the time of the current run was spent; None from a coordinator that does not count it."""
@@ -325,6 +338,18 @@ _EMPTY: Final[Mapping[str, Any]] = {
 
 def worker_view(message: pb.WorkerState) -> WorkerView:
     return msgspec.convert(message_to_dict(message), WorkerView)
+
+
+def _spans(times: Sequence[int], states: bytes) -> list[LaneSpanView]:
+    """Samples with the same state in a row are one span, which lasts until the next one begins."""
+    spans: list[LaneSpanView] = []
+    for state, group in groupby(range(len(states)), key=states.__getitem__):
+        indices = list(group)
+        name = _name(pb.WorkerStatus.DESCRIPTOR, state)
+        if name is not None:
+            end_ms = times[min(indices[-1] + 1, len(times) - 1)]
+            spans.append(LaneSpanView(status=name, start_unix_ms=times[indices[0]], end_unix_ms=end_ms))
+    return spans
 
 
 def _place(worker: WorkerView) -> tuple[bool, bool, int]:

@@ -219,12 +219,19 @@ class WorkerCountView(msgspec.Struct, frozen=True, kw_only=True):
     count: int
 
 
+class LaneSpanView(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker did from one time to another."""
+
+    status: str
+    start_unix_ms: int
+    end_unix_ms: int
+
+
 class WorkerLaneView(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker did over time."""
+    """What a worker did over the last hour."""
 
     worker_id: str
-    states: bytes
-    """A number of WorkerStatus for each time; 0: none."""
+    spans: tuple[LaneSpanView, ...]
 
 
 class GoodputView(msgspec.Struct, frozen=True, kw_only=True):
@@ -285,5 +292,21 @@ class JobPageView(msgspec.Struct, frozen=True, kw_only=True):
     worker_counts: tuple[WorkerCountView, ...]
     goodput: GoodputView | None
     """None from a coordinator that does not count it."""
-    lane_times_unix_ms: tuple[int, ...]
+    lanes_start_unix_ms: int | None
+    """Since when lanes are known."""
     lanes: tuple[WorkerLaneView, ...]
+
+
+class GangView(JobPageView, frozen=True, kw_only=True):
+    """A page of a job as a hub shows it."""
+
+    incidents: tuple[GangEventView, ...]
+    """The latest events that cost the gang time, the latest first."""
+
+
+class GangsView(msgspec.Struct, frozen=True, kw_only=True):
+    """The jobs of the coordinator of a hub."""
+
+    gangs: tuple[JobSummaryView, ...]
+    coordinator: str
+    """Its address; empty: this hub has none."""

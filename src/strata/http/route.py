@@ -27,7 +27,7 @@ LIMIT_FROM_SETTINGS: Final = 0
 """A limit of bodies that is a setting of the server."""
 Method = Literal["GET", "HEAD", "POST", "PUT", "DELETE"]
 Handler = Callable[..., Awaitable[Any]]
-S = TypeVar("S")
+S_co = TypeVar("S_co", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +78,10 @@ READS: Final = "none: it changes nothing"
 
 
 @dataclass(slots=True)
-class HttpCall(Generic[S]):
+class HttpCall(Generic[S_co]):
     """One request, after its caller is known. `context` is what the handlers of a server work with."""
 
-    context: S
+    context: S_co
     caller: Principal
     path: Mapping[str, str]
     """The parameters of the path."""

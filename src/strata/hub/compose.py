@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from strata.base import log
 from strata.base.atomic import create_file
@@ -33,8 +33,6 @@ from strata.fleet.execs import ExecBoard
 from strata.fleet.http.context import GangCoordinator, HubContext, WriteProbe
 from strata.fleet.http.feed import GAP_S, Feed
 from strata.fleet.http.leased_reads import LeasedReads
-from strata.fleet.http.proxy import ServerProxy
-from strata.fleet.http.routes import ROUTES, application
 from strata.fleet.hub_metrics import HubMetrics
 from strata.fleet.metric_history import MetricHistory, thin_streams
 from strata.fleet.overview import DAY_S, OVERVIEW_S, FleetHistory
@@ -43,9 +41,13 @@ from strata.fleet.streams import AttemptStreams
 from strata.http.auth_failures import AuthFailures
 from strata.http.body import BodyPace
 from strata.http.root import RootApp, RootLimits
+from strata.hub.context import GatewayContext
 from strata.hub.cursor_store import CursorStore, FeedDelivery, run_leased
 from strata.hub.disk import CHECK_S, DiskGuard
+from strata.hub.gangs import CoordinatorGangs, open_gangs
+from strata.hub.gateway.proxy import ServerProxy
 from strata.hub.outbound import WebhookTarget
+from strata.hub.routes import ROUTES, application
 from strata.hub.schedules import DeclaredSchedules, ScheduleRunner
 from strata.hub.secret_store import KEY_FILE, SecretVault, load_key
 from strata.hub.settings import BucketSettings, GangCoordinatorSettings, HubSettings
@@ -59,9 +61,6 @@ from strata.identity.enroll import Enrollment
 from strata.web.api import LocalApi
 from strata.web.live import LiveTopics
 from strata.web.routes import browser_pages, build_site
-
-if TYPE_CHECKING:
-    from strata.hub.gangs import CoordinatorGangs
 
 _log = log.get(__name__)
 
@@ -97,7 +96,7 @@ class Loop:
 
 @dataclass(frozen=True, kw_only=True)
 class Hub:
-    context: HubContext
+    context: GatewayContext
     app: RootApp
     tls: ServerCertificate | None
     loops: Sequence[Loop]
@@ -135,7 +134,7 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
         metrics, writing = MetricHistory(streams), WriteProbe()
         history = FleetHistory(fleet, metrics, lambda: _disk(files, settings.keep_free_bytes, writing))
         gangs = _gangs(settings.coordinator, clock)
-        context = HubContext(
+        context = GatewayContext(
             fleet=fleet,
             execs=ExecBoard(tables.execs, fleet.now_s),
             artifacts=artifacts,
@@ -196,7 +195,7 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
             Loop(interval_s=GAP_S, run_once=live.run_once, max_backoff_s=TICK_S),
         ]
         try:
-            yield Hub(context=context, app=application(context, pages=browser_pages(site)), tls=tls, loops=loops)
+            yield Hub(context=context, app=application(context, browser_pages(site)), tls=tls, loops=loops)
         finally:
             sender.close()
             if gangs is not None:
@@ -242,11 +241,10 @@ def _gangs(settings: GangCoordinatorSettings | None, clock: Clock) -> Coordinato
     if settings is None:
         return None
     try:
-        from strata.hub.gangs import open_gangs
+        return open_gangs(settings, clock)
     except ModuleNotFoundError as error:
         _log.warning("gangs_not_shown", missing=error.name, hint="install the extra worker beside hub")
         return None
-    return open_gangs(settings, clock)
 
 
 def _read_pem(path: Path) -> str:

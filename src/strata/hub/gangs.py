@@ -3,97 +3,100 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
-from typing import Final
+from typing import TYPE_CHECKING, Annotated, Final, Protocol
+
+import msgspec
 
 from strata.base.clock import Clock
+from strata.base.errors import Code, StrataError
 from strata.base.settings import Secret
 from strata.coord.core.facts import nodes_job
-from strata.coord.operator import Operator, OperatorSettings, WorkerPage
-from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.server.tokens import ALL_JOBS, Claims, TokenRole, Tokens
-from strata.coord.view import GangEventView, GoodputView, JobPageView, JobSummaryView, WorkerView
-from strata.coord.worker.settings import Tls
-from strata.fleet.wire.gangs import (
-    GangBarrier,
-    GangCheckpoint,
-    GangCount,
-    GangDataset,
-    GangEpoch,
-    GangEventRow,
-    GangEventsQuery,
-    GangEventsReply,
-    GangGoodput,
-    GangQuery,
-    GangReply,
-    GangRow,
-    GangSpan,
-    GangsReply,
-    GangWorker,
-)
+from strata.coord.view import GangEventsView, GangsView, GangView
+from strata.fleet.artifacts.manifest import Word
+from strata.fleet.wire.base import Message, Text
+from strata.http.route import VIEWER, HttpCall, Route
 from strata.hub.settings import GangCoordinatorSettings
+
+if TYPE_CHECKING:
+    from strata.coord.operator import Operator
+    from strata.coord.worker.settings import Tls
 
 OPERATORS_KEPT: Final = 32
 TOKEN_S: Final = 3_600.0
 """How long a token is good that the hub signs for itself. A connection is used for half of that."""
-MISSING_NAMED: Final = 16
 INCIDENTS: Final = 20
 INCIDENT_KINDS: Final = (
     "worker_lost", "worker_replaced", "straggler", "hang", "shard_quarantined", "barrier_slow", "barrier_timed_out",
     "checkpoint_bad", "recovery", "failover",
 )  # fmt: skip
-_STATUSES: Final[Mapping[int, str]] = {
-    number: name.removeprefix("WORKER_STATUS_").lower() for name, number in pb.WorkerStatus.items()
-}
+
+
+class GangQuery(Message, frozen=True, kw_only=True):
+    search: Text = ""
+    """Of the names and hosts of workers."""
+    offset: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
+    limit: Annotated[int, msgspec.Meta(ge=1, le=200)] = 50
+
+
+class GangEventsQuery(Message, frozen=True, kw_only=True):
+    kind: tuple[Word, ...] = ()
+    search: Text = ""
+    before: Annotated[int, msgspec.Meta(ge=0)] = 0
+    limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 100
 
 
 def open_gangs(settings: GangCoordinatorSettings, clock: Clock) -> CoordinatorGangs:
-    """Reads the hub's coordinator with tokens that the hub signs for itself."""
+    """Reads the hub's coordinator with tokens that the hub signs for itself. ModuleNotFoundError without gRPC."""
+    from strata.coord.worker.settings import Tls
+
     tokens = None if settings.token_secret is None else Tokens(settings.token_secret)
-
-    def sign() -> str:
-        assert tokens is not None
-        expires_s = round(clock.wall_s() + TOKEN_S)
-        return tokens.issue(Claims(job=ALL_JOBS, role=TokenRole.OPERATOR, expires_s=expires_s, id="hub"))
-
     tls = None if settings.ca is None else Tls(ca=settings.ca.expanduser())
-    return CoordinatorGangs(settings.address, clock, tls=tls, sign=None if tokens is None else sign)
+    return CoordinatorGangs(settings.address, clock, tls=tls, tokens=tokens)
 
 
 class CoordinatorGangs:
-    """Implements `strata.fleet.http.context.Gangs`. Connections to the coordinator are kept, one for each job."""
+    """The gangs of a coordinator. Connections to it are kept, one for each job."""
 
     def __init__(
-        self, address: str, clock: Clock, *, tls: Tls | None = None, sign: Callable[[], str] | None = None
+        self,
+        address: str,
+        clock: Clock,
+        *,
+        tls: Tls | None = None,
+        tokens: Tokens | None = None,
+        signs_as: str = "hub",
     ) -> None:
-        """`sign`: a fresh token of an operator of all jobs."""
+        """`tokens`: signs for an operator of all jobs, with the id `signs_as`."""
         self._address = address
         self._clock = clock
         self._tls = tls
-        self._sign = sign
+        self._tokens = tokens
+        self._signs_as = signs_as
         self._operators: dict[str, tuple[Operator, float]] = {}
         """By job, and when each was made; the one used last comes last."""
         self._closing: set[asyncio.Task[None]] = set()
 
-    async def listed(self) -> GangsReply:
+    async def listed(self) -> GangsView:
         jobs = await self._operator("").jobs()
-        names = {each.job_id for each in jobs}
         # The launchers of a job's workers are a job of the coordinator too.
-        shown = [each for each in jobs if each.job_id not in {nodes_job(name) for name in names}]
-        return GangsReply(gangs=tuple(map(_row, shown)), coordinator=self._address)
+        launchers = {nodes_job(each.job_id) for each in jobs}
+        return GangsView(gangs=tuple(each for each in jobs if each.job_id not in launchers), coordinator=self._address)
 
-    async def described(self, gang_id: str, query: GangQuery) -> GangReply:
+    async def described(self, gang_id: str, query: GangQuery) -> GangView:
+        from strata.coord.operator import WorkerPage
+
         operator = self._operator(gang_id)
-        page = WorkerPage(limit=query.limit, offset=query.offset, search=query.search, attention_first=True, lanes=True)
-        found, incidents = await asyncio.gather(
-            operator.page(page), operator.events(kinds=INCIDENT_KINDS, limit=INCIDENTS)
+        wanted = WorkerPage(
+            limit=query.limit, offset=query.offset, search=query.search, attention_first=True, lanes=True
         )
-        return _reply(found, tuple(map(_event, incidents.events)))
+        page, incidents = await asyncio.gather(
+            operator.page(wanted), operator.events(kinds=INCIDENT_KINDS, limit=INCIDENTS)
+        )
+        return GangView(**msgspec.structs.asdict(page), incidents=incidents.events)
 
-    async def events(self, gang_id: str, query: GangEventsQuery) -> GangEventsReply:
-        found = await self._operator(gang_id).events(query.kind, query.search, query.before, query.limit)
-        return GangEventsReply(events=tuple(map(_event, found.events)), next_before=found.next_before)
+    async def events(self, gang_id: str, query: GangEventsQuery) -> GangEventsView:
+        return await self._operator(gang_id).events(query.kind, query.search, query.before, query.limit)
 
     async def close(self) -> None:
         for job in list(self._operators):
@@ -102,22 +105,29 @@ class CoordinatorGangs:
             await asyncio.wait(self._closing)
 
     def _operator(self, job: str) -> Operator:
+        from strata.coord.operator import Operator, OperatorSettings
+
         now_s = self._clock.monotonic_s()
         operator, made_s = self._operators.pop(job, (None, now_s))
-        if operator is not None and self._sign is not None and now_s - made_s >= TOKEN_S / 2:
+        if operator is not None and self._tokens is not None and now_s - made_s >= TOKEN_S / 2:
             self._operators[job] = operator, made_s
             self._discard(job)
             operator = None
         if operator is None:
-            token = None if self._sign is None else Secret(self._sign())
-            operator = Operator(
-                OperatorSettings(address=self._address, job=job, token=token, tls=self._tls), self._clock
-            )
-            made_s = now_s
+            settings = OperatorSettings(address=self._address, job=job, token=self._sign(), tls=self._tls)
+            operator, made_s = Operator(settings, self._clock), now_s
         self._operators[job] = operator, made_s
         if len(self._operators) > OPERATORS_KEPT:
             self._discard(next(iter(self._operators)))
         return operator
+
+    def _sign(self) -> Secret | None:
+        if self._tokens is None:
+            return None
+        expires_s = round(self._clock.wall_s() + TOKEN_S)
+        return Secret(
+            self._tokens.issue(Claims(job=ALL_JOBS, role=TokenRole.OPERATOR, expires_s=expires_s, id=self._signs_as))
+        )
 
     def _discard(self, job: str) -> None:
         operator, _ = self._operators.pop(job)
@@ -126,149 +136,37 @@ class CoordinatorGangs:
         task.add_done_callback(self._closing.discard)
 
 
-def _row(job: JobSummaryView) -> GangRow:
-    return GangRow(
-        id=job.job_id,
-        status=(job.status or "created").lower(),
-        run=job.run,
-        generation=job.generation,
-        workers=job.workers,
-        min_workers=job.min_workers,
-        max_workers=job.max_workers,
-        checkpoint_step=job.checkpoint_step,
-    )
+class GangsContext(Protocol):
+    """What the routes of gangs need of a server."""
+
+    @property
+    def gangs(self) -> CoordinatorGangs | None: ...
 
 
-def _reply(page: JobPageView, incidents: tuple[GangEventRow, ...]) -> GangReply:
-    job = page.job
-    times = [ms / 1000 for ms in page.lane_times_unix_ms]
-    lanes = {each.worker_id: _spans(times, each.states) for each in page.lanes}
-    committed = next((each.manifest.step for each in job.checkpoints if each.committed), None)
-    return GangReply(
-        gang=GangRow(
-            id=job.job_id,
-            status=(job.status or "created").lower(),
-            run=job.run,
-            generation=job.generation,
-            workers=sum(each.count for each in page.worker_counts),
-            min_workers=0,
-            max_workers=0,
-            checkpoint_step=committed,
-        ),
-        observed_at_s=job.observed_at_unix_ms / 1000,
-        counts=tuple(
-            GangCount(
-                status=(each.status or "unknown").lower(), liveness=(each.liveness or "").lower(), count=each.count
-            )
-            for each in page.worker_counts
-        ),
-        workers=tuple(_worker(each, lanes.get(each.worker_id, ())) for each in job.workers),
-        workers_total=page.workers_total,
-        lanes_start_s=times[0] if times else None,
-        barriers=tuple(
-            GangBarrier(
-                id=each.barrier_id,
-                step=each.step,
-                arrived=each.arrived,
-                expected=each.expected,
-                missing=each.missing[:MISSING_NAMED],
-                open_s=each.open_ms / 1000,
-            )
-            for each in job.barriers
-        ),
-        datasets=tuple(
-            GangDataset(
-                id=each.dataset_id,
-                mode=(each.mode or "leased").lower(),
-                samples=each.num_samples,
-                shards=each.num_shards,
-                epochs=tuple(
-                    GangEpoch(
-                        epoch=epoch.epoch,
-                        done=epoch.done_shards,
-                        leased=epoch.leased_shards,
-                        waiting=epoch.waiting_shards,
-                        quarantined=epoch.quarantined_shards,
-                    )
-                    for epoch in each.open_epochs
-                ),
-                finished=len(each.finished_epochs),
-            )
-            for each in job.datasets
-        ),
-        checkpoints=tuple(
-            GangCheckpoint(
-                id=each.manifest.checkpoint_id,
-                step=each.manifest.step,
-                committed=each.committed,
-                parts=len(each.manifest.parts),
-                missing=len(each.missing_ranks),
-                size=sum(part.size_bytes for part in each.manifest.parts),
-                at_s=each.manifest.committed_at_unix_ms / 1000 or None,
-            )
-            for each in job.checkpoints
-        ),
-        goodput=None if page.goodput is None else _goodput(page.goodput),
-        incidents=incidents,
-    )
+async def listed(call: HttpCall[GangsContext]) -> GangsView:
+    """The jobs of the coordinator; none where the hub has no coordinator."""
+    gangs = call.context.gangs
+    return GangsView(gangs=(), coordinator="") if gangs is None else await gangs.listed()
 
 
-def _worker(worker: WorkerView, lane: tuple[GangSpan, ...]) -> GangWorker:
-    return GangWorker(
-        id=worker.worker_id,
-        status=(worker.status or "unknown").lower(),
-        liveness=(worker.liveness or "").lower(),
-        reason=worker.liveness_reason,
-        rank=worker.rank,
-        hostname=worker.hostname,
-        gpus=worker.gpu_count,
-        silent_s=worker.silent_ms / 1000,
-        step=worker.step,
-        step_time_s=None if worker.step_time_ms is None else worker.step_time_ms / 1000,
-        slowdown=worker.slowdown,
-        leased_shards=worker.leased_shards,
-        compute_time_s=None if worker.compute_time_ms is None else worker.compute_time_ms / 1000,
-        finding=(worker.finding or "").lower(),
-        finding_reason=worker.finding_reason,
-        lane=lane,
-    )
+async def described(call: HttpCall[GangsContext], query: GangQuery) -> GangView:
+    """One gang with a page of its workers; first come those that may need a person."""
+    return await _gangs(call).described(call.path["id"], query)
 
 
-def _spans(times: Sequence[float], states: bytes) -> tuple[GangSpan, ...]:
-    """Samples with the same state in a row are one span, which lasts until the next one begins."""
-    found: list[GangSpan] = []
-    for state, group in groupby(range(len(states)), key=states.__getitem__):
-        places = list(group)
-        if state:
-            start_s, after = times[places[0]], places[-1] + 1
-            end_s = times[after] if after < len(times) else times[-1]
-            found.append(GangSpan(status=_STATUSES.get(state, "unknown"), start_s=start_s, end_s=end_s))
-    return tuple(found)
+async def events(call: HttpCall[GangsContext], query: GangEventsQuery) -> GangEventsView:
+    """What happened to a gang and what it cost, the latest first."""
+    return await _gangs(call).events(call.path["id"], query)
 
 
-def _goodput(found: GoodputView) -> GangGoodput:
-    return GangGoodput(
-        useful_s=found.useful_ms / 1000,
-        waiting_s=found.waiting_ms / 1000,
-        checkpoint_s=found.checkpoint_ms / 1000,
-        detect_s=found.detect_ms / 1000,
-        restart_s=found.restart_ms / 1000,
-        rolled_back_s=found.rolled_back_ms / 1000,
-        phase=found.phase.lower(),
-        share=found.share,
-    )
+def _gangs(call: HttpCall[GangsContext]) -> CoordinatorGangs:
+    if call.context.gangs is None:
+        raise StrataError(Code.NOT_FOUND, "this hub has no coordinator of gangs", hint="set hub.coordinator")
+    return call.context.gangs
 
 
-def _event(event: GangEventView) -> GangEventRow:
-    return GangEventRow(
-        number=event.number,
-        kind=(event.kind or "unknown").lower(),
-        at_s=event.at_unix_ms / 1000,
-        generation=event.generation,
-        workers=event.workers,
-        worker_count=event.worker_count,
-        message=event.message,
-        detect_s=event.detect_ms / 1000,
-        restart_s=event.restart_ms / 1000,
-        rolled_back_s=event.rolled_back_ms / 1000,
-    )
+ROUTES: Final = (
+    Route("GET", "/v1/gangs", VIEWER, listed),
+    Route("GET", "/v1/gang/{id}", VIEWER, described),
+    Route("GET", "/v1/gang/{id}/events", VIEWER, events),
+)

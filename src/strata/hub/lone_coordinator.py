@@ -21,16 +21,14 @@ from strata.base.loopback import is_loopback_address, is_loopback_host
 from strata.coord.server.tokens import ALL_JOBS, Claims, RevokedTokens, TokenRole, Tokens
 from strata.coord.settings import CoordinatorSettings
 from strata.coord.worker.settings import Tls
-from strata.fleet.http import gangs as gang_routes
-from strata.fleet.http.context import Gangs
 from strata.http.app import Serving, build_app
 from strata.http.authentication import ANONYMOUS, ANONYMOUS_VIEWER, FirstHeaders, read_cookie, read_credentials
 from strata.http.errors import PLAIN
 from strata.http.protocol import new_protocol
 from strata.http.reading import ReadingRules
 from strata.http.root import RootApp, RootLimits
-from strata.http.route import VIEWER, Route
 from strata.http.server import listen, new_loop, serve_http, server_config, stop_on_signals, url_of
+from strata.hub import gangs as gang_routes
 from strata.hub.gangs import CoordinatorGangs
 from strata.identity.authenticate import Credentials
 from strata.identity.roles import CallerKind, Principal, Role
@@ -39,11 +37,6 @@ from strata.web.live import LiveTopics, NoEvents
 from strata.web.pages import gangs, login, lone
 from strata.web.routes import browser_pages, build_site
 
-API: Final = (
-    Route("GET", "/v1/gangs", VIEWER, gang_routes.listed),
-    Route("GET", "/v1/gang/{id}", VIEWER, gang_routes.described),
-    Route("GET", "/v1/gang/{id}/events", VIEWER, gang_routes.events),
-)
 PAGES: Final = (lone, gangs, login)
 SESSION_S: Final = 12 * 3600.0
 MAX_SESSIONS: Final = 1_000
@@ -56,7 +49,7 @@ DRAIN_S: Final = 2.0
 class LoneContext:
     """What the routes of gangs need of a server."""
 
-    gangs: Gangs
+    gangs: CoordinatorGangs
 
 
 class TokenSessions:
@@ -118,10 +111,10 @@ class TokenSessions:
         self._sessions.pop(token, None)
 
 
-def make_app(source: Gangs, sessions: TokenSessions, clock: Clock, stopping: asyncio.Event) -> RootApp:
+def make_app(source: CoordinatorGangs, sessions: TokenSessions, clock: Clock, stopping: asyncio.Event) -> RootApp:
     limits = RootLimits()
     site = build_site(
-        api=LocalApi(API),
+        api=LocalApi(gang_routes.ROUTES),
         clock=clock,
         authenticator=sessions,
         failures=limits.failures,
@@ -153,7 +146,7 @@ def make_app(source: Gangs, sessions: TokenSessions, clock: Clock, stopping: asy
         errors=replace(PLAIN, page=pages.error_page),
         limits=limits,
     )
-    return build_app((*API, *pages.routes), serving, identify)
+    return build_app((*gang_routes.ROUTES, *pages.routes), serving, identify)
 
 
 def run(settings: CoordinatorSettings, at: str, address: str, tls: Tls | None, announce: Callable[[str], None]) -> None:
@@ -174,13 +167,7 @@ async def _serve(
     clock, stop, stopping = SystemClock(), stop_on_signals(), asyncio.Event()
     tokens = None if settings.token_secret is None else Tokens(settings.token_secret)
     revoked = RevokedTokens(settings.revoked_tokens, clock) if settings.revoked_tokens else frozenset[str]()
-
-    def sign() -> str:
-        assert tokens is not None
-        expires_s = round(clock.wall_s()) + 3_600
-        return tokens.issue(Claims(job=ALL_JOBS, role=TokenRole.OPERATOR, expires_s=expires_s, id="dashboard"))
-
-    source = CoordinatorGangs(address, clock, tls=tls, sign=None if tokens is None else sign)
+    source = CoordinatorGangs(address, clock, tls=tls, tokens=tokens, signs_as="dashboard")
     app = make_app(source, TokenSessions(tokens, clock, revoked), clock, stopping)
     config: Any = server_config(app, new_protocol(HEADER_S), max_connections=CONNECTIONS, drain_s=DRAIN_S)
     with listen(at, free_port="--listen 127.0.0.1:0") as listener, contextlib.suppress(asyncio.CancelledError):

@@ -213,9 +213,9 @@ async def test_lanes_have_the_states_of_workers_over_time(running: Running) -> N
     telemetry.sample_lanes(6_000, ["a", "b"])
     async with operator(running.address) as client:
         page = await client.page(WorkerPage(lanes=True))
-    lanes = {each.worker_id: list(each.states)[-2:] for each in page.lanes}
-    assert page.lane_times_unix_ms[-2:] == (1_000, 6_000)
-    assert lanes == {"a": [pb.WORKER_STATUS_TRAINING, pb.WORKER_STATUS_CHECKPOINTING], "b": [0, 0]}
+    lanes = {each.worker_id: [(span.status, span.end_unix_ms) for span in each.spans][-2:] for each in page.lanes}
+    assert page.lanes_start_unix_ms is not None
+    assert lanes == {"a": [("TRAINING", 6_000), ("CHECKPOINTING", 6_000)], "b": []}
 
 
 async def test_events_and_goodput_survive_the_coordinator(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.fleet.agent.server_relay import RelayTarget, ServerRelay, own_address
 from strata.fleet.client.hub_client import TlsFiles
-from strata.fleet.http.proxy import ForwardedRequest, ServerProxy
+from strata.hub.gateway.proxy import ForwardedRequest, ServerProxy
 from strata.identity.ca import Authority, HubClientCertificate, new_signing_request, serving_name
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from strata.fleet.core.jobspec import JobSpec
-from strata.fleet.http.routes import ROUTES
 from strata.fleet.wire.identities import CallerReply, HubKeyReply
 from strata.fleet.wire.jobs import Job, SubmitReply
 from strata.fleet.wire.manifests import ManifestReply, TrainersReply
 from strata.http.route import Route
+from strata.hub.routes import ROUTES
 from tests.shell.fleet_http.running import HostClient, Running, manifest_body, ok, refused, running
 
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE")

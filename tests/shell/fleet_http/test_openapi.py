@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import pytest
 
-from strata.fleet.http.routes import DOCUMENT, ROUTES
 from strata.fleet.wire.identities import LocalHostReply
 from strata.http.openapi import build_document
+from strata.hub.routes import DOCUMENT, ROUTES
 from strata.hub.settings import SOCKET
 from tests.shell.fleet_http.running import ok, process
 from tests.support import openapi

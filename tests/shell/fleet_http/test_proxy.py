@@ -10,7 +10,7 @@ import pytest
 
 from strata.base.errors import Code, StrataError
 from strata.base.unix_socket import format_unix_address
-from strata.fleet.http.proxy import ForwardedRequest, ServerProxy, check_target
+from strata.hub.gateway.proxy import ForwardedRequest, ServerProxy, check_target
 from tests.shell.fleet_http.running import replying
 
 REQUEST = ForwardedRequest(method="GET", target="/api/v1/status?x=1", headers={})
@@ -63,7 +63,7 @@ async def test_a_server_that_makes_its_socket_again_is_reached(proxy: ServerProx
 async def test_a_head_without_success_holds_no_connection(
     proxy: ServerProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("strata.fleet.http.proxy.CONNECTIONS", 1)
+    monkeypatch.setattr("strata.hub.gateway.proxy.CONNECTIONS", 1)
     path = tmp_path / "servers" / "0a1b" / "s"
     head = ForwardedRequest(method="HEAD", target="/hf/m/resolve/main/x.json", headers={})
     async with replying(path, b"not here", b"404 Not Found") as got, asyncio.timeout(60.0):

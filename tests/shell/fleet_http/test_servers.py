@@ -17,11 +17,11 @@ from strata.fleet.core.lease import ASLEEP
 from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.quota import Quota
-from strata.fleet.http.servers import tag_of
 from strata.fleet.ports import AttemptKey, JobFilter, ServerRow
 from strata.fleet.wire.jobs import Job
 from strata.fleet.wire.leases import HeartbeatsReply, LeaseGiven, LeaseVerdict
 from strata.http.zstd import compress
+from strata.hub.gateway.servers import tag_of
 from tests.shell.fleet_http.running import HostClient, Running, manifest_body, ok, refused, replying
 
 ANNA = Submitter(owner="anna")

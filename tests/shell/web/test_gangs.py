@@ -14,8 +14,8 @@ from strata.base.clock import SystemClock
 from strata.base.secret import Secret
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.server.tokens import ALL_JOBS, Claims, TokenRole, Tokens
-from strata.fleet.wire.gangs import GangBarrier, GangEventsReply, GangQuery, GangReply, GangsReply
-from strata.hub.gangs import open_gangs
+from strata.coord.view import BarrierView, GangEventsView, GangsView, GangView
+from strata.hub.gangs import GangQuery, open_gangs
 from strata.hub.settings import GangCoordinatorSettings
 from strata.web.pages.gangs import barrier_words
 from tests.shell.coord import running as coordinators
@@ -109,8 +109,9 @@ async def test_a_gang_of_thousands_is_shown_by_page_and_soon(tmp_path: Path) -> 
         names = [f"worker-{number:04}" for number in range(1_500)]
         await asyncio.gather(*(coordinator.stub.RegisterWorker(_info(name)) for name in names))
         client = await site.with_role("viewer")
-        reply = ok(await client.get("/v1/gang/run", params={"limit": 50}), GangReply)
-        assert (len(reply.workers), reply.workers_total, reply.gang.workers) == (50, 1_500, 1_500)
+        reply = ok(await client.get("/v1/gang/run", params={"limit": 50}), GangView)
+        assert (len(reply.job.workers), reply.workers_total) == (50, 1_500)
+        assert sum(each.count for each in reply.worker_counts) == 1_500
         browser = await log_in(site, "viewer")
         began_s = perf_counter()
         shown = await browser.shows("/gangs/run?offset=50")
@@ -142,7 +143,7 @@ async def test_a_hub_without_a_coordinator_says_what_to_do(tmp_path: Path) -> No
         browser = await log_in(site, "viewer")
         assert "hub.coordinator" in await browser.shows("/gangs")
         client = await site.with_role("viewer")
-        assert ok(await client.get("/v1/gangs"), GangsReply).coordinator == ""
+        assert ok(await client.get("/v1/gangs"), GangsView).coordinator == ""
         assert (await client.get("/v1/gang/run")).status_code == 404
 
 
@@ -150,10 +151,10 @@ async def test_events_of_a_gang_come_by_kind_and_page(tmp_path: Path) -> None:
     async with in_process() as coordinator, hub_with(tmp_path, coordinator) as site:
         await register(coordinator.stub, "a", "b", job="run")
         client = await site.with_role("viewer")
-        first = ok(await client.get("/v1/gang/run/events", params={"limit": 1}), GangEventsReply)
+        first = ok(await client.get("/v1/gang/run/events", params={"limit": 1}), GangEventsView)
         assert len(first.events) == 1
         rest = await client.get("/v1/gang/run/events", params={"before": first.next_before, "limit": 1000})
-        assert "job_created" in {each.kind for each in ok(rest, GangEventsReply).events}
+        assert "JOB_CREATED" in {each.kind for each in ok(rest, GangEventsView).events}
         assert (await client.get("/v1/gang/run/events", params={"kind": "explosion"})).status_code == 400
         assert (await client.get("/v1/gang/nowhere")).status_code == 404
 
@@ -168,14 +169,22 @@ async def test_the_hub_reads_a_coordinator_with_tokens_as_operator_of_all_jobs()
             await coordinator.stub.CreateJob(pb.CreateJobRequest(job_id=name), metadata=metadata)
         gangs = open_gangs(GangCoordinatorSettings(address=coordinator.address, token_secret=secret), SystemClock())
         try:
-            assert [each.id for each in (await gangs.listed()).gangs] == ["one", "two"]
-            assert (await gangs.described("two", GangQuery())).gang.id == "two"
+            assert [each.job_id for each in (await gangs.listed()).gangs] == ["one", "two"]
+            assert (await gangs.described("two", GangQuery())).job.job_id == "two"
         finally:
             await gangs.close()
 
 
 def test_a_barrier_that_waits_for_many_names_a_few() -> None:
-    barrier = GangBarrier(id="b", step=3, arrived=10, expected=20, missing=("w1", "w2", "w3", "w4"), open_s=75.0)
+    barrier = BarrierView(
+        barrier_id="b",
+        generation=1,
+        step=3,
+        arrived=10,
+        expected=20,
+        missing=("w1", "w2", "w3", "w4"),
+        open_ms=75_000,
+    )
     assert barrier_words(barrier, ()) == (
         "Barrier b: 10 of 20 arrived, waiting for w1, w2, w3 and 7 more since 1 min 15 s"
     )

@@ -27,7 +27,7 @@ async def browser(
     coordinator: Running, sessions: TokenSessions, tokens: Tokens | None = None
 ) -> AsyncIterator[httpx.AsyncClient]:
     clock = SystemClock()
-    source = CoordinatorGangs(coordinator.address, clock, sign=None if tokens is None else lambda: token(tokens))
+    source = CoordinatorGangs(coordinator.address, clock, tokens=tokens)
     transport = httpx.ASGITransport(make_app(source, sessions, clock, asyncio.Event()))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:7071", headers=HTML) as client:
         yield client

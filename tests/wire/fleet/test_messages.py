@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from strata.base.errors import Code, StrataError
 from strata.fleet import wire
-from strata.fleet.http.routes import DOCUMENT, ROUTES
 from strata.fleet.wire.base import HubReply
 from strata.fleet.wire.overview import HubHealth
 from strata.http.app import Router, Serving
@@ -28,6 +27,7 @@ from strata.http.openapi import build_document, messages_of
 from strata.http.problem import ErrorReply
 from strata.http.reading import QueryReader, ReadingRules, decode_body
 from strata.http.route import Access, Route, Upload
+from strata.hub.routes import DOCUMENT, ROUTES
 
 MESSAGES = [
     each

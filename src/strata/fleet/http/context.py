@@ -1,4 +1,4 @@
-"""What the handlers of the hub work with: its services, one request, and the ids that a path names."""
+"""What the handlers of the fleet work with: its services, one request, and the ids that a path names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from strata.fleet.execs import ExecBoard
 from strata.fleet.http.feed import Feed
 from strata.fleet.http.leased_reads import LeasedReads
 from strata.fleet.http.long_poll import AttemptHosts
-from strata.fleet.http.proxy import ServerProxy
 from strata.fleet.http.validation import ValidationPool
 from strata.fleet.hub_metrics import HubMetrics
 from strata.fleet.metric_history import MetricHistory
@@ -43,7 +42,6 @@ from strata.fleet.ports import (
 )
 from strata.fleet.service import Fleet
 from strata.fleet.streams import AttemptStreams
-from strata.fleet.wire.gangs import GangEventsQuery, GangEventsReply, GangQuery, GangReply, GangsReply
 from strata.http.body import BodyPace
 from strata.http.root import RootLimits
 from strata.http.route import HttpCall
@@ -137,16 +135,6 @@ class Subscriptions(Protocol):
     async def send_test(self, owner: str, name: str) -> str: ...
 
 
-class Gangs(Protocol):
-    """The gangs of a coordinator."""
-
-    async def listed(self) -> GangsReply: ...
-
-    async def described(self, gang_id: str, query: GangQuery) -> GangReply: ...
-
-    async def events(self, gang_id: str, query: GangEventsQuery) -> GangEventsReply: ...
-
-
 @dataclass
 class WriteProbe:
     """Whether the last probe write to the database failed."""
@@ -228,16 +216,9 @@ class HubContext:
     appends: KeyedNotifier[None] = field(default_factory=KeyedNotifier)
     """Of pieces to logs and metrics, by job, epoch and name of the stream."""
     attempts: AttemptHosts = field(default_factory=AttemptHosts)
-    proxy: ServerProxy = field(default_factory=ServerProxy)
     validation: ValidationPool = field(default_factory=ValidationPool)
     coordinator: GangCoordinator | None = None
     """None: this hub starts no gangs."""
-    gangs: Gangs | None = None
-    """None: this hub has no coordinator."""
-    sessions: dict[str, tuple[str, bytes]] = field(default_factory=dict)
-    """By session of a client of training servers: its tenant, and its tags and metadata for the servers it uses."""
-    composed: dict[tuple[str, str], str] = field(default_factory=dict)
-    """By tenant and the id of a model that its client composed: the tag of the server that has it."""
     front_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     """The keys of the servers follow from it, so that no database has them."""
     bundle_digests: dict[str, str] = field(default_factory=dict)

@@ -10,13 +10,14 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.fleet.artifacts.manifest import ArtifactKind
 from strata.fleet.artifacts.ports import LineageFilter
-from strata.fleet.core.jobspec import coordinator_job
+from strata.fleet.core.job import HELD
+from strata.fleet.core.jobspec import coordinator_job, gang_ids
 from strata.fleet.core.lease import RENEW_S
+from strata.fleet.core.lease_status import stale_attempt
 from strata.fleet.core.requirement import Label, LabelValue
 from strata.fleet.http import secrets
 from strata.fleet.http.context import HubCall, HubContext, own_hold, resolve_job_id
 from strata.fleet.http.jobs import job_reply
-from strata.fleet.http.proxy import TLS
 from strata.fleet.ports import (
     AttemptKey,
     HostRow,
@@ -30,6 +31,7 @@ from strata.fleet.ports import (
 from strata.fleet.wire.hosts import RegisterReply, RegisterRequest
 from strata.fleet.wire.jobs import Job
 from strata.fleet.wire.leases import (
+    TLS,
     ClaimReply,
     ClaimRequest,
     CompleteRequest,
@@ -41,6 +43,8 @@ from strata.fleet.wire.leases import (
     HeartbeatsRequest,
     LeaseGiven,
     LeaseVerdict,
+    PartsReply,
+    PartsRequest,
     PublishRequest,
 )
 from strata.http.disconnect import until_disconnect
@@ -164,6 +168,32 @@ async def publish(call: HubCall, body: PublishRequest) -> None:
         # With the name that its certificate has to have: no other machine can be put in its place.
         address = f"{TLS}{serving_name(held.host_id)}@{address.removeprefix(TLS)}"
     await context.fleet.publish_server(held, address, body.models)
+
+
+async def find_parts(call: HubCall, body: PartsRequest) -> PartsReply:
+    """The artifacts that have these parts of a checkpoint, among the last ones that the members of a gang uploaded."""
+    context = call.context
+    held = own_hold(call, await resolve_job_id(call), body.epoch)
+    row = await context.fleet.store.job(held.job_id)
+    if (row.epoch, row.host_id) != (held.epoch, held.host_id) or row.status not in HELD:
+        raise stale_attempt(row.id, held.epoch, row.epoch)
+    missing = dict(body.parts)
+    found: list[str] = []
+    for member in gang_ids(row.id, row.spec):
+        for artifact_id in await context.leased.last_checkpoints(member):
+            files = {
+                file.path: f"sha256:{file.sha256}"
+                for file in (await context.artifacts.open(artifact_id)).manifest.files
+            }
+            if any(files.get(name, digest) != digest for name, digest in body.parts.items()):
+                # Of another checkpoint: its file would lie where the host looks for the wanted one.
+                continue
+            here = missing.keys() & files.keys()
+            if here:
+                found.append(artifact_id)
+            for name in here:
+                del missing[name]
+    return PartsReply(artifacts=() if missing else tuple(found))
 
 
 async def leave(call: HubCall) -> None:

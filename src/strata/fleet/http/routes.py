@@ -1,22 +1,18 @@
-"""Every route of the hub, and the application that serves them.
+"""Every route of the fleet. `hub.routes` has those of the hub, and the application that serves them all.
 
 What hosts request all the time stands first, because the router tries the routes in this order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final
 
 from strata import __version__
 from strata.base.errors import Code, StrataError
-from strata.base.failpoint import failpoint
 from strata.fleet.http import (
     artifacts,
     events,
     execs,
-    gangs,
     history,
     hosts,
     identities,
@@ -28,19 +24,11 @@ from strata.fleet.http import (
     quotas,
     schedules,
     secrets,
-    server_views,
-    servers,
     subscriptions,
     sweeps,
 )
-from strata.fleet.http.context import HubCall, HubContext
+from strata.fleet.http.context import HubCall
 from strata.fleet.wire.overview import HubHealth
-from strata.http.app import BrowserPages, Serving, build_app
-from strata.http.authentication import RequestAuthenticator
-from strata.http.errors import PLAIN
-from strata.http.openapi import BINARY, DocumentSpec, with_document
-from strata.http.reading import ReadingRules
-from strata.http.root import RootApp
 from strata.http.route import (
     ADMIN,
     HOST,
@@ -52,11 +40,9 @@ from strata.http.route import (
     RESEARCHER,
     UPLOADER,
     VIEWER,
-    Access,
     Route,
 )
 
-DOCUMENT_PATH: Final = "/v1/openapi.json"
 _BLOB: Final = 1 << 40
 
 
@@ -68,7 +54,7 @@ async def health(call: HubCall) -> HubHealth:
     return HubHealth(status="stopping" if context.stopping.is_set() else "ok", version=__version__)
 
 
-_ROUTES: Final = (
+ROUTES: Final = (
     # Hosts
     Route("POST", "/v1/heartbeats", HOST, leases.heartbeats, 512 * KIB),
     Route("POST", "/v1/job/claim", HOST, leases.claim),
@@ -78,7 +64,7 @@ _ROUTES: Final = (
     Route("POST", "/v1/job/{id}/complete", HOST, leases.complete, 1 * MIB),
     Route("POST", "/v1/job/{id}/fail", HOST, leases.fail, 1 * MIB),
     Route("PUT", "/v1/job/{id}/server", HOST, leases.publish),
-    Route("POST", "/v1/job/{id}/parts", HOST, gangs.find_parts, 4 * MIB),
+    Route("POST", "/v1/job/{id}/parts", HOST, leases.find_parts, 4 * MIB, operation="gangs.find_parts"),
     Route("PUT", "/v1/job/{id}/exec/{exec}", HOST, execs.put_output, 4 * MIB),
     Route("POST", "/v1/job/{id}/exec/{exec}/start", HOST, execs.start),
     Route("POST", "/v1/job/{id}/exec/{exec}/end", HOST, execs.end),
@@ -136,9 +122,6 @@ _ROUTES: Final = (
     Route("POST", "/v1/manifest", RESEARCHER, manifests.apply, 128 * MIB, owner="project"),
     Route("POST", "/v1/manifest/reload", OPERATOR, manifests.reload),
     Route("GET", "/v1/quotas", VIEWER, quotas.listed),
-    Route("GET", "/v1/gangs", VIEWER, gangs.listed),
-    Route("GET", "/v1/gang/{id}", VIEWER, gangs.described),
-    Route("GET", "/v1/gang/{id}/events", VIEWER, gangs.events),
     Route("POST", "/v1/quotas", OPERATOR, quotas.change),
     Route("GET", "/v1/schedules", VIEWER, schedules.listed),
     Route("POST", "/v1/schedule/{project}/{name}/pause", RESEARCHER, schedules.pause, owner="project"),
@@ -192,67 +175,8 @@ _ROUTES: Final = (
     Route("POST", "/v1/keys", ADMIN, identities.add_key),
     Route("GET", "/v1/keys", ADMIN, identities.keys),
     Route("POST", "/v1/key/{id}/revoke", ADMIN, identities.revoke_key),
-    *server_views.ROUTES,
-    *servers.ROUTES,
     Route("POST", "/v1/join", PUBLIC, identities.join, 20 * KIB, owner="none: an invite makes a new host"),
     Route("GET", "/v1/ca", PUBLIC, identities.authority),
     Route("GET", "/metrics", VIEWER, metrics.expose),
     Route("GET", "/v1/health", PUBLIC, health, operation="about.health"),
 )
-
-
-def _security(access: Access) -> Sequence[str]:
-    if access.public:
-        return ()
-    return ("bearer", *(["operator"] if access.role is not None else []), *(["certificate"] if access.host else []))
-
-
-DOCUMENT: Final = DocumentSpec(
-    title="Strata hub",
-    security_schemes={
-        "bearer": {"type": "http", "scheme": "bearer"},
-        "operator": {"type": "apiKey", "in": "header", "name": "X-Operator-Token"},
-        "certificate": {"type": "mutualTLS"},
-    },
-    security=_security,
-    raw_body={"application/octet-stream": BINARY},
-    raw_reply={
-        "events.events": "text/event-stream",
-        "logs.metrics": "application/x-ndjson",
-        "metrics.expose": "text/plain",
-    },
-)
-ROUTES: Final = with_document(_ROUTES, DOCUMENT_PATH, READER, DOCUMENT, limit=64 * KIB, operation="about.openapi")
-
-
-def application(context: HubContext, routes: Sequence[Route] = ROUTES, *, pages: BrowserPages | None = None) -> RootApp:
-    """`pages` is the dashboard: its routes come after those of the API."""
-    if pages is not None:
-        routes = (*routes, *pages.routes)
-    authenticator = RequestAuthenticator(
-        routes,
-        context.authenticator,
-        address=context.address,
-        # The header of the `tinker` SDK, for the routes that are forwarded to training servers.
-        key_header="X-API-Key",
-        key_header_below="/api/v1/",
-        public_read=context.public_read,
-        session_cookie="" if pages is None else pages.session_cookie,
-    )
-
-    def before_reply(route: Route) -> None:
-        if route.method != "GET":
-            context.feed.notify_written()
-            failpoint("fleet.http.before_reply")
-
-    serving = Serving(
-        context=context,
-        server="hub",
-        document_path=DOCUMENT_PATH,
-        rules=ReadingRules(pace=context.pace),
-        limits=context.limits,
-        before_reply=before_reply,
-        errors=replace(PLAIN, page=None if pages is None else pages.error_page),
-        on_reply=context.hub_metrics.requests.count,
-    )
-    return build_app(routes, serving, authenticator.identify)

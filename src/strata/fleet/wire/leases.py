@@ -16,6 +16,8 @@ from strata.fleet.wire.base import ClaimId, Epoch, ErrorText, HubReply, Message,
 
 MAX_CLAIM: Final = 256
 MAX_LEASES: Final = 1024
+TLS: Final = "tls://"
+"""Begins the address of a server on another machine, which the relay of its agent forwards to."""
 PartName = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 BaseModel = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 

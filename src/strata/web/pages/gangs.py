@@ -9,16 +9,16 @@ from typing import Annotated, Final
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.fleet.wire.gangs import (
-    GangBarrier,
-    GangCount,
-    GangEpoch,
-    GangEventsReply,
-    GangGoodput,
-    GangReply,
-    GangSpan,
-    GangsReply,
-    GangWorker,
+from strata.coord.view import (
+    BarrierView,
+    EpochView,
+    GangEventsView,
+    GangsView,
+    GangView,
+    GoodputView,
+    LaneSpanView,
+    WorkerCountView,
+    WorkerView,
 )
 from strata.http.route import VIEWER, Route
 from strata.web.page import Page, View
@@ -28,9 +28,10 @@ LIMIT: Final = 50
 WIDTH: Final = 1000.0
 EVERY_S: Final = 5.0
 NAMED: Final = 3
-WORDS: Final = {"initializing": "initialising", "loading_data": "loading"}
+WORDS: Final = {"INITIALIZING": "initialising", "LOADING_DATA": "loading"}
 """The states of a worker as people say them, where that differs from the contract."""
 STATES: Final = ("initialising", "idle", "loading", "training", "checkpointing", "recovering", "error")
+SHARDS: Final = ("done", "leased", "waiting", "aside")
 PARTS: Final = ("useful", "checkpoint", "detect", "restart", "rolled_back", "waiting")
 Word = Annotated[str, msgspec.Meta(max_length=256)]
 
@@ -54,7 +55,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class WorkerLane:
-    worker: GangWorker
+    worker: WorkerView
     state: str
     bars: Sequence[Bar]
 
@@ -62,12 +63,12 @@ class WorkerLane:
 async def gangs(page: Page) -> View:
     """The jobs of the coordinator."""
     try:
-        reply = await page.get("/v1/gangs", GangsReply)
+        reply = await page.get("/v1/gangs", GangsView)
     except StrataError as error:
         if error.code is not Code.UNAVAILABLE:
             raise
         # That of `strata up` starts with the first gang.
-        reply = GangsReply(gangs=(), coordinator="")
+        reply = GangsView(gangs=(), coordinator="")
         away = True
     else:
         away = False
@@ -76,7 +77,7 @@ async def gangs(page: Page) -> View:
         title="Gangs",
         section="/gangs",
         every_s=EVERY_S,
-        gangs=sorted(reply.gangs, key=lambda each: (each.status != "running", each.id)),
+        gangs=sorted(reply.gangs, key=lambda each: (each.status != "RUNNING", each.job_id)),
         coordinator=reply.coordinator,
         away=away,
     )
@@ -85,26 +86,34 @@ async def gangs(page: Page) -> View:
 async def gang(page: Page, query: GangPageQuery) -> View:
     """One gang. A large one shows its workers by page, those first that hold it up."""
     path = f"/v1/gang/{page.path['id']}"
-    found = await page.get(path, GangReply, search=query.q, offset=query.offset, limit=LIMIT)
-    events = await page.get(f"{path}/events", GangEventsReply, before=query.before, limit=20)
+    found = await page.get(path, GangView, search=query.q, offset=query.offset, limit=LIMIT)
+    events = await page.get(f"{path}/events", GangEventsView, before=query.before, limit=20)
     span = _span(found)
-    lanes = [WorkerLane(each, WORDS.get(each.status, each.status), _bars(each.lane, span)) for each in found.workers]
+    spans = {each.worker_id: each.spans for each in found.lanes}
+    workers = found.job.workers
+    lanes = [WorkerLane(each, _state(each.status), _bars(spans.get(each.worker_id, ()), span)) for each in workers]
     return page.render(
         "gang.html",
-        title=found.gang.id,
+        title=found.job.job_id,
         section="/gangs",
         every_s=EVERY_S,
-        gang=found.gang,
+        gang=found.job,
         found=found,
         query=query,
+        checkpoint_step=next((each.manifest.step for each in found.job.checkpoints if each.committed), None),
         headline=headline(found),
-        barriers=[barrier_words(each, found.workers) for each in found.barriers],
-        counts=_counts(found.counts),
+        barriers=[barrier_words(each, workers) for each in found.job.barriers],
+        members=sum(each.count for each in found.worker_counts),
+        counts=_counts(found.worker_counts),
         lanes=lanes,
         span=span,
         axis_marks=_marks(found, span),
         states=STATES,
-        datasets=[(dataset, epoch, _epoch_bars(epoch)) for dataset in found.datasets for epoch in dataset.epochs],
+        shards=SHARDS,
+        words_of=words_of,
+        datasets=[
+            (dataset, epoch, _epoch_bars(epoch)) for dataset in found.job.datasets for epoch in dataset.open_epochs
+        ],
         goodput=None if found.goodput is None else _goodput_bars(found.goodput),
         events=events.events,
         next_before=events.next_before,
@@ -112,55 +121,68 @@ async def gang(page: Page, query: GangPageQuery) -> View:
     )
 
 
-def headline(found: GangReply) -> str:
+def words_of(kind: str | None) -> str:
+    """The kind of an event as people say it."""
+    return (kind or "UNKNOWN").lower().replace("_", " ")
+
+
+def headline(found: GangView) -> str:
     """Who holds the gang up, in a sentence; empty: nobody."""
-    suspects = [each for each in found.workers if each.liveness == "suspect"]
+    workers, barriers = found.job.workers, found.job.barriers
+    suspects = [each for each in workers if each.liveness == "SUSPECT"]
     # Before the barriers: ranks that step together are at one most of the time, and wait there for the slow one.
-    stragglers = [each for each in found.workers if each.finding]
+    stragglers = [each for each in workers if each.finding]
     if stragglers:
         more = f" (and {len(stragglers) - 1} more)" if len(stragglers) > 1 else ""
         return f"{stragglers[0].finding_reason}{more}"
-    if found.barriers:
-        return barrier_words(max(found.barriers, key=lambda each: each.open_s), found.workers)
+    if barriers:
+        return barrier_words(max(barriers, key=lambda each: each.open_ms), workers)
     if suspects:
         more = f" and {len(suspects) - 1} more" if len(suspects) > 1 else ""
-        return f"{suspects[0].id}{more} may be gone: {suspects[0].reason}"
-    slow = [each for each in found.workers if each.slowdown is not None and each.slowdown >= 1.5]
+        return f"{suspects[0].worker_id}{more} may be gone: {suspects[0].liveness_reason}"
+    slow = [each for each in workers if each.slowdown is not None and each.slowdown >= 1.5]
     if slow:
-        return f"{slow[0].id} takes {slow[0].slowdown:.1f}\N{MULTIPLICATION SIGN} as long for a step as the others"
+        return (
+            f"{slow[0].worker_id} takes {slow[0].slowdown:.1f}\N{MULTIPLICATION SIGN} as long for a step as the others"
+        )
     return ""
 
 
-def barrier_words(barrier: GangBarrier, workers: Sequence[GangWorker]) -> str:
+def barrier_words(barrier: BarrierView, workers: Sequence[WorkerView]) -> str:
     """How many arrived, who is missing since when, and of a single one when it was last seen and how slow it is."""
-    arrived = f"Barrier {barrier.id}: {barrier.arrived} of {barrier.expected} arrived"
+    arrived = f"Barrier {barrier.barrier_id}: {barrier.arrived} of {barrier.expected} arrived"
     left = barrier.expected - barrier.arrived
     if not barrier.missing or left <= 0:
         return arrived
     names = ", ".join(barrier.missing[:NAMED])
     more = f" and {left - NAMED} more" if left > NAMED else ""
-    words = f"{arrived}, waiting for {names}{more} since {duration(barrier.open_s)}"
-    known = {each.id: each for each in workers}
+    words = f"{arrived}, waiting for {names}{more} since {duration(barrier.open_ms / 1000)}"
+    known = {each.worker_id: each for each in workers}
     worker = known.get(barrier.missing[0]) if left == 1 else None
     if worker is None:
         return words
     slower = worker.slowdown is not None and worker.slowdown >= 1.1
     pace = f", {worker.slowdown:.1f}\N{MULTIPLICATION SIGN} slower" if slower else ""
-    return f"{words} (last seen {duration(worker.silent_s)} ago{pace})"
+    return f"{words} (last seen {duration(worker.silent_ms / 1000)} ago{pace})"
 
 
-def _counts(counts: Sequence[GangCount]) -> list[tuple[str, int]]:
+def _counts(counts: Sequence[WorkerCountView]) -> list[tuple[str, int]]:
     """By state; a worker that may be gone counts as suspect, whatever it said last."""
     found: dict[str, int] = {}
     for each in counts:
-        word = "suspect" if each.liveness == "suspect" else WORDS.get(each.status, each.status)
+        word = "suspect" if each.liveness == "SUSPECT" else _state(each.status)
         found[word] = found.get(word, 0) + each.count
     return sorted(found.items(), key=lambda item: -item[1])
 
 
-def _span(found: GangReply) -> tuple[float, float]:
-    start_s = found.lanes_start_s if found.lanes_start_s is not None else found.observed_at_s
-    return start_s, max(found.observed_at_s, start_s + 1.0)
+def _state(status: str | None) -> str:
+    return "unknown" if status is None else WORDS.get(status, status.lower())
+
+
+def _span(found: GangView) -> tuple[float, float]:
+    end_s = found.job.observed_at_unix_ms / 1000
+    start_s = end_s if found.lanes_start_unix_ms is None else found.lanes_start_unix_ms / 1000
+    return start_s, max(end_s, start_s + 1.0)
 
 
 def _x(at_s: float, span: tuple[float, float]) -> float:
@@ -168,27 +190,28 @@ def _x(at_s: float, span: tuple[float, float]) -> float:
     return min(WIDTH, max(0.0, (at_s - start_s) / (end_s - start_s) * WIDTH))
 
 
-def _bars(lane: Sequence[GangSpan], span: tuple[float, float]) -> list[Bar]:
+def _bars(lane: Sequence[LaneSpanView], span: tuple[float, float]) -> list[Bar]:
     bars = []
     for number, each in enumerate(lane):
-        end_s = span[1] if number == len(lane) - 1 and each.end_s >= span[1] - 10.0 else each.end_s
-        x = _x(each.start_s, span)
-        word = WORDS.get(each.status, each.status)
-        bars.append(Bar(word, x, _x(end_s, span) - x, f"{word} for {duration(end_s - each.start_s)}"))
+        start_s, end_s = each.start_unix_ms / 1000, each.end_unix_ms / 1000
+        if number == len(lane) - 1 and end_s >= span[1] - 10.0:
+            end_s = span[1]
+        x, word = _x(start_s, span), _state(each.status)
+        bars.append(Bar(word, x, _x(end_s, span) - x, f"{word} for {duration(end_s - start_s)}"))
     return bars
 
 
-def _marks(found: GangReply, span: tuple[float, float]) -> list[Bar]:
+def _marks(found: GangView, span: tuple[float, float]) -> list[Bar]:
     """Checkpoints and incidents on the axis of the lanes."""
     marks = [
-        Bar("checkpoint", _x(each.at_s, span), 0.0, f"checkpoint of step {each.step}")
-        for each in found.checkpoints
-        if each.at_s is not None and each.at_s >= span[0]
+        Bar("checkpoint", _x(each.committed_at_unix_ms / 1000, span), 0.0, f"checkpoint of step {each.step}")
+        for each in (checkpoint.manifest for checkpoint in found.job.checkpoints)
+        if each.committed_at_unix_ms / 1000 >= span[0]
     ]
     marks += [
-        Bar("incident", _x(each.at_s, span), 0.0, f"{each.kind.replace('_', ' ')}: {each.message}")
+        Bar("incident", _x(each.at_unix_ms / 1000, span), 0.0, f"{words_of(each.kind)}: {each.message}")
         for each in found.incidents
-        if each.at_s >= span[0]
+        if each.at_unix_ms / 1000 >= span[0]
     ]
     return marks
 
@@ -205,13 +228,13 @@ def _stack(parts: Sequence[tuple[str, float, str]]) -> list[Bar]:
     return bars
 
 
-def _epoch_bars(epoch: GangEpoch) -> list[Bar]:
-    counts = (("done", epoch.done), ("leased", epoch.leased), ("waiting", epoch.waiting), ("aside", epoch.quarantined))
-    return _stack([(name, count, f"{count} {name}") for name, count in counts])
+def _epoch_bars(epoch: EpochView) -> list[Bar]:
+    counts = (epoch.done_shards, epoch.leased_shards, epoch.waiting_shards, epoch.quarantined_shards)
+    return _stack([(name, count, f"{count} {name}") for name, count in zip(SHARDS, counts, strict=True)])
 
 
-def _goodput_bars(found: GangGoodput) -> list[Bar]:
-    spent = [(part, float(getattr(found, f"{part}_s"))) for part in PARTS]
+def _goodput_bars(found: GoodputView) -> list[Bar]:
+    spent = [(part, getattr(found, f"{part}_ms") / 1000) for part in PARTS]
     return _stack([(part, each_s, f"{part.replace('_', ' ')} {duration(each_s)}") for part, each_s in spent])
 
 

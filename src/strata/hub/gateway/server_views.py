@@ -14,9 +14,7 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.job import UNFINISHED
-from strata.fleet.http.context import HubCall, resolve_job_id
-from strata.fleet.http.proxy import ForwardedRequest, Tenant, read_whole
-from strata.fleet.http.servers import ASK_S, BASE, MAX_COMPLETION, OPENAI, complete_at
+from strata.fleet.http.context import resolve_job_id
 from strata.fleet.ports import JobFilter, JobRow, ServerRow
 from strata.fleet.wire.servers import (
     ServerActivityQuery,
@@ -28,6 +26,9 @@ from strata.fleet.wire.servers import (
     ServersReply,
 )
 from strata.http.route import KIB, RESEARCHER, VIEWER, RawReply, Route
+from strata.hub.context import GatewayCall
+from strata.hub.gateway.proxy import ForwardedRequest, Tenant, read_whole
+from strata.hub.gateway.servers import ASK_S, BASE, MAX_COMPLETION, OPENAI, complete_at
 from strata.identity.roles import CallerKind, Role
 
 NO_KEY: Final = "\x01"
@@ -37,7 +38,7 @@ TOKENIZER_S: Final = 120.0
 _AT_ONCE: Final = 16
 
 
-async def listed(call: HubCall) -> ServersReply:
+async def listed(call: GatewayCall) -> ServersReply:
     """The training servers, with what those that serve say of their work."""
     fleet = call.context.fleet
     rows = {row.job.id: row for row in await fleet.store.servers()}
@@ -64,54 +65,54 @@ async def listed(call: HubCall) -> ServersReply:
     )
 
 
-async def status(call: HubCall) -> RawReply:
+async def status(call: GatewayCall) -> RawReply:
     """What a server says of its ranks, queue and tenants"""
     return await _view(call, "status")
 
 
-async def activity(call: HubCall, query: ServerActivityQuery) -> RawReply:
+async def activity(call: GatewayCall, query: ServerActivityQuery) -> RawReply:
     """The last operations of a server with their times, its models, endpoints and throughput"""
     return await _view(call, f"activity?operations={query.operations}")
 
 
-async def throughput(call: HubCall) -> RawReply:
+async def throughput(call: GatewayCall) -> RawReply:
     """Tokens that a server trained and sampled per second, over the last hour"""
     return await _view(call, "throughput")
 
 
-async def curves(call: HubCall, query: ServerCurvesQuery) -> RawReply:
+async def curves(call: GatewayCall, query: ServerCurvesQuery) -> RawReply:
     """The metrics of a model over its optimizer steps"""
     names = quote(query.names, safe=",")
     run_id = quote(call.path["run_id"], safe=":")
     return await _view(call, f"training_runs/{run_id}/curves?points={query.points}&names={names}")
 
 
-async def rollouts(call: HubCall, query: ServerRolloutsQuery) -> RawReply:
+async def rollouts(call: GatewayCall, query: ServerRolloutsQuery) -> RawReply:
     """The rollouts that the caller chose to keep at a server, newest first"""
     return await _view(call, f"rollouts?limit={query.limit}&model={quote(query.model, safe=':')}")
 
 
-async def rollout(call: HubCall) -> RawReply:
+async def rollout(call: GatewayCall) -> RawReply:
     """A kept rollout of the caller, token by token"""
     return await _view(call, f"rollouts/{quote(call.path['rollout_id'], safe=':')}", within_s=TOKENIZER_S)
 
 
-async def models(call: HubCall) -> RawReply:
+async def models(call: GatewayCall) -> RawReply:
     """What the caller can sample at a server: the base model and the caller's checkpoints"""
     return await _view(call, "models", base=OPENAI)
 
 
-async def completions(call: HubCall, body: ServerCompletion) -> RawReply:
+async def completions(call: GatewayCall, body: ServerCompletion) -> RawReply:
     """Continue a text at this server, as `POST /v1/completions` does"""
     return await complete_at(call, await _find_server(call), "completions", body)
 
 
-async def chat_completions(call: HubCall, body: ServerCompletion) -> RawReply:
+async def chat_completions(call: GatewayCall, body: ServerCompletion) -> RawReply:
     """Reply to a chat at this server, as `POST /v1/chat/completions` does"""
     return await complete_at(call, await _find_server(call), "chat/completions", body)
 
 
-async def _view(call: HubCall, path: str, *, base: str = BASE, within_s: float = ASK_S) -> RawReply:
+async def _view(call: GatewayCall, path: str, *, base: str = BASE, within_s: float = ASK_S) -> RawReply:
     row = await _find_server(call)
     if not row.serving:
         what = "is asleep" if row.asleep else "does not serve now"
@@ -124,7 +125,7 @@ async def _view(call: HubCall, path: str, *, base: str = BASE, within_s: float =
         raise StrataError(Code.UNAVAILABLE, message, hint="try again") from None
 
 
-async def _find_server(call: HubCall) -> ServerRow:
+async def _find_server(call: GatewayCall) -> ServerRow:
     job_id = await resolve_job_id(call)
     row = next((each for each in await call.context.fleet.store.servers() if each.job.id == job_id), None)
     if row is None:
@@ -132,7 +133,7 @@ async def _find_server(call: HubCall) -> ServerRow:
     return row
 
 
-async def _ask(call: HubCall, row: ServerRow, viewer: Tenant, target: str) -> bytes:
+async def _ask(call: GatewayCall, row: ServerRow, viewer: Tenant, target: str) -> bytes:
     context = call.context
     request = ForwardedRequest(method="GET", target=target, headers={})
     key = context.front_key(row.job.id, row.epoch)
@@ -144,7 +145,7 @@ async def _ask(call: HubCall, row: ServerRow, viewer: Tenant, target: str) -> by
     return content
 
 
-async def _viewer(call: HubCall) -> Tenant:
+async def _viewer(call: GatewayCall) -> Tenant:
     caller = call.caller
     key = await call.context.identity.key(caller.id) if caller.kind is CallerKind.KEY else None
     sees_all = caller.role is not None and caller.role >= Role.OPERATOR

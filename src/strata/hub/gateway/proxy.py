@@ -20,6 +20,7 @@ from urllib.parse import quote, unquote
 from strata.base import trace
 from strata.base.errors import Code, StrataError
 from strata.base.unix_socket import open_socket, parse_unix_address
+from strata.fleet.wire.leases import TLS
 from strata.http.budget import BodyBudget
 from strata.http.route import RawReply
 from strata.identity.roles import Role
@@ -35,8 +36,6 @@ CONNECTIONS: Final = 512
 """To one server."""
 MAX_COMPLETIONS: Final = CONNECTIONS // 4
 """Of one tenant at a time: each has a connection to its server until its samples have ended."""
-TLS: Final = "tls://"
-"""The address of a server on another machine: `tls://NAME@HOST:PORT`, with the name in the certificate of that host."""
 MAX_MERGED: Final = 16 << 20
 """Of a reply that the hub itself reads."""
 SMALL: Final = 1 << 20
@@ -235,6 +234,7 @@ class ServerProxy:
 
         limits = httpx.Limits(max_connections=CONNECTIONS, max_keepalive_connections=32)
         timeout = httpx.Timeout(REPLY_S, connect=CONNECT_S)
+        # The address of a server on another machine names the certificate of its host: `tls://NAME@HOST:PORT`.
         name, _, place = address.removeprefix(TLS).partition("@")
         if socket is not None:
             uds = f"/proc/self/fd/{socket}"

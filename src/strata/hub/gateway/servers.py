@@ -30,8 +30,6 @@ from strata.base.ids import Ids
 from strata.fleet.core.job import UNFINISHED
 from strata.fleet.core.jobspec import MIN_IDLE_S
 from strata.fleet.core.ownership import OPERATOR, Submitter
-from strata.fleet.http.context import HubCall, HubContext
-from strata.fleet.http.proxy import ARCHIVE, MAX_BODY, TOKEN, ForwardedRequest, Tenant, passed_headers, read_whole
 from strata.fleet.ports import JobFilter, ServerRow
 from strata.fleet.wire.servers import ServerCompletion
 from strata.http.disconnect import until_disconnect
@@ -39,6 +37,8 @@ from strata.http.errors import STATUS_OF
 from strata.http.problem import ErrorReply
 from strata.http.route import KIB, MIB, PUBLIC, READS, RESEARCHER, VIEWER, RawReply, Route, Upload
 from strata.http.zstd import decompress_frames, decompress_pieces
+from strata.hub.context import GatewayCall, GatewayContext
+from strata.hub.gateway.proxy import ARCHIVE, MAX_BODY, TOKEN, ForwardedRequest, Tenant, passed_headers, read_whole
 from strata.identity.roles import CallerKind, Role
 
 BASE: Final = "/api/v1"
@@ -88,7 +88,7 @@ def _at_server(session: str, tag: str) -> str:
     return session if _TAGGED.fullmatch(session.encode()) else f"{session}.{tag}"
 
 
-async def forward(call: HubCall, body: Upload) -> RawReply:
+async def forward(call: GatewayCall, body: Upload) -> RawReply:
     """Forward a request to the training server that its ids or its base model name."""
     tenant = await _tenant(call)
     async with _read_body(call, body) as content:
@@ -96,7 +96,7 @@ async def forward(call: HubCall, body: Upload) -> RawReply:
         return await until_disconnect(call, call.context.stopping, _forward(call.context, request, tenant))
 
 
-async def download(call: HubCall, body: Upload) -> RawReply:
+async def download(call: GatewayCall, body: Upload) -> RawReply:
     """The content of a URL that a training server has signed. Anybody may ask, so that wakes no server."""
     context = call.context
     async for _ in body:
@@ -119,7 +119,7 @@ async def download(call: HubCall, body: Upload) -> RawReply:
     return await until_disconnect(call, context.stopping, sending)
 
 
-async def tokenizer_file(call: HubCall, body: Upload) -> RawReply:
+async def tokenizer_file(call: GatewayCall, body: Upload) -> RawReply:
     """A file of the tokenizer of a base model, at the address that a Hugging Face Hub has."""
     context = call.context
     tenant = await _tenant(call)
@@ -149,12 +149,12 @@ async def tokenizer_file(call: HubCall, body: Upload) -> RawReply:
     raise StrataError(Code.NOT_FOUND, f"no training server of this hub has the model {repository[:200]!r}")
 
 
-async def tokenizer_head(call: HubCall, body: Upload) -> RawReply:
+async def tokenizer_head(call: GatewayCall, body: Upload) -> RawReply:
     """Whether there is such a file, and which one."""
     return await tokenizer_file(call, body)
 
 
-async def create_session(call: HubCall, body: Upload) -> RawReply:
+async def create_session(call: GatewayCall, body: Upload) -> RawReply:
     """Open a session at the hub; servers learn of it when it uses them."""
     context = call.context
     rows = await context.fleet.store.servers()
@@ -170,19 +170,19 @@ async def create_session(call: HubCall, body: Upload) -> RawReply:
     return _json({"type": "create_session", "session_id": session})
 
 
-async def session_heartbeat(call: HubCall, body: Upload) -> RawReply:
+async def session_heartbeat(call: GatewayCall, body: Upload) -> RawReply:
     """Keep a session alive at all servers that have it."""
     await _send_to_all(call, body, "session_heartbeat")
     return _json({"type": "session_heartbeat"})
 
 
-async def kill_session(call: HubCall, body: Upload) -> RawReply:
+async def kill_session(call: GatewayCall, body: Upload) -> RawReply:
     """End a session at all servers that have it, and unload its models."""
     await _send_to_all(call, body, "kill_session")
     return RawReply(b"", 204)
 
 
-async def finish_session(call: HubCall, body: Upload) -> RawReply:
+async def finish_session(call: GatewayCall, body: Upload) -> RawReply:
     """Finish a session at all servers that have it."""
     session = call.path["session_id"]
     async with _read_body(call, body) as content:
@@ -192,7 +192,7 @@ async def finish_session(call: HubCall, body: Upload) -> RawReply:
     return RawReply(b"", 204)
 
 
-async def capabilities(call: HubCall) -> RawReply:
+async def capabilities(call: GatewayCall) -> RawReply:
     """The models that can be trained here, of all servers; those that sleep by their names alone."""
     rows = await call.context.fleet.store.servers()
     replies = await _ask_all(call, "GET", lambda _: (f"{BASE}/get_server_capabilities", b""))
@@ -201,7 +201,7 @@ async def capabilities(call: HubCall) -> RawReply:
     return _json({"supported_models": models})
 
 
-async def listed(call: HubCall, body: Upload) -> RawReply:
+async def listed(call: GatewayCall, body: Upload) -> RawReply:
     """Training runs, checkpoints or sessions of the caller: of the only server, or of all that are awake."""
     rows = await call.context.fleet.store.servers()
     if len([row for row in rows if not _ended(row)]) <= 1:
@@ -223,7 +223,7 @@ async def listed(call: HubCall, body: Upload) -> RawReply:
     return _json(merged)
 
 
-async def show_session(call: HubCall, body: Upload) -> RawReply:
+async def show_session(call: GatewayCall, body: Upload) -> RawReply:
     """One session with its models and samplers, at all servers that have it."""
     session = call.path["session_id"]
     if _TAGGED.fullmatch(session.encode()):
@@ -241,7 +241,7 @@ async def show_session(call: HubCall, body: Upload) -> RawReply:
     return _json(merged)
 
 
-def _opened_by(context: HubContext, session: str) -> str:
+def _opened_by(context: GatewayContext, session: str) -> str:
     """The tenant that opened this session at this hub; empty if none did since the hub started."""
     return context.sessions[session][0] if session in context.sessions else ""
 
@@ -257,13 +257,13 @@ def _whole_number(query: Mapping[str, str], name: str, default: int) -> int:
     return min(int(text), MAX_PAGE) if text.isdecimal() and len(text) < 10 else default
 
 
-async def telemetry(call: HubCall, body: Upload) -> RawReply:
+async def telemetry(call: GatewayCall, body: Upload) -> RawReply:
     """Accepted and discarded."""
     async with _read_body(call, body):
         return _json({"status": "accepted"})
 
 
-async def _forward(context: HubContext, request: ForwardedRequest, tenant: Tenant) -> RawReply:
+async def _forward(context: GatewayContext, request: ForwardedRequest, tenant: Tenant) -> RawReply:
     document = _document(request)
     rows = await context.fleet.store.servers()
     tag, composed = await _find_server(request)
@@ -290,13 +290,13 @@ def _with_tag(composed: str, tag: str) -> str:
     return f"{session}.{tag}:{rest}"
 
 
-def _remember(context: HubContext, tenant: Tenant, composed: str, tag: str) -> None:
+def _remember(context: GatewayContext, tenant: Tenant, composed: str, tag: str) -> None:
     if len(context.composed) >= _MAX_COMPOSED:
         context.composed.pop(next(iter(context.composed)))
     context.composed[tenant.name, composed] = tag
 
 
-async def _locate(context: HubContext, rows: Sequence[ServerRow], tenant: Tenant, composed: str) -> str:
+async def _locate(context: GatewayContext, rows: Sequence[ServerRow], tenant: Tenant, composed: str) -> str:
     """The tag of the server that has this model of the tenant; empty if none has. Sleeping ones are woken for it."""
     known = context.composed.get((tenant.name, composed))
     if known is not None:
@@ -322,7 +322,7 @@ async def _locate(context: HubContext, rows: Sequence[ServerRow], tenant: Tenant
     return ""
 
 
-async def complete(call: HubCall, body: Upload) -> RawReply:
+async def complete(call: GatewayCall, body: Upload) -> RawReply:
     """Forward a completion to the training server of its model."""
     context = call.context
     tenant = await _tenant(call)
@@ -338,7 +338,7 @@ async def complete(call: HubCall, body: Upload) -> RawReply:
         return replace(reply, close=stack.pop_all().aclose)
 
 
-async def complete_at(call: HubCall, server: ServerRow, name: str, body: ServerCompletion) -> RawReply:
+async def complete_at(call: GatewayCall, server: ServerRow, name: str, body: ServerCompletion) -> RawReply:
     """A completion of this server, whatever its model is called; in one piece."""
     context = call.context
     tenant = await _tenant(call)
@@ -380,7 +380,7 @@ class _FailedCompletion(msgspec.Struct):
 _failed: Final = msgspec.json.Decoder(_FailedCompletion)
 
 
-async def list_models(call: HubCall) -> RawReply:
+async def list_models(call: GatewayCall) -> RawReply:
     """The models that can be sampled, of all training servers; of those that sleep only the base models."""
     rows = await call.context.fleet.store.servers()
     replies = await _ask_all(call, "GET", lambda _: (f"{OPENAI}/models", b""))
@@ -390,7 +390,7 @@ async def list_models(call: HubCall) -> RawReply:
     return _json({"object": "list", "data": cards})
 
 
-async def show_model(call: HubCall) -> RawReply:
+async def show_model(call: GatewayCall) -> RawReply:
     """One model that can be sampled."""
     model = call.path["model"]
     # A client may have encoded the slashes of the path.
@@ -398,7 +398,7 @@ async def show_model(call: HubCall) -> RawReply:
     return await _forward_model(call.context, request, await _tenant(call), model)
 
 
-async def _forward_model(context: HubContext, request: ForwardedRequest, tenant: Tenant, model: str) -> RawReply:
+async def _forward_model(context: GatewayContext, request: ForwardedRequest, tenant: Tenant, model: str) -> RawReply:
     """To the server of a base model or of a checkpoint, where a session may have to be opened."""
     rows = await context.fleet.store.servers()
     found = _TAGGED.search(model.encode()) if len(rows) > 1 else None
@@ -407,7 +407,7 @@ async def _forward_model(context: HubContext, request: ForwardedRequest, tenant:
 
 
 async def _send_with_session(
-    context: HubContext, server: ServerRow, request: ForwardedRequest, tenant: Tenant
+    context: GatewayContext, server: ServerRow, request: ForwardedRequest, tenant: Tenant
 ) -> RawReply:
     """With the id for a session that the server may have to open."""
     session = _at_server(Ids(context.clock).new("session"), tag_of(server.job.id))
@@ -432,7 +432,7 @@ class _NamesModel(msgspec.Struct):
 _named: Final = msgspec.json.Decoder(_NamesModel)
 
 
-async def _send(context: HubContext, server: ServerRow, request: ForwardedRequest, tenant: Tenant) -> RawReply:
+async def _send(context: GatewayContext, server: ServerRow, request: ForwardedRequest, tenant: Tenant) -> RawReply:
     if tenant.role >= Role.RESEARCHER and context.fleet.now_s() - server.used_at_s > TOUCH_S:
         await context.fleet.touch_server(server)
     key = context.front_key(server.job.id, server.epoch)
@@ -444,7 +444,7 @@ async def _send(context: HubContext, server: ServerRow, request: ForwardedReques
 
 
 @asynccontextmanager
-async def _in_use(context: HubContext, server: ServerRow, tenant: Tenant) -> AsyncIterator[None]:
+async def _in_use(context: GatewayContext, server: ServerRow, tenant: Tenant) -> AsyncIterator[None]:
     """The server stays awake as long as a request of a researcher is under way: a long poll, a large body."""
 
     async def touch() -> None:
@@ -466,14 +466,14 @@ async def _in_use(context: HubContext, server: ServerRow, tenant: Tenant) -> Asy
 
 
 async def _pieces_in_use(
-    context: HubContext, server: ServerRow, tenant: Tenant, pieces: AsyncIterable[bytes]
+    context: GatewayContext, server: ServerRow, tenant: Tenant, pieces: AsyncIterable[bytes]
 ) -> AsyncIterator[bytes]:
     async with _in_use(context, server, tenant):
         async for piece in pieces:
             yield piece
 
 
-async def _select(context: HubContext, rows: Sequence[ServerRow], tag: str, base_model: object) -> ServerRow:
+async def _select(context: GatewayContext, rows: Sequence[ServerRow], tag: str, base_model: object) -> ServerRow:
     """The server with this tag, or the one of the base model, or one that can answer; NOT_FOUND if there is none."""
     if tag:
         named = [row for row in rows if tag_of(row.job.id) == tag]
@@ -506,13 +506,13 @@ def _ended(row: ServerRow) -> bool:
     return row.job.status not in UNFINISHED and not row.asleep
 
 
-async def _pending_servers(context: HubContext, model: str) -> bool:
+async def _pending_servers(context: GatewayContext, model: str) -> bool:
     """Whether a server for this model, or any, waits for a host or starts for the first time."""
     rows = await context.fleet.store.jobs(JobFilter(status=UNFINISHED, model=model, limit=1000))
     return any(row.spec.kind == "server" for row in rows)
 
 
-async def _awake(context: HubContext, server: ServerRow, tenant: Tenant) -> ServerRow:
+async def _awake(context: GatewayContext, server: ServerRow, tenant: Tenant) -> ServerRow:
     """The server when it serves; UNAVAILABLE if that takes long, so that the client tries again.
 
     FORBIDDEN if it is asleep and the caller only reads, or if the quota of its owner is full.
@@ -531,7 +531,7 @@ async def _awake(context: HubContext, server: ServerRow, tenant: Tenant) -> Serv
     return server
 
 
-async def _wake(context: HubContext, server: ServerRow, tenant: Tenant) -> None:
+async def _wake(context: GatewayContext, server: ServerRow, tenant: Tenant) -> None:
     asleep = f"the training server of {server.models[0] if server.models else server.job.spec.label} is asleep"
     if tenant.role < Role.RESEARCHER:
         raise StrataError(Code.FORBIDDEN, asleep, hint="a request of a researcher wakes it")
@@ -547,7 +547,7 @@ async def _wake(context: HubContext, server: ServerRow, tenant: Tenant) -> None:
         raise StrataError(Code.FORBIDDEN, f"{asleep}, and may not start: {error.message}", hint=error.hint) from error
 
 
-async def _close_unused(context: HubContext, rows: Iterable[ServerRow]) -> None:
+async def _close_unused(context: GatewayContext, rows: Iterable[ServerRow]) -> None:
     for connections in context.proxy.forget({row.address for row in rows if row.serving}):
         await connections.close()
 
@@ -558,7 +558,7 @@ def _starting(model: str) -> StrataError:
 
 
 async def _with_session(
-    context: HubContext, server: ServerRow, tenant: Tenant, request: ForwardedRequest, document: Mapping[str, Any]
+    context: GatewayContext, server: ServerRow, tenant: Tenant, request: ForwardedRequest, document: Mapping[str, Any]
 ) -> ForwardedRequest:
     """The request with the id of its session at this server, where the session is opened if it is not yet."""
     session = str(document["session_id"])
@@ -583,7 +583,7 @@ async def _with_session(
     return ForwardedRequest(method=request.method, target=request.target, headers=headers, content=encoded)
 
 
-async def _send_to_all(call: HubCall, body: Upload, verb: str) -> None:
+async def _send_to_all(call: GatewayCall, body: Upload, verb: str) -> None:
     async with _read_body(call, body) as content:
         document = _decode(content)
         session = document.get("session_id")
@@ -596,7 +596,7 @@ async def _send_to_all(call: HubCall, body: Upload, verb: str) -> None:
         await _ask_all(call, "POST", request)
 
 
-async def _ask_all(call: HubCall, method: str, request: Any) -> Sequence[Mapping[str, Any]]:
+async def _ask_all(call: GatewayCall, method: str, request: Any) -> Sequence[Mapping[str, Any]]:
     """The replies of all servers that serve. `request` makes target and content for the server with a tag."""
     context = call.context
     tenant = await _tenant(call)
@@ -626,7 +626,7 @@ async def _ask_all(call: HubCall, method: str, request: Any) -> Sequence[Mapping
 
 
 @asynccontextmanager
-async def _read_body(call: HubCall, body: Upload) -> AsyncIterator[bytes]:
+async def _read_body(call: GatewayCall, body: Upload) -> AsyncIterator[bytes]:
     """The whole body, within the memory that all bodies to be forwarded share."""
     with call.context.proxy.bodies.reserve(call.actor) as reservation:
         parts: list[bytes] = []
@@ -640,12 +640,12 @@ async def _read_body(call: HubCall, body: Upload) -> AsyncIterator[bytes]:
         yield content
 
 
-def _request(call: HubCall, content: bytes) -> ForwardedRequest:
+def _request(call: GatewayCall, content: bytes) -> ForwardedRequest:
     headers = passed_headers(dict(call.headers), tls=call.context.tls)
     return ForwardedRequest(method=call.method, target=call.target, headers=headers, content=content)
 
 
-async def _tenant(call: HubCall) -> Tenant:
+async def _tenant(call: GatewayCall) -> Tenant:
     key = await call.context.identity.key(call.caller.id) if call.caller.kind is CallerKind.KEY else None
     if key is None or call.caller.role is None:
         raise StrataError(
