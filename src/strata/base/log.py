@@ -46,6 +46,11 @@ class Log:
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
 
+    @property
+    def debugs(self) -> bool:
+        """Whether lines of this level are written: a line of every request costs something to make."""
+        return self._logger.isEnabledFor(logging.DEBUG)
+
     def debug(self, event: str, /, **fields: Any) -> None:
         self._logger.debug(event, extra={"fields": fields})
 

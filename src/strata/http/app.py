@@ -97,7 +97,7 @@ class RouteApp:
         try:
             if serving.before_reply is not None:
                 serving.before_reply(route)
-            await to_response(reply)(scope, receive, send)
+            await send_reply(reply, scope, receive, send)
         finally:
             if isinstance(reply, RawReply) and reply.close is not None:
                 await reply.close()
@@ -150,12 +150,14 @@ class Router:
         raise StrataError(Code.NOT_FOUND, f"there is nothing at {path[:200]!r}", hint=f"GET {self._document_path}")
 
 
-def to_response(reply: Any) -> Response:
-    if reply is None:
-        return Response(status_code=204)
-    if not isinstance(reply, RawReply):
-        return Response(_encode(reply), media_type="application/json")
-    headers = dict(reply.headers)
-    if isinstance(reply.content, bytes):
-        return Response(reply.content, reply.status, headers, media_type=reply.media_type)
-    return StreamingResponse(reply.content, reply.status, headers, media_type=reply.media_type)
+async def send_reply(reply: Any, scope: Scope, receive: Receive, send: Send) -> None:
+    if isinstance(reply, RawReply):
+        kind: type[Response] = Response if isinstance(reply.content, bytes) else StreamingResponse
+        response = kind(reply.content, reply.status, dict(reply.headers), media_type=reply.media_type)
+        await response(scope, receive, send)
+        return
+    # Most replies by far are messages, and starlette's class of responses costs more than their encoding.
+    body = b"" if reply is None else _encode(reply)
+    headers = [] if reply is None else [(b"content-length", b"%d" % len(body)), (b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": 204 if reply is None else 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -42,39 +42,41 @@ class IncomingBody(Upload):
         self._receive = receive
         self._limit = limit
         self._pace = pace
+        self._left_s = pace.grace_s
         self._received = 0
         self._more = True
         declared = headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > limit:
             raise _too_large(limit)
 
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return self._parts()
-
-    async def _parts(self) -> AsyncIterator[bytes]:
-        left_s = self._pace.grace_s
+    async def __aiter__(self) -> AsyncIterator[bytes]:
         while self._more:
-            # Only the client's time counts, not the time that the handler needs for the parts.
-            asked_s = time.monotonic()
-            try:
-                async with asyncio.timeout(left_s):
-                    message = await self._receive()
-            except TimeoutError:
-                raise HttpRefusal(408, Code.DEADLINE, "the body of the request comes too slowly") from None
-            left_s -= time.monotonic() - asked_s
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnect
-            self._more = message.get("more_body", False)
-            part = message.get("body", b"")
-            left_s = min(self._pace.grace_s, left_s + len(part) / self._pace.bytes_per_s)
-            self._received += len(part)
-            if self._received > self._limit:
-                raise _too_large(self._limit)
+            part = await self._next_part()
             if part:
                 yield part
 
+    async def _next_part(self) -> bytes:
+        # Only the client's time counts, not the time that the handler needs for the parts.
+        asked_s = time.monotonic()
+        try:
+            async with asyncio.timeout(self._left_s):
+                message = await self._receive()
+        except TimeoutError:
+            raise HttpRefusal(408, Code.DEADLINE, "the body of the request comes too slowly") from None
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        self._more = message.get("more_body", False)
+        part: bytes = message.get("body", b"")
+        left_s = self._left_s - (time.monotonic() - asked_s) + len(part) / self._pace.bytes_per_s
+        self._left_s = min(self._pace.grace_s, left_s)
+        self._received += len(part)
+        if self._received > self._limit:
+            raise _too_large(self._limit)
+        return part
+
     async def whole(self) -> bytes:
-        return b"".join([part async for part in self])
+        part = await self._next_part()
+        return b"".join([part, *[each async for each in self]]) if self._more else part
 
 
 class BodyDecoder(Protocol[T_co]):
@@ -104,9 +106,10 @@ def path_first(error: str) -> str:
 
 def check_media_type(headers: Headers) -> None:
     """Refuse a body that is not declared as JSON: a page in a browser cannot send that to another origin unasked."""
-    empty = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
     declared = media_type_of(headers)
-    if declared != JSON and not empty:
+    if declared == JSON:
+        return
+    if headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:
         raise HttpRefusal(415, Code.UNSUPPORTED, f"the body of this request is {JSON}, not {declared[:80]!r}")
 
 

@@ -98,6 +98,8 @@ class RequestReader:
         raw = await self._read_whole(receive, headers, reservation)
         if self._decoder is not None:
             decoder = self._decoder
+            if len(raw) <= OFFLOAD_BYTES:
+                return {"body": decode_body(decoder, raw, self._rules)}
             return {"body": await offload(raw, lambda: decode_body(decoder, raw, self._rules))}
         if self._body is RawBody:
             return {"body": RawBody(raw, media_type_of(headers))}

@@ -11,7 +11,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from starlette.requests import ClientDisconnect
@@ -104,7 +104,7 @@ class RootApp:
         headers = _first_headers(scope["headers"])
         scope[STARTED] = started_s = time.monotonic()
         parent = headers.get(b"traceparent", b"").decode("latin-1")
-        parent = parent if trace.trace_id(parent) else ""
+        parent = parent if parent and trace.trace_id(parent) else ""
         with trace.span("HTTP", kind="server", parent=parent) as span:
             request_id = self._request_id(headers, trace.traceparent() or parent)
             reply = _Reply(send, scope, request_id, self._limits, self._on_reply)
@@ -115,8 +115,8 @@ class RootApp:
 
     def _request_id(self, headers: FirstHeaders, traceparent: str) -> str:
         """The id that the client sent, or that of its trace, or a new one."""
-        sent = headers.get(b"x-request-id", b"")
-        if _REQUEST_ID.fullmatch(sent):
+        sent = headers.get(b"x-request-id")
+        if sent and _REQUEST_ID.fullmatch(sent):
             return sent.decode()
         return trace.trace_id(traceparent) or f"{self._prefix}{next(self._requests):08x}"
 
@@ -126,14 +126,15 @@ class RootApp:
         error = await self._serve(scope, headers, receive, reply)
         if error is not None and not reply.status:
             await self._errors.respond(error, scope, headers)(scope, receive, reply.send)
-        _log.debug(
-            "request",
-            method=scope["method"],
-            path=scope["path"],
-            status=reply.status,
-            caller=str(scope[CALLER].actor) if CALLER in scope else "",
-            took_ms=round((time.monotonic() - started_s) * 1000, 1),
-        )
+        if _log.debugs:
+            _log.debug(
+                "request",
+                method=scope["method"],
+                path=scope["path"],
+                status=reply.status,
+                caller=str(scope[CALLER].actor) if CALLER in scope else "",
+                took_ms=round((time.monotonic() - started_s) * 1000, 1),
+            )
 
     async def _serve(self, scope: Scope, headers: FirstHeaders, receive: Receive, reply: _Reply) -> StrataError | None:
         try:
@@ -181,7 +182,7 @@ class RootApp:
         connection: ClientConnection | None = scope.get(CONNECTION)
         if connection is not None and (caller.id or caller.kind is CallerKind.OPERATOR):
             connection.mark_authenticated()
-        return replace(caller, address=client_address(scope, self._limits.trusted_proxies))
+        return caller.at(client_address(scope, self._limits.trusted_proxies))
 
 
 def _describe(span: trace.TraceSpan, scope: Scope, request_id: str, status: int) -> None:
@@ -230,21 +231,19 @@ class _Reply:
             if self._on_reply is not None and CALLER in self._scope:
                 self._on_reply(self._scope, self.status)
             own = message.get("headers", [])
-            message["headers"] = [*own, *self._headers]
-            for name, value in _DEFAULTS:
-                if all(name != each for each, _ in own):
-                    message["headers"].append((name, value))
+            names = {name for name, _ in own}
+            message["headers"] = [*own, *self._headers, *(each for each in _DEFAULTS if each[0] not in names)]
             if self.closing:
                 message["headers"].append((b"connection", b"close"))
         body, more = message.get("body", b""), message.get("more_body", False)
+        if len(body) <= PIECE and not more and not self._limits.time_every_send:
+            await self._send(message)
+            return
         for start in range(0, len(body) - PIECE, PIECE):
             await self._send_in_time({**message, "body": body[start : start + PIECE], "more_body": True})
         if len(body) > PIECE:
             message = {**message, "body": body[(len(body) - 1) // PIECE * PIECE :]}
-        if self._limits.time_every_send or more or len(body) > PIECE:
-            await self._send_in_time(message)
-        else:
-            await self._send(message)
+        await self._send_in_time(message)
 
     async def _send_in_time(self, message: Message) -> None:
         async with asyncio.timeout(self._limits.send_s):

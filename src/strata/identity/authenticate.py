@@ -67,7 +67,10 @@ class Authenticator:
         """The principal; UNAUTHENTICATED if no credential is known."""
         if credentials.certificate_der and self._authority is not None:
             host_id = self._authority.host_of(credentials.certificate_der, self._clock.wall_s())
-            return await self._live_host(host_id)
+            row = await self._cached_row("host", host_id)
+            if not isinstance(row, HostIdentity):
+                raise _unauthenticated(present=True)
+            return _live_host(row)
         for token in (credentials.operator_token, credentials.bearer):
             if token and self._operator_token is not None:
                 given = token.encode("utf-8", "surrogatepass")
@@ -158,17 +161,7 @@ class Authenticator:
             or not same_hash(row.secret_hash, bearer.secret_hash)
         ):
             raise _unauthenticated(present=True)
-        return await self._live_host(bearer.id)
-
-    async def _live_host(self, host_id: str) -> Principal:
-        row = await self._cached_row("host", host_id)
-        if not isinstance(row, HostIdentity):
-            raise _unauthenticated(present=True)
-        if row.revoked_at_s is not None:
-            raise StrataError(
-                Code.FORBIDDEN, f"the host {row.name} was revoked: {row.revoked_because}", hint="strata join"
-            )
-        return Principal(CallerKind.HOST, row.id, None)
+        return _live_host(row)
 
     async def _cached_row(self, what: str, id_: str) -> ApiKey | HostIdentity | BrowserSession | None:
         now_s = self._clock.monotonic_s()
@@ -187,6 +180,12 @@ class Authenticator:
             self._rows.clear()
         self._rows[what, id_] = (now_s, row)
         return row
+
+
+def _live_host(row: HostIdentity) -> Principal:
+    if row.revoked_at_s is not None:
+        raise StrataError(Code.FORBIDDEN, f"the host {row.name} was revoked: {row.revoked_because}", hint="strata join")
+    return Principal(CallerKind.HOST, row.id, None)
 
 
 def _ended_session() -> StrataError:

@@ -59,6 +59,10 @@ class Principal:
         """How events name the caller."""
         return Actor(f"{self.kind}:{self.id}" if self.id else str(self.kind), self.address)
 
+    def at(self, address: str) -> Principal:
+        """The same caller, whose request came from this address."""
+        return Principal(self.kind, self.id, self.role, self.name, address)
+
     def require_role(self, role: Role) -> None:
         if self.role is None or self.role < role:
             have = "a host" if self.role is None else f"the role {self.role.name.lower()}"
