@@ -16,8 +16,6 @@ STORED: Final = {
     "strata.cli.examples": "an example of a command",
 }
 NOT_YET: Final = (
-    "strata.identity.postgres",
-    "strata.identity.sqlite",
     "strata.fleet.artifacts.store.postgres",
     "strata.fleet.artifacts.store.rows",
     "strata.fleet.artifacts.store.sqlite",

@@ -25,8 +25,7 @@ from strata.fleet.store.backup import backup_sqlite
 from strata.fleet.store.sqlite import tables as fleet_sqlite
 from strata.fleet.store.sqlite.store import SqliteStore
 from strata.hub import cursor_store, schedules, secret_store, sweep_store
-from strata.identity import sqlite as identity_sqlite
-from strata.identity.ports import IdentityStore
+from strata.identity import store as identity_store
 
 if TYPE_CHECKING:
     from strata.database.postgres import Connections
@@ -37,7 +36,7 @@ UPKEEP_S: Final = 3600.0
 """Timeout of one maintenance statement: migrating and fencing touch every row."""
 SQLITE: Final = (
     events.SQLITE,
-    identity_sqlite.COMPONENT,
+    identity_store.SQLITE,
     fleet_sqlite.COMPONENT,
     artifact_tables.SQLITE,
     cursor_store.SQLITE,
@@ -51,7 +50,7 @@ SQLITE: Final = (
 @dataclass(frozen=True, kw_only=True)
 class Tables:
     fleet: Store
-    identity: IdentityStore
+    identity: identity_store.IdentityStore
     index: ArtifactIndex
     cursors: cursor_store.CursorStore
     secrets: secret_store.SecretRows
@@ -86,17 +85,18 @@ async def open_tables(database: str, *, observe: Callable[[float], None] | None 
 async def _open_sqlite(path: Path, observe: Callable[[float], None] | None) -> AsyncIterator[Tables]:
     thread = await SqliteThread.open(path, SqliteComponents(SQLITE))
     thread.observe = observe
+    database = SqliteDatabase(thread)
     try:
         yield Tables(
             fleet=SqliteStore(thread),
-            identity=identity_sqlite.SqliteIdentity(thread),
+            identity=identity_store.IdentityStore(database),
             index=SqliteIndex(thread),
             cursors=cursor_store.SqliteCursorStore(thread),
             secrets=secret_store.SqliteSecretRows(thread),
             sweeps=sweep_store.SqliteSweepStore(thread),
             schedules=schedules.SqliteScheduleStore(thread),
             execs=exec_table.ExecTable(exec_table.SqliteExecRows(thread)),
-            newest_event=partial(events.newest, SqliteDatabase(thread)),
+            newest_event=partial(events.newest, database),
             copy=partial(backup_sqlite, thread),
         )
     finally:
@@ -109,24 +109,24 @@ async def _open_postgres(url: str, observe: Callable[[float], None] | None) -> A
     from strata.database.postgres import Connections, check_durable
     from strata.fleet.artifacts.store.postgres import PostgresIndex
     from strata.fleet.store.postgres.store import PostgresStore
-    from strata.identity import postgres as identity_postgres
 
     connections = Connections(url, CONNECTIONS, CALL_S, what="hub", by_index=True)
     connections.observe = observe
+    database = PostgresDatabase(connections)
     try:
         async with connections.transaction() as connection:
             await check_durable(connection)
             await upgrade_postgres(connection, postgres_components())
         yield Tables(
             fleet=PostgresStore(connections),
-            identity=identity_postgres.PostgresIdentity(connections),
+            identity=identity_store.IdentityStore(database),
             index=PostgresIndex(connections),
             cursors=cursor_store.PostgresCursorStore(connections),
             secrets=secret_store.PostgresSecretRows(connections),
             sweeps=sweep_store.PostgresSweepStore(connections),
             schedules=schedules.PostgresScheduleStore(connections),
             execs=exec_table.ExecTable(exec_table.PostgresExecRows(connections)),
-            newest_event=partial(events.newest, PostgresDatabase(connections)),
+            newest_event=partial(events.newest, database),
         )
     finally:
         await connections.close()
@@ -139,11 +139,10 @@ def is_postgres(database: str) -> bool:
 
 def postgres_components() -> Sequence[Component]:
     from strata.fleet.store.postgres import tables as fleet_postgres
-    from strata.identity import postgres as identity_postgres
 
     return (
         events.POSTGRES,
-        identity_postgres.COMPONENT,
+        identity_store.POSTGRES,
         fleet_postgres.COMPONENT,
         artifact_tables.POSTGRES,
         cursor_store.POSTGRES,

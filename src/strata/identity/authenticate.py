@@ -11,8 +11,9 @@ from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 from strata.identity.ca import Authority
-from strata.identity.ports import ApiKey, BrowserSession, HostIdentity, IdentityStore
+from strata.identity.records import ApiKey, BrowserSession, HostIdentity
 from strata.identity.roles import OPERATOR, CallerKind, Principal
+from strata.identity.store import IdentityStore
 from strata.identity.tokens import KEY_PREFIX, Bearer, check_strength, hash_secret, read_bearer, same_hash
 
 CACHE_TTL_S: Final = 1.0

@@ -11,8 +11,9 @@ from strata.base.errors import Code, StrataError
 from strata.base.ids import Ids
 from strata.base.secret import Secret
 from strata.identity.ca import Authority, IssuedCertificate, key_digest
-from strata.identity.ports import ApiKey, HostIdentity, IdentityStore, Invite
+from strata.identity.records import ApiKey, HostIdentity, Invite
 from strata.identity.roles import Principal, Role
+from strata.identity.store import IdentityStore
 from strata.identity.tokens import (
     JoinToken,
     hash_secret,

@@ -16,10 +16,10 @@ from strata.base.errors import Code, StrataError
 from strata.database import events
 from strata.database.migrations import SqliteComponents, upgrade_postgres
 from strata.database.sqlite import SqliteThread
-from strata.identity import sqlite as identity_sqlite
+from strata.database.transaction import PostgresDatabase, SqliteDatabase
 from strata.identity.enroll import make_key
-from strata.identity.ports import IdentityStore
 from strata.identity.roles import OPERATOR, Role
+from strata.identity.store import POSTGRES, SQLITE, IdentityStore
 from strata.train.settings import ServerSettings
 
 KEY_FILE: Final = "api.key"
@@ -35,10 +35,10 @@ async def open_key_database(database: str, *, shared: bool = False) -> AsyncIter
         async with _open_postgres(database) as store:
             yield store
     elif scheme == "sqlite" and "://" not in database:
-        schema = SqliteComponents((events.SQLITE, identity_sqlite.COMPONENT))
+        schema = SqliteComponents((events.SQLITE, SQLITE))
         thread = await SqliteThread.open(Path(rest), schema, shared=shared)
         try:
-            yield identity_sqlite.SqliteIdentity(thread)
+            yield IdentityStore(SqliteDatabase(thread))
         finally:
             await thread.close()
     else:
@@ -54,13 +54,12 @@ async def open_key_database(database: str, *, shared: bool = False) -> AsyncIter
 async def _open_postgres(url: str) -> AsyncIterator[IdentityStore]:
     # The driver is an extra of its own: a server on SQLite does without.
     from strata.database.postgres import Connections
-    from strata.identity import postgres as identity_postgres
 
     connections = Connections(url, CONNECTIONS, CALL_S, what="training server", by_index=True)
     try:
         async with connections.transaction() as connection:
-            await upgrade_postgres(connection, (events.POSTGRES, identity_postgres.COMPONENT))
-        yield identity_postgres.PostgresIdentity(connections)
+            await upgrade_postgres(connection, (events.POSTGRES, POSTGRES))
+        yield IdentityStore(PostgresDatabase(connections))
     finally:
         await connections.close()
 

@@ -10,8 +10,9 @@ import pytest
 
 from strata.base.errors import Code, StrataError
 from strata.database.events import StoredEvent
-from strata.identity.ports import ApiKey, BrowserSession, HostIdentity, IdentityStore, Invite
+from strata.identity.records import ApiKey, BrowserSession, HostIdentity, Invite
 from strata.identity.roles import Role
+from strata.identity.store import IdentityStore
 from tests.support.feed import ReadEvents, told_before
 
 KEY = ApiKey("0123456789ab", "laptop", Role.RESEARCHER, "a" * 64, 1000.0)

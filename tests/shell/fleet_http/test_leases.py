@@ -170,7 +170,7 @@ async def test_the_list_of_jobs_is_paged_and_filtered(site: Running) -> None:
 
 
 async def test_labels_of_the_invitation_are_kept_apart_from_what_a_host_says(site: Running) -> None:
-    from strata.identity.ports import HostIdentity
+    from strata.identity.records import HostIdentity
 
     identity = HostIdentity("host_x", "x", "k", 0.0, labels=("rack=b4", "gpu"), pool="lab")
     await site.hub.context.identity.add_host(identity, "test")

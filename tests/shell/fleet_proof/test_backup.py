@@ -15,6 +15,7 @@ from strata.database import events
 from strata.database.migrations import SqliteComponents, upgrade_postgres
 from strata.database.postgres import Connections
 from strata.database.sqlite import SqliteThread
+from strata.database.transaction import SqliteDatabase
 from strata.fleet.artifacts.store import tables as artifact_tables
 from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.ports import AttemptKey, JobCompletion, JobFailure, Renewal, Store
@@ -25,9 +26,8 @@ from strata.fleet.store.postgres.store import PostgresStore
 from strata.fleet.store.sqlite import tables as sqlite_tables
 from strata.fleet.store.sqlite.store import SqliteStore
 from strata.hub import cursor_store
-from strata.identity import postgres as identity_postgres
-from strata.identity import sqlite as identity_sqlite
-from strata.identity.ports import ApiKey, Invite
+from strata.identity import store as identity_store
+from strata.identity.records import ApiKey, Invite
 from strata.identity.roles import Role
 from tests.conformance.fleet.fleet import LEASE_S, add, add_host, claim, hold, job, marker, refusal
 from tests.shell.fleet_proof.histories import rows
@@ -35,14 +35,14 @@ from tests.support.feed import ARRIVES_S, told_before
 
 SQLITE: Final = (
     events.SQLITE,
-    identity_sqlite.COMPONENT,
+    identity_store.SQLITE,
     sqlite_tables.COMPONENT,
     artifact_tables.SQLITE,
     cursor_store.SQLITE,
 )
 POSTGRES: Final = (
     events.POSTGRES,
-    identity_postgres.COMPONENT,
+    identity_store.POSTGRES,
     postgres_tables.COMPONENT,
     artifact_tables.POSTGRES,
     cursor_store.POSTGRES,
@@ -185,7 +185,7 @@ async def check_fenced(store: Store, holds: dict[str, AttemptKey]) -> None:
 async def test_hosts_from_after_a_backup_are_fenced_by_its_restore(thread: SqliteThread, tmp_path: Path) -> None:
     store = SqliteStore(thread)
     holds = await live_a_little(store)
-    identity = identity_sqlite.SqliteIdentity(thread)
+    identity = identity_store.IdentityStore(SqliteDatabase(thread))
     await identity.add_invite(Invite("inv1", "hash", 0.0, 1e9), "operator")
     newest = (await store.events("", 1000))[-1].cursor
     await backup_sqlite(thread, tmp_path / "copy.db", 50.0)
@@ -237,7 +237,8 @@ async def test_a_database_moves_to_postgres_and_back_with_every_row(
 ) -> None:
     here, there = SqliteStore(thread), PostgresStore(connections)
     holds = await live_a_little(here)
-    await identity_sqlite.SqliteIdentity(thread).add_key(ApiKey("k1", "me", Role.ADMIN, "hash", 1.0), "operator")
+    identity = identity_store.IdentityStore(SqliteDatabase(thread))
+    await identity.add_key(ApiKey("k1", "me", Role.ADMIN, "hash", 1.0), "operator")
     before = await everything(here)
     moved = await migrate.to_postgres(thread, connections, 60.0)
     assert moved.rows["job"] == 7

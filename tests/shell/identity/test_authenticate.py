@@ -18,11 +18,12 @@ from strata.base.secret import Secret
 from strata.database import events
 from strata.database.migrations import SqliteComponents
 from strata.database.sqlite import SqliteThread
+from strata.database.transaction import SqliteDatabase
 from strata.identity.authenticate import CACHE_TTL_S, CODE_S, IDLE_S, SESSION_S, Authenticator, Credentials
 from strata.identity.ca import Authority
 from strata.identity.enroll import Enrollment, make_key
 from strata.identity.roles import OPERATOR, CallerKind, Principal, Role
-from strata.identity.sqlite import COMPONENT, SqliteIdentity
+from strata.identity.store import SQLITE, IdentityStore
 from strata.identity.tokens import read_join_token
 
 TOKEN = Secret("the operator's token, long enough")
@@ -30,7 +31,7 @@ TOKEN = Secret("the operator's token, long enough")
 
 @dataclass
 class Site:
-    store: SqliteIdentity
+    store: IdentityStore
     clock: ManualClock
     authority: Authority
     who: Authenticator
@@ -44,9 +45,9 @@ class Site:
 
 @pytest.fixture
 async def site(tmp_path: Path) -> AsyncIterator[Site]:
-    thread = await SqliteThread.open(tmp_path / "hub.db", SqliteComponents([events.SQLITE, COMPONENT]))
+    thread = await SqliteThread.open(tmp_path / "hub.db", SqliteComponents([events.SQLITE, SQLITE]))
     clock = ManualClock(wall_s=1_800_000_000.0)
-    store, authority = SqliteIdentity(thread), Authority.create("test", clock.wall_s())
+    store, authority = IdentityStore(SqliteDatabase(thread)), Authority.create("test", clock.wall_s())
     who = Authenticator(store, clock, authority=authority, operator_token=TOKEN)
     yield Site(store, clock, authority, who, Enrollment(store, authority, clock))
     await thread.close()

@@ -48,8 +48,8 @@ from strata.http.route import HttpCall
 from strata.identity.authenticate import Authenticator
 from strata.identity.ca import Authority
 from strata.identity.enroll import Enrollment
-from strata.identity.ports import IdentityStore
 from strata.identity.roles import CallerKind, Principal, Role
+from strata.identity.store import IdentityStore
 
 _JOB: Final = re.compile(r"job1_[0-9a-f]{64}")
 _ARTIFACT: Final = re.compile(r"artifact1_[0-9a-f]{64}")

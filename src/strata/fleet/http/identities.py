@@ -31,7 +31,7 @@ from strata.http.route import RawReply
 from strata.identity.authenticate import CODE_S
 from strata.identity.ca import IssuedCertificate
 from strata.identity.enroll import make_key
-from strata.identity.ports import ApiKey
+from strata.identity.records import ApiKey
 from strata.identity.roles import CallerKind, Role
 
 

@@ -49,7 +49,7 @@ from strata.fleet.wire.leases import (
 )
 from strata.http.disconnect import until_disconnect
 from strata.identity.ca import serving_name
-from strata.identity.ports import HostIdentity
+from strata.identity.records import HostIdentity
 
 _STOP: Final = {
     "stale": "another attempt has begun; drop the result",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.http.route import KIB, VIEWER, Route
-from strata.identity.ports import ApiKey
+from strata.identity.records import ApiKey
 from strata.identity.roles import CallerKind
 from strata.train.api.context import ApiCall, project_of
 from strata.train.core.usage import HOUR_S

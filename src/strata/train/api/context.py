@@ -24,8 +24,8 @@ from strata.http.metrics import new_registry
 from strata.http.request_metrics import RequestMetrics
 from strata.http.route import HttpCall
 from strata.identity.authenticate import Authenticator
-from strata.identity.ports import IdentityStore
 from strata.identity.roles import CallerKind, Principal
+from strata.identity.store import IdentityStore
 from strata.train.api.front import model_from_front
 from strata.train.api.sampler_cache import SamplerCache
 from strata.train.api.template_process import TemplateRenderer

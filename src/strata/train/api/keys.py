@@ -13,7 +13,7 @@ from strata.base.atomic import write_file
 from strata.base.secret import Secret, read_secret
 from strata.http.route import ADMIN, KIB, Route
 from strata.identity.enroll import make_key
-from strata.identity.ports import ApiKey
+from strata.identity.records import ApiKey
 from strata.identity.roles import Role
 from strata.train.api.context import ApiCall
 from strata.train.wire import bodies, replies
