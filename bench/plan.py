@@ -27,7 +27,8 @@ import torch.distributed as dist
 
 from bench.interleave import Comparison
 from bench.report import Report
-from strata.train.core.ops import AdamParams, CreateModel, LoraConfig
+from strata.train.core.model_options import AdamParams, LoraConfig
+from strata.train.core.ops import CreateModel
 from strata.train.parallel import ParallelSettings
 from strata.train.plan.memory_plan import MemoryRecipe, MeshShape, plan_device
 from strata.train.plan.quantisation import NF4_BLOCK

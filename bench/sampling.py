@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 
 from bench.interleave import Measure, interleave
 from bench.report import Report
-from strata.train.core.ops import LoraConfig
+from strata.train.core.model_options import LoraConfig
 from strata.train.core.sampling import AddedSample, SampleOperation, SampleParams, SampleResult, SamplingSlice
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora import Adapter, targets_of

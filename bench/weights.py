@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from bench.interleave import Measure, interleave
 from bench.report import Report
 from strata.train.checkpoints.checkpoint import CheckpointManifest
-from strata.train.core import ops
+from strata.train.core import model_options, ops
 from strata.train.runner.checkpoint import formats, save_load
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.model.tiny import TinyModel, make
@@ -68,11 +68,11 @@ async def run(report: Report, *, quick: bool) -> None:
                 model=str(model), name="model", training=training, sleep_folder=Path(name), max_lora_rank=RANK
             )
             runner = ModelRunner(settings, ranks)
-            lora = ops.LoraConfig(rank=RANK, alpha=RANK) if training == "lora" else None
+            lora = model_options.LoraConfig(rank=RANK, alpha=RANK) if training == "lora" else None
             runner.create_model(ops.CreateModel("m", "model", lora))
             trained = runner.models["m"]
             # Moments are there after a step, also after one that changes nothing.
-            run_interleaved([trained.step(ops.AdamParams(learning_rate=0.0))])
+            run_interleaved([trained.step(model_options.AdamParams(learning_rate=0.0))])
             side: Adapter | Whole
             side = Adapter(trained) if isinstance(trained, LoraModel) else Whole(trained)  # type: ignore[arg-type]
             await measure(report, what, Path(name) / what, side, Ours(runner, trained, ranks), turns.rounds)

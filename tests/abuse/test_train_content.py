@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 from safetensors.numpy import save
 
-from strata.train.core import ops
+from strata.train.core import model_options, ops
 from strata.train.core.commands import Segment
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG
 from strata.train.runner.model.tiny import TinyModel, make
@@ -44,8 +44,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
     make(folder / "llama", TinyModel())
     with one_rank(folder) as group:
         driver = driver_of(group, folder / "llama", folder / "files")
-        driver.create("victim", ops.LoraConfig(rank=4, seed=1))
-        driver.create("attacker", ops.LoraConfig(rank=4, seed=2))
+        driver.create("victim", model_options.LoraConfig(rank=4, seed=1))
+        driver.create("attacker", model_options.LoraConfig(rank=4, seed=2))
         driver.train("victim", batch(seed=3))
         driver.step("victim", learning_rate=0.02)
         yield driver
@@ -103,13 +103,17 @@ def test_a_hostile_batch_is_refused_or_finite_and_harms_nobody(ranks: Driver, ca
     assert bits(ranks) == before
 
 
-LOSSES: Final[Mapping[str, tuple[ops.LossName, Mapping[str, Any], Mapping[str, float]]]] = {
-    "log probabilities of +1e38": (ops.LossName.PPO, {"logprobs": [1e38] * 4, "advantages": [1.0] * 4}, {}),
-    "log probabilities of -1e38": (ops.LossName.PPO, {"logprobs": [-1e38] * 4, "advantages": [1.0] * 4}, {}),
-    "advantages of 1e38": (ops.LossName.PPO, {"logprobs": [-1.0] * 4, "advantages": [1e38] * 4}, {}),
-    "a beta of 1e300": (ops.LossName.DRO, {"logprobs": [-1.0] * 4, "advantages": [1.0] * 4}, {"beta": 1e300}),
-    "a config that no loss has": (ops.LossName.CROSS_ENTROPY, {}, {"__import__": 1.0}),
-    "a config that is no number": (ops.LossName.PPO, {"logprobs": [-1.0] * 4}, {"clip_low_threshold": math.nan}),
+LOSSES: Final[Mapping[str, tuple[model_options.LossName, Mapping[str, Any], Mapping[str, float]]]] = {
+    "log probabilities of +1e38": (model_options.LossName.PPO, {"logprobs": [1e38] * 4, "advantages": [1.0] * 4}, {}),
+    "log probabilities of -1e38": (model_options.LossName.PPO, {"logprobs": [-1e38] * 4, "advantages": [1.0] * 4}, {}),
+    "advantages of 1e38": (model_options.LossName.PPO, {"logprobs": [-1.0] * 4, "advantages": [1e38] * 4}, {}),
+    "a beta of 1e300": (model_options.LossName.DRO, {"logprobs": [-1.0] * 4, "advantages": [1.0] * 4}, {"beta": 1e300}),
+    "a config that no loss has": (model_options.LossName.CROSS_ENTROPY, {}, {"__import__": 1.0}),
+    "a config that is no number": (
+        model_options.LossName.PPO,
+        {"logprobs": [-1.0] * 4},
+        {"clip_low_threshold": math.nan},
+    ),
 }
 
 
@@ -131,7 +135,7 @@ def test_a_hostile_loss_is_refused_or_finite_and_harms_nobody(ranks: Driver, cas
 def test_an_exploded_adapter_does_not_reach_its_neighbours(ranks: Driver, tries: Tries) -> None:
     alone = bits(ranks)
     for rate in (1e30, 3e38):
-        ranks.create("exploded", ops.LoraConfig(rank=4, seed=9, alpha=1e6))
+        ranks.create("exploded", model_options.LoraConfig(rank=4, seed=9, alpha=1e6))
         ranks.train("exploded", batch(seed=5))
         ranks.step("exploded", learning_rate=rate, eps=0.0)
         for forward_only in (True, False):

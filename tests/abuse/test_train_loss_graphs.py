@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from strata.train.core import ops
+from strata.train.core import model_options, ops
 from strata.train.core.loss_graph import LossInput
 from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.runner.passes import custom_loss
@@ -303,7 +303,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
     with one_rank(folder) as group:
         driver = driver_of(group, folder / "llama", folder / "files")
         for name in ("victim", "attacker"):
-            driver.create(name, ops.LoraConfig(rank=4, seed=1))
+            driver.create(name, model_options.LoraConfig(rank=4, seed=1))
         driver.train("victim", batch(seed=3))
         driver.step("victim", learning_rate=0.02)
         yield driver
@@ -318,7 +318,9 @@ def bits(driver: Driver) -> list[bytes]:
 def test_a_graph_that_grows_fails_its_own_operation_soon(ranks: Driver, name: str) -> None:
     before = bits(ranks)
     started = process_time()
-    (failed,) = ranks.passes(("attacker", [datum(1, 200)]), loss=ops.LossName.CUSTOM, custom=built(*growing(name), SUM))
+    (failed,) = ranks.passes(
+        ("attacker", [datum(1, 200)]), loss=model_options.LossName.CUSTOM, custom=built(*growing(name), SUM)
+    )
     assert process_time() - started < 5
     assert isinstance(failed, ops.Failed)
     assert failed.category == "user"
@@ -343,9 +345,11 @@ def growing(name: str) -> Any:
 def test_the_groups_of_an_operation_share_what_a_short_one_may_cost(ranks: Driver) -> None:
     custom = built(("call_method", "last", "expand", [REF, 100_000, -1]), SUM)
     datums = [datum(seed, 1) for seed in range(60)]
-    (alone,) = ranks.passes(("attacker", datums[:1]), loss=ops.LossName.CUSTOM, custom=custom, forward_only=True)
+    (alone,) = ranks.passes(
+        ("attacker", datums[:1]), loss=model_options.LossName.CUSTOM, custom=custom, forward_only=True
+    )
     assert isinstance(alone, ops.PassDone)
-    (failed,) = ranks.passes(("attacker", datums), loss=ops.LossName.CUSTOM, custom=custom, forward_only=True)
+    (failed,) = ranks.passes(("attacker", datums), loss=model_options.LossName.CUSTOM, custom=custom, forward_only=True)
     assert isinstance(failed, ops.Failed)
     assert "more than 512 numbers" in failed.message
 
@@ -364,11 +368,11 @@ def test_a_loss_that_runs_out_of_memory_ends_the_rank_and_is_reported_to_the_nex
     )
     with one_rank(tmp_path) as group:
         driver = driver_of(group, tmp_path / "llama", tmp_path / "files")
-        driver.create("large", ops.LoraConfig(rank=4, seed=1))
+        driver.create("large", model_options.LoraConfig(rank=4, seed=1))
         with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
             driver.passes(
                 ("large", [datum(1, 4), datum(2, 4)]),
-                loss=ops.LossName.CUSTOM,
+                loss=model_options.LossName.CUSTOM,
                 config={"group_size": 2},
                 custom=custom,
                 layout=layout,
@@ -384,7 +388,7 @@ def test_a_loss_that_is_not_finite_trains_nothing(ranks: Driver, tries: Tries) -
     zero = ("call_function", "zero", "operator.mul", [{"ref": "logprobs"}, 0.0])
     for target in ("reciprocal", "log", "rsqrt", "sqrt"):
         custom = built(zero, ("call_method", "last", target, [{"ref": "zero"}]), SUM)
-        (failed,) = ranks.passes(("attacker", [datum(1, 9)]), loss=ops.LossName.CUSTOM, custom=custom)
+        (failed,) = ranks.passes(("attacker", [datum(1, 9)]), loss=model_options.LossName.CUSTOM, custom=custom)
         assert isinstance(failed, ops.Failed), target
         assert ranks.step("attacker", learning_rate=0.0)["grad_norm"] == 0.0
         tries(1)
@@ -397,12 +401,14 @@ def test_an_input_of_another_shape_is_refused_by_its_name(ranks: Driver, tries: 
     node = ("call_function", "last", "operator.mul", [{"ref": "logprobs"}, {"ref": "more"}])
     for shape in ((), (1,), (8,), (9, 1), (1, 9), (3, 3)):
         one = datum(1, 9, more=np.ones(shape))
-        (failed,) = ranks.passes(("attacker", [one]), loss=ops.LossName.CUSTOM, custom=built(node, SUM, inputs=inputs))
+        (failed,) = ranks.passes(
+            ("attacker", [one]), loss=model_options.LossName.CUSTOM, custom=built(node, SUM, inputs=inputs)
+        )
         assert isinstance(failed, ops.Failed), shape
         assert "more has the shape" in failed.message
         tries(1)
     (missing,) = ranks.passes(
-        ("attacker", [datum(1, 9)]), loss=ops.LossName.CUSTOM, custom=built(node, SUM, inputs=inputs)
+        ("attacker", [datum(1, 9)]), loss=model_options.LossName.CUSTOM, custom=built(node, SUM, inputs=inputs)
     )
     assert isinstance(missing, ops.Failed)
     assert "more is missing" in missing.message

@@ -28,7 +28,7 @@ from strata.train.api.archive import ArchiveGrant, sign_token
 from strata.train.api.routes import ROUTES
 from strata.train.api.server import APIServer
 from strata.train.checkpoints.checkpoint import CheckpointManifest
-from strata.train.core import ops
+from strata.train.core import model_options
 from strata.train.peft.importer import stage
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG
 from strata.web.lone import server_pages
@@ -106,7 +106,7 @@ def place_files(server: Server) -> None:
     """Ranks that pretend save nothing that could be fetched."""
     (folder,) = server.stack.settings.checkpoint_folder.glob("*/weights/mine@2")
     shutil.rmtree(folder)
-    lora = ops.LoraConfig(rank=4)
+    lora = model_options.LoraConfig(rank=4)
     manifest = CheckpointManifest(
         model_id=server.alice.model, seq_id=2, kind="weights", base_model=BASE, arch=BASE, lora=lora, steps=0
     )

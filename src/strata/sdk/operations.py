@@ -13,7 +13,7 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.sdk.flow import Flow, SendRequest, call_json, post, wait_result
-from strata.train.core import ops
+from strata.train.core import model_options, ops
 from strata.train.wire import native
 
 T = TypeVar("T")
@@ -104,9 +104,9 @@ def create_model_operation(
     session_id: str,
     number: int,
     base_model: str,
-    lora: ops.LoraConfig | None,
+    lora: model_options.LoraConfig | None,
     *,
-    schedule: ops.Schedule | None = None,
+    schedule: model_options.Schedule | None = None,
     user_metadata: Mapping[str, str] | None = None,
 ) -> ClientOperation[str]:
     body = {
@@ -137,7 +137,9 @@ def pass_operation(
     )
 
 
-def optim_step_operation(model_id: str, seq: int, adam: ops.AdamParams) -> ClientOperation[Mapping[str, float]]:
+def optim_step_operation(
+    model_id: str, seq: int, adam: model_options.AdamParams
+) -> ClientOperation[Mapping[str, float]]:
     body = {"model_id": model_id, "seq_id": seq, "adam_params": msgspec.to_builtins(adam)}
     return ClientOperation(post("/api/v1/optim_step", body), lambda reply: dict(reply.json()["metrics"]))
 

@@ -48,8 +48,8 @@ from strata.sdk.operations import (
     save_for_sampler_operation,
     save_weights_operation,
 )
-from strata.train.core import ops
-from strata.train.core.ops import Schedule
+from strata.train.core import model_options
+from strata.train.core.model_options import Schedule
 
 __all__ = [
     "Datum",
@@ -163,7 +163,7 @@ class Model:
 
     def optim_step(self, learning_rate: float, **adam: float) -> Future[Mapping[str, float]]:
         """Apply the gradients with AdamW: beta1, beta2, eps, weight_decay and grad_clip_norm may be given."""
-        params = ops.AdamParams(learning_rate=learning_rate, **adam)
+        params = model_options.AdamParams(learning_rate=learning_rate, **adam)
         return self._submit(lambda seq: optim_step_operation(self.model_id, seq, params))
 
     def save(self, name: str, *, overwrite: bool = False) -> Future[str]:
@@ -282,7 +282,7 @@ class TrainingServer:
         A schedule multiplies the learning rate of each step. `user_metadata` {"keep_rollouts": "true"} keeps what it
         learns from, for a look at it in the dashboard.
         """
-        config = None if rank is None else ops.LoraConfig(rank=rank, seed=seed, **lora)
+        config = None if rank is None else model_options.LoraConfig(rank=rank, seed=seed, **lora)
         operation = create_model_operation(
             self.session_id, self._models, base_model, config, schedule=schedule, user_metadata=user_metadata
         )

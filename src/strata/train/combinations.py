@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, NamedTuple
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.train.core.ops import OptimizerName
+from strata.train.core.model_options import OptimizerName
 from strata.train.parallel import ParallelSettings
 from strata.train.plan.quantisation import Quantise
 

@@ -16,7 +16,7 @@ from typing import Final, Literal, TypeVar
 import zmq.asyncio
 
 from strata.base.settings import process_environment
-from strata.train.core import commands, ops
+from strata.train.core import commands, model_options, ops
 from strata.train.core.pack import pack
 from strata.train.launch.launcher import rank_command
 from strata.train.launch.supervised_process import descendants
@@ -167,7 +167,7 @@ class Speaker:
     # Work
 
     async def create(self, model_id: str) -> str:
-        lora = ops.LoraConfig(rank=4, alpha=8.0, seed=7)
+        lora = model_options.LoraConfig(rank=4, alpha=8.0, seed=7)
         created = await self.one(
             commands.ManageModel(ops.CreateModel(model_id, self.group.settings.model.base_model, lora))
         )
@@ -178,7 +178,7 @@ class Speaker:
         self, items: Sequence[tuple[str, Sequence[Sequence[int]]]], *, forward_only: bool = False
     ) -> commands.PassCommand:
         made = [
-            commands.PassItem(f"{model}:{place}", model, ops.LossName.CROSS_ENTROPY, {}, encoded(tokens))
+            commands.PassItem(f"{model}:{place}", model, model_options.LossName.CROSS_ENTROPY, {}, encoded(tokens))
             for place, (model, tokens) in enumerate(items)
         ]
         lengths = [[len(each) for each in tokens] for _, tokens in items]
@@ -189,7 +189,9 @@ class Speaker:
         return outputs(await self.one(self.passes([(model, tokens)], forward_only=forward_only)))
 
     async def step(self, model: str, seq: int = 1) -> ops.Result:
-        return await self.one(commands.StepsCommand([ops.OptimStep(model, seq, ops.AdamParams(learning_rate=0.01))]))
+        return await self.one(
+            commands.StepsCommand([ops.OptimStep(model, seq, model_options.AdamParams(learning_rate=0.01))])
+        )
 
 
 def encoded(batch: Sequence[Sequence[int]]) -> bytes:

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from strata.train.core import commands, ops
+from strata.train.core import commands, model_options, ops
 from strata.train.core.sampling import (
     AddedSample,
     SampledPart,
@@ -36,7 +36,7 @@ async def test_who_attaches_is_told_the_group_and_what_it_applied(speaker: Speak
 
 
 async def test_a_command_of_a_generation_that_has_not_attached_is_refused_and_not_done(speaker: Speaker) -> None:
-    ahead = speaker.command(commands.ManageModel(ops.CreateModel("ahead", "x", ops.LoraConfig(rank=4))))
+    ahead = speaker.command(commands.ManageModel(ops.CreateModel("ahead", "x", model_options.LoraConfig(rank=4))))
     early = commands.DispatchCommand(ahead.generation + 1, ahead.number, ahead.work, ahead.durable)
     await speaker.say(early, commands.Fenced)
     speaker.group.number -= 1
@@ -62,7 +62,9 @@ async def test_ranks_that_worked_for_one_run_take_no_orders_of_another(speaker: 
 async def test_a_dispatch_that_comes_again_is_answered_from_memory_and_not_done_again(speaker: Speaker) -> None:
     model = await speaker.create("once")
     before = await speaker.train(model, BATCH)
-    step = speaker.command(commands.StepsCommand([ops.OptimStep(model, 2, ops.AdamParams(learning_rate=0.01))]))
+    step = speaker.command(
+        commands.StepsCommand([ops.OptimStep(model, 2, model_options.AdamParams(learning_rate=0.01))])
+    )
     first = await speaker.say(step, commands.DispatchReply)
     again = await speaker.say(step, commands.DispatchReply)
     assert again.results == first.results
@@ -77,7 +79,7 @@ async def test_a_dispatch_that_comes_again_is_answered_from_memory_and_not_done_
 async def test_a_reply_is_kept_for_the_next_generation_and_carries_its_number(speaker: Speaker) -> None:
     model = await speaker.create("kept")
     await speaker.train(model, BATCH)
-    work = commands.StepsCommand([ops.OptimStep(model, 2, ops.AdamParams())])
+    work = commands.StepsCommand([ops.OptimStep(model, 2, model_options.AdamParams())])
     first = await speaker.do(work)
     await speaker.attach()
     again = await speaker.say(speaker.command(work, speaker.group.number), commands.DispatchReply)
@@ -126,7 +128,7 @@ async def test_steps_of_several_models_each_have_their_own_result_and_are_those_
             await speaker.train(model, batch)
     together = [f"{name}-together" for name in batches]
     orders = [together[0], "nobody", together[1]]
-    steps = [ops.OptimStep(model, 2, ops.AdamParams(learning_rate=0.01)) for model in orders]
+    steps = [ops.OptimStep(model, 2, model_options.AdamParams(learning_rate=0.01)) for model in orders]
     first, nobody, last = (await speaker.do(commands.StepsCommand(steps))).results
     assert isinstance(nobody, ops.Failed)
     assert [first, last] == [await speaker.step(f"{name}-alone", 2) for name in batches]
@@ -374,7 +376,7 @@ async def test_a_reply_says_what_the_time_was_spent_on(speaker: Speaker, tmp_pat
     wanted: list[tuple[commands.Work, set[str]]] = [
         (speaker.passes([(model, BATCH)]), {"forward_s", "backward_s"}),
         (speaker.passes([(model, BATCH)], forward_only=True), {"forward_s"}),
-        (commands.StepsCommand([ops.OptimStep(model, 2, ops.AdamParams())]), {"optimizer_s"}),
+        (commands.StepsCommand([ops.OptimStep(model, 2, model_options.AdamParams())]), {"optimizer_s"}),
         (commands.SaveState(save, str(tmp_path / "timed")), {"publish_s"}),
         (commands.MakeSampler(ops.SaveSampler(model, 4, "timed:sample:0"), ""), {"publish_s"}),
         (commands.ManageModel(ops.AbortGradients(model, 5)), set()),

@@ -8,7 +8,7 @@ from typing import Any, Final
 import pytest
 
 from strata.base.errors import StrataError
-from strata.train.core import facts, ops
+from strata.train.core import facts, model_options, ops
 from strata.train.core.client_commands import (
     AbortOperation,
     Accepted,
@@ -32,17 +32,17 @@ from strata.train.core.machine import TrainMachine
 from strata.train.core.state import Dispatch, Rules, TrainState
 
 TENANT: Final = "alice"
-LORA: Final = ops.LoraConfig(rank=4)
+LORA: Final = model_options.LoraConfig(rank=4)
 
 
 def forward_backward(model_id: str, seq: int, lengths: Sequence[int] = (3,), **fields: Any) -> ops.ForwardBackward:
-    given: dict[str, Any] = {"loss": ops.LossName.CROSS_ENTROPY, "config": {}, "forward_only": False}
+    given: dict[str, Any] = {"loss": model_options.LossName.CROSS_ENTROPY, "config": {}, "forward_only": False}
     given["payload"] = ops.InlinePayload(b"x")
     return ops.ForwardBackward(model_id=model_id, seq_id=seq, lengths=lengths, **(given | fields))
 
 
 def step(model_id: str, seq: int, rate: float = 1e-4) -> ops.OptimStep:
-    return ops.OptimStep(model_id=model_id, seq_id=seq, adam=ops.AdamParams(learning_rate=rate))
+    return ops.OptimStep(model_id=model_id, seq_id=seq, adam=model_options.AdamParams(learning_rate=rate))
 
 
 class Server:

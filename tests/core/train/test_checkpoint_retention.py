@@ -8,7 +8,7 @@ import pytest
 
 from strata.base.errors import Code, StrataError
 from strata.fleet.artifacts.paths import check_path
-from strata.train.core import ops
+from strata.train.core import model_options, ops
 from strata.train.core.checkpoint_retention import EXPIRED, SUPERSEDED, retained_folders
 from strata.train.core.client_commands import (
     DeleteCheckpoint,
@@ -249,7 +249,7 @@ def test_a_model_may_begin_with_saved_weights_before_its_first_operation() -> No
     create = ops.CreateModel(model_id, "tiny", LORA)
     server.ask(ClientCommand(TENANT, SubmitOperation(create, session_id), server.now_s))
     first = load(model_id, 0, run_id, "c1")
-    step = ops.OptimStep(model_id, 1, ops.AdamParams())
+    step = ops.OptimStep(model_id, 1, model_options.AdamParams())
     (loaded,) = server.accept(first)
     assert server.accept(first, step) == [loaded, f"{model_id}:1"]
     assert server.run_all() == [f"{model_id}:create", loaded, f"{model_id}:1"]

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 
 from strata.base.errors import Code, StrataError
-from strata.train.core import ops
+from strata.train.core import model_options, ops
 from strata.train.core.checkpoint_retention import retained_folders
 from strata.train.core.client_commands import AbortOperation, DeleteCheckpoint, OpenSession, SubmitOperation
 from strata.train.core.facts import Dispatched, DispatchFailed
@@ -27,9 +27,9 @@ def load(model_id: str, seq: int, run_id: str, name: str) -> ops.LoadWeights:
     return ops.LoadWeights(model_id=model_id, seq_id=seq, run_id=run_id, kind="weights", name=name, optimizer=True)
 
 
-@pytest.mark.parametrize("loss", [ops.LossName.CROSS_ENTROPY, ops.LossName.CUSTOM])
+@pytest.mark.parametrize("loss", [model_options.LossName.CROSS_ENTROPY, model_options.LossName.CUSTOM])
 @pytest.mark.parametrize("size", [0.0, 0.5, -1.0, 1e9])
-def test_a_group_size_that_is_none_does_not_stop_the_dispatches(loss: ops.LossName, size: float) -> None:
+def test_a_group_size_that_is_none_does_not_stop_the_dispatches(loss: model_options.LossName, size: float) -> None:
     """A journal of an earlier version may have such an operation."""
     server = Server()
     model = server.model()

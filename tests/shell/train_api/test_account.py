@@ -21,7 +21,7 @@ from tinker.cli.auth_api import SelfApiKeyResponse
 from strata.base.errors import Code, StrataError
 from strata.train.api.archive import verify_token
 from strata.train.checkpoints.checkpoint import CheckpointManifest
-from strata.train.core import ops
+from strata.train.core import model_options
 from strata.train.peft.importer import stage
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG
 from tests.shell.train_api.test_protocol import BASE, Client, Server, new_client, served
@@ -62,7 +62,7 @@ async def saved(server: Server, client: Client, seq: int, name: str) -> str:
         kind="weights",
         base_model=BASE,
         arch=BASE,
-        lora=ops.LoraConfig(rank=4),
+        lora=model_options.LoraConfig(rank=4),
         steps=0,
     )
     stage(folder, manifest, {ADAPTER: save({"x": np.zeros(2, np.float32)}), ADAPTER_CONFIG: b"{}"})

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from strata.train.core.ops import LossName
+from strata.train.core.model_options import LossName
 from strata.train.runner.passes.losses import RULES, LossInputs, measure_loss, read_metrics
 from strata.train.status.pass_metrics import combine_metrics
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from strata.base.clock import Clock, SystemClock
 from strata.journal.memory import MemoryJournal
 from strata.journal.replica import Replica
-from strata.train.core import ops
+from strata.train.core import model_options, ops
 from strata.train.core.client_commands import OpenSession, SubmitOperation
 from strata.train.core.inputs import ClientCommand
 from strata.train.core.machine import TrainMachine
@@ -33,7 +33,9 @@ async def with_a_model(journal: MemoryJournal) -> StateStore:
     store = await leading(journal)
     await store.commit(ClientCommand("alice", OpenSession("s"), 0.0))
     await store.commit(
-        ClientCommand("alice", SubmitOperation(ops.CreateModel("s:train:0", "tiny", ops.LoraConfig()), "s"), 0.0)
+        ClientCommand(
+            "alice", SubmitOperation(ops.CreateModel("s:train:0", "tiny", model_options.LoraConfig()), "s"), 0.0
+        )
     )
     return store
 

@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 from strata.base.clock import SystemClock
 from strata.journal.open import open_journal
 from strata.journal.port import Snapshot
-from strata.train.core import client_commands, ops
+from strata.train.core import client_commands, model_options, ops
 from strata.train.link import messages
 from strata.train.link.api import OrchestratorClient
 from strata.train.link.messages import OrchestratorRequest
@@ -173,18 +173,20 @@ class Stack:
         session_id = f"session-{tenant}"
         await self.look(client_commands.Done, client_commands.OpenSession(session_id), tenant)
         model_id = f"{session_id}:train:{number}"
-        created = await self.submit(ops.CreateModel(model_id, "pretended", ops.LoraConfig()), tenant, session_id)
+        created = await self.submit(
+            ops.CreateModel(model_id, "pretended", model_options.LoraConfig()), tenant, session_id
+        )
         assert await self.result(created, tenant) == ops.ModelCreated(model_id)
         return model_id
 
     def batch(self, model_id: str, seq: int, tokens: Sequence[Sequence[int]], **config: float) -> ops.ForwardBackward:
         data = ops.encode_pass_data(ops.PassData([ops.Datum(array.array("i", each).tobytes(), {}) for each in tokens]))
         payload = Payloads(self.settings.payloads).keep(data)
-        loss = ops.LossName.CROSS_ENTROPY
+        loss = model_options.LossName.CROSS_ENTROPY
         return ops.ForwardBackward(model_id, seq, loss, config, False, [len(each) for each in tokens], payload)
 
     def step(self, model_id: str, seq: int, rate: float = 1e-3) -> ops.OptimStep:
-        return ops.OptimStep(model_id, seq, ops.AdamParams(learning_rate=rate))
+        return ops.OptimStep(model_id, seq, model_options.AdamParams(learning_rate=rate))
 
     def outputs(self, result: ops.Result) -> ops.PassResult:
         assert isinstance(result, ops.PassDone), result

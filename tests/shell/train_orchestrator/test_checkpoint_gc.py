@@ -14,7 +14,7 @@ from strata.base.errors import Code
 from strata.journal.memory import MemoryJournal
 from strata.train.checkpoints import checkpoint
 from strata.train.checkpoints.checkpoint import CheckpointManifest
-from strata.train.core import client_commands, ops
+from strata.train.core import client_commands, model_options, ops
 from strata.train.orchestrator.maintenance.checkpoint_gc import CheckpointGc
 from strata.train.peft.importer import stage
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG
@@ -99,7 +99,7 @@ async def test_ranks_that_start_anew_leave_nothing_of_what_was_deleted(tmp_path:
 
 
 def staged(settings: ServerSettings, import_id: str) -> client_commands.ImportCheckpoint:
-    lora = ops.LoraConfig(rank=4)
+    lora = model_options.LoraConfig(rank=4)
     manifest = CheckpointManifest(
         model_id="import-x", seq_id=0, kind="weights", base_model="pretended", arch="pretended", lora=lora, steps=0
     )
@@ -121,7 +121,7 @@ async def test_an_import_is_a_checkpoint_once_and_damaged_files_are_none(tmp_pat
         damaged = staged(stack.settings, "three")
         (stack.settings.imports / "three" / stack.settings.staged / ADAPTER_CONFIG).write_bytes(b"[]")
         assert (await stack.look(views.ErrorResponse, damaged)).code is Code.CORRUPT
-        up = client_commands.ImportCheckpoint("../up", "theirs", "import-x", "pretended", ops.LoraConfig())
+        up = client_commands.ImportCheckpoint("../up", "theirs", "import-x", "pretended", model_options.LoraConfig())
         assert (await stack.look(views.ErrorResponse, up)).code is Code.INVALID
         assert await names(stack) == []
 

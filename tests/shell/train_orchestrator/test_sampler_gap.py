@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from strata.train.core import ops
+from strata.train.core import model_options, ops
 from strata.train.core.sampling import SampledSequence, SampleOperation, SampleParams, decode_result
 from strata.train.orchestrator.sampler_gap import (
     GapMeasure,
@@ -135,7 +135,7 @@ async def drawn_by(stack: Stack, sampler: str, seq: int) -> list[int]:
 def learn(stack: Stack, model: str, seq: int, answer: Sequence[int]) -> ops.ForwardBackward:
     datum = rollout(PROMPT, answer)
     payload = Payloads(stack.settings.payloads).keep(ops.encode_pass_data(ops.PassData([datum])))
-    return ops.ForwardBackward(model, seq, ops.LossName.PPO, {}, False, [datum.length], payload)
+    return ops.ForwardBackward(model, seq, model_options.LossName.PPO, {}, False, [datum.length], payload)
 
 
 async def compared(stack: Stack, stale: int, same: int) -> None:

@@ -9,7 +9,7 @@ from typing import get_args
 from strata.base.clock import SystemClock
 from strata.journal.memory import MemoryJournal
 from strata.journal.replica import Replica
-from strata.train.core import ops
+from strata.train.core import model_options, ops
 from strata.train.core.client_commands import AbortOperation, OpenSession, SubmitOperation
 from strata.train.core.inputs import ClientCommand, CompleteDispatch, Dispatching, DispatchNext, FailDispatch
 from strata.train.core.machine import TrainMachine
@@ -42,9 +42,11 @@ async def test_a_dispatch_that_is_given_up_does_not_make_the_answers_before_it_d
     store = await leading()
     await store.commit(ClientCommand("alice", OpenSession("s"), 0.0))
     await store.commit(
-        ClientCommand("alice", SubmitOperation(ops.CreateModel(MODEL, "tiny", ops.LoraConfig()), "s"), 0.0)
+        ClientCommand("alice", SubmitOperation(ops.CreateModel(MODEL, "tiny", model_options.LoraConfig()), "s"), 0.0)
     )
-    await store.commit(ClientCommand("alice", SubmitOperation(ops.OptimStep(MODEL, 1, ops.AdamParams())), 0.0))
+    await store.commit(
+        ClientCommand("alice", SubmitOperation(ops.OptimStep(MODEL, 1, model_options.AdamParams())), 0.0)
+    )
     for number in (1, 2):
         outcome = await store.commit(DispatchNext(1, 100, 0.0))
         assert isinstance(outcome.reply, Dispatching)
@@ -60,9 +62,11 @@ async def test_a_failure_is_told_only_when_it_is_durable(tmp_path: Path) -> None
     store = await leading()
     await store.commit(ClientCommand("alice", OpenSession("s"), 0.0))
     await store.commit(
-        ClientCommand("alice", SubmitOperation(ops.CreateModel(MODEL, "tiny", ops.LoraConfig()), "s"), 0.0)
+        ClientCommand("alice", SubmitOperation(ops.CreateModel(MODEL, "tiny", model_options.LoraConfig()), "s"), 0.0)
     )
-    await store.commit(ClientCommand("alice", SubmitOperation(ops.OptimStep(MODEL, 1, ops.AdamParams())), 0.0))
+    await store.commit(
+        ClientCommand("alice", SubmitOperation(ops.OptimStep(MODEL, 1, model_options.AdamParams())), 0.0)
+    )
     request = messages.OrchestratorRequest("q", "alice", queries.WatchFuture(f"{MODEL}:1", 0.0))
     settings = settings_in(tmp_path)
     with closing(ZmqLinks(settings)) as links:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from tinker.lib.public_interfaces.custom_loss import trace_loss
 
-from strata.train.core import commands, ops
+from strata.train.core import commands, model_options, ops
 from tests.shell.train_runner.check_results import Check, Found
 from tests.shell.train_runner.checks_lora import trained
 from tests.shell.train_runner.driver import (
@@ -82,13 +82,21 @@ def preferences_have_the_gradient_of_the_client_side_way_in_one_pass_and_in_two(
     found.numbers["custom.dpo"] = expected
     layouts: Sequence[Layout] = (on_last, packed, apart)
     for layout in layouts:
-        result = driver.train(model, data, loss=ops.LossName.CUSTOM, config=PAIR, custom=to_core(handle), layout=layout)
+        result = driver.train(
+            model, data, loss=model_options.LossName.CUSTOM, config=PAIR, custom=to_core(handle), layout=layout
+        )
         assert abs(loss_of(result) - expected) < EQUAL * 10, layout
         assert 0 <= result.metrics["custom/accuracy:mean"] <= 1
         distance = apart_by(gradient, driver.gradient(model))
         assert distance < EQUAL, (layout, distance)
         only = driver.train(
-            model, data, loss=ops.LossName.CUSTOM, config=PAIR, custom=to_core(handle), layout=layout, forward_only=True
+            model,
+            data,
+            loss=model_options.LossName.CUSTOM,
+            config=PAIR,
+            custom=to_core(handle),
+            layout=layout,
+            forward_only=True,
         )
         assert abs(loss_of(only) - expected) < EQUAL * 10
         assert driver.step(model, learning_rate=0.0)["grad_norm"] == 0.0
@@ -114,7 +122,7 @@ def a_loss_with_a_reference_model_has_the_gradient_of_the_client_side_way(driver
 
     expected, gradient = client_side(driver, model, data, compute)
     for layout in (packed, apart):
-        result = driver.train(model, data, loss=ops.LossName.CUSTOM, custom=to_core(handle), layout=layout)
+        result = driver.train(model, data, loss=model_options.LossName.CUSTOM, custom=to_core(handle), layout=layout)
         assert abs(loss_of(result) - expected) < 1e-5 * abs(expected)
         assert apart_by(gradient, driver.gradient(model)) < EQUAL
 
@@ -138,9 +146,11 @@ def a_loss_that_fails_leaves_the_gradients_of_all_as_they_were(driver: Driver, f
         for layout in (on_last, apart):
             items = [
                 commands.PassItem(
-                    "a", model, ops.LossName.CUSTOM, PAIR, ops.encode_pass_data(ops.PassData(data, custom))
+                    "a", model, model_options.LossName.CUSTOM, PAIR, ops.encode_pass_data(ops.PassData(data, custom))
                 ),
-                commands.PassItem("b", other, ops.LossName.CROSS_ENTROPY, {}, ops.encode_pass_data(ops.PassData(data))),
+                commands.PassItem(
+                    "b", other, model_options.LossName.CROSS_ENTROPY, {}, ops.encode_pass_data(ops.PassData(data))
+                ),
             ]
             rows = layout([data, data], driver.ranks)
             failed, fine = driver.do(commands.PassCommand(False, items, rows))

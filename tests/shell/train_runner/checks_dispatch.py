@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from strata.train.core import commands, ops
+from strata.train.core import commands, model_options, ops
 from tests.shell.train_runner.check_results import Check, Found
 from tests.shell.train_runner.checks_lora import trained
 from tests.shell.train_runner.driver import Driver, apart_by, batch, outcome, packed
@@ -10,7 +10,7 @@ from tests.shell.train_runner.driver import Driver, apart_by, batch, outcome, pa
 
 def _pass(driver: Driver, model: str) -> commands.PassCommand:
     data = ops.encode_pass_data(ops.PassData(batch()))
-    item = commands.PassItem("request", model, ops.LossName.CROSS_ENTROPY, {}, data)
+    item = commands.PassItem("request", model, model_options.LossName.CROSS_ENTROPY, {}, data)
     return commands.PassCommand(False, [item], packed([batch()], driver.ranks))
 
 

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import torch
 
-from strata.train.core import commands, ops
+from strata.train.core import commands, model_options, ops
 from tests.shell.train_runner.check_results import Check, Found
 from tests.shell.train_runner.checks_lora import LARGER, SMALL, trained
 from tests.shell.train_runner.driver import Driver, apart_by, batch, logprobs_of
@@ -14,11 +14,11 @@ from tests.shell.train_runner.driver import Driver, apart_by, batch, logprobs_of
 
 def steps_are_those_of_adamw(driver: Driver, found: Found) -> None:
     """With other numbers in every step, and a schedule; the gradients are those that the ranks summed."""
-    driver.create("steps", SMALL, ops.Schedule("cosine", warmup_steps=1, total_steps=4))
+    driver.create("steps", SMALL, model_options.Schedule("cosine", warmup_steps=1, total_steps=4))
     start = _adapter(driver, "steps")
     flat = torch.nn.Parameter(start.clone())
     other = torch.optim.AdamW([flat], lr=1.0, fused=True)
-    schedule = ops.Schedule("cosine", warmup_steps=1, total_steps=4)
+    schedule = model_options.Schedule("cosine", warmup_steps=1, total_steps=4)
     orders = (
         {"learning_rate": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1},
         {"learning_rate": 0.02, "beta1": 0.8, "beta2": 0.99, "eps": 1e-6, "grad_clip_norm": 0.5},
@@ -56,9 +56,9 @@ def steps_are_those_of_muon(driver: Driver, found: Found) -> None:
     theirs = [torch.nn.Parameter(matrix.clone()) for matrix in adapter.blocks[0].matrices(adapter.flat.cpu())]
     other = torch.optim.Muon(theirs, lr=1.0)
     orders = (
-        ops.MuonParams(0.02, weight_decay=0.1),
-        ops.MuonParams(0.01, momentum=0.8, nesterov=False, grad_clip_norm=0.5),
-        ops.MuonParams(0.01, ns_steps=3, adjust_lr_fn="match_rms_adamw"),
+        model_options.MuonParams(0.02, weight_decay=0.1),
+        model_options.MuonParams(0.01, momentum=0.8, nesterov=False, grad_clip_norm=0.5),
+        model_options.MuonParams(0.01, ns_steps=3, adjust_lr_fn="match_rms_adamw"),
     )
     for number, order in enumerate(orders, start=1):
         driver.train("steps", batch(seed=number))
@@ -93,17 +93,17 @@ def a_model_with_muon_goes_on_from_a_checkpoint_and_takes_nothing_of_adamw(drive
         for number in range(4):
             if name == "muon" or number >= 2:
                 driver.train(name, batch(seed=number))
-                driver.muon_step(name, ops.MuonParams(0.02))
+                driver.muon_step(name, model_options.MuonParams(0.02))
             if name == "muon" and number == 1:
                 assert isinstance(driver.save(name, "muon-middle"), ops.WeightsSaved)
         states.append(driver.state(name))
     assert apart_by(states[0], states[1]) == 0
     assert float(states[0]["momentum_buffer.lm_head.lora_A"].abs().max()) > 0
-    (refused,) = driver.do(commands.StepsCommand([ops.OptimStep("muon", 9, ops.AdamParams())]))
+    (refused,) = driver.do(commands.StepsCommand([ops.OptimStep("muon", 9, model_options.AdamParams())]))
     _refuses(refused, "user", "created with muon")
     driver.create("adam", SMALL)
     _refuses(driver.load("adam", "muon-middle"), "user", "not one of adamw")
-    (refused,) = driver.do(commands.StepsCommand([ops.OptimStep("adam", 9, None, ops.MuonParams(0.02))]))
+    (refused,) = driver.do(commands.StepsCommand([ops.OptimStep("adam", 9, None, model_options.MuonParams(0.02))]))
     _refuses(refused, "user", "created with adamw")
     for name in ("muon", "resumed", "adam"):
         driver.unload(name)
@@ -130,7 +130,11 @@ def _summed(driver: Driver) -> torch.Tensor:
 def a_step_with_numbers_that_are_none_is_refused_and_endless_gradients_too(driver: Driver, found: Found) -> None:
     model = trained(driver, "odd")
     before = driver.state(model)
-    for adam in (ops.AdamParams(learning_rate=-1), ops.AdamParams(beta1=1.0), ops.AdamParams(eps=float("nan"))):
+    for adam in (
+        model_options.AdamParams(learning_rate=-1),
+        model_options.AdamParams(beta1=1.0),
+        model_options.AdamParams(eps=float("nan")),
+    ):
         (result,) = driver.do(commands.StepsCommand([ops.OptimStep(model, 1, adam)]))
         assert isinstance(result, ops.Failed)
         assert result.category == "user"
@@ -150,7 +154,7 @@ def steps_made_together_are_bit_for_bit_those_made_alone(driver: Driver, found: 
                 if name != "idle":
                     driver.train(name, batch(seed=10 * number + place))
             orders = [
-                ops.OptimStep(name, number, ops.AdamParams(learning_rate=-1 if name == "refused" else 0.01))
+                ops.OptimStep(name, number, model_options.AdamParams(learning_rate=-1 if name == "refused" else 0.01))
                 for name in names
             ]
             works = (
@@ -245,7 +249,9 @@ def sleep_frees_and_wake_restores_bit_for_bit(driver: Driver, found: Found) -> N
     assert isinstance(asleep, ops.Asleep)
     assert asleep.freed_bytes >= sum(part.numel() * part.element_size() for part in kept)
     assert all(part.untyped_storage().nbytes() == 0 for part in parts)
-    _refuses(driver.do(commands.StepsCommand([ops.OptimStep(model, 1, ops.AdamParams())]))[0], "server", "sleeps")
+    _refuses(
+        driver.do(commands.StepsCommand([ops.OptimStep(model, 1, model_options.AdamParams())]))[0], "server", "sleeps"
+    )
     _refuses(driver.passes((model, batch()))[0], "server", "sleeps")
     assert driver.do(commands.ManageModel(ops.Sleep())) == [ops.Asleep(0)]
     assert driver.do(commands.ManageModel(ops.Wake())) == [ops.Awake()]

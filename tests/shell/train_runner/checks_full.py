@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from strata.train.core import commands, ops
+from strata.train.core import commands, model_options, ops
 from tests.shell.train_runner import reference
 from tests.shell.train_runner.check_results import Check, Found
 from tests.shell.train_runner.dispatched import Dispatched
@@ -112,7 +112,7 @@ def one_model_owns_the_base(driver: Driver, found: Found) -> None:
     assert isinstance(second, ops.Failed)
     assert second.category == "server"
     driver.unload("owner")
-    (adapter,) = driver.do(commands.ManageModel(ops.CreateModel("guest", "tiny", ops.LoraConfig())))
+    (adapter,) = driver.do(commands.ManageModel(ops.CreateModel("guest", "tiny", model_options.LoraConfig())))
     assert isinstance(adapter, ops.Failed)
     assert adapter.category == "user"
     (muon,) = driver.do(commands.ManageModel(ops.CreateModel("guest", "tiny", None, optimizer="muon")))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from strata.train.core import commands, ops
+from strata.train.core import commands, model_options, ops
 from strata.train.runner.checkpoint.formats import to_peft
 from tests.shell.train_runner import reference
 from tests.shell.train_runner.check_results import Check, Found
@@ -28,13 +28,13 @@ from tests.shell.train_runner.driver import (
     packed,
 )
 
-SMALL = ops.LoraConfig(rank=4, alpha=8.0, seed=1)
-LARGER = ops.LoraConfig(rank=8, alpha=8.0, seed=2)
-HEAD_ONLY = ops.LoraConfig(rank=2, alpha=4.0, seed=3, train_attn=False, train_mlp=False)
+SMALL = model_options.LoraConfig(rank=4, alpha=8.0, seed=1)
+LARGER = model_options.LoraConfig(rank=8, alpha=8.0, seed=2)
+HEAD_ONLY = model_options.LoraConfig(rank=2, alpha=4.0, seed=3, train_attn=False, train_mlp=False)
 CLOSE = 2e-5
 
 
-def trained(driver: Driver, name: str, lora: ops.LoraConfig = SMALL, data: int = 50) -> str:
+def trained(driver: Driver, name: str, lora: model_options.LoraConfig = SMALL, data: int = 50) -> str:
     """A model that is no longer the base: B is not zero any more."""
     driver.create(name, lora)
     driver.train(name, batch(seed=data))
@@ -252,7 +252,7 @@ def gradients_that_are_not_finite_beside_a_broken_model_are_computed_again(drive
     mine, broken, steep = trained(driver, "steady"), trained(driver, "broken"), "steep"
     driver.train(broken, batch())
     driver.step(broken, learning_rate=1e36)
-    driver.create(steep, ops.LoraConfig(rank=4, alpha=4e20, seed=4))
+    driver.create(steep, model_options.LoraConfig(rank=4, alpha=4e20, seed=4))
     driver.train(mine, batch())
     gradient = driver.gradient(mine)
     heavy = [datum(3, 8, weights=np.full(8, 1e30))]
@@ -261,7 +261,7 @@ def gradients_that_are_not_finite_beside_a_broken_model_are_computed_again(drive
     outcome(results[1])
     assert isinstance(results[2], ops.Failed), results[2]
     assert apart_by(gradient, driver.gradient(mine)) < CLOSE
-    (stepped,) = driver.do(commands.StepsCommand([ops.OptimStep(steep, 1, ops.AdamParams())]))
+    (stepped,) = driver.do(commands.StepsCommand([ops.OptimStep(steep, 1, model_options.AdamParams())]))
     assert isinstance(stepped, ops.Failed), stepped
     assert "the norm of the gradients is" in stepped.message
     for model in (mine, broken, steep):
@@ -284,7 +284,9 @@ def a_request_that_cannot_be_computed_fails_alone(driver: Driver, found: Found) 
     driver.train(model, batch())
     assert apart_by(alone, driver.gradient(model)) < CLOSE
     (broken,) = driver.do(
-        commands.PassCommand(False, [commands.PassItem("r", model, ops.LossName.DRO, {}, b"?")], [[[]]] * driver.ranks)
+        commands.PassCommand(
+            False, [commands.PassItem("r", model, model_options.LossName.DRO, {}, b"?")], [[[]]] * driver.ranks
+        )
     )
     assert isinstance(broken, ops.Failed)
     assert broken.category == "user"
@@ -297,7 +299,7 @@ def a_request_that_cannot_be_computed_fails_alone(driver: Driver, found: Found) 
 def the_same_again_is_the_same_bits(driver: Driver, found: Found) -> None:
     digests = []
     for turn in range(2):
-        model = trained(driver, f"bits-{turn}", ops.LoraConfig(rank=4, alpha=8.0, seed=11))
+        model = trained(driver, f"bits-{turn}", model_options.LoraConfig(rank=4, alpha=8.0, seed=11))
         for number in range(3):
             driver.train(model, batch(seed=number))
             driver.step(model, learning_rate=0.01, weight_decay=0.1, grad_clip_norm=1.0)
@@ -311,7 +313,7 @@ def the_same_again_is_the_same_bits(driver: Driver, found: Found) -> None:
 def a_model_without_a_seed_begins_the_same_every_time_and_another_differently(driver: Driver, found: Found) -> None:
     states = []
     for name in ("one", "one", "two"):
-        driver.create(name, ops.LoraConfig(rank=4))
+        driver.create(name, model_options.LoraConfig(rank=4))
         states.append(driver.state(name))
         driver.unload(name)
     assert apart_by(states[0], states[1]) == 0
@@ -319,14 +321,14 @@ def a_model_without_a_seed_begins_the_same_every_time_and_another_differently(dr
 
 
 def what_does_not_fit_is_not_created(driver: Driver, found: Found) -> None:
-    def refused(name: str, lora: ops.LoraConfig | None) -> str:
+    def refused(name: str, lora: model_options.LoraConfig | None) -> str:
         (result,) = driver.do(commands.ManageModel(ops.CreateModel(name, "tiny", lora)))
         assert isinstance(result, ops.Failed), result
         return result.message
 
     assert "lora_config" in refused("x", None)
-    assert "rank must be 1 to 64 (model.max_lora_rank of the server)" in refused("x", ops.LoraConfig(rank=65))
-    nothing = ops.LoraConfig(train_attn=False, train_mlp=False, train_unembed=False)
+    assert "rank must be 1 to 64 (model.max_lora_rank of the server)" in refused("x", model_options.LoraConfig(rank=65))
+    nothing = model_options.LoraConfig(train_attn=False, train_mlp=False, train_unembed=False)
     assert "nothing is to be trained" in refused("x", nothing)
     for number in range(8):
         driver.create(f"full-{number}", HEAD_ONLY)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from strata.train.core import ops
+from strata.train.core import model_options, ops
 from tests.shell.train_runner.check_results import Check, Found
 from tests.shell.train_runner.checks_lora import CLOSE, trained
 from tests.shell.train_runner.detached_formulas import held_fixed
@@ -37,7 +37,7 @@ def every_loss_is_what_its_formula_says_and_its_gradient_is_that_of_the_formula(
     data = [sampled(driver, model, seed, 6 + seed) for seed in (1, 2)]
     for name, formula in FORMULAS.items():
         for config in CONFIGS[name]:
-            result = driver.train(model, data, loss=ops.LossName(name), config=config)
+            result = driver.train(model, data, loss=model_options.LossName(name), config=config)
             gradient = driver.gradient(model)
             expected, weights = 0.0, []
             for one, logprobs in zip(data, logprobs_of(result), strict=True):
@@ -66,7 +66,7 @@ def a_row_reads_no_number_for_each_datum(driver: Driver, found: Found) -> None:
         reads = []
         for data in (few, many):
             with _dispatched_in_rows(passes) as dispatched:
-                driver.train(model, data, loss=ops.LossName(name))
+                driver.train(model, data, loss=model_options.LossName(name))
             assert dispatched.calls
             reads.append(dispatched.reads)
         # transformers reads one itself, to learn whether the row is packed.

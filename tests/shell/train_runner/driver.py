@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from strata.train.core import commands, ops
+from strata.train.core import commands, model_options, ops
 from strata.train.core.loss_graph import CustomLoss
 from strata.train.runner.checkpoint import shards
 from strata.train.runner.runner_dispatcher import RunnerDispatcher
@@ -140,9 +140,9 @@ class Driver:
     def create(
         self,
         name: str,
-        lora: ops.LoraConfig | None,
-        schedule: ops.Schedule | None = None,
-        optimizer: ops.OptimizerName = "adamw",
+        lora: model_options.LoraConfig | None,
+        schedule: model_options.Schedule | None = None,
+        optimizer: model_options.OptimizerName = "adamw",
     ) -> None:
         (result,) = self.do(commands.ManageModel(ops.CreateModel(name, "tiny", lora, schedule, optimizer=optimizer)))
         assert result == ops.ModelCreated(name), result
@@ -153,7 +153,7 @@ class Driver:
     def passes(
         self,
         *items: tuple[str, Sequence[ops.Datum]],
-        loss: ops.LossName = ops.LossName.CROSS_ENTROPY,
+        loss: model_options.LossName = model_options.LossName.CROSS_ENTROPY,
         config: Mapping[str, float] | None = None,
         forward_only: bool = False,
         layout: Layout = packed,
@@ -173,9 +173,9 @@ class Driver:
         return outcome(result)
 
     def step(self, model: str, **adam: float) -> Mapping[str, float]:
-        return self._step(ops.OptimStep(model, self.seq + 1, ops.AdamParams(**adam)))
+        return self._step(ops.OptimStep(model, self.seq + 1, model_options.AdamParams(**adam)))
 
-    def muon_step(self, model: str, params: ops.MuonParams) -> Mapping[str, float]:
+    def muon_step(self, model: str, params: model_options.MuonParams) -> Mapping[str, float]:
         return self._step(ops.OptimStep(model, self.seq + 1, None, params))
 
     def _step(self, operation: ops.OptimStep) -> Mapping[str, float]:

@@ -21,7 +21,7 @@ from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from strata.base.errors import Code, StrataError
-from strata.train.core.ops import LoraConfig
+from strata.train.core.model_options import LoraConfig
 from strata.train.peft.layers import is_text
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora import targets_of

@@ -17,7 +17,7 @@ from typing import Final, Literal
 import msgspec
 import torch.distributed as dist
 
-from strata.train.core import commands, ops
+from strata.train.core import commands, model_options, ops
 from strata.train.core.sampling import AddedSample, SampleOperation, SampleParams, SamplingSlice, SliceResult
 from strata.train.runner.checkpoint.export import export
 from strata.train.runner.model.tiny import TinyModel, make
@@ -76,7 +76,7 @@ def leave_group() -> None:
 
 
 def drive(driver: Driver, runner: ModelRunner, folder: Path) -> None:
-    driver.create("m", None if runner.settings.full else ops.LoraConfig(rank=4, alpha=8.0, seed=3))
+    driver.create("m", None if runner.settings.full else model_options.LoraConfig(rank=4, alpha=8.0, seed=3))
     driver.train("m", batch(seed=1))
     driver.step("m", learning_rate=0.01)
     assert driver.do(commands.TakeSnapshot(str(folder / "snapshot"))) == []

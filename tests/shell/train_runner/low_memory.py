@@ -11,7 +11,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from strata.train.core import commands, ops
+from strata.train.core import commands, model_options, ops
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.model import row_limit
 from strata.train.runner.model.tiny import TinyModel, make
@@ -62,15 +62,15 @@ def drive(runner: ModelRunner, ranks: RankGroup, out: Path) -> None:
     link = Memory()
     dispatcher = RunnerDispatcher(runner, ranks, link, "exhausted")
     driver = Driver(dispatcher, link, ranks.size, out.parent / "files")
-    driver.create("greedy", ops.LoraConfig(rank=4, seed=1))
-    driver.create("modest", ops.LoraConfig(rank=4, seed=2))
+    driver.create("greedy", model_options.LoraConfig(rank=4, seed=1))
+    driver.create("modest", model_options.LoraConfig(rank=4, seed=2))
     long, short = datum(1, LONG), datum(2, 20)
     segment = commands.Segment
 
     def passed(greedy: ops.Datum) -> list[ops.Result]:
         items = [
             commands.PassItem(
-                f"{name}:1", name, ops.LossName.CROSS_ENTROPY, {}, ops.encode_pass_data(ops.PassData([one]))
+                f"{name}:1", name, model_options.LossName.CROSS_ENTROPY, {}, ops.encode_pass_data(ops.PassData([one]))
             )
             for name, one in (("greedy", greedy), ("modest", short))
         ]
@@ -79,7 +79,7 @@ def drive(runner: ModelRunner, ranks: RankGroup, out: Path) -> None:
 
     together, after = passed(long), passed(short)
     steps = driver.do(
-        commands.StepsCommand([ops.OptimStep(name, 2, ops.AdamParams()) for name in ("greedy", "modest")])
+        commands.StepsCommand([ops.OptimStep(name, 2, model_options.AdamParams()) for name in ("greedy", "modest")])
     )
     norms = [one.metrics["grad_norm"] if isinstance(one, ops.StepDone) else -1.0 for one in steps]
     outcome = Outcome(together, after, norms, runner.memory.row_tokens)

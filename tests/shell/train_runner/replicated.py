@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch.distributed.tensor import DTensor
 
-from strata.train.core.ops import LoraConfig
+from strata.train.core.model_options import LoraConfig
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora import Adapter, Span, targets_of
 from strata.train.runner.model.base import BaseModel

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load, load_file, save, save_file
 
-from strata.train.core import ops
-from strata.train.core.ops import LoraConfig
+from strata.train.core import model_options, ops
+from strata.train.core.model_options import LoraConfig
 from strata.train.parallel import ParallelSettings
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora import Adapter, Span
@@ -101,7 +101,7 @@ def _write(folder: Path, runner: ModelRunner) -> None:
         runner.base.logprobs(row).sum().backward()  # type: ignore[no-untyped-call]
         model.commit()
         if number < 2:
-            run_interleaved([model.step(ops.AdamParams(learning_rate=0.01))])
+            run_interleaved([model.step(model_options.AdamParams(learning_rate=0.01))])
     if parallel.pipeline == 1:
         runner.make_sampler(ops.SaveSampler("m", 1, "copy"), Path(), ())
     runner.save(ops.SaveWeights("m", 1, "weights", "a"), folder / "saved")

@@ -11,7 +11,7 @@ from pathlib import Path
 from strata.base.failpoint import arm, kill
 from strata.train.checkpoints import checkpoint
 from strata.train.checkpoints.checkpoint import CheckpointManifest
-from strata.train.core import ops
+from strata.train.core import model_options
 from tests.shell.train_runner.numbered_checkpoints import contents
 
 
@@ -26,7 +26,7 @@ def save(folder: Path, number: int) -> None:
         kind="weights",
         base_model="b",
         arch="a",
-        lora=ops.LoraConfig(),
+        lora=model_options.LoraConfig(),
         steps=number,
     )
     checkpoint.write(folder, manifest, fill, overwrite=True)

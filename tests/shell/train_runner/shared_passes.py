@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from strata.train.core import commands, ops
+from strata.train.core import commands, model_options, ops
 from strata.train.core.pack import pack
 from tests.shell.train_runner.check_results import Check, Found
 from tests.shell.train_runner.driver import Driver, Layout, batch, datum, logprobs_of, outcome
@@ -18,13 +18,13 @@ CLOSE_LOGPROBS: Final = 1e-4
 CLOSE_GRADIENTS: Final = 2e-5
 """Of the largest number of the gradient. Matrices of another height are multiplied in another order, no more."""
 
-TENANTS: Final[Mapping[str, ops.LoraConfig]] = {
-    "small": ops.LoraConfig(rank=1, alpha=3.0, seed=1),
-    "usual": ops.LoraConfig(rank=8, alpha=16.0, seed=2),
-    "attention": ops.LoraConfig(rank=4, alpha=1.0, seed=3, train_mlp=False, train_unembed=False),
-    "mlp": ops.LoraConfig(rank=16, alpha=8.0, seed=4, train_attn=False, train_unembed=False),
-    "head": ops.LoraConfig(rank=3, alpha=32.0, seed=5, train_attn=False, train_mlp=False),
-    "wide": ops.LoraConfig(rank=64, alpha=64.0, seed=6),
+TENANTS: Final[Mapping[str, model_options.LoraConfig]] = {
+    "small": model_options.LoraConfig(rank=1, alpha=3.0, seed=1),
+    "usual": model_options.LoraConfig(rank=8, alpha=16.0, seed=2),
+    "attention": model_options.LoraConfig(rank=4, alpha=1.0, seed=3, train_mlp=False, train_unembed=False),
+    "mlp": model_options.LoraConfig(rank=16, alpha=8.0, seed=4, train_attn=False, train_unembed=False),
+    "head": model_options.LoraConfig(rank=3, alpha=32.0, seed=5, train_attn=False, train_mlp=False),
+    "wide": model_options.LoraConfig(rank=64, alpha=64.0, seed=6),
 }
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from strata.base import failpoint
-from strata.train.core import commands, ops
+from strata.train.core import commands, model_options, ops
 from strata.train.core.sampling import AddedSample, SampleOperation, SampleParams, SamplingSlice, SliceResult
 from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.runner.model_runner import ModelRunner
@@ -63,13 +63,13 @@ def main(folder: Path) -> None:
 
 
 def make_one(driver: Driver, runner: ModelRunner, folder: Path) -> None:
-    driver.create("m", ops.LoraConfig(rank=4, alpha=8.0, seed=3) if not runner.settings.full else None)
+    driver.create("m", model_options.LoraConfig(rank=4, alpha=8.0, seed=3) if not runner.settings.full else None)
     driver.train("m", batch(seed=1))
     driver.step("m", learning_rate=0.01)
     if not runner.settings.full:
-        driver.create("muon", ops.LoraConfig(rank=2, alpha=8.0, seed=4), optimizer="muon")
+        driver.create("muon", model_options.LoraConfig(rank=2, alpha=8.0, seed=4), optimizer="muon")
         driver.train("muon", batch(seed=6))
-        driver.muon_step("muon", ops.MuonParams(0.01))
+        driver.muon_step("muon", model_options.MuonParams(0.01))
     assert driver.do(commands.MakeSampler(ops.SaveSampler("m", 2, "copy"), "")) == [ops.SamplerOpened("copy")]
     # Waits for a step; one rank has all its tokens.
     driver.train("m", batch(seed=2), layout=on_last)
@@ -107,7 +107,7 @@ def go_on(driver: Driver) -> dict[str, torch.Tensor]:
     state = driver.state("m")
     if "muon" in driver.dispatcher._runner.models:
         driver.train("muon", batch(seed=4))
-        driver.muon_step("muon", ops.MuonParams(0.01))
+        driver.muon_step("muon", model_options.MuonParams(0.01))
         state |= {f"muon.{name}": value for name, value in driver.state("muon").items()}
     prompt = array.array("i", [5, 6, 7, 8]).tobytes()
     params = SampleParams(max_tokens=6, seed=1, end_tokens=False)

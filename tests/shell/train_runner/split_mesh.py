@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from strata.train.core import commands, ops
+from strata.train.core import commands, model_options, ops
 from strata.train.core.sampling import AddedSample, SampleOperation, SampleParams, SampleResult, SamplingSlice
 from strata.train.parallel import ParallelSettings
 from strata.train.runner.checkpoint.formats import to_peft
@@ -64,8 +64,8 @@ from tests.shell.train_runner.resharding import (
 from tests.shell.train_runner.shared_passes import company_changes_nothing
 from tests.support.ranks import join_ranks
 
-MUON = ops.MuonParams(0.01)
-ADAM = ops.AdamParams(learning_rate=0.01, weight_decay=0.1, grad_clip_norm=0.5)
+MUON = model_options.MuonParams(0.01)
+ADAM = model_options.AdamParams(learning_rate=0.01, weight_decay=0.1, grad_clip_norm=0.5)
 MESHES: Mapping[str, ParallelSettings] = {
     "2x2": ParallelSettings(shard=2, tensor=2),
     "1x4": ParallelSettings(tensor=4),
@@ -464,8 +464,8 @@ def drive(folder: Path, family: str, ranks: RankGroup, parallel: ParallelSetting
 
 def _train_head(driver: Driver) -> None:
     """All stages but the last have nothing of this adapter."""
-    lora = ops.LoraConfig(rank=4, alpha=8.0, train_attn=False, train_mlp=False)
-    for optimizer in get_args(ops.OptimizerName):
+    lora = model_options.LoraConfig(rank=4, alpha=8.0, train_attn=False, train_mlp=False)
+    for optimizer in get_args(model_options.OptimizerName):
         driver.create(optimizer, lora, optimizer=optimizer)
         before = loss_of(driver.train(optimizer, batch()))
         if optimizer == "adamw":

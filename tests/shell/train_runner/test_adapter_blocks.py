@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from strata.train.core.ops import LoraConfig
+from strata.train.core.model_options import LoraConfig
 from strata.train.runner.collectives import ShareGroup
 from strata.train.runner.lora import Adapter, AdapterPlacement, LoraPart, LoraTarget
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from strata.base.errors import Code, StrataError
 from strata.cli.main import run
-from strata.train.core import ops
+from strata.train.core import model_options, ops
 from strata.train.peft.importer import examine, read_config
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG
 from strata.train.runner.checkpoint.export import export
@@ -27,7 +27,7 @@ from tests.shell.train_runner.single_rank import driver_of, one_rank
 
 CLOSE: Final = 2e-4
 """How far the log-probabilities may be apart: float32, added in another order."""
-LORA: Final = ops.LoraConfig(rank=4, alpha=8.0, seed=1)
+LORA: Final = model_options.LoraConfig(rank=4, alpha=8.0, seed=1)
 
 
 @pytest.fixture(scope="module")

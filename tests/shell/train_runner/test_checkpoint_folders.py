@@ -10,12 +10,18 @@ import pytest
 
 from strata.train.checkpoints import checkpoint
 from strata.train.checkpoints.checkpoint import CheckpointManifest
-from strata.train.core import ops
+from strata.train.core import model_options
 
 
 def manifest(seq: int = 3) -> CheckpointManifest:
     return CheckpointManifest(
-        model_id="s:train:0", seq_id=seq, kind="weights", base_model="b", arch="a", lora=ops.LoraConfig(), steps=0
+        model_id="s:train:0",
+        seq_id=seq,
+        kind="weights",
+        base_model="b",
+        arch="a",
+        lora=model_options.LoraConfig(),
+        steps=0,
     )
 
 
@@ -64,9 +70,9 @@ def test_two_that_write_the_same_checkpoint_never_mix_their_files(tmp_path: Path
 
 def test_numbers_are_the_same_however_they_are_written(tmp_path: Path) -> None:
     """A whole number is a good alpha, and comes back as 8.0."""
-    whole = msgspec.structs.replace(manifest(), lora=ops.LoraConfig(alpha=8))
+    whole = msgspec.structs.replace(manifest(), lora=model_options.LoraConfig(alpha=8))
     checkpoint.write(tmp_path / "mine", whole, fill, overwrite=False)
-    assert checkpoint.read(tmp_path / "mine").lora == ops.LoraConfig(alpha=8.0)
+    assert checkpoint.read(tmp_path / "mine").lora == model_options.LoraConfig(alpha=8.0)
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -28,7 +28,7 @@ from strata.train.checkpoints.checkpoint import (
     CheckpointFile,
     CheckpointManifest,
 )
-from strata.train.core import ops
+from strata.train.core import model_options, ops
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.model.tiny import TinyModel, make
 from tests.shell.train_runner.driver import Driver, apart_by, batch
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.proves(
     "changed is refused"
 )
 
-LORA: Final = ops.LoraConfig(rank=4, alpha=8.0, seed=1)
+LORA: Final = model_options.LoraConfig(rank=4, alpha=8.0, seed=1)
 SHARD: Final = "shard-00001-model-00001-of-00001.safetensors"
 ADAPTER_FILES: Final = ("adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors", MANIFEST)
 WHOLE_FILES: Final = (SHARD, "config.json", "tokenizer.json", MANIFEST)
@@ -230,7 +230,7 @@ def test_names_that_lead_out_of_the_folder_are_refused(drivers: dict[str, Driver
         ({"base_model": "another"}, "another base"),
         ({"arch": "qwen3"}, "another architecture"),
         ({"lora": None}, "other kind of training"),
-        ({"lora": ops.LoraConfig(rank=4, alpha=16.0)}, "alpha is 16"),
+        ({"lora": model_options.LoraConfig(rank=4, alpha=16.0)}, "alpha is 16"),
         ({"kind": "sampler_weights"}, "no optimizer state"),
         ({"format": 99}, "format 99"),
     ],
@@ -243,10 +243,10 @@ def test_a_checkpoint_of_another_model_is_refused(
 
 @pytest.mark.parametrize(
     "lora",
-    [ops.LoraConfig(rank=8, alpha=16.0), ops.LoraConfig(rank=4, alpha=8.0, train_mlp=False)],
+    [model_options.LoraConfig(rank=8, alpha=16.0), model_options.LoraConfig(rank=4, alpha=8.0, train_mlp=False)],
     ids=["rank", "targets"],
 )
-def test_an_adapter_of_another_shape_is_refused(drivers: dict[str, Driver], lora: ops.LoraConfig) -> None:
+def test_an_adapter_of_another_shape_is_refused(drivers: dict[str, Driver], lora: model_options.LoraConfig) -> None:
     driver = drivers["adapter"]
     driver.create("other", lora)
     saved = driver.save("other", f"other-{lora.rank}-{lora.train_mlp}")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from strata.train.core.ops import LoraConfig
+from strata.train.core.model_options import LoraConfig
 from strata.train.runner.experts import group_experts
 from strata.train.runner.lora import Adapter, Adapters, Span, is_experts, targets_of
 from tests.shell.train_runner import tiny_families

@@ -18,7 +18,7 @@ import transformers
 from peft import PeftModel
 
 from strata.base.errors import Code, StrataError
-from strata.train.core.ops import LoraConfig
+from strata.train.core.model_options import LoraConfig
 from strata.train.runner.checkpoint.formats import adapter_writer, to_peft
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora import Adapter, Span, require_targets, targets_of

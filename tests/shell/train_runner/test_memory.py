@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from strata.train.core import commands, ops
+from strata.train.core import commands, model_options, ops
 from strata.train.runner.lora import is_finite
 from strata.train.runner.model.row_limit import KernelKills, _cached_bytes, is_out_of_memory, kernel_kills
 from strata.train.runner.model.tiny import TinyModel, make
@@ -61,9 +61,9 @@ def test_a_pass_that_is_replayed_is_not_rejected_for_the_memory_that_is_free_now
     with one_rank(tmp_path) as ranks:
         driver = driver_of(ranks, tmp_path / "llama", tmp_path)
         driver.dispatcher._runner.memory._per_token = 1 << 50
-        driver.create("m", ops.LoraConfig(rank=4, seed=1))
+        driver.create("m", model_options.LoraConfig(rank=4, seed=1))
         data = ops.encode_pass_data(ops.PassData([datum(1, 20)]))
-        item = commands.PassItem("r", "m", ops.LossName.CROSS_ENTROPY, {}, data)
+        item = commands.PassItem("r", "m", model_options.LossName.CROSS_ENTROPY, {}, data)
         live = commands.PassCommand(False, [item], [[[commands.Segment(0, 0)]]])
         (rejected,) = driver.do(live)
         (done,) = driver.do(msgspec.structs.replace(live, replayed=True))

@@ -17,7 +17,7 @@ import pytest
 import zmq.asyncio
 
 from strata.base.settings import process_environment
-from strata.train.core import commands, ops
+from strata.train.core import commands, model_options, ops
 from strata.train.link.rank import ConnectRequest, connect_rank
 
 LONGEST_S: Final = 120
@@ -101,14 +101,14 @@ class Orchestrator:
 
 
 def step(model: str) -> commands.StepsCommand:
-    return commands.StepsCommand([ops.OptimStep(model, 2, ops.AdamParams())])
+    return commands.StepsCommand([ops.OptimStep(model, 2, model_options.AdamParams())])
 
 
 def one_pass(model: str) -> commands.PassCommand:
     tokens = np.arange(8, dtype="<i4")
     targets = ops.Dense(ops.DType.I64, (8,), np.arange(1, 9, dtype="<i8").tobytes())
     data = ops.encode_pass_data(ops.PassData([ops.Datum(tokens.tobytes(), {"target_tokens": targets})]))
-    item = commands.PassItem("r", model, ops.LossName.CROSS_ENTROPY, {}, data)
+    item = commands.PassItem("r", model, model_options.LossName.CROSS_ENTROPY, {}, data)
     return commands.PassCommand(False, [item], [[[]], [[commands.Segment(0, 0)]]])
 
 
@@ -127,7 +127,7 @@ async def test_the_ranks_serve_one_orchestrator_after_the_other_and_do_every_dis
         attached = await first.attach()
         assert (attached.world_size, attached.applied) == (2, 0)
         assert (attached.model.name, attached.model.arch, attached.model.full) == ("tiny", "llama", False)
-        lora = ops.LoraConfig(rank=2, seed=1)
+        lora = model_options.LoraConfig(rank=2, seed=1)
         created = await first.do(1, commands.ManageModel(ops.CreateModel("m", "tiny", lora)))
         assert created.results == [ops.ModelCreated("m")]
         await first.connection.send(commands.DispatchCommand(1, 2, one_pass("m"), 1))

@@ -16,7 +16,7 @@ from peft import PeftModel
 from safetensors.torch import save_file
 
 from strata.base.errors import Code, StrataError
-from strata.train.core import commands, ops
+from strata.train.core import commands, model_options, ops
 from strata.train.launch.preflight import check_features, check_quantised
 from strata.train.parallel import ParallelSettings
 from strata.train.plan.memory_plan import QUANTISING_BYTES
@@ -42,7 +42,7 @@ from tests.shell.train_runner.quantised import KINDS, Compared
 from tests.shell.train_runner.single_rank import driver_of, one_rank
 from tests.support.torchrun import run_on_ranks
 
-LORA: Final = ops.LoraConfig(rank=4, alpha=8.0, seed=1)
+LORA: Final = model_options.LoraConfig(rank=4, alpha=8.0, seed=1)
 CLOSE: Final = 1e-5
 """Of losses and gradients, by the largest: both sides compute in float32 with the same dequantised weights."""
 LONGEST_S: Final = 200

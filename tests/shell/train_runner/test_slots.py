@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from strata.train.core import commands, ops
+from strata.train.core import commands, model_options, ops
 from strata.train.runner.model.offload import OffloadedModel
 from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.runner.model.trained import local, sharded_like
@@ -39,7 +39,7 @@ def drivers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeDriver]:
 
 def create_all(driver: Driver) -> None:
     for number, name in enumerate(MODELS):
-        driver.create(name, ops.LoraConfig(rank=1 + number, alpha=8.0, seed=number))
+        driver.create(name, model_options.LoraConfig(rank=1 + number, alpha=8.0, seed=number))
 
 
 def digest(*parts: bytes) -> str:
@@ -110,7 +110,7 @@ def test_who_was_used_least_recently_makes_room_and_goes_to_disk_beyond_the_boun
 def test_a_model_too_many_is_refused_with_a_reason_and_one_that_goes_makes_room(drivers: MakeDriver) -> None:
     driver = drivers("many", slots=2, max_models=5)
     create_all(driver)
-    more = commands.ManageModel(ops.CreateModel("more", "tiny", ops.LoraConfig(rank=1, alpha=1.0, seed=0)))
+    more = commands.ManageModel(ops.CreateModel("more", "tiny", model_options.LoraConfig(rank=1, alpha=1.0, seed=0)))
     (refused,) = driver.do(more)
     assert isinstance(refused, ops.Failed)
     assert "the limit of 5 models is reached" in refused.message

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from strata.base.errors import Code, StrataError
 from strata.train.checkpoints.checkpoint import CheckpointFile
-from strata.train.core.ops import LoraConfig
+from strata.train.core.model_options import LoraConfig
 from strata.train.runner.collectives import ShareGroup
 from strata.train.runner.lora import Adapter, AdapterPlacement, LoraPart, LoraTarget
 from strata.train.runner.snapshot import files

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from strata.train.core.ops import LoraConfig
+from strata.train.core.model_options import LoraConfig
 from strata.train.core.sampling import SampleOperation, SampleResult
 from strata.train.runner.collectives import RankGroup
 from tests.shell.train_sampler.stage import BASE, Stage, ask, base_of, greedy, logprobs_in, prompt_of, tokens_in

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from strata.train.core.ops import LoraConfig
+from strata.train.core.model_options import LoraConfig
 from strata.train.core.sampling import (
     AddedSample,
     SampledSequence,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from strata.base.errors import Code, StrataError
-from strata.train.core.ops import LoraConfig
+from strata.train.core.model_options import LoraConfig
 from strata.train.core.sampling import Layout, SampleFailed, SampleOperation, SampleResult, Targets
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora import Adapter, Span, targets_of

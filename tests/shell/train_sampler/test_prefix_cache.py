@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from strata.train.core.ops import LoraConfig
+from strata.train.core.model_options import LoraConfig
 from strata.train.core.sampling import SampleOperation
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.model import attention_kernels

@@ -23,7 +23,7 @@ from strata.objects import Bucket
 from strata.train.checkpoints import checkpoint
 from strata.train.checkpoints.checkpoint import CheckpointManifest
 from strata.train.checkpoints.object_store import CheckpointStore
-from strata.train.core import client_commands, ops
+from strata.train.core import client_commands, model_options, ops
 from strata.train.orchestrator.maintenance.replication import CheckpointReplicator
 from strata.train.peft.importer import stage
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG
@@ -44,7 +44,7 @@ FILES: Final = {
     ADAPTER_CONFIG: b"{}",
     "weights.json": b'{"weight": 2.5, "steps": 1}',
 }
-LORA: Final = ops.LoraConfig(rank=4)
+LORA: Final = model_options.LoraConfig(rank=4)
 
 
 @pytest.fixture(scope="module")

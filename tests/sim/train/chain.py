@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from strata.train.core import commands, ops
+from strata.train.core import commands, model_options
 
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode
 
@@ -33,7 +33,7 @@ def passed(chain: bytes, data: bytes, *, forward_only: bool, composition: bytes)
     return linked(chain, "forward" if forward_only else "pass", data, composition)
 
 
-def stepped(chain: bytes, params: ops.AdamParams | ops.MuonParams) -> bytes:
+def stepped(chain: bytes, params: model_options.AdamParams | model_options.MuonParams) -> bytes:
     return linked(chain, "step", params)
 
 

@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.train.core import client_commands, ops
+from strata.train.core import client_commands, model_options, ops
 from strata.train.core.sampling import SampleOperation, SampleParams
 from strata.train.link import messages
 from strata.train.link.messages import OrchestratorRequest
@@ -130,7 +130,7 @@ class Session:
 
     async def begin(self) -> None:
         await self._caller.look(client_commands.OpenSession(self.session_id))
-        create = ops.CreateModel(self.model_id, "tiny", ops.LoraConfig(rank=4))
+        create = ops.CreateModel(self.model_id, "tiny", model_options.LoraConfig(rank=4))
         await self._caller.result(await self._caller.send(create, self.session_id))
 
     async def work(self, operations: Sequence[ops.Sequenced], burst: int) -> None:
@@ -176,7 +176,7 @@ class Session:
 
     async def _otherwise(self, operation: ops.Sequenced, entry: ExpectedResult) -> None:
         """The same number with other content."""
-        other = ops.OptimStep(operation.model_id, operation.seq_id, ops.AdamParams(learning_rate=0.123))
+        other = ops.OptimStep(operation.model_id, operation.seq_id, model_options.AdamParams(learning_rate=0.123))
         output = await self._caller.add(other)
         if not isinstance(output, views.ErrorResponse) or output.code is not Code.CONFLICT:
             self._world.violated(f"{str(entry.operation)[:90]} sent again with other content was answered {output}")
@@ -221,7 +221,7 @@ class Session:
             lengths = [self.rng.randint(1, ROW_TOKENS // 2) for _ in range(self.rng.randint(1, 3))]
             return self.batch(seq, lengths, forward_only=kind < 0.08)
         if kind < 0.75:
-            return ops.OptimStep(self.model_id, seq, ops.AdamParams(learning_rate=self.rng.random()))
+            return ops.OptimStep(self.model_id, seq, model_options.AdamParams(learning_rate=self.rng.random()))
         if kind < 0.8:
             return ops.AbortGradients(self.model_id, seq)
         if kind < 0.86:
@@ -245,7 +245,7 @@ class Session:
         ]
         data = ops.encode_pass_data(ops.PassData(datums))
         config = {"deadly": 1.0} if deadly else {}
-        loss = ops.LossName.CROSS_ENTROPY
+        loss = model_options.LossName.CROSS_ENTROPY
         return ops.ForwardBackward(
             self.model_id, seq, loss, config, forward_only, list(lengths), ops.InlinePayload(data)
         )

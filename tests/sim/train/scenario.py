@@ -16,7 +16,7 @@ from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import arm, disarm_all
 from strata.base.loop import RunOnce, every
-from strata.train.core import ops
+from strata.train.core import model_options, ops
 from strata.train.link import messages
 from strata.train.orchestrator import orchestrator
 from strata.train.orchestrator.maintenance import compaction, curve_file
@@ -332,7 +332,7 @@ class Scenario:
     async def _step_by_step(self, session: Session) -> None:
         """Small things, beside somebody with many large ones."""
         await session.begin()
-        steps = [ops.OptimStep(session.model_id, seq, ops.AdamParams()) for seq in range(1, 9)]
+        steps = [ops.OptimStep(session.model_id, seq, model_options.AdamParams()) for seq in range(1, 9)]
         await session.work(steps, burst=1)
 
     async def _hold(self, session: Session) -> tuple[Session, list[asyncio.Task[None]]]:

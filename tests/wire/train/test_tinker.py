@@ -16,7 +16,7 @@ from tinker.proto.response_conv import deserialize_forward_backward_output
 from strata.base.errors import Code, StrataError
 from strata.http import zstd
 from strata.http.zstd import decompress_frames
-from strata.train.core import ops
+from strata.train.core import model_options, ops
 from strata.train.core.ops import Dense, DType
 from strata.train.wire import tinker
 from strata.train.wire.pass_request import PassRequest
@@ -62,7 +62,7 @@ def test_a_batch_of_the_sdk_is_read_as_it_was_meant() -> None:
     )
     found = read(body)
     assert (found.model_id, found.seq_id, found.forward_only) == ("s:train:0", 7, False)
-    assert found.loss is ops.LossName.PPO
+    assert found.loss is model_options.LossName.PPO
     assert found.config == {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}
     assert [np.frombuffer(each.tokens, "<i4").tolist() for each in found.datums] == [[1, 2, 3], [70000, 5]]
     assert array(found.datums[0].inputs["target_tokens"]) == [2, 3, 4]

@@ -20,7 +20,7 @@ from tinker.types.optimizer import OptimizerConfigBase, OptimParamsBase
 from strata.base.errors import StrataError
 from strata.train.api.refused import REFUSED
 from strata.train.api.routes import ROUTES
-from strata.train.core import ops
+from strata.train.core import model_options, ops
 from strata.train.wire import bodies
 from strata.train.wire.pass_request import OperationKey, validate_pass
 
@@ -112,4 +112,4 @@ def test_the_sdk_can_name_muon_as_it_can_any_optimizer() -> None:
     params: Any = OptimParamsBase(type="muon", learning_rate=0.02, momentum=0.9, nesterov=False)  # type: ignore[call-arg]
     step = types.OptimStepRequest(optim_params=params, model_id="m", seq_id=3)
     body = msgspec.json.decode(step.model_dump_json(exclude_none=True), type=bodies.OptimStepBody)
-    assert body.operation() == ops.OptimStep("m", 3, None, ops.MuonParams(0.02, momentum=0.9, nesterov=False))
+    assert body.operation() == ops.OptimStep("m", 3, None, model_options.MuonParams(0.02, momentum=0.9, nesterov=False))

@@ -10,6 +10,7 @@ from typing import Final
 
 from strata.base.errors import Code, StrataError
 from strata.sdk.recipes.recipe import RecipeTraining
+from strata.train.core.model_options import Schedule
 
 SEEDS: Final = 2**31
 SAVES: Final = 10
@@ -47,17 +48,10 @@ def save_interval(steps: int, train: RecipeTraining) -> int:
 
 
 def learning_rate(step: int, steps: int, train: RecipeTraining) -> float:
-    """Of the step after `step` others: it rises over the warm-up, then follows the schedule."""
-    if step < train.warmup_steps:
-        return train.learning_rate * (step + 1) / train.warmup_steps
-    passed = (step - train.warmup_steps) / max(1, steps - train.warmup_steps)
-    match train.schedule:
-        case "constant":
-            return train.learning_rate
-        case "linear":
-            return train.learning_rate * (1 - passed)
-        case "cosine":
-            return train.learning_rate * (1 + math.cos(math.pi * passed)) / 2
+    """Returns that of the step after `step` others. The first one after the warm-up has the full rate, and the last one
+    trains too."""
+    at = step + 1 if step < train.warmup_steps else step
+    return train.learning_rate * Schedule(train.schedule, train.warmup_steps, steps).factor(at)
 
 
 @lru_cache(maxsize=4)

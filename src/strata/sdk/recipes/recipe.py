@@ -13,6 +13,7 @@ from strata.base import toml
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.problems import Problems, kinds_of, read_fields, table_at
 from strata.train.combinations import Combination, assess
+from strata.train.core.model_options import AdamParams, LoraConfig, ScheduleKind
 from strata.train.parallel import ParallelSettings
 
 RecipeKind = Literal["sft", "dpo", "grpo", "distill"]
@@ -23,6 +24,8 @@ Seed = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+_LORA: Final = LoraConfig()
+_ADAM: Final = AdamParams()
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,10 +44,10 @@ class RecipeModel(_Section, frozen=True, kw_only=True):
     start: str = ""
     """A PEFT adapter to continue from: a folder, or `tinker://…` on that server."""
     rank: Count = 16
-    alpha: Positive = 32.0
-    train_attn: bool = True
-    train_mlp: bool = True
-    train_unembed: bool = True
+    alpha: Positive = _LORA.alpha
+    train_attn: bool = _LORA.train_attn
+    train_mlp: bool = _LORA.train_mlp
+    train_unembed: bool = _LORA.train_unembed
 
 
 class RecipeData(_Section, frozen=True, kw_only=True):
@@ -66,12 +69,12 @@ class RecipeTraining(_Section, frozen=True, kw_only=True):
     """Passes over the data, in place of steps; 1 unless one of them is set."""
     batch_size: Count = 8
     """Examples, pairs or prompts of a step."""
-    learning_rate: Positive = 1e-4
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    learning_rate: Positive = _ADAM.learning_rate
+    schedule: ScheduleKind = "constant"
     """Of the learning rate after the warm-up: constant, or down to zero at the last step."""
     warmup_steps: Whole = 0
-    weight_decay: NotNegative = 0.0
-    grad_clip_norm: NotNegative = 0.0
+    weight_decay: NotNegative = _ADAM.weight_decay
+    grad_clip_norm: NotNegative = _ADAM.grad_clip_norm
     """Of the gradient of the mean over tokens; 0 is no clipping."""
     seed: Seed = 0
     save_every: Count | None = None

@@ -31,7 +31,7 @@ from strata.train.api.context import ApiCall
 from strata.train.api.front import AT_FRONT, key_at_front
 from strata.train.checkpoints.archive import MEDIA_TYPE, Archive, open_archive, read_members
 from strata.train.checkpoints.checkpoint import CheckpointManifest
-from strata.train.core import client_commands, ops
+from strata.train.core import client_commands, model_options
 from strata.train.core.state import IMPORTED
 from strata.train.peft import importer
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG
@@ -186,7 +186,7 @@ def _remove(folder: Path) -> None:
 
 def _stage(
     call: ApiCall, raw: bytes, key: tuple[str, str, str], server: views.ServerView
-) -> tuple[str, ops.LoraConfig]:
+) -> tuple[str, model_options.LoraConfig]:
     tenant, name, import_id = key
     settings = call.context.settings
     files = read_members(raw, (ADAPTER, ADAPTER_CONFIG), IGNORED)

@@ -23,7 +23,7 @@ from strata.base.atomic import exchange_folders, sync_file, sync_folder
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
-from strata.train.core import ops
+from strata.train.core import model_options, ops
 
 MANIFEST: Final = "manifest.json"
 MANIFEST_LIMIT: Final = 16 << 20
@@ -58,7 +58,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     kind: ops.WeightsKind
     base_model: str
     arch: str
-    lora: ops.LoraConfig | None
+    lora: model_options.LoraConfig | None
     steps: int
     """Steps of the optimizer so far; its moments are there if `kind` is "weights" and there were any."""
     user_metadata: Mapping[str, str] = {}

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from strata.train.core import ops
+from strata.train.core import model_options, ops
 from strata.train.core.loss_graph import CustomLoss
 
 
@@ -110,11 +110,11 @@ class ImportCheckpoint(Request, frozen=True, tag="import_checkpoint"):
     name: str
     run_id: str
     base_model: str
-    lora: ops.LoraConfig | None
+    lora: model_options.LoraConfig | None
     ttl_s: float | None = None
     user_metadata: Mapping[str, str] = {}
     kind: ops.WeightsKind = "weights"
-    optimizer: ops.OptimizerName = "adamw"
+    optimizer: model_options.OptimizerName = "adamw"
 
     def create(self) -> ops.CreateModel:
         """A model that can load the weights."""

@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from strata.train.core import ops
+from strata.train.core import model_options, ops
 from strata.train.core.sampling import SampledPart, SamplingSlice, SliceResult
 
 
@@ -33,7 +33,7 @@ class PassItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     request_id: str
     model_id: str
-    loss: ops.LossName
+    loss: model_options.LossName
     config: Mapping[str, float]
     data: bytes
 

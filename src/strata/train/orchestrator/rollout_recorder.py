@@ -16,7 +16,7 @@ import numpy as np
 from strata.base import log
 from strata.base.clock import Clock
 from strata.base.errors import StrataError
-from strata.train.core import ops
+from strata.train.core import model_options, ops
 from strata.train.core.inputs import CompleteDispatch, CompleteRouted, CompleteSlice, Input
 from strata.train.core.sampling import SampleOperation, decode_result
 from strata.train.core.state import SamplerState, TrainState
@@ -44,11 +44,11 @@ from strata.train.status.rollouts import (
 MAX_QUEUED: Final = 256
 SAMPLED_LOSSES: Final = frozenset(
     {
-        ops.LossName.IMPORTANCE_SAMPLING,
-        ops.LossName.PPO,
-        ops.LossName.CISPO,
-        ops.LossName.DRO,
-        ops.LossName.GSPO,
+        model_options.LossName.IMPORTANCE_SAMPLING,
+        model_options.LossName.PPO,
+        model_options.LossName.CISPO,
+        model_options.LossName.DRO,
+        model_options.LossName.GSPO,
     }
 )
 """Losses that learn from samples."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from strata.base.errors import Code, StrataError
 from strata.train.checkpoints import checkpoint
 from strata.train.checkpoints.checkpoint import TensorEntry, read_header
-from strata.train.core import ops
+from strata.train.core import model_options
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG, EXPERTS, HEAD, PREFIX, Kind, kind_of, target_of
 
 CONFIG_LIMIT: Final = 1 << 20
@@ -135,7 +135,7 @@ def _check_base(config: PeftConfig, names: Collection[str]) -> None:
         )
 
 
-def examine(file: Path, config: PeftConfig, base: Path) -> ops.LoraConfig:
+def examine(file: Path, config: PeftConfig, base: Path) -> model_options.LoraConfig:
     """The LoRA config of a model that can load this. INVALID with the first tensor that does not fit the base."""
     layers: dict[str, dict[str, Shape]] = {}
     for name, shape in _shapes(file).items():
@@ -150,7 +150,7 @@ def examine(file: Path, config: PeftConfig, base: Path) -> ops.LoraConfig:
             raise _invalid(ADAPTER, f"it has only one of A and B of {target}")
         if layers_of_base is not None:
             _check_shapes(target, parts, layers_of_base, config.r)
-    return ops.LoraConfig(
+    return model_options.LoraConfig(
         rank=config.r,
         alpha=config.lora_alpha,
         train_attn="attn" in kinds,

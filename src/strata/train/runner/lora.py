@@ -24,7 +24,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from strata.base.errors import Code, StrataError
-from strata.train.core.ops import LoraConfig
+from strata.train.core.model_options import LoraConfig
 from strata.train.peft.layers import ATTENTION, Kind, is_text, kind_of
 from strata.train.runner.collectives import ALONE, ShareGroup
 from strata.train.runner.model.quantised import QuantisedLinear

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from strata.base.errors import Code
-from strata.train.core import ops
+from strata.train.core import model_options, ops
 from strata.train.core.commands import ModelInfo
 from strata.train.core.lineage import WeightsLineage
 from strata.train.core.loss_graph import CustomLoss
@@ -60,7 +60,7 @@ class ModelView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="mo
     base_model: str
     arch: str
     tokenizer_id: str
-    lora: ops.LoraConfig | None
+    lora: model_options.LoraConfig | None
     created_at_s: float
     last_request_at_s: float
     next_seq: int
@@ -110,7 +110,7 @@ class ModelCheckpointView(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     kind: ops.WeightsKind
     name: str
     base_model: str
-    lora: ops.LoraConfig | None
+    lora: model_options.LoraConfig | None
     saved_at_s: float
     size: int
     """Bytes of its files."""
@@ -119,7 +119,7 @@ class ModelCheckpointView(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     folder: str = ""
     """Of its files, under that of all checkpoints."""
     public: bool = False
-    optimizer: ops.OptimizerName = "adamw"
+    optimizer: model_options.OptimizerName = "adamw"
     lineage: WeightsLineage | None = None
 
     @property

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, get_arg
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.train.core import client_commands, ops
+from strata.train.core import client_commands, model_options, ops
 from strata.train.core.loss_graph import MAX_INPUTS, CustomLoss, LossGraph, LossInput, check_loss
 from strata.train.core.ops import MAX_NAME
 from strata.train.core.usage import HOUR_S
@@ -35,6 +35,9 @@ Amount = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
 Kind = ops.WeightsKind
 KINDS: Final = get_args(ops.WeightsKind)
 
+_LORA: Final = model_options.LoraConfig()
+_ADAM: Final = model_options.AdamParams()
+_MUON: Final = model_options.MuonParams(_ADAM.learning_rate)
 _CHECKPOINT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -86,14 +89,14 @@ class ModelBody(StrictBody, frozen=True, kw_only=True):
 class LoraConfigBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sdk_model: ClassVar[str] = "LoraConfig"
     rank: Annotated[int, msgspec.Meta(ge=1, le=4096)]
-    alpha: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 32.0
+    alpha: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = _LORA.alpha
     seed: Int64 | None = None
-    train_unembed: bool = True
-    train_mlp: bool = True
-    train_attn: bool = True
+    train_unembed: bool = _LORA.train_unembed
+    train_mlp: bool = _LORA.train_mlp
+    train_attn: bool = _LORA.train_attn
 
-    def to_core(self) -> ops.LoraConfig:
-        return ops.LoraConfig(**{name: getattr(self, name) for name in self.__struct_fields__})
+    def to_core(self) -> model_options.LoraConfig:
+        return msgspec.convert(self, model_options.LoraConfig, from_attributes=True)
 
 
 class OptimizerConfigBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -102,7 +105,7 @@ class OptimizerConfigBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     version: int | None = None
     """Of dimuon alone."""
 
-    def to_core(self) -> ops.OptimizerName:
+    def to_core(self) -> model_options.OptimizerName:
         """INVALID for an optimizer that is not there."""
         match self.type:
             case "adamw" | "muon":
@@ -124,7 +127,7 @@ class CreateModelBody(StrictBody, frozen=True, kw_only=True):
     user_metadata: dict[str, Any] | None = None
     lora_config: LoraConfigBody | None = None
     optimizer_config: OptimizerConfigBody = OptimizerConfigBody()
-    schedule: ops.Schedule | None = None
+    schedule: model_options.Schedule | None = None
     """A factor on every step's learning rate, for clients that do not compute their own."""
 
     def operation(self) -> ops.CreateModel:
@@ -140,45 +143,30 @@ class CreateModelBody(StrictBody, frozen=True, kw_only=True):
 
 class AdamParamsBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sdk_model: ClassVar[str] = "AdamParams"
-    learning_rate: Amount = 1e-4
-    beta1: Share = 0.9
-    beta2: Share = 0.95
-    eps: Amount = 1e-12
-    weight_decay: Amount = 0.0
-    grad_clip_norm: Amount = 0.0
+    learning_rate: Amount = _ADAM.learning_rate
+    beta1: Share = _ADAM.beta1
+    beta2: Share = _ADAM.beta2
+    eps: Amount = _ADAM.eps
+    weight_decay: Amount = _ADAM.weight_decay
+    grad_clip_norm: Amount = _ADAM.grad_clip_norm
     type: Literal["adamw"] = "adamw"
 
-    def to_core(self) -> ops.AdamParams:
-        return ops.AdamParams(
-            learning_rate=self.learning_rate,
-            beta1=self.beta1,
-            beta2=self.beta2,
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            grad_clip_norm=self.grad_clip_norm,
-        )
+    def to_core(self) -> model_options.AdamParams:
+        return msgspec.convert(self, model_options.AdamParams, from_attributes=True)
 
 
 class MuonParamsBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     type: Literal["muon"]
     learning_rate: Amount
-    momentum: Share = 0.95
-    nesterov: bool = True
-    weight_decay: Amount = 0.0
-    ns_steps: Annotated[int, msgspec.Meta(ge=1, le=20)] = 5
-    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
-    grad_clip_norm: Amount = 0.0
+    momentum: Share = _MUON.momentum
+    nesterov: bool = _MUON.nesterov
+    weight_decay: Amount = _MUON.weight_decay
+    ns_steps: Annotated[int, msgspec.Meta(ge=1, le=20)] = _MUON.ns_steps
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = _MUON.adjust_lr_fn
+    grad_clip_norm: Amount = _MUON.grad_clip_norm
 
-    def to_core(self) -> ops.MuonParams:
-        return ops.MuonParams(
-            learning_rate=self.learning_rate,
-            momentum=self.momentum,
-            nesterov=self.nesterov,
-            weight_decay=self.weight_decay,
-            ns_steps=self.ns_steps,
-            adjust_lr_fn=self.adjust_lr_fn,
-            grad_clip_norm=self.grad_clip_norm,
-        )
+    def to_core(self) -> model_options.MuonParams:
+        return msgspec.convert(self, model_options.MuonParams, from_attributes=True)
 
 
 class OptimStepBody(StrictBody, frozen=True, kw_only=True):

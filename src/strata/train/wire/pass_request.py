@@ -9,7 +9,7 @@ from typing import Final
 
 from strata.base.errors import StrataError
 from strata.base.suggest import did_you_mean
-from strata.train.core import ops
+from strata.train.core import model_options, ops
 from strata.train.core.loss_graph import CustomLoss
 from strata.train.core.ops import MAX_CONFIG, MAX_NAME
 from strata.train.wire.arrays import check_datums
@@ -30,7 +30,7 @@ class PassRequest:
 
     model_id: str
     seq_id: int
-    loss: ops.LossName
+    loss: model_options.LossName
     config: Mapping[str, float]
     forward_only: bool
     datums: Sequence[ops.Datum]
@@ -87,12 +87,12 @@ def validate_pass(
     if loss in UNPUBLISHED:
         raise invalid_field("loss_fn", f"this server has no loss {loss!r}: {UNPUBLISHED[loss]}")
     try:
-        name = ops.LossName(loss)
+        name = model_options.LossName(loss)
     except ValueError:
-        near = did_you_mean(loss[:MAX_NAME], [each.value for each in ops.LossName])
+        near = did_you_mean(loss[:MAX_NAME], [each.value for each in model_options.LossName])
         raise invalid_field("loss_fn", f"this server has no loss {loss[:MAX_NAME]!r}{near}") from None
     loss_id = ""
-    if name is ops.LossName.CUSTOM:
+    if name is model_options.LossName.CUSTOM:
         loss_id = _validate_loss_id(config, len(datums))
     elif ops.GROUP_SIZE in config:
         raise invalid_field(f"loss_fn_config.{ops.GROUP_SIZE}", f"the loss {name.value} has no groups; custom has")

@@ -8,7 +8,7 @@ from typing import Literal, assert_never
 
 import msgspec
 
-from strata.train.core import ops
+from strata.train.core import model_options
 from strata.train.core.lineage import TrainedCount, WeightsLineage
 from strata.train.core.usage import UsageCount
 from strata.train.status import views
@@ -87,7 +87,7 @@ class ModelInfoReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OptimizerConfigReply(msgspec.Struct, frozen=True, kw_only=True):
-    type: ops.OptimizerName
+    type: model_options.OptimizerName
 
 
 class WeightsInfo(msgspec.Struct, frozen=True, kw_only=True):

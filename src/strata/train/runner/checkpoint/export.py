@@ -21,7 +21,7 @@ from strata.base.errors import Code, StrataError
 from strata.train.checkpoints import checkpoint
 from strata.train.checkpoints.archive import published
 from strata.train.checkpoints.checkpoint import CheckpointManifest
-from strata.train.core.ops import LoraConfig
+from strata.train.core.model_options import LoraConfig
 from strata.train.peft import importer
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG, HEADS
 from strata.train.plan.quantisation import QuantisedKind

@@ -18,7 +18,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.train.checkpoints import checkpoint
 from strata.train.checkpoints.checkpoint import CheckpointFile, CheckpointManifest, sync_and_digest
-from strata.train.core import ops
+from strata.train.core import model_options
 from strata.train.runner.checkpoint import formats, shards
 from strata.train.runner.checkpoint.hugging_face_files import ModelWriter, groups_of, persistent_buffers
 from strata.train.runner.collectives import RankGroup
@@ -176,7 +176,7 @@ def _read_manifest(folder: Path, base: BaseModel, ranks: RankGroup) -> Checkpoin
     return manifest
 
 
-def _check_scale(there: ops.LoraConfig | None, own: ops.LoraConfig) -> None:
+def _check_scale(there: model_options.LoraConfig | None, own: model_options.LoraConfig) -> None:
     """The matrices fit at any scale, but with another scale than in training they would change the base differently."""
     if there is not None and not math.isclose(there.alpha / there.rank, own.alpha / own.rank):
         raise StrataError(

@@ -27,7 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from strata.base.errors import Code, StrataError
 from strata.train.combinations import check_combination
 from strata.train.core.commands import ModelInfo
-from strata.train.core.ops import LoraConfig, OptimizerName
+from strata.train.core.model_options import LoraConfig, OptimizerName
 from strata.train.parallel import ParallelSettings
 from strata.train.runner.collectives import ALONE, RankGroup
 from strata.train.runner.experts import group_experts

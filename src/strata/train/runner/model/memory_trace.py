@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from strata.base.errors import Code, StrataError
 from strata.train.combinations import Combination, check_combination
-from strata.train.core.ops import LoraConfig
+from strata.train.core.model_options import LoraConfig
 from strata.train.parallel import ParallelSettings
 from strata.train.plan.memory_plan import (
     ONE_DEVICE,

@@ -24,7 +24,7 @@ import torch
 from strata.base import log
 from strata.base.errors import StrataError
 from strata.train.core.commands import RowOutOfMemory
-from strata.train.core.ops import LoraConfig
+from strata.train.core.model_options import LoraConfig
 from strata.train.core.out_of_memory import most_likely_cause
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora import Adapter, Span

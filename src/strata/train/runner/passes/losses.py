@@ -23,7 +23,7 @@ import torch
 from strata.base.errors import Code, StrataError
 from strata.train.core import ops
 from strata.train.core.loss_graph import CustomLoss, LossInput
-from strata.train.core.ops import LossName
+from strata.train.core.model_options import LossName
 from strata.train.status.pass_metrics import SAMPLED, TOKENS
 
 LOW: Final = "clip_low_threshold"

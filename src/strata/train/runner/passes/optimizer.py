@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from strata.base.errors import Code, StrataError
-from strata.train.core.ops import AdamParams, MuonParams, OptimizerName, Schedule
+from strata.train.core.model_options import AdamParams, MuonParams, OptimizerName, Schedule
 
 MOMENTS: Final[Mapping[OptimizerName, Sequence[str]]] = {
     "adamw": ("exp_avg", "exp_avg_sq"),

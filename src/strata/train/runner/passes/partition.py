@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.train.core import commands, ops
+from strata.train.core import commands, model_options, ops
 from strata.train.core.loss_graph import CustomLoss
 from strata.train.status.pass_metrics import combine_metrics
 
@@ -19,7 +19,7 @@ class RankPassItem(msgspec.Struct, frozen=True, array_like=True):
     """One operation of the pass, without its data."""
 
     model_id: str
-    loss: ops.LossName
+    loss: model_options.LossName
     config: Mapping[str, float]
     custom: CustomLoss | None = None
     split: bool = False

@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from strata.base.errors import Code, StrataError
-from strata.train.core import ops
+from strata.train.core import model_options, ops
 from strata.train.core.loss_graph import CustomLoss
 from strata.train.core.out_of_memory import out_of_memory_message
 from strata.train.runner.collectives import RankGroup
@@ -87,7 +87,7 @@ class PackedDocument:
 
     item: int
     datum: int
-    loss: ops.LossName
+    loss: model_options.LossName
     inputs: LossInputs
     adapter: Adapter | None
     custom: CustomLoss | None = None
@@ -241,7 +241,7 @@ class PassRunner:
         if item.model_id not in self._models:
             raise StrataError(Code.NOT_FOUND, f"there is no model {item.model_id!r}")
         check_config(item.loss, item.config)
-        if (item.custom is None) == (item.loss is ops.LossName.CUSTOM):
+        if (item.custom is None) == (item.loss is model_options.LossName.CUSTOM):
             raise StrataError(Code.INVALID, "the loss custom has a graph, and no other loss has one")
 
     def _check_length(self, length: int) -> None:

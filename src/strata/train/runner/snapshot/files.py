@@ -34,7 +34,7 @@ from strata.train.checkpoints.checkpoint import (
     find_damaged,
     sync_and_digest,
 )
-from strata.train.core import ops
+from strata.train.core import model_options, ops
 from strata.train.plan.quantisation import Quantise
 from strata.train.runner.checkpoint.shards import SHARDING, ShardOffsets
 
@@ -57,7 +57,7 @@ class SnapshotModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SnapshotSampler(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sampler_id: str
     kind: Literal["base", "adapter", "whole"]
-    lora: ops.LoraConfig | None = None
+    lora: model_options.LoraConfig | None = None
     layout: str = ""
 
 

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
 from strata.base.errors import Code, StrataError
-from strata.train.core import ops
+from strata.train.core import model_options
 from strata.train.runner.checkpoint.shards import SHARDING, ShardOffsets
 from strata.train.runner.lora import Adapter, AdapterBlock, Run
 from strata.train.runner.model.trained import (
@@ -373,7 +373,7 @@ def check_base(manifest: SnapshotManifest, own: SnapshotManifest) -> None:
             raise StrataError(Code.INVALID, f"the snapshot is of a server with {name} {there!r}, here it is {here!r}")
 
 
-def sampler_lora(sampler: SnapshotSampler) -> ops.LoraConfig:
+def sampler_lora(sampler: SnapshotSampler) -> model_options.LoraConfig:
     if sampler.lora is None:
         raise _mismatch(sampler.sampler_id)
     return sampler.lora
