@@ -1,4 +1,4 @@
-"""From what a person wrote (a TOML value, or text from the environment or a flag) to the type of a setting.
+"""Converts what a person wrote (a TOML value, or text from the environment or a flag) to the type of a setting.
 
 A value that does not fit becomes `Mismatch`, which says what was expected, what was found and where inside the value.
 """

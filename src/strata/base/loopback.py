@@ -1,5 +1,5 @@
-"""Which addresses stay on this machine: what may be served, or a secret sent, without encryption. And what an IPv6
-address means that carries an IPv4 address."""
+"""Decides which addresses stay on this machine: what may be served, or a secret sent, without encryption. And what an
+IPv6 address means that carries an IPv4 address."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class KeyedNotifier(Generic[Value]):
         return len(self._subscriptions)
 
     def subscribe(self, key: Hashable) -> _Subscription[Value]:
-        """For a `with` statement: the next notification of this key, shared with all its subscribers."""
+        """Returns a context manager for the next notification of this key, shared with all its subscribers."""
         subscription = self._subscriptions.get(key)
         if subscription is None:
             subscription = self._subscriptions[key] = _Subscription(key, self._subscriptions)

@@ -12,7 +12,8 @@ import sys
 from typing import Final
 
 TIED_COMMAND: Final = (sys.executable, "-P", "-m", "strata.base.parent")
-"""In front of a command that another program starts. No module of the folder it starts in takes the place of ours."""
+"""Stands in front of a command that another program starts. No module of the folder it starts in takes the place of
+ours."""
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_NAME: Final = 15
 # Not when it is needed: that is between fork and exec, where a lock of another thread may be held for ever.

@@ -9,4 +9,4 @@ ReportProgress = Callable[[int, int], None]
 
 
 def no_progress(done: int, total: int) -> None:
-    """For callers that show nothing."""
+    """Shows nothing, for callers without a terminal."""

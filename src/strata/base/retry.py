@@ -31,12 +31,12 @@ class Backoff(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """Which errors are transient, how long to wait between attempts, and for how long to go on with them."""
+    """Says which errors are transient, how long to wait between attempts, and for how long to retry."""
 
     backoff: Backoff
     transient: frozenset[Code] = frozenset({Code.UNAVAILABLE})
     give_up_after_s: float = math.inf
-    """Since the first attempt: a later failure is final."""
+    """Time since the first attempt after which a failure is final."""
 
 
 def no_jitter() -> float:
@@ -70,7 +70,8 @@ async def retry(
 
 
 def retry_after_s(value: str | None, *, now_s: float) -> float:
-    """Of a Retry-After header (RFC 9110): seconds, or a date; 0 for what is neither, and for what has passed."""
+    """Reads a Retry-After header (RFC 9110): seconds, or a date; 0 for what is neither, and for what has passed. 0 for
+    what is neither, and for what has passed."""
     if not value:
         return 0.0
     try:

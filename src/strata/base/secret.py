@@ -52,7 +52,8 @@ class Secret:
 
 
 def mask_hook(value: Any) -> Any:
-    """For `msgspec.json.encode(…, enc_hook=mask_hook)` and `json.dumps(…, default=mask_hook)`."""
+    """Encodes a secret as `***`: for `msgspec.json.encode(…, enc_hook=mask_hook)` and `json.dumps(…,
+    default=mask_hook)`."""
     if isinstance(value, Secret):
         return MASK
     if isinstance(value, Path):

@@ -58,7 +58,7 @@ SECTIONS: Final = (
     "rollouts",
     "parallel",
 )
-"""Of all programs: one file may serve several of them, and each reads its own."""
+"""The sections of all programs: one file may serve several of them, and each reads its own."""
 _BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -131,7 +131,7 @@ def load_explained(
     flags: Mapping[str, Any],
     aliases: Mapping[str, str] | None = None,
 ) -> LoadedSettings[T]:
-    """Like `load`, with the origin of every value."""
+    """Load the settings as `load` does, with the origin of every value."""
     if environ is None:
         environ = os.environ  # noqa: TID251 - this is the one place
     schema = describe(kind)
@@ -161,7 +161,7 @@ def process_environment() -> Mapping[str, str]:
 
 
 def put_variables(variables: Mapping[str, str]) -> None:
-    """For the processes that this one will start and does not start itself. Not for secrets."""
+    """Set variables for processes that code of others starts from this one. Not for secrets."""
     os.environ.update(variables)  # noqa: TID251 - this is the one place
 
 

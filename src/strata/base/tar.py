@@ -24,7 +24,7 @@ from strata.base.errors import Code, StrataError
 
 BLOCK: Final = 512
 MAX_HEADER_BYTES: Final = 64 * 1024
-"""Of one pax header or long name: a path of 4096 bytes, its link and extended attributes fit."""
+"""The most bytes of one pax header or long name: a path of 4096 bytes, its link and extended attributes fit."""
 MAX_EXTENSIONS: Final = 8
 """Headers in a row that only describe the member after them."""
 _PIECE: Final = 1 << 20
@@ -58,10 +58,10 @@ class TarMember:
     name: str
     kind: TarKind
     size: int = 0
-    """Of a file; 0 for everything else."""
+    """The size of a file; 0 for everything else. 0 for everything else."""
     mode: int = 0
     target: str = ""
-    """Of a link."""
+    """What a link points at."""
 
 
 def decompress_stream(stream: io.BufferedReader) -> BinaryIO:
@@ -225,7 +225,7 @@ def _size(text: str) -> int:
 
 
 def _number(field: bytes) -> int:
-    """In octal digits, or binary after a byte 0x80."""
+    """Parse a number in octal digits, or in binary after a byte 0x80."""
     if field[0] == 0x80:
         return _bounded(int.from_bytes(field[1:]))
     digits = field.strip(b"\0 ")

@@ -13,7 +13,7 @@ from typing import Final, Literal, Protocol
 
 HEADER: Final = "traceparent"
 VARIABLE: Final = "TRACEPARENT"
-"""In the environment of a child process."""
+"""The variable of a child process that carries the trace."""
 SpanKind = Literal["internal", "server", "client", "producer", "consumer"]
 _TRACEPARENT: Final = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
@@ -32,12 +32,12 @@ class Tracer(Protocol):
     ) -> AbstractContextManager[TraceSpan]: ...
 
     def traceparent(self) -> str:
-        """Of the span that is open here; empty if none is."""
+        """Returns the header of the span that is open here; empty if none is."""
 
 
 _NOTHING: Final = nullcontext[TraceSpan | None](None)
 _installed: list[Tracer] = []
-"""At most one, of the whole process, like the handlers of `logging`."""
+"""The tracer of the whole process, at most one, like the handlers of `logging`."""
 
 
 def install(tracer: Tracer | None) -> None:
@@ -62,7 +62,7 @@ def continued(name: str, parent: str, *, kind: SpanKind = "internal") -> Abstrac
 
 
 def traceparent() -> str:
-    """Of the span that is open here, to be sent along; empty if there is none."""
+    """Returns the header of the span that is open here, to be sent along; empty if there is none."""
     return _installed[0].traceparent() if _installed else ""
 
 

@@ -128,7 +128,7 @@ def check(ctx: click.Context, /, **_: Any) -> None:
 
 
 def _settings_of_subcommand(ctx: click.Context) -> AgentSettings:
-    """Of its options, and of those before its name, as in `strata agent --config FILE check`."""
+    """Merges the options of a subcommand with those before its name, as in `strata agent --config FILE check`."""
     before = {} if ctx.parent is None else ctx.parent.params
     flags = before | {name: value for name, value in ctx.params.items() if value is not None}
     return _settings(flags.pop("config", None), flags)

@@ -13,7 +13,7 @@ from strata.base.errors import Code, StrataError
 from strata.cli.output import print_error, redact, write
 
 OWN_COMMAND: Final = (sys.executable, "-c", "from strata.cli.main import main; main()", "coordinator")
-"""For commands that start a coordinator for themselves."""
+"""The command line by which other commands start a coordinator for themselves."""
 _UNITS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 _DURATION: Final = re.compile(r"(\d+)([smhd])")
 

@@ -152,7 +152,7 @@ EXAMPLES: Final[Mapping[str, tuple[str, ...]]] = {
     "doctor": ("strata doctor", "strata doctor -o json"),
     "completion": ("strata completion bash > ~/.local/share/bash-completion/completions/strata",),
 }
-"""By the words of the command."""
+"""Examples by the words of the command."""
 
 
 def add_examples(command: click.Command, path: str) -> None:

@@ -1,4 +1,4 @@
-"""Which extra provides a package that is not installed, and the error message that names it."""
+"""Knows which extra provides a package that is not installed, and words the error that names it."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def explain_missing_module(error: ModuleNotFoundError) -> StrataError | None:
 
 
 def extras_by_distribution() -> dict[str, str]:
-    """From the installed metadata: each optional distribution and the extra that provides it (the first of several)."""
+    """Reads the installed metadata: each optional distribution and the extra that provides it (the first of
+    several)."""
     from importlib.metadata import requires
 
     extras: dict[str, str] = {}

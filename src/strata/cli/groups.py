@@ -19,7 +19,7 @@ class CommandEntry(NamedTuple):
     help: str
     """The command's own short help, repeated here so that listing the commands imports none of them."""
     section: str = "Commands"
-    """Of the list of commands."""
+    """The section of the list of commands."""
 
 
 class LazyGroup(click.Group):
@@ -58,7 +58,7 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """From the table: completing a name imports no command module."""
+        """Completes names from the table: this imports no command module."""
         from click.shell_completion import CompletionItem
 
         names = {**{name: entry.help for name, entry in self.table.items()}, **dict.fromkeys(self.aliases, "")}

@@ -91,7 +91,8 @@ def _cut(text: str, limit: int) -> str:
 
 
 def render(shown: Screen, width: int, *, before: Sequence[Cell] = (), gap: bool = True) -> RenderableType:
-    """For rich. Names come from other machines: what a terminal would obey is escaped, markup is not read."""
+    """Renders a screen for rich. Names come from other machines: what a terminal would obey is escaped, markup is not
+    read."""
     from rich.console import Group
     from rich.table import Table as Grid
     from rich.text import Text
@@ -136,7 +137,8 @@ def console_width() -> int:
 
 
 def console(width: int | None = None) -> Console:
-    """With the colours and the width of the terminal; without colours and without a limit if there is none."""
+    """Makes a console with the colours and the width of the terminal; without colours and without a limit if there is
+    none."""
     from rich.console import Console
 
     if width is None and not sys.stdout.isatty():
@@ -157,13 +159,14 @@ def print_once(state: object, screen: Screen, output: Format) -> None:
 
 
 def print_table(table: Table) -> None:
-    """As wide as the terminal where its columns can be cut so far; a cell that may not be cut never is."""
+    """Print a table as wide as the terminal where its columns can be cut so far; a cell that may not be cut never
+    is."""
     width = console().width
     print_lines(console(width=UNLIMITED), render(Screen([], [fitted(table, width)]), UNLIMITED, gap=False))
 
 
 def print_lines(target: Console, content: RenderableType) -> None:
-    """Without blanks at the ends of lines, and with colours only on a terminal."""
+    """Print without blanks at the ends of lines, and with colours only on a terminal."""
     with target.capture() as captured:
         target.print(content)
     write("\n".join(line.rstrip() for line in captured.get().splitlines()))

@@ -29,7 +29,7 @@ START_S: Final = 900.0
 STOP_S: Final = 60.0
 LOOK_S: Final = 0.1
 COMMAND_LOCK: Final = "command.lock"
-"""In the data folder: held by the command for which its server runs."""
+"""A lock in the data folder: held by the command for which its server runs."""
 ANNOUNCED: Final = b"strata serve: unix:"
 NO_PORT: Final = {"STRATA_SERVER_LISTEN": "unix", "STRATA_SERVER_API_SERVERS": "1"}
 """Variables, and not in the settings file: `strata serve` with the same file has a port."""
@@ -124,7 +124,7 @@ def without_server_settings() -> Mapping[str, str]:
 
 
 def _await_ready(server: subprocess.Popen[bytes], log_file: Path, wait: Callable[[str], None]) -> None:
-    """Until the launcher announces the address. That a process listens proves nothing: it may be what an earlier
+    """Wait until the launcher announces the address. That a process listens proves nothing: it may be what an earlier
     server, which was killed, has left."""
     began_s = time.monotonic()
     while ANNOUNCED not in log_file.read_bytes():

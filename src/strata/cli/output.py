@@ -40,7 +40,7 @@ class Column(NamedTuple):
     """Shown by `-o wide` only."""
     number: bool = False
     cut: int | None = None
-    """On a terminal that is too narrow, `-o table` may shorten cells to so many characters."""
+    """The number of characters to which `-o table` may shorten cells on a terminal that is too narrow."""
     identifies: bool = False
     """What `-o name` prints; if no column does, it is the first one."""
 

@@ -93,7 +93,7 @@ def plan(model: str, device_gb: float, devices: int | None, output: Format, **op
 
 
 def _make_mesh(devices: int | None, parallel: ParallelSettings) -> MeshShape:
-    """Of so many devices, or of the fewest that such groups can be on."""
+    """Makes a mesh of so many devices, or of the fewest that such groups can be on."""
     from strata.train.plan.model_cost import mesh_shape
 
     devices = parallel.tensor * math.lcm(parallel.expert, parallel.context) if devices is None else devices

@@ -58,7 +58,7 @@ class ProgressLine:
         click.echo(f"\r\x1b[K{text[: console_width() - 1]}", err=True, nl=False)
 
     def clear(self) -> None:
-        """Before another line is printed."""
+        """Clears the bar before another line is printed."""
         if self._shown:
             click.echo("\r\x1b[K", err=True, nl=False)
 

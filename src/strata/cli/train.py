@@ -266,7 +266,7 @@ def _tiny_model(folder: Path, family: str, *, seed: int) -> str:
 
 
 def _teacher(stack: ExitStack, recipe: Recipe, place: RunPlace, student: Renderer) -> Model:
-    """On the student's server, on another one, or on one that the run starts for it."""
+    """Opens the teacher: on the student's server, on another one, or on one that the run starts for it."""
     from tempfile import TemporaryDirectory
 
     from strata.sdk.recipes.run_folder import TEACHER_SERVER, TINY_TEACHER
@@ -300,7 +300,8 @@ def _renderer(place: RunPlace) -> Renderer:
 
 
 def _load_renderer(files: HubClient, base_model: str, folder: Path) -> Renderer:
-    """With the tokenizer of the server's model: its files, which the folder keeps, or by its id where it has none."""
+    """Loads a renderer with the tokenizer of the server's model: from its files, which the folder keeps, or by its
+    id."""
     from strata.sdk.checkpoints import fetch_tokenizer
     from strata.sdk.recipes.rendering import Renderer
 

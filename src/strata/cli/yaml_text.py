@@ -9,7 +9,7 @@ from typing import Final
 
 _PLAIN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*(?: [A-Za-z0-9_./-]+)*")
 _WORDS: Final = frozenset(["y", "n", "yes", "no", "on", "off", "true", "false", "null"])
-"""Which a parser of YAML 1.1 takes for something else than text."""
+"""Words that a parser of YAML 1.1 takes for something else than text."""
 _ESCAPES: Final = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 

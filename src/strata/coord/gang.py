@@ -68,7 +68,7 @@ TOKENS_S: Final = 3650 * 86_400
 class GangOptions(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     workers: int
-    """On this host."""
+    """The number of workers on this host."""
     hosts: str = "1"
     """MIN:MAX, or a number."""
     folder: Path
@@ -147,7 +147,7 @@ class _Standstill:
 
 @dataclass
 class HangWatch:
-    """Which workers hang: the coordinator has said so, or the step of one that trains has stood still too long."""
+    """Finds workers that hang: the coordinator has said so, or the step of one that trains has stood still too long."""
 
     after_s: float | None
     _steps: dict[str, _Standstill] = field(default_factory=dict)
@@ -193,7 +193,7 @@ class GangLauncher:
         self._show = show
         self._hangs = HangWatch(options.hang_after_s)
         self._worker_count = options.workers
-        """Without those that were drained."""
+        """The number of workers without those that were drained."""
         self._tokens: PrivateTokens | None = None
         """None: the coordinator is not ours."""
         self._relay: Path | None = None
@@ -396,7 +396,8 @@ class GangLauncher:
     # Hung workers
 
     async def watch(self, operator: Operator) -> None:
-        """Until the coordinator refuses us. No other error ends it: what only watches must not end the training."""
+        """Watch until the coordinator refuses us. No other error ends it: what only watches must not end the
+        training."""
         refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         async def follow() -> None:
@@ -520,7 +521,8 @@ def _torchrun_command(options: GangOptions, workers: int, address: str, files: R
 
 
 def _operator_settings(address: str, job: str, tokens: PrivateTokens | None) -> OperatorSettings:
-    """To look at a job needs no other role than that of its workers; of a coordinator of ours we are the operator."""
+    """Makes settings for looking at a job, which needs no other role than that of its workers; ours makes us the
+    operator."""
     own = read_secret(tokens.operator) if tokens is not None else None
     found = _worker_settings(address, job)
     return OperatorSettings(address=address, job=job, token=own or found.token, tls=found.tls, patience_s=READY_S)

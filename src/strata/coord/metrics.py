@@ -78,7 +78,7 @@ class CoordinatorMetrics:
         """Facts that are counted one by one."""
         self._facts: dict[type[Fact], int] = dict.fromkeys(self._by_fact, 0)
         self._grants = 0
-        """Of those and of shards, how many there were since the last scrape."""
+        """The number of grants, and of shards in them, since the last scrape."""
         self._verdicts = {each: self._barriers.labels(each.name.lower()) for each in BarrierVerdict}
         self._findings = {each: self._judged.labels(each.value) for each in StragglerFinding}
         self._reasons = {each: self._lost.labels(each) for each in ("left", "replaced", "evicted")}

@@ -44,7 +44,7 @@ SILENT_S: Final = 6.0
 
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 Descriptor: TypeAlias = Any
-"""Of a field or an enum: protobuf has two implementations without a common type."""
+"""A descriptor of a field or an enum: protobuf has two implementations without a common type."""
 
 
 class OperatorSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +75,7 @@ class ConnectionLost:
 
     reason: str
     attempt: int
-    """From 1, counted since the last reply."""
+    """The number of the attempt since the last reply, from 1."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class JobSettings:
     parameters: Mapping[str, str] = field(default_factory=dict)
 
     def fields(self) -> dict[str, Any]:
-        """Of the contract, those that are set."""
+        """Returns the fields of the contract that are set."""
         found = {
             "min_workers": self.min_workers,
             "max_workers": self.max_workers,
@@ -114,7 +114,7 @@ def _ms(seconds: float | None) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerPage:
-    """Which workers of a job to describe."""
+    """Selects the workers of a job to describe."""
 
     limit: int = 50
     offset: int = 0
@@ -122,7 +122,7 @@ class WorkerPage:
     attention_first: bool = False
     """Those first that a person may have to look at."""
     lanes: bool = False
-    """With what they did over the last hour."""
+    """Whether to include what they did over the last hour."""
 
 
 class Operator:
@@ -255,7 +255,8 @@ class Operator:
         return Deadline(ATTEMPT_S, self._settings.patience_s)
 
     async def _changes(self, history: int) -> AsyncGenerator[JobView, None]:
-        """Until the connection breaks; TimeoutError if it is only silent."""
+        """Yield views until the connection breaks; TimeoutError if it is only silent. TimeoutError if it is only
+        silent."""
         request = pb.WatchJobRequest(history_limit=history, min_interval_ms=TOGETHER_MS, deltas=True)
         view: JobView | None = None
         call = self._link.stub().WatchJob(request, metadata=self._link.metadata)

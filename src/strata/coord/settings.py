@@ -68,7 +68,7 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least level that is logged."""
     job: JobConfig = JobConfig()
-    """Of jobs that their first worker creates."""
+    """Settings of jobs that their first worker creates."""
 
 
 def check_exposure(settings: CoordinatorSettings) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 
 def backend() -> Callable[[Any], Any]:
-    """From `RendezvousParameters` to a `RendezvousHandler`; torch is not imported for their types."""
+    """Returns the function from `RendezvousParameters` to a `RendezvousHandler`; torch is not imported for their
+    types."""
     return _create
 
 

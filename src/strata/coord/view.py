@@ -41,7 +41,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     rank: int | None
     """None: no member of the generation."""
     status: str | None
-    """As the worker reports it, such as TRAINING; None: it has not."""
+    """What the worker reports, such as TRAINING; None: it has not. None: it has not."""
     liveness: str | None
     """ALIVE, SUSPECT, LOST or LEFT."""
     liveness_reason: str
@@ -51,7 +51,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     gpu_count: int
     weight: float
     silent_ms: int
-    """Since its last message."""
+    """Time since its last message."""
     attached: bool
     step: int | None
     step_time_ms: float | None
@@ -73,7 +73,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EpochView(msgspec.Struct, frozen=True, kw_only=True):
-    """In shards; the four add up to all."""
+    """Progress of an epoch in shards; the four add up to all."""
 
     epoch: int
     done_shards: int
@@ -263,7 +263,7 @@ class GangEventView(msgspec.Struct, frozen=True, kw_only=True):
     run: int
     generation: int
     workers: tuple[str, ...]
-    """Of many only the first ones."""
+    """The workers of the event; of many only the first ones."""
     worker_count: int
     message: str
     detect_ms: int
@@ -288,7 +288,7 @@ class JobPageView(msgspec.Struct, frozen=True, kw_only=True):
 
     job: JobView
     workers_total: int
-    """That match, on all pages."""
+    """The number of workers that match, on all pages."""
     worker_counts: tuple[WorkerCountView, ...]
     goodput: GoodputView | None
     """None from a coordinator that does not count it."""

@@ -80,6 +80,6 @@ def _systemctl(*words: str) -> None:
 
 
 def _quoted(path: Path) -> str:
-    """As systemd reads it: quotes around, and its specifiers doubled."""
+    """Quotes a path as systemd reads it: in quotes, with its specifiers doubled."""
     text = str(path).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
     return f'"{text}"'

@@ -125,7 +125,7 @@ def find_declared(what: str, listed: Sequence[_Declared], text: str) -> _Declare
 
 
 def declared_name(declared: ScheduleReply | SweepSummary) -> str:
-    """With the project unless it is the default one."""
+    """Prefixes the name with the project unless it is the default one."""
     from strata.fleet.core.jobspec import DEFAULT_PROJECT
 
     return declared.name if declared.project == DEFAULT_PROJECT else f"{declared.project}/{declared.name}"

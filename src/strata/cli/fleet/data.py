@@ -66,7 +66,7 @@ def push(folder: Path, name: str | None, context: str | None) -> None:
 
 
 def print_data(made: Made) -> None:
-    """Whose bytes a name stands for now."""
+    """Print whose bytes a name stands for now."""
     print_error(f"strata: {made.lineage.model} is {short_id(made.artifact_id)} of {made.owner or 'an unknown owner'}")
 
 

@@ -99,7 +99,7 @@ def _count_hosts(hosts: Iterable[Host]) -> str:
 
 
 def _print_failures(output: Format, columns: tuple[Column, ...], failures: Iterable[dict[str, Any]]) -> None:
-    """After an empty line. The second column is the job."""
+    """Print failures after an empty line. The second column is the job."""
     write("")
     job = columns[1].key
     print_rows(output, columns, [(row, {"id": short_id(row["id"]), job: _qualified(row)}) for row in failures])
@@ -213,7 +213,8 @@ def list_jobs(  # noqa: PLR0913 (the options of the command)
 
 
 def _in_order(jobs: Iterable[Job]) -> list[Job]:
-    """By status, priority and name; the members of a gang together, by index, where its first one by this order is."""
+    """Sorts jobs by status, priority and name; the members of a gang stay together, by index, where its first one
+    is."""
     order = {name: number for number, name in enumerate(STATUSES)}
     jobs = sorted(jobs, key=lambda job: (order[job.status], -job.spec.priority, job.spec.declared_name))
     places: dict[str, int] = {}

@@ -181,7 +181,8 @@ def _over_time(client: HubClient, job: Job, output: Format) -> None:
 
 
 def _series(client: HubClient, job: Job, names: tuple[str, ...]) -> tuple[MetricSeries, ...]:
-    """Of all attempts, with as many points as two terminals have columns: the lowest and highest of each remain."""
+    """Fetches the series of all attempts, with as many points as two terminals have columns: the lowest and highest
+    remain."""
     from strata.fleet.wire.streams import MetricsQuery, MetricsReply
 
     query = MetricsQuery(points=min(2000, 2 * console_width()), names=names)

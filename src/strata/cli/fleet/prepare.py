@@ -34,7 +34,7 @@ class PreparedManifest:
     schemas: dict[str, Any]
     """JSON Schemas of hyper-parameters by trainer, as found on this machine."""
     bundles: dict[str, Bundle]
-    """By trainer: the source that has to be at the hub before the manifest is applied."""
+    """The source of each trainer that has to be at the hub before the manifest is applied."""
 
     def check_hyper(self, registered: Mapping[str, Any]) -> None:
         """INVALID where a job does not fit the schema that only the hub has of its trainer, by the trainer's name.

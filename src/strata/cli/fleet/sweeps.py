@@ -94,7 +94,7 @@ def _listed(client: HubClient) -> list[SweepSummary]:
 
 
 def _progress(each: SweepSummary) -> str:
-    """As in `stopped at 6 of 20`."""
+    """Words the progress of a sweep, as in `stopped at 6 of 20`."""
     count = f"{each.trials - each.skipped} of {each.planned or each.trials}"
     return f"stopped at {count}" if each.state == "stopped" else count
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from strata.fleet.wire.overview import OverviewReply, StatusReply
 
 EXPLAINED: Final = 3
-"""Of so many jobs that wait, the reason is shown."""
+"""The number of waiting jobs whose reason is shown."""
 LEAST_ROWS: Final = 3
 CARDS: Final = 8
 BAR: Final = 10

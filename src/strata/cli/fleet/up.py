@@ -130,7 +130,8 @@ def up(
 
 
 def _for_one_person(settings: AgentSettings, hub_data: Path) -> AgentSettings:
-    """Without `run_as` jobs run as their owner, who may still ask for a sandbox: then it hides the hub's data too."""
+    """Lets jobs run as their owner unless `run_as` is set; a sandbox that the owner asks for hides the hub's data
+    too."""
     from msgspec.structs import replace
 
     sandbox = settings.sandbox

@@ -54,7 +54,7 @@ def wait(jobs: tuple[str, ...], timeout_s: float | None, context: str | None) ->
 
 
 def print_not_cancelled(what: str, job: str) -> None:
-    """After Ctrl-C: queued jobs are not cancelled."""
+    """Print after Ctrl-C that queued jobs are not cancelled."""
     print_error(f"strata: {what} was not cancelled", hint=f"strata logs -f {job}, strata cancel {job}")
 
 

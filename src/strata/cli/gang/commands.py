@@ -120,7 +120,7 @@ def show(job: str | None, watch: bool, output: Format, **given: Any) -> None:  #
 
 
 _ALL: Final = 1_000
-"""Of checkpoints and incidents; more than a coordinator keeps."""
+"""More checkpoints and incidents than a coordinator keeps."""
 
 
 _LISTED: Final = (
@@ -240,7 +240,7 @@ _JOB_SETTINGS: Final = ("min_workers", "max_workers", "heartbeat_interval_s", "m
 
 
 def _take_settings(given: dict[str, Any]) -> JobSettings:
-    """Out of the options, which keep those of the connection."""
+    """Takes the settings of a job out of the options, which keep those of the connection."""
     from strata.coord.operator import JobSettings
 
     parameters = _pairs("--param", given.pop("parameters"))
@@ -510,7 +510,7 @@ def _answers(state: object, issued: CommandReceipt, *, until_gone: bool) -> dict
 
 
 def _answer(worker: WorkerView | None, *, until_gone: bool) -> str:
-    """Of a worker that the command does not wait for."""
+    """Words the answer of a worker that the command does not wait for."""
     if worker is None:
         return "lost"
     if worker.is_gone:

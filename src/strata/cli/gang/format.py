@@ -99,7 +99,7 @@ def alerts(job: JobView) -> list[str]:
 
 
 FOUND: Final = {"HANG": ("hangs", "hang"), "STRAGGLER": ("slow", "are slow")}
-"""By finding, what one worker is, and what several of them do."""
+"""What one worker is, and what several of them do, by finding."""
 
 
 def _finding_alerts(job: JobView, finding: str) -> list[str]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 async def follow(states: AsyncIterator[JobView | ConnectionLost], output: Format) -> None:
-    """Until interrupted, or until the watch fails for good."""
+    """Print states until interrupted, or until the watch fails for good."""
     if output is Format.JSONL:
         await _each(states, lambda job: write(to_json(job, indent=False)))
         return

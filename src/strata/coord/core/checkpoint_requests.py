@@ -174,7 +174,7 @@ def _shared_step(reports: Sequence[StepProgress], attempts: int, highest: int) -
 
 
 def observe_grids(job: JobState, soft: SoftState, now_s: float) -> None:
-    """Since when the ranks share no step, while a checkpoint is requested."""
+    """Notes since when the ranks share no step, while a checkpoint is requested."""
     reports = _agreeing_reports(job, soft) if job.checkpoint_request is not None else None
     if reports is None or _shared_step(reports, 0, 0) is not None:
         soft.unmatched_s = None

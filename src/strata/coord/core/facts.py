@@ -166,7 +166,7 @@ class JobCreated(msgspec.Struct, frozen=True, tag=True):
     config: JobConfig
     at_ms: int = 0
     leader_epoch: int = 0
-    """Of the leader that created it; 0: not recorded."""
+    """The epoch of the leader that created it; 0: not recorded. 0: not recorded."""
 
 
 class JobConfigured(msgspec.Struct, frozen=True, tag=True):
@@ -233,7 +233,8 @@ class WorkerJudged(msgspec.Struct, frozen=True, tag=True):
     reason: str
     at_ms: int = 0
     ends_itself: bool = False
-    """At STOP: the worker ends its own process if it still hangs then; it is not evicted as one that does not stop."""
+    """Set at STOP: the worker ends its own process if it still hangs then; it is not evicted as one that does not
+    stop."""
 
 
 class RanksListed(msgspec.Struct, frozen=True, tag=True):
@@ -394,7 +395,8 @@ class WorkerRecovered(msgspec.Struct, frozen=True, tag=True):
 
 
 class CommandIssued(msgspec.Struct, frozen=True, tag=True):
-    """To these workers. The same id again is the same command, to more of them than one fact could name."""
+    """A command was issued to these workers. The same id again is the same command, to more of them than one fact could
+    name."""
 
     job: str
     command_id: int

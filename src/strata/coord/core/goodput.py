@@ -28,14 +28,14 @@ class GoodputPhase(StrEnum):
     """Where the time of a run goes."""
 
     WAITING = "waiting"
-    """Until the first generation, and while no worker is there."""
+    """Lasts until the first generation, and while no worker is there."""
     USEFUL = "useful"
     CHECKPOINT = "checkpoint"
-    """From the first part of a checkpoint to its commit."""
+    """Lasts from the first part of a checkpoint to its commit."""
     DETECT = "detect"
-    """From the last sign of a lost worker, or from a hang that was found, to its eviction."""
+    """Lasts from the last sign of a lost worker, or from a hang that was found, to its eviction."""
     RESTART = "restart"
-    """From a change of members to the moment at which all of them went on."""
+    """Lasts from a change of members to the moment at which all of them went on."""
     ROLLED_BACK = "rolled_back"
     """Was useful, until a recovery went back behind it. No phase of its own."""
     ENDED = "ended"
@@ -68,7 +68,7 @@ class GoodputLedger(msgspec.Struct):
     began_ms: int = 0
     """0: no fact of this run had a time yet."""
     now_ms: int = 0
-    """Up to when time is counted."""
+    """The time up to which everything is counted."""
     entered_ms: int = 0
     """When the phase began."""
     phase: GoodputPhase = GoodputPhase.WAITING
@@ -79,7 +79,7 @@ class GoodputLedger(msgspec.Struct):
     """Members that have not gone back to the checkpoint yet."""
     hung: dict[str, None] = {}
     useful_at_ms: dict[str, int] = {}
-    """By committed checkpoint, the useful time that it holds."""
+    """The useful time that each committed checkpoint holds."""
 
     def spent(self, phase: GoodputPhase) -> int:
         return self.spent_ms.get(phase, 0)

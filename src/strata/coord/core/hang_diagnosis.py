@@ -1,4 +1,4 @@
-"""Which worker the others wait for when a whole generation stands still in a collective.
+"""Finds the worker for which the others wait when a whole generation stands still in a collective.
 
 The step tells nothing then: all ranks are at the same one. So the coordinator puts the same probe to all members,
 twice, and every one of them reports what its training thread does. A worker is a suspect only if each of these holds:
@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 IDLE_CPU_S: Final = 0.1
 """Processor time between two probes that does not count as moving: reading clocks takes some."""
 FRAMES: Final = 16
-"""Of a stack, as many as are reported."""
+"""The most frames that are reported of a stack."""
 FRAMES_SHOWN: Final = 8
 
 
@@ -63,11 +63,12 @@ class HangDiagnosis:
     reported: bool = False
     """All have reported twice: who is no suspect is not stopped."""
     suspects: Mapping[str, str] = field(default_factory=dict)
-    """By worker, where it stands."""
+    """Where each suspect stands, by worker."""
 
 
 def find_suspects(before: Mapping[str, HangReport], now: Mapping[str, HangReport]) -> dict[str, str]:
-    """By worker, where it stands; empty unless it is certain. Both mappings have all members of the generation."""
+    """Returns where each suspect stands; empty unless it is certain. Both mappings have all members of the
+    generation."""
     numbers = [report.collective for report in now.values() if report.collective is not None]
     if len(numbers) < len(now) or any(report.busy for report in now.values()):
         return {}

@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 SLOW_BARRIER_S: Final = 10.0
 """A barrier that was open for longer is part of the history."""
 EVENTS_KEPT: Final = 2_000
-"""Of one job."""
+"""The most events that are kept of one job."""
 PARTITION_EVENTS: Final = 50_000
-"""Of all jobs together, about: they share one snapshot."""
+"""The most events of all jobs together, roughly: they share one snapshot."""
 LEAST_KEPT: Final = 100
 MERGED_S: Final = 10.0
 """Workers that do the same within this time share an event."""
@@ -115,7 +115,7 @@ class HistoryEvent(msgspec.Struct, frozen=True, array_like=True):
     generation: int
     message: str
     workers: tuple[str, ...] = ()
-    """Of many only the first ones."""
+    """The workers of the event; of many only the first ones."""
     worker_count: int = 0
     cost: GoodputCost = GoodputCost()
     """What it has cost the job so far."""
@@ -137,7 +137,7 @@ class JobHistory(msgspec.Struct):
 
 
 def events_kept(jobs: int) -> int:
-    """Of each job, so that the snapshot of all of them keeps its size."""
+    """Returns how many events of each job are kept, so that the snapshot of all of them keeps its size."""
     return max(LEAST_KEPT, min(EVENTS_KEPT, PARTITION_EVENTS // max(1, jobs)))
 
 

@@ -51,7 +51,7 @@ class HostTrial:
 
     @property
     def convicted(self) -> dict[int, str]:
-        """By rank, of what; once it is over."""
+        """Says what each convicted rank is convicted of, once the check is over."""
         return {rank: reason for rank, reason in self._links.items() if rank not in self._untried} | self._own
 
     @property
@@ -61,7 +61,8 @@ class HostTrial:
         return not self._untried or self.rounds == MOST_ROUNDS
 
     def groups(self) -> Groups:
-        """Of the next round: first all hosts, in pairs and one group of three if they are odd; then suspects."""
+        """Forms the groups of the next round: first all hosts, in pairs and one group of three if they are odd; then
+        suspects."""
         well = [rank for rank in range(self.hosts) if rank not in self._links]
         if self.rounds and well:
             return list(zip(self._untried, well, strict=False))
@@ -110,7 +111,7 @@ class HostTrial:
 
 
 def _suspects(measurements: Sequence[HostMeasurement], factor: float) -> dict[int, str]:
-    """By rank, what is wrong or slow about a host itself."""
+    """Says what is wrong or slow about a host itself, by rank."""
     found = {rank: each.problem for rank, each in enumerate(measurements) if each.problem}
     figures = {
         "matrix product": {rank: each.matmul_s for rank, each in enumerate(measurements)},

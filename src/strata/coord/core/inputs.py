@@ -35,7 +35,7 @@ class Caller:
 
 @dataclass(frozen=True)
 class CreateJob:
-    """Before any worker joins. Idempotent: the same configuration twice is no change."""
+    """Creates a job before any worker joins. Idempotent: the same configuration twice is no change."""
 
     job: str
     config: JobConfig
@@ -73,7 +73,7 @@ class Heartbeat:
     progress: StepProgress | None = None
     """None from a worker that does not count its steps."""
     read_until: tuple[tuple[int, int], ...] | None = None
-    """By lease, how far the worker has read; None if it does not report that."""
+    """How far the worker has read in each lease; None if it does not report that. None if it does not report that."""
     hang_report: tuple[int, HangReport] | None = None
     """The number of a probe and the report."""
 

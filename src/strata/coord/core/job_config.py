@@ -38,7 +38,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     max_shard_failures: int = 3
     """A shard that failed so often is quarantined."""
     max_shards: int = 1_000_000
-    """Of one dataset. The order of an epoch is computed in one piece, about 0.25 s for each million shards."""
+    """The most shards of one dataset. The order of an epoch is computed in one piece, about 0.25 s for each million
+    shards."""
     placement: str = "rendezvous"
     """`rendezvous` or `ring`."""
     slow_until: EscalationLevel = EscalationLevel.REWEIGHT

@@ -41,7 +41,7 @@ class Quarantined(msgspec.Struct, frozen=True):
 class EpochLedger(msgspec.Struct):
     epoch: int
     cursors: list[int]
-    """For each bucket, how many of its shards were handed out."""
+    """The number of shards of each bucket that were handed out."""
     leases: dict[int, Lease] = {}
     returned: list[ShardRange] = []
     """Returned ranges; they are leased again before any fresh shard, in this order."""
@@ -61,7 +61,7 @@ class DatasetLedger(msgspec.Struct):
     finished: list[int] = []
     epochs: dict[int, EpochLedger] = {}
     quarantined: dict[int, list[Quarantined]] = {}
-    """By finished epoch, its quarantined ranges. Those of an open epoch are in its ledger."""
+    """The quarantined ranges of each finished epoch. Those of an open epoch are in its ledger."""
 
     def epoch(self, number: int) -> EpochLedger:
         """The ledger of an epoch; a new one if no worker has read from it before."""
@@ -89,7 +89,7 @@ def progress(dataset: Dataset, ledger: EpochLedger) -> EpochProgress:
 
 
 def bucket_of(dataset: Dataset, shard: int) -> int:
-    """By shard number: a bucket has the same shards in every epoch, so what a worker has cached stays useful."""
+    """Returns the bucket of a shard: it is the same in every epoch, so what a worker has cached stays useful."""
     return shard % dataset.buckets
 
 
@@ -192,11 +192,11 @@ class DatasetPosition(msgspec.Struct, frozen=True):
     finished: tuple[int, ...]
     epochs: tuple[EpochPosition, ...]
     quarantined: dict[int, tuple[Quarantined, ...]] = {}
-    """By finished epoch."""
+    """The quarantined ranges of each finished epoch."""
 
 
 Late = dict[int, list[ShardRange]]
-"""By data epoch, the ranges consumed after their worker had taken its part of a checkpoint."""
+"""The ranges of each data epoch that were consumed after their worker had taken its part of a checkpoint."""
 
 
 def position(datasets: DatasetLedger, read_until: dict[int, int], late: Late) -> DatasetPosition:
@@ -230,7 +230,7 @@ def late_part(before: Lease, until: int, read_until: dict[int, int]) -> ShardRan
 
 
 def _joined(rests: list[ShardRange]) -> tuple[ShardRange, ...]:
-    """In order, with neighbours made one."""
+    """Sorts ranges and joins neighbours."""
     joined: list[ShardRange] = []
     for rest in sorted(rests, key=lambda each: each.start):
         if joined and (joined[-1].shard, joined[-1].end) == (rest.shard, rest.start):

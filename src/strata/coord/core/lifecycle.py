@@ -29,7 +29,7 @@ NEXT: Final[Mapping[tuple[GangStatus, GangEvent], GangStatus]] = {
 
 
 def move(job: JobState, event: GangEvent) -> None:
-    """For facts, which were checked before: the table has the transition."""
+    """Changes the status for a fact, which was checked before: the table has the transition."""
     job.status = NEXT[job.status, event]
 
 

@@ -105,7 +105,7 @@ def replaced(worker_id: str) -> StrataError:
 
 
 def expired(job: JobState, soft: SoftState, timeout_s: float, now_s: float) -> dict[str, str]:
-    """By worker, why it is to be evicted: a broken presence stream, silence, or a stop command that it ignores."""
+    """Says why each worker is to be evicted: a broken presence stream, silence, or a stop command that it ignores."""
     grace_s = job.config.reconnect_grace_s
     broken = [worker for worker, since_s in soft.disconnected_at_s.items() if now_s - since_s >= grace_s]
     causes = dict.fromkeys(broken, "connection lost")

@@ -116,7 +116,7 @@ def create(state: CoordState, request: CreateJob) -> list[Fact]:
 
 
 def update(state: CoordState, request: UpdateJob) -> list[Fact]:
-    """From the next decision on. Members that are there stay, also above a smaller maximum."""
+    """Changes the settings from the next decision on. Members that are there stay, also above a smaller maximum."""
     job = lifecycle.job_named(state, request.job)
     _check(request)
     return [JobConfigured(job.job, request.config)] if job.config != request.config else []
@@ -145,7 +145,7 @@ def _check(request: CreateJob | UpdateJob) -> None:
 
 
 def _check_worker(request: Register, job: JobState | None) -> None:
-    """At registration, because a wrong weight would fail later for all workers: no bucket could be placed."""
+    """Checks at registration what would fail later for all workers: with a wrong weight no bucket could be placed."""
     worker = request.worker
     if not worker.worker_id:
         raise StrataError(Code.INVALID, "a worker needs a worker_id")

@@ -1,4 +1,5 @@
-"""Which shard a worker gets next: returned ones first, then its own buckets in canonical order, then any bucket.
+"""Picks the shard that a worker gets next: returned ones first, then its own buckets in canonical order, then any
+bucket.
 
 An index over a ledger, rebuilt when needed and never journaled: the cursors are the truth, and an entry that disagrees
 with them is stale and skipped.
@@ -18,7 +19,7 @@ _Entry = tuple[int, int, int]
 
 
 class Picker:
-    """For one epoch of one dataset; eight bytes for each shard."""
+    """Picks shards of one epoch of one dataset; it takes eight bytes for each shard."""
 
     def __init__(self, dataset: Dataset, epoch: int) -> None:
         self._dataset = dataset
@@ -32,7 +33,7 @@ class Picker:
         self._anybodys: list[_Entry] | None = None
         self._version = (-1, 0)
         self._advanced: list[tuple[list[_Entry], int, int]] = []
-        """Of the last pick: each heap and bucket that it advanced, and the cursor that it picked."""
+        """What the last pick changed: each heap and bucket that it advanced, and the cursor that it picked."""
 
     def pick(
         self,
@@ -42,7 +43,7 @@ class Picker:
         count: int,
         buckets: Callable[[], Sequence[int]],
     ) -> list[tuple[ShardRange, bool]]:
-        """Up to `count` ranges for a worker, and whether each is fresh.
+        """Picks up to `count` ranges for a worker, and says whether each is fresh.
 
         `buckets` returns the ones it owns; with another `version` of the placement it is called again for every worker.
         """

@@ -1,4 +1,4 @@
-"""Which worker owns which bucket of a dataset: weighted rendezvous hashing with a capacity bound, sticky.
+"""Assigns buckets of a dataset to workers: weighted rendezvous hashing with a capacity bound, sticky.
 
 Ownership is affinity, not truth: a worker reads its own buckets first, and the lease ledger decides who read what.
 
@@ -64,9 +64,9 @@ class BucketAssignment(msgspec.Struct, frozen=True):
     workers: tuple[str, ...]
     """Everybody with a weight, sorted."""
     weights: tuple[int, ...]
-    """In millionths, in the order of `workers`."""
+    """The weights in millionths, in the order of `workers`."""
     owners: bytes
-    """For each bucket the place of its owner in `workers`, as four bytes, low byte first."""
+    """The place of each bucket's owner in `workers`, as four bytes, low byte first."""
 
     def __post_init__(self) -> None:
         numbers = self.numbers() if len(self.owners) % 4 == 0 else np.empty(0, np.int64)
@@ -101,7 +101,7 @@ class BucketAssignment(msgspec.Struct, frozen=True):
         return dict(zip(self.workers, counts, strict=True))
 
     def numbers(self) -> Ints:
-        """For each bucket the place of its owner in `workers`."""
+        """Returns the place of each bucket's owner in `workers`."""
         return np.frombuffer(self.owners, "<u4").astype(np.int64)
 
     def encode(self) -> bytes:
@@ -233,7 +233,8 @@ class _Limits:
 
 
 def _limits(buckets: int, weights: Sequence[int], bound: float) -> _Limits:
-    """In integers of any size: a share that is exactly 20 must have a cap of 21, whatever 1.05 is in binary."""
+    """Computes caps in integers of any size: a share that is exactly 20 must have a cap of 21, whatever 1.05 is in
+    binary."""
     bound_millionths, whole = round(bound * _MILLION), sum(weights) * _MILLION
     low = [buckets * weight * (_MILLION - bound_millionths) // whole for weight in weights]
     fair = [buckets * weight * _MILLION // whole for weight in weights]

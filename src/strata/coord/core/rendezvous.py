@@ -127,7 +127,7 @@ class Draft:
 
 
 def _choose(costs: Floats, room: Ints) -> Ints:
-    """For each row the column that it gets, or -1.
+    """Chooses the column that each row gets, or -1.
 
     In rounds: a row asks for its cheapest column with room, and a column grants its cheapest requests.
     """
@@ -146,7 +146,7 @@ def _choose(costs: Floats, room: Ints) -> Ints:
 
 
 def _rank_within(groups: Ints, costs: Floats) -> Ints:
-    """For each entry, how many of its group are cheaper; of equal ones the earlier is."""
+    """Counts for each entry how many of its group are cheaper; of equal ones the earlier is."""
     order = np.lexsort((costs, groups))
     ordered = groups[order]
     ranks = np.empty(len(groups), np.int64)

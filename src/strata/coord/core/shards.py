@@ -149,7 +149,8 @@ def _decide_acks(
 
 
 def _acked_until(ack: Ack, lease: Lease) -> int:
-    """Without a place, an ack means the whole lease, and a failure or a return nothing of it."""
+    """Returns how far an ack reaches: without a place it means the whole lease, and a failure or a return nothing of
+    it."""
     until = ack.until
     if until is None:
         return lease.until if ack.failed or ack.returned else lease.end
@@ -255,7 +256,7 @@ def files_of(indexes: JobIndexes, dataset: Dataset, start: int, end: int) -> tup
 
 
 def file_ends(indexes: JobIndexes, dataset: Dataset) -> list[int]:
-    """Of each file the sample after its last one."""
+    """Returns for each file the sample after its last one."""
     ends = indexes.file_ends.get(dataset.dataset_id)
     if ends is None:
         ends = indexes.file_ends[dataset.dataset_id] = list(accumulate(file.samples for file in dataset.files))

@@ -86,7 +86,7 @@ class PendingCheckpoint(msgspec.Struct):
     parts: dict[str, CheckpointPart] = {}
     read_until: dict[int, int] = {}
     late: dict[str, Late] = {}
-    """By dataset, what a worker consumed after it took its part: it is not in the checkpoint."""
+    """What a worker consumed of each dataset after it took its part: it is not in the checkpoint."""
 
 
 class CommittedCheckpoint(msgspec.Struct, frozen=True):
@@ -145,14 +145,14 @@ class JobState(msgspec.Struct):
     config: JobConfig
     status: GangStatus = GangStatus.RUNNING
     run: int = 1
-    """Which run of the job this is; an operator's reset begins the next."""
+    """The number of this run of the job; an operator's reset begins the next."""
     members: dict[str, Member] = {}
     evicted: dict[str, str] = {}
     """The last incarnation of workers that are no members any more, oldest first."""
     parted: dict[str, list[int]] = {}
     """The last leases that the latest of them acked."""
     fenced: dict[str, list[str]] = {}
-    """By worker, incarnations that another one has followed: they may not come back and replace it."""
+    """The incarnations of each worker that another one has followed: they may not come back and replace it."""
     stopping: dict[str, str] = {}
     """Members that got a STOP command as stragglers, and why."""
     reweighted: int = 0
@@ -169,7 +169,7 @@ class JobState(msgspec.Struct):
     recovered_to: str | None = None
     datasets: dict[str, DatasetLedger] = {}
     verdicts: dict[tuple[int, str], BarrierResult] = {}
-    """By generation and id; oldest first."""
+    """The verdicts by generation and id; oldest first."""
     collecting: dict[str, PendingCheckpoint] = {}
     checkpoints: list[CommittedCheckpoint] = []
     checkpoint_request: CheckpointRequest | None = None
@@ -178,15 +178,15 @@ class JobState(msgspec.Struct):
     tombstones: dict[str, int] = {}
     """Parts of checkpoints that are kept no longer, and the ranks that wrote them; oldest first."""
     tombstone_steps: dict[str, int] = {}
-    """Of each tombstone its step. Until a checkpoint of it or a later one is committed, it may be written again."""
+    """The step of each tombstone. Until a checkpoint of it or a later one is committed, it may be written again."""
     gc_version: int = msgspec.field(default=0, name="burials")
     """How often tombstones were added."""
     commands: dict[int, PendingCommand] = {}
     last_command: int = 0
     requests: dict[str, IssuedRequest] = {}
-    """By the operators' own ids; oldest first."""
+    """The requests by the operators' own ids; oldest first."""
     refused: dict[int, str] = {}
-    """By command, why nothing came of it; oldest first."""
+    """Why nothing came of a command, by command; oldest first."""
     history: JobHistory = msgspec.field(default_factory=JobHistory)
     leader_epoch: int = 0
     """The last leader that the history has."""
@@ -248,7 +248,7 @@ class StragglerState:
     idle: set[str] = field(default_factory=set)
     """Workers that requested data and got none: without data they make no steps."""
     stopping_s: dict[str, float] = field(default_factory=dict)
-    """Since when this process waits for a worker to stop."""
+    """The time since which this process waits for a worker to stop."""
     stopped_at: dict[str, int] = field(default_factory=dict)
     """The step at which a worker that is to stop was found to hang."""
     probe: HangProbe | None = None
@@ -264,7 +264,7 @@ class SoftState:
     seen_s: OrderedDict[str, float] = field(default_factory=OrderedDict)
     """When each member was last heard from; longest silent first."""
     disconnected_at_s: dict[str, float] = field(default_factory=dict)
-    """Since when a member's presence stream is broken."""
+    """The time since which a member's presence stream is broken."""
     attached: set[str] = field(default_factory=set)
     """Members whose presence stream is open: their processes answer the pings of its connection."""
     grace_granted: bool = False
@@ -272,23 +272,23 @@ class SoftState:
     not_yet_seen: dict[str, None] = field(default_factory=dict)
     """Those of them that have sent none. Their `seen_s` lies in the future, out of order: they are checked apart."""
     unsettled_s: float | None = None
-    """Since when members have been joining and leaving without a generation being formed."""
+    """The time since which members have been joining and leaving without a generation being formed."""
     changed_s: float | None = None
     """When the members last changed since the generation was formed."""
     barriers: dict[str, OpenBarrier] = field(default_factory=dict)
     open_calls: dict[tuple[str, str], int] = field(default_factory=dict)
-    """By worker and incarnation, its calls that wait here: as long as one does, the worker is alive."""
+    """The calls of each worker and incarnation that wait here: as long as one does, the worker is alive."""
     interval_s: float = 0.0
     """The heartbeat interval that replies name."""
     old_interval: tuple[float, float] = (0.0, 0.0)
     """A longer interval that earlier replies named, and until when workers may still use it."""
     progress: dict[str, StepProgress] = field(default_factory=dict)
-    """By worker, the last report of its steps."""
+    """The last report of steps of each worker."""
     read_until: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
-    """By worker, how far it last reported to have read in its leases."""
+    """How far each worker last reported to have read in its leases."""
     stragglers: StragglerState = field(default_factory=StragglerState)
     unmatched_s: float | None = None
-    """Since when the ranks share no step that a requested checkpoint could be of."""
+    """The time since which the ranks share no step that a requested checkpoint could be of."""
 
 
 @dataclass(frozen=True)
@@ -314,11 +314,11 @@ class JobIndexes:
 
     pickers: dict[tuple[str, int], Picker] = field(default_factory=dict)
     file_ends: dict[str, list[int]] = field(default_factory=dict)
-    """By dataset, the sample after the last one of each file."""
+    """The sample after the last one of each file, by dataset."""
     placements: dict[int, BucketPlacement] = field(default_factory=dict)
-    """By number of buckets, the owner of each. Affinity only: the ledger decides who reads what."""
+    """The owner of each bucket, by number of buckets. Affinity only: the ledger decides who reads what."""
     missing_ranks: dict[tuple[int, str], dict[int, None]] = field(default_factory=dict)
-    """By generation and pending checkpoint, the ranks that have not reported it; only to name them."""
+    """The ranks that have not reported a pending checkpoint, by generation and checkpoint; only to name them."""
     garbage: GarbageParts | None = None
 
 
@@ -340,11 +340,11 @@ class CoordState:
     """Members of all jobs, as counted at the last tick."""
 
     def soft_of(self, job: str) -> SoftState:
-        """For reading: a job that nothing was observed of has an empty state."""
+        """Returns the soft state for reading: a job that nothing was observed of has an empty one."""
         return self.soft.get(job) or SoftState()
 
     def writable_soft(self, job: str) -> SoftState:
-        """For `observe` alone."""
+        """Returns the soft state that `observe` alone may change."""
         soft = self.soft.get(job)
         if soft is None:
             soft = self.soft[job] = SoftState()

@@ -51,7 +51,7 @@ class StragglerLimits:
     slow_ratio: float = 1.5
     """Both have to be reached; time over the median of all."""
     fine_ratio: float = 1.2
-    """Up to here it is as fast as the others; between the two nothing changes."""
+    """A worker below this ratio is as fast as the others; between the two ratios nothing changes."""
     patience_steps: int = 8
     """How many reports of its steps a finding has to last, for each level, and a slow one as many of the others'."""
     far_steps: int = 5
@@ -137,7 +137,7 @@ def add_report(  # noqa: PLR0913 - what one heartbeat says
     compute_s: tuple[float, ...] = (),
     window: int = 32,
 ) -> StepSample:
-    """After a heartbeat. A duration that is not reported follows from the time and the steps in between.
+    """Adds the report of a heartbeat. A duration that is not reported follows from the time and the steps in between.
 
     `compute_s` are computing times of the last steps, newest last: as many of them as there are new steps are new.
     """
@@ -196,7 +196,7 @@ NEXT: Final[dict[tuple[EscalationLevel, StragglerFinding], EscalationLevel]] = {
     (EscalationLevel.REWEIGHT, StragglerFinding.FINE): EscalationLevel.NONE,
     (EscalationLevel.REBALANCE, StragglerFinding.FINE): EscalationLevel.NONE,
 }
-"""After STOP there is no transition: the next incarnation begins at NONE."""
+"""The transitions of escalation. There is none after STOP: the next incarnation begins at NONE."""
 
 LADDER: Final = tuple(EscalationLevel)
 
@@ -241,13 +241,14 @@ class StragglerVerdicts:
 
 @dataclass(frozen=True)
 class _Reports:
-    """Of the workers that are compared: times that one reported before it waited say nothing about the present."""
+    """The reports of the workers that are compared: times that one reported before it waited say nothing about the
+    present."""
 
     samples: Sequence[StepSample] = ()
     found: dict[float, int] = field(default_factory=dict)
 
     def since(self, at_s: float) -> int:
-        """As many later ones as each of more than half of the workers has sent; of two, both."""
+        """Counts as many later ones as each of more than half of the workers has sent; of two, both."""
         if at_s not in self.found:
             counts = sorted(each.since(at_s) for each in self.samples)
             self.found[at_s] = counts[(len(counts) - 1) // 2] if counts else 0
@@ -256,11 +257,11 @@ class _Reports:
 
 @dataclass(frozen=True)
 class _Speed:
-    """Of all workers with enough samples."""
+    """The speed of all workers with enough samples."""
 
     own_s: dict[str, float] = field(default_factory=dict)
     median_s: float = 0.0
-    """Of two workers the time of the faster one."""
+    """The median; of two workers the time of the faster one."""
     sigma_s: float = 0.0
     slow: frozenset[str] = frozenset()
     """Compared with the others."""
@@ -293,13 +294,14 @@ class _Hang:
     """The 95th percentile of the job's steps."""
     hung: frozenset[str]
     of: int
-    """Out of so many."""
+    """The number of workers that were compared."""
     overdue: int
     """So many make no step; those that are ahead wait for the hung ones."""
 
     @property
     def most(self) -> bool:
-        """To stop them would end the job, and what they all wait for is likely not theirs."""
+        """Says whether most are slow: stopping them would end the job, and what they all wait for is likely not
+        theirs."""
         return 2 * len(self.hung) > self.of
 
 
@@ -442,7 +444,7 @@ def _speed(samples: Mapping[str, StepSample], limits: StragglerLimits) -> _Speed
 
 
 def _lockstep(samples: Mapping[str, StepSample], limits: StragglerLimits) -> _Lockstep:
-    """By the last steps of each worker, and by the same steps of all.
+    """Compares the last steps of each worker, and the same steps of all.
 
     Else the first heartbeat that reports longer steps would accuse its worker. Nothing for workers that do not step
     together: only the slower ones of those wait, and patience finds them.

@@ -34,7 +34,7 @@ FOLDED_AT_ONCE: Final = 500
 JUDGED_PER_S: Final = 2_500
 """Workers judged in a second at most: a large job is evaluated less often, so that its heartbeats are not late."""
 CONFIRM_S: Final = 2.0
-"""Between two probes at least; half of the time that counts as a hang, if that is more."""
+"""The least time between two probes; half of the time that counts as a hang, if that is more."""
 REPORT_S: Final = 10.0
 REPORT_BEATS: Final = 3
 """Workers that have not reported by then cannot: nobody is found by probes."""

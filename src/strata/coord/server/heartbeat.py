@@ -36,7 +36,7 @@ PROBE_BITS: Final = 32
 """The number of a probe, below the epoch of the leader that asks it."""
 FRAME_CHARACTERS: Final = 200
 COMPUTE_TIMES: Final = 32
-"""Of one heartbeat."""
+"""The most computing times of one heartbeat."""
 
 MOST_STEP: Final = 1 << 48
 """Steps are added and multiplied, and what comes of it must fit into a fact."""

@@ -19,7 +19,8 @@ SAMPLES_KEPT: Final = 720
 class StatusLanes:
     times_ms: list[int] = field(default_factory=list)
     states: dict[str, bytearray] = field(default_factory=dict)
-    """By worker, a status for each time; 0 where it was no member or had reported none."""
+    """A status of each worker for each time; 0 where it was no member or had reported none. 0 where it was no member or
+    had reported none."""
 
     def sample(self, at_ms: int, statuses: Iterable[tuple[str, int]]) -> None:
         before = len(self.times_ms)
@@ -47,7 +48,7 @@ class StatusLanes:
         return self.times_ms[-SAMPLES_KEPT:]
 
     def lane(self, worker_id: str) -> bytes:
-        """Of one worker, for the same times."""
+        """Returns the lane of one worker, for the same times."""
         lane = self.states.get(worker_id, bytearray())
         first = max(0, len(self.times_ms) - SAMPLES_KEPT)
         found = bytes(islice(lane, first, None))

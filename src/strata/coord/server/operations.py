@@ -70,7 +70,8 @@ async def register(service: CoordinatorService, request: Register) -> tuple[JobS
 
 
 def lost_leases(job: JobState, worker_id: str, held: Sequence[int]) -> list[int]:
-    """Of the leases that a worker reports to hold, those that are not its own. What it acked is consumed, not lost."""
+    """Returns the leases that a worker reports to hold and that are not its own. What it acked is consumed, not
+    lost."""
     own = {
         lease_id
         for dataset in job.datasets.values()

@@ -29,7 +29,7 @@ from strata.journal.port import Journal, Lead, StreamStatus
 ROUNDS: Final = 4
 """Times that a process looks at the leases, in the time of one."""
 FREE_LEASES: Final = 3.0
-"""After so many leases a free partition is taken by any process, also by one with more than its share."""
+"""The number of leases after which a free partition is taken by any process, also by one with more than its share."""
 SHARED_LEASES: Final = 2.0
 """So long another process may seem to live at the address of one that starts: it may be the same one, restarted."""
 BALANCED_ROUNDS: Final = 4
@@ -190,7 +190,7 @@ class Partitions:
 
     @property
     def states_led(self) -> dict[int, CoordState]:
-        """By partition, the state of those that this process leads."""
+        """Returns the state of each partition that this process leads."""
         found = ((number, service.state_if_leading) for number, service in enumerate(self.services))
         return {number: state for number, state in found if state is not None}
 
@@ -202,7 +202,7 @@ class Partitions:
         return partition_of(job, len(self.services))
 
     def leader_address(self, partition: int) -> str | None:
-        """Of another process that leads it, as far as known."""
+        """Returns the address of another process that leads the partition, as far as known."""
         status = self._leaders[partition]
         address = address_of(status.holder) if status is not None and status.led else ""
         return address if address and address != self.address else None
@@ -213,7 +213,8 @@ class Partitions:
         return address in map(address_of, known)
 
     async def run(self, on_change: OnChange) -> None:
-        """Until drained or cancelled; INVALID if another live process has the same address."""
+        """Run until drained or cancelled; INVALID if another live process has the same address. INVALID if another live
+        process has the same address."""
         self._on_change = on_change
         interval_s = self._lease_s / ROUNDS
         rounds = asyncio.create_task(
@@ -350,7 +351,7 @@ class Partitions:
         self._leaders, self._live = leaders, live
 
     def _holders(self) -> list[str | None]:
-        """Of each partition; a lease of this process without a leader in it is free."""
+        """Returns the holder of each partition; a lease of this process without a leader in it is free."""
         found: list[str | None] = []
         for number, status in enumerate(self._leaders):
             if number in self._leading:

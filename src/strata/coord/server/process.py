@@ -40,9 +40,9 @@ SERVICE: Final = pb.DESCRIPTOR.services_by_name["Coordinator"].full_name
 PINGS: Final = 3
 """Pings are sent so many times within their timeout: a frozen process is found after one timeout and a third."""
 SPARE_CONNECTIONS: Final = 4
-"""To PostgreSQL: for renewals, snapshots and reads, and for the commits of one partition."""
+"""Connections to PostgreSQL for renewals, snapshots and reads, and for the commits of one partition."""
 MOST_COMMITS: Final = 12
-"""Of several partitions at once."""
+"""The most commits of several partitions at once."""
 GC_THRESHOLDS: Final = (50_000, 20, 20)
 
 OPTIONS: Final = (
@@ -80,7 +80,8 @@ def _pings(timeout_s: float) -> tuple[tuple[str, int], ...]:
 
 
 def run(settings: CoordinatorSettings, announce: Callable[[str], None]) -> None:
-    """Until SIGTERM or SIGINT. `announce` is called with a line that says where the coordinator listens."""
+    """Run the coordinator until SIGTERM or SIGINT. `announce` is called with a line that says where the coordinator
+    listens."""
     import uvloop
 
     check_exposure(settings)
@@ -244,7 +245,7 @@ class CoordinatorServer:
 
 
 def _ssl_context(tls: ServerTls) -> ssl.SSLContext:
-    """As for gRPC: with `client_ca`, clients need a certificate."""
+    """Makes the context as for gRPC: with `client_ca`, clients need a certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(tls.certificate, tls.key)
@@ -266,7 +267,7 @@ def _credentials(tls: ServerTls) -> grpc.ServerCredentials:
 
 
 def _peer_credentials(tls: ServerTls) -> grpc.ChannelCredentials | None:
-    """For calls to other coordinators; the own certificate is shown to those that ask for one."""
+    """Returns credentials for calls to other coordinators; the own certificate is shown to those that ask for one."""
     if tls.ca is None:
         return None
     return grpc.ssl_channel_credentials(_read(tls.ca), _read(tls.key), _read(tls.certificate))

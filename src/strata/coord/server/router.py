@@ -33,7 +33,7 @@ LISTED: Final = "strata-partitions"
 LEADER: Final = "strata-leader"
 """Trailing metadata of a call that was forwarded: where its leader is, so that the caller can save the hop."""
 CALLS_PER_CHANNEL: Final = 2_000
-"""Of the calls that a connection carries at once (see `grpc.max_concurrent_streams`), half."""
+"""Half of the calls that a connection carries at once (see `grpc.max_concurrent_streams`)."""
 HEALTH_S: Final = 1.0
 OPTIONS: Final = (*CLIENT_OPTIONS, ("grpc.min_reconnect_backoff_ms", 2_000))
 _PREFIX: Final = f"/{pb.DESCRIPTOR.services_by_name['Coordinator'].full_name}/"

@@ -97,9 +97,9 @@ class CoordinatorService:
         self.settings = settings
         self.ids = Ids(clock)
         self.barriers: KeyedNotifier[BarrierState] = KeyedNotifier()
-        """By (job, generation, barrier_id)."""
+        """Keyed by (job, generation, barrier_id)."""
         self.events: KeyedNotifier[None] = KeyedNotifier()
-        """By ("formed", job), ("data", job), ("changed", job) or ("worker", job, worker_id)."""
+        """Keyed by ("formed", job), ("data", job), ("changed", job) or ("worker", job, worker_id)."""
         self.telemetry: dict[str, JobTelemetry] = {}
         self.metrics = metrics or CoordinatorMetrics()
         self._journal = journal
@@ -112,7 +112,7 @@ class CoordinatorService:
         self._fleet = 0
         self._sampled_s = 0.0
         self._logged: dict[str, int] = {}
-        """By job, the number of the last event that is in the log."""
+        """The number of the last event of each job that is in the log."""
 
     @property
     def leads(self) -> bool:
@@ -120,7 +120,7 @@ class CoordinatorService:
 
     @property
     def state(self) -> CoordState:
-        """For reading. UNAVAILABLE unless we lead."""
+        """Returns the state for reading. UNAVAILABLE unless we lead."""
         state = self.state_if_leading
         if state is None:
             raise not_leading(self._refusal)
@@ -133,7 +133,7 @@ class CoordinatorService:
 
     @property
     def states_led(self) -> dict[int, CoordState]:
-        """By partition, for metrics: this is the only one."""
+        """Returns the state by partition, for metrics: this is the only one."""
         state = self.state_if_leading
         return {} if state is None else {0: state}
 
@@ -322,7 +322,8 @@ class CoordinatorService:
             replica.observe(request)
 
     def open_call(self, caller: Caller) -> OpenCall:
-        """For a `with` statement: while a call of a worker waits here, the worker is alive even if it sends nothing."""
+        """Returns a context manager: while a call of a worker waits here, the worker is alive even if it sends
+        nothing."""
         job = self.state.jobs.get(caller.job)
         member = job.members.get(caller.worker_id) if job else None
         if member is not None and not caller.incarnation:

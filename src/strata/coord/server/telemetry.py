@@ -38,7 +38,7 @@ class SharedReply:
     """Shared: do not modify it."""
     encoded: bytes
     outcomes: dict[str, bytes] = field(default_factory=dict)
-    """By worker, its encoded outcome in the reply to a batch."""
+    """The encoded outcome of each worker in the reply to a batch."""
 
 
 @dataclass
@@ -53,16 +53,16 @@ class JobTelemetry:
     """The step of this generation that its ranks have agreed on and not committed."""
     heartbeats: dict[str, pb.HeartbeatRequest] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)
-    """By worker, the highest step it has reported."""
+    """The highest step that each worker has reported."""
     delivered: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Commands in the last reply to a worker that acknowledges them by its next heartbeat."""
     streams: dict[str, object] = field(default_factory=dict)
-    """By worker, its newest presence stream."""
+    """The newest presence stream of each worker."""
     awaiting_rank: set[str] = field(default_factory=set)
     """Workers that registered and got no rank, because their generation had not formed yet."""
     sdk_versions: dict[str, str] = field(default_factory=dict)
     departed: dict[str, str] = field(default_factory=dict)
-    """By worker that is no member any more, the cause."""
+    """Why each worker that is no member any more has gone."""
     lanes: StatusLanes = field(default_factory=StatusLanes)
     hang_probe: int = 0
     """The number of the probe that replies have; 0: none."""
@@ -71,7 +71,7 @@ class JobTelemetry:
 
     @classmethod
     def from_journal(cls, job: JobState) -> JobTelemetry:
-        """Of a job that was replayed from the journal: everything in it is committed."""
+        """Starts with a job that was replayed from the journal: everything in it is committed."""
         request = job.checkpoint_request
         is_agreed = request is not None and request.agreed and request.generation == job.generation
         step = request.step if request is not None and is_agreed else None

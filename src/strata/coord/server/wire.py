@@ -197,7 +197,7 @@ def dataset(message: pb.DatasetInfo, known: Dataset | None) -> Dataset | None:
 
 
 def _data_files(message: pb.DatasetInfo) -> tuple[DataFile, ...]:
-    """As a minimal worker names them, or in full."""
+    """Decodes the files of a dataset: as a minimal worker names them, or in full."""
     paths, samples = message.file_paths, message.file_samples
     if not (paths or samples):
         return tuple(DataFile(file.path, file.num_samples) for file in message.files)

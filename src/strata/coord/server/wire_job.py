@@ -116,7 +116,7 @@ _SETTINGS: Final[Mapping[str, tuple[str, int]]] = {
     "missed_heartbeats": ("missed_beats", 1),
     "reconnect_grace_ms": ("reconnect_grace_s", 1000),
 }
-"""By field of the contract, the setting and how many of the field's units are one of the setting's."""
+"""The setting of each field of the contract, and how many of the field's units are one of the setting's."""
 
 
 def _with_settings(
@@ -141,7 +141,7 @@ def _ms(seconds: float) -> int:
 
 
 def _incidents(job: JobState, limit: int) -> list[pb.Incident]:
-    """Of this run, the latest first; one for each worker that an event names."""
+    """Returns the incidents of this run, the latest first; one for each worker that an event names."""
     found: list[pb.Incident] = []
     for event in reversed(job.history.events):
         if len(found) >= limit or event.run != job.run:
@@ -337,7 +337,7 @@ def _dataset(found: DatasetLedger) -> pb.DatasetState:
 
 
 def _quarantined(found: DatasetLedger) -> dict[int, list[Quarantined]]:
-    """By epoch, of finished and of open ones."""
+    """Returns the quarantined ranges of each epoch, of finished and of open ones."""
     return found.quarantined | {number: ledger.quarantined for number, ledger in found.epochs.items()}
 
 

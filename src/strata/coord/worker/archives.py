@@ -19,7 +19,7 @@ from strata.coord.worker.lines import LineIndex, blocks_of, digest_of, grain_of,
 from strata.coord.worker.stores import Source, SourceFile, Stores
 
 KEY: Final = "__key__"
-"""Under which a sample has the name of its files up to the dot."""
+"""The key under which a sample has the name of its files up to the dot."""
 _NAME: Final = re.compile(r"((?:.*/)?[^./]+)[.]([^/]+)", re.DOTALL)
 
 

@@ -83,7 +83,8 @@ class MemberCheckpoints:
             shutil.rmtree(place, ignore_errors=True)
 
     async def resolve(self, manifest: Manifest) -> Manifest:
-        """With paths on this host. A part that cannot be had keeps its name, and no file has that."""
+        """Returns the manifest with paths on this host. A part that cannot be had keeps its name, and no file has
+        that."""
         parts = [_split(part.uri) for part in manifest.parts if part.uri.startswith(SCHEME)]
         if not parts or len(parts) != len(manifest.parts):
             return manifest

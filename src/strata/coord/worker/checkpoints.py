@@ -96,7 +96,7 @@ def verify_part(path: str | Path, digest: str) -> None:
 class CheckpointReporter:
     session: WorkerSession
     store: MemberCheckpoints | None = None
-    """For parts on hosts that share no storage."""
+    """Fetches parts on hosts that share no storage."""
 
     def begin(self, step: int) -> Capture:
         self.session.check()

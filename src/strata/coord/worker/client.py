@@ -151,7 +151,7 @@ class AsyncWorker:
 
     @property
     def run_id(self) -> int:
-        """Which run of the job this is, from 1; `strata gang reset` begins the next. For the paths of checkpoints."""
+        """The number of this run of the job, from 1; `strata gang reset` begins the next."""
         return self._session.run_id
 
     @property
@@ -287,7 +287,7 @@ class AsyncWorker:
         return DatasetReader(self._readers, self._sources.get(dataset_id))
 
     def restart(self, dataset_id: str, epoch: int) -> None:
-        """For a loop over `next_shard`: what an earlier loop left unfinished comes again."""
+        """Starts a loop over `next_shard` from its beginning: what an earlier loop left unfinished comes again."""
         self._session.leases.restart(dataset_id, epoch)
 
     def is_finished(self, dataset_id: str, epoch: int) -> bool:
@@ -399,7 +399,7 @@ class AsyncWorker:
         self._session.check_leases()
 
     async def _flush_returned(self) -> None:
-        """Beside the training loop, which may be slow, or hang: others wait for these leases."""
+        """Returns leases beside the training loop, which may be slow, or hang: others wait for these leases."""
         try:
             for dataset_id, epoch in self._session.leases.unacked_epochs():
                 await self._request_shards(dataset_id, epoch, 1, wait_s=0.0, grant=False, ahead=True)

@@ -62,7 +62,7 @@ class ParquetRows:
                 yield group, max(0, start - begins), min(end, self._ends[group]) - begins
 
     def _batch_rows(self, group: int) -> int:
-        """About a megabyte, so that what is read ahead is bounded."""
+        """Returns the rows of about a megabyte, so that what is read ahead is bounded."""
         found = self._metadata.row_group(group)
         fitting: int = BATCH_BYTES * found.num_rows // max(1, found.total_byte_size)
         return max(1, min(BATCH_ROWS, fitting))

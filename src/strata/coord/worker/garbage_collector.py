@@ -31,9 +31,9 @@ class Swept:
     deleted: tuple[str, ...]
     """Not there any more; some may not have been there before."""
     refused: tuple[str, ...]
-    """Outside the root."""
+    """Paths outside the root, which were not deleted."""
     failed: tuple[str, ...]
-    """Inside, and could not be deleted: the next checkpoint names them again."""
+    """Paths inside that could not be deleted: the next checkpoint names them again."""
 
 
 class GarbageCollector:
@@ -44,7 +44,7 @@ class GarbageCollector:
     """
 
     def __init__(self, root: str, stores: Stores, checkpoints: MemberCheckpoints | None = None) -> None:
-        """With `checkpoints` only what lies there: the root is a folder of this host alone."""
+        """Deletes with `checkpoints` only what lies there: the root is a folder of this host alone."""
         self._root = root
         self._checkpoints = checkpoints
         self._stores = stores

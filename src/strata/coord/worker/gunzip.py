@@ -13,14 +13,14 @@ from strata.base.errors import Code, StrataError
 from strata.coord.worker.stores import Source, SourceFile, needs
 
 SPACING: Final = 4 << 20
-"""Of decompressed bytes between two seek points, each of which costs up to 32 KiB in the index."""
+"""Decompressed bytes between two seek points, each of which costs up to 32 KiB in the index."""
 
 
 class Gunzipped:
     """A file whose decompressed bytes are read from any place."""
 
     def __init__(self, source: Source, seek_points: bytes = b"") -> None:
-        """Without seek points all of it is decompressed once, to find them."""
+        """Decompresses all of it once to find seek points if none are given."""
         try:
             import indexed_gzip  # type: ignore[import-not-found, import-untyped, unused-ignore]
         except ImportError:

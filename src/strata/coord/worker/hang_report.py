@@ -70,7 +70,7 @@ def report(probe: int, look: HangReport, since_ns: int) -> pb.HangReport:
 
 
 def print_stacks() -> str:
-    """Of all threads, to stderr; empty, or why not."""
+    """Print the stacks of all threads to stderr. Returns why it could not; empty if it could."""
     try:
         faulthandler.dump_traceback(file=sys.stderr)
     except (AttributeError, OSError, RuntimeError, ValueError) as error:
@@ -92,8 +92,8 @@ def _is_collective(file: str, line: str) -> bool:
 
 
 def _cpu_s() -> float | None:
-    """Of all threads of the process, and of children that live or have ended: the thread may wait for any of them.
-    None: this system does not tell."""
+    """Returns the processor time of all threads of the process, and of children that live or have ended. None: this
+    system does not tell."""
     try:
         children = psutil.Process().children(recursive=True)
         return sum(os.times()[:4]) + sum(sum(child.cpu_times()[:2]) for child in children)
@@ -102,7 +102,7 @@ def _cpu_s() -> float | None:
 
 
 def _collectives_begun() -> int | None:
-    """In the process group of all ranks; None without one."""
+    """Returns the number of collectives begun in the process group of all ranks; None without one. None without one."""
     distributed: Any = sys.modules.get("torch.distributed")
     try:
         if distributed is None or not distributed.is_available() or not distributed.is_initialized():

@@ -49,7 +49,7 @@ class LineIndex:
 
     def __init__(self, lines: array[int], offsets: array[int], digests: array[int], seek_points: bytes = b"") -> None:
         self.seek_points = seek_points
-        """Of a compressed file: where its library can begin to decompress."""
+        """Where the library can begin to decompress a compressed file."""
         self._lines = lines
         self._offsets = offsets
         self._digests = digests
@@ -66,7 +66,7 @@ class LineIndex:
 
     @classmethod
     def build(cls, blocks: Iterable[bytes], grain: int = GRAIN, seek_points: bytes = b"") -> LineIndex:
-        """Of all of a file, which is read once."""
+        """Builds the index of a whole file, which is read once."""
         lines, offsets, digests = array("Q", [0]), array("Q", [0]), array("Q")
         counted = at = 0
         ends_open = False
@@ -149,7 +149,8 @@ class LineIndex:
 
 
 def open_index(source: Source, stores: Stores, build: Callable[[Source], LineIndex]) -> LineIndex:
-    """From the file beside the data; the first process that misses it writes it, while the others of its host wait."""
+    """Opens the index in the file beside the data; the first process that misses it writes it, while others of its host
+    wait."""
     place = source.path + SUFFIX
     known = _load(place, stores)
     if known is not None and known[1] == source.seen:
@@ -188,7 +189,7 @@ def blocks_of(source: Source, start: int, end: int) -> Iterator[bytes]:
 
 
 def digest_of(blocks: Iterable[bytes | memoryview]) -> int:
-    """Of a segment, as the index has it."""
+    """Returns the digest of a segment, as the index has it."""
     digest = blake2b(digest_size=DIGEST_BYTES)
     for block in blocks:
         digest.update(block)

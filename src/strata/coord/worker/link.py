@@ -119,7 +119,7 @@ class CoordinatorLink:
         self.use_token(settings.token)
 
     def use_token(self, token: Secret | None) -> None:
-        """In all later calls."""
+        """Sends this token in all later calls."""
         self._token = token
         bearer = {"authorization": f"Bearer {token.reveal()}"} if token is not None else {}
         self.metadata = tuple((key, value) for key, value in (self._names | bearer).items() if value)

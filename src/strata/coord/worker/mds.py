@@ -29,7 +29,7 @@ from strata.coord.worker.stores import Source, Stores, needs
 WORD: Final = 4
 """Bytes of a count, an offset or a size."""
 MOST_COLUMNS_BYTES: Final = 1 << 20
-"""Of the JSON; that of a thousand columns is smaller."""
+"""The largest JSON of the columns; that of a thousand columns is smaller."""
 SCALARS: Final = {
     "uint8": "B",
     "int8": "b",
@@ -103,7 +103,7 @@ class MdsSamples:
 
 
 def _samples(segment: bytes, columns: Mapping[str, Column]) -> Iterator[tuple[int, list[int]]]:
-    """Of each sample where its values begin, and their sizes."""
+    """Yields where the values of each sample begin, and their sizes."""
     at = 0
     while at < len(segment):
         sizes: list[int] = []
@@ -145,7 +145,7 @@ def _check_starts(segment: bytes, columns: Mapping[str, Column], starts: Sequenc
 
 
 def _read_offsets(source: Source) -> array[int]:
-    """Of each sample, and where the last one ends."""
+    """Reads the offset of each sample, and where the last one ends."""
     size = source.seen.size
     count = _word(source, 0)
     head = WORD * (count + 2)

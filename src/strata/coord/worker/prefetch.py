@@ -17,7 +17,7 @@ from strata.base.errors import Code, StrataError
 from strata.coord.worker.leases import HeldLease, LeaseTracker
 
 BATCHES_AHEAD: Final = 4
-"""Of about a megabyte each, or four from S3."""
+"""Batches that are read ahead, of about a megabyte each, or four from S3."""
 THREAD_JOIN_S: Final = 1.0
 
 _log = log.get(__name__)
@@ -43,7 +43,8 @@ class ReadAhead:
         self._thread.start()
 
     def __iter__(self) -> Iterator[list[Any]]:
-        """To be used once. What went wrong in the thread is raised here, after all that came before it."""
+        """Iterates once. An error of the thread is raised here, after all that came before it. What went wrong in the
+        thread is raised here, after all that came before it."""
         self.opened = True
         try:
             while (batch := self._take()) is not None:
@@ -98,7 +99,7 @@ class ReadAhead:
 
 
 class Prefetch:
-    """At most one request for leases on its way, beside the loop that trains, and the samples of what came of it.
+    """Keeps at most one request for leases on its way, beside the loop that trains, and the samples of what came of it.
 
     Used in the worker's event loop only.
     """

@@ -46,11 +46,11 @@ FORMATS: Final[Mapping[str, Callable[[Source, Stores], SampleReader]]] = {
     ".tar": TarSamples,
     ".mds": MdsSamples,
 }
-"""By the last suffix of a path, or by the last two of a compressed file."""
+"""The reader by the last suffix of a path, or by the last two of a compressed file."""
 SOURCE_BATCH: Final = 64
 """Samples that are requested of a library's dataset at once."""
 FILES_KEPT: Final = 1_024
-"""Of so many files it is remembered where their samples are."""
+"""The number of files of which it is remembered where their samples are."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Readers:
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Callable[..., Readers], tuple[S3Settings | None, int]]:
-        """In another process it learns for itself where samples are, from their index."""
+        """Makes a reader in another process learn for itself where samples are, from their index."""
         return _new_readers, self._settings
 
     def count(self, path: str | Path) -> int:

@@ -27,7 +27,7 @@ class Reason(StrEnum):
 
 
 RECOVERABLE: Final = frozenset({Reason.MEMBERSHIP_CHANGED, Reason.RECOVER_FIRST, Reason.LEASE_LOST})
-"""After these, `recover` and go on; after the others this process has to end."""
+"""Errors after which a program calls `recover` and continues; after the others this process has to end."""
 
 
 def reason_of(error: BaseException) -> Reason | None:

@@ -44,7 +44,8 @@ Context = grpc.aio.ServicerContext[pb.HeartbeatRequest, pb.HeartbeatResponse]
 
 
 def ms_to_next_turn(interval_ms: int, now_s: float, phase_s: float) -> int:
-    """Until the workers of a host send next, all at the same time: once in an interval, and never later than that."""
+    """Returns the time until the workers of a host send next, all at once: once in an interval, never later than
+    that."""
     interval_s = interval_ms / 1000
     return ceil((interval_s - (now_s + phase_s) % interval_s) * 1000) if interval_ms else 0
 
@@ -76,7 +77,7 @@ class HeartbeatRelay:
         handlers: Any = grpc.method_handlers_generic_handler(SERVICE, {"Heartbeat": handler})
         self._server.add_generic_rpc_handlers((handlers,))
         self._collected: dict[str, list[_Waiting]] = {}
-        """By the value of their authorization: a batch is sent with one."""
+        """Waiting heartbeats by the value of their authorization: a batch is sent with one."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:

@@ -55,7 +55,7 @@ LOST_BEATS: Final = 9
 """A coordinator knows after so long, or so many heartbeats, that a member is lost: the six that may be missing, and two
 more after a change of the leader."""
 WAIT_FOR_POLL_S: Final = 0.1
-"""Between two looks at a generation that has too few members for this worker."""
+"""Time between two looks at a generation that has too few members for this worker."""
 
 _log = log.get(__name__)
 
@@ -194,7 +194,7 @@ class WorkerSession:
             raise lease_lost(lost)
 
     def _mark_drained(self) -> None:
-        """At once, not when it leaves: its launcher may end it before."""
+        """Marks the worker as drained at once, not when it leaves: its launcher may end it before."""
         if self.settings.drained is None:
             return
         try:
@@ -436,7 +436,7 @@ class WorkerSession:
                     raise
 
     def _start_background_tasks(self) -> None:
-        """From the first registration on, also while the job has too few members for a generation."""
+        """Starts tasks at the first registration, also while the job has too few members for a generation."""
         if not self._registered:
             self._registered = True
             self._spawn(self._heartbeat_loop(), "strata heartbeat")
@@ -506,7 +506,7 @@ class WorkerSession:
         return reply.heartbeat_interval_ms / 1000
 
     async def _exchange_heartbeat(self, message: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
-        """By the relay of the host, else directly; a heartbeat that comes twice changes nothing."""
+        """Sends a heartbeat by the relay of the host, else directly; one that comes twice changes nothing."""
         if self._relay is not None:
             relayed = await self._relay.heartbeat(message, self._link.metadata, self._interval_s)
             if relayed is not None:
@@ -556,7 +556,7 @@ class WorkerSession:
             self._spawn(self._report_hang(probe), "hang report")
 
     async def _report_hang(self, probe: int) -> None:
-        """In a thread: what is looked at may hang too."""
+        """Reports from a thread: what is looked at may hang too."""
         look = await asyncio.to_thread(hang_report.look_at, self._training_thread)
         self._probed = (self.step, look)
         found = await asyncio.to_thread(hang_report.report, probe, look, self._generation_began_ns)
@@ -650,7 +650,7 @@ class WorkerSession:
             self.checkpoint_step = 0
 
     async def _run_command(self, on_command: OnCommand, command: Command) -> None:
-        """In a thread of its own unless it is a coroutine: heartbeats go on meanwhile."""
+        """Runs the command in a thread of its own unless it is a coroutine: heartbeats go on meanwhile."""
         if inspect.iscoroutinefunction(on_command):
             await on_command(command)
         else:

@@ -16,9 +16,10 @@ class StepTimes:
     """What heartbeats report. Replaced as a whole, because another thread reads it."""
 
     step_ms: float | None = None
-    """Of the last step, with all waiting in it; None: one step alone has no duration."""
+    """Duration of the last step, with all waiting in it; None: one step alone has no duration. None: one step alone has
+    no duration."""
     compute_ms: tuple[float, ...] = ()
-    """Of the last steps without waiting, newest last."""
+    """Durations of the last steps without waiting, newest last."""
 
 
 class StepClock:
@@ -41,7 +42,7 @@ class StepClock:
         self._has_met = True
 
     def pause(self, now_s: float) -> None:
-        """From now on the program does something else than steps, until it has resumed as often."""
+        """Stops the clock: the program does something else than steps, until it has resumed as often."""
         if not self._pauses:
             self._paused_s = now_s
         self._pauses += 1
@@ -71,7 +72,7 @@ class StepClock:
 
 @dataclass
 class AskedSteps:
-    """After which steps the program asks whether a checkpoint is due."""
+    """Records the steps after which the program asks whether a checkpoint is due."""
 
     last: int | None = None
     stride: int = 0

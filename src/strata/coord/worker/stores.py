@@ -63,11 +63,11 @@ class S3Settings(msgspec.Struct, frozen=True, kw_only=True):
     allow_http: bool = False
     """Let samples and checkpoints pass a network in the clear."""
     timeout_s: PositiveSeconds = 30.0
-    """For one request with all of its answer, at most 4 MiB or, of a Parquet file, a row group."""
+    """Time for one request with all of its answer, at most 4 MiB or, of a Parquet file, a row group."""
     retries: Annotated[int, msgspec.Meta(ge=0, le=20)] = 5
     """How often a request is repeated."""
     patience_s: PositiveSeconds = 60.0
-    """For a request and all of its retries."""
+    """Time for a request and all of its retries."""
 
     def __post_init__(self) -> None:
         if bool(self.access_key) != (self.secret_key is not None):
@@ -84,7 +84,7 @@ class S3Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_s3() -> S3Settings:
-    """From the environment. A session token belongs to the keys that it came with."""
+    """Loads the settings from the environment. A session token belongs to the keys that it came with."""
     found = load_explained(S3Settings, section=SECTION, file=None, flags={}, aliases=ALIASES)
     of_aws = {name: found.origin(name).name in ALIASES for name in ("access_key", "session_token")}
     if of_aws["session_token"] and not of_aws["access_key"]:

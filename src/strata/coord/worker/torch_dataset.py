@@ -51,7 +51,7 @@ REFUSED: Final = {
     "shuffle": "the coordinator shuffles: DatasetOptions(shuffle=True)",
 }
 OPEN_LEASES: Final = 2
-"""That a loader process reads on without seeking."""
+"""Leases on which a loader process reads without seeking."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class ShardDataset(IterableDataset[Any]):
 
     @property
     def position(self) -> tuple[Position, ...]:
-        """Of the leases that this dataset hands out and that the coordinator does not know as consumed yet."""
+        """Returns the leases that this dataset hands out and that the coordinator does not know as consumed yet."""
         return tuple(Position(each.shard.lease_id, each.consumed) for each in self._live())
 
     def consumed(self) -> None:
@@ -174,7 +174,7 @@ class _Borrowed:
 
     lease_id: int
     slices: tuple[FileSlice, ...]
-    """From `start` up to the end of the lease: a process that gets the next part too reads on."""
+    """The files from `start` up to the end of the lease: a process that gets the next part too reads on."""
     start: int
     end: int
     lease_end: int
@@ -188,7 +188,7 @@ class _Schedule:
         self._dataset = dataset
         self._batch_size = batch_size
         self._open: list[tuple[_Handed, int] | None] = [None] * streams
-        """Of each stream the lease that it takes from, and the next sample."""
+        """The lease that each stream takes from, and the next sample."""
         self._is_dry = True
         self._batches: Iterator[tuple[_Borrowed, ...]] = iter(())
         self.sent: deque[list[tuple[_Handed, _Borrowed]]] = deque()
@@ -305,7 +305,7 @@ class _BorrowedSamples(Dataset[list[Any]]):
     def __init__(self, reader: DatasetReader) -> None:
         self._reader = reader
         self._open: OrderedDict[tuple[int, int], Iterator[Any]] = OrderedDict()
-        """By lease and the next sample."""
+        """Open readers by lease and the next sample."""
 
     def __getstate__(self) -> DatasetReader:
         return self._reader

@@ -32,7 +32,7 @@ from strata.coord.core.host_check import HostMeasurement, HostTrial
 RUNS: Final = 9
 """The best of so many counts."""
 SIDE: Final = 512
-"""Of the matrices; with whole numbers up to 8 in them every sum is exact in float32, in whatever order it is taken."""
+"""Side of the matrices; with whole numbers up to 8 every sum is exact in float32, in whatever order it is taken."""
 MEMORY_BYTES: Final = 64 << 20
 MESSAGE: Final = 1 << 19
 """Numbers in an all-reduce: 2 MiB."""
@@ -47,7 +47,7 @@ class HostGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Hosts that all-reduce with each other, as the process of one of them gets it."""
 
     host: str
-    """Of the store where they meet."""
+    """The host of the store where they meet."""
     port: int
     prefix: str
     rank: int
@@ -60,9 +60,9 @@ class HostRound:
 
     store: Store
     address: tuple[str, int]
-    """Of the store."""
+    """The address of the store."""
     name: str
-    """Of the round."""
+    """The name of the round."""
     rank: int
     size: int
     is_over: Callable[[], bool]
@@ -70,7 +70,7 @@ class HostRound:
 
 
 def check_hosts(found: HostRound, factor: float) -> Mapping[int, str] | None:
-    """By rank, the hosts that are broken, and how. None: the round is over."""
+    """Returns the hosts that are broken, by rank, and how. None: the round is over."""
     trial = HostTrial(found.size, factor)
     while not trial.is_over:
         own = next((group for group in trial.groups() if found.rank in group), None)
@@ -92,7 +92,8 @@ def _key(number: int, rank: int) -> str:
 
 
 def _collect(found: HostRound, number: int) -> list[HostMeasurement] | None:
-    """Of all hosts, in order of rank. Each of them measures for a limited time, or the round ends."""
+    """Collects the measurements of all hosts, in order of rank. Each of them measures for a limited time, or the round
+    ends."""
     keys = [_key(number, rank) for rank in range(found.size)]
     until_s = time.monotonic() + COLLECT_S
     while not found.store.check(keys):
@@ -110,7 +111,7 @@ def _collect(found: HostRound, number: int) -> list[HostMeasurement] | None:
 
 
 def _measure_apart(group: HostGroup | None) -> HostMeasurement:
-    """In a process of its own, with a limit."""
+    """Measures in a process of its own, with a limit."""
     arguments = () if group is None else (msgspec.json.encode(group).decode(),)
     command = [*TIED_COMMAND, sys.executable, "-P", "-m", __name__, *arguments]
     try:

@@ -51,9 +51,9 @@ from strata.coord.worker.settings import SECTION, WorkerSettings
 BACKEND: Final = "strata"
 LOOK_S: Final = 0.1
 SPARE_LOOK_S: Final = 2.0
-"""Between two looks of a node that the job has no room for."""
+"""Time between two looks of a node that the job has no room for."""
 STORE_TIMEOUT: Final = timedelta(seconds=60)
-"""For what a node tells the others between the rendezvous and the start of the workers; one may die in between."""
+"""Time for what a node tells the others between the rendezvous and the start of the workers; one may die in between."""
 LOST_S: Final = 60.0
 """A node that died resets its connections at once; the coordinator evicts it later, by default within 40 s."""
 BACKOFF: Final = Backoff(first_s=1.0, most_s=30.0)
@@ -73,7 +73,7 @@ class StrataRendezvous(RendezvousHandler):
         self._last_call_s = float(parameters.get("last_call_timeout", 5))
         self._failure_file = _file(parameters, "failure_file")
         self._refusal_file = _file(parameters, "refusal_file")
-        """For the reason why this host must not take part."""
+        """A file for the reason why this host must not take part."""
         check = parameters.get("check_hosts", "")
         self._check_factor = float(check) if check else None
         if self._check_factor is not None and not self._check_factor > 1:
@@ -177,7 +177,7 @@ class StrataRendezvous(RendezvousHandler):
             node.recover(f"the workers of {node.worker_id} failed")
 
     def _gather(self, deadline_s: float) -> None:
-        """Until enough nodes of one generation are here, none of which runs workers of an earlier round."""
+        """Waits until enough nodes of one generation are here, none of which runs workers of an earlier round."""
         node = self._joined()
         while True:
             if node.is_stale:
