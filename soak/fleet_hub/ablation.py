@@ -18,8 +18,7 @@ from strata.database import sqlite
 from strata.fleet import claims, service
 from strata.fleet.core import lease_status
 from strata.fleet.ports import Claim, JobLease
-from strata.fleet.store import rows
-from strata.fleet.store.sqlite import leases
+from strata.fleet.store import leases
 
 PROGRAM: Final = (sys.executable, "-m", "soak.fleet_hub.ablation")
 LATE_S: Final = 0.5
@@ -47,12 +46,16 @@ def _any_epoch(status: Any, *, current: Any, claimed: Any, leased: bool) -> Any:
     return lease_status.lease_status(status, current=current, claimed=current, leased=leased)
 
 
+async def _no_report(*_: Any) -> None:
+    return None
+
+
 SAFEGUARDS: Final[dict[str, tuple[Any, str, Any]]] = {
     "a hub that was blind takes nothing away": (service, "may_expire_leases", lambda **_: True),
     "a claim that is repeated takes no more": (claims.ClaimQueue, "submit", _claims_anew),
-    "a repeated report gets the same answer": (leases, "_previous_report", lambda *_: None),
+    "a repeated report gets the same answer": (leases, "_previous_report", _no_report),
     "a write is committed before it is confirmed": (sqlite.SqliteThread, "_run_group", _commits_late),
-    "a host that was replaced is refused": (rows, "lease_status", _any_epoch),
+    "a host that was replaced is refused": (leases, "lease_status", _any_epoch),
 }
 
 

@@ -55,6 +55,7 @@ PLANTS: Final = (
     Plant("agent", "cli/fleet/prepare.py", "def later() -> None:\n    import strata.fleet.agent.loop"),
     Plant("fleet-stores", "fleet/store/sqlite/plant.py", "import strata.fleet.store.postgres.tables"),
     Plant("fleet-stores", "fleet/store/rows.py", "import strata.fleet.store.sqlite.tables"),
+    Plant("fleet-stores", "fleet/store/leases.py", "import strata.fleet.store.postgres.claims"),
     Plant("fleet-stores", "fleet/artifacts/store/sqlite.py", "import strata.fleet.artifacts.store.postgres"),
     Plant("journal", "journal/sqlite.py", "import strata.journal.memory", also=("journal/memory.py",)),
     Plant("journal", "journal/port.py", "import strata.journal.sqlite", also=("journal/sqlite.py",)),

@@ -1,7 +1,9 @@
 """One transaction for both databases: a store says each statement once, and each engine drives the same body.
 
 A statement is written as PostgreSQL reads it, with named parameters (`:job`). SQLite, where one thread writes, leaves
-its casts and row locks out, and reads `= ANY(:ids)` of a list from JSON. What no such rule covers asks for `engine`.
+its casts and row locks out, and reads `= ANY(:ids)` and `unnest(:ids::text[], …) AS row (id, …)` of lists from JSON.
+What SQLite alone needs stands in a comment, as `/* sqlite: INDEXED BY job_owner */`. What no such rule covers asks for
+`engine`.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Transaction(Protocol):
     async def many(self, statement: str, values: Sequence[Values]) -> None:
         """Run the statement for each of the values.
 
-        An INSERT whose `VALUES (:id::text, …)` are all cast is one statement in PostgreSQL, however many rows it has.
+        An INSERT of `VALUES (:id::text, '', …)`, all cast or constant, is one statement in PostgreSQL, however many
+        rows it has.
         """
 
     async def rows_of_all(self, *statements: tuple[str, Values]) -> Sequence[Rows]:
@@ -61,6 +64,12 @@ Body = Callable[[Transaction], Coroutine[Any, Any, T]]
 class Database(Protocol):
     async def run(self, body: Body[T], *, call_s: float | None = None) -> T:
         """Commit what the body changes, or nothing if it raises. `call_s` is the deadline of one that takes long."""
+
+    async def run_each(self, bodies: Sequence[Body[T]]) -> list[T]:
+        """Run them in their order, each in its own transaction: one that waits for a row has none of the others locked.
+
+        Where writers take turns they all commit together.
+        """
 
     async def read(self, body: Body[T]) -> T:
         """Run a body that changes nothing."""
@@ -105,8 +114,14 @@ class SqliteTransaction:
     def _run(self, statement: str, values: Values) -> sqlite3.Cursor:
         text, lists = _to_sqlite(statement)
         if lists:
-            values = {**values, **{name: msgspec.json.encode(values[name]).decode() for name in lists}}
+            values = {**values, **{name: _encode_lists(name, values) for name in lists}}
         return self._db.execute(text, values)
+
+
+def _encode_lists(name: str, values: Values) -> str:
+    """The list of this name; or, of several names joined, the rows that these columns make."""
+    columns = [values[each] for each in name.split(_AND)]
+    return msgspec.json.encode(columns[0] if len(columns) == 1 else list(zip(*columns, strict=True))).decode()
 
 
 class SqliteDatabase:
@@ -116,6 +131,9 @@ class SqliteDatabase:
     async def run(self, body: Body[T], *, call_s: float | None = None) -> T:
         del call_s
         return await self._thread.write(lambda db: run_to_end(body(SqliteTransaction(db))))
+
+    async def run_each(self, bodies: Sequence[Body[T]]) -> list[T]:
+        return await self._thread.write(lambda db: [run_to_end(body(SqliteTransaction(db))) for body in bodies])
 
     async def read(self, body: Body[T]) -> T:
         return await self._thread.read(lambda db: run_to_end(body(SqliteTransaction(db))))
@@ -201,6 +219,9 @@ class PostgresDatabase:
         async with self._connections.transaction(call_s) as connection:
             return await body(PostgresTransaction(connection))
 
+    async def run_each(self, bodies: Sequence[Body[T]]) -> list[T]:
+        return [await self.run(body) for body in bodies]
+
     async def read(self, body: Body[T]) -> T:
         async with self._connections.reading() as connection:
             return await body(PostgresTransaction(connection))
@@ -220,9 +241,14 @@ _POSTGRES: Final = re.compile(rf"{_LITERAL}|(?P<cast>::)|:(?P<name>[a-z_]\w*)|(?
 _SQLITE: Final = re.compile(
     r"convert_from\((?P<column>[\w.]+), 'UTF8'\)"
     rf"|{_LITERAL}|= ANY\(:(?P<list>\w+)(?:::\w+\[\])?\)|(?P<cast>::\w+(?:\[\])?)"
-    r"|(?P<lock>\s*\bFOR (?:NO KEY )?UPDATE\b(?: OF \w+)?(?: SKIP LOCKED)?)"
+    r"|unnest\((?P<lists>:[^()]+)\) AS (?P<table>\w+) \((?P<columns>[\w, ]+)\)"
+    r"|\b(?P<function>greatest|strpos|jsonb_array_length)(?=\()"
+    r"|/\* sqlite: (?P<hint>[^*]+) \*/"
+    r"|(?P<lock>\s*\bFOR (?:(?:NO KEY )?UPDATE|SHARE)\b(?: OF \w+)?(?: SKIP LOCKED)?)"
 )
-_BULK: Final = re.compile(r"VALUES \(((?::\w+::\w+(?:, )?)+)\)")
+_AND: Final = "__"
+_FUNCTIONS: Final = {"greatest": "max", "strpos": "instr", "jsonb_array_length": "json_array_length"}
+_BULK: Final = re.compile(r"VALUES \(((?:(?::\w+::\w+|'\w*'|\w+)(?:, )?)+)\)")
 
 
 @lru_cache(4096)
@@ -244,7 +270,16 @@ def _to_sqlite(statement: str) -> tuple[str, Sequence[str]]:
         if found["list"]:
             lists.append(found["list"])
             return f"IN (SELECT value FROM json_each(:{found['list']}))"
-        return found["literal"] or ""
+        if found["lists"]:
+            names = [each.split("::")[0].removeprefix(":") for each in found["lists"].split(", ")]
+            columns = found["columns"].split(", ")
+            lists.append(_AND.join(names))
+            fields = ["value"] if len(names) == 1 else [f"json_extract(value, '$[{n}]')" for n in range(len(names))]
+            select = ", ".join(f"{field} AS {column}" for field, column in zip(fields, columns, strict=True))
+            return f"(SELECT {select} FROM json_each(:{lists[-1]})) AS {found['table']}"
+        if found["function"]:
+            return _FUNCTIONS[found["function"]]
+        return found["literal"] or found["hint"] or ""
 
     return _SQLITE.sub(translate, statement), lists
 
@@ -255,9 +290,11 @@ def _to_bulk(statement: str) -> tuple[str, Sequence[str]] | None:
     found = _BULK.search(statement)
     if found is None:
         return None
-    pairs = [each.removeprefix(":").split("::") for each in found[1].split(", ")]
+    values = found[1].split(", ")
+    pairs = [each.removeprefix(":").split("::") for each in values if each.startswith(":")]
     names = [name for name, _ in pairs]
     columns = ", ".join(f'"{name}"' for name in names)
     arrays = ", ".join(f":{name}::{kind}[]" for name, kind in pairs)
-    select = f"SELECT {columns} FROM unnest({arrays}) WITH ORDINALITY AS n ({columns}, place) ORDER BY place"
+    fields = ", ".join(f'"{each[1:].split("::")[0]}"' if each.startswith(":") else each for each in values)
+    select = f"SELECT {fields} FROM unnest({arrays}) WITH ORDINALITY AS n ({columns}, place) ORDER BY place"
     return _to_postgres(statement.replace(found[0], select)), names

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,42 @@ async def test_text_casts_locks_and_lists_are_read_as_they_are_meant(database: D
 async def test_json_in_bytes_is_read_by_its_keys(database: Database) -> None:
     select = "SELECT convert_from(body, 'UTF8')::json ->> 'kind' FROM (SELECT :body::bytea AS body) AS row"
     assert await database.rows(select, {"body": b'{"kind": "server"}'}) == [("server",)]
+
+
+async def test_lists_beside_each_other_are_the_columns_of_rows(database: Database) -> None:
+    await add(database, "a", "b", "c")
+    select = (
+        "SELECT w.n, w.word FROM unnest(:numbers::bigint[], :words::text[]) AS w (n, word)"
+        " CROSS JOIN word WHERE word.n = w.n AND word.word = w.word"
+    )
+    assert await database.rows(select, {"numbers": [2, 0, 1], "words": ["c", "b", "b"]}) == [(2, "c"), (1, "b")]
+    assert await database.rows("SELECT o.n FROM unnest(:one::bigint[]) AS o (n)", {"one": [5]}) == [(5,)]
+
+
+async def test_functions_have_their_name_in_each_database_and_a_comment_is_for_sqlite(database: Database) -> None:
+    await add(database, "abc")
+    select = "SELECT greatest(n, 7), strpos(word, 'c') FROM word /* sqlite: NOT INDEXED */ WHERE word <> 'greatest('"
+    assert await database.rows(select) == [(7, 3)]
+    forced = database.rows("SELECT n FROM word /* sqlite: INDEXED BY no_index */")
+    if isinstance(database, SqliteDatabase):
+        with pytest.raises(sqlite3.OperationalError, match="no_index"):
+            await forced
+    else:
+        assert await forced == [(0,)]
+
+
+async def test_constants_stand_beside_the_values_of_many_rows(database: Database) -> None:
+    insert = "INSERT INTO word (word, n) VALUES ('same', :n::bigint)"
+    await database.run(lambda tx: tx.many(insert, [{"n": n} for n in (2, 1)]))
+    assert await database.rows(ALL) == [(1, "same"), (2, "same")]
+
+
+async def test_bodies_that_run_each_by_themselves_return_their_results_in_order(database: Database) -> None:
+    async def insert(tx: Transaction, n: int) -> int:
+        return n + await tx.changed(ADD, {"n": n, "word": "w"})
+
+    assert await database.run_each([partial(insert, n=n) for n in (2, 1)]) == [3, 2]
+    assert await database.rows(ALL) == [(1, "w"), (2, "w")]
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
+from strata.database.transaction import Transaction
 from strata.fleet.core import lease, lease_status
 from strata.fleet.core.job import HELD as HELD_STATUSES
 from strata.fleet.core.job import TERMINAL, JobStatus
 from strata.fleet.core.lease import AttemptCounts, Budget, RetryDecision
 from strata.fleet.core.lease_status import LeaseStatus
-from strata.fleet.store import rows
+from strata.fleet.store import leases, plan, queue
+from strata.fleet.store.leases import HeldJob
 from strata.fleet.store.postgres import claims as postgres_claims
-from strata.fleet.store.postgres import leases as postgres_leases
-from strata.fleet.store.postgres import tables as postgres_tables
-from strata.fleet.store.rows import HELD_JOB, HeldJob, decode_held_job
 from strata.fleet.store.sqlite import claims as sqlite_claims
-from strata.fleet.store.sqlite import leases as sqlite_leases
 
 Ablation = tuple[Any, str, Any]
 _lease_status: Final = lease_status.lease_status
@@ -49,35 +46,24 @@ def _lost_for_ever(before: AttemptCounts, budget: Budget, *, now_s: float) -> Re
     return _after_expiry(before, Budget(max_attempts=budget.max_attempts, max_lost=1_000_000), now_s=now_s)
 
 
-def _at_once_sqlite(db: sqlite3.Connection, seq: int, now_s: float) -> None:
-    db.execute(
-        "INSERT OR REPLACE INTO ready SELECT seq, class_id, priority, ?, owner FROM job WHERE seq = ?", (now_s, seq)
-    )
-
-
-async def _at_once_postgres(connection: Any, seqs: Sequence[int], now_s: float) -> None:
-    await connection.execute(
-        "INSERT INTO ready SELECT seq, class_id, priority, %s, owner FROM job WHERE seq = ANY(%s)"
+async def _at_once(tx: Transaction, seqs: Sequence[int], now_s: float) -> None:
+    await tx.execute(
+        "INSERT INTO ready (seq, class_id, priority, since, owner)"
+        " SELECT seq, class_id, priority, :now, owner FROM job WHERE seq = ANY(:seqs)"
         " ON CONFLICT (seq) DO UPDATE SET priority = excluded.priority",
-        (now_s, list(seqs)),
+        {"now": now_s, "seqs": list(seqs)},
     )
 
 
-async def _load_unlocked(connection: Any, job_id: str) -> HeldJob | None:
-    job = await (await connection.execute(f"SELECT {HELD_JOB} FROM job WHERE id = %s", (job_id,))).fetchone()
-    leased = await (await connection.execute("SELECT 1 FROM lease WHERE job_id = %s", (job_id,))).fetchone()
-    return None if job is None else decode_held_job(job, leased=leased is not None)
-
-
-def _expired_for_everybody(db: sqlite3.Connection, job_id: str, job: HeldJob, now_s: float) -> JobStatus:
+async def _expired_for_everybody(tx: Transaction, job_id: str, job: HeldJob, now_s: float) -> JobStatus:
     """A job that is revived stays in the queue."""
     if job.status is not JobStatus.PENDING:
         return job.status
-    db.execute("UPDATE job SET status = 'running' WHERE seq = ?", (job.seq,))
+    await tx.execute("UPDATE job SET status = 'running' WHERE seq = :seq", {"seq": job.seq})
     return JobStatus.RUNNING
 
 
-def _not_told(db: sqlite3.Connection, held: Any, columns: str) -> None:
+async def _not_told(tx: Transaction, held: Any, columns: str) -> None:
     return None
 
 
@@ -110,17 +96,17 @@ _UNLOCKED: Final = tuple(
 )
 
 BOTH: Final[dict[str, list[Ablation]]] = {
-    "an earlier epoch may speak": [(rows, "lease_status", _any_epoch)],
-    "any host may speak": [(rows, "lease_status", _any_host)],
-    "a job is revived without its lease": [(rows, "lease_status", _always_leased)],
-    "a terminal job may end again": [(rows, "lease_status", _never_ended)],
+    "an earlier epoch may speak": [(leases, "lease_status", _any_epoch)],
+    "any host may speak": [(leases, "lease_status", _any_host)],
+    "a job is revived without its lease": [(leases, "lease_status", _always_leased)],
+    "a terminal job may end again": [(leases, "lease_status", _never_ended)],
     "hosts may be lost for ever": [
-        (sqlite_leases, "after_expiry", _lost_for_ever),
-        (postgres_leases, "after_expiry", _lost_for_ever),
+        (leases, "after_expiry", _lost_for_ever),
     ],
     "a back-off is not waited for": [
-        (sqlite_leases, "enqueue", _at_once_sqlite),
-        (postgres_leases, "enqueue", _at_once_postgres),
+        (leases, "enqueue", _at_once),
+        (plan, "enqueue", _at_once),
+        (queue, "enqueue", _at_once),
     ],
     "a claim that is repeated takes more": [
         (sqlite_claims, "CLAIMANTS", _with(sqlite_claims.CLAIMANTS, _ASKED_BEFORE, "0")),
@@ -131,8 +117,8 @@ BOTH: Final[dict[str, list[Ablation]]] = {
 }
 SQLITE: Final[dict[str, list[Ablation]]] = {
     **BOTH,
-    "a revived job stays in the queue": [(sqlite_leases, "_revive_if_expired", _expired_for_everybody)],
-    "a repeated report is forgotten": [(sqlite_leases, "_previous_report", _not_told)],
+    "a revived job stays in the queue": [(leases, "_revive_if_expired", _expired_for_everybody)],
+    "a repeated report is forgotten": [(leases, "_previous_report", _not_told)],
 }
 POSTGRES: Final[dict[str, list[Ablation]]] = {
     **BOTH,
@@ -140,9 +126,9 @@ POSTGRES: Final[dict[str, list[Ablation]]] = {
         (postgres_claims, "OPEN", f"{_NEW} {_NEVER_GIVEN} UNION ALL {_HELD}"),
     ],
     "claims do not lock what they choose": list(_UNLOCKED),
-    "jobs are judged without a lock": [(postgres_leases, "_load", _load_unlocked)],
+    "jobs are judged without a lock": [(leases, "LOCK_JOB", _without(leases.LOCK_JOB, " FOR UPDATE"))],
     "an expired lease is extended as if it were held": [
-        (postgres_tables, "EXTEND", _without(postgres_tables.EXTEND, "AND NOT l.expired", "AND NOT lease.expired"))
+        (leases, "EXTEND", _without(leases.EXTEND, "AND NOT l.expired", "AND NOT lease.expired"))
     ],
 }
 

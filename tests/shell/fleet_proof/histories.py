@@ -17,8 +17,8 @@ from typing import Any, Final
 from strata.base.errors import StrataError
 from strata.fleet.core.job import HELD, TERMINAL, JobStatus
 from strata.fleet.ports import AttemptKey, Store
-from strata.fleet.store.postgres.store import PostgresStore
 from strata.fleet.store.sqlite.store import SqliteStore
+from strata.fleet.store.store import FleetStore
 from tests.conformance.fleet.fleet import add, add_host, all_classes, job
 from tests.shell.fleet_proof import clients
 from tests.shell.fleet_proof.clients import Op, Site
@@ -114,14 +114,12 @@ async def read_tables(store: Store) -> Tables:
 
 async def rows(store: Store, select: str) -> list[Any]:
     """What lies in the tables themselves, behind the port."""
-    if isinstance(store, SqliteStore):
-        return await store._rows(select, ())
-    assert isinstance(store, PostgresStore)
+    assert isinstance(store, FleetStore)
     try:
-        return await store._connections.run(select, {})
+        return await store.database.rows(select)
     except StrataError:
         # The connections that stood idle were ended by the server; now they are gone.
-        return await store._connections.run(select, {})
+        return await store.database.rows(select)
 
 
 def disagreements(tables: Tables) -> list[str]:

@@ -98,7 +98,7 @@ async def postgres_history(seed: int, server: PostgresDatabases, url: str) -> st
     """Every third time all connections are ended by the server while the clients work."""
     store = await open_postgres(url)
     try:
-        await store._connections.write(f"TRUNCATE {_TABLES} RESTART IDENTITY CASCADE", {})
+        await store.database.changed(f"TRUNCATE {_TABLES} RESTART IDENTITY CASCADE")
         return await run_history(store, seed, hurt=_terminate(seed, server, url) if seed % 3 == 0 else None)
     finally:
         await store.close()

@@ -199,7 +199,7 @@ async def test_hosts_from_after_a_backup_are_fenced_by_its_restore(thread: Sqlit
     told = await restored.events(newest, 1000)
     assert told[0].event.kind == "hub.restored"
     assert int(told[0].cursor) > 1_000_000_000
-    invites = await restored._rows("SELECT id, revoked_at FROM identity_invite", ())
+    invites = await restored.database.rows("SELECT id, revoked_at FROM identity_invite")
     await opened.close()
     assert invites == [("inv1", 52.0)]
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from strata.fleet.core import amounts, fair_share, reservation
 from strata.fleet.core.job import Cause, JobEvent
 from strata.fleet.core.lease import RetryDecision, after_failure
-from strata.fleet.store.sqlite import claims, leases
+from strata.fleet.store import leases
+from strata.fleet.store.sqlite import claims
 from tests.shell.fleet_proof.schedule import schedule_history
 
 CAUGHT_WITHIN = 20
@@ -41,6 +42,10 @@ def _offers_of_one(*wanted: Any) -> list[fair_share.JobOffer]:
     return [each for each in _owners_offers(*wanted) if each.owner != "bert"]
 
 
+async def _forget(*_: Any) -> None:
+    return None
+
+
 _PLANTED: Final[Mapping[str, tuple[Any, str, Any]]] = {
     "a card is given twice": (amounts.Room, "_card_has", lambda self, card, share, vram_gib: card in self._cards),
     "a host is given twice": (
@@ -55,7 +60,7 @@ _PLANTED: Final[Mapping[str, tuple[Any, str, Any]]] = {
     "owners are served by age": (fair_share, "_dominant", lambda *_: 0.0),
     "a preempted job fails": (leases, "after_failure", _decide_preempted(event=JobEvent.FAIL)),
     "a preempted job never comes back": (leases, "after_failure", _decide_preempted(not_before_s=1e12)),
-    "a checkpoint is forgotten": (leases, "record_checkpoint", lambda *_: None),
+    "a checkpoint is forgotten": (leases, "record_checkpoint", _forget),
 }
 
 

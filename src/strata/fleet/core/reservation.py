@@ -137,6 +137,17 @@ class ReservationPlan(NamedTuple):
     """For the next plan."""
 
 
+def added_reservations(planned: Iterable[Reservation], before: Iterable[Reservation]) -> list[Reservation]:
+    """Those for which the plan has chosen a host now."""
+    known = {(each.host_id, each.job.seq) for each in before}
+    return [each for each in planned if (each.host_id, each.job.seq) not in known]
+
+
+def ended_reservations(planned: Iterable[Reservation], before: Iterable[Reservation]) -> list[Reservation]:
+    """Those of jobs that still wait, for which the plan keeps no room on the host any more."""
+    return added_reservations(before, planned)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReservationPlanner:
     """What is known besides the database; a store calls `plan` on what it reads in its transaction."""

@@ -26,7 +26,7 @@ from strata.database.events import EventRecord as Record
 from strata.database.migrations import Component, SqliteComponents, read_seal, seal, unseal
 from strata.database.sqlite import SqliteThread
 from strata.fleet.core.job import JobEvent, sources, target
-from strata.fleet.store.rows import ENDED
+from strata.fleet.store.lists import ENDED
 
 if TYPE_CHECKING:
     from strata.database.postgres import Connections

@@ -22,22 +22,26 @@ from typing import Any, Final, Literal
 from strata.base.failpoint import failpoint
 from strata.database.postgres import Connections
 from strata.fleet.core.amounts import Amounts, Room, Taken
-from strata.fleet.core.fair_share import JobOffer, OwnerShares
-from strata.fleet.core.job import JobEvent, target
-from strata.fleet.ports import Claim, JobLease
-from strata.fleet.store.postgres.leases import Connection
-from strata.fleet.store.rows import (
+from strata.fleet.core.claiming import (
     OpenAttempt,
-    OpenReservation,
-    decode_lease,
-    decode_taken,
     displaced_attempts,
-    encode,
     grant_reserved,
     open_rooms,
     take_turns,
 )
+from strata.fleet.core.fair_share import JobOffer, OwnerShares
+from strata.fleet.core.job import JobEvent, target
+from strata.fleet.ports import Claim, JobLease
+from strata.fleet.store.rows import (
+    decode_lease,
+    decode_open_attempt,
+    decode_open_reservation,
+    decode_taken,
+    encode,
+)
 
+Connection = Any
+"""A psycopg connection: only the adapters of `strata.database` know its type."""
 _ClaimName = tuple[str, str]
 """The host, and the claim id that the host chose."""
 _Options = tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...], str]
@@ -294,7 +298,7 @@ async def _claim_for_holding_hosts(
                 found += taken
                 cursors = []
         if expired and found:
-            displaced = displaced_attempts(rooms, expired, [_decode_lease(row) for row in found])
+            displaced = displaced_attempts(rooms, expired, {job_id: host_id for host_id, _, job_id, *_ in found})
             jobs, epochs = [job_id for job_id, _ in displaced], [epoch for _, epoch in displaced]
             await connection.execute(END_DISPLACED, {"jobs": jobs, "epochs": epochs, "now": times["now"]})
     return previous + found + [row for each in cursors for row in await each.fetchall()]
@@ -310,7 +314,7 @@ async def _read_rooms(
 ) -> tuple[list[_ClaimName], dict[str, Room], list[OpenAttempt]]:
     """The claims that are new, what their hosts have left beside their leases, and their attempts that have expired."""
     fresh = [(host, claim) for host, claim, *_ in rows if claim is not None]
-    attempts = [OpenAttempt(row[0], *row[2:6]) for row in rows if row[1] is None and not row[6]]
+    attempts = [decode_open_attempt((row[0], *row[2:6])) for row in rows if row[1] is None and not row[6]]
     revocable = [attempt.job_id for attempt in attempts if attempt.expired]
     if revocable:
         cursor = await connection.execute(LOCK_EXPIRED, {"jobs": revocable})
@@ -329,11 +333,12 @@ async def _claim_reserved(
 ) -> list[Any]:
     """The jobs for which the hosts are reserved, as far as they fit now. One that is locked is claimed or ended by
     another transaction."""
-    reserved = [OpenReservation(row[0], row[4], *row[6:]) for row in rows if row[1] is None and row[6]]
+    reserved = [decode_open_reservation((row[0], row[4], *row[6:])) for row in rows if row[1] is None and row[6]]
     first = {host: fresh[host, claim] for host, claim in reversed(list(fresh))}
     granted: list[Any] = []
-    for claim, seq, taken in grant_reserved(rooms, reserved, first, times["now"]):
-        place: _Place = ((claim.host_id, claim.claim_id), [taken], {})
+    counts = {host_id: claim.count for host_id, claim in first.items()}
+    for host_id, seq, taken in grant_reserved(rooms, reserved, counts, times["now"]):
+        place: _Place = ((host_id, first[host_id].claim_id), [taken], {})
         statement, values = _claim_statement(((0,), (math.inf,), (1,), ""), [place], times, how="picked")
         chosen = {**values, "seqs": _numbers([seq]), "picked_kinds": _numbers([1])}
         granted += await (await connection.execute(statement, chosen, prepare=True, binary=True)).fetchall()

@@ -1,4 +1,4 @@
-"""The tables of the fleet in PostgreSQL, and the statements whose shape matters.
+"""The tables of the fleet in PostgreSQL.
 
 Order of locks, so that no two transactions wait for each other: a job's row first, then its lease, its place in the
 queue, its attempt. A claim cannot know its job before it looks, so it takes queue row and job row together and passes
@@ -166,25 +166,3 @@ COMPONENT: Final = Component(
         """,
     ),
 )
-
-EXTEND: Final = """
-WITH mine AS (
-  SELECT l.job_id FROM lease l JOIN unnest(%(jobs)s::text[], %(epochs)s::bigint[]) AS w (job_id, epoch)
-    ON l.job_id = w.job_id AND l.epoch = w.epoch
-  WHERE l.host_id = %(host)s AND NOT l.expired ORDER BY l.job_id FOR UPDATE OF l
-)
-UPDATE lease SET expires_at = %(until)s FROM mine WHERE lease.job_id = mine.job_id AND NOT lease.expired
-RETURNING lease.job_id, lease.epoch, (SELECT status FROM job WHERE id = lease.job_id), lease.preempt
-"""
-"""What is held and not expired, in one statement and without touching a job."""
-
-WAITS_FOR: Final = """
-(SELECT count(*) FROM job_after a LEFT JOIN job n ON n.id = a.needs
- WHERE a.job_id = job.id AND n.status IS DISTINCT FROM 'completed')
-"""
-
-COMPACT_COUNTS: Final = """
-WITH gone AS (DELETE FROM job_count RETURNING project, status, n)
-INSERT INTO job_count SELECT project, status, sum(n) FROM gone GROUP BY project, status HAVING sum(n) <> 0
-"""
-"""Of two at once, each row is summed up by one."""

@@ -16,19 +16,23 @@ from strata.base.failpoint import failpoint
 from strata.database.events import EventRecord as Record
 from strata.database.events import record_sqlite
 from strata.fleet.core.amounts import Room, Taken
+from strata.fleet.core.claiming import (
+    OpenAttempt,
+    OpenReservation,
+    displaced_attempts,
+    grant_reserved,
+    open_rooms,
+    take_turns,
+)
 from strata.fleet.core.fair_share import JobOffer, OwnerShares
 from strata.fleet.core.job import Cause, JobEvent, target
 from strata.fleet.core.lease import attempt_counter
 from strata.fleet.ports import Claim, JobLease
 from strata.fleet.store.rows import (
-    OpenAttempt,
-    OpenReservation,
     decode_lease,
-    displaced_attempts,
+    decode_open_attempt,
+    decode_open_reservation,
     encode,
-    grant_reserved,
-    open_rooms,
-    take_turns,
 )
 
 _ClaimName = tuple[str, str]
@@ -140,14 +144,14 @@ def claim_jobs(
 
     if reserved:
         first = {name[0]: named[name] for name in reversed(fresh)}
-        found = grant_reserved(rooms, reserved, first, now_s)
-        grant([((claim.host_id, claim.claim_id), seq, taken) for claim, seq, taken in found])
+        found = grant_reserved(rooms, reserved, {host_id: claim.count for host_id, claim in first.items()}, now_s)
+        grant([((host_id, first[host_id].claim_id), seq, taken) for host_id, seq, taken in found])
         fresh = {name: host for name, host in fresh.items() if not given[name]}
     for turn in take_turns(fresh):
         for grants in _choose_jobs(db, [(name, named[name], fresh[name]) for name in turn], rooms, shares):
             grant(grants)
     if granted and expired:
-        displaced = displaced_attempts(rooms, expired, granted)
+        displaced = displaced_attempts(rooms, expired, {each.job_id: each.host_id for each in granted})
         _end_lost_attempts(db, displaced, now_s)
         db.executemany("DELETE FROM lease WHERE job_id = ?", [(job_id,) for job_id, _ in displaced])
     return [given[each.host_id, each.claim_id] for each in claims]
@@ -178,7 +182,7 @@ def _read_claimants(
                 reserved[host_id] = None
     attempts = db.execute(OPEN, (encode(list(holding)),)).fetchall() if holding else []
     kept = db.execute(RESERVED, (encode(list(reserved)),)).fetchall() if reserved else []
-    return fresh, [OpenAttempt(*row) for row in attempts], [OpenReservation(*row) for row in kept]
+    return fresh, [decode_open_attempt(row) for row in attempts], [decode_open_reservation(row) for row in kept]
 
 
 def _choose_jobs(

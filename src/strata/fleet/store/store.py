@@ -1,0 +1,101 @@
+"""The stores of the fleet on either database, put together. Only claims and tables differ between the two."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+
+from strata.base.errors import StrataError
+from strata.database import events
+from strata.database.events import EventFilter, EventPage
+from strata.database.transaction import Database
+from strata.fleet.core.fair_share import OwnerShares
+from strata.fleet.core.reservation import Reservation, ReservationPlan, ReservationPlanner
+from strata.fleet.ports import (
+    AttemptKey,
+    Claim,
+    JobCompletion,
+    JobFailure,
+    JobLease,
+    JobRow,
+    RefusedJob,
+    Renewal,
+    RenewalResult,
+)
+from strata.fleet.store import leases, queue
+from strata.fleet.store.counts import CountTable
+from strata.fleet.store.hosts import HostTable
+from strata.fleet.store.jobs import JobTable
+from strata.fleet.store.lists import JobIndexes
+from strata.fleet.store.owners import OwnerTable
+from strata.fleet.store.plan import PlanTable
+from strata.fleet.store.reservations import apply_reservations, read_reservations
+from strata.fleet.store.samples import SampleTable
+
+ClaimJobs = Callable[[Sequence[Claim], float, float, OwnerShares | None], Awaitable[Sequence[Sequence[JobLease]]]]
+"""Claims, seconds of a lease, the time, and the shares of owners: each database has its own."""
+
+
+class LeaseTable:
+    def __init__(self, database: Database, claim_jobs: ClaimJobs) -> None:
+        self._database = database
+        self._claim_jobs = claim_jobs
+
+    async def claim(
+        self, claims: Sequence[Claim], lease_s: float, now_s: float, shares: OwnerShares | None = None
+    ) -> Sequence[Sequence[JobLease]]:
+        return await self._claim_jobs(claims, lease_s, now_s, shares)
+
+    async def reserve(self, planner: ReservationPlanner, now_s: float) -> ReservationPlan:
+        return await self._database.run(lambda tx: apply_reservations(tx, planner, now_s))
+
+    async def reservations(self) -> Sequence[Reservation]:
+        return await self._database.read(read_reservations)
+
+    async def renew(
+        self, host_id: str, renewals: Sequence[Renewal], lease_s: float, now_s: float
+    ) -> Sequence[RenewalResult]:
+        return await leases.renew(self._database, host_id, renewals, lease_s, now_s)
+
+    async def complete(self, attempt: AttemptKey, completion: JobCompletion, now_s: float) -> JobRow:
+        result = await self._database.run(lambda tx: leases.complete(tx, attempt, completion, now_s))
+        if isinstance(result, StrataError):
+            raise result
+        return result
+
+    async def fail(
+        self, attempt: AttemptKey, failure: JobFailure, now_s: float, *, chance: float, eligible: Collection[str] = ()
+    ) -> JobRow:
+        return await self._database.run(lambda tx: leases.fail(tx, attempt, failure, now_s, chance, eligible))
+
+    async def record_checkpoint(self, attempt: AttemptKey, artifact: str, now_s: float) -> None:
+        await self._database.run(lambda tx: leases.record_checkpoint(tx, attempt, artifact, now_s))
+
+    async def expire_leases(self, now_s: float, limit: int = 1000) -> Sequence[JobRow]:
+        return await leases.expire_leases(self._database, now_s, limit)
+
+    async def release_backoffs(self, now_s: float, limit: int = 1000) -> int:
+        return await self._database.run(lambda tx: queue.release_backoffs(tx, now_s, limit))
+
+    async def refused_jobs(self) -> Sequence[RefusedJob]:
+        return await self._database.read(leases.read_refused_jobs)
+
+    async def fail_refused(self, eligible: Mapping[str, Collection[str]], now_s: float) -> Sequence[JobRow]:
+        return await self._database.run(lambda tx: leases.fail_refused(tx, eligible, now_s))
+
+
+class FleetStore(PlanTable, OwnerTable, HostTable, LeaseTable, JobTable, CountTable, SampleTable):
+    def __init__(self, database: Database, claim_jobs: ClaimJobs, indexes: JobIndexes) -> None:
+        self.database = database
+        PlanTable.__init__(self, database)
+        HostTable.__init__(self, database)
+        LeaseTable.__init__(self, database, claim_jobs)
+        JobTable.__init__(self, database, indexes)
+
+    async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[events.StoredEvent]:
+        return await events.read(self.database, after, limit, subject=subject)
+
+    async def events_before(self, before: str, limit: int, wanted: EventFilter) -> EventPage:
+        return await events.read_before(self.database, before, limit, wanted)
+
+    async def drop_events(self, before_s: float, limit: int = 10_000) -> int:
+        return await events.drop(self.database, before_s, limit)
