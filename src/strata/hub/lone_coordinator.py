@@ -31,14 +31,15 @@ from strata.http.server import listen, new_loop, serve_http, server_config, stop
 from strata.hub import gangs as gang_routes
 from strata.hub.gangs import CoordinatorGangs
 from strata.identity.authenticate import Credentials
+from strata.identity.records import BrowserSession
 from strata.identity.roles import CallerKind, Principal, Role
+from strata.identity.sessions import extended_until_s, has_ended, new_session
 from strata.web.api import LocalApi
 from strata.web.live import LiveTopics, NoEvents
 from strata.web.pages import gangs, login, lone
 from strata.web.routes import browser_pages, build_site
 
 PAGES: Final = (lone, gangs, login)
-SESSION_S: Final = 12 * 3600.0
 MAX_SESSIONS: Final = 1_000
 HEADER_S: Final = 10.0
 CONNECTIONS: Final = 256
@@ -59,7 +60,8 @@ class TokenSessions:
         self._tokens = tokens
         self._clock = clock
         self._revoked = revoked
-        self._sessions: dict[str, Claims] = {}
+        self._sessions: dict[str, tuple[Claims, BrowserSession]] = {}
+        """By token. A session ends with the operator's token that opened it, if not before."""
         self._opening: dict[str, Claims] = {}
         """By the id of a principal: the token that it was identified by."""
 
@@ -73,11 +75,15 @@ class TokenSessions:
             while len(self._opening) > MAX_SESSIONS:
                 del self._opening[next(iter(self._opening))]
             return Principal(CallerKind.KEY, claims.id, Role.VIEWER, "operator")
-        claims_or_none = self._sessions.get(credentials.session)
-        if claims_or_none is None:
+        now_s = self._clock.wall_s()
+        opened = self._sessions.get(credentials.session)
+        if opened is None or has_ended(opened[1], now_s):
             raise StrataError(Code.UNAUTHENTICATED, "this dashboard needs an operator's token", hint="log in")
-        self._check(claims_or_none)
-        return Principal(CallerKind.KEY, claims_or_none.id, Role.VIEWER, "operator")
+        claims, session = opened
+        self._check(claims)
+        if (until_s := extended_until_s(session, now_s)) is not None:
+            self._sessions[credentials.session] = (claims, replace(session, expires_at_s=until_s))
+        return Principal(CallerKind.KEY, claims.id, Role.VIEWER, "operator")
 
     def _check(self, claims: Claims) -> None:
         if claims.role is not TokenRole.OPERATOR or claims.job != ALL_JOBS:
@@ -95,9 +101,8 @@ class TokenSessions:
         claims = self._opening.pop(caller.id, None)
         if claims is None:
             raise StrataError(Code.FORBIDDEN, "this dashboard needs no login")
-        token = secrets.token_hex(32)
-        until_s = min(claims.expires_s, round(self._clock.wall_s() + SESSION_S))
-        self._sessions[token] = Claims(claims.job, claims.role, until_s, id=claims.id)
+        token, session = new_session(claims.id, self._clock.wall_s())
+        self._sessions[token] = (claims, session)
         while len(self._sessions) > MAX_SESSIONS:
             del self._sessions[next(iter(self._sessions))]
         return token

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hmac
-import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from strata.base.clock import Clock
@@ -13,20 +12,13 @@ from strata.base.secret import Secret
 from strata.identity.ca import Authority
 from strata.identity.records import ApiKey, BrowserSession, HostIdentity
 from strata.identity.roles import OPERATOR, CallerKind, Principal
+from strata.identity.sessions import extended_until_s, has_ended, new_code, new_session
 from strata.identity.store import IdentityStore
 from strata.identity.tokens import KEY_PREFIX, Bearer, check_strength, hash_secret, read_bearer, same_hash
 
 CACHE_TTL_S: Final = 1.0
 """Rows are cached for this time: a key that another process revoked may be accepted for so long."""
 _CACHE_ROWS: Final = 10_000
-IDLE_S: Final = 12 * 3600.0
-"""A browser session without a request for so long ends."""
-SESSION_S: Final = 7 * 86_400.0
-"""A browser session ends after so long in any case."""
-CODE_S: Final = 120.0
-"""A login link is good for so long, and once."""
-_EXTEND_S: Final = 600.0
-"""A session is extended at most so often: each time is a write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,30 +78,25 @@ class Authenticator:
 
     async def open_session(self, caller: Principal) -> str:
         """Log this caller in; the token of the session, which is shown only here."""
-        token, session = self._new_session(self._credential_of(caller))
+        token, session = new_session(self._credential_of(caller), self._clock.wall_s())
         await self._store.add_session(session, caller.actor)
         return token
 
     async def make_code(self, caller: Principal) -> str:
         """A code with which a browser opens one session as this caller, soon."""
-        code, session = self._new_session(self._credential_of(caller))
-        until_s = session.made_at_s + CODE_S
-        await self._store.add_session(replace(session, expires_at_s=until_s, code=True), caller.actor)
+        code, session = new_code(self._credential_of(caller), self._clock.wall_s())
+        await self._store.add_session(session, caller.actor)
         return code
 
     async def redeem_code(self, code: str, address: str) -> str:
         """The token of a session as the caller who made the code; FORBIDDEN if it was used or has expired."""
-        token, session = self._new_session("")
+        token, session = new_session("", self._clock.wall_s())
         await self._store.redeem_code(hash_secret(Secret(code)), session, address)
         return token
 
     async def close_session(self, token: str, caller: Principal) -> None:
         await self._store.remove_session(hash_secret(Secret(token)), caller.actor, self._clock.wall_s())
         self.invalidate()
-
-    def _new_session(self, credential: str) -> tuple[str, BrowserSession]:
-        token, now_s = secrets.token_hex(32), self._clock.wall_s()
-        return token, BrowserSession(hash_secret(Secret(token)), credential, now_s, now_s + IDLE_S)
 
     def _credential_of(self, caller: Principal) -> str:
         if caller.kind is CallerKind.KEY and caller.id:
@@ -138,10 +125,9 @@ class Authenticator:
 
     async def _session(self, token_hash: str) -> Principal:
         session, now_s = await self._cached_row("session", token_hash), self._clock.wall_s()
-        if not isinstance(session, BrowserSession) or session.code or now_s >= session.expires_at_s:
+        if not isinstance(session, BrowserSession) or has_ended(session, now_s):
             raise _ended_session()
-        until_s = min(now_s + IDLE_S, session.made_at_s + SESSION_S)
-        if until_s - session.expires_at_s > _EXTEND_S:
+        if (until_s := extended_until_s(session, now_s)) is not None:
             await self._store.extend_session(token_hash, until_s)
             self._rows.pop(("session", token_hash), None)
         if session.credential.startswith("operator:"):

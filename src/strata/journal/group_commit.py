@@ -18,6 +18,7 @@ import msgspec
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.base.retry import Backoff, RetryPolicy, no_jitter, retry
+from strata.journal import failover
 from strata.journal.port import Journal, Lead, check_facts
 
 GATHER_PERIODS: Final = 5
@@ -38,8 +39,7 @@ class WriterLimits(msgspec.Struct, frozen=True):
     """How long a commit waits for more to carry while many submit at once. A lone caller never waits."""
     follow_up: bool = False
     """A commit waits one turn of the event loop: a decision that follows at once from the first shares its commit."""
-    first_retry_s: float = 0.02
-    longest_retry_s: float = 1.0
+    backoff: Backoff = failover.BACKOFF
 
 
 class _Submission(msgspec.Struct, frozen=True):
@@ -63,10 +63,7 @@ class Writer:
         self._journal = journal
         self._clock = clock
         self._limits = limits or WriterLimits()
-        self._retry_policy = RetryPolicy(
-            backoff=Backoff(first_s=self._limits.first_retry_s, most_s=self._limits.longest_retry_s),
-            give_up_after_s=self._limits.give_up_after_s,
-        )
+        self._retry_policy = RetryPolicy(backoff=self._limits.backoff, give_up_after_s=self._limits.give_up_after_s)
         self._durable = lead.head
         self._submitted = lead.head
         self._queue: deque[_Submission] = deque()

@@ -9,17 +9,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from strata.base import log
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
+from strata.base.retry import no_jitter, retry
+from strata.journal import failover
 from strata.journal.group_commit import Writer, WriterLimits
 from strata.journal.port import Batch, Journal, Lead, Snapshot
 from strata.journal.replay import replay, tail
 
-_RETRY_S: Final = 0.2
 _log = log.get(__name__)
 
 State = TypeVar("State")
@@ -122,7 +123,7 @@ class Replica(Generic[State, Input, Effect]):
                 if error.code not in (Code.GONE, Code.NOT_FOUND, Code.UNAVAILABLE):
                     raise
                 if error.code is not Code.GONE:
-                    await self._clock.sleep(_RETRY_S)
+                    await self._clock.sleep(failover.RETRY_AFTER_S)
 
     async def lead(self, holder: str, lease_s: float, limits: WriterLimits | None = None) -> None:
         """Take the lead now, or fail with CONFLICT while another process has it."""
@@ -198,18 +199,14 @@ class Replica(Generic[State, Input, Effect]):
         return True
 
     async def _catch_up_first(self) -> None:
-        while True:
-            try:
-                await self.catch_up()
-            except StrataError as error:
-                if error.code is Code.NOT_FOUND:
-                    return
-                if error.code is not Code.UNAVAILABLE:
-                    raise
-                _log.warning("journal_unavailable", stream=self._stream, reason=str(error))
-                await self._clock.sleep(_RETRY_S)
-            else:
-                return
+        def warn(error: StrataError, _failures: int) -> None:
+            _log.warning("journal_unavailable", stream=self._stream, reason=str(error))
+
+        try:
+            await retry(self.catch_up, failover.RETRY, clock=self._clock, chance=no_jitter, on_retry=warn)
+        except StrataError as error:
+            if error.code is not Code.NOT_FOUND:
+                raise
 
     async def _start_leading(self, lead: Lead, lease_s: float, limits: WriterLimits | None) -> None:
         """Replay to the head at which the epoch began: only facts of this leader can come after it."""

@@ -17,7 +17,7 @@ from starlette.datastructures import Headers
 from strata.base.errors import Code, StrataError
 from strata.http.authentication import read_cookie
 from strata.http.route import RawBody
-from strata.identity.authenticate import SESSION_S
+from strata.identity.sessions import SESSION_S
 
 CSRF_FIELD: Final = "csrf"
 FORM: Final = "application/x-www-form-urlencoded"

@@ -9,6 +9,7 @@ import pytest
 
 from strata.base.clock import ManualClock, SystemClock
 from strata.base.errors import Code, StrataError
+from strata.base.retry import Backoff
 from strata.journal.group_commit import Writer, WriterLimits
 from strata.journal.memory import MemoryDisk, MemoryJournal
 from strata.journal.port import Journal
@@ -168,7 +169,7 @@ def losing(wire: Wire, replies: set[int], requests: set[int] = frozenset()) -> T
 async def test_a_reply_lost_after_the_commit_does_not_double_the_facts() -> None:
     journal = MemoryJournal(SystemClock())
     wire = losing(lambda payload: serve(journal, payload), replies={2, 3, 5}, requests={6})
-    writer = await led(RemoteJournal(wire), WriterLimits(first_retry_s=0.0))
+    writer = await led(RemoteJournal(wire), WriterLimits(backoff=Backoff(first_s=0.0)))
     assert await writer.append([b"x", b"y"]) == 2
     assert await writer.append([b"z"]) == 3
     assert await facts_of(journal) == [b"x", b"y", b"z"]
@@ -201,7 +202,7 @@ async def test_a_commit_that_hangs_is_repeated() -> None:
             await asyncio.Event().wait()
         return reply
 
-    writer = await led(RemoteJournal(hang_once), WriterLimits(commit_timeout_s=0.02, first_retry_s=0.0))
+    writer = await led(RemoteJournal(hang_once), WriterLimits(commit_timeout_s=0.02, backoff=Backoff(first_s=0.0)))
     assert await writer.append([b"once"]) == 1
     assert await facts_of(journal) == [b"once"]
 

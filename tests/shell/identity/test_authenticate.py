@@ -19,10 +19,11 @@ from strata.database import events
 from strata.database.migrations import SqliteComponents
 from strata.database.sqlite import SqliteThread
 from strata.database.transaction import SqliteDatabase
-from strata.identity.authenticate import CACHE_TTL_S, CODE_S, IDLE_S, SESSION_S, Authenticator, Credentials
+from strata.identity.authenticate import CACHE_TTL_S, Authenticator, Credentials
 from strata.identity.ca import Authority
 from strata.identity.enroll import Enrollment, make_key
 from strata.identity.roles import OPERATOR, CallerKind, Principal, Role
+from strata.identity.sessions import CODE_S, IDLE_S, SESSION_S
 from strata.identity.store import SQLITE, IdentityStore
 from strata.identity.tokens import read_join_token
 

@@ -10,12 +10,17 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
+import pytest
 
-from strata.base.clock import SystemClock
+from strata.base.clock import ManualClock, SystemClock
+from strata.base.errors import StrataError
 from strata.base.secret import Secret
 from strata.coord.server.tokens import ALL_JOBS, Claims, TokenRole, Tokens
 from strata.hub.gangs import CoordinatorGangs
 from strata.hub.lone_coordinator import TokenSessions, make_app
+from strata.identity.authenticate import Credentials
+from strata.identity.sessions import IDLE_S, SESSION_S
+from strata.web.session import SessionCookie
 from tests.shell.coord.running import Running, in_process, register
 from tests.shell.web.browsing import HTML, SAME_ORIGIN
 
@@ -63,6 +68,24 @@ async def test_with_tokens_a_person_logs_in_with_an_operators_token_for_all_jobs
         assert (await client.get("/gangs")).status_code == 200
         revoked.add("t")
         assert (await client.get("/gangs")).status_code == 303
+
+
+async def test_a_session_lasts_as_long_as_its_cookie_while_it_is_used_and_ends_when_it_is_idle() -> None:
+    clock = ManualClock()
+    tokens = Tokens(Secret("s" * 32))
+    key = tokens.issue(Claims(job=ALL_JOBS, role=TokenRole.OPERATOR, expires_s=round(clock.wall_s() + 10**7), id="t"))
+    sessions = TokenSessions(tokens, clock)
+    used, idle = [await sessions.open_session(await sessions.identify(Credentials(bearer=key))) for _ in range(2)]
+    began_s = clock.wall_s()
+    while clock.wall_s() - began_s + IDLE_S < SESSION_S:
+        await clock.advance(IDLE_S - 60)
+        await sessions.identify(Credentials(session=used))
+    with pytest.raises(StrataError, match="operator's token"):
+        await sessions.identify(Credentials(session=idle))
+    assert f"Max-Age={SESSION_S:.0f};" in SessionCookie("x", tls=False).set(used)
+    await clock.advance(IDLE_S + 60)
+    with pytest.raises(StrataError, match="operator's token"):
+        await sessions.identify(Credentials(session=used))
 
 
 async def test_the_command_serves_it_on_loopback_alone() -> None:

@@ -53,6 +53,7 @@ from strata.coord.server.event_log import log_events
 from strata.coord.server.lanes import SAMPLE_S
 from strata.coord.server.telemetry import JobTelemetry
 from strata.coord.settings import CoordinatorSettings
+from strata.journal.failover import RETRY_AFTER_S
 from strata.journal.group_commit import WriterLimits
 from strata.journal.port import Journal
 from strata.journal.replica import Replica
@@ -62,8 +63,6 @@ GATHER_S: Final = 0.002
 """How long an ack may wait, while there are many, to share its commit with others: a commit is not cheap."""
 DRAIN_S: Final = 5.0
 """How long a draining process waits for a database that does not answer."""
-RETRY_S: Final = 0.25
-"""The delay that a caller is told to retry after while no coordinator leads."""
 
 _log = log.get(__name__)
 
@@ -83,7 +82,7 @@ def not_leading(reason: StrataError | None = None) -> StrataError:
         Code.UNAVAILABLE,
         f"this coordinator does not lead{why}",
         hint="call again after the delay",
-        retry_after_s=RETRY_S,
+        retry_after_s=RETRY_AFTER_S,
     )
 
 

@@ -28,11 +28,11 @@ from strata.fleet.wire.identities import (
     RoleName,
 )
 from strata.http.route import RawReply
-from strata.identity.authenticate import CODE_S
 from strata.identity.ca import IssuedCertificate
 from strata.identity.enroll import make_key
 from strata.identity.records import ApiKey
 from strata.identity.roles import CallerKind, Role
+from strata.identity.sessions import CODE_S
 
 
 async def authority(call: HubCall) -> RawReply:
