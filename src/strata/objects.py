@@ -38,15 +38,15 @@ class S3Access(msgspec.Struct, frozen=True, kw_only=True):
     anonymous: bool = False
     connect_timeout_s: float | None = None
     timeout_s: float | None = None
-    """For one request; None leaves obstore's own."""
+    """Time for one request; None leaves obstore's own."""
     retries: int | None = None
     retry_timeout_s: float = 180.0
-    """For a request and all of its retries."""
+    """Time for a request and all of its retries."""
 
 
 class ObjectEntry(msgspec.Struct, frozen=True):
     key: str
-    """Without the prefix of the bucket."""
+    """The key without the prefix of the bucket."""
     modified_s: float
 
 
@@ -122,7 +122,7 @@ class Bucket:
         return True
 
     async def copy(self, key: str, target: str) -> bool:
-        """Inside the store; False if there is nothing to copy."""
+        """Copies inside the store; False if there is nothing to copy."""
         with translate_errors(key):
             try:
                 await obstore.copy_async(self._store, self._prefix + key, self._prefix + target)
@@ -142,7 +142,7 @@ class Bucket:
         return entries
 
     async def delete(self, *keys: str) -> None:
-        """To delete what is not there is no error."""
+        """Deletes keys; to delete what is not there is no error."""
         for start in range(0, len(keys), _PAGE):
             paths = [self._prefix + key for key in keys[start : start + _PAGE]]
             with translate_errors(paths[0]), suppress(FileNotFoundError):

@@ -56,14 +56,14 @@ HOST_STATE_SET: Final = MappingProxyType(
         "left": _kind("host.left", "left the fleet"),
     }
 )
-"""By the state that was set."""
+"""The kind of event by the state that was set."""
 
 KEY_MADE: Final = _kind("key.made", "was made")
 KEY_REVOKED: Final = _kind("key.revoked", "was revoked")
 INVITE_MADE: Final = _kind("invite.made", "was made")
 INVITE_REVOKED: Final = _kind("invite.revoked", "was revoked")
 REVOKED: Final = MappingProxyType({"key": KEY_REVOKED, "invite": INVITE_REVOKED, "host": HOST_REVOKED})
-"""By the credential that was revoked."""
+"""The kind of event by the credential that was revoked."""
 SESSION_OPENED: Final = _kind("session.opened", "was opened by a login")
 SESSION_CLOSED: Final = _kind("session.closed", "was closed by a logout")
 
@@ -88,7 +88,7 @@ CHUNK_DAMAGED: Final = _kind("chunk.damaged", "is damaged, and in quarantine unt
 HUB_RESTORED: Final = _kind("hub.restored", "was restored from a backup")
 
 PREDICATES: Final[Mapping[str, str]] = MappingProxyType(_PREDICATES)
-"""By kind, what happened to its subject, as in "SUBJECT was queued"."""
+"""What happened to the subject of each kind, as in "SUBJECT was queued"."""
 FREQUENT: Final = (JOB_CLAIMED, JOB_STARTED, JOB_COMPLETED)
 """Kinds of which every job has one: the index of kinds leaves them out."""
 ENDED: Final = (JOB_COMPLETED, JOB_FAILED, JOB_CANCELLED)

@@ -106,7 +106,7 @@ coalesce(
    WHERE (tx, seq) > (split_part(cursor, '.', 1)::bigint, split_part(cursor, '.', 2)::bigint)),
   (SELECT max(seq) FROM event), 0)
 """
-"""In PostgreSQL: the event number after which `cursor` resumes when the events are migrated to another server or to
+"""The event number, in PostgreSQL, after which `cursor` resumes when the events are migrated to another server or to
 SQLite, where the transaction numbers do not count. Events of concurrent transactions may be repeated, none is
 skipped."""
 
@@ -194,7 +194,7 @@ class EventFilter:
     kinds: Sequence[str] = ()
     """Or globs of these; none: all."""
     search: str = ""
-    """Without regard to case, in kind, subject, actor and body."""
+    """A text to find in kind, subject, actor and body, without regard to case."""
 
     def matches(self, event: EventRecord) -> bool:
         if (self.subject and event.subject != self.subject) or not self.has_kind(event.kind):
@@ -222,7 +222,7 @@ _KINDS: Final = (
     f" SELECT (SELECT min(kind) FROM event WHERE {_RARE} AND kind > k.kind) FROM k WHERE k.kind IS NOT NULL)"
     " SELECT kind FROM k WHERE kind IS NOT NULL"
 )
-"""From one kind to the next in the index."""
+"""Walks from one kind to the next in the index."""
 
 
 async def read_before(database: Database, before: str, limit: int, wanted: EventFilter) -> EventPage:
@@ -236,7 +236,7 @@ async def read_before(database: Database, before: str, limit: int, wanted: Event
     count = SCANNED if wanted.search or (wanted.subject and wanted.kinds) else limit
     found: list[tuple[_Position, EventRecord]] = []
     whole_from: _Position = ()
-    """From here on up every kind was read."""
+    """Every kind was read from this position on."""
     for kind in named:
         rows = await _select_before(database, before, count, kind=kind, subject=wanted.subject)
         if len(rows) == count:

@@ -45,7 +45,7 @@ class Connection(psycopg.AsyncConnection[Any]):
         return (await self._run(statement, values)).rowcount
 
     async def _run(self, statement: str, values: Mapping[str, Any]) -> psycopg.AsyncCursor[Any]:
-        """By one cursor that is reused: a new one would look up the format of every type again."""
+        """Runs a statement by one cursor that is reused: a new one would look up the format of every type again."""
         if self._reused_cursor is None:
             self._reused_cursor = self.cursor(binary=True)
         return await self._reused_cursor.execute(statement, values, prepare=True)
@@ -62,7 +62,8 @@ class Connection(psycopg.AsyncConnection[Any]):
 
 
 class Connections:
-    """Up to `limit` connections with a deadline of `call_s` for each call; `what` names the component in messages.
+    """Holds up to `limit` connections with a deadline of `call_s` for each call; `what` names the component in
+    messages.
 
     `by_index` is for components that read single rows of growing tables: a cached plan from when the table was small
     would scan all of it once it is large.

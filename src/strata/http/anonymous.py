@@ -73,7 +73,7 @@ class AnonymousConnection(Protocol):
 
 
 class AnonymousConnections:
-    """At the limit the oldest idle connection is evicted for a new one, so no client keeps others out by being first.
+    """Evicts the oldest idle connection for a new one at the limit, so no client keeps others out by being first.
 
     If none is idle, the oldest whose request is incomplete is evicted: no client keeps its slot by sending slowly.
     """

@@ -15,9 +15,9 @@ from strata.identity.authenticate import Authenticator, Credentials
 from strata.identity.roles import CallerKind, Principal, Role
 
 CLIENT_CERTIFICATE: Final = "strata.client_certificate"
-"""In the scope: the client certificate that TLS has verified, in DER."""
+"""Key of the scope: the client certificate that TLS has verified, in DER."""
 UNIX_SOCKET: Final = "strata.unix_socket"
-"""In the scope: the connection came by the server's Unix socket, which only its owner can reach."""
+"""Key of the scope: the connection came by the server's Unix socket, which only its owner can reach."""
 
 ANONYMOUS: Final = Principal(CallerKind.KEY, "", None)
 ANONYMOUS_VIEWER: Final = Principal(CallerKind.KEY, "", Role.VIEWER)

@@ -62,7 +62,7 @@ class ErrorTable:
         return self.instead.get(error.code) or STATUS_OF[error.code]
 
     def respond(self, error: StrataError, scope: Scope, headers: Mapping[bytes, bytes]) -> Response:
-        """As a page for a browser, if the server has pages; else as JSON."""
+        """Replies with a page for a browser, if the server has pages; else with JSON."""
         page = None if self.page is None else self.page(scope, headers, error, self.status_of(error))
         return page or self.render(error, scope["path"])
 

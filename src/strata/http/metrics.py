@@ -49,7 +49,7 @@ CheckToken = Callable[[str], None]
 
 
 def new_registry() -> CollectorRegistry:
-    """Without the `_created` series of each counter: it would repeat the start of the process."""
+    """Makes a registry without the `_created` series of each counter: it would repeat the start of the process."""
     disable_created_metrics()  # type: ignore[no-untyped-call]
     return CollectorRegistry()
 
@@ -79,7 +79,7 @@ class MetricFactory:
         return Histogram(f"{self.prefix}{name}", text, labels, registry=self.registry, buckets=TIMES_S)
 
     def plain_histogram(self, name: str, text: str) -> PlainHistogram:
-        """For what only one thread records, and often."""
+        """Makes a histogram that only one thread records, and often."""
         found = PlainHistogram(f"{self.prefix}{name}", text)
         self.registry.register(found)
         return found
@@ -155,7 +155,7 @@ class PlainHistogram(Collector):
 @dataclass
 class _Times:
     buckets: list[int] = field(default_factory=lambda: [0] * (len(TIMES_S) + 1))
-    """As many took at most so long as each of `TIMES_S`, and longer than the one before it."""
+    """Counts of calls that took at most so long as each of `TIMES_S`, and longer than the one before it."""
     sum_s: float = 0.0
 
     def record(self, took_s: float) -> None:

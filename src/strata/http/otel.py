@@ -76,7 +76,7 @@ def configure(service: str, environ: Mapping[str, str]) -> Callable[[], None]:
 
 
 def follow_program() -> None:
-    """For a library inside a program: if that uses OpenTelemetry, open spans with its tracer."""
+    """Opens spans with the tracer of the program around this library, if that uses OpenTelemetry."""
     if "opentelemetry.trace" in sys.modules:
         from opentelemetry.trace import get_tracer
 

@@ -37,7 +37,7 @@ from strata.identity.roles import Principal
 T = TypeVar("T")
 
 OFFLOAD_BYTES: Final = 128 * 1024
-"""From here on decoding is done in a thread: it would hold up all other requests."""
+"""Bytes from which on decoding is done in a thread: it would hold up all other requests."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class BudgetRules:
 
     budget: BodyBudget
     owner: Callable[[Principal], Awaitable[str]]
-    """Whose share of the budget a caller's bodies come from."""
+    """Returns whose share of the budget a caller's bodies come from."""
     max_json: int
     """Bytes of a body in JSON, decompressed: it becomes many times as much in memory."""
     binary: frozenset[str]
@@ -61,7 +61,8 @@ class ReadingRules:
     max_body: int = 0
     """Bytes of the body, for routes whose limit is 0."""
     budget: BudgetRules | None = None
-    """With a budget bodies may also come compressed by zstd; without, bodies are bounded by their routes alone."""
+    """The budget of bodies, which then may also come compressed by zstd; without, bodies are bounded by their routes
+    alone."""
     reword: Callable[[str], str] = str
     """Turns a validation error of msgspec into the wording of the server."""
     decoder: Callable[[Any], BodyDecoder[Any]] = msgspec.json.Decoder

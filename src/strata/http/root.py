@@ -27,15 +27,15 @@ from strata.http.errors import ErrorTable
 from strata.identity.roles import CallerKind, Principal
 
 CALLER: Final = "strata.caller"
-"""In the scope: the principal who calls."""
+"""Key of the scope: the principal who calls."""
 REAUTHENTICATE: Final = "strata.reauthenticate"
-"""In the scope: the function that checks the credentials of the request once more, for replies that take long."""
+"""Key of the scope: the function that checks the credentials of the request once more, for replies that take long."""
 ROUTE: Final = "strata.route"
-"""In the scope, after routing: the path of the route, with the names of its parameters."""
+"""Key of the scope, after routing: the path of the route, with the names of its parameters."""
 STARTED: Final = "strata.started"
-"""In the scope: when the head of the request was read, of the monotonic clock."""
+"""Key of the scope: when the head of the request was read, of the monotonic clock."""
 CONNECTION: Final = "strata.connection"
-"""In the scope: the `ClientConnection` that the request came by."""
+"""Key of the scope: the `ClientConnection` that the request came by."""
 SEND_S: Final = 30.0
 """A client that does not take a piece of a reply for so long is disconnected."""
 PIECE: Final = 256 * 1024
@@ -72,7 +72,7 @@ class RootLimits:
     send_s: float = SEND_S
     failures: AuthFailures = field(default_factory=AuthFailures)
     trusted_proxies: Networks = ()
-    """Whose `X-Forwarded-For` names the client."""
+    """Proxies whose `X-Forwarded-For` names the client."""
 
 
 class RootApp:
@@ -186,7 +186,8 @@ class RootApp:
 
 
 def _describe(span: trace.TraceSpan, scope: Scope, request_id: str, status: int) -> None:
-    """By the conventions of OpenTelemetry. The path itself stays out: it has names and ids of clients."""
+    """Describes the request by the conventions of OpenTelemetry. The path itself stays out: it has names and ids of
+    clients."""
     route = scope.get(ROUTE, "")
     if route:
         span.update_name(f"{scope['method']} {route}")

@@ -166,7 +166,7 @@ class Route:
     documented: Signature | None = None
     """What clients send and get, where that differs from the signature of the handler."""
     owner: str = ""
-    """Whose thing it changes, if a person below an operator may call it: a word of `OWNED`, or `none: WHY`."""
+    """The owner of what it changes, if a person below an operator may call it: a word of `OWNED`, or `none: WHY`."""
     operation: str = ""
     """MODULE.NAME in the OpenAPI document, where that differs from the handler's own."""
 

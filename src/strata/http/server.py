@@ -26,7 +26,7 @@ _log = log.get(__name__)
 
 
 class HttpServer(uvicorn.Server):
-    """On TCP, with TLS if the configuration has it, and on Unix sockets without."""
+    """Serves on TCP, with TLS if the configuration has it, and on Unix sockets without."""
 
     def __init__(self, config: uvicorn.Config, unix: Sequence[socket.socket] = ()) -> None:
         super().__init__(config)

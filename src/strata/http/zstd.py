@@ -51,7 +51,8 @@ __all__ = [
 
 MAX_RATIO: Final = 100
 FREE_BYTES: Final = 16 << 20
-"""Up to here the ratio does not count: samples of one prompt repeat it, and compress far better than 100 to 1."""
+"""Bytes up to which the ratio does not count: samples of one prompt repeat it, and compress far better than 100 to
+1."""
 MAX_FRAMES: Final = 4096
 _WINDOW_LOG: Final = 27
 

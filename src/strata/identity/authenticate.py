@@ -43,7 +43,7 @@ class Authenticator:
         self._operator_token = None if operator_token is None else check_strength(operator_token).reveal().encode()
         self._rows: dict[tuple[str, str], tuple[float, ApiKey | HostIdentity | BrowserSession]] = {}
         self._used: dict[str, float] = {}
-        """By key: when a request last came with it, since it was written."""
+        """When a request last came with each key, since it was written."""
 
     def last_use_s(self, key: ApiKey) -> float | None:
         """When the key was used last, by what is written and by what this process has seen since."""

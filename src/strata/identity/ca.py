@@ -35,7 +35,7 @@ _BACKDATE: Final = datetime.timedelta(minutes=10)
 """A host whose clock is a little behind must not see a certificate from the future."""
 _HOST_URI: Final = "strata://host/"
 HUB_URI: Final = "strata://hub"
-"""In the certificate with which the hub connects to its hosts: no host has it."""
+"""The name in the certificate with which the hub connects to its hosts: no host has it."""
 _MAX_REQUEST: Final = 16_384
 _DAY_S: Final = 86_400.0
 _WILDCARDS: Final = ("0.0.0.0", "::", "")  # noqa: S104 - recognised, not bound
@@ -43,7 +43,8 @@ _WILDCARDS: Final = ("0.0.0.0", "::", "")  # noqa: S104 - recognised, not bound
 
 @dataclass(frozen=True)
 class IssuedCertificate:
-    """Of a host: to connect to its hub, and for the same key and as long, to be connected to by its hub."""
+    """The certificates of a host: to connect to its hub, and for the same key and as long, to be connected to by its
+    hub."""
 
     certificate_pem: bytes
     serving_pem: bytes
@@ -85,7 +86,7 @@ class Authority:
 
     @classmethod
     def read(cls, path: Path) -> Authority:
-        """From its key file, which nobody else may be able to read."""
+        """Reads an authority from its key file, which nobody else may be able to read."""
         if os.name == "posix" and path.stat().st_mode & 0o077:
             raise StrataError(
                 Code.INVALID, f"the authority's key {path} can be read by others", hint=f"chmod 600 {path}"
@@ -215,7 +216,7 @@ def read_request(request_pem: bytes) -> ec.EllipticCurvePublicKey:
 
 
 def key_digest(request_pem: bytes) -> str:
-    """Which key a request is for, whatever else stands in it."""
+    """Returns the digest of the key that a request is for, whatever else stands in it."""
     spki = read_request(request_pem).public_bytes(
         serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 HUB_PART: Final = 1 / 3
-"""Of its validity, after which the hub issues itself a new certificate."""
+"""The part of its validity after which the hub issues itself a new certificate."""
 HOST_PART: Final = 1 / 2
-"""Of its validity, after which a host requests a new certificate."""
+"""The part of its validity after which a host requests a new certificate."""
 _CLOCK_ERROR_S: Final = 60.0
 
 

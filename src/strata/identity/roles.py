@@ -45,7 +45,7 @@ class Principal:
     role: Role | None
     """None for a host: what it may do follows from the leases it holds."""
     name: str = ""
-    """Of a key: whom it was made for. Keys of one name are of one owner."""
+    """Whom a key was made for. Keys of one name are of one owner."""
     address: str = field(default="", compare=False)
     """Where the request came from, as the server sees it."""
 

@@ -78,7 +78,8 @@ def check_strength(token: Secret) -> Secret:
 
 
 def new_key_id(*, privileged: bool) -> str:
-    """Of a key that may do more than a researcher it says so, so that a client can tell before it sends the key."""
+    """Makes an id. That of a key that may do more than a researcher says so, so that a client can tell before it sends
+    the key."""
     return (PRIVILEGED if privileged else "") + new_id()
 
 

@@ -22,14 +22,14 @@ from strata.journal import failover
 from strata.journal.port import Journal, Lead, check_facts
 
 GATHER_PERIODS: Final = 5
-"""For so many times `gather_s` after a commit that several shared, the next one waits for more."""
+"""The next commit waits for more for so many times `gather_s` after one that several shared."""
 
 
 class WriterLimits(msgspec.Struct, frozen=True):
     max_batch_bytes: int = 4 << 20
     """A commit carries at most about this much; the rest goes into the next one."""
     max_pending_bytes: int = 64 << 20
-    """Beyond this, `submit` raises EXHAUSTED: the callers must slow down."""
+    """Bytes beyond which `submit` raises EXHAUSTED: the callers must slow down."""
     max_pending: int = 1_000_000
     commit_timeout_s: float = 10.0
     """How long one attempt may take before it is repeated."""

@@ -1,4 +1,4 @@
-"""From a database address to a journal: `memory:`, `sqlite:PATH` (or a bare path), `postgresql://…`."""
+"""Opens the journal of a database address: `memory:`, `sqlite:PATH` (or a bare path), `postgresql://…`."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class PostgresJournal:
         self._clock = clock
         self._known: dict[str, _Known] = {}
         self._checked_at: dict[str, int] = {}
-        """By stream, how many connections had been opened when what is known of it was last looked for."""
+        """How many connections had been opened when what is known of a stream was last looked for."""
 
     @classmethod
     async def open(

@@ -24,7 +24,8 @@ async def replay(journal: Journal, stream: str, after: int = 0) -> AsyncIterator
 
 
 async def tail(journal: Journal, stream: str, after: int = 0, *, wait_s: float = 10.0) -> AsyncIterator[Batch]:
-    """Like `replay`, but waits for more at the head, for ever. GONE if a truncation overtook the reader."""
+    """Yields batches as `replay` does, but waits for more at the head, for ever. GONE if a truncation overtook the
+    reader."""
     position = after
     while True:
         async for batch in replay(journal, stream, position):

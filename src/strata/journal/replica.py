@@ -79,7 +79,7 @@ class Replica(Generic[State, Input, Effect]):
 
     @property
     def state(self) -> State:
-        """For reading only. On a leader it may hold facts that are not durable yet."""
+        """Returns the state for reading only. On a leader it may hold facts that are not durable yet."""
         return self._state
 
     @property
@@ -260,7 +260,7 @@ class Replica(Generic[State, Input, Effect]):
     def submit_nowait(
         self, request: Input, on_commit: Callable[[Effect], None] | None = None, *, settle: bool = True
     ) -> tuple[Effect, asyncio.Future[int] | None]:
-        """Like `submit`, but returns at once: the effect may be published only after the future is done.
+        """Submits as `submit` does, but returns at once: the effect may be published only after the future is done.
 
         The future belongs to the caller; None if there is nothing to wait for. `on_commit` is called with the effect
         after its facts are committed, even if the caller was cancelled; never for a request without facts. It must not

@@ -33,7 +33,7 @@ class Bundle:
         return hashlib.sha256(self.content).hexdigest()
 
     def unpack(self, folder: Path) -> None:
-        """Into a folder of this machine, for its own user."""
+        """Unpacks into a folder of this machine, for its own user."""
         with tarfile.open(fileobj=io.BytesIO(self.content)) as tar:
             tar.extractall(folder, filter="data")
 

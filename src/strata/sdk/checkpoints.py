@@ -149,7 +149,7 @@ def _make(out: Path, fill: Callable[[Path], None]) -> None:
 
 
 def _route(path: str) -> str:
-    """Of `tinker://RUN/weights/NAME` at the server."""
+    """Returns the route of `tinker://RUN/weights/NAME` at the server."""
     parts = path.removeprefix(SCHEME).split("/")
     if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS or not all(parts):
         raise StrataError(Code.INVALID, f"{path!r} is no path of a checkpoint", hint="tinker://RUN/weights/NAME")

@@ -1,4 +1,5 @@
-"""Which files of a folder are not sent along: what .gitignore says, as git reads it, or .strataignore in its stead.
+"""Says which files of a folder are not sent along: what .gitignore says, as git reads it, or .strataignore in its
+stead.
 
 The patterns are those of git, read by `pathspec`: nested files, `!`, `**`, escapes, `.git/info/exclude`, and the files
 of the folders above as far as the repository goes. Whether git tracks a file makes no difference here, and a person's
@@ -38,7 +39,8 @@ class _Pattern:
 
 @dataclass(frozen=True)
 class _Patterns:
-    """Of one file, the last line first, for the paths below `base`, which is relative to the repository."""
+    """The patterns of one file, the last line first, for the paths below `base`, which is relative to the
+    repository."""
 
     base: str
     lines: tuple[_Pattern, ...]
@@ -51,7 +53,7 @@ class _Patterns:
 
 @dataclass(frozen=True)
 class IgnoreRules:
-    """For the entries of one folder, those that count most first."""
+    """The rules for the entries of one folder, those that count most first."""
 
     above: str
     """What stands before the paths of the bundle in paths of the repository: `sub/` or nothing."""
@@ -67,7 +69,7 @@ class IgnoreRules:
         return next((verdict for verdict in verdicts if verdict is not None), False)
 
     def below(self, top: Path, path: str) -> IgnoreRules:
-        """For the entries of the folder `path`, which ends with /."""
+        """Returns the rules for the entries of the folder `path`, which ends with /."""
         found = _read(top / path / GITIGNORE, self.above + path) if self.nested else None
         return self if found is None else IgnoreRules(self.above, (found, *self.patterns), self.nested)
 

@@ -30,7 +30,7 @@ class Datum:
     """1 for every token unless given; any real numbers."""
     advantages: Sequence[float] | None = None
     logprobs: Sequence[float] | None = None
-    """Of the sampler that the tokens came from."""
+    """Log probabilities of the sampler that the tokens came from."""
     more: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Inputs of a loss beyond these, one number per token."""
 
@@ -66,7 +66,7 @@ class Sample:
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
-    """Of each token, in the distribution that it was drawn from."""
+    """The log probability of each token, in the distribution that it was drawn from."""
     stop_reason: str
     """`stop` or `length`."""
 
@@ -240,7 +240,7 @@ def _to_bytes(values: Numbers, typecode: str) -> bytes:
 
 
 def _native(numbers: array.array[Any]) -> array.array[Any]:
-    """Between this machine's order of bytes and the wire's, which is little-endian."""
+    """Converts between this machine's order of bytes and the wire's, which is little-endian."""
     if sys.byteorder == "big":
         numbers.byteswap()
     return numbers

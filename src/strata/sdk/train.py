@@ -174,7 +174,8 @@ class Model:
         return self._submit(lambda seq: load_weights_operation(self.model_id, seq, path, optimizer=optimizer))
 
     def sampler(self) -> Future[Sampler]:
-        """To sample from the model as it is when the operations before this one are done; lives in memory alone."""
+        """Makes a sampler of the model as it is when the operations before this one are done; it lives in memory
+        alone."""
         number = self._server.count_sampler()
         return self._submit(
             lambda seq: copy_for_sampler_operation(self.model_id, seq, number, lambda id_: Sampler(self._server, id_))
@@ -216,7 +217,7 @@ class Sampler:
         return self._submit(sample_operation(self.sampler_id, next(self._numbers), prompt, num_samples, params))
 
     def logprobs(self, tokens: Sequence[int]) -> Future[Sequence[float | None]]:
-        """Of each token after those before it, so None for the first."""
+        """Returns the log probability of each token after those before it, so None for the first."""
         return self._submit(logprobs_operation(self.sampler_id, next(self._numbers), tokens))
 
     def _submit(self, operation: ClientOperation[T]) -> Future[T]:
@@ -311,7 +312,7 @@ class TrainingServer:
         self.drive(call_json(post("/api/v1/kill_session", {"session_id": session_id})))
 
     def sampler(self, base_model: str | None = None, *, path: str | None = None) -> Sampler:
-        """To sample from the base, or from saved weights."""
+        """Makes a sampler of the base, or of saved weights."""
         flow = open_sampler(self.session_id, self.count_sampler(), base_model, path)
         return Sampler(self, self.drive(flow))
 
@@ -330,7 +331,8 @@ class TrainingServer:
 
 
 def _model_state(model_id: str) -> Flow[tuple[int, SequenceNumbers]]:
-    """Of a model that another client made: the first number for a sampler of its session, and those for operations."""
+    """Returns the state of a model that another client made: the first number for a sampler of its session, and those
+    for operations."""
     model = yield from call_json(_get(f"/api/v1/models/{model_id}"))
     if model["unloaded"]:
         raise StrataError(Code.GONE, f"model {model_id!r} was unloaded")

@@ -15,9 +15,9 @@ GAP_Y: Final = 16
 MARGIN: Final = 8
 MAX_NODES: Final = 200
 _CHARACTERS: Final = 24
-"""Of the monospace text that fits into a node."""
+"""Characters of the monospace text that fits into a node."""
 _TITLE: Final = 21
-"""Of the wider text of a title."""
+"""Characters of the wider text of a title."""
 
 
 class GraphNode(NamedTuple):
@@ -34,7 +34,7 @@ class GraphNode(NamedTuple):
 
 class GraphEdge(NamedTuple):
     path: str
-    """As the `d` of an SVG path."""
+    """The path as the `d` of an SVG path."""
     near: bool
     """It begins or ends at the current artifact."""
 
@@ -109,7 +109,7 @@ def assign_columns(ids: Sequence[str], edges: Iterable[tuple[str, str]]) -> list
 
 
 def _order_rows(columns: list[list[str]], edges: Iterable[tuple[str, str]]) -> list[list[str]]:
-    """Near the middle of what each was made from, so that few curves cross."""
+    """Places each near the middle of what it was made from, so that few curves cross."""
     parents: dict[str, list[str]] = {}
     for parent, child in edges:
         parents.setdefault(child, []).append(parent)

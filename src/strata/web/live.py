@@ -37,7 +37,7 @@ class EventSource(Protocol):
 
 
 class NoEvents:
-    """Of a server without a feed: its open pages fetch their content again by time."""
+    """The feed of a server without one: its open pages fetch their content again by time."""
 
     def next(self) -> asyncio.Event:
         return asyncio.Event()
@@ -52,7 +52,7 @@ class NoEvents:
 
 class LiveQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     topics: str = ""
-    """With spaces between."""
+    """The topics with spaces between."""
 
 
 class LiveTopics:
@@ -61,13 +61,13 @@ class LiveTopics:
         self._stopping = stopping
         self._cursor: str | None = None
         self._published: dict[str, tuple[int, float]] = {}
-        """By topic: the number and the time of its last publication."""
+        """The number and the time of each topic's last publication."""
         self._pending: dict[str, float] = {}
-        """By topic that has changed: when it is due."""
+        """When each topic that has changed is due."""
         self._changes = Broadcast()
         self.viewers = 0
         self.number = 0
-        """Of the last publication."""
+        """The number of the last publication."""
 
     async def run_once(self) -> None:
         """Read what is new, and publish the topics that are due."""
@@ -141,6 +141,6 @@ class LiveTopics:
 
 
 def topics_of(kind: str, subject: str) -> tuple[str, ...]:
-    """Of an event: that of its list, that of its subject, and that of all events."""
+    """Returns the topics of an event: that of its list, that of its subject, and that of all events."""
     thing = kind.partition(".")[0]
     return (f"{thing}s", f"{thing}:{subject}", "events")

@@ -257,7 +257,7 @@ class _Fragment:
     rendering: asyncio.Future[View]
     made_s: float
     number: int
-    """Of the last publication of live topics before it was rendered."""
+    """The number of the last publication of live topics before it was rendered."""
 
 
 def to_route(route: Route, site: Site) -> Route:

@@ -156,14 +156,14 @@ def _shown(name: str, value: object) -> str:
 
 
 def error_line(text: str) -> str:
-    """Of an error with a traceback what was raised last; else its first line."""
+    """Returns what was raised last of an error with a traceback; else its first line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     raised = [line for line in lines if _RAISED.match(line)]
     return (raised or lines[:1] or [""])[-1]
 
 
 def sentence(text: str) -> str:
-    """As a sentence: what the API says begins small, to stand after a colon."""
+    """Makes a sentence: what the API says begins small, to stand after a colon."""
     return f"{text[:1].upper()}{text[1:]}" + ("" if text.endswith((".", "!", "?", ":")) else ".") if text else ""
 
 

@@ -110,7 +110,7 @@ def dashboard_routes(site: Site, pages: Sequence[ModuleType] = PAGES) -> Sequenc
 
 
 def browser_pages(site: Site, pages: Sequence[ModuleType] = PAGES) -> BrowserPages:
-    """For the application of a server."""
+    """Returns the pages for the application of a server."""
 
     def error_page(scope: Scope, headers: FirstHeaders, error: StrataError, status: int) -> Response | None:
         return _error_page(site, scope, headers, error, status)

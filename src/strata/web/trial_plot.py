@@ -101,7 +101,7 @@ def _best_line(marks: Sequence[TrialMark], direction: Direction, until: float) -
 
 
 def _numbers(count: int) -> list[int]:
-    """About six positions of the queue, from the first to the last."""
+    """Returns about six positions of the queue, from the first to the last."""
     step = max(1, ceil(count / 6))
     return list(range(0, count, step))
 

@@ -47,7 +47,7 @@ LAST_LOG_S: Final = 10.0
 KILL_TIMEOUT_S: Final = 10.0
 """Time limit for ending a child that this host can no longer watch."""
 ROOM_TIMEOUT_S: Final = 15.0
-"""Beyond the grace period: how long an attempt waits for jobs to end that the hub has ended already."""
+"""Time beyond the grace period that an attempt waits for jobs to end that the hub has ended already."""
 _UPLOAD_ROUNDS: Final = 3
 _MAX_ERROR: Final = 65_536
 _LEASE_LOST: Final = frozenset({Code.STALE, Code.NOT_FOUND, Code.CONFLICT})
@@ -95,7 +95,7 @@ class Attempt:
         """Commands of people that run beside the child, by their id."""
         self._published: PublishRequest | None = None
         self._relay: ServerRelay | None = None
-        """In front of a server that the hub reaches from another machine."""
+        """Relays to a server that the hub reaches from another machine."""
         self._not_published = ""
         """Why the hub has not taken the address of a server, to be logged once."""
         self._token_at_s: float | None = None
@@ -201,7 +201,8 @@ class Attempt:
             supervised.request_stop(self._folder, grace_s)
 
     async def _kill_child(self) -> None:
-        """Before the hub may give the job to another host; also on a disk where the stop request cannot be written."""
+        """Kills the child before the hub may give the job to another host; also on a disk where the stop request cannot
+        be written."""
         for _ in range(round(KILL_TIMEOUT_S / POLL_S)):
             with suppress(OSError, StrataError):
                 self._request_stop(0.0)

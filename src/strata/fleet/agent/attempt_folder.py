@@ -60,22 +60,22 @@ class AttemptPaths:
 
     @property
     def server(self) -> Path:
-        """Of a server: the hub's key, and the address that it serves at."""
+        """Holds files of a server: the hub's key, and the address that it serves at."""
         return self.folder / "server"
 
     @property
     def gang(self) -> Path:
-        """Of a member of a gang, and of the agent: what it needs to reach the coordinator."""
+        """Holds what a member of a gang and the agent need to reach the coordinator."""
         return self.folder / "gang"
 
     @property
     def parts(self) -> Path:
-        """Of a member of a gang: where its workers write their parts of checkpoints. Committed ones move up."""
+        """Holds parts of checkpoints that the workers of a gang's member write. Committed ones move up."""
         return self.checkpoints / ".parts"
 
     @property
     def fetched(self) -> Path:
-        """Of a member of a gang: checkpoints with the parts of all members."""
+        """Holds checkpoints with the parts of all members, for a member of a gang."""
         return self.gang / "fetched"
 
     @property

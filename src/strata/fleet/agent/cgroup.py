@@ -22,7 +22,7 @@ AGENT_GROUP: Final = "strata-agent"
 CONTROLLERS: Final = ("cpu", "memory", "pids")
 _PERIOD_US: Final = 100_000
 _SHARES: Final = 1024
-"""Of one core, in version 1; version 2 has 100."""
+"""Shares of one core in version 1; version 2 has 100."""
 _MAX_WEIGHT: Final = 10_000
 _REMOVE_ROUNDS: Final = 50
 _REMOVE_S: Final = 0.02
@@ -83,11 +83,11 @@ class JobParents:
 
     groups: tuple[Path, ...] = ()
     limits: frozenset[str] = frozenset()
-    """Of `memory`, `processes` and `cpu`, those that they can limit."""
+    """Those of `memory`, `processes` and `cpu` that they can limit."""
 
 
 def job_parents(root: Path = ROOT, own: Path = OWN) -> JobParents:
-    """Without permission to create groups: none.
+    """Returns the groups below which those of jobs are made; without permission to create groups none.
 
     Version 1 has a hierarchy for each controller, and beside them version 2 may have one without controllers, which is
     still good for finding and killing all processes of a job.

@@ -44,7 +44,7 @@ class ContainerRuntime:
     program: str
     settings: ContainerSettings
     environ: Mapping[str, str]
-    """Of the agent, for the runtime itself."""
+    """The environment of the agent, for the runtime itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

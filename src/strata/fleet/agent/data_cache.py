@@ -27,7 +27,7 @@ class JobData(msgspec.Struct, frozen=True, kw_only=True):
     """The datasets of one attempt."""
 
     folders: dict[str, str]
-    """By the name that the trainer gives each."""
+    """The folder by the name that the trainer gives each."""
     facts: dict[str, Any]
     """What the hub keeps with the attempt, by the same name."""
 
@@ -75,7 +75,7 @@ def _fetch(hub: HubApi, folder: Path, artifact: str, wanted: Callable[[], bool])
 
 
 def _make_readable(folder: Path) -> None:
-    """For the user of the job, who may not write here."""
+    """Makes files readable for the user of the job, who may not write here."""
     for place, _, files in os.walk(folder):
         Path(place).chmod(0o755)
         for name in files:

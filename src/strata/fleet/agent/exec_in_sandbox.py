@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 _KINDS: Final = ("cgroup", "ipc", "uts", "net", "pid", "mnt", "user")
-"""In this order: the last but one changes what paths mean, and the last is entered by itself."""
+"""The kinds of namespaces in the order in which they are entered: the last but one changes what paths mean, and the
+last is entered by itself."""
 _NS_GET_USERNS: Final = 0xB701
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_DUMPABLE: Final = 4
@@ -117,7 +118,7 @@ class _FilterProgram(ctypes.Structure):
 
 
 def _load_filter(program: bytes) -> None:
-    """Of this process and of all that it starts; empty: none."""
+    """Loads the filter of this process and of all that it starts; empty: none."""
     if not program:
         return
     loaded = _FilterProgram(len(program) // _INSTRUCTION_BYTES, program)

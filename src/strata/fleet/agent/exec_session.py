@@ -37,7 +37,7 @@ from strata.fleet.wire.execs import ExecEndRequest, ExecGiven
 from strata.fleet.wire.leases import ExecPending, LeaseGiven
 
 MAX_OUTPUT: Final = 1024 * 1024
-"""Of the beginning of the output; of more the end is kept as well."""
+"""Bytes of the beginning of the output; of more the end is kept as well."""
 POLL_S: Final = 0.1
 CONTACT_S: Final = 2.0
 """How often the hub is asked whether a silent command is still wanted."""
@@ -58,7 +58,7 @@ class SandboxExec(msgspec.Struct, frozen=True, kw_only=True):
     """When that process started, in ticks since boot."""
     control_groups: Sequence[str]
     filter: bytes
-    """Of system calls, as the job has one, but debuggers work. Empty: none."""
+    """The filter of system calls, as the job has one, but debuggers work. Empty: none."""
     uid: int | None
     """None: the agent's own user."""
     gid: int | None
@@ -74,7 +74,7 @@ class RunningJob:
 
     lease: LeaseGiven
     folder: Path
-    """Of its supervisor's files."""
+    """The folder of its supervisor's files."""
     paths: AttemptPaths
     redactor: Redactor
     ended: asyncio.Event
@@ -135,7 +135,7 @@ class ExecSession:
         return _outcome(child_exit, self._unwanted, given.timeout_s)
 
     async def _deliver(self, operation: str, call: Callable[[], object]) -> None:
-        """Until the hub has it or refuses it, and after the end of the job for a short time only.
+        """Repeats the call until the hub has it or refuses it, and after the end of the job for a short time only.
 
         Another session for the same exec would have another run id: the hub would end it without its exit status.
         """

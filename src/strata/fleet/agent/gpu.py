@@ -30,7 +30,7 @@ _COLUMNS: Final = "index,uuid,name,memory.total,utilization.gpu,memory.used,temp
 class GpuDevice:
     gpu: Gpu
     number: int
-    """Among those of its maker on this host."""
+    """The number among the devices of its maker on this host."""
     sample: CardSample
 
 
@@ -96,7 +96,7 @@ def _read_library(name: str, read: Callable[[Any], GpuInventory | None]) -> GpuI
 
 
 def read_nvml(nvml: Any) -> GpuInventory | None:
-    """By the functions of nvidia-ml-py. A GPU that is divided into MIG devices counts as those."""
+    """Reads GPUs by the functions of nvidia-ml-py. A GPU that is divided into MIG devices counts as those."""
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:
@@ -145,7 +145,7 @@ def _mig_handles(nvml: Any, handle: Any) -> list[Any]:
 
 
 def read_amd_smi(smi: Any) -> GpuInventory | None:
-    """By the functions of amdsmi, which come with ROCm."""
+    """Reads GPUs by the functions of amdsmi, which come with ROCm."""
     try:
         smi.amdsmi_init()
         handles = smi.amdsmi_get_processor_handles()
@@ -196,7 +196,7 @@ def read_nvidia_smi(environ: Mapping[str, str]) -> GpuInventory:
 
 
 def parse_devices(listing: str) -> Iterator[GpuDevice]:
-    """From the table that `nvidia-smi` prints; what it does not know is `[N/A]` there."""
+    """Parses the table that `nvidia-smi` prints; what it does not know is `[N/A]` there."""
     for row in csv.reader(listing.splitlines(), skipinitialspace=True):
         if len(row) != len(_COLUMNS.split(",")) or not (row[0].isdecimal() and row[3].strip().isdecimal()):
             continue

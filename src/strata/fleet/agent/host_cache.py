@@ -77,7 +77,7 @@ class HostCache:
         return read_json(self.folder / name / "ready.json", CacheEntry)
 
     def size_bytes(self) -> int:
-        """Of the entries that are complete."""
+        """Returns the size of the entries that are complete."""
         return sum(entry.size_bytes for each in self._folders() if (entry := self.read(each.name)) is not None)
 
     def evict(self, now_s: float) -> None:
@@ -94,7 +94,7 @@ class HostCache:
                 _log.info("cache_entry_evicted", cache=self.folder.name, entry=folder.name)
 
     def _folders(self) -> list[Path]:
-        """Of entries, complete or not: their locks are files beside them."""
+        """Lists the folders of entries, complete or not: their locks are files beside them."""
         return [each for each in self.folder.iterdir() if each.is_dir()] if self.folder.is_dir() else []
 
     def _make(self, folder: Path, make: Callable[[Path], CacheEntry]) -> CacheEntry:

@@ -33,7 +33,7 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     host_id: str
     name: str
     certified_at_s: float = 0.0
-    """By this host's clock."""
+    """When it was certified, by this host's clock."""
     valid_for_s: float = 0.0
     """0: there is no certificate."""
 
@@ -60,7 +60,7 @@ def save_certified(
 
 
 def save_local(state: Path, url: str, *, host_id: str, name: str, secret: Secret) -> None:
-    """For an agent on the same machine as its hub: loopback without TLS."""
+    """Saves the identity of an agent on the same machine as its hub: loopback without TLS."""
     folder = private_folder(private_folder(state) / FOLDER)
     write_file(folder / "secret", secret.reveal().encode())
     write_json(folder / "hub.json", Membership(url=url, host_id=host_id, name=name))

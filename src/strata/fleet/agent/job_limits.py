@@ -20,7 +20,7 @@ MEASURE_S: Final = 1.0
 CPU_WINDOW_S: Final = 3.0
 """The use of cores is a mean over so long: less is a peak, and more would be noticed too late."""
 CPU_TOLERANCE: Final = 1.2
-"""Of a watched limit of cores: the processes of a job are not measured at one moment."""
+"""Tolerated excess over a watched limit of cores: the processes of a job are not measured at one moment."""
 
 
 class TreeUsage(NamedTuple):
@@ -67,7 +67,7 @@ class JobLimits:
         self._ended = threading.Event()
 
     def apply(self) -> None:
-        """Before the child starts. OSError: the host cannot limit it, and it must not start."""
+        """Applies the limits before the child starts. OSError: the host cannot limit it, and it must not start."""
         if self._cgroup is not None:
             self._cgroup.create_groups(
                 self._groups,
@@ -80,7 +80,7 @@ class JobLimits:
             run_nft(self._network_rules)
 
     def enter(self) -> None:
-        """In the child, before it executes its program and before it becomes another user."""
+        """Enters the groups in the child, before it executes its program and before it becomes another user."""
         if self._cgroup is not None:
             self._cgroup.join_groups(self._groups)
         if self._limit_user and self._processes:
@@ -126,7 +126,8 @@ class JobLimits:
         return {}
 
     def _watch_disk(self) -> None:
-        """In a thread: a job may have so many files that their measurement takes minutes, and is stopped meanwhile."""
+        """Measures in a thread: a job may have so many files that it takes minutes, and the job is stopped
+        meanwhile."""
         took_s = 0.0
         while not self._ended.wait(max(MEASURE_S, 9 * took_s) if took_s else 0.0):
             began_s = time.monotonic()
@@ -141,7 +142,8 @@ class JobLimits:
         return self._cgroup is not None and bool(self._cgroup.kill_groups(self._groups))
 
     def remove(self) -> int:
-        """After the child: how many of its processes were killed because they were out of memory."""
+        """Removes the groups after the child. Returns how many of its processes were killed because they were out of
+        memory."""
         self._ended.set()
         if self._cgroup is None:
             kills = self._watched_kills or self._count_kills() - self._kills_before

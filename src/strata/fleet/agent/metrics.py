@@ -35,12 +35,12 @@ class AgentCounts:
     """What the agent counts while it works, and what it sampled last."""
 
     claims: Counter[str] = field(default_factory=Counter)
-    """By outcome: granted, empty, failed."""
+    """Claims by outcome: granted, empty, failed."""
     heartbeats: Counter[str] = field(default_factory=Counter)
-    """By outcome: answered, failed."""
+    """Heartbeats by outcome: answered, failed."""
     leases: int = 0
     attempts: Counter[str] = field(default_factory=Counter)
-    """That have ended, by outcome: completed, or the cause."""
+    """Ended attempts by outcome: completed, or the cause."""
     running: int = 0
     claims_paused: bool = False
     sample: HostSample = field(default_factory=HostSample)

@@ -84,7 +84,7 @@ class BuildEnvironment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     plan: uv.EnvironmentPlan
     environ: Mapping[str, str]
     wheels_only: bool
-    """Without the code of any package: `uv.build_environment` says how."""
+    """Whether to install without running the code of any package: `uv.build_environment` says how."""
 
 
 WorkerRequest = UnpackArchive | CheckoutCommit | CheckFolderExists | ReadSourceFiles | BuildEnvironment
@@ -96,7 +96,7 @@ class WorkerError(msgspec.Struct, frozen=True, kw_only=True):
     message: str
     hint: str | None = None
     errno: int = 0
-    """Of an OSError: then the host is at fault and not the archive."""
+    """The number of an OSError: then the host is at fault and not the archive."""
 
 
 _decode: Final = msgspec.json.Decoder(WorkerRequest).decode

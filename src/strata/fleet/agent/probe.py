@@ -197,7 +197,7 @@ def commit_of(source: Path, environ: Mapping[str, str]) -> str:
 
 
 def query_interpreter(interpreter: str, environ: Mapping[str, str], *, with_cuda: bool) -> InterpreterProbe:
-    """In a child process, so that importing torch cannot affect the agent."""
+    """Queries the interpreter in a child process, so that importing torch cannot affect the agent."""
     try:
         done = subprocess.run(
             [interpreter, "-c", _TORCH, "cuda" if with_cuda else "none"],

@@ -97,7 +97,7 @@ class HostSandbox:
     """Jobs with the host's network do not reach the addresses in METADATA."""
 
     def describe(self) -> str:
-        """For people, in one line."""
+        """Describes it for people, in one line."""
         words = {
             "none": "none: jobs run as the agent's user and can read its credentials",
             "user": "user: jobs run as a user of their own and see the host's files and processes",
@@ -161,7 +161,7 @@ class HostSandbox:
         writable: Sequence[Path] = (),
         declared: DeclaredAmounts = NOTHING_DECLARED,
     ) -> SupervisorSpec:
-        """For a job that something else confines, and keeps to the rest of its limits, which are noted for messages."""
+        """Limits the disk of a job that something else confines; the rest of its limits are noted for messages."""
         known = self.limits_of(paths.folder, writable, declared)
         limits = LimitsSpec(
             memory_bytes=known.memory_bytes,
@@ -174,7 +174,7 @@ class HostSandbox:
         return msgspec.structs.replace(spec, limits=limits)
 
     def memory_limit(self, ram_gib: float) -> tuple[int, str]:
-        """In bytes, of a job that declared so much, and which setting of whom it is."""
+        """Returns the limit in bytes of a job that declared so much, and which setting of whom it is."""
         own = int(self.settings.memory_gib * GIB)
         if ram_gib and not 0 < own < int(ram_gib * GIB):
             return int(ram_gib * GIB), "min_ram_gib of the job"
@@ -195,7 +195,7 @@ class HostSandbox:
         )
 
     def build_wrapper(self, scratch: Path, target: Path, readable: Sequence[Path]) -> tuple[str, ...]:
-        """For the build of an environment: these two folders are writable, and the network is the host's."""
+        """Wraps the build of an environment: these two folders are writable, and the network is the host's."""
         hidden = [folder for folder in readable if self.view.hides(folder)]
         return (
             self.bwrap,

@@ -35,7 +35,8 @@ ADDRESS_FILE: Final = "address.json"
 KEY_FILE: Final = "front.key"
 STATE_FILE: Final = "fleet.json"
 COPIES: Final = "copies"
-"""In the data folder: consistent copies of it that the server makes while it runs. They are named like checkpoints."""
+"""A folder in the data folder: consistent copies of it that the server makes while it runs. They are named like
+checkpoints."""
 _MAX_ADDRESS: Final = 16_384
 _MAX_STATE: Final = 65_536
 _NO_LIMIT: Final = 2**63 - 1
@@ -144,7 +145,7 @@ def _restore(lease: LeaseGiven, data: Path, job_user: JobUser | None, source: St
 
 
 def seal_state(lease: LeaseGiven, work: Path, job_user: JobUser | None) -> bool:
-    """After the process has ended: say so in the data folder. False if there is no state of this attempt."""
+    """Says in the data folder that the process has ended. False if there is no state of this attempt."""
     uid = None if job_user is None else job_user.uid
     state = _read_state(data_tree(work, lease.job_id, uid))
     if state is None or lease.epoch not in state.epochs:

@@ -24,7 +24,7 @@ from strata.fleet.client.hub_client import TlsFiles
 
 SCHEME: Final = "tls://"
 HUB_NAME: Final = ("URI", "strata://hub")
-"""In the certificate of the hub, as `strata.identity.ca` makes it."""
+"""The name in the certificate of the hub, as `strata.identity.ca` makes it."""
 HANDSHAKE_S: Final = 10.0
 MAX_CONNECTIONS: Final = 1024
 _PIECE: Final = 256 * 1024

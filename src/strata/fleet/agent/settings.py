@@ -51,9 +51,9 @@ class ContainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     registries: tuple[str, ...] = ()
     """Where images may come from, as in `docker.io` and `10.1.2.3:5000`. Empty: any registry with a public name."""
     options: tuple[str, ...] = ()
-    """For the runtime, before its command: `--runtime runc`, `--root`."""
+    """Options of the runtime, before its command: `--runtime runc`, `--root`."""
     run_options: tuple[str, ...] = ()
-    """For each container: `--ulimit nofile=1024:1024`."""
+    """Options of each container: `--ulimit nofile=1024:1024`."""
 
 
 class EnvironmentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,17 +86,18 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     pass_env: tuple[Word, ...] = ()
     """More variables of the agent that jobs inherit (`HTTP_PROXY`, `NCCL_*`)."""
     on_stop: Literal["preempt", "finish", "leave"] = "preempt"
-    """On SIGTERM: preempt the jobs, wait until they have finished, or leave them to the next agent."""
+    """What SIGTERM does: preempt the jobs, wait until they have finished, or leave them to the next agent."""
     grace_s: NotNegative = 30.0
     """Seconds between SIGTERM and SIGKILL of a job."""
     yield_to_people: Literal["never", "claims", "jobs"] = "never"
     """While a person is logged in or another program uses a GPU: claim nothing, or also preempt running jobs."""
     min_free_gib: NotNegative = 2.0
-    """With less free space in the work folder nothing is claimed."""
+    """Free space in the work folder below which nothing is claimed."""
     environments_gib: NotNegative = 50.0
-    """Of more, the environments that were not used for longest are removed; never one that a job uses."""
+    """Size of all environments beyond which the least recently used are removed; never one that a job uses."""
     data_gib: NotNegative = 100.0
-    """Of more, the datasets that were not used for longest are removed from this host; never one that a job uses."""
+    """Size of all datasets beyond which the least recently used are removed from this host; never one that a job
+    uses."""
     max_log_mib: Positive = 256.0
     """Limit of the log of one attempt; the middle of a longer log is left out, its end is kept."""
     max_skew_s: Positive = 300.0

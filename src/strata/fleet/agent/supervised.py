@@ -38,7 +38,7 @@ class LimitsSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     processes: int = 0
     cores: float = 0.0
     cpu_weight: float = 0.0
-    """In cores: its share of a host on which all jobs want more. Only control groups can give it."""
+    """Its share, in cores, of a host on which all jobs want more. Only control groups can give it."""
     disk_bytes: int = 0
     disk_folders: Sequence[str] = ()
     """What counts: the folder of the attempt and, of a server, that of its data."""
@@ -53,7 +53,7 @@ class LimitsSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     limit_user: bool = False
     """No control group limits the processes: their number is limited for the job's user."""
     network_rules: str = ""
-    """For nft, while the job runs."""
+    """Rules for nft, while the job runs."""
     network_table: str = ""
 
 
@@ -90,7 +90,7 @@ class ChildExit(msgspec.Struct, frozen=True, kw_only=True):
     setup: bool = False
     """The child could not be started because its program, folder or environment cannot be used on this host."""
     status: int = 0
-    """As subprocess reports it: the exit code, or minus the signal."""
+    """The exit code, or minus the signal, as subprocess reports it."""
     stopped: bool = False
     """The agent requested the stop."""
     timed_out: bool = False
@@ -188,7 +188,7 @@ def request_stop(folder: Path, grace_s: float) -> None:
 
 
 def kill_orphans(folder: Path) -> None:
-    """After the supervisor was lost: kill all that is in the job's control groups, and the child's process group.
+    """Kills, after the supervisor was lost, all that is in the job's control groups, and the child's process group.
 
     The process group only if the pid still belongs to that child.
     """
@@ -210,7 +210,8 @@ def kill_orphans(folder: Path) -> None:
 
 
 def remove_container(folder: Path) -> None:
-    """After the supervisor was lost: the job's container belongs to no process group of ours and would run on."""
+    """Removes the job's container after the supervisor was lost: it belongs to no process group of ours and would run
+    on."""
     spec = read_spec(folder)
     if spec is None or not spec.removal:
         return

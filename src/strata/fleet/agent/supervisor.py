@@ -483,7 +483,7 @@ def _lock(path: Path) -> int | None:
 
 
 def _job_object(child: subprocess.Popen[bytes]) -> Callable[[], None] | None:
-    """On Windows: the function that ends the child and all it started."""
+    """Returns the function that ends the child and all it started, on Windows."""
     if os.name != "nt":
         return None
     terminate: Callable[[], None] = _load_sibling("windows").job_object_of(child.pid).terminate

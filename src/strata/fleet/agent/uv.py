@@ -126,7 +126,7 @@ def build_environ(variables: Mapping[str, str], scratch: Path, *, private: bool)
 
 class BuiltEnvironment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     packages: tuple[str, ...]
-    """As `uv pip freeze` lists them."""
+    """The packages as `uv pip freeze` lists them."""
     took_s: float
 
 

@@ -107,7 +107,8 @@ def _kernel() -> Any:
 
 
 def task_xml(*, command: str, arguments: str, user: str, folder: str) -> str:
-    """For `schtasks /Create /XML`: starts with the machine, starts again when it ended, runs on battery, never twice.
+    """Writes a task for `schtasks /Create /XML`: it starts with the machine, starts again when it ended, runs on
+    battery, never twice.
 
     The agent ends by itself when asked; the task is not to be ended after some hours, as tasks are by default.
     """

@@ -34,7 +34,7 @@ class Amounts(NamedTuple):
     gpus: int = 0
     gpu_share: float = 1.0
     vram_gib: float = 0.0
-    """Of each card; what the share is of a card's VRAM if it is 0."""
+    """VRAM of each card; what the share is of a card's VRAM if it is 0."""
     prefers_gpu: bool = False
     """It takes a free card if there is one, and runs without otherwise."""
 
@@ -66,7 +66,7 @@ class Taken(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cards: tuple[str, ...] = ()
     gpu_share: float = 1.0
     vram_gib: float = 0.0
-    """Of each card that is shared."""
+    """VRAM of each card that is shared."""
 
     @property
     def gpus(self) -> float:
@@ -75,7 +75,7 @@ class Taken(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 UNKNOWN: Final = Taken(whole=True)
-"""Of an attempt that began before amounts were counted."""
+"""What an attempt holds that began before amounts were counted."""
 
 
 def job_amounts(needs: Needs, capacity: Capacity) -> Amounts:
@@ -160,7 +160,7 @@ class Room:
         self._cores = max(1, capacity.cores)
         self._ram_gib = capacity.ram_gib
         self._cards = {card.id: (1.0, card.vram_gib, card.vram_gib) for card in capacity.cards}
-        """Of each card the share and the VRAM that are left, and the VRAM that it has."""
+        """The share and the VRAM that are left of each card, and the VRAM that it has."""
         for taken in held:
             self.hold(taken)
 
@@ -190,7 +190,7 @@ class Room:
         )
 
     def fitting(self, classes: Mapping[int, Amounts]) -> tuple[tuple[int, ...], list[Amounts]]:
-        """Of these classes those of which a job fits, and the different amounts that their jobs take."""
+        """Returns the classes of which a job fits, and the different amounts that their jobs take."""
         # By identity: equal amounts of one host are one object, and a claim may name hundreds of classes.
         kinds = {id(amounts): amounts for amounts in classes.values()}
         fits = {key: amounts for key, amounts in kinds.items() if self.fits(amounts)}

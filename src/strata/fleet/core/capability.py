@@ -47,11 +47,11 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     name: Text
     vram_bytes: Bytes
     uuid: Text = ""
-    """As CUDA_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES take it; empty: the device goes by its number."""
+    """The UUID as CUDA_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES take it; empty: the device goes by its number."""
 
 
 class Capability(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """As detected; an empty text means that there is none, or that it is not known."""
+    """What was detected; an empty text means that there is none, or that it is not known."""
 
     hostname: Name
     os: Text = ""
@@ -75,11 +75,11 @@ class Capability(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     job_ram_bytes: Bytes = 0
     """The most memory that its settings give to one job. 0: they set no limit."""
     labels: dict[Label, LabelValue] = {}
-    """Of the agent's own settings."""
+    """Labels of the agent's own settings."""
     slots: Slots | None = None
-    """Of the agent's own settings; None: as many jobs at once as fit by their amounts."""
+    """Slots of the agent's own settings; None: as many jobs at once as fit by their amounts."""
     utc_offset_min: Annotated[int, msgspec.Meta(ge=-1440, le=1440)] = 0
-    """Of the host's wall clock at this moment: quiet hours are the owner's hours."""
+    """Offset of the host's wall clock at this moment: quiet hours are the owner's hours."""
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -98,9 +98,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     labels: dict[Label, LabelValue] = {}
     """Given by an operator."""
     pool: Text = ""
-    """Of its invitation."""
+    """The pool of its invitation."""
     own_labels: dict[Label, LabelValue] = {}
-    """Of the agent's own settings: good for wishes only."""
+    """Labels of the agent's own settings: good for wishes only."""
     sandbox: SandboxLevel = "none"
     limits: LimitsLevel = "none"
     job_ram_limit_gib: float | None = None
@@ -176,7 +176,7 @@ def parse_agent_version(text: str) -> tuple[int, int] | None:
 
 
 def bucket_gib(size_bytes: int) -> float:
-    """To the nearest half GiB."""
+    """Rounds to the nearest half GiB."""
     return (2 * _BUCKETS_PER_GIB * size_bytes + GIB) // (2 * GIB) / _BUCKETS_PER_GIB
 
 

@@ -61,7 +61,7 @@ class LedgerEvent(NamedTuple):
     epoch: int
     """0: of no attempt."""
     seen_at_s: float | None = None
-    """Of `job.expired`: the last heartbeat of the host."""
+    """The last heartbeat of the host, for `job.expired`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +133,7 @@ class _Writer:
     segments: list[JobSegment] = field(default_factory=list)
 
     def add(self, to_s: float, part: GoodputPart, phase: JobPhase, attempt: int = 0) -> float:
-        """Up to `to_s`; how long that is."""
+        """Adds time up to `to_s`, and returns how long that is."""
         from_s, self.now_s = self.now_s, min(max(self.now_s, to_s), self.until_s)
         if self.now_s > from_s:
             self.segments.append(JobSegment(from_s, self.now_s, part, phase, attempt))
@@ -182,7 +182,7 @@ class _AttemptEnds:
     started_s: float
     """When the trainer began, or the attempt ended without it."""
     kept_s: float
-    """Until when the work of the trainer was kept."""
+    """The time until which the work of the trainer was kept."""
     stopped_s: float
     """When the trainer ended, or its host was seen last."""
     detected_s: float
@@ -242,7 +242,7 @@ def _write_run(write: _Writer, attempt: AttemptTimes, times: _AttemptEnds) -> tu
 
 
 def _last_expiry(own: Iterable[LedgerEvent], attempt: AttemptTimes) -> LedgerEvent | None:
-    """Of an attempt whose lease ran out and was not renewed any more."""
+    """Returns the event of an attempt whose lease ran out and was not renewed any more."""
     last = None
     for each in own:
         if each.kind == event_kinds.JOB_EXPIRED:

@@ -25,7 +25,7 @@ def host_status(state: StoredState, presence: Presence, *, quiet: bool) -> HostS
 
 @dataclass(frozen=True, slots=True)
 class AgentSightings:
-    """Which agents sent the heartbeats of one host, to tell a restarted agent from two that run at once.
+    """Remembers which agents sent the heartbeats of one host, to tell a restarted agent from two that run at once.
 
     The incarnation of an agent is made when it starts, and two agents of one state folder never run at once. So one
     that comes back after another one is a copy, on a machine whose disk was copied, or its heartbeat was long on its

@@ -30,13 +30,13 @@ _MAX_STEPS: Final = 100_000
 _NAME_STEPS: Final = 10
 """What it costs to compare an unknown name with a known one."""
 _MAX_LISTED: Final = 20
-"""Of the values of an `enum`, in a message."""
+"""The most values of an `enum` in a message."""
 _NO_NAMES: Final[frozenset[str]] = frozenset()
 
 
 class HyperFinding(msgspec.Struct, frozen=True):
     path: Path
-    """Inside the value that was checked."""
+    """The path inside the value that was checked."""
     message: str
 
 

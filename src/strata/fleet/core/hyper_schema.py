@@ -1,4 +1,4 @@
-"""Which JSON Schemas are understood, and what is wrong with one that is not."""
+"""Reads the JSON Schemas that are understood, and says what is wrong with one that is not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LARGEST_FLOAT: Final = 1.7976931348623157e308
 _MAX_PARTS: Final = 20_000
 """Schemas inside a schema."""
 _MAX_PROBLEMS: Final = 200
-"""That are looked for."""
+"""The most problems that are looked for."""
 _DIALECTS: Final = ("https://json-schema.org/draft/2020-12/schema", "https://json-schema.org/draft/2020-12/schema#")
 _TYPES: Final = ("string", "boolean", "number", "integer", "array", "object", "null")
 

@@ -57,7 +57,7 @@ class Cause(StrEnum):
     USER_ERROR = "user_error"
     """The trainer exited with an error of its own."""
     OOM = "oom"
-    """Out of memory, of the host or of the GPU."""
+    """The host or the GPU was out of memory."""
     TIMEOUT = "timeout"
     """Ran longer than the job's `timeout_s`."""
     HOST_LOST = "host_lost"

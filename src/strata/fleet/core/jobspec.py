@@ -44,9 +44,9 @@ from strata.fleet.core.requirement import (
 
 MAX_PRIORITY: Final = 1_000_000
 MIN_IDLE_S: Final = 10.0
-"""Of a server that sleeps: it takes about as long to stop, to save its state and to start again."""
+"""The least idle time of a server that sleeps: it takes about as long to stop, to save its state and to start again."""
 MAX_MEMBERS: Final = 1024
-"""Of one gang."""
+"""The most members of one gang."""
 MAX_WORKERS_PER_HOST: Final = 1024
 DEFAULT_PROJECT: Final = "default"
 """The project of a manifest that names none, and of jobs that were submitted one by one."""
@@ -95,7 +95,7 @@ class GangPlace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """How many members, and so hosts, it has."""
     index: Annotated[int, msgspec.Meta(ge=0, lt=MAX_MEMBERS)]
     min_size: Members
-    """With fewer members it waits; with more it trains on without those that are lost."""
+    """The least members: with fewer it waits; with more it trains on without those that are lost."""
     workers_per_host: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS_PER_HOST)] = 1
     run: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
     """Counted up by the hub whenever the completed gang is to run again, so that it begins from nothing."""
@@ -110,7 +110,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     split_recipe: Any = None
     """A name or a table: how the data is divided; the trainer's business."""
     train_hosts: tuple[Text, ...] = ()
-    """Whose data is trained on, not where: that is `needs.allowed_hosts`."""
+    """The hosts whose data is trained on, not where: that is `needs.allowed_hosts`."""
     seed: Seed = 0
     retrain_on: tuple[Literal["code", "data"], ...] = ()
     code: Text = ""
@@ -132,7 +132,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_infra: Attempts = MAX_INFRA
     """How many attempts may end because hosts could not do their part."""
     timeout_s: Seconds = 0.0
-    """Of one attempt. 0: as long as it takes."""
+    """The time of one attempt. 0: as long as it takes."""
     not_before_s: Moment = 0.0
     """No host gets it before this time. 0: at once."""
     delay_s: Seconds = 0.0
@@ -140,7 +140,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     sweep: Text = ""
     """The sweep that made this job."""
     due: Text = ""
-    """Of a run of a schedule: when it was due, as in 2026-11-17T02:00Z."""
+    """When a run of a schedule was due, as in 2026-11-17T02:00Z."""
     idle_s: Seconds = 0.0
     """A server without a request for so long is put to sleep; the next request wakes it. 0: never, else 10 or more."""
     gang: GangPlace | None = None
@@ -163,16 +163,16 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return Budget(max_attempts=self.max_attempts, max_lost=self.max_lost, max_infra=self.max_infra)
 
     def with_sandbox(self, required: Mapping[str, SandboxLevel]) -> JobSpec:
-        """With at least the sandbox that the hub requires of its project."""
+        """Returns the job with at least the sandbox that the hub requires of its project."""
         return msgspec.structs.replace(self, needs=with_sandbox(self.needs, required, self.project))
 
     def starts_at_s(self, created_at_s: float) -> float:
-        """Before this time no host gets it; 0 for a job that may start at once."""
+        """Returns the time before which no host gets it; 0 for a job that may start at once."""
         return max(self.not_before_s, created_at_s + self.delay_s if self.delay_s else 0.0)
 
     @property
     def label(self) -> str:
-        """For people: the manifest's name, or `model-mode`."""
+        """Names the job for people: the manifest's name, or `model-mode`."""
         return self.name or f"{self.model}-{self.mode}"
 
     @property
@@ -253,7 +253,7 @@ class DataSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     source: Text
     """`strata:NAME` for a dataset of the hub; else a path on the host or an address, the trainer's business."""
     digest: Text = ""
-    """Of a dataset: the artifact that the name stood for when the trainer was declared."""
+    """The artifact that the name of a dataset stood for when the trainer was declared."""
 
     @property
     def dataset(self) -> str:
@@ -267,7 +267,8 @@ class EnvironmentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     image: Image = ""
     """An OCI image, in the place of `file`: the command runs in it, with podman or apptainer."""
     file: SourcePath = ""
-    """In the trainer's source: `uv.lock` (with `pyproject.toml` beside it), `pyproject.toml`, or requirements."""
+    """A file in the trainer's source: `uv.lock` (with `pyproject.toml` beside it), `pyproject.toml`, or
+    requirements."""
     python: PythonVersion = ""
     """Empty: the Python that the host uses for trainers."""
     extras: tuple[Name, ...] = ()
@@ -302,7 +303,8 @@ class TrainerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The file with the JSON Schema of `hyper`, beside the manifest; or empty."""
 
     def encode(self) -> bytes:
-        """As the stores keep it: fields in the order above, tables by key. What is at its default is left out."""
+        """Encodes the spec as the stores keep it: fields in the order above, tables by key. What is at its default is
+        left out."""
         return _encode(self)
 
     @property
@@ -326,7 +328,7 @@ def qualified_trainer(project: str, name: str) -> str:
 
 
 def moved_start_s(before: JobSpec, after: JobSpec, created_at_s: float, not_before_s: float) -> float:
-    """Before this time no host gets a job that waits and whose start was changed: a back-off goes on."""
+    """Returns the time before which no host gets a job that waits and whose start was changed: a back-off goes on."""
     starts_at_s = after.starts_at_s(created_at_s)
     is_backoff = not_before_s > before.starts_at_s(created_at_s)
     return max(starts_at_s, not_before_s) if is_backoff else starts_at_s

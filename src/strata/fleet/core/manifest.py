@@ -60,11 +60,11 @@ class JobManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     source: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_SOURCE)] = "manifest"
     """The file it was read from: its sweeps belong to it."""
     project: Name = DEFAULT_PROJECT
-    """Whose trainers and jobs these are. It is written in the file and never follows from the name of a folder."""
+    """The project of these trainers and jobs. It is written in the file and never follows from the name of a folder."""
     trainers: dict[Name, TrainerSpec] = {}
     hosts: dict[Name, HostSpec] = {}
     jobs: dict[JobId, JobSpec] = {}
-    """By id, in the order of the file, sweeps last."""
+    """The jobs by id, in the order of the file, sweeps last."""
     searches: dict[Name, SearchSweep] = {}
     """Sweeps whose jobs the hub makes one by one, by name."""
     schedules: dict[Name, JobSchedule] = {}

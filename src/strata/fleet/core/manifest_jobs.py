@@ -89,7 +89,7 @@ class _JobTable:
 
     jobs: dict[str, JobSpec] = field(default_factory=dict)
     searches: dict[str, SearchSweep] = field(default_factory=dict)
-    """By the name of the sweep: the hub makes their jobs one by one."""
+    """The searches by the name of the sweep: the hub makes their jobs one by one."""
     schedules: dict[str, JobSchedule] = field(default_factory=dict)
     places: dict[str, KeyPath] = field(default_factory=dict)
     named: dict[str, list[str]] = field(default_factory=dict)
@@ -99,7 +99,7 @@ class _JobTable:
     unread: set[str] = field(default_factory=set)
     """What jobs that could not be read are called: one mistake is reported once."""
     after: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """As written."""
+    """The references as they are written."""
     references: list[tuple[KeyPath, tuple[str, ...]]] = field(default_factory=list)
     """Every `after` of the file, also of jobs that could not be read."""
     taken: dict[str, KeyPath] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class _JobTable:
 
 class ManifestJobs(NamedTuple):
     jobs: dict[str, JobSpec]
-    """By id, in the order of the file, sweeps last."""
+    """The jobs by id, in the order of the file, sweeps last."""
     searches: dict[str, SearchSweep]
     schedules: dict[str, JobSchedule]
 
@@ -254,7 +254,7 @@ def _job_spec(context: ManifestContext, trainer: str, fields: Mapping[str, Any])
 
 
 def _trainer(context: ManifestContext, place: KeyPath, name: str | None, *, given: bool) -> str | None:
-    """Which trainer runs the job: the one it names, or the only one."""
+    """Returns the trainer that runs the job: the one it names, or the only one."""
     names = context.trainer_names
     if name is None:
         if not given and len(names) != 1 and "default" not in names:

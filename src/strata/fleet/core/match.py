@@ -22,7 +22,7 @@ _FAR: Final = 1.0
 
 class MismatchReason(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     constraint: str
-    """As the manifest names it."""
+    """The constraint as the manifest names it."""
     needed: str
     has: str
     fix: str
@@ -47,7 +47,7 @@ def eligible(requirement: RequirementClass, host: Profile) -> MatchResult:
 
 
 def eligible_classes(host: Profile, classes: Mapping[int, RequirementClass]) -> frozenset[int]:
-    """Of `classes`, by their numbers in the store, those that `host` may serve."""
+    """Returns those of `classes`, by their numbers in the store, that `host` may serve."""
     return frozenset(
         number
         for number, requirement in classes.items()
@@ -90,8 +90,8 @@ def shape(host: Profile) -> tuple[tuple[float, ...], float]:
 
 
 def _card_gib(requirement: RequirementClass, host: Profile) -> float:
-    """Of the largest card that a job takes, where it takes the smallest ones; of the largest of all if it takes none,
-    or the whole host."""
+    """Returns the memory of the largest card that a job takes, where it takes the smallest ones; of the largest of all
+    if it takes none, or the whole host."""
     needs = requirement.needs
     enough = sorted(card for card in host.vram_gib if card >= needs.min_vram_gib)
     return enough[needs.gpus - 1] if 0 < needs.gpus <= len(enough) else max(host.vram_gib, default=0.0)

@@ -1,4 +1,4 @@
-"""Which metric tells the better run, and which way: for sweeps and artifacts that declare none.
+"""Chooses the metric that tells the better run, and its direction, for sweeps and artifacts that declare none.
 
 A sweep that searches declares its objective. For all others the metric is chosen among those that most runs report, by
 the words of its name: a validation figure before a training figure, a known figure before an unknown one.
@@ -32,7 +32,7 @@ class Objective(NamedTuple):
 
 
 def direction_of(metric: str) -> Direction:
-    """Which way is better, by the words of the name; more is better where they do not tell."""
+    """Chooses the better direction by the words of the name; more is better where they do not tell."""
     return "minimize" if _words(metric) & _LOWER else "maximize"
 
 

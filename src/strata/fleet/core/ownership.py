@@ -29,7 +29,7 @@ class Submitter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 MAX_PROJECTS: Final = 100
-"""Of an owner who is no operator."""
+"""The most projects of an owner who is no operator."""
 OPERATOR: Final = Submitter(owner="operator", operator=True)
 """Owns the jobs that were queued with the operator token."""
 

@@ -88,7 +88,7 @@ class ExistingJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class JobChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     job_id: str
     spec: JobSpec
-    """As it is to be."""
+    """The job as it is to be."""
     kinds: tuple[str, ...]
     reclassed: bool
     """Its requirement class is another one."""
@@ -271,7 +271,7 @@ def requeued_members(job_id: str, members: Mapping[str, tuple[JobStatus, JobSpec
 
 
 def _digest(spec: TrainerSpec, there: RegisteredTrainer | None) -> str:
-    """Of an equal trainer the digest that it has: one from before digests may be spelt in another order."""
+    """Returns the digest of an equal trainer if there is one: one from before digests may be spelt in another order."""
     return there.digest if there is not None and there.spec == spec else spec.digest
 
 

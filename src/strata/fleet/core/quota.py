@@ -20,7 +20,7 @@ EVERYBODY: Final = "*"
 """The owner under whose name the quota of those is kept who have none of their own."""
 HOUR_S: Final = 3600.0
 MAX_SPEC_BYTES: Final = 64 * 1024
-"""Of one job of an owner with a quota, as it is stored: a list of jobs has a thousand of them."""
+"""The largest job of an owner with a quota, as it is stored: a list of jobs has a thousand of them."""
 
 Jobs = Annotated[int, msgspec.Meta(ge=0, le=10_000_000)]
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
@@ -39,11 +39,11 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Card hours within the window; None: any number."""
     window_s: Window = 30 * 86_400.0
     bytes: Bytes | None = None
-    """Of sources, data, results and checkpoints; None: any number."""
+    """Bytes of sources, data, results and checkpoints; None: any number."""
 
     @property
     def attempt_bytes(self) -> int | None:
-        """Up to which attempts may store results and checkpoints."""
+        """Returns the bytes up to which attempts may store results and checkpoints."""
         return None if self.bytes is None else 2 * self.bytes
 
     @property
@@ -60,11 +60,11 @@ UNLIMITED: Final = Quota(jobs=None, min_priority=-MAX_PRIORITY, max_priority=MAX
 
 class OwnerUsage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     jobs: int = 0
-    """That wait or run."""
+    """Jobs that wait or run."""
     gpu_hours: float = 0.0
-    """Within the window of the owner's quota."""
+    """GPU hours within the window of the owner's quota."""
     bytes: int = 0
-    """That the hub stores."""
+    """Bytes that the hub stores."""
 
 
 def quota_of(owner: str, quotas: Mapping[str, Quota]) -> Quota:

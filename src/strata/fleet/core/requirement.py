@@ -50,7 +50,7 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     require_cuda: bool = False
     min_vram_gib: Gib = 0.0
-    """Of one GPU. It implies a GPU, of whatever make."""
+    """The least VRAM of one GPU. It implies a GPU, of whatever make."""
     min_ram_gib: Gib = 0.0
     min_cores: Count = 0
     min_gpus: Count = 0

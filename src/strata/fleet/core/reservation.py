@@ -42,7 +42,7 @@ ReservationKind = Literal["drain", "grant", "missed"]
 """`drain`: nothing else is granted; `grant`: the job may be claimed as soon as it fits; `missed`: it was not claimed in
 time, and the host is passed over for it."""
 _RoomOf = Callable[[str], Room]
-"""By host."""
+"""Returns the room of a host."""
 
 
 class WaitingJob(NamedTuple):
@@ -101,11 +101,11 @@ class QueueView(NamedTuple):
     heads: Sequence[WaitingJob]
     """The first job of each owner in each class."""
     reservations: Sequence[Reservation] = ()
-    """Of jobs that wait in the queue."""
+    """Reservations of jobs that wait in the queue."""
     held: Sequence[HeldPlace] = ()
     """The attempts whose leases have not expired."""
     members: Sequence[GangMember] = ()
-    """Of gangs that have not ended, all of each."""
+    """All members of gangs that have not ended."""
     refused: Collection[tuple[str, int]] = ()
     """Hosts, and jobs that they could not set up."""
 
@@ -134,7 +134,7 @@ class ReservationPlan(NamedTuple):
     cancelled: Mapping[str, str] = {}
     """Members of gangs that cannot go on."""
     stuck: frozenset[int] = frozenset()
-    """For the next plan."""
+    """What the next plan needs to know."""
 
 
 def added_reservations(planned: Iterable[Reservation], before: Iterable[Reservation]) -> list[Reservation]:

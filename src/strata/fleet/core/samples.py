@@ -30,9 +30,9 @@ class HostSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The share of the time in which its processors computed, 0 to 1: since the last sample, and of all of them."""
     ram_used_gib: Amount | None = None
     disk_free_gib: Amount | None = None
-    """Below the agent's work folder."""
+    """Free space below the agent's work folder."""
     environments_gib: Amount | None = None
-    """Of its caches: environments, and data of jobs."""
+    """Size of the cached environments; the next one is of the data of jobs."""
     data_gib: Amount | None = None
     cards: Annotated[tuple[CardSample, ...], msgspec.Meta(max_length=256)] = ()
 
@@ -57,12 +57,12 @@ class SamplePoint(NamedTuple):
 
 
 FLEET: Final = "fleet"
-"""In the place of a host: figures of the whole fleet."""
+"""Stands in the place of a host: figures of the whole fleet."""
 
 
 class Resolution(NamedTuple):
     step_s: int
-    """Of the means; 0: as they were sampled."""
+    """The step of the means; 0: as they were sampled."""
     keep_s: int
     source_s: int
     """The step of the points that the means are of."""

@@ -30,7 +30,7 @@ class Halving(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     first_step: Annotated[int, msgspec.Meta(ge=1, le=2**40)] = 1
     reduction: Annotated[int, msgspec.Meta(ge=2, le=16)] = 3
-    """Of the trials at a rung, one in so many goes on."""
+    """One in so many trials at a rung goes on."""
 
 
 class SearchPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,7 +58,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     point: Point
     state: Literal["", "completed", "failed", "pruned"] = ""
     values: tuple[float, ...] = ()
-    """Of the objective, in its order; of a completed trial."""
+    """Values of the objective, in its order; of a completed trial."""
     reports: tuple[tuple[int, float], ...] = ()
     """Step and value at the rungs that a pruned trial reached."""
 

@@ -22,9 +22,9 @@ from strata.fleet.core.report import (
 )
 
 MAX_BUCKETS: Final = 1000
-"""Of one series: it is shown with up to twice as many points."""
+"""The most buckets of one series: it is shown with up to twice as many points."""
 MAX_SERIES: Final = 512
-"""Of one attempt; a trainer that makes up names is not followed any further."""
+"""The most series of one attempt; a trainer that makes up names is not followed any further."""
 
 
 class MetricPoint(NamedTuple):
@@ -52,7 +52,7 @@ class SeriesBuckets:
 
     def __init__(self) -> None:
         self.count = 0
-        """Of finite values."""
+        """The number of finite values."""
         self.not_finite = 0
         self.last: float | None = None
         """None: it was not finite."""
@@ -87,7 +87,7 @@ class SeriesBuckets:
 
 
 def downsample(points: Sequence[MetricPoint], limit: int) -> list[MetricPoint]:
-    """At most so many of the points, 2 at least: the lowest and the highest of each of equal groups."""
+    """Returns at most so many of the points, 2 at least: the lowest and the highest of each of equal groups."""
     if len(points) <= limit:
         return list(points)
     groups = max(1, limit // 2)
@@ -121,7 +121,7 @@ class AttemptMetrics:
                 self.checkpoint_s += report.took_s
 
     def size(self) -> int:
-        """In buckets."""
+        """Returns the size in buckets."""
         return sum(map(len, self.series.values()))
 
     def _add_values(self, report: MetricsReport) -> None:
@@ -163,7 +163,7 @@ class AttemptProgress(NamedTuple):
 
 
 def progress(reports: Iterable[ProgressReport]) -> AttemptProgress | None:
-    """From the first and the last report of an attempt."""
+    """Computes progress from the first and the last report of an attempt."""
     given = list(reports)
     if not given:
         return None
@@ -174,8 +174,8 @@ def progress(reports: Iterable[ProgressReport]) -> AttemptProgress | None:
 
 
 class ReportThinner:
-    """Which reports of a stream are kept at a resolution: of each metric the lowest value, the highest, and the first
-    that is not finite, in each step; the first and the last progress; all checkpoints."""
+    """Keeps reports of a stream at a resolution: of each metric the lowest value, the highest, and the first that is
+    not finite, in each step; the first and the last progress; all checkpoints."""
 
     def __init__(self, step_s: int) -> None:
         self._step_s = step_s
@@ -206,7 +206,7 @@ class ReportThinner:
                 self._highs[key] = point
 
     def reports(self) -> list[TrainerReport]:
-        """In the order of time."""
+        """Returns the reports in the order of time."""
         kept: list[TrainerReport] = [*self._progress, *self._checkpoints]
         merged: dict[tuple[float, int | None], dict[str, Value]] = {}
         for points in (self._lows, self._highs, self._odd):

@@ -31,7 +31,7 @@ _SEVERITIES: Final[Mapping[str, Severity]] = {
     event_kinds.JOB_FAILED: "failure",
     event_kinds.JOB_STARTED: "info",
 }
-"""Of the kinds that are no warning."""
+"""The severity of kinds that are no warning."""
 
 
 class Subscription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

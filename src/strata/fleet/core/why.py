@@ -247,7 +247,7 @@ def _unschedulable(verdicts: Sequence[MatchResult], own: list[Obstacle]) -> Why:
 
 
 def _by_constraint(verdicts: Sequence[MatchResult]) -> list[Obstacle]:
-    """Per constraint how many hosts fail it, most first; the fix is for the host that comes nearest."""
+    """Counts the hosts that fail each constraint, most first; the fix is for the host that comes nearest."""
     failing: dict[str, list[tuple[str, MismatchReason]]] = {}
     for verdict in verdicts:
         for reason in verdict.reasons:

@@ -1,5 +1,5 @@
-"""Which examples a step has, which are held out, how large the step is. All of it follows from seed and step alone, so
-that a run that is resumed does what it would have done."""
+"""Chooses the examples of a step and those that are held out, and how large the step is. All of it follows from seed
+and step alone, so that a run that is resumed does what it would have done."""
 
 from __future__ import annotations
 

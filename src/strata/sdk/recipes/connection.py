@@ -25,7 +25,7 @@ class ServerConnection:
     server: TrainingServer
     files: HubClient
     base_models: list[str]
-    """That the server trains."""
+    """The models that the server trains."""
 
 
 @contextmanager

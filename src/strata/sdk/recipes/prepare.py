@@ -1,4 +1,4 @@
-"""From a recipe to what the loop needs: data as tokens, and the method of its kind."""
+"""Turns a recipe into what the loop needs: data as tokens, and the method of its kind."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ChosenRows:
 class PreparedMethod:
     method: TrainingMethod
     left_out: tuple[str, ...]
-    """Which rows are not used, in sentences."""
+    """The rows that are not used, in sentences."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class RecipeRows:
     settings: dict[str, Any]
     """What decides the numbers of the run: the recipe, and digests of all it reads."""
     folder: Path
-    """Of the recipe: relative paths count from here."""
+    """The folder of the recipe: relative paths count from here."""
 
 
 def read_recipe_rows(recipe: Recipe, folder: Path, fetch_object: FetchObject) -> RecipeRows:
@@ -82,7 +82,7 @@ def read_recipe_rows(recipe: Recipe, folder: Path, fetch_object: FetchObject) ->
 
 
 def _adapter_digests(recipe: Recipe, folder: Path) -> dict[str, str]:
-    """Of the local adapters that a run starts from. What a server keeps under a path does not change."""
+    """Digests the local adapters that a run starts from. What a server keeps under a path does not change."""
     return {
         f"{name}.sha256": digest(
             {file: _digest_if_there(local_adapter(adapter, folder) / file) for file in ADAPTER_FILES}

@@ -36,11 +36,12 @@ class RecipeModel(_Section, frozen=True, kw_only=True):
     """The base model, and the adapter that is trained over it."""
 
     path: str = ""
-    """For a server that the recipe starts: a folder in Hugging Face's format, or the id of a model in the cache."""
+    """The model of a server that the recipe starts: a folder in Hugging Face's format, or the id of a model in the
+    cache."""
     tiny: TinyFamily = ""
     """Or a small random model of this family, made in the run folder: for first steps."""
     name: str = ""
-    """For a server that is named: one of its models; its first one unless set."""
+    """One of the models of a server that is named; its first one unless set."""
     start: str = ""
     """A PEFT adapter to continue from: a folder, or `tinker://…` on that server."""
     rank: Count = 16
@@ -56,11 +57,11 @@ class RecipeData(_Section, frozen=True, kw_only=True):
     path: str
     """A file (JSONL, JSON, Parquet), a folder of them, `s3://BUCKET/KEY`, or `hf://OWNER/NAME`."""
     split: str = "train"
-    """Of a folder or a dataset of the Hugging Face Hub."""
+    """The split of a folder or a dataset of the Hugging Face Hub."""
     max_tokens: Count = 1024
     """Longer examples are left out."""
     supervise: Literal["assistant", "all"] = "assistant"
-    """Of conversations: learn what the assistant says, or all of it."""
+    """What of conversations is learned: what the assistant says, or all of it."""
 
 
 class RecipeTraining(_Section, frozen=True, kw_only=True):
@@ -71,11 +72,11 @@ class RecipeTraining(_Section, frozen=True, kw_only=True):
     """Examples, pairs or prompts of a step."""
     learning_rate: Positive = _ADAM.learning_rate
     schedule: ScheduleKind = "constant"
-    """Of the learning rate after the warm-up: constant, or down to zero at the last step."""
+    """The learning rate after the warm-up: constant, or down to zero at the last step."""
     warmup_steps: Whole = 0
     weight_decay: NotNegative = _ADAM.weight_decay
     grad_clip_norm: NotNegative = _ADAM.grad_clip_norm
-    """Of the gradient of the mean over tokens; 0 is no clipping."""
+    """The bound on the gradient of the mean over tokens; 0 is no clipping."""
     seed: Seed = 0
     save_every: Count | None = None
     """Steps between two saved states; a tenth of all unless set."""
@@ -85,7 +86,7 @@ class RecipeEvaluation(_Section, frozen=True, kw_only=True):
     path: str = ""
     split: str = "test"
     share: Share = 0.0
-    """In place of a path: this share of the data, which is then not trained on."""
+    """The share of the data that is not trained on, in place of a path."""
     every: Count = 10
     """Steps between two evaluations; there is one before the first step and one after the last."""
     patience: Whole = 0
@@ -113,7 +114,7 @@ class RecipeServer(_Section, frozen=True, kw_only=True):
     key_file: str = ""
     ranks: Count = 1
     threads: Count = 1
-    """Of each rank."""
+    """Threads of each rank."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     quantise: Literal["", "nf4", "int8"] = ""
     """How the frozen base is quantised; empty: not at all."""
@@ -131,7 +132,7 @@ class RecipeSampling(_Section, frozen=True, kw_only=True):
     max_tokens: Count = 128
     temperature: Positive = 1.0
     stop: tuple[str, ...] = ()
-    """Beside the model's end of text."""
+    """Texts that end an answer, beside the model's end of text."""
 
 
 class RecipeReinforcement(_Section, frozen=True, kw_only=True):
@@ -148,9 +149,9 @@ class RecipeReward(_Section, frozen=True, kw_only=True):
     check: str = "exact"
     """`exact`, `number`, `regex`, or `FILE.py:FUNCTION` of your own."""
     column: str = "answer"
-    """Of the data: the right answer."""
+    """The column of the data with the right answer."""
     pattern: str = ""
-    """For `regex`: it must match, and its first group, if it has one, must be the right answer."""
+    """The pattern of `regex`: it must match, and its first group, if it has one, must be the right answer."""
 
 
 class RecipeTeacher(_Section, frozen=True, kw_only=True):

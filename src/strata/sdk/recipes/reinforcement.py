@@ -65,12 +65,13 @@ class ReinforcementTraining(PromptMethod):
         return self.recipe.grpo.normalise
 
     def reward_of(self, rollout: Rollout) -> float:
-        """Of the answer without the text that has stopped it."""
+        """Rewards the answer without the text that has stopped it."""
         text = self.renderer.text(rollout.sample.tokens)
         return self.reward(cut_at_stop(text, self.recipe.sampling.stop), rollout.prompt.row)
 
     def _logprobs(self, model: Model, drawn: Sequence[Rollout]) -> tuple[list[list[float]], list[list[float]]]:
-        """Of the tokens of the answers, and by how much they exceed those of the reference."""
+        """Returns the log probabilities of the tokens of the answers, and by how much they exceed those of the
+        reference."""
         models = [model] if self.reference is None else [model, self.reference]
         own, *before = answer_logprobs(models, drawn)
         if not before:

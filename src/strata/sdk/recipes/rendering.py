@@ -1,4 +1,4 @@
-"""From rows to tokens: the chat template and the tokenizer of the model, and which tokens are learned."""
+"""Turns rows into tokens, by the chat template and the tokenizer of the model, and says which tokens are learned."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROWS: Final = {
 """The columns that each kind of recipe reads."""
 _SEGMENTS = list[tuple[str, bool]]
 _ROLES: Final = {"human": "user", "gpt": "assistant"}
-"""Of ShareGPT, in the words of chat templates."""
+"""The roles of ShareGPT, in the words of chat templates."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Renderer:
 
     @classmethod
     def load(cls, name: str | Path) -> Renderer:
-        """From a folder, or by an id of the Hugging Face Hub whose files are in the cache."""
+        """Loads from a folder, or by an id of the Hugging Face Hub whose files are in the cache."""
         from transformers import AutoTokenizer
 
         try:
@@ -62,7 +62,7 @@ class Renderer:
         return cls(tokenizer)
 
     def example(self, row: Row, supervise: Supervise) -> TokenExample:
-        """Of a row with messages, with a prompt and a completion, or with a text."""
+        """Makes an example of a row with messages, with a prompt and a completion, or with a text."""
         messages = _messages(row)
         if messages is not None:
             return self._conversation(messages, supervise, row.get("tools"))
@@ -111,7 +111,7 @@ class Renderer:
         return self._encode(self._template(messages, answer_next=True, tools=row.get("tools")))
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Of an answer, without the special tokens."""
+        """Decodes an answer, without the special tokens."""
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
 

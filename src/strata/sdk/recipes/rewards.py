@@ -13,7 +13,7 @@ from strata.sdk.recipes.recipe import RecipeReward
 from strata.sdk.recipes.rows import Row
 
 Reward = Callable[[str, Row], float]
-"""Of an answer's text, and of the row whose prompt it answers."""
+"""Rewards an answer's text, given the row whose prompt it answers."""
 _NUMBER: Final = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
 
 

@@ -52,7 +52,7 @@ class Rollout:
         return [*self.prompt.tokens, *self.sample.tokens]
 
     def datum(self, advantages: Sequence[float], logprobs: Sequence[float], reward: float | None = None) -> Datum:
-        """With an advantage for each token of the answer, and its log probability when it was drawn.
+        """Makes a datum with an advantage for each token of the answer, and its log probability when it was drawn.
 
         No loss reads the reward: it goes along for the rollouts that a server keeps.
         """
@@ -68,7 +68,7 @@ class Rollout:
         )
 
     def answer(self, values: Sequence[float]) -> list[float]:
-        """Of values for all targets, those of the answer."""
+        """Returns those values for all targets that belong to the answer."""
         return list(values[len(self.prompt.tokens) - 1 :])
 
 
@@ -106,7 +106,7 @@ def _draw(
 
 
 def answer_logprobs(models: Sequence[Model], rollouts: Sequence[Rollout]) -> list[list[list[float]]]:
-    """By each model, of each answer, of each token. The models may be on different servers.
+    """Returns log probabilities by each model, of each answer, of each token. The models may be on different servers.
 
     A pass over one batch rounds in the same way whenever it is run. What a sampler returns does not: it depends on the
     requests that shared its batch.

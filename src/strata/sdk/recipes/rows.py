@@ -28,7 +28,7 @@ _WORD: Final = re.compile(r"[a-z0-9]+")
 class RowSet:
     rows: Sequence[Row]
     digest: str
-    """Of the rows, whatever files they came from."""
+    """The digest of the rows, whatever files they came from."""
 
 
 def read_rows(source: str, split: str, folder: Path, fetch_object: FetchObject) -> RowSet:

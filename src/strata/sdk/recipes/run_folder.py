@@ -37,24 +37,24 @@ class BestEvaluation(msgspec.Struct, frozen=True):
     step: int
     value: float
     path: str = ""
-    """Of the checkpoint, if the best one is exported."""
+    """The path of the checkpoint, if the best one is exported."""
 
 
 class RecipeRunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     settings: Mapping[str, Any]
     """What decides the numbers: a run with other settings is another run."""
     steps: int = 0
-    """Of the whole run; 0 before its data was read."""
+    """The steps of the whole run; 0 before its data was read."""
     step: int = 0
     """Optimizer steps that the state has."""
     state: str = ""
     """Path of the saved weights and optimizer; empty before the first one."""
     sessions: tuple[str, ...] = ()
-    """On the server, of this run's processes: those before the last one are closed when it is resumed."""
+    """Sessions of this run's processes on the server: those before the last one are closed when it is resumed."""
     best: BestEvaluation | None = None
     bad_evaluations: int = 0
     left_out: tuple[str, ...] = ()
-    """Which rows of the data are not used, in sentences."""
+    """The rows of the data that are not used, in sentences."""
     tracker_mark: str = ""
     finished: str = ""
     """Why the run has ended; empty while it has not."""

@@ -52,7 +52,7 @@ def learn_examples(context: StepContext, batch: Sequence[TokenExample]) -> ReadM
 
 
 def mean_loss(model: Model, examples: Sequence[TokenExample]) -> float:
-    """Over the tokens to learn."""
+    """Returns the mean loss over the tokens to learn."""
     parts = [examples[at : at + EVALUATED_TOGETHER] for at in range(0, len(examples), EVALUATED_TOGETHER)]
     passes = [model.forward([each.datum() for each in part]) for part in parts]
     tokens = max(1, sum(each.learned_tokens for each in examples))

@@ -125,7 +125,7 @@ class RecipeTrainer:
         self._tracker = self._open_tracker()
 
     def run(self, report: ReportLine) -> RecipeRunRecord:
-        """Until all steps are done, or training stops early. `report` gets the metrics of each step."""
+        """Trains until all steps are done, or training stops early. `report` gets the metrics of each step."""
         self._report = report
         record = self._record
         if self._method.evaluates and not record.state:
@@ -201,7 +201,7 @@ class RecipeTrainer:
         self._write_line(MetricLine(step=done, values=values))
 
     def _evaluation_due(self, step: int) -> bool:
-        """After so many steps, and after the last one."""
+        """Says whether to evaluate: after so many steps, and after the last one."""
         evaluation = self._recipe.eval
         if not self._method.evaluates or evaluation is None:
             return False

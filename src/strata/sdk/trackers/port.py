@@ -27,7 +27,7 @@ class TrackedRun:
 class TrackedPoint(NamedTuple):
     number: int
     step: int
-    """As the trainer counts; its number where the trainer does not."""
+    """The step as the trainer counts; the number of the point where the trainer does not."""
     at_s: float
     values: Mapping[str, float]
     resumed: bool = False
@@ -37,7 +37,7 @@ class TrackedPoint(NamedTuple):
 class TrackerRun(Protocol):
     @property
     def next_number(self) -> int:
-        """Of the first point that the tracker does not have."""
+        """Returns the number of the first point that the tracker does not have."""
 
     def log(self, points: Sequence[TrackedPoint]) -> None:
         """Points that follow those it has."""

@@ -17,7 +17,7 @@ from strata.fleet.wire.streams import StreamQuery
 from strata.sdk.trackers.port import TrackedPoint, TrackedRun
 
 MAX_POINTS: Final = 1000
-"""Of a model, in one request."""
+"""The most points of a model in one request."""
 
 
 class SourceCursor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -25,11 +25,11 @@ class SourceCursor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     attempt: int = 1
     offset: int = 0
-    """Of the attempt's stream in bytes; of a model, the sequence number of its last operation."""
+    """The offset in bytes of the attempt's stream; of a model, the sequence number of its last operation."""
     number: int = 0
-    """Of the next point."""
+    """The number of the next point."""
     step: int = -1
-    """Of the last point; of a model, steps of its optimizer until now."""
+    """The step of the last point; of a model, steps of its optimizer until now."""
     ended: bool = False
     """Nothing follows, unless the job is queued again."""
 

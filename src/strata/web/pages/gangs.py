@@ -167,7 +167,7 @@ def barrier_words(barrier: BarrierView, workers: Sequence[WorkerView]) -> str:
 
 
 def _counts(counts: Sequence[WorkerCountView]) -> list[tuple[str, int]]:
-    """By state; a worker that may be gone counts as suspect, whatever it said last."""
+    """Counts by state; a worker that may be gone counts as suspect, whatever it said last."""
     found: dict[str, int] = {}
     for each in counts:
         word = "suspect" if each.liveness == "SUSPECT" else _state(each.status)

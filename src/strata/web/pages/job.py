@@ -27,13 +27,13 @@ EVENTS: Final = 50
 MAX_PLOTS: Final = 24
 POINTS: Final = 500
 WIDTH: Final = 1000.0
-"""Of a lane of the timeline, in its own units."""
+"""The width of a lane of the timeline, in its own units."""
 Id = Annotated[str, msgspec.Meta(max_length=80)]
 
 
 class JobPageQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     attempt: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
-    """Whose log is shown; 0: the last one."""
+    """The attempt whose log is shown; 0: the last one."""
     against: Id = ""
     """Another job, whose parameters and metrics are compared."""
 

@@ -20,7 +20,7 @@ from strata.web.session import check_same_origin, local_path, read_form
 class LoginQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     next: str = ""
     code: str = ""
-    """Of a login link."""
+    """The code of a login link."""
 
 
 def login_routes(site: Site) -> Sequence[Route]:

@@ -21,7 +21,7 @@ from strata.web.pages.training import read, read_reply
 
 MAX_PROMPT: Final = 100_000
 MAX_FORM_BYTES: Final = 2 << 20
-"""Of a form with such a prompt: a character has up to 12 bytes in it."""
+"""The largest form with such a prompt: a character has up to 12 bytes in it."""
 MAX_TOKENS: Final = 1024
 MAX_TEMPERATURE: Final = 2.0
 _SHOWN: Final = (Code.INVALID, Code.NOT_FOUND, Code.EXHAUSTED, Code.UNAVAILABLE, Code.PRECONDITION, Code.UNSUPPORTED)

@@ -18,9 +18,9 @@ from strata.web.pages.training import model_label, read
 
 LISTED: Final = 100
 GAP_LEVELS: Final = (1e-4, 1e-3, 1e-2, 1e-1)
-"""In nats: below the first there is no colour, from the last on the strongest."""
+"""Levels in nats: below the first there is no colour, from the last on the strongest."""
 LOGPROB_LEVELS: Final = (0.105, 1.0, 2.303, 4.605)
-"""Of minus a log probability: 90 %, 37 %, 10 % and 1 %."""
+"""Levels of minus a log probability: 90 %, 37 %, 10 % and 1 %."""
 NO_TEXT: Final = "·"
 
 Colour = Literal["gap", "sampler", "trainer"]
@@ -73,7 +73,7 @@ class TokenCell:
 
 
 async def place_of(page: Page) -> ServerPlace:
-    """Of the training server at a hub that the path names."""
+    """Returns the place of the training server at a hub that the path names."""
     job = (await page.get(f"/v1/job/{page.path['id']}", JobReply)).job
     if job.spec.kind != "server":
         raise StrataError(Code.NOT_FOUND, f"{job.spec.label} is no training server")

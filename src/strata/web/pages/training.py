@@ -53,7 +53,7 @@ class ModelPlot:
     title: str
     src: str
     name: str
-    """Of the metric."""
+    """The name of the metric."""
     labels: str = ""
 
 
@@ -69,7 +69,7 @@ class PhaseLane:
     phase: str
     bars: Sequence[PhaseBar]
     seconds: float
-    """Of all its bars together."""
+    """The time of all its bars together."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ async def server(page: Page, query: TrainingPageQuery) -> View:
 
 
 async def render_server(page: Page, query: TrainingPageQuery, shown: ServerPage) -> View:
-    """Of a server at a hub, or of the one that this dashboard is of."""
+    """Renders the page of a server at a hub, or of the one that this dashboard is of."""
     job, api = shown.job, shown.api
     serving, failure = job is None or job.serving == "serving", ""
     status: ServerStatus | None = None
@@ -174,7 +174,7 @@ def model_plots(api: str, model: ModelStatus | None, compared: Sequence[ModelSta
 
 
 def token_shares(operations: Sequence[Timeline]) -> dict[str, float]:
-    """By tenant, its part of the tokens of these operations."""
+    """Returns each tenant's part of the tokens of these operations."""
     counts: Counter[str] = Counter()
     for each in operations:
         counts[each.tenant] += each.tokens
