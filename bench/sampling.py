@@ -41,7 +41,7 @@ from strata.train.runner.settings import RunnerSettings
 
 GOAL: Final = 1.5
 STEPS: Final = 16
-"""Of a quantum."""
+"""Of a slice."""
 PROMPT: Final = 32
 SHARED: Final = 512
 OWN: Final = 16

@@ -209,12 +209,14 @@ class LimitSettings(msgspec.Struct, frozen=True, kw_only=True):
     """A session without a heartbeat for so long expires, and its models are unloaded; 0 disables this."""
     gap_s: Annotated[float, msgspec.Meta(ge=0)] = 600.0
     """Operations that wait so long for a missing predecessor are aborted; 0 disables this."""
+    fairness_quantum_tokens: Count | None = None
+    """Tokens that a tenant's turn in the queue gives it; those of a row (`model.max_tokens_per_row`) unless set."""
     pack_tenants: bool = True
     """Let operations of different models share a pass. Rounding in the last bits then depends on what shares it."""
 
 
 class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True):
-    quantum_steps: Count = 32
+    slice_steps: Count = 32
     """Decode steps of one time slice, after which training may continue."""
     max_pending_requests: Count = 2048
     """Sample requests that wait, half of them of one tenant; beyond this, clients are told to retry."""

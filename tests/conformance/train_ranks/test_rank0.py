@@ -216,17 +216,17 @@ def added(name: str, sampler: str, tokens: int = 6) -> AddedSample:
     )
 
 
-async def sampling(speaker: Speaker, *quanta: SamplingSlice) -> list[SliceResult]:
+async def sampling(speaker: Speaker, *time_slices: SamplingSlice) -> list[SliceResult]:
     found = []
-    for quantum in quanta:
-        reply = await speaker.do(quantum)
+    for time_slice in time_slices:
+        reply = await speaker.do(time_slice)
         assert reply.results == []
         assert reply.sampled is not None
         found.append(reply.sampled)
     return found
 
 
-async def test_a_request_goes_on_from_quantum_to_quantum_and_ends_once(speaker: Speaker) -> None:
+async def test_a_request_goes_on_from_slice_to_slice_and_ends_once(speaker: Speaker) -> None:
     await speaker.one(commands.MakeSampler(ops.OpenSampler("goes-on", "x"), ""))
     first, second, third = await sampling(
         speaker, SamplingSlice(4, [added("goes-on:0", "goes-on")]), SamplingSlice(4), SamplingSlice(4)
@@ -246,10 +246,10 @@ async def test_the_tokens_of_a_streamed_request_are_reported_while_it_runs_but_f
     sample = msgspec.structs.replace(request.sample, num_samples=RANKS, stream=True)
     request = msgspec.structs.replace(request, sample=sample)
     parts: dict[int, list[SampledPart]] = {}
-    quantum = SamplingSlice(2, [request, added("unread:0", "read")])
+    time_slice = SamplingSlice(2, [request, added("unread:0", "read")])
     while True:
-        heard, slice_ended = await speaker.until_reply(quantum)
-        quantum = SamplingSlice(2)
+        heard, slice_ended = await speaker.until_reply(time_slice)
+        time_slice = SamplingSlice(2)
         for progress in heard:
             for request_id, part in progress.parts:
                 assert request_id == "read:0", "the other one is not streamed"
@@ -269,11 +269,11 @@ async def test_the_tokens_of_a_streamed_request_are_reported_while_it_runs_but_f
         assert 0 < len(tokens) < len(sequence.tokens)
 
 
-async def test_a_quantum_that_comes_again_is_answered_from_memory_and_not_done_again(speaker: Speaker) -> None:
+async def test_a_slice_that_comes_again_is_answered_from_memory_and_not_done_again(speaker: Speaker) -> None:
     await speaker.one(commands.MakeSampler(ops.OpenSampler("again", "x"), ""))
-    quantum = speaker.command(SamplingSlice(4, [added("again:0", "again")]))
-    first = await speaker.say(quantum, commands.DispatchReply)
-    again = await speaker.say(quantum, commands.DispatchReply)
+    time_slice = speaker.command(SamplingSlice(4, [added("again:0", "again")]))
+    first = await speaker.say(time_slice, commands.DispatchReply)
+    again = await speaker.say(time_slice, commands.DispatchReply)
     assert again.sampled == first.sampled
     (done,) = await sampling(speaker, SamplingSlice(4))
     assert [each.request_id for each in done.ended] == ["again:0"]

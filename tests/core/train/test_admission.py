@@ -43,15 +43,15 @@ class Shared(Server):
         wanted = SampleOperation(f"{tenant}:sample:0", self.asked, b"abcd", SampleParams(max_tokens=4))
         self.ask(ClientCommand(tenant, SubmitOperation(wanted), self.now_s))
 
-    def quantum(self) -> Dispatch:
+    def slice(self) -> Dispatch:
         outcome = self.ask(DispatchNext(2, 1000, self.now_s))
         assert isinstance(outcome.reply, Dispatching)
-        assert outcome.reply.dispatch.quantum is not None
+        assert outcome.reply.dispatch.slice is not None
         return outcome.reply.dispatch
 
-    def end(self, quantum: Dispatch, *future_ids: str) -> None:
+    def end(self, time_slice: Dispatch, *future_ids: str) -> None:
         ended = tuple((each, DONE) for each in future_ids)
-        self.ask(CompleteSlice(quantum.number, ended, len(self.state.sampling) - len(ended), self.now_s))
+        self.ask(CompleteSlice(time_slice.number, ended, len(self.state.sampling) - len(ended), self.now_s))
 
 
 def until_refused(ask: Callable[[int], object]) -> int:
@@ -93,16 +93,16 @@ def test_who_has_the_fewest_samples_at_the_ranks_comes_next_and_who_is_alone_lea
     server.run_all()
     for _ in range(20):
         server.sample("flood")
-    first = server.quantum()
+    first = server.slice()
     assert [each.partition(":")[0] for each in first.future_ids] == ["flood"] * 6
     server.end(first)
     for _ in range(5):
         server.sample("quiet")
-    second = server.quantum()
+    second = server.slice()
     assert [each.partition(":")[0] for each in second.future_ids] == ["quiet"] * 2
     server.end(second, *first.future_ids[:3])
     # Three of the flood are left and two of the other: these are made equal, and then they take turns.
-    assert [each.partition(":")[0] for each in server.quantum().future_ids] == ["quiet", "flood", "quiet"]
+    assert [each.partition(":")[0] for each in server.slice().future_ids] == ["quiet", "flood", "quiet"]
 
 
 @pytest.mark.parametrize("from_snapshot", [False, True])

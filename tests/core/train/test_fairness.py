@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from dataclasses import dataclass, field
@@ -69,6 +70,7 @@ def test_ten_thousand_operations_of_one_tenant_do_not_make_another_wait_beyond_i
 ) -> None:
     server = Server(
         max_tokens_per_row=ROW_TOKENS,
+        fairness_quantum_tokens=ROW_TOKENS,
         pack_tenants=share,
         max_running=RUNNING,
         max_pending=2 * FLOOD,
@@ -98,7 +100,13 @@ def test_ten_thousand_operations_of_one_tenant_do_not_make_another_wait_beyond_i
 def test_nobody_pays_for_operations_of_others_that_cannot_run() -> None:
     """One tenant sends what is longer than the context. It could share a pass with the operations of a second tenant,
     but not with those of a third: the second is not held back for it."""
-    server = Server(max_tokens_per_row=ROW_TOKENS, max_running=1, max_pending=FLOOD, max_pending_per_tenant=FLOOD)
+    server = Server(
+        max_tokens_per_row=ROW_TOKENS,
+        fairness_quantum_tokens=ROW_TOKENS,
+        max_running=1,
+        max_pending=FLOOD,
+        max_pending_per_tenant=FLOOD,
+    )
     server.ranks, server.max_context = 1, ROW_TOKENS - 10
     small, large = 8, [(ROW_TOKENS - 6) // 2] * 2
     quiet, rival = server.model(tenant="quiet"), server.model(tenant="rival")
@@ -121,7 +129,13 @@ def test_nobody_pays_for_operations_of_others_that_cannot_run() -> None:
 
 def test_who_goes_along_with_others_gets_no_more_than_who_cannot() -> None:
     """What goes along makes a pass longer for all that wait behind it."""
-    server = Server(max_tokens_per_row=ROW_TOKENS, max_running=1, max_pending=FLOOD, max_pending_per_tenant=FLOOD)
+    server = Server(
+        max_tokens_per_row=ROW_TOKENS,
+        fairness_quantum_tokens=ROW_TOKENS,
+        max_running=1,
+        max_pending=FLOOD,
+        max_pending_per_tenant=FLOOD,
+    )
     server.ranks = 1
     small, large, apart = server.model(tenant="small"), server.model(tenant="large"), server.model(tenant="apart")
     tokens = {small: 8, large: 48, apart: ROW_TOKENS}
@@ -139,3 +153,30 @@ def test_who_goes_along_with_others_gets_no_more_than_who_cannot() -> None:
         server.answer(dispatch)
     assert had[large] > ROW_TOKENS * 10
     assert max(had.values()) - min(had.values()) <= (MAX_DEBT_QUANTA + 1) * ROW_TOKENS + max(tokens.values())
+
+
+def test_the_quantum_and_not_the_length_of_a_row_says_how_long_a_turn_is() -> None:
+    turns = {quantum: turn_lengths(quantum, row_tokens) for quantum, row_tokens in ((20, 64), (40, 64))}
+    assert turns == {20: [2, 2, 2, 2], 40: [4, 4, 4, 4]}
+    assert turn_lengths(20, 256) == turns[20]
+
+
+def turn_lengths(quantum: int, row_tokens: int) -> list[int]:
+    """How many operations of ten tokens each of two tenants runs before the other one's turn."""
+    server = Server(
+        max_tokens_per_row=row_tokens,
+        fairness_quantum_tokens=quantum,
+        max_running=1,
+        pack_tenants=False,
+        max_pending=100,
+    )
+    models = {tenant: server.model(tenant=tenant) for tenant in ("one", "two")}
+    for tenant, model in models.items():
+        server.accept(*(forward_backward(model, number, [10]) for number in range(1, 21)), tenant=tenant)
+    tenants = []
+    for _ in range(4 * quantum // 10):
+        dispatch = server.dispatch()
+        assert dispatch is not None
+        tenants.append(server.state.futures.tenant_of(dispatch.future_ids[0]))
+        server.answer(dispatch)
+    return [len(list(run)) for _, run in itertools.groupby(tenants)]

@@ -192,9 +192,9 @@ def test_what_an_engine_would_say_otherwise_is_for_the_ranks(params: dict[str, A
     plain = server.sample(sampler, 0)
     bent = server.sample(sampler, 1, **params)
     assert list(server.route()) == [plain]
-    quantum = server.dispatch()
-    assert quantum is not None
-    assert list(quantum.future_ids) == [bent]
+    time_slice = server.dispatch()
+    assert time_slice is not None
+    assert list(time_slice.future_ids) == [bent]
 
 
 @pytest.mark.parametrize(
@@ -228,9 +228,9 @@ def test_what_an_endpoint_does_not_give_is_for_the_ranks_and_stays_so(from_snaps
     server.ask(RequeueRouted(future))
     server.restart(from_snapshot=from_snapshot)
     assert server.route() == {}
-    quantum = server.dispatch()
-    assert quantum is not None
-    assert list(quantum.future_ids) == [future]
+    time_slice = server.dispatch()
+    assert time_slice is not None
+    assert list(time_slice.future_ids) == [future]
     assert server.ask(CompleteRouted(future, DONE, server.now_s)).facts == ()
 
 

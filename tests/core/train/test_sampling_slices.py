@@ -1,4 +1,4 @@
-"""Sampling in the core: quanta between training, requests that outlive ranks, samplers that make room."""
+"""Sampling in the core: slices between training, requests that outlive ranks, samplers that make room."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class Sampling(Server):
             if not outcome.facts:
                 return None
 
-    def quantum(self) -> Dispatch:
+    def slice(self) -> Dispatch:
         found = self.next()
         assert found is not None
-        assert found.quantum is not None, found
+        assert found.slice is not None, found
         return found
 
     def opened(self, number: int = 0) -> str:
@@ -81,27 +81,27 @@ def wanted(sampler_id: str, seq: int = 0, prompt: bytes = b"abcd") -> SampleOper
     return SampleOperation(sampler_id, seq, prompt, SampleParams(max_tokens=8))
 
 
-def test_requests_wait_for_their_sampler_and_go_in_one_quantum_and_end_in_another() -> None:
+def test_requests_wait_for_their_sampler_and_go_in_one_slice_and_end_in_another() -> None:
     server = Sampling(max_running=1)
     sampler = server.base()
     first, second = server.sample(sampler, 0), server.sample(sampler, 1)
     opening = server.next()
     assert opening is not None
-    assert opening.quantum is None
+    assert opening.slice is None
     assert server.next() is None
     server.answer_one(opening)
-    quantum = server.quantum()
-    assert quantum.future_ids == (first, second)
-    server.sampled(quantum, [first])
+    time_slice = server.slice()
+    assert time_slice.future_ids == (first, second)
+    server.sampled(time_slice, [first])
     assert (server.status(first), server.status(second)) == (FutureStatus.FINISHED, FutureStatus.DISPATCHED)
-    again = server.quantum()
+    again = server.slice()
     assert again.future_ids == ()
     server.sampled(again, [second], left=0)
     assert server.next() is None
     assert not server.state.dispatches
 
 
-def test_training_and_quanta_take_turns() -> None:
+def test_training_and_slices_take_turns() -> None:
     server = Sampling(max_running=1)
     model = server.model()
     sampler = server.opened()
@@ -111,12 +111,12 @@ def test_training_and_quanta_take_turns() -> None:
     for _ in range(6):
         told = server.next()
         assert told is not None
-        kinds.append("quantum" if told.quantum else "training")
-        if told.quantum:
+        kinds.append("slice" if told.slice else "training")
+        if told.slice:
             server.sampled(told)
         else:
             server.answer_one(told)
-    assert kinds == ["quantum", "training", "quantum", "training", "quantum", "training"]
+    assert kinds == ["slice", "training", "slice", "training", "slice", "training"]
 
 
 @pytest.mark.parametrize("from_snapshot", [True, False])
@@ -124,34 +124,34 @@ def test_what_dead_ranks_were_sampling_is_given_to_the_next_ones_and_a_result_st
     server = Sampling()
     sampler = server.opened()
     done, going = server.sample(sampler, 0), server.sample(sampler, 1)
-    server.sampled(server.quantum(), [done])
-    server.quantum()
+    server.sampled(server.slice(), [done])
+    server.slice()
     later = server.sample(sampler, 2)
     server.restart(from_snapshot=from_snapshot)
-    assert server.next() is None, "the same ranks are still at their quantum"
+    assert server.next() is None, "the same ranks are still at their slice"
     server.ask(RanksAttached("another"))
-    assert server.quantum().future_ids == (going, later)
+    assert server.slice().future_ids == (going, later)
     assert server.status(done) is FutureStatus.FINISHED
 
 
 def test_an_answer_of_ranks_that_are_gone_changes_nothing() -> None:
     server = Sampling()
     sample = server.sample(server.opened())
-    old = server.quantum()
+    old = server.slice()
     server.ask(RanksAttached("another"))
     server.sampled(old, [sample], left=0)
     assert server.status(sample) is FutureStatus.PENDING
 
 
-def test_a_request_that_is_given_up_ends_at_once_and_the_ranks_are_told_with_the_next_quantum() -> None:
+def test_a_request_that_is_given_up_ends_at_once_and_the_ranks_are_told_with_the_next_slice() -> None:
     server = Sampling()
     sample = server.sample(server.opened())
-    quantum = server.quantum()
+    time_slice = server.slice()
     server.ask(ClientCommand(TENANT, AbortOperation(sample), server.now_s))
     assert server.status(sample) is FutureStatus.CANCELLED
-    server.sampled(quantum, [sample])
+    server.sampled(time_slice, [sample])
     assert server.status(sample) is FutureStatus.CANCELLED
-    told = server.quantum().quantum
+    told = server.slice().slice
     assert told is not None
     assert told.cancel == (sample,)
 
@@ -159,15 +159,15 @@ def test_a_request_that_is_given_up_ends_at_once_and_the_ranks_are_told_with_the
 def test_a_request_that_the_ranks_have_lost_fails_and_is_not_waited_for() -> None:
     server = Sampling()
     sample = server.sample(server.opened())
-    server.sampled(server.quantum(), left=0)
+    server.sampled(server.slice(), left=0)
     assert server.status(sample) is FutureStatus.FAILED
     assert server.next() is None
 
 
-def test_a_quantum_that_ranks_do_not_survive_fails_what_was_in_it() -> None:
+def test_a_slice_that_ranks_do_not_survive_fails_what_was_in_it() -> None:
     server = Sampling()
     sample = server.sample(server.opened())
-    assert server.ask(FailDispatch(server.quantum().number, "it was deadly", server.now_s)).ended == (sample,)
+    assert server.ask(FailDispatch(server.slice().number, "it was deadly", server.now_s)).ended == (sample,)
     assert server.status(sample) is FutureStatus.FAILED
     assert server.next() is None
 
@@ -191,11 +191,11 @@ def test_the_sampler_that_is_longest_unused_makes_room_and_none_that_is_waited_f
     server = Sampling(max_samplers=3)
     waited_for, used, unused = server.opened(0), server.opened(1), server.opened(2)
     long, short = server.sample(waited_for), server.sample(used)
-    server.sampled(server.quantum(), [short])
+    server.sampled(server.slice(), [short])
     for number, gone in ((3, unused), (4, used)):
         server.base(number)
         told = server.next()
-        if told is not None and told.quantum is not None:
+        if told is not None and told.slice is not None:
             server.sampled(told)
             told = server.next()
         assert told is not None
@@ -222,7 +222,7 @@ def test_a_sampler_that_could_not_be_opened_takes_no_samples_and_those_it_had_ma
     assert refused.code is Code.NOT_FOUND
     server.sample(sampler, 0)
     another = server.sample(server.opened(1))
-    assert server.quantum().future_ids == (another,)
+    assert server.slice().future_ids == (another,)
 
 
 def test_a_sample_that_the_ranks_got_before_its_sampler_failed_may_be_retried() -> None:
@@ -231,11 +231,11 @@ def test_a_sample_that_the_ranks_got_before_its_sampler_failed_may_be_retried() 
     sample = server.sample(sampler)
     opening = server.next()
     assert opening is not None
-    quantum = server.quantum()
-    assert quantum.future_ids == (sample,)
+    time_slice = server.slice()
+    assert time_slice.future_ids == (sample,)
     server.ask(CompleteDispatch(opening.number, [ops.Failed("server", "no memory for its weights")], server.now_s))
     rejected = ops.Failed("user", "there is no such sampler")
-    server.ask(CompleteSlice(quantum.number, [(sample, rejected)], 0, server.now_s))
+    server.ask(CompleteSlice(time_slice.number, [(sample, rejected)], 0, server.now_s))
     future = server.state.futures.get(sample)
     assert future is not None
     assert isinstance(future.result, ops.Failed)
@@ -246,7 +246,7 @@ def test_a_finished_session_gives_up_its_samples() -> None:
     server = Sampling()
     sampler = server.opened()
     running = server.sample(sampler, 0)
-    server.quantum()
+    server.slice()
     waiting = server.sample(sampler, 1)
     server.ask(ClientCommand(TENANT, FinishSession("s", "success"), server.now_s))
     assert {server.status(each) for each in (running, waiting)} == {FutureStatus.CANCELLED}

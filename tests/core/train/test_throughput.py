@@ -32,7 +32,7 @@ def dispatched(server: Server) -> Dispatch:
     return dispatch
 
 
-def with_a_quantum_at_the_ranks() -> tuple[Server, list[str]]:
+def with_a_slice_at_the_ranks() -> tuple[Server, list[str]]:
     """And two operations that wait, of ten tokens and one."""
     server = Server(max_running=1)
     model = server.model()
@@ -43,15 +43,15 @@ def with_a_quantum_at_the_ranks() -> tuple[Server, list[str]]:
     )
     server.answer(dispatched(server), [ops.SamplerOpened(sampler)])
     server.accept(SampleOperation(sampler, 0, b"abcd", SampleParams(max_tokens=8)))
-    quantum = dispatched(server)
-    assert quantum.quantum is not None
-    assert quantum.future_ids
+    time_slice = dispatched(server)
+    assert time_slice.slice is not None
+    assert time_slice.future_ids
     return server, server.accept(forward_backward(model, 1, (10,)), step(model, 2))
 
 
 def test_how_long_it_takes_is_told_also_while_new_samples_are_at_the_ranks() -> None:
-    server, (first, second) = with_a_quantum_at_the_ranks()
-    pace = paced(forward_backward=2.0, optim_step=1.0, quantum=5.0)
+    server, (first, second) = with_a_slice_at_the_ranks()
+    pace = paced(forward_backward=2.0, optim_step=1.0, slice=5.0)
     assert reason(server, second, pace) == "2nd in queue, ~20 s, sampling for 1 requests"
     assert reason(server, first, pace) == "1st in queue, sampling for 1 requests"
     (row,) = tenant_rows(server.state, pace)
@@ -59,12 +59,12 @@ def test_how_long_it_takes_is_told_also_while_new_samples_are_at_the_ranks() -> 
 
 
 def test_nothing_is_told_of_how_long_if_the_kind_of_one_before_was_never_measured() -> None:
-    server, (_, second) = with_a_quantum_at_the_ranks()
+    server, (_, second) = with_a_slice_at_the_ranks()
     assert reason(server, second, paced(optim_step=1.0)) == "2nd in queue, sampling for 1 requests"
 
 
 def test_what_is_measured_later_counts_for_those_who_waited_before() -> None:
-    server, (_, second) = with_a_quantum_at_the_ranks()
+    server, (_, second) = with_a_slice_at_the_ranks()
     pace = ThroughputEstimate()
     assert "~" not in reason(server, second, pace)
     pace.record("forward_backward", 1, 3.0)

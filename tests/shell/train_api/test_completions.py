@@ -297,7 +297,7 @@ async def test_a_checkpoint_that_was_saved_again_is_sampled_anew(site: Site) -> 
 
 
 LONG = {"model": BASE, "prompt": [1], "max_tokens": 3000}
-SLOW = "[sampling]\nquantum_steps = 1\n"
+SLOW = "[sampling]\nslice_steps = 1\n"
 """One token of a sample for each slice, so that a long one does not end while a test looks."""
 
 
@@ -462,7 +462,7 @@ async def test_a_completion_that_waits_holds_its_packed_prompt_and_not_its_body(
 
 
 async def test_a_full_queue_is_a_rate_limit(tmp_path: Path) -> None:
-    limits = "[sampling]\nmax_pending_requests = 2\nmax_running_requests = 1\nquantum_steps = 1\n"
+    limits = "[sampling]\nmax_pending_requests = 2\nmax_running_requests = 1\nslice_steps = 1\n"
     async with site_in(tmp_path, limits) as site:
         refused = await site.complete({"prompt": [[1]] * 9, "max_tokens": 3}, status=429)
         assert refused["error"]["type"] == "rate_limit_error"

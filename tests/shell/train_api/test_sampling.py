@@ -149,7 +149,7 @@ async def test_what_cannot_be_sampled_is_refused_in_words(server: Server) -> Non
 
 
 async def test_a_full_queue_says_429_and_a_sample_can_be_given_up_while_it_is_drawn(tmp_path: Path) -> None:
-    limits = "[sampling]\nmax_pending_requests = 1\nmax_running_requests = 1\nquantum_steps = 1\n"
+    limits = "[sampling]\nmax_pending_requests = 1\nmax_running_requests = 1\nslice_steps = 1\n"
     async with served(tmp_path, limits=limits) as server:
         alice = server.alice
         sampler = await sampler_of(alice, await alice.open())

@@ -41,10 +41,19 @@ def test_a_file_with_only_a_model_is_a_server_on_loopback_with_everything_in_one
     assert rules_of(settings).base_models == ("tiny-1", "/models/tiny-1")
     assert rules_of(settings).tenant_quota == settings.limits.max_pending_requests // 2
     assert rules_of(settings).max_models_per_tenant == settings.model.max_models // 2
+    assert rules_of(settings).fairness_quantum_tokens == settings.model.max_tokens_per_row
     assert settings.database == f"sqlite:{tmp_path}/journal.db"
     assert settings.stream == "train/default"
     assert settings.requests == f"ipc://{tmp_path}/run/requests"
     assert settings.rank0 == f"ipc://{tmp_path}/run/rank0"
+
+
+def test_a_turn_in_the_queue_is_as_long_as_a_row_unless_it_is_set(tmp_path: Path) -> None:
+    model = '[model]\npath = "m"\nmax_tokens_per_row = 512\n'
+    unset = load_settings(written(tmp_path, model), environ={})
+    assert rules_of(unset).fairness_quantum_tokens == 512
+    fixed = load_settings(written(tmp_path, model + "[limits]\nfairness_quantum_tokens = 100"), environ={})
+    assert (rules_of(fixed).fairness_quantum_tokens, rules_of(fixed).max_tokens_per_row) == (100, 512)
 
 
 def test_over_tcp_the_ports_are_those_of_the_documents(tmp_path: Path) -> None:

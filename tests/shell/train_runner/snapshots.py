@@ -112,10 +112,10 @@ def go_on(driver: Driver) -> dict[str, torch.Tensor]:
     prompt = array.array("i", [5, 6, 7, 8]).tobytes()
     params = SampleParams(max_tokens=6, seed=1, end_tokens=False)
     driver.number += 1
-    quantum = SamplingSlice(
+    time_slice = SamplingSlice(
         8, [AddedSample("copy:0", SampleOperation("copy", 0, prompt, params, prompt_logprobs=True))]
     )
-    reply = driver.say(commands.DispatchCommand(driver.generation, driver.number, quantum, driver.number - 1))
+    reply = driver.say(commands.DispatchCommand(driver.generation, driver.number, time_slice, driver.number - 1))
     assert isinstance(reply, commands.DispatchReply)
     assert isinstance(reply.sampled, SliceResult)
     (ended,) = reply.sampled.ended

@@ -35,7 +35,7 @@ def whole(stage: Stage) -> None:
 
 
 def play(stage: Stage) -> Found:
-    """Requests of several samplers come quantum by quantum, with training in between; one is cancelled."""
+    """Requests of several samplers come slice by slice, with training in between; one is cancelled."""
     samples: dict[str, SampleOperation] = {}
     for number in range(9):
         sampler_id = (BASE, "one", "two")[number % 3]
@@ -45,12 +45,12 @@ def play(stage: Stage) -> Found:
         else:
             samples[f"many {number}"] = ask(prompt, sampler_id, seq_id=number, num=1 + number, max_tokens=14)
     for request_id, sample in samples.items():
-        stage.quantum(3, {request_id: sample})
+        stage.slice(3, {request_id: sample})
         stage.train()
-    done = stage.quantum(2, {"long": greedy(prompt_of(99, 5), tokens=300, end_tokens=False, num=4)})
+    done = stage.slice(2, {"long": greedy(prompt_of(99, 5), tokens=300, end_tokens=False, num=4)})
     while done.requests > 1:
-        done = stage.quantum(5)
-    assert not stage.quantum(1, cancel=["long"]).requests
+        done = stage.slice(5)
+    assert not stage.slice(1, cancel=["long"]).requests
     assert stage.outcomes.pop("long").category == "cancelled"  # type: ignore[union-attr]
     return {request_id: _shown(stage.outcomes[request_id]) for request_id in samples}
 

@@ -36,7 +36,7 @@ from strata.train.runner.settings import RunnerSettings
 
 Array = np.ndarray[Any, Any]
 BASE = "base"
-END, QUANTUM, TRAIN = range(3)
+END, SLICE, TRAIN = range(3)
 
 
 def base_of(path: Path, ranks: RankGroup, **options: Any) -> BaseModel:
@@ -44,7 +44,7 @@ def base_of(path: Path, ranks: RankGroup, **options: Any) -> BaseModel:
 
 
 class Stage:
-    """Rank 0's part of a sampler on one rank or several: the others call `follow` as often as this calls `quantum`."""
+    """Rank 0's part of a sampler on one rank or several: the others call `follow` as often as this calls `slice`."""
 
     def __init__(self, base: BaseModel, ranks: RankGroup, **limits: int) -> None:
         self.base = base
@@ -53,7 +53,7 @@ class Stage:
         self.scatter = self.sampler.scatter()
         self.outcomes: dict[str, SampleOutcome] = {}
 
-    def quantum(
+    def slice(
         self,
         steps: int,
         add: Mapping[str, SampleOperation] | None = None,
@@ -66,7 +66,7 @@ class Stage:
         parts = self.scatter.partition(SamplingSlice(steps, added, cancel, eager))
         encoded = [encode(part) for part in parts]
         if self.ranks.size > 1:
-            self.ranks.broadcast_header(QUANTUM, [len(part) for part in encoded])
+            self.ranks.broadcast_header(SLICE, [len(part) for part in encoded])
             self.ranks.scatter(encoded)
         report = encode(self.sampler.run(decode_slice(encoded[0])))
         done = self.scatter.merge([decode_slice_result(one) for one in self.ranks.gather(report)])
@@ -91,7 +91,7 @@ class Stage:
         self.ranks.broadcast_header(END, [0] * self.ranks.size)
 
     def train(self) -> None:
-        """A real pass there and back between two quanta, and a step if the weights themselves are trained."""
+        """A real pass there and back between two slices, and a step if the weights themselves are trained."""
         self.ranks.broadcast_header(TRAIN, [0] * self.ranks.size)
         self._train()
 
@@ -105,12 +105,12 @@ class Stage:
                 parameter.grad = None
 
     def all(self, samples: Mapping[str, SampleOperation], steps: int = 8) -> dict[str, SampleOutcome]:
-        """Quantum after quantum, until all of these have ended."""
-        done = self.quantum(steps, samples)
+        """Slice after slice, until all of these have ended."""
+        done = self.slice(steps, samples)
         for _ in range(2000):
             if not done.requests:
                 return {request_id: self.outcomes.pop(request_id) for request_id in samples}
-            done = self.quantum(steps)
+            done = self.slice(steps)
         raise AssertionError(f"{done.requests} requests never ended")
 
     def one(self, sample: SampleOperation) -> SampleResult:

@@ -73,36 +73,36 @@ def test_many_short_requests_pass_while_a_long_one_goes_on(llama: BaseModel, ran
     stage.sampler.open_base(BASE)
     long = ask(prompt_of(5, 30), max_tokens=200, seed=1, end_tokens=False)
     alone = only(stage.all({"long": long}, steps=200)["long"])
-    stage.quantum(3, {"long": long})
+    stage.slice(3, {"long": long})
     short = crowd(12, tokens=4)
     added = iter(short.items())
     while len(stage.outcomes) < len(short):
-        done = stage.quantum(3, dict([one] if (one := next(added, None)) else []))
+        done = stage.slice(3, dict([one] if (one := next(added, None)) else []))
         assert done.requests > 0
         assert done.running <= 4
         assert "long" not in stage.outcomes
     assert all(isinstance(stage.outcomes[key], SampleResult) for key in short)
-    while stage.quantum(50).requests:
+    while stage.slice(50).requests:
         pass
     crowded = only(stage.outcomes["long"])
     assert crowded.tokens == alone.tokens
     np.testing.assert_allclose(logprobs_in(crowded), logprobs_in(alone), atol=CLOSE)
 
 
-def test_a_quantum_ends_after_its_steps_and_an_eager_one_with_the_first_that_ended(stage: Stage) -> None:
+def test_a_slice_ends_after_its_steps_and_an_eager_one_with_the_first_that_ended(stage: Stage) -> None:
     samples = {str(tokens): greedy(prompt_of(tokens, 6), tokens=tokens, end_tokens=False) for tokens in (5, 9, 30)}
-    assert stage.quantum(3, samples).sampled_tokens == 3 * 4
-    eager = stage.quantum(100, eager=True)
+    assert stage.slice(3, samples).sampled_tokens == 3 * 4
+    eager = stage.slice(100, eager=True)
     assert [one.request_id for one in eager.ended] == ["5"]
     assert eager.sampled_tokens == 3
-    assert [one.request_id for one in stage.quantum(100, eager=True).ended] == ["9"]
-    last = stage.quantum(100)
+    assert [one.request_id for one in stage.slice(100, eager=True).ended] == ["9"]
+    last = stage.slice(100)
     assert [one.request_id for one in last.ended] == ["30"]
     assert (last.requests, last.running, last.free_tokens) == (0, 0, 4096)
 
 
 def test_the_samples_of_a_request_share_its_prompt(stage: Stage) -> None:
-    done = stage.quantum(2, {"it": ask(prompt_of(1, 50), num=8, max_tokens=9)})
+    done = stage.slice(2, {"it": ask(prompt_of(1, 50), num=8, max_tokens=9)})
     assert done.prompt_tokens == 50
     assert done.running == 8
 
@@ -113,8 +113,8 @@ def test_nobody_waits_for_ever_if_there_are_fewer_places_than_tenants(llama: Bas
     shares = ("first", "second", "third")
     for share in shares:
         asked = {f"{share} {number}": ask(prompt_of(1, 5), max_tokens=9, end_tokens=False) for number in range(3)}
-        stage.quantum(1, asked, share=share)
-    ended = [one.request_id.partition(" ")[0] for _ in range(9) for one in stage.quantum(100, eager=True).ended]
+        stage.slice(1, asked, share=share)
+    ended = [one.request_id.partition(" ")[0] for _ in range(9) for one in stage.slice(100, eager=True).ended]
     # The first was alone at the beginning; from then on they take turns.
     assert [sorted(ended[turn : turn + 3]) for turn in (1, 4)] == [sorted(shares)] * 2
 
@@ -123,16 +123,16 @@ def test_a_place_that_becomes_free_is_of_whoever_has_the_fewest(llama: BaseModel
     """However many samples another asked for before."""
     stage = Stage(llama, ranks, sequences=4, cached_tokens=2048)
     stage.sampler.open_base(BASE)
-    stage.quantum(1, {"flood": ask(prompt_of(1, 10), num=60, max_tokens=8, end_tokens=False)}, share="flood")
+    stage.slice(1, {"flood": ask(prompt_of(1, 10), num=60, max_tokens=8, end_tokens=False)}, share="flood")
     quiet = {f"quiet {number}": ask(prompt_of(2, 10), max_tokens=8, end_tokens=False) for number in range(3)}
-    stage.quantum(1, quiet, share="quiet")
+    stage.slice(1, quiet, share="quiet")
     # The flood has all four places for eight tokens; then each side has two of them.
-    stage.quantum(2 * 8)
+    stage.slice(2 * 8)
     assert [key in stage.outcomes for key in quiet] == [True, True, False]
-    stage.quantum(8)
+    stage.slice(8)
     assert set(quiet) <= set(stage.outcomes)
     assert "flood" not in stage.outcomes
-    while stage.quantum(50).requests:
+    while stage.slice(50).requests:
         pass
     found = stage.outcomes["flood"]
     assert isinstance(found, SampleResult)
@@ -146,27 +146,27 @@ def test_what_there_is_no_room_for_waits_and_comes_to_its_turn(
     stage = Stage(llama, ranks, **limits)
     stage.sampler.open_base(BASE)
     samples = {str(number): greedy(prompt_of(number, 4), tokens=5 + number, end_tokens=False) for number in range(9)}
-    done = stage.quantum(2, samples)
+    done = stage.slice(2, samples)
     assert (done.running, done.waiting, done.requests) == (3, 6, 9)
     order: list[str] = []
     while done.requests:
-        done = stage.quantum(1)
+        done = stage.slice(1)
         order += [one.request_id for one in done.ended]
         assert done.running <= 3
     assert order == [str(number) for number in range(9)]
 
 
 def test_places_of_all_lengths_stay_within_the_bound_and_are_given_back(llama: BaseModel, ranks: RankGroup) -> None:
-    """Stage.quantum compares what is allocated with the bound after every quantum."""
+    """Stage.slice compares what is allocated with the bound after every slice."""
     stage = Stage(llama, ranks, sequences=64, cached_tokens=1024)
     stage.sampler.open_base(BASE)
-    done = stage.quantum(1)
+    done = stage.slice(1)
     waves = [(20, 4), (100, 20), (300, 100), (10, 8), (200, 5)]
     for number, (length, tokens) in enumerate(waves):
         added = {f"{number} {index}": greedy(prompt_of(index, length + index), tokens=tokens) for index in range(12)}
-        done = stage.quantum(5, added)
+        done = stage.slice(5, added)
     while done.requests:
-        done = stage.quantum(20)
+        done = stage.slice(20)
     assert len(stage.outcomes) == 60
     assert all(isinstance(outcome, SampleResult) for outcome in stage.outcomes.values())
     assert stage.sampler._cache.allocated == 0
@@ -176,22 +176,22 @@ def test_cancelling_frees_the_place_for_those_who_wait(llama: BaseModel, ranks: 
     stage = Stage(llama, ranks, sequences=2)
     stage.sampler.open_base(BASE)
     samples = {name: greedy(prompt_of(3, 6), tokens=50, end_tokens=False) for name in ("a", "b", "c", "d")}
-    assert stage.quantum(4, samples).waiting == 2
-    done = stage.quantum(4, cancel=["a", "d", "nobody"])
+    assert stage.slice(4, samples).waiting == 2
+    done = stage.slice(4, cancel=["a", "d", "nobody"])
     assert {one.request_id: one.outcome for one in done.ended} == {
         name: SampleFailed("cancelled", "it was cancelled") for name in ("a", "d")
     }
     assert (done.running, done.waiting, done.requests) == (2, 0, 2)
-    while stage.quantum(20).requests:
+    while stage.slice(20).requests:
         pass
     assert only(stage.outcomes["b"]).tokens == only(stage.outcomes["c"]).tokens
-    assert not stage.quantum(1, cancel=["b"]).ended
+    assert not stage.slice(1, cancel=["b"]).ended
 
 
 def test_a_request_that_is_told_twice_runs_once(stage: Stage) -> None:
     sample = {"it": greedy(prompt_of(3, 6), tokens=9, end_tokens=False)}
-    stage.quantum(2, sample)
-    assert stage.quantum(2, sample).running == 1
+    stage.slice(2, sample)
+    assert stage.slice(2, sample).running == 1
 
 
 def test_the_model_ends_a_text_by_itself_unless_it_is_told_not_to(stage: Stage) -> None:
@@ -298,7 +298,7 @@ def test_who_asks_for_few_of_the_likeliest_tokens_keeps_no_more_beside_one_who_a
     few = greedy(prompt_of(1, 5), topk_sample_logprobs=2, end_tokens=False)
     many = greedy(prompt_of(2, 9), topk_sample_logprobs=300, end_tokens=False)
     alone = only(stage.all({"few": few})["few"])
-    stage.quantum(4, {"few": few, "many": many})
+    stage.slice(4, {"few": few, "many": many})
     (batch,) = stage.sampler._batches.values()
     kept = {
         sequence.group.request_id: len(sequence.top_tokens) + len(sequence.top_logprobs) for sequence in batch.running
@@ -306,7 +306,7 @@ def test_who_asks_for_few_of_the_likeliest_tokens_keeps_no_more_beside_one_who_a
     so_far = len(batch.running[0].tokens)
     assert so_far > 1
     assert kept == {"few": so_far * 2 * 8, "many": so_far * 300 * 8}
-    stage.quantum(100)
+    stage.slice(100)
     beside = only(stage.outcomes["few"])
     np.testing.assert_array_equal(top_in(beside.top)[0], top_in(alone.top)[0])
     np.testing.assert_allclose(top_in(beside.top)[1], top_in(alone.top)[1], atol=CLOSE)
@@ -318,7 +318,7 @@ def test_who_asks_for_few_of_the_likeliest_tokens_keeps_no_more_beside_one_who_a
 def test_more_requests_than_there_may_be_are_refused_for_now(llama: BaseModel, ranks: RankGroup) -> None:
     stage = Stage(llama, ranks, requests=3)
     stage.sampler.open_base(BASE)
-    done = stage.quantum(1, crowd(5))
+    done = stage.slice(1, crowd(5))
     assert done.requests == 3
     assert [one.outcome for one in done.ended if isinstance(one.outcome, SampleFailed)] == [
         SampleFailed("server", "3 requests are being sampled already")
@@ -333,9 +333,9 @@ def test_weights_that_are_not_numbers_fail_their_own_request_and_leave_nothing_b
     good = {f"good {number}": greedy(prompt_of(number, 5), end_tokens=False) for number in range(4)}
     long = {"long": greedy(prompt_of(9, 30), tokens=34, end_tokens=False)}
     alone = stage.all(good) | stage.all(long)
-    stage.quantum(2, long)
+    stage.slice(2, long)
     bad = {f"bad {number}": greedy(prompt_of(number, 50), "broken", num=2) for number in range(3)}
-    stage.quantum(4, bad)
+    stage.slice(4, bad)
     for key in bad:
         failed = stage.outcomes[key]
         assert isinstance(failed, SampleFailed)
@@ -349,11 +349,11 @@ def test_a_batch_that_slept_goes_on_as_if_it_had_not(stage: Stage, tmp_path: Pat
     stage.sampler.open_adapter("other", stage.adapter(1, LoraConfig(rank=2, alpha=4.0)))
     samples = {name: ask(prompt_of(1, 9), name, max_tokens=20, end_tokens=False) for name in (BASE, "other")}
     awake = stage.all(samples)
-    stage.quantum(5, samples)
+    stage.slice(5, samples)
     offload = SleepOffload(stage.sampler.tensors(), tmp_path / "asleep" / "rank.safetensors")
     assert offload.freed > 0
     offload.restore()
-    stage.quantum(100)
+    stage.slice(100)
     assert stage.outcomes == awake
 
 
@@ -363,9 +363,9 @@ def test_a_sampler_that_is_closed_fails_its_requests_and_no_others(stage: Stage)
         "mine": greedy(prompt_of(1, 5), end_tokens=False),
         "theirs": greedy(prompt_of(1, 5), "other", 40, num=3, end_tokens=False),
     }
-    stage.quantum(3, samples)
+    stage.slice(3, samples)
     stage.sampler.close("other")
-    done = stage.quantum(100)
+    done = stage.slice(100)
     assert (done.requests, done.free_sequences) == (0, 16)
     assert isinstance(stage.outcomes["mine"], SampleResult)
     assert stage.outcomes["theirs"] == SampleFailed("user", "its sampler was closed")

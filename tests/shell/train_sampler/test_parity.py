@@ -237,7 +237,7 @@ def test_a_copy_of_a_whole_model_is_sampled_from_whatever_is_trained_meanwhile(m
     original, changed = Reference.load(models / "llama"), Reference.load(models / "llama")
     samples = {f"{number}": greedy(prompt_of(number, 10), "first", 24, end_tokens=False) for number in range(3)}
     stage.sampler.open_full("first")
-    assert stage.quantum(9, samples).requests == 3
+    assert stage.slice(9, samples).requests == 3
     for parameter, own in zip(base.lm.parameters(), changed.model.parameters(), strict=True):
         noise = torch.randn(own.shape, generator=torch.Generator().manual_seed(own.numel())) * 0.05
         own.data += noise

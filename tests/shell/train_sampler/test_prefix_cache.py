@@ -52,11 +52,11 @@ def test_tokens_are_those_of_generate_with_and_without_the_cache(name: str, mode
     reused = []
     for prompt in prompts:
         sample = greedy(prompt, tokens=20)
-        done = with_cache.quantum(1, {"it": sample})
+        done = with_cache.slice(1, {"it": sample})
         reused.append(done.reused_tokens)
         assert done.prompt_tokens + done.reused_tokens == len(prompt) // 4
         while done.requests:
-            done = with_cache.quantum(8)
+            done = with_cache.slice(8)
         cached, plain = only(with_cache.outcomes.pop("it")), only(without.all({"it": sample})["it"])
         assert tokens_in(cached) == tokens_in(plain) == theirs.greedy(prompt, 20)
         np.testing.assert_allclose(logprobs_in(cached), logprobs_in(plain), atol=CLOSE)
@@ -103,17 +103,17 @@ def test_no_sampler_reuses_what_another_has_computed(models: Path, ranks: RankGr
         stage.sampler.open_adapter(name, adapter)
     stage.one(greedy(SHARED))
     for name, adapter in adapters.items():
-        done = stage.quantum(1, {name: greedy(SHARED, name, tokens=16)})
+        done = stage.slice(1, {name: greedy(SHARED, name, tokens=16)})
         assert done.reused_tokens == 0, "of other weights, or of another tenant"
         while done.requests:
-            done = stage.quantum(8)
+            done = stage.slice(8)
         expected = Reference.load(models / "llama", adapter).greedy(SHARED, 16)
         assert tokens_in(only(stage.outcomes.pop(name))) == expected
     held = stage.sampler._cache.prefixes.tokens
     stage.sampler.close("version 1")
     assert stage.sampler._cache.prefixes.tokens == held * 2 // 3
     stage.sampler.open_adapter("version 1", adapters["version 2"])
-    assert stage.quantum(1, {"again": greedy(SHARED, "version 1", tokens=1)}).reused_tokens == 0
+    assert stage.slice(1, {"again": greedy(SHARED, "version 1", tokens=1)}).reused_tokens == 0
 
 
 def test_the_cache_stays_in_its_bounds_and_gives_way_to_sequences(models: Path, ranks: RankGroup) -> None:
@@ -123,11 +123,11 @@ def test_the_cache_stays_in_its_bounds_and_gives_way_to_sequences(models: Path, 
     prefixes = stage.sampler._cache.prefixes
     stage.one(greedy(SHARED))
     assert prefixes.tokens == 4 * BLOCK
-    assert stage.quantum(1, {"a": greedy(ending(2), tokens=1)}).reused_tokens == 4 * BLOCK
+    assert stage.slice(1, {"a": greedy(ending(2), tokens=1)}).reused_tokens == 4 * BLOCK
     for seed in range(5):
         stage.one(greedy(prompt_of(20 + seed, 70), tokens=4))
         assert prefixes.tokens <= 4 * BLOCK
-    assert stage.quantum(1, {"b": greedy(ending(3), tokens=1)}).reused_tokens == 0, "evicted by later prompts"
+    assert stage.slice(1, {"b": greedy(ending(3), tokens=1)}).reused_tokens == 0, "evicted by later prompts"
     # All of the KV cache is needed for slots: `Stage` checks the sum with every slice.
     stage.all({str(seed): ask(prompt_of(seed, 60), max_tokens=60, temperature=1.0) for seed in range(8)})
 

@@ -79,10 +79,10 @@ class Audit:
                 pass
 
     def _give_up(self, fact: facts.DispatchFailed) -> None:
-        """A quantum with all that is being sampled."""
+        """A slice with all that is being sampled."""
         self.given_up[fact.number] = fact.reason
         dispatch = self.dispatched[fact.number]
-        for future_id in list(self._sampling) if dispatch.quantum is not None else dispatch.future_ids:
+        for future_id in list(self._sampling) if dispatch.slice is not None else dispatch.future_ids:
             self._finish(future_id, ops.Failed("server", fact.reason))
 
     # What clients and ranks heard
@@ -143,7 +143,7 @@ class Audit:
 
     @property
     def _quantum(self) -> int:
-        return self._rules.max_tokens_per_row
+        return self._rules.fairness_quantum_tokens
 
     def _dispatch(self, fact: facts.Dispatched) -> None:
         if fact.number != len(self.dispatched) + 1:
@@ -152,9 +152,9 @@ class Audit:
         for future_id in fact.future_ids:
             self._may_run(future_id)
             self.number_of[future_id] = fact.number
-        if fact.quantum is not None:
+        if fact.slice is not None:
             self._sampling.update(fact.future_ids)
-        if fact.quantum is not None or not fact.future_ids:
+        if fact.slice is not None or not fact.future_ids:
             return
         # The others go along in the same pass and take no time of anybody's.
         leader = self._ready.get(fact.future_ids[0])

@@ -111,7 +111,7 @@ class ExpectedState:
             case "server" if number in self.audit.given_up:
                 return None
             case "server" if isinstance(entry.operation, SampleOperation) and (
-                self._quantum_given_up() or self._doomed(entry.operation)
+                self._slice_given_up() or self._doomed(entry.operation)
             ):
                 return None
             case _:
@@ -129,8 +129,8 @@ class ExpectedState:
             case _:
                 return False
 
-    def _quantum_given_up(self) -> bool:
-        return any(self.audit.dispatched[number].quantum is not None for number in self.audit.given_up)
+    def _slice_given_up(self) -> bool:
+        return any(self.audit.dispatched[number].slice is not None for number in self.audit.given_up)
 
     def _replayed(self, future_id: str, operation: ops.Sequenced) -> ops.Result:  # noqa: PLR0911 - one arm per kind
         model_id = operation.model_id

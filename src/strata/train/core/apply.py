@@ -162,15 +162,15 @@ def _enqueue(state: TrainState, future_id: str) -> None:
 def _dispatch(state: TrainState, fact: Dispatched) -> None:
     state.dispatched = fact.number
     state.dispatches[fact.number] = Dispatch(
-        fact.number, fact.future_ids, fact.rows, fact.path, fact.close, fact.quantum, fact.snapshot
+        fact.number, fact.future_ids, fact.rows, fact.path, fact.close, fact.slice, fact.snapshot
     )
-    if fact.quantum is None:
+    if fact.slice is None:
         known = [state.futures.get(future_id) for future_id in fact.future_ids]
         snapshots.record_dispatch(state, fact, [each.operation for each in known if each and each.operation])
     if not fact.snapshot:
-        state.last_was_slice = fact.quantum is not None
-    if fact.quantum is not None:
-        state.cancelled_samples.difference_update(fact.quantum.cancel)
+        state.last_was_slice = fact.slice is not None
+    if fact.slice is not None:
+        state.cancelled_samples.difference_update(fact.slice.cancel)
     for sampler_id in fact.close:
         state.samplers.pop(sampler_id, None)
     for future_id in fact.future_ids:
@@ -205,7 +205,7 @@ def _attach_ranks(state: TrainState, group: str) -> None:
     state.group, state.tainted = group, False
     snapshots.abandon_unfinished(state)
     state.cancelled_samples.clear()
-    for number in [each.number for each in state.dispatches.values() if each.quantum is not None]:
+    for number in [each.number for each in state.dispatches.values() if each.slice is not None]:
         del state.dispatches[number]
     returned = dict(state.sampling)
     for future_id in returned:
@@ -224,7 +224,7 @@ def _finish(state: TrainState, future_id: str, result: ops.Result, at_s: float, 
     snapshots.record_finished(state, future.number, operation, took_s)
     dispatch = state.dispatches.get(future.number)
     lineage.record(state, operation, result, dispatch.path if dispatch is not None else "")
-    if dispatch is not None and dispatch.quantum is None:
+    if dispatch is not None and dispatch.slice is None:
         _end_in_dispatch(state, dispatch, future_id, result)
     match operation:
         case ops.SaveWeights() if future.number:
@@ -295,7 +295,7 @@ def _advance_done(state: TrainState, model: ModelRecord) -> None:
 def _fail_dispatch(state: TrainState, fact: DispatchFailed) -> None:
     state.failed_dispatches.add(fact.number)
     state.tainted = True
-    if state.dispatches[fact.number].quantum is not None:
+    if state.dispatches[fact.number].slice is not None:
         for future_id in list(state.sampling):
             _finish(state, future_id, ops.Failed("server", fact.reason), fact.at_s)
         del state.dispatches[fact.number]

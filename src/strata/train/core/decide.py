@@ -340,7 +340,7 @@ def _fail_dispatch(state: TrainState, request: FailDispatch) -> Decision:
     dispatch = state.dispatches.get(request.number)
     if dispatch is None:
         return Decision(Done())
-    ended = dispatch.future_ids if dispatch.quantum is None else state.sampling
+    ended = dispatch.future_ids if dispatch.slice is None else state.sampling
     return Decision(Done(), (DispatchFailed(request.number, request.reason, request.at_s),), tuple(ended))
 
 

@@ -71,7 +71,7 @@ class Dispatched(_Fact, frozen=True, tag="dispatched"):
     """The folder of a checkpoint, under that of all checkpoints."""
     close: Sequence[str] = ()
     """Samplers that are evicted for a new one."""
-    quantum: SlicePlan | None = None
+    slice: SlicePlan | None = None
     """Of a sampling slice: the futures are the samples that it adds; they do not end with this dispatch as such."""
     snapshot: bool = False
     """A snapshot of all models at this position; `path` is its folder, under that of all snapshots."""

@@ -242,7 +242,7 @@ class EndedSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     outcome: SampleOutcome
 
 
-class SliceResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="quantum"):
+class SliceResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="slice"):
     """The samples that ended in a slice, those that run on, and the free capacity. Summed over the ranks."""
 
     ended: Sequence[EndedSample]

@@ -87,11 +87,11 @@ def next_slice(state: TrainState, at_s: float) -> Decision:
     # Not for a sample that its quota holds back: a sample that ends need not be of the same tenant.
     full = len(state.sampling) + len(added) >= state.rules.max_running_samples
     plan = SlicePlan(
-        state.rules.quantum_steps, tuple(sorted(state.cancelled_samples)), eager=full and len(ready) > len(added)
+        state.rules.slice_steps, tuple(sorted(state.cancelled_samples)), eager=full and len(ready) > len(added)
     )
     number = state.dispatched + 1
-    dispatch = Dispatch(number, tuple(added), quantum=plan)
-    return Decision(Dispatching(dispatch, 1.0), (Dispatched(number, tuple(added), quantum=plan),))
+    dispatch = Dispatch(number, tuple(added), slice=plan)
+    return Decision(Dispatching(dispatch, 1.0), (Dispatched(number, tuple(added), slice=plan),))
 
 
 def _is_open(state: TrainState, sample: SampleOperation) -> bool:

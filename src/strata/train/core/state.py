@@ -41,6 +41,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     base_models: Sequence[str]
     """What clients may call the model that is served; the first is its name."""
     max_tokens_per_row: int = 4096
+    fairness_quantum_tokens: int = 4096
+    """What a tenant's turn adds to its deficit."""
     pack_tenants: bool = True
     slots: int | None = None
     """Models that one pass may be of; None is any number."""
@@ -62,7 +64,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """Sample requests that are accepted and not yet dispatched."""
     max_running_samples: int = 256
     """Sample requests at the ranks."""
-    quantum_steps: int = 32
+    slice_steps: int = 32
     push: bool = False
     """Push all weights that are saved for sampling to the endpoints."""
     route: bool = False
@@ -212,7 +214,7 @@ class Dispatch(msgspec.Struct, frozen=True):
     rows: Sequence[Sequence[Row]] = ()
     path: str = ""
     close: Sequence[str] = ()
-    quantum: SlicePlan | None = None
+    slice: SlicePlan | None = None
     snapshot: bool = False
 
 
@@ -301,7 +303,7 @@ class TrainState:
         """The journal is truncated up to this dispatch: there is a snapshot of it or a later one. 0: it is complete."""
         self.usage = HourlyUsage(saved.usage)
         self.custom_losses = {each.loss_id: each for each in saved.custom_losses}
-        self.scheduler = Scheduler(rules.max_tokens_per_row)
+        self.scheduler = Scheduler(rules.fairness_quantum_tokens)
         self._requeue(saved.routed)
 
     def _requeue(self, routed: Mapping[str, str]) -> None:
@@ -323,7 +325,7 @@ class TrainState:
     @property
     def running_slice(self) -> Dispatch | None:
         """The sampling slice in flight; there is never a second one."""
-        return next((each for each in self.dispatches.values() if each.quantum is not None), None)
+        return next((each for each in self.dispatches.values() if each.slice is not None), None)
 
     def samples_of(self, sampler_id: str) -> Iterator[str]:
         for queue in (self.waiting, self.sampling):

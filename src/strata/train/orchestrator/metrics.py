@@ -64,7 +64,7 @@ class OrchestratorMetrics:
         self.prefilled = counter(
             "prompt_tokens_total", "Tokens of prompts, by whether the prefix cache had them", "cached"
         )
-        self.quantum_s = summary("quantum_seconds", "Time that the ranks took for a sampling slice")
+        self.slice_s = summary("slice_seconds", "Time that the ranks took for a sampling slice")
         self.journal_s = histogram("journal_seconds", "From a decision until it was durable")
         self.groups = counter("rank_groups_total", "Groups of ranks that were attached, one per start of the ranks")
         self.recovery_s = histogram(
@@ -132,7 +132,7 @@ class OrchestratorMetrics:
 
     def record_reply(self, reply: DispatchReply, kind: str) -> None:
         if reply.sampled is not None:
-            self.quantum_s.observe(reply.timing.total_s)
+            self.slice_s.observe(reply.timing.total_s)
             self.sampled.inc(reply.sampled.sampled_tokens)
             self.prefilled.labels("no").inc(reply.sampled.prompt_tokens)
             self.prefilled.labels("yes").inc(reply.sampled.reused_tokens)

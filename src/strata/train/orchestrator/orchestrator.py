@@ -287,7 +287,7 @@ class Orchestrator:
         """A group of ranks died in this dispatch, and nothing says why. It fails when too many groups have."""
         state = context.store.state
         # A sampling slice is not replayed but composed again: slices that groups die of in a row count as one.
-        is_slice = state.dispatches[number].quantum is not None
+        is_slice = state.dispatches[number].slice is not None
         counted = ALL_SLICES if is_slice else number
         if is_slice and state.last_slice > self._last_deadly:
             self._deaths.pop(ALL_SLICES, None)
@@ -376,6 +376,7 @@ def rules_of(settings: ServerSettings) -> Rules:
         max_ended_sessions=limits.max_ended_sessions,
         base_models=settings.model.base_models,
         max_tokens_per_row=settings.model.max_tokens_per_row,
+        fairness_quantum_tokens=limits.fairness_quantum_tokens or settings.model.max_tokens_per_row,
         pack_tenants=limits.pack_tenants,
         slots=settings.model.slots,
         initial_checkpoint=settings.model.initial_checkpoint,
@@ -384,7 +385,7 @@ def rules_of(settings: ServerSettings) -> Rules:
         max_samplers=settings.sampling.max_samplers(full=settings.model.training == "full"),
         max_pending_samples=settings.sampling.max_pending_requests,
         max_running_samples=settings.sampling.max_running_requests,
-        quantum_steps=settings.sampling.quantum_steps,
+        slice_steps=settings.sampling.slice_steps,
         push=settings.inference.pushes,
         route=settings.inference.routes,
         engines=settings.inference.engines,

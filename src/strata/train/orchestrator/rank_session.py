@@ -257,7 +257,7 @@ class RankSession:
         """A dispatch with its operations; a sampling slice without the samples that were cancelled since."""
         futures = self._context.store.state.futures
         operations = []
-        if dispatch.quantum is not None:
+        if dispatch.slice is not None:
             open_ids = [each for each in dispatch.future_ids if (future := futures.get(each)) and future.operation]
             dispatch = msgspec.structs.replace(dispatch, future_ids=open_ids)
         for future_id in dispatch.future_ids:
@@ -296,7 +296,7 @@ class RankSession:
         if dispatch.snapshot:
             return commands.TakeSnapshot(str(context.settings.snapshot_folder / dispatch.path))
         futures = context.store.state.futures
-        tenants = [futures.tenant_of(each) for each in dispatch.future_ids] if dispatch.quantum is not None else ()
+        tenants = [futures.tenant_of(each) for each in dispatch.future_ids] if dispatch.slice is not None else ()
         work = await retry_unavailable(
             lambda: context.processor.work(dispatch, operations, self._data_ranks, tenants),
             context.store.clock,
@@ -411,7 +411,7 @@ def _dispatch_span(number: int, traces: Sequence[str]) -> AbstractContextManager
 def _kind(dispatch: Dispatch, operations: Sequence[ops.Operation]) -> str:
     if dispatch.snapshot:
         return SNAPSHOT
-    return "quantum" if dispatch.quantum is not None else ops.kind_of(operations[0])
+    return "slice" if dispatch.slice is not None else ops.kind_of(operations[0])
 
 
 def _longest(work: commands.Work, operations: Sequence[ops.Operation]) -> int:

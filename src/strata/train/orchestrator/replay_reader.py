@@ -74,7 +74,7 @@ class _ReplayReader:
             raise StrataError(Code.CORRUPT, f"dispatch {self._expected} of stream {self._stream!r} is missing")
         self._expected += 1
         # Neither changed a model: a sample is a result or is sampled again, and a snapshot is a copy.
-        if fact.quantum is not None or fact.snapshot:
+        if fact.slice is not None or fact.snapshot:
             return
         if fact.number in self._failed and not always_replayed(operations):
             return

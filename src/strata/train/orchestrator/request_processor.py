@@ -46,8 +46,8 @@ class RequestProcessor:
         """Deterministic: the same for the same dispatch. NOT_FOUND or CORRUPT if a payload is lost."""
         if passes := [each for each in operations if isinstance(each, ops.ForwardBackward)]:
             return await self._pass(dispatch, passes, ranks)
-        if dispatch.quantum is not None:
-            return _sampling_slice(dispatch, dispatch.quantum, operations, tenants)
+        if dispatch.slice is not None:
+            return _sampling_slice(dispatch, dispatch.slice, operations, tenants)
         if steps := [each for each in operations if isinstance(each, ops.OptimStep)]:
             return commands.StepsCommand(steps)
         (operation,) = operations

@@ -101,7 +101,7 @@ def running_dispatches(
 def _describe_dispatch(state: TrainState, dispatch: Dispatch) -> tuple[str, set[str], int]:
     if dispatch.snapshot:
         return "snapshot", set(), 0
-    if dispatch.quantum is not None:
+    if dispatch.slice is not None:
         return "sample", {each.tenant for each in _existing(state, state.sampling)}, 0
     futures = list(_existing(state, dispatch.future_ids))
     tokens = sum(tokens_of(each.operation) for each in futures if each.operation is not None)

@@ -114,7 +114,7 @@ def in_flight_s(state: TrainState, throughput: ThroughputEstimate) -> float | No
     waits = [
         throughput.expected_s(future.kind, tokens_of(future.operation))
         for dispatch in state.dispatches.values()
-        if dispatch.quantum is None
+        if dispatch.slice is None
         for each in dispatch.future_ids
         if (future := state.futures.get(each)) is not None and future.operation is not None
     ]
@@ -124,7 +124,7 @@ def in_flight_s(state: TrainState, throughput: ThroughputEstimate) -> float | No
 
 def _running(state: TrainState) -> str:
     for _, dispatch in sorted(state.dispatches.items()):
-        if dispatch.quantum is not None:
+        if dispatch.slice is not None:
             return f"sampling for {len(state.sampling)} requests"
         if dispatch.snapshot:
             return "copying the models for a snapshot"
