@@ -40,6 +40,7 @@ LOWEST: Final = (
 _APART: Final = re.compile(r"(torch|triton|nvidia-|cuda-)")
 """The build of torch is the index's choice, and pulls gigabytes if it is resolved: it is installed apart."""
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]+")
+_HEAD: Final = "| package | version | result | date |\n|---|---|---|---|\n"
 _ROW: Final = re.compile(r"\| `([^`]+)` \| (\S+) \| (.*) \| (\S+) \|")
 
 
@@ -151,10 +152,10 @@ def installed_version(name: str, package: str) -> str:
 
 def record(page: str, rows: Mapping[tuple[str, str], str], day: str) -> str:
     """The page with a row for each result, in the place of the row that the same package and version had."""
-    found = {(match[1], match[2]): match[0] for match in _ROW.finditer(page)}
+    head = page[: page.index(_HEAD) + len(_HEAD)]
+    found = {(match[1], match[2]): match[0] for match in _ROW.finditer(page, len(head))}
     for (package, version), result in rows.items():
         found[package, version] = f"| `{package}` | {version} | {result} | {day} |"
-    head = page[: page.index("|---|") + len("|---|---|---|---|\n")]
     ordered = sorted(found, key=lambda key: [int(each) for each in re.findall(r"\d+", key[1])], reverse=True)
     lines = [found[key] for key in sorted(ordered, key=lambda key: key[0])]
     return head + "\n".join(lines) + "\n"

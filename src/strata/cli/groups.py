@@ -70,7 +70,11 @@ class LazyGroup(click.Group):
         widest = max(map(len, self.table), default=0)
         for section in dict.fromkeys(entry.section for entry in self.table.values()):
             with formatter.section(section):
-                entries = [(name, entry.help) for name, entry in self.table.items() if entry.section == section]
+                entries = [
+                    (name, entry.help + _experimental_word(f"strata {name}"))
+                    for name, entry in self.table.items()
+                    if entry.section == section
+                ]
                 formatter.write_dl([(name.ljust(widest), text) for name, text in entries])
 
     def _nearest(self, name: str) -> str:
@@ -137,4 +141,29 @@ def _load(target: str, name: str) -> click.Command:
     command = getattr(import_module(module), attribute)
     assert isinstance(command, click.Command), f"{target} is not a command"
     add_examples(command, name)
+    mark_experimental(command, f"strata {name}")
     return command
+
+
+def mark_experimental(command: click.Command, path: str) -> None:
+    """Add a word to the help of what is experimental: the command, its options, and all commands below it."""
+    first, *rest = (command.help or "").split("\n\n")
+    command.help = "\n\n".join([_with_word(first, path), *rest])
+    for option in command.params:
+        if isinstance(option, click.Option):
+            option.help = _with_word(option.help or "", *(f"{path} {name}" for name in option.opts))
+    if isinstance(command, click.Group):
+        for name, inner in command.commands.items():
+            mark_experimental(inner, f"{path} {name}")
+
+
+def _with_word(text: str, *marks: str) -> str:
+    """Commands are loaded more than once, and marked once."""
+    word, sentence = _experimental_word(*marks), text.rstrip().removesuffix(".")
+    return text if sentence.endswith(word) else sentence + word + text.rstrip()[len(sentence) :]
+
+
+def _experimental_word(*marks: str) -> str:
+    from strata.base.support import find_experimental
+
+    return " (experimental)" if any(find_experimental(marks)) else ""

@@ -182,6 +182,9 @@ def _print_report(report: Any, output: Format) -> None:
         )
     elif report.why and report.support == "yes":
         print_error(report.why)
+    if report.support != "no":
+        for setting, text in report.groups.items():
+            print_error(f"{setting}: {text}")
     columns = (
         Column("training"),
         Column("dtype"),

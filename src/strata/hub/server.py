@@ -18,6 +18,7 @@ from strata.base.errors import StrataError
 from strata.base.loop import every
 from strata.base.private import set_private_umask
 from strata.base.settings import process_environment
+from strata.base.support import report_experimental
 from strata.base.unix_socket import format_unix_address, listen_unix
 from strata.http import otel
 from strata.http.protocol import new_protocol
@@ -75,6 +76,7 @@ def listening(settings: HubSettings) -> Iterator[Listeners]:
 async def serve(hub: Hub, settings: HubSettings, clock: Clock, listeners: Listeners, stop: asyncio.Event) -> None:
     """Answer on these sockets until `stop`, then let the requests finish that are under way."""
     hub.context.served.url = listeners.url
+    report_experimental()
     looping = [
         asyncio.create_task(
             every(

@@ -225,6 +225,17 @@ def check_combination(combination: Combination) -> None:
         raise StrataError(Code.INVALID, verdict.message, hint=verdict.hint)
 
 
+def assess_groups(config: Mapping[str, Any]) -> dict[str, Verdict]:
+    """Says for each kind of group of ranks whether a model of this configuration can be on it."""
+    needs = {need.feature: need for need in NEEDS if str(config.get("model_type")) in need.families}
+    verdicts = {}
+    for split in _SPLITS:
+        names = [split, needs[split].needs] if split in needs else [split]
+        sizes: dict[str, Any] = {name.removeprefix("parallel."): 2 for name in names}
+        verdicts[split] = assess(Combination(parallel=ParallelSettings(**sizes), config=config))
+    return verdicts
+
+
 def _verdicts(combination: Combination) -> Iterator[Verdict]:
     features, family = combination.features, combination.family
     for pair in PAIRS:

@@ -20,6 +20,7 @@ from strata.base.clock import Clock, SystemClock
 from strata.base.errors import Code, StrataError
 from strata.base.loop import every
 from strata.base.private import set_private_umask
+from strata.base.support import report_experimental
 from strata.coord.grpc_options import MAX_REPLY_BYTES, MAX_REQUEST_BYTES
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.server.authenticator import OPERATOR, TokenAuthenticator
@@ -86,6 +87,7 @@ def run(settings: CoordinatorSettings, announce: Callable[[str], None]) -> None:
 
     check_exposure(settings)
     check_partitioned(settings)
+    report_experimental()
     set_private_umask()
     # Calls make many objects and few cycles: at the usual thresholds the state of all jobs is looked through too often.
     gc.collect()

@@ -11,6 +11,7 @@ from strata.base import log
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.base.private import private_folder, set_private_umask
+from strata.base.support import report_experimental
 from strata.fleet.agent import cgroup, identity
 from strata.fleet.agent.file_lock import try_lock
 from strata.fleet.agent.identity import Membership
@@ -92,6 +93,7 @@ def _prepare_host(settings: AgentSettings, environ: Mapping[str, str]) -> tuple[
     probed = probe_capability(settings, allowed, sandbox)
     for problem in probed.problems:
         _log.warning("host_probe_incomplete", reason=problem)
+    report_experimental(["gpus"] if probed.capability.gpus else [])
     if sandbox.job_user is None and is_root():
         _log.warning("jobs_run_as_root", hint="set run_as: jobs can read this host's credentials")
     _log.info("sandbox_detected", sandbox=sandbox.level, reason=sandbox.describe())

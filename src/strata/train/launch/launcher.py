@@ -27,7 +27,14 @@ from strata.base.settings import process_environment
 from strata.http import otel
 from strata.train.key_database import prepare_first_key
 from strata.train.launch.engine_supervisor import EngineSupervisor, check_engine, write_engine_key
-from strata.train.launch.preflight import check_features, check_memory, check_mesh, check_model, check_quantised
+from strata.train.launch.preflight import (
+    check_features,
+    check_memory,
+    check_mesh,
+    check_model,
+    check_quantised,
+    report_experimental_features,
+)
 from strata.train.launch.supervised_process import EVENTS, MAX_FAILED_STARTS, ProcessCommand, SupervisedProcess
 from strata.train.link.keys import make_keys, read_keys
 from strata.train.settings import LAUNCHER_LOCK, ServerSettings, check_exposure
@@ -161,6 +168,7 @@ class Launcher:
             if over_tcp:
                 # The operator who starts the ranks has given them a copy.
                 read_keys(settings.keys)
+        report_experimental_features(settings)
         check_engine(settings, self._environment)
         if self._engines:
             write_engine_key(settings, self._engine_key)

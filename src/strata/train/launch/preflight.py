@@ -16,7 +16,8 @@ from typing import Any
 from strata.base import log
 from strata.base.errors import Code, StrataError
 from strata.base.settings import process_environment
-from strata.train.combinations import Combination, check_combination
+from strata.base.support import report_experimental
+from strata.train.combinations import Combination, assess, check_combination
 from strata.train.hugging_face import find_folder
 from strata.train.plan.model_cost import NVIDIA_SMI, estimate, memory_recipe, weight_saved_bytes
 from strata.train.plan.model_files import read_config, read_model_files
@@ -49,6 +50,16 @@ def check_features(settings: ServerSettings) -> None:
     """INVALID if features that the settings ask for do not work together, or not with the model. It does not ask what
     this machine has: ranks may be on others."""
     check_combination(server_combination(settings))
+
+
+def report_experimental_features(settings: ServerSettings) -> None:
+    """Log a line for each feature of the server that is experimental, alone or in this combination."""
+    combination, ranks = server_combination(settings), settings.ranks
+    devices = (memory_recipe(settings).device, "nccl" if ranks.backend == "nccl" else "")
+    report_experimental((*combination.features, *devices, "ranks.mode" if ranks.mode == "connect" else ""))
+    verdict = assess(combination)
+    if verdict.level == "experimental":
+        _log.warning("experimental_feature", name=verdict.features[0], reason=verdict.why)
 
 
 def server_combination(settings: ServerSettings) -> Combination:

@@ -16,6 +16,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from strata.base.errors import Code, StrataError
+from strata.train.combinations import assess_groups
 from strata.train.hugging_face import find_folder
 from strata.train.peft.layers import TOWERS
 from strata.train.plan.model_cost import estimate
@@ -63,6 +64,8 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     towers: Sequence[str]
     """Modules for images and sounds, and their projectors: no pass over text calls them, and they are never trained."""
     sampler: str
+    groups: Mapping[str, str]
+    """Whether it can be on groups of ranks of each kind, with the reason."""
     parameters: int
     ranks: int
     memory: Sequence[MemoryNeed]
@@ -102,6 +105,10 @@ def check_model_files(model: str, ranks: int) -> ModelReport:
         lora=outcome.lora,
         towers=sorted({part for name in files.shapes for part in TOWERS.intersection(name.split("."))}),
         sampler=outcome.sampler,
+        groups={
+            setting: verdict.level + (f": {verdict.why}" if verdict.why else "")
+            for setting, verdict in assess_groups(files.config).items()
+        },
         parameters=sum(math.prod(shape) for shape in files.shapes.values()),
         ranks=ranks,
         memory=[
