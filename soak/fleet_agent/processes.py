@@ -147,7 +147,7 @@ class AgentProcess:
                 record = read_json(folder / "record.json", AttemptRecord)
                 if record is not None and is_alive(pids["child"]) and not (folder / "exit.json").exists():
                     lease = record.lease
-                    found.append(Child(lease.job_id, lease.epoch, pids["waiter"], pids["child"]))
+                    found.append(Child(lease.job_id, lease.epoch, pids["supervisor"], pids["child"]))
         return found
 
     def is_idle(self) -> bool:

@@ -216,7 +216,7 @@ def test_no_secret_of_the_agent_is_in_its_log_its_arguments_or_what_a_job_is_giv
         job = hub.submit("ruth", "held", release=str(release))
         hub.says(job, "held")
         secret = ruth.secret.rpartition("-")[2]
-        pids = [ruth.pid, *(pid for each in ruth.children().values() for pid in (each["waiter"], each["child"]))]
+        pids = [ruth.pid, *(pid for each in ruth.children().values() for pid in (each["supervisor"], each["child"]))]
         for pid in pids:
             assert secret not in Path(f"/proc/{pid}/cmdline").read_text()
         for pid in pids[1:]:

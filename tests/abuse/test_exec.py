@@ -76,7 +76,7 @@ class Exec:
     def exit(self) -> ChildExit:
         self.supervisor.wait(60)
         seen = supervised.read_status(self.folder, self.supervisor)
-        assert isinstance(seen, ChildExit), (seen, (self.folder / "waiter.err").read_text())
+        assert isinstance(seen, ChildExit), (seen, (self.folder / "supervisor.err").read_text())
         return seen
 
 
@@ -90,7 +90,10 @@ def started(host: Host, code: str = SLEEPER, **trainer: object) -> Job:
 def test_a_command_sees_what_its_job_sees(host: Host, tries: Callable[[int], None]) -> None:
     other = started(host, env={"PRIVATE": "of-the-other-job"})
     job = started(host, env={"GREETING": "hello"})
-    files = [str(path) for path in (host.key, other.paths.spec, other.state / "waiter.json", job.state / "waiter.json")]
+    files = [
+        str(path)
+        for path in (host.key, other.paths.spec, other.state / "supervisor.json", job.state / "supervisor.json")
+    ]
     inside = ("environ", f"root{host.key}")
     spy = f"""
     import glob, os

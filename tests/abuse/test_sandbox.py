@@ -121,7 +121,7 @@ class Job:
     def exit(self) -> ChildExit:
         self.supervisor.wait(60)
         seen = supervised.read_status(self.state, self.supervisor)
-        assert isinstance(seen, ChildExit), (seen, (self.state / "waiter.err").read_text())
+        assert isinstance(seen, ChildExit), (seen, (self.state / "supervisor.err").read_text())
         return seen
 
     def end(self) -> None:
@@ -168,7 +168,7 @@ def test_a_job_reads_nothing_of_the_agent_and_of_other_jobs(host: Host, tries: C
     )
     other.says("up")
     files = [
-        str(path) for path in (host.key, other.paths.output / "own", other.paths.spec, other.state / "waiter.json")
+        str(path) for path in (host.key, other.paths.output / "own", other.paths.spec, other.state / "supervisor.json")
     ]
     pids = [os.getpid(), other.supervisor.pid, eventually(lambda: supervised.read_pids(other.state)).child]
     files += [f"/proc/{pid}/environ" for pid in pids] + [f"/proc/{pid}/root{host.key}" for pid in pids]
@@ -723,7 +723,7 @@ def test_a_confined_job_survives_its_agent_and_not_its_cancellation(tmp_path: Pa
                 assert "up as 65534" in hub.says(job, "up as")
             host = hub.operator.call("GET", "/v1/workers", HostsReply).hosts[0]
             assert host.capability.sandbox == "namespaces"
-            specs = [json.loads(path.read_text()) for path in (vera.state / "attempts").glob("*/waiter.json")]
+            specs = [json.loads(path.read_text()) for path in (vera.state / "attempts").glob("*/supervisor.json")]
             groups = [Path(spec["limits"]["groups"][-1]) for spec in specs]
             pids = [int(pid) for group in groups for pid in (group / "cgroup.procs").read_text().split()]
             assert len(pids) >= 2

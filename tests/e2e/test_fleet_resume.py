@@ -66,7 +66,7 @@ def checkpoints(hub: HubProcess, job_id: str) -> list[str]:
 def lose_power(host: AgentProcess) -> None:
     host.end(signal.SIGKILL)
     for each in host.children().values():
-        for pid in (each["waiter"], each["child"]):
+        for pid in (each["supervisor"], each["child"]):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 

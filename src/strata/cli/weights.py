@@ -51,20 +51,19 @@ def list_(output: Format, server: str | None, key_file: Path | None, context: st
         Rows(output, columns) as rows,
     ):
         for each in list_checkpoints(client):
-            known = each.provenance
-            trained, total = (None, None) if known is None else (known.trained, known.total)
+            trained = each.provenance.trained
             rows.add(
                 {
                     "checkpoint": each.tinker_path,
                     "saved": each.time.isoformat(timespec="seconds"),
                     "size": each.size_bytes if output.for_programs else format_bytes(each.size_bytes),
-                    "steps": trained and trained.steps,
-                    "datums": trained and trained.datums,
-                    "tokens": trained and trained.tokens,
-                    "passes": trained and trained.passes,
-                    "sampled": trained and trained.sampled_tokens,
-                    "total tokens": total and total.tokens,
-                    "parent": known and (known.parent or ""),
+                    "steps": trained.steps,
+                    "datums": trained.datums,
+                    "tokens": trained.tokens,
+                    "passes": trained.passes,
+                    "sampled": trained.sampled_tokens,
+                    "total tokens": each.provenance.total.tokens,
+                    "parent": each.provenance.parent or "",
                 }
             )
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from strata.coord.core.apply import apply
-from strata.coord.core.facts import WORKERS_NAMED, CommandKind, Fact
+from strata.coord.core.facts import WORKERS_NAMED, CommandKind
 from strata.coord.core.history import (
     EVENTS_KEPT,
     LEAST_KEPT,
@@ -179,12 +178,3 @@ def test_events_are_found_by_kind_and_text_page_by_page() -> None:
     by_worker, _ = find_events(history, frozenset(), "W2", 0, 100)
     assert Counter(event.kind for event in by_worker) == {HistoryKind.WORKER_JOINED: 1}
     assert find_events(history, frozenset(), "no such thing", 0, 100) == ([], 0)
-
-
-def test_a_journal_of_before_facts_had_times_still_applies() -> None:
-    old = Job(workers=2)
-    state = CoordState()
-    facts: list[Fact] = old.facts
-    for fact in facts:
-        apply(state, fact)
-    assert state.jobs[JOB].members.keys() == {"w0", "w1"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from strata.base.errors import Code, StrataError
 from strata.coord.core import facts as kinds
 from strata.coord.core.facts import (
     BarrierVerdict,
@@ -18,7 +19,6 @@ from strata.coord.core.facts import (
 )
 from strata.coord.core.inputs import Ack, CreateJob, IssueCommand, Tick
 from strata.coord.core.job_config import EscalationLevel, JobConfig
-from strata.coord.core.ledger import EpochPosition, Quarantined, ShardRange
 from strata.coord.core.machine import CoordMachine, decode_fact
 from tests.core.coord.jobs import CORPUS, JOB, Job
 from tests.sim.coord.lineage import History, LineageError
@@ -49,7 +49,7 @@ EVERY_FACT: list[Fact] = [
     kinds.CheckpointAgreed(JOB, 1, 7),
     kinds.CheckpointRefused(JOB, (3, 4), "the ranks share no step", 1),
     kinds.DrainBegun(JOB, ("w1",)),
-    kinds.Recovered(JOB, None, "c7", recover_first=True),
+    kinds.Recovered(JOB, None, "c7"),
     kinds.WorkerRecovered(JOB, "w0"),
     kinds.CommandIssued(JOB, 1, CommandKind.STOP, ("w0",), "because", {"grace": "5"}, "request-1"),
     kinds.CommandAcked(JOB, 1, "w0"),
@@ -134,49 +134,24 @@ def test_deciding_changes_nothing_that_is_journaled() -> None:
     assert job.saved == before
 
 
-def test_stored_names_stay_when_the_code_renames_its_fields() -> None:
-    judged = kinds.WorkerJudged(JOB, "w0", kinds.StragglerFinding.SLOW, EscalationLevel.REWEIGHT, 0.5, "slow")
-    assert msgspec.to_builtins(judged)["rung"] == "reweight"
-    stored = msgspec.to_builtins(busy().job)
-    assert "burials" in stored
-    assert all("rung" in member for member in stored["members"].values())
-    unread = ShardRange(0, 0, 1)
-    assert msgspec.to_builtins(Quarantined(unread, ""))["rest"] == {"shard": 0, "start": 0, "end": 1}
-    assert "rests" in msgspec.to_builtins(EpochPosition(0, (), (unread,), (), {}))
+def test_facts_and_snapshots_of_other_versions_are_refused_by_name() -> None:
+    machine = CoordMachine()
+    judged = {"type": "WorkerJudged", "job": JOB, "worker_id": "w0", "finding": "slow", "rung": "stop", "weight": 0.5}
+    for fact, words in (
+        ({"type": "WorkerPromoted", "job": JOB}, "holds a fact 'WorkerPromoted' of another version"),
+        (judged, "holds a fact 'WorkerJudged' of another version: Object missing required field `level`"),
+        ([1], "holds a fact of another version"),
+    ):
+        with pytest.raises(StrataError, match=words) as refused:
+            machine.apply(machine.initial(), msgspec.msgpack.encode(fact))
+        assert refused.value.code is Code.UNSUPPORTED
+    jobs = [{"job": JOB, "config": {}}]
+    for saved in (jobs, {"format": 1, "jobs": jobs}, {"format": 3, "jobs": jobs}):
+        with pytest.raises(StrataError, match="holds a snapshot of another version") as refused:
+            machine.load(msgspec.msgpack.encode(saved))
+        assert refused.value.code is Code.UNSUPPORTED
 
 
 def test_a_field_that_a_later_version_adds_does_not_stop_this_one() -> None:
     fact = msgspec.msgpack.encode({"type": "CommandAcked", "job": JOB, "command_id": 1, "worker_id": "w0", "new": 1})
     assert decode_fact(fact) == kinds.CommandAcked(JOB, 1, "w0")
-
-
-def test_a_snapshot_and_facts_of_an_earlier_version_still_load() -> None:
-    """As they were written before shares, requests, arguments and incarnations that are over were known."""
-    config = {"heartbeat_interval_s": 5.0, "missed_beats": 3, "min_workers": 1}
-    worker = {"worker_id": "w0", "incarnation": "a", "weight": 1.0}
-    saved = msgspec.msgpack.encode(
-        [
-            {
-                "job": JOB,
-                "config": config,
-                "members": {"w0": {"worker": worker, "acked": [1]}},
-                "evicted": {"w1": "b"},
-                "generation": 3,
-                "ranks": {"w0": 0},
-                "tombstones": {"/c1/0": 0},
-                "commands": {1: {"command_id": 1, "kind": 1, "waiting": {"w0": None}, "reason": ""}},
-                "last_command": 1,
-            }
-        ]
-    )
-    machine = CoordMachine()
-    state = machine.load(saved)
-    for fact in (
-        {"type": "CommandIssued", "job": JOB, "command_id": 2, "kind": 2, "workers": ["w0"], "reason": "x"},
-        {"type": "GenerationFormed", "job": JOB, "generation": 4, "members": ["w0"]},
-        {"type": "JobCreated", "job": "other", "config": config},
-    ):
-        state = machine.apply(state, msgspec.msgpack.encode(fact))
-    job = state.jobs[JOB]
-    assert (job.generation, job.ranks, job.members["w0"].share) == (4, {"w0": 0}, 1.0)
-    assert (job.commands[2].arguments, state.jobs["other"].config) == ({}, JobConfig(missed_beats=3))

@@ -31,7 +31,7 @@ from strata.coord.core.inputs import (
     Register,
     RegisterDataset,
 )
-from strata.coord.core.job_config import EscalationLevel, JobConfig
+from strata.coord.core.job_config import JobConfig
 from strata.coord.core.machine import CoordMachine
 from strata.coord.core.members import rank_of
 from strata.coord.core.state import EVICTED_KEPT
@@ -61,15 +61,6 @@ def test_a_job_made_twice_with_one_configuration_is_one_job() -> None:
     job = Job(JobConfig(min_workers=2))
     assert job.submit(CreateJob(JOB, JobConfig(min_workers=2))).facts == ()
     assert job.refusal(CreateJob(JOB, JobConfig(min_workers=3))).code is Code.CONFLICT
-
-
-def test_a_job_of_an_earlier_version_is_the_same_job_with_the_defaults_of_this_one() -> None:
-    job = Job(JobConfig(min_workers=2, slow_until=EscalationLevel.STOP, missed_beats=3))
-    assert job.submit(CreateJob(JOB, JobConfig(min_workers=2))).facts == ()
-    assert job.job.config.slow_until is EscalationLevel.STOP
-    assert job.refusal(CreateJob(JOB, JobConfig(min_workers=3))).code is Code.CONFLICT
-    other = JobConfig(min_workers=2, slow_until=EscalationLevel.NONE)
-    assert job.refusal(CreateJob(JOB, other)).code is Code.CONFLICT
 
 
 @pytest.mark.parametrize(

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 from strata.base.errors import Code
 from strata.coord.core.facts import (
-    Dataset,
     DatasetMode,
-    DatasetRegistered,
-    Fact,
-    GenerationFormed,
-    JobCreated,
     Recovered,
-    RegisteredWorker,
-    WorkerJoined,
 )
 from strata.coord.core.inputs import Ack, Caller, Leave, NextShards
-from strata.coord.core.job_config import JobConfig
-from strata.coord.core.machine import CoordMachine
 from tests.core.coord.jobs import CORPUS, JOB, Job, samples_of
 
 
@@ -173,21 +163,3 @@ def test_a_worker_that_cannot_read_its_first_checkpoint_takes_everybody_further_
     found = job.recover("w1", bad="c1")
     assert (found.rewound, found.checkpoint) == (True, None)
     assert refused(job, "w0") == "recover-first"
-
-
-@pytest.mark.proves("Never again: a journal from before recover-first refused shards to every member after an upgrade")
-def test_members_that_recovered_before_this_was_journaled_get_shards_after_an_upgrade() -> None:
-    machine = CoordMachine()
-    facts: list[Fact] = [
-        JobCreated(JOB, JobConfig()),
-        WorkerJoined(JOB, RegisteredWorker(worker_id="w0", incarnation="a")),
-        WorkerJoined(JOB, RegisteredWorker(worker_id="w1", incarnation="b")),
-        GenerationFormed(JOB, 1, ("w0", "w1")),
-        DatasetRegistered(JOB, Dataset(dataset_id=CORPUS, samples=40, shard_size=4)),
-        Recovered(JOB, None),
-        GenerationFormed(JOB, 2, ("w0", "w1")),
-    ]
-    state = machine.initial()
-    for fact in facts:
-        state = machine.apply(state, msgspec.msgpack.encode(fact))
-    assert [member.recover_first for member in state.jobs[JOB].members.values()] == [False, False]

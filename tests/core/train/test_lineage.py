@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
 import pytest
 
 from strata.train.core import ops
@@ -83,31 +80,3 @@ def test_imported_weights_say_that_they_were_trained_elsewhere() -> None:
     command = ImportCheckpoint("i", "theirs", "import-1", "tiny", LORA)
     server.ask(ClientCommand(TENANT, command, server.now_s))
     assert lineage(server, "import-1", "theirs") == WeightsLineage(IMPORTED_FROM)
-
-
-def forget_lineage(saved: Any) -> Any:
-    """A snapshot as it was before lineages were counted."""
-    if isinstance(saved, dict):
-        return {key: forget_lineage(value) for key, value in saved.items() if key != "lineage"}
-    return [forget_lineage(each) for each in saved] if isinstance(saved, list) else saved
-
-
-def test_what_an_older_version_trained_is_not_known_and_stays_so() -> None:
-    server = Server()
-    model, other, fresh = server.model(), server.model(1), server.model(2)
-    run(server, (forward_backward(model, 1), PASS), (step(model, 2), STEP), save(model, 3, "first"))
-    saved = msgspec.msgpack.decode(server.saved)
-    older = msgspec.msgpack.encode(forget_lineage(saved))
-    assert older != server.saved
-    server.state = server.machine.load(older)
-    run(server, (forward_backward(model, 4), PASS), (step(model, 5), STEP), save(model, 6, "second"))
-    load = ops.LoadWeights(other, 1, model, "weights", "second", optimizer=True)
-    run(server, (load, ops.WeightsLoaded(f"tinker://{model}/weights/second")), save(other, 2, "third"))
-    for key in ((model, "weights", "first"), (model, "weights", "second"), (other, "weights", "third")):
-        assert server.state.checkpoints[key].lineage is None, key
-    newer = server.model(3)
-    run(server, (step(newer, 1), STEP), save(newer, 2, "known"))
-    assert lineage(server, newer, "known").trained == TrainedCount(steps=1)
-    load = ops.LoadWeights(fresh, 1, newer, "weights", "known", optimizer=True)
-    run(server, (load, ops.WeightsLoaded(f"tinker://{newer}/weights/known")), save(fresh, 2, "found"))
-    assert lineage(server, fresh, "found").before == TrainedCount(steps=1), "what is loaded is known"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 
+import msgspec
 import pytest
 
 from strata.base.errors import Code, StrataError
-from strata.train.core import model_options, ops
+from strata.train.core import facts, model_options, ops
 from strata.train.core.checkpoint_retention import retained_folders
 from strata.train.core.client_commands import AbortOperation, DeleteCheckpoint, OpenSession, SubmitOperation
 from strata.train.core.facts import Dispatched, DispatchFailed
@@ -584,3 +585,32 @@ def test_a_checkpoint_that_the_ranks_are_told_to_load_cannot_be_deleted_under_th
     assert server.refusal(delete).code is Code.UNAVAILABLE
     server.answer(loading)
     assert server.ask(delete).deleted_folders
+
+
+def test_tags_of_facts_stay_and_those_of_earlier_versions_are_refused_by_name() -> None:
+    """The list is written out: a class that is renamed would have another tag, which old journals do not have."""
+    tags = {fact.__struct_config__.tag for fact in facts.Fact.__args__}
+    assert tags == {
+        "checkpoint_deleted", "checkpoint_imported", "checkpoint_published", "checkpoint_ttl_set",
+        "custom_loss_created", "dispatch_failed", "dispatched", "endpoint_added", "endpoint_removed",
+        "operation_accepted", "operation_finished", "push_begun", "push_ended", "ranks_renewed", "results_expired",
+        "sample_returned", "sample_routed", "session_finished", "session_opened", "sessions_forgotten",
+        "slice_ended", "snapshot_abandoned", "snapshot_committed", "snapshot_copied", "snapshot_rejected",
+    }  # fmt: skip
+    assert not tags & facts.REMOVED_TAGS
+    machine = Server().machine
+    for tag in facts.REMOVED_TAGS:
+        with pytest.raises(StrataError, match=f"holds a fact '{tag}' of an earlier version") as refused:
+            machine.apply(machine.initial(), msgspec.msgpack.encode({"type": tag, "number": 1}))
+        assert refused.value.code is Code.UNSUPPORTED
+    with pytest.raises(StrataError, match="holds a fact 'model_dreamt' of another version"):
+        machine.apply(machine.initial(), msgspec.msgpack.encode({"type": "model_dreamt"}))
+
+
+def test_a_snapshot_of_another_version_is_refused_in_words() -> None:
+    machine = Server().machine
+    others: list[dict[str, object]] = [{"given_up": []}, {"format": 1}, {"format": 3}]
+    for saved in others:
+        with pytest.raises(StrataError, match="holds a snapshot of another version") as refused:
+            machine.load(msgspec.msgpack.encode(saved))
+        assert refused.value.code is Code.UNSUPPORTED

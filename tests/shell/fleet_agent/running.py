@@ -228,8 +228,8 @@ class AgentProcess:
             self._process.kill()
             self._process.wait(30)
         for each in self.children().values():
-            for pid in (each.get("child"), each["waiter"]):
-                if pid and b"supervisor.py" in _command(each["waiter"]):
+            for pid in (each.get("child"), each["supervisor"]):
+                if pid and b"supervisor.py" in _command(each["supervisor"]):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
 

@@ -108,7 +108,7 @@ def test_a_container_does_not_outlive_a_supervisor_that_is_killed(
         [(key, pids)] = running.children().items()
         listing = ["podman", *storage, "ps", "--quiet", "--filter", f"name=strata-{key}"]
         assert subprocess.run(listing, capture_output=True, text=True, check=True).stdout
-        os.kill(pids["waiter"], signal.SIGKILL)
+        os.kill(pids["supervisor"], signal.SIGKILL)
         eventually(lambda: not subprocess.run(listing, capture_output=True, text=True, check=True).stdout)
         hub.cancel(job)
         eventually(lambda: not running.children())

@@ -170,7 +170,7 @@ def test_an_attempt_runs_once_however_many_supervisors_are_started(trial: Trial)
 
 def test_a_supervisor_that_is_slow_is_not_lost_because_a_second_one_went_away(trial: Trial) -> None:
     """An agent that was killed just after it had started a supervisor is followed by one that starts another."""
-    slow = try_lock(trial.folder / "waiter.lock")
+    slow = try_lock(trial.folder / "supervisor.lock")
     assert slow is not None
     trial.start(SLEEP)
     assert trial.gone(20) == supervisor.ALREADY_SUPERVISED

@@ -270,11 +270,11 @@ def test_a_job_waits_for_a_child_that_cannot_be_ended_until_the_host_is_to_blame
         (pids,) = lena.children().values()
         try:
             # A supervisor that sleeps ends no child, as little as one whose child hangs in a driver.
-            os.kill(pids["waiter"], signal.SIGSTOP)
+            os.kill(pids["supervisor"], signal.SIGSTOP)
             second = hub.submit("lena", "complete", ram_gib=MOST_GIB)
             hub.cancel(first)
             attempt = hub.until_tried(second)
         finally:
-            os.kill(pids["waiter"], signal.SIGCONT)
+            os.kill(pids["supervisor"], signal.SIGCONT)
         assert (attempt.cause, attempt.error) == (Cause.INFRA, "jobs that the hub has ended still run on this host")
         assert hub.until(second, "completed", "failed").job.status == "completed"

@@ -88,7 +88,7 @@ def manifest_of(number: int, ranks: int, written: dict[str, CheckpointFile]) -> 
     )
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 4, files.FORMAT + 1])
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5, files.FORMAT + 1])
 def test_a_snapshot_of_another_format_is_refused_with_both_numbers(number: int, tmp_path: Path) -> None:
     data = msgspec.json.encode(manifest_of(number, ranks=1, written={}))
     (tmp_path / files.MANIFEST).write_bytes(data)

@@ -351,8 +351,7 @@ def _recover(job: JobState, fact: Recovered) -> None:
         ledgers.rewind(dataset, known or ledgers.DatasetPosition((), ()))
     for member in job.members.values():
         member.acked = []
-        if fact.recover_first:
-            member.recover_first = not member.worker.elastic
+        member.recover_first = not member.worker.elastic
     job.parted = {}
     job.recovered_generation = job.generation + 1
     job.recovered_to = fact.checkpoint_id

@@ -184,7 +184,7 @@ def recover(state: CoordState, request: RequestRecovery) -> tuple[list[Fact], Re
     to = checkpoint.checkpoint_id if checkpoint else None
     facts: list[Fact] = [
         *end_all(job, state.soft_of(job.job)),
-        Recovered(job.job, to, request.bad_checkpoint_id, recover_first=True),
+        Recovered(job.job, to, request.bad_checkpoint_id),
         WorkerRecovered(job.job, worker_id),
         *form_generation(job, list(job.ranks)),
     ]

@@ -2,7 +2,7 @@
 
 A fact holds what was decided, not why: to replay it needs no clock and no rule of the version that decided.
 New kinds and new fields with defaults may be added; a field never changes its meaning. `at_ms` is the leader's time of
-day in milliseconds since 1970, for the history of the job alone; 0: not recorded.
+day in milliseconds since 1970, for the history of the job alone; 0: the fact is no part of it.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class WorkerJudged(msgspec.Struct, frozen=True, tag=True):
     job: str
     worker_id: str
     finding: StragglerFinding
-    level: EscalationLevel = msgspec.field(name="rung")
+    level: EscalationLevel
     weight: float
     """What its registered weight is multiplied with from now on."""
     reason: str
@@ -376,13 +376,14 @@ class DrainBegun(msgspec.Struct, frozen=True, tag=True):
 
 
 class Recovered(msgspec.Struct, frozen=True, tag=True):
-    """The job goes back to a checkpoint, or to the start; all leases are void. A new generation follows at once."""
+    """The job goes back to a checkpoint, or to the start; all leases are void. A new generation follows at once.
+
+    Members get no shard before their own `WorkerRecovered`.
+    """
 
     job: str
     checkpoint_id: str | None
     bad_checkpoint_id: str | None = None
-    recover_first: bool = False
-    """Members get no shard before their own `WorkerRecovered`. Journals from before that fact do not say so."""
     at_ms: int = 0
 
 

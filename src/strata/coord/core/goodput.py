@@ -144,7 +144,7 @@ def _charge_detection(ledger: GoodputLedger, silent_ms: int) -> int:
 
 def _roll_back(ledger: GoodputLedger, checkpoint_id: str | None) -> int:
     useful_ms = ledger.spent(GoodputPhase.USEFUL)
-    # A checkpoint from before facts carried their time: nobody knows what was lost.
+    # A checkpoint whose fact has no time: nobody knows what was lost.
     kept_ms = 0 if checkpoint_id is None else ledger.useful_at_ms.get(checkpoint_id, useful_ms)
     moved_ms = max(0, useful_ms - kept_ms)
     ledger.add(GoodputPhase.USEFUL, -moved_ms)

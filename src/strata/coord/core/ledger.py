@@ -34,7 +34,7 @@ class ShardRange(msgspec.Struct, frozen=True):
 
 
 class Quarantined(msgspec.Struct, frozen=True):
-    shard_range: ShardRange = msgspec.field(name="rest")
+    shard_range: ShardRange
     reason: str
 
 
@@ -183,7 +183,7 @@ class EpochPosition(msgspec.Struct, frozen=True):
 
     epoch: int
     cursors: tuple[int, ...]
-    unread: tuple[ShardRange, ...] = msgspec.field(name="rests")
+    unread: tuple[ShardRange, ...]
     quarantined: tuple[Quarantined, ...]
     failures: dict[int, int]
 

@@ -6,12 +6,13 @@ and answers the same; the indexes of a job are caches that it may fill. `apply` 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, assert_never, get_args
 
 import msgspec
 
 from strata.base.errors import Code, StrataError
+from strata.base.stored import stored_decoder
 from strata.coord.core import (
     barriers,
     checkpoint_requests,
@@ -32,7 +33,6 @@ from strata.coord.core.facts import (
     DatasetMode,
     DrainBegun,
     Fact,
-    GangStatus,
     GenerationFormed,
     JobDeleted,
     JobReset,
@@ -90,8 +90,16 @@ _FROM_MEMBER: Final = get_args(FromMember)
 """A tuple is compared faster than a union."""
 
 _encode = msgspec.msgpack.Encoder().encode
-decode_fact = msgspec.msgpack.Decoder(Fact).decode
-_decode_jobs = msgspec.msgpack.Decoder(list[JobState]).decode
+
+
+class SavedState(msgspec.Struct, frozen=True, tag_field="format", tag=2):
+    """A snapshot. `format` counts up when the name or the meaning of a stored field changes; new ones have defaults."""
+
+    jobs: list[JobState]
+
+
+decode_fact: Final[Callable[[bytes], Fact]] = stored_decoder(Fact, "a fact")
+_decode_saved: Final[Callable[[bytes], SavedState]] = stored_decoder(SavedState, "a snapshot")
 
 
 class CoordMachine:
@@ -115,15 +123,10 @@ class CoordMachine:
         return state
 
     def save(self, state: CoordState) -> bytes:
-        return _encode(list(state.jobs.values()))
+        return _encode(SavedState(list(state.jobs.values())))
 
     def load(self, saved: bytes) -> CoordState:
-        jobs = _decode_jobs(saved)
-        for job in jobs:
-            if job.status is GangStatus.RUNNING and not job.members:
-                # Saved before jobs had a status.
-                job.status = GangStatus.STOPPED
-        return CoordState(jobs={job.job: job for job in jobs})
+        return CoordState(jobs={job.job: job for job in _decode_saved(saved).jobs})
 
 
 # Observe

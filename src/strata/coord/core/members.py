@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import inf
 from typing import Final
 
@@ -25,12 +25,10 @@ from strata.coord.core.inputs import (
     Register,
     UpdateJob,
 )
-from strata.coord.core.job_config import EscalationLevel, JobConfig
+from strata.coord.core.job_config import JobConfig
 from strata.coord.core.placement import MAX_WEIGHT, MAX_WORKERS, Scheme
 from strata.coord.core.state import CoordState, JobState, Member, SoftState
 
-EARLIER_DEFAULTS: Final[Mapping[str, object]] = {"slow_until": EscalationLevel.STOP, "missed_beats": 3}
-"""Of `JobConfig` in earlier versions; jobs that these created keep them."""
 MAX_SETTLE_PERIODS: Final = 25
 """A generation is formed after so many times `settle_s` even if members still come and go."""
 
@@ -106,12 +104,8 @@ def create(state: CoordState, request: CreateJob) -> list[Fact]:
     if job is None:
         _check(request)
         return [JobCreated(request.job, request.config)]
-    for name in JobConfig.__struct_fields__:
-        there, wanted = getattr(job.config, name), getattr(request.config, name)
-        # The same request, to a job that an earlier version created with its own defaults.
-        was_default = there == EARLIER_DEFAULTS.get(name) and wanted == getattr(JobConfig(), name)
-        if there != wanted and not was_default:
-            raise StrataError(Code.CONFLICT, f"job {request.job!r} exists with another configuration")
+    if job.config != request.config:
+        raise StrataError(Code.CONFLICT, f"job {request.job!r} exists with another configuration")
     return []
 
 

@@ -60,7 +60,7 @@ class Member(msgspec.Struct):
     """The last leases it acked, so that acks are idempotent."""
     share: float = 1.0
     """The factor of its registered weight; below 1 for a straggler."""
-    level: EscalationLevel = msgspec.field(default=EscalationLevel.NONE, name="rung")
+    level: EscalationLevel = EscalationLevel.NONE
     finding: StragglerFinding | None = None
     """Why its level is above NONE."""
     finding_reason: str = ""
@@ -179,7 +179,7 @@ class JobState(msgspec.Struct):
     """Parts of checkpoints that are kept no longer, and the ranks that wrote them; oldest first."""
     tombstone_steps: dict[str, int] = {}
     """The step of each tombstone. Until a checkpoint of it or a later one is committed, it may be written again."""
-    gc_version: int = msgspec.field(default=0, name="burials")
+    gc_version: int = 0
     """How often tombstones were added."""
     commands: dict[int, PendingCommand] = {}
     last_command: int = 0

@@ -1,8 +1,8 @@
 """The agent's view of a supervised child: start a supervisor, read the child's status, stop it.
 
 The agent sees the child only through the files that its supervisor writes (`supervisor` lists them), so it makes no
-difference whether this agent started the supervisor or an earlier one did. The names of the files and of their fields
-are read by the next version of the agent: they keep the spelling `waiter`.
+difference whether this agent started the supervisor or an earlier one did. The next version of the agent
+reads them too.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class LimitsSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class SupervisorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the supervisor runs and within which limits: `waiter.json`."""
+    """What the supervisor runs and within which limits: `supervisor.json`."""
 
     command: Sequence[str]
     cwd: str
@@ -110,8 +110,8 @@ class ChildExit(msgspec.Struct, frozen=True, kw_only=True):
 class ProcessIds(msgspec.Struct, frozen=True, kw_only=True):
     """The supervisor and its child: `pid.json`."""
 
-    supervisor: int = msgspec.field(name="waiter")
-    supervisor_started: str = msgspec.field(name="waiter_started", default="")
+    supervisor: int
+    supervisor_started: str = ""
     child: int = 0
     child_started: str = ""
 
@@ -132,11 +132,11 @@ ChildStatus = ChildNotStarted | ChildRunning | ChildExit | SupervisorLost
 
 
 def write_spec(folder: Path, spec: SupervisorSpec) -> None:
-    write_json(folder / "waiter.json", spec)
+    write_json(folder / "supervisor.json", spec)
 
 
 def read_spec(folder: Path) -> SupervisorSpec | None:
-    return read_json(folder / "waiter.json", SupervisorSpec)
+    return read_json(folder / "supervisor.json", SupervisorSpec)
 
 
 def start_supervisor(folder: Path) -> subprocess.Popen[bytes]:
@@ -145,7 +145,7 @@ def start_supervisor(folder: Path) -> subprocess.Popen[bytes]:
     Pass the process to `read_status`, which reaps it when it has ended.
     """
     flags = _NEW_GROUP if sys.platform == "win32" else 0
-    with (folder / "waiter.err").open("ab") as stderr:
+    with (folder / "supervisor.err").open("ab") as stderr:
         return subprocess.Popen(
             [sys.executable, "-I", "-S", supervisor.__file__, str(folder)],
             # None of the agent's own variables, not even for the supervisor.
@@ -163,7 +163,7 @@ def read_status(folder: Path, process: subprocess.Popen[bytes] | None = None) ->
     process_ended = process is not None and process.poll() is not None
     # In this order: a supervisor takes its lock before the first file and writes the last file before it releases it.
     pids = read_pids(folder)
-    alive = is_locked(folder / "waiter.lock")
+    alive = is_locked(folder / "supervisor.lock")
     child_exit = read_json(folder / "exit.json", ChildExit)
     if child_exit is not None:
         return child_exit
@@ -176,7 +176,7 @@ def read_status(folder: Path, process: subprocess.Popen[bytes] | None = None) ->
 def is_supervised(folder: Path, process: subprocess.Popen[bytes] | None) -> bool:
     """Whether a supervisor lives or has just been started, so that a child may live too."""
     starting = process is not None and process.poll() is None
-    return starting or is_locked(folder / "waiter.lock")
+    return starting or is_locked(folder / "supervisor.lock")
 
 
 def read_pids(folder: Path) -> ProcessIds | None:

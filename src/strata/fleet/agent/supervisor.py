@@ -3,12 +3,12 @@
 The supervisor outlives the agent, so the next agent finds everything in files. It runs as a script, on the standard
 library alone, to start fast and stay small: `python -I -S supervisor.py FOLDER`. In FOLDER:
 
-    waiter.json   what to run; written by the agent
-    waiter.lock   held while the supervisor lives; the agent checks it
-    pid.json      supervisor and child, written once: a second supervisor for the same attempt exits
-    log           what the child and its descendants wrote, bounded; the end is always kept
-    stop.json     {"grace_s": …} from the agent: end the child. It may be written again with less grace
-    exit.json     how the child ended; written last
+    supervisor.json   what to run; written by the agent
+    supervisor.lock   held while the supervisor lives; the agent checks it
+    pid.json          supervisor and child, written once: a second supervisor for the same attempt exits
+    log               what the child and its descendants wrote, bounded; the end is always kept
+    stop.json         {"grace_s": …} from the agent: end the child. It may be written again with less grace
+    exit.json         how the child ended; written last
 
 Agents of other versions read these files: their names and keys do not change.
 """
@@ -50,10 +50,10 @@ _SETUP_ERRNOS: Final = frozenset(
 
 
 def main(folder: Path) -> int:
-    lock = _lock(folder / "waiter.lock")
+    lock = _lock(folder / "supervisor.lock")
     if lock is None or (folder / "pid.json").exists():
         return ALREADY_SUPERVISED
-    spec = json.loads((folder / "waiter.json").read_bytes())
+    spec = json.loads((folder / "supervisor.json").read_bytes())
     sigterm = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])):
         # Handlers and not SIG_IGN, which the child would inherit.
@@ -61,7 +61,7 @@ def main(folder: Path) -> int:
     if _LINUX:
         # Orphaned descendants of the child become children of this process, so that it can find and end them.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    write_json(folder / "pid.json", {"waiter": os.getpid(), "waiter_started": started_at(os.getpid())})
+    write_json(folder / "pid.json", {"supervisor": os.getpid(), "supervisor_started": started_at(os.getpid())})
     log = BoundedLog((folder / "log").open("ab", buffering=0), spec["max_log_bytes"])
     job_limits = _load_sibling("job_limits")
     limits = job_limits.JobLimits(spec.get("limits") or {}, _load_sibling("cgroup"), oom_kills)
@@ -79,8 +79,8 @@ def main(folder: Path) -> int:
     write_json(
         folder / "pid.json",
         {
-            "waiter": os.getpid(),
-            "waiter_started": started_at(os.getpid()),
+            "supervisor": os.getpid(),
+            "supervisor_started": started_at(os.getpid()),
             "child": child.pid,
             "child_started": started_at(child.pid),
         },

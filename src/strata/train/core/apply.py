@@ -119,7 +119,6 @@ def _accept(state: TrainState, fact: OperationAccepted) -> None:
                 fact.at_s,
                 fact.at_s,
                 line=SequenceWindow(),
-                lineage=lineage.WeightsLineage(),
             )
             state.sessions[fact.session_id].models.append(model_id)
             _enqueue(state, fact.future_id)

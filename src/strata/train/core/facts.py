@@ -1,26 +1,47 @@
 """The facts of the journal: everything that the state is rebuilt from after a restart, and nothing else.
 
-Tags and field names are stored and keep their spelling.
+The name of a class is its tag; tags and field names are stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import msgspec
 
+from strata.base.stored import stored_decoder
 from strata.train.core import ops
 from strata.train.core.commands import Row
 from strata.train.core.loss_graph import CustomLoss
 from strata.train.core.sampling import SlicePlan
 
+REMOVED_TAGS: Final = frozenset(
+    {
+        "accepted",
+        "checkpoint_timed",
+        "expired",
+        "finished",
+        "given_up",
+        "quantum_ended",
+        "snapshot_refused",
+        "snapshot_taken",
+    }
+)
+"""Tags that earlier versions wrote. No fact has one of them again."""
 
-class _Fact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+
+def _tag_of(name: str) -> str:
+    """`OperationFinished` is stored as `operation_finished`."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+class _Fact(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=_tag_of):
     pass
 
 
-class SessionOpened(_Fact, frozen=True, tag="session_opened"):
+class SessionOpened(_Fact, frozen=True):
     session_id: str
     tenant: str
     at_s: float
@@ -29,19 +50,19 @@ class SessionOpened(_Fact, frozen=True, tag="session_opened"):
     sdk_version: str = ""
 
 
-class SessionFinished(_Fact, frozen=True, tag="session_finished"):
+class SessionFinished(_Fact, frozen=True):
     session_id: str
     reason: str
     at_s: float
 
 
-class SessionsForgotten(_Fact, frozen=True, tag="sessions_forgotten"):
+class SessionsForgotten(_Fact, frozen=True):
     """Ended sessions of which nothing is left but their names are dropped."""
 
     session_ids: Sequence[str]
 
 
-class CustomLossCreated(_Fact, frozen=True, tag="custom_loss_created"):
+class CustomLossCreated(_Fact, frozen=True):
     """A loss that passes of its session may name until the session ends; a payload that used it has a copy."""
 
     loss_id: str
@@ -50,7 +71,7 @@ class CustomLossCreated(_Fact, frozen=True, tag="custom_loss_created"):
     at_s: float
 
 
-class OperationAccepted(_Fact, frozen=True, tag="accepted"):
+class OperationAccepted(_Fact, frozen=True):
     """Durable before the client gets its future: from here on the operation runs exactly once, whatever dies."""
 
     future_id: str
@@ -61,7 +82,7 @@ class OperationAccepted(_Fact, frozen=True, tag="accepted"):
     session_id: str = ""
 
 
-class Dispatched(_Fact, frozen=True, tag="dispatched"):
+class Dispatched(_Fact, frozen=True):
     """Durable before it is sent to the ranks: the exact composition, so that a replay sends the same."""
 
     number: int
@@ -78,18 +99,18 @@ class Dispatched(_Fact, frozen=True, tag="dispatched"):
     at_s: float = 0.0
 
 
-class SnapshotCopied(_Fact, frozen=True, tag="snapshot_taken"):
+class SnapshotCopied(_Fact, frozen=True):
     """The ranks have copied all models, and write the copy while they train on."""
 
     number: int
 
 
-class SnapshotAbandoned(_Fact, frozen=True, tag="snapshot_abandoned"):
+class SnapshotAbandoned(_Fact, frozen=True):
     number: int
     reason: str
 
 
-class SnapshotCommitted(_Fact, frozen=True, tag="snapshot_committed"):
+class SnapshotCommitted(_Fact, frozen=True):
     """Its files are durable, and all dispatches up to it have results: it is a recovery point."""
 
     number: int
@@ -103,26 +124,26 @@ class SnapshotCommitted(_Fact, frozen=True, tag="snapshot_committed"):
     written_s: float = 0.0
 
 
-class SnapshotRejected(_Fact, frozen=True, tag="snapshot_refused"):
+class SnapshotRejected(_Fact, frozen=True):
     """Its files are not what was written. No group of ranks restores it again."""
 
     number: int
     reason: str
 
 
-class SliceEnded(_Fact, frozen=True, tag="quantum_ended"):
+class SliceEnded(_Fact, frozen=True):
     """The ranks replied to a sampling slice. The samples that ended in it have facts of their own."""
 
     number: int
 
 
-class RanksRenewed(_Fact, frozen=True, tag="ranks_renewed"):
+class RanksRenewed(_Fact, frozen=True):
     """Another group of ranks attached: the KV cache of the one before is lost, and its samples start again."""
 
     group: str
 
 
-class OperationFinished(_Fact, frozen=True, tag="finished"):
+class OperationFinished(_Fact, frozen=True):
     future_id: str
     result: ops.Result
     at_s: float
@@ -130,7 +151,7 @@ class OperationFinished(_Fact, frozen=True, tag="finished"):
     """Its share of the time that the ranks took for its dispatch: a replay would take as long."""
 
 
-class DispatchFailed(_Fact, frozen=True, tag="given_up"):
+class DispatchFailed(_Fact, frozen=True):
     """The orchestrator failed a dispatch that ranks died of or hung in. It is never replayed."""
 
     number: int
@@ -138,7 +159,7 @@ class DispatchFailed(_Fact, frozen=True, tag="given_up"):
     at_s: float
 
 
-class CheckpointDeleted(_Fact, frozen=True, tag="checkpoint_deleted"):
+class CheckpointDeleted(_Fact, frozen=True):
     run_id: str
     kind: ops.WeightsKind
     name: str
@@ -146,7 +167,7 @@ class CheckpointDeleted(_Fact, frozen=True, tag="checkpoint_deleted"):
     """Empty if its owner deleted it."""
 
 
-class CheckpointTtlSet(_Fact, frozen=True, tag="checkpoint_timed"):
+class CheckpointTtlSet(_Fact, frozen=True):
     """The expiry of a checkpoint was set; None is never."""
 
     run_id: str
@@ -155,7 +176,7 @@ class CheckpointTtlSet(_Fact, frozen=True, tag="checkpoint_timed"):
     expires_at_s: float | None
 
 
-class CheckpointPublished(_Fact, frozen=True, tag="checkpoint_published"):
+class CheckpointPublished(_Fact, frozen=True):
     """The owner lets all tenants of this server read a checkpoint, or does so no longer."""
 
     run_id: str
@@ -164,7 +185,7 @@ class CheckpointPublished(_Fact, frozen=True, tag="checkpoint_published"):
     public: bool
 
 
-class CheckpointImported(_Fact, frozen=True, tag="checkpoint_imported"):
+class CheckpointImported(_Fact, frozen=True):
     """Weights from elsewhere: a run that was never trained here, and its one checkpoint.
 
     Its files are in place before this fact is durable. No replay can save them again.
@@ -177,7 +198,7 @@ class CheckpointImported(_Fact, frozen=True, tag="checkpoint_imported"):
     at_s: float
 
 
-class EndpointAdded(_Fact, frozen=True, tag="endpoint_added"):
+class EndpointAdded(_Fact, frozen=True):
     """An inference engine that weights may be pushed to. Its address was resolved once, and stays."""
 
     name: str
@@ -187,11 +208,11 @@ class EndpointAdded(_Fact, frozen=True, tag="endpoint_added"):
     at_s: float
 
 
-class EndpointRemoved(_Fact, frozen=True, tag="endpoint_removed"):
+class EndpointRemoved(_Fact, frozen=True):
     name: str
 
 
-class PushBegun(_Fact, frozen=True, tag="push_begun"):
+class PushBegun(_Fact, frozen=True):
     """Saved weights are pushed to endpoints. `future_id` ends with the push; empty if no future waits for it."""
 
     path: str
@@ -206,27 +227,27 @@ class PushBegun(_Fact, frozen=True, tag="push_begun"):
     at_s: float
 
 
-class PushEnded(_Fact, frozen=True, tag="push_ended"):
+class PushEnded(_Fact, frozen=True):
     path: str
     outcomes: Sequence[ops.EndpointOutcome]
     at_s: float
 
 
-class SampleRouted(_Fact, frozen=True, tag="sample_routed"):
+class SampleRouted(_Fact, frozen=True):
     """This sample was routed to an inference endpoint instead of the ranks."""
 
     future_id: str
     endpoint: str
 
 
-class SampleReturned(_Fact, frozen=True, tag="sample_returned"):
+class SampleReturned(_Fact, frozen=True):
     """The endpoint failed to sample it. The ranks do it, or with `again` an endpoint."""
 
     future_id: str
     again: bool = False
 
 
-class ResultsExpired(_Fact, frozen=True, tag="expired"):
+class ResultsExpired(_Fact, frozen=True):
     """Results that ended at this time or before are dropped."""
 
     until_s: float
@@ -261,4 +282,4 @@ Fact = (
 )
 
 encode: Final = msgspec.msgpack.Encoder().encode
-decode: Final = msgspec.msgpack.Decoder(Fact).decode
+decode: Final[Callable[[bytes], Fact]] = stored_decoder(Fact, "a fact", REMOVED_TAGS)

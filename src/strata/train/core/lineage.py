@@ -68,10 +68,8 @@ def record(state: TrainState, operation: ops.Operation | None, result: ops.Resul
 
 
 def _change(state: TrainState, model_id: str, change: Callable[[WeightsLineage], WeightsLineage]) -> None:
-    """What is not known stays so."""
     model = state.models[model_id]
-    if model.lineage is not None:
-        model.lineage = change(model.lineage)
+    model.lineage = change(model.lineage)
 
 
 def _stepped(known: WeightsLineage) -> WeightsLineage:
@@ -79,12 +77,10 @@ def _stepped(known: WeightsLineage) -> WeightsLineage:
     return replace(known, trained=trained, pending=TrainedCount())
 
 
-def _loaded(state: TrainState, operation: ops.LoadWeights, folder: str) -> WeightsLineage | None:
+def _loaded(state: TrainState, operation: ops.LoadWeights, folder: str) -> WeightsLineage:
     path = f"tinker://{operation.run_id}/{operation.kind}/{operation.name}"
     parent = state.checkpoints.get((operation.run_id, operation.kind, operation.name))
     if parent is None or parent.path != folder:
         # Another one was saved under this name meanwhile.
         return WeightsLineage(path)
-    if parent.lineage is None:
-        return None
     return WeightsLineage(path, before=parent.lineage.before.plus(parent.lineage.trained))

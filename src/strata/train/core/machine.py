@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
+from strata.base.stored import stored_decoder
 from strata.train.core import facts
 from strata.train.core.apply import apply
 from strata.train.core.decide import decide
@@ -13,7 +14,7 @@ from strata.train.core.inputs import Decision, Input
 from strata.train.core.state import Rules, SavedState, TrainState
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_saved = msgspec.msgpack.Decoder(SavedState).decode
+_decode_saved: Callable[[bytes], SavedState] = stored_decoder(SavedState, "a snapshot")
 
 
 class TrainMachine:

@@ -107,7 +107,7 @@ class ClientSession(msgspec.Struct):
     finished: str | None = None
     models: list[str] = []
     finished_at_s: float = 0.0
-    """0 for one that has not ended, or that ended before this was recorded."""
+    """0 for one that has not ended."""
 
 
 class CustomLossRecord(msgspec.Struct, frozen=True):
@@ -130,8 +130,7 @@ class ModelRecord(msgspec.Struct):
     """The ranks rejected its creation: its configuration is invalid, or there was no slot."""
     unloading: bool = False
     unloaded: bool = False
-    lineage: WeightsLineage | None = None
-    """None if it is not known: a version that did not count has trained it."""
+    lineage: WeightsLineage = WeightsLineage()
 
 
 class SamplerStatus(StrEnum):
@@ -197,8 +196,7 @@ class ModelCheckpoint(msgspec.Struct, frozen=True):
     """Of the dispatch that saved it; 0 if it was imported, and no replay can save it again."""
     public: bool = False
     """Its owner lets all tenants of this server read it."""
-    lineage: WeightsLineage | None = None
-    """None if it is not known: a version that did not count has trained it."""
+    lineage: WeightsLineage = WeightsLineage()
 
 
 class CheckpointRead(msgspec.Struct, frozen=True, array_like=True):
@@ -259,14 +257,14 @@ class TrainState:
         self.checkpoints = _by_key(saved.checkpoints)
         """Complete ones, the newest of each name."""
         self.saving = _by_key(saved.saving)
-        self.checkpoint_reads = dict(saved.readings)
+        self.checkpoint_reads = dict(saved.checkpoint_reads)
         """By folder, of checkpoints that a dispatch reads."""
         self.dispatches = {each.number: each for each in saved.dispatches}
         """In flight: dispatched and without results."""
         self.dispatched = saved.dispatched
         """The number of the last dispatch."""
-        self.failed_dispatches = set(saved.given_up)
-        self.tainted = saved.spoiled
+        self.failed_dispatches = set(saved.failed_dispatches)
+        self.tainted = saved.tainted
         """The attached group was sent a dispatch that was failed later, and may still run it: it is not used again."""
         self.turns = saved.turns
         self.server_operations = saved.server_operations
@@ -275,7 +273,7 @@ class TrainState:
         """Samples that are not dispatched, in the order of acceptance."""
         self.sampling: dict[str, SampleOperation] = {}
         """Samples at the ranks."""
-        self.cancelled_samples = set(saved.cancels)
+        self.cancelled_samples = set(saved.cancelled_samples)
         """Samples that a client cancelled while they ran; the next slice cancels them at the ranks."""
         self.endpoints = {each.name: each for each in saved.endpoints}
         self.pushes = {each.path: each for each in saved.pushes}
@@ -288,7 +286,7 @@ class TrainState:
         self.group = saved.group
         """The attached group of ranks."""
         self.asleep = saved.asleep
-        self.last_was_slice = saved.sampled_last
+        self.last_was_slice = saved.last_was_slice
         """Whether the last dispatch was a sampling slice."""
         self.last_slice = 0
         """The last slice that completed in this process: tells group deaths in a row from unrelated ones."""
@@ -298,8 +296,8 @@ class TrainState:
         """The snapshot in progress, until it is committed or abandoned."""
         self.snapshot_failures = saved.snapshot_failures
         """In a row."""
-        self.snapshot_backlog = saved.since
-        self.truncated_through = saved.cut
+        self.snapshot_backlog = saved.snapshot_backlog
+        self.truncated_through = saved.truncated_through
         """The journal is truncated up to this dispatch: there is a snapshot of it or a later one. 0: it is complete."""
         self.usage = HourlyUsage(saved.usage)
         self.custom_losses = {each.loss_id: each for each in saved.custom_losses}
@@ -340,15 +338,15 @@ class TrainState:
             ended=self.futures.ended,
             checkpoints=list(self.checkpoints.values()),
             saving=list(self.saving.values()),
-            readings=self.checkpoint_reads,
+            checkpoint_reads=self.checkpoint_reads,
             dispatches=list(self.dispatches.values()),
             dispatched=self.dispatched,
-            given_up=sorted(self.failed_dispatches),
-            spoiled=self.tainted,
+            failed_dispatches=sorted(self.failed_dispatches),
+            tainted=self.tainted,
             turns=self.turns,
             server_operations=self.server_operations,
             samplers=list(self.samplers.values()),
-            cancels=sorted(self.cancelled_samples),
+            cancelled_samples=sorted(self.cancelled_samples),
             group=self.group,
             endpoints=list(self.endpoints.values()),
             pushes=list(self.pushes.values()),
@@ -356,19 +354,22 @@ class TrainState:
             routed={future_id: endpoint for future_id, (endpoint, _) in self.routed.items()},
             unroutable=sorted(self.unroutable),
             asleep=self.asleep,
-            sampled_last=self.last_was_slice,
+            last_was_slice=self.last_was_slice,
             snapshots=self.snapshots,
             snapshotting=self.snapshotting,
             snapshot_failures=self.snapshot_failures,
-            since=self.snapshot_backlog,
-            cut=self.truncated_through,
+            snapshot_backlog=self.snapshot_backlog,
+            truncated_through=self.truncated_through,
             usage=list(self.usage),
             custom_losses=list(self.custom_losses.values()),
         )
 
 
-class SavedState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A snapshot of this state; field names are stored. Ended operations are only in the journal."""
+class SavedState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format", tag=2):
+    """A snapshot of this state. Ended operations are only in the journal.
+
+    `format` counts up when the name or the meaning of a stored field changes; new ones have defaults.
+    """
 
     sessions: Sequence[ClientSession] = ()
     models: Sequence[ModelRecord] = ()
@@ -376,14 +377,14 @@ class SavedState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ended: Sequence[str] = ()
     checkpoints: Sequence[ModelCheckpoint] = ()
     saving: Sequence[ModelCheckpoint] = ()
-    readings: Mapping[str, CheckpointRead] = {}
+    checkpoint_reads: Mapping[str, CheckpointRead] = {}
     dispatches: Sequence[Dispatch] = ()
     dispatched: int = 0
-    given_up: Sequence[int] = ()
+    failed_dispatches: Sequence[int] = ()
     turns: int = 0
     server_operations: int = 0
     samplers: Sequence[SamplerState] = ()
-    cancels: Sequence[str] = ()
+    cancelled_samples: Sequence[str] = ()
     group: str = ""
     endpoints: Sequence[InferenceEndpoint] = ()
     pushes: Sequence[Push] = ()
@@ -391,13 +392,13 @@ class SavedState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     routed: Mapping[str, str] = {}
     unroutable: Sequence[str] = ()
     asleep: bool = False
-    spoiled: bool = False
-    sampled_last: bool = False
+    tainted: bool = False
+    last_was_slice: bool = False
     snapshots: Sequence[ModelSnapshot] = ()
     snapshotting: ModelSnapshot | None = None
     snapshot_failures: int = 0
-    since: SnapshotBacklog = SnapshotBacklog()
-    cut: int = 0
+    snapshot_backlog: SnapshotBacklog = SnapshotBacklog()
+    truncated_through: int = 0
     usage: Sequence[UsageCount] = ()
     custom_losses: Sequence[CustomLossRecord] = ()
 

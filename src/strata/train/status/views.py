@@ -120,7 +120,7 @@ class ModelCheckpointView(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     """Of its files, under that of all checkpoints."""
     public: bool = False
     optimizer: model_options.OptimizerName = "adamw"
-    lineage: WeightsLineage | None = None
+    lineage: WeightsLineage = WeightsLineage()
 
     @property
     def path(self) -> str:

@@ -129,8 +129,7 @@ class CheckpointReply(msgspec.Struct, frozen=True, kw_only=True):
     public: bool
     user_metadata: Mapping[str, str]
     expires_at: datetime.datetime | None
-    provenance: Provenance | None = None
-    """None if the server does not know it: an older version saved the checkpoint."""
+    provenance: Provenance
 
 
 class CopiedWeights(msgspec.Struct, frozen=True, kw_only=True):
@@ -405,9 +404,7 @@ def checkpoint(found: views.ModelCheckpointView) -> CheckpointReply:
     )
 
 
-def _provenance(lineage: WeightsLineage | None) -> Provenance | None:
-    if lineage is None:
-        return None
+def _provenance(lineage: WeightsLineage) -> Provenance:
     total = lineage.before.plus(lineage.trained)
     return Provenance(parent=lineage.parent or None, trained=_trained(lineage.trained), total=_trained(total))
 

@@ -38,7 +38,7 @@ from strata.train.core import model_options, ops
 from strata.train.plan.quantisation import Quantise
 from strata.train.runner.checkpoint.shards import SHARDING, ShardOffsets
 
-FORMAT: Final = 5
+FORMAT: Final = 6
 MANIFEST: Final = "manifest.json"
 MANIFEST_LIMIT: Final = 64 << 20
 RUNS: Final = "STRATA_RUNS"
@@ -69,7 +69,7 @@ class SnapshotManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     full: bool
     quantise: Quantise = ""
     ranks: int
-    base_modified: bool = msgspec.field(name="touched")
+    base_modified: bool
     """Whether the weights of the base differ from those in its folder."""
     models: Sequence[SnapshotModel]
     samplers: Sequence[SnapshotSampler]
