@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from dataclasses import dataclass
 from typing import Final
@@ -17,7 +18,7 @@ from strata.identity.store import IdentityStore
 from strata.identity.tokens import KEY_PREFIX, Bearer, check_strength, hash_secret, read_bearer, same_hash
 
 CACHE_TTL_S: Final = 1.0
-"""Rows are cached for this time: a key that another process revoked may be accepted for so long."""
+"""A key that another process revoked may be accepted for so long: then the revision of identities is read again."""
 _CACHE_ROWS: Final = 10_000
 
 
@@ -42,6 +43,11 @@ class Authenticator:
         self._authority = authority
         self._operator_token = None if operator_token is None else check_strength(operator_token).reveal().encode()
         self._rows: dict[tuple[str, str], tuple[float, ApiKey | HostIdentity | BrowserSession]] = {}
+        self._forgotten = 0
+        """How often the rows were dropped."""
+        self._revision = 0
+        self._revision_at_s = float("-inf")
+        self._reading_revision = asyncio.Lock()
         self._used: dict[str, float] = {}
         """When a request last came with each key, since it was written."""
 
@@ -113,6 +119,7 @@ class Authenticator:
     def invalidate(self) -> None:
         """Drop the cached rows, so that a revocation by this process takes effect at once."""
         self._rows.clear()
+        self._forgotten += 1
 
     async def _key(self, bearer: Bearer) -> Principal:
         row = await self._cached_row("key", bearer.id)
@@ -151,11 +158,14 @@ class Authenticator:
         return _live_host(row)
 
     async def _cached_row(self, what: str, id_: str) -> ApiKey | HostIdentity | BrowserSession | None:
+        if what != "session":
+            await self._check_revision()
         now_s = self._clock.monotonic_s()
         found = self._rows.get((what, id_))
-        if found is not None and now_s - found[0] < CACHE_TTL_S:
+        if found is not None and (what != "session" or now_s - found[0] < CACHE_TTL_S):
             return found[1]
         row: ApiKey | HostIdentity | BrowserSession | None
+        forgotten = self._forgotten
         if what == "key":
             row = await self._store.key(id_)
         else:
@@ -165,8 +175,25 @@ class Authenticator:
             return None
         if len(self._rows) >= _CACHE_ROWS:
             self._rows.clear()
-        self._rows[what, id_] = (now_s, row)
+        # What was read before the rows were dropped may be from before the revocation.
+        if forgotten == self._forgotten:
+            self._rows[what, id_] = (now_s, row)
         return row
+
+    async def _check_revision(self) -> None:
+        """Drop all rows if a key or a host was revoked since they were read, by whatever process. One caller reads the
+        revision for all, so a host that calls once in a while costs no read of its own."""
+        if self._clock.monotonic_s() - self._revision_at_s < CACHE_TTL_S:
+            return
+        async with self._reading_revision:
+            started_s = self._clock.monotonic_s()
+            if started_s - self._revision_at_s < CACHE_TTL_S:
+                return
+            revision = await self._store.revision()
+            if revision != self._revision:
+                self._revision = revision
+                self.invalidate()
+            self._revision_at_s = started_s
 
 
 def _live_host(row: HostIdentity) -> Principal:

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 SQLITE: Final = Component(
     "identity",
-    4,
+    5,
     (
         """
         CREATE TABLE identity_key (
@@ -43,12 +43,13 @@ SQLITE: Final = Component(
           id TEXT PRIMARY KEY, credential TEXT NOT NULL, made_at REAL NOT NULL, expires_at REAL NOT NULL,
           code INTEGER NOT NULL
         ) WITHOUT ROWID, STRICT;
+        CREATE TABLE identity_revision (id INTEGER PRIMARY KEY, revision INTEGER NOT NULL) STRICT;
         """,
     ),
 )
 POSTGRES: Final = Component(
     "identity",
-    4,
+    5,
     (
         """
         CREATE TABLE identity_key (
@@ -71,6 +72,7 @@ POSTGRES: Final = Component(
           id text PRIMARY KEY, credential text NOT NULL, made_at double precision NOT NULL,
           expires_at double precision NOT NULL, code boolean NOT NULL
         );
+        CREATE TABLE identity_revision (id bigint PRIMARY KEY, revision bigint NOT NULL);
         """,
     ),
 )
@@ -121,6 +123,12 @@ _HOSTS: Final = _Table(
     _decode_host,
 )
 _SESSIONS: Final = _Table("session", "id, credential, made_at, expires_at, code", _decode_session)
+
+
+_NEXT_REVISION: Final = (
+    "INSERT INTO identity_revision (id, revision) VALUES (1, 1)"
+    " ON CONFLICT (id) DO UPDATE SET revision = identity_revision.revision + 1"
+)
 
 
 class IdentityStore:
@@ -249,6 +257,11 @@ class IdentityStore:
 
         await self._database.run(remove)
 
+    async def revision(self) -> int:
+        """A number that grows when a key or a host is revoked, so that what was read of them before may be kept."""
+        rows = await self._database.rows("SELECT revision FROM identity_revision")
+        return int(rows[0][0]) if rows else 0
+
     async def _revoke(self, table: _Table[Any], id_: str, actor: str, now_s: float, reason: str = "") -> None:
         async def revoke(tx: Transaction) -> None:
             row = await _lock(tx, table, id_)
@@ -259,6 +272,7 @@ class IdentityStore:
             because = ", revoked_because = :reason" if table is _HOSTS else ""
             update = f"UPDATE identity_{table.what} SET revoked_at = :now{because} WHERE id = :id"
             await tx.execute(update, {"now": now_s, "id": id_, "reason": reason})
+            await tx.execute(_NEXT_REVISION)
             body = {"reason": reason} if reason else {}
             await record(tx, [EventRecord(now_s, actor, event_kinds.REVOKED[table.what], id_, body)])
 

@@ -49,6 +49,19 @@ async def test_a_key_is_found_until_it_is_revoked_and_stays_listed(
     assert await kinds(store, read_events) == [("key.made", KEY.id, "operator"), ("key.revoked", KEY.id, "operator")]
 
 
+async def test_the_revision_grows_with_each_revocation_of_a_key_or_a_host_alone(store: IdentityStore) -> None:
+    await store.add_key(KEY, "operator")
+    await store.add_host(HOST, "operator")
+    await store.record_key_uses({KEY.id: 1500.0})
+    before = await store.revision()
+    await store.revoke_key(KEY.id, "operator", 2000.0)
+    of_key = await store.revision()
+    await store.revoke_host(HOST.id, "gone", "operator", 2000.0)
+    of_host = await store.revision()
+    await store.revoke_key(KEY.id, "operator", 3000.0)
+    assert before < of_key < of_host == await store.revision()
+
+
 async def test_an_unknown_id_cannot_be_revoked(store: IdentityStore) -> None:
     assert (await refusal(store.revoke_key("x", "operator", 0.0))).code is Code.NOT_FOUND
     assert (await refusal(store.revoke_host("x", "gone", "operator", 0.0))).code is Code.NOT_FOUND

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from strata.database.transaction import SqliteDatabase
 from strata.identity.authenticate import CACHE_TTL_S, Authenticator, Credentials
 from strata.identity.ca import Authority
 from strata.identity.enroll import Enrollment, make_key
+from strata.identity.records import ApiKey
 from strata.identity.roles import OPERATOR, CallerKind, Principal, Role
 from strata.identity.sessions import CODE_S, IDLE_S, SESSION_S
 from strata.identity.store import SQLITE, IdentityStore
@@ -45,13 +47,18 @@ class Site:
 
 
 @pytest.fixture
-async def site(tmp_path: Path) -> AsyncIterator[Site]:
+async def database(tmp_path: Path) -> AsyncIterator[SqliteDatabase]:
     thread = await SqliteThread.open(tmp_path / "hub.db", SqliteComponents([events.SQLITE, SQLITE]))
-    clock = ManualClock(wall_s=1_800_000_000.0)
-    store, authority = IdentityStore(SqliteDatabase(thread)), Authority.create("test", clock.wall_s())
-    who = Authenticator(store, clock, authority=authority, operator_token=TOKEN)
-    yield Site(store, clock, authority, who, Enrollment(store, authority, clock))
+    yield SqliteDatabase(thread)
     await thread.close()
+
+
+@pytest.fixture
+async def site(database: SqliteDatabase) -> Site:
+    clock = ManualClock(wall_s=1_800_000_000.0)
+    store, authority = IdentityStore(database), Authority.create("test", clock.wall_s())
+    who = Authenticator(store, clock, authority=authority, operator_token=TOKEN)
+    return Site(store, clock, authority, who, Enrollment(store, authority, clock))
 
 
 def request() -> bytes:
@@ -114,6 +121,54 @@ async def test_a_revocation_takes_effect_within_the_time_a_row_is_remembered(sit
     await site.store.revoke_key(key.id, "operator", site.clock.wall_s())
     await site.clock.advance(CACHE_TTL_S)
     assert "revoked" in (await site.refused(Credentials(bearer=text))).message
+
+
+class CountingStore(IdentityStore):
+    """Counts what is read, and holds a row back until it may go on."""
+
+    def __init__(self, database: SqliteDatabase) -> None:
+        super().__init__(database)
+        self.rows = 0
+        self.held: asyncio.Event | None = None
+
+    async def key(self, id_: str) -> ApiKey | None:
+        self.rows += 1
+        row = await super().key(id_)
+        if self.held is not None:
+            await self.held.wait()
+        return row
+
+
+async def test_a_row_is_read_once_until_something_is_revoked(site: Site, database: SqliteDatabase) -> None:
+    store = CountingStore(database)
+    who = Authenticator(store, site.clock, authority=None, operator_token=None)
+    _, text = await make_key(store, site.clock, OPERATOR, name="rosa", role=Role.VIEWER)
+    other, _ = await make_key(store, site.clock, OPERATOR, name="otto", role=Role.VIEWER)
+    for _ in range(3):
+        await who.identify(Credentials(bearer=text))
+        await site.clock.advance(CACHE_TTL_S)
+    assert store.rows == 1
+    await store.revoke_key(other.id, "operator", site.clock.wall_s())
+    await who.identify(Credentials(bearer=text))
+    assert store.rows == 2
+
+
+async def test_a_row_from_before_a_revocation_that_comes_after_it_is_not_kept(
+    site: Site, database: SqliteDatabase
+) -> None:
+    store = CountingStore(database)
+    who = Authenticator(store, site.clock, authority=None, operator_token=None)
+    key, text = await make_key(store, site.clock, OPERATOR, name="rosa", role=Role.VIEWER)
+    store.held = asyncio.Event()
+    first = asyncio.create_task(who.identify(Credentials(bearer=text)))
+    while not store.rows:
+        await asyncio.sleep(0)
+    await store.revoke_key(key.id, "operator", site.clock.wall_s())
+    who.invalidate()
+    store.held.set()
+    await first
+    with pytest.raises(StrataError, match="revoked"):
+        await who.identify(Credentials(bearer=text))
 
 
 async def test_a_joined_host_is_known_by_its_certificate_and_renews_it(site: Site) -> None:
