@@ -30,12 +30,12 @@ from strata.base.clock import SystemClock
 from strata.database import events
 from strata.database.migrations import SqliteComponents
 from strata.database.sqlite import SqliteThread
-from strata.fleet.artifacts import files
+from strata.database.transaction import SqliteDatabase
+from strata.fleet.artifacts import files, tables
 from strata.fleet.artifacts.disk import DiskChunks
+from strata.fleet.artifacts.index import ArtifactIndex
 from strata.fleet.artifacts.manifest import CHUNK_BYTES, ArtifactChunk, ArtifactKind, ArtifactManifest, Lineage
 from strata.fleet.artifacts.service import Artifacts, Missing
-from strata.fleet.artifacts.store import tables
-from strata.fleet.artifacts.store.sqlite import SqliteIndex
 from strata.fleet.store.sqlite import tables as sqlite_tables
 
 PIECE: Final = 64 << 10
@@ -127,7 +127,7 @@ async def open_hub(folder: Path, stack: AsyncExitStack) -> Artifacts:
     stack.push_async_callback(thread.close)
     chunks = await DiskChunks.open(folder / "artifacts")
     stack.push_async_callback(chunks.close)
-    return Artifacts(SqliteIndex(thread), chunks, SystemClock())
+    return Artifacts(ArtifactIndex(SqliteDatabase(thread)), chunks, SystemClock())
 
 
 async def stored(folder: Path, act: Callable[[Artifacts], Awaitable[None]]) -> float:

@@ -16,9 +16,6 @@ STORED: Final = {
     "strata.cli.examples": "an example of a command",
 }
 NOT_YET: Final = (
-    "strata.fleet.artifacts.store.postgres",
-    "strata.fleet.artifacts.store.rows",
-    "strata.fleet.artifacts.store.sqlite",
     "strata.fleet.store.postgres.claims",
     "strata.fleet.store.postgres.leases",
     "strata.fleet.store.postgres.plan",

@@ -56,7 +56,6 @@ PLANTS: Final = (
     Plant("fleet-stores", "fleet/store/sqlite/plant.py", "import strata.fleet.store.postgres.tables"),
     Plant("fleet-stores", "fleet/store/rows.py", "import strata.fleet.store.sqlite.tables"),
     Plant("fleet-stores", "fleet/store/leases.py", "import strata.fleet.store.postgres.claims"),
-    Plant("fleet-stores", "fleet/artifacts/store/sqlite.py", "import strata.fleet.artifacts.store.postgres"),
     Plant("journal", "journal/sqlite.py", "import strata.journal.memory", also=("journal/memory.py",)),
     Plant("journal", "journal/port.py", "import strata.journal.sqlite", also=("journal/sqlite.py",)),
     Plant("journal", "journal/replica.py", "import strata.journal.sqlite", also=("journal/sqlite.py",)),

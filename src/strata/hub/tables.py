@@ -15,9 +15,8 @@ from strata.database import events
 from strata.database.migrations import Component, SqliteComponents, read_seal, upgrade_postgres
 from strata.database.sqlite import SqliteThread
 from strata.database.transaction import PostgresDatabase, SqliteDatabase
-from strata.fleet.artifacts.ports import ArtifactIndex
-from strata.fleet.artifacts.store import tables as artifact_tables
-from strata.fleet.artifacts.store.sqlite import SqliteIndex
+from strata.fleet.artifacts import tables as artifact_tables
+from strata.fleet.artifacts.index import ArtifactIndex
 from strata.fleet.execs import ExecStore
 from strata.fleet.ports import Store
 from strata.fleet.store import execs as exec_table
@@ -90,7 +89,7 @@ async def _open_sqlite(path: Path, observe: Callable[[float], None] | None) -> A
         yield Tables(
             fleet=SqliteStore(thread),
             identity=identity_store.IdentityStore(database),
-            index=SqliteIndex(thread),
+            index=ArtifactIndex(database),
             cursors=cursor_store.SqliteCursorStore(thread),
             secrets=secret_store.SqliteSecretRows(thread),
             sweeps=sweep_store.SqliteSweepStore(thread),
@@ -107,7 +106,6 @@ async def _open_sqlite(path: Path, observe: Callable[[float], None] | None) -> A
 async def _open_postgres(url: str, observe: Callable[[float], None] | None) -> AsyncIterator[Tables]:
     # The driver is an extra of its own: a hub on SQLite does without.
     from strata.database.postgres import Connections, check_durable
-    from strata.fleet.artifacts.store.postgres import PostgresIndex
     from strata.fleet.store.postgres.store import PostgresStore
 
     connections = Connections(url, CONNECTIONS, CALL_S, what="hub", by_index=True)
@@ -120,7 +118,7 @@ async def _open_postgres(url: str, observe: Callable[[float], None] | None) -> A
         yield Tables(
             fleet=PostgresStore(connections),
             identity=identity_store.IdentityStore(database),
-            index=PostgresIndex(connections),
+            index=ArtifactIndex(database),
             cursors=cursor_store.PostgresCursorStore(connections),
             secrets=secret_store.PostgresSecretRows(connections),
             sweeps=sweep_store.PostgresSweepStore(connections),

@@ -13,13 +13,13 @@ from strata.database import events
 from strata.database.migrations import SqliteComponents, upgrade_postgres
 from strata.database.postgres import Connections
 from strata.database.sqlite import SqliteThread
+from strata.database.transaction import PostgresDatabase, SqliteDatabase
+from strata.fleet.artifacts import tables
 from strata.fleet.artifacts.disk import DiskChunks
+from strata.fleet.artifacts.index import ArtifactIndex
 from strata.fleet.artifacts.objects import ObjectChunks
-from strata.fleet.artifacts.ports import ArtifactIndex, ChunkStore
+from strata.fleet.artifacts.ports import ChunkStore
 from strata.fleet.artifacts.service import Artifacts
-from strata.fleet.artifacts.store import tables
-from strata.fleet.artifacts.store.postgres import PostgresIndex
-from strata.fleet.artifacts.store.sqlite import SqliteIndex
 from strata.fleet.ports import Store
 from strata.fleet.store.postgres import tables as postgres_tables
 from strata.fleet.store.postgres.store import PostgresStore
@@ -53,20 +53,19 @@ async def chunks(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
 @pytest.fixture(params=["sqlite disk", "postgres s3"])
 async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Place]:
     database, bytes_in = request.param.split()
-    index: ArtifactIndex
     fleet: Store
     async with AsyncExitStack() as stack:
         if database == "sqlite":
             components = SqliteComponents([events.SQLITE, sqlite_tables.COMPONENT, tables.SQLITE])
             thread = await SqliteThread.open(tmp_path / "hub.db", components)
             stack.push_async_callback(thread.close)
-            index, fleet = SqliteIndex(thread), SqliteStore(thread)
+            index, fleet = ArtifactIndex(SqliteDatabase(thread)), SqliteStore(thread)
         else:
             connections = Connections(request.getfixturevalue("postgres_url"), 8, 5.0, what="hub")
             stack.push_async_callback(connections.close)
             async with connections.acquire() as connection:
                 await upgrade_postgres(connection, [events.POSTGRES, postgres_tables.COMPONENT, tables.POSTGRES])
-            index, fleet = PostgresIndex(connections), PostgresStore(connections)
+            index, fleet = ArtifactIndex(PostgresDatabase(connections)), PostgresStore(connections)
         chunks = await open_chunks(request, bytes_in, tmp_path)
         stack.push_async_callback(chunks.close)
         clock = ManualClock()

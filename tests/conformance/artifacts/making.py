@@ -13,6 +13,7 @@ import pytest
 from strata.base.clock import ManualClock
 from strata.base.digest import sha256_hex
 from strata.base.errors import StrataError
+from strata.fleet.artifacts.index import ArtifactIndex
 from strata.fleet.artifacts.manifest import (
     CHUNK_BYTES,
     ArtifactChunk,
@@ -21,7 +22,7 @@ from strata.fleet.artifacts.manifest import (
     ArtifactManifest,
     Lineage,
 )
-from strata.fleet.artifacts.ports import ArtifactIndex, ChunkStore, CommitResult
+from strata.fleet.artifacts.ports import ChunkStore, CommitResult
 from strata.fleet.artifacts.service import Artifacts, once
 from strata.fleet.ports import AttemptKey, JobCompletion, Store
 from tests.conformance.fleet.fleet import add, add_host, claim, hold, job, marker

@@ -10,10 +10,10 @@ import pytest
 
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
+from strata.fleet.artifacts import checks
 from strata.fleet.artifacts.manifest import CHUNK_BYTES, ArtifactChunk, ArtifactKind, ArtifactManifest, Lineage
 from strata.fleet.artifacts.ports import LineageFilter, StorageAccount
 from strata.fleet.artifacts.service import once
-from strata.fleet.artifacts.store import rows
 from strata.fleet.ports import JobCompletion
 from tests.conformance.artifacts.making import (
     OWNER,
@@ -339,7 +339,7 @@ async def test_a_name_of_data_is_of_the_owner_who_used_it_first(place: Place) ->
 
 
 async def test_an_owner_has_so_many_names_of_data_and_no_more(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "MAX_NAMES", 3, raising=False)
+    monkeypatch.setattr(checks, "MAX_NAMES", 3, raising=False)
     same = noise(1)
     pushes = (pushed(place, "anna", f"name{number}", same) for number in range(6))
     done = await asyncio.gather(*pushes, return_exceptions=True)

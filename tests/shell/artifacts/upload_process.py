@@ -19,8 +19,10 @@ from strata.base.failpoint import arm, kill
 from strata.database import events
 from strata.database.migrations import SqliteComponents
 from strata.database.sqlite import SqliteThread
-from strata.fleet.artifacts import maintenance
+from strata.database.transaction import SqliteDatabase
+from strata.fleet.artifacts import maintenance, tables
 from strata.fleet.artifacts.disk import DiskChunks
+from strata.fleet.artifacts.index import ArtifactIndex
 from strata.fleet.artifacts.manifest import (
     CHUNK_BYTES,
     ArtifactChunk,
@@ -30,8 +32,6 @@ from strata.fleet.artifacts.manifest import (
     Lineage,
 )
 from strata.fleet.artifacts.service import Artifacts, once
-from strata.fleet.artifacts.store import tables
-from strata.fleet.artifacts.store.sqlite import SqliteIndex
 from strata.fleet.store.sqlite import tables as sqlite_tables
 
 SMALL = 20_000
@@ -61,7 +61,7 @@ async def open_artifacts(folder: Path, stack: AsyncExitStack) -> Artifacts:
     # Time goes on from one process to the next.
     opened = len(list(folder.glob("opened-*")))
     (folder / f"opened-{opened}").touch()
-    return Artifacts(SqliteIndex(thread), chunks, ManualClock(1.7e9 + 1e6 * opened), grace_s=GRACE_S)
+    return Artifacts(ArtifactIndex(SqliteDatabase(thread)), chunks, ManualClock(1.7e9 + 1e6 * opened), grace_s=GRACE_S)
 
 
 async def upload(artifacts: Artifacts, turn: int) -> str:

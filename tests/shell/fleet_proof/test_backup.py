@@ -16,7 +16,7 @@ from strata.database.migrations import SqliteComponents, upgrade_postgres
 from strata.database.postgres import Connections
 from strata.database.sqlite import SqliteThread
 from strata.database.transaction import SqliteDatabase
-from strata.fleet.artifacts.store import tables as artifact_tables
+from strata.fleet.artifacts import tables as artifact_tables
 from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.ports import AttemptKey, JobCompletion, JobFailure, Renewal, Store
 from strata.fleet.store import migrate

@@ -1,9 +1,7 @@
-"""The ports of artifacts to chunk storage and to the database: each has two adapters and one conformance suite.
+"""The port of artifacts to chunk storage, and the values that go to the index of artifacts and come from it.
 
-`ChunkStore` holds bytes under their digest, on disk (`disk`) or in object storage (`objects`). Whatever lies there was
-verified before it became visible, so a part of a chunk can never be read. `ArtifactIndex` knows which chunks there are,
-which artifacts need them and where those came from (`sqlite`, `postgres`). Each of its methods is one transaction, with
-the events of what it changed. Time is an argument; the hub's clock counts.
+`ChunkStore` holds bytes under their digest, on disk (`disk`) or in object storage (`objects`); both pass one
+conformance suite. Whatever lies there was verified before it became visible, so a part of a chunk can never be read.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol
 
 from strata.base.errors import Code
-from strata.database.events import StoredEvent
 from strata.fleet.artifacts.manifest import ArtifactChunk, ArtifactKind, ArtifactManifest, Lineage
 from strata.fleet.artifacts.states import ChunkState
 from strata.fleet.ports import AttemptKey
@@ -106,7 +103,7 @@ class LineageRow:
     removed_at_s: float | None = None
     """When it was withdrawn. Its artifact stays while another lineage needs it."""
     by: str = ""
-    """Who committed it, as events name the caller. Empty: it is from before this was recorded."""
+    """Who committed it, as events name the caller."""
     owner: str = ""
     """Of the name, where it is data; else of the job that made it, or who committed it."""
     project: str = ""
@@ -192,97 +189,3 @@ class GarbageCollected:
 
     marked: Sequence[ArtifactChunk] = field(default=())
     erased: Sequence[ArtifactChunk] = field(default=())
-
-
-class ArtifactIndex(Protocol):
-    """Unknown ids raise NOT_FOUND, removed artifacts GONE."""
-
-    async def reserve(self, digests: Sequence[str], now_s: float, *, stale_after_s: float) -> Mapping[str, Slot]:
-        """A row for each, and nobody removes them for a while: what was to be deleted is wanted again.
-
-        A row that was wanted less than `stale_after_s` ago is left as it is, so that asking twice costs one write.
-        """
-
-    async def slots(self, digests: Sequence[str]) -> Mapping[str, Slot]:
-        """Those that there are."""
-
-    async def stored(self, slots: Sequence[Slot], now_s: float) -> None:
-        """Their bytes, of their sizes, are in the store. CONFLICT if a row was removed since it was reserved."""
-
-    async def damaged(self, digest: str, reason: str, now_s: float) -> None:
-        """Its bytes are wrong or gone: it is missing from now on."""
-
-    async def commit(self, commit: Commit, now_s: float) -> CommitResult:
-        """The artifact, its references and its lineage, if every chunk is there with the right size.
-
-        PRECONDITION names the chunks that are missing. The same commit again gets the same answer, also when the
-        attempt is over by then. An artifact that was removed is there again, with this lineage alone. EXHAUSTED when a
-        new one does not fit into the account; one that is there already costs nothing, but is for nobody who has more
-        than the quota. FORBIDDEN for data under a name of another owner, EXHAUSTED under one name more than an owner
-        may have. FORBIDDEN for a person who names chunks that only training servers have saved, now or before.
-        """
-
-    async def artifact(self, artifact_id: str) -> ArtifactRow: ...
-
-    async def blob(self, sha256: str) -> str:
-        """The artifact that was uploaded as this blob."""
-
-    async def is_open(self, digest: str) -> bool:
-        """Whether an artifact that is not the state of a server has this chunk."""
-
-    async def find(self, prefix: str, limit: int = 6) -> Sequence[str]:
-        """Ids of artifacts that begin so, with or without their `artifact1_`."""
-
-    async def lineages(self, wanted: LineageFilter) -> Sequence[LineageRow]: ...
-
-    async def referenced(self) -> Mapping[str, str]:
-        """Artifacts that a job needs or points to, and why: `checkpoint` of an unfinished one, `result` of another."""
-
-    async def pin(self, artifact_id: str, reason: str, actor: str, now_s: float, *, owner: str | None = None) -> None:
-        """Keep it whatever a policy says; an empty reason lets it go.
-
-        With an owner, FORBIDDEN unless a lineage of it is hers, and for what another owner or an operator pinned.
-        """
-
-    async def remove(
-        self, artifact_id: str, reason: str, actor: str, now_s: float, *, upto_seq: int | None = None
-    ) -> bool:
-        """Let go of its chunks, and withdraw every lineage, which stays known.
-
-        PRECONDITION if it is pinned or an unfinished job's checkpoint.
-
-        With `upto_seq`, False and unchanged if it was committed again since that lineage. Removed before: False.
-        """
-
-    async def withdraw(self, artifact_id: str, owner: str, reason: str, actor: str, now_s: float) -> bool:
-        """Withdraw what is this owner's of its lineage, but for sources: FORBIDDEN if nothing else is.
-
-        What nobody else committed is removed as by `remove`: True. Else its chunks stay, in the quota of another owner.
-        PRECONDITION if the owner has pinned it.
-        """
-
-    async def unused(self, before_s: float, limit: int) -> Sequence[ArtifactChunk]:
-        """What `mark_unused` would take."""
-
-    async def mark_unused(self, before_s: float, now_s: float, limit: int) -> Sequence[ArtifactChunk]:
-        """Mark stored chunks that nothing refers to and nobody has wanted since: they are to be deleted."""
-
-    async def erasable(self, before_s: float, limit: int) -> Sequence[ArtifactChunk]: ...
-
-    async def erase(self, before_s: float, limit: int) -> Sequence[Slot]:
-        """Take rows that were marked, never arrived or stayed damaged since, unreferenced: their bytes may go now."""
-
-    async def erased(self, slots: Sequence[Slot]) -> None:
-        """Their bytes are gone, and so are the rows."""
-
-    async def least_checked(self, before_s: float, limit: int) -> Sequence[Slot]:
-        """Stored chunks that were not checked since, the longest unchecked first."""
-
-    async def checked(self, slots: Sequence[Slot], now_s: float) -> None: ...
-
-    async def usage(self) -> StorageUsage: ...
-
-    async def owner_bytes(self) -> Mapping[str, int]:
-        """The sum of the sizes of the artifacts of each owner: each counts in full, also where chunks are shared."""
-
-    async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[StoredEvent]: ...

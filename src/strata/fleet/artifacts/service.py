@@ -24,6 +24,7 @@ from strata.base.clock import Clock
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
+from strata.fleet.artifacts.index import ArtifactIndex
 from strata.fleet.artifacts.manifest import (
     CHUNK_BYTES,
     ArtifactChunk,
@@ -38,7 +39,6 @@ from strata.fleet.artifacts.manifest import (
 )
 from strata.fleet.artifacts.ports import (
     NO_ACCOUNT,
-    ArtifactIndex,
     ArtifactRow,
     ChunkStore,
     Commit,
