@@ -113,7 +113,7 @@ class Bucket:
             await obstore.put_async(self._store, self._prefix + key, content)
 
     async def put_if_absent(self, key: str, content: bytes) -> bool:
-        """Whether it was written: False if there is an object of that key already."""
+        """Says whether it was written: False if there is an object of that key already."""
         with translate_errors(key):
             try:
                 await obstore.put_async(self._store, self._prefix + key, content, mode="create")
@@ -180,7 +180,7 @@ class ObjectReader:
 
 @contextmanager
 def translate_errors(key: str) -> Iterator[None]:
-    """What obstore raises, as a StrataError with the first line of its message."""
+    """Raises errors of obstore as a StrataError with the first line of its message."""
     try:
         yield
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:

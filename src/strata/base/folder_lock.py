@@ -12,7 +12,7 @@ from strata.base.errors import Code, StrataError
 
 
 def is_locked(folder: Path, name: str) -> bool:
-    """Whether another process holds the lock. One that tries to take it in this very moment may be refused."""
+    """Says whether another process holds the lock. One that tries to take it in this very moment may be refused."""
     try:
         descriptor = os.open(folder / name, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

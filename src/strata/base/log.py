@@ -48,7 +48,7 @@ class Log:
 
     @property
     def debugs(self) -> bool:
-        """Whether lines of this level are written: a line of every request costs something to make."""
+        """Says whether lines of this level are written: a line of every request costs something to make."""
         return self._logger.isEnabledFor(logging.DEBUG)
 
     def debug(self, event: str, /, **fields: Any) -> None:

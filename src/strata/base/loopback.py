@@ -35,7 +35,8 @@ def is_loopback_address(listen: str) -> bool:
 
 
 def inner_address(address: Address) -> Address:
-    """Where packets to this address end: the IPv4 address inside one that is mapped, translated or tunnelled."""
+    """Returns where packets to this address end: the IPv4 address inside one that is mapped, translated or
+    tunnelled."""
     if not isinstance(address, ipaddress.IPv6Address):
         return address
     if address.teredo is not None:

@@ -27,7 +27,7 @@ class Notification(Generic[Value]):
         return bool(self._values) or self._cancelled
 
     def cancelled(self) -> bool:
-        """Whether it will never arrive in this process."""
+        """Says whether it will never arrive in this process."""
         return self._cancelled
 
     def result(self) -> Value:
@@ -42,7 +42,7 @@ class Notification(Generic[Value]):
         self._wake_all()
 
     async def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether it arrived within the timeout; False also if it was cancelled."""
+        """Says whether it arrived within the timeout; False also if it was cancelled."""
         if not self.done():
             await self._wait(timeout_s)
         return self.done() and not self._cancelled

@@ -140,7 +140,7 @@ def _without_none(outer: inspect.Type) -> tuple[inspect.Type, bool]:
 
 
 def _checked(bare: inspect.Type, path: tuple[str, ...]) -> bool:
-    """Whether a secret is anywhere in this leaf; a leaf that could not be checked when loading is refused."""
+    """Says whether a secret is anywhere in this leaf; a leaf that could not be checked when loading is refused."""
     secret = False
     for inner in walk_types(bare):
         if isinstance(inner, inspect.StructType) and not inner.forbid_unknown_fields:

@@ -33,7 +33,7 @@ class Secret:
         return self._revealed
 
     def reload(self) -> Secret:
-        """What its file holds now; itself if it did not come from a file."""
+        """Returns what its file holds now; itself if it did not come from a file."""
         return self if self._file is None else read_secret(self._file)
 
     def __repr__(self) -> str:

@@ -151,7 +151,7 @@ def load_explained(
 
 
 def no_color(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether the person set NO_COLOR (https://no-color.org): to anything but the empty text."""
+    """Says whether the person set NO_COLOR (https://no-color.org): to anything but the empty text."""
     return bool((os.environ if environ is None else environ).get("NO_COLOR"))  # noqa: TID251 - this is the one place
 
 

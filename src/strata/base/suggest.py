@@ -11,7 +11,8 @@ _LONGEST_NAME: Final = 64
 
 
 def closest_name(name: str, known: Iterable[str], synonyms: Mapping[str, str] | None = None) -> str | None:
-    """What `synonyms` has for it; else the known name with the smallest edit distance, at most a third of its length.
+    """Returns what `synonyms` has for it; else the known name with the smallest edit distance, at most a third of its
+    length.
 
     A word of another program means what it means there, however near the letters of another name are.
     """

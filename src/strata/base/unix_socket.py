@@ -94,7 +94,7 @@ def open_socket(folder: Path, inside: str) -> int:
 
 
 def is_listening(path: Path) -> bool:
-    """Whether a process listens there."""
+    """Says whether a process listens there."""
     try:
         connect_unix(path, 5.0).close()
     except (OSError, StrataError):
@@ -117,7 +117,7 @@ def lasting_path(path: Path) -> Path:
 
 @contextlib.contextmanager
 def _opened(folder: Path, *, for_reading: bool) -> Iterator[int]:
-    """What is checked is what is used: the folder cannot be exchanged in between."""
+    """Opens the folder, so that what is checked is what is used: the folder cannot be exchanged in between."""
     try:
         descriptor = _open_folder(folder)
     except OSError as error:

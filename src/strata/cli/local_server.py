@@ -66,7 +66,7 @@ def local_server(
 
 
 def _take(settings: ServerSettings, stack: ExitStack) -> bool:
-    """Whether this command may start the server, until the stack ends: of several, one does."""
+    """Says whether this command may start the server, until the stack ends: of several, one does."""
     private_folder(settings.data)
     try:
         stack.enter_context(lock_folder(settings.data, COMMAND_LOCK, taken="another command starts it", hint=""))
@@ -102,7 +102,7 @@ def _started(
 
 
 def _ends_with_command(settings: ServerSettings) -> bool:
-    """Whether the server that listens is one of this module: its command lives, or it has no port, although its
+    """Says whether the server that listens is one of this module: its command lives, or it has no port, although its
     settings have one."""
     from strata.train.settings import ADDRESS_FILE
 

@@ -55,7 +55,7 @@ def choose_server(
 
 
 def is_settings_file(server: str | None, context: str | None) -> TypeGuard[str]:
-    """Whether `server` names the settings of a server on this machine, which a context cannot be."""
+    """Returns whether `server` names the settings of a server on this machine, which a context cannot be."""
     if server is None or not Path(server).is_file():
         return False
     if context is not None:

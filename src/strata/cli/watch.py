@@ -76,7 +76,7 @@ def repeat(show: Callable[[], object], output: Format) -> None:
 
 
 def is_live(output: Format) -> bool:
-    """Whether stdout is a terminal that shows a screen."""
+    """Says whether stdout is a terminal that shows a screen."""
     to = console()
     return not output.for_programs and to.is_terminal and not to.is_dumb_terminal
 
@@ -133,7 +133,7 @@ class LiveScreen(Protocol):
     def lost(self, reason: str) -> None: ...
 
     def ended_within(self, seconds: float) -> bool:
-        """Whether the person presses q within so many seconds."""
+        """Says whether the person presses q within so many seconds."""
 
 
 @contextmanager

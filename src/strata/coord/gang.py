@@ -247,7 +247,7 @@ class GangLauncher:
                 await self._end(running, watching, stopping)
 
     async def _is_finished(self, operator: Operator, address: str) -> bool:
-        """Whether nothing is left to do; PRECONDITION if that is not what the caller wants."""
+        """Says whether nothing is left to do; PRECONDITION if that is not what the caller wants."""
         jobs = {each.job_id: each for each in await operator.jobs()}
         access = ("--token-file", str(self._tokens.operator)) if self._tokens is not None else ()
         watch = shlex.join(("strata", "gang", self._options.job, "--watch", "--address", address, *access))
@@ -455,7 +455,7 @@ class GangLauncher:
 
 
 async def dump_stacks(pid: int, file: Path) -> str:
-    """Where the stacks of a process are: py-spy wrote them to the file, or the process itself to its stderr."""
+    """Returns where the stacks of a process are: py-spy wrote them to the file, or the process itself to its stderr."""
     missing = ""
     try:
         stacks = await _stacks_by_py_spy(pid)

@@ -84,7 +84,7 @@ class CoordinatorMetrics:
         self._reasons = {each: self._lost.labels(each) for each in ("left", "replaced", "evicted")}
 
     def rpc(self, name: str, *, stream: bool) -> RecordCall:
-        """What records the calls of this name."""
+        """Returns what records the calls of this name."""
         return self._rpcs.recorder(name, timed=not stream)
 
     def record_fact(self, fact: Fact) -> None:

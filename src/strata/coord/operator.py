@@ -164,13 +164,14 @@ class Operator:
         return msgspec.convert(message_to_dict(reply) | known, JobPageView)
 
     async def goodput(self) -> GoodputView | None:
-        """How the time of the current run was spent; None from a coordinator that does not count it."""
+        """Returns how the time of the current run was spent; None from a coordinator that does not count it."""
         return (await self.page(WorkerPage(limit=1))).goodput
 
     async def events(
         self, kinds: Collection[str] = (), search: str = "", before: int = 0, limit: int = 0
     ) -> GangEventsView:
-        """What happened to the job, the latest first. `before`: the `next_before` of the page before this one."""
+        """Returns what happened to the job, the latest first. `before`: the `next_before` of the page before this
+        one."""
         request = pb.ListEventsRequest(kinds=map(_event_kind, kinds), search=search, before=before, limit=limit)
         found = await self._call(lambda stub: stub.ListEvents, request)
         return msgspec.convert(message_to_dict(found), GangEventsView)
@@ -202,7 +203,7 @@ class Operator:
             await self._clock.sleep(self._link.backoff_s(attempt))
 
     def _may_pass(self, failure: StrataError, until_s: float | None) -> bool:
-        """Whether to connect again: always to a coordinator that was reached once."""
+        """Says whether to connect again: always to a coordinator that was reached once."""
         if failure.code not in (Code.UNAVAILABLE, Code.EXHAUSTED):
             return False
         return until_s is None or self._clock.monotonic_s() <= until_s
@@ -277,7 +278,7 @@ class Operator:
             call.cancel()
 
     def _explained(self, error: StrataError) -> StrataError:
-        """What happened, where, and what to do about it in terms of the settings."""
+        """Returns what happened, where, and what to do about it in terms of the settings."""
         at = f"the coordinator at {self._settings.address}"
         hint: str | None = None
         match error.code:

@@ -182,7 +182,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     refused_commands: tuple[RefusedCommandView, ...] = ()
 
     def refusal(self, command_id: int) -> str | None:
-        """Why nothing comes of a command; None: something may."""
+        """Says why nothing comes of a command; None: something may."""
         return next((each.reason for each in self.refused_commands if each.command_id == command_id), None)
 
     @property

@@ -105,7 +105,7 @@ def unseal(db: sqlite3.Connection) -> None:
 
 
 def read_seal(db: sqlite3.Connection) -> str | None:
-    """Why this file is sealed, or None."""
+    """Says why this file is sealed, or None."""
     if not db.execute("SELECT 1 FROM sqlite_schema WHERE name = 'strata_sealed'").fetchone():
         return None
     row = db.execute("SELECT why FROM strata_sealed LIMIT 1").fetchone()

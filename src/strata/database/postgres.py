@@ -41,7 +41,7 @@ class Connection(psycopg.AsyncConnection[Any]):
         return rows
 
     async def changed(self, statement: str, values: Mapping[str, Any]) -> int:
-        """How many rows it changed."""
+        """Returns how many rows it changed."""
         return (await self._run(statement, values)).rowcount
 
     async def _run(self, statement: str, values: Mapping[str, Any]) -> psycopg.AsyncCursor[Any]:
@@ -89,7 +89,7 @@ class Connections:
             return await connection.rows(statement, values)
 
     async def write(self, statement: str, values: Mapping[str, Any]) -> int:
-        """How many rows one statement changed; it commits by itself."""
+        """Returns how many rows one statement changed; it commits by itself."""
         async with self.reading() as connection:
             return await connection.changed(statement, values)
 

@@ -36,7 +36,7 @@ class Transaction(Protocol):
     async def rows(self, statement: str, values: Values = NO_VALUES) -> Rows: ...
 
     async def changed(self, statement: str, values: Values = NO_VALUES) -> int:
-        """How many rows the statement changed."""
+        """Returns how many rows the statement changed."""
 
     async def execute(self, statement: str, values: Values = NO_VALUES) -> None:
         """Run the statement without looking at its result: a pipeline does not wait for it."""
@@ -52,7 +52,7 @@ class Transaction(Protocol):
         """The rows of each statement, in one round trip; each sees what those before it have locked."""
 
     def pipeline(self) -> AbstractAsyncContextManager[Any]:
-        """What is executed inside is sent together: it has run when the block ends."""
+        """Returns what is executed inside is sent together: it has run when the block ends."""
 
     async def lock(self, name: str) -> None:
         """Wait for the transactions that hold this name. It guards what has no row to be locked yet."""
@@ -81,7 +81,7 @@ class Database(Protocol):
         """The rows of one statement that changes them; it commits by itself."""
 
     async def changed(self, statement: str, values: Values = NO_VALUES) -> int:
-        """How many rows one statement changed; it commits by itself."""
+        """Returns how many rows one statement changed; it commits by itself."""
 
 
 class SqliteTransaction:

@@ -15,7 +15,7 @@ MIN_PER_ADDRESS: Final = 64
 
 
 def origin(address: str) -> str:
-    """What counts as one address: of IPv6 the network of 64 bits, of which one client has all addresses."""
+    """Returns what counts as one address: of IPv6 the network of 64 bits, of which one client has all addresses."""
     try:
         parsed = ip_address(address)
     except ValueError:
@@ -87,7 +87,8 @@ class AnonymousConnections:
         return len(self._all)
 
     def add(self, connection: AnonymousConnection, address: str, limit: int) -> bool:
-        """Whether there is a slot for it, of `limit` slots for all connections: half are for authenticated ones."""
+        """Says whether there is a slot for it, of `limit` slots for all connections: half are for authenticated
+        ones."""
         address = origin(address)
         same = self._by_address.get(address, {})
         if len(same) >= max(MIN_PER_ADDRESS, limit // 8) and not self._evict_one(same):

@@ -63,6 +63,6 @@ class AuthFailures:
         return record.level > self._burst
 
     def take_count(self) -> int:
-        """How many failures there were since the last call."""
+        """Returns how many failures there were since the last call."""
         count, self._count = self._count, 0
         return count

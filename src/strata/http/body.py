@@ -132,7 +132,7 @@ _STEP: Final = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1, ord('"'): 
 
 
 def _shallow(raw: bytes) -> bool:
-    """Whether the body is surely not nested deep: a fast path for the long flat lists that clients send."""
+    """Says whether the body is surely not nested deep: a fast path for the long flat lists that clients send."""
     if b"\\" in raw or raw.count(b'"') > _MAX_SPLIT:
         return False
     # Without a backslash every second piece between quotes is outside of a string.

@@ -114,7 +114,7 @@ class CallMetrics(Collector):
         self._series: dict[tuple[str, ...], _CallSeries] = {}
 
     def recorder(self, *labels: str, timed: bool = True) -> RecordCall:
-        """What records the calls with these labels; without their times unless they are `timed`."""
+        """Returns what records the calls with these labels; without their times unless they are `timed`."""
         series = self._series.setdefault(labels, _CallSeries(_Times() if timed else None))
         statuses, times = series.statuses, series.times
 

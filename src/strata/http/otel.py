@@ -25,7 +25,7 @@ _log = log.get(__name__)
 
 
 def is_wanted(environ: Mapping[str, str]) -> bool:
-    """Whether the variables ask for traces."""
+    """Says whether the variables ask for traces."""
     if environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or environ.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
         return False
     return any(environ.get(name) for name in ENDPOINTS)

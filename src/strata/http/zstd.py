@@ -58,7 +58,7 @@ _WINDOW_LOG: Final = 27
 
 
 def decompressed_size(body: bytes, limit: int) -> int:
-    """How large the content of the frames is: what their headers say, or the most that is allowed."""
+    """Returns how large the content of the frames is: what their headers say, or the most that is allowed."""
     most = _most(body, limit)
     total = 0
     for frame in _frames(body):

@@ -52,7 +52,7 @@ class Authenticator:
         """When a request last came with each key, since it was written."""
 
     def last_use_s(self, key: ApiKey) -> float | None:
-        """When the key was used last, by what is written and by what this process has seen since."""
+        """Returns when the key was used last, by what is written and by what this process has seen since."""
         known = [at_s for at_s in (key.used_at_s, self._used.get(key.id)) if at_s is not None]
         return max(known, default=None)
 
@@ -217,7 +217,7 @@ def _unauthenticated(*, present: bool) -> StrataError:
 
 
 async def is_valid_actor(store: IdentityStore, actor: str, now_s: float) -> bool:
-    """Whether the caller whom events name so may still act: False once a key is revoked or has expired."""
+    """Says whether the caller whom events name so may still act: False once a key is revoked or has expired."""
     kind, _, key_id = actor.partition(":")
     if kind != CallerKind.KEY:
         return True

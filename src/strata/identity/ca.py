@@ -112,7 +112,7 @@ class Authority:
 
     @property
     def until_s(self) -> float:
-        """When the certificate runs out, and all that it signed with it."""
+        """Returns when the certificate runs out, and all that it signed with it."""
         return self._certificate.not_valid_after_utc.timestamp()
 
     def key_pem(self) -> bytes:

@@ -67,7 +67,7 @@ class BrowserSession:
 
     @property
     def id(self) -> str:
-        """How events name it."""
+        """Returns how events name it."""
         return self.token_hash[:12]
 
     @property

@@ -12,6 +12,7 @@ _CLOCK_ERROR_S: Final = 60.0
 
 
 def needs_renewal(issued_at_s: float, valid_for_s: float, now_s: float, *, part: float) -> bool:
-    """Whether this part of the validity is over, or the certificate comes from the future: then the clock was wrong."""
+    """Says whether this part of the validity is over, or the certificate comes from the future: then the clock was
+    wrong."""
     age_s = now_s - issued_at_s
     return age_s >= valid_for_s * part or age_s < -_CLOCK_ERROR_S

@@ -51,12 +51,12 @@ class Principal:
 
     @property
     def owner(self) -> str:
-        """Who owns what the caller queues: it stays the same when a key is renewed under its name."""
+        """Returns who owns what the caller queues: it stays the same when a key is renewed under its name."""
         return self.name or self.id or str(self.kind)
 
     @property
     def actor(self) -> Actor:
-        """How events name the caller."""
+        """Returns how events name the caller."""
         return Actor(f"{self.kind}:{self.id}" if self.id else str(self.kind), self.address)
 
     def at(self, address: str) -> Principal:

@@ -184,7 +184,8 @@ class Writer:
             self._fail(StrataError(Code.INTERNAL, f"the writer of stream {self.lead.stream!r} broke down"))
 
     def _next_batch(self) -> tuple[int, list[bytes], bool]:
-        """How many submissions go into the next commit, their facts, and whether one needs to confirm the lead."""
+        """Returns how many submissions go into the next commit, their facts, and whether one needs to confirm the
+        lead."""
         facts: list[bytes] = []
         size = count = 0
         confirm = False

@@ -246,7 +246,7 @@ class PostgresJournal:
 
 
 def _identity(stream: str, first: int, last: int, epoch: int, checksum: int) -> dict[str, Any]:
-    """What `FIND_BATCH` recognises a batch by."""
+    """Returns what `FIND_BATCH` recognises a batch by."""
     return {"stream": stream, "first": first, "last": last, "epoch": epoch, "checksum": checksum}
 
 

@@ -93,7 +93,7 @@ class Replica(Generic[State, Input, Effect]):
 
     @property
     def failure(self) -> StrataError | None:
-        """Why this leader is finished, if it is."""
+        """Returns why this leader is finished, if it is."""
         return self._writer.failure if self._writer else None
 
     async def catch_up(self) -> None:
@@ -186,7 +186,7 @@ class Replica(Generic[State, Input, Effect]):
         return snapshot_every is not None and self._position - since >= snapshot_every
 
     async def _renew(self, lead: Lead, lease_s: float) -> bool:
-        """Whether the lease was extended; raises when it can never be again."""
+        """Says whether the lease was extended; raises when it can never be again."""
         try:
             async with asyncio.timeout(lease_s / 3):
                 await self._journal.renew(self._stream, lead.epoch, lease_s)

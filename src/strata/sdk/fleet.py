@@ -115,7 +115,7 @@ def keep_authority(settings: ClientSettings, name: str, pem: bytes) -> Path:
 
 
 def current_context(settings: ClientSettings) -> ClientContext:
-    """What the settings and the contexts say together."""
+    """Returns what the settings and the contexts say together."""
     there = read_contexts(settings)
     name = settings.context or ("" if settings.url else there.current)
     if name:

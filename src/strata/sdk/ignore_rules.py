@@ -46,7 +46,7 @@ class _Patterns:
     lines: tuple[_Pattern, ...]
 
     def verdict(self, path: str, *, folder: bool) -> bool | None:
-        """Whether it is ignored; None if nothing here is about it."""
+        """Says whether it is ignored; None if nothing here is about it."""
         own = path.removeprefix(self.base)
         return next((line.ignores for line in self.lines if line.is_about(own, folder=folder)), None)
 

@@ -226,7 +226,7 @@ def detect_environment(folder: Path) -> str:
 
 
 def _lists_packages(project: Path) -> bool:
-    """Whether a project file has dependencies: many of them only configure tools."""
+    """Says whether a project file has dependencies: many of them only configure tools."""
     try:
         table = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {})
     except (OSError, ValueError):

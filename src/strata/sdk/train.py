@@ -82,7 +82,7 @@ def _base_url(url: str) -> str:
 
 
 def _trusted(ca: str | Path | None) -> ssl.SSLContext | bool:
-    """What an https server is verified with; INVALID for a file that has no certificate."""
+    """Returns what an https server is verified with; INVALID for a file that has no certificate."""
     if ca is None:
         return True
     try:

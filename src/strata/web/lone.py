@@ -15,7 +15,7 @@ from strata.web.routes import browser_pages, build_site
 
 
 def server_pages(context: ApiContext, stopping: asyncio.Event) -> BrowserPages:
-    """What browsers see of the server."""
+    """Returns what browsers see of the server."""
     pages = (lone_server, login)
     site = build_site(
         api=LocalApi((*service.ROUTES, *completions.ROUTES)),

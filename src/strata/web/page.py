@@ -142,7 +142,7 @@ class Page:
         return self.caller.role is not None and self.caller.role >= role
 
     def may_change(self, owner: str) -> bool:
-        """Whether the caller may cancel or requeue what this owner has queued."""
+        """Says whether the caller may cancel or requeue what this owner has queued."""
         return self.may(Role.OPERATOR) or (self.may(Role.RESEARCHER) and owner == self.caller.owner)
 
     async def get(self, path: str, kind: type[T], /, **query: object) -> T:

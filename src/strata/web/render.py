@@ -86,12 +86,12 @@ def duration(seconds: float | None) -> str:
 
 
 def age(at_s: float | None, now_s: float) -> Markup:
-    """When, as seen from now; the moment itself on hover. The browser keeps it up to date."""
+    """Returns when, as seen from now; the moment itself on hover. The browser keeps it up to date."""
     return _time(at_s, now_s, lambda ago_s: f"{duration(ago_s)} ago" if ago_s >= 0 else f"in {duration(-ago_s)}", "ago")
 
 
 def bare_age(at_s: float | None, now_s: float) -> Markup:
-    """How long since, without `ago`."""
+    """Returns how long since, without `ago`."""
     return _time(at_s, now_s, lambda ago_s: duration(max(0.0, ago_s)), "since")
 
 
@@ -135,7 +135,7 @@ def short(id_: str) -> str:
 
 
 def cause(word: str) -> str:
-    """Why an attempt ended, in words."""
+    """Says why an attempt ended, in words."""
     return "out of memory" if word == "oom" else word.replace("_", " ")
 
 

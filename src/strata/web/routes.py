@@ -119,7 +119,7 @@ def browser_pages(site: Site, pages: Sequence[ModuleType] = PAGES) -> BrowserPag
 
 
 def _error_page(site: Site, scope: Scope, headers: FirstHeaders, error: StrataError, status: int) -> Response | None:
-    """What happened, why, and what to do; an unknown caller is sent to the login instead."""
+    """Returns what happened, why, and what to do; an unknown caller is sent to the login instead."""
     fragment = headers.get(b"hx-request") == b"true"
     is_browser = fragment or b"text/html" in headers.get(b"accept", b"")
     if not is_browser or scope["path"].startswith(API_PATHS):

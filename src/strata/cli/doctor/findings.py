@@ -50,7 +50,7 @@ def check_disk_space(check: str, folder: Path) -> DoctorFinding:
 
 
 def check_private(check: str, paths: Sequence[Path]) -> DoctorFinding:
-    """Whether only the owner can read those of the paths that exist."""
+    """Returns whether only the owner can read those of the paths that exist."""
     import os
 
     existing = list(filter(Path.exists, paths))

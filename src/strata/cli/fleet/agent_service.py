@@ -55,7 +55,7 @@ def install(state: Path) -> str:
 
 
 def remove() -> bool:
-    """Whether there was one."""
+    """Says whether there was one."""
     path = unit_path()
     if not path.exists():
         return False

@@ -167,7 +167,7 @@ def _upload(client: HubClient, prepared: PreparedManifest, trainers: dict[str, T
 
 
 def _needs_confirmation(plan: ManifestReply) -> bool:
-    """Whether the plan needs a confirmation: it changes existing jobs."""
+    """Says whether the plan needs a confirmation: it changes existing jobs."""
     return bool(plan.changed or plan.orphaned or plan.requeued)
 
 

@@ -144,7 +144,7 @@ def find_members(client: HubClient, text: str) -> list[JobReply]:
 
 
 def names_gang(job: Job, text: str) -> bool:
-    """Whether the text by which a job was found is the name of its gang, and not that of the member."""
+    """Says whether the text by which a job was found is the name of its gang, and not that of the member."""
     older = _OLDER.fullmatch(text)
     gang = job.spec.gang
     return gang is not None and (older[1] if older else text) in (gang.name, f"{job.spec.project}/{gang.name}")
@@ -169,7 +169,7 @@ def _labelled_jobs(client: HubClient, text: str) -> list[Job]:
 
 
 def is_hidden(job: Job) -> bool:
-    """Whether lists leave the job out unless they are asked for all."""
+    """Says whether lists leave the job out unless they are asked for all."""
     from strata.fleet.core.job import TERMINAL
 
     return (job.archived or job.superseded) and job.status in TERMINAL

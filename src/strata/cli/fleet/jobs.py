@@ -224,7 +224,7 @@ def _in_order(jobs: Iterable[Job]) -> list[Job]:
 
 
 def _gang(job: Job) -> str:
-    """What the members of one gang, and of one run of it, have in common; empty for a job that trains alone."""
+    """Returns what the members of one gang, and of one run of it, have in common; empty for a job that trains alone."""
     from strata.fleet.core.jobspec import coordinator_job
 
     return "" if job.spec.gang is None else coordinator_job(job.spec)
@@ -287,7 +287,7 @@ def _status(job: Job, now_s: float) -> str:
 
 
 def _start_wait_s(job: Job, now_s: float) -> float:
-    """How long a job waits for the start time that its owner chose; nothing if it waits for something else."""
+    """Returns how long a job waits for the start time that its owner chose; nothing if it waits for something else."""
     starts_at_s = job.spec.starts_at_s(job.created_at_s)
     return starts_at_s - now_s if job.status == "pending" and job.not_before_s <= starts_at_s else 0.0
 

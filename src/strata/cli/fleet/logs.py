@@ -108,7 +108,7 @@ class LogFollower:
         return follow and not pinned and self._next_attempt()
 
     def _print_piece(self, wait_s: float, *, follow: bool) -> bool:
-        """Whether the log has ended."""
+        """Says whether the log has ended."""
         reply = self._read(self._offset, wait_s)
         if self._away:
             print_error("strata: the hub is back")

@@ -146,7 +146,7 @@ def _describe(
 
 
 def calls_handle_describe(folder: Path, trainer: TrainerSpec) -> bool:
-    """Whether a file that the command names, or the module behind its `-m`, calls `handle_describe`."""
+    """Says whether a file that the command names, or the module behind its `-m`, calls `handle_describe`."""
     words = trainer.command
     modules = [module.replace(".", "/") for before, module in itertools.pairwise(words) if before == "-m"]
     names = [*words, *(f"{module}{end}" for module in modules for end in (".py", "/__main__.py"))]

@@ -56,7 +56,7 @@ class Gang(DefaultGroup):
 
 
 def connection_options(function: _Function) -> _Function:
-    """Where the coordinator is and who we are; passed to the command together, as `given`."""
+    """Returns where the coordinator is and who we are; passed to the command together, as `given`."""
     file = click.Path(path_type=Path, dir_okay=False)
     options = (
         click.option("--config", type=file, metavar="FILE", help="Read settings from [gang] in this TOML file."),

@@ -77,7 +77,7 @@ def _newest_checkpoint(job: JobView) -> str:
 
 
 def alerts(job: JobView) -> list[str]:
-    """What an operator may have to act on, the most urgent first."""
+    """Returns what an operator may have to act on, the most urgent first."""
     found = [
         *_finding_alerts(job, "HANG"),
         *_suspect_alerts(job),
@@ -158,7 +158,7 @@ def _command_alerts(job: JobView) -> list[str]:
 
 
 def missing_parts(job: JobView, checkpoint: CheckpointView, most: int | None = NAMED) -> str:
-    """Who has not reported, by name."""
+    """Returns who has not reported, by name."""
     return names([job.at_rank(rank) for rank in checkpoint.missing_ranks], most)
 
 

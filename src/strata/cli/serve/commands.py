@@ -93,7 +93,8 @@ def _ranks(settings: ServerSettings) -> str:
 
 
 def ready_sentences(settings: ServerSettings, address: str) -> list[str]:
-    """What a person needs to know of a server that is ready: its address first, where other programs look for it."""
+    """Returns what a person needs to know of a server that is ready: its address first, where other programs look for
+    it."""
     from strata.train.key_database import KEY_FILE
 
     server = settings.server

@@ -228,7 +228,7 @@ def _issue_command(job: JobState, fact: CommandIssued) -> None:
 def _follow_request(
     job: JobState, fact: CheckpointRequested | CheckpointStepNamed | CheckpointAgreed | CheckpointRefused | DrainBegun
 ) -> None:
-    """What becomes of a checkpoint that an operator requested."""
+    """Notes what becomes of a checkpoint that an operator requested."""
     match fact:
         case CheckpointRequested():
             request = job.checkpoint_request

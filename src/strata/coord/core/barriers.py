@@ -49,7 +49,7 @@ def record_arrival(state: CoordState, soft: SoftState, request: ArriveAtBarrier,
 
 
 def _check_arrival(job: JobState, soft: SoftState, request: ArriveAtBarrier) -> BarrierState | None:
-    """How the barrier ended, if it has; else raises unless the caller may arrive."""
+    """Returns how the barrier ended, if it has; else raises unless the caller may arrive."""
     member_of(job, request.caller)
     generation = request.caller.generation or job.generation
     result = verdict_of(job, generation, request.barrier_id)

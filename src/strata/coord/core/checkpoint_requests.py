@@ -211,7 +211,7 @@ def advance(job: JobState, soft: SoftState, now_s: float) -> list[Fact]:
 def _refusal(
     job: JobState, soft: SoftState, request: CheckpointRequest, reports: Sequence[StepProgress], now_s: float
 ) -> str:
-    """Why no step is named any more; empty: one may be."""
+    """Says why no step is named any more; empty: one may be."""
     if request.generation == job.generation and request.agreed and request.missed >= MOST_MISSED:
         past = f"ranks went past {request.missed + 1} steps that they had agreed on, the last one {request.step}"
         return f"{past}: their programs ask for checkpoints after other steps than before"
@@ -244,7 +244,7 @@ def _mismatch(job: JobState, reports: Sequence[StepProgress]) -> str:
 
 
 def _is_missed(job: JobState, soft: SoftState, request: CheckpointRequest) -> bool:
-    """Whether the agreed step cannot be committed any more: a rank went past it, or a later one is committed."""
+    """Says whether the agreed step cannot be committed any more: a rank went past it, or a later one is committed."""
     if job.checkpoints and job.checkpoints[-1].generation == job.generation and job.checkpoints[-1].step > request.step:
         return True
     pending = _pending(job, request.step)
@@ -269,7 +269,7 @@ def answered_by(job: JobState, step: int) -> CheckpointRequest | None:
 
 
 def begin_drain(job: JobState, request: CheckpointRequest | None) -> list[Fact]:
-    """What follows from the commit of a checkpoint that was requested for a drain."""
+    """Returns what follows from the commit of a checkpoint that was requested for a drain."""
     workers = tuple(worker_id for worker_id in (request.drain if request else ()) if worker_id in job.members)
     if request is None or not workers:
         return []

@@ -107,7 +107,7 @@ def _check(job: JobState, request: ReportCheckpoint) -> None:
 
 
 def _check_consumed(job: JobState, request: ReportCheckpoint) -> None:
-    """What is wrong here would be missing or doubled after a recovery. Leases that are over are consumed anyway."""
+    """Refuses what would be missing or doubled after a recovery. Leases that are over are consumed anyway."""
     for each in request.consumed:
         dataset = job.datasets.get(each.dataset_id)
         ledger = dataset.epochs.get(each.epoch) if dataset else None
@@ -192,7 +192,7 @@ def recover(state: CoordState, request: RequestRecovery) -> tuple[list[Fact], Re
 
 
 def _shares(job: JobState, member: Member, request: RequestRecovery) -> bool:
-    """Whether the last recovery is the one that this caller needs.
+    """Says whether the last recovery is the one that this caller needs.
 
     Not after members joined or left since: a lost worker took samples of that lineage with it.
     """

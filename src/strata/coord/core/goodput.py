@@ -119,7 +119,8 @@ def advance(ledger: GoodputLedger, at_ms: int) -> GoodputCost:
 
 
 def charge(ledger: GoodputLedger, fact: TimedFact, left: str) -> GoodputCost:
-    """What a fact means for time that was counted before it. `left`: how the cause of a worker that left begins."""
+    """Returns what a fact means for time that was counted before it. `left`: how the cause of a worker that left
+    begins."""
     match fact:
         case WorkerLost() if not fact.cause.startswith(left):
             return GoodputCost(detect_ms=_charge_detection(ledger, fact.silent_ms))
@@ -153,7 +154,7 @@ def _roll_back(ledger: GoodputLedger, checkpoint_id: str | None) -> int:
 
 
 def note_worker(ledger: GoodputLedger, fact: TimedFact, to_recover: dict[str, None]) -> None:
-    """Who has yet to recover, and who hangs. `to_recover`: the members that a recovery concerns."""
+    """Notes who has yet to recover, and who hangs. `to_recover`: the members that a recovery concerns."""
     match fact:
         case WorkerJoined():
             _set(ledger.recovering, fact.worker.worker_id, present=fact.recover_first)

@@ -84,7 +84,7 @@ def find_suspects(before: Mapping[str, HangReport], now: Mapping[str, HangReport
 
 
 def stands(before: HangReport, now: HangReport) -> bool:
-    """Whether nothing of a worker has moved between two looks at it; False if that cannot be known."""
+    """Says whether nothing of a worker has moved between two looks at it; False if that cannot be known."""
     if before.cpu_s is None or now.cpu_s is None or not now.frames:
         return False
     return (

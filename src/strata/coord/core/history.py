@@ -131,7 +131,7 @@ class JobHistory(msgspec.Struct):
     ledger: GoodputLedger = msgspec.field(default_factory=GoodputLedger)
 
     def position(self, number: int) -> int | None:
-        """Where the event with a number is: the numbers have no gap."""
+        """Returns where the event with a number is: the numbers have no gap."""
         at = len(self.events) - (self.next_number - number)
         return at if 0 <= at < len(self.events) else None
 
@@ -354,7 +354,7 @@ def find_events(
 
 
 def open_cost(history: JobHistory, now_ms: int) -> GoodputCost:
-    """What the event that is charged now costs since the last fact: nobody has gone on yet."""
+    """Returns what the event that is charged now costs since the last fact: nobody has gone on yet."""
     ledger = history.ledger
     passed_ms = max(0, now_ms - ledger.now_ms) if history.charged and ledger.began_ms else 0
     if ledger.phase is GoodputPhase.DETECT:

@@ -72,7 +72,7 @@ class HostTrial:
         return [tuple(range(start, end)) for start, end in zip([0, *ends], ends, strict=False)]
 
     def record(self, measurements: Sequence[HostMeasurement]) -> None:
-        """What all hosts measured in the next round, in order of rank."""
+        """Records what all hosts measured in the next round, in order of rank."""
         groups = self.groups()
         own = _suspects(measurements, self.factor)
         links = self._suspect_links(measurements, groups)

@@ -32,7 +32,8 @@ def interval_s(state: CoordState, job: JobState) -> float:
 
 
 def timeout_s(state: CoordState, job: JobState, soft: SoftState, now_s: float) -> float:
-    """How long a member may be silent. After the interval got shorter, some workers use the longer one for a while."""
+    """Returns how long a member may be silent. After the interval got shorter, some workers use the longer one for a
+    while."""
     longest_s = interval_s(state, job)
     if now_s < soft.old_interval[1]:
         longest_s = max(longest_s, soft.old_interval[0])
@@ -40,7 +41,7 @@ def timeout_s(state: CoordState, job: JobState, soft: SoftState, now_s: float) -
 
 
 def is_current(state: CoordState, caller: Caller) -> bool:
-    """Whether the caller is the current incarnation of a member."""
+    """Says whether the caller is the current incarnation of a member."""
     job = state.jobs.get(caller.job)
     member = job.members.get(caller.worker_id) if job else None
     return member is not None and caller.incarnation in ("", member.worker.incarnation)
@@ -161,7 +162,7 @@ def _has_open_call(job: JobState, soft: SoftState, worker_id: str) -> bool:
 
 
 def evict(job: JobState, soft: SoftState, worker_id: str, cause: str) -> list[Fact]:
-    """What the worker last reported as read is consumed: only the rest of its leases is handed out again."""
+    """Returns what the worker last reported as read is consumed: only the rest of its leases is handed out again."""
     facts = _ack_progress(job, worker_id, dict(soft.read_until.get(worker_id, ())))
     return [*facts, lost(job, worker_id, cause)]
 

@@ -209,7 +209,8 @@ def _expected_rank(job: JobState, worker_id: str) -> float:
 
 
 def _is_unsettled(job: JobState, soft: SoftState, now_s: float) -> bool:
-    """Whether more members may come or go soon. Workers that keep joining must not keep the others from starting."""
+    """Says whether more members may come or go soon. Workers that keep joining must not keep the others from
+    starting."""
     settle_s = job.config.settle_s
     quiet_s = now_s - (soft.changed_s if soft.changed_s is not None else -settle_s)
     waited_s = now_s - (soft.unsettled_s if soft.unsettled_s is not None else now_s)

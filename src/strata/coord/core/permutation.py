@@ -236,7 +236,7 @@ class Slice:
 
 
 def slice_of(step: int, rank: int, world_size: int, *, global_batch: int, n: int) -> Slice:
-    """What one rank reads at one step in the DETERMINISTIC mode; `step` counts on through all epochs."""
+    """Returns what one rank reads at one step in the DETERMINISTIC mode; `step` counts on through all epochs."""
     if n < 1 or global_batch < 1:
         raise StrataError(Code.INVALID, f"{n} items in batches of {global_batch} make no steps")
     if world_size < 1 or global_batch % world_size:

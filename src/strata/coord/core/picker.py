@@ -109,7 +109,7 @@ class Picker:
         return int(self._positions[self._place(bucket, cursor)]), bucket, cursor
 
     def _size(self, bucket: int) -> int:
-        """How many shards a bucket has: `bucket_of` deals them out in turn."""
+        """Returns how many shards a bucket has: `bucket_of` deals them out in turn."""
         full, extra = divmod(self._dataset.shards, self._dataset.buckets)
         return full + (bucket < extra)
 

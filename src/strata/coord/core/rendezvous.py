@@ -52,7 +52,7 @@ class Draft:
 
     @staticmethod
     def is_large(buckets: Ints, workers: Ints) -> bool:
-        """Whether to look at every pair would take too long."""
+        """Says whether to look at every pair would take too long."""
         return len(buckets) * len(workers) > _PAIRS_AT_ONCE
 
     def grant(self, buckets: Ints, workers: Ints, limit: Ints) -> Ints:

@@ -112,7 +112,7 @@ def _dataset_of(job: JobState, dataset_id: str) -> DatasetLedger:
 
 
 def _ends_with(dataset: Dataset, ledger: EpochLedger, facts: list[Fact], over: set[int]) -> bool:
-    """Whether an epoch that has nothing to grant is consumed once these leases are over and these facts apply."""
+    """Says whether an epoch that has nothing to grant is consumed once these leases are over and these facts apply."""
     if not ledgers.is_exhausted(dataset, ledger) or ledger.leases.keys() - over:
         return False
     return all(not isinstance(fact, ShardReturned) or fact.quarantined for fact in facts)

@@ -193,7 +193,7 @@ class JobState(msgspec.Struct):
 
     @property
     def has_progress(self) -> bool:
-        """Whether a process that starts with empty state would miss something."""
+        """Says whether a process that starts with empty state would miss something."""
         begun = any(dataset.finished or dataset.epochs for dataset in self.datasets.values())
         return begun or bool(self.checkpoints)
 

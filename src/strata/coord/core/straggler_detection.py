@@ -113,7 +113,7 @@ class StepSample:
         return found
 
     def since(self, at_s: float) -> int:
-        """How many reports of new steps came later."""
+        """Returns how many reports of new steps came later."""
         return len(self.reported) - bisect_right(self.reported, (at_s, inf))
 
     def step_at(self, at_s: float) -> int:
@@ -464,7 +464,8 @@ def _lockstep(samples: Mapping[str, StepSample], limits: StragglerLimits) -> _Lo
 
 
 def _steps_with(slow: StepSample, others: Iterable[StepSample], limits: StragglerLimits) -> bool:
-    """Whether no worker is further ahead or behind than steps as long as these explain, from heartbeat to heartbeat.
+    """Says whether no worker is further ahead or behind than steps as long as these explain, from heartbeat to
+    heartbeat.
 
     Nor was one ahead in any report since before these steps: it may have made the same steps earlier, and wait now. Of
     steps before its first report nobody knows when it made them.
@@ -494,7 +495,7 @@ def _compare_computing(times_s: Mapping[str, Sequence[float]], limits: Straggler
 
 
 def _all_far(times_s: Sequence[float], far_s: float, limits: StragglerLimits) -> bool:
-    """Whether all its last steps took so long, for long enough."""
+    """Says whether all its last steps took so long, for long enough."""
     steps, total_s = 0, 0.0
     for time_s in reversed(times_s):
         if time_s < far_s:

@@ -172,7 +172,8 @@ def _diagnose(
 
 
 def _waits_for_busy(job: JobState, soft: SoftState) -> bool:
-    """Whether the ranks may wait for one that has announced a phase without steps: none of them goes on meanwhile."""
+    """Says whether the ranks may wait for one that has announced a phase without steps: none of them goes on
+    meanwhile."""
     samples = soft.stragglers.samples
     if not _steps_in_lockstep(job, soft.stragglers):
         return False
@@ -187,7 +188,7 @@ def _waits_for_busy(job: JobState, soft: SoftState) -> bool:
 
 
 def _steps_in_lockstep(job: JobState, stragglers: StragglerState) -> bool:
-    """Whether ranks may wait for each other: there are several, each counts its steps, and none is elastic."""
+    """Says whether ranks may wait for each other: there are several, each counts its steps, and none is elastic."""
     if len(job.ranks) == 1 or stragglers.samples.keys() != job.ranks.keys():
         return False
     return not any(job.members[worker_id].worker.elastic for worker_id in job.ranks)

@@ -41,7 +41,7 @@ class TokenAuthenticator:
 
     @property
     def allows_anonymous(self) -> bool:
-        """Whether no call needs a token."""
+        """Says whether no call needs a token."""
         return self._tokens is None
 
     def identify(self, metadata: Metadata, roles: frozenset[TokenRole]) -> Identity:

@@ -129,7 +129,8 @@ def _reader(name: str, kind: type[Message]) -> Callable[[bytes], Message | Strat
 
 
 def has_more_fields(body: bytes, most: int) -> bool:
-    """Whether a message has more than `most` fields, counted without building any; a broken one is for the parser."""
+    """Says whether a message has more than `most` fields, counted without building any; a broken one is for the
+    parser."""
     at, end, count = 0, len(body), 0
     try:
         while at < end:

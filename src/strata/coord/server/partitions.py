@@ -185,7 +185,7 @@ class Partitions:
 
     @property
     def leads(self) -> bool:
-        """Whether this process serves calls: it leads or knows who does."""
+        """Says whether this process serves calls: it leads or knows who does."""
         return self._rounds > 0 and not self._draining.is_set()
 
     @property
@@ -208,7 +208,7 @@ class Partitions:
         return address if address and address != self.address else None
 
     def is_process(self, address: str) -> bool:
-        """Whether a live process of this installation has this address, or had it a moment ago."""
+        """Says whether a live process of this installation has this address, or had it a moment ago."""
         known = (*self._live, *(each.holder for each in self._leaders if each is not None))
         return address in map(address_of, known)
 
@@ -296,7 +296,8 @@ class Partitions:
             self._giving = asyncio.create_task(self.services[plan.give].give_away())
 
     def _shares_address(self) -> bool:
-        """Whether this process cannot begin because of another one that lives, or lived a moment ago, at its address.
+        """Says whether this process cannot begin because of another one that lives, or lived a moment ago, at its
+        address.
 
         Each of the two would take the calls that the other one leads for its own.
         """

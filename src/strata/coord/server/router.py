@@ -84,7 +84,7 @@ class Peers:
                 call.cancel()
 
     async def is_serving(self, address: str) -> bool:
-        """Whether the process there serves. Checks of many streams at once share one call."""
+        """Says whether the process there serves. Checks of many streams at once share one call."""
         check = self._checks.get(address)
         if check is None:
             check = self._checks[address] = asyncio.create_task(self._check(address))
@@ -328,7 +328,7 @@ class PartitionRouter:
         return list(pb.ListJobsResponse.FromString(encoded).jobs)
 
     async def _is_hop_broken(self, address: str) -> bool:
-        """Whether a stream may have ended because of the process at `address`, which forwarded it.
+        """Says whether a stream may have ended because of the process at `address`, which forwarded it.
 
         One that holds no lease any more was cut off or frozen, and its workers are elsewhere: heartbeats decide. Only
         addresses from the database are called.
@@ -348,7 +348,7 @@ def _listed(context: Context, partitions: int) -> Sequence[int]:
 
 
 def _unreachable(error: grpc.aio.AioRpcError) -> StrataError | None:
-    """What to tell a caller if the leader said nothing itself: it is gone, it ends, or it moved."""
+    """Returns what to tell a caller if the leader said nothing itself: it is gone, it ends, or it moved."""
     if error.code() is grpc.StatusCode.CANCELLED:
         return not_leading()
     is_answer = any(key == "strata-retry-after-ms" for key, _ in error.trailing_metadata() or ())

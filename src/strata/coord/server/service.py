@@ -76,7 +76,7 @@ OnChange = Callable[[], Awaitable[None]]
 
 
 def not_leading(reason: StrataError | None = None) -> StrataError:
-    """What a caller is told; `reason` is why this coordinator refuses to lead."""
+    """Returns what a caller is told; `reason` is why this coordinator refuses to lead."""
     why = f": {reason.message}" if reason else ""
     return StrataError(
         Code.UNAVAILABLE,
@@ -441,7 +441,7 @@ class OpenCall:
 
 
 def _may_free_shards(fact: Fact, state: CoordState) -> bool:
-    """Whether a worker that got no shard may get one now, or reach the end of the epoch."""
+    """Says whether a worker that got no shard may get one now, or reach the end of the epoch."""
     if isinstance(fact, ShardAcked):
         dataset = state.jobs[fact.job].datasets.get(fact.dataset_id)
         ledger = dataset.epochs.get(fact.epoch) if dataset else None

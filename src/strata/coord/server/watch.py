@@ -205,7 +205,7 @@ class JobProjection:
         return list(due)
 
     def _key(self, state: CoordState, job: JobState, telemetry: JobTelemetry, worker_id: str, now_s: float) -> object:
-        """What of a worker is worth a description as soon as it changes; the rest follows in turn."""
+        """Returns what of a worker is worth a description as soon as it changes; the rest follows in turn."""
         member = job.members.get(worker_id)
         if member is None:
             return job.evicted.get(worker_id), telemetry.departed.get(worker_id)

@@ -218,7 +218,7 @@ def median_step_ms(job: JobState, telemetry: JobTelemetry) -> float | None:
 
 
 def own_step_ms(heartbeat: pb.HeartbeatRequest) -> float | None:
-    """What the worker itself takes for a step; ranks that wait for each other have equal step times."""
+    """Returns what the worker itself takes for a step; ranks that wait for each other have equal step times."""
     if heartbeat.compute_times_ms:
         return median(heartbeat.compute_times_ms)
     return heartbeat.step_time_ms if heartbeat.HasField("step_time_ms") else None
@@ -295,7 +295,8 @@ def _member(
 
 
 def current_finding(member: Member, soft: SoftState) -> StragglerFinding | None:
-    """What the worker counts as. One that hung and makes steps again hangs no more, whatever its level still is."""
+    """Returns what the worker counts as. One that hung and makes steps again hangs no more, whatever its level still
+    is."""
     standing = soft.stragglers.standings.get(member.worker.worker_id)
     moves_again = standing is not None and standing.finding is not StragglerFinding.HUNG
     return None if member.finding is StragglerFinding.HUNG and moves_again else member.finding

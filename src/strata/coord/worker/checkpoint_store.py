@@ -107,8 +107,8 @@ class MemberCheckpoints:
         yield from self.root.parent.glob(f"{folder}-{'[0-9a-f]' * 8}")
 
     def _find(self, folder: str, digests: Mapping[str, str]) -> Path | None:
-        """Where all parts are on this host; it is so for a gang of one host. A folder that was written a second time
-        has parts of the same names."""
+        """Returns where all parts are on this host; it is so for a gang of one host. A folder that was written a second
+        time has parts of the same names."""
         complete = [each for each in self._places(folder) if all((each / name).is_file() for name in digests)]
         for place in complete:
             # Another rank may publish or delete the folder meanwhile.

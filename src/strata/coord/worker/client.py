@@ -113,7 +113,7 @@ class AsyncWorker:
 
     @property
     def checkpoint_root(self) -> str:
-        """Where checkpoints are to be written: a folder, or `s3://BUCKET/PREFIX`; empty if nothing is set."""
+        """Returns where checkpoints are to be written: a folder, or `s3://BUCKET/PREFIX`; empty if nothing is set."""
         return self._session.settings.checkpoint_root
 
     @property
@@ -142,7 +142,8 @@ class AsyncWorker:
 
     @property
     def is_stale(self) -> bool:
-        """Whether members are known to have come or gone: the next call raises that, or follows if it is elastic."""
+        """Says whether members are known to have come or gone: the next call raises that, or follows if it is
+        elastic."""
         return self._session.is_stale
 
     async def members(self) -> tuple[MemberAddress, ...]:
@@ -210,7 +211,7 @@ class AsyncWorker:
                 failure = f"a collective failed: {error!r}"
 
     async def lost_a_member(self, error: RuntimeError) -> bool:
-        """Whether a collective failed because a member was lost: waits until the coordinator can know that."""
+        """Says whether a collective failed because a member was lost: waits until the coordinator can know that."""
         return hang_report.is_collective_error(error) and await self._session.wait_until_stale()
 
     # Data
@@ -291,7 +292,7 @@ class AsyncWorker:
         self._session.leases.restart(dataset_id, epoch)
 
     def is_finished(self, dataset_id: str, epoch: int) -> bool:
-        """Whether the coordinator has reported all samples of the epoch as consumed."""
+        """Says whether the coordinator has reported all samples of the epoch as consumed."""
         return epoch in self._finished.get(dataset_id, ())
 
     async def next_shard(
@@ -461,7 +462,7 @@ class AsyncWorker:
     # Checkpoints
 
     async def checkpoint_due(self) -> bool:
-        """Whether an operator wants a checkpoint of the step that `step` has just named: the same on all ranks.
+        """Says whether an operator wants a checkpoint of the step that `step` has just named: the same on all ranks.
 
         Call it after every step: a step that no rank has finished is agreed on, and the ranks that reach it wait here
         until all of them have agreed. A drain of one of several ranks begins with such a checkpoint.

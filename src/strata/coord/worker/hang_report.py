@@ -31,8 +31,8 @@ handle of an asynchronous operation."""
 
 
 def look_at(thread_id: int | None) -> HangReport:
-    """What this thread does, without its collectives. None, or a thread that has ended: nothing is known, which is
-    never a hang."""
+    """Returns what this thread does, without its collectives. None, or a thread that has ended: nothing is known, which
+    is never a hang."""
     frame = sys._current_frames().get(thread_id) if thread_id is not None else None
     if thread_id is None or frame is None:
         return HangReport(waits=False, busy=True, collective=None, cpu_s=None)
@@ -46,7 +46,7 @@ def look_at(thread_id: int | None) -> HangReport:
 
 
 def is_collective_error(error: RuntimeError) -> bool:
-    """Whether a collective raised it: another rank may have gone."""
+    """Says whether a collective raised it: another rank may have gone."""
     trace: TracebackType | None = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -92,7 +92,7 @@ class LeaseTracker:
         return next(iter(self.unread(dataset_id, epoch)), None)
 
     def unread(self, dataset_id: str, epoch: int) -> list[HeldLease]:
-        """What the training loop has not got yet."""
+        """Returns what the training loop has not got yet."""
         return [held for held in self._of(dataset_id, epoch) if not held.delivered and not held.is_finished]
 
     def return_unread(self) -> None:
@@ -110,7 +110,7 @@ class LeaseTracker:
         return sorted({(held.dataset_id, held.epoch) for held in self._held.values() if _has_unacked(held)})
 
     def pending_acks(self, dataset_id: str | None = None) -> list[SentAck]:
-        """What to ack now, in the order in which the leases came."""
+        """Returns what to ack now, in the order in which the leases came."""
         if self.capture is not None:
             return []
         return [

@@ -83,7 +83,7 @@ class Deadline:
 
 
 def backoff_s(attempt: int, retry_after_s: float | None, jitter: float) -> float:
-    """How long to wait after a failed attempt, counted from 0; `jitter` from 0 to 1 scatters a herd."""
+    """Returns how long to wait after a failed attempt, counted from 0; `jitter` from 0 to 1 scatters a herd."""
     if retry_after_s is not None:
         return retry_after_s * (1 + 0.5 * jitter)
     return BACKOFF.delay_s(attempt + 1, jitter)
@@ -125,7 +125,7 @@ class CoordinatorLink:
         self.metadata = tuple((key, value) for key, value in (self._names | bearer).items() if value)
 
     def reload_token(self) -> bool:
-        """Whether the token file now has another token than the rejected one."""
+        """Says whether the token file now has another token than the rejected one."""
         if self._settings.token is None:
             return False
         try:

@@ -193,7 +193,7 @@ def _decoder(encoding: str, path: str) -> Decode:
 
 
 def _array(name: str | None, shape: tuple[int, ...] | None, content: bytes) -> Any:
-    """What the column does not say stands before the values: their type, and the dimensions with their size."""
+    """Returns what the column does not say stands before the values: their type, and the dimensions with their size."""
     try:
         import numpy as np
     except ImportError:

@@ -365,7 +365,7 @@ class WorkerSession:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the job is known to have gone on from this worker's generation."""
+        """Says whether the job is known to have gone on from this worker's generation."""
         return self._job_generation > self.generation
 
     async def members(self) -> tuple[MemberAddress, ...]:
@@ -617,7 +617,7 @@ class WorkerSession:
             self.checkpoint_step = step if is_ahead else 0
 
     async def agree_on_checkpoint(self) -> bool:
-        """Whether all ranks write a checkpoint of the step that is finished; waits if that is not known yet."""
+        """Says whether all ranks write a checkpoint of the step that is finished; waits if that is not known yet."""
         if self.step is not None:
             self._asked.ask(self.step)
         if self.checkpoint_step is None:

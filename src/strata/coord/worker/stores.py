@@ -111,7 +111,7 @@ class Source(Protocol):
 
     @property
     def block(self) -> int:
-        """How much to read at once."""
+        """Returns how much to read at once."""
 
     def read(self, start: int, end: int) -> bytes:
         """All bytes from `start` up to, without, `end`, which must not be beyond the size."""

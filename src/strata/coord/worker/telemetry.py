@@ -94,7 +94,8 @@ def _gpus(nvml: ModuleType, pid: int) -> list[pb.GpuMetrics]:
 
 
 def is_visible(index: int, uuid: str) -> bool:
-    """Whether CUDA may use a device, by the variable that says which; numbers are taken in the order of the bus."""
+    """Says whether CUDA may use a device, by the variable that says which; numbers are taken in the order of the
+    bus."""
     visible = process_environment().get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return True

@@ -216,7 +216,7 @@ class StrataRendezvous(RendezvousHandler):
         return RendezvousInfo(store, rank, world_size, place)
 
     def _wait_for_next(self, generation: int) -> bool:
-        """Whether the members have changed, as soon as the coordinator can know it."""
+        """Says whether the members have changed, as soon as the coordinator can know it."""
         until_s = time.monotonic() + LOST_S
         while not self._is_over(generation):
             if time.monotonic() > until_s:
@@ -225,7 +225,7 @@ class StrataRendezvous(RendezvousHandler):
         return True
 
     def _check_hosts(self, store: Store, members: Sequence[MemberAddress]) -> bool:
-        """Whether the round can begin: no host is broken. One that is leaves, and the others meet again."""
+        """Says whether the round can begin: no host is broken. One that is leaves, and the others meet again."""
         if self._check_factor is None:
             return True
         # Not before it is needed: it imports what the workers import too.
@@ -309,7 +309,8 @@ class StrataRendezvous(RendezvousHandler):
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Whether another rendezvous may succeed: a node died in mid-round, or the coordinator could not be reached."""
+    """Says whether another rendezvous may succeed: a node died in mid-round, or the coordinator could not be
+    reached."""
     cause = error.__cause__
     return isinstance(error, DistError) or (isinstance(cause, StrataError) and cause.code is Code.UNAVAILABLE)
 

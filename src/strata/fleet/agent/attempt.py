@@ -133,7 +133,7 @@ class Attempt:
         return 0 if pids is None else pids.supervisor
 
     def needs_token(self, now_s: float) -> bool:
-        """Whether the workers of this member of a gang need another token soon; its age is unknown at first."""
+        """Says whether the workers of this member of a gang need another token soon; its age is unknown at first."""
         gang = self.record.lease.gang
         if gang is None or not gang.token or not self.occupies:
             return False
@@ -260,7 +260,7 @@ class Attempt:
         failpoint("agent.attempt.started")
 
     async def _wait_for_room(self) -> bool:
-        """Whether there is room now. The hub gives away what an ended job had before its child has ended."""
+        """Says whether there is room now. The hub gives away what an ended job had before its child has ended."""
         polls = round((self._host.settings.grace_s + ROOM_TIMEOUT_S) / POLL_S)
         while not self._has_room(self.record) and self.record.stop is None and polls:
             polls -= 1
@@ -467,7 +467,7 @@ class Attempt:
         return AttemptOutcome(cause=Cause.INFRA, error="the hub loses the result again and again", facts=outcome.facts)
 
     async def _report_complete(self, artifact: str, metrics: dict[str, float], outcome: AttemptOutcome) -> bool:
-        """Whether the hub has the artifact and accepted the report."""
+        """Says whether the hub has the artifact and accepted the report."""
         lease = self.record.lease
         request = CompleteRequest(epoch=lease.epoch, artifact=artifact, metrics=metrics, facts=self._facts(outcome))
         try:
@@ -520,7 +520,7 @@ class Attempt:
 
     @property
     def _checkpoints(self) -> tuple[str, ...]:
-        """Where the child puts its checkpoints."""
+        """Returns where the child puts its checkpoints."""
         return (COPIES,) if self._is_server else (self._paths.checkpoints.name,)
 
     def _tree(self, *inside: str) -> Tree:

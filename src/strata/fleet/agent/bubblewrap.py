@@ -69,7 +69,7 @@ class MountView:
             yield from _bind("--bind", folder, self.work)
 
     def hides(self, folder: Path) -> bool:
-        """Whether a job does not see this folder unless it is shown."""
+        """Says whether a job does not see this folder unless it is shown."""
         shown = (*self.readable, *self.writable, *self.programs)
         return self._hidden_root(folder) is not None and not any(folder.is_relative_to(each) for each in shown)
 

@@ -155,7 +155,7 @@ def join_groups(groups: Sequence[Path]) -> None:
 
 
 def oom_kills(groups: Sequence[Path]) -> int:
-    """How many processes the kernel killed in these groups because they were out of memory."""
+    """Returns how many processes the kernel killed in these groups because they were out of memory."""
     for group in groups:
         for name in ("memory.events", "memory.oom_control"):
             with suppress(OSError, ValueError):
@@ -212,7 +212,7 @@ def _delegate(parent: Path) -> Path:
 
 
 def _limits_below(parent: Path) -> set[str] | None:
-    """What a group below this one can limit; None if this process cannot create one."""
+    """Returns what a group below this one can limit; None if this process cannot create one."""
     probe = parent / f"strata-probe-{os.getpid()}"
     try:
         probe.mkdir()

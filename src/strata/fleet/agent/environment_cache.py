@@ -95,7 +95,7 @@ def provide_environment(
 
 
 def _has_python(content: Path) -> bool:
-    """Whether the interpreter of an environment is still on this host."""
+    """Says whether the interpreter of an environment is still on this host."""
     return (content / "bin" / "python").exists() or (content / "Scripts" / "python.exe").exists()
 
 
@@ -113,7 +113,7 @@ def _plan(cache: EnvironmentCache, spec: EnvironmentSpec, source: Path) -> Envir
 
 
 def _platform(cache: EnvironmentCache, plan: EnvironmentPlan) -> list[Any]:
-    """What else an environment depends on: the machine, and the interpreter as it is now."""
+    """Returns what else an environment depends on: the machine, and the interpreter as it is now."""
     machine: list[Any] = [platform.machine(), sysconfig.get_platform(), platform.libc_ver()]
     if plan.python == cache.interpreter:
         binary = os.path.realpath(cache.interpreter)

@@ -182,7 +182,7 @@ class ExecSession:
             await asyncio.sleep(POLL_S)
 
     async def _send(self, *, contact: bool) -> bool:
-        """Whether the hub was reached. A hub that is away gets the rest later."""
+        """Says whether the hub was reached. A hub that is away gets the rest later."""
         try:
             sent = await run_in(self._pools.work, self._output.upload_new)
             if contact and not sent:
@@ -202,7 +202,7 @@ def stop_leftovers(folder: Path) -> None:
 
 
 def sandbox_request(host: HostContext, job: RunningJob, command: Sequence[str]) -> tuple[SandboxExec, LimitsSpec]:
-    """How the command gets into the sandbox of the job, and the limits that it does not find there.
+    """Returns how the command gets into the sandbox of the job, and the limits that it does not find there.
 
     PRECONDITION if it cannot get there.
     """

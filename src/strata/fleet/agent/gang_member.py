@@ -85,7 +85,7 @@ class _WantedParts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def wanted_parts(paths: AttemptPaths, uid: int | None) -> Iterator[tuple[PathName, Mapping[str, str]]]:
-    """What the workers wait for: the name of each request, and digests by the names of parts."""
+    """Yields what the workers wait for: the name of each request, and digests by the names of parts."""
     tree = Tree(paths.folder, (*paths.parts.relative_to(paths.folder).parts, WANTED), uid=uid)
     try:
         with open_folder(tree) as entries:

@@ -67,7 +67,8 @@ def save_local(state: Path, url: str, *, host_id: str, name: str, secret: Secret
 
 
 def serving_files(state: Path) -> TlsFiles | None:
-    """How this host shows its hub who it is when the hub connects to it; None before the hub has given it that."""
+    """Returns how this host shows its hub who it is when the hub connects to it; None before the hub has given it
+    that."""
     folder = state / FOLDER
     certificate = folder / "serving.pem"
     if not certificate.exists() or not certificate.stat().st_size:
@@ -76,7 +77,7 @@ def serving_files(state: Path) -> TlsFiles | None:
 
 
 def renewal_due(state: Path, now_s: float) -> bool:
-    """Whether it is time to renew the certificates."""
+    """Says whether it is time to renew the certificates."""
     return load_membership(state).renewal_due(now_s)
 
 

@@ -91,7 +91,7 @@ class JobLimits:
     def exceeded(
         self, now_s: float, measure: Callable[[], TreeUsage], measure_memory: Callable[[], int]
     ) -> dict[str, Any]:
-        """What the child exceeds, for `exit.json`; empty if nothing.
+        """Returns what the child exceeds, for `exit.json`; empty if nothing.
 
         `measure_memory` counts shared memory once. It takes longer, so it is called only when that matters.
         """

@@ -211,7 +211,8 @@ class Agent:
         task.add_done_callback(lambda _: self._on_attempt_done(record.key, task))
 
     def _has_room(self, record: AttemptRecord) -> bool:
-        """Whether what this attempt takes is free of the children of others, and an earlier child of its job ended."""
+        """Says whether what this attempt takes is free of the children of others, and an earlier child of its job
+        ended."""
         held = [other.record.lease for key, other in self._attempts.items() if key != record.key and other.occupies]
         if any(lease.job_id == record.lease.job_id for lease in held):
             return False

@@ -76,7 +76,7 @@ def _cause(child: ChildExit, tail: str, timeout_s: float, limits: LimitsSpec) ->
 
 
 def _exceeded(child: ChildExit, limits: LimitsSpec) -> str:
-    """What it took, and the limit that it had."""
+    """Returns what it took, and the limit that it had."""
     if child.exceeded_bytes < 0:
         return "the folders of the attempt are nested too deeply for its limit of disk to be checked"
     if child.exceeded == "memory":

@@ -196,7 +196,7 @@ class _WorkerProcess:
         _kill(self._process)
 
     def write(self, piece: bytes) -> bool:
-        """Whether the worker still reads."""
+        """Says whether the worker still reads."""
         assert self._process.stdin is not None
         try:
             with self._deadline():

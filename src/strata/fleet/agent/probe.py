@@ -102,7 +102,8 @@ def probe_host(
 
 
 def _unproven(gpus: Sequence[Gpu], python: InterpreterProbe) -> str:
-    """Why this host does not offer CUDA although it has cards: no torch, or one that computes on too few of them."""
+    """Says why this host does not offer CUDA although it has cards: no torch, or one that computes on too few of
+    them."""
     if not gpus:
         return ""
     if not python.torch:
@@ -137,7 +138,7 @@ class CpuMeter:
 
 
 def sample_host(environ: Mapping[str, str], meter: CpuMeter, *, with_cards: bool) -> HostSample:
-    """What this host does; what the system does not tell is left out."""
+    """Returns what this host does; what the system does not tell is left out."""
     return HostSample(
         cpu_use=meter.use(),
         ram_used_gib=_used_memory_gib(),

@@ -54,7 +54,7 @@ class Redactor:
         return self.redact(text.encode(errors="surrogateescape")).decode(errors="surrogateescape")
 
     def unfinished(self, content: bytes) -> int:
-        """How many bytes at the end may be the beginning of a value whose rest is not written yet."""
+        """Returns how many bytes at the end may be the beginning of a value whose rest is not written yet."""
         unfinished = self._begun(content)
         for unescaped in self._readings(content):
             end = unescaped.find_cut()
@@ -93,7 +93,7 @@ class _Unescaped:
         self._places: list[tuple[int, int, int]] | None = None
 
     def find_cut(self) -> int:
-        """Where an escape begins whose rest is not written yet; else the end of the content."""
+        """Returns where an escape begins whose rest is not written yet; else the end of the content."""
         last = self._start
         for escape in _ESCAPE.finditer(self._content, self._start):
             last = escape.end()
@@ -101,7 +101,7 @@ class _Unescaped:
         return len(self._content) if cut is None else cut.start()
 
     def place(self, index: int) -> tuple[int, int]:
-        """Where the byte of the text at `index` begins and ends in the content; with the rest of its escape."""
+        """Returns where the byte of the text at `index` begins and ends in the content; with the rest of its escape."""
         if self._places is None:
             self._places = list(self._find_places())
         at, begin, end = self._places[bisect_right(self._places, index, key=lambda each: each[0]) - 1]

@@ -111,14 +111,14 @@ class HostSandbox:
 
     @property
     def limits(self) -> LimitsLevel:
-        """How jobs are kept to the amounts that they declared."""
+        """Returns how jobs are kept to the amounts that they declared."""
         if self.settings.mode == "off" or sys.platform != "linux":
             return "none"
         return "enforced" if self.parents.limits.issuperset(LIMITED) else "watched"
 
     @property
     def lacks(self) -> tuple[str, ...]:
-        """What the host cannot do, in words, also of what a weaker means does instead."""
+        """Returns what the host cannot do, in words, also of what a weaker means does instead."""
         if self.limits == "none":
             return self.missing
         weaker = [
@@ -420,7 +420,8 @@ def _with_network_rules(found: HostSandbox) -> HostSandbox:
 
 
 def _try_network_rules(found: HostSandbox) -> str:
-    """Whether rules hold: a process in a group without allowed networks must not reach this one. Empty: they do."""
+    """Says whether rules hold: a process in a group without allowed networks must not reach this one. Empty: they
+    do."""
     if not is_root() or shutil.which("nft", path=PROGRAMS) is None or not found.parents.groups:
         return "it needs an agent of root, nftables and control groups of version 2"
     group = found.parents.groups[-1] / f"strata-try-{os.getpid()}"
@@ -497,7 +498,8 @@ def _program_paths(interpreter: str, homes: AbstractSet[Path]) -> tuple[Path, ..
 
 
 def _is_personal(folder: Path, homes: AbstractSet[Path]) -> bool:
-    """Whether a folder is a home, holds one, or is the `.local` of one, where programs and secrets lie together."""
+    """Says whether a folder is a home, holds one, or is the `.local` of one, where programs and secrets lie
+    together."""
     home = folder.parent if folder.name == ".local" else folder
     return home.parent == _HOMES or any(each.is_relative_to(home) for each in homes)
 

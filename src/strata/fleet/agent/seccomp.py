@@ -65,7 +65,7 @@ _Instruction = tuple[int, int, int, int]
 
 
 def is_supported(machine: str = "") -> bool:
-    """Whether there is a filter for this machine and its kernel takes one."""
+    """Says whether there is a filter for this machine and its kernel takes one."""
     actions = Path("/proc/sys/kernel/seccomp/actions_avail")
     return (machine or platform.machine()) in ARCHITECTURES and actions.exists()
 

@@ -62,7 +62,8 @@ class ServerState(msgspec.Struct, frozen=True, kw_only=True):
     """What a host took with it that was lost before, in words; clients may still ask for it."""
 
     def continues(self, served_epoch: int) -> bool:
-        """Whether it has the work of the attempt that has served last. One that never served told nobody anything."""
+        """Says whether it has the work of the attempt that has served last. One that never served told nobody
+        anything."""
         return not served_epoch or served_epoch in self.epochs
 
 
@@ -178,7 +179,7 @@ def _give(path: Path, job_user: JobUser | None) -> None:
 
 
 def read_publication(lease: LeaseGiven, paths: AttemptPaths, work: Path, *, uid: int | None) -> PublishRequest | None:
-    """Where the server of this attempt serves on this host; None as long as it has not said so."""
+    """Returns where the server of this attempt serves on this host; None as long as it has not said so."""
     try:
         with open_regular(Tree(paths.folder, (paths.server.name,), uid=uid), ADDRESS_FILE) as file:
             written = msgspec.json.decode(file.read(_MAX_ADDRESS), type=ServerAddress)

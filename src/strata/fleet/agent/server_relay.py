@@ -132,7 +132,7 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
 
 
 def is_hub(certificate: Any) -> bool:
-    """Whether the peer's certificate, which TLS has verified, is the hub's."""
+    """Says whether the peer's certificate, which TLS has verified, is the hub's."""
     return bool(certificate) and HUB_NAME in certificate.get("subjectAltName", ())
 
 

@@ -110,7 +110,7 @@ def _prepare_host(settings: AgentSettings, environ: Mapping[str, str]) -> tuple[
 
 
 def find_sandbox(settings: AgentSettings, environ: Mapping[str, str]) -> HostSandbox:
-    """What confines jobs on this host. PRECONDITION if it cannot do what the settings require."""
+    """Returns what confines jobs on this host. PRECONDITION if it cannot do what the settings require."""
     create_work_folder(settings)
     return detect_sandbox(settings, environ, ram_bytes(cgroup.memory_limit()))
 

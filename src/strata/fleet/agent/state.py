@@ -93,7 +93,7 @@ class AgentState:
         write_json(folder / "record.json", record)
 
     def add(self, record: AttemptRecord) -> bool:
-        """Whether it is new: a repeated claim returns the same leases."""
+        """Says whether it is new: a repeated claim returns the same leases."""
         existing = read_json(self.folder_of(record) / "record.json", AttemptRecord)
         if existing is None:
             # Leftovers of an attempt with the same key whose removal was interrupted.

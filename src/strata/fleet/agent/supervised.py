@@ -174,7 +174,7 @@ def read_status(folder: Path, process: subprocess.Popen[bytes] | None = None) ->
 
 
 def is_supervised(folder: Path, process: subprocess.Popen[bytes] | None) -> bool:
-    """Whether a supervisor lives or has just been started, so that a child may live too."""
+    """Says whether a supervisor lives or has just been started, so that a child may live too."""
     starting = process is not None and process.poll() is None
     return starting or is_locked(folder / "supervisor.lock")
 

@@ -292,7 +292,7 @@ def _start(spec: dict[str, Any], limits: Any) -> tuple[subprocess.Popen[bytes], 
 
 
 def _request_file(spec: dict[str, Any]) -> int:
-    """What `enter` reads: the environment of a job belongs neither in arguments nor on a disk."""
+    """Returns what `enter` reads: the environment of a job belongs neither in arguments nor on a disk."""
     inside = {key: spec.get(key) for key in ("command", "env", "cwd", "uid", "gid", "groups")}
     if not spec.get("switch_inside"):
         inside |= {"uid": None}
@@ -309,7 +309,7 @@ def memory_file(name: str, content: bytes) -> int:
 
 
 def _sandbox_status(spec: dict[str, Any], status: int, returncode: int) -> dict[str, Any]:
-    """Whether the job's command was executed, and how it ended. All writers of the descriptor have ended."""
+    """Returns whether the job's command was executed, and how it ended. All writers of the descriptor have ended."""
     with os.fdopen(status, "rb") as file:
         entered, _, failure = file.read().partition(b"\n")
     if entered != b"entered":
@@ -325,7 +325,8 @@ def _sandbox_status(spec: dict[str, Any], status: int, returncode: int) -> dict[
 
 
 def _is_setup_error(error: Exception) -> bool:
-    """Whether command, folder or environment cannot be used on this host; otherwise the host itself is at fault."""
+    """Says whether command, folder or environment cannot be used on this host; otherwise the host itself is at
+    fault."""
     return isinstance(error, ValueError) or getattr(error, "errno", None) in _SETUP_ERRNOS
 
 
@@ -411,7 +412,8 @@ def _memory_of(pid: int) -> int:
 
 
 def started_at(pid: int) -> str:
-    """When the process started, as boot id and ticks since boot: tells it from a later process with the same pid.
+    """Returns when the process started, as boot id and ticks since boot: tells it from a later process with the same
+    pid.
 
     Empty if there is no such process.
     """
@@ -431,7 +433,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def oom_kills() -> int:
-    """How many OOM kills the kernel has counted in this control group; 0 where there is no counter."""
+    """Returns how many OOM kills the kernel has counted in this control group; 0 where there is no counter."""
     for path in _oom_counters():
         with contextlib.suppress(OSError, ValueError):
             for line in path.read_text().splitlines():

@@ -262,7 +262,7 @@ class UvProgram:
         }
 
     def __call__(self, *args: str) -> str:
-        """What uv wrote to stdout; PRECONDITION with its last lines if it fails."""
+        """Returns what uv wrote to stdout; PRECONDITION with its last lines if it fails."""
         end_with_us = None
         if sys.platform != "win32":
             end_with_us = partial(end_with_parent, signal.SIGKILL, parent=os.getpid())

@@ -79,7 +79,7 @@ UNKNOWN: Final = Taken(whole=True)
 
 
 def job_amounts(needs: Needs, capacity: Capacity) -> Amounts:
-    """What a job with these needs takes of a host with this capacity."""
+    """Returns what a job with these needs takes of a host with this capacity."""
     gpus = needs.gpus
     divided = capacity.slots is not None
     # Of a host without slots a job has none: the fleet's slots are those of divided hosts alone.
@@ -166,12 +166,12 @@ class Room:
 
     @property
     def full(self) -> bool:
-        """Whether no job whatever fits."""
+        """Says whether no job whatever fits."""
         return self._whole or (self._cores < 1 if self._slots is None else self._slots < 1)
 
     @property
     def left(self) -> Capacity:
-        """What is free: of the cards those that are not given away, each with the VRAM that is left."""
+        """Returns what is free: of the cards those that are not given away, each with the VRAM that is left."""
         if self._whole:
             return Capacity(cores=0, slots=None if self._slots is None else 0)
         cards = tuple(Card(id_, vram_gib) for id_, (share, vram_gib, _) in self._cards.items() if share > _TOLERANCE)
@@ -199,7 +199,7 @@ class Room:
         return tuple([id_ for id_, amounts in classes.items() if id(amounts) in fits]), list(fits.values())
 
     def shortage(self, amounts: Amounts) -> str:
-        """What is missing just now, in words; empty if a job with these amounts fits."""
+        """Returns what is missing just now, in words; empty if a job with these amounts fits."""
         if self.fits(amounts):
             return ""
         if self._whole:
@@ -216,7 +216,7 @@ class Room:
         return self._card_shortage(amounts)
 
     def plan(self, amounts: Amounts, count: int = 1) -> list[Taken]:
-        """What each of so many jobs with these amounts would get, as far as they fit beside each other."""
+        """Returns what each of so many jobs with these amounts would get, as far as they fit beside each other."""
         room, planned = (self if count == 1 else self._copied()), list[Taken]()
         while len(planned) < count and room.fits(amounts):
             planned.append(room._taken(amounts))
@@ -240,7 +240,7 @@ class Room:
         )
 
     def admits(self, taken: Taken) -> bool:
-        """Whether an attempt could go on with just this."""
+        """Says whether an attempt could go on with just this."""
         if self._whole or (taken.whole and self._jobs):
             return False
         return (

@@ -49,7 +49,7 @@ def take_turns(claims: Iterable[tuple[str, str]]) -> list[list[tuple[str, str]]]
 def open_rooms(
     hosts: Mapping[str, Capacity], attempts: Iterable[OpenAttempt]
 ) -> tuple[dict[str, Room], list[OpenAttempt]]:
-    """What each host has left beside its leases, and its attempts whose leases have expired."""
+    """Returns what each host has left beside its leases, and its attempts whose leases have expired."""
     rooms = {host_id: Room(capacity) for host_id, capacity in hosts.items()}
     expired: list[OpenAttempt] = []
     for attempt in attempts:

@@ -258,7 +258,7 @@ def _last_expiry(own: Iterable[LedgerEvent], attempt: AttemptTimes) -> LedgerEve
 def _requeued_at(
     events: Iterable[LedgerEvent], ended_s: float, following: AttemptTimes | None, until_s: float
 ) -> float:
-    """When a job that had ended was queued again; without the event, when the next host claimed it."""
+    """Returns when a job that had ended was queued again; without the event, when the next host claimed it."""
     limit_s = until_s if following is None else following.claimed_at_s
     found = (each.at_s for each in events if each.kind == event_kinds.JOB_REQUEUED and ended_s <= each.at_s <= limit_s)
     return next(found, limit_s)
@@ -279,7 +279,7 @@ def _idle_before(write: _Writer, events: Iterable[LedgerEvent], until_s: float) 
 
 
 def _resume(interruptions: list[JobInterruption], took_s: float, part: GoodputPart) -> None:
-    """What an interruption costs grows until the job runs again."""
+    """Ends the cost of an interruption, which grows until the job runs again."""
     if part == "restart" and took_s and interruptions and interruptions[-1].resumed_at_s is None:
         last = interruptions[-1]
         interruptions[-1] = last._replace(restart_s=last.restart_s + took_s)

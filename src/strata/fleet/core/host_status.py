@@ -61,7 +61,7 @@ _REMEMBERED: Final = 8
 
 
 def policy_rules(policy: HostSpec) -> tuple[str, ...]:
-    """What the policy says, a sentence each; a policy that says nothing lets every job run there."""
+    """Returns what the policy says, a sentence each; a policy that says nothing lets every job run there."""
     return tuple(_rules(policy)) or ("Every job may run here, as far as it fits.",)
 
 
@@ -125,7 +125,7 @@ class ActionPlan:
 
 
 def plan_action(action: HostAction, host: HostFacts) -> ActionPlan:
-    """What the action would do to a host that is as it is now."""
+    """Returns what the action would do to a host that is as it is now."""
     if refusal := _refusal(action, host):
         return ActionPlan(possible=False, effects=(refusal,))
     ends_servers = action in ("drain", "revoke")

@@ -110,7 +110,7 @@ def may(status: JobStatus, event: JobEvent) -> bool:
 
 
 def advance(status: JobStatus, event: JobEvent) -> JobStatus:
-    """Where the job is after `event`; PRECONDITION if the table does not have it."""
+    """Returns where the job is after `event`; PRECONDITION if the table does not have it."""
     after = NEXT.get((status, event))
     if after is None:
         wanted = ", ".join(each for each in JobStatus if may(each, event))

@@ -239,7 +239,8 @@ def in_run(spec: JobSpec, run: int) -> JobSpec:
 
 
 def coordinator_job(spec: JobSpec) -> str:
-    """What the coordinator calls the run of a gang: the same for all its members, and never the same for two runs.
+    """Returns what the coordinator calls the run of a gang: the same for all its members, and never the same for two
+    runs.
 
     Not by the name of the gang, which a manifest may change while some of its members run.
     """
@@ -363,7 +364,7 @@ def check_trainer(trainer: TrainerSpec) -> None:
 
 
 def image_problem(trainer: TrainerSpec) -> str:
-    """Why no host may run this trainer in its image; empty if one may, or if it has no image.
+    """Says why no host may run this trainer in its image; empty if one may, or if it has no image.
 
     Hosts ask as well: a hub may have stored the trainer before it knew this rule.
     """
@@ -407,7 +408,7 @@ class QuietHours(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def problem(self) -> str:
-        """Why these are no hours; empty if they are."""
+        """Says why these are no hours; empty if they are."""
         if not self.days or self.start_min in (self.end_min, _DAY_MIN):
             return "a window needs a day, and an end other than its start"
         return ""

@@ -148,7 +148,8 @@ def after_expiry(before: AttemptCounts, budget: Budget, *, now_s: float) -> Retr
 
 
 def may_expire_leases(*, now_s: float, observing_since_s: float, lease_s: float = LEASE_S) -> bool:
-    """Whether leases may expire: only after a grace period, in which the hub could receive renewals for one full lease.
+    """Says whether leases may expire: only after a grace period, in which the hub could receive renewals for one full
+    lease.
 
     After a start, or after an outage of the database, every lease looks expired, and that is the fault of no host.
     """
@@ -167,7 +168,7 @@ def quarantine(
     others_serve: Iterable[Collection[int]],
     limit: int = QUARANTINE_JOBS,
 ) -> QuarantineDecision:
-    """Whether a host is taken out of service.
+    """Returns whether a host is taken out of service.
 
     `infra_jobs` are the different jobs that ended with `infra` on this host since its last success: one job that brings
     infra trouble everywhere must not take the fleet down host by host. `serves` are the requirement classes of

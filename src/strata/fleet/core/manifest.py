@@ -223,7 +223,7 @@ def _validate_job(
 def _validate_spec(
     problems: Problems, place: tuple[str, str], manifest: JobManifest, job: JobSpec, schema: HyperSchema | None
 ) -> bool:
-    """Whether its id can be computed."""
+    """Says whether its id can be computed."""
     if job.project != manifest.project:
         problems.add((*place, "project"), f"it is of project {job.project!r}, the manifest of {manifest.project!r}")
     if not fits(job.name, _JobName) or not fits(job.sweep or "sweep", Name):
@@ -258,7 +258,7 @@ def _validate_gangs(problems: Problems, manifest: JobManifest) -> None:
 
 
 def _gang_misfit(members: list[tuple[str, JobSpec]], trainer: TrainerSpec | None) -> str:
-    """Why these are not the members of one gang; empty if they are."""
+    """Says why these are not the members of one gang; empty if they are."""
     first = members[0][1]
     gang = first.gang
     assert gang is not None

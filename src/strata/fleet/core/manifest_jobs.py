@@ -223,7 +223,7 @@ def _gang(problems: Problems, place: KeyPath, fields: Mapping[str, Any], *, alon
 
 
 def gang_problem(spec: JobSpec, trainer: TrainerSpec | None) -> str:
-    """Why this job cannot be a gang; empty if it can."""
+    """Says why this job cannot be a gang; empty if it can."""
     if spec.kind == "server":
         return "a server is no gang; it has to be 1"
     command = () if trainer is None else trainer.command
@@ -402,7 +402,7 @@ def _is_seed(value: Any) -> bool:
 
 
 def _point_place(table: Mapping[str, Any], point: Point, finding: HyperFinding) -> KeyPath:
-    """Where in the sweep the value stands that a finding is about: in an axis, or in its `hyper`."""
+    """Returns where in the sweep the value stands that a finding is about: in an axis, or in its `hyper`."""
     for axis in point:
         steps = tuple(axis.split("."))
         if finding.path[: len(steps)] == steps:

@@ -68,7 +68,7 @@ def _check_env(problems: Problems, place: KeyPath, env: Any) -> None:
 
 
 def env_problem(name: str) -> str:
-    """Why a trainer may not set this environment variable; empty if it may."""
+    """Says why a trainer may not set this environment variable; empty if it may."""
     if not (name.isidentifier() and name.isascii()):
         return "expected letters, digits and _"
     if name.startswith("STRATA_"):

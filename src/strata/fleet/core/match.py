@@ -67,7 +67,8 @@ def score(requirement: RequirementClass, host: Profile) -> float:
 
 
 def holds_back(requirement: RequirementClass, host: Profile, *, waited_s: float, best_online: float) -> bool:
-    """Whether `host` leaves the job to a better one: for `prefer_wait_s` at most, and only if there is a better one.
+    """Says whether `host` leaves the job to a better one: for `prefer_wait_s` at most, and only if there is a better
+    one.
 
     `best_online` is the highest score among the eligible hosts that are online.
     """
@@ -75,7 +76,7 @@ def holds_back(requirement: RequirementClass, host: Profile, *, waited_s: float,
 
 
 def is_better_fit(requirement: RequirementClass, host: Profile, than: Profile) -> bool:
-    """Whether a job leaves more to others on `host` than on the other one; by `shape` alone.
+    """Says whether a job leaves more to others on `host` than on the other one; by `shape` alone.
 
     It compares the memory of the cards that the job would take, or that it would only run beside; of hosts that are
     alike in this the one with half the memory or less. Both hosts are eligible.
@@ -85,7 +86,7 @@ def is_better_fit(requirement: RequirementClass, host: Profile, than: Profile) -
 
 
 def shape(host: Profile) -> tuple[tuple[float, ...], float]:
-    """What `is_better_fit` looks at: hosts of one shape fit all jobs equally well."""
+    """Returns what `is_better_fit` looks at: hosts of one shape fit all jobs equally well."""
     return host.vram_gib, host.ram_gib
 
 

@@ -131,7 +131,7 @@ class ApplyPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def takers(self) -> int:
-        """How many unfinished jobs take another trainer."""
+        """Returns how many unfinished jobs take another trainer."""
         return sum("trainer" in change.kinds and not change.ended for change in self.changed)
 
     def check_trainers(self, registered: Mapping[str, str]) -> None:

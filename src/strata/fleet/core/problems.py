@@ -133,7 +133,7 @@ def kinds_of(struct: type[msgspec.Struct], *, without: Collection[str] = ()) -> 
 
 
 def json_problems(value: Any, place: KeyPath) -> Iterator[tuple[KeyPath, str]]:
-    """What of a TOML value is no exact JSON, or too large to be kept with every job."""
+    """Yields what of a TOML value is no exact JSON, or too large to be kept with every job."""
     waiting: list[tuple[KeyPath, Any]] = [(place, value)]
     clean = True
     while waiting:
@@ -180,7 +180,8 @@ _WORDS: Final = {
 
 
 def _misfits(message: str, value: Any, kind: Any) -> Iterator[tuple[KeyPath, str]]:
-    """Where a value does not fit, and why. msgspec does not tell the keys of a table, so they are tried one by one."""
+    """Yields where a value does not fit, and why. msgspec does not tell the keys of a table, so they are tried one by
+    one."""
     if not isinstance(value, dict) or not ("`$[...]" in message or "`key` in `$`" in message):
         yield _worded(message, value)
         return

@@ -48,7 +48,7 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def problem(self) -> str:
-        """Why this is no quota; empty if it is one."""
+        """Says why this is no quota; empty if it is one."""
         if self.min_priority > self.max_priority:
             return f"the range of priorities {self.min_priority}:{self.max_priority} is empty"
         return ""

@@ -87,7 +87,7 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def gpus(self) -> int:
-        """How many GPUs the job takes."""
+        """Returns how many GPUs the job takes."""
         return self.min_gpus or int(self.require_cuda or self.min_vram_gib > 0 or self.gpu_share > 0)
 
 

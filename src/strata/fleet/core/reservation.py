@@ -63,7 +63,7 @@ class Reservation(NamedTuple):
     expires_at_s: float
 
     def is_over(self, now_s: float) -> bool:
-        """Whether it reserves nothing any more."""
+        """Says whether it reserves nothing any more."""
         return self.kind == "missed" or self.expires_at_s <= now_s
 
 
@@ -162,7 +162,7 @@ class ReservationPlanner:
     """The jobs that were `stuck` at the last plan; others are left to claims for now. None: it is not known."""
 
     def is_needed(self, heads: Iterable[WaitingJob], now_s: float) -> bool:
-        """Whether a plan may reserve anything for one of these."""
+        """Says whether a plan may reserve anything for one of these."""
         return any(head.gang or self.has_waited(head, now_s) for head in heads)
 
     def stuck(self, heads: Iterable[WaitingJob], now_s: float) -> frozenset[int]:
@@ -210,7 +210,7 @@ class _Unit(NamedTuple):
 
 
 def _units(heads: Iterable[WaitingJob], gangs: Iterable[Sequence[GangMember]]) -> list[_Unit]:
-    """What waits, and is placed together."""
+    """Returns what waits, and is placed together."""
     units = [_Unit((head,), 1) for head in heads if not head.gang]
     for members in gangs:
         waiting = sorted(each.waiting for each in members if each.waiting is not None)
@@ -308,7 +308,7 @@ class _Draft:
         return any(each.job.seq in seqs and not each.is_over(self.now_s) for each in self.reservations)
 
     def _outranked(self, job: WaitingJob, rivals: Sequence[_Unit]) -> bool:
-        """Whether a job with a higher priority is to have hosts drained in its place."""
+        """Says whether a job with a higher priority is to have hosts drained in its place."""
         return any(
             unit.jobs[0].priority > job.priority
             and self.planner.has_waited(unit.jobs[0], self.now_s)
@@ -317,7 +317,7 @@ class _Draft:
         )
 
     def _stands(self, each: Reservation) -> bool:
-        """Whether the host still takes jobs of this class, and this one. What was granted to a gang stands."""
+        """Says whether the host still takes jobs of this class, and this one. What was granted to a gang stands."""
         granted = bool(each.job.gang) and each.kind == "grant"
         return granted or self._may_take(each.host_id, each.job) == each.amounts
 
@@ -330,7 +330,7 @@ class _Draft:
         return offer.classes.get(job.class_id)
 
     def _has_member(self, host_id: str, job: WaitingJob) -> bool:
-        """Whether another member of the gang has the host, or is to get it: each member has a host of its own."""
+        """Says whether another member of the gang has the host, or is to get it: each member has a host of its own."""
         return any(place.gang == job.gang for place in self._held.get(host_id, ())) or any(
             each.host_id == host_id and each.job.gang == job.gang and each.job.seq != job.seq
             for each in self.reservations
@@ -338,7 +338,7 @@ class _Draft:
         )
 
     def _room(self, host_id: str) -> Room:
-        """What is left beside attempts and reservations."""
+        """Returns what is left beside attempts and reservations."""
         room = self._rooms.get(host_id)
         if room is None:
             held = (place.taken for place in self._held.get(host_id, ()))

@@ -216,7 +216,7 @@ def run_spec(schedule: JobSchedule, due_s: float) -> JobSpec:
 
 
 def schedule_problem(schedule: JobSchedule) -> str:
-    """What is wrong with a schedule that arrived as a value, without its time zone; empty if nothing is."""
+    """Returns what is wrong with a schedule that arrived as a value, without its time zone; empty if nothing is."""
     base = schedule.base
     if base.after or base.sweep or base.due or base.starts_at_s(1.0) or base.kind != "train" or base.gang:
         return "its runs are jobs of their own: no after, no not_before, no server, no gang and no sweep"

@@ -64,7 +64,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def search_problems(search: SearchPlan, hyper: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Where and why nothing can be searched this way."""
+    """Yields where and why nothing can be searched this way."""
     for axis, space in search.space.items():
         problem = range_problem(space) or axis_problem(hyper, axis, search.space)
         if axis == SEED_AXIS:
@@ -150,7 +150,7 @@ def pruning_reason(
     halving: Halving,
     direction: Direction,
 ) -> str:
-    """Why a trial that has reached its last rung is ended now; empty: it goes on.
+    """Says why a trial that has reached its last rung is ended now; empty: it goes on.
 
     At a rung, the best `1 / reduction` of the trials that have reached it so far go on, and at least the best one.
     """

@@ -46,7 +46,7 @@ Point = dict[str, Any]
 
 
 def range_problem(space: Range) -> str | None:
-    """Why nothing can be drawn from it; None if something can."""
+    """Says why nothing can be drawn from it; None if something can."""
     given = {name: value for name, value in msgspec.structs.asdict(space).items() if value is not None}
     if len(given) != 1:
         return f"expected exactly one of {', '.join(space.__struct_fields__)}"
@@ -62,7 +62,7 @@ def range_problem(space: Range) -> str | None:
 
 
 def axis_problem(hyper: Mapping[str, Any], axis: str, axes: Collection[str]) -> str | None:
-    """Why `axis` cannot be put into `hyper` beside the other axes."""
+    """Says why `axis` cannot be put into `hyper` beside the other axes."""
     if axis == SEED_AXIS:
         return None
     *outer, last = axis.split(".")

@@ -207,7 +207,7 @@ def _shortage(requirement: RequirementClass, host: HostState) -> str:
 
 
 def _stopped(host: HostState) -> str:
-    """Why an eligible host takes no job like this one just now, whatever it holds; empty if it would."""
+    """Says why an eligible host takes no job like this one just now, whatever it holds; empty if it would."""
     if host.refused:
         return _REFUSED
     if host.outdated:
@@ -222,7 +222,7 @@ def _stopped(host: HostState) -> str:
 
 
 def _lack_of_room(requirement: RequirementClass, host: HostState) -> str:
-    """Whether what a host holds, or what is reserved on it, is in the way; empty if not."""
+    """Says whether what a host holds, or what is reserved on it, is in the way; empty if not."""
     capacity = host.profile.capacity
     room, wanted = Room(capacity, host.held), job_amounts(requirement.needs, capacity)
     if not room.fits(wanted):

@@ -42,7 +42,7 @@ class TrainingMethod(Protocol):
 
     @property
     def evaluates(self) -> bool:
-        """Whether there is anything to evaluate with."""
+        """Says whether there is anything to evaluate with."""
 
     def step(self, context: StepContext) -> ReadMetrics:
         """Send the passes and the optimizer steps of one step. The next one may be sent before its metrics are read."""

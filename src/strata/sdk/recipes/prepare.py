@@ -144,7 +144,8 @@ def _prompt_length(prompt: PromptRow) -> int:
 def render_rows(
     chosen: ChosenRows, make: Callable[[Row], T], length: Callable[[T], int], limit: int
 ) -> tuple[list[T], str]:
-    """What is made of each row that is not longer than the limit, and a sentence on those that are longer, if any.
+    """Returns what is made of each row that is not longer than the limit, and a sentence on those that are longer, if
+    any.
 
     A row that cannot be used is named.
     """

@@ -222,7 +222,7 @@ _OF_KINDS: Final[Mapping[str, Collection[str]]] = {
 
 
 def is_recipe(path: Path) -> bool:
-    """Whether this file says which kind of recipe it is, as no other file does."""
+    """Says whether this file says which kind of recipe it is, as no other file does."""
     return "kind" in _parse(path).data
 
 
@@ -328,7 +328,8 @@ def _read_numbers(value: Any) -> Any:
 
 
 def recipe_settings(recipe: Recipe) -> dict[str, Any]:
-    """What decides the numbers of a run, by dotted name: all but where the student's server is and where results go."""
+    """Returns what decides the numbers of a run, by dotted name: all but where the student's server is and where
+    results go."""
     # As JSON has it: what is read back from the record compares equal.
     values = msgspec.json.decode(msgspec.json.encode(recipe))
     values.pop("output")

@@ -90,7 +90,7 @@ class ReinforcementTraining(PromptMethod):
 
 
 def group_advantages(rewards: Sequence[float], *, normalise: bool) -> list[float]:
-    """How much better each answer is than the mean of its group."""
+    """Returns how much better each answer is than the mean of its group."""
     mean = fmean(rewards)
     scale = max(pstdev(rewards), SMALLEST_DEVIATION) if normalise else 1.0
     return [(each - mean) / scale for each in rewards]

@@ -100,7 +100,7 @@ class Renderer:
         return self._conversation(whole, "last", None)
 
     def prompt(self, row: Row) -> list[int]:
-        """What an answer is sampled after."""
+        """Returns what an answer is sampled after."""
         prompt = row.get("prompt")
         if isinstance(prompt, str):
             tokens: list[int] = self._tokenizer.encode(prompt)
@@ -201,7 +201,7 @@ def _messages(row: Row) -> list[Mapping[str, Any]] | None:
 
 
 def _begins_with(conversation: Sequence[Mapping[str, Any]], opening: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the opening is the beginning of the conversation, which may have a system message in front of it."""
+    """Says whether the opening is the beginning of the conversation, which may have a system message in front of it."""
     messages, expected = (
         [(each.get("role"), each.get("content")) for each in part] for part in (conversation, opening)
     )

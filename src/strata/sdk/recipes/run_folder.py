@@ -168,7 +168,7 @@ class RunFolder:
 
 
 def _made_folders(settings: Mapping[str, Any]) -> list[str]:
-    """What an attempt with these settings may make before its first state."""
+    """Returns what an attempt with these settings may make before its first state."""
     tiny = (("model.tiny", TINY_MODEL), ("teacher.tiny", TINY_TEACHER))
     return [SERVER, TEACHER_SERVER, TOKENIZER, *(name for setting, name in tiny if settings.get(setting))]
 

@@ -101,7 +101,7 @@ def begin_attempt(place: RunPlace, record: RecipeRunRecord) -> RecipeRunRecord:
 def plan_steps(
     place: RunPlace, recipe: Recipe, method: TrainingMethod, left_out: tuple[str, ...], record: RecipeRunRecord
 ) -> RecipeRunRecord:
-    """How many steps a new run has is known when its data is, and which rows of it are left out."""
+    """Returns how many steps a new run has is known when its data is, and which rows of it are left out."""
     if not record.steps:
         steps = total_steps(method.count, recipe.train)
         record = msgspec.structs.replace(record, steps=steps, left_out=left_out)
@@ -214,7 +214,7 @@ class RecipeTrainer:
         return values
 
     def _judge(self, step: int, value: float) -> None:
-        """Whether this evaluation is the best one, whose weights are exported if training may stop early."""
+        """Notes whether this evaluation is the best one, whose weights are exported if training may stop early."""
         evaluation, best = self._recipe.eval, self._record.best
         assert evaluation is not None
         gain = 0.0 if best is None else value - best.value if self._method.higher_is_better else best.value - value
@@ -227,7 +227,7 @@ class RecipeTrainer:
         self._record = msgspec.structs.replace(self._record, best=BestEvaluation(step, value, path), bad_evaluations=0)
 
     def _early_stop(self) -> str:
-        """Why training stops before its last step; empty if it goes on."""
+        """Says why training stops before its last step; empty if it goes on."""
         evaluation, best = self._recipe.eval, self._record.best
         if evaluation is None or best is None or not 0 < evaluation.patience <= self._record.bad_evaluations:
             return ""

@@ -44,7 +44,7 @@ class MetricSource(Protocol):
         """Those that run, or all that there are; each with the number of its last attempt, 0 if it has none."""
 
     def read(self, run_id: str, cursor: SourceCursor) -> PointBatch:
-        """What follows the cursor. The batch is empty, and its cursor the same, if there is nothing new."""
+        """Returns what follows the cursor. The batch is empty, and its cursor the same, if there is nothing new."""
 
 
 class HubJobs:

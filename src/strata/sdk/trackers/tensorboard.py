@@ -97,7 +97,7 @@ def _order(file: Path) -> str:
 
 
 def _cut_off(folder: Path, mark: str) -> bool:
-    """Whether the files are as they were at the mark, after what came later was removed."""
+    """Says whether the files are as they were at the mark, after what came later was removed."""
     name, _, size = mark.rpartition(":")
     file = folder / name
     if not name or "/" in name or not file.is_file() or file.stat().st_size < int(size):

@@ -40,7 +40,7 @@ class ArtifactPageQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 async def show_artifacts(page: Page, query: ArtifactsPageQuery) -> View:
-    """What was made, the newest first or the best by a metric."""
+    """Returns what was made, the newest first or the best by a metric."""
     reply = await page.get(
         "/v1/artifacts",
         MadeReply,

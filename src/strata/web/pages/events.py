@@ -38,7 +38,7 @@ class EventsPageQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 async def show_events(page: Page, query: EventsPageQuery) -> View:
-    """What has happened, who did it, and when."""
+    """Returns what has happened, who did it, and when."""
     reply = await page.get(
         "/v1/events",
         EventsReply,

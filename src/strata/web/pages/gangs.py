@@ -127,7 +127,7 @@ def words_of(kind: str | None) -> str:
 
 
 def headline(found: GangView) -> str:
-    """Who holds the gang up, in a sentence; empty: nobody."""
+    """Returns who holds the gang up, in a sentence; empty: nobody."""
     workers, barriers = found.job.workers, found.job.barriers
     suspects = [each for each in workers if each.liveness == "SUSPECT"]
     # Before the barriers: ranks that step together are at one most of the time, and wait there for the slow one.
@@ -149,7 +149,8 @@ def headline(found: GangView) -> str:
 
 
 def barrier_words(barrier: BarrierView, workers: Sequence[WorkerView]) -> str:
-    """How many arrived, who is missing since when, and of a single one when it was last seen and how slow it is."""
+    """Returns how many arrived, who is missing since when, and of a single one when it was last seen and how slow it
+    is."""
     arrived = f"Barrier {barrier.barrier_id}: {barrier.arrived} of {barrier.expected} arrived"
     left = barrier.expected - barrier.arrived
     if not barrier.missing or left <= 0:

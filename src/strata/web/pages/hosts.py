@@ -149,7 +149,7 @@ def _cards(host: Host, room: HostRoom) -> list[CardView]:
 
 
 def format_taken(taken: Taken) -> str:
-    """What a job has of its host, in words."""
+    """Returns what a job has of its host, in words."""
     if taken.whole:
         return "the whole host"
     cards = f"{taken.gpus:g} {'card' if taken.gpus == 1 else 'cards'}" if taken.cards else ""
@@ -173,7 +173,7 @@ def _possible(host: Host) -> tuple[HostAction, ...]:
 
 
 async def confirm(page: Page, query: HostConfirmQuery) -> View:
-    """What an action on a host would do, and the button that does it."""
+    """Returns what an action on a host would do, and the button that does it."""
     path = f"/v1/host/{page.path['id']}"
     host = await page.get(path, Host)
     plan = await page.get(f"{path}/plan", HostPlanReply, action=query.action)

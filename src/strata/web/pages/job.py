@@ -168,7 +168,7 @@ def attempt_lanes(timeline: JobTimelineReply) -> list[AttemptLane]:
 
 
 def ledger_bars(goodput: GoodputReply) -> list[LaneBar]:
-    """Where the time went, as parts of one bar."""
+    """Returns where the time went, as parts of one bar."""
     bars, x = [], 0.0
     for part, seconds in goodput.seconds.items():
         width = seconds * WIDTH / goodput.wall_s if goodput.wall_s else 0.0
@@ -192,7 +192,7 @@ def metric_plots(shown: Job, names: Sequence[str], other: Job | None) -> list[Me
 
 
 def compare(shown: Job, other: Job | None) -> list[ParameterRow]:
-    """What the job is made of, beside that of another one."""
+    """Returns what the job is made of, beside that of another one."""
     mine = _parameters(shown)
     theirs = _parameters(other) if other else {}
     names = dict.fromkeys([*mine, *theirs])

@@ -22,7 +22,7 @@ class OverviewPageQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 async def overview(page: Page, query: OverviewPageQuery) -> View:
-    """What needs attention, and what the fleet does."""
+    """Returns what needs attention, and what the fleet does."""
     figures, running, ended, hosts = await asyncio.gather(
         page.get("/v1/overview", OverviewReply, project=query.project),
         page.get(

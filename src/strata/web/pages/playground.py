@@ -77,7 +77,7 @@ async def render_answer(page: Page, form: Form, place: ServerPlace) -> View:
 
 
 def read_input(form: Form) -> PlaygroundInput:
-    """What a person typed; INVALID names the field."""
+    """Returns what a person typed; INVALID names the field."""
     given = PlaygroundInput(
         model=form.get("model", ""),
         # A browser sends line breaks as CR LF, and a model has seen LF.

@@ -21,7 +21,7 @@ class SearchQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 async def search(page: Page, query: SearchQuery) -> View:
-    """What matches the word."""
+    """Returns what matches the word."""
     word = query.q.strip()
     jobs: tuple[Job, ...] = ()
     hosts: tuple[HostSummary, ...] = ()

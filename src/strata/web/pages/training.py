@@ -143,7 +143,7 @@ async def render_server(page: Page, query: TrainingPageQuery, shown: ServerPage)
 
 
 async def read(page: Page, path: str, kind: type[T], **query: object) -> T:
-    """What a training server says: in its own words where a hub passes them on."""
+    """Returns what a training server says: in its own words where a hub passes them on."""
     return read_reply(await page.site.api.request(page.call, "GET", path, query, None), kind)
 
 
@@ -183,7 +183,7 @@ def token_shares(operations: Sequence[Timeline]) -> dict[str, float]:
 
 
 def phase_lanes(operations: Sequence[Timeline], now_s: float) -> PhaseLanes | None:
-    """When the operations were in which phase, one lane for each; None if there was none."""
+    """Returns when the operations were in which phase, one lane for each; None if there was none."""
     if not operations:
         return None
     end_s = max(each.ended_at_s or now_s for each in operations)
