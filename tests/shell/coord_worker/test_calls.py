@@ -242,3 +242,18 @@ async def test_who_was_told_to_stop_and_was_evicted_does_not_come_back_by_itself
                 await found.barrier("never")
         assert refused.value.detail["reason"] == "evicted"
         assert running.service.telemetry_of(JOB).departed.keys() == {"w"}
+
+
+def test_the_blocking_worker_has_every_name_of_the_async_one_with_its_words() -> None:
+    names = {name for name in dir(strata.AsyncWorker) if not name.startswith("_")}
+    assert {name for name in dir(strata.Worker) if not name.startswith("_")} == names
+    for name in names - {"run", "shards", "busy"}:
+        blocking = vars(strata.Worker)[name]
+        assert blocking.__doc__ == getattr(strata.AsyncWorker, name).__doc__, name
+
+
+def test_a_worker_that_is_not_joined_says_so() -> None:
+    worker = strata.join()
+    for use in (lambda: worker.rank, worker.members, worker.commands, lambda: worker.restart("corpus", 0)):
+        with pytest.raises(StrataError, match="the worker is not joined"):
+            use()

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
-from pathlib import Path
+from functools import wraps
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from strata.base.describe import refuse_describe
 from strata.base.errors import Code, StrataError
-from strata.coord.worker.checkpoints import Manifest, Reported
+from strata.coord.worker.checkpoints import Manifest
 from strata.coord.worker.client import AsyncWorker
-from strata.coord.worker.commands import Command
-from strata.coord.worker.garbage_collector import Swept
-from strata.coord.worker.leases import Capture
-from strata.coord.worker.readers import DatasetReader, MapStyle
 from strata.coord.worker.reasons import RECOVERABLE, reason_of
-from strata.coord.worker.session import MemberAddress
-from strata.coord.worker.shard import DatasetOptions, Shard
+from strata.coord.worker.shard import Shard
 
 Result = TypeVar("Result")
+Args = ParamSpec("Args")
 
 
 class LoopThread:
@@ -57,8 +53,62 @@ async def _leave(phase: AbstractAsyncContextManager[None]) -> None:
     await phase.__aexit__(None, None, None)
 
 
+class _Value(Generic[Result]):
+    """A property of `AsyncWorker` by the same name."""
+
+    def __init__(self, read: Callable[[AsyncWorker], Result]) -> None:
+        self._read = read
+
+    def __set_name__(self, owner: type[Worker], name: str) -> None:
+        self.__doc__ = getattr(AsyncWorker, name).__doc__
+
+    def __get__(self, worker: Worker | None, owner: type[Worker]) -> Result:
+        if worker is None:
+            raise AttributeError("a value of one worker, not of the class")
+        return self._read(worker._open())
+
+
+def _wait(
+    method: Callable[Concatenate[AsyncWorker, Args], Coroutine[Any, Any, Result]],
+) -> Callable[Concatenate[Worker, Args], Result]:
+    """The method as one that blocks until its coroutine ends."""
+
+    @wraps(method)
+    def blocking(self: Worker, /, *args: Args.args, **kwargs: Args.kwargs) -> Result:
+        return self._run(method(self._open(), *args, **kwargs))
+
+    return blocking
+
+
+def _call(method: Callable[Concatenate[AsyncWorker, Args], Result]) -> Callable[Concatenate[Worker, Args], Result]:
+    """The method as it is, in the caller's thread."""
+
+    @wraps(method)
+    def direct(self: Worker, /, *args: Args.args, **kwargs: Args.kwargs) -> Result:
+        return method(self._open(), *args, **kwargs)
+
+    return direct
+
+
+def _call_in_loop(
+    method: Callable[Concatenate[AsyncWorker, Args], Result],
+) -> Callable[Concatenate[Worker, Args], Result]:
+    """The method inside the loop, where nothing else happens meanwhile."""
+
+    @wraps(method)
+    def inside(self: Worker, /, *args: Args.args, **kwargs: Args.kwargs) -> Result:
+        worker = self._open()
+
+        async def call() -> Result:
+            return method(worker, *args, **kwargs)
+
+        return self._run(call())
+
+    return inside
+
+
 class Worker:
-    """One worker of a job, between `with`. Every call is the one of the same name of `AsyncWorker`."""
+    """One worker of a job, between `with`. Every name is the one of `AsyncWorker`."""
 
     def __init__(self, make: Callable[[], AsyncWorker]) -> None:
         refuse_describe("Worker")
@@ -100,56 +150,43 @@ class Worker:
         assert self._thread is not None
         return self._thread.run(work)
 
-    @property
-    def checkpoint_root(self) -> str:
-        return self._open().checkpoint_root
+    checkpoint_root = _Value(lambda worker: worker.checkpoint_root)
+    worker_id = _Value(lambda worker: worker.worker_id)
+    job = _Value(lambda worker: worker.job)
+    incarnation = _Value(lambda worker: worker.incarnation)
+    generation = _Value(lambda worker: worker.generation)
+    rank = _Value(lambda worker: worker.rank)
+    world_size = _Value(lambda worker: worker.world_size)
+    is_stale = _Value(lambda worker: worker.is_stale)
+    run_id = _Value(lambda worker: worker.run_id)
+    parameters = _Value(lambda worker: worker.parameters)
+    should_stop = _Value(lambda worker: worker.should_stop)
+    start = _Value(lambda worker: worker.start)
 
-    @property
-    def worker_id(self) -> str:
-        return self._open().worker_id
+    members = _wait(AsyncWorker.members)
+    lost_a_member = _wait(AsyncWorker.lost_a_member)
+    dataset = _wait(AsyncWorker.dataset)
+    next_shard = _wait(AsyncWorker.next_shard)
+    step_shards = _wait(AsyncWorker.step_shards)
+    flush = _wait(AsyncWorker.flush)
+    barrier = _wait(AsyncWorker.barrier)
+    checkpoint_due = _wait(AsyncWorker.checkpoint_due)
+    report_checkpoint = _wait(AsyncWorker.report_checkpoint)
+    checkpoint = _wait(AsyncWorker.checkpoint)
+    sweep = _wait(AsyncWorker.sweep)
+    recover = _wait(AsyncWorker.recover)
+    follow = _wait(AsyncWorker.follow)
 
-    @property
-    def job(self) -> str:
-        return self._open().job
+    commands = _call(AsyncWorker.commands)
+    epochs = _call(AsyncWorker.epochs)
+    reader = _call(AsyncWorker.reader)
+    is_finished = _call(AsyncWorker.is_finished)
+    step = _call(AsyncWorker.step)
+    give_up_checkpoint = _call(AsyncWorker.give_up_checkpoint)
 
-    @property
-    def incarnation(self) -> str:
-        return self._open().incarnation
-
-    @property
-    def generation(self) -> int:
-        return self._open().generation
-
-    @property
-    def rank(self) -> int:
-        return self._open().rank
-
-    @property
-    def world_size(self) -> int:
-        return self._open().world_size
-
-    @property
-    def is_stale(self) -> bool:
-        return self._open().is_stale
-
-    def members(self) -> tuple[MemberAddress, ...]:
-        return self._run(self._open().members())
-
-    @property
-    def run_id(self) -> int:
-        return self._open().run_id
-
-    @property
-    def parameters(self) -> dict[str, str]:
-        return self._open().parameters
-
-    @property
-    def should_stop(self) -> bool:
-        return self._open().should_stop
-
-    @property
-    def start(self) -> Manifest | None:
-        return self._open().start
+    # A prefetched lease may just come, and leases must not come or go while a checkpoint begins.
+    restart = _call_in_loop(AsyncWorker.restart)
+    begin_checkpoint = _call_in_loop(AsyncWorker.begin_checkpoint)
 
     def run(self, train: Callable[[Manifest | None], Result]) -> Result:
         start, failure = self.start, ""
@@ -166,67 +203,12 @@ class Worker:
                     raise
                 failure = f"a collective failed: {error!r}"
 
-    def lost_a_member(self, error: RuntimeError) -> bool:
-        return self._run(self._open().lost_a_member(error))
-
-    def commands(self) -> list[Command]:
-        return self._open().commands()
-
-    def dataset(
-        self,
-        dataset_id: str,
-        files: Sequence[str | Path] = (),
-        *,
-        samples: int | Sequence[int] | None = None,
-        shard_size: int = 0,
-        options: DatasetOptions | None = None,
-        source: MapStyle | None = None,
-    ) -> int:
-        work = self._open().dataset(
-            dataset_id, files, samples=samples, shard_size=shard_size, options=options, source=source
-        )
-        return self._run(work)
-
-    def epochs(self, count: int) -> Iterator[int]:
-        return self._open().epochs(count)
-
     def shards(self, dataset_id: str, epoch: int, *, at_once: int = 1, prefetch: int = 0) -> Iterator[Shard]:
         # Not `AsyncWorker.shards`: abandoning an async generator from another thread would leave it to that loop.
         self.restart(dataset_id, epoch)
         while (shard := self.next_shard(dataset_id, epoch, at_once=at_once, prefetch=prefetch)) is not None:
             yield shard
             shard.done()
-
-    def reader(self, dataset_id: str) -> DatasetReader:
-        return self._open().reader(dataset_id)
-
-    def restart(self, dataset_id: str, epoch: int) -> None:
-        async def restart() -> None:
-            self._open().restart(dataset_id, epoch)
-
-        # Inside the loop: a prefetched lease may just come.
-        self._run(restart())
-
-    def is_finished(self, dataset_id: str, epoch: int) -> bool:
-        return self._open().is_finished(dataset_id, epoch)
-
-    def next_shard(
-        self, dataset_id: str, epoch: int, *, at_once: int = 1, wait: bool = True, prefetch: int = 0
-    ) -> Shard | None:
-        work = self._open().next_shard(dataset_id, epoch, at_once=at_once, wait=wait, prefetch=prefetch)
-        return self._run(work)
-
-    def step_shards(self, dataset_id: str, step: int) -> list[Shard]:
-        return self._run(self._open().step_shards(dataset_id, step))
-
-    def flush(self) -> None:
-        self._run(self._open().flush())
-
-    def barrier(self, barrier_id: str, *, timeout_s: float = 0.0, expected: int = 0) -> None:
-        self._run(self._open().barrier(barrier_id, timeout_s=timeout_s, expected=expected))
-
-    def step(self, number: int, *, compute_s: float | None = None) -> None:
-        self._open().step(number, compute_s=compute_s)
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -236,42 +218,3 @@ class Worker:
             yield
         finally:
             self._run(_leave(phase))
-
-    def checkpoint_due(self) -> bool:
-        return self._run(self._open().checkpoint_due())
-
-    def begin_checkpoint(self, step: int) -> Capture:
-        async def begin() -> Capture:
-            return self._open().begin_checkpoint(step)
-
-        # Inside the loop: leases must not come or go meanwhile.
-        return self._run(begin())
-
-    def give_up_checkpoint(self, capture: Capture) -> None:
-        self._open().give_up_checkpoint(capture)
-
-    def report_checkpoint(
-        self, capture: Capture, path: str | Path, *, digest: str | None = None, size: int | None = None
-    ) -> Reported:
-        return self._run(self._open().report_checkpoint(capture, path, digest=digest, size=size))
-
-    def checkpoint(
-        self,
-        step: int,
-        path: str | Path,
-        *,
-        digest: str | None = None,
-        size: int | None = None,
-        commit_within_s: float | None = None,
-    ) -> Reported:
-        work = self._open().checkpoint(step, path, digest=digest, size=size, commit_within_s=commit_within_s)
-        return self._run(work)
-
-    def sweep(self, reported: Reported) -> Swept:
-        return self._run(self._open().sweep(reported))
-
-    def recover(self, reason: str = "", *, bad_checkpoint_id: str = "") -> Manifest | None:
-        return self._run(self._open().recover(reason, bad_checkpoint_id=bad_checkpoint_id))
-
-    def follow(self) -> None:
-        self._run(self._open().follow())
