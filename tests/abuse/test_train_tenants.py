@@ -24,13 +24,13 @@ from safetensors.numpy import save
 
 from strata.base.clock import SystemClock
 from strata.http.route import Route
-from strata.train.api.archive import ArchiveGrant, sign_token
 from strata.train.api.routes import ROUTES
 from strata.train.api.server import APIServer
 from strata.train.checkpoints.checkpoint import CheckpointManifest
 from strata.train.core import model_options
 from strata.train.peft.importer import stage
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG
+from strata.train.wire.grants import ArchiveGrant, sign_token
 from strata.web.lone import server_pages
 from tests.abuse.owners import changing, check_rules, free, named, served_routes
 from tests.shell.train_api.test_protocol import BASE, Client, Server, new_client, served

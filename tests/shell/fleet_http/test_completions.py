@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from strata.base.unix_socket import listen_unix
-from strata.hub.gateway.servers import tag_of
+from strata.hub.gateway.dispatch import tag_of
 from tests.shell.fleet_http.running import Running, refused, replying
 from tests.shell.fleet_http.test_servers import row, serve, sleeping
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +20,8 @@ from strata.fleet.ports import AttemptKey, JobFilter, ServerRow
 from strata.fleet.wire.jobs import Job
 from strata.fleet.wire.leases import HeartbeatsReply, LeaseGiven, LeaseVerdict
 from strata.http.zstd import compress
-from strata.hub.gateway.servers import tag_of
+from strata.hub.gateway.dispatch import tag_of
+from strata.train.wire.grants import ArchiveGrant, sign_token
 from tests.shell.fleet_http.running import HostClient, Running, manifest_body, ok, refused, replying
 
 ANNA = Submitter(owner="anna")
@@ -68,8 +68,8 @@ def key_of(client: httpx.AsyncClient) -> str:
 
 def signed(job: str, key_id: str = "") -> dict[str, str]:
     """As the query of a signed URL, with a signature that nobody has made."""
-    content = bytes(32) + f"session_1.{tag_of(job)}:train:0/weights/a hub:{key_id}".encode()
-    return {"token": base64.urlsafe_b64encode(content).decode().rstrip("=")}
+    grant = ArchiveGrant(f"session_1.{tag_of(job)}:train:0/weights/a", "", 9e9, f"hub:{key_id}")
+    return {"token": sign_token(grant, b"no server has this key")}
 
 
 @pytest.mark.parametrize("several", [False, True])

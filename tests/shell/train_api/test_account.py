@@ -19,11 +19,11 @@ from tinker import types
 from tinker.cli.auth_api import SelfApiKeyResponse
 
 from strata.base.errors import Code, StrataError
-from strata.train.api.archive import verify_token
 from strata.train.checkpoints.checkpoint import CheckpointManifest
 from strata.train.core import model_options
 from strata.train.peft.importer import stage
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG
+from strata.train.wire.grants import verify_token
 from tests.shell.train_api.test_protocol import BASE, Client, Server, new_client, served
 from tests.shell.train_api.test_sampling import sampler_of, wanted
 

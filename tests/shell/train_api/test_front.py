@@ -13,11 +13,11 @@ from starlette.datastructures import Headers
 from strata.base.errors import Code
 from strata.base.secret import Secret
 from strata.identity.roles import CallerKind, Principal, Role
-from strata.train.api.archive import ArchiveGrant, TraceGrant, sign_token, verify_token
 from strata.train.api.front import key_at_front
 from strata.train.api.routes import application
 from strata.train.link import messages
 from strata.train.status import views
+from strata.train.wire.grants import ArchiveGrant, TraceGrant, sign_token, verify_token
 from tests.shell.train_api.conftest import Reached, reach, settings_in
 
 KEY: Final = "f" * 64

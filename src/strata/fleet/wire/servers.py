@@ -65,13 +65,7 @@ class ServerCurvesQuery(Message, frozen=True, kw_only=True):
     """Of metrics, with commas between; empty for all."""
 
 
-class ServerRolloutsQuery(Message, frozen=True, kw_only=True):
-    model: Annotated[str, msgspec.Meta(max_length=256)] = ""
-    """The id of a model; empty: all models of the caller."""
-    limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 100
-
-
-class ServerCompletion(Message, frozen=True, kw_only=True):
+class ServerCompletion(Message, frozen=True, kw_only=True, omit_defaults=True):
     """What the playground sends to the OpenAI-compatible endpoints of a training server; that server checks it."""
 
     model: Annotated[str, msgspec.Meta(max_length=1000)]
@@ -80,7 +74,3 @@ class ServerCompletion(Message, frozen=True, kw_only=True):
     logprobs: bool | int | None = None
     prompt: str | None = None
     messages: tuple[dict[str, str], ...] | None = None
-
-    def encode(self) -> bytes:
-        fields = msgspec.to_builtins(self)
-        return msgspec.json.encode({name: value for name, value in fields.items() if value is not None})

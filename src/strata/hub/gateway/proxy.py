@@ -12,7 +12,7 @@ import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote, unquote
@@ -23,7 +23,9 @@ from strata.base.unix_socket import open_socket, parse_unix_address
 from strata.fleet.wire.leases import TLS
 from strata.http.budget import BodyBudget
 from strata.http.route import RawReply
+from strata.http.zstd import decompress_frames
 from strata.identity.roles import Role
+from strata.train.api import front
 
 if TYPE_CHECKING:
     import httpx
@@ -75,9 +77,9 @@ class Tenant:
 
     def headers(self) -> dict[str, str]:
         role = min(self.role, Role.RESEARCHER)
-        headers = {"x-strata-tenant": quote(self.name, safe=""), "x-strata-role": role.name.lower()}
-        headers |= {"x-strata-key": self.key_id} if self.key_id else {}
-        return headers | ({"x-strata-sees-all": "yes"} if self.sees_all else {})
+        headers = {front.TENANT: quote(self.name, safe=""), front.ROLE: role.name.lower()}
+        headers |= {front.KEY_ID: self.key_id} if self.key_id else {}
+        return headers | ({front.SEES_ALL: "yes"} if self.sees_all else {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +91,17 @@ class ForwardedRequest:
     content: bytes = b""
     reply_s: float = REPLY_S
     """How long the server may take for each piece of its reply."""
+
+    @property
+    def is_compressed(self) -> bool:
+        return self.headers.get("content-encoding", "").lower() == "zstd"
+
+    def unpacked(self, limit: int) -> bytes:
+        """The content as it is after decompression."""
+        return decompress_frames(self.content, limit) if self.is_compressed else self.content
+
+    def with_headers(self, headers: Mapping[str, str]) -> ForwardedRequest:
+        return replace(self, headers={**self.headers, **headers})
 
 
 def passed_headers(headers: Mapping[str, str], *, tls: bool) -> dict[str, str]:
@@ -162,7 +175,7 @@ class ServerProxy:
         if traceparent := trace.traceparent():
             headers[trace.HEADER] = traceparent
         if tenant is not None:
-            headers |= tenant.headers() | {"x-strata-front": key}
+            headers |= tenant.headers() | {front.KEY: key}
         check_target(request.target)
         try:
             connections = self._connections(address)

@@ -22,14 +22,15 @@ from strata.fleet.wire.servers import (
     ServerCurvesQuery,
     ServerEntry,
     ServerFigures,
-    ServerRolloutsQuery,
     ServersReply,
 )
 from strata.http.route import KIB, RESEARCHER, VIEWER, RawReply, Route
 from strata.hub.context import GatewayCall
+from strata.hub.gateway.dispatch import ASK_S, BASE
 from strata.hub.gateway.proxy import ForwardedRequest, Tenant, read_whole
-from strata.hub.gateway.servers import ASK_S, BASE, MAX_COMPLETION, OPENAI, complete_at
+from strata.hub.gateway.servers import MAX_COMPLETION, OPENAI, complete_at
 from strata.identity.roles import CallerKind, Role
+from strata.train.wire.rollouts import RolloutsQuery
 
 NO_KEY: Final = "\x01"
 """The tenant of a caller without a key; no key has this name."""
@@ -87,7 +88,7 @@ async def curves(call: GatewayCall, query: ServerCurvesQuery) -> RawReply:
     return await _view(call, f"training_runs/{run_id}/curves?points={query.points}&names={names}")
 
 
-async def rollouts(call: GatewayCall, query: ServerRolloutsQuery) -> RawReply:
+async def rollouts(call: GatewayCall, query: RolloutsQuery) -> RawReply:
     """The rollouts that the caller chose to keep at a server, newest first"""
     return await _view(call, f"rollouts?limit={query.limit}&model={quote(query.model, safe=':')}")
 

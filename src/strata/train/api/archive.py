@@ -6,10 +6,7 @@ A client that has a signed URL can fetch a checkpoint without a key until the gr
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import contextlib
-import hmac
 import os
 import re
 import shutil
@@ -38,6 +35,7 @@ from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG
 from strata.train.status import queries, views
 from strata.train.status.reports import TimelinesView
 from strata.train.wire import bodies, replies
+from strata.train.wire.grants import ArchiveGrant, TraceGrant, sign_token, token_refused, verify_token
 from strata.train.wire.timeline import chrome_trace
 
 DOWNLOAD: Final = "/api/v1/archive"
@@ -209,59 +207,6 @@ def _stage(
 
 
 _HOST: Final = re.compile(r"[A-Za-z0-9.\-_\[\]:]{1,255}")
-
-
-class ArchiveGrant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag="archive"):
-    folder: str
-    """Of a checkpoint, under that of all checkpoints."""
-    file: str
-    """One of its files; empty for all of it in an archive."""
-    expires_at_s: float
-    key_id: str = ""
-    """Of the key that requested it; the URL ends with that key. Last: a hub in front of the server reads it there."""
-
-
-class TraceGrant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag="trace"):
-    session_id: str
-    tenant: str
-    expires_at_s: float
-    key_id: str = ""
-    """As above."""
-
-
-Grant = ArchiveGrant | TraceGrant
-
-
-def sign_token(grant: Grant, key: bytes) -> str:
-    content = msgspec.msgpack.encode(grant)
-    return base64.urlsafe_b64encode(_mac(content, key) + content).decode().rstrip("=")
-
-
-def verify_token(token: str, key: bytes, now_s: float) -> Grant:
-    """FORBIDDEN with the same message for everything that may be wrong."""
-    refused = token_refused()
-    try:
-        raw = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
-    except (binascii.Error, ValueError):
-        raise refused from None
-    if not hmac.compare_digest(_mac(raw[32:], key), raw[:32]):
-        raise refused
-    try:
-        grant: Grant = msgspec.msgpack.decode(raw[32:], type=Grant)
-    except msgspec.MsgspecError:
-        # Signed by an earlier version of this server.
-        raise refused from None
-    if grant.expires_at_s <= now_s:
-        raise refused
-    return grant
-
-
-def token_refused() -> StrataError:
-    return StrataError(Code.FORBIDDEN, "this address is not valid, or not any more", hint="request a new one")
-
-
-def _mac(content: bytes, key: bytes) -> bytes:
-    return hmac.digest(key, content, "sha256")
 
 
 def signed_url(headers: Headers, path: str, **query: str) -> str:
