@@ -10,6 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from strata.base.errors import Code, StrataError
+from strata.database import event_kinds
 from strata.database.transaction import Database, Transaction
 from strata.fleet.core.amounts import Taken
 from strata.fleet.core.capability import Capability
@@ -87,7 +88,7 @@ class HostTable:
             await tx.execute(_FORGET_REFUSALS, {"host": host.id})
             await _record_heartbeats(tx, {host.id: host.registered_at_s})
             if not before or before[0][0] != values["capability"] or before[0][1] == "left":
-                await record(tx, host.registered_at_s, actor, "host.registered", host.id, name=host.name)
+                await record(tx, host.registered_at_s, actor, event_kinds.HOST_REGISTERED, host.id, name=host.name)
             return await _read_host(tx, host.id)
 
         return await self._database.run(register)
@@ -114,7 +115,7 @@ class HostTable:
         async def change(tx: Transaction) -> HostRow:
             update = "UPDATE host SET state = :state, state_reason = :reason WHERE id = :host AND state <> :state"
             if await tx.changed(update, {"state": state, "reason": reason, "host": host_id}):
-                await record(tx, now_s, actor, f"host.{state}", host_id, reason=reason)
+                await record(tx, now_s, actor, event_kinds.HOST_STATE_SET[state], host_id, reason=reason)
             return await _read_host(tx, host_id)
 
         return await self._database.run(change)
@@ -126,7 +127,7 @@ class HostTable:
         async def lose(tx: Transaction) -> int:
             lost = await tx.rows(_LOSE, {"since": silent_since_s})
             for host_id, seen_at_s in lost:
-                await record(tx, now_s, "hub", "host.lost", host_id, seen_at_s=seen_at_s)
+                await record(tx, now_s, "hub", event_kinds.HOST_LOST, host_id, seen_at_s=seen_at_s)
             return len(lost)
 
         return await self._database.run(lose)
@@ -179,7 +180,7 @@ async def _record_heartbeats(tx: Transaction, seen: Mapping[str, float]) -> None
     )
     for host_id, since_s in returned:
         at_s = seen[host_id]
-        await record(tx, at_s, "hub", "host.returned", host_id, silent_s=at_s - since_s)
+        await record(tx, at_s, "hub", event_kinds.HOST_RETURNED, host_id, silent_s=at_s - since_s)
 
 
 def _decode_host(row: Sequence[Any]) -> HostRow:

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
+from strata.database import event_kinds
 from strata.database.transaction import Database, Transaction
 from strata.fleet.core.job import TERMINAL, Cause, JobStatus
 from strata.fleet.core.lease_status import stale_attempt
@@ -152,7 +153,9 @@ class JobTable:
                 current = await leases.require_job(tx, attempt.job_id)
                 raise stale_attempt(attempt.job_id, attempt.epoch, current.epoch)
             actor = f"host:{attempt.host_id}"
-            await record(tx, now_s, actor, "job.serving", attempt.job_id, epoch=attempt.epoch, address=address)
+            await record(
+                tx, now_s, actor, event_kinds.JOB_SERVING, attempt.job_id, epoch=attempt.epoch, address=address
+            )
 
         await self._database.run(publish)
 

@@ -10,6 +10,7 @@ import msgspec
 
 from strata.base.errors import StrataError
 from strata.base.failpoint import failpoint
+from strata.database import event_kinds
 from strata.database.transaction import Database, Transaction
 from strata.fleet.core.job import HELD, TERMINAL, Cause, JobEvent, JobStatus, advance
 from strata.fleet.core.jobspec import JobSpec, gang_ids
@@ -169,7 +170,7 @@ async def _renew_job(tx: Transaction, host_id: str, renewal: Renewal, lease_s: f
             "UPDATE attempt SET started_at = :now WHERE job_id = :job AND epoch = :epoch AND started_at IS NULL",
             {"now": now_s, "job": job_id, "epoch": epoch},
         )
-        await record(tx, now_s, f"host:{host_id}", "job.started", job_id, epoch=epoch)
+        await record(tx, now_s, f"host:{host_id}", event_kinds.JOB_STARTED, job_id, epoch=epoch)
     failpoint("fleet.renew.written")
     return RenewalResult(job_id=job_id, epoch=epoch, verdict="held", status=status, expires_at_s=expires_at_s)
 
@@ -180,7 +181,7 @@ async def _revive_if_expired(tx: Transaction, job_id: str, job: HeldJob, now_s: 
         return job.status
     await tx.execute("DELETE FROM ready WHERE seq = :seq", {"seq": job.seq})
     await tx.execute("UPDATE lease SET expired = false WHERE job_id = :job", {"job": job_id})
-    await record(tx, now_s, f"host:{job.host_id}", "job.revived", job_id, epoch=job.epoch)
+    await record(tx, now_s, f"host:{job.host_id}", event_kinds.JOB_REVIVED, job_id, epoch=job.epoch)
     return await _advance_status(tx, job, JobEvent.REVIVE, now_s, "")
 
 
@@ -208,7 +209,7 @@ async def complete(
         await _update_attempt(tx, attempt, artifact=artifact, facts=encode(facts))
         await tx.execute("DELETE FROM lease WHERE job_id = :job", {"job": job_id})
         actor = f"host:{attempt.host_id}"
-        await record(tx, now_s, actor, "job.completed", job_id, epoch=attempt.epoch, artifact=artifact)
+        await record(tx, now_s, actor, event_kinds.JOB_COMPLETED, job_id, epoch=attempt.epoch, artifact=artifact)
     await recount_dependents(tx, job_id, now_s)
     failpoint("fleet.complete.written")
     return await read_job(tx, job_id)
@@ -295,7 +296,7 @@ async def record_checkpoint(tx: Transaction, attempt: AttemptKey, artifact: str,
     await tx.execute("UPDATE job SET checkpoint = :artifact WHERE seq = :seq", {"artifact": artifact, "seq": job.seq})
     await _update_attempt(tx, attempt, checkpoint=artifact)
     actor = f"host:{attempt.host_id}"
-    await record(tx, now_s, actor, "job.checkpointed", attempt.job_id, epoch=attempt.epoch, artifact=artifact)
+    await record(tx, now_s, actor, event_kinds.JOB_CHECKPOINTED, attempt.job_id, epoch=attempt.epoch, artifact=artifact)
     failpoint("fleet.checkpoint.written")
 
 
@@ -334,7 +335,7 @@ async def cancel(tx: Transaction, job_id: str, reason: str, actor: str, now_s: f
         update = "UPDATE job SET changed_at = :now, reason = :reason WHERE seq = :seq"
         await tx.execute(update, {"now": now_s, "reason": reason, "seq": job.seq})
         body = {"epoch": job.epoch, "cause": Cause.CANCELLED, "reason": reason}
-        await record(tx, now_s, actor, "job.cancelled", job_id, **body)
+        await record(tx, now_s, actor, event_kinds.JOB_CANCELLED, job_id, **body)
     failpoint("fleet.cancel.written")
     return await read_job(tx, job_id)
 
@@ -363,7 +364,7 @@ async def requeue(tx: Transaction, job_id: str, actor: str, now_s: float) -> Non
     )
     await enqueue(tx, [job.seq], now_s)
     await recount_dependents(tx, job_id, now_s)
-    await record(tx, now_s, actor, "job.requeued", job_id)
+    await record(tx, now_s, actor, event_kinds.JOB_REQUEUED, job_id)
 
 
 async def archive(tx: Transaction, job_id: str, actor: str, now_s: float) -> None:
@@ -371,7 +372,7 @@ async def archive(tx: Transaction, job_id: str, actor: str, now_s: float) -> Non
     if job.status not in TERMINAL:
         raise not_ended(job_id, job.status)
     if await tx.changed("UPDATE job SET archived = true WHERE seq = :seq AND NOT archived", {"seq": job.seq}):
-        await record(tx, now_s, actor, "job.archived", job_id)
+        await record(tx, now_s, actor, event_kinds.JOB_ARCHIVED, job_id)
 
 
 async def _apply_decision(
@@ -384,7 +385,7 @@ async def _apply_decision(
         await enqueue(tx, [job.seq], now_s)
         seen = await tx.rows("SELECT seen FROM host_beat WHERE host_id = :host", {"host": job.host_id})
         body = {"epoch": job.epoch, "reason": decision.reason, "seen_at_s": seen[0][0] if seen else None}
-        await record(tx, now_s, actor, "job.expired", job_id, **body)
+        await record(tx, now_s, actor, event_kinds.JOB_EXPIRED, job_id, **body)
         return
     async with tx.pipeline():
         if job.leased:
@@ -398,7 +399,11 @@ async def _apply_decision(
         await tx.execute("UPDATE job SET not_before = :not_before WHERE seq = :seq", not_before)
         if status is JobStatus.PENDING:
             await enqueue(tx, [job.seq], now_s)
-        kinds = {JobEvent.FAIL: "job.failed", JobEvent.RETRY: "job.retried", JobEvent.CANCEL: "job.cancelled"}
+        kinds = {
+            JobEvent.FAIL: event_kinds.JOB_FAILED,
+            JobEvent.RETRY: event_kinds.JOB_RETRIED,
+            JobEvent.CANCEL: event_kinds.JOB_CANCELLED,
+        }
         body = {"epoch": job.epoch, "cause": decision.cause, "reason": decision.reason}
         await record(tx, now_s, actor, kinds[decision.event], job_id, **body)
 

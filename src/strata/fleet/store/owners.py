@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
+from strata.database import event_kinds
 from strata.database.transaction import Database, Transaction
 from strata.fleet.core.amounts import Taken
 from strata.fleet.core.quota import HOUR_S, OwnerUsage, Quota
@@ -66,7 +67,7 @@ class OwnerTable:
                 )
                 await tx.execute(upsert, {"owner": owner, "spec": spec})
             body = None if quota is None else msgspec.to_builtins(quota)
-            await record(tx, now_s, actor, "quota.changed", owner, quota=body)
+            await record(tx, now_s, actor, event_kinds.QUOTA_CHANGED, owner, quota=body)
 
         await self._database.run(change)
 

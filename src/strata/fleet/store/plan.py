@@ -9,6 +9,7 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
+from strata.database import event_kinds
 from strata.database.events import EventRecord
 from strata.database.events import record as record_events
 from strata.database.transaction import Database, Transaction
@@ -186,10 +187,12 @@ async def check_quota(tx: Transaction, plan: ApplyPlan, submitter: Submitter, no
 
 async def _record_jobs(tx: Transaction, plan: ApplyPlan, actor: str, now_s: float) -> None:
     events = [
-        EventRecord(now_s, actor, "job.created", job_id, {"model": spec.model, "mode": spec.mode})
+        EventRecord(now_s, actor, event_kinds.JOB_CREATED, job_id, {"model": spec.model, "mode": spec.mode})
         for job_id, spec in plan.new.items()
     ]
-    events += [EventRecord(now_s, actor, "job.changed", each.job_id, {"kinds": each.kinds}) for each in plan.changed]
+    events += [
+        EventRecord(now_s, actor, event_kinds.JOB_CHANGED, each.job_id, {"kinds": each.kinds}) for each in plan.changed
+    ]
     await record_events(tx, events)
 
 

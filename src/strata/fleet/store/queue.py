@@ -17,6 +17,12 @@ WAITS_FOR: Final = (
 _WAITING: Final = "FROM job WHERE seq = ANY(:seqs) AND waits_for = 0 AND not_before"
 
 
+def queue_order(row: str) -> str:
+    """In what order jobs leave the queue, for ORDER BY: `row` has their `priority` and `seq`. The indexes `ready_order`
+    and `ready_owner` have this order too, and so have `fair_share` and `reservation` among jobs of one owner."""
+    return f"{row}.priority DESC, {row}.seq"
+
+
 async def enqueue(tx: Transaction, seqs: Sequence[int], now_s: float) -> None:
     """Pending jobs join the queue, or wait: for the end of their back-off, or for the jobs they come after."""
     values = {"seqs": list(seqs), "now": now_s}

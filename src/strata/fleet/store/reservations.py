@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Final
 
 from strata.base.failpoint import failpoint
+from strata.database import event_kinds
 from strata.database.transaction import Rows, Transaction
 from strata.fleet.core.job import JobStatus
 from strata.fleet.core.reservation import (
@@ -20,7 +21,7 @@ from strata.fleet.core.reservation import (
     ended_reservations,
 )
 from strata.fleet.store.leases import cancel, release
-from strata.fleet.store.queue import record
+from strata.fleet.store.queue import queue_order, record
 from strata.fleet.store.rows import (
     LEASED,
     UNFINISHED_JOB,
@@ -51,7 +52,7 @@ _HELD_PLACES: Final = (
 )
 _HEADS_OF: Final = f"SELECT {_WAITING} FROM {{heads}} JOIN job j ON j.seq = r.seq"
 _OPTIONS: Final = "unnest(:classes::bigint[]) AS c (id) CROSS JOIN unnest(:owners::text[]) AS o (name)"
-_FIRST: Final = "class_id = c.id AND owner = o.name ORDER BY priority DESC, seq LIMIT 1"
+_FIRST: Final = f"class_id = c.id AND owner = o.name ORDER BY {queue_order('ready')} LIMIT 1"
 _HEADS: Final = {
     "sqlite": _HEADS_OF.format(
         heads=f"{_OPTIONS} CROSS JOIN ready AS r"
@@ -96,7 +97,7 @@ async def apply_reservations(tx: Transaction, planner: ReservationPlanner, now_s
     for each in sorted(plan.preempted):
         update = "UPDATE lease SET preempt = :reason WHERE job_id = :job AND epoch = :epoch AND NOT expired"
         if await tx.changed(update, {"reason": each.reason, "job": each.job_id, "epoch": each.epoch}):
-            await record(tx, now_s, "hub", "job.preempted", each.job_id, epoch=each.epoch, reason=each.reason)
+            await record(tx, now_s, "hub", event_kinds.JOB_PREEMPTED, each.job_id, epoch=each.epoch, reason=each.reason)
     failpoint("fleet.reserve.written")
     return plan
 
@@ -122,9 +123,9 @@ async def _write(
         ],
     )
     for each in added_reservations(plan.reservations, before):
-        await record(tx, now_s, "hub", "job.reserved", each.job.job_id, host=each.host_id)
+        await record(tx, now_s, "hub", event_kinds.JOB_RESERVED, each.job.job_id, host=each.host_id)
     for each in ended_reservations(plan.reservations, before):
-        await record(tx, now_s, "hub", "job.unreserved", each.job.job_id, host=each.host_id)
+        await record(tx, now_s, "hub", event_kinds.JOB_UNRESERVED, each.job.job_id, host=each.host_id)
 
 
 def _decode_reservations(rows: Rows) -> list[Reservation]:

@@ -20,6 +20,7 @@ from functools import lru_cache
 from typing import Any, Final, Literal
 
 from strata.base.failpoint import failpoint
+from strata.database.event_kinds import JOB_CLAIMED, JOB_LOST
 from strata.database.postgres import Connections
 from strata.fleet.core.amounts import Amounts, Room, Taken
 from strata.fleet.core.claiming import (
@@ -32,6 +33,7 @@ from strata.fleet.core.claiming import (
 from strata.fleet.core.fair_share import JobOffer, OwnerShares
 from strata.fleet.core.job import JobEvent, target
 from strata.fleet.ports import Claim, JobLease
+from strata.fleet.store.queue import queue_order
 from strata.fleet.store.rows import (
     decode_lease,
     decode_open_attempt,
@@ -63,7 +65,7 @@ SELECT id FROM job WHERE id = ANY(%(jobs)s::text[]) AND status = 'pending' FOR U
 """
 """Jobs whose leases have expired, and that nobody revives meanwhile."""
 
-END_DISPLACED: Final = """
+END_DISPLACED: Final = f"""
 WITH displaced AS (
   SELECT w.job_id, w.epoch FROM unnest(%(jobs)s::text[], %(epochs)s::bigint[]) AS w (job_id, epoch)
 ), ended AS (
@@ -73,7 +75,7 @@ WITH displaced AS (
   UPDATE job SET lost = lost + 1 FROM displaced d WHERE job.id = d.job_id
 ), told AS (
   INSERT INTO event (at, actor, kind, subject, body)
-  SELECT %(now)s, 'hub', 'job.lost', job_id, convert_to('{"epoch":' || epoch || '}', 'UTF8') FROM displaced
+  SELECT %(now)s, 'hub', '{JOB_LOST}', job_id, convert_to('{{"epoch":' || epoch || '}}', 'UTF8') FROM displaced
 )
 DELETE FROM lease USING displaced d WHERE lease.job_id = d.job_id
 """
@@ -94,21 +96,21 @@ MINE: Final = """
 """
 """Jobs that no host of this statement is excluded for."""
 
-ONE: Final = """
+ONE: Final = f"""
   SELECT r.seq, 1 AS place, %(host)s::text AS host, %(claim)s::text AS claim, %(taken)s::text AS taken
   FROM ready r JOIN job j USING (seq)
-  WHERE r.class_id = %(class)s AND r.since <= %(latest)s AND ({one_idle})
+  WHERE r.class_id = %(class)s AND r.since <= %(latest)s AND ({{one_idle}})
     AND (SELECT count(*) FROM job_refusal x WHERE x.seq = r.seq AND x.host_id = %(host)s) = 0
-  ORDER BY r.priority DESC, r.seq LIMIT 1 FOR UPDATE OF r, j SKIP LOCKED
+  ORDER BY {queue_order("r")} LIMIT 1 FOR UPDATE OF r, j SKIP LOCKED
 """
 """The most frequent claim: one job of one class, without arrays and without sorting."""
 
-SEVERAL: Final = """
+SEVERAL: Final = f"""
   WITH fresh AS MATERIALIZED (
     SELECT host, claim, n, row_number() OVER (ORDER BY n) AS place
-    FROM unnest(%(hosts)s::text[], %(claims)s::text[]) WITH ORDINALITY AS w (host, claim, n) WHERE {idle}
+    FROM unnest(%(hosts)s::text[], %(claims)s::text[]) WITH ORDINALITY AS w (host, claim, n) WHERE {{idle}}
   ), chosen AS MATERIALIZED (
-    SELECT seq, kind, row_number() OVER (ORDER BY priority DESC, seq) AS place FROM ({best}) AS best
+    SELECT seq, kind, row_number() OVER (ORDER BY {queue_order("best")}) AS place FROM ({{best}}) AS best
   )
   SELECT chosen.seq, fresh.place, fresh.host, fresh.claim,
     (%(takes)s::text[])[(fresh.n - 1) * %(kinds)s::int + chosen.kind] AS taken
@@ -119,7 +121,7 @@ SEVERAL: Final = """
 FIRST: Final = f"""
     SELECT r.seq, r.priority, 1 AS kind FROM ready r JOIN job j USING (seq)
     WHERE r.class_id = (%(classes)s::bigint[])[1] AND r.since <= (%(latest)s::float8[])[1] AND {MINE}
-    ORDER BY r.priority DESC, r.seq LIMIT {{count}} FOR UPDATE OF r, j SKIP LOCKED
+    ORDER BY {queue_order("r")} LIMIT {{count}} FOR UPDATE OF r, j SKIP LOCKED
 """
 """Of one class: the index is scanned until enough jobs are found that no other transaction has locked."""
 
@@ -131,17 +133,17 @@ BEST: Final = f"""
         CROSS JOIN LATERAL (
           SELECT r.seq, r.priority FROM ready r
           WHERE r.class_id = wanted.class_id AND r.since <= wanted.latest AND {MINE}
-          ORDER BY r.priority DESC, r.seq LIMIT 1
+          ORDER BY {queue_order("r")} LIMIT 1
         ) AS head
-        ORDER BY head.priority DESC, head.seq LIMIT {{spare}}
+        ORDER BY {queue_order("head")} LIMIT {{spare}}
       ) AS ahead CROSS JOIN LATERAL (
         SELECT r.seq, r.priority, r.class_id FROM ready r
         WHERE r.class_id = ahead.class_id AND r.since <= ahead.latest AND {MINE}
-        ORDER BY r.priority DESC, r.seq LIMIT {{spare}}
+        ORDER BY {queue_order("r")} LIMIT {{spare}}
       ) AS o
-      ORDER BY o.priority DESC, o.seq LIMIT {{spare}}
+      ORDER BY {queue_order("o")} LIMIT {{spare}}
     ) AS b JOIN ready r ON r.seq = b.seq AND r.class_id = b.class_id JOIN job j ON j.seq = b.seq
-    ORDER BY b.priority DESC, b.seq LIMIT {{count}} FOR UPDATE OF r, j SKIP LOCKED
+    ORDER BY {queue_order("b")} LIMIT {{count}} FOR UPDATE OF r, j SKIP LOCKED
 """
 """Of many classes: their heads are compared unlocked, since a claim that locked one job of each class would hide all of
 them from everybody else. The best n jobs are in the n classes with the best heads, so only those are looked into. The
@@ -154,7 +156,7 @@ CROSS JOIN unnest(%(owners)s::text[]) AS o (owner)
 CROSS JOIN LATERAL (
   SELECT r.seq, r.priority FROM ready r
   WHERE r.class_id = wanted.class_id AND r.owner = o.owner AND r.since <= wanted.latest AND {MINE}
-  ORDER BY r.priority DESC, r.seq LIMIT {{count}}
+  ORDER BY {queue_order("r")} LIMIT {{count}}
 ) AS b
 """
 """The best few jobs of each owner in each class."""
@@ -195,22 +197,22 @@ WITH given AS MATERIALIZED ({{given}}), gone AS (
   SELECT id, epoch, host, claim, %(now)s, attempts, trainer_digest, taken, '', '', '', '', '', '{{{{}}}}' FROM moved
 ), told AS (
   INSERT INTO event (at, actor, kind, subject, body)
-  SELECT %(now)s, 'host:' || host, 'job.claimed', id, convert_to('{{{{"epoch":' || epoch || '}}}}', 'UTF8') FROM moved
+  SELECT %(now)s, 'host:' || host, '{JOB_CLAIMED}', id, convert_to('{{{{"epoch":' || epoch || '}}}}', 'UTF8') FROM moved
   UNION ALL
-  SELECT %(now)s, 'hub', 'job.lost', job_id, convert_to('{{{{"epoch":' || epoch || '}}}}', 'UTF8') FROM replaced
+  SELECT %(now)s, 'hub', '{JOB_LOST}', job_id, convert_to('{{{{"epoch":' || epoch || '}}}}', 'UTF8') FROM replaced
 )
 SELECT host, claim, id, epoch, %(until)s::float8, moved.spec, checkpoint, trainer_digest, trainer.spec, taken
 FROM moved LEFT JOIN trainer ON trainer.digest = moved.trainer_digest ORDER BY place
 """
 """In one statement: remove the job from the queue, and begin a lease and an attempt."""
 
-PREVIOUS_LEASES: Final = """
+PREVIOUS_LEASES: Final = f"""
 SELECT a.host_id, a.claim_id, a.job_id, a.epoch, l.expires_at, j.spec, j.checkpoint, a.trainer_digest, t.spec, a.taken
 FROM unnest(%(hosts)s::text[], %(claims)s::text[]) AS w (host, claim)
 JOIN attempt a ON a.claim_id = w.claim AND a.host_id = w.host
 JOIN lease l ON l.job_id = a.job_id AND l.epoch = a.epoch
 JOIN job j ON j.id = a.job_id LEFT JOIN trainer t ON t.digest = a.trainer_digest
-ORDER BY j.priority DESC, j.seq
+ORDER BY {queue_order("j")}
 """
 """What claims of these names were granted before and still hold."""
 

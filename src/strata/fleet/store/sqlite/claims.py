@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 from strata.base.failpoint import failpoint
+from strata.database.event_kinds import JOB_CLAIMED, JOB_LOST
 from strata.database.events import EventRecord as Record
 from strata.database.events import record_sqlite
 from strata.fleet.core.amounts import Room, Taken
@@ -28,6 +29,7 @@ from strata.fleet.core.fair_share import JobOffer, OwnerShares
 from strata.fleet.core.job import Cause, JobEvent, target
 from strata.fleet.core.lease import attempt_counter
 from strata.fleet.ports import Claim, JobLease
+from strata.fleet.store.queue import queue_order
 from strata.fleet.store.rows import (
     decode_lease,
     decode_open_attempt,
@@ -70,38 +72,38 @@ ORDER BY v.seq
 """
 """What these hosts keep free for jobs that still wait."""
 
-PREVIOUS_LEASES: Final = """
+PREVIOUS_LEASES: Final = f"""
 SELECT a.job_id, a.epoch, l.host_id, l.expires_at, j.spec, j.checkpoint, a.trainer_digest, t.spec, a.taken
 FROM attempt a JOIN job j ON j.id = a.job_id JOIN lease l ON l.job_id = a.job_id AND l.epoch = a.epoch
 LEFT JOIN trainer t ON t.digest = a.trainer_digest WHERE a.host_id = ? AND a.claim_id = ?
-ORDER BY j.priority DESC, j.seq
+ORDER BY {queue_order("j")}
 """
 """The leases that a claim was granted before and still holds."""
 
-OFFERED: Final = """
-SELECT -priority, seq FROM ready WHERE class_id = :class AND since <= :latest {mine}
-ORDER BY priority DESC, seq LIMIT :count
+OFFERED: Final = f"""
+SELECT -priority, seq FROM ready WHERE class_id = :class AND since <= :latest {{mine}}
+ORDER BY {queue_order("ready")} LIMIT :count
 """
 
-HEADS: Final = """
+HEADS: Final = f"""
 SELECT -r.priority, r.seq, c.value FROM json_each(:classes) AS c CROSS JOIN ready AS r
-ON r.seq = (SELECT seq FROM ready WHERE class_id = c.value {mine} ORDER BY priority DESC, seq LIMIT 1)
+ON r.seq = (SELECT seq FROM ready WHERE class_id = c.value {{mine}} ORDER BY {queue_order("ready")} LIMIT 1)
 """
 """The best job of each class. CROSS JOIN fixes the join order: the other way round it reads the whole queue."""
 
-OWNERS_HEADS: Final = """
+OWNERS_HEADS: Final = f"""
 SELECT r.seq, r.class_id, r.priority, r.owner FROM json_each(:classes) AS c CROSS JOIN json_each(:owners) AS o
 CROSS JOIN ready AS r ON r.seq = (
   SELECT seq FROM ready INDEXED BY ready_owner
   WHERE class_id = json_extract(c.value, '$[0]') AND owner = o.value
-    AND since <= json_extract(c.value, '$[1]') {mine}
-  ORDER BY priority DESC, seq LIMIT 1)
+    AND since <= json_extract(c.value, '$[1]') {{mine}}
+  ORDER BY {queue_order("ready")} LIMIT 1)
 """
 """The best job of each owner in each class."""
 
-OWNERS_OFFERS: Final = """
+OWNERS_OFFERS: Final = f"""
 SELECT seq, priority FROM ready INDEXED BY ready_owner
-WHERE class_id = :class AND owner = :owner AND since <= :latest {mine} ORDER BY priority DESC, seq LIMIT :count
+WHERE class_id = :class AND owner = :owner AND since <= :latest {{mine}} ORDER BY {queue_order("ready")} LIMIT :count
 """
 
 _FOREVER_S: Final = 1e300
@@ -317,7 +319,7 @@ def _lease_jobs(db: sqlite3.Connection, grants: Sequence[_Grant], lease_s: float
     db.executemany(ATTEMPT, attempts)
     record_sqlite(
         db,
-        [Record(now_s, f"host:{each.host_id}", "job.claimed", each.job_id, {"epoch": each.epoch}) for each in leases],
+        [Record(now_s, f"host:{each.host_id}", JOB_CLAIMED, each.job_id, {"epoch": each.epoch}) for each in leases],
     )
     failpoint("fleet.claim.written")
     return leases
@@ -331,4 +333,4 @@ def _end_lost_attempts(db: sqlite3.Connection, lost: Sequence[tuple[str, int]], 
     )
     column = attempt_counter(Cause.HOST_LOST)
     db.executemany(f"UPDATE job SET {column} = {column} + 1 WHERE id = ?", [(job_id,) for job_id, _ in lost])
-    record_sqlite(db, [Record(now_s, "hub", "job.lost", job_id, {"epoch": epoch}) for job_id, epoch in lost])
+    record_sqlite(db, [Record(now_s, "hub", JOB_LOST, job_id, {"epoch": epoch}) for job_id, epoch in lost])
