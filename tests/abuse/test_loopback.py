@@ -22,7 +22,8 @@ from strata.base.unix_socket import connect_unix, listen_unix
 from strata.cli.exit_codes import ExitCode
 from strata.cli.fleet.logs import escape_control
 from strata.cli.main import run
-from strata.cli.output import Column, Format, Rows
+from strata.cli.output import Format
+from strata.cli.rows import Column, Rows
 from strata.coord import settings as coord_settings
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.train import settings as train_settings

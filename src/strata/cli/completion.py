@@ -77,20 +77,6 @@ def complete_hosts(ctx: click.Context, param: click.Parameter, incomplete: str) 
     return _matching(ctx, incomplete, names)
 
 
-def complete_contexts(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    del ctx, param
-    from click.shell_completion import CompletionItem
-
-    from strata.base.errors import StrataError
-    from strata.sdk.fleet import client_settings, shown_contexts
-
-    try:
-        known = shown_contexts(client_settings())
-    except StrataError:
-        return []
-    return [CompletionItem(each["name"], help=each["url"]) for each in known if each["name"].startswith(incomplete)]
-
-
 def _matching(
     ctx: click.Context, incomplete: str, names: Callable[[HubClient], Iterable[tuple[str, str]]]
 ) -> list[CompletionItem]:

@@ -10,8 +10,9 @@ import click
 
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret, read_secret
-from strata.cli.completion import complete_contexts
-from strata.cli.output import Column, Format, Rows, output_option, print_error
+from strata.cli.fleet.client import complete_contexts
+from strata.cli.output import Format, output_option, print_error
+from strata.cli.rows import Column, Rows
 
 if TYPE_CHECKING:
     from strata.fleet.client.hub_client import HubClient

@@ -10,7 +10,8 @@ import click
 from strata.base.errors import Code, StrataError
 from strata.cli.exit_codes import ExitCode
 from strata.cli.groups import VerbGroup
-from strata.cli.output import Column, Format, Rows, output_option
+from strata.cli.output import Format, output_option
+from strata.cli.rows import Column, Rows
 from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:

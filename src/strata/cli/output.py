@@ -1,17 +1,16 @@
-"""Prints rows to stdout in the requested format, and messages to stderr.
+"""Prints values to stdout in the requested format, and messages to stderr.
 
-Names in a row come from other machines: control characters are escaped. Passwords in URLs are replaced.
+Names in them come from other machines: control characters are escaped. Passwords in URLs are replaced.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import StrEnum
-from types import TracebackType
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
 import click
 
@@ -34,17 +33,6 @@ class Format(StrEnum):
         return self not in (Format.TABLE, Format.WIDE)
 
 
-class Column(NamedTuple):
-    key: str
-    wide: bool = False
-    """Shown by `-o wide` only."""
-    number: bool = False
-    cut: int | None = None
-    """The number of characters to which `-o table` may shorten cells on a terminal that is too narrow."""
-    identifies: bool = False
-    """What `-o name` prints; if no column does, it is the first one."""
-
-
 def output_option(function: _Function) -> _Function:
     """`-o`, passed to the command as `output: Format`."""
     return click.option(
@@ -56,42 +44,6 @@ def output_option(function: _Function) -> _Function:
         callback=lambda _ctx, _param, value: Format(value),
         help="Output format; name: only what other commands take.",
     )(function)
-
-
-class Rows:
-    """Prints rows as they come (`jsonl`, `name`), or all at the end (`table`, `wide`, `json`, `yaml`) unless an error
-    occurred."""
-
-    def __init__(self, output: Format, columns: Sequence[Column]) -> None:
-        self._output = output
-        self._columns = [column for column in columns if output is not Format.TABLE or not column.wide]
-        self._name = next((column.key for column in columns if column.identifies), columns[0].key)
-        self._kept: list[Mapping[str, Any]] = []
-
-    def __enter__(self) -> Rows:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            return
-        match self._output:
-            case Format.JSON | Format.YAML:
-                print_data(self._kept, self._output)
-            case Format.TABLE | Format.WIDE:
-                _print_table(self._columns, self._kept, cut=self._output is Format.TABLE)
-            case Format.JSONL | Format.NAME:
-                pass
-
-    def add(self, row: Mapping[str, Any]) -> None:
-        match self._output:
-            case Format.JSONL:
-                print_data(row, self._output)
-            case Format.NAME:
-                write(_cell(row.get(self._name)))
-            case _:
-                self._kept.append(row)
 
 
 def print_data(value: object, output: Format) -> None:
@@ -165,25 +117,3 @@ def redact(text: str) -> str:
 def printable(text: str) -> str:
     """Escape control characters, except line ends and tabs."""
     return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
-
-
-def _print_table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], *, cut: bool) -> None:
-    from strata.cli.layout import ScreenColumn, Table, print_table
-    from strata.cli.states import state_cell
-
-    titles = tuple(
-        ScreenColumn(column.key.upper(), number=column.number, cuts=cut and column.cut is not None, least=column.cut)
-        for column in columns
-    )
-    cells = [[state_cell(column.key, _cell(row.get(column.key))) for column in columns] for row in rows]
-    print_table(Table(titles, cells))
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, str):
-        return printable(value).replace("\n", "\\n").replace("\t", "\\t")
-    import json
-
-    return json.dumps(value)

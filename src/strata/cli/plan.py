@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from strata.base.errors import Code, StrataError
-from strata.cli.output import Column, Format, Rows, output_option, print_data, print_error, write
+from strata.cli.output import Format, output_option, print_data, print_error, write
+from strata.cli.rows import Column, Rows
 
 if TYPE_CHECKING:
     from strata.train.parallel import ParallelSettings

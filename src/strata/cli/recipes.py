@@ -5,7 +5,8 @@ from __future__ import annotations
 import click
 
 from strata.cli.groups import DefaultGroup
-from strata.cli.output import Column, Format, Rows, output_option, write
+from strata.cli.output import Format, output_option, write
+from strata.cli.rows import Column, Rows
 
 
 class RecipesGroup(DefaultGroup):

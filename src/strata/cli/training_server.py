@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import click
 
 from strata.base.errors import Code, StrataError
-from strata.cli.completion import complete_contexts
+from strata.cli.fleet.client import complete_contexts
 
 if TYPE_CHECKING:
     from strata.fleet.client.hub_client import HubClient

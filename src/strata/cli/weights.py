@@ -10,8 +10,9 @@ from typing import Any, Final, Literal
 import click
 
 from strata.cli.groups import VerbGroup
-from strata.cli.output import Column, Format, Rows, output_option, print_error, write
+from strata.cli.output import Format, output_option, print_error, write
 from strata.cli.progress import ProgressLine
+from strata.cli.rows import Column, Rows
 from strata.cli.training_server import connect_server, context_option, key_file_option, server_option
 
 ANSWER_S: Final = 600.0

@@ -7,7 +7,8 @@ from contextlib import suppress
 
 import pytest
 
-from strata.cli.output import Column, Format, Rows, printable, redact
+from strata.cli.output import Format, printable, redact
+from strata.cli.rows import Column, Rows
 
 COLUMNS = (Column("name"), Column("count", number=True), Column("note", wide=True, cut=10))
 ROWS = ({"name": "a", "count": 7, "note": None}, {"name": "longer", "count": 1234, "note": "x" * 200})

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.cli.output import Column, Format, Rows
+from strata.cli.output import Format
+from strata.cli.rows import Column, Rows
 from strata.cli.yaml_text import to_yaml
 
 yaml: Any = pytest.importorskip("yaml")

@@ -12,8 +12,9 @@ import click
 import pytest
 
 from strata.base.settings import process_environment
-from strata.cli.completion import complete_contexts, complete_hosts, complete_jobs
+from strata.cli.completion import complete_hosts, complete_jobs
 from strata.cli.exit_codes import ExitCode
+from strata.cli.fleet.client import complete_contexts
 from strata.fleet.wire.leases import CompleteRequest, HeartbeatsReply, HeartbeatsRequest, LeaseGiven, LeaseHeld
 from tests.shell.cli_fleet.driving import HostByHand, Person
 from tests.shell.fleet_agent.running import HubProcess

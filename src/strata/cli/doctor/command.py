@@ -13,7 +13,8 @@ from strata.cli.doctor import hub, machine
 from strata.cli.doctor.findings import DoctorFinding, FindingState
 from strata.cli.exit_codes import ExitCode
 from strata.cli.fleet.client import hub_option
-from strata.cli.output import Column, Format, Rows, output_option, printable, redact, write
+from strata.cli.output import Format, output_option, printable, redact, write
+from strata.cli.rows import Column, Rows
 from strata.cli.watch import watch_option
 
 _COLUMNS: Final = (Column("state"), Column("check"), Column("why"), Column("fix"))

@@ -20,8 +20,9 @@ from strata.cli.fleet.client import (
     short_id,
 )
 from strata.cli.groups import VerbGroup
-from strata.cli.output import Column, Format, output_option, print_error, write
+from strata.cli.output import Format, output_option, print_error, write
 from strata.cli.progress import ProgressLine
+from strata.cli.rows import Column
 from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import click
 
 from strata.base.errors import Code, StrataError
-from strata.cli.completion import complete_contexts
-from strata.cli.output import Column, Format, Rows, print_error, printable
+from strata.cli.output import Format, print_error, printable
+from strata.cli.rows import Column, Rows
 
 if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
     from strata.fleet.client.hub_client import HubClient
     from strata.fleet.wire.hosts import Host
     from strata.fleet.wire.jobs import Job, JobReply, JobsQuery
@@ -29,6 +31,20 @@ _SUGGESTED: Final = 3
 _RAISED: Final = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning)(?::|$)")
 _ID: Final = re.compile(r"[0-9a-z_]{1,80}")
 _OLDER: Final = re.compile(r"(.+)@([1-9][0-9]{0,3})")
+
+
+def complete_contexts(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    del ctx, param
+    from click.shell_completion import CompletionItem
+
+    from strata.base.errors import StrataError
+    from strata.sdk.fleet import client_settings, shown_contexts
+
+    try:
+        known = shown_contexts(client_settings())
+    except StrataError:
+        return []
+    return [CompletionItem(each["name"], help=each["url"]) for each in known if each["name"].startswith(incomplete)]
 
 
 def hub_option(function: _Function) -> _Function:

@@ -11,7 +11,8 @@ from strata.cli.completion import complete_hosts, complete_jobs
 from strata.cli.fleet.client import all_hosts, find_job, host_path, hub_client, hub_option, print_rows, short_id
 from strata.cli.fleet.hosts import host_row
 from strata.cli.fleet.jobs import job_row
-from strata.cli.output import Column, Format, output_option, print_error, printable
+from strata.cli.output import Format, output_option, print_error, printable
+from strata.cli.rows import Column
 
 if TYPE_CHECKING:
     from strata.fleet.client.hub_client import HubClient

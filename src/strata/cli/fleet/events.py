@@ -8,7 +8,8 @@ import click
 
 from strata.cli.completion import complete_jobs
 from strata.cli.fleet.client import find_job, hub_client, hub_option, print_rows, short_id
-from strata.cli.output import Column, Format, output_option
+from strata.cli.output import Format, output_option
+from strata.cli.rows import Column
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -21,7 +21,8 @@ from strata.cli.fleet.client import (
     print_rows,
     short_id,
 )
-from strata.cli.output import Column, Format, output_option, print_data, print_error, printable, write
+from strata.cli.output import Format, output_option, print_data, print_error, printable, write
+from strata.cli.rows import Column
 from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:

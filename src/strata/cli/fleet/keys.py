@@ -9,7 +9,8 @@ import click
 from strata.base.errors import Code, StrataError
 from strata.cli.fleet.client import hub_client, hub_option, print_rows
 from strata.cli.groups import VerbGroup
-from strata.cli.output import Column, Format, output_option, print_data, print_error, write
+from strata.cli.output import Format, output_option, print_data, print_error, write
+from strata.cli.rows import Column
 from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from strata.base.errors import Code, StrataError
 from strata.cli.completion import complete_jobs
 from strata.cli.fleet.client import all_jobs, find_job, hub_client, hub_option, print_rows, short_id
 from strata.cli.layout import console_width
-from strata.cli.output import Column, Format, Rows, output_option, printable, write
+from strata.cli.output import Format, output_option, printable, write
+from strata.cli.rows import Column, Rows
 from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:

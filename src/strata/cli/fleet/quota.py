@@ -9,7 +9,8 @@ import click
 
 from strata.cli.fleet.client import format_bytes, format_duration, hub_client, hub_option, print_rows
 from strata.cli.groups import DefaultGroup
-from strata.cli.output import Column, Format, output_option, print_error
+from strata.cli.output import Format, output_option, print_error
+from strata.cli.rows import Column
 from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from strata.cli.fleet.client import (
     short_id,
 )
 from strata.cli.groups import DefaultGroup
-from strata.cli.output import Column, Format, output_option, print_error
+from strata.cli.output import Format, output_option, print_error
+from strata.cli.rows import Column
 from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:

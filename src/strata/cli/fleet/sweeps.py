@@ -8,7 +8,8 @@ import click
 
 from strata.cli.fleet.client import declared_name, find_declared, hub_client, hub_option, print_rows
 from strata.cli.groups import DefaultGroup
-from strata.cli.output import Column, Format, output_option, print_error
+from strata.cli.output import Format, output_option, print_error
+from strata.cli.rows import Column
 from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ from strata.cli.gang.screen import screen
 from strata.cli.gang.watch import follow
 from strata.cli.groups import DefaultGroup
 from strata.cli.layout import print_once
-from strata.cli.output import Column, Format, Rows, output_option, print_error
+from strata.cli.output import Format, output_option, print_error
+from strata.cli.rows import Column, Rows
 from strata.cli.watch import check_watched, watch_flag, watch_option
 
 if TYPE_CHECKING:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from strata.cli.gang.format import age, clock, names
-from strata.cli.output import Column, Format, Rows
+from strata.cli.output import Format
+from strata.cli.rows import Column, Rows
 
 if TYPE_CHECKING:
     from strata.coord.view import GangEventsView, GangEventView, GoodputView
