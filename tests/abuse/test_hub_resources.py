@@ -20,6 +20,7 @@ from strata.base import log
 from strata.base.errors import Code, StrataError
 from strata.database.migrations import SqliteComponents
 from strata.database.sqlite import SqliteThread
+from strata.database.transaction import SqliteDatabase
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.http.context import WriteProbe
 from strata.fleet.streams import AttemptStreams
@@ -30,7 +31,7 @@ from strata.fleet.wire.leases import ClaimReply
 from strata.http.anonymous import AnonymousConnections
 from strata.http.auth_failures import AuthFailures
 from strata.hub import disk
-from strata.hub.cursor_store import SQLITE, SqliteCursorStore
+from strata.hub.cursor_store import SQLITE, CursorStore
 from tests.shell.fleet_http.running import STRATA, Running, ok, process, refused, running
 
 Tries = Callable[[int], None]
@@ -395,7 +396,7 @@ def test_a_full_disk_stops_neither_heartbeats_nor_revocation(
 async def test_a_reserve_that_cannot_be_made_is_made_later_and_stops_no_check(tmp_path: Path) -> None:
     """The limit of this process for the size of files stands for the disk."""
     thread = await SqliteThread.open(tmp_path / "hub.db", SqliteComponents([SQLITE]))
-    cursors, writing, reserve = SqliteCursorStore(thread), WriteProbe(), tmp_path / disk.FILE
+    cursors, writing, reserve = CursorStore(SqliteDatabase(thread)), WriteProbe(), tmp_path / disk.FILE
     guard = disk.DiskGuard(tmp_path, cursors, writing)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (disk.RESERVE_BYTES // 2, before[1]))

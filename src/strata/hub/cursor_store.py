@@ -8,10 +8,9 @@ cannot move it back.
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -19,11 +18,8 @@ from strata.base import log
 from strata.base.loop import RunOnce
 from strata.database.events import StoredEvent
 from strata.database.migrations import Component
-from strata.database.sqlite import SqliteThread
+from strata.database.transaction import Database, Transaction
 from strata.fleet.http.feed import Feed
-
-if TYPE_CHECKING:
-    from strata.database.postgres import Connections
 
 SQLITE: Final = Component(
     "hub",
@@ -54,14 +50,11 @@ _PROBE: Final = "INSERT INTO hub_health VALUES (1, 1) ON CONFLICT (id) DO UPDATE
 LEASE_S: Final = 30.0
 """Longer than any one delivery takes: another hub goes on so long after the death of the one that delivered."""
 _PAGE: Final = 100
-_SQLITE_NOW: Final = "(julianday('now') - 2440587.5) * 86400.0"
-_POSTGRES_NOW: Final = "extract(epoch FROM clock_timestamp())"
+_NOW: Final = {
+    "sqlite": "(julianday('now') - 2440587.5) * 86400.0",
+    "postgres": "extract(epoch FROM clock_timestamp())",
+}
 """The clock of the database: those of the hubs may differ."""
-_ACQUIRE: Final = """
-INSERT INTO hub_lease VALUES ({name}, {holder}, {now} + {lease_s})
-ON CONFLICT (name) DO UPDATE SET holder = excluded.holder, expires_at = excluded.expires_at
-WHERE hub_lease.holder = excluded.holder OR hub_lease.expires_at <= {now}
-"""
 _log = log.get(__name__)
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -73,113 +66,62 @@ class Leases(Protocol):
     async def release(self, name: str, holder: str) -> None: ...
 
 
-class CursorStore(Leases, Protocol):
+class CursorStore:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
     async def cursor(self, name: str) -> str | None:
         """None if no reader of this name has read anything yet."""
-
-    async def put_cursor(self, name: str, cursor: str) -> None: ...
-
-    async def advance_cursor(self, name: str, before: str, after: str) -> bool:
-        """False if the cursor is not at `before` any more."""
-
-    async def schemas(self, trainers: Collection[str] | None = None) -> Mapping[str, bytes]:
-        """The JSON of these trainers' schemas, or of all."""
-
-    async def put_schemas(self, schemas: Mapping[str, Any]) -> None: ...
-
-    async def probe_write(self) -> None:
-        """Write one row; raises if the database cannot be written to."""
-
-
-class SqliteCursorStore:
-    def __init__(self, thread: SqliteThread) -> None:
-        self._thread = thread
-
-    async def cursor(self, name: str) -> str | None:
-        select = "SELECT cursor FROM hub_cursor WHERE name = ?"
-        row = await self._thread.read(lambda db: db.execute(select, (name,)).fetchone())
-        return None if row is None else str(row[0])
-
-    async def put_cursor(self, name: str, cursor: str) -> None:
-        insert = "INSERT INTO hub_cursor VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET cursor = excluded.cursor"
-        await self._thread.write(lambda db: db.execute(insert, (name, cursor)))
-
-    async def advance_cursor(self, name: str, before: str, after: str) -> bool:
-        update = "UPDATE hub_cursor SET cursor = ? WHERE name = ? AND cursor = ?"
-        return await self._thread.write(lambda db: db.execute(update, (after, name, before)).rowcount) > 0
-
-    async def acquire(self, name: str, holder: str, lease_s: float) -> bool:
-        upsert = _ACQUIRE.format(name="?", holder="?", lease_s="?", now=_SQLITE_NOW)
-        return await self._thread.write(lambda db: db.execute(upsert, (name, holder, lease_s)).rowcount) > 0
-
-    async def release(self, name: str, holder: str) -> None:
-        delete = "DELETE FROM hub_lease WHERE name = ? AND holder = ?"
-        await self._thread.write(lambda db: db.execute(delete, (name, holder)))
-
-    async def schemas(self, trainers: Collection[str] | None = None) -> Mapping[str, bytes]:
-        select = "SELECT trainer, body FROM hub_schema"
-        values: tuple[str, ...] = ()
-        if trainers is not None:
-            named = msgspec.json.encode(list(trainers)).decode()
-            select, values = f"{select} WHERE trainer IN (SELECT value FROM json_each(?))", (named,)
-        return dict(await self._thread.read(lambda db: db.execute(select, values).fetchall()))
-
-    async def put_schemas(self, schemas: Mapping[str, Any]) -> None:
-        insert = "INSERT INTO hub_schema VALUES (?, ?) ON CONFLICT (trainer) DO UPDATE SET body = excluded.body"
-        rows = [(trainer, _encode(schema)) for trainer, schema in schemas.items()]
-
-        def put(db: sqlite3.Connection) -> None:
-            db.executemany(insert, rows)
-
-        await self._thread.write(put)
-
-    async def probe_write(self) -> None:
-        await self._thread.write(lambda db: db.execute(_PROBE))
-
-
-class PostgresCursorStore:
-    def __init__(self, connections: Connections) -> None:
-        self._connections = connections
-
-    async def cursor(self, name: str) -> str | None:
-        rows = await self._connections.run("SELECT cursor FROM hub_cursor WHERE name = %(name)s", {"name": name})
+        rows = await self._database.rows("SELECT cursor FROM hub_cursor WHERE name = :name", {"name": name})
         return str(rows[0][0]) if rows else None
 
     async def put_cursor(self, name: str, cursor: str) -> None:
-        await self._connections.write(
-            "INSERT INTO hub_cursor VALUES (%(name)s, %(cursor)s)"
-            " ON CONFLICT (name) DO UPDATE SET cursor = excluded.cursor",
-            {"name": name, "cursor": cursor},
+        insert = (
+            "INSERT INTO hub_cursor VALUES (:name, :cursor) ON CONFLICT (name) DO UPDATE SET cursor = excluded.cursor"
         )
+        await self._database.changed(insert, {"name": name, "cursor": cursor})
 
     async def advance_cursor(self, name: str, before: str, after: str) -> bool:
-        update = "UPDATE hub_cursor SET cursor = %(after)s WHERE name = %(name)s AND cursor = %(before)s"
-        return await self._connections.write(update, {"name": name, "before": before, "after": after}) > 0
+        """False if the cursor is not at `before` any more."""
+        update = "UPDATE hub_cursor SET cursor = :after WHERE name = :name AND cursor = :before"
+        return await self._database.changed(update, {"name": name, "before": before, "after": after}) > 0
 
     async def acquire(self, name: str, holder: str, lease_s: float) -> bool:
-        upsert = _ACQUIRE.format(name="%(name)s", holder="%(holder)s", lease_s="%(lease_s)s", now=_POSTGRES_NOW)
-        return await self._connections.write(upsert, {"name": name, "holder": holder, "lease_s": lease_s}) > 0
-
-    async def release(self, name: str, holder: str) -> None:
-        delete = "DELETE FROM hub_lease WHERE name = %(name)s AND holder = %(holder)s"
-        await self._connections.write(delete, {"name": name, "holder": holder})
-
-    async def schemas(self, trainers: Collection[str] | None = None) -> Mapping[str, bytes]:
-        select = "SELECT trainer, body FROM hub_schema"
-        values: dict[str, Any] = {}
-        if trainers is not None:
-            select, values = f"{select} WHERE trainer = ANY(%(trainers)s)", {"trainers": list(trainers)}
-        return {trainer: bytes(body) for trainer, body in await self._connections.run(select, values)}
-
-    async def put_schemas(self, schemas: Mapping[str, Any]) -> None:
-        async with self._connections.transaction() as connection:
-            await connection.cursor().executemany(
-                "INSERT INTO hub_schema VALUES (%s, %s) ON CONFLICT (trainer) DO UPDATE SET body = excluded.body",
-                [(trainer, _encode(schema)) for trainer, schema in schemas.items()],
+        async def acquire(tx: Transaction) -> int:
+            now = _NOW[tx.engine]
+            return await tx.changed(
+                f"INSERT INTO hub_lease VALUES (:name, :holder, {now} + :lease_s)"
+                " ON CONFLICT (name) DO UPDATE SET holder = excluded.holder, expires_at = excluded.expires_at"
+                f" WHERE hub_lease.holder = excluded.holder OR hub_lease.expires_at <= {now}",
+                {"name": name, "holder": holder, "lease_s": lease_s},
             )
 
+        return await self._database.run(acquire) > 0
+
+    async def release(self, name: str, holder: str) -> None:
+        delete = "DELETE FROM hub_lease WHERE name = :name AND holder = :holder"
+        await self._database.changed(delete, {"name": name, "holder": holder})
+
+    async def schemas(self, trainers: Collection[str] | None = None) -> Mapping[str, bytes]:
+        """The JSON of these trainers' schemas, or of all."""
+        where = "" if trainers is None else " WHERE trainer = ANY(:trainers)"
+        return dict(
+            await self._database.rows(
+                f"SELECT trainer, body FROM hub_schema{where}", {"trainers": list(trainers or ())}
+            )
+        )
+
+    async def put_schemas(self, schemas: Mapping[str, Any]) -> None:
+        insert = (
+            "INSERT INTO hub_schema VALUES (:trainer::text, :body::bytea)"
+            " ON CONFLICT (trainer) DO UPDATE SET body = excluded.body"
+        )
+        rows = [{"trainer": trainer, "body": _encode(schema)} for trainer, schema in schemas.items()]
+        await self._database.run(lambda tx: tx.many(insert, rows))
+
     async def probe_write(self) -> None:
-        await self._connections.write(_PROBE, {})
+        """Write one row; raises if the database cannot be written to."""
+        await self._database.changed(_PROBE)
 
 
 async def run_leased(leases: Leases, name: str, holder: str, run_once: RunOnce, *, lease_s: float) -> bool:

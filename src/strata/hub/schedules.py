@@ -8,10 +8,9 @@ each due time has one run. However many due times passed while no hub ran, one r
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from collections.abc import Mapping, Sequence
 from datetime import UTC, tzinfo
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import msgspec
@@ -20,9 +19,9 @@ from strata.base import log
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.database import event_kinds
-from strata.database.events import EventRecord, record_postgres, record_sqlite
+from strata.database.events import EventRecord, record
 from strata.database.migrations import Component
-from strata.database.sqlite import SqliteThread
+from strata.database.transaction import Database, Transaction, Values
 from strata.fleet.core.job import TERMINAL
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.ownership import Submitter, check_owners
@@ -33,7 +32,6 @@ from strata.fleet.service import Fleet
 from strata.identity.authenticate import is_valid_actor
 
 if TYPE_CHECKING:
-    from strata.database.postgres import Connections
     from strata.fleet.http.context import HubContext
 
 MAX_OF_OWNER: Final = 1000
@@ -74,18 +72,18 @@ POSTGRES: Final = Component(
 )
 _SELECT: Final = "SELECT project, name, body, next_due, paused, last_job, note FROM schedule"
 ALL: Final = f"{_SELECT} ORDER BY project, name"
-DUE: Final = f"{_SELECT} WHERE NOT paused AND next_due <= {{now}} ORDER BY next_due LIMIT {BATCH}"
+DUE: Final = f"{_SELECT} WHERE NOT paused AND next_due <= :now ORDER BY next_due LIMIT {BATCH}"
 PUT: Final = (
-    "INSERT INTO schedule VALUES ({project}, {name}, {body}, {next_due}, false, '', '')"
+    "INSERT INTO schedule VALUES (:project, :name, :body, :next_due, false, '', '')"
     " ON CONFLICT (project, name) DO UPDATE SET body = excluded.body, next_due = excluded.next_due"
 )
-_KEY: Final = "project = {project} AND name = {name}"
-PAUSE: Final = f"UPDATE schedule SET paused = true, note = {{note}} WHERE {_KEY} AND NOT paused"
-RESUME: Final = f"UPDATE schedule SET paused = false, note = '', next_due = {{next_due}} WHERE {_KEY} AND paused"
+_KEY: Final = "project = :project AND name = :name"
+PAUSE: Final = f"UPDATE schedule SET paused = true, note = :note WHERE {_KEY} AND NOT paused"
+RESUME: Final = f"UPDATE schedule SET paused = false, note = '', next_due = :next_due WHERE {_KEY} AND paused"
 REMOVE: Final = f"DELETE FROM schedule WHERE {_KEY}"
 ADVANCE: Final = (
-    "UPDATE schedule SET next_due = {next_due}, last_job = {last_job}, note = {note}"
-    f" WHERE {_KEY} AND next_due = {{due}} AND NOT paused"
+    "UPDATE schedule SET next_due = :next_due, last_job = :last_job, note = :note"
+    f" WHERE {_KEY} AND next_due = :due AND NOT paused"
 )
 """Only for the hub that is first: another one may have moved it on, paused it or changed it."""
 
@@ -93,49 +91,23 @@ _encode: Final = msgspec.json.Encoder().encode
 _decode: Final = msgspec.json.Decoder(StoredSchedule).decode
 
 
-class ScheduleStore(Protocol):
+class ScheduleStore:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
     async def rows(self, select: str, **values: Any) -> Sequence[ScheduleRow]:
         """`ALL` or `DUE`."""
+        return list(map(_row, await self._database.rows(select, values)))
 
-    async def write(self, statement: str, values: Mapping[str, Any], event: EventRecord) -> bool:
+    async def write(self, statement: str, values: Values, event: EventRecord) -> bool:
         """Whether the statement changed a row; the event is written with it if it did."""
 
-
-class SqliteScheduleStore:
-    def __init__(self, thread: SqliteThread) -> None:
-        self._thread = thread
-
-    async def rows(self, select: str, **values: Any) -> Sequence[ScheduleRow]:
-        spelt = select.format(**{name: f":{name}" for name in values})
-        return list(map(_row, await self._thread.read(lambda db: db.execute(spelt, values).fetchall())))
-
-    async def write(self, statement: str, values: Mapping[str, Any], event: EventRecord) -> bool:
-        spelt = statement.format(**{name: f":{name}" for name in values})
-
-        def change(db: sqlite3.Connection) -> bool:
-            changed = db.execute(spelt, values).rowcount > 0
-            if changed:
-                record_sqlite(db, [event])
+        async def change(tx: Transaction) -> bool:
+            changed = await tx.changed(statement, values) > 0
+            await record(tx, [event] if changed else [])
             return changed
 
-        return await self._thread.write(change)
-
-
-class PostgresScheduleStore:
-    def __init__(self, connections: Connections) -> None:
-        self._connections = connections
-
-    async def rows(self, select: str, **values: Any) -> Sequence[ScheduleRow]:
-        spelt = select.format(**{name: f"%({name})s" for name in values})
-        return list(map(_row, await self._connections.run(spelt, values)))
-
-    async def write(self, statement: str, values: Mapping[str, Any], event: EventRecord) -> bool:
-        spelt = statement.format(**{name: f"%({name})s" for name in values})
-        async with self._connections.transaction() as connection:
-            changed = (await connection.execute(spelt, values)).rowcount > 0
-            if changed:
-                await record_postgres(connection, [event])
-        return changed
+        return await self._database.run(change)
 
 
 def _row(row: Sequence[Any]) -> ScheduleRow:

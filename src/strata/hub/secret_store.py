@@ -10,10 +10,9 @@ from __future__ import annotations
 import base64
 import re
 import secrets
-import sqlite3
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -23,11 +22,8 @@ from strata.base.atomic import create_file
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret, read_secret
 from strata.database.migrations import Component
-from strata.database.sqlite import SqliteThread
+from strata.database.transaction import Database
 from strata.fleet.ports import StoredSecret
-
-if TYPE_CHECKING:
-    from strata.database.postgres import Connections
 
 KEY_FILE: Final = "secrets.key"
 MAX_SECRETS: Final = 1000
@@ -59,68 +55,34 @@ POSTGRES: Final = Component(
     ),
 )
 _COLUMNS: Final = "scope, name, sealed, changed_at, changed_by"
-_ANY: Final = "SELECT 1 FROM secret LIMIT 1"
 _log = log.get(__name__)
 
 
-class SecretRows(Protocol):
+class SecretRows:
     """The table, of sealed values."""
 
-    async def select(self, scopes: Sequence[str]) -> Sequence[tuple[Any, ...]]: ...
+    def __init__(self, database: Database) -> None:
+        self._database = database
 
-    async def upsert(self, row: tuple[Any, ...]) -> None: ...
+    async def select(self, scopes: Sequence[str]) -> Sequence[tuple[Any, ...]]:
+        query = f"SELECT {_COLUMNS} FROM secret WHERE scope = ANY(:scopes) ORDER BY scope, name"
+        return await self._database.rows(query, {"scopes": list(scopes)})
 
-    async def delete(self, scope: str, name: str) -> bool: ...
+    async def upsert(self, row: Sequence[Any]) -> None:
+        await self._database.changed(
+            f"INSERT INTO secret ({_COLUMNS}) VALUES (:scope, :name, :sealed, :changed_at, :changed_by)"
+            " ON CONFLICT (scope, name) DO UPDATE SET"
+            " sealed = excluded.sealed, changed_at = excluded.changed_at, changed_by = excluded.changed_by",
+            dict(zip(_COLUMNS.split(", "), row, strict=True)),
+        )
+
+    async def delete(self, scope: str, name: str) -> bool:
+        query = "DELETE FROM secret WHERE scope = :scope AND name = :name"
+        return await self._database.changed(query, {"scope": scope, "name": name}) > 0
 
     async def exist(self) -> bool:
         """Whether there is any."""
-
-
-class SqliteSecretRows:
-    def __init__(self, thread: SqliteThread) -> None:
-        self._thread = thread
-
-    async def select(self, scopes: Sequence[str]) -> Sequence[tuple[Any, ...]]:
-        places = ", ".join("?" for _ in scopes)
-        query = f"SELECT {_COLUMNS} FROM secret WHERE scope IN ({places}) ORDER BY scope, name"
-        return await self._thread.read(lambda db: db.execute(query, tuple(scopes)).fetchall())
-
-    async def upsert(self, row: tuple[Any, ...]) -> None:
-        statement = f"INSERT OR REPLACE INTO secret ({_COLUMNS}) VALUES (?, ?, ?, ?, ?)"
-        await self._thread.write(lambda db: db.execute(statement, row))
-
-    async def delete(self, scope: str, name: str) -> bool:
-        def delete(db: sqlite3.Connection) -> bool:
-            return db.execute("DELETE FROM secret WHERE scope = ? AND name = ?", (scope, name)).rowcount > 0
-
-        return await self._thread.write(delete)
-
-    async def exist(self) -> bool:
-        return bool(await self._thread.read(lambda db: db.execute(_ANY).fetchall()))
-
-
-class PostgresSecretRows:
-    def __init__(self, connections: Connections) -> None:
-        self._connections = connections
-
-    async def select(self, scopes: Sequence[str]) -> Sequence[tuple[Any, ...]]:
-        query = f"SELECT {_COLUMNS} FROM secret WHERE scope = ANY(%(scopes)s) ORDER BY scope, name"
-        return await self._connections.run(query, {"scopes": list(scopes)})
-
-    async def upsert(self, row: tuple[Any, ...]) -> None:
-        async with self._connections.transaction() as connection:
-            await connection.execute(
-                f"INSERT INTO secret ({_COLUMNS}) VALUES (%s, %s, %s, %s, %s) ON CONFLICT (scope, name) DO UPDATE SET"
-                " sealed = excluded.sealed, changed_at = excluded.changed_at, changed_by = excluded.changed_by",
-                row,
-            )
-
-    async def delete(self, scope: str, name: str) -> bool:
-        query = "DELETE FROM secret WHERE scope = %(scope)s AND name = %(name)s RETURNING name"
-        return bool(await self._connections.run(query, {"scope": scope, "name": name}))
-
-    async def exist(self) -> bool:
-        return bool(await self._connections.run(_ANY, {}))
+        return bool(await self._database.rows("SELECT 1 FROM secret LIMIT 1"))
 
 
 class SecretVault:

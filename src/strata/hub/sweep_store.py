@@ -6,23 +6,19 @@ points for it queue one and the same job.
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 
 from strata.base.digest import sha256_hex
-from strata.database.events import EventRecord, record_postgres, record_sqlite
+from strata.database.events import EventRecord, record
 from strata.database.migrations import Component
-from strata.database.sqlite import SqliteThread
+from strata.database.transaction import Database, Transaction
 from strata.fleet.core.search import SearchSweep
 from strata.fleet.core.sweep_plan import Point
 from strata.fleet.ports import StoredSweep
-
-if TYPE_CHECKING:
-    from strata.database.postgres import Connections
 
 SQLITE: Final = Component(
     "sweep",
@@ -73,18 +69,6 @@ Decide = Callable[[Mapping[str, StoredSweep]], SweepChanges]
 """From the sweeps of a project, by name, to what changes in them."""
 
 
-class SweepStore(Protocol):
-    async def sweeps(self) -> Sequence[StoredSweep]: ...
-
-    async def change(self, project: str, decide: Decide) -> None:
-        """Change what `decide` says in one transaction; every other sweep stays as it is."""
-
-    async def claim_trial(self, sweep: SearchSweep, number: int, point: Point) -> Point:
-        """The point of the trial with this number: this one, or the one with which it was claimed before."""
-
-    async def record(self, event: EventRecord) -> None: ...
-
-
 def _digest(sweep: SearchSweep) -> str:
     """A sweep that is declared anew begins anew."""
     return sha256_hex(_encode(sweep))
@@ -101,74 +85,46 @@ def _outdated(there: Mapping[str, StoredSweep], puts: Sequence[StoredSweep]) -> 
     return [_digest(old) for old, new in before if old is not None and old != new]
 
 
-class SqliteSweepStore:
-    def __init__(self, thread: SqliteThread) -> None:
-        self._thread = thread
+class SweepStore:
+    def __init__(self, database: Database) -> None:
+        self._database = database
 
     async def sweeps(self) -> Sequence[StoredSweep]:
-        return list(map(_row, await self._thread.read(lambda db: db.execute(f"{_SELECT} {_ORDER}").fetchall())))
+        return list(map(_row, await self._database.rows(f"{_SELECT} {_ORDER}")))
 
     async def change(self, project: str, decide: Decide) -> None:
-        def change(db: sqlite3.Connection) -> None:
-            rows = map(_row, db.execute(f"{_SELECT} WHERE project = ?", (project,)).fetchall())
-            there = {row.name: row for row in rows}
-            changes = decide(there)
-            put = "INSERT INTO sweep VALUES (?, ?, ?) ON CONFLICT (project, name) DO UPDATE SET body = excluded.body"
-            db.executemany(put, [(project, each.name, _encode(each)) for each in changes.puts])
-            delete = "DELETE FROM sweep_trial WHERE project = ? AND digest = ?"
-            db.executemany(delete, [(project, digest) for digest in _outdated(there, changes.puts)])
-            record_sqlite(db, changes.events)
+        """Change what `decide` says in one transaction; every other sweep stays as it is."""
 
-        await self._thread.write(change)
-
-    async def claim_trial(self, sweep: SearchSweep, number: int, point: Point) -> Point:
-        key = sweep.base.project, _digest(sweep), number
-
-        def claim(db: sqlite3.Connection) -> bytes:
-            db.execute("INSERT INTO sweep_trial VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING", (*key, _encode(point)))
-            select = "SELECT point FROM sweep_trial WHERE (project, digest, number) = (?, ?, ?)"
-            return bytes(db.execute(select, key).fetchone()[0])
-
-        return _decode_point(await self._thread.write(claim))
-
-    async def record(self, event: EventRecord) -> None:
-        await self._thread.write(lambda db: record_sqlite(db, [event]))
-
-
-class PostgresSweepStore:
-    def __init__(self, connections: Connections) -> None:
-        self._connections = connections
-
-    async def sweeps(self) -> Sequence[StoredSweep]:
-        return list(map(_row, await self._connections.run(f"{_SELECT} {_ORDER}", {})))
-
-    async def change(self, project: str, decide: Decide) -> None:
-        async with self._connections.transaction() as connection:
+        async def change(tx: Transaction) -> None:
             # Who decides about a name that is not there yet locks no row.
-            await connection.execute("LOCK TABLE sweep IN SHARE ROW EXCLUSIVE MODE")
-            rows = await (await connection.execute(f"{_SELECT} WHERE project = %s", (project,))).fetchall()
+            await tx.lock(f"sweep.project {project}")
+            rows = await tx.rows(f"{_SELECT} WHERE project = :project", {"project": project})
             there = {row.name: row for row in map(_row, rows)}
             changes = decide(there)
-            for each in changes.puts:
-                await connection.execute(
-                    "INSERT INTO sweep VALUES (%s, %s, %s) ON CONFLICT (project, name) DO UPDATE"
-                    " SET body = excluded.body",
-                    (project, each.name, _encode(each)),
-                )
-            delete = "DELETE FROM sweep_trial WHERE project = %s AND digest = ANY(%s)"
-            await connection.execute(delete, (project, _outdated(there, changes.puts)))
-            await record_postgres(connection, changes.events)
+            await tx.many(
+                "INSERT INTO sweep VALUES (:project::text, :name::text, :body::bytea)"
+                " ON CONFLICT (project, name) DO UPDATE SET body = excluded.body",
+                [{"project": project, "name": each.name, "body": _encode(each)} for each in changes.puts],
+            )
+            delete = "DELETE FROM sweep_trial WHERE project = :project AND digest = ANY(:digests)"
+            await tx.execute(delete, {"project": project, "digests": _outdated(there, changes.puts)})
+            await record(tx, changes.events)
+
+        await self._database.run(change)
 
     async def claim_trial(self, sweep: SearchSweep, number: int, point: Point) -> Point:
-        key = sweep.base.project, _digest(sweep), number
-        async with self._connections.transaction() as connection:
-            insert = "INSERT INTO sweep_trial VALUES (%s, %s, %s, %s) ON CONFLICT DO NOTHING"
-            await connection.execute(insert, (*key, _encode(point)))
+        """The point of the trial with this number: this one, or the one with which it was claimed before."""
+        values = {"project": sweep.base.project, "digest": _digest(sweep), "number": number, "point": _encode(point)}
+
+        async def claim(tx: Transaction) -> bytes:
+            insert = "INSERT INTO sweep_trial VALUES (:project, :digest, :number, :point) ON CONFLICT DO NOTHING"
+            await tx.execute(insert, values)
             # A statement of its own sees what another transaction committed while the first one waited for it.
-            select = "SELECT point FROM sweep_trial WHERE (project, digest, number) = (%s, %s, %s)"
-            rows = await (await connection.execute(select, key)).fetchall()
-        return _decode_point(rows[0][0])
+            select = "SELECT point FROM sweep_trial WHERE (project, digest, number) = (:project, :digest, :number)"
+            ((claimed,),) = await tx.rows(select, values)
+            return bytes(claimed)
+
+        return _decode_point(await self._database.run(claim))
 
     async def record(self, event: EventRecord) -> None:
-        async with self._connections.transaction() as connection:
-            await record_postgres(connection, [event])
+        await self._database.run(lambda tx: record(tx, [event]))

@@ -14,7 +14,7 @@ from strata.base.errors import Code, StrataError
 from strata.database import events
 from strata.database.migrations import Component, SqliteComponents, read_seal, upgrade_postgres
 from strata.database.sqlite import SqliteThread
-from strata.database.transaction import PostgresDatabase, SqliteDatabase
+from strata.database.transaction import Database, PostgresDatabase, SqliteDatabase
 from strata.fleet.artifacts import tables as artifact_tables
 from strata.fleet.artifacts.index import ArtifactIndex
 from strata.fleet.execs import ExecStore
@@ -84,20 +84,8 @@ async def open_tables(database: str, *, observe: Callable[[float], None] | None 
 async def _open_sqlite(path: Path, observe: Callable[[float], None] | None) -> AsyncIterator[Tables]:
     thread = await SqliteThread.open(path, SqliteComponents(SQLITE))
     thread.observe = observe
-    database = SqliteDatabase(thread)
     try:
-        yield Tables(
-            fleet=SqliteStore(thread),
-            identity=identity_store.IdentityStore(database),
-            index=ArtifactIndex(database),
-            cursors=cursor_store.SqliteCursorStore(thread),
-            secrets=secret_store.SqliteSecretRows(thread),
-            sweeps=sweep_store.SqliteSweepStore(thread),
-            schedules=schedules.SqliteScheduleStore(thread),
-            execs=exec_table.ExecTable(exec_table.SqliteExecRows(thread)),
-            newest_event=partial(events.newest, database),
-            copy=partial(backup_sqlite, thread),
-        )
+        yield _tables_on(SqliteDatabase(thread), SqliteStore(thread), copy=partial(backup_sqlite, thread))
     finally:
         await thread.close()
 
@@ -110,24 +98,28 @@ async def _open_postgres(url: str, observe: Callable[[float], None] | None) -> A
 
     connections = Connections(url, CONNECTIONS, CALL_S, what="hub", by_index=True)
     connections.observe = observe
-    database = PostgresDatabase(connections)
     try:
         async with connections.transaction() as connection:
             await check_durable(connection)
             await upgrade_postgres(connection, postgres_components())
-        yield Tables(
-            fleet=PostgresStore(connections),
-            identity=identity_store.IdentityStore(database),
-            index=ArtifactIndex(database),
-            cursors=cursor_store.PostgresCursorStore(connections),
-            secrets=secret_store.PostgresSecretRows(connections),
-            sweeps=sweep_store.PostgresSweepStore(connections),
-            schedules=schedules.PostgresScheduleStore(connections),
-            execs=exec_table.ExecTable(exec_table.PostgresExecRows(connections)),
-            newest_event=partial(events.newest, database),
-        )
+        yield _tables_on(PostgresDatabase(connections), PostgresStore(connections))
     finally:
         await connections.close()
+
+
+def _tables_on(database: Database, fleet: Store, copy: Callable[[Path, float], Awaitable[int]] | None = None) -> Tables:
+    return Tables(
+        fleet=fleet,
+        identity=identity_store.IdentityStore(database),
+        index=ArtifactIndex(database),
+        cursors=cursor_store.CursorStore(database),
+        secrets=secret_store.SecretRows(database),
+        sweeps=sweep_store.SweepStore(database),
+        schedules=schedules.ScheduleStore(database),
+        execs=exec_table.ExecTable(database),
+        newest_event=partial(events.newest, database),
+        copy=copy,
+    )
 
 
 def is_postgres(database: str) -> bool:

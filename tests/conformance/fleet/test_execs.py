@@ -13,6 +13,7 @@ from strata.database import events
 from strata.database.migrations import SqliteComponents, upgrade_postgres
 from strata.database.postgres import Connections
 from strata.database.sqlite import SqliteThread
+from strata.database.transaction import PostgresDatabase, SqliteDatabase
 from strata.fleet.execs import MAX_OPEN, REPORT_S, START_S, ExecRow, ExecStore, RequestedExec
 from strata.fleet.ports import JobLease, Renewal, Store
 from strata.fleet.store import execs as exec_table
@@ -33,12 +34,12 @@ async def tables(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
     if request.param == "sqlite":
         components = SqliteComponents([events.SQLITE, sqlite_tables.COMPONENT, exec_table.SQLITE])
         thread = await SqliteThread.open(tmp_path / "hub.db", components)
-        opened = Tables(SqliteStore(thread), exec_table.ExecTable(exec_table.SqliteExecRows(thread)))
+        opened = Tables(SqliteStore(thread), exec_table.ExecTable(SqliteDatabase(thread)))
     else:
         connections = Connections(request.getfixturevalue("postgres_url"), 8, 60.0, what="hub", by_index=True)
         async with connections.acquire() as connection:
             await upgrade_postgres(connection, [events.POSTGRES, postgres_tables.COMPONENT, exec_table.POSTGRES])
-        opened = Tables(PostgresStore(connections), exec_table.ExecTable(exec_table.PostgresExecRows(connections)))
+        opened = Tables(PostgresStore(connections), exec_table.ExecTable(PostgresDatabase(connections)))
     yield opened
     await opened.fleet.close()
 

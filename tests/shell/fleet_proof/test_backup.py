@@ -15,7 +15,7 @@ from strata.database import events
 from strata.database.migrations import SqliteComponents, upgrade_postgres
 from strata.database.postgres import Connections
 from strata.database.sqlite import SqliteThread
-from strata.database.transaction import SqliteDatabase
+from strata.database.transaction import PostgresDatabase, SqliteDatabase
 from strata.fleet.artifacts import tables as artifact_tables
 from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.ports import AttemptKey, JobCompletion, JobFailure, Renewal, Store
@@ -271,25 +271,25 @@ async def test_a_webhook_goes_on_where_it_was_when_the_database_moves(
 ) -> None:
     here, there = SqliteStore(thread), PostgresStore(connections)
     await add_host(here, "host_a")
-    await cursor_store.SqliteCursorStore(thread).put_cursor("new", "")
-    assert await read_on(here, cursor_store.SqliteCursorStore(thread)) == ["host_a"]
+    await cursor_store.CursorStore(SqliteDatabase(thread)).put_cursor("new", "")
+    assert await read_on(here, cursor_store.CursorStore(SqliteDatabase(thread))) == ["host_a"]
     await add_host(here, "host_b")
     await migrate.to_postgres(thread, connections, 60.0)
-    assert await read_on(there, cursor_store.PostgresCursorStore(connections)) == ["host_b"]
+    assert await read_on(there, cursor_store.CursorStore(PostgresDatabase(connections))) == ["host_b"]
     await add_host(there, "host_c")
-    assert await read_on(there, cursor_store.PostgresCursorStore(connections)) == ["host_c"]
+    assert await read_on(there, cursor_store.CursorStore(PostgresDatabase(connections))) == ["host_c"]
     await add_host(there, "host_d")
     back = await open_thread(tmp_path / "back.db")
     await migrate.to_sqlite(connections, back)
-    told = await read_on(SqliteStore(back), cursor_store.SqliteCursorStore(back))
-    fresh = await cursor_store.SqliteCursorStore(back).cursor("new")
+    told = await read_on(SqliteStore(back), cursor_store.CursorStore(SqliteDatabase(back)))
+    fresh = await cursor_store.CursorStore(SqliteDatabase(back)).cursor("new")
     await back.close()
     assert told == ["host_d"]
     assert fresh == ""
 
 
 async def test_a_webhook_goes_on_where_it_was_when_postgres_is_restored(connections: Connections) -> None:
-    store, known = PostgresStore(connections), cursor_store.PostgresCursorStore(connections)
+    store, known = PostgresStore(connections), cursor_store.CursorStore(PostgresDatabase(connections))
     await add_host(store, "host_a")
     assert await read_on(store, known) == ["host_a"]
     await add_host(store, "host_b")

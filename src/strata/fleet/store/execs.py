@@ -1,22 +1,17 @@
-"""The table of execs: the same statements in SQLite and in PostgreSQL."""
+"""The table of execs."""
 
 from __future__ import annotations
 
-import re
-import sqlite3
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import msgspec
 
 from strata.database import event_kinds
-from strata.database.events import EventRecord, record_postgres, record_sqlite
+from strata.database.events import EventRecord, record
 from strata.database.migrations import Component
-from strata.database.sqlite import SqliteThread
+from strata.database.transaction import NO_VALUES, Database, Transaction, Values
 from strata.fleet.execs import MAX_OPEN, REPORT_S, START_S, ExecRow, RequestedExec
-
-if TYPE_CHECKING:
-    from strata.database.postgres import Connections
 
 KEPT_S: Final = 86_400.0
 """How long one that has ended can be read."""
@@ -79,74 +74,19 @@ _EXPIRE: Final = (
     " WHEN run = '' THEN 'its host did not start it in time' ELSE 'its host did not report its end' END,"
     f" ended_at = :now WHERE ended_at IS NULL AND (expires_at <= :now OR NOT {_LEASED}) RETURNING {_COLUMNS}"
 )
-_PLACE: Final = re.compile(r":([a-z]+)")
 _decode_command: Final = msgspec.json.Decoder(tuple[str, ...]).decode
 
-Values = Mapping[str, Any]
 Event = Callable[[ExecRow], EventRecord]
 
 
-class ExecRows(Protocol):
-    """Runs one statement, whose rows are execs."""
-
-    async def read(self, statement: str, values: Values) -> Sequence[ExecRow]: ...
-
-    async def change(
-        self, statement: str, values: Values, event: Event | None = None, *, lock: str = ""
-    ) -> Sequence[ExecRow]:
-        """With an event for each row, in the same transaction. `lock` comes first where writers do not take turns."""
-
-
-class SqliteExecRows:
-    def __init__(self, thread: SqliteThread) -> None:
-        self._thread = thread
-
-    async def read(self, statement: str, values: Values) -> Sequence[ExecRow]:
-        return await self._thread.read(lambda db: _decode(db.execute(statement, values).fetchall()))
-
-    async def change(
-        self,
-        statement: str,
-        values: Values,
-        event: Event | None = None,
-        *,
-        lock: str = "",  # noqa: ARG002
-    ) -> Sequence[ExecRow]:
-        def change(db: sqlite3.Connection) -> Sequence[ExecRow]:
-            rows = _decode(db.execute(statement, values).fetchall())
-            record_sqlite(db, [event(row) for row in rows] if event else [])
-            return rows
-
-        return await self._thread.write(change)
-
-
-class PostgresExecRows:
-    def __init__(self, connections: Connections) -> None:
-        self._connections = connections
-
-    async def read(self, statement: str, values: Values) -> Sequence[ExecRow]:
-        return _decode(await self._connections.run(_PLACE.sub(r"%(\1)s", statement), values))
-
-    async def change(
-        self, statement: str, values: Values, event: Event | None = None, *, lock: str = ""
-    ) -> Sequence[ExecRow]:
-        async with self._connections.transaction() as connection:
-            if lock:
-                await connection.execute(_PLACE.sub(r"%(\1)s", lock), values)
-            cursor = await connection.execute(_PLACE.sub(r"%(\1)s", statement), values)
-            rows = _decode(await cursor.fetchall())
-            await record_postgres(connection, [event(row) for row in rows] if event else [])
-            return rows
-
-
 class ExecTable:
-    """The store of execs, on the rows of either database."""
+    """The store of execs."""
 
-    def __init__(self, rows: ExecRows) -> None:
-        self._rows = rows
+    def __init__(self, database: Database) -> None:
+        self._database = database
 
     async def add(self, exec_id: str, request: RequestedExec, now_s: float) -> ExecRow | None:
-        await self._rows.change(_FORGET, {"before": now_s - KEPT_S})
+        await self._change(_FORGET, {"before": now_s - KEPT_S})
         values = {
             "id": exec_id,
             "job": request.job_id,
@@ -156,26 +96,43 @@ class ExecTable:
             "until": now_s + START_S,
         }
         # Without the lock, two requests at the same time would not count each other.
-        return _only(await self._rows.change(_ADD, values, lambda row: _requested(row, now_s), lock=_LOCK_JOB))
+        return _only(await self._change(_ADD, values, lambda row: _requested(row, now_s), lock=_LOCK_JOB))
 
     async def find(self, exec_id: str) -> ExecRow | None:
-        return _only(await self._rows.read(_FIND, {"id": exec_id}))
+        return _only(await self._read(_FIND, {"id": exec_id}))
 
     async def open_execs(self) -> Sequence[ExecRow]:
-        return await self._rows.read(_OPEN, {})
+        return await self._read(_OPEN)
 
     async def start(self, exec_id: str, host_id: str, run: str, now_s: float) -> ExecRow | None:
         values = {"id": exec_id, "host": host_id, "run": run, "now": now_s}
-        return _only(await self._rows.change(_START, values))
+        return _only(await self._change(_START, values))
 
     async def end(
         self, exec_id: str, actor: str, now_s: float, *, run: str = "", status: int | None = None, error: str = ""
     ) -> ExecRow | None:
         values = {"id": exec_id, "run": run, "status": status, "error": error, "now": now_s}
-        return _only(await self._rows.change(_END, values, lambda row: _ended(row, actor, now_s)))
+        return _only(await self._change(_END, values, lambda row: _ended(row, actor, now_s)))
 
     async def expire(self, now_s: float) -> None:
-        await self._rows.change(_EXPIRE, {"now": now_s}, lambda row: _ended(row, "hub", now_s))
+        await self._change(_EXPIRE, {"now": now_s}, lambda row: _ended(row, "hub", now_s))
+
+    async def _read(self, statement: str, values: Values = NO_VALUES) -> Sequence[ExecRow]:
+        return _decode(await self._database.rows(statement, values))
+
+    async def _change(
+        self, statement: str, values: Values, event: Event | None = None, *, lock: str = ""
+    ) -> Sequence[ExecRow]:
+        """Run a statement whose rows are execs, with an event for each in the same transaction; `lock` comes first."""
+
+        async def change(tx: Transaction) -> Sequence[ExecRow]:
+            if lock:
+                await tx.rows(lock, values)
+            rows = _decode(await tx.rows(statement, values))
+            await record(tx, [event(row) for row in rows] if event else [])
+            return rows
+
+        return await self._database.run(change)
 
 
 def _only(rows: Sequence[ExecRow]) -> ExecRow | None:
