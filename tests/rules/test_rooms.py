@@ -33,6 +33,7 @@ ROOMS: Final = (
     Room("a gang as the hub shows it", "coord.view", "GangView"),
     Room("which artifacts are kept", "fleet.artifacts.retention", "choose_retained"),
     Room("an event kind, and the words for people about it", "database.event_kinds", "HOST_LOST"),
+    Room("in what order jobs leave the queue", "fleet.store.queue", "queue_order"),
     Room("a webhook is retried", "hub.webhooks", "WebhookDispatcher"),
     Room("the agent's retry backoff", "fleet.agent.retry", "BACKOFF"),
     Room("where uv gets packages and its cache from", "fleet.agent.uv", "build_variables"),

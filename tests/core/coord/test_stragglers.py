@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 
 from strata.coord.core.facts import CommandKind, StragglerFinding
 from strata.coord.core.job_config import EscalationLevel
+from strata.coord.core.step_samples import StepSample, add_report
 from strata.coord.core.straggler_detection import (
     COMMAND,
     NEXT,
-    StepSample,
     StragglerIncident,
     StragglerLimits,
     StragglerStanding,
-    add_report,
     judge,
 )
 

@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from strata.coord.core.straggler_detection import median
+from strata.coord.core.step_samples import median
 
 MOST_ROUNDS: Final = 4
 """Suspects that have met no other host by then are not convicted: half of all hosts were suspect."""

@@ -26,7 +26,8 @@ from strata.coord.core.job_config import EscalationLevel, JobConfig
 from strata.coord.core.ledger import DatasetLedger, DatasetPosition, Late
 from strata.coord.core.picker import Picker
 from strata.coord.core.placement import BucketAssignment
-from strata.coord.core.straggler_detection import StepSample, StragglerIncident, StragglerStanding
+from strata.coord.core.step_samples import StepSample
+from strata.coord.core.straggler_detection import StragglerIncident, StragglerStanding
 
 EVICTED_KEPT: Final = 10_000
 VERDICTS_KEPT: Final = 4_096

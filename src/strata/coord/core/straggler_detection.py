@@ -31,11 +31,8 @@ from typing import Final, assert_never
 from strata.coord.core.facts import CommandKind, StragglerFinding
 from strata.coord.core.hang_diagnosis import HangDiagnosis
 from strata.coord.core.job_config import EscalationLevel
+from strata.coord.core.step_samples import SIGMA, StepSample, mad, median
 
-_SIGMA: Final = 1.4826
-"""A standard deviation in MADs, for normal noise."""
-_NOISE: Final = -1
-"""Where a sample keeps its noise, beside medians of so many steps."""
 _MEDIAN_NOISE: Final = 1.2533
 """How much noisier a median is than a mean."""
 
@@ -68,121 +65,6 @@ class StragglerLimits:
     """A worker that was silent for so long is left to the liveness check."""
     slow_until: EscalationLevel = EscalationLevel.REWEIGHT
     """The last level for being slow. Slow hardware is no fault: it gets less data and stays."""
-
-
-@dataclass(frozen=True)
-class StepSample:
-    """The steps of one incarnation in one generation. `add_report` makes the next sample from the last."""
-
-    step: int
-    moved_s: float
-    """When its step last changed."""
-    heard_s: float
-    times_s: tuple[float, ...] = ()
-    """Durations of its last steps, newest last."""
-    steps: int = 0
-    """How many durations there have been."""
-    busy: bool = False
-    """It reports that it does something else than training: it cannot hang."""
-    compute_s: tuple[float, ...] = ()
-    """Computing times of its last steps, newest last."""
-    computed_s: tuple[float, ...] = ()
-    """The median of those that each report brought, newest last."""
-    first_s: tuple[float, ...] = ()
-    """The duration in its first report, while there is no other."""
-    best_s: float = inf
-    """The least median of a whole window of durations; `inf` before there was one."""
-    reported: tuple[tuple[float, int], ...] = ()
-    """When it reported which step for the first time, newest last."""
-    worked_s: float = 0.0
-    """Time for its present step until `moved_s`, without what it was busy with."""
-
-    made: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
-    """Cached statistics: between two evaluations most workers report nothing new."""
-
-    @property
-    def own_s(self) -> tuple[float, ...]:
-        """The durations that its speed is judged by."""
-        return self.computed_s or self.times_s
-
-    def recent_s(self, steps: int) -> float:
-        """The median of the last ones."""
-        found = self.made.get(steps)
-        if found is None:
-            found = self.made[steps] = median(self.own_s[-steps:])
-        return found
-
-    def since(self, at_s: float) -> int:
-        """Returns how many reports of new steps came later."""
-        return len(self.reported) - bisect_right(self.reported, (at_s, inf))
-
-    def step_at(self, at_s: float) -> int:
-        """The step that it had reported by then; if none, its first one."""
-        return self.reported[max(bisect_right(self.reported, (at_s, inf)) - 1, 0)][1]
-
-    def noise_s(self) -> float:
-        found = self.made.get(_NOISE)
-        if found is None:
-            found = self.made[_NOISE] = _SIGMA * _mad(self.own_s, median(self.own_s))
-        return found
-
-
-def add_report(  # noqa: PLR0913 - what one heartbeat says
-    before: StepSample | None,
-    step: int,
-    step_time_s: float | None,
-    now_s: float,
-    *,
-    busy: bool = False,
-    compute_s: tuple[float, ...] = (),
-    window: int = 32,
-) -> StepSample:
-    """Adds the report of a heartbeat. A duration that is not reported follows from the time and the steps in between.
-
-    `compute_s` are computing times of the last steps, newest last: as many of them as there are new steps are new.
-    """
-    if before is None:
-        # A duration is of this generation too: a worker reports none before its second step.
-        first_s = (step_time_s,) if step_time_s is not None and 0 < step_time_s < inf else ()
-        return StepSample(
-            step, now_s, now_s, busy=busy, compute_s=compute_s[-window:], first_s=first_s, reported=((now_s, step),)
-        )
-    if step == before.step:
-        sample = pause(before, now_s) if busy or before.busy else before
-        return replace(sample, heard_s=now_s, busy=busy)
-    if step < before.step:
-        # It went back to a checkpoint, and loading one is no step.
-        return replace(
-            before, step=step, moved_s=now_s, heard_s=now_s, busy=busy, reported=((now_s, step),), worked_s=0.0
-        )
-    times_s: tuple[float, ...] = ()
-    if step_time_s is not None and 0 < step_time_s < inf:
-        times_s = (step_time_s,)
-    elif len(before.reported) > 1 or step - before.step > 1:
-        times_s = ((before.worked_s + now_s - before.moved_s) / (step - before.step),)
-    # Else its first report came in the middle of this step: nobody knows when it began.
-    new_s = compute_s[-min(step - before.step, window) :]
-    sample = StepSample(
-        step,
-        now_s,
-        now_s,
-        (*before.times_s, *times_s)[-window:],
-        before.steps + len(times_s),
-        busy,
-        # A worker that reports none any more is compared by its step times.
-        (*before.compute_s, *new_s)[-window:] if new_s else (),
-        (*before.computed_s, median(new_s))[-window:] if new_s else (),
-        # A best computing time says nothing about step times.
-        best_s=before.best_s if bool(new_s) == bool(before.computed_s) else inf,
-        reported=(*before.reported, (now_s, step))[-window:],
-    )
-    return replace(sample, best_s=min(sample.best_s, median(sample.own_s))) if len(sample.own_s) == window else sample
-
-
-def pause(sample: StepSample, now_s: float) -> StepSample:
-    """It waits or does something else until now: a step should not have ended meanwhile, nor did one last so long."""
-    worked_s = sample.worked_s + (0.0 if sample.busy else now_s - sample.moved_s)
-    return replace(sample, busy=True, moved_s=now_s, worked_s=worked_s)
 
 
 NEXT: Final[dict[tuple[EscalationLevel, StragglerFinding], EscalationLevel]] = {
@@ -429,7 +311,7 @@ def _speed(samples: Mapping[str, StepSample], limits: StragglerLimits) -> _Speed
         # No time has passed between their heartbeats: there is nothing to compare.
         return _Speed()
     # The distance of two says nothing about how far apart workers are as a rule.
-    between_s = _SIGMA * _mad(list(own_s.values()), median_s) if len(own_s) > 2 else 0.0
+    between_s = SIGMA * mad(list(own_s.values()), median_s) if len(own_s) > 2 else 0.0
     # Few workers may happen to be very equal at the moment: their own noise says how little that means.
     noise_s = _typical([each.noise_s() for each in compared.values()])
     within_s = noise_s * _MEDIAN_NOISE / sqrt(limits.recent)
@@ -624,13 +506,3 @@ def _hung_reason(worker_id: str, sample: StepSample, hang: _Hang | None, now_s: 
 def _typical(values: Collection[float]) -> float:
     """The median; of two, whose median would be half of the slow one, the smaller."""
     return median(list(values)) if len(values) > 2 else min(values)
-
-
-def median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-
-
-def _mad(values: Sequence[float], around: float) -> float:
-    return median([abs(value - around) for value in values])

@@ -17,14 +17,13 @@ from strata.coord.core.facts import IF_HUNG, KILL, CommandIssued, Fact, Straggle
 from strata.coord.core.hang_diagnosis import HangDiagnosis, HangProbe, HangReport, find_suspects
 from strata.coord.core.job_config import EscalationLevel
 from strata.coord.core.state import JobState, SoftState, StragglerState
+from strata.coord.core.step_samples import add_report, pause
 from strata.coord.core.straggler_detection import (
     COMMAND,
     StragglerIncident,
     StragglerLimits,
     StragglerStanding,
-    add_report,
     judge,
-    pause,
     standstill,
 )
 
