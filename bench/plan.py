@@ -34,7 +34,7 @@ from strata.train.plan.memory_plan import MemoryRecipe, MeshShape, plan_device
 from strata.train.plan.quantisation import NF4_BLOCK
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora import Adapter, Span
-from strata.train.runner.model import row_limit
+from strata.train.runner.model import process_memory
 from strata.train.runner.model.base import BaseModel
 from strata.train.runner.model.loading import build_skeleton
 from strata.train.runner.model.memory_trace import trace_cost
@@ -167,8 +167,8 @@ def _measure(case: PlanCase, model: str, rank: int, folder: Path) -> int:
         ),
     )
     # What the first process left behind, garbage with it, is not freed meanwhile.
-    row_limit.release_memory()
-    before = row_limit._status("RssAnon")
+    process_memory.release_memory()
+    before = process_memory.process_bytes("RssAnon")
     peak = train(BaseModel(settings, ranks), case.recipe, ranks) - before
     dist.barrier()
     return peak
@@ -187,13 +187,13 @@ def train(base: BaseModel, recipe: MemoryRecipe, ranks: RankGroup) -> int:
         trained = LoraModel(created, adapter, ranks)
     compute_pass(base, trained, adapter, 1, WARM_UP)
     run_interleaved([trained.step(AdamParams())])
-    row_limit.release_memory()
-    resident, anonymous = row_limit._status("VmRSS"), row_limit._status("RssAnon")
-    row_limit._reset_peak(ranks.device)
+    process_memory.release_memory()
+    resident, anonymous = process_memory.process_bytes("VmRSS"), process_memory.process_bytes("RssAnon")
+    process_memory.reset_peak(ranks.device)
     for _ in range(2):
         compute_pass(base, trained, adapter, 2, recipe.row_tokens)
     run_interleaved([trained.step(AdamParams())])
-    return row_limit._status("VmHWM") - resident + anonymous
+    return process_memory.process_bytes("VmHWM") - resident + anonymous
 
 
 def compute_pass(base: BaseModel, trained: TrainedModel, adapter: Adapter | None, rows: int, tokens: int) -> None:

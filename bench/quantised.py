@@ -27,7 +27,7 @@ from bench.loading import sampled
 from bench.report import Report
 from strata.train.plan.memory_plan import MemoryRecipe, MeshShape
 from strata.train.plan.quantisation import NF4_BLOCK, Quantise
-from strata.train.runner.model import row_limit
+from strata.train.runner.model import process_memory
 from strata.train.runner.model.loading import RankPart, build_skeleton, load_lm, load_sharded
 from strata.train.runner.model.quantised import quantise_rows
 from strata.train.runner.model.tiny import TinyModel, make
@@ -112,7 +112,7 @@ def load(model: str, dtype: str, quantise: Quantise) -> int:
     build_skeleton(model, kept)
     if quantise:
         quantise_rows(torch.zeros(1, NF4_BLOCK), quantise)
-    row_limit.release_memory()
+    process_memory.release_memory()
     with sampled() as peak:
         load_sharded(model, kept, torch.device("cpu"), RankPart(lambda _: None), quantise)
     return peak[0]

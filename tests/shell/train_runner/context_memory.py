@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from strata.train.parallel import ParallelSettings
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.model import row_limit
+from strata.train.runner.model import process_memory, row_limit
 from strata.train.runner.model.base import BaseModel
 from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.runner.settings import RunnerSettings
@@ -29,8 +29,8 @@ def peak_of_row(folder: Path, context: int, tokens: int, ranks: RankGroup) -> in
     adapter = row_limit._measuring_adapter(base, ranks.device)
     # Libraries and what a first pass leaves behind are no part of a row.
     row_limit._peak_of(base, adapter, ranks, 64)
-    row_limit.release_memory()
-    before = row_limit._status("VmRSS")
+    process_memory.release_memory()
+    before = process_memory.process_bytes("VmRSS")
     peak = row_limit._peak_of(base, adapter, ranks, tokens) - before
     return max(ranks.all_gather_int(peak))
 

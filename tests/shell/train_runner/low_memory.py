@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from strata.train.core import commands, model_options, ops
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.model import row_limit
+from strata.train.runner.model import process_memory
 from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.runner.model_runner import ModelRunner
 from strata.train.runner.runner_dispatcher import RunnerDispatcher, follow
@@ -55,7 +55,9 @@ def limit_memory(device: torch.device) -> None:
         _, total = torch.cuda.mem_get_info(device)
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated(device) + LEFT) / total, device)
     else:
-        resource.setrlimit(resource.RLIMIT_DATA, (row_limit._status("VmData") + LEFT, resource.RLIM_INFINITY))
+        resource.setrlimit(
+            resource.RLIMIT_DATA, (process_memory.process_bytes("VmData") + LEFT, resource.RLIM_INFINITY)
+        )
 
 
 def drive(runner: ModelRunner, ranks: RankGroup, out: Path) -> None:

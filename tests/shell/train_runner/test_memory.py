@@ -11,7 +11,12 @@ import torch
 
 from strata.train.core import commands, model_options, ops
 from strata.train.runner.lora import is_finite
-from strata.train.runner.model.row_limit import KernelKills, _cached_bytes, is_out_of_memory, kernel_kills
+from strata.train.runner.model.process_memory import (
+    KernelKills,
+    _cached_bytes,
+    is_out_of_memory,
+    kernel_kills,
+)
 from strata.train.runner.model.tiny import TinyModel, make
 from tests.shell.train_runner.driver import datum
 from tests.shell.train_runner.low_memory import LONG, Outcome

@@ -47,8 +47,8 @@ from strata.train.runner.model.context_parallel import ContextParallel
 from strata.train.runner.model.expert_parallel import ExpertParallel
 from strata.train.runner.model.loading import RankPart, build_skeleton, load_lm, load_sharded, tie_skeleton
 from strata.train.runner.model.pipeline_parallel import PipelineStage
+from strata.train.runner.model.process_memory import free_bytes, release_memory
 from strata.train.runner.model.quantised import replace_layers
-from strata.train.runner.model.row_limit import free_bytes, release_memory
 from strata.train.runner.model.startup_check import (
     compute_reference,
     find_decoder,

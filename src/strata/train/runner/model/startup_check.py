@@ -20,7 +20,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from strata.base.errors import Code, StrataError
-from strata.train.runner.model.row_limit import is_out_of_memory
+from strata.train.runner.model.process_memory import is_out_of_memory
 from strata.train.runner.passes.logprobs import PackedRow
 
 TOLERANCE: Final = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.5}

@@ -28,7 +28,7 @@ from strata.train.core.loss_graph import (
     canonical_target,
     read_output,
 )
-from strata.train.runner.model.row_limit import is_out_of_memory
+from strata.train.runner.model.process_memory import is_out_of_memory
 
 COST_FACTOR: Final = 512
 """All nodes of a graph together cost at most so many numbers for each number that the graph gets. A node costs as many

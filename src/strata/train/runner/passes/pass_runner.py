@@ -24,7 +24,8 @@ from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora import Adapter, Span
 from strata.train.runner.model.base import BaseModel
 from strata.train.runner.model.pipeline_parallel import RowStep, plan_steps, rows_in_flight
-from strata.train.runner.model.row_limit import RowMemory, is_out_of_memory
+from strata.train.runner.model.process_memory import is_out_of_memory
+from strata.train.runner.model.row_limit import RowMemory
 from strata.train.runner.model.trained import LoraModel, TrainedModel
 from strata.train.runner.passes.custom_loss import GroupLoss, GroupMember, check_group, compute_group
 from strata.train.runner.passes.logprobs import PackedRow
