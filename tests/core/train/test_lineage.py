@@ -7,7 +7,8 @@ import pytest
 from strata.train.core import ops
 from strata.train.core.client_commands import ImportCheckpoint
 from strata.train.core.inputs import ClientCommand
-from strata.train.core.lineage import IMPORTED_FROM, TrainedCount, WeightsLineage
+from strata.train.core.lineage import IMPORTED_FROM
+from strata.train.core.state import TrainedCount, WeightsLineage
 from tests.core.train.servers import LORA, TENANT, Server, forward_backward, step
 
 PASS = ops.PassDone(ops.InlinePayload(b"x"))

@@ -30,7 +30,7 @@ from strata.train.core.facts import (
     Dispatched,
 )
 from strata.train.core.inputs import Decision, DeleteExpiredCheckpoints
-from strata.train.core.lineage import IMPORTED_FROM, WeightsLineage
+from strata.train.core.lineage import IMPORTED_FROM
 from strata.train.core.lookup import find_checkpoint
 from strata.train.core.sequence import SequenceWindow
 from strata.train.core.snapshots import replay_starts
@@ -42,6 +42,7 @@ from strata.train.core.state import (
     ModelRecord,
     SamplerStatus,
     TrainState,
+    WeightsLineage,
     folder_of,
     is_name,
     key_of,

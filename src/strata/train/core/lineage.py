@@ -7,48 +7,15 @@ what no step used is not in the weights.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-import msgspec
 from msgspec.structs import replace
 
 from strata.train.core import ops
-
-if TYPE_CHECKING:
-    from strata.train.core.state import TrainState
+from strata.train.core.state import TrainedCount, TrainState, WeightsLineage
 
 IMPORTED_FROM: Final = "imported"
 """The parent of weights that were trained elsewhere."""
-
-
-class TrainedCount(msgspec.Struct, frozen=True, array_like=True):
-    steps: int = 0
-    passes: int = 0
-    """Backward passes, of which a client may send several for one step."""
-    datums: int = 0
-    tokens: int = 0
-    sampled_tokens: int = 0
-    """Of these, that the client declared to be sampled (`Datum.with_provenance`)."""
-
-    def plus(self, other: TrainedCount) -> TrainedCount:
-        return TrainedCount(
-            self.steps + other.steps,
-            self.passes + other.passes,
-            self.datums + other.datums,
-            self.tokens + other.tokens,
-            self.sampled_tokens + other.sampled_tokens,
-        )
-
-
-class WeightsLineage(msgspec.Struct, frozen=True, array_like=True):
-    parent: str = ""
-    """The path of the checkpoint that was loaded; empty if training began with the base model."""
-    trained: TrainedCount = TrainedCount()
-    """Since the parent."""
-    before: TrainedCount = TrainedCount()
-    """Of the parent with all before it, as far as this server trained them."""
-    pending: TrainedCount = TrainedCount()
-    """Passes whose gradients no step has used yet."""
 
 
 def record(state: TrainState, operation: ops.Operation | None, result: ops.Result, folder: str) -> None:

@@ -11,7 +11,6 @@ import msgspec
 from strata.train.core import ops
 from strata.train.core.commands import Row
 from strata.train.core.future import FutureStatus, FutureStore, OperationFuture
-from strata.train.core.lineage import WeightsLineage
 from strata.train.core.loss_graph import CustomLoss
 from strata.train.core.sampling import SampleOperation, SlicePlan
 from strata.train.core.scheduler import QueuedOperation, Scheduler
@@ -114,6 +113,36 @@ class CustomLossRecord(msgspec.Struct, frozen=True):
     loss_id: str
     tenant: str
     loss: CustomLoss
+
+
+class TrainedCount(msgspec.Struct, frozen=True, array_like=True):
+    steps: int = 0
+    passes: int = 0
+    """Backward passes, of which a client may send several for one step."""
+    datums: int = 0
+    tokens: int = 0
+    sampled_tokens: int = 0
+    """Of these, that the client declared to be sampled (`Datum.with_provenance`)."""
+
+    def plus(self, other: TrainedCount) -> TrainedCount:
+        return TrainedCount(
+            self.steps + other.steps,
+            self.passes + other.passes,
+            self.datums + other.datums,
+            self.tokens + other.tokens,
+            self.sampled_tokens + other.sampled_tokens,
+        )
+
+
+class WeightsLineage(msgspec.Struct, frozen=True, array_like=True):
+    parent: str = ""
+    """The path of the checkpoint that was loaded; empty if training began with the base model."""
+    trained: TrainedCount = TrainedCount()
+    """Since the parent."""
+    before: TrainedCount = TrainedCount()
+    """Of the parent with all before it, as far as this server trained them."""
+    pending: TrainedCount = TrainedCount()
+    """Passes whose gradients no step has used yet."""
 
 
 class ModelRecord(msgspec.Struct):

@@ -11,10 +11,16 @@ import msgspec
 from strata.base.errors import Code
 from strata.train.core import model_options, ops
 from strata.train.core.commands import ModelInfo
-from strata.train.core.lineage import WeightsLineage
 from strata.train.core.loss_graph import CustomLoss
 from strata.train.core.sampling import SampledPart
-from strata.train.core.state import ClientSession, ModelCheckpoint, ModelRecord, SamplerState, TrainState
+from strata.train.core.state import (
+    ClientSession,
+    ModelCheckpoint,
+    ModelRecord,
+    SamplerState,
+    TrainState,
+    WeightsLineage,
+)
 from strata.train.core.usage import UsageCount
 
 

@@ -9,7 +9,7 @@ from typing import Literal, assert_never
 import msgspec
 
 from strata.train.core import model_options
-from strata.train.core.lineage import TrainedCount, WeightsLineage
+from strata.train.core.state import TrainedCount, WeightsLineage
 from strata.train.core.usage import UsageCount
 from strata.train.status import views
 from strata.train.wire.bodies import metadata_as_text, session_status
