@@ -22,6 +22,7 @@ from msgspec import inspect as types
 from prometheus_client import CollectorRegistry
 
 from strata.base import schema
+from strata.base.support import say_experimental
 from strata.cli.main import COMMANDS, strata
 from strata.coord import operator as gang
 from strata.coord import settings as coordinator
@@ -88,6 +89,7 @@ def _settings_table(section: str, group: schema.Group) -> Iterator[str]:
             )
             inner.append((f"{section}.{name}", member))
             continue
+        text = say_experimental(text, f"{section}.{name}")
         rows.append((f"`{name}`", _type_text(types.type_info(member.type)), _default_text(member), text))
         structs = [each for each in schema.walk_types(member.bare) if isinstance(each, types.StructType)]
         inner += [(f"{section}.{name}", schema.describe(each.cls)) for each in structs]

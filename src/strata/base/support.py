@@ -91,6 +91,8 @@ FLEET: Final = (
     SupportRow(
         "jobs in OCI images", "supported", "experimental", "pr", "tests/shell/fleet_agent/test_images.py", "podman"
     ),
+    SupportRow("secrets of jobs", "supported", None, "pr", "tests/shell/fleet_http/test_secrets.py", _CI),
+    SupportRow("events and webhooks", "supported", None, "pr", "tests/shell/fleet_http/test_webhooks.py", _CI),
     SupportRow("strata exec", "supported", None, "pr", "tests/shell/fleet_agent/test_exec.py", _CI),
     SupportRow("gangs as jobs", "core", None, "merge", "tests/e2e/test_fleet_gang.py", _NAMESPACES),
     SupportRow(
@@ -168,6 +170,8 @@ TRAINING: Final = (
     _training("snapshots and replay", "core", "pr", "train_orchestrator"),
     _training("checkpoints, export, import", "core", "pr", "train_store"),
     _training("memory plans and row limits", "supported", "pr", "train_runner/test_plan.py"),
+    _training("rollouts, gap between sampler and trainer", "supported", "pr", "train_orchestrator/test_sampler_gap.py"),
+    _training("tenants and their limits", "core", "pr", "train_runner/test_tenants.py"),
     _training("recipes", "core", "pr", "recipes"),
     SupportRow("tinker SDK", "core", None, "pr", "tests/e2e/test_tinker_sdk.py", _CI),
     SupportRow("OpenAI-compatible endpoints", "core", None, "merge", "tests/e2e/test_openai.py", _CI),
@@ -207,6 +211,14 @@ TRAINING: Final = (
         ("ranks.mode",),
     ),
 )
+SHARED: Final = (
+    SupportRow("journal on SQLite and PostgreSQL", "core", None, "pr", "tests/conformance/journal", _CI),
+    SupportRow("kills of processes and databases", "core", None, "pr", "tests/shell/journal/test_crash.py", _CI),
+    SupportRow("command line in a base install", "core", None, "pr", "tests/e2e/test_base_install.py", _CI),
+    SupportRow("object stores", "supported", None, "pr", "tests/shell/train_store/test_objects.py", "SeaweedFS"),
+    SupportRow("traces (OpenTelemetry)", "supported", None, "pr", "tests/shell/http/test_otel.py", _CI),
+    SupportRow("metrics for Prometheus", "supported", None, "pr", "tests/shell/http/test_metrics.py", _CI),
+)
 PLATFORMS: Final = (
     SupportRow("Linux on x86-64, CPython 3.11", "core", None, "pr", "tests/shell", _CI),
     SupportRow("CPython 3.12 and 3.13", "supported", None, "none", "", "the whole suite, by hand"),
@@ -232,7 +244,13 @@ PLATFORMS: Final = (
     ),
     SupportRow("macOS", "experimental", None, "none", "", "never", ("macos",)),
 )
-CAPABILITIES: Final = {"Fleet": FLEET, "Coordinator": COORDINATOR, "Training server": TRAINING, "Platforms": PLATFORMS}
+CAPABILITIES: Final = {
+    "All layers": SHARED,
+    "Fleet": FLEET,
+    "Coordinator": COORDINATOR,
+    "Training server": TRAINING,
+    "Platforms": PLATFORMS,
+}
 
 
 def find_experimental(marks: Iterable[str]) -> Iterator[SupportRow]:
@@ -240,6 +258,13 @@ def find_experimental(marks: Iterable[str]) -> Iterator[SupportRow]:
     used = set(marks)
     for rows in CAPABILITIES.values():
         yield from (row for row in rows if row.level == "experimental" and used.intersection(row.marks))
+
+
+def say_experimental(text: str, *marks: str) -> str:
+    """Returns the help of a command, an option or a setting, with a word if it is experimental. Adds it once."""
+    word = " (experimental)" if any(find_experimental(marks)) else ""
+    sentence = text.rstrip().removesuffix(".")
+    return text if sentence.endswith(word) else sentence + word + text.rstrip()[len(sentence) :]
 
 
 def platform_marks() -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 import click
 
 from strata.base.suggest import closest_name
+from strata.base.support import say_experimental
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -71,7 +72,7 @@ class LazyGroup(click.Group):
         for section in dict.fromkeys(entry.section for entry in self.table.values()):
             with formatter.section(section):
                 entries = [
-                    (name, entry.help + _experimental_word(f"strata {name}"))
+                    (name, say_experimental(entry.help, f"strata {name}"))
                     for name, entry in self.table.items()
                     if entry.section == section
                 ]
@@ -148,22 +149,10 @@ def _load(target: str, name: str) -> click.Command:
 def mark_experimental(command: click.Command, path: str) -> None:
     """Add a word to the help of what is experimental: the command, its options, and all commands below it."""
     first, *rest = (command.help or "").split("\n\n")
-    command.help = "\n\n".join([_with_word(first, path), *rest])
+    command.help = "\n\n".join([say_experimental(first, path), *rest])
     for option in command.params:
         if isinstance(option, click.Option):
-            option.help = _with_word(option.help or "", *(f"{path} {name}" for name in option.opts))
+            option.help = say_experimental(option.help or "", *(f"{path} {name}" for name in option.opts))
     if isinstance(command, click.Group):
         for name, inner in command.commands.items():
             mark_experimental(inner, f"{path} {name}")
-
-
-def _with_word(text: str, *marks: str) -> str:
-    """Commands are loaded more than once, and marked once."""
-    word, sentence = _experimental_word(*marks), text.rstrip().removesuffix(".")
-    return text if sentence.endswith(word) else sentence + word + text.rstrip()[len(sentence) :]
-
-
-def _experimental_word(*marks: str) -> str:
-    from strata.base.support import find_experimental
-
-    return " (experimental)" if any(find_experimental(marks)) else ""

@@ -15,7 +15,12 @@ import zmq
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.train.launch.launcher import Launcher, api_server_command, orchestrator_command, rank_command
-from strata.train.launch.preflight import available_bytes, check_memory, check_mesh
+from strata.train.launch.preflight import (
+    available_bytes,
+    check_memory,
+    check_mesh,
+    report_experimental_features,
+)
 from strata.train.link.sockets import connect, listen
 from strata.train.orchestrator.orchestrator import rules_of
 from strata.train.plan.model_cost import MemoryEstimate, estimate
@@ -326,3 +331,19 @@ def test_every_section_of_the_server_can_stand_in_a_file(tmp_path: Path) -> None
     lines = {"model": 'path = "tiny"', "rollouts": "max_per_tenant = 3"}
     file.write_text("".join(f"[{name}]\n{lines.get(name, '')}\n" for name in names), "utf-8")
     assert load_settings(file, environ={}).rollouts.limits.per_tenant == 3
+
+
+def test_a_server_logs_what_is_experimental_alone_or_with_its_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "phi3"}))
+    start = f'[ranks]\nnproc = 2\nbackend = "gloo"\n[model]\npath = "{tmp_path}"\n'
+    for text, names in (
+        ("", []),
+        ("compile = true\n", ["compiled layers"]),
+        ("[parallel]\ncontext = 2\n", ["parallel.context"]),
+    ):
+        caplog.clear()
+        report_experimental_features(load_settings(written(tmp_path, start + text), environ={}))
+        lines = [record for record in caplog.records if record.getMessage() == "experimental_feature"]
+        assert [record.__dict__["fields"]["name"] for record in lines] == names
