@@ -96,7 +96,7 @@ class Claimer:
         self._prefix = prefix
         self._names: Iterator[int] = itertools.count(1)
         self._given: set[str] = set()
-        self._queue = ClaimQueue(store, LEASE_S, lambda: 1.0)
+        self._queue = ClaimQueue(store.leases, LEASE_S, lambda: 1.0)
 
     def _claim(self, host: int | None = None) -> Claim:
         number = next(self._names)
@@ -104,7 +104,7 @@ class Claimer:
         return Claim(host_id=host_id, claim_id=f"{self._prefix}{number}", classes=self._classes, capacity=CAPACITY)
 
     async def one(self, host: int | None = None) -> list[JobLease]:
-        (leases,) = await self._store.claim([self._claim(host)], LEASE_S, 1.0)
+        (leases,) = await self._store.leases.claim([self._claim(host)], LEASE_S, 1.0)
         self._check([leases])
         return list(leases)
 
@@ -113,7 +113,7 @@ class Claimer:
         self._check([await self._queue.submit(self._claim())])
 
     async def batch(self) -> None:
-        given = await self._store.claim([self._claim() for _ in range(BATCH)], LEASE_S, 1.0)
+        given = await self._store.leases.claim([self._claim() for _ in range(BATCH)], LEASE_S, 1.0)
         self._check(given)
 
     def _check(self, given: Sequence[Sequence[JobLease]]) -> None:
@@ -293,7 +293,7 @@ async def _renewals(report: Report, name: str, store: Store, jobs: list[str], ba
     renewals = [Renewal(job_id=job_id, epoch=1) for job_id in jobs]
 
     async def renew() -> None:
-        renewed = await store.renew("host_0", renewals, LEASE_S, 2.0)
+        renewed = await store.leases.renew("host_0", renewals, LEASE_S, 2.0)
         assert {each.verdict for each in renewed} == {"held"}
 
     found = await interleave(

@@ -16,10 +16,11 @@ from strata.database.postgres import Connections
 from strata.database.sqlite import SqliteThread
 from strata.fleet.core.requirement import RequirementClass
 from strata.fleet.store.postgres import tables as postgres_tables
-from strata.fleet.store.postgres.store import PostgresStore
+from strata.fleet.store.postgres.store import build_postgres_store
 from strata.fleet.store.rows import encode
 from strata.fleet.store.sqlite import tables as sqlite_tables
-from strata.fleet.store.sqlite.store import SqliteStore
+from strata.fleet.store.sqlite.store import build_sqlite_store
+from strata.fleet.store.store import FleetStore
 from strata.hub.tables import open_tables
 
 HOSTS: Final = 64
@@ -104,15 +105,15 @@ async def _fill_postgres(connection: Any, jobs: int, classes: int, owners: int =
     await connection.execute(_READY)
 
 
-async def sqlite_store(path: Path, jobs: int, classes: int = 1, owners: int = 1) -> SqliteStore:
+async def sqlite_store(path: Path, jobs: int, classes: int = 1, owners: int = 1) -> FleetStore:
     thread = await SqliteThread.open(path, SqliteComponents([events.SQLITE, sqlite_tables.COMPONENT]))
-    store = SqliteStore(thread)
+    store = build_sqlite_store(thread)
     await thread.write(lambda db: _fill_sqlite(db, jobs, classes, owners))
     await thread.write(lambda db: db.execute(_SQLITE_HOSTS))
     return store
 
 
-async def postgres_store(url: str, jobs: int, classes: int = 1, owners: int = 1) -> PostgresStore:
+async def postgres_store(url: str, jobs: int, classes: int = 1, owners: int = 1) -> FleetStore:
     connections = Connections(url, 8, FILL_S, what="bench", by_index=True)
     async with connections.acquire() as connection:
         await upgrade_postgres(connection, [events.POSTGRES, postgres_tables.COMPONENT])
@@ -121,7 +122,7 @@ async def postgres_store(url: str, jobs: int, classes: int = 1, owners: int = 1)
         await connection.execute(_POSTGRES_HOSTS)
     async with connections.acquire() as connection:
         await connection.execute("VACUUM ANALYZE")
-    return PostgresStore(connections)
+    return build_postgres_store(connections)
 
 
 class BareSqlite:

@@ -331,7 +331,7 @@ async def test_one_researcher_does_not_take_all_names(
     for number in range(6, 12):
         reply = await operator.put("/v1/secret/Z", params={"project": f"p{number}"}, json={"value": "12345678"})
         assert reply.status_code == 204
-    assert len(await site.hub.context.fleet.store.projects()) == 9
+    assert len(await site.hub.context.fleet.store.owners.projects()) == 9
 
 
 @pytest.mark.parametrize("name", ["HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "db_password", "A=B", "STRATA_X"])

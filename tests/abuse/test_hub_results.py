@@ -267,7 +267,7 @@ async def test_a_job_cannot_name_the_state_of_a_server(site: Running, way: int, 
     body["manifest"]["trainers"]["default"] = evil
     for dry in (True, False):
         assert refused(await mallory.post("/v1/manifest", json={**body, "dry_run": dry})) == (403, "forbidden")
-    assert [job.spec.kind for job in await site.hub.context.fleet.store.jobs(JobFilter())] == ["server"]
+    assert [job.spec.kind for job in await site.hub.context.fleet.store.jobs.select(JobFilter())] == ["server"]
     tries(3)
 
 

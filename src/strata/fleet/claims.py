@@ -9,7 +9,7 @@ from typing import Final
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.fleet.core.fair_share import OwnerShares
-from strata.fleet.ports import Claim, JobLease, Store
+from strata.fleet.ports import Claim, JobLease, LeaseStore
 
 ReadShares = Callable[[], Awaitable[OwnerShares | None]]
 BATCH: Final = 64
@@ -18,7 +18,7 @@ BATCH: Final = 64
 
 class ClaimQueue:
     def __init__(
-        self, store: Store, lease_s: float, now_s: Callable[[], float], shares: ReadShares | None = None
+        self, store: LeaseStore, lease_s: float, now_s: Callable[[], float], shares: ReadShares | None = None
     ) -> None:
         self._store = store
         self._read_shares = shares

@@ -137,7 +137,7 @@ class FleetHistory:
         found: list[LedgerEvent] = []
         cursor = ""
         while len(found) < MAX_EVENTS:
-            page = await self._fleet.store.events(cursor, 1000, subject=job_id)
+            page = await self._fleet.store.events.read(cursor, 1000, subject=job_id)
             if not page:
                 break
             cursor = page[-1].cursor
@@ -172,7 +172,7 @@ class FleetHistory:
         known = self._goodput.get(key)
         if known is not None and known[1].jobs > FEW_JOBS and now_s - known[0] < GOODPUT_S:
             return known[1]
-        ledger = await self._fleet.store.ledger(now_s - span_s, project, MAX_ATTEMPTS)
+        ledger = await self._fleet.store.statistics.ledger(now_s - span_s, project, MAX_ATTEMPTS)
         computed = await _add_up(ledger, now_s - span_s, now_s)
         if len(self._goodput) >= _MAX_CACHED:
             self._goodput.clear()
@@ -193,7 +193,7 @@ class FleetHistory:
         now_s = self._fleet.now_s()
         if len(self._usages) >= _MAX_CACHED:
             self._usages.clear()
-        known = self._usages[window_s] = now_s, await self._fleet.store.usages(window_s, now_s)
+        known = self._usages[window_s] = now_s, await self._fleet.store.owners.usages(window_s, now_s)
         return known
 
     def _on_usages(self, task: asyncio.Task[tuple[float, OwnerUsages]]) -> None:
@@ -209,7 +209,7 @@ class FleetHistory:
             if known is None or now_s - known[0] > COUNTS_S:
                 if len(self._counts) >= _MAX_CACHED:
                     self._counts.clear()
-                known = self._counts[project] = (now_s, (await self._fleet.store.counts(project)).by_status)
+                known = self._counts[project] = (now_s, (await self._fleet.store.statistics.counts(project)).by_status)
         return known[1]
 
     # The overview
@@ -229,7 +229,7 @@ class FleetHistory:
 
     async def _of_project(self, latest: Overview, project: str) -> Overview:
         """Disk, hosts, cards and goodput are those of all projects."""
-        waiting = await self._fleet.store.waiting_classes(project)
+        waiting = await self._fleet.store.statistics.waiting_classes(project)
         first, longest_wait_s = _longest(waiting, latest.at_s)
         failed = await self._failed(latest.at_s, project)
         of_jobs = [*await self._check_unservable(waiting), *attention.check_failed(failed)]
@@ -244,11 +244,11 @@ class FleetHistory:
 
     async def _compute(self) -> Overview:
         fleet, now_s = self._fleet, self._fleet.now_s()
-        counts = await fleet.store.counts()
-        waiting = await fleet.store.waiting_classes()
+        counts = await fleet.store.statistics.counts()
+        waiting = await fleet.store.statistics.waiting_classes()
         first, longest_wait_s = _longest(waiting, now_s)
         hosts = [view for view in await fleet.cached_hosts() if view.row.state != "left"]
-        minutes = await fleet.store.samples(FLEET, 60, now_s - DAY_S)
+        minutes = await fleet.store.samples.read(FLEET, 60, now_s - DAY_S)
         by_presence: dict[str, list[HostRow]] = {name: [] for name in get_args(Presence)}
         for view in hosts:
             by_presence[view.presence].append(view.row)
@@ -278,7 +278,7 @@ class FleetHistory:
         """All leases are read for it: as often as it is sampled."""
         if now_s - self._cards_at_s >= SAMPLE_S:
             self._cards_at_s = now_s
-            self._busy_cards = await self._fleet.store.held_cards()
+            self._busy_cards = await self._fleet.store.statistics.held_cards()
         return self._busy_cards
 
     async def _check_hosts(self, hosts: Iterable[HostRow], offline: Sequence[HostRow]) -> list[Attention]:
@@ -286,7 +286,7 @@ class FleetHistory:
         found = list(attention.check_silent(silent))
         for host in [each for each in hosts if each.state == "quarantined"][: attention.SHOWN]:
             wanted = EventFilter(subject=host.id, kinds=(event_kinds.HOST_STATE_SET["quarantined"],))
-            page = await self._fleet.store.events_before(NEWEST, 1, wanted)
+            page = await self._fleet.store.events.read_before(NEWEST, 1, wanted)
             since_s = page.events[0].event.at_s if page.events else host.registered_at_s
             found.append(attention.check_quarantined(host.id, host.name, host.state_reason, since_s))
         return found
@@ -296,7 +296,7 @@ class FleetHistory:
         found = []
         for each in [each for each in waiting if each.class_id in unserved][:_MAX_UNSERVABLE]:
             why = await self._why_unservable(each.first_job)
-            row = await self._fleet.store.job(each.first_job)
+            row = await self._fleet.store.jobs.get(each.first_job)
             fix = "; ".join(why.nearest_fix)
             found.append(attention.check_unservable(row.id, row.spec.label, each.jobs, each.since_s, why.headline, fix))
         return found
@@ -312,7 +312,7 @@ class FleetHistory:
 
     async def _failed(self, now_s: float, project: str = "") -> list[FailedJob]:
         wanted = JobFilter(status=(JobStatus.FAILED,), project=project, hidden=False, order="ended", limit=_MAX_FAILED)
-        rows = await self._fleet.store.jobs(wanted)
+        rows = await self._fleet.store.jobs.select(wanted)
         return [
             FailedJob(row.id, row.spec.label, row.changed_at_s, row.reason)
             for row in rows

@@ -10,7 +10,7 @@ the fencing token.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -432,8 +432,8 @@ class ScheduleRow:
     """Why the last run was not queued, or why it is paused; empty otherwise."""
 
 
-class Store(Protocol):
-    """The tables of the fleet. Unknown ids raise NOT_FOUND."""
+class PlanStore(Protocol):
+    """What plans are made from and applied to. Unknown ids raise NOT_FOUND, here and in the ports below."""
 
     async def apply(
         self,
@@ -463,6 +463,23 @@ class Store(Protocol):
     async def existing_jobs(self) -> Mapping[str, ExistingJob]:
         """All jobs, for a plan."""
 
+    async def classes(self, after_id: int = 0) -> Sequence[ClassRow]: ...
+
+    async def unfinished_classes(self) -> Collection[int]:
+        """The requirement classes of jobs that have not ended."""
+
+    async def policies(self) -> Mapping[str, HostPolicy]:
+        """By the name of the host."""
+
+    async def trainers(self) -> Mapping[tuple[str, str], RegisteredTrainer]:
+        """By project and name. Trainers that are no longer declared are kept for the jobs that carry their digest."""
+
+    async def trainer(self, digest: str) -> TrainerSpec: ...
+
+
+class OwnerStore(Protocol):
+    """Owners: their projects, their quotas, and what their jobs use."""
+
     async def projects(self) -> Mapping[str, str]:
         """The owner of each project that has one."""
 
@@ -477,40 +494,50 @@ class Store(Protocol):
     async def usages(self, window_s: float, now_s: float) -> OwnerUsages:
         """Of every owner with jobs that have not ended, or that had cards in the window."""
 
-    async def owners(self) -> Collection[str]:
+    async def active(self) -> Collection[str]:
         """The owners of jobs that have not ended."""
 
-    async def classes(self, after_id: int = 0) -> Sequence[ClassRow]: ...
+    async def held(self) -> Sequence[tuple[str, Taken, int]]:
+        """Owners, amounts, and how many leases with these that have not expired the owner has."""
 
-    async def policies(self) -> Mapping[str, HostPolicy]:
-        """By the name of the host."""
 
-    async def trainers(self) -> Mapping[tuple[str, str], RegisteredTrainer]:
-        """By project and name. Trainers that are no longer declared are kept for the jobs that carry their digest."""
+class HostStore(Protocol):
+    """Hosts: their registration, heartbeats and states, and what they hold or refuse."""
 
-    async def trainer(self, digest: str) -> TrainerSpec: ...
-
-    async def register_host(self, host: HostRow, actor: str) -> HostRow:
+    async def register(self, host: HostRow, actor: str) -> HostRow:
         """New or again; the state stays what the operator made it, a host that had left is active again.
 
         It may take jobs again that it could not set up: what they lacked may have been installed since.
         """
 
-    async def hosts(self) -> Sequence[HostRow]: ...
+    async def all(self) -> Sequence[HostRow]: ...
 
-    async def find_hosts(self, text: str) -> Sequence[HostRow]:
+    async def find(self, text: str) -> Sequence[HostRow]:
         """Those with this id or name; of a name more than one, if a host that had it was revoked."""
 
-    async def set_host_state(self, host_id: str, state: str, reason: str, actor: str, now_s: float) -> HostRow: ...
+    async def set_state(self, host_id: str, state: str, reason: str, actor: str, now_s: float) -> HostRow: ...
 
     async def record_heartbeats(self, seen: Mapping[str, float]) -> None:
         """Write the times of the last heartbeats; unknown hosts are ignored. Hosts that were lost have returned."""
 
-    async def record_lost_hosts(self, silent_since_s: float, now_s: float) -> int:
+    async def record_lost(self, silent_since_s: float, now_s: float) -> int:
         """The hosts without a heartbeat since then are lost, until the next one; how many are so from now on."""
 
-    async def held_by_owner(self) -> Sequence[tuple[str, Taken, int]]:
-        """Owners, amounts, and how many leases with these that have not expired the owner has."""
+    async def held(self) -> Mapping[str, Sequence[Taken]]:
+        """What the leases that have not expired take, by host."""
+
+    async def jobs_on(self, host_ids: Sequence[str]) -> Mapping[str, Sequence[JobOnHost]]:
+        """The jobs of the leases that have not expired on these hosts, by host."""
+
+    async def refusing(self) -> Collection[str]:
+        """The hosts that are excluded for any job."""
+
+    async def infra_jobs(self, host_id: str) -> Sequence[str]:
+        """The jobs that ended with `infra` on this host since its last completed one."""
+
+
+class LeaseStore(Protocol):
+    """Claims and what hosts report of their leases, and what the hub does about those that end."""
 
     async def claim(
         self, claims: Sequence[Claim], lease_s: float, now_s: float, shares: OwnerShares | None = None
@@ -558,15 +585,40 @@ class Store(Protocol):
 
     async def record_checkpoint(self, attempt: AttemptKey, artifact: str, now_s: float) -> None: ...
 
-    async def publish_server(self, attempt: AttemptKey, address: str, models: Sequence[str], now_s: float) -> None:
-        """Where the server of this attempt serves, and which base model under which names; STALE unless it holds the
-        lease."""
+    async def expire(self, now_s: float, limit: int = 1000) -> Sequence[JobRow]:
+        """Expire leases that ran out (`core.lease.after_expiry`). Whether it may run is for the service to know."""
 
-    async def touch_server(self, job_id: str, now_s: float) -> None:
-        """Record that a request has used this server."""
+    async def release_backoffs(self, now_s: float, limit: int = 1000) -> int:
+        """Move jobs whose backoff is over into the queue; how many. Until then they are in a table of their own, so
+        that a claim never scans them."""
 
-    async def servers(self) -> Sequence[ServerRow]:
-        """All jobs that have ever published an address, by id."""
+    async def refused_jobs(self) -> Sequence[RefusedJob]:
+        """By id: the pending jobs that no host holds, nor held when its lease ran out, and that hosts have refused."""
+
+    async def fail_refused(self, eligible: Mapping[str, Collection[str]], now_s: float) -> Sequence[JobRow]:
+        """Fail those of `refused_jobs` for which `eligible` has no host that has not refused them; which ones."""
+
+
+class JobStore(Protocol):
+    """Jobs as people see and change them, with their attempts, sweeps and servers."""
+
+    async def get(self, job_id: str) -> JobRow: ...
+
+    async def find(self, prefix: str, limit: int = 6) -> Sequence[str]:
+        """Ids that begin so, with or without their `job1_`."""
+
+    async def select(self, wanted: JobFilter) -> Sequence[JobRow]: ...
+
+    async def attempts(self, job_id: str) -> Sequence[AttemptRow]: ...
+
+    async def refusals(self, job_id: str) -> Sequence[str]:
+        """The hosts that could not set this job up."""
+
+    async def sweeps(self) -> Sequence[SweepRow]:
+        """All sweeps that have jobs, without those that lists hide, by project and name."""
+
+    async def trials(self, project: str, sweep: str) -> Sequence[TrialRow]:
+        """The jobs of one sweep in the order in which they were queued, without those that lists hide."""
 
     async def cancel(self, job_id: str, reason: str, actor: str, now_s: float) -> JobRow:
         """A job, or all unfinished members of its gang. A cancelled job stays as it is, except a server that is asleep:
@@ -585,51 +637,19 @@ class Store(Protocol):
         """Lists and counts leave an ended job out from now on, with all members of its gang; requeueing it brings it
         back."""
 
-    async def expire_leases(self, now_s: float, limit: int = 1000) -> Sequence[JobRow]:
-        """Expire leases that ran out (`core.lease.after_expiry`). Whether it may run is for the service to know."""
+    async def publish_server(self, attempt: AttemptKey, address: str, models: Sequence[str], now_s: float) -> None:
+        """Where the server of this attempt serves, and which base model under which names; STALE unless it holds the
+        lease."""
 
-    async def release_backoffs(self, now_s: float, limit: int = 1000) -> int:
-        """Move jobs whose backoff is over into the queue; how many. Until then they are in a table of their own, so
-        that a claim never scans them."""
+    async def touch_server(self, job_id: str, now_s: float) -> None:
+        """Record that a request has used this server."""
 
-    async def job(self, job_id: str) -> JobRow: ...
+    async def servers(self) -> Sequence[ServerRow]:
+        """All jobs that have ever published an address, by id."""
 
-    async def find(self, prefix: str, limit: int = 6) -> Sequence[str]:
-        """Ids that begin so, with or without their `job1_`."""
 
-    async def jobs(self, wanted: JobFilter) -> Sequence[JobRow]: ...
-
-    async def attempts(self, job_id: str) -> Sequence[AttemptRow]: ...
-
-    async def held(self) -> Mapping[str, Sequence[Taken]]:
-        """What the leases that have not expired take, by host."""
-
-    async def jobs_on(self, host_ids: Sequence[str]) -> Mapping[str, Sequence[JobOnHost]]:
-        """The jobs of the leases that have not expired on these hosts, by host."""
-
-    async def sweeps(self) -> Sequence[SweepRow]:
-        """All sweeps that have jobs, without those that lists hide, by project and name."""
-
-    async def trials(self, project: str, sweep: str) -> Sequence[TrialRow]:
-        """The jobs of one sweep in the order in which they were queued, without those that lists hide."""
-
-    async def refusals(self, job_id: str) -> Sequence[str]:
-        """The hosts that could not set this job up."""
-
-    async def refused_jobs(self) -> Sequence[RefusedJob]:
-        """By id: the pending jobs that no host holds, nor held when its lease ran out, and that hosts have refused."""
-
-    async def fail_refused(self, eligible: Mapping[str, Collection[str]], now_s: float) -> Sequence[JobRow]:
-        """Fail those of `refused_jobs` for which `eligible` has no host that has not refused them; which ones."""
-
-    async def refusing_hosts(self) -> Collection[str]:
-        """The hosts that are excluded for any job."""
-
-    async def unfinished_classes(self) -> Collection[int]:
-        """The requirement classes of jobs that have not ended."""
-
-    async def infra_jobs(self, host_id: str) -> Sequence[str]:
-        """The jobs that ended with `infra` on this host since its last completed one."""
+class StatisticsStore(Protocol):
+    """What overviews and goodput are computed from."""
 
     async def counts(self, project: str = "") -> Counts:
         """From counts that every change keeps in its transaction. Of one project, or of all; hosts always of all."""
@@ -647,22 +667,43 @@ class Store(Protocol):
         """`limit` of the attempts that have not ended, and of those that ended since then, the last ones; of one
         project, or of all."""
 
-    async def record_samples(self, points: Sequence[SamplePoint]) -> None:
+
+class SampleStore(Protocol):
+    """Samples of hosts and of the fleet."""
+
+    async def record(self, points: Sequence[SamplePoint]) -> None:
         """Samples of known hosts, and of the fleet (`core.samples.FLEET`); those of others are ignored."""
 
-    async def roll_up_samples(self, now_s: float) -> None:
+    async def roll_up(self, now_s: float) -> None:
         """Write the means of the steps that are over, and drop what `core.samples.RESOLUTIONS` does not keep."""
 
-    async def samples(self, host_id: str, step_s: int, since_s: float) -> Sequence[SamplePoint]:
+    async def read(self, host_id: str, step_s: int, since_s: float) -> Sequence[SamplePoint]:
         """Oldest first."""
 
-    async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[StoredEvent]: ...
 
-    async def events_before(self, before: str, limit: int, wanted: EventFilter) -> EventPage:
+class EventStore(Protocol):
+    """The feed of events."""
+
+    async def read(self, after: str, limit: int, *, subject: str = "") -> Sequence[StoredEvent]: ...
+
+    async def read_before(self, before: str, limit: int, wanted: EventFilter) -> EventPage:
         """Newest first; `database.events.NEWEST` for the first page. A page may have fewer events than there are, also
         none: it looks at a bounded number of them."""
 
-    async def drop_events(self, before_s: float, limit: int = 10_000) -> int:
+    async def drop(self, before_s: float, limit: int = 10_000) -> int:
         """Remove the oldest events, as far as they are from before this time; how many."""
 
-    async def close(self) -> None: ...
+
+@dataclass(frozen=True, kw_only=True)
+class Store:
+    """The tables of the fleet, as a port for each kind of caller."""
+
+    plans: PlanStore
+    owners: OwnerStore
+    hosts: HostStore
+    leases: LeaseStore
+    jobs: JobStore
+    statistics: StatisticsStore
+    samples: SampleStore
+    events: EventStore
+    close: Callable[[], Awaitable[None]]

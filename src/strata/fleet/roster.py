@@ -22,7 +22,7 @@ from strata.fleet.core.match import eligible_classes, holds_back, is_better_fit,
 from strata.fleet.core.requirement import RequirementClass
 from strata.fleet.core.reservation import HostOffer
 from strata.fleet.core.why import HostState
-from strata.fleet.ports import HostRow, Store
+from strata.fleet.ports import HostRow, HostStore, PlanStore
 
 Shape = tuple[tuple[float, ...], float]
 FRESH_S: Final = 2.0
@@ -69,11 +69,13 @@ class _KnownProfile(NamedTuple):
 class Roster:
     def __init__(
         self,
-        store: Store,
+        plans: PlanStore,
+        hosts: HostStore,
         lease_s: float,
         minimum_agent: Callable[[RequirementClass], tuple[int, int]] = minimum_agent,
     ) -> None:
-        self._store = store
+        self._plans = plans
+        self._host_store = hosts
         self._minimum_agent = minimum_agent
         self._online_s = max(SUSPECT_S, lease_s)
         self._classes: dict[int, RequirementClass] = {}
@@ -106,13 +108,13 @@ class Roster:
 
     async def _read(self, now_s: float) -> None:
         invalidations = self._invalidations
-        for row in await self._store.classes(self._classes_read_until()):
+        for row in await self._plans.classes(self._classes_read_until()):
             self._classes[row.id] = row.requirement
             if row.requirement.needs.prefer_wait_s:
                 self._with_preferences[row.id] = row.requirement
-        self._policies = {host: policy.spec for host, policy in (await self._store.policies()).items()}
-        self._refusing = await self._store.refusing_hosts()
-        hosts = await self._store.hosts()
+        self._policies = {host: policy.spec for host, policy in (await self._plans.policies()).items()}
+        self._refusing = await self._host_store.refusing()
+        hosts = await self._host_store.all()
         self._hosts = {host.id: host for host in hosts}
         self._profiles = {host_id: known for host_id, known in self._profiles.items() if host_id in self._hosts}
         self._served = {host_id: served for host_id, served in self._served.items() if host_id in self._hosts}

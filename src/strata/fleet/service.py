@@ -106,9 +106,9 @@ class Fleet:
         self._clock = clock
         self._chance = chance
         self._wall_ahead_s = clock.wall_s() - clock.monotonic_s()
-        self._roster = Roster(store, self.settings.stale_after_s)
+        self._roster = Roster(store.plans, store.hosts, self.settings.stale_after_s)
         self._changes = Broadcast()
-        self._claims = ClaimQueue(store, self.settings.stale_after_s, self.now_s, self._owner_shares)
+        self._claims = ClaimQueue(store.leases, self.settings.stale_after_s, self.now_s, self._owner_shares)
         self._shares: OwnerShares | None = None
         self._owners: Collection[str] = ()
         """Those with jobs that have not ended, when the shares were read."""
@@ -145,7 +145,7 @@ class Fleet:
     # Requests of hosts
 
     async def register(self, host: HostRow, actor: str) -> HostRow:
-        registered = await self.store.register_host(host, actor)
+        registered = await self.store.hosts.register(host, actor)
         failpoint("fleet.register.committed")
         self._roster.invalidate()
         self._changes.notify()
@@ -202,7 +202,7 @@ class Fleet:
         now_s = self.now_s()
         if not 0 <= now_s - self._held_at_s < self._held_fresh_s:
             self._held_at_s, self._held_fresh_s = now_s, SHARES_S
-            self._held = dict(await self.store.held())
+            self._held = dict(await self.store.hosts.held())
             took_s = self.now_s() - now_s
             self._held_fresh_s = min(max(SHARES_S, took_s / SHARES_SHARE), MAX_SHARES_S)
         free = {
@@ -218,8 +218,8 @@ class Fleet:
         if not 0 <= now_s - self._shares_at_s < self._shares_fresh_s:
             # Before they are read: others need not read them too. If that fails, the next one does.
             self._shares_at_s, self._shares_fresh_s = now_s, SHARES_S
-            self._owners = owners = await self.store.owners()
-            held = await self.store.held_by_owner() if len(owners) > 1 else ()
+            self._owners = owners = await self.store.owners.active()
+            held = await self.store.owners.held() if len(owners) > 1 else ()
             self._shares = OwnerShares(self._roster.totals, owners, held) if len(owners) > 1 else None
             took_s = self.now_s() - now_s
             self._shares_fresh_s = min(max(SHARES_S, took_s / SHARES_SHARE), MAX_SHARES_S)
@@ -235,7 +235,7 @@ class Fleet:
             self._holding.discard(host_id)
             return []
         self._holding.add(host_id)
-        renewed = await self.store.renew(host_id, renewals, self.settings.stale_after_s, self.now_s())
+        renewed = await self.store.leases.renew(host_id, renewals, self.settings.stale_after_s, self.now_s())
         failpoint("fleet.renew.committed")
         return renewed
 
@@ -267,11 +267,11 @@ class Fleet:
     async def samples(self, host_id: str, span_s: float, points: int) -> tuple[int, Sequence[SamplePoint]]:
         """The step in which the last `span_s` are shown in so many points, and these."""
         step_s = finest(span_s, points)
-        return step_s, (await self.store.samples(host_id, step_s, self.now_s() - span_s))[-points:]
+        return step_s, (await self.store.samples.read(host_id, step_s, self.now_s() - span_s))[-points:]
 
     async def complete(self, attempt: AttemptKey, completion: JobCompletion) -> JobRow:
         self.touch_host(attempt.host_id)
-        row = await self.store.complete(attempt, completion, self.now_s())
+        row = await self.store.leases.complete(attempt, completion, self.now_s())
         failpoint("fleet.complete.committed")
         # Jobs that depend on it may be ready now.
         self._changes.notify()
@@ -284,7 +284,7 @@ class Fleet:
             takers = await self._eligible_for_job(attempt.job_id)
         elif failure.cause is Cause.OOM:
             failure, takers = await self._with_more_memory(attempt, failure)
-        row = await self.store.fail(attempt, failure, self.now_s(), chance=self._chance(), eligible=takers)
+        row = await self.store.leases.fail(attempt, failure, self.now_s(), chance=self._chance(), eligible=takers)
         failpoint("fleet.fail.committed")
         if failure.cause is Cause.INFRA:
             await self._quarantine_if_faulty(attempt.host_id)
@@ -295,12 +295,12 @@ class Fleet:
 
     async def record_checkpoint(self, attempt: AttemptKey, artifact: str) -> None:
         self.touch_host(attempt.host_id)
-        await self.store.record_checkpoint(attempt, artifact, self.now_s())
+        await self.store.leases.record_checkpoint(attempt, artifact, self.now_s())
         failpoint("fleet.checkpoint.committed")
 
     async def publish_server(self, attempt: AttemptKey, address: str, models: Sequence[str]) -> None:
         self.touch_host(attempt.host_id)
-        await self.store.publish_server(attempt, address, models, self.now_s())
+        await self.store.jobs.publish_server(attempt, address, models, self.now_s())
         self._changes.notify()
 
     def touch_host(self, host_id: str) -> None:
@@ -313,13 +313,13 @@ class Fleet:
         self, manifest: JobManifest, options: ApplyOptions | None = None, submitter: Submitter = OPERATOR
     ) -> ApplyPlan:
         """What applying this manifest would change; FORBIDDEN if the submitter may not change it."""
-        check_project(submitter, manifest.project, (await self.store.projects()).get(manifest.project, ""))
-        registered = await self.store.trainers()
+        check_project(submitter, manifest.project, (await self.store.owners.projects()).get(manifest.project, ""))
+        registered = await self.store.plans.trainers()
         planned = plan(
             manifest,
-            await self.store.existing_jobs(),
+            await self.store.plans.existing_jobs(),
             trainers={name: each for (project, name), each in registered.items() if project == manifest.project},
-            hosts=await self.store.policies(),
+            hosts=await self.store.plans.policies(),
             options=options,
             submitter=submitter,
         )
@@ -329,7 +329,7 @@ class Fleet:
     async def find_job(self, job_id: str) -> JobRow | None:
         """None if there is no such job."""
         try:
-            return await self.store.job(job_id)
+            return await self.store.jobs.get(job_id)
         except StrataError as error:
             if error.code is not Code.NOT_FOUND:
                 raise
@@ -339,7 +339,7 @@ class Fleet:
         self, wanted: ApplyPlan, actor: str, *, source: str, declared: bool = True, submitter: Submitter = OPERATOR
     ) -> None:
         check_servers(submitter, _queued(wanted))
-        await self.store.apply(wanted, actor, self.now_s(), source=source, declared=declared, submitter=submitter)
+        await self.store.plans.apply(wanted, actor, self.now_s(), source=source, declared=declared, submitter=submitter)
         failpoint("fleet.apply.committed")
         self._on_queued(submitter.owner)
         self._roster.invalidate()
@@ -348,25 +348,25 @@ class Fleet:
         self._changes.notify()
 
     async def cancel(self, job_id: str, reason: str, actor: str) -> JobRow:
-        row = await self.store.cancel(job_id, reason, actor, self.now_s())
+        row = await self.store.jobs.cancel(job_id, reason, actor, self.now_s())
         failpoint("fleet.cancel.committed")
         return row
 
     async def requeue(self, job_id: str, actor: str, submitter: Submitter = OPERATOR) -> JobRow:
-        check_servers(submitter, [(await self.store.job(job_id)).spec])
+        check_servers(submitter, [(await self.store.jobs.get(job_id)).spec])
         return await self._requeue(job_id, actor, submitter)
 
     async def _requeue(self, job_id: str, actor: str, submitter: Submitter) -> JobRow:
-        row = await self.store.requeue(job_id, actor, self.now_s(), submitter=submitter)
+        row = await self.store.jobs.requeue(job_id, actor, self.now_s(), submitter=submitter)
         self._on_queued(row.owner)
         self._changes.notify()
         return row
 
     async def archive(self, job_id: str, actor: str) -> JobRow:
-        return await self.store.archive(job_id, actor, self.now_s())
+        return await self.store.jobs.archive(job_id, actor, self.now_s())
 
     async def set_host_state(self, host_id: str, state: str, reason: str, actor: str) -> HostRow:
-        row = await self.store.set_host_state(host_id, state, reason, actor, self.now_s())
+        row = await self.store.hosts.set_state(host_id, state, reason, actor, self.now_s())
         self._roster.invalidate()
         if state == "left":
             await self._fail_unservable_jobs()
@@ -375,7 +375,7 @@ class Fleet:
 
     async def hosts(self) -> Sequence[HostRow]:
         await self.flush_heartbeats()
-        return await self.store.hosts()
+        return await self.store.hosts.all()
 
     async def unserved_classes(self, classes: Sequence[int]) -> Collection[int]:
         """Those that no host which has not left is eligible for."""
@@ -399,7 +399,7 @@ class Fleet:
 
     async def counts(self) -> FleetCounts:
         """For the metrics: jobs and hosts by state, and what the GPUs of hosts that are online do."""
-        counts, now_s = await self.store.counts(), self.now_s()
+        counts, now_s = await self.store.statistics.counts(), self.now_s()
         await self._roster.refresh(now_s)
         hosts, uses = Counter[str](), list[float]()
         for host in self._roster.hosts():
@@ -427,7 +427,7 @@ class Fleet:
     async def find_hosts(self, text: str) -> Sequence[HostRow]:
         """The hosts with this id or name."""
         await self.flush_heartbeats()
-        return await self.store.find_hosts(text)
+        return await self.store.hosts.find(text)
 
     async def host_names(self, ids: Collection[str]) -> Mapping[str, str]:
         """The names of these hosts, as this hub knows them without reading each row."""
@@ -452,7 +452,7 @@ class Fleet:
     async def policy(self, host: HostRow) -> tuple[HostPolicy | None, str]:
         """The policy of a host, if it has one, and the quiet hours it is in."""
         await self._roster.refresh(self.now_s())
-        return (await self.store.policies()).get(host.name), self._roster.quiet(host, self.now_s())
+        return (await self.store.plans.policies()).get(host.name), self._roster.quiet(host, self.now_s())
 
     async def stranded_by(self, host_id: str) -> int:
         """How many jobs of the queue no other host that takes jobs is eligible for."""
@@ -464,15 +464,15 @@ class Fleet:
                 own = self._roster.serves(host)
             elif host.state == "active" and self._roster.online(host, self.now_s()):
                 others.update(self._roster.serves(host))
-        waiting = await self.store.waiting_classes()
+        waiting = await self.store.statistics.waiting_classes()
         return sum(each.jobs for each in waiting if each.class_id in own and each.class_id not in others)
 
     async def why(self, job_id: str) -> Why:
-        row = await self.store.job(job_id)
+        row = await self.store.jobs.get(job_id)
         if row.class_id not in self._roster.class_ids():
             self._roster.invalidate()
         await self._roster.refresh(self.now_s())
-        waiting = [await self.store.job(needed) for needed in row.spec.after]
+        waiting = [await self.store.jobs.get(needed) for needed in row.spec.after]
         question = WhyQuery(
             status=row.status,
             requirement=self._roster.requirement(row.class_id),
@@ -486,7 +486,7 @@ class Fleet:
             ),
             gang_hosts=await self._gang_hosts(row),
         )
-        held = await self.store.held()
+        held = await self.store.hosts.held()
         refused = await self._exclusion_reasons(job_id)
         reserved, draining = await self._reservations_around(job_id)
         now_s = self.now_s()
@@ -508,27 +508,27 @@ class Fleet:
         """How many hosts the gang of this job needs at once. One that trains already replaces lost members singly."""
         if row.spec.gang is None:
             return 0
-        members = [await self.store.job(member) for member in gang_ids(row.id, row.spec)]
+        members = [await self.store.jobs.get(member) for member in gang_ids(row.id, row.spec)]
         return 0 if any(each.status in HELD for each in members) else row.spec.gang.min_size
 
     async def _reservations_around(self, job_id: str) -> tuple[Mapping[str, Mapping[str, Amounts]], Collection[str]]:
         """By host what is reserved for other jobs, by their labels; and the hosts that are reserved for this one."""
         reserved: dict[str, dict[str, Amounts]] = {}
         draining = set()
-        for each in await self.store.reservations():
+        for each in await self.store.leases.reservations():
             if each.is_over(self.now_s()):
                 continue
             if each.job.job_id == job_id:
                 draining.add(each.host_id)
             else:
-                label = (await self.store.job(each.job.job_id)).spec.label
+                label = (await self.store.jobs.get(each.job.job_id)).spec.label
                 reserved.setdefault(each.host_id, {})[label] = each.amounts
         return reserved, draining
 
     async def _exclusion_reasons(self, job_id: str) -> Mapping[str, str]:
         """The hosts that are excluded for this job, each with the error of its last attempt."""
-        hosts = await self.store.refusals(job_id)
-        errors = {each.host_id: each.error for each in await self.store.attempts(job_id)} if hosts else {}
+        hosts = await self.store.jobs.refusals(job_id)
+        errors = {each.host_id: each.error for each in await self.store.jobs.attempts(job_id)} if hosts else {}
         return {host: (errors.get(host) or "").strip().partition("\n")[0] or "unknown" for host in hosts}
 
     async def wake_server(self, job_id: str, actor: str, owner: Submitter) -> None:
@@ -548,7 +548,7 @@ class Fleet:
         Their hosts learn it with the next heartbeat, save the state of the server, and report its end. `wake_server`
         queues one again that sleeps; another host takes one that was drained.
         """
-        servers = [server for server in await self.store.servers() if server.serving]
+        servers = [server for server in await self.store.jobs.servers() if server.serving]
         if not servers:
             self._used_at_s, self._yields = {}, {}
             return
@@ -579,7 +579,7 @@ class Fleet:
         if (wanted := self._yields.get(attempt)) is not None and wanted.cause == "cancelled":
             del self._yields[attempt]
         now_s = self._used_at_s[attempt] = self.now_s()
-        await self.store.touch_server(server.job.id, now_s)
+        await self.store.jobs.touch_server(server.job.id, now_s)
 
     async def tick(self) -> None:
         """Once a second: write heartbeats, release backoffs, and expire leases if the grace period is over."""
@@ -595,20 +595,20 @@ class Fleet:
             self._observing_since_s = now_s
         await self.flush_heartbeats()
         await self._write_samples(now_s)
-        released = await self.store.release_backoffs(now_s)
+        released = await self.store.leases.release_backoffs(now_s)
         if released:
             failpoint("fleet.ripen.committed")
         expired: Sequence[JobRow] = ()
         if may_expire_leases(
             now_s=now_s, observing_since_s=self._observing_since_s, lease_s=self.settings.stale_after_s
         ):
-            expired = await self.store.expire_leases(now_s)
+            expired = await self.store.leases.expire(now_s)
             if expired:
                 failpoint("fleet.sweep.committed")
                 self._on_expired(len(expired))
             if now_s - self._lost_at_s >= LOST_S:
                 self._lost_at_s = now_s
-                await self.store.record_lost_hosts(now_s - max(SUSPECT_S, self.settings.stale_after_s), now_s)
+                await self.store.hosts.record_lost(now_s - max(SUSPECT_S, self.settings.stale_after_s), now_s)
         # The time at which this tick began: while it waited for the database, so did every renewal.
         self._ticked_at_s = now_s
         if released or expired:
@@ -628,7 +628,7 @@ class Fleet:
             preempt=self.settings.preempt == "lower-priority",
             seen=self._stuck,
         )
-        plan = await self.store.reserve(planner, now_s)
+        plan = await self.store.leases.reserve(planner, now_s)
         if plan.reservations != self._reservations or plan.returned:
             failpoint("fleet.reserve.committed")
             self._changes.notify()
@@ -638,32 +638,32 @@ class Fleet:
         """What hosts have sampled since the last tick; once a minute also means, and what is too old goes."""
         points, self._samples = self._samples, []
         if points:
-            await self.store.record_samples(points)
+            await self.store.samples.record(points)
         if now_s - self._rolled_up_at_s >= ROLL_UP_S:
             self._rolled_up_at_s = now_s
-            await self.store.roll_up_samples(now_s)
-            await self.store.compact_counts()
+            await self.store.samples.roll_up(now_s)
+            await self.store.statistics.compact_counts()
 
     async def flush_heartbeats(self) -> None:
         seen, self._heartbeats = self._heartbeats, {}
         if not seen:
             return
         try:
-            await self.store.record_heartbeats(seen)
+            await self.store.hosts.record_heartbeats(seen)
         except StrataError:
             self._heartbeats = seen | self._heartbeats
             raise
 
     async def _eligible_for_job(self, job_id: str) -> Sequence[str]:
         """The hosts that are eligible for this job by capability and policy, also those that are offline now."""
-        row = await self.store.job(job_id)
+        row = await self.store.jobs.get(job_id)
         return (await self._eligible_hosts([row.class_id]))[row.class_id]
 
     async def _with_more_memory(self, attempt: AttemptKey, failure: JobFailure) -> tuple[JobFailure, Sequence[str]]:
         """What the next attempt needs if this one really ran out of memory, and the hosts that have it."""
         kind = failure.facts.get("out_of_memory")
-        row = await self.store.job(attempt.job_id)
-        tried = [each for each in await self.store.attempts(attempt.job_id) if each.epoch == attempt.epoch]
+        row = await self.store.jobs.get(attempt.job_id)
+        tried = [each for each in await self.store.jobs.attempts(attempt.job_id) if each.epoch == attempt.epoch]
         self._roster.invalidate()
         await self._roster.refresh(self.now_s())
         hosts = {host.id: host for host in self._roster.hosts() if host.state != "left"}
@@ -692,12 +692,12 @@ class Fleet:
 
     async def _fail_unservable_jobs(self) -> None:
         """Fail pending jobs for which every eligible host is excluded, because none could set them up."""
-        refused = await self.store.refused_jobs()
+        refused = await self.store.leases.refused_jobs()
         serving = await self._eligible_hosts(each.class_id for each in refused) if refused else {}
         failing = [each for each in refused if each.is_unservable(serving[each.class_id])]
         for start in range(0, len(failing), FAIL_BATCH):
             eligible = {each.job_id: serving[each.class_id] for each in failing[start : start + FAIL_BATCH]}
-            await self.store.fail_refused(eligible, self.now_s())
+            await self.store.leases.fail_refused(eligible, self.now_s())
 
     async def _quarantine_if_faulty(self, host_id: str) -> None:
         """Quarantine a host whose infra failures are its own and not those of one job."""
@@ -710,8 +710,8 @@ class Fleet:
             for host in hosts.values()
             if host.id != host_id and host.state == "active" and self._roster.online(host, self.now_s())
         ]
-        troubled = await self.store.infra_jobs(host_id)
-        unfinished = await self.store.unfinished_classes()
+        troubled = await self.store.hosts.infra_jobs(host_id)
+        unfinished = await self.store.plans.unfinished_classes()
         serves = [class_id for class_id in self._roster.serves(hosts[host_id]) if class_id in unfinished]
         verdict = quarantine(troubled, serves=serves, others_serve=others)
         if verdict.quarantined:

@@ -121,7 +121,7 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
         chunks = await _chunks(settings, files)
         artifacts = Artifacts(tables.index, chunks, clock)
         feed = Feed(
-            tables.fleet.events,
+            tables.fleet.events.read,
             tables.newest_event,
             on_published=lambda at_s: counters.event_lag.observe(max(0.0, clock.wall_s() - at_s)),
         )
@@ -138,7 +138,7 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
             fleet=fleet,
             execs=ExecBoard(tables.execs, fleet.now_s),
             artifacts=artifacts,
-            leased=LeasedReads(tables.fleet, artifacts, clock),
+            leased=LeasedReads(tables.fleet.jobs, tables.fleet.plans, artifacts, clock),
             streams=streams,
             metrics=metrics,
             history=history,
@@ -346,7 +346,7 @@ def _history_retention(settings: HubSettings, context: HubContext) -> Mapping[st
     async def drop_events() -> None:
         if settings.events_keep_days is not None:
             before_s = context.fleet.now_s() - settings.events_keep_days * DAY_S
-            while await context.fleet.store.drop_events(before_s):
+            while await context.fleet.store.events.drop(before_s):
                 pass
 
     async def thin_metrics() -> None:

@@ -257,10 +257,10 @@ class SubscriptionDispatcher:
             return None
         if event.kind == event_kinds.HOST_LOST:
             return compose_host_message(event.kind, await self._host_name(event.subject))
-        job = await self._fleet.job(event.subject)
+        job = await self._fleet.jobs.get(event.subject)
         if not subscription.covers_job(subscriber, owner=job.owner, project=job.spec.project):
             return None
-        attempts = await self._fleet.attempts(job.id)
+        attempts = await self._fleet.jobs.attempts(job.id)
         attempt = next((each for each in attempts if each.epoch == event.body.get("epoch")), None)
         news = JobNews(kind=event.kind, job_id=job.id, label=job.spec.label, reason=str(event.body.get("reason") or ""))
         return compose_message(news if attempt is None else await self._with_attempt(news, attempt))

@@ -185,7 +185,7 @@ async def _jobs(fleet: Fleet, project: str, name: str) -> list[JobRow]:
     """All jobs of a sweep, the oldest first."""
     rows: list[JobRow] = []
     wanted = JobFilter(sweep=name, project=project, limit=_PAGE)
-    while page := await fleet.store.jobs(wanted):
+    while page := await fleet.store.jobs.select(wanted):
         rows += page
         wanted = dataclasses.replace(wanted, after=page[-1].id)
     return rows
@@ -295,7 +295,7 @@ class SweepRunner:
         """The metrics of a completed trial; empty if one is missing or is no number."""
         key = row.id, row.epoch, tuple(sweep.search.objective)
         if key not in self._values:
-            attempts = await self._fleet.store.attempts(row.id)
+            attempts = await self._fleet.store.jobs.attempts(row.id)
             completed = next((each.facts for each in attempts if each.outcome == "completed"), {})
             metrics: Mapping[str, float] = completed.get("metrics", {})
             values = tuple(float(metrics[name]) for name in sweep.search.objective if name in metrics)

@@ -22,7 +22,7 @@ from strata.fleet.ports import Store
 from strata.fleet.store import execs as exec_table
 from strata.fleet.store.backup import backup_sqlite
 from strata.fleet.store.sqlite import tables as fleet_sqlite
-from strata.fleet.store.sqlite.store import SqliteStore
+from strata.fleet.store.sqlite.store import build_sqlite_store
 from strata.hub import cursor_store, schedules, secret_store, sweep_store
 from strata.identity import store as identity_store
 
@@ -85,7 +85,7 @@ async def _open_sqlite(path: Path, observe: Callable[[float], None] | None) -> A
     thread = await SqliteThread.open(path, SqliteComponents(SQLITE))
     thread.observe = observe
     try:
-        yield _tables_on(SqliteDatabase(thread), SqliteStore(thread), copy=partial(backup_sqlite, thread))
+        yield _tables_on(SqliteDatabase(thread), build_sqlite_store(thread), copy=partial(backup_sqlite, thread))
     finally:
         await thread.close()
 
@@ -94,7 +94,7 @@ async def _open_sqlite(path: Path, observe: Callable[[float], None] | None) -> A
 async def _open_postgres(url: str, observe: Callable[[float], None] | None) -> AsyncIterator[Tables]:
     # The driver is an extra of its own: a hub on SQLite does without.
     from strata.database.postgres import Connections, check_durable
-    from strata.fleet.store.postgres.store import PostgresStore
+    from strata.fleet.store.postgres.store import build_postgres_store
 
     connections = Connections(url, CONNECTIONS, CALL_S, what="hub", by_index=True)
     connections.observe = observe
@@ -102,7 +102,7 @@ async def _open_postgres(url: str, observe: Callable[[float], None] | None) -> A
         async with connections.transaction() as connection:
             await check_durable(connection)
             await upgrade_postgres(connection, postgres_components())
-        yield _tables_on(PostgresDatabase(connections), PostgresStore(connections))
+        yield _tables_on(PostgresDatabase(connections), build_postgres_store(connections))
     finally:
         await connections.close()
 

@@ -22,9 +22,9 @@ from strata.fleet.artifacts.ports import ChunkStore
 from strata.fleet.artifacts.service import Artifacts
 from strata.fleet.ports import Store
 from strata.fleet.store.postgres import tables as postgres_tables
-from strata.fleet.store.postgres.store import PostgresStore
+from strata.fleet.store.postgres.store import build_postgres_store
 from strata.fleet.store.sqlite import tables as sqlite_tables
-from strata.fleet.store.sqlite.store import SqliteStore
+from strata.fleet.store.sqlite.store import build_sqlite_store
 from strata.objects import Bucket
 from tests.conformance.artifacts.making import Place
 from tests.support.s3 import S3Server
@@ -59,13 +59,13 @@ async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
             components = SqliteComponents([events.SQLITE, sqlite_tables.COMPONENT, tables.SQLITE])
             thread = await SqliteThread.open(tmp_path / "hub.db", components)
             stack.push_async_callback(thread.close)
-            index, fleet = ArtifactIndex(SqliteDatabase(thread)), SqliteStore(thread)
+            index, fleet = ArtifactIndex(SqliteDatabase(thread)), build_sqlite_store(thread)
         else:
             connections = Connections(request.getfixturevalue("postgres_url"), 8, 5.0, what="hub")
             stack.push_async_callback(connections.close)
             async with connections.acquire() as connection:
                 await upgrade_postgres(connection, [events.POSTGRES, postgres_tables.COMPONENT, tables.POSTGRES])
-            index, fleet = ArtifactIndex(PostgresDatabase(connections)), PostgresStore(connections)
+            index, fleet = ArtifactIndex(PostgresDatabase(connections)), build_postgres_store(connections)
         chunks = await open_chunks(request, bytes_in, tmp_path)
         stack.push_async_callback(chunks.close)
         clock = ManualClock()

@@ -113,7 +113,7 @@ async def complete(place: Place, files: Mapping[str, bytes], lineage: Lineage = 
     await add(place.fleet, job("m", seed=number))
     (lease,) = await claim(place.fleet, claim_id=f"complete-{number}")
     done = await upload(place, files, lineage, hold(lease))
-    await place.fleet.complete(hold(lease), JobCompletion(artifact=done.artifact_id), 1.0)
+    await place.fleet.leases.complete(hold(lease), JobCompletion(artifact=done.artifact_id), 1.0)
     return done
 
 

@@ -146,7 +146,7 @@ async def test_an_attempt_commits_while_it_is_alive_and_is_stale_afterwards(plac
     done = await upload(place, {"a": b"1"}, forged, hold(lease))
     (row,) = await place.index.lineages(LineageFilter(job_id=job_id))
     assert (row.lineage.epoch, row.lineage.host_id) == (1, "host_a"), "the hold counts, not what the sender wrote"
-    await place.fleet.expire_leases(LEASE_S + 1)
+    await place.fleet.leases.expire(LEASE_S + 1)
     expired = msgspec.structs.replace(RESULT, kind=ArtifactKind.CHECKPOINT)
     assert (await upload(place, {"a": b"2"}, expired, hold(lease))).new, "nobody else has claimed it yet"
     (second,) = await claim(place.fleet, "host_b", claim_id="c2", now_s=LEASE_S + 2)
@@ -155,7 +155,7 @@ async def test_an_attempt_commits_while_it_is_alive_and_is_stale_afterwards(plac
     again = await upload(place, {"a": b"1"}, forged, hold(lease))
     assert (again.new, again.lineage_id) == (False, done.lineage_id), "a lost reply is answered as before"
     await upload(place, {"a": b"4"}, RESULT, hold(second))
-    await place.fleet.complete(hold(second), JobCompletion(artifact="x"), LEASE_S + 3)
+    await place.fleet.leases.complete(hold(second), JobCompletion(artifact="x"), LEASE_S + 3)
     late = await refusal(upload(place, {"a": b"5"}, RESULT, hold(second)))
     assert late.code is Code.STALE
     wrong_host = await refusal(upload(place, {"a": b"6"}, RESULT, hold(lease)))
@@ -198,10 +198,10 @@ async def test_a_result_is_one_only_while_its_job_is_completed_with_it(place: Pl
     for early in (place.artifacts.latest("gbt"), place.artifacts.best("gbt", "auc")):
         assert (await refusal(early)).code is Code.NOT_FOUND
     assert (await refusal(place.artifacts.latest("gbt", kind=ArtifactKind.CHECKPOINT))).code is Code.NOT_FOUND
-    await place.fleet.complete(hold(lease), JobCompletion(artifact=done.artifact_id), 1.0)
+    await place.fleet.leases.complete(hold(lease), JobCompletion(artifact=done.artifact_id), 1.0)
     found = await place.artifacts.latest("gbt")
     assert (found.artifact_id, found.by, found.project) == (done.artifact_id, "host:host_a", "default")
-    await place.fleet.requeue(lease.job_id, "operator", 2.0)
+    await place.fleet.jobs.requeue(lease.job_id, "operator", 2.0)
     assert (await refusal(place.artifacts.latest("gbt"))).code is Code.NOT_FOUND
 
 
@@ -257,10 +257,10 @@ async def test_a_checkpoint_that_an_unfinished_job_needs_cannot_be_removed(place
     (job_id,) = await add(place.fleet, job("gbt"))
     (lease,) = await claim(place.fleet)
     done = await upload(place, {"step": b"10"}, Lineage(kind=ArtifactKind.CHECKPOINT), hold(lease))
-    await place.fleet.record_checkpoint(hold(lease), done.artifact_id, 1.0)
+    await place.fleet.leases.record_checkpoint(hold(lease), done.artifact_id, 1.0)
     assert await place.index.referenced() == {done.artifact_id: "checkpoint"}
     assert (await refusal(place.artifacts.remove(done.artifact_id, "", "op"))).code is Code.PRECONDITION
-    await place.fleet.cancel(job_id, "no", "operator", 2.0)
+    await place.fleet.jobs.cancel(job_id, "no", "operator", 2.0)
     assert await place.index.referenced() == {}
     assert await place.artifacts.remove(done.artifact_id, "", "op")
 
@@ -462,8 +462,8 @@ async def test_a_checkpoint_of_an_unfinished_job_is_not_withdrawn_by_its_owner(p
     await add(place.fleet, job("gbt"))
     (lease,) = await claim(place.fleet)
     done = await upload(place, {"step": b"10"}, Lineage(kind=ArtifactKind.CHECKPOINT), hold(lease))
-    await place.fleet.record_checkpoint(hold(lease), done.artifact_id, 1.0)
-    owner = (await place.fleet.job(lease.job_id)).owner
+    await place.fleet.leases.record_checkpoint(hold(lease), done.artifact_id, 1.0)
+    owner = (await place.fleet.jobs.get(lease.job_id)).owner
     withdraw = place.artifacts.withdraw
     assert (await refusal(withdraw(done.artifact_id, owner, "", "key:x"))).code is Code.PRECONDITION
     await committed_by(place, "rob", {"step": b"10"}, data("x", "1"))

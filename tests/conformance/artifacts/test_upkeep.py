@@ -161,7 +161,7 @@ async def test_retention_keeps_the_latest_the_best_and_what_is_needed(place: Pla
     await add(place.fleet, job("gbt"))
     (lease,) = await claim(place.fleet)
     point = await upload(place, {"f": b"point"}, Lineage(kind=ArtifactKind.CHECKPOINT), hold(lease))
-    await place.fleet.record_checkpoint(hold(lease), point.artifact_id, 1.0)
+    await place.fleet.leases.record_checkpoint(hold(lease), point.artifact_id, 1.0)
     ids = []
     for number in range(6):
         made = Lineage(kind=ArtifactKind.RESULT, model="gbt", metrics={"auc": 1.0 if number == 0 else 0.1 * number})

@@ -13,9 +13,9 @@ from strata.database.postgres import Connections
 from strata.database.sqlite import SqliteThread
 from strata.fleet.ports import Store
 from strata.fleet.store.postgres import tables as postgres_tables
-from strata.fleet.store.postgres.store import PostgresStore
+from strata.fleet.store.postgres.store import build_postgres_store
 from strata.fleet.store.sqlite import tables as sqlite_tables
-from strata.fleet.store.sqlite.store import SqliteStore
+from strata.fleet.store.sqlite.store import build_sqlite_store
 from tests.shell.fleet_proof.stores import open_memory
 
 
@@ -24,7 +24,7 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     opened: Store
     if request.param == "sqlite":
         components = SqliteComponents([events.SQLITE, sqlite_tables.COMPONENT])
-        opened = SqliteStore(await SqliteThread.open(tmp_path / "hub.db", components))
+        opened = build_sqlite_store(await SqliteThread.open(tmp_path / "hub.db", components))
     elif request.param == "memory":
         opened = open_memory()
     else:
@@ -46,4 +46,4 @@ async def open_postgres(url: str) -> Store:
     async with connections.acquire() as connection:
         await upgrade_postgres(connection, [events.POSTGRES, postgres_tables.COMPONENT])
     # So few that a search of a small fleet needs its second look.
-    return PostgresStore(connections, newest_matches=8)
+    return build_postgres_store(connections, newest_matches=8)

@@ -31,7 +31,7 @@ def plan(*specs: JobSpec, **fields: Any) -> ApplyPlan:
 
 
 async def add(store: Store, *specs: JobSpec, now_s: float = 0.0) -> list[str]:
-    await store.apply(plan(*specs), "operator", now_s, source="manifest")
+    await store.plans.apply(plan(*specs), "operator", now_s, source="manifest")
     return [spec.id for spec in specs]
 
 
@@ -39,13 +39,13 @@ async def add_host(store: Store, host_id: str = "host_a", now_s: float = 0.0) ->
     row = HostRow(
         id=host_id, name=host_id.replace("_", "-"), capability=Capability(hostname="h"), registered_at_s=now_s
     )
-    await store.register_host(row, f"host:{host_id}")
+    await store.hosts.register(row, f"host:{host_id}")
     return host_id
 
 
 async def all_classes(store: Store, capacity: Capacity = ROOMY) -> Mapping[int, Amounts]:
     known: dict[Amounts, Amounts] = {}
-    amounts = {row.id: job_amounts(row.requirement.needs, capacity) for row in await store.classes()}
+    amounts = {row.id: job_amounts(row.requirement.needs, capacity) for row in await store.plans.classes()}
     return {class_id: known.setdefault(each, each) for class_id, each in amounts.items()}
 
 
@@ -62,7 +62,7 @@ async def claim(
     if classes is None:
         classes = await all_classes(store, capacity)
     wanted = Claim(host_id=host_id, claim_id=claim_id, classes=classes, capacity=capacity, count=count)
-    (leases,) = await store.claim([wanted], LEASE_S, now_s)
+    (leases,) = await store.leases.claim([wanted], LEASE_S, now_s)
     return leases
 
 
@@ -87,5 +87,5 @@ async def marker(store: Store) -> str:
 
 async def kinds(store: Store, subject: str) -> list[str]:
     """What happened to `subject` until now: all of it, and so nothing else."""
-    await told_before(await marker(store), store.events)
-    return [each.event.kind for each in await store.events("", 1000, subject=subject)]
+    await told_before(await marker(store), store.events.read)
+    return [each.event.kind for each in await store.events.read("", 1000, subject=subject)]

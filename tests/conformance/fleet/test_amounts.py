@@ -26,7 +26,7 @@ from strata.fleet.core.requirement import Needs
 from strata.fleet.ports import Claim, HostRow, JobCompletion, JobFailure, JobLease, Renewal, Store
 from strata.fleet.service import Fleet
 from strata.fleet.store.sqlite import tables
-from strata.fleet.store.sqlite.store import SqliteStore
+from strata.fleet.store.sqlite.store import build_sqlite_store
 from tests.conformance.fleet.conftest import open_postgres
 from tests.conformance.fleet.fleet import LEASE_S, add, add_host, all_classes, claim, hold, job, needs
 from tests.support.accounts import assert_within
@@ -59,9 +59,9 @@ async def test_two_jobs_that_need_a_card_each_get_different_ones_and_a_third_wai
     assert [lease.taken.cards for lease in (*first, *second)] == [("GPU-a",), ("GPU-b",)]
     assert await claim(store, claim_id="c3", capacity=DESK) == []
     assert [each.taken for each in await claim(store, count=1, capacity=DESK)] == [first[0].taken], "asked again"
-    assert (await store.attempts(first[0].job_id))[0].taken == first[0].taken
-    assert sorted(taken.cards for taken in (await store.held())["host_a"]) == [("GPU-a",), ("GPU-b",)]
-    await store.complete(hold(first[0]), DONE, 1.0)
+    assert (await store.jobs.attempts(first[0].job_id))[0].taken == first[0].taken
+    assert sorted(taken.cards for taken in (await store.hosts.held())["host_a"]) == [("GPU-a",), ("GPU-b",)]
+    await store.leases.complete(hold(first[0]), DONE, 1.0)
     (third,) = await claim(store, claim_id="c4", capacity=DESK)
     assert third.taken.cards == ("GPU-a",)
 
@@ -71,7 +71,7 @@ async def test_two_claims_of_one_host_in_one_batch_share_what_it_has(store: Stor
     await add(store, *(job("m", seed=n, needs=needs(min_cores=3)) for n in range(4)))
     classes = await all_classes(store, DESK)
     claims = [Claim(host_id="host_a", claim_id=f"c{n}", classes=classes, capacity=DESK) for n in range(4)]
-    granted = await store.claim(claims, LEASE_S, 0.0)
+    granted = await store.leases.claim(claims, LEASE_S, 0.0)
     assert [len(leases) for leases in granted] == [1, 1, 0, 0]
 
 
@@ -83,7 +83,7 @@ async def test_a_job_that_declares_nothing_waits_for_an_empty_host_and_lets_othe
     got = [*await claim(store, capacity=DESK), *await claim(store, claim_id="c2", capacity=DESK)]
     assert [lease.spec.model for lease in got] == ["small", "late"]
     for lease in got:
-        await store.complete(hold(lease), DONE, 1.0)
+        await store.leases.complete(hold(lease), DONE, 1.0)
     (whole,) = await claim(store, claim_id="c3", capacity=DESK)
     assert whole.taken == Taken(whole=True, slots=0, cores=8, ram_gib=32.0, cards=("GPU-a", "GPU-b"))
 
@@ -94,23 +94,23 @@ async def test_an_expired_lease_gives_way_and_cannot_be_revived_on_the_card_of_a
     old, fits = await add(store, job("old", needs=needs(require_cuda=True)), job("fits", needs=needs(min_cores=1)))
     (lost,) = await claim(store, capacity=one_card)
     (kept,) = await claim(store, claim_id="c2", capacity=one_card)
-    await store.expire_leases(LEASE_S)
+    await store.leases.expire(LEASE_S)
     (better,) = await add(store, job("new", needs=needs(require_cuda=True), priority=9), now_s=LEASE_S)
     (lease,) = await claim(store, claim_id="c3", now_s=LEASE_S, capacity=one_card)
     assert (lease.job_id, lease.taken.cards) == (better, lost.taken.cards)
     renewals = [Renewal(job_id=each.job_id, epoch=each.epoch) for each in (lost, kept, lease)]
-    verdicts = [each.verdict for each in await store.renew("host_a", renewals, LEASE_S, LEASE_S + 1)]
+    verdicts = [each.verdict for each in await store.leases.renew("host_a", renewals, LEASE_S, LEASE_S + 1)]
     assert verdicts == ["stale", "held", "held"], "what still fits beside it is revived"
-    assert (await store.job(old)).status is JobStatus.PENDING
-    assert [each.outcome for each in await store.attempts(old)] == ["lost"]
-    assert (await store.job(fits)).status is not JobStatus.PENDING
+    assert (await store.jobs.get(old)).status is JobStatus.PENDING
+    assert [each.outcome for each in await store.jobs.attempts(old)] == ["lost"]
+    assert (await store.jobs.get(fits)).status is not JobStatus.PENDING
 
 
 async def test_a_host_that_lost_its_job_may_take_it_again(store: Store) -> None:
     await add_host(store)
     await add(store, job("whole"))
     (first,) = await claim(store, capacity=DESK)
-    await store.expire_leases(LEASE_S)
+    await store.leases.expire(LEASE_S)
     (again,) = await claim(store, claim_id="c2", now_s=LEASE_S, capacity=DESK)
     assert (again.job_id, again.epoch) == (first.job_id, 2)
 
@@ -122,20 +122,20 @@ async def test_a_job_that_ran_out_of_memory_moves_to_a_class_that_needs_more(sto
     memory = MoreMemory(needs(above_ram_gib=32.0), "32 GiB of memory")
     failure = JobFailure(cause=Cause.OOM, memory=memory)
     (lease,) = await claim(store, capacity=DESK)
-    row = await store.fail(hold(lease), failure, 1.0, chance=0.0, eligible=["host_z"])
+    row = await store.leases.fail(hold(lease), failure, 1.0, chance=0.0, eligible=["host_z"])
     assert row.status is JobStatus.PENDING
     assert "needs more than 32 GiB of memory" in row.reason
-    await store.release_backoffs(1e6)
+    await store.leases.release_backoffs(1e6)
     assert await claim(store, claim_id="c2", capacity=DESK, classes=before) == []
-    (moved,) = [each for each in await store.classes() if each.id not in before]
+    (moved,) = [each for each in await store.plans.classes() if each.id not in before]
     assert (moved.id, moved.requirement.needs) == (row.class_id, memory.needs)
     (lease,) = await claim(store, claim_id="c3", capacity=DESK)
-    row = await store.fail(hold(lease), failure, 2e6, chance=0.0, eligible=[])
+    row = await store.leases.fail(hold(lease), failure, 2e6, chance=0.0, eligible=[])
     assert (row.status, row.reason) == (
         JobStatus.FAILED,
         "oom: it ran out of 32 GiB of memory, and no eligible host has more",
     )
-    assert (await store.requeue(row.id, "operator", 3e6)).class_id in before
+    assert (await store.jobs.requeue(row.id, "operator", 3e6)).class_id in before
 
 
 class History:
@@ -166,7 +166,7 @@ class History:
             self.now_s += 1.0
             at_once = [self.rng.choice(acts)() for _ in range(len(self.stores))]
             await asyncio.gather(*at_once)
-            held = await self.stores[0].held()
+            held = await self.stores[0].hosts.held()
             for host, capacity in HOSTS.items():
                 assert_within(capacity, held.get(host, ()))
 
@@ -186,7 +186,7 @@ class History:
                     count=self.rng.choice((1, 1, 4)),
                 )
             )
-        for leases in await self.store().claim(wanted, LEASE_S, self.now_s):
+        for leases in await self.store().leases.claim(wanted, LEASE_S, self.now_s):
             self.leases += leases
 
     async def end(self) -> None:
@@ -195,17 +195,17 @@ class History:
             failure = JobFailure(cause=Cause.PREEMPTED)
             # Another host may have the job by now.
             with suppress(StrataError):
-                await self.store().fail(hold(lease), failure, self.now_s, chance=0.0)
-        await self.store().release_backoffs(self.now_s + 1e6)
+                await self.store().leases.fail(hold(lease), failure, self.now_s, chance=0.0)
+        await self.store().leases.release_backoffs(self.now_s + 1e6)
 
     async def expire(self) -> None:
         self.now_s += self.rng.choice((0.0, LEASE_S))
-        await self.store().expire_leases(self.now_s)
+        await self.store().leases.expire(self.now_s)
 
     async def renew(self) -> None:
         for host in HOSTS:
             mine = [Renewal(job_id=each.job_id, epoch=each.epoch) for each in self.leases if each.host_id == host]
-            await self.store().renew(host, mine, LEASE_S, self.now_s)
+            await self.store().leases.renew(host, mine, LEASE_S, self.now_s)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -214,7 +214,7 @@ def test_no_history_gives_a_card_twice_or_exceeds_a_host(tmp_path: Path, seed: i
     async def run() -> None:
         components = SqliteComponents([events.SQLITE, tables.COMPONENT])
         path = tmp_path / f"{seed}.db"
-        store = SqliteStore(await SqliteThread.open(path, components))
+        store = build_sqlite_store(await SqliteThread.open(path, components))
         try:
             await History([store], random.Random(seed)).run(jobs=24, steps=40)
         finally:

@@ -18,9 +18,9 @@ from strata.fleet.execs import MAX_OPEN, REPORT_S, START_S, ExecRow, ExecStore, 
 from strata.fleet.ports import JobLease, Renewal, Store
 from strata.fleet.store import execs as exec_table
 from strata.fleet.store.postgres import tables as postgres_tables
-from strata.fleet.store.postgres.store import PostgresStore
+from strata.fleet.store.postgres.store import build_postgres_store
 from strata.fleet.store.sqlite import tables as sqlite_tables
-from strata.fleet.store.sqlite.store import SqliteStore
+from strata.fleet.store.sqlite.store import build_sqlite_store
 from tests.conformance.fleet.fleet import LEASE_S, add, add_host, claim, job, kinds
 
 
@@ -34,12 +34,12 @@ async def tables(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
     if request.param == "sqlite":
         components = SqliteComponents([events.SQLITE, sqlite_tables.COMPONENT, exec_table.SQLITE])
         thread = await SqliteThread.open(tmp_path / "hub.db", components)
-        opened = Tables(SqliteStore(thread), exec_table.ExecTable(SqliteDatabase(thread)))
+        opened = Tables(build_sqlite_store(thread), exec_table.ExecTable(SqliteDatabase(thread)))
     else:
         connections = Connections(request.getfixturevalue("postgres_url"), 8, 60.0, what="hub", by_index=True)
         async with connections.acquire() as connection:
             await upgrade_postgres(connection, [events.POSTGRES, postgres_tables.COMPONENT, exec_table.POSTGRES])
-        opened = Tables(PostgresStore(connections), exec_table.ExecTable(PostgresDatabase(connections)))
+        opened = Tables(build_postgres_store(connections), exec_table.ExecTable(PostgresDatabase(connections)))
     yield opened
     await opened.fleet.close()
 
@@ -48,7 +48,7 @@ async def running(tables: Tables) -> JobLease:
     await add_host(tables.fleet)
     await add(tables.fleet, job("m"))
     (lease,) = await claim(tables.fleet)
-    await tables.fleet.renew("host_a", [Renewal(job_id=lease.job_id, epoch=1, running=True)], LEASE_S, 1.0)
+    await tables.fleet.leases.renew("host_a", [Renewal(job_id=lease.job_id, epoch=1, running=True)], LEASE_S, 1.0)
     return lease
 
 
@@ -85,7 +85,7 @@ async def test_only_a_job_that_runs_takes_commands(tables: Tables) -> None:
     await add(tables.fleet, job("m"))
     (lease,) = await claim(tables.fleet)
     assert await tables.execs.add("e1", wanted(lease), 1.0) is None, "it is claimed, and does not run yet"
-    await tables.fleet.cancel(lease.job_id, "", "operator", 2.0)
+    await tables.fleet.jobs.cancel(lease.job_id, "", "operator", 2.0)
     assert await tables.execs.add("e2", wanted(lease), 3.0) is None
 
 
@@ -123,11 +123,13 @@ async def test_a_command_ends_with_the_lease_of_its_job(tables: Tables) -> None:
     await requested(tables, lease, "before")
     await requested(tables, lease, "begun")
     assert await tables.execs.start("begun", "host_a", "r1", 3.0) is not None
-    await tables.fleet.expire_leases(LEASE_S + 2)
+    await tables.fleet.leases.expire(LEASE_S + 2)
     assert await tables.execs.start("before", "host_a", "r2", LEASE_S + 2) is None
     await add_host(tables.fleet, "host_b")
     (later,) = await claim(tables.fleet, "host_b", now_s=LEASE_S + 3)
-    await tables.fleet.renew("host_b", [Renewal(job_id=later.job_id, epoch=2, running=True)], LEASE_S, LEASE_S + 4)
+    await tables.fleet.leases.renew(
+        "host_b", [Renewal(job_id=later.job_id, epoch=2, running=True)], LEASE_S, LEASE_S + 4
+    )
     assert await tables.execs.start("before", "host_a", "r2", LEASE_S + 4) is None, "the job runs elsewhere"
     await tables.execs.expire(LEASE_S + 5)
     assert await tables.execs.open_execs() == []

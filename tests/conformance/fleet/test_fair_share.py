@@ -18,11 +18,11 @@ CAPACITY = Capacity(cores=2, ram_gib=8.0, slots=8)
 
 async def queue(store: Store, owner: str, *specs: JobSpec) -> None:
     submitter = Submitter(owner=owner)
-    await store.apply(plan(*specs), f"key:{owner}", 0.0, source="run", declared=False, submitter=submitter)
+    await store.plans.apply(plan(*specs), f"key:{owner}", 0.0, source="run", declared=False, submitter=submitter)
 
 
 async def shares(store: Store) -> OwnerShares:
-    return OwnerShares(add_up([CAPACITY] * HOSTS), await store.owners(), await store.held_by_owner())
+    return OwnerShares(add_up([CAPACITY] * HOSTS), await store.owners.active(), await store.owners.held())
 
 
 async def claim_fairly(store: Store, *names: tuple[str, str], count: int = 1) -> Sequence[JobLease]:
@@ -31,18 +31,18 @@ async def claim_fairly(store: Store, *names: tuple[str, str], count: int = 1) ->
         Claim(host_id=host, claim_id=claim_id, classes=classes, capacity=CAPACITY, count=count)
         for host, claim_id in names
     ]
-    return [lease for each in await store.claim(claims, LEASE_S, 0.0, await shares(store)) for lease in each]
+    return [lease for each in await store.leases.claim(claims, LEASE_S, 0.0, await shares(store)) for lease in each]
 
 
 async def owners_of(store: Store, leases: Sequence[JobLease]) -> list[str]:
-    return [(await store.job(lease.job_id)).owner for lease in leases]
+    return [(await store.jobs.get(lease.job_id)).owner for lease in leases]
 
 
 async def test_owners_take_turns_whoever_queued_more(store: Store) -> None:
     await queue(store, "anna", *(job("a", seed=seed) for seed in range(6)))
     await queue(store, "bert", *(job("b", seed=seed) for seed in range(3)))
     await queue(store, "carl", job("a", seed=9))
-    assert list(await store.owners()) == ["anna", "bert", "carl"]
+    assert list(await store.owners.active()) == ["anna", "bert", "carl"]
     await add_host(store)
     turns = []
     for number in range(10):
@@ -51,7 +51,7 @@ async def test_owners_take_turns_whoever_queued_more(store: Store) -> None:
             break
     assert sorted(turns[:3]) == ["anna", "bert", "carl"]
     assert sorted(turns) == ["anna"] * 4 + ["bert"] * 3 + ["carl"]
-    assert sum(leases for _, _, leases in await store.held_by_owner()) == 8
+    assert sum(leases for _, _, leases in await store.owners.held()) == 8
 
 
 async def test_a_batch_of_hosts_shares_its_jobs_out(store: Store) -> None:
@@ -79,10 +79,10 @@ async def test_a_job_that_changes_its_owner_is_found_in_the_queue_of_the_new_one
     await queue(store, "anna", spec)
     await queue(store, "bert", job("b"))
     await queue(store, "carl", job("c"))
-    await store.apply(ApplyPlan(unchanged=(spec.id,)), "operator", 1.0, source="m")
-    assert sorted(await store.owners()) == ["bert", "carl", "operator"]
+    await store.plans.apply(ApplyPlan(unchanged=(spec.id,)), "operator", 1.0, source="m")
+    assert sorted(await store.owners.active()) == ["bert", "carl", "operator"]
     await add_host(store)
     leases = [await claim_fairly(store, ("host_a", f"c{n}")) for n in range(3)]
     assert sorted(lease.job_id for each in leases for lease in each) == sorted(
-        row.id for row in await store.jobs(JobFilter())
+        row.id for row in await store.jobs.select(JobFilter())
     )

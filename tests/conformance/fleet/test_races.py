@@ -25,9 +25,9 @@ async def test_a_claim_that_is_in_one_batch_twice_gets_one_set_of_leases(store: 
     await add_host(store)
     await add(store, *(job("m", seed=n) for n in range(4)))
     asked = Claim(host_id="host_a", claim_id="c1", classes=await all_classes(store), capacity=ROOMY, count=2)
-    first, again = await store.claim([asked, asked], LEASE_S, 0.0)
+    first, again = await store.leases.claim([asked, asked], LEASE_S, 0.0)
     assert list(again) == list(first)
-    assert (await store.counts()).ready == 2
+    assert (await store.statistics.counts()).ready == 2
 
 
 async def test_claims_of_one_batch_are_answered_in_their_order(store: Store) -> None:
@@ -36,7 +36,7 @@ async def test_claims_of_one_batch_are_answered_in_their_order(store: Store) -> 
     await add(store, job("low"), job("high", priority=5))
     classes = await all_classes(store)
     claims = [Claim(host_id=host, claim_id="c1", classes=classes, capacity=ROOMY) for host in ("host_z", "host_a")]
-    (first,), (second,) = await store.claim(claims, LEASE_S, 0.0)
+    (first,), (second,) = await store.leases.claim(claims, LEASE_S, 0.0)
     assert (first.spec.model, second.spec.model) == ("high", "low")
 
 
@@ -46,9 +46,9 @@ async def test_a_claim_may_be_called_anything(store: Store) -> None:
     await add(store, *(job("m", seed=n) for n in range(len(names))))
     classes = await all_classes(store)
     claims = [Claim(host_id="host_a", claim_id=name, classes=classes, capacity=ROOMY) for name in names]
-    first = await store.claim(claims, LEASE_S, 0.0)
+    first = await store.leases.claim(claims, LEASE_S, 0.0)
     assert len({lease.job_id for (lease,) in first}) == len(names)
-    assert [list(each) for each in await store.claim(claims, LEASE_S, 1.0)] == [list(each) for each in first]
+    assert [list(each) for each in await store.leases.claim(claims, LEASE_S, 1.0)] == [list(each) for each in first]
 
 
 async def test_a_batch_of_hosts_with_different_menus_gives_each_the_best_it_may_take(store: Store) -> None:
@@ -62,15 +62,15 @@ async def test_a_batch_of_hosts_with_different_menus_gives_each_the_best_it_may_
         for n in range(3)
         for host, menu in menus.items()
     ]
-    given = await store.claim(claims, LEASE_S, 0.0)
+    given = await store.leases.claim(claims, LEASE_S, 0.0)
     assert len({lease.job_id for leases in given for lease in leases}) == sum(len(leases) for leases in given)
-    assert (await store.counts()).ready == 9 - sum(len(leases) for leases in given)
+    assert (await store.statistics.counts()).ready == 9 - sum(len(leases) for leases in given)
     firsts = [leases[0].spec.priority for leases in given[:3] if leases]
     assert max(firsts) == 2
     for wanted, leases in zip(claims, given, strict=True):
         for lease in leases:
             assert lease.host_id == wanted.host_id
-            assert (await store.job(lease.job_id)).class_id in wanted.classes
+            assert (await store.jobs.get(lease.job_id)).class_id in wanted.classes
 
 
 async def test_a_job_that_does_not_fit_lets_a_smaller_one_pass(store: Store) -> None:
@@ -92,11 +92,11 @@ async def test_an_expired_job_joins_the_queue_when_what_it_comes_after_ends(stor
     assert held.job_id == waiting.id
     later = job("waiting", priority=5, after=(needed.id,))
     change = JobChange(job_id=waiting.id, spec=later, kinds=("order",), reclassed=False, deferred=True)
-    await store.apply(ApplyPlan(changed=(change,)), "operator", 1.0, source="m")
+    await store.plans.apply(ApplyPlan(changed=(change,)), "operator", 1.0, source="m")
     (other,) = await claim(store, "host_b", claim_id="c2", now_s=LEASE_S - 1)
-    await store.expire_leases(LEASE_S)
+    await store.leases.expire(LEASE_S)
     assert await claim(store, "host_b", claim_id="c3", now_s=LEASE_S) == []
-    await store.complete(hold(other), DONE, LEASE_S + 1)
+    await store.leases.complete(hold(other), DONE, LEASE_S + 1)
     (taken,) = await claim(store, "host_b", claim_id="c4", now_s=LEASE_S + 2)
     assert (taken.job_id, taken.epoch) == (waiting.id, 2)
 
@@ -131,19 +131,19 @@ async def test_a_renewal_that_waited_for_the_end_of_its_attempt_revives_nothing(
     await add_host(store)
     (job_id,) = await add(store, job("a"))
     (lease,) = await claim(store)
-    await store.expire_leases(LEASE_S)
+    await store.leases.expire(LEASE_S)
     broken = JobFailure(cause=Cause.USER_ERROR, error="no")
     renewal = Renewal(job_id=job_id, epoch=1, running=True)
     # The failure stops where it writes its event, holding the job; the renewal comes to wait for the job.
     async with blocker(postgres_url, "LOCK TABLE event IN SHARE MODE") as other:
-        failing = asyncio.create_task(store.fail(hold(lease), broken, LEASE_S, chance=0.0))
+        failing = asyncio.create_task(store.leases.fail(hold(lease), broken, LEASE_S, chance=0.0))
         await wait_until_blocked(other, 1)
-        renewing = asyncio.create_task(store.renew("host_a", [renewal], LEASE_S, LEASE_S))
+        renewing = asyncio.create_task(store.leases.renew("host_a", [renewal], LEASE_S, LEASE_S))
         await wait_until_blocked(other, 2, renewing)
     assert (await failing).status is JobStatus.PENDING
     (renewed,) = await renewing
     assert renewed.verdict == "stale"
-    assert (await store.job(job_id)).status is JobStatus.PENDING
+    assert (await store.jobs.get(job_id)).status is JobStatus.PENDING
 
 
 async def test_a_job_added_after_one_that_ends_meanwhile_does_not_wait_for_ever(
@@ -159,21 +159,21 @@ async def test_a_job_added_after_one_that_ends_meanwhile_does_not_wait_for_ever(
     # The plan has counted what its job waits for and stops where it writes the trainer.
     async with blocker(postgres_url, "LOCK TABLE trainer IN SHARE MODE") as other:
         applying = asyncio.create_task(
-            store.apply(plan(later, trainers={"default": trainer}), "operator", 1.0, source="m")
+            store.plans.apply(plan(later, trainers={"default": trainer}), "operator", 1.0, source="m")
         )
         await wait_until_blocked(other, 1)
-        completing = asyncio.create_task(store.complete(hold(lease), DONE, 2.0))
+        completing = asyncio.create_task(store.leases.complete(hold(lease), DONE, 2.0))
         await wait_until_blocked(other, 2, completing)
     await applying
     await completing
-    assert (await store.job(later.id)).waits_for == 0
+    assert (await store.jobs.get(later.id)).waits_for == 0
     assert len(await claim(store, claim_id="c2", now_s=3.0)) == 1
 
 
 async def test_a_hub_finds_a_class_that_was_committed_after_a_later_one(
     postgres_store: Store, postgres_url: str
 ) -> None:
-    roster, early = Roster(postgres_store, LEASE_S), job("early").requirement
+    roster, early = Roster(postgres_store.plans, postgres_store.hosts, LEASE_S), job("early").requirement
     async with await psycopg.AsyncConnection.connect(postgres_url) as other:
         cursor = await other.execute(
             "INSERT INTO req_class (key, spec) VALUES (%s, %s) RETURNING id", (early.key, encode(early))

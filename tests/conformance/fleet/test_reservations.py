@@ -26,21 +26,21 @@ async def reserve(store: Store, *hosts: str, now_s: float = NOW_S, **settings: A
     planner = ReservationPlanner(
         hosts={host: HostOffer(DESK, classes) for host in hosts},
         classes=classes.keys(),
-        owners=tuple(await store.owners()),
+        owners=tuple(await store.owners.active()),
         **settings,
     )
-    return await store.reserve(planner, now_s)
+    return await store.leases.reserve(planner, now_s)
 
 
 async def take(store: Store, host: str, claim_id: str, *, now_s: float = NOW_S, count: int = 1) -> Sequence[JobLease]:
     """As a hub claims: the classes of gangs are not among those that it names."""
-    gangs = {row.id for row in await store.classes() if row.requirement.gang}
+    gangs = {row.id for row in await store.plans.classes() if row.requirement.gang}
     classes = {id_: each for id_, each in (await all_classes(store, DESK)).items() if id_ not in gangs}
     return await claim(store, host, now_s=now_s, claim_id=claim_id, count=count, capacity=DESK, classes=classes)
 
 
 async def reserved(store: Store) -> list[tuple[str, str, str]]:
-    return [(each.host_id, each.job.job_id, each.kind) for each in await store.reservations()]
+    return [(each.host_id, each.job.job_id, each.kind) for each in await store.leases.reservations()]
 
 
 async def drained(store: Store) -> tuple[str, JobLease]:
@@ -58,12 +58,12 @@ async def test_a_large_job_gets_its_host_beside_a_stream_of_small_ones(store: St
     whole, lease = await drained(store)
     (late,) = await add(store, job("late", needs=SMALL))
     assert await take(store, "host_a", "c2") == [], "the host drains"
-    await store.complete(hold(lease), DONE, NOW_S)
+    await store.leases.complete(hold(lease), DONE, NOW_S)
     (large,) = await take(store, "host_a", "c3", count=3)
     assert (large.job_id, large.taken.whole) == (whole, True)
     assert await take(store, "host_a", "c3", count=3) == [large], "asked again"
     assert await reserved(store) == []
-    await store.complete(hold(large), DONE, NOW_S)
+    await store.leases.complete(hold(large), DONE, NOW_S)
     assert [each.job_id for each in await take(store, "host_a", "c4")] == [late]
     assert (await kinds(store, whole)).count("job.reserved") == 1
 
@@ -74,7 +74,7 @@ async def test_a_reservation_counts_while_its_job_waits_and_until_it_expires(sto
     assert await take(store, "host_a", "c2") == []
     assert await take(store, "host_a", "c3", now_s=NOW_S + GRANT_S - 1) == []
     assert len(await take(store, "host_a", "c4", now_s=NOW_S + GRANT_S)) == 1
-    await store.cancel(whole, "no longer wanted", "operator", NOW_S)
+    await store.jobs.cancel(whole, "no longer wanted", "operator", NOW_S)
     assert len(await take(store, "host_a", "c5", count=2)) == 2
     await reserve(store, "host_a")
     assert await reserved(store) == []
@@ -102,11 +102,11 @@ async def test_jobs_that_fit_beside_what_is_reserved_are_granted(store: Store) -
 
 async def test_a_host_that_could_not_set_the_job_up_does_not_get_it_by_its_reservation(store: Store) -> None:
     whole, lease = await drained(store)
-    await store.complete(hold(lease), DONE, NOW_S)
+    await store.leases.complete(hold(lease), DONE, NOW_S)
     (large,) = await take(store, "host_a", "c2")
     failure = JobFailure(cause=Cause.SETUP_ERROR)
-    await store.fail(hold(large), failure, NOW_S, chance=0.0, eligible=["host_a", "host_b"])
-    assert (await store.job(whole)).status is JobStatus.PENDING
+    await store.leases.fail(hold(large), failure, NOW_S, chance=0.0, eligible=["host_a", "host_b"])
+    assert (await store.jobs.get(whole)).status is JobStatus.PENDING
     assert await take(store, "host_a", "c3") == []
     await reserve(store, "host_a")
     assert await reserved(store) == []
@@ -143,13 +143,13 @@ async def test_a_gang_of_which_a_host_does_not_claim_goes_back_and_is_charged_no
     (lease,) = await take(store, "host_a", "c1", now_s=2.0)
     plan = await reserve(store, *HOSTS, now_s=1.0 + GRANT_S)
     assert list(plan.returned) == [first]
-    row = await store.job(first)
+    row = await store.jobs.get(first)
     assert (row.status, row.not_before_s) == (JobStatus.PENDING, 1.0 + GRANT_S)
     assert "only 1 of 2 members were claimed in time" in row.reason
     renewal = Renewal(job_id=first, epoch=lease.epoch)
-    (verdict,) = await store.renew("host_a", [renewal], LEASE_S, 2.0 + GRANT_S)
+    (verdict,) = await store.leases.renew("host_a", [renewal], LEASE_S, 2.0 + GRANT_S)
     assert verdict.verdict == "stale"
-    assert [each.cause for each in await store.attempts(first)] == [Cause.PREEMPTED]
+    assert [each.cause for each in await store.jobs.attempts(first)] == [Cause.PREEMPTED]
     await reserve(store, *HOSTS, now_s=2.0 + GRANT_S)
     assert {host for host, _, kind in await reserved(store) if kind == "grant"} == {"host_a", "host_c"}
     assert len(await take(store, "host_a", "c2", now_s=2.0 + GRANT_S)) == 1
@@ -163,9 +163,9 @@ async def test_a_gang_ends_with_a_member_that_fails(store: Store) -> None:
     first, second = await add(store, *members("g", 2, max_attempts=1))
     await reserve(store, "host_a", "host_b", now_s=1.0)
     (lease,) = await take(store, "host_a", "c1", now_s=1.0)
-    await store.fail(hold(lease), JobFailure(cause=Cause.USER_ERROR), 2.0, chance=0.0)
+    await store.leases.fail(hold(lease), JobFailure(cause=Cause.USER_ERROR), 2.0, chance=0.0)
     await reserve(store, "host_a", "host_b", now_s=3.0)
-    row = await store.job(second)
+    row = await store.jobs.get(second)
     assert (row.status, row.reason) == (JobStatus.CANCELLED, f"its gang ends: {first} is failed")
 
 
@@ -173,26 +173,26 @@ async def test_a_lower_priority_yields_with_its_checkpoint_and_resumes_later(sto
     await add_host(store)
     (low,) = await add(store, job("low", needs=needs(min_cores=4)))
     (lease,) = await take(store, "host_a", "c1")
-    await store.record_checkpoint(hold(lease), "artifact1_c", 1.0)
+    await store.leases.record_checkpoint(hold(lease), "artifact1_c", 1.0)
     (high,) = await add(store, job("high", needs=needs(min_cores=4), priority=5))
     await reserve(store, "host_a")
     renewal = Renewal(job_id=low, epoch=lease.epoch, running=True)
-    (held,) = await store.renew("host_a", [renewal], LEASE_S, NOW_S)
+    (held,) = await store.leases.renew("host_a", [renewal], LEASE_S, NOW_S)
     assert held.preempt == ""
     plan = await reserve(store, "host_a", now_s=NOW_S + 1, preempt=True)
     assert [each.job_id for each in plan.preempted] == [low]
-    (told,) = await store.renew("host_a", [renewal], LEASE_S, NOW_S + 2)
+    (told,) = await store.leases.renew("host_a", [renewal], LEASE_S, NOW_S + 2)
     assert (told.verdict, told.preempt) == ("held", f"yields to {high}, which has priority 5")
     assert (await reserve(store, "host_a", now_s=NOW_S + 3, preempt=True)).preempted == ()
-    row = await store.fail(hold(lease), JobFailure(cause=Cause.PREEMPTED), NOW_S + 4, chance=0.0)
+    row = await store.leases.fail(hold(lease), JobFailure(cause=Cause.PREEMPTED), NOW_S + 4, chance=0.0)
     assert row.status is JobStatus.PENDING
     (better,) = await take(store, "host_a", "c2", now_s=NOW_S + 5)
     assert better.job_id == high
-    await store.complete(hold(better), DONE, NOW_S + 6)
-    await store.release_backoffs(NOW_S + 1e6)
+    await store.leases.complete(hold(better), DONE, NOW_S + 6)
+    await store.leases.release_backoffs(NOW_S + 1e6)
     (again,) = await take(store, "host_a", "c3", now_s=NOW_S + 7)
     assert (again.job_id, again.checkpoint) == (low, "artifact1_c")
-    (fresh,) = await store.renew("host_a", [Renewal(job_id=low, epoch=again.epoch)], LEASE_S, NOW_S + 8)
+    (fresh,) = await store.leases.renew("host_a", [Renewal(job_id=low, epoch=again.epoch)], LEASE_S, NOW_S + 8)
     assert fresh.preempt == "", "the order was for the attempt before"
     assert "job.preempted" in await kinds(store, low)
 

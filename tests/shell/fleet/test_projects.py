@@ -21,7 +21,7 @@ from strata.fleet.core.manifest import parse_manifest
 from strata.fleet.core.plan import ApplyOptions, ApplyPlan
 from strata.fleet.ports import AttemptKey, HostRow, JobCompletion, JobFailure, JobLease
 from strata.fleet.service import Fleet
-from strata.fleet.store.sqlite.store import SqliteStore
+from strata.fleet.store.sqlite.store import build_sqlite_store
 from strata.fleet.store.sqlite.tables import COMPONENT
 
 MODELS: Final = ("a", "b", "c")
@@ -117,11 +117,11 @@ class World:
             self.queued[lease.job_id] = lease.trainer_digest
         else:
             await self.fleet.fail(hold, JobFailure(cause=Cause.USER_ERROR, error="x"))
-            await self.fleet.store.release_backoffs(1e12)
+            await self.fleet.store.leases.release_backoffs(1e12)
 
     async def move(self, step: Act) -> None:
         ended = (JobStatus.COMPLETED, JobStatus.FAILED, JobStatus.CANCELLED)
-        present = await self.fleet.store.existing_jobs()
+        present = await self.fleet.store.plans.existing_jobs()
         wanted = sorted(id_ for id_, here in present.items() if (here.status in ended) == (step.what == "requeue"))
         if not wanted:
             return
@@ -133,16 +133,16 @@ class World:
             self.held = [lease for lease in self.held if lease.job_id != job_id]
 
     async def check(self) -> None:
-        for job_id, here in (await self.fleet.store.existing_jobs()).items():
+        for job_id, here in (await self.fleet.store.plans.existing_jobs()).items():
             assert here.trainer == self.queued[job_id]
-            for attempt in await self.fleet.store.attempts(job_id):
+            for attempt in await self.fleet.store.jobs.attempts(job_id):
                 assert attempt.trainer_digest == self.given[job_id, attempt.epoch]
 
 
 async def live(path: Path, history: list[Apply | Act]) -> None:
     thread = await SqliteThread.open(path, SqliteComponents((events.SQLITE, COMPONENT)))
     try:
-        world = World(Fleet(SqliteStore(thread), ManualClock(), chance=lambda: 0.5))
+        world = World(Fleet(build_sqlite_store(thread), ManualClock(), chance=lambda: 0.5))
         host = HostRow(id="h", name="h", capability=Capability(hostname="h"), registered_at_s=0.0)
         await world.fleet.register(host, "host:h")
         for step in history:

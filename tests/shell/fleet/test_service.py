@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import pytest
@@ -24,34 +24,57 @@ from strata.fleet.core.manifest import JobManifest, parse_manifest
 from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.requirement import Needs
-from strata.fleet.ports import AttemptKey, Claim, HostRow, JobCompletion, JobFailure, JobLease, Renewal, ServerRow
+from strata.fleet.ports import (
+    AttemptKey,
+    Claim,
+    HostRow,
+    JobCompletion,
+    JobFailure,
+    JobLease,
+    Renewal,
+    ServerRow,
+    Store,
+)
 from strata.fleet.roster import BEST_FIT_S, Roster
 from strata.fleet.service import Fleet, FleetSettings
+from strata.fleet.store.hosts import HostTable
+from strata.fleet.store.jobs import JobTable
+from strata.fleet.store.lists import JobIndexes
+from strata.fleet.store.owners import OwnerTable
 from strata.fleet.store.sqlite import tables
-from strata.fleet.store.sqlite.store import SqliteStore
+from strata.fleet.store.sqlite.store import build_sqlite_store
 
 GIB = 1024**3
 LEASE_S = 45.0
 PLACE = GangPlace(name="g", size=2, index=0, min_size=1)
 
 
-class CountedStore(SqliteStore):
-    """Counts how often the hosts and the owners are read, and can be held up while it reads the hosts."""
+class CountedHosts(HostTable):
+    """Counts how often the hosts are read, and can be held up meanwhile."""
 
     reads = 0
-    owner_reads = 0
     gate: asyncio.Event | None = None
 
-    async def hosts(self) -> Sequence[HostRow]:
+    async def all(self) -> Sequence[HostRow]:
         self.reads += 1
-        found = await super().hosts()
+        found = await super().all()
         if self.gate is not None:
             await self.gate.wait()
         return found
 
-    async def owners(self) -> Collection[str]:
-        self.owner_reads += 1
-        return await super().owners()
+
+class CountedOwners(OwnerTable):
+    reads = 0
+
+    async def active(self) -> Collection[str]:
+        self.reads += 1
+        return await super().active()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountedStore(Store):
+    hosts: CountedHosts
+    owners: CountedOwners
 
 
 class SteppingClock(ManualClock):
@@ -102,7 +125,9 @@ class Site:
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[CountedStore]:
     components = SqliteComponents([events.SQLITE, tables.COMPONENT])
-    store = CountedStore(await SqliteThread.open(tmp_path / "hub.db", components))
+    plain = build_sqlite_store(await SqliteThread.open(tmp_path / "hub.db", components))
+    counted = {"hosts": CountedHosts(plain.database), "owners": CountedOwners(plain.database)}
+    store = CountedStore(**{each.name: getattr(plain, each.name) for each in fields(Store)} | counted)
     yield store
     await store.close()
 
@@ -129,9 +154,9 @@ async def test_a_claim_that_waits_is_answered_when_a_job_comes(site: Site) -> No
 
 async def test_hosts_that_ask_at_once_share_one_look_at_who_is_there(site: Site, store: CountedStore) -> None:
     hosts = [await site.host(f"h{n}") for n in range(8)]
-    before = store.reads
+    before = store.hosts.reads
     await asyncio.gather(*(site.fleet.claim(host, "c1") for host in hosts))
-    assert store.reads == before + 1
+    assert store.hosts.reads == before + 1
 
 
 async def test_only_jobs_of_an_owner_who_had_none_make_a_claim_read_the_owners_again(
@@ -142,7 +167,7 @@ async def test_only_jobs_of_an_owner_who_had_none_make_a_claim_read_the_owners_a
     for number, owner in enumerate(("bert", "bert", "carl", "carl")):
         await site.add(JobSpec(model="a", seed=number), submitter=Submitter(owner=owner))
         assert await site.fleet.claim(host, f"c{number}")
-        reads.append(store.owner_reads)
+        reads.append(store.owners.reads)
     assert reads == [1, 1, 2, 2]
 
 
@@ -151,11 +176,11 @@ async def test_a_host_that_registers_while_others_are_looked_up_is_not_overlooke
 ) -> None:
     await site.add(JobSpec(model="a"), JobSpec(model="b"))
     anna = await site.host("anna")
-    store.gate = asyncio.Event()
+    store.hosts.gate = asyncio.Event()
     early = asyncio.create_task(site.fleet.claim(anna, "c1"))
     await asyncio.wait([early], timeout=0.05)
     bert = await site.host("bert")
-    store.gate.set()
+    store.hosts.gate.set()
     assert len(await early) == 1
     assert len(await site.fleet.claim(bert, "c1")) == 1
 
@@ -218,13 +243,13 @@ async def test_a_hub_that_was_blind_takes_nothing_away(site: Site) -> None:
     await site.clock.advance(600)
     await site.fleet.tick()
     await site.pass_time(44)
-    assert (await site.fleet.store.job(lease.job_id)).status is JobStatus.CLAIMED
+    assert (await site.fleet.store.jobs.get(lease.job_id)).status is JobStatus.CLAIMED
     await site.fleet.renew(anna, [Renewal(job_id=lease.job_id, epoch=1)])
     await site.pass_time(40)
-    assert (await site.fleet.store.job(lease.job_id)).status is JobStatus.CLAIMED
+    assert (await site.fleet.store.jobs.get(lease.job_id)).status is JobStatus.CLAIMED
 
 
-class Dragging(SqliteStore):
+class DraggingHosts(HostTable):
     """A database that answers late, and everybody waits for it: the hub in its tick, hosts with their renewals."""
 
     clock: SteppingClock
@@ -237,18 +262,19 @@ class Dragging(SqliteStore):
 
 async def test_a_hub_that_waited_for_its_database_within_a_tick_was_blind_as_well(tmp_path: Path) -> None:
     components = SqliteComponents([events.SQLITE, tables.COMPONENT])
-    store = Dragging(await SqliteThread.open(tmp_path / "hub.db", components))
-    store.clock = SteppingClock(wall_s=1_800_000_000.0)
-    site = Site(Fleet(store, store.clock), store.clock)
+    store = build_sqlite_store(await SqliteThread.open(tmp_path / "hub.db", components))
+    hosts = DraggingHosts(store.database)
+    hosts.clock = SteppingClock(wall_s=1_800_000_000.0)
+    site = Site(Fleet(replace(store, hosts=hosts), hosts.clock), hosts.clock)
     anna = await site.host("anna")
     await site.add(JobSpec(model="a"))
     await site.pass_time(LEASE_S + 1)
     (lease,) = await site.fleet.claim(anna, "c1")
-    store.late_s = LEASE_S - 1
+    hosts.late_s = LEASE_S - 1
     await site.fleet.tick()
-    store.late_s = 0.0
+    hosts.late_s = 0.0
     await site.pass_time(2)
-    assert (await store.job(lease.job_id)).status is JobStatus.CLAIMED
+    assert (await store.jobs.get(lease.job_id)).status is JobStatus.CLAIMED
     await store.close()
 
 
@@ -271,9 +297,9 @@ async def test_a_restarted_hub_gives_every_lease_a_full_term(site: Site) -> None
     await site.clock.advance(3600)
     site.fleet = Fleet(site.fleet.store, site.clock)
     await site.pass_time(44)
-    assert (await site.fleet.store.job(lease.job_id)).status is JobStatus.CLAIMED
+    assert (await site.fleet.store.jobs.get(lease.job_id)).status is JobStatus.CLAIMED
     await site.pass_time(2)
-    assert (await site.fleet.store.job(lease.job_id)).status is JobStatus.PENDING
+    assert (await site.fleet.store.jobs.get(lease.job_id)).status is JobStatus.PENDING
 
 
 async def test_a_wall_clock_that_is_set_forward_ends_no_lease(site: Site) -> None:
@@ -283,7 +309,7 @@ async def test_a_wall_clock_that_is_set_forward_ends_no_lease(site: Site) -> Non
     (lease,) = await site.fleet.claim(anna, "c1")
     site.clock.set_wall(site.clock.wall_s() + 86_400)
     await site.pass_time(30)
-    assert (await site.fleet.store.job(lease.job_id)).status is JobStatus.CLAIMED
+    assert (await site.fleet.store.jobs.get(lease.job_id)).status is JobStatus.CLAIMED
 
 
 async def test_a_database_that_is_away_loses_no_sign_of_life(site: Site) -> None:
@@ -355,7 +381,7 @@ async def test_setup_errors_do_not_quarantine_a_host_and_the_last_one_fails_the_
             assert refusal.detail == "1 eligible host could not set it up: anna: cannot start 'nosuchprog'"
     assert [host.state for host in await site.fleet.hosts()] == ["active", "active"]
     for spec in specs:
-        row = await site.fleet.store.job(spec.id)
+        row = await site.fleet.store.jobs.get(spec.id)
         assert (row.status, row.reason) == (JobStatus.FAILED, "setup_error: no eligible host could set it up")
 
 
@@ -371,9 +397,9 @@ async def test_a_job_that_waits_for_a_host_that_is_away_says_what_the_others_lac
     (refusal,) = [each for each in told.obstacles if each.what == "setup_error"]
     assert refusal.detail == "1 eligible host could not set it up: anna: no folder"
     await site.fleet.set_host_state(bob, "paused", "", "operator")
-    assert (await site.fleet.store.job(spec.id)).status is JobStatus.PENDING
+    assert (await site.fleet.store.jobs.get(spec.id)).status is JobStatus.PENDING
     await site.fleet.set_host_state(bob, "left", "it left", "operator")
-    row = await site.fleet.store.job(spec.id)
+    row = await site.fleet.store.jobs.get(spec.id)
     assert (row.status, row.reason) == (JobStatus.FAILED, "setup_error: no eligible host could set it up")
 
 
@@ -385,7 +411,7 @@ async def test_a_policy_that_denies_the_last_host_that_did_not_refuse_a_job_fail
     (lease,) = await site.fleet.claim(anna, "c1")
     await site.fleet.fail(hold(lease), JobFailure(cause=Cause.SETUP_ERROR, error="no folder"))
     await site.fleet.apply(ApplyPlan(hosts={"bob": HostSpec(name="bob", deny_jobs=("a",))}), "operator", source="m")
-    assert (await site.fleet.store.job(spec.id)).status is JobStatus.FAILED
+    assert (await site.fleet.store.jobs.get(spec.id)).status is JobStatus.FAILED
 
 
 async def test_a_host_drains_for_a_large_job_and_why_tells_both_sides(site: Site) -> None:
@@ -466,12 +492,12 @@ async def test_a_plan_is_refused_when_its_trainer_was_changed_since_it_was_made(
     await site.fleet.apply(await site.fleet.plan_manifest(manifest("v3.py")), "operator", source="m")
     with pytest.raises(StrataError) as outdated:
         await site.fleet.apply(slow, "operator", source="m")
-    assert (outdated.value.code, await site.fleet.store.existing_jobs()) == (Code.CONFLICT, {})
+    assert (outdated.value.code, await site.fleet.store.plans.existing_jobs()) == (Code.CONFLICT, {})
     again = await site.fleet.plan_manifest(manifest("v2.py", "a"))
     await site.fleet.apply(again, "operator", source="m")
-    ((job_id, _),) = (await site.fleet.store.existing_jobs()).items()
-    digest = (await site.fleet.store.job(job_id)).trainer_digest
-    assert (await site.fleet.store.trainer(digest)).command == ("python", "v2.py")
+    ((job_id, _),) = (await site.fleet.store.plans.existing_jobs()).items()
+    digest = (await site.fleet.store.jobs.get(job_id)).trainer_digest
+    assert (await site.fleet.store.plans.trainer(digest)).command == ("python", "v2.py")
 
 
 class Broken:
@@ -598,7 +624,12 @@ async def test_one_kind_of_job_may_need_a_newer_agent(site: Site) -> None:
     await site.add(JobSpec(model="a"), *gang_members(JobSpec(model="m", gang=PLACE)))
     await site.host("otto", version="0.2.9")
     await site.host("nina", version="0.3.0")
-    roster = Roster(site.fleet.store, LEASE_S, lambda requirement: (0, 3) if requirement.gang else (0, 2))
+    roster = Roster(
+        site.fleet.store.plans,
+        site.fleet.store.hosts,
+        LEASE_S,
+        lambda requirement: (0, 3) if requirement.gang else (0, 2),
+    )
     await roster.refresh(0.0)
     kinds = {
         host.name: {roster.requirement(class_id).gang for class_id in roster.serves(host)} for host in roster.hosts()
@@ -611,7 +642,7 @@ async def test_one_kind_of_job_may_need_a_newer_agent(site: Site) -> None:
     }
 
 
-class ServersInUse(SqliteStore):
+class ServersInUse(JobTable):
     """A request uses each server in the moment after the servers were read."""
 
     use: Callable[[ServerRow], Awaitable[None]] | None = None
@@ -626,19 +657,20 @@ class ServersInUse(SqliteStore):
 
 async def test_a_server_that_is_used_while_servers_are_chosen_to_sleep_gets_no_order(tmp_path: Path) -> None:
     components = SqliteComponents([events.SQLITE, tables.COMPONENT])
-    store = ServersInUse(await SqliteThread.open(tmp_path / "hub.db", components))
+    store = build_sqlite_store(await SqliteThread.open(tmp_path / "hub.db", components))
+    jobs = ServersInUse(store.database, JobIndexes(searched_text=tables.SEARCHED_TEXT, may_serve=tables.MAY_SERVE))
     clock = SteppingClock(wall_s=1_800_000_000.0)
-    site = Site(Fleet(store, clock), clock)
+    site = Site(Fleet(replace(store, jobs=jobs), clock), clock)
     await site.add(JobSpec(model="s", kind="server", idle_s=10.0))
     (lease,) = await site.fleet.claim(await site.host("anna"), "c1")
     await site.fleet.publish_server(hold(lease), "unix:/s", ("tiny",))
     await clock.advance(11.0)
     await site.fleet.choose_servers_to_end()
     assert site.fleet.yield_request(lease.job_id, lease.epoch) is not None, "it is idle"
-    store.use = site.fleet.touch_server
+    jobs.use = site.fleet.touch_server
     await site.fleet.choose_servers_to_end()
     assert site.fleet.yield_request(lease.job_id, lease.epoch) is None
-    store.use = None
+    jobs.use = None
     await clock.advance(11.0)
     await site.fleet.choose_servers_to_end()
     assert site.fleet.yield_request(lease.job_id, lease.epoch) is not None, "nobody uses it any more"

@@ -141,7 +141,7 @@ async def test_a_feed_serves_the_same_rows_from_memory_and_from_the_table(site: 
     await feed.catch_up()
     await site.add(*(JobSpec(model="m", seed=n) for n in range(30)))
     await feed.catch_up()
-    table = await site.hub.context.fleet.store.events(start, 1000)
+    table = await site.hub.context.fleet.store.events.read(start, 1000)
     assert [each.cursor for each in await feed.after(start, 1000)] == [each.cursor for each in table]
     middle = table[10].cursor
     assert list(await feed.after(middle, 5)) == list(table[11:16])

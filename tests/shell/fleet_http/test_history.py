@@ -130,7 +130,7 @@ async def test_the_cost_of_a_kill_is_told(tmp_path: Path) -> None:
         await anna.claim()
         await start(anna, job_id, 1)
         # The host is killed, and its lease runs out.
-        await store.expire_leases(fleet.now_s() + 60)
+        await store.leases.expire(fleet.now_s() + 60)
         bert = await site.host("bert")
         await bert.claim()
         await start(bert, job_id, 2)
@@ -222,9 +222,9 @@ async def test_the_hub_removes_old_events_only_if_it_is_told_to(tmp_path: Path) 
             store = hub.context.fleet.store
             if days is None:
                 for n in range(3):
-                    await store.set_quota(f"owner{n}", None, "operator", 1.0)
+                    await store.owners.set_quota(f"owner{n}", None, "operator", 1.0)
             for loop in hub.loops:
                 if loop.interval_s == 3600.0:
                     await loop.run_once()
-            told = [each for each in await store.events("", 100) if each.event.kind == "quota.changed"]
+            told = [each for each in await store.events.read("", 100) if each.event.kind == "quota.changed"]
             assert len(told) == left

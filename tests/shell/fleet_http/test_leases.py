@@ -154,7 +154,7 @@ async def test_a_claim_that_waits_while_its_host_is_revoked_gets_nothing(site: R
     assert (await operator.post("/v1/host/anna/revoke")).status_code == 204
     (job_id,) = await site.add(JobSpec(model="m"))
     assert await waiting == ()
-    assert (await site.hub.context.fleet.store.job(job_id)).epoch == 0
+    assert (await site.hub.context.fleet.store.jobs.get(job_id)).epoch == 0
 
 
 async def test_the_list_of_jobs_is_paged_and_filtered(site: Running) -> None:
@@ -247,7 +247,7 @@ async def test_a_checkpoint_of_an_attempt_is_what_the_next_one_resumes_from(site
     failure = {"epoch": 1, "cause": "preempted"}
     row = ok(await anna.http.post(f"/v1/job/{job_id}/fail", json=failure), Job)
     assert row.status == "pending"
-    await site.hub.context.fleet.store.release_backoffs(row.not_before_s + 1)
+    await site.hub.context.fleet.store.leases.release_backoffs(row.not_before_s + 1)
     (lease,) = await bob.claim("c9", wait_s=10)
     assert (lease.epoch, lease.checkpoint) == (2, done.artifact_id)
     assert (await bob.http.get(f"/v1/chunk/{digest}")).content == content

@@ -73,7 +73,7 @@ async def test_a_host_that_was_replaced_still_writes_its_own_log_and_never_its_s
     host, viewer, job_id = await attempt(site)
     bob = await site.host("bob")
     row = ok(await host.http.post(f"/v1/job/{job_id}/fail", json={"epoch": 1, "cause": "preempted"}), Job)
-    await site.hub.context.fleet.store.release_backoffs(row.not_before_s + 1)
+    await site.hub.context.fleet.store.leases.release_backoffs(row.not_before_s + 1)
     (lease,) = await bob.claim("c2", wait_s=10)
     assert lease.epoch == 2
     await put(host, job_id, 0, b"last words")

@@ -61,7 +61,7 @@ async def declare(hub: Hub, *, submitter: Submitter = OPERATOR, actor: str = "op
 
 
 async def runs(hub: Hub) -> list[JobRow]:
-    return sorted(await hub.context.fleet.store.jobs(JobFilter(label="hourly")), key=lambda row: row.spec.due)
+    return sorted(await hub.context.fleet.store.jobs.select(JobFilter(label="hourly")), key=lambda row: row.spec.due)
 
 
 async def dues(hub: Hub) -> list[str]:
@@ -106,7 +106,7 @@ async def test_a_run_is_queued_when_it_is_due_and_once(tmp_path: Path, database:
         await clock.advance(HOUR_S)
         await runner(hub).run_once()
         assert await dues(hub) == ["13:00Z", "14:00Z"]
-        shown = await hub.context.fleet.store.jobs(JobFilter(label="hourly", hidden=False))
+        shown = await hub.context.fleet.store.jobs.select(JobFilter(label="hourly", hidden=False))
         assert [row.spec.due[11:] for row in shown] == ["14:00Z"]
         assert (await only(hub)).last_job == shown[0].id
 
@@ -205,7 +205,7 @@ async def test_a_changed_schedule_is_due_by_its_new_times_and_an_equal_one_stays
 async def test_a_run_beyond_the_quota_of_its_owner_is_left_out_with_the_reason(tmp_path: Path, database: str) -> None:
     clock = ManualClock(NOON)
     async with opened(tmp_path / "hub", database, clock) as hub:
-        await hub.context.fleet.store.set_quota("anna", Quota(jobs=1), "operator", NOON)
+        await hub.context.fleet.store.owners.set_quota("anna", Quota(jobs=1), "operator", NOON)
         await declare(hub, submitter=Submitter(owner="anna"), overlap="allow")
         for _ in range(2):
             await clock.advance(HOUR_S)
@@ -322,4 +322,4 @@ async def test_a_schedule_pauses_when_the_key_of_its_owner_is_revoked(site: Runn
     await runner(hub)._take_turn(row)
     (row,) = await hub.context.schedules.listed()
     assert (row.paused, row.note) == (True, "the key of anna is not valid any more")
-    assert await hub.context.fleet.store.jobs(JobFilter(label="nightly")) == []
+    assert await hub.context.fleet.store.jobs.select(JobFilter(label="nightly")) == []

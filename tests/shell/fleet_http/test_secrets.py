@@ -103,7 +103,7 @@ async def test_the_first_secret_of_a_project_makes_the_project_its_setters(site:
         for reader in (client, operator):
             listed = ok(await reader.get("/v1/secrets", params=query), SecretsReply).secrets
             assert [each.name for each in listed] == ["TOKEN"]
-    assert await site.hub.context.fleet.store.projects() == {"P": "operator", "Q": "alice"}
+    assert await site.hub.context.fleet.store.owners.projects() == {"P": "operator", "Q": "alice"}
 
 
 async def test_a_removed_secret_is_missing_in_the_lease(site: Running) -> None:

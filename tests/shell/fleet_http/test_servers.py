@@ -42,13 +42,13 @@ async def published(
 ) -> tuple[HostClient, LeaseGiven]:
     """The host of a server that has not been used for long."""
     fleet = site.hub.context.fleet
-    await fleet.store.apply(
+    await fleet.store.plans.apply(
         ApplyPlan(new={spec.id: spec}), "test", fleet.now_s(), source="test", declared=False, submitter=submitter
     )
     host = await site.host(f"host-{spec.model}")
     (lease,) = await host.claim(f"c-{spec.model}")
     attempt = AttemptKey(host.id, lease.job_id, lease.epoch)
-    await fleet.store.publish_server(attempt, f"unix:{path}", [spec.model, *also], LONG_AGO_S)
+    await fleet.store.jobs.publish_server(attempt, f"unix:{path}", [spec.model, *also], LONG_AGO_S)
     return host, lease
 
 
@@ -59,7 +59,7 @@ async def sleeping(site: Running, model: str = "tiny", submitter: Submitter = OP
 
 
 async def row(site: Running, job: str) -> ServerRow:
-    return next(each for each in await site.hub.context.fleet.store.servers() if each.job.id == job)
+    return next(each for each in await site.hub.context.fleet.store.jobs.servers() if each.job.id == job)
 
 
 def key_of(client: httpx.AsyncClient) -> str:
@@ -119,19 +119,19 @@ async def test_a_viewer_keeps_no_server_awake(site: Running) -> None:
 async def test_a_server_wakes_within_the_quota_of_its_owner(site: Running) -> None:
     job = await sleeping(site, submitter=ANNA)
     store = site.hub.context.fleet.store
-    await store.set_quota("anna", Quota(jobs=0), "operator", 1.0)
+    await store.owners.set_quota("anna", Quota(jobs=0), "operator", 1.0)
     bert = await site.with_role("researcher", "bert")
     async with asyncio.timeout(10.0):
         reply = await bert.get("/api/v1/status")
     assert (refused(reply), "the quota of anna is full" in reply.text) == ((403, "forbidden"), True)
     assert (await row(site, job)).state == "asleep"
-    await store.set_quota("anna", None, "operator", 2.0)
+    await store.owners.set_quota("anna", None, "operator", 2.0)
     await until_queued(site, bert, job)
 
 
 async def test_the_server_of_an_operator_has_no_quota(site: Running) -> None:
     job = await sleeping(site)
-    await site.hub.context.fleet.store.set_quota("*", Quota(jobs=0), "operator", 1.0)
+    await site.hub.context.fleet.store.owners.set_quota("*", Quota(jobs=0), "operator", 1.0)
     await until_queued(site, await site.with_role("researcher"), job)
 
 
@@ -157,10 +157,10 @@ async def test_only_an_operator_queues_a_server(site: Running) -> None:
         "trainer": {"name": "t", "command": ["t"], "directory": "/srv/t"},
     }
     assert refused(await alice.post("/v1/jobs", json=single)) == (403, "forbidden")
-    assert await site.hub.context.fleet.store.jobs(JobFilter()) == []
+    assert await site.hub.context.fleet.store.jobs.select(JobFilter()) == []
     olga = await site.with_role("operator")
     assert (await olga.post("/v1/manifest", json=body)).status_code == 200
-    (made,) = await site.hub.context.fleet.store.jobs(JobFilter())
+    (made,) = await site.hub.context.fleet.store.jobs.select(JobFilter())
     assert made.spec.kind == "server"
 
 

@@ -215,10 +215,10 @@ async def test_two_hubs_queue_each_trial_once_even_if_both_run_the_sweep(
         await tables.sweeps.claim_trial(stored.sweep, 0, {"x": 0.25})
         runners = [SweepRunner(tables, site.hub.context, "frozen") for site in pair]
         async with asyncio.timeout(60 * BUSY):
-            while len(await pair[0].hub.context.fleet.store.jobs(JobFilter(sweep="tune"))) < 12:
+            while len(await pair[0].hub.context.fleet.store.jobs.select(JobFilter(sweep="tune"))) < 12:
                 await asyncio.gather(*(runner.run_once() for runner in runners))
         await asyncio.gather(*(runner.run_once() for runner in runners))
-    rows = await pair[1].hub.context.fleet.store.jobs(JobFilter(sweep="tune"))
+    rows = await pair[1].hub.context.fleet.store.jobs.select(JobFilter(sweep="tune"))
     assert sorted(row.spec.name for row in rows) == sorted(f"tune/{number}" for number in range(12))
     (first,) = [row.spec for row in rows if row.spec.name == "tune/0"]
     assert first.hyper["x"] == 0.25, "the point that was claimed"

@@ -100,7 +100,7 @@ async def test_a_lost_host_is_reported_to_those_who_subscribe_to_it(site: Runnin
         await submit(operator, "a")
         await run_job(host, "a")
         fleet = site.hub.context.fleet
-        assert await fleet.store.record_lost_hosts(fleet.now_s() + 1, fleet.now_s()) == 1
+        assert await fleet.store.hosts.record_lost(fleet.now_s() + 1, fleet.now_s()) == 1
         await dispatcher(site).run_once()
         message, *_ = await received(receiver, 1)
     assert (message["title"], message["type"]) == ("desk is lost: it was silent for longer than a lease", "warning")

@@ -59,7 +59,7 @@ class Site:
         return await manifests.apply(call, ManifestRequest(manifest=manifest, take_over=take_over))
 
     async def rows(self) -> dict[str, JobRow]:
-        return {row.id: row for row in await self.context.fleet.store.jobs(JobFilter(limit=1000, hidden=True))}
+        return {row.id: row for row in await self.context.fleet.store.jobs.select(JobFilter(limit=1000, hidden=True))}
 
     async def stored(self) -> Mapping[str, bytes]:
         return {each.name: msgspec.json.encode(each) for each in await self.context.sweeps.listed()}

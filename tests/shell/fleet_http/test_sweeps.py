@@ -80,7 +80,7 @@ def test_proposals_from_rows_alone_are_those_of_a_plain_study(method: Any, count
 
 
 async def jobs_of(site: Running, sweep: str) -> list[JobRow]:
-    return list(await site.hub.context.fleet.store.jobs(JobFilter(sweep=sweep)))
+    return list(await site.hub.context.fleet.store.jobs.select(JobFilter(sweep=sweep)))
 
 
 async def jobs(site: Running, *, running_only: bool = False) -> list[JobRow]:
@@ -98,7 +98,7 @@ async def wait_for_jobs(site: Running, count: int) -> list[JobRow]:
 
 
 async def failures(site: Running, sweep: str) -> list[str]:
-    events = await site.hub.context.fleet.store.events("", 1000, subject=sweep)
+    events = await site.hub.context.fleet.store.events.read("", 1000, subject=sweep)
     return [each.event.body["reason"] for each in events if each.event.kind == "sweep.failed"]
 
 
@@ -251,7 +251,7 @@ async def test_a_stopped_search_says_where_it_stopped_and_goes_on_when_it_is_res
         await wait_for_jobs(site, min(5, 4 + number))
         await complete(host, f"d{number}")
     assert refused(await operator.post("/v1/sweep/default/tune/stop"))[1] == "precondition"
-    events = await site.hub.context.fleet.store.events("", 1000, subject="tune")
+    events = await site.hub.context.fleet.store.events.read("", 1000, subject="tune")
     kinds = [each.event.kind for each in events]
     assert kinds == ["sweep.declared", "sweep.stopped", "sweep.resumed"]
 
@@ -304,10 +304,10 @@ async def test_a_trial_that_falls_behind_is_stopped_by_the_reply_to_a_heartbeat(
         while (said := await verdicts()) != [("continue", ""), ("stop", "ended"), ("stop", "ended")]:
             assert said[0] == ("continue", "")
             await asyncio.sleep(0.05)
-    row = await site.hub.context.fleet.store.job(leases[1].job_id)
+    row = await site.hub.context.fleet.store.jobs.get(leases[1].job_id)
     assert row.status is JobStatus.CANCELLED
     assert row.reason.startswith("pruned: 0.9 at step 10 is not among the best 1 of ")
-    diverged = await site.hub.context.fleet.store.job(leases[2].job_id)
+    diverged = await site.hub.context.fleet.store.jobs.get(leases[2].job_id)
     assert diverged.reason.startswith("pruned: inf at step 10 is not among the best 1 of ")
 
 
@@ -317,7 +317,7 @@ async def test_a_hub_without_optuna_refuses_the_manifest(site: Running, monkeypa
     reply = await (await site.operator()).post("/v1/manifest", json=body)
     assert "pip install 'strata-train[sweep]'" in reply.text
     assert refused(reply)[1] == "unsupported"
-    assert await site.hub.context.fleet.store.trainers() == {}, "nothing of it was applied"
+    assert await site.hub.context.fleet.store.plans.trainers() == {}, "nothing of it was applied"
 
 
 async def test_a_sweep_that_optuna_cannot_continue_does_not_hold_up_the_next_one(

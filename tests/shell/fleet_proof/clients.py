@@ -107,7 +107,7 @@ async def claim(site: Site, host: str, count: int = 1) -> Sequence[JobLease]:
 
 async def _claim_once(site: Site, wanted: Claim) -> Sequence[JobLease] | None:
     now_s, invoked_at = site.later(), perf_counter()
-    given = await site.lossy(lambda: site.store.claim([wanted], LEASE_S, now_s))
+    given = await site.lossy(lambda: site.store.leases.claim([wanted], LEASE_S, now_s))
     returned_at = None if given is None else perf_counter()
     leases = [] if given is None else given[0]
     once = ClaimTry(wanted.host_id, wanted.claim_id, wanted.count, now_s, invoked_at, returned_at, leases)
@@ -121,7 +121,7 @@ async def renew(site: Site, hold: AttemptKey, *, running: bool) -> None:
     asked = Renewal(job_id=hold.job_id, epoch=hold.epoch, running=running)
 
     async def call() -> Sequence[Answer]:
-        renewed = await site.store.renew(hold.host_id, [asked], LEASE_S, now_s)
+        renewed = await site.store.leases.renew(hold.host_id, [asked], LEASE_S, now_s)
         return [(each.verdict, each.status) for each in renewed]
 
     given = model.Renew(hold.job_id, hold.host_id, hold.epoch, running, now_s)
@@ -132,7 +132,7 @@ async def complete(site: Site, hold: AttemptKey, artifact: str) -> bool:
     now_s = site.later()
 
     async def call() -> Sequence[Answer]:
-        await site.store.complete(hold, JobCompletion(artifact=artifact), now_s)
+        await site.store.leases.complete(hold, JobCompletion(artifact=artifact), now_s)
         return ["ok"]
 
     return await site.ask(hold.host_id, [model.Complete(hold.job_id, hold.host_id, hold.epoch, artifact)], call)
@@ -142,7 +142,7 @@ async def fail(site: Site, hold: AttemptKey, cause: Cause, error: str) -> bool:
     now_s = site.later()
 
     async def call() -> Sequence[Answer]:
-        await site.store.fail(hold, JobFailure(cause=cause, error=error), now_s, chance=CHANCE)
+        await site.store.leases.fail(hold, JobFailure(cause=cause, error=error), now_s, chance=CHANCE)
         return ["ok"]
 
     given = model.Fail(hold.job_id, hold.host_id, hold.epoch, cause, error, now_s)
@@ -153,7 +153,7 @@ async def expire_leases(site: Site, client: str = "hub") -> None:
     now_s = site.later()
 
     async def call() -> Sequence[Answer]:
-        expired = {row.id for row in await site.store.expire_leases(now_s)}
+        expired = {row.id for row in await site.store.leases.expire(now_s)}
         return [job_id in expired for job_id in site.jobs]
 
     await site.ask(client, [model.Expire(job_id, now_s) for job_id in site.jobs], call)
@@ -163,7 +163,7 @@ async def release_backoffs(site: Site, client: str = "hub") -> None:
     now_s = site.later()
 
     async def call() -> Sequence[Answer]:
-        await site.store.release_backoffs(now_s)
+        await site.store.leases.release_backoffs(now_s)
         return [None] * len(site.jobs)
 
     await site.ask(client, [model.Ripen(job_id, now_s) for job_id in site.jobs], call)
@@ -171,7 +171,7 @@ async def release_backoffs(site: Site, client: str = "hub") -> None:
 
 async def read(site: Site, client: str, job_id: str) -> None:
     async def call() -> Sequence[Answer]:
-        row = await site.store.job(job_id)
+        row = await site.store.jobs.get(job_id)
         return [(row.status, row.epoch, row.host_id, row.artifact)]
 
     await site.ask(client, [model.Read(job_id)], call)
@@ -181,7 +181,7 @@ async def cancel(site: Site, job_id: str) -> None:
     now_s = site.later()
 
     async def call() -> Sequence[Answer]:
-        await site.store.cancel(job_id, "not needed", "operator", now_s)
+        await site.store.jobs.cancel(job_id, "not needed", "operator", now_s)
         return ["ok"]
 
     await site.ask("operator", [model.Cancel(job_id, now_s)], call)
@@ -191,7 +191,7 @@ async def requeue(site: Site, job_id: str) -> None:
     now_s = site.later()
 
     async def call() -> Sequence[Answer]:
-        await site.store.requeue(job_id, "operator", now_s)
+        await site.store.jobs.requeue(job_id, "operator", now_s)
         return ["ok"]
 
     await site.ask("operator", [model.Requeue(job_id, now_s)], call)

@@ -17,7 +17,6 @@ from typing import Any, Final
 from strata.base.errors import StrataError
 from strata.fleet.core.job import HELD, TERMINAL, JobStatus
 from strata.fleet.ports import AttemptKey, Store
-from strata.fleet.store.sqlite.store import SqliteStore
 from strata.fleet.store.store import FleetStore
 from tests.conformance.fleet.fleet import add, add_host, all_classes, job
 from tests.shell.fleet_proof import clients
@@ -64,7 +63,7 @@ async def run_history(
         return f"seed {seed}: the store failed: {errors!r}"
     tables = await read_tables(store)
     problems += disagreements(tables) + _too_many(site, tables)
-    verdict = check(site.operations + _takes(site, tables), FleetModel(strict=isinstance(store, SqliteStore)))
+    verdict = check(site.operations + _takes(site, tables), FleetModel(strict=isinstance(store, FleetStore)))
     if not isinstance(verdict, Linearizable):
         problems.append(verdict.explain())
     return f"seed {seed}: " + "\n".join(problems) if problems else None

@@ -15,7 +15,7 @@ from strata.base.errors import Code, StrataError
 from strata.fleet.core.capability import Capability
 from strata.fleet.ports import AttemptKey, HostRow, JobCompletion, Renewal
 from strata.fleet.service import Fleet, FleetSettings
-from strata.fleet.store.postgres.store import PostgresStore
+from strata.fleet.store.store import FleetStore
 
 T = TypeVar("T")
 LEASE_S: Final = 3.0
@@ -26,7 +26,7 @@ TICK_S: Final = 0.1
 class Hub:
     """The fleet of one hub, its loop and its agents, all in this process; the database is not."""
 
-    store: PostgresStore
+    store: FleetStore
     fleet: Fleet = field(init=False)
     confirmed: dict[str, str] = field(default_factory=dict)
     """Completions that were answered, by job."""

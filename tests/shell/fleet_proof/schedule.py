@@ -93,7 +93,7 @@ class ScheduleHistory:
             self.hosts[host] = self.rng.choice(CAPACITIES)
             self.leases[host] = {}
             row = HostRow(id=host, name=host, capability=Capability(hostname="h"), registered_at_s=0.0)
-            await self.store.register_host(row, "operator")
+            await self.store.hosts.register(row, "operator")
         acts: list[Callable[[], Awaitable[None]]] = [self.submit, self.submit_gang, self.end, self.checkpoint]
         acts += [self.end, self.leave, self.come_back, self.cancel, self.lose]
         for _ in range(4):
@@ -106,11 +106,11 @@ class ScheduleHistory:
     async def step(self, seconds: float) -> None:
         """Time passes, the hub plans, and the hosts that are there renew and claim."""
         self.now_s += seconds
-        await self.store.release_backoffs(self.now_s)
-        await self.store.expire_leases(self.now_s)
+        await self.store.leases.release_backoffs(self.now_s)
+        await self.store.leases.expire(self.now_s)
         await self.renew()
-        classes = await self.store.classes()
-        plan = await self.store.reserve(await self.planner(classes), self.now_s)
+        classes = await self.store.plans.classes()
+        plan = await self.store.leases.reserve(await self.planner(classes), self.now_s)
         reserved = {each.job.job_id for each in plan.reservations}
         for host in self.rng.sample(sorted(self.hosts), len(self.hosts)):
             if host not in self.away | self.idle:
@@ -118,7 +118,7 @@ class ScheduleHistory:
         await self.check()
 
     async def check(self) -> None:
-        held = await self.store.held()
+        held = await self.store.hosts.held()
         for host, capacity in self.hosts.items():
             assert_within(capacity, held.get(host, ()))
         rows = await self.members()
@@ -141,7 +141,7 @@ class ScheduleHistory:
 
     async def rows(self, *status: JobStatus, ids: Collection[str] = ()) -> Mapping[str, JobRow]:
         wanted = JobFilter(status=status, ids=list(ids), limit=10_000)
-        return {row.id: row for row in await self.store.jobs(wanted)}
+        return {row.id: row for row in await self.store.jobs.select(wanted)}
 
     async def members(self) -> Mapping[str, JobRow]:
         """Of all gangs that have not ended."""
@@ -158,12 +158,14 @@ class ScheduleHistory:
         return {row.id: takes for row in classes if (takes := self.takes[host, row.id]) is not None}
 
     async def shares(self) -> OwnerShares:
-        return OwnerShares(add_up(self.hosts.values()), await self.store.owners(), await self.store.held_by_owner())
+        return OwnerShares(
+            add_up(self.hosts.values()), await self.store.owners.active(), await self.store.owners.held()
+        )
 
     async def dominant_shares(self) -> dict[str, float]:
         """Of each owner the largest of its shares of hosts, slots, cores, memory and cards."""
         held = {owner: [0.0] * 5 for owner in OWNERS}
-        for owner, taken, leases in await self.store.held_by_owner():
+        for owner, taken, leases in await self.store.owners.held():
             cards = len(taken.cards) * taken.gpu_share
             amounts = (float(taken.whole), taken.slots, taken.cores, taken.ram_gib, cards)
             held[owner] = [before + leases * amount for before, amount in zip(held[owner], amounts, strict=True)]
@@ -183,7 +185,7 @@ class ScheduleHistory:
         return ReservationPlanner(
             hosts=offers,
             classes=[row.id for row in classes],
-            owners=tuple(await self.store.owners()),
+            owners=tuple(await self.store.owners.active()),
             shares=await self.shares(),
             reserve_after_s=30.0,
             preempt=True,
@@ -195,7 +197,7 @@ class ScheduleHistory:
         self.names += 1
         wanted = Claim(host_id=host, claim_id=f"c{self.names}", classes=served, capacity=self.hosts[host])
         now = await self.dominant_shares()
-        (granted,) = await self.store.claim([wanted], LEASE_S, self.now_s, shares)
+        (granted,) = await self.store.leases.claim([wanted], LEASE_S, self.now_s, shares)
         for lease in granted:
             self.leases[host][lease.job_id] = lease
             assert lease.checkpoint == self.checkpoints.get(lease.job_id, ""), "it does not resume"
@@ -217,7 +219,7 @@ class ScheduleHistory:
                 continue
             mine = self.leases[host]
             renewals = [Renewal(job_id=each.job_id, epoch=each.epoch, running=True) for each in mine.values()]
-            for each in await self.store.renew(host, renewals, LEASE_S, self.now_s):
+            for each in await self.store.leases.renew(host, renewals, LEASE_S, self.now_s):
                 if each.verdict != "held":
                     del mine[each.job_id]
                 elif each.preempt:
@@ -225,7 +227,7 @@ class ScheduleHistory:
 
     async def fail(self, lease: JobLease, cause: Cause) -> None:
         with suppress(StrataError):
-            row = await self.store.fail(self.key(lease), JobFailure(cause=cause), self.now_s, chance=0.0)
+            row = await self.store.leases.fail(self.key(lease), JobFailure(cause=cause), self.now_s, chance=0.0)
             assert cause is not Cause.PREEMPTED or row.status is JobStatus.PENDING, f"preempted, and {row.status}"
 
     @staticmethod
@@ -247,7 +249,7 @@ class ScheduleHistory:
     async def add(self, *specs: JobSpec) -> None:
         plan = ApplyPlan(new={spec.id: spec for spec in specs})
         submitter = Submitter(owner=self.rng.choice(OWNERS))
-        await self.store.apply(plan, "key:x", self.now_s, source="run", declared=False, submitter=submitter)
+        await self.store.plans.apply(plan, "key:x", self.now_s, source="run", declared=False, submitter=submitter)
 
     async def submit(self) -> None:
         for _ in range(self.rng.randint(1, 3)):
@@ -273,14 +275,14 @@ class ScheduleHistory:
     async def complete(self, lease: JobLease) -> None:
         del self.leases[lease.host_id][lease.job_id]
         with suppress(StrataError):
-            await self.store.complete(self.key(lease), JobCompletion(), self.now_s)
+            await self.store.leases.complete(self.key(lease), JobCompletion(), self.now_s)
 
     async def checkpoint(self) -> None:
         lease = self.some_lease()
         if lease is not None:
             self.names += 1
             with suppress(StrataError):
-                await self.store.record_checkpoint(self.key(lease), f"artifact1_{self.names}", self.now_s)
+                await self.store.leases.record_checkpoint(self.key(lease), f"artifact1_{self.names}", self.now_s)
                 self.checkpoints[lease.job_id] = f"artifact1_{self.names}"
 
     async def lose(self) -> None:
@@ -300,7 +302,7 @@ class ScheduleHistory:
         rows = await self.rows(*UNFINISHED)
         open_jobs = [row.id for row in rows.values() if row.spec.gang is None]
         if open_jobs and self.rng.random() < 0.5:
-            await self.store.cancel(self.rng.choice(sorted(open_jobs)), "", "operator", self.now_s)
+            await self.store.jobs.cancel(self.rng.choice(sorted(open_jobs)), "", "operator", self.now_s)
 
     async def finish(self) -> None:
         """All hosts are back, until some go for good, and small jobs keep coming: everything that a host could take
@@ -331,7 +333,7 @@ class ScheduleHistory:
 
     async def unfinished(self) -> list[str]:
         """The jobs that the hosts that are there can take."""
-        classes = await self.store.classes()
+        classes = await self.store.plans.classes()
         servable = {id_ for host in self.hosts if host not in self.away for id_ in self.served(host, classes)}
         return [row.id for row in (await self.rows(*UNFINISHED)).values() if self.can_run(row, servable)]
 

@@ -15,9 +15,10 @@ from strata.database.migrations import SqliteComponents, upgrade_postgres
 from strata.database.postgres import Connections
 from strata.database.sqlite import SqliteThread
 from strata.fleet.store.postgres import tables as postgres_tables
-from strata.fleet.store.postgres.store import PostgresStore
+from strata.fleet.store.postgres.store import build_postgres_store
 from strata.fleet.store.sqlite import tables as sqlite_tables
-from strata.fleet.store.sqlite.store import SqliteStore
+from strata.fleet.store.sqlite.store import build_sqlite_store
+from strata.fleet.store.store import FleetStore
 from tests.shell.fleet_proof.histories import run_history
 from tests.support.postgres import PostgresDatabases
 
@@ -30,8 +31,8 @@ _IDLE: Final = list[sqlite3.Connection]()
 _TABLES: Final = "job, job_after, ready, ripening, lease, reservation, attempt, event, req_class, host, host_beat"
 
 
-async def open_sqlite(path: Path) -> SqliteStore:
-    return SqliteStore(await SqliteThread.open(path, SCHEMA))
+async def open_sqlite(path: Path) -> FleetStore:
+    return build_sqlite_store(await SqliteThread.open(path, SCHEMA))
 
 
 class SqliteMemory:
@@ -74,15 +75,15 @@ def _connect() -> sqlite3.Connection:
     return db
 
 
-def open_memory() -> SqliteStore:
-    return SqliteStore(cast("SqliteThread", SqliteMemory(_IDLE)))
+def open_memory() -> FleetStore:
+    return build_sqlite_store(cast("SqliteThread", SqliteMemory(_IDLE)))
 
 
-async def open_postgres(url: str) -> PostgresStore:
+async def open_postgres(url: str) -> FleetStore:
     connections = Connections(url, 8, 60.0, what="hub")
     async with connections.acquire() as connection:
         await upgrade_postgres(connection, [events.POSTGRES, postgres_tables.COMPONENT])
-    return PostgresStore(connections)
+    return build_postgres_store(connections)
 
 
 async def sqlite_history(seed: int) -> str | None:

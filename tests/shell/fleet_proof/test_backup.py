@@ -22,9 +22,9 @@ from strata.fleet.ports import AttemptKey, JobCompletion, JobFailure, Renewal, S
 from strata.fleet.store import migrate
 from strata.fleet.store.backup import EPOCHS, backup_sqlite, fence_postgres, restore_sqlite
 from strata.fleet.store.postgres import tables as postgres_tables
-from strata.fleet.store.postgres.store import PostgresStore
+from strata.fleet.store.postgres.store import build_postgres_store
 from strata.fleet.store.sqlite import tables as sqlite_tables
-from strata.fleet.store.sqlite.store import SqliteStore
+from strata.fleet.store.sqlite.store import build_sqlite_store
 from strata.hub import cursor_store
 from strata.identity import store as identity_store
 from strata.identity.records import ApiKey, Invite
@@ -78,18 +78,18 @@ async def live_a_little(store: Store) -> dict[str, AttemptKey]:
     specs = {name: job(name, priority=9 - n) for n, name in enumerate(names)}
     await add(store, *specs.values(), job("later", after=(specs["running"].id,)))
     holds = {lease.spec.model: hold(lease) for lease in await claim(store, count=4)}
-    await store.complete(holds["done"], DONE, 1.0)
-    await store.fail(holds["broken"], JobFailure(cause=Cause.USER_ERROR, error="no"), 1.0, chance=0.0)
-    await store.cancel(specs["gone"].id, "not needed", "operator", 1.0)
-    await store.renew("host_a", [Renewal(job_id=specs["running"].id, epoch=1, running=True)], LEASE_S, 5.0)
-    await store.expire_leases(LEASE_S)
+    await store.leases.complete(holds["done"], DONE, 1.0)
+    await store.leases.fail(holds["broken"], JobFailure(cause=Cause.USER_ERROR, error="no"), 1.0, chance=0.0)
+    await store.jobs.cancel(specs["gone"].id, "not needed", "operator", 1.0)
+    await store.leases.renew("host_a", [Renewal(job_id=specs["running"].id, epoch=1, running=True)], LEASE_S, 5.0)
+    await store.leases.expire(LEASE_S)
     return holds
 
 
 async def test_a_backup_of_a_busy_database_is_whole_and_keeps_what_was_confirmed(
     thread: SqliteThread, tmp_path: Path
 ) -> None:
-    store = SqliteStore(thread)
+    store = build_sqlite_store(thread)
     await add_host(store)
     await add(store, *(job("m", seed=n) for n in range(40)))
     confirmed: list[str] = []
@@ -97,19 +97,19 @@ async def test_a_backup_of_a_busy_database_is_whole_and_keeps_what_was_confirmed
     async def work(number: int) -> None:
         for turn in range(10):
             (lease,) = await claim(store, claim_id=f"c{number}.{turn}", now_s=1.0)
-            await store.complete(hold(lease), DONE, 2.0)
+            await store.leases.complete(hold(lease), DONE, 2.0)
             confirmed.append(lease.job_id)
 
     working = [asyncio.create_task(work(number)) for number in range(4)]
     while len(confirmed) < 10:
-        await store.counts()
+        await store.statistics.counts()
     before = list(confirmed)
     size = await backup_sqlite(thread, tmp_path / "copy.db", 3.0)
     await asyncio.gather(*working)
     assert size == (tmp_path / "copy.db").stat().st_size
     restore_sqlite(tmp_path / "copy.db", tmp_path / "again.db", SQLITE, 4.0)
-    again = SqliteStore(await open_thread(tmp_path / "again.db"))
-    statuses = [(await again.job(job_id)).status for job_id in before]
+    again = build_sqlite_store(await open_thread(tmp_path / "again.db"))
+    statuses = [(await again.jobs.get(job_id)).status for job_id in before]
     await again.close()
     assert set(statuses) == {JobStatus.COMPLETED}
 
@@ -122,7 +122,7 @@ async def test_a_backup_is_not_served_from_and_overwrites_nothing(thread: Sqlite
     assert (await refusal(backup_sqlite(thread, copy, 4.0))).code is Code.CONFLICT
     assert (await refusal(backup_sqlite(thread, tmp_path / "no" / "copy.db", 4.0))).code is Code.UNAVAILABLE
     # The database that was copied is none the worse for it.
-    await add_host(SqliteStore(thread))
+    await add_host(build_sqlite_store(thread))
     with pytest.raises(StrataError, match="there already"):
         restore_sqlite(copy, tmp_path / "hub.db", SQLITE, 4.0)
     with pytest.raises(StrataError, match="is not a backup"):
@@ -136,7 +136,7 @@ async def test_nothing_is_restored_beside_the_log_of_a_database_that_was_moved_a
     copy, again = tmp_path / "copy.db", tmp_path / "again.db"
     await backup_sqlite(thread, copy, 3.0)
     # As a hub that was killed leaves it. SQLite would play it back onto whatever has this name, and undo the fence.
-    await add_host(SqliteStore(thread))
+    await add_host(build_sqlite_store(thread))
     shutil.copy(tmp_path / "hub.db-wal", f"{again}{left}")
     with pytest.raises(StrataError, match=f"again.db{left} is there already") as refused:
         restore_sqlite(copy, again, SQLITE, 4.0)
@@ -151,7 +151,7 @@ async def plain_file(folder: Path) -> Path:
 
 
 async def test_a_damaged_backup_is_refused_and_leaves_no_file(thread: SqliteThread, tmp_path: Path) -> None:
-    await add(SqliteStore(thread), *(job("m", seed=n) for n in range(200)))
+    await add(build_sqlite_store(thread), *(job("m", seed=n) for n in range(200)))
     copy = tmp_path / "copy.db"
     await backup_sqlite(thread, copy, 3.0)
     whole = bytearray(copy.read_bytes())
@@ -168,35 +168,37 @@ async def check_fenced(store: Store, holds: dict[str, AttemptKey]) -> None:
     """Nobody from before can write, and everything that was not finished can be claimed."""
     for held in holds.values():
         if held != holds["done"]:
-            assert (await refusal(store.complete(held, JobCompletion(artifact="late"), 60.0))).code is Code.STALE
-        (renewed,) = await store.renew(held.host_id, [Renewal(job_id=held.job_id, epoch=held.epoch)], LEASE_S, 60.0)
+            assert (await refusal(store.leases.complete(held, JobCompletion(artifact="late"), 60.0))).code is Code.STALE
+        (renewed,) = await store.leases.renew(
+            held.host_id, [Renewal(job_id=held.job_id, epoch=held.epoch)], LEASE_S, 60.0
+        )
         assert renewed.verdict == "stale"
-    assert (await store.complete(holds["done"], DONE, 60.0)).status is JobStatus.COMPLETED
-    await store.release_backoffs(1000.0)
+    assert (await store.leases.complete(holds["done"], DONE, 60.0)).status is JobStatus.COMPLETED
+    await store.leases.release_backoffs(1000.0)
     leases = await claim(store, "host_b", claim_id="after", count=9, now_s=1000.0)
     assert sorted(lease.spec.model for lease in leases) == ["broken", "expired", "fresh", "running"]
     assert {lease.epoch for lease in leases} == {EPOCHS + 1, EPOCHS + 2}
     for lease in leases:
-        await store.complete(hold(lease), DONE, 1001.0)
+        await store.leases.complete(hold(lease), DONE, 1001.0)
     (later,) = await claim(store, "host_b", claim_id="last", now_s=1002.0)
     assert later.spec.model == "later"
 
 
 async def test_hosts_from_after_a_backup_are_fenced_by_its_restore(thread: SqliteThread, tmp_path: Path) -> None:
-    store = SqliteStore(thread)
+    store = build_sqlite_store(thread)
     holds = await live_a_little(store)
     identity = identity_store.IdentityStore(SqliteDatabase(thread))
     await identity.add_invite(Invite("inv1", "hash", 0.0, 1e9), "operator")
-    newest = (await store.events("", 1000))[-1].cursor
+    newest = (await store.events.read("", 1000))[-1].cursor
     await backup_sqlite(thread, tmp_path / "copy.db", 50.0)
     # What the backup does not know of: the next attempts, of the same host too.
     for lease in await claim(store, "host_a", claim_id="unknown", count=9, now_s=51.0):
         holds[f"unknown {lease.spec.model}"] = hold(lease)
     restore_sqlite(tmp_path / "copy.db", tmp_path / "again.db", SQLITE, 52.0)
     opened = await open_thread(tmp_path / "again.db")
-    restored = SqliteStore(opened)
+    restored = build_sqlite_store(opened)
     await check_fenced(restored, holds)
-    told = await restored.events(newest, 1000)
+    told = await restored.events.read(newest, 1000)
     assert told[0].event.kind == "hub.restored"
     assert int(told[0].cursor) > 1_000_000_000
     invites = await restored.database.rows("SELECT id, revoked_at FROM identity_invite")
@@ -205,14 +207,14 @@ async def test_hosts_from_after_a_backup_are_fenced_by_its_restore(thread: Sqlit
 
 
 async def test_a_restored_postgres_database_is_fenced_the_same_way(connections: Connections) -> None:
-    store = PostgresStore(connections)
+    store = build_postgres_store(connections)
     holds = await live_a_little(store)
     # As if it came from a server that had run many more transactions.
     await connections.write("UPDATE event SET tx = tx + 1000000000", {})
-    assert await store.events("", 1000) == []
+    assert await store.events.read("", 1000) == []
     await fence_postgres(connections, 52.0)
     await check_fenced(store, holds)
-    told = [each.event.kind for each in await told_before(await marker(store), store.events)]
+    told = [each.event.kind for each in await told_before(await marker(store), store.events.read)]
     assert told[0] == "host.registered"
     assert told.index("hub.restored") < len(told) - 1
 
@@ -235,7 +237,7 @@ async def everything(store: Store) -> dict[str, list[tuple[Any, ...]]]:
 async def test_a_database_moves_to_postgres_and_back_with_every_row(
     thread: SqliteThread, connections: Connections, tmp_path: Path
 ) -> None:
-    here, there = SqliteStore(thread), PostgresStore(connections)
+    here, there = build_sqlite_store(thread), build_postgres_store(connections)
     holds = await live_a_little(here)
     identity = identity_store.IdentityStore(SqliteDatabase(thread))
     await identity.add_key(ApiKey("k1", "me", Role.ADMIN, "hash", 1.0), "operator")
@@ -244,14 +246,14 @@ async def test_a_database_moves_to_postgres_and_back_with_every_row(
     assert moved.rows["job"] == 7
     assert await everything(there) == before
     # Who worked goes on working, and new rows are numbered after the old ones.
-    (renewed,) = await there.renew("host_a", [Renewal(job_id=holds["running"].job_id, epoch=1)], LEASE_S, 46.0)
+    (renewed,) = await there.leases.renew("host_a", [Renewal(job_id=holds["running"].job_id, epoch=1)], LEASE_S, 46.0)
     assert renewed.verdict == "held"
     (new,) = await add(there, job("new"), now_s=47.0)
-    assert (await told_before(new, there.events))[0].event.kind == "host.registered"
+    assert (await told_before(new, there.events.read))[0].event.kind == "host.registered"
     back = await open_thread(tmp_path / "back.db")
     await migrate.to_sqlite(connections, back)
-    after, once_more = await everything(there), await everything(SqliteStore(back))
-    leases = await claim(SqliteStore(back), "host_b", claim_id="back", count=9, now_s=48.0)
+    after, once_more = await everything(there), await everything(build_sqlite_store(back))
+    leases = await claim(build_sqlite_store(back), "host_b", claim_id="back", count=9, now_s=48.0)
     await back.close()
     assert once_more == after
     assert {lease.spec.model for lease in leases} == {"expired", "fresh", "new"}
@@ -260,7 +262,7 @@ async def test_a_database_moves_to_postgres_and_back_with_every_row(
 async def read_on(store: Store, known: cursor_store.CursorStore) -> list[str]:
     """What a webhook is told next. PostgreSQL shows an event only when nothing older is under way."""
     async with asyncio.timeout(ARRIVES_S):
-        while not (told := await store.events(await known.cursor("hook") or "", 1000)):
+        while not (told := await store.events.read(await known.cursor("hook") or "", 1000)):
             pass
     await known.put_cursor("hook", told[-1].cursor)
     return [each.event.subject for each in told]
@@ -269,7 +271,7 @@ async def read_on(store: Store, known: cursor_store.CursorStore) -> list[str]:
 async def test_a_webhook_goes_on_where_it_was_when_the_database_moves(
     thread: SqliteThread, connections: Connections, tmp_path: Path
 ) -> None:
-    here, there = SqliteStore(thread), PostgresStore(connections)
+    here, there = build_sqlite_store(thread), build_postgres_store(connections)
     await add_host(here, "host_a")
     await cursor_store.CursorStore(SqliteDatabase(thread)).put_cursor("new", "")
     assert await read_on(here, cursor_store.CursorStore(SqliteDatabase(thread))) == ["host_a"]
@@ -281,7 +283,7 @@ async def test_a_webhook_goes_on_where_it_was_when_the_database_moves(
     await add_host(there, "host_d")
     back = await open_thread(tmp_path / "back.db")
     await migrate.to_sqlite(connections, back)
-    told = await read_on(SqliteStore(back), cursor_store.CursorStore(SqliteDatabase(back)))
+    told = await read_on(build_sqlite_store(back), cursor_store.CursorStore(SqliteDatabase(back)))
     fresh = await cursor_store.CursorStore(SqliteDatabase(back)).cursor("new")
     await back.close()
     assert told == ["host_d"]
@@ -289,7 +291,7 @@ async def test_a_webhook_goes_on_where_it_was_when_the_database_moves(
 
 
 async def test_a_webhook_goes_on_where_it_was_when_postgres_is_restored(connections: Connections) -> None:
-    store, known = PostgresStore(connections), cursor_store.CursorStore(PostgresDatabase(connections))
+    store, known = build_postgres_store(connections), cursor_store.CursorStore(PostgresDatabase(connections))
     await add_host(store, "host_a")
     assert await read_on(store, known) == ["host_a"]
     await add_host(store, "host_b")
@@ -316,15 +318,15 @@ async def test_a_database_that_was_moved_is_not_served_from_again(
 
 
 async def test_nothing_is_moved_into_a_database_that_has_rows(thread: SqliteThread, connections: Connections) -> None:
-    await add_host(PostgresStore(connections))
-    await add_host(SqliteStore(thread))
+    await add_host(build_postgres_store(connections))
+    await add_host(build_sqlite_store(thread))
     assert (await refusal(migrate.to_postgres(thread, connections, 60.0))).code is Code.CONFLICT
     await connections.write("DROP TABLE artifact_metric", {})
     assert (await refusal(migrate.to_postgres(thread, connections, 60.0))).code is Code.PRECONDITION
 
 
 async def test_a_row_that_changes_on_its_way_is_noticed(thread: SqliteThread, connections: Connections) -> None:
-    await add_host(SqliteStore(thread))
+    await add_host(build_sqlite_store(thread))
     await connections.write("CREATE FUNCTION worse() RETURNS trigger LANGUAGE plpgsql AS"
                             " $$ BEGIN NEW.name = 'other'; RETURN NEW; END $$", {})  # fmt: skip
     await connections.write("CREATE TRIGGER worse BEFORE INSERT ON host FOR EACH ROW EXECUTE FUNCTION worse()", {})

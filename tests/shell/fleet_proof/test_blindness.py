@@ -30,7 +30,7 @@ async def status_after_a_restart(path: Path) -> JobStatus:
     await clock.advance(3600)
     second = Fleet(store, clock)
     await second.tick()
-    status = (await store.job(spec.id)).status
+    status = (await store.jobs.get(spec.id)).status
     await store.close()
     return status
 

@@ -138,11 +138,11 @@ async def test_a_claim_whose_reply_was_lost_after_the_commit_is_answered_again(p
         assert (await lost_reply(proxy, claim(store, count=2, classes=classes))).code is Code.UNAVAILABLE
         given = await store_again(lambda: claim(store, count=2, classes=classes))
         assert [lease.epoch for lease in given] == [1, 1]
-        assert (await store.counts()).ready == 1
+        assert (await store.statistics.counts()).ready == 1
         (first, _) = given
-        assert (await store.complete(hold(first), JobCompletion(artifact="a"), 1.0)).artifact == "a"
-        again = await store.complete(hold(first), JobCompletion(artifact="a"), LONG_S)
-        assert (again.artifact, len(await store.attempts(first.job_id))) == ("a", 1)
+        assert (await store.leases.complete(hold(first), JobCompletion(artifact="a"), 1.0)).artifact == "a"
+        again = await store.leases.complete(hold(first), JobCompletion(artifact="a"), LONG_S)
+        assert (again.artifact, len(await store.jobs.attempts(first.job_id))) == ("a", 1)
 
 
 async def store_again(call: Callable[[], Awaitable[T]]) -> T:

@@ -35,7 +35,7 @@ async def add_sweep(site: Running, host: HostClient, name: str = "lr", **spec: A
                 metrics = {"loss": losses[lease.job_id], "accuracy": 1 - losses[lease.job_id]}
                 await fleet.complete(AttemptKey(host.id, lease.job_id, lease.epoch), JobCompletion(metrics=metrics))
                 left.discard(lease.job_id)
-    assert (await fleet.store.job(ids[0])).status is JobStatus.COMPLETED
+    assert (await fleet.store.jobs.get(ids[0])).status is JobStatus.COMPLETED
     return ids
 
 

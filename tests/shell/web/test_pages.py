@@ -256,15 +256,15 @@ async def test_two_jobs_are_compared_and_what_differs_is_marked(site: Running) -
 
 async def test_many_viewers_of_a_page_cost_one_rendering(site: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     rendered: list[str] = []
-    store = site.hub.context.fleet.store
-    original = store.jobs
+    jobs = site.hub.context.fleet.store.jobs
+    original = jobs.select
 
     async def counted(*arguments: object) -> object:
         rendered.append("jobs")
         await asyncio.sleep(0.05)
         return await original(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(store, "jobs", counted)
+    monkeypatch.setattr(jobs, "select", counted)
     viewers = [await log_in(site, "viewer") for _ in range(3)]
     pages = await asyncio.gather(*(each.shows("/jobs") for each in viewers * 5))
     # A login is an event: it may have been published in between. On a slow machine a rendering may be too old as well.

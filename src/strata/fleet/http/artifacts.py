@@ -267,7 +267,7 @@ async def _lines(context: HubContext) -> AsyncIterator[bytes]:
 async def _remove_old_copies(call: HubCall, held: AttemptKey, *, keep: str) -> None:
     """Of the state of a server, which is saved every few minutes for months, the last copies are enough."""
     context = call.context
-    if (await context.fleet.store.job(held.job_id)).spec.kind != "server":
+    if (await context.fleet.store.jobs.get(held.job_id)).spec.kind != "server":
         return
     wanted = LineageFilter(job_id=held.job_id, kind=ArtifactKind.CHECKPOINT)
     rows = await context.artifacts.index.lineages(wanted)
@@ -284,7 +284,7 @@ async def _check_reader(call: HubCall, artifact_id: str) -> None:
         return
     wanted = LineageFilter(artifact_ids=[artifact_id], kind=ArtifactKind.CHECKPOINT, removed=True, limit=1000)
     for job_id in {row.lineage.job_id for row in await context.artifacts.index.lineages(wanted)} - {""}:
-        if (await context.fleet.store.job(job_id)).spec.kind == "server":
+        if (await context.fleet.store.jobs.get(job_id)).spec.kind == "server":
             raise StrataError(Code.FORBIDDEN, "the state of a training server is for operators alone")
 
 
@@ -314,10 +314,10 @@ async def _attempt_lineage(context: HubContext, given: Lineage, held: AttemptKey
     """What was trained, with which code and on which data is what the job says, whatever its host writes."""
     if given.kind in (ArtifactKind.SOURCE, ArtifactKind.DATA):
         raise StrataError(Code.FORBIDDEN, "an attempt has results and checkpoints; sources and data come from people")
-    spec = (await context.fleet.store.job(held.job_id)).spec
-    attempts = [each for each in await context.fleet.store.attempts(held.job_id) if each.epoch == held.epoch]
+    spec = (await context.fleet.store.jobs.get(held.job_id)).spec
+    attempts = [each for each in await context.fleet.store.jobs.attempts(held.job_id) if each.epoch == held.epoch]
     digest = attempts[0].trainer_digest if attempts else ""
-    trainer = await context.fleet.store.trainer(digest) if digest else None
+    trainer = await context.fleet.store.plans.trainer(digest) if digest else None
     code = "" if trainer is None else trainer.commit or trainer.bundle
     return msgspec.structs.replace(given, model=spec.model, mode=spec.mode, code=code[:256], data=spec.data[:256])
 

@@ -244,7 +244,7 @@ async def resolve_job_id(call: HubCall) -> str:
         return text
     if not _PREFIX.fullmatch(text):
         raise unknown_job(text[:100])
-    return resolve_prefix(text, await call.context.fleet.store.find(text))
+    return resolve_prefix(text, await call.context.fleet.store.jobs.find(text))
 
 
 def submitter_of(call: HubCall) -> Submitter:

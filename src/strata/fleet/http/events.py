@@ -49,7 +49,7 @@ def _filter(query: EventsQuery) -> EventFilter:
 
 
 async def _page_before(call: HubCall, query: EventsQuery) -> EventsReply:
-    page = await call.context.fleet.store.events_before(query.before, query.limit, _filter(query))
+    page = await call.context.fleet.store.events.read_before(query.before, query.limit, _filter(query))
     shown = tuple(_event(each, call) for each in page.events)
     hosts = {each.actor.removeprefix(_HOST) for each in shown if each.actor.startswith(_HOST)}
     hosts |= {host for each in shown if isinstance(host := each.body.get("host"), str)}
@@ -66,7 +66,7 @@ async def _keys(context: HubContext, shown: Sequence[FeedEvent]) -> dict[str, st
 
 async def _jobs(context: HubContext, shown: Sequence[FeedEvent]) -> dict[str, str]:
     ids = list({each.subject for each in shown if each.kind.startswith("job.")})
-    rows = await context.fleet.store.jobs(JobFilter(ids=ids, limit=len(ids))) if ids else ()
+    rows = await context.fleet.store.jobs.select(JobFilter(ids=ids, limit=len(ids))) if ids else ()
     return {row.id: row.spec.label for row in rows}
 
 

@@ -25,7 +25,7 @@ async def request(call: HubCall, body: ExecRequest) -> ExecReply:
     wanted = RequestedExec(job_id=job_id, command=body.command, timeout_s=body.timeout_s, actor=call.actor)
     row = await call.context.execs.request(wanted)
     if row is None:
-        job = await call.context.fleet.store.job(job_id)
+        job = await call.context.fleet.store.jobs.get(job_id)
         if job.status is not JobStatus.RUNNING:
             raise StrataError(Code.PRECONDITION, f"{job.spec.label} is not running; it is {job.status}")
         raise StrataError(
@@ -76,7 +76,7 @@ async def put_output(call: HubCall, body: Upload, query: PieceQuery) -> PieceRep
     """Append a piece to the output of a command. STALE if it is no longer wanted: end the command."""
     row = await _of_this_host(call)
     piece = b"".join([part async for part in body])
-    job = await call.context.fleet.store.job(row.job_id)
+    job = await call.context.fleet.store.jobs.get(row.job_id)
     if row.ended_at_s is not None or query.epoch != row.epoch or job.epoch != row.epoch or job.status not in HELD:
         raise StrataError(Code.STALE, f"the exec {row.id} has ended: {row.error or 'the lease of its job has'}")
     if query.offset + len(piece) > MAX_OUTPUT:

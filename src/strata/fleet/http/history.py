@@ -57,7 +57,7 @@ async def timeline(call: HubCall) -> JobTimelineReply:
     """What a job did when: queued, prepared, run, uploaded, with its checkpoints, kills and resumes."""
     context = call.context
     job_id = await resolve_job_id(call)
-    row, attempts = await context.fleet.store.job(job_id), await context.fleet.store.attempts(job_id)
+    row, attempts = await context.fleet.store.jobs.get(job_id), await context.fleet.store.jobs.attempts(job_id)
     computed, events = await context.history.job(row, attempts)
     numbers = {each.epoch: each.number for each in attempts}
     hosts = await _names(context, attempts)
@@ -77,7 +77,7 @@ async def goodput(call: HubCall) -> GoodputReply:
     """Where the time of a job went, and what each interruption cost."""
     context = call.context
     job_id = await resolve_job_id(call)
-    row, attempts = await context.fleet.store.job(job_id), await context.fleet.store.attempts(job_id)
+    row, attempts = await context.fleet.store.jobs.get(job_id), await context.fleet.store.jobs.attempts(job_id)
     computed, _ = await context.history.job(row, attempts)
     seconds, hosts = computed.seconds(), await _names(context, attempts)
     return GoodputReply(

@@ -75,7 +75,7 @@ async def page(call: HubCall, query: HostsQuery) -> HostPageReply:
     if query.sort != "name":
         chosen.sort(key=_sort_key(call.context, query.sort))
     shown = chosen[query.offset : query.offset + query.limit]
-    held = await fleet.store.jobs_on([each.row.id for each in shown])
+    held = await fleet.store.hosts.jobs_on([each.row.id for each in shown])
     hosts = tuple(_summary(call.context, each, held.get(each.row.id, ())) for each in shown)
     return HostPageReply(hosts=hosts, total=len(chosen), by_status=dict(by_status))
 
@@ -221,7 +221,7 @@ def _summary(context: HubContext, view: HostView, held: Sequence[JobOnHost]) -> 
 
 
 async def _jobs_on(context: HubContext, host_id: str) -> Sequence[JobOnHost]:
-    return (await context.fleet.store.jobs_on([host_id])).get(host_id, ())
+    return (await context.fleet.store.hosts.jobs_on([host_id])).get(host_id, ())
 
 
 def _job_reply(job: JobOnHost) -> HostJob:

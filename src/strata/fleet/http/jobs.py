@@ -54,7 +54,7 @@ async def listed(call: HubCall, query: JobsQuery) -> JobsReply:
         after=query.after,
         limit=query.limit,
     )
-    rows = await context.fleet.store.jobs(wanted)
+    rows = await context.fleet.store.jobs.select(wanted)
     servers = await _servers(context, rows)
     shown = [job_reply(row, servers.get(row.id)) for row in rows]
     if query.progress:
@@ -80,8 +80,8 @@ async def show(call: HubCall) -> JobReply:
     if host := calling_host(call):
         await context.leased.check_job(host, call.path["id"])
     job_id = await resolve_job_id(call)
-    row = await context.fleet.store.job(job_id)
-    attempts = await context.fleet.store.attempts(job_id)
+    row = await context.fleet.store.jobs.get(job_id)
+    attempts = await context.fleet.store.jobs.attempts(job_id)
     server = (await _servers(context, [row])).get(job_id)
     job = await with_progress(context, job_reply(row, server))
     return JobReply(job=job, attempts=tuple(map(attempt_reply, attempts)))
@@ -96,7 +96,7 @@ async def why(call: HubCall) -> Why:
 async def status(call: HubCall) -> StatusReply:
     """How many jobs and hosts there are."""
     context = call.context
-    counts = await context.fleet.store.counts()
+    counts = await context.fleet.store.statistics.counts()
     return StatusReply(
         by_status=dict(counts.by_status),
         ready=counts.ready,
@@ -114,11 +114,11 @@ async def submit(call: HubCall, body: SubmitRequest) -> SubmitReply:
     spec = body.spec.with_sandbox(context.require_sandbox)
     trainers, seen = await _trainers(context, spec, body.trainer)
     await _check_hyper(call, spec)
-    trainer = body.trainer or (await context.fleet.store.trainers())[spec.project, spec.trainer].spec
+    trainer = body.trainer or (await context.fleet.store.plans.trainers())[spec.project, spec.trainer].spec
     await check_secrets(context, call.caller.owner, spec.project, trainer.secrets)
     await context.leased.check_inputs(trainer)
     for needed in spec.after:
-        await context.fleet.store.job(needed)
+        await context.fleet.store.jobs.get(needed)
     job_id = spec.id
     new = await context.fleet.find_job(job_id) is None
     if new:
@@ -127,7 +127,7 @@ async def submit(call: HubCall, body: SubmitRequest) -> SubmitReply:
         superseded = await _superseded(context, spec, submitter)
         plan = ApplyPlan(project=spec.project, new={job_id: spec}, trainers=trainers, seen=seen, superseded=superseded)
         await context.fleet.apply(plan, call.actor, source="submitted", declared=False, submitter=submitter)
-    return SubmitReply(job=job_reply(await context.fleet.store.job(job_id)), new=new)
+    return SubmitReply(job=job_reply(await context.fleet.store.jobs.get(job_id)), new=new)
 
 
 async def cancel(call: HubCall, body: CancelRequest) -> Job:
@@ -162,7 +162,7 @@ async def check_may_change(context: HubContext, call: HubCall, job_id: str) -> N
     submitter = submitter_of(call)
     if submitter.operator:
         return
-    row = await context.fleet.store.job(job_id)
+    row = await context.fleet.store.jobs.get(job_id)
     # Jobs from before jobs had owners carry the key that submitted them.
     if row.declared or row.owner != call.caller.actor:
         check_owners(submitter, [(row.spec.label, row.owner)])
@@ -172,7 +172,7 @@ async def _superseded(context: HubContext, spec: JobSpec, submitter: Submitter) 
     """The jobs of the same owner, name and seed that were submitted before this one: an edit-run loop makes many."""
     if not spec.name:
         return ()
-    named = await context.fleet.store.jobs(
+    named = await context.fleet.store.jobs.select(
         JobFilter(label=spec.label, project=spec.project, owner=submitter.owner, limit=MAX_PAGE)
     )
     return tuple(
@@ -186,7 +186,7 @@ async def _servers(context: HubContext, rows: Sequence[JobRow]) -> Mapping[str, 
     """Those of the jobs that are servers and have served, by id."""
     if not any(row.spec.kind == "server" for row in rows):
         return {}
-    return {server.job.id: server for server in await context.fleet.store.servers()}
+    return {server.job.id: server for server in await context.fleet.store.jobs.servers()}
 
 
 def job_reply(row: JobRow, server: ServerRow | None = None) -> Job:
@@ -240,7 +240,7 @@ async def _trainers(
 
     Nobody changes by a job how the jobs of others are run. A job without a trainer takes what the name stands for.
     """
-    registered = (await context.fleet.store.trainers()).get((spec.project, spec.trainer))
+    registered = (await context.fleet.store.plans.trainers()).get((spec.project, spec.trainer))
     there = None if registered is None else registered.spec
     if given is None:
         if there is None:

@@ -12,7 +12,7 @@ from strata.fleet.artifacts.ports import LineageFilter
 from strata.fleet.artifacts.service import Artifacts
 from strata.fleet.core.job import HELD
 from strata.fleet.core.jobspec import TrainerSpec, gang_ids
-from strata.fleet.ports import JobFilter, JobRow, Store
+from strata.fleet.ports import JobFilter, JobRow, JobStore, PlanStore
 
 REMEMBER_S: Final = 10.0
 """How long a host may go on reading what a lease named: a download asks for every chunk."""
@@ -32,8 +32,9 @@ class _Named:
 
 
 class LeasedReads:
-    def __init__(self, store: Store, artifacts: Artifacts, clock: Clock) -> None:
-        self._store = store
+    def __init__(self, jobs: JobStore, plans: PlanStore, artifacts: Artifacts, clock: Clock) -> None:
+        self._jobs = jobs
+        self._plans = plans
         self._artifacts = artifacts
         self._clock = clock
         self._named: dict[str, _Named] = {}
@@ -85,7 +86,7 @@ class LeasedReads:
         return named is not None and self._clock.monotonic_s() < named.until_s
 
     async def _leased_jobs(self, host_id: str) -> list[JobRow]:
-        return list(await self._store.jobs(JobFilter(status=tuple(HELD), host_id=host_id, limit=_MAX_LEASES)))
+        return list(await self._jobs.select(JobFilter(status=tuple(HELD), host_id=host_id, limit=_MAX_LEASES)))
 
     async def _look_up(self, host_id: str) -> _Named:
         artifacts: set[str] = set()
@@ -94,10 +95,10 @@ class LeasedReads:
             if row.spec.gang is not None:
                 for member in gang_ids(row.id, row.spec):
                     artifacts.update(await self.last_checkpoints(member))
-            for attempt in await self._store.attempts(row.id):
+            for attempt in await self._jobs.attempts(row.id):
                 artifacts |= {attempt.checkpoint} - {""}
                 if attempt.epoch == row.epoch and attempt.trainer_digest:
-                    trainer = await self._store.trainer(attempt.trainer_digest)
+                    trainer = await self._plans.trainer(attempt.trainer_digest)
                     # Checked here, too: trainers are stored from before they were checked.
                     named_artifacts = _named_artifacts(trainer)
                     artifacts |= {each for each in named_artifacts if await self._is_input(each)}

@@ -154,7 +154,7 @@ async def publish(call: HubCall, body: PublishRequest) -> None:
     """Say where the server of this attempt serves; the hub forwards the requests of its callers there."""
     context = call.context
     held = own_hold(call, await resolve_job_id(call), body.epoch)
-    row = await context.fleet.store.job(held.job_id)
+    row = await context.fleet.store.jobs.get(held.job_id)
     if row.spec.kind != "server":
         raise StrataError(Code.PRECONDITION, f"{row.spec.label} is no server", hint='kind = "server" in the manifest')
     identity = await context.identity.host(held.host_id)
@@ -174,7 +174,7 @@ async def find_parts(call: HubCall, body: PartsRequest) -> PartsReply:
     """The artifacts that have these parts of a checkpoint, among the last ones that the members of a gang uploaded."""
     context = call.context
     held = own_hold(call, await resolve_job_id(call), body.epoch)
-    row = await context.fleet.store.job(held.job_id)
+    row = await context.fleet.store.jobs.get(held.job_id)
     if (row.epoch, row.host_id) != (held.epoch, held.host_id) or row.status not in HELD:
         raise stale_attempt(row.id, held.epoch, row.epoch)
     missing = dict(body.parts)
@@ -221,7 +221,7 @@ async def _with_token(call: HubCall, verdict: LeaseVerdict) -> LeaseVerdict:
     coordinator = call.context.coordinator
     if verdict.verdict != "continue" or coordinator is None:
         return verdict
-    spec = (await call.context.fleet.store.job(verdict.job_id)).spec
+    spec = (await call.context.fleet.store.jobs.get(verdict.job_id)).spec
     if spec.gang is None:
         return verdict
     token = coordinator.issue(spec, own_hold(call, verdict.job_id, verdict.epoch))
@@ -248,7 +248,7 @@ def _verdict(renewed: RenewalResult, now_s: float, wanted: YieldRequest | None) 
 
 async def _lease_reply(context: HubContext, lease: JobLease) -> LeaseGiven:
     is_server = lease.spec.kind == "server"
-    servers = await context.fleet.store.servers() if is_server else ()
+    servers = await context.fleet.store.jobs.servers() if is_server else ()
     return LeaseGiven(
         job_id=lease.job_id,
         epoch=lease.epoch,

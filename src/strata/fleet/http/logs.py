@@ -51,7 +51,7 @@ async def metrics(call: HubCall, query: MetricsQuery) -> MetricsReply | RawReply
 async def _series(call: HubCall, query: MetricsQuery) -> MetricsReply:
     history = call.context.metrics
     job_id = await resolve_job_id(call)
-    attempts = await call.context.fleet.store.attempts(job_id)
+    attempts = await call.context.fleet.store.jobs.attempts(job_id)
     if query.attempt:
         attempts = [await _attempt(call.context, job_id, query.attempt) or attempts[0]]
     epochs = [each.epoch for each in attempts]
@@ -85,7 +85,7 @@ def progress_reply(progress: AttemptProgress | None) -> JobProgress | None:
 async def _append(context: HubContext, call: HubCall, name: Name, body: Upload, query: PieceQuery) -> PieceReply:
     job_id = await resolve_job_id(call)
     host_id = call.caller.require_host()
-    if await context.attempts.host(context.fleet.store, job_id, query.epoch) != host_id:
+    if await context.attempts.host(context.fleet.store.jobs, job_id, query.epoch) != host_id:
         # An attempt of another host gets the same reply as none.
         raise StrataError(Code.NOT_FOUND, f"this host has no attempt of {job_id} with the epoch {query.epoch}")
     context.fleet.touch_host(host_id)
@@ -119,7 +119,7 @@ async def _read(context: HubContext, call: HubCall, name: Name, query: StreamQue
 
 async def _attempt(context: HubContext, job_id: str, number: int) -> AttemptRow | None:
     """The attempt of this number, or the last one for 0; None if there was none yet."""
-    attempts = await context.fleet.store.attempts(job_id)
+    attempts = await context.fleet.store.jobs.attempts(job_id)
     if not number:
         return attempts[-1] if attempts else None
     match = next((each for each in attempts if each.number == number), None)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from typing import Final
 
-from strata.fleet.ports import Store
+from strata.fleet.ports import JobStore
 
 _MAX_CACHED: Final = 10_000
 
@@ -25,7 +25,7 @@ class AttemptHosts:
     def __init__(self) -> None:
         self._hosts: dict[tuple[str, int], str] = {}
 
-    async def host(self, store: Store, job_id: str, epoch: int) -> str:
+    async def host(self, store: JobStore, job_id: str, epoch: int) -> str:
         """Empty if there is no such attempt."""
         key = (job_id, epoch)
         if key not in self._hosts:

@@ -88,7 +88,7 @@ async def trainers(call: HubCall) -> TrainersReply:
     params = await context.schemas.schemas()
     specs = {
         qualified_trainer(project, name): each
-        for (project, name), each in (await context.fleet.store.trainers()).items()
+        for (project, name), each in (await context.fleet.store.plans.trainers()).items()
     }
     return TrainersReply(
         trainers={

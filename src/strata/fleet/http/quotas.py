@@ -16,9 +16,9 @@ from strata.identity.roles import CallerKind, Role
 async def listed(call: HubCall) -> QuotasReply:
     """The quota and the usage of the caller, of each owner with a quota, and of each owner of unfinished jobs."""
     fleet = call.context.fleet
-    quotas = await fleet.store.quotas()
+    quotas = await fleet.store.owners.quotas()
     stored = await call.context.artifacts.index.owner_bytes()
-    owners = {EVERYBODY, *quotas, *await fleet.store.owners(), *filter(None, stored), call.caller.owner}
+    owners = {EVERYBODY, *quotas, *await fleet.store.owners.active(), *filter(None, stored), call.caller.owner}
     windows = {quota_of(owner, quotas).window_s for owner in owners}
     usages = {window_s: await call.context.history.usages(window_s) for window_s in windows}
     rows = []
@@ -37,7 +37,7 @@ async def change(call: HubCall, body: QuotaRequest) -> None:
     fleet = call.context.fleet
     if body.quota is not None and body.quota.problem:
         raise StrataError(Code.INVALID, body.quota.problem)
-    await fleet.store.set_quota(body.owner, body.quota, call.actor, fleet.now_s())
+    await fleet.store.owners.set_quota(body.owner, body.quota, call.actor, fleet.now_s())
 
 
 async def caller_account(call: HubCall) -> StorageAccount:
@@ -45,16 +45,16 @@ async def caller_account(call: HubCall) -> StorageAccount:
     submitter = submitter_of(call)
     if submitter.operator:
         return StorageAccount(owner=submitter.owner, operator=True)
-    quota = quota_of(submitter.owner, await call.context.fleet.store.quotas())
+    quota = quota_of(submitter.owner, await call.context.fleet.store.owners.quotas())
     return StorageAccount(owner=submitter.owner, limit=quota.bytes)
 
 
 async def job_account(context: HubContext, job_id: str) -> StorageAccount:
     """What an attempt makes counts against the quota of the owner of its job."""
-    job = await context.fleet.store.job(job_id)
+    job = await context.fleet.store.jobs.get(job_id)
     if await _is_operator(context, job.submitted_by):
         return StorageAccount(owner=job.owner)
-    quota = quota_of(job.owner, await context.fleet.store.quotas())
+    quota = quota_of(job.owner, await context.fleet.store.owners.quotas())
     return StorageAccount(owner=job.owner, limit=quota.attempt_bytes, refusal=Code.INVALID)
 
 

@@ -53,7 +53,7 @@ async def for_lease(context: HubContext, job_id: str, trainer: TrainerSpec | Non
     """The values that the trainer of a job names: those of the job's owner first, then those of its project."""
     if trainer is None or not trainer.secrets:
         return {}
-    row = await context.fleet.store.job(job_id)
+    row = await context.fleet.store.jobs.get(job_id)
     return await context.secrets.reveal(_scopes(row.owner, row.spec.project), trainer.secrets)
 
 
@@ -76,7 +76,7 @@ def _scopes(owner: str, project: str) -> tuple[str, str]:
 async def _scope(call: HubCall, query: SecretQuery) -> str:
     if not query.project:
         return f"{_OWNER}{call.caller.owner}"
-    owner = (await call.context.fleet.store.projects()).get(query.project, "")
+    owner = (await call.context.fleet.store.owners.projects()).get(query.project, "")
     if not submitter_of(call).may_change(owner):
         raise StrataError(
             Code.FORBIDDEN,

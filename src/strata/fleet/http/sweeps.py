@@ -35,7 +35,7 @@ async def listed(call: HubCall, query: SweepsQuery) -> SweepsReply:
     """All sweeps with their best trial so far, the one that changed last first."""
     context = call.context
     declared = await _declared(context)
-    rows = {(row.project, row.name): row for row in await context.fleet.store.sweeps()}
+    rows = {(row.project, row.name): row for row in await context.fleet.store.jobs.sweeps()}
     for place in {place for place, stored in declared.items() if stored.sweep is not None} - rows.keys():
         rows[place] = SweepRow(project=place[0], name=place[1], by_status={}, changed_at_s=0.0)
     search = query.search.casefold()
@@ -47,14 +47,16 @@ async def listed(call: HubCall, query: SweepsQuery) -> SweepsReply:
     matches.sort(key=lambda row: (-row.changed_at_s, row.project, row.name))
     sweeps = []
     for row in matches[query.offset : query.offset + query.limit]:
-        trials = await context.fleet.store.trials(row.project, row.name)
+        trials = await context.fleet.store.jobs.trials(row.project, row.name)
         stored = declared.get((row.project, row.name))
         plan = None if stored is None else stored.sweep
         comparison = _compare(trials, _objective(plan, [each.metrics for each in trials]))
         best = None
         if comparison.best is not None:
             ids = _sample_ids(trials, comparison.best)
-            specs = {job.id: job.spec for job in await context.fleet.store.jobs(JobFilter(ids=ids, limit=len(ids)))}
+            specs = {
+                job.id: job.spec for job in await context.fleet.store.jobs.select(JobFilter(ids=ids, limit=len(ids)))
+            }
             best = _best(comparison, specs, plan)
         sweeps.append(_summary(row, stored, comparison, best))
     return SweepsReply(sweeps=tuple(sweeps), total=len(matches))
@@ -64,7 +66,7 @@ async def show(call: HubCall, query: SweepQuery) -> SweepReply:
     """One sweep: its trials with their parameters and metrics, and the best so far."""
     context = call.context
     project, name = call.path["project"], call.path["name"]
-    trials = await context.fleet.store.trials(project, name)
+    trials = await context.fleet.store.jobs.trials(project, name)
     stored = (await _declared(context)).get((project, name))
     plan = None if stored is None else stored.sweep
     if not trials and plan is None:
@@ -81,7 +83,7 @@ async def show(call: HubCall, query: SweepQuery) -> SweepReply:
     jobs: dict[str, JobRow] = {}
     if shown:
         wanted = JobFilter(ids=[each.job_id for each in shown], limit=len(shown))
-        jobs = {job.id: job for job in await context.fleet.store.jobs(wanted)}
+        jobs = {job.id: job for job in await context.fleet.store.jobs.select(wanted)}
     replies = [await _trial(context, each, jobs[each.job_id]) for each in shown if each.job_id in jobs]
     if objective is None:
         # Before the first result the trials that run tell what there will be to compare.

@@ -72,7 +72,7 @@ class HostTable:
         self._database = database
         self._known: dict[str, tuple[Sequence[Any], HostRow]] = {}
 
-    async def register_host(self, host: HostRow, actor: str) -> HostRow:
+    async def register(self, host: HostRow, actor: str) -> HostRow:
         async def register(tx: Transaction) -> HostRow:
             before = await tx.rows("SELECT capability, state FROM host WHERE id = :id FOR UPDATE", {"id": host.id})
             values = {
@@ -93,7 +93,7 @@ class HostTable:
 
         return await self._database.run(register)
 
-    async def hosts(self) -> Sequence[HostRow]:
+    async def all(self) -> Sequence[HostRow]:
         """All hosts are read every few seconds and rarely change: a row that is as it was is not decoded again."""
         # Sorted here: the database would sort the rows with all they have on disk.
         self._known = {row[0]: (row, self._decode(row)) for row in await self._database.rows(_SELECT)}
@@ -107,11 +107,11 @@ class HostTable:
             return _decode_host(row)
         return replace(host, seen_at_s=row[_SEEN])
 
-    async def find_hosts(self, text: str) -> Sequence[HostRow]:
+    async def find(self, text: str) -> Sequence[HostRow]:
         select = f"{_SELECT} WHERE id = :text OR name = :text ORDER BY name, id"
         return [_decode_host(row) for row in await self._database.rows(select, {"text": text})]
 
-    async def set_host_state(self, host_id: str, state: str, reason: str, actor: str, now_s: float) -> HostRow:
+    async def set_state(self, host_id: str, state: str, reason: str, actor: str, now_s: float) -> HostRow:
         async def change(tx: Transaction) -> HostRow:
             update = "UPDATE host SET state = :state, state_reason = :reason WHERE id = :host AND state <> :state"
             if await tx.changed(update, {"state": state, "reason": reason, "host": host_id}):
@@ -123,7 +123,7 @@ class HostTable:
     async def record_heartbeats(self, seen: Mapping[str, float]) -> None:
         await self._database.run(lambda tx: _record_heartbeats(tx, seen))
 
-    async def record_lost_hosts(self, silent_since_s: float, now_s: float) -> int:
+    async def record_lost(self, silent_since_s: float, now_s: float) -> int:
         async def lose(tx: Transaction) -> int:
             lost = await tx.rows(_LOSE, {"since": silent_since_s})
             for host_id, seen_at_s in lost:
@@ -158,7 +158,7 @@ class HostTable:
             held.setdefault(host_id, []).append(job)
         return held
 
-    async def refusing_hosts(self) -> Collection[str]:
+    async def refusing(self) -> Collection[str]:
         return {host_id for (host_id,) in await self._database.rows("SELECT DISTINCT host_id FROM job_refusal")}
 
     async def infra_jobs(self, host_id: str) -> Sequence[str]:

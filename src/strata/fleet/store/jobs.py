@@ -63,7 +63,7 @@ class JobTable:
         self._database = database
         self._indexes = indexes
 
-    async def job(self, job_id: str) -> JobRow:
+    async def get(self, job_id: str) -> JobRow:
         return await self._database.read(lambda tx: leases.read_job(tx, job_id))
 
     async def find(self, prefix: str, limit: int = 6) -> Sequence[str]:
@@ -71,12 +71,12 @@ class JobTable:
         select = "SELECT id FROM job WHERE id >= :low AND id < :high ORDER BY id LIMIT :limit"
         return [id_ for (id_,) in await self._database.rows(select, {"low": low, "high": high, "limit": limit})]
 
-    async def jobs(self, wanted: JobFilter) -> Sequence[JobRow]:
+    async def select(self, wanted: JobFilter) -> Sequence[JobRow]:
         rows = await self._database.read(lambda tx: list_jobs(tx, wanted, self._indexes))
         return [decode_job(row) for row in rows]
 
     async def attempts(self, job_id: str) -> Sequence[AttemptRow]:
-        await self.job(job_id)
+        await self.get(job_id)
         return [_decode_attempt(row) for row in await self._database.rows(_ATTEMPTS, {"job": job_id})]
 
     async def refusals(self, job_id: str) -> Sequence[str]:

@@ -90,10 +90,10 @@ class OwnerTable:
         }
         return OwnerUsages(by_owner, sum(attempts for _, attempts, _ in rows))
 
-    async def owners(self) -> Collection[str]:
+    async def active(self) -> Collection[str]:
         return [owner for (owner,) in await self._database.rows(_OWNERS)]
 
-    async def held_by_owner(self) -> Sequence[tuple[str, Taken, int]]:
+    async def held(self) -> Sequence[tuple[str, Taken, int]]:
         return [(owner, decode_taken(taken), leases) for owner, taken, leases in await self._database.rows(_HELD)]
 
 

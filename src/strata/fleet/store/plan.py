@@ -236,7 +236,8 @@ async def _insert_jobs(
 ) -> None:
     """`by` is the actor, as events name it, and the owner."""
     submitted_by, owner = by
-    names = await tx.rows("SELECT project, name, digest FROM trainer_name") if plan.new and not plan.pinned else ()
+    select = "SELECT project, name, digest FROM trainer_name WHERE project = ANY(:projects)"
+    names = await tx.rows(select, {"projects": list({spec.project for spec in plan.new.values()})})
     digests = {(project, name): digest for project, name, digest in names}
     rows = [
         {

@@ -28,10 +28,10 @@ class SampleTable:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def record_samples(self, points: Sequence[SamplePoint]) -> None:
+    async def record(self, points: Sequence[SamplePoint]) -> None:
         await self._write(0, points)
 
-    async def roll_up_samples(self, now_s: float) -> None:
+    async def roll_up(self, now_s: float) -> None:
         for step_s, _, source_s in RESOLUTIONS[1:]:
             until_s = (now_s - LATE_S) // step_s * step_s
             rows = await self._database.rows(_NOT_ROLLED_UP, {"source": source_s, "step": step_s, "until": until_s})
@@ -40,7 +40,7 @@ class SampleTable:
             delete = "DELETE FROM host_sample WHERE step = :step AND at < :before"
             await self._database.changed(delete, {"step": step_s, "before": now_s - keep_s})
 
-    async def samples(self, host_id: str, step_s: int, since_s: float) -> Sequence[SamplePoint]:
+    async def read(self, host_id: str, step_s: int, since_s: float) -> Sequence[SamplePoint]:
         select = (
             "SELECT host_id, at, body FROM host_sample WHERE host_id = :host AND step = :step AND at >= :since"
             " ORDER BY at"

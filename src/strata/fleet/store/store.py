@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from strata.base.errors import StrataError
 from strata.database import events
-from strata.database.events import EventFilter, EventPage
+from strata.database.events import EventFilter, EventPage, StoredEvent
 from strata.database.transaction import Database
 from strata.fleet.core.fair_share import OwnerShares
 from strata.fleet.core.reservation import Reservation, ReservationPlan, ReservationPlanner
@@ -20,9 +21,9 @@ from strata.fleet.ports import (
     RefusedJob,
     Renewal,
     RenewalResult,
+    Store,
 )
 from strata.fleet.store import leases, queue
-from strata.fleet.store.counts import CountTable
 from strata.fleet.store.hosts import HostTable
 from strata.fleet.store.jobs import JobTable
 from strata.fleet.store.lists import JobIndexes
@@ -30,6 +31,7 @@ from strata.fleet.store.owners import OwnerTable
 from strata.fleet.store.plan import PlanTable
 from strata.fleet.store.reservations import apply_reservations, read_reservations
 from strata.fleet.store.samples import SampleTable
+from strata.fleet.store.statistics import StatisticsTable
 
 ClaimJobs = Callable[[Sequence[Claim], float, float, OwnerShares | None], Awaitable[Sequence[Sequence[JobLease]]]]
 """Claims, seconds of a lease, the time, and the shares of owners: each database has its own."""
@@ -70,7 +72,7 @@ class LeaseTable:
     async def record_checkpoint(self, attempt: AttemptKey, artifact: str, now_s: float) -> None:
         await self._database.run(lambda tx: leases.record_checkpoint(tx, attempt, artifact, now_s))
 
-    async def expire_leases(self, now_s: float, limit: int = 1000) -> Sequence[JobRow]:
+    async def expire(self, now_s: float, limit: int = 1000) -> Sequence[JobRow]:
         return await leases.expire_leases(self._database, now_s, limit)
 
     async def release_backoffs(self, now_s: float, limit: int = 1000) -> int:
@@ -83,19 +85,37 @@ class LeaseTable:
         return await self._database.run(lambda tx: leases.fail_refused(tx, eligible, now_s))
 
 
-class FleetStore(PlanTable, OwnerTable, HostTable, LeaseTable, JobTable, CountTable, SampleTable):
-    def __init__(self, database: Database, claim_jobs: ClaimJobs, indexes: JobIndexes) -> None:
-        self.database = database
-        PlanTable.__init__(self, database)
-        HostTable.__init__(self, database)
-        LeaseTable.__init__(self, database, claim_jobs)
-        JobTable.__init__(self, database, indexes)
+class EventTable:
+    def __init__(self, database: Database) -> None:
+        self._database = database
 
-    async def events(self, after: str, limit: int, *, subject: str = "") -> Sequence[events.StoredEvent]:
-        return await events.read(self.database, after, limit, subject=subject)
+    async def read(self, after: str, limit: int, *, subject: str = "") -> Sequence[StoredEvent]:
+        return await events.read(self._database, after, limit, subject=subject)
 
-    async def events_before(self, before: str, limit: int, wanted: EventFilter) -> EventPage:
-        return await events.read_before(self.database, before, limit, wanted)
+    async def read_before(self, before: str, limit: int, wanted: EventFilter) -> EventPage:
+        return await events.read_before(self._database, before, limit, wanted)
 
-    async def drop_events(self, before_s: float, limit: int = 10_000) -> int:
-        return await events.drop(self.database, before_s, limit)
+    async def drop(self, before_s: float, limit: int = 10_000) -> int:
+        return await events.drop(self._database, before_s, limit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetStore(Store):
+    database: Database
+
+
+def build_store(
+    database: Database, claim_jobs: ClaimJobs, indexes: JobIndexes, close: Callable[[], Awaitable[None]]
+) -> FleetStore:
+    return FleetStore(
+        plans=PlanTable(database),
+        owners=OwnerTable(database),
+        hosts=HostTable(database),
+        leases=LeaseTable(database, claim_jobs),
+        jobs=JobTable(database, indexes),
+        statistics=StatisticsTable(database),
+        samples=SampleTable(database),
+        events=EventTable(database),
+        close=close,
+        database=database,
+    )

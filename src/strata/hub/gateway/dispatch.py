@@ -276,7 +276,7 @@ def has_ended(row: ServerRow) -> bool:
 
 async def pending_servers(context: GatewayContext, model: str) -> bool:
     """Whether a server for this model, or any, waits for a host or starts for the first time."""
-    rows = await context.fleet.store.jobs(JobFilter(status=UNFINISHED, model=model, limit=1000))
+    rows = await context.fleet.store.jobs.select(JobFilter(status=UNFINISHED, model=model, limit=1000))
     return any(row.spec.kind == "server" for row in rows)
 
 
@@ -293,7 +293,7 @@ async def wake_server(context: GatewayContext, server: ServerRow, tenant: Tenant
         if has_ended(server) or context.fleet.now_s() > until_s:
             raise _starting(server.models[0] if server.models else "")
         await asyncio.sleep(WAKE_POLL_S)
-        rows = await context.fleet.store.servers()
+        rows = await context.fleet.store.jobs.servers()
         server = next(row for row in rows if row.job.id == server.job.id)
         await _close_unused(context, rows)
     return server
@@ -349,7 +349,7 @@ async def ask_all(call: GatewayCall, method: str, request: Callable[[str], tuple
             await context.fleet.touch_server(server)
         return replied
 
-    rows = [row for row in await context.fleet.store.servers() if row.serving]
+    rows = [row for row in await context.fleet.store.jobs.servers() if row.serving]
     return [reply for reply in await asyncio.gather(*map(ask, rows)) if reply is not None]
 
 

@@ -42,8 +42,8 @@ _AT_ONCE: Final = 16
 async def listed(call: GatewayCall) -> ServersReply:
     """The training servers, with what those that serve say of their work."""
     fleet = call.context.fleet
-    rows = {row.job.id: row for row in await fleet.store.servers()}
-    unfinished = await fleet.store.jobs(JobFilter(status=UNFINISHED, servers=True, limit=1000))
+    rows = {row.job.id: row for row in await fleet.store.jobs.servers()}
+    unfinished = await fleet.store.jobs.select(JobFilter(status=UNFINISHED, servers=True, limit=1000))
     jobs = {row.job.id: row.job for row in rows.values()}
     jobs |= {row.id: row for row in unfinished if row.spec.kind == "server"}
     viewer, limit = await _viewer(call), asyncio.Semaphore(_AT_ONCE)
@@ -128,7 +128,7 @@ async def _view(call: GatewayCall, path: str, *, base: str = BASE, within_s: flo
 
 async def _find_server(call: GatewayCall) -> ServerRow:
     job_id = await resolve_job_id(call)
-    row = next((each for each in await call.context.fleet.store.servers() if each.job.id == job_id), None)
+    row = next((each for each in await call.context.fleet.store.jobs.servers() if each.job.id == job_id), None)
     if row is None:
         raise StrataError(Code.NOT_FOUND, f"{job_id[:20]} is no training server that has served")
     return row

@@ -117,7 +117,7 @@ async def download(call: GatewayCall, body: Upload) -> RawReply:
     context = call.context
     async for _ in body:
         pass
-    rows = await context.fleet.store.servers()
+    rows = await context.fleet.store.jobs.servers()
     token = TOKEN.fullmatch(call.target.partition("?")[2])
     grant = None if token is None else read_grant(token[1])
     tag = "" if grant is None else named_tag(grant.subject)
@@ -142,7 +142,7 @@ async def tokenizer_file(call: GatewayCall, body: Upload) -> RawReply:
     async for _ in body:
         pass
     repository = call.path["repository"]
-    rows = [row for row in await context.fleet.store.servers() if not has_ended(row)]
+    rows = [row for row in await context.fleet.store.jobs.servers() if not has_ended(row)]
     # A server may know its tokenizer by a name that is none of its base model.
     named = [row for row in rows if repository in row.models] or [row for row in rows if row.serving]
     reply = failure = None
@@ -169,7 +169,7 @@ async def tokenizer_file(call: GatewayCall, body: Upload) -> RawReply:
 async def create_session(call: GatewayCall, body: Upload) -> RawReply:
     """Open a session at the hub; servers learn of it when it uses them."""
     context = call.context
-    rows = await context.fleet.store.servers()
+    rows = await context.fleet.store.jobs.servers()
     if not rows and not await pending_servers(context, ""):
         raise no_server()
     tenant = await tenant_of(call)
@@ -206,7 +206,7 @@ async def finish_session(call: GatewayCall, body: Upload) -> RawReply:
 
 async def capabilities(call: GatewayCall) -> RawReply:
     """The models that can be trained here, of all servers; those that sleep by their names alone."""
-    rows = await call.context.fleet.store.servers()
+    rows = await call.context.fleet.store.jobs.servers()
     replies = await ask_all(call, "GET", lambda _: (f"{BASE}/get_server_capabilities", b""))
     models: list[object] = [model for reply in replies for model in reply.supported_models]
     models += [{"model_name": row.models[0]} for row in rows if row.asleep and row.models]
@@ -215,7 +215,7 @@ async def capabilities(call: GatewayCall) -> RawReply:
 
 async def listed(call: GatewayCall, body: Upload) -> RawReply:
     """Training runs, checkpoints or sessions of the caller: of the only server, or of all that are awake."""
-    rows = await call.context.fleet.store.servers()
+    rows = await call.context.fleet.store.jobs.servers()
     if len([row for row in rows if not has_ended(row)]) <= 1:
         return await forward(call, body)
     path, _, query = call.target.partition("?")
@@ -276,7 +276,7 @@ async def telemetry(call: GatewayCall, body: Upload) -> RawReply:
 
 async def _forward(context: GatewayContext, request: ForwardedRequest, tenant: Tenant) -> RawReply:
     opening = _read_opening(request)
-    rows = await context.fleet.store.servers()
+    rows = await context.fleet.store.jobs.servers()
     tag, composed = await find_id(request)
     if composed:
         tag = await locate(context, rows, tenant, composed)
@@ -333,7 +333,7 @@ async def complete_at(call: GatewayCall, server: ServerRow, name: str, body: Ser
 
 async def list_models(call: GatewayCall) -> RawReply:
     """The models that can be sampled, of all training servers; of those that sleep only the base models."""
-    rows = await call.context.fleet.store.servers()
+    rows = await call.context.fleet.store.jobs.servers()
     replies = await ask_all(call, "GET", lambda _: (f"{OPENAI}/models", b""))
     cards: list[object] = [card for reply in replies for card in reply.data]
     asleep = [row.models[0] for row in rows if row.asleep and row.models]
@@ -351,7 +351,7 @@ async def show_model(call: GatewayCall) -> RawReply:
 
 async def _forward_model(context: GatewayContext, request: ForwardedRequest, tenant: Tenant, model: str) -> RawReply:
     """To the server of a base model or of a checkpoint, where a session may have to be opened."""
-    rows = await context.fleet.store.servers()
+    rows = await context.fleet.store.jobs.servers()
     server = await select_server(context, rows, named_tag(model) if len(rows) > 1 else "", model)
     return await send_opening(context, await wake_server(context, server, tenant), request, tenant)
 

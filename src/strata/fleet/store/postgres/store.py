@@ -10,22 +10,13 @@ from strata.database.transaction import PostgresDatabase
 from strata.fleet.store.lists import NEWEST_MATCHES, JobIndexes
 from strata.fleet.store.postgres import tables
 from strata.fleet.store.postgres.claims import claim_jobs
-from strata.fleet.store.store import FleetStore
+from strata.fleet.store.store import FleetStore, build_store
 
 # In one text: to lower its case costs more than to put it together.
 _SEARCHED_TEXT: Final = r"lower(label || E'\n' || owner || E'\n' || project || E'\n' || model || E'\n' || sweep)"
 
 
-class PostgresStore(FleetStore):
+def build_postgres_store(connections: Connections, *, newest_matches: int = NEWEST_MATCHES) -> FleetStore:
     """On connections to a database that has the components `event` and `fleet`."""
-
-    def __init__(self, connections: Connections, *, newest_matches: int = NEWEST_MATCHES) -> None:
-        super().__init__(
-            PostgresDatabase(connections),
-            partial(claim_jobs, connections),
-            JobIndexes(searched_text=_SEARCHED_TEXT, may_serve=tables.MAY_SERVE, newest_matches=newest_matches),
-        )
-        self._connections = connections
-
-    async def close(self) -> None:
-        await self._connections.close()
+    indexes = JobIndexes(searched_text=_SEARCHED_TEXT, may_serve=tables.MAY_SERVE, newest_matches=newest_matches)
+    return build_store(PostgresDatabase(connections), partial(claim_jobs, connections), indexes, connections.close)

@@ -12,22 +12,13 @@ from strata.fleet.ports import Claim, JobLease
 from strata.fleet.store.lists import JobIndexes
 from strata.fleet.store.sqlite import tables
 from strata.fleet.store.sqlite.claims import claim_jobs
-from strata.fleet.store.store import FleetStore
+from strata.fleet.store.store import FleetStore, build_store
 
 
-class SqliteStore(FleetStore):
+def build_sqlite_store(thread: SqliteThread) -> FleetStore:
     """On a thread that has the components `event` and `fleet`."""
-
-    def __init__(self, thread: SqliteThread) -> None:
-        super().__init__(
-            SqliteDatabase(thread),
-            partial(_claim_jobs, thread),
-            JobIndexes(searched_text=tables.SEARCHED_TEXT, may_serve=tables.MAY_SERVE),
-        )
-        self._thread = thread
-
-    async def close(self) -> None:
-        await self._thread.close()
+    indexes = JobIndexes(searched_text=tables.SEARCHED_TEXT, may_serve=tables.MAY_SERVE)
+    return build_store(SqliteDatabase(thread), partial(_claim_jobs, thread), indexes, thread.close)
 
 
 async def _claim_jobs(

@@ -62,7 +62,7 @@ _decode_ran: Final = msgspec.json.Decoder(_Ran).decode
 """Of the facts of an attempt, which a host may have written as it likes."""
 
 
-class CountTable:
+class StatisticsTable:
     def __init__(self, database: Database) -> None:
         self._database = database
 
