@@ -301,7 +301,10 @@ async def test_a_server_gets_the_tenant_who_calls_whatever_the_request_says(
         assert set(said) <= {b"x-strata-tenant: rob"}, named(route)
         assert said or route.path.endswith("create_session"), named(route)
     # With the training server's own dashboard it is tried in tests/shell/web/test_rollouts.py.
-    assert {each.name for each in OWNERS_PAGES if each.owner == "tenant"} == {"playground.answer", "lone_server.answer"}
+    assert {named(each) for each in OWNERS_PAGES if each.owner == "tenant"} == {
+        "POST /playground",
+        "POST /training/{id}/playground",
+    }
     form = {"model": "tiny", "prompt": "x", "form": "text", "temperature": "1", "max_tokens": "1"}
     for role, name in (("researcher", "rob"), ("viewer", "eve")):
         tries(1)

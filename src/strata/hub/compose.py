@@ -60,7 +60,7 @@ from strata.identity.ca import Authority, HubClientCertificate, ServerCertificat
 from strata.identity.enroll import Enrollment
 from strata.web.api import LocalApi
 from strata.web.live import LiveTopics
-from strata.web.routes import browser_pages, build_site
+from strata.web.routes import build_pages
 
 _log = log.get(__name__)
 
@@ -176,7 +176,7 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
         delivery = FeedDelivery(feed, tables.cursors, holder)
         dispatcher = SubscriptionDispatcher(subscriptions, sender, context=context, delivery=delivery)
         live = LiveTopics(feed, context.stopping)
-        site = build_site(
+        pages = build_pages(
             api=LocalApi(ROUTES),
             clock=clock,
             authenticator=context.authenticator,
@@ -195,7 +195,7 @@ async def open_hub(settings: HubSettings, clock: Clock, *, owner_only: bool = Fa
             Loop(interval_s=GAP_S, run_once=live.run_once, max_backoff_s=TICK_S),
         ]
         try:
-            yield Hub(context=context, app=application(context, browser_pages(site)), tls=tls, loops=loops)
+            yield Hub(context=context, app=application(context, pages), tls=tls, loops=loops)
         finally:
             sender.close()
             if gangs is not None:

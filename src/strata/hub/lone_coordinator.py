@@ -37,7 +37,7 @@ from strata.identity.sessions import extended_until_s, has_ended, new_session
 from strata.web.api import LocalApi
 from strata.web.live import LiveTopics, NoEvents
 from strata.web.pages import gangs, login, lone
-from strata.web.routes import browser_pages, build_site
+from strata.web.routes import build_pages
 
 PAGES: Final = (lone, gangs, login)
 MAX_SESSIONS: Final = 1_000
@@ -118,7 +118,7 @@ class TokenSessions:
 
 def make_app(source: CoordinatorGangs, sessions: TokenSessions, clock: Clock, stopping: asyncio.Event) -> RootApp:
     limits = RootLimits()
-    site = build_site(
+    pages = build_pages(
         api=LocalApi(gang_routes.ROUTES),
         clock=clock,
         authenticator=sessions,
@@ -128,7 +128,6 @@ def make_app(source: CoordinatorGangs, sessions: TokenSessions, clock: Clock, st
         tls=False,
         pages=PAGES,
     )
-    pages = browser_pages(site, PAGES)
     public = frozenset((route.method, route.path) for route in pages.routes if route.access.public)
 
     async def identify(scope: Scope, headers: FirstHeaders) -> Principal:

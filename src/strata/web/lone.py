@@ -11,13 +11,12 @@ from strata.train.api.context import ApiContext
 from strata.web.api import LocalApi
 from strata.web.live import LiveTopics, NoEvents
 from strata.web.pages import login, lone_server
-from strata.web.routes import browser_pages, build_site
+from strata.web.routes import build_pages
 
 
 def server_pages(context: ApiContext, stopping: asyncio.Event) -> BrowserPages:
     """Returns what browsers see of the server."""
-    pages = (lone_server, login)
-    site = build_site(
+    return build_pages(
         api=LocalApi((*service.ROUTES, *completions.ROUTES)),
         clock=context.clock,
         authenticator=context.authenticator,
@@ -25,6 +24,5 @@ def server_pages(context: ApiContext, stopping: asyncio.Event) -> BrowserPages:
         live=LiveTopics(NoEvents(), stopping),
         server_id=sha256_hex(str(context.settings.data).encode())[:8],
         tls=False,
-        pages=pages,
+        pages=(lone_server, login),
     )
-    return browser_pages(site, pages)

@@ -69,7 +69,7 @@ NAVIGATION: Final = (
 """The rail; entries whose page a server does not have are left out."""
 
 
-def build_site(  # noqa: PLR0913 (what a server gives its dashboard)
+def build_pages(  # noqa: PLR0913 (what a server gives its dashboard)
     *,
     api: Api,
     clock: Clock,
@@ -79,11 +79,11 @@ def build_site(  # noqa: PLR0913 (what a server gives its dashboard)
     server_id: str,
     tls: bool,
     pages: Sequence[ModuleType] = PAGES,
-) -> Site:
-    """`server_id` tells the cookies of servers on one machine apart."""
+) -> BrowserPages:
+    """Builds the pages of a server. `server_id` tells the cookies of servers on one machine apart."""
     assets = Assets()
-    declared = {route.path for module in pages for route in module.ROUTES}
-    return Site(
+    declared: list[Route] = [route for module in pages for route in module.ROUTES]
+    site = Site(
         api=api,
         clock=clock,
         authenticator=authenticator,
@@ -92,30 +92,22 @@ def build_site(  # noqa: PLR0913 (what a server gives its dashboard)
         assets=assets,
         live=live,
         environment=make_environment({"asset": assets.url}),
-        navigation=[entry for entry in NAVIGATION if entry.path in declared],
+        navigation=[entry for entry in NAVIGATION if entry.path in {route.path for route in declared}],
         tls=tls,
         fragments=FragmentCache(clock, live),
         projects=ProjectList(clock),
     )
 
-
-def dashboard_routes(site: Site, pages: Sequence[ModuleType] = PAGES) -> Sequence[Route]:
-    declared: list[Route] = [route for module in pages for route in module.ROUTES]
-    return [
-        *(to_route(route, site) for route in declared),
-        *login.login_routes(site),
-        *site.live.routes(),
-        *site.assets.routes(),
-    ]
-
-
-def browser_pages(site: Site, pages: Sequence[ModuleType] = PAGES) -> BrowserPages:
-    """Returns the pages for the application of a server."""
-
     def error_page(scope: Scope, headers: FirstHeaders, error: StrataError, status: int) -> Response | None:
         return _error_page(site, scope, headers, error, status)
 
-    return BrowserPages(routes=dashboard_routes(site, pages), session_cookie=site.cookie.name, error_page=error_page)
+    routes = [
+        *(to_route(route, site) for route in declared),
+        *login.login_routes(site),
+        *live.routes(),
+        *assets.routes(),
+    ]
+    return BrowserPages(routes=routes, session_cookie=site.cookie.name, error_page=error_page)
 
 
 def _error_page(site: Site, scope: Scope, headers: FirstHeaders, error: StrataError, status: int) -> Response | None:

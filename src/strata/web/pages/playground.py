@@ -16,8 +16,8 @@ from strata.base.errors import Code, StrataError
 from strata.http.route import RESEARCHER, Route
 from strata.train.wire.openai import ChatCompletion, ModelCards, TextCompletion
 from strata.web.page import Form, Page, View
-from strata.web.pages.rollouts import ServerPlace, TokenCell, logprob_level, place_of, visible_text
-from strata.web.pages.training import read, read_reply
+from strata.web.pages.rollouts import TokenCell, logprob_level, visible_text
+from strata.web.pages.training import ServerPlace, place_of, read, read_reply
 
 MAX_PROMPT: Final = 100_000
 MAX_FORM_BYTES: Final = 2 << 20
@@ -53,19 +53,12 @@ class PlaygroundAnswer:
 
 async def playground(page: Page, query: PlaygroundQuery) -> View:
     """Try the base model and checkpoints."""
-    return await render_playground(page, query, await place_of(page))
+    return await _render(page, await place_of(page), PlaygroundInput(model=query.model), None, "")
 
 
 async def answer(page: Page, form: Form) -> View:
     """The answer of a model to a prompt."""
-    return await render_answer(page, form, await place_of(page))
-
-
-async def render_playground(page: Page, query: PlaygroundQuery, place: ServerPlace) -> View:
-    return await _render(page, place, PlaygroundInput(model=query.model), None, "")
-
-
-async def render_answer(page: Page, form: Form, place: ServerPlace) -> View:
+    place = await place_of(page)
     given = PlaygroundInput(model=form.get("model", "")[:1000], prompt=form.get("prompt", "")[:MAX_PROMPT])
     try:
         given = read_input(form)

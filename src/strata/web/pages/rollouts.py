@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal
-from urllib.parse import quote
 
 import msgspec
 
-from strata.base.errors import Code, StrataError
-from strata.fleet.wire.jobs import JobReply
 from strata.http.route import RESEARCHER, Route
 from strata.train.wire.rollouts import RolloutReply, RolloutsReply, RolloutToken
 from strata.web.page import Page, View
-from strata.web.pages.training import model_label, read
+from strata.web.pages.training import model_label, place_of, read
 
 LISTED: Final = 100
 GAP_LEVELS: Final = (1e-4, 1e-3, 1e-2, 1e-1)
@@ -36,34 +32,6 @@ class RolloutPageQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 @dataclass(frozen=True)
-class ServerPlace:
-    """Where the pages and the API of a training server are."""
-
-    pages: str
-    api: str
-    title: str
-    crumbs: Sequence[tuple[str, str]]
-    section: str
-
-    def rollout_path(self, rollout_id: str) -> str:
-        return f"{self.pages}/rollouts/{quote(rollout_id, safe=':')}"
-
-    def rollout_api(self, rollout_id: str) -> str:
-        name = "rollouts" if self.api.startswith("/api/") else "rollout"
-        return f"{self.api}/{name}/{quote(rollout_id, safe=':')}"
-
-    @property
-    def models_api(self) -> str:
-        return "/v1/models" if self.api.startswith("/api/") else f"{self.api}/models"
-
-    def completions_api(self, name: Literal["completions", "chat/completions"]) -> str:
-        return f"/v1/{name}" if self.api.startswith("/api/") else f"{self.api}/{name}"
-
-
-LONE: Final = ServerPlace("", "/api/v1", "Training server", [("/", "Training server")], "/")
-
-
-@dataclass(frozen=True)
 class TokenCell:
     text: str
     level: int
@@ -72,27 +40,9 @@ class TokenCell:
     prompt: bool = False
 
 
-async def place_of(page: Page) -> ServerPlace:
-    """Returns the place of the training server at a hub that the path names."""
-    job = (await page.get(f"/v1/job/{page.path['id']}", JobReply)).job
-    if job.spec.kind != "server":
-        raise StrataError(Code.NOT_FOUND, f"{job.spec.label} is no training server")
-    pages = f"/training/{job.id}"
-    crumbs = [("/training", "Training"), (pages, job.spec.label)]
-    return ServerPlace(pages, f"/v1/server/{job.id}", job.spec.label, crumbs, "/training")
-
-
 async def rollouts(page: Page, query: RolloutsPageQuery) -> View:
     """The rollouts that the caller chose to keep."""
-    return await render_rollouts(page, query, await place_of(page))
-
-
-async def rollout(page: Page, query: RolloutPageQuery) -> View:
-    """One of them, token by token."""
-    return await render_rollout(page, query, await place_of(page))
-
-
-async def render_rollouts(page: Page, query: RolloutsPageQuery, place: ServerPlace) -> View:
+    place = await place_of(page)
     reply = await read(page, f"{place.api}/rollouts", RolloutsReply, limit=LISTED, model=query.model)
     return page.render(
         "rollouts.html",
@@ -107,7 +57,9 @@ async def render_rollouts(page: Page, query: RolloutsPageQuery, place: ServerPla
     )
 
 
-async def render_rollout(page: Page, query: RolloutPageQuery, place: ServerPlace) -> View:
+async def rollout(page: Page, query: RolloutPageQuery) -> View:
+    """One of them, token by token."""
+    place = await place_of(page)
     reply = await read(page, place.rollout_api(page.path["rollout_id"]), RolloutReply)
     return page.render(
         "rollout.html",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -40,12 +40,33 @@ class TrainingPageQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 @dataclass(frozen=True)
-class ServerPage:
+class ServerPlace:
+    """Where the pages and the API of a training server are."""
+
+    pages: str
     api: str
-    """The path below which the public API has the views of the server."""
     title: str
+    crumbs: Sequence[tuple[str, str]]
+    section: str
     job: Job | None = None
     """None for a server without a hub."""
+
+    def rollout_path(self, rollout_id: str) -> str:
+        return f"{self.pages}/rollouts/{quote(rollout_id, safe=':')}"
+
+    def rollout_api(self, rollout_id: str) -> str:
+        name = "rollouts" if self.api.startswith("/api/") else "rollout"
+        return f"{self.api}/{name}/{quote(rollout_id, safe=':')}"
+
+    @property
+    def models_api(self) -> str:
+        return "/v1/models" if self.api.startswith("/api/") else f"{self.api}/models"
+
+    def completions_api(self, name: Literal["completions", "chat/completions"]) -> str:
+        return f"/v1/{name}" if self.api.startswith("/api/") else f"{self.api}/{name}"
+
+
+LONE: Final = ServerPlace("", "/api/v1", "Training server", [("/", "Training server")], "/")
 
 
 @dataclass(frozen=True)
@@ -94,17 +115,22 @@ async def servers(page: Page) -> View:
     )
 
 
-async def server(page: Page, query: TrainingPageQuery) -> View:
-    """One training server, and what it does for whom."""
+async def place_of(page: Page) -> ServerPlace:
+    """Returns the place of the training server at a hub that the path names, or of the one that shows this page."""
+    if "id" not in page.path:
+        return LONE
     job = (await page.get(f"/v1/job/{page.path['id']}", JobReply)).job
     if job.spec.kind != "server":
         raise StrataError(Code.NOT_FOUND, f"{job.spec.label} is no training server")
-    return await render_server(page, query, ServerPage(f"/v1/server/{job.id}", job.spec.label, job))
+    pages = f"/training/{job.id}"
+    crumbs = [("/training", "Training"), (pages, job.spec.label)]
+    return ServerPlace(pages, f"/v1/server/{job.id}", job.spec.label, crumbs, "/training", job)
 
 
-async def render_server(page: Page, query: TrainingPageQuery, shown: ServerPage) -> View:
-    """Renders the page of a server at a hub, or of the one that this dashboard is of."""
-    job, api = shown.job, shown.api
+async def server(page: Page, query: TrainingPageQuery) -> View:
+    """One training server, and what it does for whom."""
+    place = await place_of(page)
+    job, api = place.job, place.api
     serving, failure = job is None or job.serving == "serving", ""
     status: ServerStatus | None = None
     activity: ServerActivity | None = None
@@ -121,17 +147,17 @@ async def render_server(page: Page, query: TrainingPageQuery, shown: ServerPage)
     model = next((each for each in models if each.model_id == query.model), stepped[0] if stepped else None)
     return page.render(
         "training_server.html",
-        title=shown.title,
-        section="/training" if job is not None else "/",
+        title=place.title,
+        section=place.section,
         topics=[] if job is None else [f"job:{job.id}"],
         every_s=5 if serving else 0,
-        crumbs=[] if job is None else [("/training", "Training")],
+        crumbs=place.crumbs[:-1],
         job=job,
         failure=failure,
         brief=brief,
         model_label=model_label,
         api=api,
-        pages="" if job is None else f"/training/{job.id}",
+        pages=place.pages,
         status=status,
         activity=activity,
         models=models[:MODELS],
