@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.wire.servers import ServersReply
@@ -18,11 +19,14 @@ STATUS = {
 }  # fmt: skip
 
 
-async def test_all_servers_are_listed_with_what_those_say_that_serve(site: Running, tmp_path: Path) -> None:
+@pytest.mark.parametrize("nonsense", [b"nonsense", b'{"more": ' + b"[" * 50_000, b'{"\xff": 1}'], ids=range(3))
+async def test_all_servers_are_listed_with_what_those_say_that_serve(
+    site: Running, tmp_path: Path, nonsense: bytes
+) -> None:
     asleep = await sleeping(site, "b")
     async with (
         replying(tmp_path / "a" / "s", msgspec.json.encode(STATUS)),
-        replying(tmp_path / "c" / "s", b"nonsense"),
+        replying(tmp_path / "c" / "s", nonsense),
     ):
         serving = await serve(site, "a", path=tmp_path / "a" / "s")
         silent = await serve(site, "c", path=tmp_path / "c" / "s")

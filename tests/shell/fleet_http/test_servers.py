@@ -171,7 +171,16 @@ async def test_who_is_no_operator_does_not_queue_a_server_again(site: Running) -
     assert refused(await anna.post(f"/v1/job/{job}/requeue")) == (403, "forbidden")
 
 
-@pytest.mark.parametrize("nonsense", [b"[]", b"{", b'{"training_runs": 5, "cursor": {"total_count": "x"}}'])
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        b"[]",
+        b"{",
+        b'{"training_runs": 5, "cursor": {"total_count": "x"}}',
+        pytest.param(b'{"training_runs": %s1%s}' % (b"[" * 50_000, b"]" * 50_000), id="deep"),
+        pytest.param(b'{"training_runs": ["\xff"]}', id="no UTF-8"),
+    ],
+)
 async def test_a_server_that_replies_nonsense_is_left_out_of_lists(
     site: Running, tmp_path: Path, nonsense: bytes
 ) -> None:

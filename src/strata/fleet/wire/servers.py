@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import msgspec
-
-from strata.fleet.wire.base import HubReply, Message
+from strata.fleet.wire.base import HubReply
 
 
 class RanksFigures(HubReply, frozen=True, kw_only=True):
@@ -53,24 +51,3 @@ class ServersReply(HubReply, frozen=True, kw_only=True):
     servers: tuple[ServerEntry, ...]
     hosts: dict[str, str] = {}
     """The names of their hosts, by id."""
-
-
-class ServerActivityQuery(Message, frozen=True, kw_only=True):
-    operations: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 200
-
-
-class ServerCurvesQuery(Message, frozen=True, kw_only=True):
-    points: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 500
-    names: Annotated[str, msgspec.Meta(max_length=1000)] = ""
-    """Of metrics, with commas between; empty for all."""
-
-
-class ServerCompletion(Message, frozen=True, kw_only=True, omit_defaults=True):
-    """What the playground sends to the OpenAI-compatible endpoints of a training server; that server checks it."""
-
-    model: Annotated[str, msgspec.Meta(max_length=1000)]
-    temperature: float
-    max_tokens: int
-    logprobs: bool | int | None = None
-    prompt: str | None = None
-    messages: tuple[dict[str, str], ...] | None = None

@@ -42,6 +42,8 @@ TOUCH_S: Final = 1.0
 IN_USE_S: Final = MIN_IDLE_S / 3
 """How often it is written down while a request is under way."""
 BAD_REQUEST: Final = STATUS_OF[Code.INVALID]
+BROKEN: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What the JSON of a client or a server raises that cannot be read."""
 JSON: Final = {"content-type": "application/json"}
 _TAG_CHARACTERS: Final = 12
 _LONGEST_ID: Final = 128
@@ -338,8 +340,9 @@ async def ask_all(call: GatewayCall, method: str, request: Callable[[str], tuple
             async with asyncio.timeout(ASK_S):
                 reply = await context.proxy.send(server.address, forwarded, key=key, tenant=tenant)
                 content = await read_whole(reply)
-            replied = msgspec.json.decode(content or b"{}", type=ServerReply) if reply.status == 200 else None
-        except (StrataError, TimeoutError, msgspec.DecodeError):
+            # Entries pass as they came, and nothing else checks that they are text.
+            replied = msgspec.json.decode(content.decode() or "{}", type=ServerReply) if reply.status == 200 else None
+        except (StrataError, TimeoutError, *BROKEN):
             # One that has just gone, or replies with what nobody can read, has nothing to say; the others have.
             return None
         if reply.status == BAD_REQUEST and method == "POST":
@@ -357,6 +360,6 @@ def refusal(content: bytes, code: Code = Code.INVALID, unread: str = "") -> Stra
     """The error of a training server in its own words; `unread` if the reply has none."""
     try:
         reason = msgspec.json.decode(content, type=_FailedReply).error
-    except msgspec.DecodeError:
+    except BROKEN:
         return StrataError(code, unread or "the training server refused the body, and did not say why")
     return StrataError(code, reason.message, hint=reason.hint)

@@ -17,19 +17,17 @@ from strata.fleet.core.job import UNFINISHED
 from strata.fleet.http.context import resolve_job_id
 from strata.fleet.ports import JobFilter, JobRow, ServerRow
 from strata.fleet.wire.servers import (
-    ServerActivityQuery,
-    ServerCompletion,
-    ServerCurvesQuery,
     ServerEntry,
     ServerFigures,
     ServersReply,
 )
 from strata.http.route import KIB, RESEARCHER, VIEWER, RawReply, Route
 from strata.hub.context import GatewayCall
-from strata.hub.gateway.dispatch import ASK_S, BASE
+from strata.hub.gateway.dispatch import ASK_S, BASE, BROKEN
 from strata.hub.gateway.proxy import ForwardedRequest, Tenant, read_whole
-from strata.hub.gateway.servers import MAX_COMPLETION, OPENAI, complete_at
+from strata.hub.gateway.servers import MAX_COMPLETION, OPENAI, ServerCompletion, complete_at
 from strata.identity.roles import CallerKind, Role
+from strata.train.wire.bodies import ActivityQuery, CurvesQuery
 from strata.train.wire.rollouts import RolloutsQuery
 
 NO_KEY: Final = "\x01"
@@ -37,6 +35,14 @@ NO_KEY: Final = "\x01"
 TOKENIZER_S: Final = 120.0
 """How long a server may take for its first text: it loads its tokenizer, which takes longer if it is busy."""
 _AT_ONCE: Final = 16
+
+
+class ServerActivityQuery(ActivityQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """As the server reads it, but the hub refuses what it does not know."""
+
+
+class ServerCurvesQuery(CurvesQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """As above."""
 
 
 async def listed(call: GatewayCall) -> ServersReply:
@@ -54,7 +60,7 @@ async def listed(call: GatewayCall) -> ServersReply:
         try:
             async with limit, asyncio.timeout(ASK_S):
                 return msgspec.json.decode(await _ask(call, row, viewer, f"{BASE}/status"), type=ServerFigures)
-        except (StrataError, TimeoutError, msgspec.DecodeError):
+        except (StrataError, TimeoutError, *BROKEN):
             return None
 
     shown = [job for job in jobs.values() if not job.archived]

@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import Final
+from typing import Annotated, Final
 from urllib.parse import parse_qsl, quote, urlencode
 
 import msgspec
@@ -26,13 +26,14 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.base.ids import Ids
 from strata.fleet.ports import ServerRow
-from strata.fleet.wire.servers import ServerCompletion
+from strata.fleet.wire.base import Message
 from strata.http.disconnect import until_disconnect
 from strata.http.route import KIB, MIB, PUBLIC, READS, RESEARCHER, VIEWER, RawReply, Route, Upload
 from strata.hub.context import GatewayCall, GatewayContext
 from strata.hub.gateway.dispatch import (
     BAD_REQUEST,
     BASE,
+    BROKEN,
     JSON,
     ask_all,
     by_readiness,
@@ -77,6 +78,17 @@ _LISTS: Final = ("training_runs", "checkpoints", "sessions")
 _AT_FRONT: Final = re.compile(rf"{front.AT_FRONT}([0-9a-z_]{{4,64}})")
 """The key of this hub that requested a signed URL."""
 _FAILURES: Final = {400: Code.INVALID, 403: Code.FORBIDDEN, 404: Code.NOT_FOUND, 429: Code.EXHAUSTED}
+
+
+class ServerCompletion(Message, frozen=True, kw_only=True, omit_defaults=True):
+    """What the playground sends to the OpenAI-compatible endpoints of a training server; that server checks it."""
+
+    model: Annotated[str, msgspec.Meta(max_length=1000)]
+    temperature: float
+    max_tokens: int
+    logprobs: bool | int | None = None
+    prompt: str | None = None
+    messages: tuple[dict[str, str], ...] | None = None
 
 
 class _NamedModel(msgspec.Struct):
@@ -236,7 +248,7 @@ async def listed(call: GatewayCall, body: Upload) -> RawReply:
 def _newness(entry: msgspec.Raw) -> str:
     try:
         found = _entry.decode(entry)
-    except msgspec.DecodeError:
+    except BROKEN:
         return ""
     return found if isinstance(found, str) else found.last_request_time or found.time
 
@@ -359,7 +371,7 @@ async def _forward_model(context: GatewayContext, request: ForwardedRequest, ten
 def _completed_model(request: ForwardedRequest) -> str:
     try:
         return _named.decode(request.unpacked(MAX_COMPLETION)).model
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except BROKEN as error:
         raise StrataError(Code.INVALID, f"the body names no model: {error}", path="model") from None
 
 
@@ -412,7 +424,7 @@ def _read_opening(request: ForwardedRequest) -> _Opening:
 def _decode_opening(content: bytes) -> _Opening:
     try:
         return _opening.decode(content or b"{}")
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except BROKEN as error:
         raise StrataError(Code.INVALID, f"the body is not a JSON object of the protocol: {error}") from None
 
 
