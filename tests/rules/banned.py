@@ -19,7 +19,7 @@ _MAY_UNPICKLE: Final = re.compile("|".join([*UNPICKLERS, "torch"]))
 CORE_IMPORTS: Final = (
     "__future__", "bisect", "collections", "dataclasses", "datetime", "enum", "fnmatch", "heapq", "itertools", "math",
     "msgspec", "re", "typing", "strata.base.digest", "strata.base.errors", "strata.base.ids", "strata.base.retry",
-    "strata.base.stored", "strata.base.suggest", "strata.base.toml",
+    "strata.base.stored", "strata.base.suggest", "strata.base.toml", "strata.database.event_kinds",
 )  # fmt: skip
 CORE_NUMPY: Final = {
     "src/strata/coord/core/permutation.py",
