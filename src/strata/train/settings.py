@@ -58,8 +58,6 @@ class ServerSection(msgspec.Struct, frozen=True, kw_only=True):
     """Between the processes: Unix sockets in a folder that only the owner can access, or TCP with CURVE encryption."""
     sockets: Path | None = None
     """The folder of the sockets; `run` in the data folder unless set."""
-    link_host: str = "127.0.0.1"
-    """Where the API server's side of the link to the orchestrator listens when the transport is TCP."""
     requests_port: Port = REQUESTS_PORT
     """The port on which API servers send requests to the orchestrator, if the transport is TCP. Each further API
     server takes the next two."""
@@ -203,8 +201,6 @@ class LimitSettings(msgspec.Struct, frozen=True, kw_only=True):
     """A dispatch that takes longer fails, and the ranks, which are stuck, are restarted."""
     result_ttl_s: Positive = 86_400.0
     """How long a result can be retrieved after it was complete."""
-    max_kept_results: Count = 200_000
-    """Beyond this the oldest results expire early."""
     silent_session_s: Annotated[float, msgspec.Meta(ge=0)] = 86_400.0
     """A session without a heartbeat for so long expires, and its models are unloaded; 0 disables this."""
     gap_s: Annotated[float, msgspec.Meta(ge=0)] = 600.0
@@ -245,8 +241,6 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
     pending operation needs stays, and `000000` is not counted."""
     sweep_s: Positive = 60.0
     """How often the garbage collection looks for files that belong to no checkpoint any more."""
-    archive_valid_s: Positive = 900.0
-    """How long the URL of an archive is valid."""
     storage: str = ""
     """`s3://BUCKET/PREFIX` for a copy of every checkpoint; missing local files are fetched from there."""
     endpoint: str = ""
@@ -274,8 +268,6 @@ class InferenceSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Versions of a model on an endpoint; older ones are unloaded."""
     max_samples: Count = 64
     """Samples that are routed to endpoints at a time."""
-    connect_timeout_s: Positive = 5.0
-    """How long a connection to an engine may take to open."""
     push_timeout_s: Positive = 300.0
     """How long an engine may take to load new weights."""
     sample_timeout_s: Positive = 300.0
@@ -325,8 +317,6 @@ class SnapshotSettings(msgspec.Struct, frozen=True, kw_only=True):
     every_replay_s: Annotated[float, msgspec.Meta(ge=0)] = 5.0
     """Time that a replay would take: ranks that restart are ready that much later. It is twenty times the duration of
     the last snapshot if that is more."""
-    write_timeout_s: Positive = 1800.0
-    """A snapshot whose files are not written by then is aborted."""
     payload_grace_s: Annotated[float, msgspec.Meta(ge=1)] = 3600.0
     """Unreferenced payloads are deleted when they are this old: a request that refers to one may be in flight."""
 
@@ -336,10 +326,6 @@ class RolloutSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     max_per_tenant: Annotated[int, msgspec.Meta(ge=0)] = 200
     """The newest; 0 keeps none, whatever clients choose."""
-    max_mb_per_tenant: Count = 16
-    """MiB of one tenant."""
-    max_mb: Count = 128
-    """Of all tenants together."""
     ttl_s: Positive = 86_400.0
     """How long one is kept at most."""
 
@@ -347,8 +333,6 @@ class RolloutSettings(msgspec.Struct, frozen=True, kw_only=True):
     def limits(self) -> RolloutLimits:
         return RolloutLimits(
             per_tenant=self.max_per_tenant,
-            tenant_bytes=self.max_mb_per_tenant << 20,
-            total_bytes=self.max_mb << 20,
             ttl_s=self.ttl_s,
         )
 
@@ -479,21 +463,21 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     def requests_of(self, number: int) -> str:
         """Where the ROUTER of this API server listens. Over TCP each further one has the next two ports."""
         name = f"requests-{number}" if number else "requests"
-        return self._endpoint(name, self.server.link_host, _port_of(self.server.requests_port, number))
+        return self._endpoint(name, _port_of(self.server.requests_port, number))
 
     def outputs_of(self, number: int) -> str:
         """Where the PULL of this API server listens."""
         name = f"outputs-{number}" if number else "outputs"
-        return self._endpoint(name, self.server.link_host, _port_of(self.server.outputs_port, number))
+        return self._endpoint(name, _port_of(self.server.outputs_port, number))
 
     @property
     def rank0(self) -> str:
         """Where rank 0's PAIR listens, or `file:PATH` of the file that holds the address."""
-        return self.ranks.rank0 or self._endpoint("rank0", "127.0.0.1", RANK0_PORT)
+        return self.ranks.rank0 or self._endpoint("rank0", RANK0_PORT)
 
-    def _endpoint(self, name: str, host: str, port: int) -> str:
+    def _endpoint(self, name: str, port: int) -> str:
         if self.server.transport == "tcp":
-            return f"tcp://{host}:{port}"
+            return f"tcp://127.0.0.1:{port}"
         return f"ipc://{self.sockets / name}"
 
 

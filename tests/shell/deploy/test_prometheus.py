@@ -165,6 +165,17 @@ async def test_the_agent_serves_what_the_page_lists_on_loopback(tmp_path: Path) 
     assert value(families, "strata_agent_attempts", outcome="completed") == 1
 
 
+async def test_the_token_of_the_agents_metrics_may_be_set(tmp_path: Path) -> None:
+    settings = AgentSettings(state=tmp_path, metrics_listen="127.0.0.1:0", metrics_token=Secret("one-of-ours"))
+    async with (
+        agent_metrics.expose_metrics(settings, agent_metrics.AgentCounts()) as url,
+        httpx.AsyncClient() as client,
+    ):
+        assert (await client.get(url)).status_code == 401
+        assert (await client.get(url, headers={"Authorization": "Bearer one-of-ours"})).status_code == 200
+    assert not (tmp_path / "metrics.token").exists()
+
+
 def named_in(text: str) -> set[str]:
     """The series that an expression of Prometheus names, as the page has them."""
     page = documented()

@@ -170,3 +170,22 @@ def test_the_hub_is_told_what_the_host_is(hub: HubProcess, tmp_path: Path) -> No
         assert host.capability.labels["rack"] == "b4"
         assert host.capability.python.startswith("3.")
         jule.end(signal.SIGINT)
+
+
+def test_jobs_inherit_the_variables_that_the_settings_name_and_logs_have_their_limit(
+    hub: HubProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("NOT_NAMED", "secret")
+    script = (
+        "import os; print({k: v for k, v in os.environ.items() if k in ('NCCL_DEBUG', 'NOT_NAMED')});"
+        "print('x' * 1_000_000)"
+    )
+    with agent(hub, tmp_path, "kate", pass_env='["NCCL_*"]', max_log_mib="0.01"):
+        trainer = TrainerSpec(name="prints", command=("python", "-c", script), directory=str(tmp_path))
+        job = hub.submit_with(trainer, JobSpec(model="p", trainer="prints"))
+        hub.until(job, "completed")
+        text = hub.log(job)
+    assert "{'NCCL_DEBUG': 'INFO'}" in text
+    assert "NOT_NAMED" not in text
+    assert len(text) < 400_000, "the beginning and the end of it"

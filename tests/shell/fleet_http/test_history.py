@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 
 import httpx
@@ -228,3 +229,22 @@ async def test_the_hub_removes_old_events_only_if_it_is_told_to(tmp_path: Path) 
                     await loop.run_once()
             told = [each for each in await store.events.read("", 100) if each.event.kind == "quota.changed"]
             assert len(told) == left
+
+
+@pytest.mark.parametrize("setting", ["metrics_raw_days", "metrics_minute_days"])
+async def test_the_hub_thins_metrics_that_are_as_old_as_its_settings_say(tmp_path: Path, setting: str) -> None:
+    async with running(tmp_path, **{setting: 2.0}) as site:
+        host = await site.host("anna")
+        (job_id,) = await site.add(JobSpec(model="m"))
+        await host.claim()
+        await put(host, job_id, reports(*(float(n) for n in range(600))))
+        ok(await host.http.post(f"/v1/job/{job_id}/complete", json={"epoch": 1}), Job)
+        (path,) = site.files.glob("streams/*/*/1.metrics")
+        whole = path.stat().st_size
+        for days, thinned in ((1.0, False), (3.0, True)):
+            then_s = site.hub.context.fleet.now_s() - days * 86_400
+            os.utime(path, (then_s, then_s))
+            for loop in site.hub.loops:
+                if loop.interval_s == 3600.0:
+                    await loop.run_once()
+            assert (path.stat().st_size < whole / 10) is thinned

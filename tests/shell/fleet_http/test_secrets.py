@@ -174,3 +174,12 @@ async def test_a_hub_does_not_start_without_the_key_of_its_secrets(tmp_path: Pat
     with pytest.raises(StrataError, match=r"secrets\.key is missing"):
         async with running(tmp_path / "hub"):
             pass
+
+
+async def test_the_key_of_secrets_may_be_in_another_file_than_the_data_folder(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "vault.key"
+    async with running(tmp_path / "hub", secrets_key=elsewhere) as site:
+        alice = await person(site, "alice")
+        assert (await alice.put("/v1/secret/MINE", json={"value": VALUE})).is_success
+    assert elsewhere.stat().st_mode & 0o777 == 0o600
+    assert not list((tmp_path / "hub").rglob(KEY_FILE))

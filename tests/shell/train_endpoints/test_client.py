@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,8 +16,9 @@ from strata.train.core.state import InferenceEndpoint
 from strata.train.endpoints import client as client_module
 from strata.train.endpoints import vllm
 from strata.train.endpoints.client import EngineClient
+from strata.train.endpoints.engine import ModelVersion
 from strata.train.settings import InferenceSettings
-from tests.shell.train_endpoints.hostile import hostile, never_ends, says
+from tests.shell.train_endpoints.hostile import hostile, is_silent, never_ends, says
 
 OK = "HTTP/1.1 200 OK\nConnection: close"
 
@@ -100,3 +102,19 @@ def test_a_stream_of_samples_that_were_not_requested_is_an_error(index: int) -> 
     stream.read_line(b'data: {"model": "m", "choices": [{"index": 1}]}')
     with pytest.raises(StrataError, match="more than was requested"):
         stream.read_line(b'data: {"model": "m", "choices": [{"index": %d}]}' % index)
+
+
+async def test_an_engine_has_the_time_of_the_settings_for_weights_and_for_a_sample(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    version = ModelVersion("run-v1", tmp_path, full=False)
+    sample = SampleOperation("sampler", 0, bytes(4), SampleParams(max_tokens=3))
+    async with hostile(is_silent) as silent:
+        settings = InferenceSettings(allow=(silent.url,), push_timeout_s=0.1, sample_timeout_s=0.1)
+        endpoint = InferenceEndpoint("engine", silent.url, "127.0.0.1", "vllm", 0.0)
+        engine = vllm.VllmEngine(EngineClient(endpoint, settings), settings)
+        async with asyncio.timeout(10):
+            with pytest.raises(StrataError):
+                await engine.load_version(version)
+            with pytest.raises(StrataError):
+                await engine.sample(version, sample, 1, lambda _: None)
+        await engine.close()

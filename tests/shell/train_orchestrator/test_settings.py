@@ -347,3 +347,15 @@ def test_a_server_logs_what_is_experimental_alone_or_with_its_model(
         report_experimental_features(load_settings(written(tmp_path, start + text), environ={}))
         lines = [record for record in caplog.records if record.getMessage() == "experimental_feature"]
         assert [record.__dict__["fields"]["name"] for record in lines] == names
+
+
+def test_each_api_server_has_its_own_pair_of_ports(tmp_path: Path) -> None:
+    text = '[server]\ntransport = "tcp"\nrequests_port = 7000\noutputs_port = 7001\n[model]\npath = "m"'
+    settings = load_settings(written(tmp_path, text), environ={})
+    assert (settings.requests_of(0), settings.outputs_of(0)) == ("tcp://127.0.0.1:7000", "tcp://127.0.0.1:7001")
+    assert (settings.requests_of(1), settings.outputs_of(1)) == ("tcp://127.0.0.1:7002", "tcp://127.0.0.1:7003")
+
+
+def test_the_length_of_a_slice_of_sampling_is_the_one_in_the_settings(tmp_path: Path) -> None:
+    settings = load_settings(written(tmp_path, '[model]\npath = "m"\n[sampling]\nslice_steps = 7'), environ={})
+    assert rules_of(settings).slice_steps == 7

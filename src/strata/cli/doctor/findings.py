@@ -68,10 +68,12 @@ def check_private(check: str, paths: Sequence[Path]) -> DoctorFinding:
     return ok(check, f"{len(existing)} of {len(paths)} exist, readable by their owner only")
 
 
-def check_clock_skew(check: str, ahead_s: float, max_s: float) -> DoctorFinding:
+def check_clock_skew(check: str, ahead_s: float) -> DoctorFinding:
+    from strata.fleet.client.hub_client import MAX_SKEW_S
+
     side = "ahead of" if ahead_s > 0 else "behind"
     why = f"this clock is {abs(ahead_s):.0f} s {side} the hub's"
-    if abs(ahead_s) <= min(5.0, max_s):
+    if abs(ahead_s) <= 5.0:
         return ok(check, why)
     fix = "set both clocks by NTP: timedatectl set-ntp true"
-    return warning(check, why, fix) if abs(ahead_s) <= max_s else problem(check, why, fix)
+    return warning(check, why, fix) if abs(ahead_s) <= MAX_SKEW_S else problem(check, why, fix)

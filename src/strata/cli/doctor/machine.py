@@ -121,7 +121,7 @@ def check_agent(state: str | None) -> Iterator[DoctorFinding]:
     yield check_job_user(settings)
     work = settings.work_folder
     yield check_disk_space("work folder", next(path for path in (work, *work.parents) if path.exists()))
-    yield from check_hub_of_agent(folder, settings.max_skew_s)
+    yield from check_hub_of_agent(folder)
 
 
 def check_running(member: Membership, running: bool) -> DoctorFinding:  # noqa: FBT001 (an observation)
@@ -164,7 +164,7 @@ def check_job_user(settings: AgentSettings) -> DoctorFinding:
     return warning("jobs' user", why, "see 'strata agent check', and set run_as unless you trust all who submit")
 
 
-def check_hub_of_agent(folder: Path, max_skew_s: float) -> Iterator[DoctorFinding]:
+def check_hub_of_agent(folder: Path) -> Iterator[DoctorFinding]:
     from strata.fleet.agent.identity import connect_to_hub
     from strata.fleet.wire.identities import CallerReply
 
@@ -173,7 +173,7 @@ def check_hub_of_agent(folder: Path, max_skew_s: float) -> Iterator[DoctorFindin
             caller = client.call("GET", "/v1/caller", CallerReply)
             yield ok("agent's hub", f"reachable, knows this host as {caller.name}")
             if client.ahead_s is not None:
-                clock = check_clock_skew("agent's clock", client.ahead_s, max_skew_s)
+                clock = check_clock_skew("agent's clock", client.ahead_s)
                 if clock.state is not FindingState.OK:
                     yield clock
     except StrataError as error:

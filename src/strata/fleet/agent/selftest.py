@@ -24,6 +24,7 @@ from strata.fleet.agent.privsep_worker import CheckFolderExists
 from strata.fleet.agent.probe import ProbeResult
 from strata.fleet.agent.sandbox import UNCONFINED, HostSandbox
 from strata.fleet.agent.settings import AgentSettings
+from strata.fleet.client.hub_client import MAX_SKEW_S
 
 GIB: Final = 1024**3
 CHILD_TIMEOUT_S: Final = 20.0
@@ -53,7 +54,7 @@ def run_self_test(
         check_disk_space(work, settings.min_free_gib),
         _check_child_process(settings, allowed, sandbox),
         SelfTestResult(check="sandbox", ok=True, reason=sandbox.describe()),
-        *([] if ahead_s is None else [check_clock_skew(ahead_s, settings.max_skew_s)]),
+        *([] if ahead_s is None else [check_clock_skew(ahead_s)]),
     ]
 
 
@@ -71,10 +72,10 @@ def check_disk_space(work: Path, min_free_gib: float) -> SelfTestResult:
     return SelfTestResult(check="disk space", ok=True, reason=f"{free_gib:.1f} GiB free")
 
 
-def check_clock_skew(ahead_s: float, max_skew_s: float) -> SelfTestResult:
+def check_clock_skew(ahead_s: float) -> SelfTestResult:
     side = "ahead of" if ahead_s > 0 else "behind"
     reason = f"this clock is {abs(ahead_s):.0f} s {side} the hub's"
-    return SelfTestResult(check="clock", ok=abs(ahead_s) <= max_skew_s, reason=reason)
+    return SelfTestResult(check="clock", ok=abs(ahead_s) <= MAX_SKEW_S, reason=reason)
 
 
 def check_gpus(probed: ProbeResult) -> list[SelfTestResult]:

@@ -100,8 +100,6 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     uses."""
     max_log_mib: Positive = 256.0
     """Limit of the log of one attempt; the middle of a longer log is left out, its end is kept."""
-    max_skew_s: Positive = 300.0
-    """Largest clock skew to the hub: certificates are valid for a day."""
     poll_s: Annotated[float, msgspec.Meta(gt=0, le=55)] = 25.0
     """Seconds that a claim waits at the hub for a job."""
     advertise: Annotated[str, msgspec.Meta(pattern=r"\A[0-9A-Za-z.:-]*\Z")] = ""

@@ -44,6 +44,8 @@ T = TypeVar("T")
 
 TIMEOUT_S: Final = 30.0
 RETRY_FOR_S: Final = 20.0
+MAX_SKEW_S: Final = 300.0
+"""How far the clock may be from the hub's: certificates are valid for a day."""
 """How long a command of a person repeats a request: a load balancer notices a dead hub sooner."""
 _BACKOFF: Final = Backoff(first_s=0.1, most_s=2.0)
 MAX_REPLY: Final = 64 << 20

@@ -39,6 +39,8 @@ from strata.train.wire.grants import ArchiveGrant, TraceGrant, sign_token, token
 from strata.train.wire.timeline import chrome_trace
 
 DOWNLOAD: Final = "/api/v1/archive"
+VALID_S: Final = 900.0
+"""How long a signed URL is valid."""
 IGNORED: Final = ("README.md",)
 """What PEFT writes beside an adapter."""
 
@@ -72,7 +74,7 @@ async def _find_checkpoint(call: ApiCall) -> tuple[str, float]:
     checkpoint = await call.request(
         queries.DescribeCheckpoint(call.path["run_id"], kind, name), views.ModelCheckpointView
     )
-    until_s = call.context.clock.wall_s() + call.context.settings.checkpoints.archive_valid_s
+    until_s = call.context.clock.wall_s() + VALID_S
     return checkpoint.folder, until_s if checkpoint.expires_at_s is None else min(until_s, checkpoint.expires_at_s)
 
 
@@ -87,7 +89,7 @@ def _key_of(call: ApiCall) -> str:
 
 async def trace_url(call: ApiCall, session_id: str) -> str:
     """Where the trace of this session of the caller can be fetched for a while."""
-    until_s = call.context.clock.wall_s() + call.context.settings.checkpoints.archive_valid_s
+    until_s = call.context.clock.wall_s() + VALID_S
     grant = TraceGrant(session_id, await call.context.tenant(call.caller), until_s, _key_of(call))
     return signed_url(call.headers, DOWNLOAD, token=sign_token(grant, call.context.signing_key))
 

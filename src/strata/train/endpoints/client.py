@@ -23,6 +23,8 @@ from strata.train.settings import InferenceSettings
 T = TypeVar("T")
 MAX_REPLY: Final = 64 << 20
 MAX_EXCERPT: Final = 300
+CONNECT_S: Final = 5.0
+"""How long a connection to an engine may take to open."""
 _MALFORMED: Final = "the inference endpoint did not reply as an engine does"
 
 
@@ -107,7 +109,7 @@ class EngineClient:
             path,
             content=content,
             headers=headers,
-            timeout=httpx.Timeout(timeout_s, connect=min(self._settings.connect_timeout_s, timeout_s)),
+            timeout=httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s)),
             extensions={"sni_hostname": self._origin.host},
         )
         try:

@@ -381,7 +381,6 @@ def rules_of(settings: ServerSettings) -> Rules:
         slots=settings.model.slots,
         initial_checkpoint=settings.model.initial_checkpoint,
         result_ttl_s=limits.result_ttl_s,
-        max_kept_results=limits.max_kept_results,
         max_samplers=settings.sampling.max_samplers(full=settings.model.training == "full"),
         max_pending_samples=settings.sampling.max_pending_requests,
         max_running_samples=settings.sampling.max_running_requests,

@@ -107,5 +107,4 @@ def runner_settings(settings: ServerSettings) -> RunnerSettings:
         sequences=settings.sampling.sequences,
         cached_tokens=settings.sampling.cached_tokens,
         prefix_tokens=settings.sampling.prefix_tokens,
-        snapshot_timeout_s=settings.snapshots.write_timeout_s,
     )
