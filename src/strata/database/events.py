@@ -21,7 +21,7 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.database.event_kinds import FREQUENT
 from strata.database.migrations import Component
-from strata.database.transaction import Database, PostgresTransaction, SqliteTransaction, Transaction, run_to_end
+from strata.database.transaction import Database, SqliteTransaction, Transaction, run_to_end
 
 START: Final = ""
 """The cursor before the first event."""
@@ -126,10 +126,6 @@ async def record(tx: Transaction, events: Sequence[EventRecord]) -> None:
 
 def record_sqlite(db: sqlite3.Connection, events: Sequence[EventRecord]) -> None:
     run_to_end(record(SqliteTransaction(db), events))
-
-
-async def record_postgres(connection: Any, events: Sequence[EventRecord]) -> None:
-    await record(PostgresTransaction(connection), events)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,8 @@ from strata.base.progress import ReportProgress, no_progress
 from strata.database.migrations import SqliteComponents, upgrade_postgres
 from strata.database.online_backup import FOLDER, request_backup
 from strata.database.sqlite import SqliteThread
-from strata.fleet.store.backup import backup_sqlite, fence_postgres, require_absent, restore_sqlite
+from strata.database.transaction import PostgresDatabase
+from strata.fleet.store.backup import backup_sqlite, fence, require_absent, restore_sqlite
 from strata.fleet.store.migrate import MigratedRows, to_postgres, to_sqlite
 from strata.hub.compose import FILES, TOKEN_FILE
 from strata.hub.secret_store import KEY_FILE
@@ -240,7 +241,7 @@ async def _copy_unused(path: Path, target: Path, now_s: float) -> None:
 async def _fence(database: str, now_s: float) -> None:
     async with postgres_connections(database) as connections:
         await upgrade_existing(connections)
-        await fence_postgres(connections, now_s)
+        await PostgresDatabase(connections).run(lambda tx: fence(tx, now_s))
         # The files may be in another folder now.
         await connections.write("DELETE FROM hub_lease WHERE name = %(name)s", {"name": FILES})
 

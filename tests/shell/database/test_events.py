@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from strata.database.events import POSTGRES, START, EventRecord, read, record_postgres
+from strata.database.events import POSTGRES, START, EventRecord, read, record
 from strata.database.migrations import upgrade_postgres
 from strata.database.postgres import Connections
-from strata.database.transaction import PostgresDatabase
+from strata.database.transaction import PostgresDatabase, PostgresTransaction
 from tests.support.feed import ARRIVES_S
 
 
@@ -21,9 +21,9 @@ async def test_a_slow_transaction_with_an_older_number_is_not_skipped(postgres_u
     async with connections.acquire() as connection:
         await upgrade_postgres(connection, [POSTGRES])
     async with connections.transaction() as slow:
-        await record_postgres(slow, [event("slow")])
+        await record(PostgresTransaction(slow), [event("slow")])
         async with connections.transaction() as quick:
-            await record_postgres(quick, [event("quick")])
+            await record(PostgresTransaction(quick), [event("quick")])
         before = await read(database, START, 10)
     seen = before
     async with asyncio.timeout(ARRIVES_S):

@@ -20,7 +20,7 @@ from strata.fleet.artifacts import tables as artifact_tables
 from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.ports import AttemptKey, JobCompletion, JobFailure, Renewal, Store
 from strata.fleet.store import migrate
-from strata.fleet.store.backup import EPOCHS, backup_sqlite, fence_postgres, restore_sqlite
+from strata.fleet.store.backup import EPOCHS, backup_sqlite, fence, restore_sqlite
 from strata.fleet.store.postgres import tables as postgres_tables
 from strata.fleet.store.postgres.store import build_postgres_store
 from strata.fleet.store.sqlite import tables as sqlite_tables
@@ -212,7 +212,7 @@ async def test_a_restored_postgres_database_is_fenced_the_same_way(connections: 
     # As if it came from a server that had run many more transactions.
     await connections.write("UPDATE event SET tx = tx + 1000000000", {})
     assert await store.events.read("", 1000) == []
-    await fence_postgres(connections, 52.0)
+    await PostgresDatabase(connections).run(lambda tx: fence(tx, 52.0))
     await check_fenced(store, holds)
     told = [each.event.kind for each in await told_before(await marker(store), store.events.read)]
     assert told[0] == "host.registered"
@@ -302,7 +302,7 @@ async def test_a_webhook_goes_on_where_it_was_when_postgres_is_restored(connecti
         " || split_part(cursor, '.', 2)",
         {},
     )
-    await fence_postgres(connections, 52.0)
+    await PostgresDatabase(connections).run(lambda tx: fence(tx, 52.0))
     told = await read_on(store, known)
     assert told[0] == "host_b"
     assert set(told) <= {"host_b", "hub"}

@@ -5,7 +5,7 @@ database is fenced: every job's epoch is raised beyond all epochs that may have 
 pending again. A host with a lease from before the restore gets STALE and stops.
 
 The file of a backup is sealed, so that no hub serves from it unfenced. PostgreSQL has its own tools (`pg_dump`);
-`fence_postgres` fences what they restored.
+`fence` fences what they restored.
 
 Not in the database, and so not in its backup: artifacts, logs and the keys of the authority.
 """
@@ -16,20 +16,17 @@ import sqlite3
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from strata.base.atomic import rename_file
 from strata.base.errors import Code, StrataError
 from strata.database import event_kinds
-from strata.database.events import POSITION, record_postgres, record_sqlite
-from strata.database.events import EventRecord as Record
+from strata.database.events import POSITION, EventRecord, record
 from strata.database.migrations import Component, SqliteComponents, read_seal, seal, unseal
 from strata.database.sqlite import SqliteThread
+from strata.database.transaction import SqliteTransaction, Transaction, run_to_end
 from strata.fleet.core.job import JobEvent, sources, target
 from strata.fleet.store.lists import ENDED
-
-if TYPE_CHECKING:
-    from strata.database.postgres import Connections
 
 EPOCHS: Final = 1_000_000
 """How far a restore raises every epoch. An attempt takes seconds at least: no job had so many since a backup."""
@@ -38,12 +35,12 @@ EVENTS: Final = 1_000_000_000
 _LOST: Final = "the hub was restored from a backup"
 
 _FENCE: Final = (
-    "UPDATE attempt SET ended_at = {now}, outcome = 'lost', cause = 'host_lost', error = {why} WHERE EXISTS"
+    "UPDATE attempt SET ended_at = :now, outcome = 'lost', cause = 'host_lost', error = :why WHERE EXISTS"
     " (SELECT 1 FROM lease WHERE lease.job_id = attempt.job_id AND lease.epoch = attempt.epoch)",
-    f"UPDATE job SET status = '{target(JobEvent.EXPIRE)}', changed_at = {{now}}, reason = {{why}}"
+    f"UPDATE job SET status = '{target(JobEvent.EXPIRE)}', changed_at = :now, reason = :why"
     f" WHERE status IN ({', '.join(repr(status.value) for status in sources(JobEvent.EXPIRE))})",
     "DELETE FROM lease",
-    "INSERT INTO ready SELECT seq, class_id, priority, {now}, owner FROM job"
+    "INSERT INTO ready SELECT seq, class_id, priority, :now, owner FROM job"
     f" WHERE status = '{target(JobEvent.EXPIRE)}' AND waits_for = 0"
     " AND NOT EXISTS (SELECT 1 FROM ready WHERE ready.seq = job.seq)"
     " AND NOT EXISTS (SELECT 1 FROM ripening WHERE ripening.seq = job.seq)",
@@ -55,13 +52,19 @@ _FENCE: Final = (
     " WHERE shown <> '' GROUP BY project, shown",
 )
 """The same in both databases, in this order."""
-_INVITES: Final = "UPDATE identity_invite SET revoked_at = {now} WHERE used_by = '' AND revoked_at IS NULL"
+_INVITES: Final = "UPDATE identity_invite SET revoked_at = :now WHERE used_by = '' AND revoked_at IS NULL"
 """An invitation that was used since the backup would be good for a second host."""
 _SESSIONS: Final = "DELETE FROM identity_session"
 """A person who has logged out since the backup would be logged in again."""
 
 _CURSORS: Final = f"UPDATE hub_cursor SET cursor = '0.' || {POSITION} WHERE cursor <> ''"
 """The cursors of the readers of the feed: the same position, where transactions count from 0 again."""
+
+
+_HAS_TABLE: Final = {
+    "sqlite": "SELECT 1 FROM sqlite_schema WHERE name = :name",
+    "postgres": "SELECT 1 WHERE to_regclass(:name) IS NOT NULL",
+}
 
 
 async def backup_sqlite(thread: SqliteThread, path: Path, now_s: float) -> int:
@@ -113,7 +116,7 @@ def restore_sqlite(backup: Path, path: Path, components: Sequence[Component], no
             schema = SqliteComponents(components)
             schema.check_file(db, backup, create=False)
             schema.upgrade(db)
-            fence_sqlite(db, now_s)
+            run_to_end(fence(SqliteTransaction(db), now_s))
             db.execute("COMMIT")
         rename_file(beside, path)
     except (sqlite3.Error, OSError) as error:
@@ -122,39 +125,23 @@ def restore_sqlite(backup: Path, path: Path, components: Sequence[Component], no
         beside.unlink(missing_ok=True)
 
 
-def fence_sqlite(db: sqlite3.Connection, now_s: float) -> None:
-    """In the transaction that is open."""
-    values = {"now": now_s, "why": _LOST}
+async def fence(tx: Transaction, now_s: float) -> None:
+    """Take every job from its host. In PostgreSQL: after `pg_restore`, and before the first hub starts."""
+    values = {"now": now_s, "why": _LOST, "events": EVENTS}
     for statement in _FENCE:
-        db.execute(statement.format(now=":now", why=":why"), values)
-    if db.execute("SELECT 1 FROM sqlite_schema WHERE name = 'identity_invite'").fetchone():
-        db.execute(_INVITES.format(now=":now"), values)
-        db.execute(_SESSIONS)
-    db.execute("UPDATE sqlite_sequence SET seq = seq + ? WHERE name = 'event'", (EVENTS,))
-    record_sqlite(db, [_restored(now_s)])
-
-
-async def fence_postgres(connections: Connections, now_s: float) -> None:
-    """After `pg_restore` and before the first hub starts."""
-    async with connections.transaction() as connection:
-        values = {"now": now_s, "why": _LOST}
-        for statement in _FENCE:
-            await connection.execute(statement.format(now="%(now)s", why="%(why)s"), values)
-        found = await (await connection.execute("SELECT to_regclass('identity_invite')")).fetchone()
-        if found and found[0]:
-            await connection.execute(_INVITES.format(now="%(now)s"), values)
-            await connection.execute(_SESSIONS)
+        await tx.execute(statement, values)
+    if await tx.rows(_HAS_TABLE[tx.engine], {"name": "identity_invite"}):
+        await tx.execute(_INVITES, values)
+        await tx.execute(_SESSIONS)
+    if tx.engine == "sqlite":
+        await tx.execute("UPDATE sqlite_sequence SET seq = seq + :events WHERE name = 'event'", values)
+    else:
         # Transactions are numbered by the server that ran them: those of another one may be in this one's future. Those
         # who read the events go on from the same place.
-        found = await (await connection.execute("SELECT to_regclass('hub_cursor')")).fetchone()
-        if found and found[0]:
-            await connection.execute(_CURSORS)
-        await connection.execute("UPDATE event SET tx = 0 WHERE tx <> 0")
-        await record_postgres(connection, [_restored(now_s)])
-
-
-def _restored(now_s: float) -> Record:
-    return Record(now_s, "operator", event_kinds.HUB_RESTORED, "hub", {"epochs": EPOCHS})
+        if await tx.rows(_HAS_TABLE[tx.engine], {"name": "hub_cursor"}):
+            await tx.execute(_CURSORS)
+        await tx.execute("UPDATE event SET tx = 0 WHERE tx <> 0")
+    await record(tx, [EventRecord(now_s, "operator", event_kinds.HUB_RESTORED, "hub", {"epochs": EPOCHS})])
 
 
 def _open_backup(path: Path) -> sqlite3.Connection:
