@@ -111,6 +111,34 @@ def is_event(text: str) -> bool:
     return _EVENT.fullmatch(text) is not None and not words(text) & REMOVED_WORDS
 
 
+PREPOSITIONS: Final = frozenset(
+    {
+        "about", "above", "across", "after", "against", "along", "among", "around", "as", "at", "before", "behind",
+        "below", "beneath", "beside", "besides", "between", "beyond", "by", "despite", "down", "during", "for", "from",
+        "in", "inside", "into", "like", "near", "of", "off", "on", "onto", "out", "outside", "over", "past", "per",
+        "since", "than", "through", "throughout", "to", "toward", "towards", "under", "underneath", "until", "up",
+        "upon", "via", "with", "within", "without",
+    }
+)  # fmt: skip
+"""Words with which a fragment begins: the reader has to guess what it speaks of."""
+CLAUSES: Final = frozenset({"how", "that", "what", "when", "where", "whether", "which", "who", "whom", "whose", "why"})
+"""Words with which the docstring of a function begins that lacks a verb: "Returns whether …" has one."""
+
+
+def fragments(module: str, tree: ast.Module) -> Iterator[Name]:
+    """Yields the docstrings, of attributes too, that begin with a preposition, and clauses for functions."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        for place, each in enumerate(body if isinstance(body, list) else ()):
+            if not isinstance(each, ast.Expr) or not isinstance(each.value, ast.Constant):
+                continue
+            text = str(each.value.value).strip()
+            first = text.split(maxsplit=1)[0].strip(",:;.").lower() if text else ""
+            function = place == 0 and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            if first in PREPOSITIONS or (function and first in CLAUSES):
+                yield Name(module, each.lineno, "docstring", text.partition("\n")[0])
+
+
 def homonyms() -> Mapping[str, frozenset[str]]:
     """Public classes that several modules define, with those modules."""
     defined: defaultdict[str, set[str]] = defaultdict(set)

@@ -29,6 +29,7 @@ from strata.coord import settings as coordinator
 from strata.coord.metrics import CoordinatorMetrics
 from strata.coord.worker import settings as worker
 from strata.coord.worker import stores
+from strata.database.event_kinds import PREDICATES
 from strata.fleet.agent import metrics as agent_metrics
 from strata.fleet.agent import settings as agent
 from strata.fleet.http.routes import ROUTES as HUB_ROUTES
@@ -236,24 +237,28 @@ def _metric_rows(registry: CollectorRegistry) -> Iterator[tuple[str, ...]]:
 
 
 def events_page() -> str:
-    """Every event of the logs, with the modules that write it and its fields."""
-    parts = [
-        "Lines of logs have an event, which is stable, and fields. Alerts and runbooks may quote it. Events of a fleet "
-        "(`strata events`, webhooks) are in [who did what](../fleet.md#who-did-what)."
-    ]
+    """Every event of the fleet with its sentence, and every event of the logs with its modules and fields."""
+    fleet = [(f"`{kind}`", f"… {predicate}") for kind, predicate in PREDICATES.items()]
     found: dict[str, tuple[set[str], set[str], set[str]]] = {}
     for module, tree in language.sources():
-        for call in language.log_calls(module, tree):
+        for call in filter(lambda each: language.is_event(each.event), language.log_calls(module, tree)):
             modules, levels, names = found.setdefault(call.event, (set(), set(), set()))
             modules.add(module.removeprefix("strata."))
             levels.add("error" if call.level == "exception" else call.level)
             names.update(call.fields)
-    rows = [
+    lines = [
         (f"`{event}`", ", ".join(sorted(levels)), _code(modules), _code(names))
         for event, (modules, levels, names) in sorted(found.items())
-        if language.is_event(event)
     ]
-    return _page("Log events", [*parts, _table(("event", "level", "module", "fields"), rows)])
+    parts = [
+        "## Events of a fleet",
+        "`strata events`, the dashboard and webhooks have them ([who did what](../fleet.md#who-did-what)).",
+        _table(("kind", "what happened to its subject"), fleet),
+        "## Log events",
+        "Lines of logs have an event, which is stable, and fields. Alerts and runbooks may quote it.",
+        _table(("event", "level", "module", "fields"), lines),
+    ]
+    return _page("Events", parts)
 
 
 def _code(names: Iterable[str]) -> str:
