@@ -6,8 +6,11 @@ reason that holds.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping
 from typing import Final
+
+import pytest
 
 from tests.rules import language
 
@@ -52,3 +55,22 @@ def test_a_public_class_name_means_one_thing() -> None:
     print(f"{len(found)} names of public classes mean two things")
     assert {name: modules for name, modules in found.items() if name not in HOMONYMS} == {}
     assert HOMONYMS.keys() - found.keys() == set(), "take these out of the list: it may only shrink"
+
+
+def test_docstrings_begin_with_a_subject_or_a_verb() -> None:
+    assert [str(found) for module, tree in language.sources() for found in language.fragments(module, tree)] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ('"""Of a link."""\n', 1),
+        ('SIZE = 1\n"""In bytes."""\n', 1),
+        ('def size() -> int:\n    """What it takes."""\n', 1),
+        ('def size() -> int:\n    """Returns what it takes."""\n', 0),
+        ('SIZE = 1\n"""What it takes."""\n', 0),
+        ('def size() -> int:\n    """Returns the size."""\n    return SIZE\n', 0),
+    ],
+)
+def test_a_docstring_that_is_a_fragment_is_found(source: str, count: int) -> None:
+    assert len(list(language.fragments("m", ast.parse(source)))) == count

@@ -74,7 +74,7 @@ _sink: ContextVar[list[str] | None] = ContextVar("sink", default=None)
 
 @contextmanager
 def collect_lines(lines: list[str]) -> Iterator[None]:
-    """What is printed meanwhile, to stdout or as a message, is added to `lines` instead."""
+    """Adds to `lines` what would be printed meanwhile, to stdout or as a message."""
     token = _sink.set(lines)
     try:
         yield

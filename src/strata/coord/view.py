@@ -293,7 +293,7 @@ class JobPageView(msgspec.Struct, frozen=True, kw_only=True):
     goodput: GoodputView | None
     """None from a coordinator that does not count it."""
     lanes_start_unix_ms: int | None
-    """Since when lanes are known."""
+    """The time since which lanes are known."""
     lanes: tuple[WorkerLaneView, ...]
 
 

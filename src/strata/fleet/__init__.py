@@ -1,1 +1,1 @@
-"""Which host trains which job: the manifest, the queue, leases, hosts and artifacts."""
+"""Decides which host trains which job: the manifest, the queue, leases, hosts and artifacts."""

@@ -14,7 +14,7 @@ from typing import Final, Protocol
 from strata.base.errors import Code, StrataError
 
 MAX_OPEN: Final = 4
-"""Of one job at a time."""
+"""The most that are open of one job at a time."""
 START_S: Final = 60.0
 """How long the host of the job has to start it."""
 REPORT_S: Final = 60.0
@@ -35,7 +35,7 @@ class ExecRow:
     id: str
     job_id: str
     epoch: int
-    """Of the attempt in which it runs."""
+    """The epoch of the attempt in which it runs."""
     host_id: str
     actor: str
     command: tuple[str, ...]

@@ -13,7 +13,7 @@ from strata.http.request_metrics import RequestMetrics
 
 PREFIX: Final = "strata_hub_"
 HOST_STATES: Final = ("online", "offline", "draining", "paused", "quarantined")
-"""Of hosts that have not left; online and offline are those that take jobs."""
+"""States of hosts that have not left; online and offline are those that take jobs."""
 
 
 class HubMetrics:

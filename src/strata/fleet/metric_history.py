@@ -39,7 +39,7 @@ class MetricHistory:
         self._progress: OrderedDict[tuple[str, int], tuple[int, AttemptProgress | None]] = OrderedDict()
 
     async def attempt(self, job_id: str, epoch: int) -> AttemptMetrics:
-        """What an attempt has reported until now."""
+        """Returns what an attempt has reported until now."""
         key = (job_id, epoch)
         lock = self._locks.setdefault(key, asyncio.Lock())
         try:
@@ -62,7 +62,7 @@ class MetricHistory:
         return combine([await self.attempt(job_id, epoch) for epoch in epochs], names, points)
 
     async def progress(self, job_id: str, epoch: int) -> AttemptProgress | None:
-        """How far an attempt is, from the first and the last bytes of its stream: for lists of many jobs."""
+        """Returns how far an attempt is, from the first and the last bytes of its stream: for lists of many jobs."""
         key = (job_id, epoch)
         size = await self._streams.size(job_id, epoch, "metrics")
         known = self._progress.get(key)
@@ -111,7 +111,7 @@ def thin_streams(folder: Path, now_s: float, *, raw_s: float, minutes_s: float) 
 
 
 def _step_of(path: Path) -> int:
-    """At which resolution it is: 0 as it was reported."""
+    """Returns the resolution of a file: 0 as it was reported."""
     with path.open("rb") as file:
         first = _THINNED.fullmatch(file.readline(64).rstrip())
     return int(first[1]) if first else 0

@@ -45,11 +45,11 @@ FEW_JOBS: Final = 100
 """How long the goodput of many jobs is used before it is computed again; that of a few always is."""
 COUNTS_S: Final = 1.0
 MAX_ATTEMPTS: Final = 2000
-"""Of which the goodput of many jobs is computed."""
+"""The attempts of which the goodput of many jobs is computed."""
 MANY_ATTEMPTS: Final = 10_000
-"""To add up the usage of so many takes longer than a person waits for."""
+"""The attempts whose usage takes longer to add up than a person waits for."""
 MAX_EVENTS: Final = 20_000
-"""Of one job, for its goodput."""
+"""The events of one job that count for its goodput."""
 DAY_S: Final = 86_400.0
 _STEP_S: Final = 900
 _TURN: Final = 100
@@ -64,7 +64,7 @@ _MAX_CACHED: Final = 64
 class FleetGoodput:
     seconds: Mapping[GoodputPart, float]
     interruptions: Sequence[tuple[str, JobInterruption]]
-    """With their jobs; the most expensive first."""
+    """Interruptions with their jobs; the most expensive first."""
     jobs: int
     whole: bool
 
@@ -91,7 +91,7 @@ class Overview:
         return self.by_status.get(JobStatus.PENDING, 0)
 
     def values(self) -> dict[str, float]:
-        """For the history."""
+        """Returns the values for the history."""
         values = {"running": float(self.running), "waiting": float(self.waiting), "busy_cards": self.busy_cards}
         return values if self.goodput is None else {**values, "goodput": self.goodput}
 
@@ -111,7 +111,7 @@ class FleetHistory:
         self._busy_cards = 0.0
         self._counts: dict[str, tuple[float, Mapping[str, int]]] = {}
         self._why: dict[str, tuple[float, Why]] = {}
-        """By job: why no host can take it."""
+        """The reason of each job for which no host can take it."""
         self._goodput: dict[tuple[str, float], tuple[float, FleetGoodput]] = {}
         self._usages: dict[float, tuple[float, OwnerUsages]] = {}
         self._reading: asyncio.Task[tuple[float, OwnerUsages]] | None = None
@@ -167,7 +167,7 @@ class FleetHistory:
     # Many jobs
 
     async def goodput(self, project: str, span_s: float) -> FleetGoodput:
-        """Of the jobs that a host had in the last `span_s`, within that time."""
+        """Returns the goodput of the jobs that a host had in the last `span_s`, within that time."""
         now_s, key = self._fleet.now_s(), (project, span_s)
         known = self._goodput.get(key)
         if known is not None and known[1].jobs > FEW_JOBS and now_s - known[0] < GOODPUT_S:
@@ -180,7 +180,7 @@ class FleetHistory:
         return computed
 
     async def usages(self, window_s: float) -> Mapping[str, OwnerUsage]:
-        """What owners have in use; of many attempts as it was a minute ago, and computed again meanwhile."""
+        """Returns what owners have in use; of many attempts as it was a minute ago, and computed again meanwhile."""
         now_s, known = self._fleet.now_s(), self._usages.get(window_s)
         if known is None or known[1].attempts < MANY_ATTEMPTS:
             known = await self._read_usages(window_s)
@@ -202,7 +202,7 @@ class FleetHistory:
             _log.warning("usage_not_read", reason=str(task.exception()))
 
     async def counts(self, project: str) -> Mapping[str, int]:
-        """How many jobs are in each status, a second ago at most: pages of a list ask again and again."""
+        """Returns how many jobs are in each status, a second ago at most: pages of a list ask again and again."""
         # One reader at a time: the parts of a page ask at the same moment.
         async with self._counting:
             now_s, known = self._fleet.now_s(), self._counts.get(project)
@@ -327,7 +327,7 @@ def _longest(waiting: Iterable[WaitingClass], now_s: float) -> tuple[str, float]
 
 
 def _ended_at(row: JobRow, attempts: Sequence[AttemptRow], events: Iterable[LedgerEvent]) -> float:
-    """When a job that has ended did so. Its row changes later too, when a manifest changes it."""
+    """Returns when a job that has ended did so. Its row changes later too, when a manifest changes it."""
     ends = [each.at_s for each in events if each.kind in event_kinds.ENDED]
     ends += [each.ended_at_s for each in attempts if each.ended_at_s is not None]
     return max(ends, default=row.changed_at_s)
@@ -367,7 +367,8 @@ async def _add_up(ledger: JobLedger, from_s: float, to_s: float) -> FleetGoodput
 
 
 def _queued_at(created_at_s: float, first: AttemptTimes, events: Iterable[LedgerEvent]) -> float:
-    """Since when the first of these attempts was waited for. What was before an earlier one is not known here."""
+    """Returns since when the first of these attempts was waited for. What was before an earlier one is not known
+    here."""
     if first.number == 1:
         return created_at_s
     requeued = [

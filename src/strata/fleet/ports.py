@@ -70,7 +70,7 @@ class JobRow:
     submitted_by: str = ""
     """Who queued it, as events name the caller: the key that submitted it, or that applied its manifest."""
     owner: str = ""
-    """Whose job it is: the name of that key, so that a renewed key keeps its jobs."""
+    """The name of the key that owns the job, so that a renewed key keeps its jobs."""
     archived: bool = False
     superseded: bool = False
     """A later job has its name, and no manifest has it any more."""
@@ -209,7 +209,7 @@ class ServerRow:
 
     job: JobRow
     epoch: int
-    """Of the attempt that published the address."""
+    """The epoch of the attempt that published the address."""
     address: str
     models: tuple[str, ...]
     """The names of its base model."""
@@ -218,7 +218,7 @@ class ServerRow:
 
     @property
     def serving(self) -> bool:
-        """Whether the attempt that published the address holds the lease."""
+        """Says whether the attempt that published the address holds the lease."""
         return self.job.status in HELD and self.job.epoch == self.epoch
 
     @property
@@ -227,7 +227,7 @@ class ServerRow:
 
     @property
     def state(self) -> Literal["", "serving", "asleep"]:
-        """For people."""
+        """The state for people."""
         return "serving" if self.serving else "asleep" if self.asleep else ""
 
 
@@ -240,11 +240,11 @@ class HostRow:
     state: Literal["active", "draining", "paused", "quarantined", "left"] = "active"
     state_reason: str = ""
     seen_at_s: float = 0.0
-    """From `host_beat`; heartbeats touch nothing else."""
+    """The time of `host_beat`; heartbeats touch nothing else."""
     agent_version: str = ""
     pool: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Of its invitation; those of its agent's settings are in `capability`."""
+    """Labels of its invitation; those of its agent's settings are in `capability`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,12 +282,12 @@ class TrialRow:
     owner: str
     changed_at_s: float
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of its completed attempt."""
+    """Metrics of its completed attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Without the jobs that lists hide."""
+    """Counts without the jobs that lists hide."""
 
     by_status: Mapping[str, int]
     ready: int
@@ -318,7 +318,7 @@ class JobFilter:
     label: str = ""
     """The name of the job, as people call it."""
     search: str = ""
-    """In the name, owner, project, model, sweep or name of the last host, or the begin of the id."""
+    """A text to find in the name, owner, project, model, sweep or name of the last host, or the beginning of the id."""
     hidden: bool = True
     """Also jobs that are archived, or ended and superseded."""
     ids: Sequence[str] = ()
@@ -332,7 +332,7 @@ class JobFilter:
     limit: int = 100
 
     def cursor_of(self, row: JobRow) -> str:
-        """Where the page after this row begins."""
+        """Returns where the page after this row begins."""
         if self.order == "id":
             return row.id
         return str(row.seq) if self.order == "newest" else f"{row.changed_at_s!r}:{row.seq}"
@@ -341,7 +341,7 @@ class JobFilter:
 class OwnerUsages(NamedTuple):
     by_owner: Mapping[str, OwnerUsage]
     attempts: int
-    """That were added up."""
+    """The number of attempts that were added up."""
 
 
 class WaitingClass(NamedTuple):
@@ -350,7 +350,7 @@ class WaitingClass(NamedTuple):
     class_id: int
     jobs: int
     since_s: float
-    """Since when the first of them waits."""
+    """The time since which the first of them waits."""
     first_job: str
     """The one that was queued first."""
 
@@ -368,7 +368,7 @@ class JobLedger:
 
     jobs: Mapping[str, LedgerJob]
     attempts: Sequence[tuple[str, AttemptTimes]]
-    """With their jobs, by job and epoch."""
+    """Attempts with their jobs, by job and epoch."""
     events: Sequence[tuple[str, LedgerEvent]]
     whole: bool
     """There were no more attempts than `limit`."""
@@ -387,7 +387,7 @@ class StoredSecret:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSubscription:
     owner: str
-    """As events name the caller."""
+    """The owner as events name the caller."""
     name: str
     subscription: Subscription
 
@@ -469,10 +469,11 @@ class PlanStore(Protocol):
         """The requirement classes of jobs that have not ended."""
 
     async def policies(self) -> Mapping[str, HostPolicy]:
-        """By the name of the host."""
+        """Returns policies by the name of the host."""
 
     async def trainers(self) -> Mapping[tuple[str, str], RegisteredTrainer]:
-        """By project and name. Trainers that are no longer declared are kept for the jobs that carry their digest."""
+        """Returns trainers by project and name. Trainers that are no longer declared are kept for the jobs that carry
+        their digest."""
 
     async def trainer(self, digest: str) -> TrainerSpec: ...
 
@@ -492,7 +493,7 @@ class OwnerStore(Protocol):
     async def usage(self, owner: str, window_s: float, now_s: float) -> OwnerUsage: ...
 
     async def usages(self, window_s: float, now_s: float) -> OwnerUsages:
-        """Of every owner with jobs that have not ended, or that had cards in the window."""
+        """Returns the usage of every owner with jobs that have not ended, or that had cards in the window."""
 
     async def active(self) -> Collection[str]:
         """The owners of jobs that have not ended."""
@@ -524,7 +525,7 @@ class HostStore(Protocol):
         """The hosts without a heartbeat since then are lost, until the next one; how many are so from now on."""
 
     async def held(self) -> Mapping[str, Sequence[Taken]]:
-        """What the leases that have not expired take, by host."""
+        """Returns what the leases that have not expired take, by host."""
 
     async def jobs_on(self, host_ids: Sequence[str]) -> Mapping[str, Sequence[JobOnHost]]:
         """The jobs of the leases that have not expired on these hosts, by host."""
@@ -542,7 +543,7 @@ class LeaseStore(Protocol):
     async def claim(
         self, claims: Sequence[Claim], lease_s: float, now_s: float, shares: OwnerShares | None = None
     ) -> Sequence[Sequence[JobLease]]:
-        """For each claim the leases it gets, best priority first, then oldest: all claims in one transaction.
+        """Returns for each claim the leases it gets, best priority first, then oldest: all claims in one transaction.
         With `shares`, jobs of the owner with the smallest share come first within a priority.
 
         A host gets what fits beside the leases that it holds; which cards, is decided here. Its leases that have
@@ -559,7 +560,7 @@ class LeaseStore(Protocol):
         """
 
     async def reservations(self) -> Sequence[Reservation]:
-        """Of jobs that wait in the queue."""
+        """Returns the reservations of jobs that wait in the queue."""
 
     async def renew(
         self, host_id: str, renewals: Sequence[Renewal], lease_s: float, now_s: float
@@ -593,7 +594,8 @@ class LeaseStore(Protocol):
         that a claim never scans them."""
 
     async def refused_jobs(self) -> Sequence[RefusedJob]:
-        """By id: the pending jobs that no host holds, nor held when its lease ran out, and that hosts have refused."""
+        """Returns by id the pending jobs that no host holds, nor held when its lease ran out, and that hosts have
+        refused."""
 
     async def fail_refused(self, eligible: Mapping[str, Collection[str]], now_s: float) -> Sequence[JobRow]:
         """Fail those of `refused_jobs` for which `eligible` has no host that has not refused them; which ones."""
@@ -638,8 +640,8 @@ class JobStore(Protocol):
         back."""
 
     async def publish_server(self, attempt: AttemptKey, address: str, models: Sequence[str], now_s: float) -> None:
-        """Where the server of this attempt serves, and which base model under which names; STALE unless it holds the
-        lease."""
+        """Publishes where the server of this attempt serves, and which base model under which names; STALE unless it
+        holds the lease."""
 
     async def touch_server(self, job_id: str, now_s: float) -> None:
         """Record that a request has used this server."""
@@ -652,16 +654,16 @@ class StatisticsStore(Protocol):
     """What overviews and goodput are computed from."""
 
     async def counts(self, project: str = "") -> Counts:
-        """From counts that every change keeps in its transaction. Of one project, or of all; hosts always of all."""
+        """Reads counts that every change keeps in its transaction. Of one project, or of all; hosts always of all."""
 
     async def compact_counts(self) -> None:
         """Sum up what changes have added to the counts since the last time."""
 
     async def held_cards(self) -> float:
-        """How many cards the leases that have not expired take; a part of a card counts as that part."""
+        """Returns how many cards the leases that have not expired take; a part of a card counts as that part."""
 
     async def waiting_classes(self, project: str = "") -> Sequence[WaitingClass]:
-        """Of the jobs in the queue; of one project, or of all."""
+        """Returns the classes of jobs in the queue; of one project, or of all."""
 
     async def ledger(self, since_s: float, project: str, limit: int) -> JobLedger:
         """`limit` of the attempts that have not ended, and of those that ended since then, the last ones; of one

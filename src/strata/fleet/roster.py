@@ -174,7 +174,7 @@ class Roster:
         return cached[3:]
 
     def withholds(self, host: HostRow, class_id: int) -> bool:
-        """Whether the host's agent is too old for jobs of this class."""
+        """Says whether the host's agent is too old for jobs of this class."""
         version = parse_agent_version(host.agent_version)
         return version is not None and version < self._minimum_agent(self._classes[class_id])
 
@@ -234,7 +234,7 @@ class Roster:
         return ((), 0.0) if host is None else shape(self.profile(host))
 
     def fits(self, host_id: str, class_id: int, held: Sequence[Taken]) -> bool:
-        """Whether a job of this class fits on a host beside what is held there."""
+        """Says whether a job of this class fits on a host beside what is held there."""
         capacity, _, classes = self._serving(self._hosts[host_id])
         return class_id in classes and Room(capacity, held).fits(classes[class_id])
 
@@ -270,7 +270,7 @@ class Roster:
         return now_s - host.seen_at_s < self._online_s
 
     def state(self, host: HostRow, now_s: float, held: Sequence[Taken], class_id: int) -> HostState:
-        """As it is now, for a job of this class."""
+        """Returns the state of a host as it is now, for a job of this class."""
         own, outdated = self.profile(host), self.withholds(host, class_id)
         return HostState(
             profile=own,

@@ -58,7 +58,7 @@ SHARES_S: Final = 1.0
 MAX_SHARES_S: Final = 10.0
 """How long the shares of owners are used before they are read again: the longer, the longer it takes to read them."""
 SHARES_SHARE: Final = 0.05
-"""Of the time, for reading them."""
+"""The share of the time that reading them may take."""
 POLL_S: Final = 2.0
 """How often a waiting claim polls the database: another hub may have queued a job for it."""
 MAX_WAIT_S: Final = 60.0
@@ -121,14 +121,14 @@ class Fleet:
         self._held_at_s = float("-inf")
         self._held_fresh_s = SHARES_S
         self._agents: dict[str, AgentSightings] = {}
-        """Which agents sent heartbeats to this hub, by host."""
+        """The agents that sent heartbeats to this hub, by host."""
         self._heartbeats: dict[str, float] = {}
         self._samples: list[SamplePoint] = []
         self._newest_samples: dict[str, Mapping[str, float]] = {}
         self._rolled_up_at_s = float("-inf")
         self._lost_at_s = float("-inf")
         self._reservations: Sequence[Reservation] = ()
-        """As this hub planned them last: claims that wait are tried again when they change."""
+        """Reservations as this hub planned them last: claims that wait are tried again when they change."""
         self._stuck: frozenset[int] = frozenset()
         self._holding: set[str] = set()
         """Hosts that held leases when they spoke last: a guess, for `Claim.idle`."""
@@ -212,8 +212,8 @@ class Fleet:
         return {class_id: others for class_id, others in free.items() if others}
 
     async def _owner_shares(self) -> OwnerShares | None:
-        """What owners hold of the fleet; None while one owner alone has jobs. Read once a second or less, because all
-        leases are counted, and when this hub queued jobs of an owner who had none."""
+        """Returns what owners hold of the fleet; None while one owner alone has jobs. Read once a second or less,
+        because all leases are counted, and when this hub queued jobs of an owner who had none."""
         now_s = self.now_s()
         if not 0 <= now_s - self._shares_at_s < self._shares_fresh_s:
             # Before they are read: others need not read them too. If that fails, the next one does.
@@ -312,7 +312,7 @@ class Fleet:
     async def plan_manifest(
         self, manifest: JobManifest, options: ApplyOptions | None = None, submitter: Submitter = OPERATOR
     ) -> ApplyPlan:
-        """What applying this manifest would change; FORBIDDEN if the submitter may not change it."""
+        """Returns what applying this manifest would change; FORBIDDEN if the submitter may not change it."""
         check_project(submitter, manifest.project, (await self.store.owners.projects()).get(manifest.project, ""))
         registered = await self.store.plans.trainers()
         planned = plan(
@@ -388,17 +388,17 @@ class Fleet:
 
     @property
     def totals(self) -> FleetTotals:
-        """What the hosts that take jobs have together."""
+        """Returns what the hosts that take jobs have together."""
         return self._roster.totals
 
     def presence(self, silent_s: float) -> Presence:
-        """Of a host whose last heartbeat is so long ago."""
+        """Returns the presence of a host whose last heartbeat is so long ago."""
         if silent_s <= SUSPECT_S:
             return "online"
         return "offline" if silent_s > self.settings.stale_after_s else "suspect"
 
     async def counts(self) -> FleetCounts:
-        """For the metrics: jobs and hosts by state, and what the GPUs of hosts that are online do."""
+        """Counts for the metrics jobs and hosts by state, and what the GPUs of hosts that are online do."""
         counts, now_s = await self.store.statistics.counts(), self.now_s()
         await self._roster.refresh(now_s)
         hosts, uses = Counter[str](), list[float]()
@@ -417,7 +417,7 @@ class Fleet:
         )
 
     async def capacity(self, host_id: str) -> Capacity:
-        """What the host has for jobs, by its capability and its policy. NOT_FOUND if it never registered."""
+        """Returns what the host has for jobs, by its capability and its policy. NOT_FOUND if it never registered."""
         await self._roster.refresh(self.now_s())
         for host in self._roster.hosts():
             if host.id == host_id:
@@ -455,7 +455,7 @@ class Fleet:
         return (await self.store.plans.policies()).get(host.name), self._roster.quiet(host, self.now_s())
 
     async def stranded_by(self, host_id: str) -> int:
-        """How many jobs of the queue no other host that takes jobs is eligible for."""
+        """Returns how many jobs of the queue no other host that takes jobs is eligible for."""
         await self._roster.refresh(self.now_s())
         own: Collection[int] = ()
         others: set[int] = set()
@@ -505,14 +505,16 @@ class Fleet:
         return why(question, tuple(states.values()), now_s=now_s)
 
     async def _gang_hosts(self, row: JobRow) -> int:
-        """How many hosts the gang of this job needs at once. One that trains already replaces lost members singly."""
+        """Returns how many hosts the gang of this job needs at once. One that trains already replaces lost members
+        singly."""
         if row.spec.gang is None:
             return 0
         members = [await self.store.jobs.get(member) for member in gang_ids(row.id, row.spec)]
         return 0 if any(each.status in HELD for each in members) else row.spec.gang.min_size
 
     async def _reservations_around(self, job_id: str) -> tuple[Mapping[str, Mapping[str, Amounts]], Collection[str]]:
-        """By host what is reserved for other jobs, by their labels; and the hosts that are reserved for this one."""
+        """Returns by host what is reserved for other jobs, by their labels; and the hosts that are reserved for this
+        one."""
         reserved: dict[str, dict[str, Amounts]] = {}
         draining = set()
         for each in await self.store.leases.reservations():
@@ -569,7 +571,7 @@ class Fleet:
         self._yields = yields
 
     def yield_request(self, job_id: str, epoch: int) -> YieldRequest | None:
-        """Whether this attempt is to end, for the reply to a heartbeat."""
+        """Returns whether this attempt is to end, for the reply to a heartbeat."""
         return self._yields.get((job_id, epoch))
 
     async def touch_server(self, server: ServerRow) -> None:
@@ -635,7 +637,7 @@ class Fleet:
         self._reservations, self._stuck = plan.reservations, plan.stuck
 
     async def _write_samples(self, now_s: float) -> None:
-        """What hosts have sampled since the last tick; once a minute also means, and what is too old goes."""
+        """Writes what hosts have sampled since the last tick; once a minute also means, and what is too old goes."""
         points, self._samples = self._samples, []
         if points:
             await self.store.samples.record(points)
@@ -660,7 +662,7 @@ class Fleet:
         return (await self._eligible_hosts([row.class_id]))[row.class_id]
 
     async def _with_more_memory(self, attempt: AttemptKey, failure: JobFailure) -> tuple[JobFailure, Sequence[str]]:
-        """What the next attempt needs if this one really ran out of memory, and the hosts that have it."""
+        """Returns what the next attempt needs if this one really ran out of memory, and the hosts that have it."""
         kind = failure.facts.get("out_of_memory")
         row = await self.store.jobs.get(attempt.job_id)
         tried = [each for each in await self.store.jobs.attempts(attempt.job_id) if each.epoch == attempt.epoch]

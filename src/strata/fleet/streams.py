@@ -24,9 +24,9 @@ from strata.base.failpoint import failpoint
 Name = Literal["log", "metrics"]
 MAX_PIECE: Final = 4 * 1024 * 1024
 MAX_STREAM: Final = 512 * 1024 * 1024
-"""Of one stream of an attempt; an agent sends no more than half of it."""
+"""The size of one stream of an attempt; an agent sends no more than half of it."""
 MAX_JOB: Final = 2 * 1024 * 1024 * 1024
-"""Of all streams of all attempts of a job."""
+"""The size of all streams of all attempts of a job."""
 _COUNTED: Final = 1024 * 1024
 """The streams of a job are added up whenever one of them begins another piece of this size."""
 _JOB: Final = re.compile(r"job[0-9]+_[0-9a-f]{64}")
@@ -44,7 +44,7 @@ class AttemptStreams:
         self._locks: dict[Path, asyncio.Lock] = {}
 
     async def append(self, job_id: str, epoch: int, name: str, offset: int, piece: bytes, *, last: bool = False) -> int:
-        """How many bytes of the stream are stored now. `last`: they are on the disk, not only in the kernel."""
+        """Returns how many bytes of the stream are stored now. `last`: they are on the disk, not only in the kernel."""
         path = self._path(job_id, epoch, name)
         if len(piece) > MAX_PIECE:
             raise StrataError(Code.INVALID, f"a piece of a stream has at most {MAX_PIECE} bytes")
@@ -57,7 +57,7 @@ class AttemptStreams:
                 self._locks.pop(path, None)
 
     async def read(self, job_id: str, epoch: int, name: str, offset: int, limit: int = MAX_PIECE) -> bytes:
-        """From `offset` on, at most `limit` bytes; nothing at the end, nor if nothing was ever sent."""
+        """Reads from `offset` on, at most `limit` bytes; nothing at the end, nor if nothing was ever sent."""
         return await asyncio.to_thread(_read, self._path(job_id, epoch, name), offset, min(limit, MAX_PIECE))
 
     async def size(self, job_id: str, epoch: int, name: str) -> int:

@@ -75,7 +75,8 @@ class Note(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     taken_at_s: float
     database: Literal["sqlite", "postgresql"]
     sha256: dict[str, str]
-    """Of each file but those of `artifacts` and `streams`, which have their digests elsewhere or need none."""
+    """The digest of each file but those of `artifacts` and `streams`, which have their digests elsewhere or need
+    none."""
     large: bool = False
 
 
@@ -90,7 +91,8 @@ def _file_of(database: str) -> Path:
 def back_up(
     data: Path, database: str, target: Path, now_s: float, *, large: bool, report: ReportProgress = no_progress
 ) -> Note:
-    """Into `target`, which must not exist; it is for its owner only: it holds the keys of authority and secrets.
+    """Backs up into `target`, which must not exist; it is for its owner only: it holds the keys of authority and
+    secrets.
 
     Progress is reported in bytes of what `large` adds.
     """
@@ -191,7 +193,7 @@ def _restore_files(backup: Path, data: Path, report: ReportProgress, *, journal:
 
 
 def read_note(backup: Path) -> Note:
-    """What a backup says of itself, after its files were compared with it."""
+    """Returns what a backup says of itself, after its files were compared with it."""
     try:
         note = msgspec.json.decode((backup / NOTE).read_bytes(), type=Note)
     except FileNotFoundError:
@@ -276,7 +278,7 @@ def _copy_large(source: Path, target: Path, report: ReportProgress) -> None:
 
 
 def _copy_tree(source: Path, target: Path, copied: Callable[[int], None]) -> None:
-    """What is there and not yet at the target. What vanishes meanwhile was not wanted any more.
+    """Copies what is there and not yet at the target. What vanishes meanwhile was not wanted any more.
 
     A file has its name when it is whole: one that is there is not copied again after an interruption.
     """

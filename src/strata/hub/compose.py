@@ -71,7 +71,7 @@ MAINTENANCE_LEASE_S: Final = 2 * HOUR_S
 """Renewed meanwhile. Long, because a hub that is frozen in the middle of its work goes on with it when it wakes."""
 IDLE_CHECK_S: Final = 2.0
 SHARE: Final = 0.02
-"""Of the time, for each loop that looks at the whole fleet."""
+"""The share of the time for each loop that looks at the whole fleet."""
 WEBHOOK_S: Final = 0.5
 SUBSCRIPTION_S: Final = 1.0
 SWEEP_S: Final = 1.0
@@ -91,7 +91,7 @@ class Loop:
     max_backoff_s: float = 60.0
     """The longest pause after failures: short for what everybody waits for once the database is back."""
     max_share: float = 1.0
-    """Of the time: for what reads all hosts or leases, of which there may be many."""
+    """The share of the time, for what reads all hosts or leases, of which there may be many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,7 +320,8 @@ def _loops(
 
 
 def _maintenance_loops(settings: HubSettings, context: HubContext, cursors: CursorStore, holder: str) -> Iterator[Loop]:
-    """On one hub at a time: of two that collect garbage, the slower one would erase chunks that were stored again."""
+    """Runs loops on one hub at a time: of two that collect garbage, the slower one would erase chunks that were stored
+    again."""
 
     async def keep_and_collect() -> None:
         if settings.retention is not None:

@@ -17,9 +17,9 @@ class GatewayContext(HubContext):
     gangs: CoordinatorGangs | None = None
     """None: this hub has no coordinator."""
     sessions: dict[str, tuple[str, bytes]] = field(default_factory=dict)
-    """By session of a client of training servers: its tenant, and its tags and metadata for the servers it uses."""
+    """The tenant of each session of a client of training servers, and its tags and metadata for the servers it uses."""
     composed: dict[tuple[str, str], str] = field(default_factory=dict)
-    """By tenant and the id of a model that its client composed: the tag of the server that has it."""
+    """The tag of the server that has a model whose id its client composed, by tenant and id."""
 
 
 GatewayCall: TypeAlias = HttpCall[GatewayContext]

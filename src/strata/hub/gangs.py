@@ -34,7 +34,7 @@ INCIDENT_KINDS: Final = (
 
 class GangQuery(Message, frozen=True, kw_only=True):
     search: Text = ""
-    """Of the names and hosts of workers."""
+    """A text to find in the names and hosts of workers."""
     offset: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
     limit: Annotated[int, msgspec.Meta(ge=1, le=200)] = 50
 
@@ -74,7 +74,7 @@ class CoordinatorGangs:
         self._tokens = tokens
         self._signs_as = signs_as
         self._operators: dict[str, tuple[Operator, float]] = {}
-        """By job, and when each was made; the one used last comes last."""
+        """The operator of each job, and when it was made; the one used last comes last."""
         self._closing: set[asyncio.Task[None]] = set()
 
     async def listed(self) -> GangsView:
@@ -155,7 +155,7 @@ async def described(call: HttpCall[GangsContext], query: GangQuery) -> GangView:
 
 
 async def events(call: HttpCall[GangsContext], query: GangEventsQuery) -> GangEventsView:
-    """What happened to a gang and what it cost, the latest first."""
+    """Returns what happened to a gang and what it cost, the latest first."""
     return await _gangs(call).events(call.path["id"], query)
 
 

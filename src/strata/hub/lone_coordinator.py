@@ -61,9 +61,9 @@ class TokenSessions:
         self._clock = clock
         self._revoked = revoked
         self._sessions: dict[str, tuple[Claims, BrowserSession]] = {}
-        """By token. A session ends with the operator's token that opened it, if not before."""
+        """Sessions by token. One ends with the operator's token that opened it, if not before."""
         self._opening: dict[str, Claims] = {}
-        """By the id of a principal: the token that it was identified by."""
+        """The token by which each principal was identified."""
 
     async def identify(self, credentials: Credentials) -> Principal:
         if self._tokens is None:
@@ -154,7 +154,7 @@ def make_app(source: CoordinatorGangs, sessions: TokenSessions, clock: Clock, st
 
 
 def run(settings: CoordinatorSettings, at: str, address: str, tls: Tls | None, announce: Callable[[str], None]) -> None:
-    """Until SIGTERM or SIGINT."""
+    """Run until SIGTERM or SIGINT."""
     if not is_loopback_address(at):
         raise StrataError(
             Code.INVALID,

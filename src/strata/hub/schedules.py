@@ -100,7 +100,7 @@ class ScheduleStore:
         return list(map(_row, await self._database.rows(select, values)))
 
     async def write(self, statement: str, values: Values, event: EventRecord) -> bool:
-        """Whether the statement changed a row; the event is written with it if it did."""
+        """Says whether the statement changed a row; the event is written with it if it did."""
 
         async def change(tx: Transaction) -> bool:
             changed = await tx.changed(statement, values) > 0
@@ -138,7 +138,8 @@ def load_zone(name: str) -> tzinfo:
 
 
 async def _due_s(schedule: JobSchedule, now_s: float) -> float:
-    """In a thread: to look through nine years takes a while, and so does the file of a time zone."""
+    """Returns when it is due, from a thread: to look through nine years takes a while, and so does the file of
+    a time zone."""
     return await asyncio.to_thread(lambda: first_due_s(schedule, now_s, load_zone(schedule.timezone)))
 
 
@@ -272,7 +273,7 @@ class ScheduleRunner:
         await self._store.write(ADVANCE, values, EventRecord(now_s, "hub", kind, f"{row.project}/{row.name}", body))
 
     async def _queue(self, row: ScheduleRow, spec: JobSpec) -> str:
-        """Why the run is left out; empty if it is queued now."""
+        """Says why the run is left out; empty if it is queued now."""
         last = await self._fleet.find_job(row.last_job) if row.last_job else None
         if row.stored.schedule.overlap == "skip" and last is not None and last.status not in TERMINAL:
             return f"the run of {spec.due} was left out: the one of {last.spec.due} is {last.status}"

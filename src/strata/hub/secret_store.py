@@ -27,7 +27,7 @@ from strata.fleet.ports import StoredSecret
 
 KEY_FILE: Final = "secrets.key"
 MAX_SECRETS: Final = 1000
-"""In one scope."""
+"""The most secrets in one scope."""
 _NONCE: Final = 12
 _KEY: Final = re.compile(r"[0-9a-f]{64}")
 SQLITE: Final = Component(
@@ -81,7 +81,7 @@ class SecretRows:
         return await self._database.changed(query, {"scope": scope, "name": name}) > 0
 
     async def exist(self) -> bool:
-        """Whether there is any."""
+        """Says whether there is any."""
         return bool(await self._database.rows("SELECT 1 FROM secret LIMIT 1"))
 
 

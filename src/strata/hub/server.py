@@ -31,7 +31,7 @@ _log = log.get(__name__)
 
 
 def run(settings: HubSettings, announce: Callable[[str], None]) -> None:
-    """Until SIGTERM or SIGINT. `announce` is told, for people, where the hub listens."""
+    """Run the hub until SIGTERM or SIGINT. `announce` is told, for people, where the hub listens."""
     check_exposure(settings)
     set_private_umask()
     _allow_files()
@@ -57,14 +57,14 @@ async def _serve(settings: HubSettings, clock: Clock, announce: Callable[[str], 
 class Listeners:
     sockets: Sequence[socket.socket]
     url: str
-    """For SDKs and browsers, and with TLS for other machines."""
+    """The URL for SDKs and browsers, and with TLS for other machines."""
     address: str
-    """Of the Unix socket."""
+    """The address of the Unix socket."""
 
 
 @contextlib.contextmanager
 def listening(settings: HubSettings) -> Iterator[Listeners]:
-    """On TCP, and on the Unix socket in the data folder."""
+    """Listen on TCP, and on the Unix socket in the data folder."""
     free_port = f"--listen {settings.listen.rpartition(':')[0]}:0"
     with listen(settings.listen, free_port=free_port) as tcp, listen_unix(settings.socket) as unix:
         try:

@@ -21,7 +21,7 @@ from strata.http.root import SEND_S
 
 SECTION: Final = "hub"
 SOCKET: Final = "hub.sock"
-"""In the data folder: where the hub's own user reaches it."""
+"""A socket in the data folder: where the hub's own user reaches it."""
 PORT: Final = 8443
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -115,14 +115,14 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     public_read: bool = False
     """Let anybody who can reach the hub read the lists of jobs and hosts."""
     require_sandbox: dict[str, SandboxLevel] = {}
-    """By project, `*` for the others: how well a host must confine their jobs, at least, as in
-    `{"*" = "namespaces", trusted = "none"}`."""
+    """How well a host must confine the jobs of each project, `*` for the others, at least, as in `{"*" = "namespaces",
+    trusted = "none"}`."""
     stale_after_s: Positive = LEASE_S
     """A lease that was not renewed for so long may go to another host."""
     reserve_after_s: Annotated[float, msgspec.Meta(ge=0)] = RESERVE_AFTER_S
     """A job that has waited for so long gets a host reserved, which takes no other job until this one fits."""
     preempt: PreemptPolicy = "lower-priority"
-    """Which running jobs stop with a checkpoint for one with a reservation: those of lower priority, or none."""
+    """The running jobs that stop with a checkpoint for one with a reservation: those of lower priority, or none."""
     drain_s: Annotated[float, msgspec.Meta(ge=0)] = 5.0
     """How long requests may take to finish when the process is told to end."""
     max_connections: Annotated[int, msgspec.Meta(ge=1)] = 10_000
@@ -149,7 +149,7 @@ class HubSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Metrics of jobs that nothing was added to for so long keep the lowest and the highest value of each minute;
     unset: all are kept."""
     metrics_minute_days: Annotated[float, msgspec.Meta(ge=1)] | None = None
-    """After so long only those of each hour."""
+    """Metrics that are older keep only those values of each hour."""
     bucket: BucketSettings | None = None
     coordinator: GangCoordinatorSettings | None = None
     """Unset: jobs with several workers are refused."""

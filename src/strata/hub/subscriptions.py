@@ -44,7 +44,7 @@ from strata.hub.secret_store import SecretVault
 from strata.identity.roles import Principal, Role
 
 SCOPE: Final = "subscription"
-"""In the secret store, beside the scopes of callers and of projects."""
+"""The scope in the secret store, beside the scopes of callers and of projects."""
 MAX_PER_OWNER: Final = 20
 MAX_AGE_S: Final = 86_400.0
 """An event that is older is not sent any more: after a long outage nobody wants yesterday's messages."""
@@ -198,7 +198,7 @@ class SubscriptionDispatcher:
         self._identity = context.identity
         self._clock = context.clock
         self._failures: dict[str, tuple[int, float]] = {}
-        """Of each subscription that fails: how often in a row, and when to try again."""
+        """The failures of each subscription that fails: how often in a row, and when to try again."""
         self._done: str | None = None
         """The newest event when all subscriptions had read everything: an idle hub reads nothing but that."""
 

@@ -66,7 +66,7 @@ class SweepChanges:
 
 
 Decide = Callable[[Mapping[str, StoredSweep]], SweepChanges]
-"""From the sweeps of a project, by name, to what changes in them."""
+"""Decides from the sweeps of a project, by name, what changes in them."""
 
 
 def _digest(sweep: SearchSweep) -> str:

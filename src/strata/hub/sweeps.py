@@ -199,19 +199,19 @@ class SweepRunner:
         self._clock = context.clock
         self._leased_at_s = float("-inf")
         self._failures: dict[tuple[str, str], str] = {}
-        """Of each sweep that does not go on: the reason that was recorded last."""
+        """The reason that was recorded last of each sweep that does not go on."""
         self._fleet = context.fleet
         self._streams = context.streams
         self._identity = context.identity
         self._require_sandbox = context.require_sandbox
         self._values: dict[tuple[str, int, tuple[str, ...]], tuple[float, ...]] = {}
-        """Of completed trials, by job, epoch and metrics: read once."""
+        """Values of completed trials, by job, epoch and metrics: read once."""
         self._exhausted: set[tuple[str, str]] = set()
         self._settled: dict[tuple[str, str], tuple[StoredSweep, float]] = {}
-        """Of each sweep whose trials have all ended: the sweep, and when that was seen."""
+        """Sweeps whose trials have all ended, and when that was seen."""
         self._readers: dict[tuple[str, str], _ReportReader] = {}
         self._judged: dict[str, tuple[int, int]] = {}
-        """Of each trial, its epoch and how many rungs of that attempt were judged."""
+        """The epoch of each trial, and how many rungs of that attempt were judged."""
 
     async def run_once(self) -> None:
         sweeps = await self._store.sweeps()
@@ -231,12 +231,12 @@ class SweepRunner:
                 self._failures.pop((stored.project, stored.name), None)
 
     def _is_settled(self, stored: StoredSweep) -> bool:
-        """Whether all trials of the sweep had ended a short while ago: somebody may have requeued one since."""
+        """Says whether all trials of the sweep had ended a short while ago: somebody may have requeued one since."""
         settled = self._settled.get((stored.project, stored.name))
         return settled is not None and settled[0] == stored and self._clock.monotonic_s() - settled[1] < SETTLED_S
 
     async def _acquire(self) -> bool:
-        """Whether this hub runs the sweeps."""
+        """Says whether this hub runs the sweeps."""
         now_s = self._clock.monotonic_s()
         if now_s - self._leased_at_s >= RENEW_S:
             if not await self._cursors.acquire(LEASE, self._holder, LEASE_S):
@@ -346,7 +346,7 @@ class SweepRunner:
         return trial_spec(sweep, number, point).with_sandbox(self._require_sandbox)
 
     async def _prune(self, sweep: SearchSweep, halving: Halving, rows: Sequence[JobRow]) -> bool:
-        """Whether a trial was ended."""
+        """Says whether a trial was ended."""
         if all(row.status is not JobStatus.RUNNING for row in rows):
             return False
         reached = {row.id: await self._rungs(sweep, halving, row) for row in rows}
@@ -373,7 +373,7 @@ class SweepRunner:
         return rungs[judged if epoch == row.epoch else 0 :]
 
     async def _rungs(self, sweep: SearchSweep, halving: Halving, row: JobRow) -> tuple[tuple[int, float], ...]:
-        """What the last attempt of a trial reported at the rungs that it reached."""
+        """Returns what the last attempt of a trial reported at the rungs that it reached."""
         (metric,) = sweep.search.objective
         if not row.attempts:
             return ()
@@ -397,7 +397,7 @@ class _ReportReader:
     whole: bool = False
 
     def take(self, content: bytes, metric: str, direction: Direction) -> bool:
-        """Whether there was a whole line. A trial that diverged has the worst value there is."""
+        """Says whether there was a whole line. A trial that diverged has the worst value there is."""
         worst = inf if direction == "minimize" else -inf
         end = content.rfind(b"\n") + 1
         for each in parse_lines(content[:end].splitlines())[0]:

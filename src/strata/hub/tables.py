@@ -145,7 +145,7 @@ def postgres_components() -> Sequence[Component]:
 
 @asynccontextmanager
 async def postgres_connections(url: str, *, call_s: float = UPKEEP_S) -> AsyncIterator[Connections]:
-    """For maintenance commands: doctor, restore (which fences) and migration."""
+    """Opens connections for maintenance commands: doctor, restore (which fences) and migration."""
     from strata.database.postgres import Connections
 
     connections = Connections(url, 2, call_s, what="upkeep")
@@ -182,7 +182,7 @@ _VERSIONS: Final = "SELECT component, version FROM strata_schema"
 
 
 async def sqlite_versions(path: Path) -> Mapping[str, int]:
-    """Of each component, as it is; CONFLICT while a hub uses the file.
+    """Returns the version of each component, as it is; CONFLICT while a hub uses the file.
 
     Opened as a hub opens it: a reader of another kind would leave files of its own beside it.
     """
@@ -199,5 +199,5 @@ async def postgres_versions(url: str) -> Mapping[str, int]:
 
 
 def outdated_components(versions: Mapping[str, int], components: Sequence[Component]) -> list[str]:
-    """What the next start of a hub would upgrade; UNSUPPORTED if the tables are newer than this version."""
+    """Returns what the next start of a hub would upgrade; UNSUPPORTED if the tables are newer than this version."""
     return [each.name for each in components if each.pending_steps(versions.get(each.name, 0))]

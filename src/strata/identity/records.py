@@ -48,7 +48,7 @@ class HostIdentity:
     pool: str = ""
     labels: tuple[str, ...] = ()
     secret_hash: str = ""
-    """Of the bearer secret on loopback; empty where certificates are used."""
+    """Hash of the bearer secret on loopback; empty where certificates are used."""
     certificate_until_s: float = 0.0
     revoked_at_s: float | None = None
     revoked_because: str = field(default="")

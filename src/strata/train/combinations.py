@@ -1,4 +1,4 @@
-"""Which features of the training server work together: rows with a reason, and the function that reads them.
+"""Says which features of the training server work together: rows with a reason, and the function that reads them.
 
 A row is about two features, or about a feature and families of models (`model_type`). A combination that no row is
 about is supported. What has to divide what is in `parallel`.
@@ -39,7 +39,7 @@ class FamilyRow(NamedTuple):
     feature: str
     families: frozenset[str]
     level: CombinationLevel
-    """For all other families."""
+    """The level for all other families."""
     why: str
 
 
@@ -180,7 +180,7 @@ class Combination(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def features(self) -> dict[str, Any]:
-        """What is in use, by the names in the rows, with its value. What every server has is no feature."""
+        """Returns what is in use, by the names in the rows, with its value. What every server has is no feature."""
         config = self.config or {}
         text = config.get("text_config") or config
         # transformers sets it for this family unless the configuration says otherwise.

@@ -30,16 +30,16 @@ class ParallelSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks that compute the same rows together, each with its slice of every row. They hold a copy of the model
     together too, `shard` times `context` of them."""
     expert: Count = 1
-    """Of the ranks that hold a copy of the model, those that hold different experts and compute them for each other."""
+    """Ranks, of those that hold a copy of the model, that hold different experts and compute them for each other."""
     pipeline: Count = 1
     """Stages: each has some of the layers, and passes every row on to the next. The others of these sizes are those of
     one stage."""
     schedule: PipelineSchedule = "1f1b"
-    """In which order a stage computes the rows of a pass. `gpipe`: all rows forward, then all of them backward. `1f1b`:
-    backward as soon as it can, so that a stage has the activations of at most `pipeline` rows."""
+    """The order in which a stage computes the rows of a pass. `gpipe`: all rows forward, then all of them backward.
+    `1f1b`: backward as soon as it can, so that a stage has the activations of at most `pipeline` rows."""
 
     def problem(self, ranks: int) -> str:
-        """Why so many ranks cannot form this mesh; empty if they can."""
+        """Says why so many ranks cannot form this mesh; empty if they can."""
         if self.expert > 1 and self.expert % self.tensor:
             return f"parallel.expert {self.expert} is no multiple of parallel.tensor {self.tensor}"
         names = ("pipeline", "replicate", "context", "tensor")
@@ -57,7 +57,7 @@ class ParallelSettings(msgspec.Struct, frozen=True, kw_only=True):
         return ""
 
     def shape_problem(self, config: Mapping[str, Any]) -> str:
-        """Why the sizes of a model with this configuration (config.json) do not divide over the mesh, or ""."""
+        """Says why the sizes of a model with this configuration (config.json) do not divide over the mesh, or ""."""
         text = config.get("text_config") or config
         for size, name, fields in (
             (self.tensor, "tensor", ("num_attention_heads", "num_key_value_heads", "intermediate_size")),
@@ -87,27 +87,27 @@ class ParallelSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def may_replicate(self) -> bool:
-        """Whether a small frozen base may be on every rank in full instead of on the mesh."""
+        """Says whether a small frozen base may be on every rank in full instead of on the mesh."""
         return self.tensor == self.expert == self.pipeline == 1
 
     def stage_ranks(self, ranks: int) -> int:
-        """How many of the ranks each stage has: adjacent ones."""
+        """Returns how many of the ranks each stage has: adjacent ones."""
         return ranks // self.pipeline
 
     def stage_layers(self, stage: int, layers: int) -> range:
-        """Which of so many layers this stage has."""
+        """Returns the layers, of so many, that this stage has."""
         return range(stage * layers // self.pipeline, (stage + 1) * layers // self.pipeline)
 
     def shards(self, ranks: int) -> int:
-        """How many of the ranks hold one copy of the model together, or of a rank's part of it in a tensor group, or of
-        a stage of it."""
+        """Returns how many of the ranks hold one copy of the model together, or of a rank's part of it in a tensor
+        group, or of a stage of it."""
         return self.stage_ranks(ranks) // (self.replicate * self.tensor)
 
     def data_ranks(self, ranks: int) -> int:
-        """How many of the ranks, or groups of them, compute rows of their own."""
+        """Returns how many of the ranks, or groups of them, compute rows of their own."""
         return self.stage_ranks(ranks) // self.row_ranks
 
     @property
     def row_ranks(self) -> int:
-        """How many adjacent ranks of a stage compute the same rows together."""
+        """Returns how many adjacent ranks of a stage compute the same rows together."""
         return self.context * self.tensor

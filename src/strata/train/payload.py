@@ -103,7 +103,7 @@ class Payloads:
 
 
 def _touch(path: Path) -> bool:
-    """Whether the file exists. Resets its age, so that a concurrent removal of old files leaves it."""
+    """Says whether the file exists. Resets its age, so that a concurrent removal of old files leaves it."""
     try:
         os.utime(path)
     except FileNotFoundError:
@@ -112,7 +112,7 @@ def _touch(path: Path) -> bool:
 
 
 def _remove_if_old(file: Path, before_s: float) -> bool:
-    """Whether it was removed. A writer may store the same bytes at this moment and rely on the file."""
+    """Says whether it was removed. A writer may store the same bytes at this moment and rely on the file."""
     try:
         if file.stat().st_mtime >= before_s:
             return False

@@ -25,9 +25,9 @@ REQUESTS_PORT: Final = 6000
 OUTPUTS_PORT: Final = 6001
 RANK0_PORT: Final = 5556
 LAUNCHER_LOCK: Final = "launcher.lock"
-"""In the data folder: one launcher at a time."""
+"""A lock in the data folder: one launcher at a time."""
 ADDRESS_FILE: Final = "api.address"
-"""In the data folder: where the server listens, also when it has chosen the port itself."""
+"""A file in the data folder: where the server listens, also when it has chosen the port itself."""
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
@@ -55,7 +55,8 @@ class ServerSection(msgspec.Struct, frozen=True, kw_only=True):
     operator_token: Secret | None = None
     """Unless set: the one in `operator.token` of the data folder, which is created at the first start."""
     transport: Literal["ipc", "tcp"] = "ipc"
-    """Between the processes: Unix sockets in a folder that only the owner can access, or TCP with CURVE encryption."""
+    """How the processes connect: by Unix sockets in a folder that only the owner can access, or by TCP with CURVE
+    encryption."""
     sockets: Path | None = None
     """The folder of the sockets; `run` in the data folder unless set."""
     requests_port: Port = REQUESTS_PORT
@@ -71,8 +72,8 @@ class ServerSection(msgspec.Struct, frozen=True, kw_only=True):
     address_file: Path | None = None
     """A file to which the server writes its socket and the names of its model when it is ready, for a fleet's agent."""
     copy_every_s: Annotated[float, msgspec.Meta(ge=0)] = 300.0
-    """As a job of a fleet: how often the data folder is copied, so that the server can continue from the copy when its
-    host is lost; 0 disables this. Only a SQLite journal in the data folder is copied."""
+    """How often the data folder of a server in a fleet is copied, so that the server can continue from the copy when
+    its host is lost; 0 disables this. Only a SQLite journal in the data folder is copied."""
     lost: str = ""
     """What was lost with an earlier host of this server, for clients that ask for what is not there: set by a fleet."""
     max_body_bytes: Count = 256 << 20
@@ -133,7 +134,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def places(self) -> int:
-        """How many models there can be at a time."""
+        """Returns how many models there can be at a time."""
         return 1 if self.training == "full" else max(self.max_models, self.slots)
 
     @property
@@ -164,7 +165,7 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     nproc: Count = 1
     """Ranks on this machine; the launcher starts them in mode `auto`."""
     backend: Literal["gloo", "nccl", "auto"] = "auto"
-    """Of torch.distributed; `auto`: NCCL with CUDA devices, else gloo."""
+    """The backend of torch.distributed; `auto`: NCCL with CUDA devices, else gloo."""
     mode: Literal["auto", "connect"] = "auto"
     """`auto`: the launcher starts the ranks. `connect`: it attaches to ranks that the operator starts."""
     rank0: str = ""
@@ -259,7 +260,7 @@ class InferenceSettings(msgspec.Struct, frozen=True, kw_only=True):
     allow: tuple[Annotated[str, msgspec.Meta(pattern=r"^https?://[^/@?#\\\s]+/?$")], ...] = ()
     """Origins of engines, with scheme, host and port: `http://127.0.0.1:8000`. The server connects to no others."""
     keys: dict[str, Path] = {}
-    """By origin, the file with the engine's API key; only the owner may read it."""
+    """The file with the engine's API key, by origin; only the owner may read it."""
     push: bool = False
     """Push everything that is saved for sampling to all endpoints, not only what is synced."""
     sample: bool = False
@@ -436,7 +437,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.sockets / "engine.key"
 
     def engine_report(self, name: str) -> Path:
-        """What the launcher reports of an engine, for the orchestrator's status."""
+        """Returns what the launcher reports of an engine, for the orchestrator's status."""
         return self.sockets / f"{name}.json"
 
     def engine_log(self, name: str) -> Path:
@@ -461,18 +462,18 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.outputs_of(0)
 
     def requests_of(self, number: int) -> str:
-        """Where the ROUTER of this API server listens. Over TCP each further one has the next two ports."""
+        """Returns where the ROUTER of this API server listens. Over TCP each further one has the next two ports."""
         name = f"requests-{number}" if number else "requests"
         return self._endpoint(name, _port_of(self.server.requests_port, number))
 
     def outputs_of(self, number: int) -> str:
-        """Where the PULL of this API server listens."""
+        """Returns where the PULL of this API server listens."""
         name = f"outputs-{number}" if number else "outputs"
         return self._endpoint(name, _port_of(self.server.outputs_port, number))
 
     @property
     def rank0(self) -> str:
-        """Where rank 0's PAIR listens, or `file:PATH` of the file that holds the address."""
+        """Returns where rank 0's PAIR listens, or `file:PATH` of the file that holds the address."""
         return self.ranks.rank0 or self._endpoint("rank0", RANK0_PORT)
 
     def _endpoint(self, name: str, port: int) -> str:

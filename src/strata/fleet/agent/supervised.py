@@ -34,7 +34,7 @@ class LimitsSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     memory_bytes: int = 0
     memory_set_by: str = ""
-    """Which setting of whom the limit of memory is, in words."""
+    """The setting, and whose it is, that the limit of memory comes from, in words."""
     processes: int = 0
     cores: float = 0.0
     cpu_weight: float = 0.0

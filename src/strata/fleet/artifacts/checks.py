@@ -15,7 +15,7 @@ from strata.fleet.core.ownership import foreign
 from strata.fleet.ports import AttemptKey
 
 MAX_NAMES: Final = 1000
-"""Of data, of an owner who is no operator."""
+"""The most names of data of an owner who is no operator."""
 
 
 def unknown_artifact(artifact_id: str) -> StrataError:
@@ -58,7 +58,7 @@ def check_chunks(wanted: Mapping[str, int], found: Iterable[Slot]) -> None:
 
 
 def names_chunks(commit: Commit) -> bool:
-    """Whether a person names chunks without the proof of having them: a blob was sent as a whole."""
+    """Says whether a person names chunks without the proof of having them: a blob was sent as a whole."""
     return commit.hold is None and not commit.blob and not commit.account.operator
 
 
@@ -91,7 +91,7 @@ def check_name_count(commit: Commit, owned: int) -> None:
 
 
 def added_bytes(row: Sequence[Any] | None, commit: Commit) -> int | None:
-    """What this commit adds to the quota of its account; None if it need not be looked at.
+    """Returns what this commit adds to the quota of its account; None if it need not be looked at.
 
     What another stores adds nothing, but who has more than the quota already takes no share in it: it would become
     theirs when the other withdraws it.
@@ -102,7 +102,7 @@ def added_bytes(row: Sequence[Any] | None, commit: Commit) -> int | None:
 
 
 def check_removable(row: Sequence[Any] | None, artifact_id: str, *, needed: bool) -> bool:
-    """Whether there is anything to remove."""
+    """Says whether there is anything to remove."""
     if row is None:
         raise unknown_artifact(artifact_id)
     if row[5] is not None:
@@ -138,7 +138,7 @@ def check_pin(row: ArtifactRow, owner: str, shares: Shares) -> None:
 
 
 def is_needed_by_others(row: ArtifactRow, owner: str, shares: Shares) -> bool:
-    """Whether the bytes stay when this owner withdraws what is hers; FORBIDDEN if nothing is."""
+    """Says whether the bytes stay when this owner withdraws what is hers; FORBIDDEN if nothing is."""
     if not shares.hers and shares.sources:
         raise StrataError(Code.FORBIDDEN, "only an operator may remove a source: jobs of others may need it")
     if not shares.hers:

@@ -220,7 +220,8 @@ class DiskChunks:
         return self._folder / "partial" / f"{digest}.{sha256_hex(owner.encode())[:32]}"
 
     async def _in_thread(self, run: Callable[[], T]) -> T:
-        """In one of our threads. A caller that is cancelled waits for it: nobody closes a file that is written to."""
+        """Runs in one of our threads. A caller that is cancelled waits for it: nobody closes a file that is written
+        to."""
         done = asyncio.get_running_loop().run_in_executor(self._threads, run)
         try:
             return await asyncio.shield(done)
@@ -235,7 +236,7 @@ class DiskChunks:
 class _Incoming:
     chunk: ArtifactChunk
     path: Path
-    """Under a name of its own while it is written."""
+    """The path has a name of its own while it is written."""
     kept: Path
     """Its name between one put and the next."""
     file: IO[bytes]

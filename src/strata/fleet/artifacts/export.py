@@ -35,7 +35,7 @@ class IndexLine(msgspec.Struct, frozen=True, kw_only=True):
 
     artifact: str
     sha256: str
-    """Of the bytes at `path`; empty if they are damaged."""
+    """The digest of the bytes at `path`; empty if they are damaged."""
     path: str
     model: str
     mode: str
@@ -95,7 +95,7 @@ async def bundle_digest(artifacts: Artifacts, artifact_id: str) -> str:
 
 
 def export_path(row: LineageRow) -> str:
-    """Where the bundle of a result lies in the export."""
+    """Returns where the bundle of a result lies in the export."""
     made = row.lineage
     name = f"{_UNSAFE.sub('-', made.model) or 'model'}_{_UNSAFE.sub('-', made.mode) or 'default'}"
     return f"{name.lstrip('.')}/{row.artifact_id.rpartition('_')[2]}/{BLOB_PATH}"

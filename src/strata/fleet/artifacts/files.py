@@ -78,7 +78,7 @@ def has_files(tree: Tree) -> bool:
 
 
 def pieces(manifest: ArtifactManifest, missing: Mapping[str, object]) -> Iterator[Piece]:
-    """Where to read each missing chunk, each once, in the order of the files."""
+    """Yields where to read each missing chunk, each once, in the order of the files."""
     seen: set[str] = set()
     for file in manifest.files:
         for number, chunk in enumerate(file.sized_chunks()):

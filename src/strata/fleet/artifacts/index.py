@@ -195,7 +195,7 @@ class ArtifactIndex:
         return str(rows[0][0])
 
     async def is_open(self, digest: str) -> bool:
-        """Whether an artifact that is not the state of a server has this chunk."""
+        """Says whether an artifact that is not the state of a server has this chunk."""
         return bool(await self._database.rows(_FIND_OPEN, {"digest": digest}))
 
     async def find(self, prefix: str, limit: int = 6) -> Sequence[str]:
@@ -265,7 +265,7 @@ class ArtifactIndex:
         return await self._database.run(withdraw)
 
     async def unused(self, before_s: float, limit: int) -> Sequence[ArtifactChunk]:
-        """What `mark_unused` would take."""
+        """Returns what `mark_unused` would take."""
         values = {"before": before_s, "limit": limit}
         return _chunks(await self._database.rows(f"SELECT {_SLOT} {_UNUSED}", values))
 

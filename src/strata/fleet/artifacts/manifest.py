@@ -40,7 +40,7 @@ class ArtifactFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     path: str
     size: Size
     sha256: Sha256
-    """Of the whole file. The hub has verified every chunk, but not this sum of several: readers do."""
+    """The digest of the whole file. The hub has verified every chunk, but not this sum of several: readers do."""
     chunks: tuple[Sha256, ...] = ()
     mode: Literal["0644", "0755"] = "0644"
     """All that is kept of it: whether the file can be executed."""
@@ -81,7 +81,7 @@ class ArtifactLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_bytes: int = 1 << 40
     max_manifest_bytes: int = 16 << 20
     max_path_characters: int = 8 << 20
-    """Of all paths together."""
+    """Characters of all paths together."""
 
 
 class ArtifactKind(StrEnum):

@@ -30,7 +30,7 @@ PUTS: Final = 8
 
 
 class ObjectChunks:
-    """On a bucket of its own, or below a prefix of one."""
+    """Keeps chunks in a bucket of its own, or below a prefix of one."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
@@ -130,7 +130,7 @@ class ObjectChunks:
     async def close(self) -> None: ...
 
     async def _load(self, key: str, chunk: ArtifactChunk) -> bytes | None:
-        """What is there, or nothing of it if that has another size; None if nothing is there."""
+        """Returns what is there, or nothing of it if that has another size; None if nothing is there."""
         stored = await self._bucket.open(key)
         if stored is None:
             return None

@@ -20,7 +20,7 @@ class Signer(Protocol):
     """Lets a host put and get chunks by URLs that are good for one thing and for a while."""
 
     async def sign_put(self, digests: Sequence[str], owner: str, expires_s: float) -> Sequence[str]:
-        """For each an URL to which its owner may PUT it. What comes that way counts only once it is adopted."""
+        """Signs for each an URL to which its owner may PUT it. What comes that way counts only once it is adopted."""
 
     async def sign_get(self, digests: Sequence[str], expires_s: float) -> Sequence[str]: ...
 
@@ -33,7 +33,7 @@ class ChunkStore(Protocol):
 
     @property
     def signer(self) -> Signer | None:
-        """How hosts send to it and read from it past the hub; None where all goes through the hub."""
+        """Returns how hosts send to it and read from it past the hub; None where all goes through the hub."""
 
     async def put(self, chunk: ArtifactChunk, body: AsyncIterable[bytes], *, owner: str = "", offset: int = 0) -> None:
         """Durable and visible when this returns; what was there under the digest is replaced.
@@ -43,7 +43,7 @@ class ChunkStore(Protocol):
         """
 
     async def received(self, digests: Sequence[str], owner: str) -> Mapping[str, int]:
-        """Of which broken-off puts something is there, and how much."""
+        """Returns the broken-off puts of which something is there, and how much."""
 
     async def read(self, chunk: ArtifactChunk) -> bytes:
         """Verified: CORRUPT if the bytes are not the chunk, NOT_FOUND if there are none."""
@@ -57,7 +57,7 @@ class ChunkStore(Protocol):
         """Put bytes that are not the chunk out of sight, for a person to look at; False if they are right after all."""
 
     async def free_bytes(self) -> int | None:
-        """How much more may be stored before it refuses; None where nobody can tell."""
+        """Returns how much more may be stored before it refuses; None where nobody can tell."""
 
     async def tidy(self, before_s: float) -> int:
         """Remove the rests of uploads that nobody has touched since; how many."""
@@ -105,11 +105,11 @@ class LineageRow:
     by: str = ""
     """Who committed it, as events name the caller."""
     owner: str = ""
-    """Of the name, where it is data; else of the job that made it, or who committed it."""
+    """The owner of the name, where it is data; else of the job that made it, or who committed it."""
     project: str = ""
-    """Of the job that made it; empty where none did."""
+    """The project of the job that made it; empty where none did."""
     trainer_digest: str = ""
-    """Of the attempt that made it."""
+    """The trainer of the attempt that made it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +153,7 @@ class StorageUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageAccount:
-    """Against whose quota bytes count, and how many of this owner the hub stores at most."""
+    """The owner against whose quota bytes count, and how many of this owner the hub stores at most."""
 
     owner: str = ""
     limit: int | None = None

@@ -105,7 +105,8 @@ class Artifacts:
         """Held while a bundle is made for its digest alone: however many ask for all of them, one is made at a time."""
 
     async def plan(self, wanted: Mapping[str, int], owner: str) -> UploadPlan:
-        """Which of these chunks (digest to size) have to be sent. They stay for the grace, so there is time to."""
+        """Returns which of these chunks (digest to size) have to be sent. They stay for the grace, so there is time
+        to."""
         _check_wanted(wanted)
         slots = await self._reserve(list(wanted))
         missing = [ArtifactChunk(digest, size) for digest, size in wanted.items() if slots[digest].state not in PRESENT]
@@ -285,7 +286,7 @@ class Artifacts:
         return await self._first_lineage(wanted)
 
     async def ancestry(self, artifact_id: str, *, limit: int = 1000) -> Sequence[LineageRow]:
-        """Where it came from, and what that came from, and so on: each record once, nearest first.
+        """Returns where it came from, and what that came from, and so on: each record once, nearest first.
 
         Of one distance, what was withdrawn comes last.
         """
@@ -302,7 +303,7 @@ class Artifacts:
         return list(found.values())[:limit]
 
     async def descendants(self, artifact_id: str, *, limit: int = 1000) -> Sequence[LineageRow]:
-        """What was made from it, and from that, and so on: each record once, nearest first."""
+        """Returns what was made from it, and from that, and so on: each record once, nearest first."""
         found: dict[str, LineageRow] = {}
         seen: set[str] = set()
         asked = [check_artifact_id(artifact_id)]

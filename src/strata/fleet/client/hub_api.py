@@ -78,7 +78,7 @@ class HubApi:
         return self.client.call("POST", f"/v1/job/{lease.job_id}/parts", PartsReply, body=body).artifacts
 
     def append(self, lease: LeaseGiven, stream: str, offset: int, piece: bytes, *, last: bool = False) -> int:
-        """How many bytes of the stream the hub has now: `log`, `metrics`, or `exec/ID`."""
+        """Returns how many bytes of the stream the hub has now: `log`, `metrics`, or `exec/ID`."""
         query = PieceQuery(epoch=lease.epoch, offset=offset, last=last)
         path = f"/v1/job/{lease.job_id}/{stream}"
         return self.client.send("PUT", path, piece, PieceReply, query=query).size

@@ -52,7 +52,7 @@ MAX_REPLY: Final = 64 << 20
 _MAX_IDLE: Final = 8
 _PIECE: Final = 1 << 20
 _NOT_SENT: Final = (ConnectionRefusedError, FileNotFoundError, socket.gaierror, ssl.SSLCertVerificationError)
-"""With these there was no connection on which a request could be sent."""
+"""Errors after which no connection was there on which a request could be sent."""
 _CODE_OF: Final[Mapping[int, Code]] = {
     400: Code.INVALID,
     401: Code.UNAUTHENTICATED,
@@ -65,7 +65,7 @@ _CODE_OF: Final[Mapping[int, Code]] = {
     413: Code.INVALID,
     429: Code.EXHAUSTED,
 }
-"""For replies without the hub's error body, for example from a proxy."""
+"""The codes of replies without the hub's error body, for example from a proxy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -469,13 +469,14 @@ def _interrupt(connection: http.client.HTTPConnection) -> None:
 
 
 def _is_absent(error: StrataError) -> bool:
-    """Whether the address itself cannot be reached, or is that of another server: no retry within seconds helps."""
+    """Says whether the address itself cannot be reached, or is that of another server: no retry within seconds
+    helps."""
     cause = error.__cause__
     return cause is not None and (_is_unanswered(cause) or isinstance(cause, ssl.SSLCertVerificationError))
 
 
 def _is_unanswered(cause: BaseException) -> bool:
-    """Whether nothing answered at the address; a connection that broke was there before."""
+    """Says whether nothing answered at the address; a connection that broke was there before."""
     broken = isinstance(cause, (ConnectionError, http.client.HTTPException, ssl.SSLError))
     return not broken or isinstance(cause, ConnectionRefusedError)
 

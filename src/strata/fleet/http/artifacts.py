@@ -41,12 +41,12 @@ from strata.identity.roles import CallerKind
 
 _NEWEST: Final = 2**62
 KEPT_COPIES: Final = 2
-"""Of the state of a server."""
+"""The copies of a server's state that are kept."""
 _BYTES: Final = "application/octet-stream"
 
 
 async def missing(call: HubCall, body: MissingRequest) -> MissingReply:
-    """Which of these chunks have to be sent, and how much of each is there already."""
+    """Returns which of these chunks have to be sent, and how much of each is there already."""
     context = call.context
     plan = await context.artifacts.plan(body.chunks, call.actor)
     if plan.missing and not calling_host(call):
@@ -192,7 +192,7 @@ async def show(call: HubCall) -> ArtifactReply:
 
 
 async def ancestry(call: HubCall, query: LineageQuery) -> MadeReply:
-    """Where an artifact came from, and what that came from; or what was made from it as well."""
+    """Returns where an artifact came from, and what that came from; or what was made from it as well."""
     context = call.context
     artifact_id = await resolve_artifact_id(call)
     rows = list(await context.artifacts.ancestry(artifact_id, limit=query.limit))
@@ -265,7 +265,7 @@ async def _lines(context: HubContext) -> AsyncIterator[bytes]:
 
 
 async def _remove_old_copies(call: HubCall, held: AttemptKey, *, keep: str) -> None:
-    """Of the state of a server, which is saved every few minutes for months, the last copies are enough."""
+    """Removes old copies of the state of a server, which is saved every few minutes for months."""
     context = call.context
     if (await context.fleet.store.jobs.get(held.job_id)).spec.kind != "server":
         return
@@ -300,7 +300,7 @@ def _hold(call: HubCall, job_id: str | None, epoch: int | None) -> AttemptKey | 
 
 
 def _personal_lineage(given: Lineage) -> Lineage:
-    """What a person may say of an upload: nothing that attributes it to a job or a host."""
+    """Returns what a person may say of an upload: nothing that attributes it to a job or a host."""
     if given.kind not in (ArtifactKind.SOURCE, ArtifactKind.DATA):
         raise StrataError(
             Code.FORBIDDEN,
@@ -311,7 +311,7 @@ def _personal_lineage(given: Lineage) -> Lineage:
 
 
 async def _attempt_lineage(context: HubContext, given: Lineage, held: AttemptKey) -> Lineage:
-    """What was trained, with which code and on which data is what the job says, whatever its host writes."""
+    """Returns what was trained, with which code and on which data is what the job says, whatever its host writes."""
     if given.kind in (ArtifactKind.SOURCE, ArtifactKind.DATA):
         raise StrataError(Code.FORBIDDEN, "an attempt has results and checkpoints; sources and data come from people")
     spec = (await context.fleet.store.jobs.get(held.job_id)).spec

@@ -105,8 +105,8 @@ class Schedules(Protocol):
     async def check(
         self, project: str, schedules: Mapping[str, JobSchedule], submitter: Submitter
     ) -> Mapping[str, float]:
-        """When each is due next; INVALID for an unknown time zone, FORBIDDEN for a schedule of another owner, EXHAUSTED
-        for too many of one owner."""
+        """Returns when each is due next; INVALID for an unknown time zone, FORBIDDEN for a schedule of another owner,
+        EXHAUSTED for too many of one owner."""
 
     async def declare(self, project: str, schedules: Mapping[str, StoredSchedule]) -> None:
         """Add these, or change those of the same names; others stay."""
@@ -170,7 +170,7 @@ class GangCoordinator:
     """Set when a host has got a member of a gang: `strata up` starts its coordinator then."""
 
     def issue(self, spec: JobSpec, held: AttemptKey) -> str:
-        """For the workers of one attempt on one host; empty where none is needed."""
+        """Issues a token for the workers of one attempt on one host; empty where none is needed."""
         self.needed.set()
         if self.sign is None:
             return ""
@@ -203,7 +203,7 @@ class HubContext:
     """Where the hub's own user reaches it, for hints."""
     public_read: bool = False
     require_sandbox: Mapping[str, SandboxLevel] = field(default_factory=dict)
-    """By project: the sandbox that its jobs get at least."""
+    """The sandbox that the jobs of each project get at least."""
     owner_only: bool = False
     """Jobs run as the hub's own user and can read its operator token, so only the hub's owner may submit one."""
     manifest: Path | None = None
@@ -214,7 +214,7 @@ class HubContext:
     limits: RootLimits = field(default_factory=RootLimits)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     appends: KeyedNotifier[None] = field(default_factory=KeyedNotifier)
-    """Of pieces to logs and metrics, by job, epoch and name of the stream."""
+    """Notifies of pieces of logs and metrics, by job, epoch and name of the stream."""
     attempts: AttemptHosts = field(default_factory=AttemptHosts)
     validation: ValidationPool = field(default_factory=ValidationPool)
     coordinator: GangCoordinator | None = None
@@ -222,9 +222,9 @@ class HubContext:
     front_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     """The keys of the servers follow from it, so that no database has them."""
     bundle_digests: dict[str, str] = field(default_factory=dict)
-    """Of the bundles of the export, by artifact: each is read once to compute its digest."""
+    """Digests of the bundles of the export, by artifact: each is read once to compute its digest."""
     hub_metrics: HubMetrics = field(default_factory=HubMetrics)
-    """For Prometheus."""
+    """The metrics for Prometheus."""
     scrape: LastScrape = field(default_factory=LastScrape)
     data: Path | None = None
     """The folder whose disk the metrics show."""
@@ -248,7 +248,7 @@ async def resolve_job_id(call: HubCall) -> str:
 
 
 def submitter_of(call: HubCall) -> Submitter:
-    """Whose the jobs are that the caller queues."""
+    """Returns the owner of the jobs that the caller queues."""
     role = call.caller.role
     return Submitter(owner=call.caller.owner, operator=role is not None and role >= Role.OPERATOR)
 

@@ -28,7 +28,7 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 async def events(call: HubCall, query: EventsQuery) -> EventsReply | RawReply:
-    """What has changed, who did it, and when. `Accept: text/event-stream` makes it a stream."""
+    """Returns what has changed, who did it, and when. `Accept: text/event-stream` makes it a stream."""
     context = call.context
     if query.before:
         return await _page_before(call, query)
@@ -84,7 +84,7 @@ async def _page(context: HubContext, call: HubCall, after: str, query: EventsQue
 
 
 async def _wait(context: HubContext, after: str, query: EventsQuery) -> Sequence[StoredEvent]:
-    """Until there are events, also such that are not wanted: the caller goes on from there."""
+    """Waits until there are events, also such that are not wanted: the caller goes on from there."""
     until_s = context.clock.monotonic_s() + query.wait_s
     while True:
         changed = context.feed.next()
@@ -132,7 +132,7 @@ def _frame(recorded: StoredEvent, call: HubCall) -> bytes:
 
 
 def _event(recorded: StoredEvent, call: HubCall) -> FeedEvent:
-    """Where people work is for operators to see, and for themselves."""
+    """Returns where people work is for operators to see, and for themselves."""
     event = recorded.event
     shown = submitter_of(call).operator or event.actor == call.actor
     return FeedEvent(

@@ -20,7 +20,7 @@ from strata.database.events import EventRecord, StoredEvent
 POLL_S: Final = 1.0
 """How often the table is read without a notification: another hub may write to it too."""
 GAP_S: Final = 0.02
-"""Between two reads: a busy hub publishes many events at once."""
+"""Time between two reads: a busy hub publishes many events at once."""
 _MAX_RECENT: Final = 4096
 _PAGE: Final = 1000
 _log = log.get(__name__)

@@ -36,7 +36,7 @@ _MARKED: Final = frozenset(
 
 
 async def overview(call: HubCall, query: OverviewQuery) -> OverviewReply:
-    """What needs a person, and four figures with their history of a day; of all projects, or of one."""
+    """Returns what needs a person, and four figures with their history of a day; of all projects, or of one."""
     found = await call.context.history.overview(query.project)
     return OverviewReply(
         at_s=found.at_s,
@@ -54,7 +54,7 @@ async def overview(call: HubCall, query: OverviewQuery) -> OverviewReply:
 
 
 async def timeline(call: HubCall) -> JobTimelineReply:
-    """What a job did when: queued, prepared, run, uploaded, with its checkpoints, kills and resumes."""
+    """Returns what a job did when: queued, prepared, run, uploaded, with its checkpoints, kills and resumes."""
     context = call.context
     job_id = await resolve_job_id(call)
     row, attempts = await context.fleet.store.jobs.get(job_id), await context.fleet.store.jobs.attempts(job_id)
@@ -74,7 +74,7 @@ async def timeline(call: HubCall) -> JobTimelineReply:
 
 
 async def goodput(call: HubCall) -> GoodputReply:
-    """Where the time of a job went, and what each interruption cost."""
+    """Returns where the time of a job went, and what each interruption cost."""
     context = call.context
     job_id = await resolve_job_id(call)
     row, attempts = await context.fleet.store.jobs.get(job_id), await context.fleet.store.jobs.attempts(job_id)
@@ -89,7 +89,7 @@ async def goodput(call: HubCall) -> GoodputReply:
 
 
 async def fleet_goodput(call: HubCall, query: GoodputQuery) -> GoodputReply:
-    """Where the time of all jobs went, or of those of a project, that a host had lately."""
+    """Returns where the time of all jobs went, or of those of a project, that a host had lately."""
     found = await call.context.history.goodput(query.project, query.span_s)
     names = await call.context.fleet.host_names({each.host_id for _, each in found.interruptions})
     return GoodputReply(
@@ -109,7 +109,7 @@ def _figure(overview: Overview, name: str, value: float | None) -> HistoryFigure
 
 
 async def _names(context: HubContext, attempts: Iterable[AttemptRow]) -> Mapping[str, str]:
-    """Of the hosts of these attempts."""
+    """Returns the names of the hosts of these attempts."""
     wanted = {each.host_id for each in attempts}
     return {host.id: host.name for host_id in wanted for host in await context.fleet.find_hosts(host_id)}
 

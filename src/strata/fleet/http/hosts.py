@@ -49,7 +49,7 @@ async def show(call: HubCall) -> Host:
 
 
 async def samples(call: HubCall, query: SamplesQuery) -> SamplesReply:
-    """What a host did: use of its processors, memory and cards, temperature, power."""
+    """Returns what a host did: use of its processors, memory and cards, temperature, power."""
     row = await resolve_host(call)
     step_s, points = await call.context.fleet.samples(row.id, query.span_s, query.points)
     shown = tuple(SampledPoint(at_s=point.at_s, values=dict(point.values)) for point in points)
@@ -57,7 +57,7 @@ async def samples(call: HubCall, query: SamplesQuery) -> SamplesReply:
 
 
 async def room(call: HubCall) -> HostRoom:
-    """What a host has for jobs, which jobs it has, and what is free beside them."""
+    """Returns what a host has for jobs, which jobs it has, and what is free beside them."""
     fleet = call.context.fleet
     row = await resolve_host(call)
     capacity, held = await fleet.capacity(row.id), await _jobs_on(call.context, row.id)
@@ -81,7 +81,7 @@ async def page(call: HubCall, query: HostsQuery) -> HostPageReply:
 
 
 async def policy(call: HubCall) -> HostPolicyReply:
-    """What an operator has declared for a host, in words."""
+    """Returns what an operator has declared for a host, in words."""
     row = await resolve_host(call)
     declared, quiet = await call.context.fleet.policy(row)
     spec = HostSpec(name=row.name) if declared is None else declared.spec
@@ -95,7 +95,7 @@ async def policy(call: HubCall) -> HostPolicyReply:
 
 
 async def plan(call: HubCall, query: HostPlanQuery) -> HostPlanReply:
-    """What draining, pausing, resuming or revoking a host would do; nothing is changed."""
+    """Returns what draining, pausing, resuming or revoking a host would do; nothing is changed."""
     context = call.context
     row = await resolve_host(call)
     held = await _jobs_on(context, row.id)

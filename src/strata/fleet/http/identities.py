@@ -103,7 +103,7 @@ async def revoke_invite(call: HubCall) -> None:
 
 
 async def caller(call: HubCall) -> CallerReply:
-    """Who the caller is, and until when."""
+    """Returns who the caller is, and until when."""
     context = call.context
     who = call.caller
     role = None if who.role is None else _NAMES[who.role]

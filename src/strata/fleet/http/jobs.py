@@ -88,13 +88,13 @@ async def show(call: HubCall) -> JobReply:
 
 
 async def why(call: HubCall) -> Why:
-    """Why a job is not running, and the nearest fix."""
+    """Returns why a job is not running, and the nearest fix."""
     context = call.context
     return await context.fleet.why(await resolve_job_id(call))
 
 
 async def status(call: HubCall) -> StatusReply:
-    """How many jobs and hosts there are."""
+    """Returns how many jobs and hosts there are."""
     context = call.context
     counts = await context.fleet.store.statistics.counts()
     return StatusReply(

@@ -17,7 +17,8 @@ from strata.fleet.ports import JobFilter, JobRow, JobStore, PlanStore
 REMEMBER_S: Final = 10.0
 """How long a host may go on reading what a lease named: a download asks for every chunk."""
 LAST_CHECKPOINTS: Final = 4
-"""Of each member of a gang that the others may read: the last one may not have been uploaded by all of them."""
+"""Checkpoints of each member of a gang that the others may read: the last one may not have been uploaded by all of
+them."""
 _MAX_LEASES: Final = 1024
 _MAX_HOSTS: Final = 10_000
 
@@ -70,14 +71,14 @@ class LeasedReads:
                 )
 
     async def _is_input(self, artifact_id: str) -> bool:
-        """Whether a person uploaded it as data or as a source."""
+        """Says whether a person uploaded it as data or as a source."""
         for kind in (ArtifactKind.DATA, ArtifactKind.SOURCE):
             if await self._artifacts.index.lineages(LineageFilter(artifact_ids=[artifact_id], kind=kind, limit=1)):
                 return True
         return False
 
     async def last_checkpoints(self, job_id: str) -> list[str]:
-        """What the attempts of a job uploaded last, the latest first."""
+        """Returns what the attempts of a job uploaded last, the latest first."""
         wanted = LineageFilter(job_id=job_id, kind=ArtifactKind.CHECKPOINT, attempted=True, limit=LAST_CHECKPOINTS)
         return [row.artifact_id for row in await self._artifacts.index.lineages(wanted)]
 

@@ -217,7 +217,7 @@ async def _renew(context: HubContext, call: HubCall, renewals: Sequence[Renewal]
 
 
 async def _with_token(call: HubCall, verdict: LeaseVerdict) -> LeaseVerdict:
-    """With another token for the workers of a member of a gang whose host holds the lease."""
+    """Adds another token for the workers of a member of a gang whose host holds the lease."""
     coordinator = call.context.coordinator
     if verdict.verdict != "continue" or coordinator is None:
         return verdict

@@ -12,7 +12,7 @@ _MAX_CACHED: Final = 10_000
 
 
 async def wait_event(event: asyncio.Event, wait_s: float) -> bool:
-    """Whether the event was set in time."""
+    """Says whether the event was set in time."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(max(0.0, wait_s)):
             return await event.wait()

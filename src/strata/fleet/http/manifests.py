@@ -83,7 +83,8 @@ async def reload(call: HubCall) -> ManifestReply:
 
 
 async def trainers(call: HubCall) -> TrainersReply:
-    """How jobs are run, and the hyper-parameters that each trainer takes; values of `env` for operators only."""
+    """Returns how jobs are run, and the hyper-parameters that each trainer takes; values of `env` for operators
+    only."""
     context = call.context
     params = await context.schemas.schemas()
     specs = {
@@ -115,7 +116,7 @@ async def _schemas(
 
 
 def _raw(encoded: bytes | None) -> msgspec.Raw | None:
-    """As it is in a reply: whoever lists all trainers has none of their schemas decoded."""
+    """Returns the bytes as they are in a reply: whoever lists all trainers has none of their schemas decoded."""
     return None if encoded is None else msgspec.Raw(encoded)
 
 
@@ -126,7 +127,7 @@ def _check_named(trainers: Collection[str], schemas: Collection[str]) -> None:
 
 
 def _check_sizes(schemas: Mapping[str, Any]) -> None:
-    """In a thread: encoding them takes time in proportion to the body."""
+    """Checks sizes in a thread: encoding them takes time in proportion to the body."""
     total = 0
     for name, schema in schemas.items():
         size = len(msgspec.json.encode(schema))
@@ -203,7 +204,7 @@ def _sweeps(manifest: JobManifest, plan: ApplyPlan, actor: str, submitter: Submi
 
 
 def _digests(plan: ApplyPlan) -> Mapping[str, str]:
-    """What the names of the manifest's trainers stand for once it is applied."""
+    """Returns what the names of the manifest's trainers stand for once it is applied."""
     return plan.seen | {name: spec.digest for name, spec in plan.trainers.items()}
 
 
@@ -221,7 +222,7 @@ def _check_gangs(context: HubContext, manifest: JobManifest) -> None:
 
 
 def _with_sandbox(context: HubContext, manifest: JobManifest) -> JobManifest:
-    """With the sandbox that this hub requires of the project's jobs; what a job needs of a host is not in its id."""
+    """Adds the sandbox that this hub requires of the project's jobs; what a job needs of a host is not in its id."""
     if not context.require_sandbox:
         return manifest
     jobs = {

@@ -41,7 +41,7 @@ async def change(call: HubCall, body: QuotaRequest) -> None:
 
 
 async def caller_account(call: HubCall) -> StorageAccount:
-    """What the caller uploads counts against the caller's quota."""
+    """Returns what the caller uploads counts against the caller's quota."""
     submitter = submitter_of(call)
     if submitter.operator:
         return StorageAccount(owner=submitter.owner, operator=True)
@@ -50,7 +50,7 @@ async def caller_account(call: HubCall) -> StorageAccount:
 
 
 async def job_account(context: HubContext, job_id: str) -> StorageAccount:
-    """What an attempt makes counts against the quota of the owner of its job."""
+    """Returns what an attempt makes counts against the quota of the owner of its job."""
     job = await context.fleet.store.jobs.get(job_id)
     if await _is_operator(context, job.submitted_by):
         return StorageAccount(owner=job.owner)

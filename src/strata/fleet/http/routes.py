@@ -47,7 +47,7 @@ _BLOB: Final = 1 << 40
 
 
 async def health(call: HubCall) -> HubHealth:
-    """Whether this hub takes requests, and can write what they change."""
+    """Returns whether this hub takes requests, and can write what they change."""
     context = call.context
     if context.writing.fails:
         raise StrataError(Code.UNAVAILABLE, "the hub cannot write to its database", hint="is the disk full?")

@@ -28,7 +28,7 @@ from strata.fleet.wire.sweeps import (
 )
 
 _TAIL_BYTES: Final = 16 * 1024
-"""Of the metrics of a trial that has not completed: enough for the last report of each metric, as a rule."""
+"""Bytes of the metrics of a trial that has not completed: enough for the last report of each metric, as a rule."""
 
 
 async def listed(call: HubCall, query: SweepsQuery) -> SweepsReply:

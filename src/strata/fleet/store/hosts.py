@@ -50,7 +50,7 @@ _LOSE: Final = (
 )
 _HELD: Final = f"SELECT a.host_id, a.taken FROM lease l CROSS JOIN attempt a WHERE {LEASED}"
 _ON_HOST: Final = {"sqlite": "a.host_id", "postgres": "a.host_id || ''"}
-"""As the index of each database has it."""
+"""The expression that the index of each database has."""
 _JOBS_ON: Final = (
     "SELECT a.host_id, j.id, j.label, j.owner, j.status, a.epoch, a.claimed_at, a.taken,"
     " EXISTS (SELECT 1 FROM server s WHERE s.job_id = j.id AND s.epoch = a.epoch)"

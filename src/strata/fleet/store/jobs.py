@@ -49,7 +49,7 @@ _TRIALS: Final = (
 
 
 class _CompletedFacts(msgspec.Struct):
-    """Of the facts of a completed attempt."""
+    """The facts of a completed attempt."""
 
     metrics: dict[str, float] = {}
 
@@ -96,7 +96,7 @@ class JobTable:
         ]
 
     async def trials(self, project: str, sweep: str) -> Sequence[TrialRow]:
-        """Of a job that was completed more than once the last result counts."""
+        """Returns the trials. The last result of a job counts that was completed more than once."""
         trials = {}
         rows = await self._database.rows(_TRIALS, {"project": project, "sweep": sweep})
         for job_id, status, reason, owner, changed_at_s, facts in rows:

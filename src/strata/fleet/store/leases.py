@@ -443,7 +443,7 @@ async def _update_attempt(tx: Transaction, attempt: AttemptKey, **columns: Any) 
 
 
 async def _previous_report(tx: Transaction, attempt: AttemptKey, columns: str) -> Any:
-    """What this host has reported about its attempt before; None if it never had it."""
+    """Returns what this host has reported about its attempt before; None if it never had it."""
     rows = await tx.rows(
         f"SELECT {columns} FROM attempt WHERE job_id = :job AND epoch = :epoch AND host_id = :host",
         {"job": attempt.job_id, "epoch": attempt.epoch, "host": attempt.host_id},

@@ -27,7 +27,7 @@ _BY_MATCH: Final = (
     "(SELECT DISTINCT seq AS match FROM ({matches}) AS m ORDER BY match DESC OFFSET 0) AS matching"
     " CROSS JOIN LATERAL (SELECT * FROM job WHERE job.seq = matching.match AND {where} OFFSET 0) AS job"
 )
-"""In PostgreSQL, whose planner would read all jobs a second time, to have them in order."""
+"""The form for PostgreSQL, whose planner would read all jobs a second time, to have them in order."""
 _ID_PREFIX: Final = re.compile(r"[0-9a-z_]{1,80}")
 
 
@@ -78,7 +78,7 @@ async def list_jobs(tx: Transaction, wanted: JobFilter, indexes: JobIndexes) -> 
 
 
 def _contains(text: str) -> str:
-    """Whether a text in lower case contains the needle, without regard to case."""
+    """Says whether a text in lower case contains the needle, without regard to case."""
     return f"strpos({text}, lower(:needle)) > 0"
 
 

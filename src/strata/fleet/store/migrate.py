@@ -68,7 +68,7 @@ class _Table:
 
 
 async def to_postgres(thread: SqliteThread, connections: Connections, now_s: float) -> MigratedRows:
-    """Into a database that has the tables of the same components, all empty."""
+    """Copies into a database that has the tables of the same components, all empty."""
     async with connections.transaction() as connection:
         tables = await _common_tables(connection, await thread.read(_sqlite_columns))
         await _require_empty(connection, tables)
@@ -92,7 +92,7 @@ async def to_postgres(thread: SqliteThread, connections: Connections, now_s: flo
 
 
 async def to_sqlite(connections: Connections, thread: SqliteThread) -> MigratedRows:
-    """Into a file that has the tables of the same components, all empty."""
+    """Copies into a file that has the tables of the same components, all empty."""
     async with connections.transaction() as connection:
         await connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
         tables = await _common_tables(connection, await thread.read(_sqlite_columns))

@@ -102,7 +102,7 @@ async def read_quotas(tx: Transaction) -> dict[str, Quota]:
 
 
 async def read_usage(tx: Transaction, owner: str, window_s: float | None, now_s: float) -> OwnerUsage:
-    """What the owner has in use; GPU hours only with a window, because all jobs of the owner are read for them.
+    """Returns what the owner has in use; GPU hours only with a window, because all jobs of the owner are read for them.
 
     A lease that has expired counts as the end of its attempt.
     """

@@ -197,7 +197,7 @@ async def _record_jobs(tx: Transaction, plan: ApplyPlan, actor: str, now_s: floa
 
 
 async def _lock_dependencies(tx: Transaction, specs: Iterable[JobSpec], requeued: Iterable[str]) -> None:
-    """What a job comes after may be ending just now: either its end is counted here, or it sees who waits for it.
+    """Locks what a job comes after, which may be ending just now: either its end is counted here, or it sees who waits.
     Jobs after those that are requeued are counted as well.
 
     Before any other job is locked, because an end locks what was waited for and then those who waited.
@@ -263,7 +263,8 @@ async def _update_jobs(tx: Transaction, change: str, jobs: Iterable[str]) -> Non
 
 
 async def _move_starts(tx: Transaction, jobs: Mapping[str, JobSpec]) -> None:
-    """Of jobs that wait, before their specs are changed: others have started, or count it when they are requeued."""
+    """Moves the starts of jobs that wait, before their specs are changed: others have started, or count it when they
+    are requeued."""
     for job_id, spec in sorted(jobs.items()):
         # Locked first: a failure that is written in between would lose its back-off.
         await tx.execute("SELECT 1 FROM job WHERE id = :job FOR UPDATE", {"job": job_id})
@@ -291,7 +292,7 @@ async def _write_dependencies(
 
 
 async def _assign_trainers(tx: Transaction, jobs: Sequence[str]) -> None:
-    """What their trainers' names stand for now. A result that came in since the plan was made keeps its own."""
+    """Assigns what their trainers' names stand for now. A result that came in since the plan was made keeps its own."""
     await tx.execute(
         "UPDATE job SET trainer_digest = coalesce("
         "  (SELECT digest FROM trainer_name t WHERE t.project = job.project AND t.name = job.trainer), '')"

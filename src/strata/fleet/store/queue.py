@@ -18,8 +18,9 @@ _WAITING: Final = "FROM job WHERE seq = ANY(:seqs) AND waits_for = 0 AND not_bef
 
 
 def queue_order(row: str) -> str:
-    """In what order jobs leave the queue, for ORDER BY: `row` has their `priority` and `seq`. The indexes `ready_order`
-    and `ready_owner` have this order too, and so have `fair_share` and `reservation` among jobs of one owner."""
+    """Returns the order in which jobs leave the queue, for ORDER BY: `row` has their `priority` and `seq`. The
+    indexes `ready_order` and `ready_owner` have this order too, and so have `fair_share` and `reservation` among jobs
+    of one owner."""
     return f"{row}.priority DESC, {row}.seq"
 
 

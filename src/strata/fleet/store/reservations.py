@@ -43,7 +43,7 @@ _GANG_MEMBERS: Final = (
     f" (SELECT gang FROM job /* sqlite: INDEXED BY job_gang_open */ WHERE gang <> '' AND {UNFINISHED_JOB})"
     " ORDER BY j.gang, j.seq"
 )
-"""Without the index SQLite would read all jobs that wait."""
+"""Names the index: without it SQLite would read all jobs that wait."""
 _HELD_PLACES: Final = (
     "SELECT a.host_id, a.job_id, a.epoch, a.taken, j.priority, a.claimed_at, j.gang, s.job_id IS NOT NULL,"
     " j.checkpoint <> '', l.preempt <> ''"

@@ -22,8 +22,8 @@ HIDDEN: Final = "((archived OR superseded) AND status IN ('completed', 'failed',
 UNFINISHED_JOB: Final = "status IN ('pending', 'claimed', 'running')"
 HELD_JOBS: Final = "job /* sqlite: INDEXED BY job_held */"
 LEASED: Final = "a.job_id = l.job_id AND a.epoch = l.epoch AND a.ended_at IS NULL AND NOT l.expired"
-"""After a CROSS JOIN, whose order SQLite keeps: it would else read all attempts that there ever were, and look for the
-lease of each."""
+"""Stands after a CROSS JOIN, whose order SQLite keeps: it would else read all attempts that there ever were, and look
+for the lease of each."""
 
 encode: Final = msgspec.json.Encoder().encode
 decode_spec: Final = msgspec.json.Decoder(JobSpec).decode
@@ -74,7 +74,7 @@ def decode_taken(text: bytes) -> Taken:
 
 
 def encode_amounts(amounts: Amounts) -> bytes:
-    """As the fields of a `Taken`: a hub of the version before counts what is reserved as taken."""
+    """Encodes the fields of a `Taken`: a hub of the version before counts what is reserved as taken."""
     return encode(amounts._asdict())
 
 

@@ -25,7 +25,7 @@ _COMPACT: Final = (
     "WITH gone AS (DELETE FROM job_count RETURNING project, status, n) INSERT INTO job_count"
     " SELECT project, status, sum(n) FROM gone GROUP BY project, status HAVING sum(n) <> 0"
 )
-"""Of two at once, each row is summed up by one."""
+"""Sums up each row once, also if two do it at once."""
 _HELD_CARDS: Final = f"SELECT a.taken FROM lease l CROSS JOIN attempt a WHERE {LEASED}"
 _WAITING: Final = (
     "SELECT q.class_id, q.jobs, q.since, j.id FROM (SELECT r.class_id, count(*) AS jobs, min(r.since) AS since,"
@@ -59,7 +59,7 @@ class _Ran(msgspec.Struct):
 
 
 _decode_ran: Final = msgspec.json.Decoder(_Ran).decode
-"""Of the facts of an attempt, which a host may have written as it likes."""
+"""Decodes the facts of an attempt, which a host may have written as it likes."""
 
 
 class StatisticsTable:

@@ -31,7 +31,7 @@ _MAX_FRACTION = 1.0
 
 
 class AssignedJob(NamedTuple):
-    """Which job this is; empty outside of an agent."""
+    """The job of this process; empty outside of an agent."""
 
     model: str
     mode: str

@@ -33,7 +33,7 @@ class MissingReply(HubReply, frozen=True, kw_only=True):
 
 class ChunkQuery(Message, frozen=True, kw_only=True):
     size: Annotated[int, msgspec.Meta(ge=1, le=8 * 1024 * 1024)]
-    """Of the whole chunk."""
+    """Size of the whole chunk."""
     offset: Offset = 0
 
 
@@ -52,7 +52,7 @@ class CommitReply(HubReply, frozen=True, kw_only=True):
 
 
 class BlobQuery(Message, frozen=True, kw_only=True):
-    """For which attempt: the model and the mode are those of its job."""
+    """Names the attempt: the model and the mode are those of its job."""
 
     job_id: JobId
     epoch: Epoch
@@ -72,10 +72,10 @@ class Made(HubReply, frozen=True, kw_only=True):
     by: str = ""
     """Who committed it: `host:…` for an attempt, `key:…` for a person."""
     owner: str = ""
-    """Of the name, where it is data; else of the job that made it, or of the bytes."""
+    """The owner of the name, where it is data; else of the job that made it, or of the bytes."""
     project: str = ""
     trainer_digest: str = ""
-    """Of the attempt that made it."""
+    """The trainer of the attempt that made it."""
 
 
 class MadeReply(HubReply, frozen=True, kw_only=True):
@@ -104,7 +104,7 @@ class LineageQuery(Message, frozen=True, kw_only=True):
     descendants: bool = False
     """Also what was made from it, and from that."""
     limit: Page = MAX_PAGE
-    """Of each direction."""
+    """The limit of each direction."""
 
 
 class LatestQuery(Message, frozen=True, kw_only=True):

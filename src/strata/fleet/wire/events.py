@@ -19,7 +19,7 @@ class EventsQuery(Message, frozen=True, kw_only=True):
     kind: Annotated[tuple[Word, ...], msgspec.Meta(max_length=16)] = ()
     """Kinds of events, or globs of these as in `job.*`."""
     search: Text = ""
-    """Without regard to case, in the kind, the subject, the actor and the details."""
+    """A text to find in the kind, the subject, the actor and the details, without regard to case."""
     limit: Page = 100
     wait_s: WaitS = 0.0
 
@@ -46,6 +46,6 @@ class EventsReply(HubReply, frozen=True, kw_only=True):
     hosts: dict[str, str] = {}
     """The names of the hosts that acted, by id; only where the newest come first."""
     keys: dict[str, str] = {}
-    """Whose the keys are that acted, by their ids."""
+    """The owners of the keys that acted, by their ids."""
     jobs: dict[str, str] = {}
     """The names of the jobs that the events are about, by id."""

@@ -35,7 +35,7 @@ class ExecQuery(Message, frozen=True, kw_only=True):
 
 class ExecStartRequest(Message, frozen=True, kw_only=True):
     run: ClaimId
-    """Of the agent's choice. Sent again after a lost reply, it gets the same reply; another one does not."""
+    """An id of the agent's choice. Sent again after a lost reply, it gets the same reply; another one does not."""
 
 
 class ExecGiven(HubReply, frozen=True, kw_only=True):
@@ -47,5 +47,6 @@ class ExecGiven(HubReply, frozen=True, kw_only=True):
 class ExecEndRequest(Message, frozen=True, kw_only=True):
     run: ClaimId
     status: Annotated[int, msgspec.Meta(ge=0, le=255)] | None = None
-    """As a shell has it: 128 and the number of the signal that killed it. None: it did not run to its end."""
+    """The exit status as a shell has it: 128 and the number of the signal that killed it. None: it did not run to its
+    end."""
     error: Reason = ""

@@ -26,7 +26,7 @@ class TimelineSegment(HubReply, frozen=True, kw_only=True):
 class TimelineMark(HubReply, frozen=True, kw_only=True):
     at_s: float
     kind: str
-    """Of the event: `job.checkpointed`, `job.expired`, `job.preempted`, `job.revived`, `job.requeued` …"""
+    """The kind of the event: `job.checkpointed`, `job.expired`, `job.preempted`, `job.revived`, `job.requeued` …"""
     attempt: int = 0
 
 
@@ -48,7 +48,7 @@ class Interruption(HubReply, frozen=True, kw_only=True):
     cost_s: float
     """The sum of the three."""
     job_id: str = ""
-    """In the sum over many jobs."""
+    """The job, in the sum over many jobs."""
 
 
 class JobTimelineReply(HubReply, frozen=True, kw_only=True):
@@ -56,7 +56,7 @@ class JobTimelineReply(HubReply, frozen=True, kw_only=True):
     to_s: float
     """The end of a job that has ended; now of another."""
     segments: tuple[TimelineSegment, ...]
-    """In order; only between the end of a job and its requeue is a gap."""
+    """The segments in order; only between the end of a job and its requeue is a gap."""
     marks: tuple[TimelineMark, ...]
     attempts: tuple[JobAttempt, ...]
     hosts: dict[str, str]
@@ -78,7 +78,7 @@ class GoodputReply(HubReply, frozen=True, kw_only=True):
     share: float | None
     """`useful` of all but `waiting`; null while there is nothing of these."""
     interruptions: tuple[Interruption, ...]
-    """Of many jobs the most expensive ones."""
+    """The interruptions; of many jobs the most expensive ones."""
     jobs: int = 1
     whole: bool = True
     """False: there were more attempts than are added up at once; these are the last ones."""

@@ -38,13 +38,13 @@ class Host(HubReply, frozen=True, kw_only=True):
     state_reason: str = ""
     capability: Capability
     labels: dict[str, str] = {}
-    """Of its invitation; those of its agent's settings are in `capability`, and count for wishes only."""
+    """Labels of its invitation; those of its agent's settings are in `capability`, and count for wishes only."""
     pool: str = ""
     agent_version: str = ""
     registered_at_s: float
     seen_at_s: float
     seen_ago_s: float
-    """By the hub's clock, at the time of the reply."""
+    """Age by the hub's clock, at the time of the reply."""
     presence: Literal["online", "suspect", "offline"]
     sample: dict[str, float] = {}
     """What it did when its agent told this hub last; by name as in `/v1/host/{id}/samples`."""
@@ -85,7 +85,7 @@ class HostsReply(HubReply, frozen=True, kw_only=True):
 
 class HostsQuery(Message, frozen=True, kw_only=True):
     search: Text = ""
-    """In the name, id, pool, labels or the names of cards; upper and lower case are the same."""
+    """A text to find in the name, id, pool, labels or the names of cards; upper and lower case are the same."""
     status: HostStatus | None = None
     sort: Literal["name", "load", "seen"] = "name"
     """`load`: the busiest first. `seen`: the host whose last heartbeat is oldest first."""
@@ -112,7 +112,7 @@ class HostSummary(HubReply, frozen=True, kw_only=True):
     status_reason: str = ""
     pool: str = ""
     seen_ago_s: float
-    """By the hub's clock, at the time of the reply."""
+    """Age by the hub's clock, at the time of the reply."""
     cores: int
     ram_gib: float
     cpu_use: float | None = None
@@ -127,16 +127,16 @@ class HostPageReply(HubReply, frozen=True, kw_only=True):
     total: int
     """How many match, on all pages."""
     by_status: dict[str, int]
-    """Of all hosts that match `search`."""
+    """Counts of all hosts that match `search`."""
 
 
 class HostPolicyReply(HubReply, frozen=True, kw_only=True):
     project: str = ""
-    """Whose manifest declares the policy; empty: none does."""
+    """The project whose manifest declares the policy; empty: none does."""
     rules: tuple[str, ...]
     """What the policy says, in words."""
     quiet_hours: tuple[str, ...] = ()
-    """In the host's own time."""
+    """Quiet hours in the host's own time."""
     utc_offset_min: int = 0
     quiet_now: str = ""
     """The quiet hours it is in."""
@@ -152,7 +152,7 @@ class HostPlanReply(HubReply, frozen=True, kw_only=True):
     action: HostAction
     possible: bool
     effects: tuple[str, ...]
-    """In words; if it is not possible, why."""
+    """The effects in words; if it is not possible, why."""
     ends: tuple[HostJob, ...] = ()
     """The jobs that would end here and run elsewhere or again."""
     stays: tuple[HostJob, ...] = ()
@@ -175,7 +175,7 @@ class SampledPoint(HubReply, frozen=True, kw_only=True):
 
 class SamplesReply(HubReply, frozen=True, kw_only=True):
     step_s: int
-    """Of which the values are means; 0: as they were sampled."""
+    """The step of which the values are means; 0: as they were sampled."""
     points: tuple[SampledPoint, ...]
 
 

@@ -59,7 +59,7 @@ class CertificateReply(HubReply, frozen=True, kw_only=True):
     name: str
     certificate_pem: str
     serving_pem: str = ""
-    """For the same key: what the host shows its hub when the hub connects to a server there."""
+    """A certificate for the same key: what the host shows its hub when the hub connects to a server there."""
     ca_pem: str
     valid_for_s: float
 
@@ -83,7 +83,7 @@ class HubKeyRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
     role: RoleName
     valid_s: Annotated[float, msgspec.Meta(gt=0, le=3650 * 86_400)] | None = None
     owner: bool = False
-    """For the owner of a hub whose jobs run as its own user, where a lesser role would be no less."""
+    """Whether it is for the owner of a hub whose jobs run as its own user, where a lesser role would be no less."""
 
 
 class HubKey(HubReply, frozen=True, kw_only=True):
@@ -108,12 +108,12 @@ class CallerReply(HubReply, frozen=True, kw_only=True):
     owner: str = ""
     """The owner of the jobs that the caller queues."""
     expires_at_s: float | None = None
-    """Of the key, or of the host's certificate; None: it does not."""
+    """When the key, or the host's certificate, expires; None: it does not."""
 
 
 class LoginCodeReply(HubReply, frozen=True, kw_only=True):
     code: str
-    """For `/login?code=`, once; told only here."""
+    """The code for `/login?code=`, once; told only here."""
     expires_in_s: float
     url: str = ""
     """Where browsers on the hub's machine reach it."""

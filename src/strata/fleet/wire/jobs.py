@@ -12,7 +12,7 @@ from strata.fleet.wire.base import HubReply, Message, Page, Prefix, Reason, Text
 
 class JobProgress(HubReply, frozen=True, kw_only=True):
     fraction: float
-    """From 0 to 1."""
+    """The fraction, from 0 to 1."""
     note: str = ""
     at_s: float
     """When it was reported, by the clock of its host."""
@@ -47,9 +47,9 @@ class Job(HubReply, frozen=True, kw_only=True):
     newer: int = 0
     """How many later jobs of its project have its name: `name@2` has one. Counted in lists only."""
     serving: Literal["", "serving", "asleep"] = ""
-    """Of a server: whether the hub forwards requests to it, or the next request wakes it."""
+    """Whether the hub forwards requests to a server, or the next request wakes it."""
     progress: JobProgress | None = None
-    """Of one that runs and reports it; in lists only with `progress`."""
+    """Progress of a job that runs and reports it; in lists only with `progress`."""
 
 
 class JobAttempt(HubReply, frozen=True, kw_only=True):

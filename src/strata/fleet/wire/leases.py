@@ -24,7 +24,7 @@ BaseModel = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 
 class ClaimRequest(Message, frozen=True, kw_only=True):
     claim_id: ClaimId
-    """Of the sender's choice. Sent again after a lost reply, it gets the same leases and no others."""
+    """An id of the sender's choice. Sent again after a lost reply, it gets the same leases and no others."""
     count: Annotated[int, msgspec.Meta(ge=1, le=MAX_CLAIM)] = 1
     wait_s: WaitS = 0.0
 
@@ -39,10 +39,10 @@ class GangLease(HubReply, frozen=True, kw_only=True):
     ca_pem: str = ""
     """The authority of its certificate; empty for one on this machine."""
     token: str = ""
-    """For the workers of this member, until `token_s` have passed; empty where none is needed."""
+    """The token of the workers of this member, until `token_s` have passed; empty where none is needed."""
     token_s: float = 0.0
     checkpoint_root: str = ""
-    """Below which the gang keeps its checkpoints; empty: where the program says."""
+    """Where the gang keeps its checkpoints; empty: where the program says."""
 
 
 class LeaseGiven(HubReply, frozen=True, kw_only=True):
@@ -61,11 +61,11 @@ class LeaseGiven(HubReply, frozen=True, kw_only=True):
     taken: Taken = UNKNOWN
     """What the attempt has of the host: the cards it may use, and how much of the rest."""
     front_key: str = ""
-    """Of a server: the secret with which the hub forwards the requests of its callers."""
+    """The secret with which the hub forwards the requests of its callers to a server."""
     served_epoch: int = 0
-    """Of a server: the last attempt that has served. State that does not have its work is behind what clients saw."""
+    """The last attempt of a server that has served. State that does not have its work is behind what clients saw."""
     gang: GangLease | None = None
-    """Of a member of a gang."""
+    """Set for a member of a gang."""
 
     @property
     def resumed(self) -> str:
@@ -99,7 +99,7 @@ class PublishRequest(Message, frozen=True, kw_only=True):
 
 
 class PartsRequest(Message, frozen=True, kw_only=True):
-    """Which parts of a committed checkpoint a member of a gang needs, of all members."""
+    """Names the parts of a committed checkpoint that a member of a gang needs, of all members."""
 
     epoch: Epoch
     parts: Annotated[Mapping[PartName, Prefix], msgspec.Meta(min_length=1, max_length=100_000)]
@@ -117,7 +117,7 @@ class HeartbeatsRequest(Message, frozen=True, kw_only=True):
     sample: HostSample | None = None
     """What the host does; in every second heartbeat or so."""
     incarnation: Word = ""
-    """Of the agent: it names its machine and process, and no other agent has the same."""
+    """The incarnation of the agent: it names its machine and process, and no other agent has the same."""
 
 
 class HeartbeatRequest(Message, frozen=True, kw_only=True):
@@ -135,10 +135,10 @@ class LeaseVerdict(HubReply, frozen=True, kw_only=True):
     """`stale`: another attempt has begun. `ended`: the job is terminal, cancelled perhaps. `unknown`: no such job."""
     expires_in_s: float = 0.0
     yield_as: Literal["", "cancelled", "preempted"] = ""
-    """With `continue`: end the attempt for `reason` all the same, save its state, and report it with this cause. The
-    lease is held until then, so that no other host starts the job from older state."""
+    """Asks, with `continue`, to end the attempt for `reason` all the same, save its state, and report it with this
+    cause. The lease is held until then, so that no other host starts the job from older state."""
     token: str = ""
-    """For the workers of a member of a gang, in the place of the one they have."""
+    """A token for the workers of a member of a gang, in the place of the one they have."""
 
 
 class ExecPending(HubReply, frozen=True, kw_only=True):

@@ -88,4 +88,4 @@ class Trainer(HubReply, frozen=True, kw_only=True):
 
 class TrainersReply(HubReply, frozen=True, kw_only=True):
     trainers: dict[str, Trainer]
-    """By name; those of other projects than the default one by `project/name`."""
+    """Trainers by name; those of other projects than the default one by `project/name`."""

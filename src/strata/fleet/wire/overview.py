@@ -44,7 +44,7 @@ class HistoryFigure(HubReply, frozen=True, kw_only=True):
     """Now; null: nothing to tell it from."""
     at_s: tuple[float, ...]
     values: tuple[float, ...]
-    """Over the last 24 hours: means of 15 minutes. Empty for one project."""
+    """Values over the last 24 hours: means of 15 minutes. Empty for one project."""
 
 
 class OverviewQuery(Message, frozen=True, kw_only=True):
@@ -60,12 +60,12 @@ class OverviewReply(HubReply, frozen=True, kw_only=True):
     running: HistoryFigure
     waiting: HistoryFigure
     longest_wait_s: float
-    """Of the jobs in the queue."""
+    """The longest wait of the jobs in the queue."""
     longest_waiting: str
     """The id of that job; empty: none waits."""
     busy_cards: HistoryFigure
     cards: int
-    """Of hosts that take jobs."""
+    """Cards of hosts that take jobs."""
     goodput: HistoryFigure
     """The useful share of the last hour, 0 to 1."""
     hosts: dict[str, int]

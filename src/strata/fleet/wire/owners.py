@@ -36,7 +36,7 @@ SecretName = Annotated[str, msgspec.Meta(max_length=256, pattern=r"\A(?!STRATA_)
 
 class SecretQuery(Message, frozen=True, kw_only=True):
     project: Annotated[str, msgspec.Meta(pattern=r"\A([A-Za-z0-9][A-Za-z0-9._-]{0,63})?\Z")] = ""
-    """For all jobs of this project. Empty: for the jobs of the caller."""
+    """The project whose jobs it is for. Empty: for the jobs of the caller."""
 
 
 class SecretRequest(Message, frozen=True, kw_only=True):
@@ -63,7 +63,7 @@ SubscriptionName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9
 
 class SubscriptionRequest(Message, frozen=True, kw_only=True):
     url: Annotated[str, msgspec.Meta(min_length=4, max_length=2048, pattern=r"\A[!-~]+\Z")]
-    """Of Apprise, as in `ntfy://TOPIC`. No reply has it."""
+    """A URL of Apprise, as in `ntfy://TOPIC`. No reply has it."""
     events: Annotated[tuple[SubscribedEvent, ...], msgspec.Meta(min_length=1, max_length=16)] = DEFAULT_EVENTS
     project: Annotated[str, msgspec.Meta(pattern=r"\A([A-Za-z0-9][A-Za-z0-9._-]{0,63})?\Z")] = ""
     """The jobs of this project; empty: the caller's own."""

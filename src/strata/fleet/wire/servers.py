@@ -13,7 +13,7 @@ class RanksFigures(HubReply, frozen=True, kw_only=True):
 
 
 class ServerFigures(HubReply, frozen=True, kw_only=True):
-    """Of what a training server says of itself, the part for a list."""
+    """The part for a list of what a training server says of itself."""
 
     now_s: float
     ranks: RanksFigures

@@ -35,10 +35,10 @@ class StreamQuery(Message, frozen=True, kw_only=True):
 
 class MetricsQuery(StreamQuery, frozen=True, kw_only=True):
     points: Annotated[int, msgspec.Meta(ge=0, le=2000)] = 0
-    """With it the reply is `MetricsReply`: series with so many points at most, of all attempts if `attempt` is 0.
+    """Points make the reply a `MetricsReply`: series with so many points at most, of all attempts if `attempt` is 0.
     Without: the JSON lines themselves."""
     names: Annotated[tuple[Annotated[str, msgspec.Meta(max_length=1024)], ...], msgspec.Meta(max_length=8)] = ()
-    """With `points`: of these metrics only; several also in one, with commas between."""
+    """Limits `points` to these metrics; several also in one, with commas between."""
 
 
 class MetricSeries(HubReply, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ class MetricObjective(HubReply, frozen=True, kw_only=True):
 class SweepsQuery(Message, frozen=True, kw_only=True):
     project: Word = ""
     search: Text = ""
-    """In the name or the project; upper and lower case are the same."""
+    """A text to find in the name or the project; upper and lower case are the same."""
     offset: Offset = 0
     limit: Annotated[int, msgspec.Meta(ge=1, le=100)] = 50
 
@@ -34,7 +34,7 @@ class SweepTrial(HubReply, frozen=True, kw_only=True):
     pruned: bool = False
     """It was ended early, because it fell behind."""
     parameters: dict[str, Any]
-    """By name, with dots where one is inside a table."""
+    """Parameters by name, with dots where one is inside a table."""
     metrics: dict[str, float]
     """Those of its result. Of a trial that has not completed: what it reported last."""
     reason: str = ""
@@ -66,7 +66,7 @@ class SweepSummary(HubReply, frozen=True, kw_only=True):
     """None: no trial has reported a metric."""
     trials: int
     planned: int | None = None
-    """Of a sweep that searches: how many trials it makes."""
+    """How many trials a sweep makes that searches."""
     by_status: dict[str, int]
     pruned: int = 0
     skipped: int = 0
@@ -96,4 +96,4 @@ class SweepReply(HubReply, frozen=True, kw_only=True):
     metrics: tuple[str, ...]
     """Those that trials have reported."""
     trials: tuple[SweepTrial, ...]
-    """In the order in which they were queued. If there are more than `limit`: the best ones."""
+    """Trials in the order in which they were queued. If there are more than `limit`: the best ones."""

@@ -196,7 +196,7 @@ async def locate(context: GatewayContext, rows: Sequence[ServerRow], tenant: Ten
 async def send_opening(
     context: GatewayContext, server: ServerRow, request: ForwardedRequest, tenant: Tenant
 ) -> RawReply:
-    """With the id for a session that the server may have to open."""
+    """Sends with the id for a session that the server may have to open."""
     session = session_at(Ids(context.clock).new("session"), tag_of(server.job.id))
     return await send(context, server, request.with_headers({front.SESSION: session}), tenant)
 
@@ -272,12 +272,12 @@ def by_readiness(row: ServerRow) -> tuple[bool, bool]:
 
 
 def has_ended(row: ServerRow) -> bool:
-    """Whether a person, or its failures, ended this server: a request does not start it again."""
+    """Says whether a person, or its failures, ended this server: a request does not start it again."""
     return row.job.status not in UNFINISHED and not row.asleep
 
 
 async def pending_servers(context: GatewayContext, model: str) -> bool:
-    """Whether a server for this model, or any, waits for a host or starts for the first time."""
+    """Says whether a server for this model, or any, waits for a host or starts for the first time."""
     rows = await context.fleet.store.jobs.select(JobFilter(status=UNFINISHED, model=model, limit=1000))
     return any(row.spec.kind == "server" for row in rows)
 

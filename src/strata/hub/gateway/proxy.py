@@ -35,11 +35,11 @@ CONNECT_S: Final = 5.0
 REPLY_S: Final = 180.0
 """How long a server may take for each piece of most replies; its long polls wait for half a minute."""
 CONNECTIONS: Final = 512
-"""To one server."""
+"""Connections to one server."""
 MAX_COMPLETIONS: Final = CONNECTIONS // 4
-"""Of one tenant at a time: each has a connection to its server until its samples have ended."""
+"""Completions of one tenant at a time: each has a connection to its server until its samples have ended."""
 MAX_MERGED: Final = 16 << 20
-"""Of a reply that the hub itself reads."""
+"""Bytes of a reply that the hub itself reads."""
 SMALL: Final = 1 << 20
 """A reply of known size up to this is read whole; a larger one is passed on piece by piece."""
 TOKEN: Final = re.compile(r"token=([A-Za-z0-9_-]*)")
@@ -59,7 +59,8 @@ _MEDIA_TYPES: Final = frozenset(
     {"application/json", _BYTES, "application/x-protobuf", "application/x-strata-msgpack", "application/x-tar",
      "text/event-stream", "text/plain"}
 )  # fmt: skip
-"""That no browser takes for a page: the reply comes from the origin of the hub, where its people are logged in."""
+"""Media types that no browser takes for a page: the reply comes from the origin of the hub, where its people are logged
+in."""
 ARCHIVE: Final = "/api/v1/archive"
 """Where a server may send a client to."""
 
@@ -73,7 +74,7 @@ class Tenant:
     sees_all: bool = False
     """Other tenants by name: only for what an operator of the hub reads."""
     key_id: str = ""
-    """Of the key that the caller used: URLs that the server signs end with it."""
+    """The key that the caller used: URLs that the server signs end with it."""
 
     def headers(self) -> dict[str, str]:
         role = min(self.role, Role.RESEARCHER)
@@ -123,7 +124,7 @@ class ServerConnections:
 
     client: httpx.AsyncClient
     extensions: Mapping[str, str] = field(default_factory=dict)
-    """Of each request: whose certificate the peer has to show."""
+    """Extensions of each request: whose certificate the peer has to show."""
     socket: int | None = None
     """A descriptor of the Unix socket: it stays this one, whatever its path leads to later."""
 
@@ -162,10 +163,10 @@ class ServerProxy:
     bodies: BodyBudget = field(default_factory=lambda: BodyBudget(largest=MAX_BODY))
     completions: CompletionLimit = field(default_factory=CompletionLimit)
     tls: ssl.SSLContext | None = None
-    """For servers on other machines: the hub's certificate, and the authority of its hosts alone."""
+    """TLS for servers on other machines: the hub's certificate, and the authority of its hosts alone."""
     _open: dict[str, ServerConnections] = field(default_factory=dict)
     _replaced: list[ServerConnections] = field(default_factory=list)
-    """To sockets in whose place their servers have made others."""
+    """Connections to sockets in whose place their servers have made others."""
 
     async def send(self, address: str, request: ForwardedRequest, *, key: str, tenant: Tenant | None) -> RawReply:
         """The server's reply; UNAVAILABLE if it cannot be reached. Without a tenant nobody's word is given."""
@@ -265,7 +266,8 @@ class ServerProxy:
 
 
 def _reply_headers(request: ForwardedRequest, reply: httpx.Response) -> dict[str, str]:
-    """What a client gets of the headers of a reply. UNAVAILABLE if it redirects to more than an archive of this hub."""
+    """Returns what a client gets of the headers of a reply. UNAVAILABLE if it redirects to more than an archive of this
+    hub."""
     passed = {name: value for name, value in reply.headers.items() if name in _REPLY_HEADERS}
     # Without its parameters: a browser reads `application/json;, text/html` as two types, and takes the last.
     media_type = reply.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
@@ -302,7 +304,7 @@ async def read_whole(reply: RawReply) -> bytes:
 
 
 async def _pieces(reply: httpx.Response) -> AsyncIterator[bytes]:
-    """As they came over the wire: what the server compressed stays so."""
+    """Yields the pieces as they came over the wire: what the server compressed stays so."""
     import httpx
 
     try:

@@ -38,11 +38,11 @@ _AT_ONCE: Final = 16
 
 
 class ServerActivityQuery(ActivityQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """As the server reads it, but the hub refuses what it does not know."""
+    """The query as the server reads it, but the hub refuses what it does not know."""
 
 
 class ServerCurvesQuery(CurvesQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """As above."""
+    """The query, as above."""
 
 
 async def listed(call: GatewayCall) -> ServersReply:
@@ -73,7 +73,7 @@ async def listed(call: GatewayCall) -> ServersReply:
 
 
 async def status(call: GatewayCall) -> RawReply:
-    """What a server says of its ranks, queue and tenants"""
+    """Returns what a server says of its ranks, queue and tenants"""
     return await _view(call, "status")
 
 
@@ -105,7 +105,7 @@ async def rollout(call: GatewayCall) -> RawReply:
 
 
 async def models(call: GatewayCall) -> RawReply:
-    """What the caller can sample at a server: the base model and the caller's checkpoints"""
+    """Returns what the caller can sample at a server: the base model and the caller's checkpoints"""
     return await _view(call, "models", base=OPENAI)
 
 

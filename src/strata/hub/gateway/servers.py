@@ -362,7 +362,7 @@ async def show_model(call: GatewayCall) -> RawReply:
 
 
 async def _forward_model(context: GatewayContext, request: ForwardedRequest, tenant: Tenant, model: str) -> RawReply:
-    """To the server of a base model or of a checkpoint, where a session may have to be opened."""
+    """Forwards to the server of a base model or of a checkpoint, where a session may have to be opened."""
     rows = await context.fleet.store.jobs.servers()
     server = await select_server(context, rows, named_tag(model) if len(rows) > 1 else "", model)
     return await send_opening(context, await wake_server(context, server, tenant), request, tenant)
@@ -414,7 +414,7 @@ async def _send_to_all(call: GatewayCall, body: Upload, verb: str) -> None:
 
 
 def _read_opening(request: ForwardedRequest) -> _Opening:
-    """Of a request that opens a model or a sampler; empty for all others."""
+    """Reads a request that opens a model or a sampler; empty for all others."""
     path = request.target.partition("?")[0]
     if path not in _OPENING or len(request.content) > MIB:
         return _Opening()

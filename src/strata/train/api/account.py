@@ -78,7 +78,7 @@ async def usage(call: ApiCall, query: bodies.UsageQuery) -> replies.UsageReply:
 
 
 async def storage(call: ApiCall, query: bodies.StorageQuery) -> replies.StorageReply:
-    """How many checkpoints the caller has, and their bytes"""
+    """Returns how many checkpoints the caller has, and their bytes"""
     tenant = await call.context.tenant(call.caller)
     project = project_of(tenant)
     if query.project_id not in (None, project):

@@ -46,7 +46,7 @@ IGNORED: Final = ("README.md",)
 
 
 async def locate(call: ApiCall) -> RawReply:
-    """Where the archive of a checkpoint can be fetched for a while, as a redirect (302)."""
+    """Returns where the archive of a checkpoint can be fetched for a while, as a redirect (302)."""
     folder, expires_at_s = await _find_checkpoint(call)
     # Opened now, not only when it is fetched: the caller who requests the URL gets the error.
     archive = await asyncio.to_thread(open_archive, call.context.settings.checkpoint_folder / folder)
@@ -60,7 +60,7 @@ async def locate(call: ApiCall) -> RawReply:
 
 
 async def locate_files(call: ApiCall) -> replies.ExternalWeights:
-    """Where each file of a checkpoint can be fetched for a while."""
+    """Returns where each file of a checkpoint can be fetched for a while."""
     folder, expires_at_s = await _find_checkpoint(call)
     archive = await asyncio.to_thread(open_archive, call.context.settings.checkpoint_folder / folder)
     archive.closing.close()
@@ -88,14 +88,15 @@ def _key_of(call: ApiCall) -> str:
 
 
 async def trace_url(call: ApiCall, session_id: str) -> str:
-    """Where the trace of this session of the caller can be fetched for a while."""
+    """Returns where the trace of this session of the caller can be fetched for a while."""
     until_s = call.context.clock.wall_s() + VALID_S
     grant = TraceGrant(session_id, await call.context.tenant(call.caller), until_s, _key_of(call))
     return signed_url(call.headers, DOWNLOAD, token=sign_token(grant, call.context.signing_key))
 
 
 async def fetch(call: ApiCall, query: bodies.ArchiveTokenQuery) -> RawReply:
-    """What such an address names: a tar file of PEFT's or Hugging Face's form, one file of it, or a session's trace."""
+    """Returns what such an address names: a tar file of PEFT's or Hugging Face's form, one file of it, or a session's
+    trace."""
     grant = verify_token(query.token, call.context.signing_key, call.context.clock.wall_s())
     if grant.key_id and not grant.key_id.startswith(AT_FRONT):
         key = await call.context.identity.key(grant.key_id)

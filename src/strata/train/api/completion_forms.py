@@ -21,7 +21,7 @@ from strata.train.wire import openai
 from strata.train.wire.sampling import top_pairs
 
 TOKEN_BYTES: Final = 4
-"""Of a token in a packed prompt."""
+"""Bytes of a token in a packed prompt."""
 NO_TEXT: Final = SampledText("", 0, (), "length")
 """A sample of which nothing is shown."""
 
@@ -44,7 +44,7 @@ class _SentChoice:
         self.text = text
         self.tokens = bytearray()
         self.characters = 0
-        """Of the texts of its tokens."""
+        """Characters of the texts of its tokens."""
         self.begun = False
 
     @property
@@ -80,12 +80,12 @@ class CompletionForm(ABC, Generic[Reply]):
         self.created = int(call.context.clock.wall_s())
         self.wants_usage_chunk = body.wants_usage_chunk
         self.samples = body.samples
-        """Of each prompt."""
+        """The number of samples of each prompt."""
         self.stops = body.stop_strings
         self._streams_tokens = samples[0].stream
         self._sampled = 0
         self._sent: dict[tuple[int, int], _SentChoice] = {}
-        """By prompt and sample."""
+        """What was sent, by prompt and sample."""
 
     @abstractmethod
     def reply(self, name: str, results: Sequence[SampleResult]) -> Reply: ...
@@ -104,10 +104,10 @@ class CompletionForm(ABC, Generic[Reply]):
 
     @abstractmethod
     def text_stream(self, index: int) -> TextStream:
-        """For a sample of the prompt with this index."""
+        """Returns the stream of a sample of the prompt with this index."""
 
     def counts(self, index: int) -> Sequence[int]:
-        """How many tokens of each sample of a prompt were sent; empty if they are sent with the result only."""
+        """Returns how many tokens of each sample of a prompt were sent; empty if they are sent with the result only."""
         if not self._streams_tokens:
             return ()
         sent = [self._sent.get((index, sample)) for sample in range(self.samples)]
@@ -271,7 +271,7 @@ class TextForm(CompletionForm[openai.TextCompletion]):
         )
 
     def _rest(self, index: int, result: SampleResult) -> Iterator[openai.TextChoice]:
-        """What was not sent yet of the samples of a prompt: all of them unless it is a stream."""
+        """Yields what was not sent yet of the samples of a prompt: all of them unless it is a stream."""
         prompt = _unpack(self.prompts[index])
         echoed = self._echo(prompt, result) if self._echoes else None
         # A sampler samples at least one token; where none is wanted it is neither shown nor counted.

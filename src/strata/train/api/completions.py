@@ -36,7 +36,8 @@ from strata.train.wire.fields import invalid_field
 
 MAX_BODY: Final = 4 * MIB
 MAX_RESULT_BYTES: Final = 4 << 20
-"""Of the results of one request, 8 bytes for each token with its log probability: JSON takes ten times as much."""
+"""Bytes of the results of one request, 8 bytes for each token with its log probability: JSON takes ten times as
+much."""
 STREAM: Final = "text/event-stream"
 COMMENT_S: Final = 10.0
 """How often a stream that waits sends a comment, so that a client that went away is noticed."""
@@ -165,7 +166,7 @@ async def _plan_texts(call: ApiCall, body: openai.CompletionBody) -> _Plan[opena
 
 
 async def _prepare(call: ApiCall, model: str) -> tuple[_Weights, int, ModelText]:
-    """What a request samples from, the tokens that fit, and the tokenizer."""
+    """Returns what a request samples from, the tokens that fit, and the tokenizer."""
     weights = await _find_weights(call, model)
     settings = call.context.settings
     server = await call.request(queries.DescribeServer(), views.ServerView)
@@ -186,7 +187,7 @@ class _Plan(Generic[Reply]):
     weights: _Weights
     room: int
     templates: Sequence[SampleOperation]
-    """Without their sampler and their numbers there."""
+    """The operations without their sampler and their numbers there."""
     form: CompletionForm[Reply]
 
 
@@ -207,7 +208,7 @@ async def _complete(call: ApiCall, plan: _Plan[Reply]) -> Reply | RawReply:
 
 
 def _check_size(operations: Sequence[SampleOperation], room: int) -> None:
-    """Before anything is made durable: what no rank can take, and what would not fit into a reply."""
+    """Refuses, before anything is made durable, what no rank can take, and what would not fit into a reply."""
     size = 0
     for operation in operations:
         check_prompt_fits(operation, room)

@@ -75,12 +75,12 @@ class ApiContext:
     pace: BodyPace = field(default_factory=BodyPace)
     names: dict[str, str] = field(default_factory=dict)
     signing_key: bytes = field(default_factory=lambda: secrets.token_bytes(32))
-    """Of the URLs of archives, which are valid for minutes."""
+    """Signs the URLs of archives, which are valid for minutes."""
     metrics: ApiMetrics = field(default_factory=ApiMetrics)
     failures: AuthFailures = field(default_factory=AuthFailures)
     bodies: BodyBudget = field(default_factory=BodyBudget)
     number: int = 0
-    """Among the API servers of this machine."""
+    """The number among the API servers of this machine."""
     samplers: SamplerCache = field(default_factory=SamplerCache)
 
     async def tenant(self, caller: Principal) -> str:
@@ -123,7 +123,7 @@ class ApiCall(HttpCall[ApiContext]):
     async def watch_tokens(
         self, future_id: str, counts: Sequence[int], wait_s: float
     ) -> views.FutureResult | views.QueuePosition | views.TokensSampled:
-        """As `watch`, or before that tokens of a streamed sample beyond these counts."""
+        """Watches as `watch` does, or returns before that tokens of a streamed sample beyond these counts."""
         output = await self._exchange(queries.WatchTokens(future_id, counts, wait_s), wait_s)
         if isinstance(output, views.QueuePosition | views.TokensSampled):
             return output

@@ -67,7 +67,8 @@ def operation_route(
 
 
 def _key_of(operation: ops.Operation | None, raw: bytes) -> OperationKey | None:
-    """Where an operation that cannot be done stands in the order of its model; None if it has no place there."""
+    """Returns where an operation that cannot be done stands in the order of its model; None if it has no place
+    there."""
     if isinstance(operation, ops.Sequenced):
         return OperationKey(operation.model_id, operation.seq_id)
     try:
@@ -139,7 +140,7 @@ def _sample_reply(call: ApiCall, done: ops.SampleDone) -> RawReply:
 
 
 async def retrieve_many(call: ApiCall, body: sampling.RetrieveFutures) -> sampling.SampleCompletions:
-    """Which samples of a sampler have ended since the last time; none after a while"""
+    """Return the samples of a sampler that have ended since the last time; none after a while."""
     longest_s = call.context.settings.server.poll_s
     wait_s = longest_s if body.timeout is None else min(body.timeout, longest_s)
     target = body.target

@@ -15,7 +15,7 @@ class RefusedRoute:
     method: Method
     path: str
     name: str
-    """Of the route in the OpenAPI document."""
+    """The name of the route in the OpenAPI document."""
     reason: str
     hint: str
 

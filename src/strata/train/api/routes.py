@@ -42,7 +42,7 @@ from strata.train.wire.sdk_fields import SdkDecoder
 DOCUMENT_PATH: Final = "/openapi.json"
 KEY_HEADER: Final = "X-API-Key"
 MAX_JSON: Final = 16 * MIB
-"""Of a body in JSON, decompressed."""
+"""Bytes of a body in JSON, decompressed."""
 ERRORS: Final = ErrorTable(
     # Clients of this protocol retry 408, 409, 429 and everything from 500 on by themselves. A failure that would
     # repeat gets another status where that is possible, and `x-should-retry: false` where it is not.
@@ -56,7 +56,7 @@ def _security(access: Access) -> Sequence[str]:
 
 
 def _operation_id(route: Route) -> str:
-    """With the path: some handlers serve several."""
+    """Names the operation with its path: some handlers serve several."""
     return f"{route.name}.{route.path.strip('/').replace('/', '.')}"
 
 

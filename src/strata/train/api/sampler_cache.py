@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MAX_TENANTS: Final = 10_000
 MAX_SAMPLERS: Final = 256
-"""Of one tenant."""
+"""The most samplers of one tenant."""
 TRIES: Final = 2
 """A sampler that was lost is opened again once for a request."""
 _LOST: Final = (Code.NOT_FOUND, Code.PRECONDITION)
@@ -101,7 +101,7 @@ class SamplerCache:
 
 
 async def _open_sampler(call: ApiCall, tenant: _TenantSamplers, weights: ops.SavedWeights | None) -> _CachedSampler:
-    """In the session of the tenant, or in a new one if that has ended."""
+    """Opens it in the session of the tenant, or in a new one if that has ended."""
     if tenant.session_id:
         try:
             return await _open_in_session(call, tenant, weights)

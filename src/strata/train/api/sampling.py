@@ -28,7 +28,7 @@ async def sample(call: ApiCall, body: sampling.SampleRequest) -> sampling.Sample
 
 
 def check_prompt_fits(operation: SampleOperation, room: int) -> None:
-    """Before it is made durable: what no rank can ever take does not belong into the journal."""
+    """Refuses, before it is made durable, what no rank can ever take: it does not belong into the journal."""
     if operation.length >= room:
         raise invalid_field("prompt", f"has {operation.length} tokens, and a rank has room for {room}")
 
@@ -58,7 +58,7 @@ async def join_session(call: ApiCall, body: sampling.JoinSamplingSession) -> sam
 
 
 async def show(call: ApiCall) -> sampling.SamplerReply:
-    """What a sampler samples from."""
+    """Returns what a sampler samples from."""
     sampler = await call.request(queries.DescribeSampler(call.path["sampler_id"]), views.SamplerView)
     return sampling.SamplerReply(
         sampler_id=sampler.sampler_id, base_model=sampler.base_model, model_path=sampler.model_path

@@ -141,7 +141,7 @@ def run(
     port: int | None = None,
     pages: MakePages | None = None,
 ) -> None:
-    """Until SIGTERM or SIGINT. `announce` gets the address where the server listens.
+    """Run until SIGTERM or SIGINT. `announce` gets the address where the server listens.
 
     `number` tells several on one port apart; `port` is the one that the launcher keeps for them. `pages` are for
     browsers, beside the API.

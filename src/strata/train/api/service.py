@@ -34,7 +34,7 @@ from strata.train.wire.timeline import TimelineReply, chrome_trace, timeline_rep
 
 
 async def client_config(call: ApiCall, body: bodies.ClientConfigBody) -> replies.ClientConfigReply:
-    """How clients of the `tinker` SDK are to behave towards this server."""
+    """Returns how clients of the `tinker` SDK are to behave towards this server."""
     del body
     # Over loopback compressing costs more than it saves.
     host = call.headers.get("host", "").rpartition(":")[0]
@@ -57,13 +57,13 @@ async def capabilities(call: ApiCall) -> replies.Capabilities:
 
 
 async def alive(call: ApiCall) -> replies.Alive:
-    """Whether this process is alive."""
+    """Returns whether this process is alive."""
     del call
     return replies.Alive()
 
 
 async def health(call: ApiCall) -> RawReply:
-    """Whether every rank is healthy; 503 if not, with the reason."""
+    """Returns whether every rank is healthy; 503 if not, with the reason."""
     report = await call.request(queries.CheckHealth(), views.HealthReport)
     server = await call.request(queries.DescribeServer(), views.ServerView)
     reply = replies.ServerHealthReply(
@@ -115,7 +115,8 @@ def _sees_all_tenants(call: ApiCall) -> bool:
 
 
 async def status(call: ApiCall) -> ServerStatus:
-    """What the ranks do, who waits, how fast it goes, what ended last; others in the sum, for operators by name"""
+    """Returns what the ranks do, who waits, how fast it goes, what ended last; others in the sum, for operators by
+    name"""
     view = await call.request(queries.DescribeStatus(_sees_all_tenants(call)), StatusView)
     return view.status
 
@@ -162,7 +163,7 @@ async def report(call: ApiCall, body: bodies.ReportBody) -> None:
 
 
 async def timeline(call: ApiCall) -> TimelineReply:
-    """When an operation was where: held, queued, packed, at the ranks; 410 once that is not kept any longer"""
+    """Returns when an operation was where: held, queued, packed, at the ranks; 410 once that is not kept any longer"""
     request = queries.DescribeTimeline(call.path["request_id"])
     return timeline_reply((await call.request(request, TimelineView)).timeline)
 

@@ -111,7 +111,7 @@ async def search(call: ApiCall, body: bodies.SearchSessionsBody) -> replies.Sess
 
 
 def _place(session: views.SessionView) -> tuple[datetime.datetime, str]:
-    """In the order of pages: by the time as a client reads it, which is rounded."""
+    """Returns the place in the order of pages: by the time as a client reads it, which is rounded."""
     return replies.to_datetime(session.opened_at_s), session.session_id
 
 
@@ -128,7 +128,8 @@ async def set_project(call: ApiCall, body: bodies.ProjectBody) -> None:
 
 
 async def export_trace(call: ApiCall) -> replies.TraceExport:
-    """Where the trace of a session can be fetched for a while: its operations as far as their times are kept."""
+    """Returns where the trace of a session can be fetched for a while: its operations as far as their times are
+    kept."""
     session = await _session(call, call.path["session_id"])
     return replies.TraceExport(url=await archive.trace_url(call, session.session_id))
 

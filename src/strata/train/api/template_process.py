@@ -26,11 +26,11 @@ from strata.base.settings import process_environment
 MEMORY_BYTES: Final = 512 << 20
 """What rendering may take beside the program itself."""
 CPU_S: Final = 5
-"""Of one chat. The templates of known models take about a millisecond."""
+"""Processor time of one chat. The templates of known models take about a millisecond."""
 WAIT_S: Final = 30.0
-"""For the chats before, and for the process, which may share its cores with others."""
+"""Time to wait for the chats before, and for the process, which may share its cores with others."""
 TRIED_CHARACTERS: Final = 1 << 20
-"""Of the text that a template may make of one message."""
+"""Characters of the text that a template may make of one message."""
 TOO_MUCH: Final = f"it takes more than {CPU_S} s or {MEMORY_BYTES >> 20} MiB"
 _HEAD_BYTES: Final = 4
 _INHERITED: Final = ("PATH", "PYTHONPATH", "LANG")
@@ -127,7 +127,7 @@ def render_once(chat: ChatRendering) -> RenderedChat:
 
 
 def try_template(folder: Path) -> RenderedChat | None:
-    """What the chat template in the files of a model makes of one message; None if there is none. Blocking."""
+    """Returns what the chat template in the files of a model makes of one message; None if there is none. Blocking."""
     config = _read_json(folder / "tokenizer_config.json")
     template = config.get("chat_template")
     if (file := folder / "chat_template.jinja").is_file():

@@ -52,7 +52,7 @@ class SampledText(NamedTuple):
     """A sample as a client of OpenAI's API reads it."""
 
     text: str
-    """Without the token or the string that stopped it."""
+    """The text without the token or the string that stopped it."""
     length: int
     """How many tokens were sampled."""
     tokens: Sequence[TokenText]
@@ -78,7 +78,7 @@ class ModelText:
         return () if end is None else (end,)
 
     def encode(self, text: str, room: int) -> Sequence[int]:
-        """With the tokens that the model expects before a text, if any."""
+        """Encodes with the tokens that the model expects before a text, if any."""
         self._check_length("prompt", text, room)
         return self._encode(text, special=True)
 
@@ -120,7 +120,7 @@ class ModelText:
         return self._encode(rendered.text, special=False)
 
     def _check_length(self, field: str, text: str, room: int) -> None:
-        """Before the text is tokenized: no token is longer than the longest."""
+        """Checks before the text is tokenized: no token is longer than the longest."""
         if len(text) > room * self._longest_token:
             raise invalid_field(field, f"has {len(text)} characters, and a rank has room for {room} tokens")
 
@@ -181,12 +181,12 @@ class TextStream:
         self._tools = tools
         self._before = list(prompt[-2 * CONTEXT :])
         self._tokens: list[int] = []
-        """Whose text may still change."""
+        """The tokens whose text may still change."""
         self._held = ""
         self._returned = ""
 
     def add(self, tokens: Sequence[int]) -> str:
-        """What is sure of the text with these tokens, and was not before."""
+        """Returns what is sure of the text with these tokens, and was not before."""
         self._tokens += tokens
         added = self._text.continuation(self._before, self._tokens)
         if added.endswith(REPLACEMENT):
@@ -201,7 +201,7 @@ class TextStream:
         return sure
 
     def _sure(self) -> int:
-        """How many characters of what is held can be returned."""
+        """Returns how many characters of what is held can be returned."""
         text = self._held
         places = [place for place in map(text.find, self._marks) if place >= 0]
         end = min(places) if places else len(text) - max((_overlap(text, mark) for mark in self._marks), default=0)
@@ -209,7 +209,8 @@ class TextStream:
         return len(text[:end].rstrip()) if self._tools else end
 
     def rest(self, text: str) -> str:
-        """What is left of the whole text, when it is known; UNAVAILABLE if it does not begin with what was returned."""
+        """Returns what is left of the whole text, when it is known; UNAVAILABLE if it does not begin with what was
+        returned."""
         if not text.startswith(self._returned):
             raise StrataError(
                 Code.UNAVAILABLE,
@@ -248,7 +249,7 @@ class TextLoader:
 
 
 def load_text(path: str) -> ModelText:
-    """From the model's files, without network and without code from them. Blocking."""
+    """Loads from the model's files, without network and without code from them. Blocking."""
     from transformers import AutoTokenizer
 
     try:

@@ -41,12 +41,12 @@ async def file(call: ApiCall) -> RawReply:
 
 
 async def file_head(call: ApiCall) -> RawReply:
-    """Whether there is such a file, and which one."""
+    """Returns whether there is such a file, and which one."""
     return await file(call)
 
 
 def _missing(reason: str, message: str) -> RawReply:
-    """With the error codes by which clients of a Hub distinguish a missing file from a failure."""
+    """Replies with the error codes by which clients of a Hub distinguish a missing file from a failure."""
     reply = msgspec.json.encode(ErrorReply(error=Problem(code="NOT_FOUND", message=message)))
     return RawReply(reply, 404, headers={"X-Error-Code": reason})
 

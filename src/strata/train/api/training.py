@@ -24,7 +24,7 @@ async def create_model(call: ApiCall, body: bodies.CreateModelBody) -> ops.Creat
 
 
 async def get_info(call: ApiCall, body: bodies.ModelBody) -> replies.ModelInfoReply:
-    """What a model is, and where its tokenizer comes from."""
+    """Returns what a model is, and where its tokenizer comes from."""
     return replies.info(await call.request(queries.DescribeModel(body.model_id), views.ModelView))
 
 

@@ -93,7 +93,7 @@ async def load(call: ApiCall, body: bodies.LoadWeightsBody) -> ops.LoadWeights:
 
 
 async def info(call: ApiCall, body: bodies.TinkerPathBody) -> replies.WeightsInfo:
-    """What a checkpoint needs to be loaded."""
+    """Returns what a checkpoint needs to be loaded."""
     run_id, kind, name = bodies.tinker_path(body.tinker_path)
     checkpoint = await call.request(queries.DescribeCheckpoint(run_id, kind, name), views.ModelCheckpointView)
     return replies.weights_info(checkpoint)

@@ -41,7 +41,7 @@ class Archive:
         return sum(len(_head(name, size)) + size + -size % _BLOCK for name, size, _ in self.files) + 2 * _BLOCK
 
     def content(self) -> Iterator[bytes]:
-        """Of all files, one after the other."""
+        """Yields the content of all files, one after the other."""
         with self.closing:
             for _, _, file in self.files:
                 while part := file.read(_PIECE):

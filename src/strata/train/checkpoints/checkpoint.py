@@ -32,7 +32,7 @@ NAMES: Final = 4
 """Folders above a checkpoint whose names must be durable: of its kind, its run, all runs, and the server's data."""
 PART: Final = ".part"
 HEADER_LIMIT: Final = 32 << 20
-"""Of a file of tensors: enough for some hundred thousand of them."""
+"""The largest header of a file of tensors: enough for some hundred thousand of them."""
 HEADER_KEYS: Final = frozenset({"format", "quantise", "dtype", "DCP_SHARDING_INFO", "DCP_VERSION", "STRATA_RUNS"})
 """Metadata that our writers put into a header. Any other key is rejected."""
 THREADS: Final = 4
@@ -64,7 +64,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     user_metadata: Mapping[str, str] = {}
     files: Mapping[str, CheckpointFile] = {}
     digest: str = ""
-    """Of the manifest itself, with nothing in this place."""
+    """The digest of the manifest itself, with nothing in this place."""
 
     @property
     def sealed(self) -> CheckpointManifest:
@@ -249,7 +249,7 @@ class TensorHeader(msgspec.Struct, frozen=True):
 
 
 def is_allowed_name(name: str) -> bool:
-    """Whether a checkpoint may hold a file of that name: tensors, JSON or a chat template."""
+    """Says whether a checkpoint may hold a file of that name: tensors, JSON or a chat template."""
     return _NAME.fullmatch(name) is not None
 
 

@@ -114,7 +114,7 @@ def _drop_read(state: TrainState, gone: ModelCheckpoint) -> None:
 
 
 def _needed_for_replay(reading: CheckpointRead, replay_start: int) -> bool:
-    """Whether a replay from this dispatch reads the checkpoint without saving it first."""
+    """Says whether a replay from this dispatch reads the checkpoint without saving it first."""
     return reading.saved <= replay_start < reading.read
 
 
@@ -174,12 +174,13 @@ def _surplus(state: TrainState, keep: int, leaving: Set[CheckpointKey]) -> Itera
 
 
 def _folders_in_flight(state: TrainState) -> set[str]:
-    """Of checkpoints that dispatches without results read or write."""
+    """Returns the folders of checkpoints that dispatches without results read or write."""
     return {each.path for each in state.dispatches.values() if each.path}
 
 
 def _folders_in_use(state: TrainState) -> set[str]:
-    """Of checkpoints that endpoints have or get, and that samplers and waiting operations refer to."""
+    """Returns the folders of checkpoints that endpoints have or get, and that samplers and waiting operations refer
+    to."""
     referenced = {state.checkpoints[key].path for key in _referenced(state) if key in state.checkpoints}
     return referenced | state.pushes.keys() | state.published.keys()
 

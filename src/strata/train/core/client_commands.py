@@ -53,7 +53,7 @@ class SubmitOperation(Request, frozen=True, tag="submit_operation"):
 
     operation: ops.Operation
     session_id: str = ""
-    """Of an operation that creates a model or opens a sampler: the session it belongs to."""
+    """The session of an operation that creates a model or opens a sampler."""
 
 
 class AbortOperation(FutureRequest, frozen=True, tag="abort"):

@@ -77,7 +77,8 @@ class ManageModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
 class MakeSampler(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="MAKE_SAMPLER"):
     operation: ops.SaveSampler | ops.OpenSampler
     path: str
-    """Of the checkpoint to open, or where to save the weights of the sampler for engines; empty for neither."""
+    """The path of the checkpoint to open, or where to save the weights of the sampler for engines; empty for
+    neither."""
     close: Sequence[str] = ()
     """Samplers to evict first; one that does not exist is ignored."""
 
@@ -148,7 +149,7 @@ class SnapshotWritten(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
     generation: int
     number: int
     digest: str
-    """Of the manifest."""
+    """The digest of the manifest."""
     size: int
     held_s: float
     """How long the ranks did nothing but copy."""
@@ -157,7 +158,7 @@ class SnapshotWritten(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
 
 
 class ModelInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of the base model, as the ranks loaded it."""
+    """The base model, as the ranks loaded it."""
 
     name: str
     arch: str
@@ -190,7 +191,7 @@ class Restore(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="rest
     number: int
     path: str
     digest: str
-    """Of the manifest. Every file is verified before the first is loaded."""
+    """The digest of the manifest. Every file is verified before the first is loaded."""
 
 
 class Restored(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="restored"):
@@ -239,7 +240,7 @@ class SampleProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
 
     generation: int
     parts: Sequence[tuple[str, SampledPart]]
-    """By request."""
+    """Parts by request."""
 
 
 class HealthReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="healthy"):

@@ -37,7 +37,7 @@ def create(state: TrainState, tenant: str, command: CreateCustomLoss, at_s: floa
 
 
 def _encoded_bytes(loss: CustomLoss) -> int:
-    """What it takes in the saved state and in the journal."""
+    """Returns what it takes in the saved state and in the journal."""
     return len(msgspec.msgpack.encode(loss))
 
 

@@ -285,7 +285,7 @@ def _accept_initial_load(state: TrainState, tenant: str, operation: ops.LoadWeig
 
 
 def _unblocks_held(state: TrainState, model: ModelRecord, seq: int) -> bool:
-    """Whether held operations wait for this one: a queue full of held operations would never drain without it.
+    """Says whether held operations wait for this one: a queue full of held operations would never drain without it.
 
     One at a time. While the last released one waits the queue does drain, and a client that sent a high number first
     gets no more room for the numbers below it than others have.

@@ -92,7 +92,7 @@ def _packed(state: TrainState, chosen: list[_Chosen], request: DispatchNext) -> 
 
 
 def _obstacle(state: TrainState, chosen: _Chosen, request: DispatchNext) -> str | None:  # noqa: PLR0911 - one arm per kind
-    """Why this operation cannot be dispatched."""
+    """Says why this operation cannot be dispatched."""
     operation = chosen.operation
     if state.asleep and not isinstance(operation, ops.WHILE_ASLEEP):
         # Decided here, not by the ranks: in a replay others might be awake where these were asleep.

@@ -93,7 +93,8 @@ class Dispatched(_Fact, frozen=True):
     close: Sequence[str] = ()
     """Samplers that are evicted for a new one."""
     slice: SlicePlan | None = None
-    """Of a sampling slice: the futures are the samples that it adds; they do not end with this dispatch as such."""
+    """The plan of a sampling slice: the futures are the samples that it adds; they do not end with this dispatch as
+    such."""
     snapshot: bool = False
     """A snapshot of all models at this position; `path` is its folder, under that of all snapshots."""
     at_s: float = 0.0
@@ -116,7 +117,7 @@ class SnapshotCommitted(_Fact, frozen=True):
     number: int
     name: str
     digest: str
-    """Of its manifest, which has those of its files."""
+    """The digest of its manifest, which has those of its files."""
     at_s: float
     size: int = 0
     held_s: float = 0.0
@@ -223,7 +224,7 @@ class PushBegun(_Fact, frozen=True):
     endpoints: Sequence[str]
     future_id: str
     number: int
-    """Of the dispatch that saved the weights."""
+    """The number of the dispatch that saved the weights."""
     at_s: float
 
 

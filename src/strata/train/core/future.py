@@ -68,7 +68,7 @@ class OperationFuture(msgspec.Struct):
     turn: int = 0
     """Its position in the order of enqueueing; 0 while it is held behind a gap."""
     number: int = 0
-    """Of its dispatch."""
+    """The number of its dispatch."""
     result: ops.Result | None = None
     ended_at_s: float = 0.0
 

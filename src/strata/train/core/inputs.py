@@ -192,11 +192,11 @@ class Dispatching:
 @dataclass(frozen=True)
 class Decision:
     reply: Done | Accepted | Dispatching
-    """To a command of a client: its response."""
+    """The response to a command of a client."""
     facts: tuple[Fact, ...] = ()
     ended: tuple[str, ...] = ()
     """Futures that have their result now."""
     deleted_folders: tuple[str, ...] = ()
-    """Of checkpoints that were deleted: their files may be removed."""
+    """Folders of checkpoints that were deleted: their files may be removed."""
     charges: Charges | None = None
     """An effect on the soft state: what the selected operations cost their tenants."""

@@ -73,7 +73,7 @@ def _existed(state: TrainState, tenant: str, future_id: str) -> bool:
 
 
 def _was_accepted(model: ModelRecord, which: str) -> bool:
-    """Whether the model ever had the operation that this last part of a future's id names."""
+    """Says whether the model ever had the operation that this last part of a future's id names."""
     if which in ("create", INITIAL, INITIAL_LOAD):
         return True
     if which == "unload":
@@ -83,7 +83,7 @@ def _was_accepted(model: ModelRecord, which: str) -> bool:
 
 
 def find_checkpoint(state: TrainState, tenant: str, run_id: str, kind: ops.WeightsKind, name: str) -> ModelCheckpoint:
-    """Of this tenant: it may change and delete the checkpoint."""
+    """Returns a checkpoint of this tenant: it may change and delete the checkpoint."""
     checkpoint = find_readable_checkpoint(state, tenant, run_id, kind, name)
     if state.models[run_id].tenant != tenant:
         raise _no_checkpoint(run_id, kind, name)
@@ -93,7 +93,7 @@ def find_checkpoint(state: TrainState, tenant: str, run_id: str, kind: ops.Weigh
 def find_readable_checkpoint(
     state: TrainState, tenant: str, run_id: str, kind: ops.WeightsKind, name: str
 ) -> ModelCheckpoint:
-    """Of this tenant, or a public one."""
+    """Returns a checkpoint of this tenant, or a public one."""
     checkpoint = state.checkpoints.get((run_id, kind, name))
     if checkpoint is None or not may_read(state, tenant, checkpoint):
         raise _no_checkpoint(run_id, kind, name)
@@ -101,7 +101,7 @@ def find_readable_checkpoint(
 
 
 def may_read(state: TrainState, tenant: str, checkpoint: ModelCheckpoint) -> bool:
-    """Whether it belongs to this tenant, or is public."""
+    """Says whether it belongs to this tenant, or is public."""
     owner = state.models.get(checkpoint.operation.model_id)
     return owner is not None and (owner.tenant == tenant or checkpoint.public)
 

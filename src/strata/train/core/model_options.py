@@ -71,7 +71,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     floor: float = 0.0
 
     def factor(self, step: int) -> float:
-        """For the step with this number, the first being 1."""
+        """Returns the factor of the step with this number, the first being 1."""
         if step < self.warmup_steps:
             return step / self.warmup_steps
         if step == self.warmup_steps or self.kind == "constant" or self.total_steps <= self.warmup_steps:

@@ -40,7 +40,7 @@ MAX_DIMENSIONS: Final = 8
 MAX_CONFIG: Final = 64
 MAX_NAME: Final = 256
 GROUP_SIZE: Final = "group_size"
-"""In the config of a custom loss."""
+"""A key in the config of a custom loss."""
 MAX_GROUP: Final = 64
 
 
@@ -82,7 +82,7 @@ class PassData(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
     datums: Sequence[Datum]
     custom: CustomLoss | None = None
-    """Of the loss `custom`: a replay needs nothing else than this payload."""
+    """The definition of the loss `custom`: a replay needs nothing else than this payload."""
 
 
 class InlinePayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="inline"):
@@ -123,7 +123,7 @@ class ForwardBackward(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
     """Tokens of each datum, in order: all that the scheduler and packing need of the payload."""
     payload: Payload
     sampled_tokens: int = 0
-    """Of the tokens, that the client declared to be sampled."""
+    """The tokens that the client declared to be sampled."""
 
     @property
     def group_size(self) -> int:
@@ -139,7 +139,7 @@ def group_size_of(loss: LossName, config: Mapping[str, float]) -> int:
 
 
 class OptimStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="optim_step"):
-    """With the parameters of one optimizer: that of the model."""
+    """A step with the parameters of one optimizer: that of the model."""
 
     model_id: str
     seq_id: int
@@ -161,7 +161,7 @@ class AbortGradients(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
 
 
 class SaveWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="save_weights"):
-    """Of the kind "weights" with the state of the optimizer; of the others the weights alone."""
+    """Saves weights of the kind "weights" with the state of the optimizer; of the others the weights alone."""
 
     model_id: str
     seq_id: int
@@ -199,7 +199,7 @@ class SyncWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     seq_id: int
     name: str
     endpoints: Sequence[str] = ()
-    """By name; empty: all that exist when the files are written."""
+    """Endpoints by name; empty: all that exist when the files are written."""
     ttl_s: float | None = None
 
     def save(self) -> SaveWeights:

@@ -1,4 +1,4 @@
-"""Out of memory: a pass that does not fit into the memory of the ranks.
+"""Handles a pass that does not fit into the memory of the ranks.
 
 One operation fails, the one with most tokens of the row that did not fit. The others of its dispatch run without it:
 `without_operations` is the composition that is left, the same live and in a replay.
@@ -35,7 +35,7 @@ def fail_oversized(state: TrainState, request: RanksOutOfMemory) -> Decision:
 
 
 def most_likely_cause(reports: Iterable[RowOutOfMemory | None]) -> RowOutOfMemory | None:
-    """Of the reports of the ranks, the one that the group most likely died of: the other ranks ran rows too."""
+    """Returns the report that the group most likely died of: the other ranks ran rows too."""
     return max((each for each in reports if each is not None), key=lambda each: (each.sure, each.tokens), default=None)
 
 

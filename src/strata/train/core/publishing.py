@@ -116,7 +116,7 @@ def push_after_save(
 
 
 def _is_pushed(state: TrainState, operation: ops.SaveWeights) -> bool:
-    """Whether the settings push what this operation saves, without a request of the client."""
+    """Says whether the settings push what this operation saves, without a request of the client."""
     return state.rules.push and operation.kind == "sampler_weights" and bool(state.endpoints)
 
 
@@ -158,7 +158,7 @@ def endpoints_for(state: TrainState, future_id: str, sample: SampleOperation) ->
 
 
 def _reaches_engines(state: TrainState, path: str) -> bool:
-    """Whether these weights are being saved for engines of the server, or are on their way there."""
+    """Says whether these weights are being saved for engines of the server, or are on their way there."""
     if not state.rules.engines or state.rules.fallback:
         return False
     push = state.pushes.get(path)
@@ -185,10 +185,9 @@ def _route(state: TrainState, request: RouteSamples) -> Decision:
 
 
 def choose_endpoint(able: Sequence[str], sample: SampleOperation, load: Mapping[str, int]) -> str:
-    """By rendezvous hashing of the first block of the prompt: samples that share it find its KV cache in one endpoint,
-    and an endpoint that comes or goes moves none but its own. An endpoint takes no more than its share of the load and
-    a quarter; beyond that the next in the order of the hash does.
-    """
+    """Chooses by rendezvous hashing of the first block of the prompt: samples that share it find its KV cache in one
+    endpoint, and an endpoint that comes or goes moves none but its own. An endpoint takes no more than its share of the
+    load and a quarter; beyond that the next in the order of the hash does."""
     block = sample.prompt[: PREFIX_TOKENS * TOKEN_BYTES]
     bound = math.ceil(LOAD_BOUND * (sum(load.get(name, 0) for name in able) + 1) / len(able))
     ranked = sorted(able, key=lambda name: sha256_hex(name.encode() + b"\0" + block))

@@ -20,11 +20,11 @@ class CompletedDispatch(NamedTuple):
     dispatch: Dispatch
     operations: Sequence[ops.Operation]
     failed: Sequence[bool]
-    """Of each operation, whether its first result was a failure."""
+    """Whether the first result of each operation was a failure."""
 
 
 def reject_reason(state: TrainState, group: str, applied: int) -> str | None:
-    """Why a group of ranks that has applied all dispatches up to `applied` must not be used; None if it may."""
+    """Says why a group of ranks that has applied all dispatches up to `applied` must not be used; None if it may."""
     if state.tainted and group == state.group:
         return "it has applied a dispatch that was failed since"
     if applied > state.dispatched:
@@ -82,14 +82,14 @@ def divergence(past: CompletedDispatch, results: Sequence[ops.Result]) -> Strata
 
 
 def _differs(operation: ops.Operation, result: ops.Result, *, failed: bool) -> bool:
-    """Whether this outcome may leave another model than the first one, which `failed` or did not."""
+    """Says whether this outcome may leave another model than the first one, which `failed` or did not."""
     fails = isinstance(result, ops.Failed)
     # Any other operation that failed once and succeeds now has changed no model, or would have been skipped.
     return fails if not failed else not fails and isinstance(operation, ops.ForwardBackward | ops.OptimStep)
 
 
 def _remedy(operation: ops.Operation, path: str) -> str | None:
-    """What an operator can do about it; None if the operation changes no model."""
+    """Returns what an operator can do about it; None if the operation changes no model."""
     match operation:
         case ops.CreateModel():
             return "give the server the room back that it had: max_models and max_lora_rank of [model]"

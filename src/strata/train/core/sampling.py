@@ -15,7 +15,7 @@ import msgspec
 from strata.base.errors import Code, StrataError
 
 MISSING_LOGPROB: Final = -99999.0
-"""At a position of `TopLogprobs` that holds no token; the token there is 0."""
+"""Stands at a position of `TopLogprobs` that holds no token; the token there is 0."""
 MAX_RESULT_BYTES: Final = 64 << 20
 """The largest result of one request. Rank 0 holds it in memory until the last of its samples has ended, and it goes to
 the client in one piece. 64 samples of 4096 tokens, each with the top 20, are two thirds of it."""
@@ -91,7 +91,7 @@ class SampleOperation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
 
 
 class TopLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """For each of `length` positions the top `k` tokens, likeliest first; `MISSING_LOGPROB` where there are fewer."""
+    """The top `k` tokens of each of `length` positions, likeliest first; `MISSING_LOGPROB` where there are fewer."""
 
     tokens: bytes
     """int32, little-endian, position by position."""
@@ -108,7 +108,8 @@ class TargetLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Draws(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """At each of `length` positions `k` tokens, drawn independently at the request's temperature from all tokens."""
+    """Holds at each of `length` positions `k` tokens, drawn independently at the request's temperature from all
+    tokens."""
 
     tokens: bytes
     """int32, little-endian, position by position."""
@@ -137,7 +138,7 @@ class SampledPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tokens of a sample that runs. Its last token is in no part: that comes with the result."""
 
     index: int
-    """Which of the request's samples it is."""
+    """The place among the request's samples."""
     start: int
     """How many tokens of the sample come before these."""
     tokens: bytes
@@ -151,7 +152,7 @@ class SampledPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.start + len(self.tokens) // 4
 
     def after(self, count: int) -> SampledPart:
-        """Without the tokens that are among the first so many of the sample."""
+        """Returns the part without the tokens that are among the first so many of the sample."""
         place = 4 * (count - self.start)
         if place <= 0:
             return self
@@ -258,7 +259,7 @@ class SliceResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     prompt_tokens: int
     """Prefilled in this slice: once for all samples of a request at one rank."""
     reused_tokens: int = 0
-    """Of the same prompts, that the prefix cache had."""
+    """Tokens of the same prompts that the prefix cache had."""
 
 
 encode_result: Final = msgspec.msgpack.Encoder().encode

@@ -100,7 +100,7 @@ def _is_open(state: TrainState, sample: SampleOperation) -> bool:
 
 
 def _select_fairly(state: TrainState, future_ids: Iterable[str]) -> list[str]:
-    """As many samples as the ranks have room for, tenants with the fewest running samples first.
+    """Selects as many samples as the ranks have room for, tenants with the fewest running samples first.
 
     A tenant alone leaves some room, so that the next tenant does not have to wait until a sample ends.
     """
@@ -168,7 +168,8 @@ def samplers_to_evict(state: TrainState) -> tuple[str, ...] | None:
 
 
 def _least_recently_used(state: TrainState, opened: Sequence[SamplerState], finished: Set[str]) -> str | None:
-    """Of the tenant that has the most samplers; None if all of them have open samples, or are of finished sessions."""
+    """Returns a sampler of the tenant that has the most; None if all of them have open samples, or are of finished
+    sessions."""
     in_use = {sample.sampler_id for queue in (state.waiting, state.sampling) for sample in queue.values()}
     in_use |= {sample.sampler_id for _, sample in state.routed.values()}
     idle = [each for each in opened if each.sampler_id not in in_use and each.sampler_id not in finished]

@@ -49,7 +49,7 @@ class Charges(NamedTuple):
     turns: int
     """Tenants whose turn passed; each following tenant got its quantum."""
     tokens: Mapping[str, int]
-    """By tenant."""
+    """Tokens by tenant."""
 
 
 class Selection(NamedTuple):
@@ -61,7 +61,7 @@ class Selection(NamedTuple):
     """Tokens by future: an operation is charged its cost, or less at the limit of debt."""
 
     def charges(self, only: Container[str] | None = None) -> Charges:
-        """Of all operations, or only of these futures if the others are not dispatched."""
+        """Returns the charges of all operations, or only of these futures if the others are not dispatched."""
         tokens: Counter[str] = Counter()
         for operation in self.operations:
             if only is None or operation.future_id in only:
@@ -115,7 +115,7 @@ class Scheduler:
     def __init__(self, quantum_tokens: int) -> None:
         self._quantum = quantum_tokens
         self._queues: dict[str, dict[str, deque[QueuedOperation]]] = {}
-        """By tenant and model."""
+        """Queues by tenant and model."""
         self._ring: deque[str] = deque()
         """Tenants with queued operations; the first has its turn."""
         self._deficit: dict[str, int] = {}

@@ -31,13 +31,13 @@ KEEP: Final = 2
 MAX_BACKOFF_DOUBLINGS: Final = 6
 """Exponential backoff stops to double after so many failures in a row."""
 COST_SHARE: Final = 0.05
-"""At most this share of the time may go into snapshots that are due for their replay: those of large models take
+"""The share of the time that may go into snapshots that are due for their replay: those of large models take
 minutes."""
 _READ_ONLY: Final = (ops.SaveWeights, ops.SyncWeights, ops.Sleep, ops.Wake, ops.MalformedOperation, SampleOperation)
 
 
 def due_reason(state: TrainState, at_s: float) -> str | None:
-    """Why a snapshot is due; None if it is not. A failure doubles the interval until the next attempt."""
+    """Says why a snapshot is due; None if it is not. A failure doubles the interval until the next attempt."""
     rules, since = state.rules, state.snapshot_backlog
     if state.snapshotting is not None or state.asleep:
         return None
@@ -54,7 +54,7 @@ def due_reason(state: TrainState, at_s: float) -> str | None:
 
 
 def replay_limit_s(state: TrainState) -> float:
-    """How long a replay may take before a snapshot is due for that reason."""
+    """Returns how long a replay may take before a snapshot is due for that reason."""
     cost_s = state.snapshots[-1].cost_s if state.snapshots else 0.0
     return max(state.rules.snapshot_replay_s, cost_s / COST_SHARE)
 
@@ -125,7 +125,7 @@ def pending_operations(state: TrainState, after: int) -> Mapping[str, ops.Operat
 
 
 def replay_starts(state: TrainState) -> set[int]:
-    """After which dispatches a replay may start, now or when the snapshot in progress is committed."""
+    """Returns the dispatches after which a replay may start, now or when the snapshot in progress is committed."""
     found = {each.number for each in state.snapshots}
     if state.snapshotting is not None:
         found.add(state.snapshotting.number)

@@ -51,14 +51,14 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     max_samplers: int = 64
     max_models_per_tenant: int | None = None
     max_sessions_per_tenant: int = 1000
-    """Of those that have not ended."""
+    """The most sessions that have not ended."""
     ended_session_ttl_s: float = 30 * 86_400.0
     max_ended_sessions: int = 1000
-    """Of one tenant, without models."""
+    """The most ended sessions of one tenant, without models."""
     max_imports_per_tenant: int = 1000
     """Checkpoints that were imported or copied."""
     max_loss_bytes: int = 1 << 20
-    """Of all custom losses of one tenant, encoded."""
+    """Bytes of all custom losses of one tenant, encoded."""
     max_pending_samples: int = 2048
     """Sample requests that are accepted and not yet dispatched."""
     max_running_samples: int = 256
@@ -73,7 +73,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     fallback: bool = False
     """Let the ranks sample what those fail to deliver."""
     keep_versions: int = 2
-    """Of each model on an endpoint."""
+    """Versions of each model on an endpoint."""
     snapshot_dispatches: int = 0
     """Dispatches that modify a model, between two snapshots of the models; 0 is never for this reason."""
     snapshot_s: float = 0.0
@@ -81,7 +81,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     snapshot_replay_s: float = 0.0
     """A snapshot is due when a replay would take so long, or as long as `snapshots.COST_SHARE` demands."""
     keep_checkpoints: int | None = None
-    """Of each run and kind, the newest; None keeps all."""
+    """Checkpoints of each run and kind, the newest; None keeps all."""
 
     @property
     def tenant_quota(self) -> int:
@@ -122,7 +122,7 @@ class TrainedCount(msgspec.Struct, frozen=True, array_like=True):
     datums: int = 0
     tokens: int = 0
     sampled_tokens: int = 0
-    """Of these, that the client declared to be sampled (`Datum.with_provenance`)."""
+    """Those of these that the client declared to be sampled (`Datum.with_provenance`)."""
 
     def plus(self, other: TrainedCount) -> TrainedCount:
         return TrainedCount(
@@ -138,9 +138,9 @@ class WeightsLineage(msgspec.Struct, frozen=True, array_like=True):
     parent: str = ""
     """The path of the checkpoint that was loaded; empty if training began with the base model."""
     trained: TrainedCount = TrainedCount()
-    """Since the parent."""
+    """Counts since the parent."""
     before: TrainedCount = TrainedCount()
-    """Of the parent with all before it, as far as this server trained them."""
+    """Counts of the parent with all before it, as far as this server trained them."""
     pending: TrainedCount = TrainedCount()
     """Passes whose gradients no step has used yet."""
 
@@ -181,7 +181,7 @@ class SamplerState(msgspec.Struct):
     used: int = 0
     """The turn of its last sample: for least-recently-used eviction."""
     folder: str = ""
-    """Of the checkpoint that it was opened from. It keeps it even if another one gets the same name."""
+    """The folder of the checkpoint that it was opened from. It keeps it even if another one gets the same name."""
 
 
 class InferenceEndpoint(msgspec.Struct, frozen=True):
@@ -222,7 +222,7 @@ class ModelCheckpoint(msgspec.Struct, frozen=True):
     saved_at_s: float = 0.0
     expires_at_s: float | None = None
     number: int = 0
-    """Of the dispatch that saved it; 0 if it was imported, and no replay can save it again."""
+    """The number of the dispatch that saved it; 0 if it was imported, and no replay can save it again."""
     public: bool = False
     """Its owner lets all tenants of this server read it."""
     lineage: WeightsLineage = WeightsLineage()
@@ -263,7 +263,7 @@ class ModelSnapshot(msgspec.Struct, frozen=True):
     number: int
     name: str
     digest: str = ""
-    """Of its manifest; empty until all of it is on the disk."""
+    """The digest of its manifest; empty until all of it is on the disk."""
     pending: Mapping[str, ops.Operation] = {}
     """Operations that were accepted before it and not dispatched, by future: a replay from here needs them."""
     since: SnapshotBacklog = SnapshotBacklog()
@@ -287,9 +287,9 @@ class TrainState:
         """Complete ones, the newest of each name."""
         self.saving = _by_key(saved.saving)
         self.checkpoint_reads = dict(saved.checkpoint_reads)
-        """By folder, of checkpoints that a dispatch reads."""
+        """Reads by folder, of checkpoints that a dispatch reads."""
         self.dispatches = {each.number: each for each in saved.dispatches}
-        """In flight: dispatched and without results."""
+        """Dispatches in flight: without results."""
         self.dispatched = saved.dispatched
         """The number of the last dispatch."""
         self.failed_dispatches = set(saved.failed_dispatches)
@@ -324,7 +324,7 @@ class TrainState:
         self.snapshotting = saved.snapshotting
         """The snapshot in progress, until it is committed or abandoned."""
         self.snapshot_failures = saved.snapshot_failures
-        """In a row."""
+        """Failures in a row."""
         self.snapshot_backlog = saved.snapshot_backlog
         self.truncated_through = saved.truncated_through
         """The journal is truncated up to this dispatch: there is a snapshot of it or a later one. 0: it is complete."""
@@ -433,7 +433,7 @@ class SavedState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
 
 
 def is_name(text: str) -> bool:
-    """Whether it is valid as part of an id and of a path."""
+    """Says whether it is valid as part of an id and of a path."""
     return 1 <= len(text) <= 128 and text[0] not in ".-" and _NAME_CHARACTERS.issuperset(text)
 
 

@@ -14,13 +14,13 @@ HOUR_S: Final = 3600
 RETENTION_HOURS: Final = 15 * 24
 """Clients may ask for the last fourteen days."""
 MAX_COUNTS: Final = 100_000
-"""Beyond it the oldest hour is kept by tenant and not by session."""
+"""The number beyond which the oldest hour is kept by tenant and not by session."""
 UsageKind = Literal["training", "sampling_prefill", "sampling_sample", "checkpoint"]
 
 
 class UsageKey(NamedTuple):
     hour: int
-    """Since 1970, UTC."""
+    """Hours since 1970, UTC."""
     tenant: str
     session_id: str
     """Empty if only the tenant is still known."""
@@ -59,7 +59,7 @@ class HourlyUsage:
                 pass
 
     def of(self, tenant: str, from_s: float, until_s: float) -> list[UsageCount]:
-        """Of the hours that begin in this window, the oldest first, then the largest."""
+        """Returns counts of the hours that begin in this window, the oldest first, then the largest."""
         window = range(int(from_s) // HOUR_S, int(until_s) // HOUR_S)
         found = [each for each in self if each.tenant == tenant and each.hour in window]
         return sorted(found, key=lambda each: (each.hour, -each.count, each.session_id, each.kind))

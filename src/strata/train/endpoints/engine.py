@@ -52,7 +52,7 @@ class Engine(Protocol):
 
 
 def stale_versions(names: Sequence[str], version: str, keep: int) -> list[str]:
-    """Which of these versions of the same model are older than the newest `keep`."""
+    """Returns those of these versions of the same model that are older than the newest `keep`."""
     run, _, _ = version.rpartition("-v")
     numbers = {}
     for name in {*names, version}:

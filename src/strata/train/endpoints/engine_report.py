@@ -22,7 +22,8 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def engine_statuses(settings: ServerSettings) -> list[EngineStatus]:
-    """Of all engines that the server starts. A file that cannot be read is a state too, and no error of the status."""
+    """Reads the status of all engines that the server starts. A file that cannot be read is a state too, and no error
+    of the status."""
     return [_status(settings, name) for name in settings.inference.engines]
 
 

@@ -39,13 +39,13 @@ from strata.train.settings import ServerSettings
 from strata.train.status import views
 
 LOCAL: Final = "unix:"
-"""In front of the name of an engine that the launcher supervises, in the place of a URL."""
+"""Stands in front of the name of an engine that the launcher supervises, in the place of a URL."""
 LIST_S: Final = 3.0
 """How long an endpoint may take to list its versions for a status query."""
 RETRY_S: Final = 5.0
 REVIVE_S: Final = 0.5
 SUSPECT: Final = 2
-"""After so many failed attempts a sample is drawn alone, so that those beside it do not fail with it."""
+"""Failed attempts after which a sample is drawn alone, so that those beside it do not fail with it."""
 MAX_FAILURES: Final = 5
 """An engine may die of a sample: one in which so many attempts failed is not sent to another."""
 _IN_VAIN: Final = (Code.NOT_FOUND, Code.UNSUPPORTED, Code.DEADLINE)
@@ -77,12 +77,12 @@ class Publisher:
         self._store_result = store_result
         self._engines: dict[str, tuple[InferenceEndpoint, Engine]] = {}
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """By endpoint: versions are pushed to it one after the other, in the order in which they were saved."""
+        """Locks by endpoint: versions are pushed to it one after the other, in the order in which they were saved."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._down: set[str] = set()
         """Engines of the server that failed and have not replied since: no sample is routed to them."""
         self._failures: Counter[str] = Counter()
-        """By sample, how often an engine of the server failed while it drew it."""
+        """How often an engine of the server failed while it drew each sample."""
 
     async def run(self) -> None:
         """Run until cancelled."""

@@ -24,7 +24,7 @@ from strata.train.settings import InferenceSettings
 
 LIST_S: Final = 10.0
 _REJECTED: Final = (400, 413, 422)
-"""Of a request: the tokens or the length are not for this engine, as it was started."""
+"""Statuses of a rejected request: the tokens or the length are not for this engine, as it was started."""
 _START_TIME: Final = b"\nprocess_start_time_seconds "
 
 
@@ -61,7 +61,7 @@ class _PartChoice(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """Of a stream: a part of some choices, or an error."""
+    """An event of a stream: a part of some choices, or an error."""
 
     model: str = ""
     choices: Sequence[_PartChoice] = ()

@@ -35,13 +35,13 @@ LORA_RANKS: Final = (8, 16, 32, 64, 128, 256, 320, 512)
 MAX_LORAS: Final = 8
 """Adapters in one batch of the engine, unless its arguments say otherwise."""
 POLL_S: Final = 0.25
-"""Between two probes of an engine that starts."""
+"""Time between two probes of an engine that starts."""
 PROBE_S: Final = 2.0
-"""Between two probes of an engine that runs."""
+"""Time between two probes of an engine that runs."""
 REPLY_S: Final = 5.0
 FIND_S: Final = 60.0
 MAX_SOCKET_BYTES: Final = 107
-"""Of the path of a Unix socket, on Linux."""
+"""Bytes of the path of a Unix socket, on Linux."""
 _PROGRESS: Final = re.compile(rb"^vllm:(?:generation|prompt)_tokens_total\{[^}]*\} (\S+)$", re.MULTILINE)
 _log = log.get(__name__)
 
@@ -134,7 +134,7 @@ class EngineProbe:
     loaded: int
     """Requests that it has."""
     tokens: float
-    """That it has read and made since it started."""
+    """Tokens that it has read and made since it started."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class EngineHealth:
         return EngineHealth(self.started_s, now_s, probe.tokens, now_s if moves else self.moved_s)
 
     def fault(self, now_s: float, *, start_timeout_s: float, stall_s: float) -> str | None:
-        """Why the process has to be restarted; None if it need not."""
+        """Says why the process has to be restarted; None if it need not."""
         if self.heard_s is None:
             waited_s = now_s - self.started_s
             return f"it was not ready after {waited_s:.0f} seconds" if waited_s >= start_timeout_s else None
@@ -186,7 +186,7 @@ class EngineSupervisor:
         self.process = SupervisedProcess(command, clock, lambda _: None, self._on_start)
 
     async def supervise(self) -> None:
-        """Until stopped. UNAVAILABLE if the engine dies again before it was ever ready."""
+        """Supervises until stopped. UNAVAILABLE if the engine dies again before it was ever ready."""
         tasks = [
             asyncio.create_task(self.process.supervise(), name=self.name),
             asyncio.create_task(self._watch(), name=f"watch {self.name}"),

@@ -121,7 +121,7 @@ def check_memory(settings: ServerSettings) -> None:
 
 
 def available_bytes(settings: ServerSettings) -> int | None:
-    """Of each rank: the free memory of its device, or its share of the machine's."""
+    """Returns for each rank the free memory of its device, or its share of the machine's."""
     ranks = settings.ranks.nproc
     if settings.ranks.backend != "gloo" and (on_gpu := _gpu_bytes(ranks)) is not None:
         return on_gpu

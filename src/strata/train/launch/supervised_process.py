@@ -100,7 +100,7 @@ class SupervisedProcess:
         return "the log above says why" if self.command.log is None else f"the whole log is {self.command.log}"
 
     def _log_tail(self) -> list[str]:
-        """What another program wrote, fit for a terminal."""
+        """Returns what another program wrote, fit for a terminal."""
         if self.command.log is None or not self.command.log.is_file():
             return []
         with self.command.log.open("rb") as file:

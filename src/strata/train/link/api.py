@@ -80,7 +80,7 @@ class OrchestratorClient:
 
     @property
     def generation(self) -> int | None:
-        """Of the orchestrator that connected last; None before the first."""
+        """The generation of the orchestrator that connected last; None before the first."""
         return self._orchestrator[0] if self._orchestrator else None
 
     async def request(self, request: messages.OrchestratorRequest, *, timeout_s: float) -> messages.Output:
@@ -177,7 +177,7 @@ class ApiLink:
                 return request
 
     def send(self, outputs: messages.OrchestratorOutputs) -> None:
-        """Without waiting. A reply that does not fit into the queue is dropped: the API server does not read."""
+        """Sends without waiting. A reply that does not fit into the queue is dropped: the API server does not read."""
         try:
             raise_send_error(self._replies.send(messages.encode(outputs), flags=zmq.NOBLOCK))
         except zmq.Again:

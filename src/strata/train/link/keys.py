@@ -31,14 +31,14 @@ class LinkKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return "LinkKeys(***)"
 
     def secure_listener(self, socket: zmq.Socket[Any]) -> None:
-        """For a socket that listens. Its context needs `start_authenticator` as well."""
+        """Secures a socket that listens. Its context needs `start_authenticator` as well."""
         socket.curve_server = True
         socket.curve_secretkey = self.server_secret.encode()
         socket.curve_publickey = self.server_public.encode()
         socket.zap_domain = DOMAIN.encode()
 
     def secure_client(self, socket: zmq.Socket[Any]) -> None:
-        """For a socket that connects."""
+        """Secures a socket that connects."""
         socket.curve_serverkey = self.server_public.encode()
         socket.curve_secretkey = self.client_secret.encode()
         socket.curve_publickey = self.client_public.encode()

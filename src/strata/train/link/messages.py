@@ -39,7 +39,8 @@ from strata.train.status.views import (
 class OrchestratorRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     request_id: str
     tenant: str
-    """Of the caller, as the API server has authenticated it: what belongs to another tenant does not exist for it."""
+    """The tenant of the caller, as the API server has authenticated it: what belongs to another tenant does not exist
+    for it."""
     body: Command | Query
     traceparent: str = ""
     """The trace that this request is part of; empty: none."""

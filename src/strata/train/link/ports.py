@@ -38,7 +38,7 @@ class RankSide(Protocol):
 
 class Links(Protocol):
     def api(self, generation: int, number: int = 0) -> ApiSide:
-        """To one of the API servers."""
+        """Connects to one of the API servers."""
         ...
 
     async def connect_rank(self, endpoint: str, request: ConnectRequest) -> RankSide | None:

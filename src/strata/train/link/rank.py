@@ -138,7 +138,7 @@ class RankLink:
         return None
 
     def wake(self) -> None:
-        """From any thread: let `receive` return, because there is something to send."""
+        """Let `receive` return, from any thread, because there is something to send."""
         with contextlib.suppress(OSError):
             os.write(self._waking, b"!")
 
@@ -151,7 +151,7 @@ class RankLink:
         return [socket for socket, _ in poller.poll(None if timeout_s is None else round(timeout_s * 1000))]
 
     def send(self, message: commands.FromRank) -> bool:
-        """Without waiting; False if no orchestrator is connected: the next one requests it again."""
+        """Send without waiting; False if no orchestrator is connected: the next one requests it again."""
         if self._pair is None:
             return False
         try:

@@ -27,7 +27,7 @@ RankMessage = commands.DispatchReply | commands.Restored | commands.SnapshotWrit
 
 
 class RemoteBackend:
-    """At most one connection at a time. Dispatches are numbered; replies are returned as they are."""
+    """Holds at most one connection at a time. Dispatches are numbered; replies are returned as they are."""
 
     def __init__(self, links: Links, settings: ServerSettings, clock: Clock, generation: int) -> None:
         self._links = links

@@ -186,10 +186,10 @@ class ServerTelemetry:
         self.trained, self.sampled = Rate(), Rate()
         self.throughput = ThroughputHistory()
         self._traces: dict[str, str] = {}
-        """By operation that has not ended, the trace of the request that submitted it."""
+        """The trace of the request that submitted each operation that has not ended."""
         self._snapshot: SnapshotCommitted | None = None
         self._sent_at_s: dict[int, float] = {}
-        """By dispatch in flight."""
+        """When each dispatch in flight was sent."""
         self._replied_at_s = 0.0
         self._group = ""
         self.attached_at_s: float | None = None
@@ -307,7 +307,7 @@ class ServerTelemetry:
             )
 
     def begun_at_s(self, number: int) -> float | None:
-        """When the ranks can have begun this dispatch: it was sent, and the one before had its reply."""
+        """Returns when the ranks can have begun this dispatch: it was sent, and the one before had its reply."""
         sent_at_s = self._sent_at_s.get(number)
         return None if sent_at_s is None else max(sent_at_s, self._replied_at_s)
 

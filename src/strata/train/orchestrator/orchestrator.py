@@ -57,10 +57,10 @@ REPLICATE_S: Final = 1.0
 """How often to check for a checkpoint to upload or to delete."""
 SNAPSHOT_S: Final = 5.0
 COMPACT_S: Final = 0.05
-"""At least between two runs; a run waits until there is something to do."""
+"""The least time between two runs; a run waits until there is something to do."""
 CURVES_S: Final = 1.0
 CURVES_SHARE: Final = 0.02
-"""Of the time: many long curves are written less often."""
+"""The share of the time: many long curves are written less often."""
 SHUTDOWN_S: Final = 1.0
 MAX_OPEN_REQUESTS: Final = 5_000
 """Requests that may wait here at a time."""
@@ -268,7 +268,8 @@ class Orchestrator:
             await self._on_session_end(context, attached, end)
 
     async def _validate_group(self, context: OrchestratorContext, attached: commands.AttachReply) -> str | None:
-        """Why this group must not be used. Also decides about the dispatch that the last group may have died of."""
+        """Says why this group must not be used. Also decides about the dispatch that the last group may have died
+        of."""
         state = context.store.state
         if attached.group in self._quarantined_groups:
             return "it was quarantined"
@@ -301,7 +302,8 @@ class Orchestrator:
     async def _fail_oversized(
         self, context: OrchestratorContext, number: int, exhausted: commands.RowOutOfMemory
     ) -> bool:
-        """Whether the row was of this dispatch. One death is enough then: the next group would die of it as well."""
+        """Says whether the row was of this dispatch. One death is enough then: the next group would die of it as
+        well."""
         decision = await context.store.commit(RanksOutOfMemory(number, exhausted, self._clock.wall_s()))
         if not decision.facts:
             return False

@@ -107,7 +107,7 @@ SessionEnd = Disconnected | TimedOut | Diverged | OutOfMemory
 
 
 def describe_end(end: SessionEnd | None) -> str:
-    """Why a session ended, for people; None if the orchestrator itself failed in it."""
+    """Says why a session ended, for people; None if the orchestrator itself failed in it."""
     match end:
         case Disconnected(dispatch=None):
             return "the ranks disconnected while they were idle"

@@ -64,7 +64,7 @@ _log = log.get(__name__)
 
 Q = TypeVar("Q", bound=queries.Query)
 QueryHandler = Callable[[str, Any], Awaitable[messages.Output]]
-"""Of a tenant, and a query of one type."""
+"""Answers a query of one type, for a tenant."""
 
 
 class RequestHandler:
@@ -351,7 +351,8 @@ class RequestHandler:
         return await self._context.processor.keep(result, inline_bytes=min(ops.INLINE_BYTES, free_bytes))
 
     async def _wait_durable(self) -> None:
-        """Before a failure or a sample is sent: were it lost with the leadership, the client would see another one."""
+        """Waits before a failure or a sample is sent: were it lost with the leadership, the client would see another
+        one."""
         try:
             await self._store.wait_durable()
         except StrataError as error:

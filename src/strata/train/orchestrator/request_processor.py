@@ -27,7 +27,7 @@ from strata.train.core.state import Dispatch
 from strata.train.payload import Payloads
 
 RETRY_S: Final = 1.0
-"""Between two attempts."""
+"""Time between two attempts."""
 _log = log.get(__name__)
 T = TypeVar("T")
 FetchCheckpoint = Callable[[str], Awaitable[None]]
@@ -56,7 +56,7 @@ class RequestProcessor:
         return _single(dispatch, operation, str(self._checkpoints / dispatch.path))
 
     async def _restore_files(self, path: str) -> None:
-        """Of the checkpoint at this path, if it is only in the object store."""
+        """Restores the files of the checkpoint at this path, if it is only in the object store."""
         if self._fetch is not None and path:
             await self._fetch(path)
 

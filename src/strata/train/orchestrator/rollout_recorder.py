@@ -68,7 +68,7 @@ class DrawnSamples:
 class ComputedPass:
     operation: ops.ForwardBackward
     payload: ops.Payload
-    """Of the result."""
+    """The payload of the result."""
     changed: int
     """The last operation of the model before this one that changed its weights."""
     tenant: str
@@ -77,7 +77,7 @@ class ComputedPass:
 
 @dataclass(frozen=True)
 class UnloadedModel:
-    """After its last pass was measured, there is no alarm about it."""
+    """Says that no alarm about the model remains after its last pass was measured."""
 
     model_id: str
 
@@ -100,7 +100,7 @@ class RolloutRecorder:
         """Samplers that were made in memory since this orchestrator leads."""
 
     def observe(self, request: Input, state: TrainState) -> None:
-        """Before this input is applied: afterwards the state has the results alone."""
+        """Observes this input before it is applied: afterwards the state has the results alone."""
         if self._changed is None:
             # What ran before this process may have changed the weights.
             self._changed = {model.model_id: model.done for model in state.models.values()}

@@ -53,7 +53,7 @@ class RecordedSample(NamedTuple):
 
 
 def is_comparable(sample: SampleOperation) -> bool:
-    """Whether the sampler's log probabilities are those of the model itself."""
+    """Says whether the sampler's log probabilities are those of the model itself."""
     params = sample.params
     return params.temperature == 0 or (params.temperature == 1 and params.top_k <= 0 and params.top_p == 1)
 
@@ -85,7 +85,7 @@ class SampleIndex:
 
 
 def _weight(logprobs: Floats) -> int:
-    """In tokens of 4 bytes: a record takes memory beside its numbers too."""
+    """Weighs log probabilities in tokens of 4 bytes: a record takes memory beside its numbers too."""
     return len(logprobs) + _RECORD_TOKENS
 
 
@@ -119,7 +119,7 @@ class TrainedSequence:
         return int(places[0]) + 1 if len(places) else len(self.tokens)
 
     def learned_runs(self) -> Iterator[tuple[int, int]]:
-        """Where tokens with an advantage begin and end: an answer, or one of several."""
+        """Yields where tokens with an advantage begin and end: an answer, or one of several."""
         learned = np.concatenate(([False], (self.advantages != 0) & (self.weights != 0), [False]))
         edges = np.flatnonzero(learned[1:] != learned[:-1]).tolist()
         yield from ((first, last) for first, last in pairwise(edges) if learned[first + 1])
@@ -169,7 +169,7 @@ def _array(datum: Datum, name: str) -> npt.NDArray[np.float32 | np.int64 | np.in
 
 @dataclass
 class GapMeasure:
-    """Of one pass. Tokens that are not compared are counted by the reason."""
+    """Measures one pass. Tokens that are not compared are counted by the reason."""
 
     tokens: int = 0
     total: float = 0.0
@@ -195,7 +195,7 @@ class GapMeasure:
         self.unknown += other.unknown
 
     def metrics(self) -> dict[str, float]:
-        """As a pass names its metrics."""
+        """Returns the measures as a pass names its metrics."""
         return {
             "same_weights_gap:sum": self.total,
             "same_weights_gap:max": self.max,

@@ -58,7 +58,7 @@ class StateStore:
 
     @property
     def position(self) -> int:
-        """Of the last fact in the journal."""
+        """The position of the last fact in the journal."""
         return self._replica.position
 
     def submit_nowait(self, request: Input) -> tuple[Decision, asyncio.Future[int] | None]:

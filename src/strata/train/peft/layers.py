@@ -50,12 +50,12 @@ _FUSED: Final = {"gate_up_proj": ".base_layer", "down_proj": ""}
 
 
 def is_text(module: str) -> bool:
-    """Whether a module is of the text model."""
+    """Says whether a module is of the text model."""
     return TOWERS.isdisjoint(module.split("."))
 
 
 def kind_of(target: str) -> Kind | None:
-    """Which of `train_attn`, `train_mlp` and `train_unembed` selects a layer; None if it is never adapted."""
+    """Says which of `train_attn`, `train_mlp` and `train_unembed` selects a layer; None if it is never adapted."""
     above, last = target.split(".")[:-1], target.rpartition(".")[2]
     if not is_text(target):
         return None

@@ -20,7 +20,8 @@ from strata.train.plan.quantisation import Quantise
 MARGIN: Final = 0.10
 """Added to everything that is traced or estimated."""
 UNEVEN: Final = 0.05
-"""Of activations, added in expert groups: tokens do not choose all experts equally often, as the trace assumes."""
+"""The share of activations that is added in expert groups: tokens do not choose all experts equally often, as the trace
+assumes."""
 PROCESS_BYTES: Final = {"cuda": 1 << 30, "cpu": 400 << 20}
 """A CUDA context with its libraries and the buffers of collectives; or a process with torch and transformers."""
 QUANTISING_BYTES: Final = 48 << 20
@@ -63,12 +64,12 @@ class MemoryRecipe(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stored_bytes(self) -> int:
-        """Of each weight: trained ones are in float32."""
+        """Returns the bytes of each weight: trained ones are in float32."""
         return 4 if self.full else self.item_bytes
 
     @property
     def has_weights(self) -> bool:
-        """Whether weights, their gradients and their optimizer state are on the device."""
+        """Says whether weights, their gradients and their optimizer state are on the device."""
         return self.device == "cpu" or not self.offload
 
     @property
@@ -81,7 +82,7 @@ class MeshShape(msgspec.Struct, frozen=True):
     shard: int = 1
     tensor: int = 1
     expert: int = 1
-    """Of the devices that hold a copy, those that hold different experts."""
+    """Devices, of those that hold a copy, that hold different experts."""
     context: int = 1
     """Devices that have different slices of the same rows. They shard a copy too."""
     pipeline: int = 1
@@ -104,7 +105,7 @@ class PassMemory(msgspec.Struct, frozen=True):
     """Bytes at the two peaks of a pass over one row."""
 
     beginning: int
-    """Of the backward pass."""
+    """Bytes at the beginning of the backward pass."""
     end: int
 
 
@@ -124,32 +125,32 @@ class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
 
     parameters: int
     rank_parameters: int
-    """Of one rank of a tensor group; all without such groups."""
+    """Parameters of one rank of a tensor group; all without such groups."""
     expert_parameters: int
-    """Of all experts; of one rank of a tensor group, as if it had its share of each."""
+    """Parameters of all experts; of one rank of a tensor group, as if it had its share of each."""
     blocks: int
     """Groups of weights that are gathered together: the layers."""
     expert_blocks: int
     """Layers with experts: those of an expert group are gathered apart."""
     block_parameters: int
-    """Of the largest block, as a rank of a tensor or expert group computes with it."""
+    """Parameters of the largest block, as a rank of a tensor or expert group computes with it."""
     root_parameters: int
-    """Of what is in no block: embeddings and head. It stays gathered during a pass."""
+    """Parameters of what is in no block: embeddings and head. It stays gathered during a pass."""
     adapter_parameters: int
-    """Of an adapter. Every rank holds all of it, except what is of experts, or of parts of layers, that it does not
-    hold."""
+    """Parameters of an adapter. Every rank holds all of it, except what is of experts, or of parts of layers, that it
+    does not hold."""
     adapter_expert_parameters: int
     """Those of experts."""
     adapter_split_parameters: int = 0
     """Those of matrices that are split over a tensor group, on all of its ranks together."""
     cache_numbers: int
-    """In the KV cache, of one token."""
+    """Numbers in the KV cache, of one token."""
     saved_bytes: int = 0
-    """By which the weights are smaller because layers are quantised."""
+    """Bytes by which the weights are smaller because layers are quantised."""
     block_saved_bytes: int = 0
-    """By which the largest block is."""
+    """Bytes by which the largest block is smaller for the same reason."""
     activations: PassMemory | None = None
-    """Of a row, or a rank's slice of it, with all weights in place; None if nothing was traced."""
+    """Activations of a row, or a rank's slice of it, with all weights in place; None if nothing was traced."""
     gathered: PassMemory | None = None
     """What a pass takes beside that if the weights are sharded: gathered weights, gradients before they are reduced."""
     copied: PassMemory | None = None
@@ -252,7 +253,7 @@ def _adapter_collectives(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape)
 
 
 def _held_adapter(cost: ModelCost, mesh: MeshShape) -> dict[AdapterHolders, int]:
-    """What each rank holds of an adapter, by the ranks that hold the same."""
+    """Returns what each rank holds of an adapter, by the ranks that hold the same."""
     split = cost.adapter_split_parameters if mesh.tensor > 1 else 0
     of_experts = cost.adapter_expert_parameters if mesh.expert > 1 else 0
     return {
@@ -330,7 +331,7 @@ def _gathered(cost: ModelCost, recipe: MemoryRecipe, mesh: MeshShape) -> tuple[P
 
 
 def _group_parameters(cost: ModelCost, mesh: MeshShape) -> int:
-    """What one rank of a tensor or expert group computes with."""
+    """Returns what one rank of a tensor or expert group computes with."""
     return cost.rank_parameters - cost.expert_parameters + _share(cost.expert_parameters * mesh.tensor, mesh.expert)
 
 

@@ -25,7 +25,7 @@ from strata.train.plan.quantisation import Quantise
 from strata.train.settings import LimitSettings, ModelSettings, RankSettings, ServerSection, ServerSettings
 
 FAMILIES: Final = "families.json"
-"""In the package `strata.train`; `make families` writes it."""
+"""A file in the package `strata.train`; `make families` writes it."""
 Support = Literal["yes", "no", "unproven"]
 
 
@@ -43,7 +43,7 @@ class FamilyOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class MemoryNeed(msgspec.Struct, frozen=True, kw_only=True):
-    """Of each rank, and so of each device."""
+    """The memory of each rank, and so of each device."""
 
     training: Literal["lora", "full"]
     dtype: Literal["float32", "bfloat16"]
@@ -51,14 +51,14 @@ class MemoryNeed(msgspec.Struct, frozen=True, kw_only=True):
     start_bytes: int
     """The least to start with."""
     full_bytes: int
-    """With every slot in use, a full KV cache, and several passes before a step."""
+    """Bytes with every slot in use, a full KV cache, and several passes before a step."""
 
 
 class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     family: str
     support: Support
     why: str
-    """Of a family that is refused or unproven, or what adapters cannot train."""
+    """Why a family is refused or unproven, or what adapters cannot train."""
     lora: str
     """The kinds of layers that adapters can be trained for."""
     towers: Sequence[str]

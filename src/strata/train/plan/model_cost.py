@@ -40,11 +40,12 @@ class MemoryEstimate(msgspec.Struct, frozen=True):
     base: int
     """The minimum to start."""
     full: int
-    """With every slot in use, a full KV cache, and several passes before a step."""
+    """Bytes with every slot in use, a full KV cache, and several passes before a step."""
 
 
 def estimate(settings: ServerSettings, model: ModelFiles) -> MemoryEstimate:
-    """To start: without a LoRA model, a sample or a second pass before a step. The activations of a row come on top."""
+    """Estimates the memory to start: without a LoRA model, a sample or a second pass before a step. The activations of
+    a row come on top."""
     recipe = memory_recipe(settings)
     mesh = mesh_shape(settings.parallel, settings.ranks.nproc)
     cost = largest_stage_cost(model, recipe, settings.parallel, mesh)
@@ -79,8 +80,8 @@ def memory_recipe(settings: ServerSettings) -> MemoryRecipe:
 def largest_stage_cost(
     model: ModelFiles, recipe: MemoryRecipe, parallel: ParallelSettings, mesh: MeshShape
 ) -> ModelCost:
-    """Of the stage that has most parameters, with the adapters of its layers; ranks that are stages have no KV cache.
-    Without stages, of the model."""
+    """Returns the cost of the stage that has most parameters, with the adapters of its layers; ranks that are stages
+    have no KV cache. Without stages, of the model."""
     whole = model_cost(model, recipe, mesh)
     if mesh.pipeline == 1:
         return whole
@@ -144,8 +145,8 @@ def model_cost(model: ModelFiles, recipe: MemoryRecipe, mesh: MeshShape) -> Mode
 
 
 def _rank_parameters(model: ModelFiles, name: str, tensor: int) -> int:
-    """What a rank of a tensor group has of a weight. Matrices of layers are split, if no rank needs them in full, and a
-    head that is not tied, if it can be divided."""
+    """Returns what a rank of a tensor group has of a weight. Matrices of layers are split, if no rank needs them in
+    full, and a head that is not tied, if it can be divided."""
     return math.prod(model.shapes[name]) // (tensor if _is_split(model, name, tensor) else 1)
 
 
@@ -157,7 +158,7 @@ def _is_split(model: ModelFiles, name: str, tensor: int) -> bool:
 
 
 def weight_saved_bytes(model: ModelFiles, name: str, recipe: MemoryRecipe) -> int:
-    """By which a weight is smaller if it is quantised. Experts are not, nor are `Conv1D` layers."""
+    """Returns by how many bytes a weight is smaller if it is quantised. Experts are not, nor are `Conv1D` layers."""
     shape = model.shapes[name]
     if not recipe.quantise or len(shape) != 2 or _EXPERTS in name or model.config.get("model_type") in _CONV1D_FAMILIES:
         return 0

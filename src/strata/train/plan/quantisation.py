@@ -13,8 +13,8 @@ SCALE_BYTES: Final = 4
 
 
 def can_be_quantised(kind: QuantisedKind, layer: str | None, columns: int) -> bool:
-    """Whether a linear layer of this kind (`attn`, `mlp`) and with so many inputs is quantised. A block of NF4 must not
-    reach into the next row, which may be on another rank."""
+    """Says whether a linear layer of this kind (`attn`, `mlp`) and with so many inputs is quantised. A block of NF4
+    must not reach into the next row, which may be on another rank."""
     return layer in ("attn", "mlp") and (kind == "int8" or columns % NF4_BLOCK == 0)
 
 
@@ -28,5 +28,5 @@ def row_bytes(kind: QuantisedKind, columns: int) -> tuple[int, int]:
 
 
 def saved_bytes(kind: QuantisedKind, rows: int, columns: int, item_bytes: int) -> int:
-    """By which a matrix is smaller than one whose numbers have so many bytes."""
+    """Returns by how many bytes a matrix is smaller than one whose numbers have so many bytes."""
     return rows * (columns * item_bytes - sum(row_bytes(kind, columns)))

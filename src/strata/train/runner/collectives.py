@@ -263,8 +263,8 @@ class RankGroup:
         return full
 
     def send_to_rank0(self, tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
-        """On rank 0 the tensor of the first rank that has it; the others get what they gave. `like` has its shape and
-        dtype."""
+        """Returns on rank 0 the tensor of the first rank that has it; the others get what they gave. `like` has its
+        shape and dtype."""
         sender = self.all_gather_int(int(tensor is not None)).index(1)
         if sender and self.rank == sender:
             assert tensor is not None

@@ -31,9 +31,9 @@ class AdaptedPairs:
 
     adapter: Adapter
     places: torch.Tensor | None
-    """Which they are; None if they are all."""
+    """The numbers of the experts; None if they are all."""
     ends: torch.Tensor
-    """After the last of each expert."""
+    """The place after the last pair of each expert."""
 
 
 class ExpertDispatch(Protocol):
@@ -50,8 +50,8 @@ class ExpertDispatch(Protocol):
 
 class PlanDispatch(Protocol):
     def __call__(self, ends: torch.Tensor, adapters: Sequence[Adapter]) -> ExpertDispatch:
-        """Where to send pairs that are sorted by expert, and those of an expert by adapter: first those without one,
-        then those of each of `adapters`. `ends` are after the last of each."""
+        """Returns where to send pairs that are sorted by expert, and those of an expert by adapter: first those without
+        one, then those of each of `adapters`. `ends` are after the last of each."""
         ...
 
 
@@ -68,7 +68,7 @@ class TokenGroup(Protocol):
         ...
 
     def gather_tokens(self, values: torch.Tensor, tokens: int) -> torch.Tensor:
-        """Of all tokens, from the slices of all ranks."""
+        """Gathers the values of all tokens, from the slices of all ranks."""
         ...
 
 
@@ -91,20 +91,20 @@ class _Routing:
     per_token: int
     """Experts of a token."""
     group: torch.Tensor
-    """Of each pair."""
+    """The group of each pair."""
     order: torch.Tensor
     """The number that each pair had before: those of a token are adjacent."""
     place: torch.Tensor
     """Where each of them is now."""
     ends: torch.Tensor
-    """After the last pair of each group."""
+    """The place after the last pair of each group."""
 
     @property
     def tokens(self) -> torch.Tensor:
         return self.order // self.per_token
 
     def of_tokens(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the pairs of adjacent tokens are, and after which of them each expert ends."""
+        """Returns where the pairs of adjacent tokens are, and after which of them each expert ends."""
         places = self.place[start * self.per_token : end * self.per_token].sort().values
         return places, _ends(self.group[places], self.groups)
 
@@ -117,7 +117,7 @@ def _route(routed: torch.Tensor, groups: int) -> _Routing:
 
 
 def invert(order: torch.Tensor) -> torch.Tensor:
-    """Where each element is in this order."""
+    """Returns where each element is in this order."""
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
     return place
@@ -183,7 +183,8 @@ def _grouped_forward(
 
 
 def _adapter_numbers(spans: Sequence[Span], adapters: Sequence[Adapter], routed: torch.Tensor) -> torch.Tensor:
-    """Of each token that of its adapter, from 1; 0 if it has none. (tokens, 1)."""
+    """Returns for each token the number of its adapter, from 1; 0 if it has none. Its shape is (tokens, 1). (tokens,
+    1)."""
     numbers = routed.new_zeros(len(routed), 1)
     start = 0
     for span in spans:
@@ -194,12 +195,12 @@ def _adapter_numbers(spans: Sequence[Span], adapters: Sequence[Adapter], routed:
 
 
 def add_biases(output: torch.Tensor, expert: torch.Tensor, biases: torch.Tensor | None) -> torch.Tensor:
-    """To each pair that of its expert."""
+    """Adds to each pair the bias of its expert."""
     return output if biases is None else output + embedding(expert, biases)
 
 
 def _adapted_pairs(routing: _Routing, spans: Sequence[Span], name: str) -> Iterator[AdaptedPairs]:
-    """Of the spans whose adapters have the experts `name`."""
+    """Yields the pairs of the spans whose adapters have the experts `name`."""
     start = 0
     for span in spans:
         end = start + span.length
@@ -212,7 +213,7 @@ def _adapted_pairs(routing: _Routing, spans: Sequence[Span], name: str) -> Itera
 def add_adapters(
     target: str, inputs: torch.Tensor, output: torch.Tensor, adapted: Sequence[AdaptedPairs]
 ) -> torch.Tensor:
-    """To each pair what its adapter adds to the weight `target` of its expert."""
+    """Adds to each pair what its adapter adds to the weight `target` of its expert."""
     for pairs in adapted:
         if target not in pairs.adapter.pairs:
             continue

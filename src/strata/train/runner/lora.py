@@ -49,16 +49,16 @@ class LoraPart(NamedTuple):
     experts."""
 
     rows: range | None = None
-    """Of B. None: all."""
+    """Rows of B. None: all."""
     columns: range | None = None
-    """Of A. None: all."""
+    """Columns of A. None: all."""
     is_counted: bool = True
     """Whether this rank's gradients count: of ranks that all compute the same, those of one do."""
     experts: range | None = None
     """Those that this rank computes; it holds the adapter of no others. None: all, or there are none."""
 
     def of_tensor(self, name: str, shape: tuple[int, ...]) -> tuple[int, range]:
-        """What this rank computes with of A or B: a dimension, and the range of it."""
+        """Returns what this rank computes with of A or B: a dimension, and the range of it."""
         if self.experts is not None:
             return 0, self.experts
         dimension, own = (len(shape) - 1, self.columns) if name.endswith("lora_A") else (len(shape) - 2, self.rows)
@@ -121,7 +121,7 @@ def linear_shape(module: nn.Module) -> tuple[int, int] | None:
 
 
 def is_transposed(model: nn.Module, target: str) -> bool:
-    """Whether the weight of this layer, or of each expert, is stored as (inputs, outputs)."""
+    """Says whether the weight of this layer, or of each expert, is stored as (inputs, outputs)."""
     above, _, last = target.rpartition(".")
     module: Any = model.get_submodule(above)
     return bool(module.is_transposed) if is_experts(module) else isinstance(getattr(module, last), Conv1D)
@@ -219,11 +219,11 @@ class HeldTensor:
         return math.prod(self.shape)
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
-        """What this rank holds, as a view of the whole tensor."""
+        """Returns what this rank holds, as a view of the whole tensor."""
         return whole.narrow(self.dimension, self.part.start, len(self.part))
 
     def runs(self, first: int, last: int) -> Iterator[Run]:
-        """Where the numbers from `first` to `last`, of those that this rank holds, are in the whole tensor."""
+        """Yields where the numbers from `first` to `last`, of those that this rank holds, are in the whole tensor."""
         step = math.prod(self.whole[self.dimension + 1 :])
         length, stride = len(self.part) * step, self.whole[self.dimension] * step
         while first < last:
@@ -261,7 +261,7 @@ class AdapterBlock:
         self.group = group
         self.size = sum(tensor.size for tensor in tensors)
         self.padded = torch.zeros(group.padded(self.size), dtype=dtype, device=device)
-        """As many numbers as the ranks can share equally; those beyond `flat` are zero."""
+        """The numbers padded to as many as the ranks can share equally; those beyond `flat` are zero."""
         self.flat = self.padded[: self.size]
         self.share = group.share(self.size)
 
@@ -274,7 +274,7 @@ class AdapterBlock:
         return [matrix for view in self.views(flat).values() for matrix in (view if view.ndim == 3 else [view])]
 
     def pieces(self, part: slice) -> Iterator[HeldPiece]:
-        """What a part of the block consists of."""
+        """Yields what a part of the block consists of."""
         begin = 0
         for tensor in self.tensors:
             first, last = max(begin, part.start), min(begin + tensor.size, part.stop)
@@ -286,7 +286,7 @@ class AdapterBlock:
             begin += tensor.size
 
     def runs(self, part: slice) -> list[Run]:
-        """Where the numbers of a part of the block are in the whole adapter."""
+        """Returns where the numbers of a part of the block are in the whole adapter."""
         runs: list[Run] = []
         for piece in self.pieces(part):
             start = runs.pop()[0] if runs and runs[-1][1] == piece.start else piece.start
@@ -295,7 +295,7 @@ class AdapterBlock:
 
     @cached_property
     def share_runs(self) -> list[Run]:
-        """Where the numbers of this rank's share are in the whole adapter."""
+        """Returns where the numbers of this rank's share are in the whole adapter."""
         return self.runs(self.share)
 
 
@@ -394,7 +394,7 @@ class Adapter:
         return {name: view for of_block in views for name, view in of_block.items()}
 
     def _split(self, flats: Sequence[torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """What this rank computes with of A and B of each target in flat blocks."""
+        """Returns what this rank computes with of A and B of each target in flat blocks."""
         views = self.held_views(flats)
 
         def computed(target: str, name: str) -> torch.Tensor:
@@ -404,7 +404,7 @@ class Adapter:
         return {name: (computed(name, f"{name}.lora_A"), computed(name, f"{name}.lora_B")) for name in self._parts}
 
     def take_own(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """What this rank holds of a tensor of the whole adapter."""
+        """Returns what this rank holds of a tensor of the whole adapter."""
         return self._held[name].take(tensor)
 
     def install(self, flats: Sequence[torch.Tensor]) -> None:
@@ -436,7 +436,7 @@ class Adapter:
                 leaf.grad = part if leaf.requires_grad else None
 
     def is_finite(self) -> bool:
-        """Whether all staged gradients are finite."""
+        """Says whether all staged gradients are finite."""
         return all(map(is_finite, self._staged))
 
     def take(self) -> list[torch.Tensor]:
@@ -452,8 +452,8 @@ class Adapter:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all numbers of a contiguous tensor are finite. No temporary memory: a NaN is the least and the greatest
-    number of a tensor, and so is found like an infinity."""
+    """Says whether all numbers of a contiguous tensor are finite. No temporary memory: a NaN is the least and the
+    greatest number of a tensor, and so is found like an infinity."""
     return not tensor.numel() or all(bool(bound.isfinite()) for bound in torch.aminmax(tensor))
 
 

@@ -133,7 +133,7 @@ class RunnerDispatcher:
         return True
 
     def _refusal(self, message: commands.ToRank) -> str | None:
-        """Why this message is not handled; None if it is."""
+        """Says why this message is not handled; None if it is."""
         if message.generation < self._generation:
             return f"generation {message.generation} is over, it is {self._generation} now"
         if isinstance(message, commands.Attach):

@@ -47,7 +47,7 @@ class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     parallel: ParallelSettings = ParallelSettings()
     """The mesh of the ranks. A base that every rank has in full is on no mesh."""
     activation_checkpointing: bool | int = False
-    """Of every layer, or of every n-th."""
+    """Recomputes activations of every layer, or of every n-th."""
     offload: bool = False
     """Whether weights, their gradients and the optimizer state are in the memory of the host."""
     compile_folder: Path | None = None
@@ -61,7 +61,7 @@ class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 32_768
     """Capacity of each rank's KV cache."""
     prefix_tokens: int = 8192
-    """Of earlier prompts that are kept in it."""
+    """Tokens of earlier prompts that are kept in it."""
     snapshot_timeout_s: float = 1800.0
     """How long rank 0 waits for the other ranks to write their files of a snapshot."""
 

@@ -156,7 +156,7 @@ def _run_forked(run: RunRank, rank: int, parent: int, ready: int) -> None:
 
 
 def _variables(rank: int, size: int) -> dict[str, str]:
-    """As torchrun sets them."""
+    """Returns the variables as torchrun sets them."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -27,13 +27,13 @@ MAX_UNUSED: Final = 64
 
 class CurvePoint(msgspec.Struct, frozen=True):
     seq_id: int
-    """Of the last step in it: numbers of a model's operations go on over restarts."""
+    """The last step in it: numbers of a model's operations go on over restarts."""
     at_s: float
     values: Mapping[str, float]
 
 
 class LearningCurve(msgspec.Struct):
-    """Of one model."""
+    """The learning curve of one model."""
 
     stride: int = 1
     """Steps in each point; the last one may have fewer."""
@@ -44,7 +44,7 @@ class LearningCurve(msgspec.Struct):
     reported: list[tuple[int, Mapping[str, float]]] = []
     """What the client measured, by the number of the operation that it was to send next."""
     names: set[str] = set()
-    """That the client has reported."""
+    """Names that the client has reported."""
 
     def report(self, seq_id: int, values: Mapping[str, float]) -> None:
         """Metrics of the client for the first step from this number on. EXHAUSTED for too many names."""
@@ -91,12 +91,12 @@ class LearningCurve(msgspec.Struct):
 
 
 class LearningCurves:
-    """Of all models, the one that stepped last at the end."""
+    """The curves of all models, the one that stepped last at the end."""
 
     def __init__(self) -> None:
         self._curves: dict[str, LearningCurve] = {}
         self.changes = 0
-        """Since the start: whether a copy is the newest."""
+        """Changes since the start: whether a copy is the newest."""
 
     def encode(self) -> bytes:
         return _encoder.encode(self._curves)
@@ -115,7 +115,8 @@ class LearningCurves:
         self._of(model_id).add_pass(metrics)
 
     def add_late(self, model_id: str, seq_id: int, metrics: Mapping[str, float]) -> None:
-        """Of a pass whose result was sent before. Does not bring back a curve that was dropped meanwhile."""
+        """Adds metrics of a pass whose result was sent before. Does not bring back a curve that was dropped
+        meanwhile."""
         if model_id in self._curves:
             self.changes += 1
             self._curves[model_id].add_late(seq_id, metrics)

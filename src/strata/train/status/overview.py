@@ -33,7 +33,8 @@ _COUNTS: Final = ("waiting", "held", "tokens", "running", "samples", "models")
 
 
 def fold_tenants(rows: Sequence[TenantStatus], *, most: int, own: str | None = None) -> list[TenantStatus]:
-    """At most `most` rows by name and all other tenants folded into one. With `own`, only that tenant has its name."""
+    """Returns at most `most` rows by name and all other tenants folded into one. With `own`, only that tenant has its
+    name."""
     kept = [each for each in rows if own in (None, each.tenant)][:most]
     rest = [each for each in rows if each not in kept]
     if not rest:

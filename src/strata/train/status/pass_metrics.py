@@ -22,7 +22,7 @@ CUSTOM: Final = "custom/"
 
 
 def combine_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """In the order of the parts, so that rows and ranks make no difference."""
+    """Combines in the order of the parts, so that rows and ranks make no difference."""
     names = dict.fromkeys(name for each in parts for name in each)
     return {name: _reduce(name, [each for each in parts if name in each]) for name in names}
 

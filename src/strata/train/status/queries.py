@@ -26,7 +26,8 @@ class WatchFuture(FutureRequest, frozen=True, tag="watch_future"):
 
 
 class WatchTokens(FutureRequest, frozen=True, tag="watch_tokens"):
-    """As `WatchFuture`, or before that the tokens of a streamed sample beyond those that the client has."""
+    """Asks as `WatchFuture` does, or before that for the tokens of a streamed sample beyond those that the client
+    has."""
 
     counts: Sequence[int]
     """How many tokens the client has of each sample of the request."""
@@ -39,7 +40,7 @@ class WatchSamples(SamplerRequest, frozen=True, tag="watch_samples"):
     copy: int
     """The id of the client: each numbers its requests in a block of its own."""
     cursor: int
-    """From the last response; 0 is the beginning."""
+    """The cursor of the last response; 0 is the beginning."""
     wait_s: float
     linger: bool = True
     """Wait even if nothing is open that could end."""
@@ -70,11 +71,11 @@ class JoinSampler(SamplerRequest, frozen=True, tag="join_sampler"):
 
 
 class ListModels(Request, frozen=True, tag="list_models"):
-    """Of this tenant."""
+    """Lists models of this tenant."""
 
 
 class ListSessions(Request, frozen=True, tag="list_sessions"):
-    """Of this tenant, all or the one that is named."""
+    """Lists sessions of this tenant, all or the one that is named."""
 
     session_id: str | None = None
 
@@ -84,7 +85,7 @@ class ListSessions(Request, frozen=True, tag="list_sessions"):
 
 
 class ListCheckpoints(Request, frozen=True, tag="list_checkpoints"):
-    """Of one model, or of all models of this tenant."""
+    """Lists checkpoints of one model, or of all models of this tenant."""
 
     model_id: str | None = None
 
@@ -94,11 +95,11 @@ class ListCheckpoints(Request, frozen=True, tag="list_checkpoints"):
 
 
 class DescribeCheckpoint(SavedCheckpointRequest, frozen=True, tag="describe_checkpoint"):
-    """Of this tenant, or a public one."""
+    """Describes a checkpoint of this tenant, or a public one."""
 
 
 class ListResults(Request, frozen=True, tag="list_results"):
-    """Of the passes and steps of one model that ended and whose results are kept, in their order."""
+    """Lists results of the passes and steps of one model that ended and whose results are kept, in their order."""
 
     model_id: str
     after: int
@@ -115,7 +116,7 @@ class DescribeServer(Request, frozen=True, tag="describe_server"):
 
 
 class CheckHealth(Request, frozen=True, tag="check_health"):
-    """Through the orchestrator to every rank and back."""
+    """Checks the way through the orchestrator to every rank and back."""
 
 
 class ListEndpoints(Request, frozen=True, tag="list_endpoints"):
@@ -132,7 +133,7 @@ class DescribeTimeline(FutureRequest, frozen=True, tag="describe_timeline"):
 
 
 class ListTimelines(Request, frozen=True, tag="list_timelines"):
-    """Of all tenants; or of one session of this tenant."""
+    """Lists timelines of all tenants; or of one session of this tenant."""
 
     session_id: str = ""
     """Empty: of all tenants."""
@@ -161,11 +162,11 @@ class ReportMetrics(Request, frozen=True, tag="report_metrics"):
 
 
 class ReadThroughput(Request, frozen=True, tag="read_throughput"):
-    """Of the last hour."""
+    """Reads the throughput of the last hour."""
 
 
 class ReadUsage(Request, frozen=True, tag="read_usage"):
-    """Of this tenant, in the hours that begin in this window."""
+    """Reads the usage of this tenant, in the hours that begin in this window."""
 
     from_s: float
     until_s: float
@@ -179,14 +180,14 @@ class ReadCurves(Request, frozen=True, tag="read_curves"):
     """Also of another tenant."""
     points: int
     names: Sequence[str] = ()
-    """Of the metrics; empty for all."""
+    """Names of the metrics; empty for all."""
 
 
 class ListRollouts(Request, frozen=True, tag="list_rollouts"):
     """The kept rollouts of the caller."""
 
     model_id: str
-    """Of one model; empty: of all."""
+    """The one model; empty: all."""
     limit: int
 
 

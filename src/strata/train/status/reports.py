@@ -31,7 +31,7 @@ class Timeline(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     kind: str
     tokens: int
     number: int = 0
-    """Of its dispatch."""
+    """The number of its dispatch."""
     outcome: Literal["", "finished", "failed", "cancelled"] = ""
     accepted_at_s: float
     ready_at_s: float | None = None
@@ -41,7 +41,7 @@ class Timeline(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     answered_at_s: float | None = None
     ended_at_s: float | None = None
     spent: Timing = Timing(0.0)
-    """Inside the ranks, by all operations of the same dispatch together."""
+    """Time inside the ranks, by all operations of the same dispatch together."""
 
     def phases(self) -> dict[str, float]:
         """Seconds of each phase that there was."""
@@ -86,7 +86,7 @@ class TimelinesView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 
 class MetricsView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="metrics"):
     text: bytes
-    """In the form of Prometheus."""
+    """The text in the form of Prometheus."""
 
 
 class RanksStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,7 +120,7 @@ class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Requests for samples that wait or run."""
     models: int = 0
     eta_s: float | None = None
-    """Until all that wait have begun, if nothing else came; None if it cannot be estimated."""
+    """Time until all that wait have begun, if nothing else came; None if it cannot be estimated."""
 
 
 class SnapshotStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,7 +138,7 @@ class RecoveryStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     lost_at_s: float
     seconds: float
-    """From the loss to the end of the replay."""
+    """Time from the loss to the end of the replay."""
     reason: str
     restored: int | None
     """The dispatch whose snapshot was restored; None if there was none."""
@@ -156,7 +156,7 @@ class GapStatus(msgspec.Struct, frozen=True, kw_only=True):
     max: float
     tokens: int
     seq_id: int
-    """Of the pass."""
+    """The number of the pass."""
     at_s: float
     high: bool
     """Whether the mean is above the alarm of the server."""
@@ -176,7 +176,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """`starting`, `ready`, `restarting`, `unknown`."""
     reason: str
     starts: int = 0
-    """Since the server started."""
+    """Starts since the server started."""
     since_s: float | None = None
 
 
@@ -200,11 +200,11 @@ class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
     running: Sequence[RunningStatus]
     dispatched: int
     trained_tokens_per_s: float
-    """Over the last minute, as the one below."""
+    """Tokens over the last minute, as the one below."""
     sampled_tokens_per_s: float
     snapshot: SnapshotStatus | None
     recoveries: int
-    """Since this orchestrator leads: groups of ranks that replaced others."""
+    """Recoveries since this orchestrator leads: groups of ranks that replaced others."""
     recovery_s: float | None
     """How long the last one took, from the loss to the end of the replay."""
     tenants: Sequence[TenantStatus]
@@ -213,7 +213,7 @@ class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
     recovered: Sequence[RecoveryStatus] = ()
     """The last recoveries, newest first."""
     gap_alarm_nats: float = 0.0
-    """Above this mean gap between sampler and trainer a model is in `high_gaps`; 0: no alarm."""
+    """The mean gap between sampler and trainer above which a model is in `high_gaps`; 0: no alarm."""
     high_gaps: Sequence[HighGapStatus] = ()
     engines: Sequence[EngineStatus] = ()
 
@@ -229,7 +229,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     model_id: str
     tenant: str
     rank: int | None
-    """Of its LoRA adapter; None for a full fine-tune."""
+    """The rank of its LoRA adapter; None for a full fine-tune."""
     created_at_s: float
     used_at_s: float
     unloaded: bool
@@ -244,7 +244,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: CheckpointStatus | None
     """The newest one."""
     gap: GapStatus | None = None
-    """In the last pass that had tokens of the same weights; None if there was none."""
+    """The gap in the last pass that had tokens of the same weights; None if there was none."""
 
 
 class PublishedStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -274,7 +274,7 @@ class ThroughputPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ThroughputReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the last hour, and of all tenants."""
+    """Throughput of the last hour, and of all tenants."""
 
     points: Sequence[ThroughputPoint]
 

@@ -14,9 +14,9 @@ import msgspec
 from strata.base.errors import Code, StrataError
 
 KEEP: Final = "keep_rollouts"
-"""In the metadata of a model: `true` keeps its rollouts."""
+"""A key in the metadata of a model: `true` keeps its rollouts."""
 MAX_PER_PASS: Final = 32
-"""Of a larger batch, so many that are evenly spread."""
+"""Rollouts of one pass: of a larger batch, so many that are evenly spread."""
 _OVERHEAD: Final = 1024
 """Bytes of a rollout beside its arrays."""
 
@@ -37,12 +37,12 @@ class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
     rollout_id: str
     model_id: str
     seq_id: int
-    """Of the pass that learned from it."""
+    """The pass that learned from it."""
     at_s: float
     loss: str
     source: SampleSource
     prompt_tokens: int
-    """Before the first that was learned from."""
+    """Tokens before the first that was learned from."""
     answer_tokens: int
     advantage: float
     """The mean over the tokens of the answer."""
@@ -50,7 +50,7 @@ class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Distance of the sampler's log probabilities from the trainer's, in nats; with what was learned if it is stale."""
     gap_max: float
     reward: float | None = None
-    """As the client sent it; None if it did not."""
+    """The reward as the client sent it; None if it did not."""
 
 
 class KeptRollout(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,7 +130,7 @@ class RolloutStore:
             del self._by_tenant[tenant], self._sizes[tenant]
 
     def newest(self, tenant: str, model_id: str, limit: int, now_s: float) -> RolloutsView:
-        """Of one model, or of all if the id is empty; of this tenant alone."""
+        """Returns the newest of one model, or of all if the id is empty; of this tenant alone."""
         self.expire(now_s)
         summaries = [each.summary for each in self._by_tenant.get(tenant, {}).values()]
         own = [each for each in summaries if model_id in ("", each.model_id)]

@@ -14,7 +14,7 @@ from strata.train.core.state import TrainState
 from strata.train.status.views import QueuePosition, QueueState
 
 WEIGHT: Final = 0.2
-"""Of the newest measurement in the moving average."""
+"""Weight of the newest measurement in the moving average."""
 
 
 class ThroughputEstimate:
@@ -24,7 +24,7 @@ class ThroughputEstimate:
         self._seconds: dict[str, float] = {}
         self._order: Sequence[QueuedOperation] | None = None
         self._start_times_s: list[float | None] = []
-        """Of that order, cached until the next measurement: many clients poll in between."""
+        """The times of that order, cached until the next measurement: many clients poll in between."""
 
     def record(self, kind: str, amount: int, seconds: float) -> None:
         """`amount` counts tokens, or operations if they have none."""
@@ -41,7 +41,7 @@ class ThroughputEstimate:
         return None if average is None else average * max(tokens, 1)
 
     def start_times_s(self, order: Sequence[QueuedOperation]) -> Sequence[float | None]:
-        """For each operation, how long those before it take; None if the kind of one was never measured."""
+        """Returns for each operation how long those before it take; None if the kind of one was never measured."""
         if self._order is not order:
             self._order, self._start_times_s = order, []
             ahead_s: float | None = 0.0

@@ -168,7 +168,8 @@ class ThroughputHistory:
         self._steps[-1][2] += sampled
 
     def points(self, now_s: float) -> list[ThroughputPoint]:
-        """Of every step from the first that is kept to the last that is over; zero where nothing happened."""
+        """Returns points of every step from the first that is kept to the last that is over; zero where nothing
+        happened."""
         last = int(now_s) // HISTORY_STEP_S - 1
         noted = {step: (trained, sampled) for step, trained, sampled in self._steps if step > last - HISTORY_POINTS}
         return [

@@ -12,13 +12,14 @@ from typing import Final
 from strata.train.core.sampling import SampledPart
 
 MAX_TOKENS: Final = 4000
-"""Of one reply, or a few more: with all that is known of each token it is far below the largest message of the link."""
+"""Tokens of one reply, or a few more: with all that is known of each token it is far below the largest message of the
+link."""
 
 
 class TokenStreams:
     def __init__(self) -> None:
         self._parts: dict[str, dict[int, list[SampledPart]]] = {}
-        """By future and by sample: without gaps, in order."""
+        """Parts by future and by sample: without gaps, in order."""
 
     def record(self, future_id: str, part: SampledPart) -> None:
         parts = self._parts.setdefault(future_id, {}).setdefault(part.index, [])
@@ -30,7 +31,8 @@ class TokenStreams:
         parts.append(part)
 
     def after(self, future_id: str, counts: Sequence[int]) -> list[SampledPart]:
-        """What follows the first `counts[index]` tokens of each sample, as much of it as one reply has room for."""
+        """Returns what follows the first `counts[index]` tokens of each sample, as much of it as one reply has room
+        for."""
         samples, room = self._parts.get(future_id, {}), MAX_TOKENS
         parts: list[SampledPart] = []
         for index, count in enumerate(counts):

@@ -123,7 +123,7 @@ class ModelCheckpointView(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     expires_at_s: float | None = None
     user_metadata: Mapping[str, str] = {}
     folder: str = ""
-    """Of its files, under that of all checkpoints."""
+    """The folder of its files, under that of all checkpoints."""
     public: bool = False
     optimizer: model_options.OptimizerName = "adamw"
     lineage: WeightsLineage = WeightsLineage()
@@ -177,9 +177,9 @@ class EndpointView(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     message: str
     """Why it is not."""
     versions: Sequence[str]
-    """Of weights, that it reports."""
+    """Versions of weights that it reports."""
     published: Sequence[str]
-    """Of weights, that were pushed to it last."""
+    """Versions of weights that were pushed to it last."""
 
 
 class EndpointList(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="endpoints"):

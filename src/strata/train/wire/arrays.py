@@ -26,7 +26,7 @@ from strata.train.core.ops import (
 from strata.train.wire.fields import invalid_field
 
 MAX_DENSE_BYTES: Final = 1 << 30
-"""Of a sparse matrix when it is written out: a few bytes must not become all the memory of a rank."""
+"""Bytes of a sparse matrix when it is written out: a few bytes must not become all the memory of a rank."""
 
 NUMPY: Final = {DType.F32: "<f4", DType.I64: "<i8", DType.I32: "<i4", DType.BF16: "<u2"}
 PER_TOKEN: Final = frozenset({"target_tokens", "weights", "advantages", "logprobs"})
@@ -118,7 +118,7 @@ def as_array(path: str, data: bytes, dtype: DType) -> npt.NDArray[Any]:
 
 
 def to_client_dtype(values: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
-    """In a type that clients know: float32 or int64."""
+    """Converts to a type that clients know: float32 or int64."""
     if dtype is DType.BF16:
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.int64) if dtype is DType.I32 else values

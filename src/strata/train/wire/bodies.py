@@ -103,7 +103,7 @@ class OptimizerConfigBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     sdk_model: ClassVar[str] = "OptimizerConfigBase"
     type: Text = "adamw"
     version: int | None = None
-    """Of dimuon alone."""
+    """The version of dimuon alone."""
 
     def to_core(self) -> model_options.OptimizerName:
         """INVALID for an optimizer that is not there."""
@@ -175,7 +175,7 @@ class OptimStepBody(StrictBody, frozen=True, kw_only=True):
     seq_id: Seq
     adam_params: AdamParamsBody = AdamParamsBody()
     optimizer_params: MuonParamsBody | None = None
-    """Of every optimizer but AdamW."""
+    """Parameters of every optimizer but AdamW."""
 
     def operation(self) -> ops.OptimStep:
         if self.optimizer_params is not None:
@@ -246,7 +246,7 @@ class SaveWeightsExternalBody(StrictBody, frozen=True, kw_only=True):
 
 
 class LoadWeightsBody(StrictBody, frozen=True, kw_only=True):
-    """Into a model, at a place of its order, or into a new model of a session, before everything else."""
+    """Loads into a model, at a place of its order, or into a new model of a session, before everything else."""
 
     sdk_model: ClassVar[str] = "LoadWeightsRequest"
     path: Name
@@ -258,7 +258,7 @@ class LoadWeightsBody(StrictBody, frozen=True, kw_only=True):
     user_metadata: dict[str, Any] | None = None
     optimizer: bool = False
     optimizer_config: OptimizerConfigBody | None = None
-    """Of a new model that does not continue with the state of the saved one."""
+    """The optimizer of a new model that does not continue with the state of the saved one."""
 
     @property
     def new_model_id(self) -> str | None:
@@ -293,7 +293,7 @@ class TinkerPathBody(StrictBody, frozen=True, kw_only=True):
 
 class CheckpointTtlBody(StrictBody, frozen=True, kw_only=True):
     ttl_seconds: Annotated[float, msgspec.Meta(gt=0, le=3.2e8)] | None
-    """From now; null is for ever."""
+    """Seconds from now; null is for ever."""
 
 
 class ArchiveTokenQuery(LenientQuery, frozen=True, kw_only=True):
@@ -344,7 +344,8 @@ class UsageQuery(LenientQuery, frozen=True, kw_only=True):
     ending_before: datetime.datetime
 
     def window(self, now_s: float) -> tuple[float, float]:
-        """In seconds since 1970. INVALID if it is not whole hours of at most fourteen days that have begun."""
+        """Returns the window in seconds since 1970. INVALID if it is not whole hours of at most fourteen days that have
+        begun."""
         for name in ("starting_on", "ending_before"):
             moment = getattr(self, name)
             if moment.tzinfo is None or moment.timestamp() % HOUR_S:
@@ -419,7 +420,7 @@ class SearchSessionsBody(StrictBody, frozen=True, kw_only=True):
 class SessionStatus(NamedTuple):
     type: Literal["active", "cancelled", "client_finished"]
     reason: str = ""
-    """As the client gave it."""
+    """The reason as the client gave it."""
     detail: str | None = None
 
 
@@ -474,7 +475,7 @@ class ReportBody(StrictBody, frozen=True, kw_only=True):
 class CurvesQuery(LenientQuery, frozen=True, kw_only=True):
     points: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 500
     names: Annotated[str, msgspec.Meta(max_length=1000)] = ""
-    """Of metrics, with commas between; empty for all."""
+    """Names of metrics, with commas between; empty for all."""
 
 
 class SessionQuery(LenientQuery, frozen=True, kw_only=True):
@@ -566,7 +567,7 @@ class SyncWeightsBody(StrictBody, frozen=True, kw_only=True):
     model_id: Name
     seq_id: Seq
     name: Name | None = None
-    """Of the saved weights; after the sequence number unless given."""
+    """The name of the saved weights; after the sequence number unless given."""
     endpoints: Annotated[tuple[Name, ...], msgspec.Meta(max_length=64)] = ()
     """All of them unless given."""
     ttl_seconds: Annotated[float, msgspec.Meta(gt=0, le=3.2e8)] | None = None

@@ -16,16 +16,16 @@ _MAC: Final = 32
 
 class ArchiveGrant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag="archive"):
     folder: str
-    """Of a checkpoint, under that of all checkpoints."""
+    """The folder of a checkpoint, under that of all checkpoints."""
     file: str
     """One of its files; empty for all of it in an archive."""
     expires_at_s: float
     key_id: str = ""
-    """Of the key that requested it, which a hub in front of the server checks."""
+    """The key that requested it, which a hub in front of the server checks."""
 
     @property
     def subject(self) -> str:
-        """What it is about: the id of its model begins with that of a session."""
+        """Returns what it is about: the id of its model begins with that of a session."""
         return self.folder
 
 
@@ -34,7 +34,7 @@ class TraceGrant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
     tenant: str
     expires_at_s: float
     key_id: str = ""
-    """As above."""
+    """The key, as above."""
 
     @property
     def subject(self) -> str:
@@ -61,7 +61,7 @@ def verify_token(token: str, key: bytes, now_s: float) -> Grant:
 
 
 def read_grant(token: str) -> Grant | None:
-    """What a token claims, without a check of its signature; None if it is no token."""
+    """Returns what a token claims, without a check of its signature; None if it is no token."""
     try:
         return _grants.decode(_unpack(token)[_MAC:])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -24,7 +24,7 @@ MAX_STOP_STRINGS: Final = 16
 ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
 """Templates put the role into control tokens, so it is none of the caller's words."""
 DEFAULT_MAX_TOKENS: Final = 16
-"""Of a completion that is no chat, as OpenAI has it."""
+"""Tokens of a completion that is no chat, as OpenAI has it."""
 
 StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 TokenLimit = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
@@ -275,7 +275,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     function: CalledFunction
     type: Literal["function"] = "function"
     index: int | msgspec.UnsetType = msgspec.UNSET
-    """In a stream."""
+    """The index in a stream."""
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -326,7 +326,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the tokens of one choice, in order."""
+    """Log probabilities of the tokens of one choice, in order."""
 
     tokens: Sequence[str]
     token_logprobs: Sequence[float | None]

@@ -35,18 +35,18 @@ class PassRequest:
     forward_only: bool
     datums: Sequence[ops.Datum]
     loss_id: str = ""
-    """Of the loss `custom`: which one."""
+    """The id of the loss, if that is `custom`."""
     custom: CustomLoss | None = None
-    """That loss, once it was looked up."""
+    """The loss, once it was looked up."""
     sampled_tokens: int = 0
-    """Of all datums, by their provenance."""
+    """Sampled tokens of all datums, by their provenance."""
 
     @property
     def key(self) -> OperationKey:
         return OperationKey(self.model_id, self.seq_id)
 
     def encoded(self) -> bytes:
-        """What the payload holds."""
+        """Returns what the payload holds."""
         return ops.encode_pass_data(ops.PassData(self.datums, self.custom))
 
     def operation(self, payload: ops.Payload) -> ops.ForwardBackward:

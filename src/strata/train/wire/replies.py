@@ -115,9 +115,9 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     parent: str | None
     """The path of the checkpoint that training began with; `imported` if this server did not train it."""
     trained: TrainedReply
-    """Since the parent."""
+    """Counts since the parent."""
     total: TrainedReply
-    """With the parent and all before it, as far as this server trained them."""
+    """Counts with the parent and all before it, as far as this server trained them."""
 
 
 class CheckpointReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -295,7 +295,7 @@ class ModelPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 class ModelMetrics(msgspec.Struct, frozen=True, kw_only=True):
     points: Sequence[ModelPoint]
-    """In the order of `seq_id`; as long as the server keeps results."""
+    """Points in the order of `seq_id`; as long as the server keeps results."""
     unloaded: bool
     """The model is gone: nothing follows the last point."""
 

@@ -239,7 +239,7 @@ class RetrieveFutures(StrictBody, frozen=True, kw_only=True):
     sdk_model: ClassVar[str] = "FuturesRetrieveRequest"
     target: SamplerTarget
     prev_cursor: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
-    """From the reply before; 0 is the beginning."""
+    """The cursor of the reply before; 0 is the beginning."""
     timeout: Annotated[float, msgspec.Meta(ge=0, le=3600)] | None = None
     """Shorter than the server would wait."""
     retrieved_request_ids: Sequence[str] = ()
@@ -323,7 +323,7 @@ def _top_logprobs(top: TopLogprobs) -> list[list[tuple[int, float]] | None]:
 
 
 def top_pairs(top: TopLogprobs) -> list[list[tuple[int, float]]]:
-    """For each position the likeliest tokens with their log probabilities."""
+    """Returns for each position the likeliest tokens with their log probabilities."""
     tokens = np.frombuffer(top.tokens, "<i4").reshape(top.length, top.k).tolist()
     logprobs = np.frombuffer(top.logprobs, "<f4").reshape(top.length, top.k).tolist()
     return [

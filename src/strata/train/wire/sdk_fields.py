@@ -25,7 +25,7 @@ T = TypeVar("T")
 NO_MODEL: Final = ""
 """The model of what the SDK composes without one: nothing is known of its defaults."""
 MAX_UNKNOWN: Final = 16
-"""Of a request, and of the names that a decoder remembers as logged."""
+"""Unknown fields of a request, and of the names that a decoder remembers as logged."""
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _EMPTY: Final[tuple[Any, ...]] = (None, "", [], {})
 _log: Final = log.get(__name__)
@@ -54,7 +54,7 @@ class _Shape:
     """The fields of a message that are known, each with the shape of the message inside, if there is one."""
 
     model: str | None
-    """Of the SDK; None for a message of Strata's own, which has no other clients."""
+    """The model of the SDK; None for a message of Strata's own, which has no other clients."""
     known: Mapping[str, _Shape | None]
 
 

@@ -107,7 +107,8 @@ def _datum(path: str, datum: pb.Datum) -> ops.Datum:
 
 
 def _sampled_tokens(path: str, sent: pb.Datum, datum: ops.Datum) -> int:
-    """How many tokens of the datum were sampled, by the spans that its client attached; 0 if it attached none."""
+    """Returns how many tokens of the datum were sampled, by the spans that its client attached; 0 if it attached
+    none."""
     if spans := sent.loss_fn_input_spans:
         for index, span in enumerate(spans):
             _span_tokens(path, "loss_fn_input_spans", index, span)
@@ -127,7 +128,7 @@ def _sampled_tokens(path: str, sent: pb.Datum, datum: ops.Datum) -> int:
 
 
 def _span_tokens(path: str, field: str, index: int, span: pb.ProvenanceSpan) -> tuple[str | None, pb.TokenSpan]:
-    """Of which kind the span is, and its tokens."""
+    """Returns the kind of the span, and its tokens."""
     kind = span.WhichOneof("span")
     tokens = span.sampled_tokens if kind == "sampled_tokens" else span.prompt_tokens
     if unknown := UnknownFieldSet(span):
@@ -233,7 +234,8 @@ def check_elements(body: bytes, kind: Descriptor) -> None:
 
 @functools.cache
 def _inside(kind: Descriptor) -> Inside:
-    """By the number of a field, the message it holds; for what holds none, how many elements each of its bytes is."""
+    """Returns by the number of a field the message it holds; for what holds none, how many elements each of its bytes
+    is."""
     return {field.number: field.message_type or (_OPAQUE if field.type in _TEXTS else _PACKED) for field in kind.fields}
 
 

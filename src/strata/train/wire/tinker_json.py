@@ -22,7 +22,7 @@ from strata.train.wire.tinker import OUTPUT_TYPE
 
 T = TypeVar("T")
 MAX_NUMBERS: Final = 1 << 22
-"""Of a batch in JSON. They are counted by their commas, before one of them is an object."""
+"""Numbers of a batch in JSON. They are counted by their commas, before one of them is an object."""
 _DTYPES: Final = {"float32": DType.F32, "int64": DType.I64}
 
 

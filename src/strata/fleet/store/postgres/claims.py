@@ -123,7 +123,7 @@ FIRST: Final = f"""
     WHERE r.class_id = (%(classes)s::bigint[])[1] AND r.since <= (%(latest)s::float8[])[1] AND {MINE}
     ORDER BY {queue_order("r")} LIMIT {{count}} FOR UPDATE OF r, j SKIP LOCKED
 """
-"""Of one class: the index is scanned until enough jobs are found that no other transaction has locked."""
+"""Takes of one class: the index is scanned until enough jobs are found that no other transaction has locked."""
 
 BEST: Final = f"""
     SELECT b.seq, b.priority, b.kind FROM (
@@ -145,9 +145,9 @@ BEST: Final = f"""
     ) AS b JOIN ready r ON r.seq = b.seq AND r.class_id = b.class_id JOIN job j ON j.seq = b.seq
     ORDER BY {queue_order("b")} LIMIT {{count}} FOR UPDATE OF r, j SKIP LOCKED
 """
-"""Of many classes: their heads are compared unlocked, since a claim that locked one job of each class would hide all of
-them from everybody else. The best n jobs are in the n classes with the best heads, so only those are looked into. The
-spare ones make up for those that others have locked meanwhile."""
+"""Takes of many classes: their heads are compared unlocked, since a claim that locked one job of each class would hide
+all of them from everybody else. The best n jobs are in the n classes with the best heads, so only those are looked
+into. The spare ones make up for those that others have locked meanwhile."""
 
 OWNERS_OFFERS: Final = f"""
 SELECT b.seq, wanted.class_id, b.priority, o.owner
@@ -204,7 +204,7 @@ WITH given AS MATERIALIZED ({{given}}), gone AS (
 SELECT host, claim, id, epoch, %(until)s::float8, moved.spec, checkpoint, trainer_digest, trainer.spec, taken
 FROM moved LEFT JOIN trainer ON trainer.digest = moved.trainer_digest ORDER BY place
 """
-"""In one statement: remove the job from the queue, and begin a lease and an attempt."""
+"""Removes the job from the queue, and begins a lease and an attempt, in one statement."""
 
 PREVIOUS_LEASES: Final = f"""
 SELECT a.host_id, a.claim_id, a.job_id, a.epoch, l.expires_at, j.spec, j.checkpoint, a.trainer_digest, t.spec, a.taken
@@ -242,7 +242,7 @@ async def claim_jobs(
 async def _claim_for_idle_hosts(
     connections: Connections, named: Mapping[_ClaimName, Claim], times: dict[str, float]
 ) -> tuple[list[Any], set[_ClaimName]]:
-    """What was granted on the assumption that the hosts hold nothing, and the claims for which it was right."""
+    """Returns what was granted on the assumption that the hosts hold nothing, and the claims for which it was right."""
     statements = _idle_statements(named, times)
     async with connections.pipeline() as connection:
         opened = await connection.execute(OPEN, _names(list(named)), prepare=True, binary=True)
@@ -255,7 +255,7 @@ async def _claim_for_idle_hosts(
 
 
 def _idle_statements(named: Mapping[_ClaimName, Claim], times: dict[str, float]) -> list[tuple[str, dict[str, Any]]]:
-    """For claims of hosts that are taken to hold nothing."""
+    """Makes statements for claims of hosts that are taken to hold nothing."""
     empty = {host_id: Room(wanted.capacity) for (host_id, _), wanted in named.items()}
     groups = _group_claims(list(named.items()), empty)
     return [_claim_statement(menu, places, times, idle=True) for menu, places in groups.items()]
@@ -267,8 +267,8 @@ async def _claim_for_holding_hosts(
     times: dict[str, float],
     shares: OwnerShares | None,
 ) -> list[Any]:
-    """For hosts that hold something: what fits is decided between two round trips of one transaction. Claims that were
-    answered before get the same leases again."""
+    """Claims for hosts that hold something: what fits is decided between two round trips of one transaction. Claims
+    that were answered before get the same leases again."""
     # What is sent in a pipeline is one transaction, also when an answer is read in between.
     async with connections.pipeline() as connection:
         cursor = await connection.execute(OPEN, _names(list(named)), prepare=True, binary=True)

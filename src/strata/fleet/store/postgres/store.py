@@ -17,6 +17,6 @@ _SEARCHED_TEXT: Final = r"lower(label || E'\n' || owner || E'\n' || project || E
 
 
 def build_postgres_store(connections: Connections, *, newest_matches: int = NEWEST_MATCHES) -> FleetStore:
-    """On connections to a database that has the components `event` and `fleet`."""
+    """Keeps the fleet in a database that has the components `event` and `fleet`."""
     indexes = JobIndexes(searched_text=_SEARCHED_TEXT, may_serve=tables.MAY_SERVE, newest_matches=newest_matches)
     return build_store(PostgresDatabase(connections), partial(claim_jobs, connections), indexes, connections.close)

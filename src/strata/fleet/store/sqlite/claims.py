@@ -54,8 +54,8 @@ SELECT h.id, w.claim, h.state = 'active', EXISTS (SELECT 1 FROM attempt WHERE ho
 FROM (SELECT json_extract(value, '$[0]') AS host, json_extract(value, '$[1]') AS claim FROM json_each(?)) AS w
 CROSS JOIN host AS h ON h.id = w.host
 """
-"""Per claim: whether its host is active, whether the claim was answered before (claims are idempotent), and whether its
-host is excluded for any job, holds any, and is reserved for any."""
+"""Reads for each claim whether its host is active, whether the claim was answered before (claims are idempotent), and
+whether its host is excluded for any job, holds any, and is reserved for any."""
 
 OPEN: Final = """
 SELECT a.host_id, a.job_id, a.epoch, a.taken, l.expired FROM json_each(?) AS h
@@ -109,7 +109,7 @@ WHERE class_id = :class AND owner = :owner AND since <= :latest {{mine}} ORDER B
 _FOREVER_S: Final = 1e300
 """JSON has no infinity."""
 _MINE: Final = "AND NOT EXISTS (SELECT 1 FROM job_refusal WHERE host_id = :host AND job_refusal.seq = ready.seq)"
-"""For a host that is excluded for some jobs."""
+"""The condition for a host that is excluded for some jobs."""
 
 LOAD: Final = """
 SELECT j.seq, j.id, j.epoch, j.attempts, j.spec, j.checkpoint, j.trainer_digest, t.spec, l.job_id IS NOT NULL

@@ -16,7 +16,7 @@ from strata.fleet.store.store import FleetStore, build_store
 
 
 def build_sqlite_store(thread: SqliteThread) -> FleetStore:
-    """On a thread that has the components `event` and `fleet`."""
+    """Keeps the fleet on a thread that has the components `event` and `fleet`."""
     indexes = JobIndexes(searched_text=tables.SEARCHED_TEXT, may_serve=tables.MAY_SERVE)
     return build_store(SqliteDatabase(thread), partial(_claim_jobs, thread), indexes, thread.close)
 

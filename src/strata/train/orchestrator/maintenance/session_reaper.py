@@ -44,7 +44,7 @@ class SessionReaper:
 
     @property
     def interval_s(self) -> float:
-        """How often to run, so that nothing expires much later than its timeout."""
+        """Returns how often to run, so that nothing expires much later than its timeout."""
         timeouts = [timeout_s for timeout_s in (self._limits.silent_session_s, self._gap_s) if timeout_s]
         return min(timeouts, default=86_400.0) / 4
 

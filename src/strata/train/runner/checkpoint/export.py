@@ -114,8 +114,8 @@ def _merge(folder: Path, temporary: Path, manifest: CheckpointManifest, lora: Lo
 
 
 def _trained_on(lm: nn.Module, folder: Path) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """From a weight of the base to the one that the adapter was trained on: the header of its file says how the base
-    was quantised."""
+    """Returns the function from a weight of the base to the one that the adapter was trained on: the header of its file
+    says how the base was quantised."""
     metadata = checkpoint.read_header(folder / ADAPTER).metadata
     if "quantise" not in metadata:
         return lambda _, weight: weight
@@ -162,7 +162,7 @@ def _dtype_of(path: str) -> torch.dtype:
 
 
 def _say_what_is_tied(lm: PreTrainedModel) -> None:
-    """In the configuration, which may say otherwise than the files."""
+    """Says in the configuration what is tied: it may say otherwise than the files."""
     head: Any = lm.get_output_embeddings()  # type: ignore[no-untyped-call]
     if head is not None and head.weight is not lm.get_input_embeddings().weight:
         lm.config.tie_word_embeddings = False

@@ -65,7 +65,8 @@ def adapter_writer(adapter: Adapter, base: BaseModel, flat: Mapping[str, torch.T
 
 
 def _quantised_from(base: BaseModel) -> dict[str, str]:
-    """How the base was quantised that an adapter was trained on, and from which dtype: a merge has to do the same."""
+    """Returns how the base was quantised that an adapter was trained on, and from which dtype: a merge has to do the
+    same."""
     settings = base.settings
     return {"quantise": settings.quantise, "dtype": settings.dtype} if settings.quantise else {}
 
@@ -216,7 +217,7 @@ def _cpu_copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def own_state(model: FullModel) -> dict[str, torch.Tensor]:
-    """What this rank writes: of each weight one copy is written, however many there are."""
+    """Returns what this rank writes: of each weight one copy is written, however many there are."""
     own = {name for name in model.parameters if model.has_first_copy(name)}
     return dict(_state_of(model, own, optimizer=True))
 
@@ -260,7 +261,7 @@ def copy_tokenizer(model: str, folder: Path) -> None:
 
 
 def read_full(folder: Path, model: FullModel, base: BaseModel, *, optimizer: bool, steps: int) -> Callable[[], None]:
-    """From shards, or without the optimizer from a folder in Hugging Face's format."""
+    """Reads from shards, or without the optimizer from a folder in Hugging Face's format."""
     moments: list[dict[str, torch.Tensor]] = []
     if shards.has_shards(folder):
         state = shards.empty_like(full_state(model, optimizer=optimizer and steps > 0))

@@ -58,7 +58,7 @@ def save(
 def _save_gathered(
     folder: Path, manifest: CheckpointManifest, model: FullModel, base: BaseModel, ranks: RankGroup, *, overwrite: bool
 ) -> None:
-    """In Hugging Face's format, by rank 0. The weights of one layer after the other are gathered for it."""
+    """Saves in Hugging Face's format, by rank 0. The weights of one layer after the other are gathered for it."""
     temporary = checkpoint.temporary_folder(folder, ranks.all_gather_int(checkpoint.new_token())[0])
     is_new = False
     with ranks.collective_errors():

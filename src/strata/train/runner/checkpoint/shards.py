@@ -143,7 +143,8 @@ def check_complete(name: str, chunks: Sequence[ShardChunk], shape: Sequence[int]
 
 
 def _is_grid(chunks: Sequence[ShardChunk], shape: Sequence[int], dimension: int = 0) -> bool:
-    """Whether the chunks are slices along this dimension, one after the other, each again of slices along the next."""
+    """Says whether the chunks are slices along this dimension, one after the other, each again of slices along the
+    next."""
     if dimension == len(shape):
         return len(chunks) == 1
     slices: dict[tuple[int, int], list[ShardChunk]] = {}

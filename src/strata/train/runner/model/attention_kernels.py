@@ -47,11 +47,11 @@ class Reach:
     chunk: int | None = None
 
     def covers(self, length: int) -> bool:
-        """Whether it makes no difference to a document of this length."""
+        """Says whether it makes no difference to a document of this length."""
         return all(limit is None or length <= limit for limit in (self.window, self.chunk))
 
     def allows(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Which keys each query attends to, by their indices in the document."""
+        """Says which keys each query attends to, by their indices in the document."""
         allowed = key <= query
         if self.window is not None:
             allowed = allowed & (key > query - self.window)
@@ -71,7 +71,7 @@ class AttentionTerms:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a kernel for scaled dot-product attention computes it."""
+        """Says whether a kernel for scaled dot-product attention computes it."""
         return self.softcap is None and self.sinks is None
 
 
@@ -124,8 +124,8 @@ def _attend_blocks(states: States, starts: range, terms: AttentionTerms, *, fuse
 
 
 def _takes_sinks(query: torch.Tensor) -> bool:
-    """Whether `_CpuKernel` is right for it. In half precision it would round the output twice, and a router that is
-    near a tie then chooses other experts than the unmodified model does."""
+    """Says whether `_CpuKernel` is right for it. In half precision it would round the output twice, and a router that
+    is near a tie then chooses other experts than the unmodified model does."""
     return query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64)
 
 
@@ -157,7 +157,7 @@ def _attend_block(states: States, start: int, end: int, terms: AttentionTerms, *
 
 
 def _attend_fused(states: States, allowed: torch.Tensor | None, terms: AttentionTerms) -> torch.Tensor:
-    """By a kernel for one document. Without a mask, it is causal and there is a query for each key."""
+    """Attends by a kernel for one document. Without a mask, it is causal and there is a query for each key."""
     if terms.is_plain and allowed is None and states[1].shape[1] == states[2].shape[1]:
         # Without a mask the kernel shares heads of keys and values, and no copies of them are saved.
         shared = states[0].shape[1] != states[1].shape[1]
@@ -184,7 +184,7 @@ def _additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _repeat_heads(states: States) -> States:
-    """As many heads of keys and of values as of queries."""
+    """Repeats heads of keys and of values to as many as of queries."""
     query, key, value = states
     heads = query.shape[1]
     return query, repeat_kv(key, heads // key.shape[1]), repeat_kv(value, heads // value.shape[1])

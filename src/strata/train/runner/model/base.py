@@ -62,7 +62,7 @@ from strata.train.settings import check_quantise_package
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 REDUCED_BYTES: Final = 4
-"""Of a gradient: they are summed in float32."""
+"""Bytes of a gradient: they are summed in float32."""
 FLOAT32_BYTES: Final = 2 << 30
 """A model whose files are up to this size is loaded a second time, in float32, for the start-up check."""
 
@@ -279,7 +279,7 @@ class BaseModel:
         return self.stage.share(logprobs if self.has_results else logprobs.new_zeros(len(row.targets)))
 
     def reduce_gradients(self, *, enabled: bool) -> None:
-        """Whether the next backward pass reduces gradients over the ranks, or leaves its own to a later one.
+        """Sets whether the next backward pass reduces gradients over the ranks, or leaves its own to a later one.
 
         What is left is the gradient of every weight, in full on each rank. So only a small model leaves any.
         """
@@ -353,7 +353,7 @@ def checkpoint_layers(lm: PreTrainedModel, every: int) -> None:
 
 
 def lora_part(tensor: TensorParallel | None, experts: ExpertParallel | None, target: LoraTarget) -> LoraPart:
-    """What this rank computes of a layer, and so of its adapter."""
+    """Returns what this rank computes of a layer, and so of its adapter."""
     split = experts if target.experts else tensor
     return LoraPart() if split is None else split.lora_part(target)
 
@@ -457,7 +457,8 @@ def load_base(settings: RunnerSettings, ranks: RankGroup) -> BaseModel:
 
 
 def _affordable_in_float32(settings: RunnerSettings, ranks: RankGroup) -> bool:
-    """By the files in its folder, and by the free memory of every rank. The size of a model in the cache is unknown."""
+    """Decides by the files in its folder, and by the free memory of every rank. The size of a model in the cache is
+    unknown."""
     sizes = [file.stat().st_size for file in Path(settings.model).glob("*.safetensors")]
     # The files may be in float32 or in half of that.
     needed = (

@@ -43,7 +43,7 @@ def prepare_compiling(folder: Path) -> None:
 
 
 def compile_layers(layers: Sequence[nn.Module]) -> None:
-    """From the next call on, which takes a minute or so."""
+    """Compiles the layers at their next call, which takes a minute or so."""
     from torch._dynamo import config as dynamo_config
     from torch._functorch import config as autograd_config
     from torch._inductor import config as inductor_config

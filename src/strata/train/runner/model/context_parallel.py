@@ -35,7 +35,8 @@ class ContextParallel:
         self._group = mesh.get_group()
 
     def attend(self, states: States, lengths: Sequence[int], terms: AttentionTerms) -> torch.Tensor:
-        """From this rank's tokens and all heads to the same. `lengths` are those of the documents of the row."""
+        """Attends from this rank's tokens and all heads to the same. `lengths` are those of the documents of the
+        row."""
         heads = states[0].shape[1]
         if heads % self.size:
             raise StrataError(Code.UNSUPPORTED, f"parallel.context {self.size} does not divide its {heads} heads")
@@ -59,7 +60,7 @@ class ContextParallel:
         return query, key, value
 
     def _share_heads(self, part: torch.Tensor) -> torch.Tensor:
-        """As many heads of keys or values as the ranks can divide."""
+        """Repeats heads of keys or values to as many as the ranks can divide."""
         heads = part.shape[1]
         return repeat_kv(part, math.lcm(heads, self.size) // heads)
 

@@ -56,13 +56,13 @@ class _Dispatch:
     received: Sequence[int]
     """Pairs to each rank, and from each."""
     order: torch.Tensor
-    """Of the received pairs, by expert."""
+    """The order of the received pairs, by expert."""
     place: torch.Tensor
     """Where each of them is in that order."""
     expert: torch.Tensor
     """The number of each of them, in that order, among those that this rank holds."""
     ends: torch.Tensor
-    """After the last of each expert that this rank holds."""
+    """The place after the last pair of each expert that this rank holds."""
     adapted: Sequence[AdaptedPairs]
     """Those of the received pairs that have an adapter, in that order."""
 
@@ -108,8 +108,8 @@ class ExpertParallel(SplitModel):
         return [part.reshape(-1, *each.shape[1:]) for part, each in zip(parts, own, strict=True)]
 
     def dispatch(self, ends: torch.Tensor, adapters: Sequence[Adapter]) -> ExpertDispatch:
-        """For pairs that are sorted by expert, and those of an expert by adapter: first those without one. `ends` are
-        after the last pair of each."""
+        """Dispatches pairs that are sorted by expert, and those of an expert by adapter: first those without one.
+        `ends` are after the last pair of each."""
         ranks, kinds = self._mesh.size(), len(adapters) + 1
         counts = torch.diff(ends.to(torch.int64), prepend=ends.new_zeros(1, dtype=torch.int64))
         incoming = torch.empty_like(counts)
@@ -145,7 +145,7 @@ class ExpertParallel(SplitModel):
 def _adapted_pairs(
     adapters: Sequence[Adapter], number: torch.Tensor, by_expert: torch.Tensor, by_adapter: Sequence[int]
 ) -> Iterator[AdaptedPairs]:
-    """Of received pairs that are sorted by expert; `number` is that of each pair's adapter, from 1."""
+    """Yields received pairs that are sorted by expert; `number` is that of each pair's adapter, from 1."""
     is_one = len(number) in by_adapter
     # Without an index if all pairs are of one adapter.
     order = None if is_one else torch.argsort(number, stable=True)

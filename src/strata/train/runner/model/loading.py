@@ -252,7 +252,7 @@ def read_groups(
 
 
 def _take(skeleton: PreTrainedModel, name: str, tied: Mapping[str, str]) -> torch.Tensor:
-    """What was read by this name or by that of a weight that is tied to it. The skeleton keeps no memory."""
+    """Returns what was read by this name or by that of a weight that is tied to it. The skeleton keeps no memory."""
     found = torch.empty(0, device="meta")
     for each in (name, *(target for target, source in tied.items() if source == name)):
         module, last = parent_of(skeleton, each)
@@ -278,7 +278,7 @@ def _names_in_model(skeleton: PreTrainedModel, path: str, mapping: Sequence[Any]
 
 
 def _unreadable_in_shards(skeleton: PreTrainedModel, path: str, shards: int) -> str:
-    """Why the loader of transformers cannot read shards of this model; empty if it can.
+    """Says why the loader of transformers cannot read shards of this model; empty if it can.
 
     It slices what it reads before it converts it. That is right if the conversion stacks whole experts, since shards
     are slices along the experts, and wrong for one that joins or splits along the first dimension.
@@ -343,7 +343,7 @@ def _are_equal(stored: Mapping[str, Any], one: str, other: str) -> bool:
 
 
 def _first_names(lm: nn.Module) -> dict[str, str]:
-    """For each parameter the first of its names: two names of a tied weight have the same."""
+    """Returns for each parameter the first of its names: two names of a tied weight have the same."""
     first: dict[int, str] = {}
     parameters = lm.named_parameters(remove_duplicate=False)
     return {name: first.setdefault(id(parameter), name) for name, parameter in parameters}

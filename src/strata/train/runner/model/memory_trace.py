@@ -77,7 +77,7 @@ from strata.train.settings import check_quantise_package
 TRACED: Final = 3
 """Layers of each kind: FSDP gathers the weights of one, computes another, and reduces the gradients of a third."""
 SHARDS: Final = 2
-"""Of a traced model that is sharded: what a pass gathers is the same for more."""
+"""Shards of a traced model that is sharded: what a pass gathers is the same for more."""
 Layers = Sequence[int]
 """Numbers of blocks, in their order."""
 Collective = Literal["all-gather", "all-reduce", "all-to-all", "reduce-scatter"]
@@ -96,7 +96,7 @@ CPU: Final = torch.device("cpu")
 class AdapterSizes(NamedTuple):
     all: int
     split: int
-    """Of matrices that a tensor group splits."""
+    """Bytes of matrices that a tensor group splits."""
     experts: int
 
 
@@ -107,7 +107,7 @@ class TracedPass(NamedTuple):
     """Bytes of the largest tensor of each call."""
 
     def plus(self, count: int, more: TracedPass, less: TracedPass) -> TracedPass:
-        """With so many times the difference of two others."""
+        """Adds so many times the difference of two others."""
 
         def add(own: Counter[Exchange], more: Counter[Exchange], less: Counter[Exchange]) -> Counter[Exchange]:
             return Counter({name: own[name] + count * (more[name] - less[name]) for name in more})
@@ -389,9 +389,9 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._groups = groups
         self.peak = 0
-        """Until the backward pass reached the first layer."""
+        """The peak until the backward pass reached the first layer."""
         self.end_peak = 0
-        """Since then."""
+        """The peak since then."""
         self.calls: Counter[Exchange] = Counter()
         self.sent: Counter[Exchange] = Counter()
         self._live = 0
@@ -445,7 +445,7 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _grouped_shape(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """What a grouped multiplication returns. Without content torch has it in bfloat16 only."""
+    """Returns what a grouped multiplication returns. Without content torch has it in bfloat16 only."""
     if right.ndim == 3:
         return left.new_empty(left.shape[0], right.shape[2])
     return left.new_empty(len(offs), left.shape[0], right.shape[1])

@@ -44,7 +44,7 @@ def plan_steps(parallel: ParallelSettings, stage: int, rows: int) -> list[RowSte
 
 
 def rows_in_flight(parallel: ParallelSettings, rows: int) -> int:
-    """Of how many of the rows of a pass the first stage, which has most, has the activations at once."""
+    """Returns of how many rows of a pass the first stage, which has most, has the activations at once."""
     return rows if parallel.schedule == "gpipe" and parallel.pipeline > 1 else min(parallel.pipeline, rows)
 
 
@@ -96,7 +96,7 @@ class PipelineStage:
         lm._keys_to_ignore_on_load_unexpected = {*(lm._keys_to_ignore_on_load_unexpected or ()), *unread}
 
     def computes(self, name: str) -> bool:
-        """Whether this stage computes a module, by its name in the model. It has been cut."""
+        """Says whether this stage computes a module, by its name in the model. It has been cut."""
         return not any(f"{name}.".startswith(f"{other}.") for other in self._elsewhere)
 
     def receive(self, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
@@ -113,7 +113,7 @@ class PipelineStage:
         return _Send.apply(states, count, self)  # type: ignore[no-any-return, no-untyped-call]
 
     def share(self, computed: torch.Tensor) -> torch.Tensor:
-        """What the last stage computed, on all stages. The others give a tensor of the same shape and dtype."""
+        """Returns what the last stage computed, on all stages. The others give a tensor of the same shape and dtype."""
         shared = computed.detach().contiguous()
         dist.broadcast(shared, self._ends[1], group=self.states)
         return shared
@@ -151,7 +151,7 @@ def _own_group(peers: list[list[int]]) -> dist.ProcessGroup:
 
 
 class _PassThrough(nn.Module):
-    """In the place of a module that another stage has."""
+    """Stands in the place of a module that another stage has."""
 
     def forward(self, states: torch.Tensor, **options: Any) -> torch.Tensor:
         del options

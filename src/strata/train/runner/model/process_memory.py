@@ -24,7 +24,7 @@ class KernelKills(msgspec.Struct, frozen=True, array_like=True):
     on_machine: int
 
     def may_be_since(self, before: KernelKills) -> bool:
-        """Whether a process of the same group may have been killed since then.
+        """Says whether a process of the same group may have been killed since then.
 
         On the machine other jobs run out of memory too, within limits of their own. That counts only where nothing
         better is known: without a counter, and when a group was killed as a whole and this is the next one.
@@ -98,7 +98,7 @@ def _machine_bytes() -> int | None:
 
 
 def _cgroup_bytes() -> int | None:
-    """What the control group of this process still allows, in cgroup version 1 or 2."""
+    """Returns what the control group of this process still allows, in cgroup version 1 or 2."""
     free: int | None = None
     for group in _memory_groups():
         is_v2 = (group / "memory.max").exists()

@@ -24,13 +24,13 @@ from strata.train.plan.quantisation import NF4_BLOCK, QuantisedKind, can_be_quan
 
 CODES: Final[dict[QuantisedKind, torch.dtype]] = {"nf4": torch.uint8, "int8": torch.int8}
 PARAMETERS: Final = ("codes", "scales")
-"""Of a quantised layer, in place of its weight."""
+"""Parameters of a quantised layer, in place of its weight."""
 
 
 class QuantisedWeights(NamedTuple):
     kind: QuantisedKind
     dtype: torch.dtype
-    """From which they were quantised, and to which they are dequantised."""
+    """The type from which they were quantised, and to which they are dequantised."""
 
 
 class QuantisedLinear(nn.Module):

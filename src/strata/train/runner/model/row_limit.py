@@ -55,7 +55,7 @@ _log = log.get(__name__)
 class _RowRecord(msgspec.Struct, frozen=True, array_like=True):
     exhausted: RowOutOfMemory
     kills: KernelKills
-    """Before the row began. If there are more now, one may have been this rank."""
+    """Kills before the row began. If there are more now, one may have been this rank."""
 
 
 _encode: Final = msgspec.msgpack.Encoder().encode
@@ -83,7 +83,7 @@ class RowMemory:
         return self._configured or self.limit
 
     def fits(self, tokens: int) -> bool:
-        """Whether there is memory now for a row of so many tokens. A limit from the settings is not checked."""
+        """Says whether there is memory now for a row of so many tokens. A limit from the settings is not checked."""
         if self._configured is not None or not self._per_token:
             return True
         needed = tokens * self._per_token

@@ -28,7 +28,7 @@ TOLERANCE: Final = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.5}
 MEAN_TOLERANCE: Final = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.05}
 """How far they may differ on average: rounding errs to both sides, a missing feature does not."""
 LENGTHS: Final = (17, 11, 1, 6)
-"""Of the documents. The slices of a context group, of whatever size, cut some of them."""
+"""Lengths of the documents. The slices of a context group, of whatever size, cut some of them."""
 TARGETS: Final = 4
 """Tokens whose log probability is compared at each position, the most likely one among them."""
 FAILURES: Final = (

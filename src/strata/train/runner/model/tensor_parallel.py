@@ -115,9 +115,9 @@ class TensorParallel(SplitModel):
         lm.get_submodule(layers[-1]).register_forward_hook(self._end_layers)
 
     def lora_part(self, target: LoraTarget) -> LoraPart:
-        """What this rank's computation of a layer takes of the layer's adapter. Gradients are summed over all ranks
-        that hold a matrix: those of a layer that every rank computes in full count once. Of a layer that the heads of
-        all ranks share, a rank has the gradient from its own heads."""
+        """Returns what this rank's computation of a layer takes of the layer's adapter. Gradients are summed over all
+        ranks that hold a matrix: those of a layer that every rank computes in full count once. Of a layer that the
+        heads of all ranks share, a rank has the gradient from its own heads."""
         return split_adapter(self._splits.get(target.name), target, self.rank, self._mesh.size())
 
     def gather_parts(self, own: torch.Tensor) -> list[torch.Tensor]:
@@ -219,7 +219,7 @@ def _with_hidden(
 
 
 def plan_splits(lm: PreTrainedModel, size: int) -> dict[str, Split]:
-    """How each layer is split by so many ranks. UNSUPPORTED if there is no plan, or another kind of one."""
+    """Returns how each layer is split by so many ranks. UNSUPPORTED if there is no plan, or another kind of one."""
     splits: dict[str, Split] = {}
     names = _names_of_weights(lm)
     plan = {**lm.tp_plan, **_attention_plan(lm)}
@@ -252,7 +252,7 @@ def _attention_plan(lm: PreTrainedModel) -> dict[str, str]:
 
 
 def placement_of(split: Split | None, name: str) -> Placement:
-    """Where a tensor group has a weight, by the split of its module and its name there."""
+    """Returns where a tensor group has a weight, by the split of its module and its name there."""
     match split:
         case "columns" | "gathered":
             return Shard(0)
@@ -263,7 +263,7 @@ def placement_of(split: Split | None, name: str) -> Placement:
 
 
 def split_adapter(split: Split | None, target: LoraTarget, rank: int, count: int) -> LoraPart:
-    """What a rank of a tensor group takes of the adapter of a layer, by the split of the layer."""
+    """Returns what a rank of a tensor group takes of the adapter of a layer, by the split of the layer."""
     match split:
         case "columns" | "gathered":
             return LoraPart(rows=_part(target.rows, rank, count))
@@ -281,7 +281,7 @@ def _blocks(splits: Mapping[str, Split]) -> set[str]:
 
 
 def _names_of_weights(lm: nn.Module) -> dict[int, int]:
-    """How many names each weight has: more than one if it is tied."""
+    """Returns how many names each weight has: more than one if it is tied."""
     counts: dict[int, int] = {}
     for _, weight in lm.named_parameters(remove_duplicate=False):
         counts[id(weight)] = counts.get(id(weight), 0) + 1
@@ -306,7 +306,7 @@ def _parent(name: str) -> str:
 
 
 def _is_in(name: str, modules: Collection[str]) -> bool:
-    """Whether a module is one of these, or inside of one."""
+    """Says whether a module is one of these, or inside of one."""
     parts = name.split(".")
     return any(".".join(parts[:count]) in modules for count in range(1, len(parts) + 1))
 

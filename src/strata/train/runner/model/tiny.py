@@ -59,7 +59,7 @@ class TinyModel(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     context: int = 2048
     experts: int = 4
-    """Of a mixture of experts: how many, of which two are used for each token."""
+    """Experts of a mixture: how many, of which two are used for each token."""
 
     def __post_init__(self) -> None:
         if self.hidden < HEAD or self.hidden % HEAD:

@@ -40,7 +40,7 @@ class TrainedModel(Protocol):
     def begin(self) -> None: ...
 
     def is_finite(self) -> bool:
-        """Whether all staged gradients of this rank are finite."""
+        """Says whether all staged gradients of this rank are finite."""
         ...
 
     def commit(self) -> None: ...
@@ -76,7 +76,7 @@ class LoraModel:
 
     @property
     def gradients(self) -> list[torch.Tensor] | None:
-        """What is accumulated, of the part of each block that this rank steps; None if nothing is, then on all
+        """Returns what is accumulated, of the part of each block that this rank steps; None if nothing is, then on all
         ranks."""
         self._add_last()
         return self._gradients
@@ -217,7 +217,7 @@ class FullModel:
             parameter.grad = None
 
     def has_first_copy(self, name: str) -> bool:
-        """Whether this rank's shard of a weight is the one that counts, and that is written."""
+        """Says whether this rank's shard of a weight is the one that counts, and that is written."""
         is_elsewhere = name in self._tied and self._stage is not None and self._stage.is_last
         return not is_elsewhere and is_first_copy(self.parameters[name])
 
@@ -265,7 +265,7 @@ def sharded_like(parameter: DTensor, shard: torch.Tensor) -> DTensor:
 
 
 def own_region(parameter: DTensor) -> tuple[slice, ...]:
-    """Which part of the weight this rank holds."""
+    """Returns the part of the weight that this rank holds."""
     shape, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return tuple(slice(offset, offset + length) for offset, length in zip(offsets, shape, strict=True))
 
@@ -283,7 +283,7 @@ def mesh_size(parameter: DTensor, name: str) -> int:
 
 
 def is_first_copy(parameter: DTensor) -> bool:
-    """Whether this rank holds a shard of the first copy of the weight, of which there may be several."""
+    """Says whether this rank holds a shard of the first copy of the weight, of which there may be several."""
     mesh = parameter.device_mesh
     copies = [number for number, placement in enumerate(parameter.placements) if placement.is_replicate()]
     return not any(mesh.get_local_rank(number) for number in copies)

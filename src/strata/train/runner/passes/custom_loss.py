@@ -58,7 +58,7 @@ class GroupLoss:
     loss: float
     metrics: Mapping[str, float]
     gradients: Sequence[torch.Tensor]
-    """Of the loss by the log probabilities of each member; empty if they were not requested."""
+    """Gradients of the loss by the log probabilities of each member; empty if they were not requested."""
 
 
 def compute_group(loss: CustomLoss, members: Sequence[GroupMember], *, backward: bool) -> GroupLoss:
@@ -236,7 +236,7 @@ def _power(base: Value, exponent: Value) -> Value:
 
 
 def _item(value: Value, index: Value) -> Value:
-    """By numbers, slices and new axes only: an index that is a tensor could be out of range on a device."""
+    """Indexes by numbers, slices and new axes only: an index that is a tensor could be out of range on a device."""
     for part in index if isinstance(index, tuple) else (index,):
         if part is not None and part is not ... and not isinstance(part, int | slice):
             raise TypeError("an index must be a number, a slice, None or an ellipsis")

@@ -140,7 +140,7 @@ class PackedModel(nn.Module):
         self.context: ContextParallel | None = None
         """The ranks that have the other slices of the rows."""
         self.stage: PipelineStage | None = None
-        """Which layers this rank has, if it does not have all."""
+        """The layers that this rank has, if it does not have all."""
         config = lm.config.get_text_config(decoder=True)
         self._vocabulary, self._width = int(config.vocab_size), int(config.hidden_size)
         self._chunk = max(1, logits_bytes // (4 * self._vocabulary))
@@ -162,7 +162,7 @@ class PackedModel(nn.Module):
         return stage.share(torch.empty(len(document), self._vocabulary, device=document.device))
 
     def _inputs(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What the decoder begins with: tokens, or what the previous stage has made of them."""
+        """Returns what the decoder begins with: tokens, or what the previous stage has made of them."""
         if self.stage is None or self.stage.is_first:
             return {"input_ids": tokens[None]}
         return {"inputs_embeds": self.stage.receive((1, len(tokens), self._width), tokens.device)}

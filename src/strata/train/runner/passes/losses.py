@@ -207,7 +207,7 @@ def read_inputs(name: LossName, config: Mapping[str, float], datum: ops.Datum, v
 
 
 def read_custom_inputs(loss: CustomLoss, datum: ops.Datum, vocabulary: int) -> LossInputs:
-    """What a loss of the client reads of a datum, each with the rank that it declared."""
+    """Returns what a loss of the client reads of a datum, each with the rank that it declared."""
     tokens = _token_ids("tokens", _numbers(datum.tokens, ops.DType.I32), vocabulary)
     given = datum.inputs.get("target_tokens")
     targets = _read_targets(
@@ -348,7 +348,7 @@ def measure_loss(terms: LossTerms, datum: LossInputs, logprobs: torch.Tensor) ->
 
 
 def _sampler_gap(distance: torch.Tensor, sampled: torch.Tensor) -> dict[str, torch.Tensor]:
-    """How far the sampler's log probabilities are from the trainer's, over the tokens that have an advantage.
+    """Returns how far the sampler's log probabilities are from the trainer's, over the tokens that have an advantage.
 
     If both had the same weights, the gap is the numerical difference between two programs; after an optimizer step it
     also holds what was learned. `kl` estimates KL(q‖p) by r - 1 - log r, which is unbiased and never negative.

@@ -16,7 +16,7 @@ MOMENTS: Final[Mapping[OptimizerName, Sequence[str]]] = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "muon": ("momentum_buffer",),
 }
-"""As torch names them."""
+"""The moments as torch names them."""
 CLIP_EPS: Final = 1e-6
 """What torch's gradient clipping adds to a norm before it divides by it."""
 
@@ -136,7 +136,8 @@ class Optimizer:
 
 
 def step_settings(name: OptimizerName, params: StepParams) -> Mapping[str, object]:
-    """As torch's optimizer takes them; INVALID if they are of another one, or no numbers for a step."""
+    """Returns the settings as torch's optimizer takes them; INVALID if they are of another one, or no numbers for a
+    step."""
     shares: tuple[float, ...]
     if isinstance(params, AdamParams):
         of, shares, amounts = "adamw", (params.beta1, params.beta2), (params.eps,)

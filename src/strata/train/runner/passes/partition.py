@@ -171,7 +171,7 @@ def merge_reports(partitioned: PartitionedPass, reports: Sequence[RankReport]) -
 
 
 def _first_failures(failures: Iterable[ItemFailure]) -> dict[int, ItemFailure]:
-    """Of each failed item the failure at its first datum."""
+    """Returns the failure of each failed item at its first datum."""
     first: dict[int, ItemFailure] = {}
     for failure in sorted(failures, key=lambda failure: failure.datum):
         first.setdefault(failure.item, failure)

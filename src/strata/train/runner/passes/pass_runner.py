@@ -113,7 +113,7 @@ class RowLosses:
     measured: dict[Place, Mapping[str, torch.Tensor]] = field(default_factory=dict)
     """Still on the device."""
     of_groups: dict[Place, Mapping[str, float]] = field(default_factory=dict)
-    """Of the losses of clients, which are computed group by group."""
+    """Metrics of the losses of clients, which are computed group by group."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class PassOutcome:
     computed: list[ComputedDatum] = field(default_factory=list)
     failures: list[ItemFailure] = field(default_factory=list)
     gradients: dict[Place, SplitGradient] = field(default_factory=dict)
-    """Of datums whose groups are in several rows."""
+    """Gradients of datums whose groups are in several rows."""
     tainted: frozenset[int] = frozenset()
     """Items whose results and gradients were discarded: the same on all ranks."""
 
@@ -214,7 +214,7 @@ class PassRunner:
         )
 
     def _reject_oversized(self, rows: Sequence[Sequence[PackedDocument]]) -> list[ItemFailure]:
-        """Of rows that do not fit into memory together now, reject the item with the most tokens until the rest fits.
+        """Rejects of rows that do not fit into memory together now the item with the most tokens, until the rest fits.
         Without stages, of each row."""
         failures: list[ItemFailure] = []
         in_flight = rows_in_flight(self._base.settings.parallel, len(rows))
@@ -410,7 +410,8 @@ class PassRunner:
         *,
         backward: bool,
     ) -> list[torch.Tensor]:
-        """For each member a number with the gradient of its group's loss: that loss itself needs no second backward."""
+        """Returns for each member a number with the gradient of its group's loss: that loss itself needs no second
+        backward."""
         first = members[0][0]
         if first.split:
             computed = [outcome.gradients.get((document.item, document.datum)) for document, _ in members]
@@ -459,7 +460,7 @@ def _collect_results(
 
 
 def _gradients_of(item: int, first: int, loss: GroupLoss, tokens: Sequence[int]) -> Iterator[SplitGradient]:
-    """Of each member of a group; its loss and metrics are those of the first."""
+    """Yields the gradient of each member of a group; its loss and metrics are those of the first."""
     for place, count in enumerate(tokens):
         metrics = {"loss:sum": 0.0 if place else loss.loss, "tokens:sum": float(count)}
         gradient = _to_dense(loss.gradients[place]) if loss.gradients else None

@@ -31,15 +31,15 @@ class SliceOutcomes:
     """What a time slice has produced so far."""
 
     sequences: list[tuple[str, int, SampledSequence]] = field(default_factory=list)
-    """By request, and which of its samples it is."""
+    """Sequences by request, with the place among its samples."""
     prompts: list[tuple[str, PromptLogprobs]] = field(default_factory=list)
     failed: list[tuple[str, str]] = field(default_factory=list)
     streamed: list[tuple[str, SampledPart]] = field(default_factory=list)
-    """By request: tokens of samples that run on, in order, if their client reads them meanwhile."""
+    """Tokens by request of samples that run on, in order, if their client reads them meanwhile."""
     sampled_tokens: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
-    """Of prompts, that the prefix cache had."""
+    """Tokens of prompts that the prefix cache had."""
 
     @property
     def ended(self) -> int:
@@ -83,7 +83,7 @@ class RunningBatch:
         self.key = key
         self.running: list[RunningSequence] = []
         self._waiting: dict[str, deque[tuple[SequenceGroup, int]]] = {}
-        """By tenant share, in the order of admission."""
+        """Waiting samples by tenant share, in the order of admission."""
         self._cache = cache
         self._model = model
         self._prompt_tokens = prompt_tokens

@@ -87,7 +87,7 @@ class SamplingEngine:
         self._batches.pop(sampler_id, None)
 
     def scatter(self) -> SampleScatter:
-        """For rank 0, which distributes requests over the ranks."""
+        """Makes for rank 0 what distributes requests over the ranks."""
         return SampleScatter(self._ranks.size, self.cost, self.limits.requests)
 
     def cost(self, sample: SampleOperation) -> int:
@@ -225,7 +225,7 @@ class SamplerWeights:
             raise StrataError(Code.NOT_FOUND, f"there is no sampler {sampler_id!r}")
 
     def key(self, sampler_id: str) -> str:
-        """Which base weights the sampler has. Sequences with the same key run in one batch."""
+        """Returns the key of the base weights that the sampler has. Sequences with the same key run in one batch."""
         return LIVE if self._samplers[sampler_id].full is None else sampler_id
 
     def adapter(self, sampler_id: str) -> Adapter | None:

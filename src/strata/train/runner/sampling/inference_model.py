@@ -60,7 +60,7 @@ class AttentionPlan(Protocol):
     """Where the keys and values of the tokens are cached, and what each token attends to."""
 
     def attend(self, module: nn.Module, states: States, terms: AttentionTerms) -> torch.Tensor:
-        """From queries, keys and values, (1, heads, tokens, dimensions), to (1, tokens, heads, dimensions)."""
+        """Attends from queries, keys and values, (1, heads, tokens, dimensions), to (1, tokens, heads, dimensions)."""
         ...
 
 
@@ -168,7 +168,7 @@ class _GatheredAdapter:
     adapter: Adapter
     target: str
     own: tuple[torch.Tensor, torch.Tensor]
-    """Of the experts that this rank holds."""
+    """The weights of the experts that this rank holds."""
     full: tuple[torch.Tensor, torch.Tensor]
 
 
@@ -188,7 +188,7 @@ class _Weights:
         self._empty = [module._parameters[last] for _, module, last in self._locations]
         self._adapters: Sequence[_GatheredAdapter] = ()
         self.names = dict.fromkeys(name for name, _, _ in self._locations)
-        """In an order."""
+        """The names, each once, in an order."""
 
     def install(self, gathered: _Gathered) -> None:
         for name, module, last in self._locations:
@@ -233,7 +233,7 @@ class _Source:
 
     @property
     def adapter_bytes(self) -> int:
-        """Of all that is gathered of adapters."""
+        """Returns the bytes of all that is gathered of adapters."""
         matrices = (
             math.prod(adapter.shapes[f"{target}.{part}"])
             for adapter in self.adapters
@@ -291,7 +291,7 @@ class _LayerStream:
 
 
 def _costs_nothing(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether this rank has the full weight in this dtype already, where it computes."""
+    """Says whether this rank has the full weight in this dtype already, where it computes."""
     is_there = local(parameter).device.type == _device_of(parameter).type
     return is_there and _is_whole(parameter) and parameter.dtype == _gathered_dtype(parameter, dtype)
 
@@ -355,12 +355,12 @@ def _gather_bucket(bucket: Mapping[str, DTensor], dtype: torch.dtype) -> dict[st
 
 
 def _device_of(weight: torch.Tensor) -> torch.device:
-    """Where ranks compute with a weight: its shards may be in the memory of the host."""
+    """Returns where ranks compute with a weight: its shards may be in the memory of the host."""
     return torch.device(weight.device_mesh.device_type) if isinstance(weight, DTensor) else weight.device
 
 
 def _split_dimension(weight: DTensor) -> int:
-    """Along which a group splits the weight; -1 if each of its ranks has all of it."""
+    """Returns the dimension along which a group splits the weight; -1 if each of its ranks has all of it."""
     names = weight.device_mesh.mesh_dim_names or ()
     placement = weight.placements[names.index(_splitting(weight))] if _splitting(weight) else None
     return placement.dim if isinstance(placement, Shard) else -1
@@ -372,7 +372,7 @@ def _splitting(weight: DTensor) -> str:
 
 
 def _part_shape(weight: DTensor) -> list[int]:
-    """Of what a rank of a group computes with."""
+    """Returns the shape of what a rank of a group computes with."""
     dimension = _split_dimension(weight)
     return [
         length // mesh_size(weight, _splitting(weight)) if number == dimension else length
@@ -387,8 +387,8 @@ def _all_gather(
     group: dist.ProcessGroup,
     count: int,
 ) -> Sequence[torch.Tensor]:
-    """For each tensor those of all ranks, (ranks, length), in one collective. A tensor may be shorter. `sent` is room
-    for those of this rank."""
+    """Returns for each tensor those of all ranks, (ranks, length), in one collective. A tensor may be shorter. `sent`
+    is room for those of this rank."""
     for part, tensor in zip(torch.split(sent, list(lengths)), tensors, strict=True):
         part[: tensor.numel()].copy_(tensor.reshape(-1))
     gathered = sent.new_empty(count * len(sent))
@@ -397,7 +397,7 @@ def _all_gather(
 
 
 def verify_decode_matches_training(model: InferenceModel, base: BaseModel, device: torch.device) -> str:
-    """Why this architecture cannot be sampled, or an empty string. All ranks call this together.
+    """Says why this architecture cannot be sampled, or an empty string. All ranks call this together.
 
     A layer that keeps state other than keys and values, or keeps it elsewhere, would silently sample from another
     distribution than the one that is trained.

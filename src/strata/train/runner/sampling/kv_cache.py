@@ -145,7 +145,7 @@ class PrefixCache:
 
 
 def _block_names(sampler_id: str, prompt: bytes) -> list[tuple[str, bytes]]:
-    """Of the whole blocks of a prompt."""
+    """Names the whole blocks of a prompt."""
     size, digest = BLOCK * _TOKEN_BYTES, blake2b(digest_size=16)
     names = []
     for start in range(0, len(prompt) - size + 1, size):
@@ -226,7 +226,7 @@ class Prompt:
     """A document of a prefill: the tokens to compute, and the slots of the sequences that continue it."""
 
     length: int
-    """Without those of `prefix`."""
+    """The length without those of `prefix`."""
     slots: Sequence[tuple[KVPool, int]]
     prefix: Sequence[PrefixBlock] = ()
     """Computed before."""
@@ -312,7 +312,8 @@ class KVPoolRows:
             target.index_copy_(0, self.rows, part)
 
     def mask(self, reach: Reach) -> torch.Tensor | None:
-        """Which cached tokens each row attends to: all of its own, or those in reach. None if that is everything."""
+        """Returns which cached tokens each row attends to: all of its own, or those in reach. None if that is
+        everything."""
         if reach.covers(self.longest + 1):
             reach = Reach()
         if reach not in self._masks:

@@ -34,7 +34,8 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 def compute_prompt_logprobs(model: InferenceModel, group: SequenceGroup, hidden: torch.Tensor) -> PromptLogprobs:
-    """From the hidden states of the prompt. The first token has no predecessor, so it has no log probability."""
+    """Computes them from the hidden states of the prompt. The first token has no predecessor, so it has no log
+    probability."""
     all_scores = _wanted_scores(group)
     first = min((scores.first for scores in all_scores), default=0)
     step = max(1, model.logits_bytes // (4 * model.vocabulary))

@@ -27,7 +27,7 @@ class SamplerLimits(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 32768
     """Capacity of the KV cache: the sum over the sequences, each as long as it may become."""
     prefix_tokens: int = 8192
-    """Of earlier prompts that are kept for reuse, in room of the KV cache that no sequence needs."""
+    """Tokens of earlier prompts that are kept for reuse, in room of the KV cache that no sequence needs."""
     prompt_tokens: int = 2048
     """Tokens of one prefill, before running sequences decode again. A longer prompt has a prefill of its own."""
     samplers: int = 64
@@ -110,7 +110,7 @@ def _require(condition: bool, message: str) -> None:  # noqa: FBT001 - it reads 
 
 
 def _end_tokens(base: BaseModel) -> frozenset[int]:
-    """From the model's files; the generation config takes precedence over the model config."""
+    """Reads them from the model's files; the generation config takes precedence over the model config."""
     generation = getattr(base.lm, "generation_config", None)
     for config in (generation, base.lm.config.get_text_config(decoder=True)):
         tokens = getattr(config, "eos_token_id", None)

@@ -35,7 +35,7 @@ class RankSequences(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
     sample: SampleOperation
     indices: Sequence[int]
-    """Which of the request's samples run on this rank."""
+    """The request's samples that run on this rank."""
     prompt: bool
     """Whether this rank also computes the log probabilities of the prompt."""
     share: str = ""

@@ -92,7 +92,7 @@ class SequenceGroup:
 class RunningSequence:
     group: SequenceGroup
     index: int
-    """Which of the request's samples it is."""
+    """The place among the request's samples."""
     pool: KVPool
     slot: int
     length: int = 0

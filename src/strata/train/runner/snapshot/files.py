@@ -51,7 +51,7 @@ class SnapshotModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     created: ops.CreateModel
     steps: int
     layout: str
-    """Of an adapter: where its tensors are in the flat block that runs refer to. Empty for a full model."""
+    """Where the tensors of an adapter are in the flat block that runs refer to. Empty for a full model."""
 
 
 class SnapshotSampler(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -82,9 +82,9 @@ class SnapshotCopy(msgspec.Struct, frozen=True):
     manifest: SnapshotManifest
     own: Mapping[str, torch.Tensor]
     offsets: Mapping[str, Sequence[int]] = {}
-    """Of each shard in `own`: where it begins in its weight."""
+    """Where each shard in `own` begins in its weight."""
     runs: Mapping[str, Sequence[tuple[int, int]]] = {}
-    """Of each share of an adapter in `own`: where its numbers begin and end in the whole adapter, one run of them after
+    """Where the numbers of each share of an adapter in `own` begin and end in the whole adapter, one run of them after
     the other."""
 
 

@@ -52,9 +52,9 @@ class OwnTensor:
     name: str
     tensor: torch.Tensor
     offsets: Sequence[int] = ()
-    """Of a shard: where it begins in its weight."""
+    """Where a shard begins in its weight."""
     runs: Sequence[Run] | None = None
-    """Of a share of an adapter: where its numbers are in the whole adapter."""
+    """Where the numbers of a share of an adapter are in the whole adapter."""
 
 
 class SamplerTensors:
@@ -117,7 +117,7 @@ def model_entries(models: Sequence[TrainedModel]) -> list[SnapshotModel]:
 
 
 def _own_tensors(model: TrainedModel) -> Iterator[OwnTensor]:
-    """What this rank writes: its share of an adapter, or its shards of a full model."""
+    """Yields what this rank writes: its share of an adapter, or its shards of a full model."""
     if isinstance(model, FullModel):
         yield from _full_tensors(model)
         return
@@ -129,7 +129,7 @@ def _own_tensors(model: TrainedModel) -> Iterator[OwnTensor]:
 
 
 def _shares(adapter: Adapter, shares: Mapping[str, Sequence[torch.Tensor]]) -> Iterator[OwnTensor]:
-    """Of each kind, this rank's share of each block, if it has one: what no rank has written was not there."""
+    """Yields this rank's share of each block of each kind, if it has one: what no rank has written was not there."""
     for number, block in enumerate(adapter.blocks):
         runs = block.share_runs
         for kind, of_blocks in shares.items() if runs else ():
@@ -166,7 +166,7 @@ class _RankFile:
         metadata: dict[str, str] = self._file.metadata() or {}
         self.offsets = msgspec.json.decode(metadata.get(SHARDING, "{}"), type=dict[str, ShardOffsets])
         self.shares: dict[str, list[tuple[str, list[Run]]]] = {}
-        """Of each kind of numbers of an adapter: the names of the shares of its blocks, and their runs."""
+        """The names of the shares of each kind of numbers of an adapter, and their runs."""
         for name, runs in msgspec.json.decode(metadata.get(RUNS, "{}"), type=dict[str, list[Run]]).items():
             self.shares.setdefault(name.rpartition(".")[0], []).append((name, runs))
 
@@ -269,8 +269,8 @@ def check_layout(name: str, layout: str, adapter: Adapter) -> None:
 
 
 def _overlaps(wanted: Sequence[Run], there: Sequence[Run]) -> Iterator[tuple[slice, slice]]:
-    """Where the numbers that two tensors have in common are in each of them, from the runs of both in ascending order.
-    Numbers that are adjacent in both are read at once: all, if the runs are the same."""
+    """Yields where the numbers that two tensors have in common are in each of them, from the runs of both in ascending
+    order. Numbers that are adjacent in both are read at once: all, if the runs are the same."""
     adjacent: tuple[slice, slice] | None = None
     for here, source in _common_runs(wanted, there):
         if adjacent is not None and (adjacent[0].stop, adjacent[1].stop) == (here.start, source.start):
