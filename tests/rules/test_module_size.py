@@ -13,10 +13,8 @@ LINES: Final = 600
 GENERATED: Final = "pb"
 LARGE: Final = frozenset(
     {
-        "coord/worker/session.py",
         "fleet/ports.py",
         "fleet/service.py",
-        "hub/gateway/servers.py",
         "train/runner/lora.py",
     }
 )

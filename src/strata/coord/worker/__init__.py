@@ -30,11 +30,11 @@ from strata.coord.core.facts import CommandKind
 from strata.coord.worker.blocking import Worker
 from strata.coord.worker.checkpoints import Manifest, Part, Reported, verify_part
 from strata.coord.worker.client import AsyncWorker
-from strata.coord.worker.commands import Command
+from strata.coord.worker.commands import Command, OnCommand
 from strata.coord.worker.garbage_collector import Swept
 from strata.coord.worker.readers import count_samples
 from strata.coord.worker.reasons import Reason, reason_of
-from strata.coord.worker.session import MemberAddress, OnCommand
+from strata.coord.worker.session import MemberAddress
 from strata.coord.worker.settings import SECTION, Tls, WorkerSettings
 from strata.coord.worker.shard import DatasetOptions, FileSlice, Shard
 from strata.coord.worker.stores import S3Settings

@@ -156,8 +156,8 @@ class CheckpointReporter:
 
         ack = await session.call(lambda stub: stub.ReportCheckpoint, make)
         session.leases.end(capture)
-        if capture.step == session.checkpoint_step:
-            session.end_agreement()
+        if capture.step == session.agreement.step:
+            session.agreement.end()
         session.status = pb.WORKER_STATUS_TRAINING
         if ack.drain:
             session.commands.drain()

@@ -19,13 +19,13 @@ from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.worker import checkpoints, hang_report
 from strata.coord.worker.checkpoint_store import MemberCheckpoints
 from strata.coord.worker.checkpoints import CheckpointReporter, Manifest, Reported
-from strata.coord.worker.commands import Command
+from strata.coord.worker.commands import Command, OnCommand
 from strata.coord.worker.garbage_collector import GarbageCollector, Swept
 from strata.coord.worker.leases import Capture, HeldLease
 from strata.coord.worker.prefetch import Prefetch
 from strata.coord.worker.readers import DatasetReader, MapStyle, Readers
 from strata.coord.worker.reasons import RECOVERABLE, Reason, reason_of
-from strata.coord.worker.session import ATTEMPT_S, MemberAddress, OnCommand, WorkerSession
+from strata.coord.worker.session import ATTEMPT_S, MemberAddress, WorkerSession
 from strata.coord.worker.settings import WorkerSettings
 from strata.coord.worker.shard import DatasetOptions, Shard, pieces
 from strata.coord.worker.step_clock import StepClock, StepTimes
@@ -467,7 +467,7 @@ class AsyncWorker:
         Call it after every step: a step that no rank has finished is agreed on, and the ranks that reach it wait here
         until all of them have agreed. A drain of one of several ranks begins with such a checkpoint.
         """
-        if await self._session.agree_on_checkpoint():
+        if await self._session.agreement.is_reached():
             return True
         # A lone worker has to agree with nobody.
         waiting = self._session.commands.waiting

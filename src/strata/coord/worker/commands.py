@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -20,6 +22,9 @@ class Command:
     kind: CommandKind
     arguments: Mapping[str, str]
     reason: str
+
+
+OnCommand = Callable[[Command], Awaitable[None] | None]
 
 
 @dataclass
@@ -61,6 +66,15 @@ class Commands:
         self.waiting = [each for each in self.waiting if each not in taken]
         self.to_ack.update(each.command_id for each in taken)
         return taken
+
+    async def run(self, on_command: OnCommand, command: Command, heartbeat_soon: Callable[[], None]) -> None:
+        """Runs the callback in a thread of its own unless it is a coroutine: heartbeats go on meanwhile."""
+        if inspect.iscoroutinefunction(on_command):
+            await on_command(command)
+        else:
+            await asyncio.to_thread(on_command, command)
+        self.finish(command)
+        heartbeat_soon()
 
     def finish(self, command: Command) -> None:
         """The command was executed by the `on_command` callback."""

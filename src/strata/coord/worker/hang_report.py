@@ -6,18 +6,22 @@ imported it: this module works without.
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
 import json
 import linecache
 import os
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import PurePath
 from types import FrameType, TracebackType
 from typing import Any, Final
 
 import psutil  # type: ignore[import-untyped]
 
-from strata.coord.core.hang_diagnosis import FRAMES, HangReport
+from strata.base import log
+from strata.coord.core.hang_diagnosis import FRAMES, HangReport, stands
 from strata.coord.pb import coordinator_pb2 as pb
 
 DISTRIBUTED: Final = "/torch/distributed/"
@@ -28,6 +32,64 @@ BUSY_CALLS: Final = (".synchronize(", ".item(", ".cpu(", ".tolist(")
 COLLECTIVE_CALLS: Final = (".run_backward(", "TCPStore(", ".wait(")
 """Where a thread waits for other ranks without a frame of torch.distributed: hooks of a backward pass, the store, the
 handle of an asynchronous operation."""
+
+
+HANG_CHECK_S: Final = 2.0
+"""The training thread must not move for so long before its process is ended."""
+
+_log = log.get(__name__)
+
+
+class HangReporter:
+    """Reports what the training thread does when no worker makes a step, and ends the process if the thread hangs."""
+
+    def __init__(self, step: Callable[[], int | None], heartbeat_soon: Callable[[], None]) -> None:
+        self._step, self._heartbeat_soon = step, heartbeat_soon
+        self.training_thread: int | None = None
+        """The thread that reported the last step."""
+        self.generation_began_ns = 0
+        self.pending: pb.HangReport | None = None
+        """Sent with every heartbeat until one was received."""
+        self._probe = 0
+        """The last probe about a hang that was reported, or is about to be."""
+        self._probed: tuple[int | None, HangReport] | None = None
+        """The step and what the training thread did then."""
+
+    def is_new(self, probe: int) -> bool:
+        """Says whether this probe is to be reported to; it is not new a second time."""
+        if not probe or probe == self._probe:
+            return False
+        self._probe = probe
+        return True
+
+    def on_received(self, sent: pb.HangReport) -> None:
+        if self.pending is not None and self.pending.probe == sent.probe:
+            self.pending = None
+
+    async def report(self, probe: int) -> None:
+        """Reports from a thread: what is looked at may hang too."""
+        look = await asyncio.to_thread(look_at, self.training_thread)
+        step = self._step()
+        self._probed = (step, look)
+        found = await asyncio.to_thread(report, probe, look, self.generation_began_ns)
+        _log.warning("no_worker_makes_a_step", step=step, waits=found.waits, stack=" < ".join(found.frames[:4]))
+        self.pending = found
+        self._heartbeat_soon()
+
+    async def end_if_hung(self, reason: str) -> None:
+        """Others wait for this worker in a collective, and no call of its program will ever see the stop command."""
+        if self._probed is None:
+            return
+        # As it was at the last probe: the command may come late, to a worker that has gone on since.
+        step, before = self._probed
+        await asyncio.sleep(HANG_CHECK_S)
+        now = await asyncio.to_thread(look_at, self.training_thread)
+        if self._step() != step or not stands(before, now):
+            _log.warning("still_moving_after_stop", reason=reason)
+            return
+        unprinted = print_stacks()
+        _log.error("ending_hung_process", reason=reason, stack=" < ".join(now.frames), unprinted=unprinted)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def look_at(thread_id: int | None) -> HangReport:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,14 @@ from typing import Final, Protocol, TypeVar
 
 import grpc
 
+import strata
 from strata.base import log
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
 from strata.base.retry import Backoff
 from strata.base.secret import Secret
 from strata.coord.grpc_options import CLIENT_OPTIONS
+from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
 from strata.coord.worker.settings import Tls, WorkerSettings
 
@@ -258,3 +261,20 @@ def _read(path: Path | None) -> bytes | None:
         return path.read_bytes()
     except OSError as error:
         raise StrataError(Code.INVALID, f"cannot read {path}: {error.strerror}") from error
+
+
+def registration_message(settings: WorkerSettings, job: str, incarnation: str, held: Iterable[int]) -> pb.WorkerInfo:
+    return pb.WorkerInfo(
+        worker_id=settings.worker_id,
+        ip=settings.ip,
+        port=settings.port,
+        gpu_count=settings.gpus,
+        job_id=job,
+        incarnation=incarnation,
+        weight=settings.weight,
+        held_leases=held,
+        elastic=settings.elastic,
+        expected_rank=settings.rank,
+        hostname=socket.gethostname(),
+        sdk_version=f"strata-python/{strata.__version__}",
+    )

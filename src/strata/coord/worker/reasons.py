@@ -72,3 +72,8 @@ def evicted(message: str) -> StrataError:
     return StrataError(
         Code.STALE, f"this worker was evicted: {message}", hint="join again", reason=Reason.EVICTED.value
     )
+
+
+def too_few_members(count: int, wait_for: int, waited_s: float) -> StrataError:
+    there = f"{count} of {wait_for} members" if wait_for else "not enough members"
+    return StrataError(Code.DEADLINE, f"{there} in {waited_s:g} s")

@@ -7,19 +7,14 @@ training loop. Data, barriers and checkpoints are in `client`.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import os
-import signal
-import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
 import grpc
 
-import strata
 from strata.base import log
 from strata.base.clock import Clock
 from strata.base.errors import Code, StrataError
@@ -27,17 +22,33 @@ from strata.base.ids import Ids
 from strata.base.secret import Secret
 from strata.coord.core.checkpoint_requests import STEP
 from strata.coord.core.facts import IF_HUNG, KILL, CommandKind
-from strata.coord.core.hang_diagnosis import HangReport, stands
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.pb import coordinator_pb2_grpc as pb_grpc
-from strata.coord.worker import hang_report
-from strata.coord.worker.commands import Command, Commands
+from strata.coord.worker.checkpoint_agreement import CheckpointAgreement
+from strata.coord.worker.commands import Commands, OnCommand
+from strata.coord.worker.hang_report import HangReporter
 from strata.coord.worker.leases import LeaseTracker
-from strata.coord.worker.link import CoordinatorLink, Deadline, Reply, Request, UnaryCall, to_strata_error
-from strata.coord.worker.reasons import Reason, evicted, lease_lost, membership_changed, rank_differs, reason_of
+from strata.coord.worker.link import (
+    CoordinatorLink,
+    Deadline,
+    Reply,
+    Request,
+    UnaryCall,
+    registration_message,
+    to_strata_error,
+)
+from strata.coord.worker.reasons import (
+    Reason,
+    evicted,
+    lease_lost,
+    membership_changed,
+    rank_differs,
+    reason_of,
+    too_few_members,
+)
 from strata.coord.worker.relay import RelayLink
 from strata.coord.worker.settings import WorkerSettings
-from strata.coord.worker.step_clock import FIRST_REPORT, AskedSteps, StepTimes
+from strata.coord.worker.step_clock import FIRST_REPORT, StepTimes
 from strata.coord.worker.telemetry import Telemetry
 
 ATTEMPT_S: Final = 10.0
@@ -46,10 +57,6 @@ LEAVE_TIMEOUT_S: Final = 2.0
 PRESENCE_S: Final = 2.0
 ANNOUNCE_S: Final = 2.0
 """How long a program waits for the coordinator to know that it makes no steps now."""
-AGREEMENT_S: Final = 1.0
-"""How long a worker waits for an agreement before it looks whether it is still a member."""
-HANG_CHECK_S: Final = 2.0
-"""The training thread must not move for so long before its process is ended."""
 LOST_S: Final = 25.0
 LOST_BEATS: Final = 9
 """A coordinator knows after so long, or so many heartbeats, that a member is lost: the six that may be missing, and two
@@ -58,8 +65,6 @@ WAIT_FOR_POLL_S: Final = 0.1
 """Time between two looks at a generation that has too few members for this worker."""
 
 _log = log.get(__name__)
-
-OnCommand = Callable[[Command], Awaitable[None] | None]
 
 
 @dataclass(frozen=True)
@@ -103,13 +108,6 @@ class WorkerSession:
         """How many announced phases without steps the program is in."""
         self.step: int | None = None
         self.step_times = StepTimes()
-        self.checkpoint_step: int | None = None
-        """The step that this worker goes past only when the ranks agree on it, or whose checkpoint it writes; 0: none.
-        None: the program does not agree on steps."""
-        self._asked = AskedSteps()
-        self._agreed: tuple[int, int] = (0, 0)
-        """The generation and the step that its ranks agreed on."""
-        self._agreement = asyncio.Event()
         self._link = CoordinatorLink(settings, self.worker_id, clock)
         self._relay = RelayLink(settings.relay, clock) if settings.relay is not None else None
         self._on_command, self._flush_returned = on_command, flush_returned
@@ -126,15 +124,8 @@ class WorkerSession:
         self._attached = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._training_thread: int | None = None
-        """The thread that reported the last step."""
-        self._generation_began_ns = 0
-        self._probe = 0
-        """The last probe about a hang that was reported, or is about to be."""
-        self._probed: tuple[int | None, HangReport] | None = None
-        """The step and what the training thread did then."""
-        self._hang_report: pb.HangReport | None = None
-        """Sent with every heartbeat until one was received."""
+        self._hangs = HangReporter(lambda: self.step, self._heartbeat_due.set)
+        self.agreement = CheckpointAgreement(self, self._heartbeat_due.set)
 
     # Beginning and end
 
@@ -352,9 +343,9 @@ class WorkerSession:
         if not self._is_expected(rank, world_size):
             raise self._rank_differs(rank, world_size)
         if generation != self.generation:
-            self._generation_began_ns = round(self.clock.wall_s() * 1e9)
+            self._hangs.generation_began_ns = round(self.clock.wall_s() * 1e9)
         self.generation, self.rank, self.world_size = generation, rank, world_size
-        self.end_agreement()
+        self.agreement.end()
 
     def _is_expected(self, rank: int, world_size: int) -> bool:
         return self.settings.rank is None or (rank, world_size) == (self.settings.rank, self.settings.wait_for)
@@ -402,7 +393,7 @@ class WorkerSession:
                 if self.clock.monotonic_s() > until_s:
                     if is_formed:
                         raise self._rank_differs(found.rank, found.world_size)
-                    raise _too_few_members(found.world_size, wait_for, self.settings.patience_s)
+                    raise too_few_members(found.world_size, wait_for, self.settings.patience_s)
                 if found.generation:
                     await asyncio.sleep(WAIT_FOR_POLL_S)
             if adopt:
@@ -422,7 +413,7 @@ class WorkerSession:
     async def _register_incarnation(self, incarnation: str, *, include_members: bool = False) -> pb.WorkerConfig:
         until_s = self.clock.monotonic_s() + self.settings.patience_s
         while True:
-            message = _registration_message(self.settings, self.job, incarnation, self.leases.ids())
+            message = registration_message(self.settings, self.job, incarnation, self.leases.ids())
             message.include_members = include_members
             try:
                 return await self._link.call(
@@ -447,7 +438,7 @@ class WorkerSession:
     def report_step(self, number: int, times: StepTimes) -> None:
         """The next heartbeat reports it. Called in the thread of the training loop."""
         self.step, self.step_times = number, times
-        self._training_thread = threading.get_ident()
+        self._hangs.training_thread = threading.get_ident()
         self.status = pb.WORKER_STATUS_TRAINING
         if len(times.compute_ms) == FIRST_REPORT and self._loop is not None:
             # Enough to tell a slow worker: the coordinator learns it now, once in a generation.
@@ -493,10 +484,10 @@ class WorkerSession:
             await self._handle_heartbeat_error(error, incarnation)
             raise
         self.commands.to_ack.difference_update(message.acked_command_ids)
-        if message.HasField("hang_report") and self._hang_report is not None:
-            reported = self._hang_report.probe == message.hang_report.probe
-            self._hang_report = None if reported else self._hang_report
-        self._respond_to(reply.hang_probe)
+        if message.HasField("hang_report"):
+            self._hangs.on_received(message.hang_report)
+        if self._hangs.is_new(reply.hang_probe):
+            self._spawn(self._hangs.report(reply.hang_probe), "hang report")
         if reply.token:
             self._link.use_token(Secret(reply.token))
         self._on_job_update(reply)
@@ -542,42 +533,11 @@ class WorkerSession:
             progress=() if self.status == pb.WORKER_STATUS_ERROR else self.leases.progress(),
             acked_command_ids=sorted(self.commands.to_ack),
             explicit_acks=True,
-            checkpoint_step=self.checkpoint_step,
-            checkpoint_asked_step=self._asked.last or 0,
-            checkpoint_stride=self._asked.stride,
-            hang_report=self._hang_report,
+            checkpoint_step=self.agreement.step,
+            checkpoint_asked_step=self.agreement.asked.last or 0,
+            checkpoint_stride=self.agreement.asked.stride,
+            hang_report=self._hangs.pending,
         )
-
-    # Hangs
-
-    def _respond_to(self, probe: int) -> None:
-        if probe and probe != self._probe:
-            self._probe = probe
-            self._spawn(self._report_hang(probe), "hang report")
-
-    async def _report_hang(self, probe: int) -> None:
-        """Reports from a thread: what is looked at may hang too."""
-        look = await asyncio.to_thread(hang_report.look_at, self._training_thread)
-        self._probed = (self.step, look)
-        found = await asyncio.to_thread(hang_report.report, probe, look, self._generation_began_ns)
-        _log.warning("no_worker_makes_a_step", step=self.step, waits=found.waits, stack=" < ".join(found.frames[:4]))
-        self._hang_report = found
-        self._heartbeat_due.set()
-
-    async def _end_if_hung(self, reason: str) -> None:
-        """Others wait for this worker in a collective, and no call of its program will ever see the stop command."""
-        if self._probed is None:
-            return
-        # As it was at the last probe: the command may come late, to a worker that has gone on since.
-        step, before = self._probed
-        await asyncio.sleep(HANG_CHECK_S)
-        now = await asyncio.to_thread(hang_report.look_at, self._training_thread)
-        if self.step != step or not stands(before, now):
-            _log.warning("still_moving_after_stop", reason=reason)
-            return
-        unprinted = hang_report.print_stacks()
-        _log.error("ending_hung_process", reason=reason, stack=" < ".join(now.frames), unprinted=unprinted)
-        os.kill(os.getpid(), signal.SIGKILL)
 
     async def wait_until_stale(self) -> bool:
         """A collective failed: whether a member is known to be lost, as soon as the coordinator can know it."""
@@ -591,72 +551,25 @@ class WorkerSession:
         self._job_generation = max(self._job_generation, update.generation)
         self._reattach_to = max(self._reattach_to, update.leader_epoch)
         if update.checkpoint_step:
-            self._agreed = (update.generation, update.checkpoint_step)
+            self.agreement.reached = (update.generation, update.checkpoint_step)
         for command in self.commands.receive(update.commands):
             _log.info("command_received", command=command.kind.name, reason=command.reason)
             if command.kind is CommandKind.CHECKPOINT_NOW and STEP in command.arguments:
-                self._promise(int(command.arguments[STEP]))
+                self.agreement.promise(int(command.arguments[STEP]))
                 continue
             if command.kind is CommandKind.REBALANCE and self._flush_returned is not None:
                 self.leases.return_unread()
                 self._spawn(self._flush_returned(), "return of leases")
             if command.kind is CommandKind.STOP and command.arguments.get(IF_HUNG) == KILL:
-                self._spawn(self._end_if_hung(command.reason), "end of a hung process")
+                self._spawn(self._hangs.end_if_hung(command.reason), "end of a hung process")
             if self._on_command is not None:
-                self._spawn(self._run_command(self._on_command, command), f"command {command.command_id}")
+                self._spawn(
+                    self.commands.run(self._on_command, command, self._heartbeat_due.set),
+                    f"command {command.command_id}",
+                )
         if self.commands.to_ack or self._reattach_to > self._leader_epoch:
             self._heartbeat_due.set()
-        self._agreement.set()
-
-    # Agreement on the step of a checkpoint
-
-    def _promise(self, step: int) -> None:
-        """Not to go past this step, unless it is finished; then the ack of the command without it is a refusal."""
-        is_ahead = self.step is not None and step > self.step
-        if self.checkpoint_step is not None:
-            self.checkpoint_step = step if is_ahead else 0
-
-    async def agree_on_checkpoint(self) -> bool:
-        """Says whether all ranks write a checkpoint of the step that is finished; waits if that is not known yet."""
-        if self.step is not None:
-            self._asked.ask(self.step)
-        if self.checkpoint_step is None:
-            self.checkpoint_step = 0
-            self._heartbeat_due.set()
-        if self.checkpoint_step < (self.step or 0) and self.leases.capture is None:
-            # The program did not write the checkpoint: the coordinator names another step.
-            self.checkpoint_step = 0
-        until_s = self.clock.monotonic_s() + self.settings.patience_s
-        while self.checkpoint_step and self.checkpoint_step == self.step:
-            self.check()
-            if self._agreed == (self.generation, self.step):
-                # The program writes its files now; the report of the checkpoint ends it.
-                self.status = pb.WORKER_STATUS_CHECKPOINTING
-                return True
-            if self.is_stale:
-                self.end_agreement()
-                break
-            if self.clock.monotonic_s() > until_s:
-                raise StrataError(Code.UNAVAILABLE, f"whether step {self.step} is a checkpoint was not decided in time")
-            self._agreement.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(AGREEMENT_S):
-                    await self._agreement.wait()
-        return False
-
-    def end_agreement(self) -> None:
-        """The checkpoint is reported, or its generation is over."""
-        if self.checkpoint_step:
-            self.checkpoint_step = 0
-
-    async def _run_command(self, on_command: OnCommand, command: Command) -> None:
-        """Runs the command in a thread of its own unless it is a coroutine: heartbeats go on meanwhile."""
-        if inspect.iscoroutinefunction(on_command):
-            await on_command(command)
-        else:
-            await asyncio.to_thread(on_command, command)
-        self.commands.finish(command)
-        self._heartbeat_due.set()
+        self.agreement.changed.set()
 
     async def _presence_loop(self) -> None:
         """A broken stream leads to an eviction after half a second: open the next one at once."""
@@ -681,25 +594,3 @@ class WorkerSession:
                     self._heartbeat_due.set()
             await asyncio.sleep(min(0.5, self._link.backoff_s(attempt)))
             attempt += 1
-
-
-def _too_few_members(count: int, wait_for: int, waited_s: float) -> StrataError:
-    there = f"{count} of {wait_for} members" if wait_for else "not enough members"
-    return StrataError(Code.DEADLINE, f"{there} in {waited_s:g} s")
-
-
-def _registration_message(settings: WorkerSettings, job: str, incarnation: str, held: Iterable[int]) -> pb.WorkerInfo:
-    return pb.WorkerInfo(
-        worker_id=settings.worker_id,
-        ip=settings.ip,
-        port=settings.port,
-        gpu_count=settings.gpus,
-        job_id=job,
-        incarnation=incarnation,
-        weight=settings.weight,
-        held_leases=held,
-        elastic=settings.elastic,
-        expected_rank=settings.rank,
-        hostname=socket.gethostname(),
-        sdk_version=f"strata-python/{strata.__version__}",
-    )
