@@ -62,6 +62,9 @@ Body = Callable[[Transaction], Coroutine[Any, Any, T]]
 
 
 class Database(Protocol):
+    @property
+    def engine(self) -> Literal["sqlite", "postgres"]: ...
+
     async def run(self, body: Body[T], *, call_s: float | None = None) -> T:
         """Commit what the body changes, or nothing if it raises. `call_s` is the deadline of one that takes long."""
 
@@ -125,6 +128,8 @@ def _encode_lists(name: str, values: Values) -> str:
 
 
 class SqliteDatabase:
+    engine: Final = "sqlite"
+
     def __init__(self, thread: SqliteThread) -> None:
         self._thread = thread
 
@@ -212,6 +217,8 @@ class PostgresTransaction:
 
 
 class PostgresDatabase:
+    engine: Final = "postgres"
+
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
 

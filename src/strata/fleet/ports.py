@@ -1,4 +1,4 @@
-"""The port of the fleet to its database: two adapters (`store.sqlite`, `store.postgres`), one conformance suite.
+"""The ports of the fleet to its database, one for each kind of caller: two databases, one conformance suite.
 
 Each method is one transaction and writes the events of what it changed in it. Nothing here matches jobs with hosts: a
 claim names the requirement classes that its host is eligible for, and the service computes those. Time is an argument,

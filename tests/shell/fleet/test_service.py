@@ -39,7 +39,7 @@ from strata.fleet.roster import BEST_FIT_S, Roster
 from strata.fleet.service import Fleet, FleetSettings
 from strata.fleet.store.hosts import HostTable
 from strata.fleet.store.jobs import JobTable
-from strata.fleet.store.lists import JobIndexes
+from strata.fleet.store.lists import SearchIndexes
 from strata.fleet.store.owners import OwnerTable
 from strata.fleet.store.sqlite import tables
 from strata.fleet.store.sqlite.store import build_sqlite_store
@@ -658,7 +658,7 @@ class ServersInUse(JobTable):
 async def test_a_server_that_is_used_while_servers_are_chosen_to_sleep_gets_no_order(tmp_path: Path) -> None:
     components = SqliteComponents([events.SQLITE, tables.COMPONENT])
     store = build_sqlite_store(await SqliteThread.open(tmp_path / "hub.db", components))
-    jobs = ServersInUse(store.database, JobIndexes(searched_text=tables.SEARCHED_TEXT, may_serve=tables.MAY_SERVE))
+    jobs = ServersInUse(store.database, SearchIndexes(searched_text=tables.SEARCHED_TEXT, may_serve=tables.MAY_SERVE))
     clock = SteppingClock(wall_s=1_800_000_000.0)
     site = Site(Fleet(replace(store, jobs=jobs), clock), clock)
     await site.add(JobSpec(model="s", kind="server", idle_s=10.0))

@@ -15,7 +15,7 @@ from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.core.plan import ApplyPlan, requeued_members
 from strata.fleet.ports import AttemptKey, AttemptRow, JobFilter, JobRow, ServerRow, SweepRow, TrialRow
 from strata.fleet.store import leases
-from strata.fleet.store.lists import JobIndexes, id_range, list_jobs
+from strata.fleet.store.lists import SearchIndexes, id_range, list_jobs
 from strata.fleet.store.plan import check_quota, lock_plans
 from strata.fleet.store.queue import record
 from strata.fleet.store.rows import HIDDEN, JOB, decode_facts, decode_job, decode_taken, encode
@@ -59,7 +59,7 @@ _decode_models: Final = msgspec.json.Decoder(tuple[str, ...]).decode
 
 
 class JobTable:
-    def __init__(self, database: Database, indexes: JobIndexes) -> None:
+    def __init__(self, database: Database, indexes: SearchIndexes) -> None:
         self._database = database
         self._indexes = indexes
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -11,7 +11,7 @@ import msgspec
 from strata.base.errors import StrataError
 from strata.base.failpoint import failpoint
 from strata.database import event_kinds
-from strata.database.transaction import Database, Transaction
+from strata.database.transaction import Body, Database, Rows, Transaction, Values
 from strata.fleet.core.job import HELD, TERMINAL, Cause, JobEvent, JobStatus, advance
 from strata.fleet.core.jobspec import JobSpec, gang_ids
 from strata.fleet.core.lease import (
@@ -122,10 +122,33 @@ async def lock_members(tx: Transaction, job_id: str) -> dict[str, JobRow]:
 async def renew(
     database: Database, host_id: str, renewals: Sequence[Renewal], lease_s: float, now_s: float
 ) -> list[RenewalResult]:
-    """Most renewals only extend a lease that is held: one statement extends those and commits by itself."""
+    """Most renewals only extend a lease that is held: one statement extends those and commits by itself.
+
+    The others lock their jobs before their leases, each in its own transaction; in SQLite one commit is for all.
+    """
+
+    async def renew_all(tx: Transaction) -> list[RenewalResult]:
+        async def run_each(bodies: Sequence[Body[RenewalResult]]) -> list[RenewalResult]:
+            return [await body(tx) for body in bodies]
+
+        return await _renew_leases(tx.rows, run_each, host_id, renewals, lease_s, now_s)
+
+    if database.engine == "sqlite":
+        return await database.run(renew_all)
+    return await _renew_leases(database.returning, database.run_each, host_id, renewals, lease_s, now_s)
+
+
+async def _renew_leases(
+    change: Callable[[str, Values], Awaitable[Rows]],
+    run_each: Callable[[Sequence[Body[RenewalResult]]], Awaitable[list[RenewalResult]]],
+    host_id: str,
+    renewals: Sequence[Renewal],
+    lease_s: float,
+    now_s: float,
+) -> list[RenewalResult]:
     until_s = now_s + lease_s
     values = {"jobs": [each.job_id for each in renewals], "epochs": [each.epoch for each in renewals]}
-    extended = await database.returning(EXTEND, {**values, "host": host_id, "until": until_s})
+    extended = await change(EXTEND, {**values, "host": host_id, "until": until_s})
     held = {
         (job_id, epoch): RenewalResult(
             job_id=job_id,
@@ -144,7 +167,7 @@ async def renew(
             rest.append(each)
     if rest:
         bodies = [partial(_renew_job, host_id=host_id, renewal=each, lease_s=lease_s, now_s=now_s) for each in rest]
-        for result in await database.run_each(bodies):
+        for result in await run_each(bodies):
             held[result.job_id, result.epoch] = result
     return [held[each.job_id, each.epoch] for each in renewals]
 

@@ -32,7 +32,7 @@ _ID_PREFIX: Final = re.compile(r"[0-9a-z_]{1,80}")
 
 
 @dataclass(frozen=True)
-class JobIndexes:
+class SearchIndexes:
     """What the indexes of each database have, as its tables write it."""
 
     searched_text: str
@@ -62,7 +62,7 @@ class _Matching(NamedTuple):
         return f"SELECT seq FROM ({bounded}) AS bounded WHERE seq >= lowest"
 
 
-async def list_jobs(tx: Transaction, wanted: JobFilter, indexes: JobIndexes) -> Rows:
+async def list_jobs(tx: Transaction, wanted: JobFilter, indexes: SearchIndexes) -> Rows:
     if tx.engine == "sqlite" or not wanted.search or wanted.order != "newest":
         return await tx.rows(*_select_jobs(wanted, indexes))
     # What many jobs match is found among the newest ones, without looking at all.
@@ -83,7 +83,7 @@ def _contains(text: str) -> str:
 
 
 def _select_jobs(
-    wanted: JobFilter, indexes: JobIndexes, matching: _Matching | None = None
+    wanted: JobFilter, indexes: SearchIndexes, matching: _Matching | None = None
 ) -> tuple[str, dict[str, Any]]:
     """The statement and its values. `matching`: how to find the jobs that a search matches, the newest first."""
     values: dict[str, Any] = {}
@@ -157,7 +157,7 @@ def _after(wanted: JobFilter, mark: Callable[[str, Any], str]) -> list[str]:
 
 
 def _matches(
-    text: str, mark: Callable[[str, Any], str], indexes: JobIndexes, matching: _Matching | None = None
+    text: str, mark: Callable[[str, Any], str], indexes: SearchIndexes, matching: _Matching | None = None
 ) -> list[str]:
     """Statements for the numbers of the jobs."""
     mark("needle", text)

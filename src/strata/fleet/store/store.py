@@ -26,7 +26,7 @@ from strata.fleet.ports import (
 from strata.fleet.store import leases, queue
 from strata.fleet.store.hosts import HostTable
 from strata.fleet.store.jobs import JobTable
-from strata.fleet.store.lists import JobIndexes
+from strata.fleet.store.lists import SearchIndexes
 from strata.fleet.store.owners import OwnerTable
 from strata.fleet.store.plan import PlanTable
 from strata.fleet.store.reservations import apply_reservations, read_reservations
@@ -105,7 +105,7 @@ class FleetStore(Store):
 
 
 def build_store(
-    database: Database, claim_jobs: ClaimJobs, indexes: JobIndexes, close: Callable[[], Awaitable[None]]
+    database: Database, claim_jobs: ClaimJobs, indexes: SearchIndexes, close: Callable[[], Awaitable[None]]
 ) -> FleetStore:
     return FleetStore(
         plans=PlanTable(database),

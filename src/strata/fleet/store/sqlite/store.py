@@ -9,7 +9,7 @@ from strata.database.sqlite import SqliteThread
 from strata.database.transaction import SqliteDatabase
 from strata.fleet.core.fair_share import OwnerShares
 from strata.fleet.ports import Claim, JobLease
-from strata.fleet.store.lists import JobIndexes
+from strata.fleet.store.lists import SearchIndexes
 from strata.fleet.store.sqlite import tables
 from strata.fleet.store.sqlite.claims import claim_jobs
 from strata.fleet.store.store import FleetStore, build_store
@@ -17,7 +17,7 @@ from strata.fleet.store.store import FleetStore, build_store
 
 def build_sqlite_store(thread: SqliteThread) -> FleetStore:
     """Keeps the fleet on a thread that has the components `event` and `fleet`."""
-    indexes = JobIndexes(searched_text=tables.SEARCHED_TEXT, may_serve=tables.MAY_SERVE)
+    indexes = SearchIndexes(searched_text=tables.SEARCHED_TEXT, may_serve=tables.MAY_SERVE)
     return build_store(SqliteDatabase(thread), partial(_claim_jobs, thread), indexes, thread.close)
 
 
