@@ -92,14 +92,14 @@ _FROM_MEMBER: Final = get_args(FromMember)
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class SavedState(msgspec.Struct, frozen=True, tag_field="format", tag=2):
+class SavedJobs(msgspec.Struct, frozen=True, tag_field="format", tag=2):
     """A snapshot. `format` counts up when the name or the meaning of a stored field changes; new ones have defaults."""
 
     jobs: list[JobState]
 
 
 decode_fact: Final[Callable[[bytes], Fact]] = stored_decoder(Fact, "a fact")
-_decode_saved: Final[Callable[[bytes], SavedState]] = stored_decoder(SavedState, "a snapshot")
+_decode_saved: Final[Callable[[bytes], SavedJobs]] = stored_decoder(SavedJobs, "a snapshot")
 
 
 class CoordMachine:
@@ -123,7 +123,7 @@ class CoordMachine:
         return state
 
     def save(self, state: CoordState) -> bytes:
-        return _encode(SavedState(list(state.jobs.values())))
+        return _encode(SavedJobs(list(state.jobs.values())))
 
     def load(self, saved: bytes) -> CoordState:
         return CoordState(jobs={job.job: job for job in _decode_saved(saved).jobs})
