@@ -42,12 +42,7 @@ _NAMESPACES: Final = "processes and network namespaces of one machine"
 
 
 def _training(
-    name: str,
-    level: Level,
-    tier: ProofTier,
-    tests: str,
-    ran: str = _GLOO,
-    marks: tuple[str, ...] = (),
+    name: str, level: Level, tier: ProofTier, tests: str, ran: str = _GLOO, marks: tuple[str, ...] = ()
 ) -> SupportRow:
     """A capability of the ranks: none of them ran on a CUDA device."""
     return SupportRow(name, level, "experimental", tier, f"tests/shell/{tests}", ran, marks)
@@ -66,12 +61,7 @@ FLEET: Final = (
     SupportRow("projects, schedules", "supported", None, "pr", "tests/conformance/fleet/test_projects.py", _CI),
     SupportRow("sweeps that search", "supported", None, "pr", "tests/conformance/fleet/test_sweeps.py", _CI),
     SupportRow(
-        "messages about jobs",
-        "supported",
-        None,
-        "pr",
-        "tests/shell/cli_fleet/test_notify.py",
-        "doubles of services",
+        "messages about jobs", "supported", None, "pr", "tests/shell/cli_fleet/test_notify.py", "doubles of services"
     ),
     SupportRow(
         "trackers", "supported", None, "pr", "tests/shell/cli_fleet/test_mirror.py", "their libraries; no account"
@@ -223,13 +213,7 @@ PLATFORMS: Final = (
     SupportRow("Linux on x86-64, CPython 3.11", "core", None, "pr", "tests/shell", _CI),
     SupportRow("CPython 3.12 and 3.13", "supported", None, "none", "", "the whole suite, by hand"),
     SupportRow(
-        "CUDA devices",
-        None,
-        "experimental",
-        "none",
-        "",
-        "never; `make gpu` runs the tests on CUDA devices",
-        ("cuda",),
+        "CUDA devices", None, "experimental", "none", "", "never; `make gpu` runs the tests on CUDA devices", ("cuda",)
     ),
     SupportRow("NCCL", None, "experimental", "none", "", "never; all ranks met over gloo", ("nccl",)),
     SupportRow("arm64", "experimental", None, "none", "", "an agent under qemu; a hub never", ("arm64",)),

@@ -63,18 +63,13 @@ PAIRS: Final = (
     ),
     *(
         PairRow(
-            split,
-            "model.quantise",
-            "a quantised base can be sharded and replicated, and not be split in another way",
+            split, "model.quantise", "a quantised base can be sharded and replicated, and not be split in another way"
         )
         for split in _SPLITS
     ),
     *(
         PairRow(
-            setting,
-            other,
-            f"{what} with shards and copies of unquantised models alone",
-            "leave one of the two out",
+            setting, other, f"{what} with shards and copies of unquantised models alone", "leave one of the two out"
         )
         for setting, what in (("model.compile", "compiled layers work"), ("model.offload", "offloading works"))
         for other in (*_SPLITS, "model.quantise")
@@ -122,22 +117,13 @@ PAIRS: Final = (
 )
 FAMILIES: Final = (
     FamilyRow(
-        "parallel.tensor",
-        TENSOR_FAMILIES,
-        "refused",
-        "layers of {family} cannot be split, only those of {families}",
+        "parallel.tensor", TENSOR_FAMILIES, "refused", "layers of {family} cannot be split, only those of {families}"
     ),
     FamilyRow(
-        "parallel.expert",
-        EXPERT_FAMILIES,
-        "refused",
-        "experts of {family} cannot be spread, only those of {families}",
+        "parallel.expert", EXPERT_FAMILIES, "refused", "experts of {family} cannot be spread, only those of {families}"
     ),
     FamilyRow(
-        "parallel.pipeline",
-        PIPELINE_FAMILIES,
-        "refused",
-        "{family} cannot be on several stages, only {families}",
+        "parallel.pipeline", PIPELINE_FAMILIES, "refused", "{family} cannot be on several stages, only {families}"
     ),
     FamilyRow(
         "parallel.context",
