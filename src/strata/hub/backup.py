@@ -243,9 +243,10 @@ async def _copy_unused(path: Path, target: Path, now_s: float) -> None:
 async def _fence(database: str, now_s: float) -> None:
     async with postgres_connections(database) as connections:
         await upgrade_existing(connections)
-        await PostgresDatabase(connections).run(lambda tx: fence(tx, now_s))
+        restored = PostgresDatabase(connections)
+        await restored.run(lambda tx: fence(tx, now_s))
         # The files may be in another folder now.
-        await connections.write("DELETE FROM hub_lease WHERE name = %(name)s", {"name": FILES})
+        await restored.changed("DELETE FROM hub_lease WHERE name = :name", {"name": FILES})
 
 
 def _refuse_others(backup: Path, data: Path) -> None:
