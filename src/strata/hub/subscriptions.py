@@ -200,10 +200,10 @@ class SubscriptionDispatcher:
         self._failures: dict[str, tuple[int, float]] = {}
         """The failures of each subscription that fails: how often in a row, and when to try again."""
         self._done: str | None = None
-        """The newest event when all subscriptions had read everything: an idle hub reads nothing but that."""
+        """The last published event when all subscriptions had read everything: an idle hub looks at nothing else."""
 
     async def run_once(self) -> None:
-        newest = await self._delivery.feed.newest()
+        newest = await self._delivery.feed.published()
         if newest == self._done:
             return
         rows = await self._subscriptions.listed()

@@ -69,6 +69,10 @@ class Feed:
     async def newest(self) -> str:
         return await self._newest()
 
+    async def published(self) -> str:
+        """The last event that `after` gives to a listener close to the end: the table may hold later ones already."""
+        return await self._newest() if self._cursor is None else self._cursor
+
     async def run_once(self) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(POLL_S):
