@@ -142,6 +142,17 @@ async def run(report: Report, *, quick: bool) -> None:
     await measure(report, QUICK if quick else LONG)
 
 
+async def run_against(report: Report, program: str, *, quick: bool) -> None:
+    """The hub of an older commit in the place of the empty route."""
+    turns = (QUICK if quick else LONG).http
+    with tempfile.TemporaryDirectory(prefix="strata-bench-") as name, PostgresServer() as server:
+        folder = Path(name)
+        files = (f"sqlite:{folder / 'new.db'}", f"sqlite:{folder / 'old.db'}")
+        await hub_http.run_against(report, "sqlite", folder, files, program, turns)
+        databases = (server.create_database(), server.create_database())
+        await hub_http.run_against(report, "postgres", folder, databases, program, turns)
+
+
 async def measure(report: Report, turns: Turns) -> None:
     with tempfile.TemporaryDirectory(prefix="strata-bench-") as name:
         folder = Path(name)

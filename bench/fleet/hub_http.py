@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from bench.fleet.load import Beats, Claims, Hold, Host
 from bench.fleet.rows import fill
 from bench.interleave import Comparison, Measure, interleave
 from bench.load_process import STRATA, Clients, started
+from bench.processor import cpu_s
 from bench.report import Report
 from strata.fleet.wire.identities import LocalHostReply
 from strata.hub.compose import TOKEN_FILE
@@ -29,6 +30,8 @@ from strata.hub.settings import SOCKET
 from tests.support.ports import port_of, reserve_port
 
 GOAL: Final = 0.7
+OLDER_GOAL: Final = 0.97
+"""Beside an older commit."""
 HOSTS: Final = 64
 """At once."""
 FLEET: Final = 1024
@@ -45,26 +48,72 @@ class Turns:
     jobs: int
 
 
+@dataclass(frozen=True)
+class Server:
+    """A hub, or the empty route: where it listens, its process, and the hosts that call it."""
+
+    address: str
+    pid: int
+    hosts: Sequence[Host]
+    is_hub: bool = True
+
+
 async def run(report: Report, name: str, folder: Path, database: str, turns: Turns) -> None:
     """`name` is that of the database, which is filled here and then served by a hub."""
     await fill(database, turns.jobs)
-    data = folder / f"hub-{name}"
-    async with serving(STRATA, "hub", "--data", str(data), "--database", database, "--listen") as (_, pid):
+    async with _clients() as load, _hub(load, folder / f"hub-{name}", database) as hub:
+        claim_size = (await load.carry_out(Claims(hub.address, hub.hosts[HOSTS:], HOSTS, 0.2)))[1]
+        beat_size = (await load.carry_out(Beats(hub.address, hub.hosts[:1], 0.2)))[1]
+        bare = str(folder / f"bare-{name}.sock")
+        sizes = (bare, f"/v1/job/claim={claim_size:.0f}", f"/v1/heartbeats={beat_size:.0f}")
+        async with serving(sys.executable, "-m", "bench.fleet.bare", last=sizes) as (_, bare_pid):
+            empty = Server(bare, bare_pid, hub.hosts, is_hub=False)
+            await _compare(report, name, load, (hub, empty), turns, goal=GOAL, note="bare: an empty route, same bytes")
+            found = Comparison([_rss_mib(hub.pid)], [_rss_mib(bare_pid)], "lower")
+            note = f"after all this; {HOSTS} hosts; bare: the process of the empty route"
+            report.add(f"http.{name}.rss", "MiB", found, note=note)
+
+
+async def run_against(
+    report: Report, name: str, folder: Path, databases: tuple[str, str], program: str, turns: Turns
+) -> None:
+    """A hub of this commit and one of an older commit, each on a database that its own commit has filled."""
+    ours, theirs = databases
+    await fill(ours, turns.jobs)
+    await _fill_by(program, theirs, turns.jobs)
+    async with (
+        _clients() as load,
+        _hub(load, folder / f"new-{name}", ours) as newer,
+        _hub(load, folder / f"old-{name}", theirs, program) as older,
+    ):
+        await _compare(report, name, load, (newer, older), turns, goal=OLDER_GOAL, note="bare: the older commit")
+
+
+async def _fill_by(program: str, database: str, jobs: int) -> None:
+    """Tables of an older commit are made by its own code."""
+    code = f"import asyncio; from bench.fleet.rows import fill; asyncio.run(fill({database!r}, {jobs}))"
+    process = await asyncio.create_subprocess_exec(
+        str(Path(program).with_name("python")), "-c", code, cwd=Path(program).parents[2]
+    )
+    if await process.wait():
+        raise RuntimeError("the older commit did not fill its database")
+
+
+@asynccontextmanager
+async def _clients() -> AsyncIterator[Clients]:
+    async with started(sys.executable, "-m", "bench.fleet.load", settings=_QUIET) as process:
+        yield Clients(process)
+
+
+@asynccontextmanager
+async def _hub(load: Clients, data: Path, database: str, program: str = STRATA) -> AsyncIterator[Server]:
+    """As its command line starts it, with hosts of which the first ones hold leases."""
+    async with serving(program, "hub", "--data", str(data), "--database", database, "--listen") as (_, pid):
         # The hosts of this machine use its Unix socket, and so do those of the empty route.
         address = str(data / SOCKET)
         hosts = await enrol(address, data, HOSTS + FLEET)
-        async with started(sys.executable, "-m", "bench.fleet.load", settings=_QUIET) as process:
-            load = Clients(process)
-            await load.carry_out(Hold(address, hosts[:HOSTS], LEASES))
-            claim_size = (await load.carry_out(Claims(address, hosts[HOSTS:], HOSTS, 0.2)))[1]
-            beat_size = (await load.carry_out(Beats(address, hosts[:1], 0.2)))[1]
-            bare = str(folder / f"bare-{name}.sock")
-            sizes = (bare, f"/v1/job/claim={claim_size:.0f}", f"/v1/heartbeats={beat_size:.0f}")
-            async with serving(sys.executable, "-m", "bench.fleet.bare", last=sizes) as (_, bare_pid):
-                await _compare(report, name, load, (address, bare), hosts, turns)
-                found = Comparison([_rss_mib(pid)], [_rss_mib(bare_pid)], "lower")
-                note = f"after all this; {HOSTS} hosts; bare: the process of the empty route"
-                report.add(f"http.{name}.rss", "MiB", found, note=note)
+        await load.carry_out(Hold(address, hosts[:HOSTS], LEASES))
+        yield Server(address, pid, hosts)
 
 
 def _rss_mib(pid: int) -> float:
@@ -72,30 +121,50 @@ def _rss_mib(pid: int) -> float:
 
 
 async def _compare(
-    report: Report, name: str, load: Clients, sides: tuple[str, str], hosts: list[Host], turns: Turns
+    report: Report,
+    name: str,
+    load: Clients,
+    servers: tuple[Server, Server],
+    turns: Turns,
+    *,
+    goal: float,
+    note: str,
 ) -> None:
-    def claims(address: str, *, checked: bool) -> Measure:
-        async def turn() -> float:
-            rate, _, wrong = await load.carry_out(Claims(address, hosts[HOSTS:], HOSTS, turns.seconds))
-            assert not (checked and wrong), "a claim was answered with nothing, or with the job of another"
+    """Both sides at full load. The processor time of the server says what a call costs, whatever held it up."""
+    cpu_us: dict[tuple[str, int], list[float]] = {}
+
+    def measured(case: str, server: Server, turn: Callable[[Server], Awaitable[float]]) -> Measure:
+        async def measure() -> float:
+            before_s = cpu_s(server.pid)
+            rate = await turn(server)
+            spent_us = (cpu_s(server.pid) - before_s) * 1e6
+            cpu_us.setdefault((case, server.pid), []).append(spent_us / (rate * turns.seconds))
             return rate
 
-        return turn
+        return measure
 
-    def beats(address: str, *, checked: bool) -> Measure:
-        async def turn() -> float:
-            calls, _, held = await load.carry_out(Beats(address, hosts[:HOSTS], turns.seconds))
-            assert not checked or held == calls * LEASES, "a lease was lost"
-            return calls * LEASES
+    async def claims(server: Server) -> float:
+        order = Claims(server.address, server.hosts[HOSTS:], HOSTS, turns.seconds)
+        rate, _, wrong = await load.carry_out(order)
+        assert not (server.is_hub and wrong), "a claim was answered with nothing, or with the job of another"
+        return rate
 
-        return turn
+    async def beats(server: Server) -> float:
+        calls, _, held = await load.carry_out(Beats(server.address, server.hosts[:HOSTS], turns.seconds))
+        assert not server.is_hub or held == calls * LEASES, "a lease was lost"
+        return calls * LEASES
 
-    ours, bare = sides
-    same = "bare: an empty route, same bytes"
-    found = await interleave(claims(ours, checked=True), claims(bare, checked=False), turns.rounds)
-    report.add(f"http.{name}.claim", "claims/s", found, goal=GOAL, note=f"{HOSTS} hosts, a connection each; {same}")
-    found = await interleave(beats(ours, checked=True), beats(bare, checked=False), turns.rounds)
-    report.add(f"http.{name}.heartbeats", "beats/s", found, note=f"{LEASES} in a call; {same}")
+    ours, bare = servers
+    for case, turn, unit, what in (
+        # First what renews leases: those that were granted above end otherwise.
+        ("heartbeats", beats, "beats/s", f"{LEASES} in a call"),
+        ("claim", claims, "claims/s", f"{HOSTS} hosts, a connection each"),
+    ):
+        found = await interleave(measured(case, ours, turn), measured(case, bare, turn), turns.rounds)
+        judged = goal if case == "claim" or bare.is_hub else None
+        report.add(f"http.{name}.{case}", unit, found, goal=judged, note=f"{what}; {note}")
+        cost = Comparison(cpu_us[case, ours.pid][1:], cpu_us[case, bare.pid][1:], "lower")
+        report.add(f"http.{name}.{case}.cpu", "µs", cost, note="processor time of the server for each")
 
 
 async def enrol(address: str, data: Path, count: int) -> list[Host]:

@@ -11,7 +11,7 @@ import gc
 import itertools
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, Final, assert_never
 
@@ -39,7 +39,7 @@ class Claims(msgspec.Struct, frozen=True, tag=True):
     """
 
     address: str
-    hosts: list[Host]
+    hosts: Sequence[Host]
     at_once: int
     seconds: float
 
@@ -48,7 +48,7 @@ class Hold(msgspec.Struct, frozen=True, tag=True):
     """Every host claims so many jobs and says that they run; what it holds is renewed from now on. No figures."""
 
     address: str
-    hosts: list[Host]
+    hosts: Sequence[Host]
     leases: int
 
 
@@ -56,7 +56,7 @@ class Beats(msgspec.Struct, frozen=True, tag=True):
     """Every host renews all it holds, again and again. Figures: calls a second, bytes of a reply, leases held on."""
 
     address: str
-    hosts: list[Host]
+    hosts: Sequence[Host]
     seconds: float
 
 
@@ -69,7 +69,7 @@ class Stay(msgspec.Struct, frozen=True, tag=True):
     """
 
     address: str
-    hosts: list[Host]
+    hosts: Sequence[Host]
     poll_s: float
     beat_s: float
     seconds: float
@@ -119,14 +119,15 @@ class Load:
         self._open: dict[tuple[str, str, str], Connection] = {}
         self._held: dict[str, bytes] = {}
         self._names = itertools.count(1)
-        self._given: set[bytes] = set()
+        self._given: dict[str, set[bytes]] = {}
+        """By the address of the server that gave them."""
 
     async def carry_out(self, order: Order) -> list[float]:
         match order:
             case Claims(address, hosts, at_once, seconds):
                 turns = [hosts[start::at_once] for start in range(at_once)]
                 replies = await self._repeat(address, "/v1/job/claim", turns, seconds, self._new_claim)
-                twice = self._count_twice(replies)
+                twice = self._count_twice(address, replies)
                 return [len(replies) / seconds, len(replies[0]), twice]
             case Hold(address, hosts, leases):
                 for host in hosts:
@@ -177,10 +178,11 @@ class Load:
     def _renewals(self, host: Host) -> bytes:
         return self._held[host.id]
 
-    def _count_twice(self, replies: list[bytes]) -> int:
+    def _count_twice(self, address: str, replies: list[bytes]) -> int:
         """Claims that were answered with nothing, or with what another was given: neither is a claim."""
-        fresh = {job for reply in replies if (job := reply.partition(b'"job_id":"')[2][:69])} - self._given
-        self._given |= fresh
+        given = self._given.setdefault(address, set())
+        fresh = {job for reply in replies if (job := reply.partition(b'"job_id":"')[2][:69])} - given
+        given |= fresh
         return len(replies) - len(fresh)
 
     async def _hold(self, address: str, host: Host, leases: int) -> None:
@@ -197,14 +199,14 @@ class Load:
         await connection.send(_head("/v1/heartbeats", host), self._held[host.id])
 
     async def _repeat(
-        self, address: str, path: str, turns: list[list[Host]], seconds: float, body: Callable[[Host], bytes]
+        self, address: str, path: str, turns: Sequence[Sequence[Host]], seconds: float, body: Callable[[Host], bytes]
     ) -> list[bytes]:
         """On one connection for each list of hosts, who take turns on it."""
         connections = [await self._connect(address, hosts[0]) for hosts in turns]
         replies: list[bytes] = []
         until_s = perf_counter() + seconds
 
-        async def ask(hosts: list[Host], connection: Connection) -> None:
+        async def ask(hosts: Sequence[Host], connection: Connection) -> None:
             heads = itertools.cycle([(_head(path, host), host) for host in hosts])
             while perf_counter() < until_s:
                 head, host = next(heads)
