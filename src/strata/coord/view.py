@@ -41,7 +41,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     rank: int | None
     """None: no member of the generation."""
     status: str | None
-    """What the worker reports, such as TRAINING; None: it has not. None: it has not."""
+    """What the worker reports, such as TRAINING; None: it has not."""
     liveness: str | None
     """ALIVE, SUSPECT, LOST or LEFT."""
     liveness_reason: str

@@ -12,7 +12,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.settings import Secret
 from strata.coord.core.facts import nodes_job
 from strata.coord.server.tokens import ALL_JOBS, Claims, TokenRole, Tokens
-from strata.coord.view import GangEventsView, GangsView, GangView
+from strata.coord.view import GangEventsView, GangsView, GangView, JobView
 from strata.fleet.artifacts.manifest import Word
 from strata.fleet.wire.base import Message, Text
 from strata.http.route import VIEWER, HttpCall, Route
@@ -93,7 +93,7 @@ class CoordinatorGangs:
         page, incidents = await asyncio.gather(
             operator.page(wanted), operator.events(kinds=INCIDENT_KINDS, limit=INCIDENTS)
         )
-        return GangView(**msgspec.structs.asdict(page), incidents=incidents.events)
+        return GangView(**{**msgspec.structs.asdict(page), "job": _for_viewers(page.job)}, incidents=incidents.events)
 
     async def events(self, gang_id: str, query: GangEventsQuery) -> GangEventsView:
         return await self._operator(gang_id).events(query.kind, query.search, query.before, query.limit)
@@ -134,6 +134,12 @@ class CoordinatorGangs:
         task = asyncio.create_task(operator.__aexit__(None, None, None))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+
+
+def _for_viewers(job: JobView) -> JobView:
+    """The job without what operators set and where its programs listen: every caller with a key may read a gang."""
+    workers = tuple(msgspec.structs.replace(each, ip="", port=0) for each in job.workers)
+    return msgspec.structs.replace(job, workers=workers, training_parameters={}, commands=(), refused_commands=())
 
 
 class GangsContext(Protocol):

@@ -175,6 +175,18 @@ async def test_the_hub_reads_a_coordinator_with_tokens_as_operator_of_all_jobs()
             await gangs.close()
 
 
+async def test_a_viewer_learns_neither_parameters_nor_addresses_of_a_gang(tmp_path: Path) -> None:
+    async with in_process() as coordinator, hub_with(tmp_path, coordinator) as site:
+        parameters = {"api_key": "not for all"}
+        await coordinator.stub.CreateJob(pb.CreateJobRequest(job_id="run", training_parameters=parameters))
+        await register(coordinator.stub, "a", job="run")
+        client = await site.with_role("viewer")
+        view = ok(await client.get("/v1/gang/run"), GangView)
+        assert [(each.worker_id, each.ip, each.port) for each in view.job.workers] == [("a", "", 0)]
+        assert not view.job.training_parameters
+        assert not view.job.commands
+
+
 def test_a_barrier_that_waits_for_many_names_a_few() -> None:
     barrier = BarrierView(
         barrier_id="b",
