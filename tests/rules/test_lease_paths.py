@@ -29,7 +29,7 @@ ALLOWED: Final = {
         "paths.fetched / name": "path_names.parts_name",
         "paths.fetched / f'.{name}'": "path_names.parts_name",
     },
-    "join.py": {
+    "exec_in_sandbox.py": {
         "Path(f'/proc/{pid}/stat')": "a number",
         "Path(group, 'cgroup.procs')": "path_names.attempt_name behind a prefix of our own, or as the kernel names it",
         "Path(sys.argv[1])": "the agent's own folder",
@@ -64,12 +64,12 @@ ALLOWED: Final = {
     },
     "environment_cache.py": {
         "Path(strata.__file__)": "our own program",
-        "Path(sys.executable)": "our own program",
         "Path(cache.program)": "uv, as the host has it",
     },
     "uv.py": {
         "folder / file": "in the process of the job's user, by a path that has no `..`",
         "run.folder / name": "in the process of the job's user: the name of a file that it has read",
+        "Path(sys.executable)": "our own program",
     },
     "unpack.py": {
         "folder / _relative_path(member.target)": "in the process of the job's user; nothing leads outside",
