@@ -40,7 +40,7 @@ CHECKS: Final[Mapping[str, Sequence[str]]] = {
     "sdk": ("python -c 'import strata.sdk.train, strata.sdk.fleet'",),
     "agent": ("python -c 'import strata.fleet.agent.start, strata.identity.enroll'",),
     "worker": ("python -c 'import strata.coord.worker'",),
-    "worker-data": ("python -c 'import strata.coord.worker.parquet'",),
+    "worker-data": ("python -c 'import strata.coord.worker.columns, pyarrow'",),
     "coordinator": ("python -c 'import strata.coord.server'",),
     "hub": ("python -c 'import strata.hub.compose'",),
     "postgres": ("python -c 'import strata.journal.postgres, strata.fleet.store.postgres'",),

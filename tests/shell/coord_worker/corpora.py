@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
-import struct
 import subprocess
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +21,7 @@ from strata.coord.server.wire import slices
 from strata.coord.worker.stores import S3Settings
 from tests.support.s3 import S3Server
 
-SUFFIXES: Final = (".txt", ".jsonl", ".parquet", ".txt.gz", ".jsonl.gz", ".tar", ".mds")
+SUFFIXES: Final = (".txt", ".jsonl", ".parquet", ".txt.gz", ".jsonl.gz", ".tar")
 LOCAL_SUFFIXES: Final = (*SUFFIXES, ".arrow")
 SCHEMA: Final = pa.schema([("number", pa.int64()), ("text", pa.string())])
 
@@ -42,9 +41,6 @@ def write(path: Path, texts: Sequence[str], rows_in_group: int = 4, end: str = "
             return rows
         case ".tar":
             return _write_tar(path, texts)
-        case ".mds":
-            path.write_bytes(mds_shard(texts))
-            return rows
         case ".jsonl":
             samples, lines = rows, [json.dumps(each, ensure_ascii=False) for each in rows]
         case _:
@@ -74,26 +70,6 @@ def _write_tar(path: Path, texts: Sequence[str]) -> list[Any]:
     command = ["tar", f"--format={kind}", "-C", str(folder), "-cf", str(path), "README", *names]
     subprocess.run(command, check=True)
     return samples
-
-
-def mds_shard(texts: Sequence[str]) -> bytes:
-    """As `MDSWriter` of MosaicML Streaming 0.13.0 writes it, with a number and a text in each sample."""
-    columns = {
-        "column_encodings": ["int", "str"],
-        "column_names": ["number", "text"],
-        "column_sizes": [8, None],
-        "compression": None,
-        "format": "mds",
-        "hashes": [],
-        "size_limit": 1 << 26,
-        "version": 2,
-    }
-    contents = [text.encode() for text in texts]
-    samples = [struct.pack("<Iq", len(each), number) + each for number, each in enumerate(contents)]
-    described = json.dumps(columns, sort_keys=True).encode()
-    first = 4 * (len(samples) + 2) + len(described)
-    offsets = accumulate((len(each) for each in samples), initial=first)
-    return struct.pack(f"<{len(samples) + 2}I", len(samples), *offsets) + described + b"".join(samples)
 
 
 def upload(server: S3Server, bucket: str, path: Path) -> str:

@@ -6,12 +6,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from decimal import Decimal
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import obstore
 import psutil  # type: ignore[import-untyped]
 import pytest
@@ -22,10 +20,9 @@ from pyarrow import parquet  # type: ignore[import-untyped]
 from strata.base.errors import Code, StrataError
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.worker.lines import LineIndex, split_lines
-from strata.coord.worker.mds import SCALARS
 from strata.coord.worker.readers import Readers
 from strata.coord.worker.stores import S3Settings, Stores, load_s3
-from tests.shell.coord_worker.corpora import LOCAL_SUFFIXES, SUFFIXES, cut, mds_shard, settings, upload, write
+from tests.shell.coord_worker.corpora import LOCAL_SUFFIXES, SUFFIXES, cut, settings, upload, write
 from tests.support.s3 import S3Server
 
 TEXTS = ["", "one\r", "two\u2028half", "ä" * 50, "last"]
@@ -183,70 +180,6 @@ def test_an_archive_that_is_cut_off_sparse_or_ambiguous_is_corrupt(tmp_path: Pat
     subprocess.run([*tar, str(tmp_path / "hole.tar"), "--sparse", "hole.txt"], check=True)
     for name in ("cut0", "cut1", "cut2", "text", "twice", "hole"):
         assert code_of(lambda name=name: [*Readers().read(whole(str(tmp_path / f"{name}.tar"), 1))]) is Code.CORRUPT  # type: ignore[misc]
-
-
-def test_shards_of_mosaicml_streaming_are_read_in_all_encodings_but_pickle(tmp_path: Path) -> None:
-    """The files were written by `MDSWriter` of mosaicml-streaming 0.13.0, which does not install beside this version of
-    numpy."""
-    shards = Path(__file__).parent / "mds"
-    assert mds_shard(["one", "", "zwei\nzeilen", "日本"]) == (shards / "text.mds").read_bytes()
-    path = tmp_path / "encodings.mds"
-    path.write_bytes((shards / "encodings.mds").read_bytes())
-    assert Readers().count(path) == 3
-    for number, sample in enumerate(Readers().read(whole(str(path), 3))):
-        array = np.arange(2 * (number + 1), dtype="uint32").reshape(2, -1) if number < 2 else np.ones(300)
-        expected: dict[str, Any] = {
-            "bytes": bytes(range(number)),
-            "str": "ä" * number,
-            "int": -number,
-            "json": {"a": [number, None]},
-            "str_int": 10**30 + number,
-            "str_float": number / 3,
-            "str_decimal": Decimal("1.10") + number,
-            **dict.fromkeys(SCALARS, number + 1),
-        }
-        arrays = {
-            "array": array,
-            "typed": np.full(number + 1, -number, "int16"),
-            "shaped": np.arange(6, dtype="float32").reshape(2, 3) * number,
-        }
-        for name, values in arrays.items():
-            assert sample[name].dtype == values.dtype
-            np.testing.assert_array_equal(sample[name], values)
-        assert sample["jpeg"].startswith(b"\xff\xd8")
-        assert sample["png"].startswith(b"\x89PNG")
-        others = sample.keys() - {*arrays, "jpeg", "png"}
-        assert {name: sample[name] for name in others} == expected
-    # What pickle would be read from is refused before a sample is.
-    path.write_bytes((shards / "text.mds").read_bytes().replace(b'"str"', b'"pkl"'))
-    Path(f"{path}.strata-index").unlink()
-    assert code_of(lambda: Readers().count(path)) is Code.UNSUPPORTED
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (b"[8, null]", b"[0, null]"),
-        (b"[8, null]", b"[-8,null]"),
-        (b'"number"', b'"text",'),
-        (b'["int", "str"]', b"[    ,     ]"),
-        (b"\x03\x00\x00\x00", b"\x04\x00\x00\x00"),
-        (b"\x03\x00\x00\x00", b"\x00\x00\x00\xff"),
-    ],
-)
-def test_a_shard_of_mosaicml_streaming_that_contradicts_itself_is_corrupt(
-    tmp_path: Path, old: bytes, new: bytes
-) -> None:
-    path = tmp_path / "a.mds"
-    path.write_bytes(mds_shard(["one", "two", "four"]).replace(old, new, 1))
-    assert code_of(lambda: Readers().count(path)) is Code.CORRUPT
-
-
-@pytest.mark.parametrize("end", [-1, 100, 8, 3, 0])
-def test_a_shard_of_mosaicml_streaming_that_is_cut_off_is_corrupt(tmp_path: Path, end: int) -> None:
-    path = tmp_path / "a.mds"
-    path.write_bytes(mds_shard(["one", "two", "four"])[:end])
-    assert code_of(lambda: Readers().count(path)) is Code.CORRUPT
 
 
 def test_a_file_that_changed_since_it_was_indexed_is_corrupt_for_new_readers_too(tmp_path: Path) -> None:

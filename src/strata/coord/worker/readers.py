@@ -20,7 +20,6 @@ from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.worker.archives import TarSamples
 from strata.coord.worker.columns import ArrowRows, ParquetRows
 from strata.coord.worker.lines import TextLines, parse_json
-from strata.coord.worker.mds import MdsSamples
 from strata.coord.worker.stores import LOCAL_BLOCK, S3Settings, Seen, Source, Stores
 
 
@@ -44,7 +43,6 @@ FORMATS: Final[Mapping[str, Callable[[Source, Stores], SampleReader]]] = {
     **dict.fromkeys((".parquet", ".pq"), ParquetRows),
     **dict.fromkeys((".arrow", ".feather"), ArrowRows),
     ".tar": TarSamples,
-    ".mds": MdsSamples,
 }
 """The reader by the last suffix of a path, or by the last two of a compressed file."""
 SOURCE_BATCH: Final = 64
