@@ -42,7 +42,8 @@ from bench.report import Report
 from strata.base.clock import SystemClock
 from strata.fleet.claims import ClaimQueue
 from strata.fleet.core.amounts import Amounts, Capacity
-from strata.fleet.ports import Claim, JobLease, Renewal, Store
+from strata.fleet.ports import Store
+from strata.fleet.records import Claim, JobLease, Renewal
 from strata.fleet.service import Fleet
 from tests.support.postgres import PostgresServer
 

@@ -17,7 +17,7 @@ from strata.cli.main import main
 from strata.database import sqlite
 from strata.fleet import claims, service
 from strata.fleet.core import lease_status
-from strata.fleet.ports import Claim, JobLease
+from strata.fleet.records import Claim, JobLease
 from strata.fleet.store import leases
 
 PROGRAM: Final = (sys.executable, "-m", "soak.fleet_hub.ablation")

@@ -13,7 +13,7 @@ import pytest
 from strata.base.digest import sha256_hex
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 from strata.fleet.core.plan import ApplyPlan
-from strata.fleet.ports import JobFilter
+from strata.fleet.records import JobFilter
 from strata.fleet.wire.artifacts import CommitReply, Made, MadeReply
 from strata.fleet.wire.identities import CertificateReply, InviteReply
 from strata.fleet.wire.jobs import Job, JobsReply, SubmitReply

@@ -13,7 +13,6 @@ LINES: Final = 600
 GENERATED: Final = "pb"
 LARGE: Final = frozenset(
     {
-        "fleet/ports.py",
         "fleet/service.py",
         "train/runner/lora.py",
     }

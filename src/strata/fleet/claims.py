@@ -9,7 +9,8 @@ from typing import Final
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.fleet.core.fair_share import OwnerShares
-from strata.fleet.ports import Claim, JobLease, LeaseStore
+from strata.fleet.ports import LeaseStore
+from strata.fleet.records import Claim, JobLease
 
 ReadShares = Callable[[], Awaitable[OwnerShares | None]]
 BATCH: Final = 64

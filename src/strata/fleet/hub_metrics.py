@@ -7,7 +7,7 @@ from typing import Final
 from prometheus_client import generate_latest
 
 from strata.fleet.core.job import Cause, JobStatus
-from strata.fleet.ports import FleetCounts
+from strata.fleet.records import FleetCounts
 from strata.http.metrics import MetricFactory, process_registry
 from strata.http.request_metrics import RequestMetrics
 

@@ -34,7 +34,7 @@ from strata.fleet.core.quota import OwnerUsage
 from strata.fleet.core.samples import FLEET, SamplePoint, average
 from strata.fleet.core.why import Why
 from strata.fleet.metric_history import MetricHistory
-from strata.fleet.ports import AttemptRow, HostRow, JobFilter, JobLedger, JobRow, OwnerUsages, WaitingClass
+from strata.fleet.records import AttemptRow, HostRow, JobFilter, JobLedger, JobRow, OwnerUsages, WaitingClass
 from strata.fleet.service import Fleet
 
 _log = log.get(__name__)

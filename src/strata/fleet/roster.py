@@ -22,7 +22,8 @@ from strata.fleet.core.match import eligible_classes, holds_back, is_better_fit,
 from strata.fleet.core.requirement import RequirementClass
 from strata.fleet.core.reservation import HostOffer
 from strata.fleet.core.why import HostState
-from strata.fleet.ports import HostRow, HostStore, PlanStore
+from strata.fleet.ports import HostStore, PlanStore
+from strata.fleet.records import HostRow
 
 Shape = tuple[tuple[float, ...], float]
 FRESH_S: Final = 2.0

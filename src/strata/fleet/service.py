@@ -36,7 +36,8 @@ from strata.fleet.core.plan import ApplyOptions, ApplyPlan, HostPolicy, plan
 from strata.fleet.core.reservation import RESERVE_AFTER_S, PreemptPolicy, Reservation, ReservationPlanner
 from strata.fleet.core.samples import FLEET, HostSample, SamplePoint, finest
 from strata.fleet.core.why import UnmetDependency, Why, WhyQuery, why
-from strata.fleet.ports import (
+from strata.fleet.ports import Store
+from strata.fleet.records import (
     AttemptKey,
     Claim,
     FleetCounts,
@@ -48,7 +49,6 @@ from strata.fleet.ports import (
     Renewal,
     RenewalResult,
     ServerRow,
-    Store,
     YieldRequest,
 )
 from strata.fleet.roster import Roster, Shape

@@ -27,7 +27,7 @@ from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.ownership import Submitter, check_owners
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.schedule import JobSchedule, first_due_s, run_spec
-from strata.fleet.ports import ScheduleRow, StoredSchedule
+from strata.fleet.records import ScheduleRow, StoredSchedule
 from strata.fleet.service import Fleet
 from strata.identity.authenticate import is_valid_actor
 

@@ -23,7 +23,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret, read_secret
 from strata.database.migrations import Component
 from strata.database.transaction import Database
-from strata.fleet.ports import StoredSecret
+from strata.fleet.records import StoredSecret
 
 KEY_FILE: Final = "secrets.key"
 MAX_SECRETS: Final = 1000

@@ -37,7 +37,7 @@ from strata.fleet.core.subscription import (
 )
 from strata.fleet.http.context import HubContext
 from strata.fleet.http.feed import Feed
-from strata.fleet.ports import AttemptRow, StoredSubscription
+from strata.fleet.records import AttemptRow, StoredSubscription
 from strata.fleet.streams import Name
 from strata.hub.cursor_store import CursorStore, FeedDelivery
 from strata.hub.secret_store import SecretVault

@@ -18,7 +18,7 @@ from strata.database.migrations import Component
 from strata.database.transaction import Database, Transaction
 from strata.fleet.core.search import SearchSweep
 from strata.fleet.core.sweep_plan import Point
-from strata.fleet.ports import StoredSweep
+from strata.fleet.records import StoredSweep
 
 SQLITE: Final = Component(
     "sweep",

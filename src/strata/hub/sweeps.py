@@ -42,7 +42,7 @@ from strata.fleet.core.search import (
 )
 from strata.fleet.core.sweep_plan import Point
 from strata.fleet.http.context import HubContext
-from strata.fleet.ports import JobFilter, JobRow, StoredSweep
+from strata.fleet.records import JobFilter, JobRow, StoredSweep
 from strata.fleet.service import Fleet
 from strata.hub.cursor_store import LEASE_S
 from strata.hub.search_study import propose, require_optuna

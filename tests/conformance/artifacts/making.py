@@ -24,7 +24,8 @@ from strata.fleet.artifacts.manifest import (
 )
 from strata.fleet.artifacts.ports import ChunkStore, CommitResult
 from strata.fleet.artifacts.service import Artifacts, once
-from strata.fleet.ports import AttemptKey, JobCompletion, Store
+from strata.fleet.ports import Store
+from strata.fleet.records import AttemptKey, JobCompletion
 from tests.conformance.fleet.fleet import add, add_host, claim, hold, job, marker
 from tests.support.feed import told_before
 

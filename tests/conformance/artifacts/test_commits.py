@@ -14,7 +14,7 @@ from strata.fleet.artifacts import checks
 from strata.fleet.artifacts.manifest import CHUNK_BYTES, ArtifactChunk, ArtifactKind, ArtifactManifest, Lineage
 from strata.fleet.artifacts.ports import LineageFilter, StorageAccount
 from strata.fleet.artifacts.service import once
-from strata.fleet.ports import JobCompletion
+from strata.fleet.records import JobCompletion
 from tests.conformance.artifacts.making import (
     OWNER,
     RESULT,

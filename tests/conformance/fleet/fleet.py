@@ -14,7 +14,8 @@ from strata.fleet.core.capability import Capability
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.requirement import Needs
-from strata.fleet.ports import AttemptKey, Claim, HostRow, JobLease, Store
+from strata.fleet.ports import Store
+from strata.fleet.records import AttemptKey, Claim, HostRow, JobLease
 from tests.support.feed import told_before
 
 LEASE_S = 45.0

@@ -23,7 +23,8 @@ from strata.fleet.core.capability import GIB, Capability, Gpu
 from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.requirement import Needs
-from strata.fleet.ports import Claim, HostRow, JobCompletion, JobFailure, JobLease, Renewal, Store
+from strata.fleet.ports import Store
+from strata.fleet.records import Claim, HostRow, JobCompletion, JobFailure, JobLease, Renewal
 from strata.fleet.service import Fleet
 from strata.fleet.store.sqlite import tables
 from strata.fleet.store.sqlite.store import build_sqlite_store

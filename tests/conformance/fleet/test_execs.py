@@ -15,7 +15,8 @@ from strata.database.postgres import Connections
 from strata.database.sqlite import SqliteThread
 from strata.database.transaction import PostgresDatabase, SqliteDatabase
 from strata.fleet.execs import MAX_OPEN, REPORT_S, START_S, ExecRow, ExecStore, RequestedExec
-from strata.fleet.ports import JobLease, Renewal, Store
+from strata.fleet.ports import Store
+from strata.fleet.records import JobLease, Renewal
 from strata.fleet.store import execs as exec_table
 from strata.fleet.store.postgres import tables as postgres_tables
 from strata.fleet.store.postgres.store import build_postgres_store

@@ -9,7 +9,8 @@ from strata.fleet.core.fair_share import OwnerShares, add_up
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.ownership import Submitter
 from strata.fleet.core.plan import ApplyPlan
-from strata.fleet.ports import Claim, JobFilter, JobLease, Store
+from strata.fleet.ports import Store
+from strata.fleet.records import Claim, JobFilter, JobLease
 from tests.conformance.fleet.fleet import LEASE_S, add_host, all_classes, job, plan
 
 HOSTS = 4

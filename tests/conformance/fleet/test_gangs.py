@@ -7,7 +7,8 @@ from strata.fleet.core.job import JobStatus
 from strata.fleet.core.jobspec import GangPlace, JobSpec, gang_members
 from strata.fleet.core.ownership import Submitter
 from strata.fleet.core.quota import Quota
-from strata.fleet.ports import JobCompletion, Store
+from strata.fleet.ports import Store
+from strata.fleet.records import JobCompletion
 from tests.conformance.fleet.fleet import add, add_host, claim, hold, job, kinds, refusal
 
 GANG = gang_members(job("m", gang=GangPlace(name="sft", size=3, index=0, min_size=1)))

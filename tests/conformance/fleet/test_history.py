@@ -8,7 +8,8 @@ from strata.database.events import NEWEST, EventFilter
 from strata.fleet.core.job import Cause
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.samples import FLEET, SamplePoint
-from strata.fleet.ports import JobCompletion, JobFailure, Renewal, Store
+from strata.fleet.ports import Store
+from strata.fleet.records import JobCompletion, JobFailure, Renewal
 from tests.conformance.fleet.fleet import LEASE_S, add, add_host, claim, hold, job, kinds, marker
 from tests.support.feed import told_before
 

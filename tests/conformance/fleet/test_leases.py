@@ -10,7 +10,8 @@ from strata.base.errors import Code
 from strata.fleet.core.amounts import Amounts
 from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.plan import ApplyPlan, JobChange
-from strata.fleet.ports import AttemptKey, Claim, JobCompletion, JobFailure, Renewal, Store
+from strata.fleet.ports import Store
+from strata.fleet.records import AttemptKey, Claim, JobCompletion, JobFailure, Renewal
 from tests.conformance.fleet.fleet import (
     LEASE_S,
     ROOMY,

@@ -10,7 +10,8 @@ from strata.base.errors import Code
 from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.ownership import Submitter
 from strata.fleet.core.plan import ApplyPlan
-from strata.fleet.ports import JobCompletion, JobFailure, JobFilter, Renewal, Store
+from strata.fleet.ports import Store
+from strata.fleet.records import JobCompletion, JobFailure, JobFilter, Renewal
 from tests.conformance.fleet.fleet import LEASE_S, add, add_host, claim, hold, job, plan, refusal
 
 

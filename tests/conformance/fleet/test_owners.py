@@ -11,7 +11,8 @@ from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.ownership import Submitter
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.quota import HOUR_S, OwnerUsage, Quota
-from strata.fleet.ports import Claim, JobFailure, JobFilter, Store
+from strata.fleet.ports import Store
+from strata.fleet.records import Claim, JobFailure, JobFilter
 from tests.conformance.fleet.fleet import LEASE_S, add, add_host, claim, hold, job, kinds, needs, plan, refusal
 
 ANNA = Submitter(owner="anna")

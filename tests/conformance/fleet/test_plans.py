@@ -12,7 +12,8 @@ from strata.fleet.core.amounts import Amounts
 from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.jobspec import HostSpec, JobSpec, TrainerSpec
 from strata.fleet.core.plan import ApplyPlan, HostPolicy, JobChange, RegisteredTrainer
-from strata.fleet.ports import JobCompletion, JobFailure, JobFilter, Store
+from strata.fleet.ports import Store
+from strata.fleet.records import JobCompletion, JobFailure, JobFilter
 from tests.conformance.fleet.fleet import add, add_host, claim, hold, job, kinds, marker, needs, plan, refusal
 from tests.support.feed import told_before
 

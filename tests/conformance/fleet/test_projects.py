@@ -8,7 +8,8 @@ from strata.base.errors import Code
 from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.jobspec import HostSpec, JobSpec, TrainerSpec
 from strata.fleet.core.plan import ApplyPlan, HostPolicy, JobChange
-from strata.fleet.ports import JobCompletion, JobFailure, Store
+from strata.fleet.ports import Store
+from strata.fleet.records import JobCompletion, JobFailure
 from tests.conformance.fleet.fleet import add_host, claim, hold, job, plan, refusal
 
 

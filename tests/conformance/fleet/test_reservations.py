@@ -10,7 +10,8 @@ from strata.fleet.core.amounts import Capacity, Card
 from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.jobspec import GangPlace, JobSpec
 from strata.fleet.core.reservation import GRANT_S, HostOffer, ReservationPlan, ReservationPlanner
-from strata.fleet.ports import JobCompletion, JobFailure, JobLease, Renewal, Store
+from strata.fleet.ports import Store
+from strata.fleet.records import JobCompletion, JobFailure, JobLease, Renewal
 from tests.conformance.fleet.conftest import open_postgres
 from tests.conformance.fleet.fleet import LEASE_S, add, add_host, all_classes, claim, hold, job, kinds, needs
 

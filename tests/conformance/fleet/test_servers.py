@@ -5,7 +5,8 @@ from __future__ import annotations
 from strata.base.errors import Code
 from strata.fleet.core.job import Cause
 from strata.fleet.core.lease import ASLEEP
-from strata.fleet.ports import AttemptKey, JobFailure, JobFilter, JobLease, ServerRow, Store
+from strata.fleet.ports import Store
+from strata.fleet.records import AttemptKey, JobFailure, JobFilter, JobLease, ServerRow
 from tests.conformance.fleet.fleet import LEASE_S, add, add_host, claim, hold, job, kinds, refusal
 
 ADDRESS = "unix:/srv/servers/a/run/api"

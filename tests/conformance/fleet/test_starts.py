@@ -7,7 +7,8 @@ import msgspec
 from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.plan import ApplyPlan, JobChange
-from strata.fleet.ports import JobFailure, Store
+from strata.fleet.ports import Store
+from strata.fleet.records import JobFailure
 from tests.conformance.fleet.fleet import add, add_host, claim, hold, job
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from strata.fleet.core.job import JobStatus
-from strata.fleet.ports import JobCompletion, JobFilter, Store
+from strata.fleet.ports import Store
+from strata.fleet.records import JobCompletion, JobFilter
 from tests.conformance.fleet.fleet import LEASE_S, add, add_host, claim, hold, job, needs
 
 

@@ -19,7 +19,7 @@ from strata.fleet.core.capability import Capability
 from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.manifest import parse_manifest
 from strata.fleet.core.plan import ApplyOptions, ApplyPlan
-from strata.fleet.ports import AttemptKey, HostRow, JobCompletion, JobFailure, JobLease
+from strata.fleet.records import AttemptKey, HostRow, JobCompletion, JobFailure, JobLease
 from strata.fleet.service import Fleet
 from strata.fleet.store.sqlite.store import build_sqlite_store
 from strata.fleet.store.sqlite.tables import COMPONENT

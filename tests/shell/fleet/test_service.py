@@ -24,17 +24,8 @@ from strata.fleet.core.manifest import JobManifest, parse_manifest
 from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.requirement import Needs
-from strata.fleet.ports import (
-    AttemptKey,
-    Claim,
-    HostRow,
-    JobCompletion,
-    JobFailure,
-    JobLease,
-    Renewal,
-    ServerRow,
-    Store,
-)
+from strata.fleet.ports import Store
+from strata.fleet.records import AttemptKey, Claim, HostRow, JobCompletion, JobFailure, JobLease, Renewal, ServerRow
 from strata.fleet.roster import BEST_FIT_S, Roster
 from strata.fleet.service import Fleet, FleetSettings
 from strata.fleet.store.hosts import HostTable

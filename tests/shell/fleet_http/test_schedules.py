@@ -23,7 +23,7 @@ from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.core.plan import ApplyOptions
 from strata.fleet.core.quota import Quota
 from strata.fleet.core.schedule import JobSchedule, first_due_s
-from strata.fleet.ports import JobFilter, JobRow, ScheduleRow, StoredSchedule
+from strata.fleet.records import JobFilter, JobRow, ScheduleRow, StoredSchedule
 from strata.fleet.wire.identities import HubKeyReply
 from strata.fleet.wire.manifests import ManifestReply, ScheduleReply, SchedulesReply
 from strata.hub import schedules

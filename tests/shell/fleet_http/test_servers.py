@@ -16,7 +16,7 @@ from strata.fleet.core.lease import ASLEEP
 from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.quota import Quota
-from strata.fleet.ports import AttemptKey, JobFilter, ServerRow
+from strata.fleet.records import AttemptKey, JobFilter, ServerRow
 from strata.fleet.wire.jobs import Job
 from strata.fleet.wire.leases import HeartbeatsReply, LeaseGiven, LeaseVerdict
 from strata.http.zstd import compress

@@ -16,7 +16,7 @@ from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.ownership import OPERATOR
 from strata.fleet.core.search import SearchPlan, SearchSweep
 from strata.fleet.core.sweep_plan import Range
-from strata.fleet.ports import JobFilter, StoredSweep
+from strata.fleet.records import JobFilter, StoredSweep
 from strata.fleet.wire.jobs import Job, SubmitReply
 from strata.fleet.wire.manifests import ManifestReply
 from strata.fleet.wire.owners import SubscriptionReply

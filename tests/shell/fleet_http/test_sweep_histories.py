@@ -27,7 +27,7 @@ from strata.fleet.core.job import TERMINAL
 from strata.fleet.core.manifest import parse_manifest
 from strata.fleet.http import manifests
 from strata.fleet.http.context import HubContext
-from strata.fleet.ports import AttemptKey, HostRow, JobCompletion, JobFilter, JobRow
+from strata.fleet.records import AttemptKey, HostRow, JobCompletion, JobFilter, JobRow
 from strata.fleet.wire.manifests import ManifestReply, ManifestRequest
 from strata.http.route import HttpCall
 from strata.hub.compose import open_hub

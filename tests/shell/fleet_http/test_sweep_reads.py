@@ -10,7 +10,7 @@ from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.ownership import OPERATOR
 from strata.fleet.core.search import PRUNED, SearchPlan, SearchSweep, trial_spec
 from strata.fleet.core.sweep_plan import Range
-from strata.fleet.ports import AttemptKey, JobCompletion, StoredSweep
+from strata.fleet.records import AttemptKey, JobCompletion, StoredSweep
 from strata.fleet.wire.sweeps import MetricObjective, SweepReply, SweepsReply
 from tests.shell.fleet_http.running import HostClient, Running, ok, refused
 

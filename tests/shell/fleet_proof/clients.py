@@ -12,7 +12,8 @@ from typing import Final, TypeVar
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.amounts import Amounts
 from strata.fleet.core.job import Cause
-from strata.fleet.ports import AttemptKey, Claim, JobCompletion, JobFailure, JobLease, Renewal, Store
+from strata.fleet.ports import Store
+from strata.fleet.records import AttemptKey, Claim, JobCompletion, JobFailure, JobLease, Renewal
 from tests.conformance.fleet.fleet import ROOMY, add_host
 from tests.shell.fleet_proof import model
 from tests.shell.fleet_proof.model import CHANCE, LEASE_S, Answer, Call

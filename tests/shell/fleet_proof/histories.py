@@ -16,7 +16,8 @@ from typing import Any, Final
 
 from strata.base.errors import StrataError
 from strata.fleet.core.job import HELD, TERMINAL, JobStatus
-from strata.fleet.ports import AttemptKey, Store
+from strata.fleet.ports import Store
+from strata.fleet.records import AttemptKey
 from strata.fleet.store.store import FleetStore
 from tests.conformance.fleet.fleet import add, add_host, all_classes, job
 from tests.shell.fleet_proof import clients

@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.capability import Capability
-from strata.fleet.ports import AttemptKey, HostRow, JobCompletion, Renewal
+from strata.fleet.records import AttemptKey, HostRow, JobCompletion, Renewal
 from strata.fleet.service import Fleet, FleetSettings
 from strata.fleet.store.store import FleetStore
 

@@ -23,7 +23,8 @@ from strata.fleet.core.ownership import Submitter
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.requirement import Needs
 from strata.fleet.core.reservation import GRANT_S, INCOMPLETE_S, HostOffer, ReservationPlanner
-from strata.fleet.ports import (
+from strata.fleet.ports import Store
+from strata.fleet.records import (
     AttemptKey,
     Claim,
     ClassRow,
@@ -34,7 +35,6 @@ from strata.fleet.ports import (
     JobLease,
     JobRow,
     Renewal,
-    Store,
 )
 from tests.shell.fleet_proof.stores import open_memory
 from tests.support.accounts import assert_within

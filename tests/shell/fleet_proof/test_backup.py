@@ -18,7 +18,8 @@ from strata.database.sqlite import SqliteThread
 from strata.database.transaction import PostgresDatabase, SqliteDatabase
 from strata.fleet.artifacts import tables as artifact_tables
 from strata.fleet.core.job import Cause, JobStatus
-from strata.fleet.ports import AttemptKey, JobCompletion, JobFailure, Renewal, Store
+from strata.fleet.ports import Store
+from strata.fleet.records import AttemptKey, JobCompletion, JobFailure, Renewal
 from strata.fleet.store import migrate
 from strata.fleet.store.backup import EPOCHS, backup_sqlite, fence, restore_sqlite
 from strata.fleet.store.postgres import tables as postgres_tables

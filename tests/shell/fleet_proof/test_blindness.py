@@ -12,7 +12,7 @@ from strata.fleet.core.capability import Capability
 from strata.fleet.core.job import JobStatus
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.plan import ApplyPlan
-from strata.fleet.ports import HostRow
+from strata.fleet.records import HostRow
 from strata.fleet.service import Fleet
 from tests.shell.fleet_proof.stores import open_sqlite
 

@@ -12,7 +12,8 @@ from urllib.parse import urlsplit, urlunsplit
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.plan import ApplyPlan
-from strata.fleet.ports import JobCompletion, Store
+from strata.fleet.ports import Store
+from strata.fleet.records import JobCompletion
 from tests.conformance.fleet.fleet import LEASE_S as LONG_S
 from tests.conformance.fleet.fleet import add, add_host, all_classes, claim, hold, job, refusal
 from tests.shell.fleet_proof.histories import disagreements, read_tables, rows

@@ -10,7 +10,7 @@ from strata.fleet.artifacts.service import once
 from strata.fleet.core.job import JobStatus
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.search import PRUNED
-from strata.fleet.ports import AttemptKey, JobCompletion
+from strata.fleet.records import AttemptKey, JobCompletion
 from tests.conformance.artifacts.making import chunk_of, manifest_of
 from tests.shell.fleet_http.running import HostClient, Running
 

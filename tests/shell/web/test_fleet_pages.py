@@ -14,7 +14,7 @@ import pytest
 
 from strata.fleet.artifacts.manifest import ArtifactKind
 from strata.fleet.core.jobspec import JobSpec
-from strata.fleet.ports import AttemptKey, JobCompletion
+from strata.fleet.records import AttemptKey, JobCompletion
 from strata.fleet.wire.hosts import Host
 from strata.fleet.wire.identities import InviteReply
 from strata.fleet.wire.manifests import ManifestReply
@@ -105,7 +105,7 @@ async def test_an_operator_drains_a_host_after_seeing_what_it_would_do(safe_site
 async def joined_host(site: Running) -> str:
     """A host that has registered, without a machine behind it."""
     from strata.fleet.core.capability import Capability
-    from strata.fleet.ports import HostRow
+    from strata.fleet.records import HostRow
 
     fleet = site.hub.context.fleet
     row = HostRow(id="host_1", name="gpu-1", capability=Capability(hostname="gpu-1"), registered_at_s=fleet.now_s())

@@ -12,7 +12,7 @@ from strata.fleet.artifacts.states import PRESENT
 from strata.fleet.core.job import JobStatus
 from strata.fleet.core.lease_status import ALIVE, lease_status, stale_attempt, unknown_job
 from strata.fleet.core.ownership import foreign
-from strata.fleet.ports import AttemptKey
+from strata.fleet.records import AttemptKey
 
 MAX_NAMES: Final = 1000
 """The most names of data of an owner who is no operator."""

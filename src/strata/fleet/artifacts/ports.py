@@ -13,7 +13,7 @@ from typing import Final, Literal, Protocol
 from strata.base.errors import Code
 from strata.fleet.artifacts.manifest import ArtifactChunk, ArtifactKind, ArtifactManifest, Lineage
 from strata.fleet.artifacts.states import ChunkState
-from strata.fleet.ports import AttemptKey
+from strata.fleet.records import AttemptKey
 
 
 class Signer(Protocol):

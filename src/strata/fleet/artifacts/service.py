@@ -50,7 +50,7 @@ from strata.fleet.artifacts.ports import (
     StorageAccount,
 )
 from strata.fleet.artifacts.states import PRESENT, ChunkState
-from strata.fleet.ports import AttemptKey
+from strata.fleet.records import AttemptKey
 
 GRACE_S: Final = 24 * 3600.0
 SIGNED_S: Final = 3600.0

@@ -16,7 +16,7 @@ from strata.fleet.artifacts.service import BLOB_PATH
 from strata.fleet.core.objective import choose_objective
 from strata.fleet.http.context import HubCall, HubContext, calling_host, own_hold, resolve_artifact_id, submitter_of
 from strata.fleet.http.quotas import caller_account, check_stored_bytes, job_account
-from strata.fleet.ports import AttemptKey
+from strata.fleet.records import AttemptKey
 from strata.fleet.wire.artifacts import (
     ArtifactReply,
     ArtifactsQuery,

@@ -31,7 +31,7 @@ from strata.fleet.http.validation import ValidationPool
 from strata.fleet.hub_metrics import HubMetrics
 from strata.fleet.metric_history import MetricHistory
 from strata.fleet.overview import FleetHistory
-from strata.fleet.ports import (
+from strata.fleet.records import (
     AttemptKey,
     HostRow,
     ScheduleRow,

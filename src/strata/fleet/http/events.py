@@ -11,7 +11,7 @@ from strata.base.errors import Code, StrataError
 from strata.database.events import NEWEST, EventFilter, StoredEvent
 from strata.fleet.http.context import HubCall, HubContext, submitter_of
 from strata.fleet.http.long_poll import wait_event
-from strata.fleet.ports import JobFilter
+from strata.fleet.records import JobFilter
 from strata.fleet.wire.events import EventsQuery, EventsReply, FeedEvent
 from strata.http.disconnect import until_disconnect
 from strata.http.route import RawReply

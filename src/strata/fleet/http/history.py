@@ -10,7 +10,7 @@ from strata.fleet.core.goodput import JobInterruption, LedgerEvent, share
 from strata.fleet.http.context import HubCall, HubContext, resolve_job_id
 from strata.fleet.http.jobs import attempt_reply
 from strata.fleet.overview import Overview
-from strata.fleet.ports import AttemptRow
+from strata.fleet.records import AttemptRow
 from strata.fleet.wire.history import (
     GoodputQuery,
     GoodputReply,

@@ -12,7 +12,7 @@ from strata.fleet.core.capability import GIB
 from strata.fleet.core.host_status import HostFacts, plan_action, policy_rules, quiet_in_words
 from strata.fleet.core.jobspec import HostSpec
 from strata.fleet.http.context import HubCall, HubContext, calling_host, resolve_host
-from strata.fleet.ports import HostRow, JobOnHost
+from strata.fleet.records import HostRow, JobOnHost
 from strata.fleet.service import HostView
 from strata.fleet.wire.hosts import (
     Host,

@@ -20,7 +20,7 @@ from strata.fleet.http.logs import progress_reply
 from strata.fleet.http.quotas import check_stored_bytes
 from strata.fleet.http.secrets import check_secrets
 from strata.fleet.http.validation import Checkpoint
-from strata.fleet.ports import AttemptRow, JobFilter, JobRow, ServerRow
+from strata.fleet.records import AttemptRow, JobFilter, JobRow, ServerRow
 from strata.fleet.wire.base import MAX_PAGE
 from strata.fleet.wire.jobs import (
     CancelRequest,

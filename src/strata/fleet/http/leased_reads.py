@@ -12,7 +12,8 @@ from strata.fleet.artifacts.ports import LineageFilter
 from strata.fleet.artifacts.service import Artifacts
 from strata.fleet.core.job import HELD
 from strata.fleet.core.jobspec import TrainerSpec, gang_ids
-from strata.fleet.ports import JobFilter, JobRow, JobStore, PlanStore
+from strata.fleet.ports import JobStore, PlanStore
+from strata.fleet.records import JobFilter, JobRow
 
 REMEMBER_S: Final = 10.0
 """How long a host may go on reading what a lease named: a download asks for every chunk."""

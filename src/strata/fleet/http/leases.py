@@ -18,7 +18,7 @@ from strata.fleet.core.requirement import Label, LabelValue
 from strata.fleet.http import secrets
 from strata.fleet.http.context import HubCall, HubContext, own_hold, resolve_job_id
 from strata.fleet.http.jobs import job_reply
-from strata.fleet.ports import (
+from strata.fleet.records import (
     AttemptKey,
     HostRow,
     JobCompletion,

@@ -9,7 +9,7 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.series import AttemptProgress, CombinedSeries
 from strata.fleet.http.context import HubCall, HubContext, resolve_job_id
-from strata.fleet.ports import AttemptRow
+from strata.fleet.records import AttemptRow
 from strata.fleet.streams import Name
 from strata.fleet.wire.jobs import JobProgress
 from strata.fleet.wire.streams import MetricSeries, MetricsQuery, MetricsReply, PieceQuery, PieceReply, StreamQuery

@@ -29,7 +29,7 @@ from strata.fleet.http.context import HubCall, HubContext, submitter_of
 from strata.fleet.http.quotas import check_stored_bytes
 from strata.fleet.http.secrets import check_secrets
 from strata.fleet.http.validation import Checkpoint
-from strata.fleet.ports import StoredSchedule, StoredSweep
+from strata.fleet.records import StoredSchedule, StoredSweep
 from strata.fleet.wire.manifests import (
     ManifestReply,
     ManifestRequest,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from strata.fleet.http.context import HubCall, submitter_of
-from strata.fleet.ports import ScheduleRow
+from strata.fleet.records import ScheduleRow
 from strata.fleet.wire.manifests import ScheduleReply, SchedulesReply
 
 

@@ -6,7 +6,7 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.fleet.http.context import HubCall
-from strata.fleet.ports import StoredSubscription
+from strata.fleet.records import StoredSubscription
 from strata.fleet.wire.owners import (
     SubscriptionName,
     SubscriptionReply,

@@ -15,7 +15,7 @@ from strata.fleet.core.report import MetricsReport, parse_lines
 from strata.fleet.core.search import PRUNED, STOPPED, SearchSweep
 from strata.fleet.core.sweep_plan import SEED_AXIS
 from strata.fleet.http.context import HubCall, HubContext, submitter_of
-from strata.fleet.ports import JobFilter, JobRow, StoredSweep, SweepRow, TrialRow
+from strata.fleet.records import JobFilter, JobRow, StoredSweep, SweepRow, TrialRow
 from strata.fleet.wire.sweeps import (
     MetricObjective,
     SweepBest,

@@ -15,7 +15,7 @@ from strata.database.transaction import Database, Transaction
 from strata.fleet.core.amounts import Taken
 from strata.fleet.core.capability import Capability
 from strata.fleet.core.job import JobStatus
-from strata.fleet.ports import HostRow, JobOnHost
+from strata.fleet.records import HostRow, JobOnHost
 from strata.fleet.store.queue import record
 from strata.fleet.store.rows import LEASED, decode_taken, encode
 

@@ -13,7 +13,7 @@ from strata.fleet.core.job import TERMINAL, Cause, JobStatus
 from strata.fleet.core.lease_status import stale_attempt
 from strata.fleet.core.ownership import OPERATOR, Submitter
 from strata.fleet.core.plan import ApplyPlan, requeued_members
-from strata.fleet.ports import AttemptKey, AttemptRow, JobFilter, JobRow, ServerRow, SweepRow, TrialRow
+from strata.fleet.records import AttemptKey, AttemptRow, JobFilter, JobRow, ServerRow, SweepRow, TrialRow
 from strata.fleet.store import leases
 from strata.fleet.store.lists import SearchIndexes, id_range, list_jobs
 from strata.fleet.store.plan import check_quota, lock_plans

@@ -36,15 +36,7 @@ from strata.fleet.core.lease_status import (
     unknown_job,
 )
 from strata.fleet.core.requirement import Needs
-from strata.fleet.ports import (
-    AttemptKey,
-    JobCompletion,
-    JobFailure,
-    JobRow,
-    RefusedJob,
-    Renewal,
-    RenewalResult,
-)
+from strata.fleet.records import AttemptKey, JobCompletion, JobFailure, JobRow, RefusedJob, Renewal, RenewalResult
 from strata.fleet.store.queue import class_ids, dequeue, enqueue, record, recount_dependents
 from strata.fleet.store.rows import JOB, class_keys, decode_job, decode_spec, encode
 

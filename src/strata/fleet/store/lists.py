@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 from strata.base.errors import Code, StrataError
 from strata.database.transaction import Rows, Transaction
 from strata.fleet.core.job import HELD, JobStatus
-from strata.fleet.ports import JobFilter
+from strata.fleet.records import JobFilter
 from strata.fleet.store.rows import HELD_JOBS, HIDDEN, JOB
 
 FEW_HOSTS: Final = 100

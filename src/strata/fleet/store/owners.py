@@ -11,7 +11,7 @@ from strata.database import event_kinds
 from strata.database.transaction import Database, Transaction
 from strata.fleet.core.amounts import Taken
 from strata.fleet.core.quota import HOUR_S, OwnerUsage, Quota
-from strata.fleet.ports import OwnerUsages
+from strata.fleet.records import OwnerUsages
 from strata.fleet.store.queue import record
 from strata.fleet.store.rows import LEASED, UNFINISHED_JOB, decode_taken, encode
 

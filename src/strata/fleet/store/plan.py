@@ -21,7 +21,7 @@ from strata.fleet.core.plan import ApplyPlan, ExistingJob, HostPolicy, Registere
 from strata.fleet.core.quota import check_specs, check_usage, quota_of
 from strata.fleet.core.requirement import RequirementClass
 from strata.fleet.core.reservation import gang_key
-from strata.fleet.ports import ClassRow
+from strata.fleet.records import ClassRow
 from strata.fleet.store.leases import read_job, requeue
 from strata.fleet.store.owners import read_quotas, read_usage
 from strata.fleet.store.queue import WAITS_FOR, class_ids, dequeue, enqueue, record

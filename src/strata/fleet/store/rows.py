@@ -11,7 +11,7 @@ from strata.fleet.core.amounts import UNKNOWN, Amounts, Taken
 from strata.fleet.core.claiming import OpenAttempt, OpenReservation
 from strata.fleet.core.job import JobStatus
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
-from strata.fleet.ports import JobLease, JobRow
+from strata.fleet.records import JobLease, JobRow
 
 JOB: Final = (
     "id, spec, class_id, status, epoch, created_at, changed_at, not_before, host_id, reason, artifact, declared,"

@@ -12,7 +12,7 @@ from strata.database.event_kinds import FREQUENT
 from strata.database.transaction import Database, Rows, Transaction
 from strata.fleet.core.goodput import LEDGER_EVENTS, AttemptTimes, LedgerEvent
 from strata.fleet.core.job import TERMINAL, JobStatus
-from strata.fleet.ports import Counts, JobLedger, LedgerJob, WaitingClass
+from strata.fleet.records import Counts, JobLedger, LedgerJob, WaitingClass
 from strata.fleet.store.rows import HELD_JOBS, LEASED, decode_facts, decode_taken
 
 _COUNTS: Final = (

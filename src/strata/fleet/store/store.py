@@ -11,7 +11,8 @@ from strata.database.events import EventFilter, EventPage, StoredEvent
 from strata.database.transaction import Database
 from strata.fleet.core.fair_share import OwnerShares
 from strata.fleet.core.reservation import Reservation, ReservationPlan, ReservationPlanner
-from strata.fleet.ports import (
+from strata.fleet.ports import Store
+from strata.fleet.records import (
     AttemptKey,
     Claim,
     JobCompletion,
@@ -21,7 +22,6 @@ from strata.fleet.ports import (
     RefusedJob,
     Renewal,
     RenewalResult,
-    Store,
 )
 from strata.fleet.store import leases, queue
 from strata.fleet.store.hosts import HostTable

@@ -22,7 +22,7 @@ from strata.base.ids import Ids
 from strata.fleet.core.job import UNFINISHED
 from strata.fleet.core.jobspec import MIN_IDLE_S
 from strata.fleet.core.ownership import OPERATOR, Submitter
-from strata.fleet.ports import JobFilter, ServerRow
+from strata.fleet.records import JobFilter, ServerRow
 from strata.http.errors import STATUS_OF
 from strata.http.route import RawReply, Upload
 from strata.http.zstd import decompress_pieces

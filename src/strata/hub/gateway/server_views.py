@@ -15,7 +15,7 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.job import UNFINISHED
 from strata.fleet.http.context import resolve_job_id
-from strata.fleet.ports import JobFilter, JobRow, ServerRow
+from strata.fleet.records import JobFilter, JobRow, ServerRow
 from strata.fleet.wire.servers import (
     ServerEntry,
     ServerFigures,

@@ -25,7 +25,7 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.base.ids import Ids
-from strata.fleet.ports import ServerRow
+from strata.fleet.records import ServerRow
 from strata.fleet.wire.base import Message
 from strata.http.disconnect import until_disconnect
 from strata.http.route import KIB, MIB, PUBLIC, READS, RESEARCHER, VIEWER, RawReply, Route, Upload

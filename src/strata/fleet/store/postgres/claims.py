@@ -32,7 +32,7 @@ from strata.fleet.core.claiming import (
 )
 from strata.fleet.core.fair_share import JobOffer, OwnerShares
 from strata.fleet.core.job import JobEvent, target
-from strata.fleet.ports import Claim, JobLease
+from strata.fleet.records import Claim, JobLease
 from strata.fleet.store.queue import queue_order
 from strata.fleet.store.rows import (
     decode_lease,

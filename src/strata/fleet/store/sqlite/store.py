@@ -8,7 +8,7 @@ from functools import partial
 from strata.database.sqlite import SqliteThread
 from strata.database.transaction import SqliteDatabase
 from strata.fleet.core.fair_share import OwnerShares
-from strata.fleet.ports import Claim, JobLease
+from strata.fleet.records import Claim, JobLease
 from strata.fleet.store.lists import SearchIndexes
 from strata.fleet.store.sqlite import tables
 from strata.fleet.store.sqlite.claims import claim_jobs
