@@ -11,7 +11,7 @@ EXAMPLES: Final[Mapping[str, tuple[str, ...]]] = {
     "run": ("strata run -- python train.py --lr 3e-4", "strata run --gpus 1 --secret HF_TOKEN -d -- python train.py"),
     "apply": ("strata apply jobs.toml", "strata apply jobs.toml --dry-run", "strata apply jobs.toml --wait"),
     "list": ("strata list --mine", "strata list --status failed -o name", "strata list --watch"),
-    "show": ("strata show tree-small", "strata show tree-small@2 -o yaml"),
+    "show": ("strata show tree-small", "strata show tree-small@2 -o json"),
     "top": ("strata top", "strata top -o json"),
     "status": ("strata status", "strata status --watch"),
     "why": ("strata why tree-large", "strata why tree-large --watch"),

@@ -10,45 +10,19 @@ from strata.base.errors import Code, StrataError
 
 DISTRIBUTION: Final = "strata-train"
 
-DISTRIBUTION_OF: Final[Mapping[str, str]] = {
-    "accelerate": "accelerate",
-    "apprise": "apprise",
+IRREGULAR: Final[Mapping[str, str]] = {
     "backports": "backports-zstd",
-    "bitsandbytes": "bitsandbytes",
-    "cmaes": "cmaes",
-    "cryptography": "cryptography",
     "google": "protobuf",
     "grpc": "grpcio",
     "grpc_health": "grpcio-health-checking",
     "grpc_reflection": "grpcio-reflection",
-    "httpx": "httpx",
-    "huggingface_hub": "huggingface-hub",
-    "indexed_gzip": "indexed-gzip",
-    "jinja2": "jinja2",
-    "numpy": "numpy",
-    "obstore": "obstore",
     "opentelemetry.exporter": "opentelemetry-exporter-otlp-proto-http",
     "opentelemetry.sdk": "opentelemetry-sdk",
-    "optuna": "optuna",
-    "prometheus_client": "prometheus-client",
-    "psutil": "psutil",
-    "psycopg": "psycopg",
-    "pyarrow": "pyarrow",
-    "safetensors": "safetensors",
-    "starlette": "starlette",
-    "tensorboardX": "tensorboardx",
-    "tokenizers": "tokenizers",
-    "torch": "torch",
-    "transformers": "transformers",
-    "uv": "uv",
-    "uvicorn": "uvicorn",
-    "uvloop": "uvloop",
-    "wandb": "wandb",
     "yaml": "pyyaml",
     "zmq": "pyzmq",
 }
-"""Import name to distribution. A package that is absent cannot say which distribution it came from; a test compares
-this table with the extras of the project."""
+"""Import name to distribution, where they differ by more than case and underscores. A package that is absent cannot say
+which distribution it came from; a test compares this table with the extras of the project."""
 
 _REQUIREMENT: Final = re.compile(r"^(?P<name>[A-Za-z0-9._-]+).*\bextra\s*==\s*['\"](?P<extra>[\w-]+)['\"]")
 
@@ -58,7 +32,7 @@ def require(module: str, *, extra: str) -> None:
     from importlib.util import find_spec
 
     if find_spec(module) is None:
-        raise missing_extra(DISTRIBUTION_OF.get(module, module), extra)
+        raise missing_extra(distribution_of(module), extra)
 
 
 def missing_extra(distribution: str, extra: str) -> StrataError:
@@ -70,11 +44,16 @@ def missing_extra(distribution: str, extra: str) -> StrataError:
 
 def explain_missing_module(error: ModuleNotFoundError) -> StrataError | None:
     """The error for a failed import, or None if no extra provides that module."""
-    name = (error.name or "").split(".")
+    distribution = distribution_of(error.name or "")
+    extra = extras_by_distribution().get(distribution)
+    return None if extra is None else missing_extra(distribution, extra)
+
+
+def distribution_of(module: str) -> str:
+    name = module.split(".")
     # Several distributions share the first part of their names.
-    distribution = DISTRIBUTION_OF.get(".".join(name[:2])) or DISTRIBUTION_OF.get(name[0])
-    extra = None if distribution is None else extras_by_distribution().get(distribution)
-    return None if distribution is None or extra is None else missing_extra(distribution, extra)
+    regular = name[0].lower().replace("_", "-")
+    return IRREGULAR.get(".".join(name[:2])) or IRREGULAR.get(name[0], regular)
 
 
 def extras_by_distribution() -> dict[str, str]:

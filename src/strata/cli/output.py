@@ -24,7 +24,6 @@ class Format(StrEnum):
     WIDE = "wide"
     JSON = "json"
     JSONL = "jsonl"
-    YAML = "yaml"
     NAME = "name"
 
     @property
@@ -50,15 +49,8 @@ def print_data(value: object, output: Format) -> None:
     """A value of JSON's kinds, for programs. `-o name` prints its id, or its name."""
     import json
 
-    match output:
-        case Format.YAML:
-            from strata.cli.yaml_text import to_yaml
-
-            write(to_yaml(value))
-        case Format.NAME:
-            write(_name_of(value))
-        case _:
-            write(json.dumps(value, indent=2 if output is Format.JSON else None))
+    name = output is Format.NAME
+    write(_name_of(value) if name else json.dumps(value, indent=2 if output is Format.JSON else None))
 
 
 def _name_of(value: object) -> str:
@@ -66,7 +58,7 @@ def _name_of(value: object) -> str:
         for key in ("id", "name", "job_id"):
             if isinstance(value.get(key), str):
                 return str(value[key])
-    raise click.UsageError("what this shows has no name: use -o json or -o yaml")
+    raise click.UsageError("what this shows has no name: use -o json")
 
 
 _sink: ContextVar[list[str] | None] = ContextVar("sink", default=None)

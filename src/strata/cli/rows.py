@@ -23,8 +23,7 @@ class Column(NamedTuple):
 
 
 class Rows:
-    """Prints rows as they come (`jsonl`, `name`), or all at the end (`table`, `wide`, `json`, `yaml`) unless an error
-    occurred."""
+    """Prints rows as they come (`jsonl`, `name`), or all at the end (`table`, `wide`, `json`) without an error."""
 
     def __init__(self, output: Format, columns: Sequence[Column]) -> None:
         self._output = output
@@ -41,7 +40,7 @@ class Rows:
         if kind is not None:
             return
         match self._output:
-            case Format.JSON | Format.YAML:
+            case Format.JSON:
                 print_data(self._kept, self._output)
             case Format.TABLE | Format.WIDE:
                 _print_table(self._columns, self._kept, cut=self._output is Format.TABLE)

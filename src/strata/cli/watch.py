@@ -53,7 +53,7 @@ def watch_option(function: _Function) -> _Function:
 
 def check_watched(output: Format) -> None:
     """A document for each change would be several documents."""
-    if output in (Format.JSON, Format.YAML):
+    if output is Format.JSON:
         raise click.UsageError(f"-o {output} cannot be combined with --watch: use -o jsonl")
 
 

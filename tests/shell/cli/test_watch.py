@@ -90,9 +90,8 @@ def test_a_pipe_gets_what_changed_and_no_screen(journal_file: Callable[[int], Pa
 
 def test_a_document_cannot_be_watched(journal_file: Callable[[int], Path], capsys: pytest.CaptureFixture[str]) -> None:
     database = str(journal_file(4))
-    for output in ("json", "yaml"):
-        assert run(["journal", "list", database, "--watch", "-o", output]) == 2
-        assert "use -o jsonl" in capsys.readouterr().err
+    assert run(["journal", "list", database, "--watch", "-o", "json"]) == 2
+    assert "use -o jsonl" in capsys.readouterr().err
 
 
 def test_only_news_are_printed_and_ages_are_no_news(capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +110,8 @@ def test_only_news_are_printed_and_ages_are_no_news(capsys: pytest.CaptureFixtur
 
 def test_a_state_has_a_sign_and_a_word_on_a_terminal_and_the_word_alone_in_a_pipe() -> None:
     code = """
-from strata.cli.output import Column, Format, Rows
+from strata.cli.output import Format
+from strata.cli.rows import Column, Rows
 with Rows(Format.TABLE, (Column("id"), Column("status"), Column("note", cut=8))) as rows:
     rows.add({"id": "x" * 40, "status": "failed", "note": "a sentence that is much too long for this terminal"})
 """
