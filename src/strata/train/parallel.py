@@ -6,14 +6,13 @@ What works together at all is in `combinations`; here is what has to divide what
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
 import msgspec
 
 EXPERT_COUNTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 """What families call the number of their experts."""
 
-PipelineSchedule = Literal["1f1b", "gpipe"]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -33,10 +32,7 @@ class ParallelSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks, of those that hold a copy of the model, that hold different experts and compute them for each other."""
     pipeline: Count = 1
     """Stages: each has some of the layers, and passes every row on to the next. The others of these sizes are those of
-    one stage."""
-    schedule: PipelineSchedule = "1f1b"
-    """The order in which a stage computes the rows of a pass. `gpipe`: all rows forward, then all of them backward.
-    `1f1b`: backward as soon as it can, so that a stage has the activations of at most `pipeline` rows."""
+    one stage. A stage has the activations of at most so many rows at once (the schedule 1F1B)."""
 
     def problem(self, ranks: int) -> str:
         """Says why so many ranks cannot form this mesh; empty if they can."""

@@ -88,7 +88,6 @@ MESHES: Mapping[str, ParallelSettings] = {
     "context 2 tensor 2 experts 4": ParallelSettings(context=2, tensor=2, expert=4),
     "stages 2": ParallelSettings(pipeline=2),
     "stages 2x2": ParallelSettings(pipeline=2, shard=2),
-    "stages 2x2 gpipe": ParallelSettings(pipeline=2, shard=2, schedule="gpipe"),
     "stages 2x2x1": ParallelSettings(pipeline=2, replicate=2),
     "stages 4": ParallelSettings(pipeline=4),
     "stages 2 tensor 2": ParallelSettings(pipeline=2, tensor=2),
@@ -299,7 +298,7 @@ def compute_rows(base: BaseModel, rows: Sequence[PackedRow]) -> torch.Tensor:
     """Forward and backward in the order of the schedule; returns the sum of the losses."""
     stage = 0 if base.stage is None else base.stage.number
     totals: dict[int, torch.Tensor] = {}
-    for step in plan_steps(base.settings.parallel, stage, len(rows)):
+    for step in plan_steps(base.settings.parallel.pipeline, stage, len(rows)):
         if step.is_backward:
             totals[step.row].backward()  # type: ignore[no-untyped-call]
         else:

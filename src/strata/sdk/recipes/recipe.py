@@ -341,9 +341,6 @@ def recipe_settings(recipe: Recipe) -> dict[str, Any]:
         values["teacher"].pop("url")
     if recipe.parallel == ParallelSettings():
         values.pop("parallel")
-    else:
-        # The order of rows does not change their sum.
-        values["parallel"].pop("schedule")
     return {
         f"{section}.{key}": value
         for section, table in values.items()

@@ -4,7 +4,7 @@ A stage runs the family's own decoder, in which the layers of other stages retur
 begins with tokens, each other one with the hidden states that it receives, and the last one has the head and the
 losses. Hidden states travel forward and their gradients back as part of the computation: a stage that is called with a
 row receives and sends what belongs to it, and so does the backward pass of that row. In which order a stage calls its
-rows (`plan_steps`) is all that a schedule is.
+rows (`plan_steps`) is the schedule.
 """
 
 from __future__ import annotations
@@ -30,22 +30,16 @@ class RowStep(NamedTuple):
     is_backward: bool
 
 
-def plan_steps(parallel: ParallelSettings, stage: int, rows: int) -> list[RowStep]:
-    """The order in which a stage computes so many rows, forward and backward. Without stages, row by row."""
-    ahead = parallel.pipeline - stage - 1
-    if parallel.schedule == "gpipe" and parallel.pipeline > 1:
-        ahead = rows
+def plan_steps(stages: int, stage: int, rows: int) -> list[RowStep]:
+    """The order in which one of so many stages computes rows (1F1B): each is computed backward as soon as it can be, so
+    that a stage has the activations of at most `stages` rows. A single stage computes row by row."""
+    ahead = stages - stage - 1
     steps = [RowStep(row, is_backward=False) for row in range(min(ahead, rows))]
     for row in range(rows):
         if row + ahead < rows:
             steps.append(RowStep(row + ahead, is_backward=False))
         steps.append(RowStep(row, is_backward=True))
     return steps
-
-
-def rows_in_flight(parallel: ParallelSettings, rows: int) -> int:
-    """Returns of how many rows of a pass the first stage, which has most, has the activations at once."""
-    return rows if parallel.schedule == "gpipe" and parallel.pipeline > 1 else min(parallel.pipeline, rows)
 
 
 class PipelineStage:

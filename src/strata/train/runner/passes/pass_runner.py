@@ -23,7 +23,7 @@ from strata.train.core.out_of_memory import out_of_memory_message
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.lora import Adapter, Span
 from strata.train.runner.model.base import BaseModel
-from strata.train.runner.model.pipeline_parallel import RowStep, plan_steps, rows_in_flight
+from strata.train.runner.model.pipeline_parallel import RowStep, plan_steps
 from strata.train.runner.model.process_memory import is_out_of_memory
 from strata.train.runner.model.row_limit import RowMemory
 from strata.train.runner.model.trained import LoraModel, TrainedModel
@@ -217,7 +217,7 @@ class PassRunner:
         """Rejects of rows that do not fit into memory together now the item with the most tokens, until the rest fits.
         Without stages, of each row."""
         failures: list[ItemFailure] = []
-        in_flight = rows_in_flight(self._base.settings.parallel, len(rows))
+        in_flight = min(self._base.settings.parallel.pipeline, len(rows))
         for first in range(len(rows) - in_flight + 1):
             remaining = _tokens_by_item([document for row in rows[first : first + in_flight] for document in row])
             while (tokens := sum(remaining.values())) and not self._memory.fits(tokens):
@@ -345,7 +345,7 @@ class PassRunner:
         if not backward:
             return [RowStep(row, is_backward=False) for row in range(rows)]
         stage = self._base.stage
-        return plan_steps(self._base.settings.parallel, 0 if stage is None else stage.number, rows)
+        return plan_steps(self._base.settings.parallel.pipeline, 0 if stage is None else stage.number, rows)
 
     def _forward(self, documents: Sequence[PackedDocument], outcome: PassOutcome, *, backward: bool) -> ForwardedRow:
         """One micro-batch. An empty row is computed too: the other ranks wait in the collectives of every layer."""
