@@ -5,7 +5,8 @@ commit beside the bare engine, so a case is compared by its ratio to the bare en
 this environment.
 
 A bench that can serve both commits to the same clients has `run_against` instead, and compares them by turns: on two
-cores the noise between two whole runs is larger than what commits differ by.
+cores the noise between two whole runs is larger than what commits differ by. `bench.regressions` compares with the
+last release by those.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from bench.report import Line
 ROOT: Final = Path(__file__).parents[1]
 PROGRAM: Final = ".venv/bin/strata"
 """Below the tree of a commit."""
+OLDER_GOAL: Final = 0.97
+"""What a case has to reach beside an older commit."""
 
 
 class ComparedCase(msgspec.Struct, frozen=True):
@@ -74,7 +77,16 @@ def checkout(revision: str) -> Iterator[Path]:
             copy = root / ".venv" / "bin" / program
             copy.write_text(f"#!{_python(root)}\n{body}", "utf-8")
             copy.chmod(0o755)
+        _check_source(root)
         yield root
+
+
+def _check_source(root: Path) -> None:
+    """A commit that imports the `strata` of this tree would be compared with itself, from any working directory."""
+    code = "import strata; print(strata.__file__)"
+    done = subprocess.run([_python(root), "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    if not Path(done.stdout.strip()).is_relative_to(root / "src"):
+        raise RuntimeError(f"the older commit would run {done.stdout.strip()}")
 
 
 def _python(root: Path) -> Path:

@@ -44,8 +44,8 @@ async def started(*command: str, settings: Mapping[str, str]) -> AsyncIterator[a
         env={"PATH": os.defpath, **settings},
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        # A server says where it listens, which nobody asked for here.
-        stderr=asyncio.subprocess.DEVNULL if command[0] == STRATA else None,
+        # A server says where it listens, which nobody asked for here; so does that of an older commit.
+        stderr=asyncio.subprocess.DEVNULL if Path(command[0]).name == Path(STRATA).name else None,
         limit=1 << 24,
     )
     try:

@@ -29,13 +29,14 @@ from time import perf_counter
 from typing import Final
 
 import httpx
+import msgspec
 import numpy as np
 import psutil  # type: ignore[import-untyped]
 
 from bench.interleave import interleave
 from bench.report import Report
 from bench.train.processes import served
-from bench.train.protocol import LORA_RANK, MODEL, Server, Tokens, Work, draw
+from bench.train.protocol import LORA_RANK, MODEL, Tokens, Work, draw
 from bench.train.wire import Wire
 from strata.train.api.keys import TOKEN_FILE
 from strata.train.runner.model.tiny import TinyModel, make
@@ -272,7 +273,8 @@ async def _tenancy(
     )
     server = await stack.enter_async_context(served(folder, settings))
     keys = await asyncio.to_thread(_keys, folder / "d", len(ranks))
-    made = [partial(Wire, Server(server.url, key), "lora", rank) for key, rank in zip(keys, ranks, strict=True)]
+    tenants = [msgspec.structs.replace(server, key=key) for key in keys]
+    made = [partial(Wire, tenant, "lora", rank) for tenant, rank in zip(tenants, ranks, strict=True)]
     wires = await asyncio.to_thread(lambda: [make() for make in made])
     for wire in wires:
         wire.rest()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from bench.against import OLDER_GOAL
 from bench.coordinator.orders import Batches, Define, Heartbeats, Join, Offered, Order, Shards, Teach
 from bench.coordinator.processes import Process
 from bench.interleave import Comparison, Measure, interleave
@@ -20,8 +21,6 @@ JOB: Final = "bench"
 HEARTBEAT_GOAL: Final = 0.85
 BATCHED_LIMIT: Final = 80_000
 ACK_GOAL: Final = 0.6
-OLDER_GOAL: Final = 0.97
-"""Beside an older commit."""
 ACK_LIMIT_MS: Final = 10.0
 OFFERED: Final = 2_000
 

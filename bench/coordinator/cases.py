@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from bench.against import OLDER_GOAL
 from bench.coordinator import barriers, calls, placement, relays, watching
 from bench.coordinator.processes import both, clients, ours
 from bench.report import Report
@@ -43,7 +44,7 @@ async def run_against(report: Report, program: str, *, quick: bool) -> None:
                 report.progress(f"{workers:,} workers meet")
                 for server in (newer, older):
                     await barriers.join(load, server, workers)
-                await barriers.meet(report, load, (newer, older), workers, rounds, goal=calls.OLDER_GOAL)
+                await barriers.meet(report, load, (newer, older), workers, rounds, goal=OLDER_GOAL)
         new, old = postgres.create_database(), postgres.create_database()
         async with clients() as load, ours(new) as newer, ours(old, program=program) as older:
             await calls.Calls(report, load, newer, older, turns, is_older=True).shards("shards.ack.postgres")

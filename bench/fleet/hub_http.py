@@ -18,6 +18,7 @@ import httpx
 import msgspec
 import psutil  # type: ignore[import-untyped]
 
+from bench.against import OLDER_GOAL
 from bench.fleet.load import Beats, Claims, Hold, Host
 from bench.fleet.rows import fill
 from bench.interleave import Comparison, Measure, interleave
@@ -30,8 +31,6 @@ from strata.hub.settings import SOCKET
 from tests.support.ports import port_of, reserve_port
 
 GOAL: Final = 0.7
-OLDER_GOAL: Final = 0.97
-"""Beside an older commit."""
 HOSTS: Final = 64
 """At once."""
 FLEET: Final = 1024

@@ -16,6 +16,8 @@ temporary directory; set TMPDIR to the disk that is to be measured.
 - `sft.experts`: full fine-tuning of a mixture of experts, beside the grouped matrix multiplication of transformers.
 - `sft.memory`: the peak memory of a rank of both sides, on its CUDA device or in the host's memory.
 - `packing`, `decode`: see `bench.train.packing` and `bench.train.decode`.
+
+Beside an older commit there are other cases: see `bench.train.commits`.
 """
 
 from __future__ import annotations
@@ -34,11 +36,11 @@ import msgspec
 from bench.interleave import Comparison, Side, interleave
 from bench.percentiles import percentile
 from bench.report import Report
-from bench.train import decode, packing
+from bench.train import commits, decode, packing
 from bench.train.devices import cuda_devices, peak_flops
 from bench.train.processes import Sides, sides, tinker_client
 from bench.train.protocol import BenchCommand, BenchResult, Tokens, Work, load
-from bench.train.wire import Wire
+from bench.train.wire import Wire, train
 
 Client = Callable[[BenchCommand], Awaitable[BenchResult]]
 
@@ -76,6 +78,11 @@ QUICK: Final = Turns(
 LONG: Final = Turns(
     operations=100, passes=20, operation_rounds=20, steps=2, step_rounds=6, decode_rounds=100, packing_batches=400
 )
+
+
+async def run_against(report: Report, program: str, *, quick: bool) -> None:
+    """The server of an older commit in the place of the bare loop."""
+    await commits.run(report, program, commits.QUICK if quick else commits.LONG)
 
 
 async def run(report: Report, *, quick: bool) -> None:
@@ -238,15 +245,3 @@ async def in_turns(both: Sides, ours: Client, turns: Turns, untrained: BenchResu
         lambda: turn("ours", ours), lambda: turn("bare", by_loop), turns.step_rounds, warm_up=False
     )
     return found, f"{cpu_s['ours'] / cpu_s['bare']:.2f} of its processor time"
-
-
-def train(wire: Wire, order: BenchCommand, batches: Tokens) -> BenchResult:
-    started = perf_counter()
-    passes, steps = [], []
-    for number in range(order.first, order.first + order.steps):
-        passes.append(wire.forward_backward(batches[number % len(batches)].reshape(-1, batches.shape[-1])))
-        steps.append(wire.optim_step())
-    losses = [wire.loss(each) for each in passes]
-    for each in steps:
-        wire.result(each)
-    return BenchResult(seconds=perf_counter() - started, loss=losses[0])

@@ -18,6 +18,7 @@ import psutil  # type: ignore[import-untyped]
 import zmq
 
 from bench.interleave import Side
+from bench.load_process import STRATA
 from bench.train.devices import largest_memory, process_tree
 from bench.train.protocol import MODEL, BenchCommand, BenchResult, Server, Work, draw, save
 from strata.base.settings import process_environment
@@ -27,7 +28,6 @@ from strata.train.settings import ADDRESS_FILE
 
 T = TypeVar("T")
 
-STRATA: Final = str(Path(sys.executable).with_name("strata"))
 START_S: Final = 180.0
 STOP_S: Final = 60.0
 ANSWER_MS: Final = 1_800_000
@@ -37,7 +37,7 @@ port = 0
 data = "{folder}/d"
 log_level = "warning"
 [model]
-path = "{folder}/model"
+path = "{model}"
 name = "{name}"
 training = "{work.training}"
 dtype = "{work.dtype}"
@@ -99,13 +99,22 @@ class Sides:
     pids: Mapping[Side, int]
 
     def cpu_s(self, side: Side) -> float:
-        """Of all processes of a side together: what disturbs the machine does not show in it."""
-        times = [psutil.Process(pid).cpu_times() for pid in process_tree(self.pids[side])]
-        return float(sum(each.user + each.system for each in times))
+        return tree_cpu_s(self.pids[side])
 
     def memory_bytes(self, side: Side) -> int | None:
         """Of the process with most, which is one of its ranks."""
         return largest_memory(process_tree(self.pids[side]))
+
+
+def tree_cpu_s(pid: int) -> float:
+    """Of all processes of a server or loop together: what disturbs the machine does not show in it."""
+    times = [psutil.Process(each).cpu_times() for each in process_tree(pid)]
+    return float(sum(each.user + each.system for each in times))
+
+
+def settings_of(folder: Path, model: Path, work: Work) -> str:
+    """Of a server whose files lie in `folder`."""
+    return SETTINGS.format(folder=folder, model=model, name=MODEL, work=work)
 
 
 @asynccontextmanager
@@ -125,7 +134,7 @@ async def sides(work: Work) -> AsyncIterator[Sides]:
         parameters = await asyncio.to_thread(make, folder / "model", shape)
         batches, settings = folder / "batches.npy", folder / "server.toml"
         save(batches, draw(work))
-        settings.write_text(SETTINGS.format(folder=folder, name=MODEL, work=work), encoding="utf-8")
+        settings.write_text(settings_of(folder, folder / "model", work), encoding="utf-8")
         endpoint = f"ipc://{folder}/bare"
         torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={work.ranks}")
         model = ("--model", str(folder / "model"), "--training", work.training, "--dtype", work.dtype)
@@ -137,7 +146,7 @@ async def sides(work: Work) -> AsyncIterator[Sides]:
             ) as looping,
             _connected(endpoint) as bare,
         ):
-            server = await _until(serving, folder / "ours.log", lambda: _address(folder / "d"))
+            server = await _until(serving, folder / "ours.log", lambda: _address(folder / "d", serving.pid))
             ready = asyncio.create_task(asyncio.to_thread(bare.carry_out, BenchCommand(kind="empty")))
             await _until(looping, folder / "bare.log", lambda: ready.done() or None)
             yield Sides(work, parameters, batches, server, bare, {"ours": serving.pid, "bare": looping.pid})
@@ -147,12 +156,12 @@ async def sides(work: Work) -> AsyncIterator[Sides]:
 
 
 @asynccontextmanager
-async def served(folder: Path, settings: str) -> AsyncIterator[Server]:
-    """Ours alone, with these settings; `folder` has a short path, because sockets lie in it."""
+async def served(folder: Path, settings: str, program: str = STRATA) -> AsyncIterator[Server]:
+    """Ours alone, or that of an older commit; `folder` has a short path, because sockets lie in it."""
     file = folder / "server.toml"
     file.write_text(settings, encoding="utf-8")
-    async with _process(STRATA, "serve", str(file), log=folder / "ours.log") as serving:
-        yield await _until(serving, folder / "ours.log", lambda: _address(folder / "d"))
+    async with _process(program, "serve", str(file), log=folder / "ours.log") as serving:
+        yield await _until(serving, folder / "ours.log", lambda: _address(folder / "d", serving.pid))
 
 
 @asynccontextmanager
@@ -179,12 +188,12 @@ async def _connected(endpoint: str) -> AsyncIterator[Bare]:
         yield Bare(socket)
 
 
-def _address(data: Path) -> Server | None:
+def _address(data: Path, pid: int) -> Server | None:
     """The launcher starts the API server when the ranks are there: who listens is ready."""
     address, key = data / ADDRESS_FILE, data / KEY_FILE
     if not address.exists() or not key.exists():
         return None
-    return Server(address.read_text(encoding="utf-8").strip(), key.read_text(encoding="utf-8").strip())
+    return Server(address.read_text(encoding="utf-8").strip(), key.read_text(encoding="utf-8").strip(), pid)
 
 
 async def _until(process: asyncio.subprocess.Process, log: Path, ready: Callable[[], T | None]) -> T:

@@ -27,6 +27,8 @@ class Server(msgspec.Struct, frozen=True):
 
     url: str
     key: str
+    pid: int
+    """Its first process, whose children are all others."""
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):

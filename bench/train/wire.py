@@ -7,13 +7,25 @@ from __future__ import annotations
 
 import http.client
 from collections.abc import Mapping, Sequence
+from time import perf_counter
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
 
-from bench.train.protocol import BETAS, EPS, LORA_ALPHA, LORA_RANK, MODEL, RATE, Server, Tokens
+from bench.train.protocol import (
+    BETAS,
+    EPS,
+    LORA_ALPHA,
+    LORA_RANK,
+    MODEL,
+    RATE,
+    BenchCommand,
+    BenchResult,
+    Server,
+    Tokens,
+)
 from strata.train.core import ops
 from strata.train.wire import native
 
@@ -65,11 +77,12 @@ class Wire:
         self._samplers += 1
         return self._operation("save_weights_for_sampler", {"sampling_session_seq_id": self._samplers})
 
-    def sample(self, sampler_id: str, prompt: Sequence[int], tokens: int) -> str:
-        """The first of this sampler."""
+    def sample(self, sampler_id: str, prompt: Sequence[int], tokens: int, seq_id: int = 0) -> str:
+        """The requests of a sampler are numbered from 0. Without stops, each gets as many tokens as it may have."""
         params = {"max_tokens": tokens, "stop": []}
         chunks = [{"type": "encoded_text", "tokens": list(prompt)}]
-        body = {"sampling_session_id": sampler_id, "seq_id": 0, "prompt": {"chunks": chunks}, "sampling_params": params}
+        wanted = {"prompt": {"chunks": chunks}, "sampling_params": params}
+        body = {"sampling_session_id": sampler_id, "seq_id": seq_id, **wanted}
         return str(self._json("asample", body)["request_id"])
 
     def result(self, request_id: str) -> Any:
@@ -128,3 +141,16 @@ def _datum(document: Tokens) -> ops.Datum:
             "weights": ops.Dense(ops.DType.F32, (len(weights),), weights.tobytes()),
         },
     )
+
+
+def train(wire: Wire, order: BenchCommand, batches: Tokens) -> BenchResult:
+    """Submits every step before it waits for the first."""
+    started = perf_counter()
+    passes, steps = [], []
+    for number in range(order.first, order.first + order.steps):
+        passes.append(wire.forward_backward(batches[number % len(batches)].reshape(-1, batches.shape[-1])))
+        steps.append(wire.optim_step())
+    losses = [wire.loss(each) for each in passes]
+    for each in steps:
+        wire.result(each)
+    return BenchResult(seconds=perf_counter() - started, loss=losses[0])
