@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import lzma
 import os
@@ -23,8 +24,8 @@ import pytest
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 from strata.fleet.agent import privsep, supervised
-from strata.fleet.agent.attempt import Attempt
 from strata.fleet.agent.attempt_folder import AttemptPaths, create_attempt_folder, remove_folder
+from strata.fleet.agent.attempt_report import AttemptReporter
 from strata.fleet.agent.git import LOCAL
 from strata.fleet.agent.log_uploader import StreamUploader
 from strata.fleet.agent.path_names import attempt_name
@@ -33,7 +34,7 @@ from strata.fleet.agent.privsep import run_with_input, stream_output
 from strata.fleet.agent.privsep_worker import CheckoutCommit
 from strata.fleet.agent.redaction import Redactor
 from strata.fleet.agent.retry import ThreadPools
-from strata.fleet.agent.state import AgentState, AttemptRecord
+from strata.fleet.agent.state import AgentState, AttemptRecord, SavedRecord
 from strata.fleet.agent.trainer_source import unpack_request
 from strata.fleet.artifacts.files import Tree, scan
 from strata.fleet.artifacts.manifest import ArtifactKind, Lineage
@@ -644,7 +645,8 @@ def test_no_file_of_root_is_sent_as_a_checkpoint(host_with_hub: HostContext, tri
     )
     assert said_by_user(plant, place.checkpoints, host_key(site).parent) == ""
     record = AttemptRecord(lease=given, claimed_at_s=0.0)
-    attempt = Attempt(record, AgentState(site.settings.state_folder), site, ThreadPools())
+    saved = SavedRecord(record, AgentState(site.settings.state_folder))
+    reporter = AttemptReporter(saved, place, site, ThreadPools(), asyncio.Event())
     count = 0
     with as_user(EXCHANGE, place.checkpoints / "c", place.checkpoints / ".link") as racer:
         assert racer.stdout is not None
@@ -654,7 +656,7 @@ def test_no_file_of_root_is_sent_as_a_checkpoint(host_with_hub: HostContext, tri
             count += 1
             # The chunks are sent; the commit is refused, for the hub knows no such attempt.
             with suppress(StrataError):
-                attempt._upload_folder(("checkpoints", "c"), ArtifactKind.CHECKPOINT)
+                reporter._upload_folder(("checkpoints", "c"), ArtifactKind.CHECKPOINT)
     tries(count)
     digests = {hashlib.sha256(text.encode()).hexdigest(): len(text) for text in (HOST_KEY, "mine")}
     missing = [chunk.digest for chunk in site.hub.missing(digests)]

@@ -10,23 +10,31 @@ downloads the parts that a worker names in a file in `.wanted`.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from strata.base import log
 from strata.base.atomic import write_file
 from strata.base.errors import Code, StrataError
 from strata.fleet.agent.attempt_folder import AttemptPaths, JobUser, make_passable, remove_folder
 from strata.fleet.agent.path_names import PathName, parts_name
 from strata.fleet.agent.privsep import run_with_input
+from strata.fleet.agent.retry import BACKOFF, ThreadPools, run_in, wait_or_timeout
 from strata.fleet.agent.settings import SandboxSettings
 from strata.fleet.agent.trainer_source import unpack_request
 from strata.fleet.artifacts.files import Tree, open_folder, open_regular
+from strata.fleet.client.artifact_transfer import download_as_tar
 from strata.fleet.wire.leases import GangLease, LeaseGiven
+
+if TYPE_CHECKING:
+    from strata.fleet.agent.prepare import HostContext
 
 TOKEN_FILE: Final = "worker.token"  # noqa: S105 - the name of a file
 CA_FILE: Final = "ca.pem"
@@ -34,9 +42,11 @@ WANTED: Final = ".wanted"
 _MAX_WANTED: Final = 4 << 20
 _NO_LIMIT: Final = 2**63 - 1
 _NEW_FILE: Final = ".new"
+FETCH_EVERY_S: Final = 1.0
 JOIN_TIMEOUT_S: Final = 86_400
 """How long a member waits for the least number of others: a host that replaces a lost one may take its time."""
 _RUN: Final = "from strata.cli.main import main; main()"
+_log = log.get(__name__)
 
 
 def prepare_member(
@@ -127,6 +137,53 @@ def put_fetched(
         remove_folder(downloading)
         raise
     downloading.rename(paths.fetched / name)
+
+
+class RunningMember:
+    """Renews the token of a member whose workers run, and downloads the checkpoints that they wait for."""
+
+    def __init__(self, lease: LeaseGiven, paths: AttemptPaths, host: HostContext, pools: ThreadPools) -> None:
+        self._lease = lease
+        self._gang = _access(lease)
+        self._paths = paths
+        self._host = host
+        self._pools = pools
+        self._token_at_s: float | None = None
+        """When this agent renewed the token last."""
+
+    def needs_token(self, now_s: float) -> bool:
+        """Says whether the workers need another token soon; the age of theirs is unknown at first."""
+        if not self._gang.token:
+            return False
+        return self._token_at_s is None or now_s - self._token_at_s > self._gang.token_s / 3
+
+    async def renew_token(self, token: str, now_s: float) -> None:
+        try:
+            await run_in(self._pools.work, write_token, self._paths, token, self._host.job_user)
+        except OSError as error:
+            # The next heartbeat brings another one.
+            _log.warning("token_not_renewed", job=self._lease.job_id, reason=str(error))
+            return
+        self._token_at_s = now_s
+
+    async def fetch_until(self, ended: asyncio.Event) -> None:
+        """Download the parts of checkpoints that the workers wait for, as soon as all members have them uploaded."""
+        failures = 0
+        while not await wait_or_timeout(ended, BACKOFF.delay_s(failures, 0.5) if failures else FETCH_EVERY_S):
+            try:
+                await run_in(self._pools.work, self._fetch_parts)
+                failures = 0
+            except (StrataError, OSError) as error:
+                failures += 1
+                _log.warning("checkpoint_not_fetched", job=self._lease.job_id, reason=str(error))
+
+    def _fetch_parts(self) -> None:
+        hub, lease = self._host.hub, self._lease
+        for name, parts in wanted_parts(self._paths, self._host.uid):
+            artifacts = hub.find_parts(lease, parts)
+            if artifacts:
+                put_fetched(self._paths, name, artifacts, partial(download_as_tar, hub), self._host.job_user)
+                _log.info("checkpoint_fetched", job=lease.job_id, epoch=lease.epoch, artifacts=len(artifacts))
 
 
 def write_token(paths: AttemptPaths, token: str, job_user: JobUser | None) -> None:

@@ -240,7 +240,7 @@ class Agent:
                 job_id=attempt.record.lease.job_id,
                 epoch=attempt.record.lease.epoch,
                 running=attempt.running,
-                renew_token=attempt.needs_token(now_s),
+                renew_token=attempt.member is not None and attempt.occupies and attempt.member.needs_token(now_s),
             )
             for attempt in self._attempts.values()
         )
@@ -256,7 +256,8 @@ class Agent:
                 self._apply_lease_verdict(verdict)
             elif verdict.token:
                 for attempt in self._holders(verdict):
-                    await attempt.renew_token(verdict.token, now_s)
+                    if attempt.member is not None:
+                        await attempt.member.renew_token(verdict.token, now_s)
         for pending in reply.execs:
             self._start_exec(pending)
         await wait_or_timeout(self._heartbeat_now, self._renew_every_s)

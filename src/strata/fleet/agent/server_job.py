@@ -1,4 +1,4 @@
-"""A job of the kind `server` on its host: the folder of its data, the hub's key, and the address that it writes.
+"""A job of the kind `server` on its host: the folder of its data, the hub's key, and the variables that name them.
 
 The folder outlives the attempts: a server that is started again on this host continues with its journal and its
 checkpoints. Copies of it come home to the hub, made by the server while it runs and by the agent when it has ended, so
@@ -27,9 +27,8 @@ from strata.fleet.agent.attempt_folder import AttemptPaths, JobUser, make_passab
 from strata.fleet.agent.path_names import artifact_id, server_name
 from strata.fleet.agent.privsep import run_with_input
 from strata.fleet.agent.privsep_worker import UnpackArchive
-from strata.fleet.agent.server_relay import RelayTarget
 from strata.fleet.artifacts.files import Tree, open_regular
-from strata.fleet.wire.leases import LeaseGiven, PublishRequest
+from strata.fleet.wire.leases import LeaseGiven
 
 ADDRESS_FILE: Final = "address.json"
 KEY_FILE: Final = "front.key"
@@ -37,18 +36,8 @@ STATE_FILE: Final = "fleet.json"
 COPIES: Final = "copies"
 """A folder in the data folder: consistent copies of it that the server makes while it runs. They are named like
 checkpoints."""
-_MAX_ADDRESS: Final = 16_384
 _MAX_STATE: Final = 65_536
 _NO_LIMIT: Final = 2**63 - 1
-
-
-class ServerAddress(msgspec.Struct, frozen=True):
-    """What a server writes to STRATA_SERVER_ADDRESS_FILE when it is ready, and again when its address changes."""
-
-    address: str
-    """`unix:` and the path of a socket below STRATA_SERVER_DATA."""
-    models: tuple[str, ...] = ()
-    """The names of its base model."""
 
 
 class ServerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,35 +165,3 @@ def _write_state(data: Path, state: ServerState, job_user: JobUser | None) -> No
 def _give(path: Path, job_user: JobUser | None) -> None:
     if job_user is not None:
         os.lchown(path, job_user.uid, job_user.gid)
-
-
-def read_publication(lease: LeaseGiven, paths: AttemptPaths, work: Path, *, uid: int | None) -> PublishRequest | None:
-    """Returns where the server of this attempt serves on this host; None as long as it has not said so."""
-    try:
-        with open_regular(Tree(paths.folder, (paths.server.name,), uid=uid), ADDRESS_FILE) as file:
-            written = msgspec.json.decode(file.read(_MAX_ADDRESS), type=ServerAddress)
-    except FileNotFoundError:
-        return None
-    except (OSError, msgspec.DecodeError) as error:
-        raise StrataError(Code.INVALID, f"the address that the server wrote cannot be read: {error}") from error
-    _check_address(written.address, data_folder(work, lease.job_id))
-    request = {"epoch": lease.epoch, "address": written.address, "models": written.models}
-    try:
-        return msgspec.convert(request, PublishRequest)
-    except msgspec.ValidationError as error:
-        raise StrataError(Code.INVALID, f"the hub cannot take the server's address: {error}") from error
-
-
-def _check_address(address: str, data: Path) -> None:
-    """The hub opens what is named here, with more rights than the job has: it must be the job's own."""
-    kind, _, path = address.partition(":")
-    if kind != "unix" or ".." in path.split("/") or not path.startswith(f"{data}/"):
-        raise StrataError(
-            Code.INVALID, f"a server serves the hub on a Unix socket below {data}, not at {address[:200]!r}"
-        )
-
-
-def relay_target(work: Path, lease: LeaseGiven, published: PublishRequest) -> RelayTarget:
-    """The socket that a relay passes on to, of an address that `read_publication` has checked."""
-    data = data_folder(work, lease.job_id)
-    return RelayTarget(data, published.address.removeprefix(f"unix:{data}/"))

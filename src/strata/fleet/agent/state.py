@@ -75,6 +75,22 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return attempt_name(self.lease.job_id, self.lease.epoch)
 
 
+class SavedRecord:
+    """The record of one attempt, saved with every change."""
+
+    def __init__(self, record: AttemptRecord, state: AgentState) -> None:
+        self.record = record
+        self.folder = state.folder_of(record)
+        self._state = state
+
+    def change(self, **changes: Any) -> None:
+        self.record = msgspec.structs.replace(self.record, **changes)
+        self._state.save(self.record)
+
+    def remove(self) -> None:
+        self._state.remove(self.record)
+
+
 class PendingClaim(msgspec.Struct, frozen=True, kw_only=True):
     claim_id: str
     count: int
