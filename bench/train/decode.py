@@ -15,8 +15,7 @@ import numpy as np
 
 from bench.interleave import Measure, interleave
 from bench.report import Report
-from strata.http import zstd
-from strata.http.zstd import decompress_frames
+from strata.http.zstd import decompress_frames, zstd
 from strata.train.core.ops import MalformedOperation
 from strata.train.wire import tinker
 from strata.train.wire.pb import tinker_pb2 as pb

@@ -14,11 +14,10 @@ from starlette.datastructures import Headers
 from starlette.types import Message
 
 from strata.base.errors import Code, StrataError
-from strata.http import zstd
 from strata.http.body import BodyPace, IncomingBody
 from strata.http.budget import BodyBudget
 from strata.http.errors import HttpRefusal
-from strata.http.zstd import MAX_FRAMES, decompress_frames, decompressed_size
+from strata.http.zstd import MAX_FRAMES, decompress_frames, decompressed_size, zstd
 from strata.identity.roles import Role
 from strata.train.core import ops
 from strata.train.wire import native, tinker, tinker_json

@@ -23,7 +23,7 @@ from strata.base.secret import read_secret
 from strata.fleet.client.hub_client import HubClient, TlsFiles
 from strata.fleet.wire.artifacts import ArtifactReply
 from strata.fleet.wire.jobs import JobReply
-from strata.http import zstd
+from strata.http.zstd import zstd
 from tests.e2e.machines import Agent, Person, SecureHub
 from tests.support.postgres import PostgresDatabases
 

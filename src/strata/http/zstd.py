@@ -10,44 +10,11 @@ from typing import Final
 from strata.base.errors import Code, StrataError
 
 if sys.version_info >= (3, 14):
-    from compression.zstd import (
-        CompressionParameter,
-        DecompressionParameter,
-        ZstdCompressor,
-        ZstdDecompressor,
-        ZstdError,
-        compress,
-        decompress,
-        get_frame_info,
-        get_frame_size,
-    )
+    from compression import zstd
 else:
-    from backports.zstd import (
-        CompressionParameter,
-        DecompressionParameter,
-        ZstdCompressor,
-        ZstdDecompressor,
-        ZstdError,
-        compress,
-        decompress,
-        get_frame_info,
-        get_frame_size,
-    )
+    from backports import zstd
 
-__all__ = [
-    "CompressionParameter",
-    "DecompressionParameter",
-    "ZstdCompressor",
-    "ZstdDecompressor",
-    "ZstdError",
-    "compress",
-    "decompress",
-    "decompress_frames",
-    "decompress_pieces",
-    "decompressed_size",
-    "get_frame_info",
-    "get_frame_size",
-]
+__all__ = ["decompress_frames", "decompress_pieces", "decompressed_size", "zstd"]
 
 MAX_RATIO: Final = 100
 FREE_BYTES: Final = 16 << 20
@@ -63,7 +30,7 @@ def decompressed_size(body: bytes, limit: int) -> int:
     total = 0
     for frame in _frames(body):
         # The stubs of the module do not say that it may be unknown.
-        size: int | None = get_frame_info(frame).decompressed_size
+        size: int | None = zstd.get_frame_info(frame).decompressed_size
         if size is None:
             return most
         total += size
@@ -74,34 +41,20 @@ def decompressed_size(body: bytes, limit: int) -> int:
 
 def decompress_frames(body: bytes, limit: int) -> bytes:
     """The content of all frames; never more than `limit` bytes of it are made, nor more than the ratio allows."""
-    most = _most(body, limit)
-    parts: list[bytes] = []
-    received = 0
-    try:
-        for frame in _frames(body):
-            decompressor = ZstdDecompressor(options={DecompressionParameter.window_log_max: _WINDOW_LOG})
-            part = decompressor.decompress(frame, max_length=most + 1 - received)
-            received += len(part)
-            if received > most:
-                raise _too_much(most)
-            if not decompressor.eof:
-                raise StrataError(Code.INVALID, "the zstd body is cut off")
-            parts.append(part)
-    except ZstdError as error:
-        raise StrataError(Code.INVALID, f"the body is not zstd: {error}") from None
-    if body and not received:
+    parts = [*decompress_pieces(body, limit, _most(body, limit) + 1)]
+    if body and not parts:
         raise StrataError(Code.INVALID, "the zstd body is empty or cut off")
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def decompress_pieces(body: bytes, limit: int, piece: int = 1 << 20) -> Iterator[bytes]:
-    """The same content as `decompress_frames`, in pieces of at most so many bytes."""
+    """The content of all frames in pieces of at most so many bytes, and no more of it than is allowed."""
     most = _most(body, limit)
     received = 0
     try:
         for frame in _frames(body):
-            decompressor = ZstdDecompressor(options={DecompressionParameter.window_log_max: _WINDOW_LOG})
-            part = decompressor.decompress(frame, max_length=piece)
+            decompressor = zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: _WINDOW_LOG})
+            part = decompressor.decompress(frame, max_length=min(piece, most + 1 - received))
             while part or not decompressor.eof:
                 received += len(part)
                 if received > most:
@@ -109,8 +62,10 @@ def decompress_pieces(body: bytes, limit: int, piece: int = 1 << 20) -> Iterator
                 if not part and decompressor.needs_input:
                     raise StrataError(Code.INVALID, "the zstd body is cut off")
                 yield part
-                part = b"" if decompressor.eof else decompressor.decompress(b"", max_length=piece)
-    except ZstdError as error:
+                if decompressor.eof:
+                    break
+                part = decompressor.decompress(b"", max_length=min(piece, most + 1 - received))
+    except zstd.ZstdError as error:
         raise StrataError(Code.INVALID, f"the body is not zstd: {error}") from None
 
 
@@ -125,8 +80,8 @@ def _frames(body: bytes) -> list[memoryview]:
         if len(frames) == MAX_FRAMES:
             raise StrataError(Code.INVALID, f"the zstd body has more than {MAX_FRAMES} frames")
         try:
-            size = get_frame_size(rest)
-        except ZstdError as error:
+            size = zstd.get_frame_size(rest)
+        except zstd.ZstdError as error:
             raise StrataError(Code.INVALID, f"the body is not zstd, or cut off: {error}") from None
         frames.append(rest[:size])
         rest = rest[size:]

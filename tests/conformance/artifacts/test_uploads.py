@@ -16,7 +16,7 @@ from strata.fleet.artifacts import export
 from strata.fleet.artifacts.manifest import CHUNK_BYTES, ArtifactChunk, ArtifactKind, ArtifactManifest, Lineage
 from strata.fleet.artifacts.ports import LineageFilter
 from strata.fleet.artifacts.service import Artifacts, once
-from strata.http import zstd
+from strata.http.zstd import zstd
 from tests.conformance.artifacts.making import (
     OWNER,
     RESULT,

@@ -19,7 +19,7 @@ from strata.fleet.core.quota import Quota
 from strata.fleet.records import AttemptKey, JobFilter, ServerRow
 from strata.fleet.wire.jobs import Job
 from strata.fleet.wire.leases import HeartbeatsReply, LeaseGiven, LeaseVerdict
-from strata.http.zstd import compress
+from strata.http.zstd import zstd
 from strata.hub.gateway.dispatch import tag_of
 from strata.train.wire.grants import ArchiveGrant, sign_token
 from tests.shell.fleet_http.running import HostClient, Running, manifest_body, ok, refused, replying
@@ -215,7 +215,7 @@ async def test_a_model_from_a_checkpoint_is_found_by_the_id_that_its_client_comp
         named = f"x-strata-model: {session}.{tag_of(job)}:train:3\r\n".encode()
         for content, encoding in (
             (msgspec.json.encode(step), {}),
-            (compress(msgspec.json.encode(step)), {"content-encoding": "zstd"}),
+            (zstd.compress(msgspec.json.encode(step)), {"content-encoding": "zstd"}),
         ):
             heads.clear()
             assert (await alice.post("/api/v1/optim_step", content=content, headers=encoding)).status_code == 200
@@ -237,7 +237,7 @@ async def test_an_id_is_read_whole_at_the_border_of_two_pieces(site: Running, tm
     async with replying(tmp_path / "a" / "s", b"{}", heads=heads):
         job = await serve(site, path=tmp_path / "a" / "s")
         for before in range((1 << 20) - 20, (1 << 20) + 1):
-            content = compress(bytes(before) + b"session_1:train:12345" + bytes(100))
+            content = zstd.compress(bytes(before) + b"session_1:train:12345" + bytes(100))
             await alice.post("/api/v1/forward_backward", content=content, headers={"content-encoding": "zstd"})
             assert f"x-strata-model: session_1.{tag_of(job)}:train:12345\r\n".encode() in heads[-1], before
 
@@ -292,7 +292,7 @@ async def test_a_tag_is_found_in_a_compressed_body_wherever_it_is(site: Running,
             # Across the border of two pieces that are unpacked one after the other.
             content = bytes((1 << 20) - 10) + f"session_1.{tag_of(job)}:train:0".encode() + bytes(100)
             headers = {"content-encoding": "zstd"}
-            reply = await alice.post("/api/v1/forward_backward", content=compress(content), headers=headers)
+            reply = await alice.post("/api/v1/forward_backward", content=zstd.compress(content), headers=headers)
             assert (reply.status_code, reply.text) == (200, f'"{name}"')
 
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from strata.base.clock import SystemClock
-from strata.http import zstd
 from strata.http.body import BodyPace
 from strata.http.server import listen, url_of
+from strata.http.zstd import zstd
 from strata.identity.roles import Role
 from strata.train.api.routes import ROUTES
 from strata.train.api.server import APIServer

@@ -15,9 +15,9 @@ import pytest
 from tinker.proto.response_conv import deserialize_forward_backward_output
 
 from strata.base.clock import SystemClock
-from strata.http import zstd
 from strata.http.root import RootApp
 from strata.http.server import listen, url_of
+from strata.http.zstd import zstd
 from strata.train.api.server import APIServer, serve_app
 from strata.train.core import ops
 from strata.train.wire import native, tinker

@@ -14,8 +14,7 @@ from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output
 
 from strata.base.errors import Code, StrataError
-from strata.http import zstd
-from strata.http.zstd import decompress_frames
+from strata.http.zstd import decompress_frames, zstd
 from strata.train.core import model_options, ops
 from strata.train.core.ops import Dense, DType
 from strata.train.wire import tinker

@@ -22,7 +22,7 @@ from strata.base.errors import Code, StrataError
 from strata.fleet.artifacts.manifest import ArtifactFile, ArtifactKind, ArtifactManifest
 from strata.fleet.artifacts.ports import LineageFilter, LineageRow
 from strata.fleet.artifacts.service import BLOB_PATH, Artifacts
-from strata.http.zstd import CompressionParameter, ZstdCompressor
+from strata.http.zstd import zstd
 
 LEVEL: Final = 3
 _PAGE: Final = 500
@@ -120,8 +120,8 @@ async def bundle(artifacts: Artifacts, artifact_id: str) -> AsyncIterator[bytes]
         async for part in artifacts.stream(file, 0, file.size):
             yield part
         return
-    compressor = ZstdCompressor(
-        options={CompressionParameter.compression_level: LEVEL, CompressionParameter.checksum_flag: 1}
+    compressor = zstd.ZstdCompressor(
+        options={zstd.CompressionParameter.compression_level: LEVEL, zstd.CompressionParameter.checksum_flag: 1}
     )
     written = 0
     async for part in _tar(artifacts, manifest):
