@@ -6,7 +6,7 @@ import hmac
 import os
 import stat
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from strata.base.errors import Code, StrataError
 
@@ -18,7 +18,7 @@ class Secret:
     """Shows `***` wherever it is printed; `reveal` is the only way to the text.
 
     Deliberately not a `str`: a secret passed where a text is wanted is then a type error, not a login with "***".
-    Encoders that do not know it refuse it; `mask_hook` makes msgspec and json show `***`.
+    Encoders refuse it.
     """
 
     __slots__ = ("_file", "_revealed")
@@ -49,16 +49,6 @@ class Secret:
 
     def __hash__(self) -> int:
         return hash((Secret, self._revealed))
-
-
-def mask_hook(value: Any) -> Any:
-    """Encodes a secret as `***`: for `msgspec.json.encode(…, enc_hook=mask_hook)` and `json.dumps(…,
-    default=mask_hook)`."""
-    if isinstance(value, Secret):
-        return MASK
-    if isinstance(value, Path):
-        return str(value)
-    raise NotImplementedError(f"a value of type {type(value).__name__} has no JSON form")
 
 
 def read_secret(path: Path) -> Secret:

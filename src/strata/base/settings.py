@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Generic, Literal, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -20,16 +20,12 @@ from strata.base import toml
 from strata.base.convert import Mismatch, convert, show
 from strata.base.errors import Code, StrataError
 from strata.base.schema import Group, Leaf, Variable, default_value, describe, variables
-from strata.base.secret import Secret, mask_hook
+from strata.base.secret import Secret
 from strata.base.suggest import did_you_mean
 
 __all__ = [
-    "LoadedSettings",
     "Secret",
-    "Setting",
-    "SettingOrigin",
     "load",
-    "load_explained",
     "no_color",
     "pop_secret",
     "process_environment",
@@ -62,46 +58,6 @@ SECTIONS: Final = (
 _BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+")
 
 
-@dataclass(frozen=True, slots=True)
-class SettingOrigin:
-    """Where a value comes from, as a person would name it: `default`, `strata.toml:12`, `env STRATA_…`, `flag …`."""
-
-    source: Literal["default", "file", "env", "flag"]
-    name: str = ""
-    line: int | None = None
-
-    def __str__(self) -> str:
-        if self.source == "default":
-            return "default"
-        if self.source == "file":
-            return self.name if self.line is None else f"{self.name}:{self.line}"
-        return f"{self.source} {self.name}"
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One value for showing: secrets are masked, the rest is as JSON would carry it."""
-
-    name: str
-    value: Any
-    origin: SettingOrigin
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedSettings(Generic[T]):
-    value: T
-    settings: tuple[Setting, ...]
-
-    def origin(self, name: str) -> SettingOrigin:
-        for setting in self.settings:
-            if setting.name == name:
-                return setting.origin
-        raise StrataError(Code.NOT_FOUND, f"there is no setting {name!r}{did_you_mean(name, self._names())}")
-
-    def _names(self) -> list[str]:
-        return [setting.name for setting in self.settings]
-
-
 def load(
     kind: type[T],
     *,
@@ -119,19 +75,6 @@ def load(
     are variables that other programs gave a name, each with the setting it stands for: weaker than our own and than the
     file, the first counts.
     """
-    return load_explained(kind, section=section, file=file, environ=environ, flags=flags, aliases=aliases).value
-
-
-def load_explained(
-    kind: type[T],
-    *,
-    section: str,
-    file: Path | None,
-    environ: Mapping[str, str] | None = None,
-    flags: Mapping[str, Any],
-    aliases: Mapping[str, str] | None = None,
-) -> LoadedSettings[T]:
-    """Load the settings as `load` does, with the origin of every value."""
     if environ is None:
         environ = os.environ  # noqa: TID251 - this is the one place
     schema = describe(kind)
@@ -147,7 +90,7 @@ def load_explained(
     if given.problems or value is None:
         raise StrataError(Code.INVALID, "\n".join(given.problems), problems=tuple(given.problems))
     assert isinstance(value, kind)
-    return LoadedSettings(value, tuple(build.settings))
+    return value
 
 
 def no_color(environ: Mapping[str, str] | None = None) -> bool:
@@ -174,7 +117,8 @@ def pop_secret(name: str) -> Secret | None:
 @dataclass(frozen=True, slots=True)
 class _Value:
     value: Any
-    origin: SettingOrigin
+    origin: str
+    """`env STRATA_…` or `flag …`; empty: the file."""
     from_text: bool
 
 
@@ -228,8 +172,7 @@ class _SettingSources:
             elif isinstance(member, Group):
                 self._read_table(member, value, document)
             else:
-                line = document.line((self.section, *path))
-                self._put(path, _Value(value, SettingOrigin("file", document.source, line), from_text=False))
+                self._put(path, _Value(value, "", from_text=False))
 
     def read_environment(self, known: Mapping[str, Variable], environ: Mapping[str, str]) -> None:
         seen: dict[_Path, str] = {}
@@ -244,13 +187,13 @@ class _SettingSources:
                 self.problems.append(f"env {name}: {seen[path]} is set too; only one of them can be meant")
             seen[path] = name
             value = {"file": environ[name]} if variable.names_file else environ[name]
-            self._put(path, _Value(value, SettingOrigin("env", name), from_text=not variable.names_file))
+            self._put(path, _Value(value, f"env {name}", from_text=not variable.names_file))
 
     def read_aliases(self, schema: Group, aliases: Mapping[str, str], environ: Mapping[str, str]) -> None:
         known = {".".join(leaf.path): leaf for leaf in schema.leaves()}
         for name in reversed([*aliases]):
             if environ.get(name):
-                self._put(known[aliases[name]].path, _Value(environ[name], SettingOrigin("env", name), from_text=True))
+                self._put(known[aliases[name]].path, _Value(environ[name], f"env {name}", from_text=True))
 
     def read_flags(self, schema: Group, flags: Mapping[str, Any]) -> None:
         known = {".".join(leaf.path): leaf for leaf in schema.leaves()}
@@ -258,9 +201,7 @@ class _SettingSources:
             if name not in known:
                 self.problems.append(f"flag {name}: unknown setting{did_you_mean(name, known)}")
             elif value is not None:
-                self._put(
-                    known[name].path, _Value(value, SettingOrigin("flag", name), from_text=isinstance(value, str))
-                )
+                self._put(known[name].path, _Value(value, f"flag {name}", from_text=isinstance(value, str)))
 
     def _put(self, path: _Path, value: _Value) -> None:
         self.values[path] = value
@@ -269,10 +210,10 @@ class _SettingSources:
     def dotted(self, path: _Path) -> str:
         return ".".join(key if _BARE_KEY.fullmatch(key) else json.dumps(key) for key in (self.section, *path))
 
-    def where(self, origin: SettingOrigin, path: tuple[toml.Key, ...]) -> str:
+    def where(self, origin: str, path: tuple[toml.Key, ...]) -> str:
         """The beginning of a problem's line."""
-        if origin.source != "file" or self.document is None:
-            return str(origin)
+        if origin or self.document is None:
+            return origin
         return self.document.where((self.section, *path))
 
 
@@ -282,7 +223,6 @@ class _Build:
 
     given: _SettingSources
     variable_of: Mapping[_Path, str]
-    settings: list[Setting] = field(default_factory=list)
 
     def struct(self, group: Group, base: Any) -> Any:
         """`base` is the default of the place this group is in: what is not given keeps that default's values."""
@@ -302,7 +242,6 @@ class _Build:
 
     def _group(self, group: Group, default: Any) -> Any:
         if default is None and group.path not in self.given.groups:
-            self._explain(group.path, None, SettingOrigin("default"))
             return None
         return self.struct(group, default if isinstance(default, msgspec.Struct) else None)
 
@@ -311,17 +250,13 @@ class _Build:
         if written is None:
             if default is msgspec.NODEFAULT:
                 self._problem(self.given.dotted(leaf.path), self._required(leaf))
-            else:
-                self._explain(leaf.path, default, SettingOrigin("default"))
             return default
         try:
-            value = convert(leaf, written.value, from_text=written.from_text)
+            return convert(leaf, written.value, from_text=written.from_text)
         except Mismatch as mismatch:
             where = self.given.where(written.origin, (*leaf.path, *mismatch.inside))
             self._problem(f"{where}: {self.given.dotted(leaf.path)}", mismatch.reason)
             return None
-        self._explain(leaf.path, value, written.origin)
-        return value
 
     def _required(self, leaf: Leaf) -> str:
         file = f"in [{self.given.section}] of {self.given.file}, " if self.given.file else ""
@@ -333,9 +268,6 @@ class _Build:
         if document is None or path not in self.given.groups or document.line((self.given.section, *path)) is None:
             return name
         return f"{document.where((self.given.section, *path))}: {name}"
-
-    def _explain(self, path: _Path, value: Any, origin: SettingOrigin) -> None:
-        self.settings.append(Setting(".".join(path), msgspec.to_builtins(value, enc_hook=mask_hook), origin))
 
     def _problem(self, where: str, reason: str) -> None:
         self.given.problems.append(f"{where}: {reason}")

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from strata.base.errors import Code, StrataError
-from strata.base.secret import Secret, mask_hook, read_secret
+from strata.base.secret import Secret, read_secret
 
 
 class Holder(msgspec.Struct, frozen=True):
@@ -17,15 +17,7 @@ class Holder(msgspec.Struct, frozen=True):
 
 def test_a_secret_does_not_show_itself() -> None:
     secret = Secret("hunter2")
-    holder = Holder(secret)
-    shown = [
-        str(secret),
-        repr(secret),
-        f"{secret} {secret!r}",
-        repr(holder),
-        msgspec.json.encode(holder, enc_hook=mask_hook).decode(),
-        json.dumps({"token": secret}, default=mask_hook),
-    ]
+    shown = [str(secret), repr(secret), f"{secret} {secret!r}", repr(Holder(secret))]
     assert not any("hunter2" in text for text in shown)
     assert all("***" in text for text in shown)
     assert secret.reveal() == "hunter2"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strata.base.errors import Code, StrataError
-from strata.base.settings import SECTIONS, Secret, SettingOrigin, load, load_explained, no_color
+from strata.base.settings import SECTIONS, Secret, load, no_color
 
 
 class Mode(enum.StrEnum):
@@ -96,30 +96,6 @@ def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> N
     server = loaded(file, tmp_path=tmp_path, environ=environ, flags=flags)
     assert (server.port, server.name, server.ratio, server.debug) == (3, "env", 0.1, False)
     assert server.store == Store("flag.db", pool_size=8)
-
-
-def test_every_value_says_where_it_comes_from(tmp_path: Path) -> None:
-    file = tmp_path / "strata.toml"
-    file.write_text("# c\n[hub]\nport = 1\ntoken = 'hunter2'\n[hub.store]\ndatabase = 'x'\n")
-    explained = load_explained(
-        Server, section="hub", file=file, environ={"STRATA_HUB_NAME": "e"}, flags={"root": "/x", "tls.cert": "c.pem"}
-    )
-    assert explained.origin("port") == SettingOrigin("file", str(file), 3)
-    assert {setting.name: str(setting.origin) for setting in explained.settings}.items() >= {
-        "port": f"{file}:3",
-        "store.database": f"{file}:6",
-        "store.pool_size": "default",
-        "name": "env STRATA_HUB_NAME",
-        "root": "flag root",
-        "tls.cert": "flag tls.cert",
-        "tls.min_version": "default",
-    }.items()
-    shown = {setting.name: setting.value for setting in explained.settings}
-    assert shown["token"] == "***"
-    assert shown["root"] == "/x"
-    assert shown["mode"] == "safe"
-    with pytest.raises(StrataError, match="did you mean"):
-        explained.origin("prot")
 
 
 def test_an_optional_group_exists_as_soon_as_something_is_written_about_it(tmp_path: Path) -> None:

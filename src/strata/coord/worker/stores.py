@@ -20,7 +20,7 @@ import msgspec
 
 from strata.base import atomic
 from strata.base.errors import Code, StrataError
-from strata.base.settings import Secret, load_explained
+from strata.base.settings import Secret, load, process_environment
 
 if TYPE_CHECKING:
     from obstore.store import S3Credential, S3Store
@@ -85,11 +85,10 @@ class S3Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 def load_s3() -> S3Settings:
     """Loads the settings from the environment. A session token belongs to the keys that it came with."""
-    found = load_explained(S3Settings, section=SECTION, file=None, flags={}, aliases=ALIASES)
-    of_aws = {name: found.origin(name).name in ALIASES for name in ("access_key", "session_token")}
-    if of_aws["session_token"] and not of_aws["access_key"]:
-        return msgspec.structs.replace(found.value, session_token=None)
-    return found.value
+    environment = process_environment()
+    of_aws = "STRATA_S3_ACCESS_KEY" not in environment and environment.get("AWS_ACCESS_KEY_ID")
+    aliases = {name: setting for name, setting in ALIASES.items() if of_aws or setting != "session_token"}
+    return load(S3Settings, section=SECTION, file=None, flags={}, aliases=aliases)
 
 
 @dataclass(frozen=True)
