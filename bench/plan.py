@@ -33,7 +33,8 @@ from strata.train.parallel import ParallelSettings
 from strata.train.plan.memory_plan import MemoryRecipe, MeshShape, plan_device
 from strata.train.plan.quantisation import NF4_BLOCK
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora import Adapter, Span
+from strata.train.runner.lora.adapter import Adapter
+from strata.train.runner.lora.hooks import Span
 from strata.train.runner.model import process_memory
 from strata.train.runner.model.base import BaseModel
 from strata.train.runner.model.loading import build_skeleton

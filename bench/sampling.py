@@ -32,7 +32,8 @@ from bench.report import Report
 from strata.train.core.model_options import LoraConfig
 from strata.train.core.sampling import AddedSample, SampleOperation, SampleParams, SampleResult, SamplingSlice
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora import Adapter, targets_of
+from strata.train.runner.lora.adapter import Adapter
+from strata.train.runner.lora.targets import targets_of
 from strata.train.runner.model.base import BaseModel
 from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.runner.sampling.engine import SamplingEngine

@@ -24,7 +24,7 @@ from strata.base.errors import Code, StrataError
 from strata.train.core.model_options import LoraConfig
 from strata.train.peft.layers import is_text
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora import targets_of
+from strata.train.runner.lora.targets import targets_of
 from strata.train.runner.model.base import BaseModel
 from strata.train.runner.passes.logprobs import PackedRow
 from strata.train.runner.sampling.inference_model import InferenceModel, verify_decode_matches_training

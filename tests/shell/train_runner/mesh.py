@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM
 
 from strata.train.parallel import ParallelSettings
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora import Adapter, targets_of
+from strata.train.runner.lora.adapter import Adapter
+from strata.train.runner.lora.targets import targets_of
 from strata.train.runner.model.base import DTYPES, BaseModel
 from strata.train.runner.model.tiny import TinyModel, make
 from strata.train.runner.model.trained import local, own_slice

@@ -15,7 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from strata.train.core.model_options import LoraConfig
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora import Adapter, Span, targets_of
+from strata.train.runner.lora.adapter import Adapter
+from strata.train.runner.lora.hooks import Span
+from strata.train.runner.lora.targets import targets_of
 from strata.train.runner.model.base import BaseModel
 from strata.train.runner.model.offload import SleepOffload
 from strata.train.runner.model.tiny import TinyModel, make

@@ -22,7 +22,8 @@ from strata.train.core import model_options, ops
 from strata.train.core.model_options import LoraConfig
 from strata.train.parallel import ParallelSettings
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora import Adapter, Span
+from strata.train.runner.lora.adapter import Adapter
+from strata.train.runner.lora.hooks import Span
 from strata.train.runner.model.tiny import Family, TinyModel, make
 from strata.train.runner.model.trained import LoraModel, sharded_like
 from strata.train.runner.model_runner import ModelRunner, run_interleaved

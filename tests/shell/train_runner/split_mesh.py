@@ -29,7 +29,8 @@ from strata.train.core.sampling import AddedSample, SampleOperation, SampleParam
 from strata.train.parallel import ParallelSettings
 from strata.train.runner.checkpoint.formats import to_peft
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora import Adapter, Span
+from strata.train.runner.lora.adapter import Adapter
+from strata.train.runner.lora.hooks import Span
 from strata.train.runner.model.base import DTYPES, BaseModel
 from strata.train.runner.model.pipeline_parallel import plan_steps
 from strata.train.runner.model.tiny import Family, TinyModel, make

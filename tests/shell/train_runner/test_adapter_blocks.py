@@ -9,7 +9,8 @@ import torch
 
 from strata.train.core.model_options import LoraConfig
 from strata.train.runner.collectives import ShareGroup
-from strata.train.runner.lora import Adapter, AdapterPlacement, LoraPart, LoraTarget
+from strata.train.runner.lora.adapter import Adapter, AdapterPlacement, LoraPart
+from strata.train.runner.lora.targets import LoraTarget
 
 LORA = LoraConfig(rank=3, alpha=3.0)
 TARGETS = [

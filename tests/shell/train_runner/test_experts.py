@@ -16,7 +16,9 @@ from torch.func import functional_call
 
 from strata.train.core.model_options import LoraConfig
 from strata.train.runner.experts import group_experts
-from strata.train.runner.lora import Adapter, Adapters, Span, is_experts, targets_of
+from strata.train.runner.lora.adapter import Adapter
+from strata.train.runner.lora.hooks import Adapters, Span
+from strata.train.runner.lora.targets import is_experts, targets_of
 from tests.shell.train_runner import tiny_families
 from tests.shell.train_runner.dispatched import Dispatched
 

@@ -21,7 +21,9 @@ from strata.base.errors import Code, StrataError
 from strata.train.core.model_options import LoraConfig
 from strata.train.runner.checkpoint.formats import adapter_writer, to_peft
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora import Adapter, Span, require_targets, targets_of
+from strata.train.runner.lora.adapter import Adapter
+from strata.train.runner.lora.hooks import Span
+from strata.train.runner.lora.targets import require_targets, targets_of
 from strata.train.runner.model.attention import describe_mask, terms_of
 from strata.train.runner.model.base import BaseModel, load_base
 from strata.train.runner.model.trained import WEIGHTS

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from strata.train.core import commands, model_options, ops
-from strata.train.runner.lora import is_finite
+from strata.train.runner.lora.adapter import is_finite
 from strata.train.runner.model.process_memory import (
     KernelKills,
     _cached_bytes,

@@ -17,7 +17,8 @@ from strata.base.errors import Code, StrataError
 from strata.train.checkpoints.checkpoint import CheckpointFile
 from strata.train.core.model_options import LoraConfig
 from strata.train.runner.collectives import ShareGroup
-from strata.train.runner.lora import Adapter, AdapterPlacement, LoraPart, LoraTarget
+from strata.train.runner.lora.adapter import Adapter, AdapterPlacement, LoraPart
+from strata.train.runner.lora.targets import LoraTarget
 from strata.train.runner.snapshot import files
 from strata.train.runner.snapshot.state import SamplerTensors, SnapshotReader, check_layout
 from tests.support.torchrun import run_on_ranks

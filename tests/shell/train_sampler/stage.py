@@ -25,7 +25,8 @@ from strata.train.core.sampling import (
     TopLogprobs,
 )
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora import Adapter, targets_of
+from strata.train.runner.lora.adapter import Adapter
+from strata.train.runner.lora.targets import targets_of
 from strata.train.runner.model.base import BaseModel
 from strata.train.runner.model.trained import local
 from strata.train.runner.passes.logprobs import PackedRow

@@ -13,7 +13,9 @@ from strata.base.errors import Code, StrataError
 from strata.train.core.model_options import LoraConfig
 from strata.train.core.sampling import Layout, SampleFailed, SampleOperation, SampleResult, Targets
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora import Adapter, Span, targets_of
+from strata.train.runner.lora.adapter import Adapter
+from strata.train.runner.lora.hooks import Span
+from strata.train.runner.lora.targets import targets_of
 from strata.train.runner.model.base import BaseModel
 from strata.train.runner.model.offload import SleepOffload
 from strata.train.runner.passes.logprobs import PackedRow

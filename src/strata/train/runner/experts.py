@@ -19,7 +19,9 @@ import torch
 from torch import nn
 from torch.nn.functional import embedding, grouped_mm, pad
 
-from strata.train.runner.lora import Adapter, Adapters, Span, is_experts
+from strata.train.runner.lora.adapter import Adapter
+from strata.train.runner.lora.hooks import Adapters, Span
+from strata.train.runner.lora.targets import is_experts
 
 ALIGNMENT: Final = 16
 """Rows of a matrix have to be a multiple of so many bytes for the kernel; those of an adapter's odd rank are not."""

@@ -24,7 +24,7 @@ from strata.train.checkpoints.checkpoint import CheckpointManifest
 from strata.train.core import commands, ops
 from strata.train.runner.checkpoint import formats, save_load
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora import Adapter
+from strata.train.runner.lora.adapter import Adapter
 from strata.train.runner.model.base import DTYPES, load_base
 from strata.train.runner.model.offload import SleepOffload, Slots
 from strata.train.runner.model.row_limit import RowMemory

@@ -28,7 +28,8 @@ from strata.train.plan.quantisation import QuantisedKind
 from strata.train.runner.checkpoint import shards
 from strata.train.runner.checkpoint.formats import copy_tokenizer, read_values
 from strata.train.runner.checkpoint.hugging_face_files import groups_of, persistent_buffers, write_model
-from strata.train.runner.lora import Adapter, is_transposed, targets_of
+from strata.train.runner.lora.adapter import Adapter
+from strata.train.runner.lora.targets import is_transposed, targets_of
 from strata.train.runner.model.base import DTYPES
 from strata.train.runner.model.loading import build_skeleton, read_groups, untie_what_files_untie
 from strata.train.runner.model.quantised import QuantisedWeights, quantisable_layers, round_trip

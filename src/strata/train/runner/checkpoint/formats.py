@@ -24,7 +24,8 @@ from strata.train.core.state import IMPORTED
 from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG, PREFIX, peft_layer
 from strata.train.runner.checkpoint import shards
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora import Adapter, linear_shape
+from strata.train.runner.lora.adapter import Adapter
+from strata.train.runner.lora.targets import linear_shape
 from strata.train.runner.model.base import BaseModel, tokenizer_files
 from strata.train.runner.model.loading import RankPart, load_sharded, parent_of
 from strata.train.runner.model.trained import (

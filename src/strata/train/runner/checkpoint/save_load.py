@@ -22,7 +22,7 @@ from strata.train.core import model_options
 from strata.train.runner.checkpoint import formats, shards
 from strata.train.runner.checkpoint.hugging_face_files import ModelWriter, groups_of, persistent_buffers
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora import Adapter
+from strata.train.runner.lora.adapter import Adapter
 from strata.train.runner.model.base import BaseModel
 from strata.train.runner.model.trained import FullModel, LoraModel, TrainedModel
 

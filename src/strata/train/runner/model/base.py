@@ -31,16 +31,9 @@ from strata.train.core.model_options import LoraConfig, OptimizerName
 from strata.train.parallel import ParallelSettings
 from strata.train.runner.collectives import ALONE, RankGroup
 from strata.train.runner.experts import group_experts
-from strata.train.runner.lora import (
-    Adapter,
-    AdapterPlacement,
-    Adapters,
-    LoraPart,
-    LoraTarget,
-    is_experts,
-    require_targets,
-    targets_of,
-)
+from strata.train.runner.lora.adapter import Adapter, AdapterPlacement, LoraPart
+from strata.train.runner.lora.hooks import Adapters
+from strata.train.runner.lora.targets import LoraTarget, is_experts, require_targets, targets_of
 from strata.train.runner.model.attention import ATTENTION
 from strata.train.runner.model.compiled import compile_layers, keep_uncompiled, prepare_compiling
 from strata.train.runner.model.context_parallel import ContextParallel

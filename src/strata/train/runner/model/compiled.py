@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 
 from strata.base.errors import Code, StrataError
 from strata.base.settings import put_variables
-from strata.train.runner.lora import is_experts
+from strata.train.runner.lora.targets import is_experts
 from strata.train.runner.model.attention import ATTENTION, document_attention
 
 RECOMPILE_LIMIT: Final = 64

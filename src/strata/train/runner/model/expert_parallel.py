@@ -35,7 +35,8 @@ from strata.train.runner.experts import (
     invert,
     multiply_groups,
 )
-from strata.train.runner.lora import Adapter, LoraPart, LoraTarget, is_experts
+from strata.train.runner.lora.adapter import Adapter, LoraPart
+from strata.train.runner.lora.targets import LoraTarget, is_experts
 from strata.train.runner.model.distributed_weights import SplitModel, compute_locally, distribute_weight
 
 

@@ -43,16 +43,9 @@ from strata.train.plan.memory_plan import (
 )
 from strata.train.plan.quantisation import saved_bytes
 from strata.train.runner.experts import group_experts
-from strata.train.runner.lora import (
-    Adapter,
-    AdapterPlacement,
-    Adapters,
-    LoraPart,
-    LoraTarget,
-    Span,
-    is_experts,
-    targets_of,
-)
+from strata.train.runner.lora.adapter import Adapter, AdapterPlacement, LoraPart
+from strata.train.runner.lora.hooks import Adapters, Span
+from strata.train.runner.lora.targets import LoraTarget, is_experts, targets_of
 from strata.train.runner.model.attention import ATTENTION
 from strata.train.runner.model.base import (
     DTYPES,

@@ -23,7 +23,8 @@ from strata.train.core.commands import RowOutOfMemory
 from strata.train.core.model_options import LoraConfig
 from strata.train.core.out_of_memory import most_likely_cause
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora import Adapter, Span
+from strata.train.runner.lora.adapter import Adapter
+from strata.train.runner.lora.hooks import Span
 from strata.train.runner.model.base import BaseModel
 from strata.train.runner.model.process_memory import (
     KernelKills,

@@ -37,7 +37,9 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from strata.base.errors import Code, StrataError
-from strata.train.runner.lora import LoraPart, LoraTarget, Span, is_experts, slice_spans
+from strata.train.runner.lora.adapter import LoraPart
+from strata.train.runner.lora.hooks import Span, slice_spans
+from strata.train.runner.lora.targets import LoraTarget, is_experts
 from strata.train.runner.model.distributed_weights import SplitModel, compute_locally, distribute_weight
 from strata.train.runner.model.loading import parent_of
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from strata.train.core import ops
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora import Adapter, is_finite
+from strata.train.runner.lora.adapter import Adapter, is_finite
 from strata.train.runner.passes.logprobs import PackedModel
 from strata.train.runner.passes.optimizer import Optimizer, StepParams, StepResult, step_settings, sum_squares
 

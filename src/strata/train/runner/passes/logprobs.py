@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from strata.base.errors import Code, StrataError
-from strata.train.runner.lora import Adapters, Span, slice_spans
+from strata.train.runner.lora.hooks import Adapters, Span, slice_spans
 from strata.train.runner.model.attention import Documents
 from strata.train.runner.model.context_parallel import ContextParallel
 from strata.train.runner.model.pipeline_parallel import PipelineStage

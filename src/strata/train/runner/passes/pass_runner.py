@@ -21,7 +21,8 @@ from strata.train.core import model_options, ops
 from strata.train.core.loss_graph import CustomLoss
 from strata.train.core.out_of_memory import out_of_memory_message
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora import Adapter, Span
+from strata.train.runner.lora.adapter import Adapter
+from strata.train.runner.lora.hooks import Span
 from strata.train.runner.model.base import BaseModel
 from strata.train.runner.model.pipeline_parallel import RowStep, plan_steps
 from strata.train.runner.model.process_memory import is_out_of_memory

@@ -16,7 +16,7 @@ from itertools import groupby
 import torch
 
 from strata.train.core.sampling import SampledPart, SampledSequence
-from strata.train.runner.lora import Span
+from strata.train.runner.lora.hooks import Span
 from strata.train.runner.sampling.inference_model import InferenceModel
 from strata.train.runner.sampling.kv_cache import BLOCK, DecodePlan, KVCache, KVPool, KVPoolRows, PrefillPlan, Prompt
 from strata.train.runner.sampling.prompt_logprobs import PromptLogprobs, compute_prompt_logprobs

@@ -22,7 +22,7 @@ from strata.base import log
 from strata.base.errors import Code, StrataError
 from strata.train.core.sampling import SampledPart, SampleOperation
 from strata.train.runner.collectives import RankGroup
-from strata.train.runner.lora import Adapter
+from strata.train.runner.lora.adapter import Adapter
 from strata.train.runner.model.base import DTYPES, BaseModel
 from strata.train.runner.model.trained import local
 from strata.train.runner.sampling.continuous_batching import RunningBatch, SliceOutcomes

@@ -34,7 +34,8 @@ from strata.base.errors import StrataError
 from strata.train.combinations import assess
 from strata.train.runner.collectives import RankGroup
 from strata.train.runner.experts import group_experts
-from strata.train.runner.lora import Adapter, Adapters, Span
+from strata.train.runner.lora.adapter import Adapter
+from strata.train.runner.lora.hooks import Adapters, Span
 from strata.train.runner.model.attention import describe_mask, terms_of
 from strata.train.runner.model.attention_kernels import AttentionTerms, States
 from strata.train.runner.model.base import DTYPES, BaseModel, blocks_of

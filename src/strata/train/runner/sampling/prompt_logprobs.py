@@ -20,7 +20,7 @@ from strata.train.core.sampling import (
     Targets,
     TopLogprobs,
 )
-from strata.train.runner.lora import Span
+from strata.train.runner.lora.hooks import Span
 from strata.train.runner.sampling.inference_model import InferenceModel
 from strata.train.runner.sampling.sampling_ops import SeededRng, draw, is_greedy
 from strata.train.runner.sampling.sequences import SequenceGroup, rng_name, tokens_from, top_logprobs, top_of

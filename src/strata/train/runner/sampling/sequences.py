@@ -18,7 +18,7 @@ from strata.train.core.sampling import (
     TopLogprobs,
     decode_context,
 )
-from strata.train.runner.lora import Adapter
+from strata.train.runner.lora.adapter import Adapter
 from strata.train.runner.sampling.kv_cache import KVPool
 from strata.train.runner.sampling.sampling_ops import SeededRng, is_greedy
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from strata.base.errors import Code, StrataError
 from strata.train.core import model_options
 from strata.train.runner.checkpoint.shards import SHARDING, ShardOffsets
-from strata.train.runner.lora import Adapter, AdapterBlock, Run
+from strata.train.runner.lora.adapter import Adapter, AdapterBlock, Run
 from strata.train.runner.model.trained import (
     WEIGHTS,
     FullModel,

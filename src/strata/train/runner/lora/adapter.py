@@ -1,12 +1,8 @@
-"""LoRA adapters: low-rank additions to the linear layers of a frozen base, many adapters in one packed row.
+"""The parameters of an adapter that a rank holds: values, gradients of a pass, and their shares.
 
-An adapter's parameters stand outside the model's module tree: sharding, saving and freezing of the base never see
-them. Every rank holds all of them, except those of experts, stages and parts of layers that other ranks compute. Each
-adapted layer has one forward hook, which adds the output of the span's adapter to every span of the row. The gradients
-of a pass are summed over the ranks when it is over.
-
-The experts of a mixture are one module with one fused weight; `experts.py` computes them with their adapters. Experts
-of another form keep their own computation and get no adapter (`is_experts`).
+They stand outside the model's module tree: sharding, saving and freezing of the base never see them. Every rank holds
+all of them, except those of experts, stages and parts of layers that other ranks compute. The gradients of a pass are
+summed over the ranks when it is over.
 """
 
 from __future__ import annotations
@@ -17,31 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
-from strata.base.errors import Code, StrataError
 from strata.train.core.model_options import LoraConfig
-from strata.train.peft.layers import ATTENTION, Kind, is_text, kind_of
 from strata.train.runner.collectives import ALONE, ShareGroup
-from strata.train.runner.model.quantised import QuantisedLinear
-
-
-@dataclass(frozen=True)
-class LoraTarget:
-    """A weight that can have an adapter: one matrix, or one for each of `experts` fused experts."""
-
-    name: str
-    rows: int
-    columns: int
-    experts: int = 0
-
-    @property
-    def kind(self) -> Kind | None:
-        return "mlp" if self.experts else kind_of(self.name)
+from strata.train.runner.lora.targets import LoraTarget
 
 
 class LoraPart(NamedTuple):
@@ -63,113 +42,6 @@ class LoraPart(NamedTuple):
             return 0, self.experts
         dimension, own = (len(shape) - 1, self.columns) if name.endswith("lora_A") else (len(shape) - 2, self.rows)
         return (0, range(shape[0])) if own is None else (dimension, own)
-
-
-def targets_of(model: nn.Module, config: LoraConfig) -> list[LoraTarget]:
-    """The weights that `config` selects, in the order of the model: all of a kind, or an error."""
-    selected = _selected_kinds(config)
-    targets = [target for target in _adaptable_weights(model) if target.kind in selected]
-    kinds = {target.kind for target in targets}
-    for kind in selected:
-        if weight := _unadaptable_weight(model, kind):
-            raise StrataError(Code.INVALID, f"train_{kind} must be off: {weight} cannot be adapted")
-    for kind in selected:
-        if kind not in kinds:
-            raise StrataError(Code.INVALID, f"this base has no layers for train_{kind}")
-    return targets
-
-
-def require_targets(model: nn.Module) -> None:
-    """UNSUPPORTED if adapters can train nothing of the model, with the reason of each kind of layers."""
-    reasons = []
-    for kind in ("attn", "mlp", "unembed"):
-        selected = {f"train_{other}": other == kind for other in ("attn", "mlp", "unembed")}
-        try:
-            targets_of(model, LoraConfig(rank=1, **selected))
-        except StrataError as error:
-            reasons.append(error.message)
-        else:
-            return
-    raise StrataError(Code.UNSUPPORTED, f"adapters can train nothing of it: {'; '.join(reasons)}")
-
-
-def _selected_kinds(config: LoraConfig) -> list[Kind]:
-    trained: dict[Kind, bool] = {"attn": config.train_attn, "mlp": config.train_mlp, "unembed": config.train_unembed}
-    selected = [kind for kind, is_trained in trained.items() if is_trained]
-    if not selected:
-        raise StrataError(Code.INVALID, "nothing is to be trained: set train_attn, train_mlp or train_unembed")
-    return selected
-
-
-def _adaptable_weights(model: nn.Module) -> Iterator[LoraTarget]:
-    for name, module in _text_modules(model):
-        if kind_of(name) is not None and (shape := linear_shape(module)) is not None:
-            yield LoraTarget(name, *shape)
-        if is_experts(module):
-            for weight in ("gate_up_proj", "down_proj"):
-                count, rows, columns = getattr(module, weight).shape
-                if module.is_transposed:
-                    rows, columns = columns, rows
-                yield LoraTarget(f"{name}.{weight}", rows, columns, count)
-
-
-def linear_shape(module: nn.Module) -> tuple[int, int] | None:
-    """Outputs and inputs of a linear layer; None if the module is not one."""
-    if isinstance(module, nn.Linear | QuantisedLinear):
-        return module.out_features, module.in_features
-    return (module.nf, module.nx) if isinstance(module, Conv1D) else None
-
-
-def is_transposed(model: nn.Module, target: str) -> bool:
-    """Says whether the weight of this layer, or of each expert, is stored as (inputs, outputs)."""
-    above, _, last = target.rpartition(".")
-    module: Any = model.get_submodule(above)
-    return bool(module.is_transposed) if is_experts(module) else isinstance(getattr(module, last), Conv1D)
-
-
-def _unadaptable_weight(model: nn.Module, kind: Kind) -> str:
-    """A weight of this kind that no adapter can be added to; empty if there is none."""
-    match kind:
-        case "attn":
-            return _unadaptable_attention(model)
-        case "mlp":
-            return _unadaptable_experts(model)
-        case "unembed":
-            return ""
-
-
-def _text_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    return ((name, module) for name, module in model.named_modules() if is_text(name))
-
-
-def _unadaptable_attention(model: nn.Module) -> str:
-    """A matrix of attention, or an attention module under an unknown name."""
-    for name, module in _text_modules(model):
-        if type(module).__name__.endswith("Attention") and not ATTENTION.intersection(name.split(".")):
-            return str(name)
-        if ATTENTION.intersection(name.split(".")) and linear_shape(module) is None:
-            for last, parameter in module.named_parameters(recurse=False):
-                if parameter.ndim > 1:
-                    return f"{name}.{last}"
-    return ""
-
-
-def _unadaptable_experts(model: nn.Module) -> str:
-    for name, module in _text_modules(model):
-        own = [last for last, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3]
-        if own and not is_experts(module) and not isinstance(module, nn.Conv1d):
-            return f"{name}.{own[0]}"
-    return ""
-
-
-def is_experts(module: Any) -> bool:
-    """A mixture's experts as one module with one weight for all of them, (expert, out, in) or transposed, whose loop
-    and gate are those that transformers gives every such module (`use_experts_implementation`)."""
-    weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
-    if not all(isinstance(weight, nn.Parameter) and weight.ndim == 3 for weight in weights):
-        return False
-    declared = hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
-    return declared and bool(module.has_gate)
 
 
 @dataclass(frozen=True)
@@ -474,132 +346,3 @@ def _shapes(rank: int, targets: Sequence[LoraTarget]) -> Mapping[str, tuple[int,
         shapes[f"{target.name}.lora_A"] = (*experts, rank, target.columns)
         shapes[f"{target.name}.lora_B"] = (*experts, target.rows, rank)
     return shapes
-
-
-@dataclass(frozen=True)
-class Span:
-    """Adjacent tokens of a row that belong to one adapter, or to none."""
-
-    adapter: Adapter | None
-    length: int
-
-
-class Adapters:
-    """The forward hooks in the base, and the spans of the row that they compute. They are set again when the backward
-    pass of the row begins: layers that are recomputed in it must add the same."""
-
-    def __init__(self, model: nn.Module, wrap: Callable[[Any], Any] = lambda hook: hook) -> None:
-        """`wrap` is applied to each hook."""
-        self.row: Sequence[Span] = ()
-        self.head_row: Sequence[Span] = ()
-        """The spans of the tokens whose logits are computed: the row or a chunk of it."""
-        self.in_pass: Sequence[Adapter] = ()
-        """Those of the rows of all ranks, in the same order on every rank. Only ranks that compute experts for each
-        other need to know them."""
-        for name, module in model.named_modules():
-            if kind_of(name) is not None and linear_shape(module) is not None:
-                # First of all: outputs of a layer that is split over ranks are summed or gathered after it.
-                hook = wrap(self._hook(name, head=kind_of(name) == "unembed"))
-                module.register_forward_hook(hook, prepend=True)
-
-    def restore_row(self, spans: Sequence[Span], gradient: torch.Tensor) -> None:
-        """A hook of what a row computes, for its backward pass."""
-        del gradient
-        self.row = spans
-
-    def _hook(self, name: str, *, head: bool) -> Any:
-        def add(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-            del module
-            return self.add(name, args[0], output, self.head_row if head else self.row)
-
-        return add
-
-    @staticmethod
-    def add(name: str, inputs: torch.Tensor, output: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
-        """Add what each span's adapter contributes to the layer `name`; tokens are the second last dimension.
-
-        `output` is modified in place, so it must be fresh from its layer.
-        """
-        plan: list[_AdaptedSpan] = []
-        matrices: list[torch.Tensor] = []
-        start = 0
-        for span in spans:
-            if span.adapter is not None and name in span.adapter.pairs:
-                plan.append(_AdaptedSpan(start, start + span.length, span.adapter.scale))
-                matrices.extend(span.adapter.pairs[name])
-            start += span.length
-        if not plan:
-            return output
-        return _AddSpans.apply(output, inputs, plan, *matrices)  # type: ignore[no-any-return, no-untyped-call]
-
-
-@dataclass(frozen=True)
-class _AdaptedSpan:
-    start: int
-    end: int
-    scale: float
-
-
-class _AddSpans(torch.autograd.Function):
-    """Adds B A x to each span by one matrix multiplication: no second array as large as the output, in the forward or
-    backward pass, however many adapters share a row. Gradients go directly to the adapter's staging block."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, output: torch.Tensor, inputs: torch.Tensor, plan: Sequence[_AdaptedSpan], *matrices: torch.Tensor
-    ) -> torch.Tensor:
-        rows = inputs.reshape(-1, inputs.shape[-1])
-        flat = output.view(-1, output.shape[-1])
-        inners = []
-        for span, a, b in zip(plan, matrices[::2], matrices[1::2], strict=True):
-            inner = torch.mm(rows[span.start : span.end], a.to(rows.dtype).t())
-            flat[span.start : span.end].addmm_(inner, b.to(rows.dtype).t(), alpha=span.scale)
-            inners.append(inner)
-        ctx.plan = plan
-        ctx.shape = inputs.shape
-        # Not by save_for_backward: gradients accumulate in `.grad` of the very parameters, not of copies.
-        ctx.matrices = matrices
-        ctx.save_for_backward(rows, *inners)
-        ctx.mark_dirty(output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        rows, *inners = ctx.saved_tensors
-        grad = grads[0].reshape(-1, grads[0].shape[-1])
-        # Tokens without an adapter contribute nothing to the gradient of the inputs.
-        grad_inputs = torch.zeros_like(rows)
-        grad_matrices: list[torch.Tensor | None] = []
-        for span, a, b, inner in zip(ctx.plan, ctx.matrices[::2], ctx.matrices[1::2], inners, strict=True):
-            grad_span, inputs = grad[span.start : span.end], rows[span.start : span.end]
-            grad_inner = torch.mm(grad_span, b.to(grad_span.dtype))
-            grad_matrices += [
-                _accumulate(a, grad_inner.t(), inputs, span.scale),
-                _accumulate(b, grad_span.t(), inner, span.scale),
-            ]
-            grad_inputs[span.start : span.end].addmm_(grad_inner, a.to(grad_span.dtype), beta=0, alpha=span.scale)
-        return grads[0], grad_inputs.view(ctx.shape), None, *grad_matrices
-
-
-def _accumulate(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor | None:
-    """The gradient of a matrix; None if it was added to the staging block (`Adapter.begin`)."""
-    if matrix.grad is None:
-        return torch.mm(left, right).mul_(scale).to(matrix.dtype)
-    if matrix.grad.dtype == left.dtype:
-        matrix.grad.addmm_(left, right, alpha=scale)
-    else:
-        # Not by autograd, which warns of the gradient of a part of a matrix: its rows are not adjacent.
-        matrix.grad.add_(torch.mm(left, right), alpha=scale)
-    return None
-
-
-def slice_spans(spans: Sequence[Span], start: int, end: int) -> list[Span]:
-    """The spans of the tokens from `start` to `end` of the row."""
-    sliced: list[Span] = []
-    offset = 0
-    for span in spans:
-        length = min(offset + span.length, end) - max(offset, start)
-        if length > 0:
-            sliced.append(Span(span.adapter, length))
-        offset += span.length
-    return sliced
