@@ -35,7 +35,7 @@ PYTEST := $(BIN)/python -m pytest
 TIERS := $(BIN)/python -m tests.tiers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check lint rules test ledger tsan weekly weekly-tests $(WEEKLY_KILLS) $(WEEKLY_SEEDS) weekly-arm64 newest lowest gpu release bench soak docs services constraints proto contract diagrams families reference format clean installed
+.PHONY: help setup check lint rules test ledger tsan weekly weekly-tests weekly-regressions $(WEEKLY_KILLS) $(WEEKLY_SEEDS) weekly-arm64 newest lowest gpu release bench soak docs services constraints proto contract diagrams families reference format clean installed
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -75,11 +75,15 @@ tsan: installed ## the conformance suite with the worker in C++ under ThreadSani
 
 # What is too long for every change, in a random order. The campaigns add what they showed to docs/campaigns.md. One after
 # the other, the next also if one is red: then it ends with a status that is not 0.
-weekly: installed ## inference engines (vLLM), longest tests, newest packages, kill campaigns, an agent on arm64 under qemu; as root, hours on two cores
-	$(MAKE) --keep-going -j1 --no-print-directory weekly-tests tsan newest $(WEEKLY_KILLS) $(WEEKLY_SEEDS) weekly-arm64
+weekly: installed ## inference engines (vLLM), longest tests, newest packages, benchmarks beside the last release, kill campaigns, an agent on arm64 under qemu; as root, hours on two cores
+	$(MAKE) --keep-going -j1 --no-print-directory weekly-tests weekly-regressions tsan newest $(WEEKLY_KILLS) $(WEEKLY_SEEDS) weekly-arm64
 
 weekly-tests: installed
 	$(TIERS) run weekly --shuffle $$(date +%G%V)
+
+# Status 77, so not green, until a release is recorded.
+weekly-regressions: installed
+	$(BIN)/python -m bench.regressions
 
 $(WEEKLY_KILLS): installed
 	$(BIN)/python -m soak $(basename $@) --kills $(subst .,,$(suffix $@))
