@@ -9,11 +9,12 @@ import sys
 import time
 from collections.abc import AsyncIterator, Container, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import grpc
+import msgspec
 from grpc_health.v1 import health_pb2
 
 from strata.base.clock import SystemClock
@@ -67,7 +68,7 @@ async def in_process(
     options = CoordinatorSettings(job=job)
     if standby:
         # It takes over from a leader that has not renewed for so long.
-        options = replace(options, lease_s=3_600)
+        options = msgspec.structs.replace(options, lease_s=3_600)
         await journal.lead(options.stream, "somebody-else", 3_600)
     service = CoordinatorService(journal, clock, options)
     settings = CoordinatorSettings(listen="127.0.0.1:0", drain_s=0, tls=tls, ping_timeout_s=ping_timeout_s)
