@@ -170,10 +170,3 @@ def print_lines(target: Console, content: RenderableType) -> None:
     with target.capture() as captured:
         target.print(content)
     write("\n".join(line.rstrip() for line in captured.get().splitlines()))
-
-
-def to_json(state: object, *, indent: bool) -> str:
-    import msgspec
-
-    encoded = msgspec.json.encode(state)
-    return (msgspec.json.format(encoded, indent=2) if indent else encoded).decode()

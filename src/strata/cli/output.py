@@ -74,6 +74,10 @@ def collect_lines(lines: list[str]) -> Iterator[None]:
         _sink.reset(token)
 
 
+def is_collecting() -> bool:
+    return _sink.get() is not None
+
+
 def write(text: str) -> None:
     """Print a line of data. When the reader has closed the pipe (`| head`), the command ends quietly."""
     sink = _sink.get()

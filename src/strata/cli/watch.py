@@ -12,13 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
 from strata.base.errors import Code, StrataError
 from strata.cli.layout import Cell, Screen, console, render
-from strata.cli.output import Format, collect_lines, print_error, write
+from strata.cli.output import Format, collect_lines, is_collecting, print_error, write
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -81,6 +81,11 @@ def is_live(output: Format) -> bool:
     return not output.for_programs and to.is_terminal and not to.is_dumb_terminal
 
 
+def live_rows(output: Format) -> int | None:
+    """How high a view may be that is repeated on a screen; None where it is printed once, or in a pipe."""
+    return console().height - 1 if is_collecting() and is_live(output) else None
+
+
 def _printed(show: Callable[[], object]) -> list[str]:
     lines: list[str] = []
     # The exit status of what is shown now is not that of the watch.
@@ -127,15 +132,6 @@ class ChangedLines:
         self._away = True
 
 
-class LiveScreen(Protocol):
-    def show(self, content: RenderableType, head: str = "") -> None: ...
-
-    def lost(self, reason: str) -> None: ...
-
-    def ended_within(self, seconds: float) -> bool:
-        """Says whether the person presses q within so many seconds."""
-
-
 @contextmanager
 def live_screen() -> Iterator[LiveScreen]:
     """One screen for every watch: a line with the time or the lost connection, and the content below it."""
@@ -143,10 +139,10 @@ def live_screen() -> Iterator[LiveScreen]:
 
     to = console()
     with Live(console=to, auto_refresh=False, vertical_overflow="ellipsis") as live, _single_keys() as keys:
-        yield _Screen(live, keys=keys, width=lambda: to.width)
+        yield LiveScreen(live, keys=keys, width=lambda: to.width)
 
 
-class _Screen:
+class LiveScreen:
     def __init__(self, live: Any, *, keys: bool, width: Callable[[], int]) -> None:
         self._live = live
         self._keys = keys

@@ -14,7 +14,7 @@ from strata.cli.gang.format import took
 from strata.cli.layout import render
 from strata.cli.main import run
 from strata.cli.serve.commands import ready_sentences
-from strata.cli.serve.screen import line, screen
+from strata.cli.serve.screen import screen
 from strata.train.core.commands import Timing
 from strata.train.settings import load_settings
 from strata.train.status.reports import (
@@ -152,7 +152,6 @@ def test_a_gap_above_the_alarm_stands_before_everything_else() -> None:
     assert lines[1] == "! sampler and trainer differ by 0.123 nats per token (alarm above 0.05); 1 more"
     assert lines[2] == f"  model {gaps[1].model_id}"
     assert max(map(len, lines)) <= 80
-    assert line(shown).endswith("2 above the alarm of the sampler gap")
 
 
 def test_nothing_is_called_running_while_there_are_no_ranks() -> None:
@@ -166,12 +165,6 @@ def test_a_server_that_has_done_nothing_is_told_in_whole_sentences() -> None:
     assert "running    nothing" in shown
     assert "none yet" in shown
     assert "1 dispatch," in shown
-
-
-def test_all_of_it_is_one_line_for_a_log() -> None:
-    assert line(FULL) == (
-        "64 ranks busy, 100 waiting, 2 running, 1280 samples, dispatch 123456, 123,457 tokens/s trained, 12,346 sampled"
-    )
 
 
 def test_times_have_the_unit_that_suits_them() -> None:

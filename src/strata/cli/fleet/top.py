@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from strata.base.errors import StrataError
 from strata.cli.fleet.client import all_hosts, all_jobs, format_count, format_duration, hub_client, hub_option, short_id
-from strata.cli.layout import Cell, Screen, ScreenColumn, Table, bar, console, print_once, render
+from strata.cli.layout import Cell, Screen, ScreenColumn, Table, bar, print_once
 from strata.cli.output import Format, output_option
 from strata.cli.states import state_cell
-from strata.cli.watch import EVERY_S, TRANSIENT, is_live, live_screen
+from strata.cli.watch import is_live, live_rows, repeat
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,22 +75,15 @@ def top(context: str | None, output: Format) -> None:
     On a terminal the view stays up to date until q or Ctrl-C. In a pipe, and with -o json, it is printed once.
     """
     with hub_client(context) as client:
-        view = read_fleet(client)
-        if not is_live(output):
-            print_once(_value(view), fleet_screen(view), output)
-            return
-        to = console()
-        with live_screen() as live:
-            while True:
-                live.show(render(fleet_screen(view, rows=to.height - 1), to.width))
-                if live.ended_within(EVERY_S):
-                    return
-                try:
-                    view = read_fleet(client)
-                except StrataError as error:
-                    if error.code not in TRANSIENT:
-                        raise
-                    live.lost(error.message)
+
+        def show_fleet() -> None:
+            view = read_fleet(client)
+            print_once(_value(view), fleet_screen(view, live_rows(output)), output)
+
+        if is_live(output):
+            repeat(show_fleet, output)
+        else:
+            show_fleet()
 
 
 def read_fleet(client: HubClient) -> FleetView:

@@ -1,4 +1,4 @@
-"""A job as text: ages and times, the summary line, the alerts, and the changes between two views."""
+"""A job as text: ages and times, the summary line, the alerts, and what changed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from strata.coord.view import BarrierView, CheckpointView, DatasetView, IncidentView, JobView, WorkerView
+    from strata.coord.view import BarrierView, CheckpointView, IncidentView, JobView
 
 LONG_MS: Final = 30_000
 """A barrier that is open, or a command that is unanswered, for longer than this is worth a look."""
@@ -162,111 +162,23 @@ def missing_parts(job: JobView, checkpoint: CheckpointView, most: int | None = N
     return names([job.at_rank(rank) for rank in checkpoint.missing_ranks], most)
 
 
-def changes(before: JobView, after: JobView) -> list[str]:
-    """A sentence for each difference that a person would follow; steps and shards go on all the time and are none."""
-    return [
-        *_leader_changes(before, after),
-        *_worker_changes(before, after),
-        *_generation_changes(before, after),
-        *_barrier_changes(before, after),
-        *_checkpoint_changes(before, after),
-        *_dataset_changes(before, after),
-        *_command_changes(before, after),
-        *_incidents(before, after),
-    ]
+class GangChanges:
+    """Words what a person waits for since the last view: who takes part, what is committed, what went wrong."""
 
+    def __init__(self) -> None:
+        self._generation = 0
+        self._step = -1
+        self._incidents: frozenset[IncidentView] = frozenset()
 
-def _leader_changes(before: JobView, after: JobView) -> Iterator[str]:
-    if after.leader_epoch != before.leader_epoch:
-        yield f"another coordinator leads: epoch {before.leader_epoch} -> {after.leader_epoch}"
-
-
-def _worker_changes(before: JobView, after: JobView) -> Iterator[str]:
-    known = {each.worker_id: each for each in before.workers}
-    for each in after.workers:
-        was = known.get(each.worker_id)
-        presence = _presence_change(was, each)
-        if presence:
-            yield f"{each.worker_id} {presence}"
-        if each.status is not None and each.status != (was.status if was else None):
-            yield f"{each.worker_id} is {each.status}"
-
-
-def _presence_change(was: WorkerView | None, now: WorkerView) -> str:
-    """Empty if the same process is as alive as before."""
-    if not now.is_gone and (was is None or was.is_gone):
-        return f"joined on {now.hostname}" if now.hostname else "joined"
-    if was is None or now.liveness != was.liveness:
-        return f"{_LIVENESS.get(now.liveness or '', 'is unknown')}: {now.liveness_reason}"
-    return "was replaced by a new process" if now.incarnation != was.incarnation else ""
-
-
-_LIVENESS: Final = {"ALIVE": "is back", "SUSPECT": "may be gone", "LOST": "was lost", "LEFT": "left"}
-
-
-def _generation_changes(before: JobView, after: JobView) -> Iterator[str]:
-    if after.generation != before.generation:
-        yield f"generation {before.generation} -> {after.generation}, {after.world_size} members"
-
-
-def _barrier_changes(before: JobView, after: JobView) -> Iterator[str]:
-    known = {(each.generation, each.barrier_id): each for each in before.barriers}
-    for each in after.barriers:
-        was = known.pop((each.generation, each.barrier_id), None)
-        if was is None or was.arrived != each.arrived:
-            yield f"barrier {each.barrier_id}: {each.arrived} of {each.expected}, missing {names(each.missing)}"
-    for gone in known.values():
-        yield f"barrier {gone.barrier_id}: over"
-
-
-def _checkpoint_changes(before: JobView, after: JobView) -> Iterator[str]:
-    known = {(each.manifest.checkpoint_id, each.manifest.generation): each for each in before.checkpoints}
-    for each in reversed(after.checkpoints):
-        was = known.get((each.manifest.checkpoint_id, each.manifest.generation))
-        if each.committed and (was is None or not was.committed):
-            yield f"checkpoint at step {each.manifest.step} committed, {len(each.manifest.parts)} parts"
-        elif not each.committed and (was is None or was.missing_ranks != each.missing_ranks):
-            done = len(each.manifest.parts)
-            total = done + len(each.missing_ranks)
-            yield f"checkpoint at step {each.manifest.step}: {done} of {total}, missing {missing_parts(after, each)}"
-
-
-def _dataset_changes(before: JobView, after: JobView) -> Iterator[str]:
-    known = {each.dataset_id: each for each in before.datasets}
-    for each in after.datasets:
-        was = known.get(each.dataset_id)
-        if was is None:
-            yield f"dataset {each.dataset_id}: {each.num_samples} samples, {each.num_shards} shards"
-        yield from _epoch_changes(was, each)
-
-
-def _epoch_changes(was: DatasetView | None, now: DatasetView) -> Iterator[str]:
-    begun = {each.epoch for each in was.open_epochs} | set(was.finished_epochs) if was else set()
-    finished = set(was.finished_epochs) if was else set()
-    for each in now.open_epochs:
-        if each.epoch not in begun:
-            yield f"dataset {now.dataset_id}: epoch {each.epoch} begins"
-        elif each.epoch in finished:
-            yield f"dataset {now.dataset_id}: back in epoch {each.epoch}"
-    for epoch in now.finished_epochs:
-        if epoch not in finished:
-            yield f"dataset {now.dataset_id}: epoch {epoch} finished"
-
-
-def _command_changes(before: JobView, after: JobView) -> Iterator[str]:
-    known = {each.command.command_id: each for each in before.commands}
-    for each in after.commands:
-        was = known.pop(each.command.command_id, None)
-        if was is None or was.waiting_for != each.waiting_for:
-            yield f"command {each.command.command_id} {each.command.kind}: waiting for {names(each.waiting_for)}"
-    for over in known.values():
-        yield f"command {over.command.command_id} {over.command.kind}: nobody is waited for any more"
-
-
-def _incidents(before: JobView, after: JobView) -> Iterator[str]:
-    known = set(before.incidents)
-    for each in reversed(after.incidents):
-        worker = after.worker(each.worker_id)
-        # A loss that shows in the list of workers was told of there.
-        if each not in known and not (each.kind == "WORKER_LOST" and worker is not None and worker.is_gone):
-            yield f"incident {each.kind}{f' {each.worker_id}' if each.worker_id else ''}: {each.message}"
+    def lines(self, job: JobView) -> Iterator[str]:
+        if job.generation != self._generation:
+            self._generation = job.generation
+            yield f"generation {job.generation}, workers: {job.world_size}"
+        committed = [each.manifest.step for each in job.checkpoints if each.committed]
+        if max(committed, default=-1) > self._step:
+            self._step = max(committed)
+            yield f"the checkpoint of step {self._step} is committed"
+        incidents = frozenset(job.incidents)
+        for each in sorted(incidents - self._incidents, key=lambda each: (each.at_unix_ms, each.worker_id)):
+            yield f"{each.kind} {each.worker_id} {each.message}".replace("  ", " ")
+        self._incidents = incidents

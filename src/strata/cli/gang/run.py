@@ -10,10 +10,11 @@ import click
 
 from strata.cli.coordinator import OWN_COMMAND
 from strata.cli.exit_codes import ExitCode
+from strata.cli.gang.format import GangChanges
 from strata.cli.output import print_error
 
 if TYPE_CHECKING:
-    from strata.coord.view import IncidentView, JobView
+    from strata.coord.view import JobView
 
 _HOSTS: Final = re.compile(r"[1-9]\d*(:[1-9]\d*)?")
 
@@ -102,7 +103,13 @@ def run(ctx: click.Context, /, program: tuple[str, ...], **given: Any) -> None:
     job = given.pop("job") or PurePath(program[0]).stem
     folder = (given.pop("folder") or Path(f"gang-{job}")).absolute()
     options = GangOptions(job=job, folder=folder, program=program, **given)
-    status = asyncio.run(GangLauncher(options, SystemClock(), _say, _Changes().show).run(OWN_COMMAND))
+    changes = GangChanges()
+
+    def show(job: JobView) -> None:
+        for line in changes.lines(job):
+            _say(line)
+
+    status = asyncio.run(GangLauncher(options, SystemClock(), _say, show).run(OWN_COMMAND))
     if status == INTERRUPTED:
         _say("interrupted; the same command goes on from the last checkpoint")
         ctx.exit(ExitCode.INTERRUPTED)
@@ -113,25 +120,3 @@ def run(ctx: click.Context, /, program: tuple[str, ...], **given: Any) -> None:
 
 def _say(line: str) -> None:
     print_error(f"strata gang: {line}")
-
-
-class _Changes:
-    """Prints what a person waits for: who takes part, what is committed, what went wrong."""
-
-    def __init__(self) -> None:
-        self._generation = 0
-        self._step = -1
-        self._incidents: frozenset[IncidentView] = frozenset()
-
-    def show(self, job: JobView) -> None:
-        if job.generation != self._generation:
-            self._generation = job.generation
-            _say(f"generation {job.generation}, workers: {job.world_size}")
-        committed = [each.manifest.step for each in job.checkpoints if each.committed]
-        if max(committed, default=-1) > self._step:
-            self._step = max(committed)
-            _say(f"the checkpoint of step {self._step} is committed")
-        incidents = frozenset(job.incidents)
-        for each in sorted(incidents - self._incidents, key=lambda each: (each.at_unix_ms, each.worker_id)):
-            _say(f"{each.kind} {each.worker_id} {each.message}".replace("  ", " "))
-        self._incidents = incidents

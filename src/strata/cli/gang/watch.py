@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
-from strata.cli.gang.format import alerts, changes, clock, summary
+from strata.cli.gang.format import GangChanges, alerts, clock, summary
 from strata.cli.gang.screen import screen
-from strata.cli.layout import console, render, to_json
-from strata.cli.output import Format, print_error, printable, write
+from strata.cli.layout import console, render
+from strata.cli.output import Format, print_data, print_error, printable, write
 from strata.cli.watch import is_live, live_screen
 
 if TYPE_CHECKING:
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 async def follow(states: AsyncIterator[JobView | ConnectionLost], output: Format) -> None:
     """Print states until interrupted, or until the watch fails for good."""
     if output is Format.JSONL:
-        await _each(states, lambda job: write(to_json(job, indent=False)))
+        from msgspec import to_builtins
+
+        await _each(states, lambda job: print_data(to_builtins(job), output))
         return
     if is_live(output):
         await _live(states, wide=output is Format.WIDE)
@@ -44,16 +46,18 @@ async def _each(states: AsyncIterator[JobView | ConnectionLost], show: Callable[
 
 
 class Lines:
-    """A line for each change, with its time; at first how the job stands."""
+    """At first how the job stands, then a line for each change, with its time."""
 
     def __init__(self) -> None:
-        self._before: JobView | None = None
+        self._changes = GangChanges()
+        self._begun = False
 
     def print(self, job: JobView) -> None:
-        before, self._before = self._before, job
         now_ms = job.observed_at_unix_ms
-        for each in [summary(job), *alerts(job)] if before is None else changes(before, job):
+        changes = [*self._changes.lines(job)]
+        for each in changes if self._begun else [summary(job), *alerts(job)]:
             write(f"{clock(now_ms, now_ms)} {printable(each)}")
+        self._begun = True
 
 
 async def _live(states: AsyncIterator[JobView | ConnectionLost], *, wide: bool) -> None:

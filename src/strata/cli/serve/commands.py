@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
 
 from strata.base.errors import Code, StrataError
-from strata.cli.gang.format import clock
 from strata.cli.groups import DefaultGroup
-from strata.cli.layout import console, print_once, render, to_json
-from strata.cli.output import Format, output_option, print_error, printable, write
-from strata.cli.serve.screen import line, screen
+from strata.cli.layout import print_once
+from strata.cli.output import Format, output_option, print_error
+from strata.cli.serve.screen import screen
 from strata.cli.training_server import connect_server, context_option, key_file_option
-from strata.cli.watch import TRANSIENT, check_watched, is_live, live_screen, watch_flag
+from strata.cli.watch import live_rows, watch_option
 
 if TYPE_CHECKING:
     from strata.fleet.client.hub_client import HubClient
     from strata.train.settings import ServerSettings
     from strata.train.status.reports import ServerStatus
 
-EVERY_S: Final = 1.0
 ANSWER_S: Final = 15.0
 NAME_A_SERVER: Final = (
     "one that you started yourself: strata serve status CONFIG; one of a hub: log in with a researcher's key "
@@ -109,24 +105,19 @@ def ready_sentences(settings: ServerSettings, address: str) -> list[str]:
 
 @serve.command()
 @click.argument("server", required=False, metavar="[URL|CONFIG]")
-@watch_flag
 @key_file_option
 @context_option
 @output_option
-def status(*, server: str | None, watch: bool, key_file: Path | None, context: str | None, output: Format) -> None:
+@watch_option
+def status(*, server: str | None, key_file: Path | None, context: str | None, output: Format) -> None:
     """Show what a training server does, who waits for it, and what ended last.
 
     The server is the one at URL, or the one on this machine with the settings file CONFIG; default is the current
     context. With an operator's key all tenants are shown, with any other key its own tenant and the sum of the others.
     """
-    if watch:
-        check_watched(output)
     with connect_server(server, key_file, context, own="operator.token", timeout_s=ANSWER_S) as client:
-        if watch:
-            _follow(_poll(client), output)
-        else:
-            current = _fetch_status(client)
-            print_once(current, screen(current, wide=output is Format.WIDE), output)
+        current = _fetch_status(client)
+    print_once(current, screen(current, wide=output is Format.WIDE, rows=live_rows(output)), output)
 
 
 def _fetch_status(client: HubClient) -> ServerStatus:
@@ -140,58 +131,3 @@ def _fetch_status(client: HubClient) -> ServerStatus:
         missing = "there is no training server at this address"
         message = missing if error.code is Code.NOT_FOUND else error.message
         raise StrataError(error.code, message, hint=NAME_A_SERVER) from error
-
-
-def _poll(client: HubClient) -> Iterator[ServerStatus | StrataError]:
-    """Poll for ever. The first call must succeed; later a server that is away may come back."""
-    yield _fetch_status(client)
-    while True:
-        try:
-            current: ServerStatus | StrataError = _fetch_status(client)
-        except StrataError as error:
-            if error.code not in TRANSIENT:
-                raise
-            current = error
-        yield current
-
-
-def _follow(statuses: Iterator[ServerStatus | StrataError], output: Format) -> None:
-    if is_live(output):
-        _live(statuses, wide=output is Format.WIDE)
-    else:
-        _print_changes(statuses, output)
-
-
-def _print_changes(statuses: Iterator[ServerStatus | StrataError], output: Format) -> None:
-    before, away = "", False
-    for number, current in enumerate(statuses):
-        time.sleep(EVERY_S if number else 0.0)
-        if isinstance(current, StrataError):
-            if not away:
-                print_error(f"strata serve: lost the connection: {current.message}; trying again")
-            away = True
-            continue
-        if away:
-            print_error("strata serve: connected again")
-        away = False
-        text = to_json(current, indent=False) if output is Format.JSONL else line(current)
-        if text != before:
-            write(text if output is Format.JSONL else f"{_time(current)} {printable(text)}")
-        before = text
-
-
-def _live(statuses: Iterator[ServerStatus | StrataError], *, wide: bool) -> None:
-    to = console()
-    with live_screen() as live:
-        for current in statuses:
-            if isinstance(current, StrataError):
-                live.lost(current.message)
-            else:
-                live.show(render(screen(current, wide=wide, rows=to.height - 1), to.width), _time(current))
-            if live.ended_within(EVERY_S):
-                return
-
-
-def _time(current: ServerStatus) -> str:
-    now_ms = int(current.now_s * 1000)
-    return clock(now_ms, now_ms)

@@ -59,21 +59,6 @@ def screen(status: ServerStatus, *, wide: bool = False, rows: int | None = None)
     return Screen(lines, [table for table in (tenants, ended) if table.rows])
 
 
-def line(status: ServerStatus) -> str:
-    """All in a line, for a log."""
-    parts = [
-        _ranks(status),
-        f"{status.waiting} waiting",
-        f"{len(status.running)} running",
-        f"{status.samples_waiting + status.samples_running} samples",
-        f"dispatch {status.dispatched}",
-        f"{status.trained_tokens_per_s:,.0f} tokens/s trained",
-        f"{status.sampled_tokens_per_s:,.0f} sampled",
-        *([f"{len(status.high_gaps)} above the alarm of the sampler gap"] if status.high_gaps else ()),
-    ]
-    return ", ".join(parts)
-
-
 def _head(status: ServerStatus) -> str:
     described = [status.arch, status.training, _parameters(status.parameters)] if status.arch else [status.training]
     return f"{status.base_model} ({', '.join(described)}): {_ranks(status)}"
