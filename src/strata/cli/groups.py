@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 class CommandEntry(NamedTuple):
     target: str
-    """`module:attribute` of the command."""
+    """`module:attribute` of the command, below the package of the group."""
     help: str
     """The command's own short help, repeated here so that listing the commands imports none of them."""
     section: str = "Commands"
@@ -32,9 +32,11 @@ class LazyGroup(click.Group):
         table: Mapping[str, CommandEntry],
         aliases: Mapping[str, str],
         synonyms: Mapping[str, str] | None = None,
+        package: str = "strata.cli",
         **options: Any,
     ) -> None:
         super().__init__(**options)
+        self.package = package
         self.table = table
         self.aliases = aliases
         self.synonyms = synonyms or {}
@@ -48,7 +50,7 @@ class LazyGroup(click.Group):
         del ctx
         name = self.aliases.get(cmd_name, cmd_name)
         entry = self.table.get(name)
-        return None if entry is None else _load(entry.target, name)
+        return None if entry is None else _load(f"{self.package}.{entry.target}", name)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

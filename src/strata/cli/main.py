@@ -15,142 +15,84 @@ from strata.cli.exit_codes import EXIT_CODE_OF, ExitCode
 from strata.cli.groups import CommandEntry, LazyGroup
 from strata.cli.output import print_error
 
-_JOBS: Final = "Run and follow jobs"
-_RESULTS: Final = "Results and data"
-_HOSTS: Final = "Hosts"
-_HUB: Final = "Hub"
-_GANGS: Final = "Gangs"
-_TRAINING: Final = "Training server"
-_MACHINE: Final = "This machine"
+_TABLE: Final[Mapping[str, Mapping[str, tuple[str, str]]]] = {
+    "Run and follow jobs": {
+        "run": ("fleet.run:run", "Run COMMAND in a copy of the current folder on a host of the fleet."),
+        "apply": ("fleet.apply:apply", "Queue the jobs of MANIFEST, and update those that differ."),
+        "list": ("fleet.jobs:list_jobs", "List jobs with their status and host."),
+        "show": ("fleet.jobs:show", "Show JOB and its attempts."),
+        "top": ("fleet.top:top", "Show live what needs attention, what runs, what waits, and the hosts."),
+        "status": ("fleet.jobs:status", "Show how many jobs and hosts there are, and the latest failures."),
+        "why": ("fleet.why:why", "Explain why JOB is not running, and what would help."),
+        "logs": ("fleet.logs:logs", "Print the log of JOB."),
+        "metrics": ("fleet.metrics:metrics", "Show the metrics of jobs, side by side, over time or as plots."),
+        "goodput": ("fleet.goodput:goodput", "Show where the time of JOB went, and what its interruptions cost."),
+        "wait": ("fleet.wait:wait", "Wait until every JOB has ended."),
+        "cancel": ("fleet.control:cancel", "Cancel each JOB."),
+        "requeue": ("fleet.control:requeue", "Run each ended JOB again, or let excluded hosts try a pending one."),
+        "archive": ("fleet.control:archive", "Hide each ended JOB from lists and counts."),
+        "exec": ("fleet.control:exec_command", "Run COMMAND inside a running JOB."),
+        "events": ("fleet.events:events", "Show who changed what in the fleet, and when."),
+        "schedules": (
+            "fleet.schedules:schedules",
+            "List the schedules of manifests, or pause, resume and remove them.",
+        ),
+        "sweeps": ("fleet.sweeps:sweeps", "List the sweeps of manifests, or stop and resume them."),
+    },
+    "Results and data": {
+        "artifacts": ("fleet.artifacts:artifacts", "List, download and remove the results and checkpoints of jobs."),
+        "data": ("fleet.data:data", "Upload, download and list the data of jobs."),
+        "mirror": ("mirror:mirror", "Copy metrics to TensorBoard, W&B or another tracker, as they come."),
+    },
+    "Hosts": {
+        "workers": ("fleet.hosts:workers", "List hosts with their state and hardware, or show one."),
+        "drain": ("fleet.control:drain", "Let each HOST finish its jobs, and assign it no new ones."),
+        "pause": ("fleet.control:pause", "Assign no new jobs to each HOST until it is resumed."),
+        "resume": ("fleet.control:resume", "Assign jobs to each HOST again, also after a quarantine."),
+        "revoke": ("fleet.control:revoke", "Revoke the credentials of HOST, for example because it is lost."),
+        "invite": ("fleet.enrol:invite", "Create a join token for one host, and print what to run there."),
+        "join": ("fleet.enrol:join", "Make this machine a host of the hub at URL."),
+        "leave": ("fleet.enrol:leave", "Undo 'strata join' on this machine."),
+        "agent": ("agent:agent", "Run the agent of this host: claim jobs, run them, report."),
+    },
+    "Hub": {
+        "up": ("fleet.up:up", "Run a hub and an agent on this machine, in one process."),
+        "hub": ("hub:hub", "Run the hub: schedule jobs on hosts, and store their logs and results."),
+        "dashboard": ("fleet.dashboard:dashboard", "Print a link that logs your browser in to the dashboard."),
+        "keys": ("fleet.keys:keys", "Create, list and revoke API keys of people and programs."),
+        "quota": ("fleet.quota:quota", "Show what each owner may use of the fleet, or change it."),
+        "secrets": ("fleet.secrets:secrets", "Set, list and remove secrets of jobs."),
+        "notify": ("fleet.notify:notify", "Send yourself messages about jobs: Slack, ntfy, e-mail and others."),
+        "reload": ("fleet.apply:reload", "Apply the manifest in the hub's settings, as the file is now."),
+        "backup": ("backup:backup", "Back up the data of a hub to the folder TARGET."),
+        "restore": ("backup:restore", "Restore the data of a hub from BACKUP."),
+        "move": ("backup:move", "Move the database of a hub to TARGET."),
+    },
+    "Gangs": {
+        "coordinator": ("coordinator:coordinator", "Run the coordinator that keeps the workers of a job together."),
+        "gang": ("gang.commands:gang", "Show the workers of a job, once or live, and send them commands."),
+        "journal": ("journal:journal", "Inspect a journal: streams, facts, integrity."),
+    },
+    "Training server": {
+        "train": ("train:train", "Train a model as RECIPE says, and export its adapter."),
+        "recipes": ("recipes:recipes", "List the kinds of recipes for 'strata train', or print one."),
+        "serve": ("serve.commands:serve", "Run a training server, which trains a model through an API."),
+        "models": ("models:models", "Create, fetch, check and publish models for the training server."),
+        "plan": ("plan:plan", "Plan the memory of each device for training MODEL."),
+        "weights": ("weights:weights", "List or export checkpoints of a server, or import a LoRA adapter."),
+    },
+    "This machine": {
+        "login": ("contexts:login", "Log in to the server at URL and use it for all other commands."),
+        "contexts": ("contexts:contexts", "List the servers you logged in to, or switch to the one called NAME."),
+        "doctor": ("doctor.command:doctor", "Diagnose this machine, the agent and the hub."),
+        "completion": ("completion:completion", "Print the script with which SHELL completes 'strata'."),
+    },
+}
+"""The target and the short help of each command, by the section of the list of commands."""
 COMMANDS: Final[Mapping[str, CommandEntry]] = {
-    "run": CommandEntry(
-        "strata.cli.fleet.run:run", "Run COMMAND in a copy of the current folder on a host of the fleet.", _JOBS
-    ),
-    "apply": CommandEntry(
-        "strata.cli.fleet.apply:apply", "Queue the jobs of MANIFEST, and update those that differ.", _JOBS
-    ),
-    "list": CommandEntry("strata.cli.fleet.jobs:list_jobs", "List jobs with their status and host.", _JOBS),
-    "show": CommandEntry("strata.cli.fleet.jobs:show", "Show JOB and its attempts.", _JOBS),
-    "top": CommandEntry(
-        "strata.cli.fleet.top:top", "Show live what needs attention, what runs, what waits, and the hosts.", _JOBS
-    ),
-    "status": CommandEntry(
-        "strata.cli.fleet.jobs:status", "Show how many jobs and hosts there are, and the latest failures.", _JOBS
-    ),
-    "why": CommandEntry("strata.cli.fleet.why:why", "Explain why JOB is not running, and what would help.", _JOBS),
-    "logs": CommandEntry("strata.cli.fleet.logs:logs", "Print the log of JOB.", _JOBS),
-    "metrics": CommandEntry(
-        "strata.cli.fleet.metrics:metrics", "Show the metrics of jobs, side by side, over time or as plots.", _JOBS
-    ),
-    "goodput": CommandEntry(
-        "strata.cli.fleet.goodput:goodput", "Show where the time of JOB went, and what its interruptions cost.", _JOBS
-    ),
-    "wait": CommandEntry("strata.cli.fleet.wait:wait", "Wait until every JOB has ended.", _JOBS),
-    "cancel": CommandEntry("strata.cli.fleet.control:cancel", "Cancel each JOB.", _JOBS),
-    "requeue": CommandEntry(
-        "strata.cli.fleet.control:requeue", "Run each ended JOB again, or let excluded hosts try a pending one.", _JOBS
-    ),
-    "archive": CommandEntry("strata.cli.fleet.control:archive", "Hide each ended JOB from lists and counts.", _JOBS),
-    "exec": CommandEntry("strata.cli.fleet.control:exec_command", "Run COMMAND inside a running JOB.", _JOBS),
-    "events": CommandEntry("strata.cli.fleet.events:events", "Show who changed what in the fleet, and when.", _JOBS),
-    "schedules": CommandEntry(
-        "strata.cli.fleet.schedules:schedules",
-        "List the schedules of manifests, or pause, resume and remove them.",
-        _JOBS,
-    ),
-    "sweeps": CommandEntry(
-        "strata.cli.fleet.sweeps:sweeps", "List the sweeps of manifests, or stop and resume them.", _JOBS
-    ),
-    "artifacts": CommandEntry(
-        "strata.cli.fleet.artifacts:artifacts",
-        "List, download and remove the results and checkpoints of jobs.",
-        _RESULTS,
-    ),
-    "data": CommandEntry("strata.cli.fleet.data:data", "Upload, download and list the data of jobs.", _RESULTS),
-    "mirror": CommandEntry(
-        "strata.cli.mirror:mirror", "Copy metrics to TensorBoard, W&B or another tracker, as they come.", _RESULTS
-    ),
-    "workers": CommandEntry(
-        "strata.cli.fleet.hosts:workers", "List hosts with their state and hardware, or show one.", _HOSTS
-    ),
-    "drain": CommandEntry(
-        "strata.cli.fleet.control:drain", "Let each HOST finish its jobs, and assign it no new ones.", _HOSTS
-    ),
-    "pause": CommandEntry(
-        "strata.cli.fleet.control:pause", "Assign no new jobs to each HOST until it is resumed.", _HOSTS
-    ),
-    "resume": CommandEntry(
-        "strata.cli.fleet.control:resume", "Assign jobs to each HOST again, also after a quarantine.", _HOSTS
-    ),
-    "revoke": CommandEntry(
-        "strata.cli.fleet.control:revoke", "Revoke the credentials of HOST, for example because it is lost.", _HOSTS
-    ),
-    "invite": CommandEntry(
-        "strata.cli.fleet.enrol:invite", "Create a join token for one host, and print what to run there.", _HOSTS
-    ),
-    "join": CommandEntry("strata.cli.fleet.enrol:join", "Make this machine a host of the hub at URL.", _HOSTS),
-    "leave": CommandEntry("strata.cli.fleet.enrol:leave", "Undo 'strata join' on this machine.", _HOSTS),
-    "agent": CommandEntry(
-        "strata.cli.agent:agent", "Run the agent of this host: claim jobs, run them, report.", _HOSTS
-    ),
-    "up": CommandEntry("strata.cli.fleet.up:up", "Run a hub and an agent on this machine, in one process.", _HUB),
-    "hub": CommandEntry(
-        "strata.cli.hub:hub", "Run the hub: schedule jobs on hosts, and store their logs and results.", _HUB
-    ),
-    "dashboard": CommandEntry(
-        "strata.cli.fleet.dashboard:dashboard", "Print a link that logs your browser in to the dashboard.", _HUB
-    ),
-    "keys": CommandEntry(
-        "strata.cli.fleet.keys:keys", "Create, list and revoke API keys of people and programs.", _HUB
-    ),
-    "quota": CommandEntry(
-        "strata.cli.fleet.quota:quota", "Show what each owner may use of the fleet, or change it.", _HUB
-    ),
-    "secrets": CommandEntry("strata.cli.fleet.secrets:secrets", "Set, list and remove secrets of jobs.", _HUB),
-    "notify": CommandEntry(
-        "strata.cli.fleet.notify:notify", "Send yourself messages about jobs: Slack, ntfy, e-mail and others.", _HUB
-    ),
-    "reload": CommandEntry(
-        "strata.cli.fleet.apply:reload", "Apply the manifest in the hub's settings, as the file is now.", _HUB
-    ),
-    "backup": CommandEntry("strata.cli.backup:backup", "Back up the data of a hub to the folder TARGET.", _HUB),
-    "restore": CommandEntry("strata.cli.backup:restore", "Restore the data of a hub from BACKUP.", _HUB),
-    "move": CommandEntry("strata.cli.backup:move", "Move the database of a hub to TARGET.", _HUB),
-    "coordinator": CommandEntry(
-        "strata.cli.coordinator:coordinator", "Run the coordinator that keeps the workers of a job together.", _GANGS
-    ),
-    "gang": CommandEntry(
-        "strata.cli.gang.commands:gang", "Show the workers of a job, once or live, and send them commands.", _GANGS
-    ),
-    "journal": CommandEntry("strata.cli.journal:journal", "Inspect a journal: streams, facts, integrity.", _GANGS),
-    "train": CommandEntry("strata.cli.train:train", "Train a model as RECIPE says, and export its adapter.", _TRAINING),
-    "recipes": CommandEntry(
-        "strata.cli.recipes:recipes", "List the kinds of recipes for 'strata train', or print one.", _TRAINING
-    ),
-    "serve": CommandEntry(
-        "strata.cli.serve.commands:serve", "Run a training server, which trains a model through an API.", _TRAINING
-    ),
-    "models": CommandEntry(
-        "strata.cli.models:models", "Create, fetch, check and publish models for the training server.", _TRAINING
-    ),
-    "plan": CommandEntry("strata.cli.plan:plan", "Plan the memory of each device for training MODEL.", _TRAINING),
-    "weights": CommandEntry(
-        "strata.cli.weights:weights",
-        "List or export checkpoints of a server, or import a LoRA adapter.",
-        _TRAINING,
-    ),
-    "login": CommandEntry(
-        "strata.cli.contexts:login", "Log in to the server at URL and use it for all other commands.", _MACHINE
-    ),
-    "contexts": CommandEntry(
-        "strata.cli.contexts:contexts", "List the servers you logged in to, or switch to the one called NAME.", _MACHINE
-    ),
-    "doctor": CommandEntry(
-        "strata.cli.doctor.command:doctor", "Diagnose this machine, the agent and the hub.", _MACHINE
-    ),
-    "completion": CommandEntry(
-        "strata.cli.completion:completion", "Print the script with which SHELL completes 'strata'.", _MACHINE
-    ),
+    name: CommandEntry(target, help, section)
+    for section, commands in _TABLE.items()
+    for name, (target, help) in commands.items()
 }
 ALIASES: Final[Mapping[str, str]] = {"hosts": "workers", "jobs": "list"}
 SYNONYMS: Final[Mapping[str, str]] = {

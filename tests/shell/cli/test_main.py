@@ -126,7 +126,7 @@ def test_an_alias_runs_its_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_target_that_does_not_exist_is_a_defect_and_not_an_unknown_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    group = LazyGroup(name="strata", table={"gone": CommandEntry("strata.cli.gone:gone", "")}, aliases={})
+    group = LazyGroup(name="strata", table={"gone": CommandEntry("gone:gone", "")}, aliases={})
     assert run(["gone"], group) == ExitCode.INTERNAL
     assert "internal error: ModuleNotFoundError" in capsys.readouterr().err
 
@@ -305,7 +305,9 @@ def hang_up() -> None:
 
 
 def test_a_connection_that_breaks_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    group = Root(name="strata", table={"hang-up": CommandEntry(f"{__name__}:hang_up", "")}, aliases={})
+    package, _, module = __name__.rpartition(".")
+    table = {"hang-up": CommandEntry(f"{module}:hang_up", "")}
+    group = Root(name="strata", table=table, aliases={}, package=package)
     assert run(["hang-up"], group) == ExitCode.UNREACHABLE
     assert capsys.readouterr().err == "strata: the other side closed the connection\n"
 
