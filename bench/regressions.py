@@ -113,10 +113,16 @@ def _passes(bench: str, release: Release, explained: Ratios) -> bool:
 
 def _run(bench: str, commit: str) -> Ratios:
     command = (sys.executable, "-m", "bench", bench, "--quick", "--json-only", "--against", commit)
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
-    sys.stdout.write(done.stdout.decode())
-    lines = (msgspec.json.decode(line, type=Line) for line in done.stdout.splitlines())
-    return {Case(bench, line.case): line.ratio for line in lines}
+    ratios: dict[Case, float] = {}
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for text in process.stdout:
+            print(text, end="", flush=True)
+            line = msgspec.json.decode(text, type=Line)
+            ratios[Case(bench, line.case)] = line.ratio
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return ratios
 
 
 def _list(cases: set[Case]) -> str:
