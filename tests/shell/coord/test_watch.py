@@ -207,7 +207,7 @@ async def test_workers_come_in_pages_those_first_that_hold_the_job_up(running: R
 async def test_lanes_have_the_states_of_workers_over_time(running: Running) -> None:
     await register(running.stub, "a", "b")
     await running.stub.Heartbeat(beat("a"))
-    telemetry = running.service.telemetry_of("default")
+    telemetry = running.service.telemetry.of("default")
     telemetry.sample_lanes(1_000, ["a", "b"])
     await running.stub.Heartbeat(pb.HeartbeatRequest(worker_id="a", status=pb.WORKER_STATUS_CHECKPOINTING))
     telemetry.sample_lanes(6_000, ["a", "b"])

@@ -193,7 +193,7 @@ async def test_a_call_for_shards_waits_through_the_loss_of_a_worker(running: Run
     waiting = asyncio.ensure_future(
         running.stub.GetNextShards(pb.ShardRequest(dataset_id="d", worker_id="b", wait_ms=5_000))
     )
-    while not len(running.service.events):
+    while not len(running.service.notifier.events):
         await asyncio.sleep(0)
     await running.stub.LeaveWorker(pb.LeaveWorkerRequest(worker_id="a"))
     found = await waiting

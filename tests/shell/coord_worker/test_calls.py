@@ -128,7 +128,7 @@ async def test_drain_ends_the_loop_and_is_acknowledged(tmp_path: Path) -> None:
         assert found.should_stop
         assert [(each.kind, each.reason) for each in told] == [(strata.CommandKind.DRAIN, "upgrade")]
         assert len(leases(running)) == 1
-    assert running.service.telemetry_of(JOB).departed == {"w": "left"}
+    assert running.service.telemetry.of(JOB).departed == {"w": "left"}
     assert [each.name for each in tmp_path.iterdir()] == [str(os.getpid())], "its launcher starts one worker fewer"
 
 
@@ -241,7 +241,7 @@ async def test_who_was_told_to_stop_and_was_evicted_does_not_come_back_by_itself
             async with asyncio.timeout(10):
                 await found.barrier("never")
         assert refused.value.detail["reason"] == "evicted"
-        assert running.service.telemetry_of(JOB).departed.keys() == {"w"}
+        assert running.service.telemetry.of(JOB).departed.keys() == {"w"}
 
 
 def test_the_blocking_worker_has_every_name_of_the_async_one_with_its_words() -> None:

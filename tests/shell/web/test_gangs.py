@@ -51,7 +51,7 @@ async def test_from_the_overview_two_clicks_lead_to_who_holds_the_gang_up_and_wh
             while (await stub.RegisterWorker(_info("worker-1"))).world_size != 2:
                 await asyncio.sleep(0.05)
         await stub.Barrier(pb.BarrierRequest(barrier_id="epoch_3", worker_id="worker-1", job_id="run", wait=False))
-        coordinator.service.telemetry_of("run").sample_lanes(round(SystemClock().wall_s() * 1000), ["worker-1"])
+        coordinator.service.telemetry.of("run").sample_lanes(round(SystemClock().wall_s() * 1000), ["worker-1"])
         browser = await log_in(site, "viewer")
         assert 'href="/gangs"' in await browser.shows("/")
         listed = await browser.shows("/gangs")

@@ -116,7 +116,7 @@ def receive(
     now_s: float,
 ) -> SharedReply | pb.HeartbeatResponse | Awaitable[pb.HeartbeatResponse]:
     """The reply, at once unless the heartbeat makes facts. Nearly every one gets a `SharedReply`, so that is cheap."""
-    telemetry = service.telemetry.get(job_id)
+    telemetry = service.telemetry.jobs.get(job_id)
     status = message.status
     failed = status == pb.WORKER_STATUS_ERROR
     progress = _step_progress(message, status) if message.HasField("step") else None
@@ -210,7 +210,7 @@ def _reply(
 ) -> pb.HeartbeatResponse:
     assert isinstance(outcome.reply, HeartbeatReply)
     # A job may be so new that its first fact is being written: then there is no telemetry of it yet.
-    telemetry = service.telemetry_of(request.caller.job)
+    telemetry = service.telemetry.of(request.caller.job)
     shared = _shared_reply(service, telemetry, request.caller.job).message
     if request.failed:
         return _copy_with(shared, (), pb.COMMAND_KIND_STOP)

@@ -51,17 +51,17 @@ async def register(service: CoordinatorService, request: Register) -> tuple[JobS
     deadline_s = service.clock.monotonic_s() + RANK_WAIT_S
     await service.submit(request)
     while True:
-        with service.events.subscribe(("formed", request.job)) as formed:
+        with service.notifier.events.subscribe(("formed", request.job)) as formed:
             job = service.state.jobs[request.job]
             members.member_of(job, caller)
             assignment = members.rank_of(job, caller.worker_id)
             # The core's generation may not be durable yet, and could still be lost.
-            if assignment.generation and assignment.generation <= service.telemetry_of(request.job).generation:
-                service.telemetry_of(request.job).awaiting_rank.discard(caller.worker_id)
+            if assignment.generation and assignment.generation <= service.telemetry.of(request.job).generation:
+                service.telemetry.of(request.job).awaiting_rank.discard(caller.worker_id)
                 return job, assignment
             left_s = deadline_s - service.clock.monotonic_s()
             if left_s <= 0:
-                service.telemetry_of(request.job).awaiting_rank.add(caller.worker_id)
+                service.telemetry.of(request.job).awaiting_rank.add(caller.worker_id)
                 return job, replace(assignment, generation=0, rank=-1, world_size=0)
             with service.open_call(caller):
                 await formed.wait(left_s)
@@ -100,7 +100,7 @@ async def _wait_for_shards(
     # The acks were applied by the first attempt.
     request = replace(request, acks=())
     while True:
-        with service.events.subscribe(("data", request.caller.job)) as data_event:
+        with service.notifier.events.subscribe(("data", request.caller.job)) as data_event:
             try:
                 reply = (await service.submit(request)).reply
             except StrataError as error:
@@ -192,10 +192,10 @@ async def arrive(
     generation = caller.generation or (job.generation if job else 0)
     # By its number: while this call waits, the current generation may become another one.
     request = replace(request, caller=replace(caller, generation=generation))
-    with service.barriers.subscribe((caller.job, generation, request.barrier_id)) as decided:
+    with service.notifier.barriers.subscribe((caller.job, generation, request.barrier_id)) as decided:
         state = (await service.submit(request)).reply
         assert isinstance(state, BarrierState)
-        service.telemetry_of(caller.job).record_step(caller.worker_id, request.step)
+        service.telemetry.of(caller.job).record_step(caller.worker_id, request.step)
         if state.verdict is None and wait:
             with service.open_call(caller):
                 await on_wait()
@@ -203,7 +203,7 @@ async def arrive(
     if state.verdict is BarrierVerdict.TIMED_OUT and wait:
         raise StrataError(Code.DEADLINE, barrier_timeout_message(request.barrier_id, state.missing))
     if state.verdict is BarrierVerdict.MEMBERSHIP_CHANGED:
-        return replace(state, generation=service.telemetry_of(caller.job).generation)
+        return replace(state, generation=service.telemetry.of(caller.job).generation)
     return state
 
 
@@ -271,7 +271,7 @@ async def leave(
                 rejected.update(await _ack_only(service, request, dataset))
     # A program that lost some of what it consumed is not finished, whatever it reports.
     await service.submit(Leave(caller, f"{LEFT}: {reason}" if reason else LEFT, finished and not rejected))
-    return service.telemetry_of(caller.job).generation, sorted(rejected)
+    return service.telemetry.of(caller.job).generation, sorted(rejected)
 
 
 async def issue(service: CoordinatorService, request: IssueCommand) -> tuple[int, tuple[str, ...]]:

@@ -35,10 +35,10 @@ class Presence:
         """The next update: at once if the worker lacks something, else when something happens."""
         caller, service = self._caller, self._service
         while True:
-            with service.events.subscribe(("worker", caller.job, caller.worker_id)) as happened:
+            with service.notifier.events.subscribe(("worker", caller.job, caller.worker_id)) as happened:
                 job = members.job_of(service.state, caller)
                 members.member_of(job, caller)
-                telemetry = service.telemetry_of(caller.job)
+                telemetry = service.telemetry.of(caller.job)
                 commands = tuple(
                     each
                     for each in job.commands.values()
@@ -66,7 +66,7 @@ def open_presence(
     caller = replace(caller, incarnation=members.member_of(job, caller).worker.incarnation)
     service.observe(Attached(caller))
     presence = Presence(service, caller)
-    streams = service.telemetry_of(caller.job).streams
+    streams = service.telemetry.of(caller.job).streams
     streams[caller.worker_id] = presence
     try:
         yield presence
@@ -88,6 +88,6 @@ async def suspect_unless(
     state = service.state_if_leading
     if state is None or caller.job not in state.jobs:
         return
-    is_back = caller.worker_id in service.telemetry_of(caller.job).streams
+    is_back = caller.worker_id in service.telemetry.of(caller.job).streams
     if not is_back and state.soft_of(caller.job).seen_s.get(caller.worker_id, 0.0) < broke_s:
         service.observe(Detached(caller))

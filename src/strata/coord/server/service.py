@@ -6,7 +6,7 @@ It knows the core's types only. `operations` waits for outcomes; `servicer` tran
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -18,40 +18,14 @@ from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.base.ids import Ids
 from strata.base.loop import every
-from strata.base.notify import KeyedNotifier
-from strata.coord.core import straggler_policy
-from strata.coord.core.facts import (
-    BarrierDecided,
-    CheckpointAgreed,
-    CommandIssued,
-    CommandKind,
-    Fact,
-    GenerationFormed,
-    JobDeleted,
-    JobReset,
-    Recovered,
-    ShardAcked,
-    ShardReturned,
-    WorkerLost,
-)
-from strata.coord.core.inputs import (
-    ArriveAtBarrier,
-    BarrierState,
-    CallClosed,
-    Caller,
-    CallOpened,
-    Heartbeat,
-    Input,
-    IssueCommand,
-    Outcome,
-    Tick,
-)
+from strata.coord.core.facts import CommandKind, GenerationFormed
+from strata.coord.core.inputs import CallClosed, Caller, CallOpened, Heartbeat, Input, IssueCommand, Outcome, Tick
 from strata.coord.core.machine import CoordMachine
 from strata.coord.core.state import CoordState
 from strata.coord.metrics import CoordinatorMetrics
+from strata.coord.server.commit_notifier import CommitNotifier
 from strata.coord.server.event_log import log_events
-from strata.coord.server.lanes import SAMPLE_S
-from strata.coord.server.telemetry import JobTelemetry
+from strata.coord.server.telemetry import CoordinatorTelemetry
 from strata.coord.settings import CoordinatorSettings
 from strata.journal.failover import RETRY_AFTER_S
 from strata.journal.group_commit import WriterLimits
@@ -95,11 +69,8 @@ class CoordinatorService:
         self.clock = clock
         self.settings = settings
         self.ids = Ids(clock)
-        self.barriers: KeyedNotifier[BarrierState] = KeyedNotifier()
-        """Keyed by (job, generation, barrier_id)."""
-        self.events: KeyedNotifier[None] = KeyedNotifier()
-        """Keyed by ("formed", job), ("data", job), ("changed", job) or ("worker", job, worker_id)."""
-        self.telemetry: dict[str, JobTelemetry] = {}
+        self.notifier = CommitNotifier()
+        self.telemetry = CoordinatorTelemetry(clock)
         self.metrics = metrics or CoordinatorMetrics()
         self._journal = journal
         self._replica: CoordReplica | None = None
@@ -108,8 +79,6 @@ class CoordinatorService:
         self._draining = asyncio.Event()
         self._refusal: StrataError | None = None
         """Why this process does not want to lead: the database has lost what it saw there."""
-        self._fleet = 0
-        self._sampled_s = 0.0
         self._logged: dict[str, int] = {}
         """The number of the last event of each job that is in the log."""
 
@@ -135,13 +104,6 @@ class CoordinatorService:
         """Returns the state by partition, for metrics: this is the only one."""
         state = self.state_if_leading
         return {} if state is None else {0: state}
-
-    def telemetry_of(self, job: str) -> JobTelemetry:
-        """The telemetry of a job that exists."""
-        found = self.telemetry.get(job)
-        if found is None:
-            found = self.telemetry[job] = JobTelemetry()
-        return found
 
     async def run(self, on_change: OnChange) -> None:
         """Stand by, lead, stand by again when deposed; until cancelled or drained. `on_change`: `leads` has changed."""
@@ -240,7 +202,7 @@ class CoordinatorService:
         state = replica.state
         state.leader_epoch = replica.epoch
         state.wall_offset_s = self.clock.wall_s() - self.clock.monotonic_s()
-        self.telemetry = {name: JobTelemetry.from_journal(job) for name, job in state.jobs.items()}
+        self.telemetry.replace(state)
         self._logged = {name: job.history.next_number - 1 for name, job in state.jobs.items()}
         self._replica = replica
         _log.info("leadership_acquired", stream=self.settings.stream, epoch=replica.epoch, jobs=len(state.jobs))
@@ -249,8 +211,8 @@ class CoordinatorService:
         async def tick() -> None:
             try:
                 await self._decide(replica, Tick(self.clock.wall_s()))
-                self._refresh_replies(replica.state)
-                self._sample_lanes(replica.state)
+                self.telemetry.refresh_replies(replica.state)
+                self.telemetry.sample_lanes(replica.state)
                 log_events(replica.state, self._logged, self.clock.wall_s())
             except StrataError:
                 # A failed leader is about to be dropped; `lead_until_replaced` returns the reason.
@@ -268,31 +230,9 @@ class CoordinatorService:
             ticking.cancel()
             await asyncio.wait([ticking])
 
-    def _refresh_replies(self, state: CoordState) -> None:
-        """The reply to heartbeats is encoded once and shared: encode it again when what it says has changed."""
-        is_resized = state.fleet != self._fleet
-        self._fleet = state.fleet
-        for name, telemetry in self.telemetry.items():
-            probe = straggler_policy.open_probe(state.soft_of(name))
-            if is_resized or probe != telemetry.hang_probe:
-                telemetry.hang_probe = probe
-                telemetry.shared_reply = None
-
-    def _sample_lanes(self, state: CoordState) -> None:
-        now_s = self.clock.monotonic_s()
-        if now_s < self._sampled_s + SAMPLE_S:
-            return
-        self._sampled_s = now_s
-        at_ms = round(self.clock.wall_s() * 1000)
-        for name, job in state.jobs.items():
-            telemetry = self.telemetry_of(name)
-            if job.members or telemetry.lanes.times_ms:
-                telemetry.sample_lanes(at_ms, job.members)
-
     def _stop_leading(self) -> None:
         self._replica = None
-        self.barriers.cancel_all()
-        self.events.cancel_all()
+        self.notifier.cancel_all()
 
     async def submit(self, request: InputSource) -> Outcome:
         """Decide, and return once the facts are durable. Waiters are notified even if this caller is cancelled."""
@@ -368,58 +308,23 @@ class CoordinatorService:
 
     def _on_committed(self, replica: CoordReplica, request: Input, outcome: Outcome) -> None:
         """Facts are committed: add them to the telemetry, and notify the calls that wait for them."""
-        state = replica.state
         for fact in outcome.facts:
-            self._record_fact(fact, state)
-            match fact:
-                case BarrierDecided():
-                    self._release(fact, request, outcome)
-                case GenerationFormed():
-                    self.events.notify(("formed", fact.job), None)
-                    ranks = state.jobs[fact.job].ranks
-                    self._request_reregistration(replica, fact, ranks)
-                    self._notify_workers(fact.job, ranks)
-                case CommandIssued():
-                    self._notify_workers(fact.job, fact.workers)
-                case CheckpointAgreed():
-                    self._notify_workers(fact.job, state.jobs[fact.job].ranks)
-                case WorkerLost():
-                    self._notify_workers(fact.job, (fact.worker_id,))
-                case _:
-                    pass
-            if _may_free_shards(fact, state):
-                self.events.notify(("data", fact.job), None)
+            self.metrics.record_fact(fact)
+            self.telemetry.record_fact(fact, replica.state)
+            self.notifier.notify(fact, request, outcome, replica.state)
+            if isinstance(fact, GenerationFormed):
+                self._request_reregistration(replica, fact)
         for job in {fact.job for fact in outcome.facts}:
-            self.events.notify(("changed", job), None)
+            self.notifier.events.notify(("changed", job), None)
 
-    def _notify_workers(self, job: str, workers: Iterable[str]) -> None:
-        for worker_id in workers:
-            self.events.notify(("worker", job, worker_id), None)
-
-    def _record_fact(self, fact: Fact, state: CoordState) -> None:
-        self.metrics.record_fact(fact)
-        if isinstance(fact, JobReset | JobDeleted):
-            # The telemetry of workers belongs to a run that is over.
-            self.telemetry.pop(fact.job, None)
-            if fact.job in state.jobs:
-                self.telemetry[fact.job] = JobTelemetry.from_journal(state.jobs[fact.job])
-        else:
-            self.telemetry_of(fact.job).record_fact(fact)
-
-    def _request_reregistration(self, replica: CoordReplica, fact: GenerationFormed, ranks: Iterable[str]) -> None:
+    def _request_reregistration(self, replica: CoordReplica, fact: GenerationFormed) -> None:
         """A generation formed: workers that registered before and got no rank are told to register again."""
-        awaiting_rank = self.telemetry_of(fact.job).awaiting_rank
-        workers = tuple(worker_id for worker_id in ranks if worker_id in awaiting_rank)
+        awaiting_rank = self.telemetry.of(fact.job).awaiting_rank
+        workers = tuple(worker_id for worker_id in replica.state.jobs[fact.job].ranks if worker_id in awaiting_rank)
         awaiting_rank.difference_update(workers)
         if workers and self.leads:
             reason = f"generation {fact.generation} has formed"
             self._submit_in_background(replica, IssueCommand(fact.job, CommandKind.REBALANCE, workers, reason))
-
-    def _release(self, fact: BarrierDecided, request: Input, outcome: Outcome) -> None:
-        reply = outcome.reply
-        if not (isinstance(request, ArriveAtBarrier) and isinstance(reply, BarrierState)):
-            reply = BarrierState(fact.verdict, fact.generation, 0, 0, fact.missing)
-        self.barriers.notify((fact.job, fact.generation, fact.barrier_id), reply)
 
 
 class OpenCall:
@@ -438,12 +343,3 @@ class OpenCall:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._service.observe(self._closed)
-
-
-def _may_free_shards(fact: Fact, state: CoordState) -> bool:
-    """Says whether a worker that got no shard may get one now, or reach the end of the epoch."""
-    if isinstance(fact, ShardAcked):
-        dataset = state.jobs[fact.job].datasets.get(fact.dataset_id)
-        ledger = dataset.epochs.get(fact.epoch) if dataset else None
-        return ledger is None or not ledger.leases
-    return isinstance(fact, WorkerLost | GenerationFormed | ShardReturned | Recovered)

@@ -183,7 +183,7 @@ class Servicer:
         registration = wire.worker(request, who, self._service.ids.new("incarnation"))
         job, assignment = await operations.register(self._service, registration)
         if request.sdk_version:
-            self._service.telemetry_of(job.job).sdk_versions[registration.worker.worker_id] = request.sdk_version
+            self._service.telemetry.of(job.job).sdk_versions[registration.worker.worker_id] = request.sdk_version
         reply = wire.config(self._service.state, job, assignment)
         if request.include_members and assignment.generation:
             reply.members.extend(wire.members(job))
@@ -198,7 +198,7 @@ class Servicer:
         job = state.jobs[shard_request.caller.job]
         dataset = job.datasets[shard_request.dataset_id].dataset
         ends = file_ends(state.indexes_of(job.job), dataset)
-        generation = self._service.telemetry_of(job.job).generation
+        generation = self._service.telemetry.of(job.job).generation
         return wire.assignment(leased, generation, request.epoch, dataset, ends)
 
     async def _ack_dataset(self, request: pb.DatasetInfo, who: Identity, _: Context) -> pb.DatasetAck:
@@ -225,7 +225,7 @@ class Servicer:
 
     async def _report(self, request: pb.CheckpointInfo, who: Identity, _: Context) -> pb.CheckpointAck:
         caller = wire.caller(request, who, request.generation)
-        steps = self._service.telemetry_of(caller.job).steps if caller.job in self._service.state.jobs else {}
+        steps = self._service.telemetry.of(caller.job).steps if caller.job in self._service.state.jobs else {}
         found, step = await operations.report(
             self._service,
             caller,

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from strata.base.clock import Clock
+from strata.coord.core import straggler_policy
 from strata.coord.core.facts import (
     CheckpointAgreed,
     CheckpointCommitted,
@@ -16,12 +18,14 @@ from strata.coord.core.facts import (
     Fact,
     GenerationFormed,
     JobConfigured,
+    JobDeleted,
+    JobReset,
     WorkerJoined,
     WorkerLost,
 )
-from strata.coord.core.state import JobState
+from strata.coord.core.state import CoordState, JobState
 from strata.coord.pb import coordinator_pb2 as pb
-from strata.coord.server.lanes import StatusLanes
+from strata.coord.server.lanes import SAMPLE_S, StatusLanes
 
 HISTORY_KEPT: Final = 1_024
 """Entries kept of each kind of finished thing that an operator may still want to see."""
@@ -117,6 +121,57 @@ class JobTelemetry:
         for said in (self.heartbeats, self.steps, self.delivered, self.sdk_versions, self.departed):
             said.pop(worker_id, None)
         self.awaiting_rank.discard(worker_id)
+
+
+class CoordinatorTelemetry:
+    """The telemetry of all jobs of a coordinator that leads."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.jobs: dict[str, JobTelemetry] = {}
+        self._clock = clock
+        self._fleet = 0
+        self._sampled_s = 0.0
+
+    def of(self, job: str) -> JobTelemetry:
+        """The telemetry of a job that exists."""
+        found = self.jobs.get(job)
+        if found is None:
+            found = self.jobs[job] = JobTelemetry()
+        return found
+
+    def replace(self, state: CoordState) -> None:
+        """Starts with jobs that were replayed from the journal."""
+        self.jobs = {name: JobTelemetry.from_journal(job) for name, job in state.jobs.items()}
+
+    def record_fact(self, fact: Fact, state: CoordState) -> None:
+        if isinstance(fact, JobReset | JobDeleted):
+            # The telemetry of workers belongs to a run that is over.
+            self.jobs.pop(fact.job, None)
+            if fact.job in state.jobs:
+                self.jobs[fact.job] = JobTelemetry.from_journal(state.jobs[fact.job])
+        else:
+            self.of(fact.job).record_fact(fact)
+
+    def refresh_replies(self, state: CoordState) -> None:
+        """The reply to heartbeats is encoded once and shared: encode it again when what it says has changed."""
+        is_resized = state.fleet != self._fleet
+        self._fleet = state.fleet
+        for name, telemetry in self.jobs.items():
+            probe = straggler_policy.open_probe(state.soft_of(name))
+            if is_resized or probe != telemetry.hang_probe:
+                telemetry.hang_probe = probe
+                telemetry.shared_reply = None
+
+    def sample_lanes(self, state: CoordState) -> None:
+        now_s = self._clock.monotonic_s()
+        if now_s < self._sampled_s + SAMPLE_S:
+            return
+        self._sampled_s = now_s
+        at_ms = round(self._clock.wall_s() * 1000)
+        for name, job in state.jobs.items():
+            telemetry = self.of(name)
+            if job.members or telemetry.lanes.times_ms:
+                telemetry.sample_lanes(at_ms, job.members)
 
 
 def _keep_latest(known: dict[Any, Any]) -> None:

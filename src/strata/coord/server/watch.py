@@ -75,7 +75,7 @@ async def survey_workers(service: CoordinatorService, job_id: str) -> WorkerSurv
     job = state.jobs.get(job_id)
     if job is None:
         raise unknown_job(job_id)
-    soft, telemetry, made_s = state.soft_of(job_id), service.telemetry_of(job_id), service.clock.monotonic_s()
+    soft, telemetry, made_s = state.soft_of(job_id), service.telemetry.of(job_id), service.clock.monotonic_s()
     order = wire_job.worker_order(job)
     counts: Counter[tuple[int, int]] = Counter()
     steps_ms: dict[str, float] = {}
@@ -157,7 +157,7 @@ class JobProjection:
 
     async def _make_version(self) -> None:
         state = self.service.state
-        job, telemetry = self._job(state), self.service.telemetry_of(self.job_id)
+        job, telemetry = self._job(state), self.service.telemetry.of(self.job_id)
         self._order = wire_job.worker_order(job)
         due = await self._due(state, job, telemetry)
         rows = await self._describe(state, job, telemetry, due)
@@ -326,7 +326,7 @@ class JobWatches:
         job = state.jobs.get(job_id)
         if job is None:
             raise unknown_job(job_id)
-        telemetry, limit = service.telemetry_of(job_id), request.history_limit
+        telemetry, limit = service.telemetry.of(job_id), request.history_limit
         response = pb.GetJobResponse(
             job=wire_job.job_header(state, job_id, telemetry, clock.monotonic_s(), clock.wall_s(), limit),
             goodput=wire_job.job_goodput(job, clock.wall_s()),
@@ -376,7 +376,7 @@ class JobWatches:
         with _watching(projection):
             # The first response is not older than the request: what the caller did before is in it.
             before = projection.begun
-            self._service.events.notify(("changed", job_id), None)
+            self._service.notifier.events.notify(("changed", job_id), None)
             while True:
                 with projection.notifier.subscribe(None) as newer:
                     if projection.done > before and projection.version > seen:
@@ -418,7 +418,7 @@ class JobWatches:
         """Rounds while somebody watches, and until the lead is lost."""
         service, idle_s = self._service, 0.0
         while projection.watchers or idle_s < LINGER_S:
-            with service.events.subscribe(("changed", projection.job_id)) as changed:
+            with service.notifier.events.subscribe(("changed", projection.job_id)) as changed:
                 if projection.watchers:
                     await projection.run_once()
                 idle_s = 0.0 if projection.watchers else idle_s + projection.interval_s
