@@ -70,7 +70,7 @@ async def test_a_failure_is_told_only_when_it_is_durable(tmp_path: Path) -> None
     request = messages.OrchestratorRequest("q", "alice", queries.WatchFuture(f"{MODEL}:1", 0.0))
     settings = settings_in(tmp_path)
     with closing(ZmqLinks(settings)) as links:
-        handler = RequestHandler(context_on(store, settings, links), lambda: None)
+        handler = RequestHandler(context_on(store, settings, links))
         _, durable = store.submit_nowait(ClientCommand("alice", AbortOperation(f"{MODEL}:1"), store.clock.wall_s()))
         assert durable is not None
         assert not durable.done()
@@ -83,7 +83,7 @@ async def test_a_failure_is_told_only_when_it_is_durable(tmp_path: Path) -> None
 async def test_every_query_has_a_handler(tmp_path: Path) -> None:
     settings = settings_in(tmp_path)
     with closing(ZmqLinks(settings)) as links:
-        handler = RequestHandler(context_on(await leading(), settings, links), lambda: None)
+        handler = RequestHandler(context_on(await leading(), settings, links))
     assert set(handler.queries) == set(get_args(queries.Query))
 
 

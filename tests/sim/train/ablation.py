@@ -20,9 +20,8 @@ from strata.train.core.lookup import find_future
 from strata.train.core.scheduler import QueuedOperation, Scheduler
 from strata.train.core.sequence import SequenceCheck, SequenceWindow
 from strata.train.core.state import TrainState
-from strata.train.orchestrator import rank_session, replay_reader, request_handler
+from strata.train.orchestrator import rank_session, replay_reader, results
 from strata.train.orchestrator.orchestrator import Orchestrator
-from strata.train.orchestrator.request_handler import RequestHandler
 from strata.train.orchestrator.state_store import StateStore
 from tests.support.fake_ranks import FakeRanks
 
@@ -96,7 +95,7 @@ def _given_up_while_it_runs(state: TrainState, tenant: str, command: AbortOperat
     return Decision(Done(), (OperationFinished(command.future_id, result, at_s),), (command.future_id,))
 
 
-async def _at_once(self: RequestHandler) -> None:
+async def _at_once(store: StateStore) -> None:
     return
 
 
@@ -145,9 +144,9 @@ SEAMS: dict[str, list[Ablation]] = {
         (decide, "_abort", _given_up_while_it_runs),
         (future, "SAMPLES_ONLY", frozenset()),  # type: ignore[list-item]
     ],
-    "a failure is sent before it is durable": [(RequestHandler, "_wait_durable", _at_once)],
+    "a failure is sent before it is durable": [(results, "_wait_durable", _at_once)],
     "samples of lost ranks are not started again": [(sampling_slices, "attach_ranks", _same_as_before)],
-    "any tenant may read any result": [(request_handler, "find_future", _anybodys)],
+    "any tenant may read any result": [(results, "find_future", _anybodys)],
     "diverged ranks are used": [
         (Orchestrator, "_quarantine", _not_quarantined),
         (Orchestrator, "_validate_group", _fine),

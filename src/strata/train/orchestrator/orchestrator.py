@@ -89,7 +89,6 @@ class Orchestrator:
         self._links = links
         self._copy_journal = copy_journal
         """Copies the journal's file; None if it is no file in the data folder."""
-        self._attached: commands.AttachReply | None = None
         self._suspect: tuple[int, str] | None = None
         """The dispatch that a group may have died of, and that group."""
         self._deaths: dict[int, int] = {}
@@ -171,7 +170,7 @@ class Orchestrator:
     ) -> None:
         settings, store, clock = self._settings, context.store, self._clock
         api_links = [links.api(store.leader_epoch, number) for number in range(settings.server.api_servers)]
-        handler = RequestHandler(context, lambda: self._attached)
+        handler = RequestHandler(context)
         reaper = handler.session_reaper
         compaction = Compaction(settings, self._journal, store)
         leadership = asyncio.create_task(replica.lead_until_replaced(settings.server.lease_s), name="leadership")
@@ -256,14 +255,14 @@ class Orchestrator:
                 await self._quarantine(context, attached)
                 continue
             _log.info("ranks_attached", group=attached.group, ranks=attached.world_size, applied=attached.applied)
-            self._attached = attached
+            context.attached = attached
             context.store.telemetry.record_attached(attached.group)
             self._notify(f"attached {attached.group}")
             end: SessionEnd | None = None
             try:
                 end = await RankSession(context, attached, self._rows).run()
             finally:
-                self._attached = None
+                context.attached = None
                 context.store.telemetry.record_lost(describe_end(end))
             await self._on_session_end(context, attached, end)
 

@@ -48,7 +48,7 @@ _PAYLOAD_LOST: Final = (Code.NOT_FOUND, Code.CORRUPT, Code.UNAVAILABLE)
 _log = log.get(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass
 class OrchestratorContext:
     """The services of a leading orchestrator. They outlive a session and serve the next one."""
 
@@ -58,6 +58,12 @@ class OrchestratorContext:
     backend: RemoteBackend
     processor: RequestProcessor
     throughput: ThroughputEstimate
+    attached: commands.AttachReply | None = None
+    """The group of ranks that is in a session."""
+
+    @property
+    def base(self) -> commands.ModelInfo | None:
+        return self.attached.model if self.attached is not None else None
 
 
 class InFlight(NamedTuple):
