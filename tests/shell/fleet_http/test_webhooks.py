@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.wire.events import FeedEvent
-from strata.hub.cursor_store import FeedDelivery
+from strata.hub.cursor_store import CursorStore, FeedDelivery
 from strata.hub.outbound import WebhookTarget
 from strata.hub.settings import Webhook
 from strata.hub.webhooks import WebhookDispatcher, sign
@@ -80,21 +81,15 @@ async def test_the_hub_delivers_by_itself(tmp_path: Path) -> None:
         hook = Webhook(url=other.url, secret=SECRET, kinds=("job.created",), allow=("127.0.0.0/8",))
         async with running(tmp_path / "hub", webhooks=(hook,)) as site:
             records = site.hub.context.schemas
-            import asyncio
-
+            assert isinstance(records, CursorStore)
             async with asyncio.timeout(30):
                 # It begins with what comes after its first look.
-                while not await _cursors(records):
+                while not await records._database.rows("SELECT name FROM hub_cursor"):
                     await asyncio.sleep(0)
                 (job_id,) = await site.add(JobSpec(model="m"))
                 while not other.deliveries:
                     await asyncio.sleep(0)
             assert [event.subject for event in events(other)] == [job_id]
-
-
-async def _cursors(records: object) -> list[object]:
-    thread = records._thread  # type: ignore[attr-defined]
-    return list(await thread.read(lambda db: db.execute("SELECT * FROM hub_cursor").fetchall()))
 
 
 def test_a_network_that_the_settings_name_may_be_reached() -> None:
