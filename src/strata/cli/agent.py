@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from strata.base.errors import Code, StrataError
+from strata.cli.options import config_option, configure_log, log_format_option
 from strata.cli.output import print_error, write
 
 if TYPE_CHECKING:
     from strata.fleet.agent.settings import AgentSettings
 
-_config: Final = click.option(
-    "--config",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="Read settings from [agent] in this TOML file.",
-)
+_config: Final = config_option("agent")
 _state: Final = click.option(
     "--state",
     metavar="FOLDER",
@@ -48,11 +43,7 @@ _work: Final = click.option(
     type=click.Choice(["preempt", "finish", "leave"]),
     help="On SIGTERM: preempt jobs, finish them, or leave them to the next agent (default preempt).",
 )
-@click.option(
-    "--log-format",
-    type=click.Choice(["json", "console"]),
-    help="Format of log lines on stderr (default: console on a terminal, else json).",
-)
+@log_format_option
 @click.pass_context
 def agent(ctx: click.Context, /, config: Path | None, **flags: str | None) -> None:
     """Run the agent of this host: claim jobs, run them, report.
@@ -63,13 +54,11 @@ def agent(ctx: click.Context, /, config: Path | None, **flags: str | None) -> No
     """
     if ctx.invoked_subcommand is not None:
         return
-    from strata.base import log
-    from strata.base.settings import no_color, process_environment
+    from strata.base.settings import process_environment
     from strata.fleet.agent.start import run
 
     settings = _settings(config, flags)
-    style = settings.log_format or ("console" if sys.stderr.isatty() else "json")
-    log.configure(style, settings.log_level, colour=log.colour_wanted(sys.stderr, no_color=no_color()))
+    configure_log(settings.log_format, settings.log_level)
     run(settings, process_environment(), lambda line: print_error(f"strata agent: {line}"))
 
 

@@ -2,42 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 import click
 
 from strata.base.errors import Code, StrataError
+from strata.cli.options import combine, config_option
 from strata.cli.output import print_error, redact
 from strata.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
     from strata.hub.settings import HubSettings
 
-_Function = TypeVar("_Function", bound=Callable[..., object])
-_OPTIONS: Final = (
-    click.option(
-        "--config",
-        type=click.Path(path_type=Path, dir_okay=False),
-        metavar="FILE",
-        help="Read the hub's settings from [hub] in this TOML file.",
-    ),
+hub_location_options: Final = combine(
+    config_option("hub"),
     click.option(
         "--data", metavar="FOLDER", help="The hub's data folder (default: that of 'strata hub', else of 'strata up')."
     ),
     click.option("--database", metavar="URL", help="The hub's database (default: hub.db in its data folder)."),
 )
+"""The options that select a hub: `config`, `data` and `database`, as for `strata hub`."""
 
 _SECRET: Final = ("password", "sslpassword")
 """Query parameters of a database URL that hold a password."""
-
-
-def hub_location_options(function: _Function) -> _Function:
-    """The options that select a hub: `config`, `data` and `database`, as for `strata hub`."""
-    for option in reversed(_OPTIONS):
-        function = option(function)
-    return function
 
 
 @click.command()

@@ -10,6 +10,7 @@ from typing import Final
 import click
 
 from strata.base.errors import Code, StrataError
+from strata.cli.options import config_option, configure_log, log_format_option
 from strata.cli.output import print_error, redact, write
 
 OWN_COMMAND: Final = (sys.executable, "-c", "from strata.cli.main import main; main()", "coordinator")
@@ -25,13 +26,7 @@ def _or_before(ctx: click.Context, param: click.Parameter, value: Path | None) -
     return value
 
 
-_config: Final = click.option(
-    "--config",
-    type=click.Path(path_type=Path, dir_okay=False),
-    callback=_or_before,
-    metavar="FILE",
-    help="Read settings from [coordinator] in this TOML file.",
-)
+_config: Final = config_option("coordinator", callback=_or_before)
 
 
 @click.group(invoke_without_command=True)
@@ -49,11 +44,7 @@ _config: Final = click.option(
 )
 @click.option("--tls-key", metavar="FILE", help="Private key of the certificate, PEM.")
 @click.option("--tls-client-ca", metavar="FILE", help="Accept only clients with a certificate of this authority, PEM.")
-@click.option(
-    "--log-format",
-    type=click.Choice(["json", "console"]),
-    help="Format of log lines on stderr (default: console on a terminal, else json).",
-)
+@log_format_option
 @click.pass_context
 def coordinator(ctx: click.Context, /, config: Path | None, **flags: str | None) -> None:
     """Run the coordinator that keeps the workers of a job together.
@@ -76,8 +67,7 @@ def coordinator(ctx: click.Context, /, config: Path | None, **flags: str | None)
 
 
 def _run(config: Path | None, flags: dict[str, str | None]) -> None:
-    from strata.base import log
-    from strata.base.settings import load, no_color
+    from strata.base.settings import load
     from strata.cli.extras import require
 
     require("grpc", extra="coordinator")
@@ -85,12 +75,9 @@ def _run(config: Path | None, flags: dict[str, str | None]) -> None:
     from strata.coord.server.process import run
     from strata.coord.settings import SECTION, CoordinatorSettings
 
-    names = {name: name.replace("tls_", "tls.") for name in flags}
-    settings = load(
-        CoordinatorSettings, section=SECTION, file=config, flags={names[name]: value for name, value in flags.items()}
-    )
-    style = settings.log_format or ("console" if sys.stderr.isatty() else "json")
-    log.configure(style, settings.log_level, colour=log.colour_wanted(sys.stderr, no_color=no_color()))
+    dotted = {name.replace("tls_", "tls."): value for name, value in flags.items()}
+    settings = load(CoordinatorSettings, section=SECTION, file=config, flags=dotted)
+    configure_log(settings.log_format, settings.log_level)
     database = redact(settings.database)
     run(settings, lambda line: print_error(f"strata coordinator: {line}, journal {database}"))
 

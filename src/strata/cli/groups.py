@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 
@@ -119,7 +119,9 @@ class VerbGroup(click.Group):
 class DefaultGroup(click.Group):
     """A group whose subcommand `default` need not be named: `strata gang JOB` is `strata gang show JOB`."""
 
-    default: ClassVar[str]
+    def __init__(self, *args: Any, default: str, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.default = default
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not args or (args[0].startswith("-") and args[0] not in ctx.help_option_names):

@@ -11,6 +11,7 @@ import click
 
 from strata.base.errors import StrataError
 from strata.cli.fleet.client import format_count, hub_client, hub_option
+from strata.cli.options import config_option
 from strata.cli.output import print_error
 from strata.cli.training_server import connect_server, key_file_option
 from strata.cli.watch import TRANSIENT
@@ -31,12 +32,7 @@ ANSWER_S = 60.0
 @click.option("--owner", default="", metavar="NAME", help="Mirror only jobs of this owner.")
 @click.option("--server", metavar="URL|CONFIG", help="Mirror the models of this training server instead of jobs.")
 @click.option("--once", is_flag=True, help="Copy what is there and exit.")
-@click.option(
-    "--config",
-    type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    metavar="FILE",
-    help="Read settings from [mirror] in this TOML file.",
-)
+@config_option("mirror")
 @key_file_option
 @hub_option
 def mirror(  # noqa: PLR0913 (the options of the command)
@@ -96,7 +92,7 @@ def _jobs(stack: ExitStack, context: str | None, project: str, sweep: str, owner
 def _models(stack: ExitStack, server: str, key_file: Path | None, context: str | None) -> MetricSource:
     from strata.sdk.trackers.sources import ServerModels
 
-    client = connect_server(server, key_file, context, own="api.key", timeout_s=ANSWER_S)
+    client = connect_server(server, key_file, context, timeout_s=ANSWER_S)
     return ServerModels(stack.enter_context(client))
 
 

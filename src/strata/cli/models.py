@@ -11,7 +11,7 @@ import click
 from strata.cli.groups import VerbGroup
 from strata.cli.output import Format, output_option, print_data, print_error, write
 from strata.cli.rows import Column, Rows
-from strata.cli.training_server import connect_server, context_option, key_file_option, server_option
+from strata.cli.training_server import connect_server, server_options
 
 ANSWER_S: Final = 60.0
 
@@ -57,17 +57,15 @@ def tiny(folder: Path, family: str, layers: int, hidden: int, vocab: int, **more
 
 @models.command()
 @click.argument("out", type=click.Path(path_type=Path), metavar="OUT")
-@server_option
-@key_file_option
-@context_option
-def tokenizer(out: Path, server: str | None, key_file: Path | None, context: str | None) -> None:
+@server_options
+def tokenizer(out: Path, **server: Any) -> None:
     """Fetch the tokenizer of a training server's model into the new folder OUT.
 
     Load it with AutoTokenizer.from_pretrained(OUT).
     """
     from strata.sdk.checkpoints import fetch_tokenizer
 
-    with connect_server(server, key_file, context, own="api.key", timeout_s=ANSWER_S) as client:
+    with connect_server(**server, timeout_s=ANSWER_S) as client:
         names = fetch_tokenizer(client, out)
     print_error(f"{', '.join(names)} in {out}")
 
@@ -220,9 +218,7 @@ def _print_report(report: Any, output: Format) -> None:
 @click.option("--base", default="", metavar="MODEL", help="Folder of the base model to merge an adapter into.")
 @click.option("--public", is_flag=True, help="Create the repository for everybody to see; else it is private.")
 @click.option("-m", "--message", default="Upload with strata", show_default=True, help="Message of the commit.")
-@server_option
-@key_file_option
-@context_option
+@server_options
 def push(source: str, repository: str, form: Literal["peft", "hf"], base: str, **more: Any) -> None:
     """Publish SOURCE as REPOSITORY on the Hugging Face Hub.
 

@@ -9,11 +9,7 @@ from strata.cli.output import Format, output_option, write
 from strata.cli.rows import Column, Rows
 
 
-class RecipesGroup(DefaultGroup):
-    default = "list"
-
-
-@click.group(cls=RecipesGroup)
+@click.group(cls=DefaultGroup, default="list")
 def recipes() -> None:
     """List the kinds of recipes for 'strata train', or print one."""
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Final, TypeGuard
 
 import click
 
 from strata.base.errors import Code, StrataError
 from strata.cli.fleet.client import complete_contexts
+from strata.cli.options import combine
 
 if TYPE_CHECKING:
     from strata.fleet.client.hub_client import HubClient
@@ -33,8 +34,12 @@ context_option = click.option(
 )
 
 
+server_options: Final = combine(server_option, key_file_option, context_option)
+"""All three, which `connect_server` takes by their names."""
+
+
 def connect_server(
-    server: str | None, key_file: Path | None, context: str | None, *, own: str, timeout_s: float
+    server: str | None, key_file: Path | None, context: str | None, *, own: str = "api.key", timeout_s: float
 ) -> HubClient:
     """`server` is a URL or a settings file. For the latter `own` is the name of the credential in its data folder."""
     from strata.sdk.fleet import connect

@@ -13,7 +13,7 @@ from strata.cli.groups import VerbGroup
 from strata.cli.output import Format, output_option, print_error, write
 from strata.cli.progress import ProgressLine
 from strata.cli.rows import Column, Rows
-from strata.cli.training_server import connect_server, context_option, key_file_option, server_option
+from strata.cli.training_server import connect_server, server_options
 
 ANSWER_S: Final = 600.0
 """The server verifies and stores an adapter before it replies."""
@@ -26,10 +26,8 @@ def weights() -> None:
 
 @weights.command("list")
 @output_option
-@server_option
-@key_file_option
-@context_option
-def list_(output: Format, server: str | None, key_file: Path | None, context: str | None) -> None:
+@server_options
+def list_(output: Format, **server: Any) -> None:
     """List your checkpoints on a training server, the newest first, and what they were trained with.
 
     'parent' is the checkpoint that training began with. Steps, datums and tokens are those since then; 'total tokens'
@@ -48,7 +46,7 @@ def list_(output: Format, server: str | None, key_file: Path | None, context: st
         Column("parent"),
     )
     with (
-        connect_server(server, key_file, context, own="api.key", timeout_s=ANSWER_S) as client,
+        connect_server(**server, timeout_s=ANSWER_S) as client,
         Rows(output, columns) as rows,
     ):
         for each in list_checkpoints(client):
@@ -80,9 +78,7 @@ def list_(output: Format, server: str | None, key_file: Path | None, context: st
     help="peft: a LoRA adapter. hf: a full model for Hugging Face.",
 )
 @click.option("--base", default="", metavar="MODEL", help="Folder of the base model to merge an adapter into.")
-@server_option
-@key_file_option
-@context_option
+@server_options
 def export(checkpoint: str, out: Path, form: Literal["peft", "hf"], base: str, **server: Any) -> None:
     """Export CHECKPOINT to the new folder OUT, after verifying it.
 
@@ -113,9 +109,7 @@ def export_fetched(path: str, out: Path, form: Literal["peft", "hf"], base: str,
     from strata.cli.fleet.client import format_bytes
 
     with (
-        connect_server(
-            server["server"], server["key_file"], server["context"], own="api.key", timeout_s=ANSWER_S
-        ) as client,
+        connect_server(**server, timeout_s=ANSWER_S) as client,
         ProgressLine(f"downloading {path}", format_bytes) as report,
     ):
         if form == "peft":
@@ -133,10 +127,8 @@ def export_fetched(path: str, out: Path, form: Literal["peft", "hf"], base: str,
 @weights.command("import")
 @click.argument("adapter", type=click.Path(path_type=Path, file_okay=False, exists=True), metavar="ADAPTER")
 @click.option("--name", default="imported", show_default=True, metavar="NAME", help="Name of the checkpoint.")
-@server_option
-@key_file_option
-@context_option
-def import_(adapter: Path, name: str, server: str | None, key_file: Path | None, context: str | None) -> None:
+@server_options
+def import_(adapter: Path, name: str, **server: Any) -> None:
     """Import the PEFT adapter in the folder ADAPTER as a checkpoint of a running training server.
 
     It must be a LoRA adapter for the server's base model, in safetensors. Prints the path of the checkpoint, for
@@ -145,5 +137,5 @@ def import_(adapter: Path, name: str, server: str | None, key_file: Path | None,
     """
     from strata.sdk.checkpoints import import_adapter
 
-    with connect_server(server, key_file, context, own="api.key", timeout_s=ANSWER_S) as client:
+    with connect_server(**server, timeout_s=ANSWER_S) as client:
         write(import_adapter(client, adapter, name))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -60,11 +60,7 @@ _JOBS: Final = (
 )
 
 
-class HostsGroup(DefaultGroup):
-    default: ClassVar[str] = "list"
-
-
-@click.group(cls=HostsGroup)
+@click.group(cls=DefaultGroup, default="list")
 def workers() -> None:
     """List hosts with their state and hardware, or show one.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -34,66 +34,44 @@ _SHIFTS: Final = {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 _HOURS: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,3})?)(?:/([0-9]{1,4})d)?")
 
 
-class QuotaGroup(DefaultGroup):
-    default: ClassVar[str] = "list"
+def _read_range(text: str) -> tuple[int, int]:
+    """Reads `LOW:HIGH`."""
+    match = _RANGE.fullmatch(text)
+    if match is None:
+        raise click.BadParameter(f"{text!r} is not a range of priorities: write LOW:HIGH, such as 0:10")
+    return int(match[1]), int(match[2])
 
 
-class PriorityRange(click.ParamType[tuple[int, int]]):
-    """`LOW:HIGH`."""
-
-    name = "range"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        match = _RANGE.fullmatch(str(value))
-        if match is None:
-            self.fail(f"{value!r} is not a range of priorities: write LOW:HIGH, such as 0:10", param, ctx)
-        return int(match[1]), int(match[2])
+def _read_hours(text: str) -> tuple[float | None, float]:
+    """Reads `HOURS/DAYSd` or `any`, as hours and seconds."""
+    if text == "any":
+        return None, 30 * 86_400.0
+    match = _HOURS.fullmatch(text)
+    if match is None or match[2] == "0":
+        raise click.BadParameter(f"{text!r} is no number of hours: write 500/30d, or any")
+    return float(match[1]), int(match[2] or 30) * 86_400.0
 
 
-class HoursInWindow(click.ParamType[tuple[float | None, float]]):
-    """`HOURS/DAYSd` or `any`, as hours and seconds."""
-
-    name = "hours"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[float | None, float]:
-        if value == "any":
-            return None, 30 * 86_400.0
-        match = _HOURS.fullmatch(str(value))
-        if match is None or match[2] == "0":
-            self.fail(f"{value!r} is no number of hours: write 500/30d, or any", param, ctx)
-        return float(match[1]), int(match[2] or 30) * 86_400.0
+def _read_count(text: str) -> int | None:
+    """Reads a number, or `any`."""
+    if text == "any":
+        return None
+    if not text.isascii() or not text.isdigit():
+        raise click.BadParameter(f"{text!r} is no number of jobs, nor 'any'")
+    return int(text)
 
 
-class JobCount(click.ParamType[int | None]):
-    """A number, or `any`."""
-
-    name = "number"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
-        if value == "any":
-            return None
-        if not str(value).isascii() or not str(value).isdigit():
-            self.fail(f"{value!r} is no number of jobs, nor 'any'", param, ctx)
-        return int(str(value))
+def _read_bytes(text: str) -> int | None:
+    """Reads `500GiB`, or `any`, as bytes."""
+    if text == "any":
+        return None
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise click.BadParameter(f"{text!r} is no size: write 500GiB, 20MiB or any")
+    return int(match[1]) << _SHIFTS[match[2]]
 
 
-class ByteCount(click.ParamType[int | None]):
-    """`500GiB`, or `any`, as bytes."""
-
-    name = "size"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
-        if value == "any":
-            return None
-        match = _SIZE.fullmatch(str(value))
-        if match is None:
-            self.fail(f"{value!r} is no size: write 500GiB, 20MiB or any", param, ctx)
-        return int(match[1]) << _SHIFTS[match[2]]
-
-
-@click.group(cls=QuotaGroup)
+@click.group(cls=DefaultGroup, default="list")
 def quota() -> None:
     """Show what each owner may use of the fleet, or change it.
 
@@ -116,11 +94,11 @@ def list_quotas(context: str | None, output: Format) -> None:
 
 @quota.command("set")
 @click.argument("owner")
-@click.option("--jobs", type=JobCount(), metavar="N", help="Jobs that may wait or run, or 'any'.")
-@click.option("--priority", type=PriorityRange(), metavar="LOW:HIGH", help="Range of priorities, such as 0:10.")
-@click.option("--gpu-hours", type=HoursInWindow(), metavar="N/DAYSd", help="GPU hours in so many days, or 'any'.")
+@click.option("--jobs", type=_read_count, metavar="N", help="Jobs that may wait or run, or 'any'.")
+@click.option("--priority", type=_read_range, metavar="LOW:HIGH", help="Range of priorities, such as 0:10.")
+@click.option("--gpu-hours", type=_read_hours, metavar="N/DAYSd", help="GPU hours in so many days, or 'any'.")
 @click.option(
-    "--bytes", "size", type=ByteCount(), metavar="SIZE", help="Stored sources, data and results: 500GiB, or 'any'."
+    "--bytes", "size", type=_read_bytes, metavar="SIZE", help="Stored sources, data and results: 500GiB, or 'any'."
 )
 @hub_option
 def set_quota(

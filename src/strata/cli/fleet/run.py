@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -19,112 +19,93 @@ if TYPE_CHECKING:
 _ENDS = {"completed": ExitCode.OK, "failed": ExitCode.FAILED, "cancelled": ExitCode.CANCELLED}
 
 
-class DurationOption(click.ParamType[float]):
-    """`90s`, `30m`, `2h`, `7d`, as seconds."""
+def _read_duration(text: str) -> float:
+    """Reads `90s`, `30m`, `2h` or `7d`, as seconds."""
+    from strata.fleet.core.schedule import parse_duration
 
-    name = "time"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        from strata.fleet.core.schedule import parse_duration
-
-        duration = parse_duration(str(value))
-        if duration is None:
-            self.fail(f"{value!r} is not a time: write 90s, 30m, 2h or 7d", param, ctx)
-        return duration.total_seconds()
+    duration = parse_duration(text)
+    if duration is None:
+        raise click.BadParameter(f"{text!r} is not a time: write 90s, 30m, 2h or 7d")
+    return duration.total_seconds()
 
 
-class StartOption(click.ParamType["StartTime"]):
-    """A time, of this machine's time zone unless it has an offset, or a delay such as `+2h`."""
+def _read_start(text: str) -> StartTime:
+    """Reads a time, of this machine's time zone unless it has an offset, or a delay such as `+2h`."""
+    import datetime
+    from contextlib import suppress
 
-    name = "time"
+    from strata.base.errors import StrataError
+    from strata.fleet.core.schedule import parse_start
 
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> StartTime:
-        import datetime
-
-        from strata.base.errors import StrataError
-        from strata.fleet.core.schedule import parse_start
-
-        text: str | datetime.datetime = str(value)
-        try:
-            written = datetime.datetime.fromisoformat(str(value))
-        except ValueError:
-            pass
-        else:
-            text = written.astimezone()
-        try:
-            return parse_start(text)
-        except StrataError as error:
-            self.fail(error.message, param, ctx)
+    start: str | datetime.datetime = text
+    with suppress(ValueError):
+        start = datetime.datetime.fromisoformat(text).astimezone()
+    try:
+        return parse_start(start)
+    except StrataError as error:
+        raise click.BadParameter(error.message) from None
 
 
-class EnvVariableOption(click.ParamType[tuple[str, str]]):
-    """`NAME=VALUE`."""
+def _read_pair(text: str) -> tuple[str, str]:
+    """Reads `NAME=VALUE`."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise click.BadParameter(f"{name!r} is not NAME=VALUE")
+    return name, value
 
-    name = "variable"
 
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
-        if isinstance(value, tuple):
-            return value
-        name, equals, text = str(value).partition("=")
-        if not equals or not name:
-            self.fail(f"{name!r} is not NAME=VALUE", param, ctx)
-        return name, text
+_COUNT: Final = click.IntRange(min=0)
+_AMOUNT: Final = click.FloatRange(min=0)
+_NEEDS: Final = (
+    *("min_cores", "min_gpus", "gpu_share", "require_cuda", "min_vram_gib", "min_ram_gib"),
+    *("allowed_hosts", "pool", "require_labels"),
+)
+"""Options that are what the job needs of a host. Each is called as its field."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
-@click.option("--name", default="", metavar="NAME", help="Name of the job (default: the name of the folder).")
-@click.option(
-    "--seed", type=click.IntRange(min=0), default=0, help="Seed of the job (default 0); another seed is another job."
-)
+@click.option("--name", metavar="NAME", help="Name of the job (default: the name of the folder).")
+@click.option("--seed", type=_COUNT, help="Seed of the job (default 0); another seed is another job.")
 @click.option(
     "--environment",
-    default="auto",
     metavar="FILE",
     help="Install the packages of FILE: uv.lock, pyproject.toml or requirements. 'auto' (default) takes the one in the"
     " folder, 'none' uses the host's Python.",
 )
-@click.option("--image", default="", metavar="IMAGE", help="Run in this OCI image, on a host with podman or apptainer.")
-@click.option("--python", default="", metavar="VERSION", help="Python of the environment, such as 3.12.")
-@click.option(
-    "--env", "env", type=EnvVariableOption(), multiple=True, metavar="NAME=VALUE", help="Set a variable; repeatable."
-)
+@click.option("--image", metavar="IMAGE", help="Run in this OCI image, on a host with podman or apptainer.")
+@click.option("--python", metavar="VERSION", help="Python of the environment, such as 3.12.")
+@click.option("--env", type=_read_pair, multiple=True, metavar="NAME=VALUE", help="Set a variable; repeatable.")
 @click.option(
     "--secret", "secrets", multiple=True, metavar="NAME", help="Pass the secret NAME of 'strata secrets'; repeatable."
 )
-@click.option(
-    "--data", "data", multiple=True, metavar="NAME", help="Give the job the data NAME of 'strata data'; repeatable."
-)
-@click.option("--project", default="default", metavar="NAME", help="Project of the job (default: default).")
-@click.option("--cores", type=click.IntRange(min=0), default=0, metavar="N", help="Require and take N cores.")
-@click.option("--gpus", type=click.IntRange(min=0), default=0, metavar="N", help="Require a host with N GPUs.")
+@click.option("--data", multiple=True, metavar="NAME", help="Give the job the data NAME of 'strata data'; repeatable.")
+@click.option("--project", metavar="NAME", help="Project of the job (default: default).")
+@click.option("--cores", "min_cores", type=_COUNT, metavar="N", help="Require and take N cores.")
+@click.option("--gpus", "min_gpus", type=_COUNT, metavar="N", help="Require a host with N GPUs.")
 @click.option(
     "--share",
+    "gpu_share",
     type=click.FloatRange(min=0, max=1),
-    default=0.0,
     metavar="SHARE",
     help="Take this share of each GPU, such as 0.5, and leave the rest to others.",
 )
-@click.option("--cuda", is_flag=True, help="Require a host with CUDA.")
-@click.option(
-    "--vram", type=click.FloatRange(min=0), default=0.0, metavar="GIB", help="Require a GPU with this much memory."
-)
-@click.option(
-    "--ram", type=click.FloatRange(min=0), default=0.0, metavar="GIB", help="Require a host with this much memory."
-)
+@click.option("--cuda", "require_cuda", is_flag=True, help="Require a host with CUDA.")
+@click.option("--vram", "min_vram_gib", type=_AMOUNT, metavar="GIB", help="Require a GPU with this much memory.")
+@click.option("--ram", "min_ram_gib", type=_AMOUNT, metavar="GIB", help="Require a host with this much memory.")
 @click.option(
     "--host",
-    "hosts",
+    "allowed_hosts",
     multiple=True,
     metavar="HOST",
     shell_complete=complete_hosts,
     help="Run only on HOST; repeatable.",
 )
-@click.option("--pool", default="", metavar="POOL", help="Run on the hosts of POOL (default: on those in no pool).")
+@click.option("--pool", metavar="POOL", help="Run on the hosts of POOL (default: on those in no pool).")
 @click.option(
     "--label",
-    "labels",
-    type=EnvVariableOption(),
+    "require_labels",
+    type=_read_pair,
     multiple=True,
     metavar="NAME=VALUE",
     help="Require a host with this label; '*' is any value; repeatable.",
@@ -143,46 +124,26 @@ class EnvVariableOption(click.ParamType[tuple[str, str]]):
     help="Run COMMAND again after an error of its own, up to N times (default: 0, with --detach 2).",
 )
 @click.option(
-    "--timeout", type=DurationOption(), default="0", metavar="TIME", help="End an attempt after TIME: 90s, 30m, 2h."
+    "--timeout", "timeout_s", type=_read_duration, metavar="TIME", help="End an attempt after TIME: 90s, 30m, 2h."
 )
-@click.option("--priority", type=int, default=0, help="Jobs with a higher priority run first (default 0).")
+@click.option("--priority", type=int, help="Jobs with a higher priority run first (default 0).")
 @click.option(
     "--at",
     "start",
-    type=StartOption(),
+    type=_read_start,
     metavar="TIME|+DELAY",
     help="Start no earlier than TIME (2026-11-17T03:00) or after a delay (+2h).",
 )
 @click.option("-d", "--detach", is_flag=True, help="Print the id of the job and exit; do not follow its log.")
 @hub_option
-def run(  # noqa: PLR0913 (the options of the command)
+def run(
     *,
     command: tuple[str, ...],
-    name: str,
-    seed: int,
-    environment: str,
-    image: str,
-    python: str,
-    env: tuple[tuple[str, str], ...],
-    secrets: tuple[str, ...],
-    data: tuple[str, ...],
-    project: str,
-    cores: int,
-    gpus: int,
-    share: float,
-    cuda: bool,
-    vram: float,
-    ram: float,
-    hosts: tuple[str, ...],
-    pool: str,
-    labels: tuple[tuple[str, str], ...],
     after: tuple[str, ...],
     retries: int | None,
-    timeout: float,
-    priority: int,
-    start: StartTime | None,
     detach: bool,
     context: str | None,
+    **given: Any,
 ) -> None:
     """Run COMMAND in a copy of the current folder on a host of the fleet.
 
@@ -193,8 +154,6 @@ def run(  # noqa: PLR0913 (the options of the command)
     beside it. An error of COMMAND ends the job, unless you --retries or --detach. Exit status: 0 completed, 100 failed,
     103 cancelled. Ctrl-C (130) leaves the job running; 'strata cancel' ends it.
     """
-    from dataclasses import replace
-
     from strata.cli.fleet.data import print_data
     from strata.fleet.core.lease import MAX_ATTEMPTS
     from strata.fleet.core.requirement import Needs
@@ -202,38 +161,16 @@ def run(  # noqa: PLR0913 (the options of the command)
     from strata.sdk.bundle import make_bundle
     from strata.sdk.submit import RunOptions, choose_environment, run_request, send_job
 
-    needs = Needs(
-        require_cuda=cuda,
-        min_vram_gib=vram,
-        min_ram_gib=ram,
-        min_cores=cores,
-        min_gpus=gpus,
-        gpu_share=share,
-        allowed_hosts=hosts,
-        pool=pool,
-        require_labels=dict(labels),
-    )
-    options = RunOptions(
-        name=name,
-        project=project,
-        seed=seed,
-        needs=needs,
-        environment=environment,
-        python=python,
-        image=image,
-        env=dict(env),
-        secrets=secrets,
-        data=data,
-        # A person who looks on sees the error at once, and runs it again when it is mended.
-        retries=retries if retries is not None else (MAX_ATTEMPTS - 1) * detach,
-        timeout_s=timeout,
-        priority=priority,
-        start=start,
-    )
+    given = {name: dict(value) if name in ("env", "require_labels") else value for name, value in given.items()}
+    # What is not given is the default of the field.
+    given = {name: value for name, value in given.items() if value is not None}
+    needs = Needs(**{name: given.pop(name) for name in _NEEDS if name in given})
+    # A person who looks on sees the error at once, and runs it again when it is mended.
+    given["retries"] = retries if retries is not None else (MAX_ATTEMPTS - 1) * detach
     bundle = make_bundle(Path.cwd())
-    environment_of = choose_environment(Path.cwd(), options)
+    environment_of = choose_environment(Path.cwd(), RunOptions(needs=needs, **given))
     with hub_client(context, timeout_s=120.0) as client:
-        options = replace(options, after=[find_job(client, text).job.id for text in after])
+        options = RunOptions(needs=needs, after=[find_job(client, text).job.id for text in after], **given)
         request = run_request(client, command, Path.cwd(), bundle, options, print_data)
         label = request.spec.name
         submitted = send_job(client, bundle, request)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -36,11 +36,7 @@ _COLUMNS: Final = (
 )
 
 
-class ScheduleGroup(DefaultGroup):
-    default: ClassVar[str] = "list"
-
-
-@click.group(cls=ScheduleGroup)
+@click.group(cls=DefaultGroup, default="list")
 def schedules() -> None:
     """List the schedules of manifests, or pause, resume and remove them.
 

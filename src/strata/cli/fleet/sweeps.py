@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -30,11 +30,7 @@ _COLUMNS: Final = (
 )
 
 
-class SweepGroup(DefaultGroup):
-    default: ClassVar[str] = "list"
-
-
-@click.group(cls=SweepGroup)
+@click.group(cls=DefaultGroup, default="list")
 def sweeps() -> None:
     """List the sweeps of manifests, or stop and resume them.
 

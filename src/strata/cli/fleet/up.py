@@ -6,13 +6,13 @@ no half: jobs continue under their supervisors, and the next `strata up` resumes
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
 
 from strata.base.errors import Code, StrataError
+from strata.cli.options import configure_log
 from strata.cli.output import print_error
 
 if TYPE_CHECKING:
@@ -69,8 +69,7 @@ def up(
     """
     import asyncio
 
-    from strata.base import log
-    from strata.base.settings import load, no_color, process_environment
+    from strata.base.settings import load, process_environment
     from strata.base.unix_socket import is_listening
     from strata.cli.coordinator import OWN_COMMAND
     from strata.cli.extras import require
@@ -116,8 +115,7 @@ def up(
             f"strata up is running already, with all data in {_shown(folder)}",
             hint="'strata status' shows it; to start a second one: --data FOLDER --listen 127.0.0.1:0",
         )
-    style: log.Format = "console" if sys.stderr.isatty() else "json"
-    log.configure(style, "info" if verbose else "warning", colour=log.colour_wanted(sys.stderr, no_color=no_color()))
+    configure_log(None, "info" if verbose else "warning")
     stop_traces = otel.configure("strata-up", process_environment())
     try:
         # Jobs of another user, or in a sandbox, could not write checkpoints into the folder of this user.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
@@ -17,6 +16,7 @@ from strata.cli.gang.screen import screen
 from strata.cli.gang.watch import follow
 from strata.cli.groups import DefaultGroup
 from strata.cli.layout import print_once
+from strata.cli.options import FILE, combine, config_option
 from strata.cli.output import Format, output_option, print_error
 from strata.cli.rows import Column, Rows
 from strata.cli.watch import check_watched, watch_flag, watch_option
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from strata.coord.view import JobSummaryView, JobView, WorkerView
 
 T = TypeVar("T")
-_Function = TypeVar("_Function", bound=Callable[..., object])
 
 ANSWER_S: Final = 20.0
 """How long a command may take to be acknowledged: a worker that is not attached hears of it with its next heartbeat."""
@@ -50,36 +49,20 @@ _SETTINGS: Final = {
 }
 
 
-class Gang(DefaultGroup):
-    """A first word that is no command is a job to show."""
-
-    default = "show"
-
-
-def connection_options(function: _Function) -> _Function:
-    """Returns where the coordinator is and who we are; passed to the command together, as `given`."""
-    file = click.Path(path_type=Path, dir_okay=False)
-    options = (
-        click.option("--config", type=file, metavar="FILE", help="Read settings from [gang] in this TOML file."),
-        click.option("--address", metavar="HOST:PORT", help="Address of the coordinator (default 127.0.0.1:7070)."),
-        click.option(
-            "--token-file",
-            type=file,
-            metavar="FILE",
-            help="Read the token of the job from FILE, which only you can read.",
-        ),
-        click.option("--tls-ca", metavar="FILE", help="Certificate authority of the coordinator, PEM."),
-        click.option(
-            "--tls-certificate", metavar="FILE", help="Client certificate, PEM, if the coordinator requires one."
-        ),
-        click.option("--tls-key", metavar="FILE", help="Private key of the client certificate, PEM."),
-    )
-    for option in reversed(options):
-        function = option(function)
-    return function
+connection_options: Final = combine(
+    config_option("gang"),
+    click.option("--address", metavar="HOST:PORT", help="Address of the coordinator (default 127.0.0.1:7070)."),
+    click.option(
+        "--token-file", type=FILE, metavar="FILE", help="Read the token of the job from FILE, which only you can read."
+    ),
+    click.option("--tls-ca", metavar="FILE", help="Certificate authority of the coordinator, PEM."),
+    click.option("--tls-certificate", metavar="FILE", help="Client certificate, PEM, if the coordinator requires one."),
+    click.option("--tls-key", metavar="FILE", help="Private key of the client certificate, PEM."),
+)
+"""Where the coordinator is and who we are; passed to the command together, as `given`."""
 
 
-@click.group(cls=Gang, name="gang")
+@click.group(cls=DefaultGroup, default="show", name="gang")
 def gang() -> None:
     """Show the workers of a job, once or live, and send them commands.
 
@@ -205,38 +188,35 @@ def list_jobs(output: Format, **given: Any) -> None:
     _show_jobs(_ask(None, given, lambda operator: operator.jobs()), output)
 
 
-def settings_options(function: _Function) -> _Function:
-    """Settings of one job; passed to the command together with the options of the connection."""
-    seconds = click.FloatRange(min=0.001)
-    options = (
-        click.option("--min", "min_workers", type=click.IntRange(min=1), metavar="N", help="Start with N workers."),
-        click.option("--max", "max_workers", type=click.IntRange(min=1), metavar="N", help="Accept at most N workers."),
-        click.option(
-            "--heartbeat", "heartbeat_interval_s", type=seconds, metavar="SECONDS", help="Interval of heartbeats."
-        ),
-        click.option(
-            "--missed",
-            "missed_heartbeats",
-            type=click.IntRange(min=1),
-            metavar="N",
-            help="Evict a worker after N intervals of silence.",
-        ),
-        click.option(
-            "--reconnect-grace",
-            "reconnect_grace_s",
-            type=click.FloatRange(min=0),
-            metavar="SECONDS",
-            help="Evict a worker whose connection is broken for SECONDS.",
-        ),
-        click.option(
-            "--param", "parameters", multiple=True, metavar="NAME=VALUE", help="Set a training parameter; repeatable."
-        ),
-    )
-    for option in reversed(options):
-        function = option(function)
-    return function
-
-
+settings_options: Final = combine(
+    click.option("--min", "min_workers", type=click.IntRange(min=1), metavar="N", help="Start with N workers."),
+    click.option("--max", "max_workers", type=click.IntRange(min=1), metavar="N", help="Accept at most N workers."),
+    click.option(
+        "--heartbeat",
+        "heartbeat_interval_s",
+        type=click.FloatRange(min=0.001),
+        metavar="SECONDS",
+        help="Interval of heartbeats.",
+    ),
+    click.option(
+        "--missed",
+        "missed_heartbeats",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Evict a worker after N intervals of silence.",
+    ),
+    click.option(
+        "--reconnect-grace",
+        "reconnect_grace_s",
+        type=click.FloatRange(min=0),
+        metavar="SECONDS",
+        help="Evict a worker whose connection is broken for SECONDS.",
+    ),
+    click.option(
+        "--param", "parameters", multiple=True, metavar="NAME=VALUE", help="Set a training parameter; repeatable."
+    ),
+)
+"""Settings of one job; passed to the command together with the options of the connection."""
 _JOB_SETTINGS: Final = ("min_workers", "max_workers", "heartbeat_interval_s", "missed_heartbeats", "reconnect_grace_s")
 
 
@@ -307,24 +287,15 @@ def delete(job: str, **given: Any) -> None:
     print_error(f"strata gang: job {job} is deleted")
 
 
-def _arguments_option(function: _Function) -> _Function:
-    return click.option(
-        "--argument",
-        "arguments",
-        multiple=True,
-        metavar="NAME=VALUE",
-        help="Give the program an argument; repeatable.",
-    )(function)
-
-
-def _no_option(function: _Function) -> _Function:
-    return function
+_arguments_option: Final = click.option(
+    "--argument", "arguments", multiple=True, metavar="NAME=VALUE", help="Give the program an argument; repeatable."
+)
 
 
 def _order(name: str, kind: str, text: str, *, ends_work: bool, until_gone: bool = False) -> None:
     """Add a subcommand that sends `kind` to workers. One that ends work needs names or --all."""
     awaited = "all workers gone" if until_gone else "all acknowledgements"
-    arguments_option = _arguments_option if kind == "RELOAD" else _no_option
+    arguments_option = combine(*([_arguments_option] if kind == "RELOAD" else ()))
 
     @gang.command(name, help=text)
     @click.argument("job")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -11,6 +10,7 @@ import click
 from strata.base.errors import Code, StrataError
 from strata.cli.groups import DefaultGroup
 from strata.cli.layout import print_once
+from strata.cli.options import configure_log
 from strata.cli.output import Format, output_option, print_error
 from strata.cli.serve.screen import screen
 from strata.cli.training_server import connect_server, context_option, key_file_option
@@ -28,13 +28,7 @@ NAME_A_SERVER: Final = (
 )
 
 
-class Serve(DefaultGroup):
-    """A first word that is no command is a settings file to run."""
-
-    default = "run"
-
-
-@click.group(cls=Serve, name="serve")
+@click.group(cls=DefaultGroup, default="run", name="serve")
 def serve() -> None:
     """Run a training server, which trains a model through an API.
 
@@ -53,8 +47,6 @@ def run(config: Path, *, make_keys: bool) -> None:
     the orchestrator and the API servers, and restarts each when it dies. SIGTERM stops them in order. With ranks.mode =
     "connect" it attaches to ranks that were started elsewhere.
     """
-    from strata.base import log
-    from strata.base.settings import no_color
     from strata.cli.extras import require
 
     for module in ("zmq", "starlette"):
@@ -68,8 +60,7 @@ def run(config: Path, *, make_keys: bool) -> None:
         return
     if settings.ranks.mode == "auto":
         require("torch", extra="train")
-    style = settings.server.log_format or ("console" if sys.stderr.isatty() else "json")
-    log.configure(style, settings.server.log_level, colour=log.colour_wanted(sys.stderr, no_color=no_color()))
+    configure_log(settings.server.log_format, settings.server.log_level)
     model, ranks = settings.model.base_model, _ranks(settings)
     # Before the imports of the launcher, which take seconds.
     print_error(f"strata serve: loading the model {model} on {ranks}; Ctrl-C stops it")
