@@ -14,12 +14,12 @@ from bench.journal.append import make_facts, open_writer
 from bench.journal.bare import BarePostgres, BareSqlite
 from bench.report import Report
 from strata.base.clock import SystemClock
-from strata.journal.memory import MemoryJournal
 from strata.journal.port import Journal
 from strata.journal.postgres import PostgresJournal
 from strata.journal.replay import replay
 from strata.journal.replica import Machine, Replica
 from strata.journal.sqlite import SqliteJournal
+from tests.support.memory_journal import MemoryJournal
 
 STREAM: Final = "replay"
 BATCH: Final = 256

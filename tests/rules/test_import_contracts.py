@@ -56,7 +56,7 @@ PLANTS: Final = (
     Plant("fleet-stores", "fleet/store/sqlite/plant.py", "import strata.fleet.store.postgres.tables"),
     Plant("fleet-stores", "fleet/store/rows.py", "import strata.fleet.store.sqlite.tables"),
     Plant("fleet-stores", "fleet/store/leases.py", "import strata.fleet.store.postgres.claims"),
-    Plant("journal", "journal/sqlite.py", "import strata.journal.memory", also=("journal/memory.py",)),
+    Plant("journal", "journal/sqlite.py", "import strata.journal.postgres", also=("journal/postgres.py",)),
     Plant("journal", "journal/port.py", "import strata.journal.sqlite", also=("journal/sqlite.py",)),
     Plant("journal", "journal/replica.py", "import strata.journal.sqlite", also=("journal/sqlite.py",)),
     Plant("torch", "train/orchestrator.py", "def later() -> None:\n    import torch.nn"),

@@ -1,4 +1,4 @@
-"""Opens the journal of a database address: `memory:`, `sqlite:PATH` (or a bare path), `postgresql://…`."""
+"""Opens the journal of a database address: `sqlite:PATH` (or a bare path), `postgresql://…`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,6 @@ async def open_journal(database: str, clock: Clock, *, create: bool = True, conn
         from strata.journal.postgres import PostgresJournal
 
         return await PostgresJournal.open(database, clock, create=create, connections=connections)
-    if database == "memory:":
-        from strata.journal.memory import MemoryJournal
-
-        return MemoryJournal(clock)
     if "://" in database or not database:
         raise StrataError(
             Code.INVALID,

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from strata.base.clock import ManualClock
 from strata.database import events
 from strata.database.migrations import SqliteComponents, upgrade_postgres
 from strata.database.postgres import Connections
@@ -27,6 +26,7 @@ from strata.fleet.store.sqlite import tables as sqlite_tables
 from strata.fleet.store.sqlite.store import build_sqlite_store
 from strata.objects import Bucket
 from tests.conformance.artifacts.making import Place
+from tests.support.manual_clock import ManualClock
 from tests.support.s3 import S3Server
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from strata.base.clock import ManualClock
 from strata.base.digest import sha256_hex
 from strata.base.errors import StrataError
 from strata.fleet.artifacts.index import ArtifactIndex
@@ -28,6 +27,7 @@ from strata.fleet.ports import Store
 from strata.fleet.records import AttemptKey, JobCompletion
 from tests.conformance.fleet.fleet import add, add_host, claim, hold, job, marker
 from tests.support.feed import told_before
+from tests.support.manual_clock import ManualClock
 
 OWNER = "host_a"
 RESULT = Lineage(kind=ArtifactKind.RESULT, model="gbt", mode="oracle")

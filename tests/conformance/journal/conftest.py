@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from strata.base.clock import SystemClock
-from strata.journal.memory import MemoryDisk, MemoryJournal
 from strata.journal.port import Journal
 from strata.journal.postgres import PostgresJournal
 from strata.journal.sqlite import SqliteJournal
+from tests.support.memory_journal import MemoryDisk, MemoryJournal
 from tests.support.remote_journal import RemoteJournal, serve
 
 OpenJournal = Callable[[], Awaitable[Journal]]

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.base.clock import Clock, ManualClock, SystemClock
+from strata.base.clock import Clock, SystemClock
+from tests.support.manual_clock import ManualClock
 
 
 async def sleep_then_note(clock: Clock, seconds: float, notes: list[tuple[float, float]]) -> None:

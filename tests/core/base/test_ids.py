@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.base.clock import ManualClock
 from strata.base.errors import Code, StrataError
 from strata.base.ids import Ids, check_content_id, check_id, content_id, make_id, resolve_prefix
+from tests.support.manual_clock import ManualClock
 
 entropies = st.binary(min_size=10, max_size=10)
 times = st.floats(0, 2**48 / 1000 - 1)

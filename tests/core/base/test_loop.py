@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from strata.base.clock import ManualClock
 from strata.base.errors import Code, StrataError
 from strata.base.loop import every
+from tests.support.manual_clock import ManualClock
 
 
 @asynccontextmanager

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strata.base.clock import ManualClock
 from strata.base.errors import Code, StrataError
 from strata.base.retry import Backoff, RetryPolicy, date_s, no_jitter, retry, retry_after_s
+from tests.support.manual_clock import ManualClock
 from tests.support.turns import turns
 
 pytestmark = pytest.mark.proves("Never again: a legal `Retry-After` date ended the SDK with ValueError")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from strata.base.clock import ManualClock
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 from strata.coord.server import authenticator as gates
 from strata.coord.server.authenticator import ANY, OPERATOR, WORKER, Metadata, TokenAuthenticator
 from strata.coord.server.tokens import ALL_JOBS, Claims, TokenRole, Tokens
+from tests.support.manual_clock import ManualClock
 
 TTL_S = 60
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import grpc
 
-from strata.base.clock import ManualClock
 from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.server.authenticator import TokenAuthenticator
 from strata.coord.server.grpc_handler import MAX_BATCH, CoordinatorHandler, GenericOnly
 from strata.coord.server.service import CoordinatorService
 from strata.coord.server.servicer import Servicer
 from strata.coord.settings import CoordinatorSettings
-from strata.journal.memory import MemoryJournal
+from tests.support.manual_clock import ManualClock
+from tests.support.memory_journal import MemoryJournal
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
 

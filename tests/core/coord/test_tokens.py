@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from strata.base.clock import ManualClock
 from strata.base.errors import Code, StrataError
 from strata.coord.server.tokens import REVOKED_CHECK_S, RevokedTokens
+from tests.support.manual_clock import ManualClock
 
 
 def _not_text(file: Path) -> None:

@@ -7,13 +7,14 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from strata.base.clock import ManualClock, SystemClock
+from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.base.retry import Backoff
 from strata.journal.group_commit import Writer, WriterLimits
-from strata.journal.memory import MemoryDisk, MemoryJournal
 from strata.journal.port import Journal
 from strata.journal.replay import replay
+from tests.support.manual_clock import ManualClock
+from tests.support.memory_journal import MemoryDisk, MemoryJournal
 from tests.support.remote_journal import RemoteJournal, Transport, serve
 from tests.support.turns import turns
 

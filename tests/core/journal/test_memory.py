@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from strata.base.clock import SystemClock
-from strata.journal.memory import MemoryDisk, MemoryJournal
 from strata.journal.port import Snapshot
 from strata.journal.replay import replay
+from tests.support.memory_journal import MemoryDisk, MemoryJournal
 
 
 def disk_with(content: bytes) -> MemoryDisk:

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from strata.base.clock import ManualClock, SystemClock
+from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.journal.group_commit import WriterLimits
-from strata.journal.memory import MemoryDisk, MemoryJournal
 from strata.journal.port import Batch, Journal, Snapshot
 from strata.journal.replica import Machine, Replica
+from tests.support.manual_clock import ManualClock
+from tests.support.memory_journal import MemoryDisk, MemoryJournal
 from tests.support.turns import turns
 from tests.support.world import CALM, World
 

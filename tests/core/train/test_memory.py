@@ -6,7 +6,6 @@ import pytest
 
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
-from strata.journal.memory import MemoryJournal
 from strata.train.core import facts, ops
 from strata.train.core.commands import RowOutOfMemory, Segment
 from strata.train.core.inputs import Dispatching, DispatchNext, RanksOutOfMemory
@@ -21,6 +20,7 @@ from strata.train.core.replay import CompletedDispatch, skip_on_replay
 from strata.train.core.state import Dispatch
 from strata.train.orchestrator.replay_reader import completed_dispatches
 from tests.core.train.servers import Server, forward_backward, step
+from tests.support.memory_journal import MemoryJournal
 
 pytestmark = pytest.mark.proves(
     "Never again: out of memory in one row restarted the ranks three times and named no limit"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from strata.base.clock import SystemClock
-from strata.journal.memory import MemoryJournal
 from strata.train.core import ops
 from strata.train.core.facts import Dispatched
 from strata.train.orchestrator.replay_reader import completed_dispatches
 from tests.core.train.servers import Server, forward_backward, step
+from tests.support.memory_journal import MemoryJournal
 
 
 def asleep() -> tuple[Server, str]:

@@ -13,7 +13,6 @@ import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from strata.base.clock import ManualClock
 from strata.base.digest import sha256_hex
 from strata.base.failpoint import arm, kill
 from strata.database import events
@@ -33,6 +32,7 @@ from strata.fleet.artifacts.manifest import (
 )
 from strata.fleet.artifacts.service import Artifacts, once
 from strata.fleet.store.sqlite import tables as sqlite_tables
+from tests.support.manual_clock import ManualClock
 
 SMALL = 20_000
 GRACE_S = 1000.0

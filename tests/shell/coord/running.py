@@ -26,7 +26,7 @@ from strata.coord.server.process import SERVICE, CoordinatorServer
 from strata.coord.server.service import CoordinatorService
 from strata.coord.server.tokens import Tokens
 from strata.coord.settings import CoordinatorSettings, ServerTls
-from strata.journal.memory import MemoryJournal
+from tests.support.memory_journal import MemoryJournal
 
 STRATA: Final = str(Path(sys.executable).with_name("strata"))
 QUICK: Final = JobConfig(settle_s=0.05)

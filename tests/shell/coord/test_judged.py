@@ -16,8 +16,8 @@ from strata.coord.pb import coordinator_pb2 as pb
 from strata.coord.server import operations
 from strata.coord.server.service import CoordinatorService
 from strata.coord.settings import CoordinatorSettings
-from strata.journal.memory import MemoryJournal
 from tests.shell.coord.running import QUICK, Running, in_process, refused, register, trailing
+from tests.support.memory_journal import MemoryJournal
 
 Status = grpc.StatusCode
 

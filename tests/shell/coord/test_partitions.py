@@ -26,9 +26,9 @@ from strata.coord.server.tokens import Claims, TokenRole, Tokens
 from strata.coord.settings import CoordinatorSettings, ServerTls, check_exposure, check_partitioned
 from strata.coord.worker.link import CoordinatorLink, Deadline
 from strata.coord.worker.settings import WorkerSettings
-from strata.journal.memory import MemoryJournal
 from tests.shell.coord.running import QUICK, connect, patiently, refused, register, trailing
 from tests.shell.coord.test_access import LATER, SECRET, bearer, certificate, tls_files
+from tests.support.memory_journal import MemoryJournal
 
 COUNT = 4
 LEASE_S = 4.0

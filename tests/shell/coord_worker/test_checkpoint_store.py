@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import strata.coord.worker as strata
-from strata.base.clock import ManualClock
 from strata.base.digest import file_digest
 from strata.base.errors import Code, StrataError
 from strata.coord.core.job_config import JobConfig
@@ -18,6 +17,7 @@ from strata.coord.worker.checkpoint_store import WAIT_S, MemberCheckpoints
 from strata.coord.worker.checkpoints import Manifest, Part
 from tests.shell.coord.running import in_process
 from tests.shell.coord_worker.test_calls import worker
+from tests.support.manual_clock import ManualClock
 
 
 class HostFolders:

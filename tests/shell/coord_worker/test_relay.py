@@ -14,7 +14,7 @@ from typing import Any, Final
 import grpc
 import pytest
 
-from strata.base.clock import ManualClock, SystemClock
+from strata.base.clock import SystemClock
 from strata.base.errors import StrataError
 from strata.coord.core.job_config import JobConfig
 from strata.coord.core.liveness import interval_s
@@ -29,6 +29,7 @@ from strata.coord.worker.settings import WorkerSettings
 from tests.shell.coord.running import Running, in_process, patiently, refused, register
 from tests.shell.coord.test_access import SECRET, bearer, token
 from tests.shell.coord_worker.test_calls import worker
+from tests.support.manual_clock import ManualClock
 
 WITHIN_S: Final = 30.0
 QUICK: Final = JobConfig(settle_s=0.05, heartbeat_interval_s=0.5, missed_beats=20)

@@ -11,7 +11,6 @@ from typing import Final
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from strata.base.clock import ManualClock
 from strata.database import events
 from strata.database.migrations import SqliteComponents
 from strata.database.sqlite import SqliteThread
@@ -23,6 +22,7 @@ from strata.fleet.records import AttemptKey, HostRow, JobCompletion, JobFailure,
 from strata.fleet.service import Fleet
 from strata.fleet.store.sqlite.store import build_sqlite_store
 from strata.fleet.store.sqlite.tables import COMPONENT
+from tests.support.manual_clock import ManualClock
 
 MODELS: Final = ("a", "b", "c")
 

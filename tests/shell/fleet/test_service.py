@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from strata.base.clock import ManualClock
 from strata.base.errors import Code, StrataError
 from strata.database import events
 from strata.database.migrations import SqliteComponents
@@ -34,6 +33,7 @@ from strata.fleet.store.lists import SearchIndexes
 from strata.fleet.store.owners import OwnerTable
 from strata.fleet.store.sqlite import tables
 from strata.fleet.store.sqlite.store import build_sqlite_store
+from tests.support.manual_clock import ManualClock
 
 GIB = 1024**3
 LEASE_S = 45.0

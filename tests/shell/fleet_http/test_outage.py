@@ -6,11 +6,12 @@ import asyncio
 import itertools
 from pathlib import Path
 
-from strata.base.clock import ManualClock, SystemClock
+from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.base.loop import every
 from strata.hub.compose import Loop, open_hub
 from strata.hub.settings import HubSettings
+from tests.support.manual_clock import ManualClock
 
 READY_S = 5.0
 TIMES = 12

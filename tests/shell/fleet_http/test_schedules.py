@@ -14,7 +14,6 @@ import httpx
 import pytest
 
 from strata.base import failpoint
-from strata.base.clock import ManualClock
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.job import JobStatus
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
@@ -31,6 +30,7 @@ from strata.hub.compose import Hub, open_hub
 from strata.hub.schedules import MAX_OF_OWNER, ScheduleRunner
 from strata.hub.settings import HubSettings
 from tests.shell.fleet_http.running import Running, manifest_body, ok, refused
+from tests.support.manual_clock import ManualClock
 
 NOON = datetime(2026, 11, 16, 12, tzinfo=UTC).timestamp()
 HOUR_S = 3600.0

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from strata.base.clock import ManualClock
 from strata.fleet import service
 from strata.fleet.core.capability import Capability
 from strata.fleet.core.job import JobStatus
@@ -15,6 +14,7 @@ from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.records import HostRow
 from strata.fleet.service import Fleet
 from tests.shell.fleet_proof.stores import open_sqlite
+from tests.support.manual_clock import ManualClock
 
 
 async def status_after_a_restart(path: Path) -> JobStatus:

@@ -13,7 +13,6 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from strata.base.clock import ManualClock
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret
 from strata.database import events
@@ -28,6 +27,7 @@ from strata.identity.roles import OPERATOR, CallerKind, Principal, Role
 from strata.identity.sessions import CODE_S, IDLE_S, SESSION_S
 from strata.identity.store import SQLITE, IdentityStore
 from strata.identity.tokens import read_join_token
+from tests.support.manual_clock import ManualClock
 
 TOKEN = Secret("the operator's token, long enough")
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from strata.base.clock import ManualClock
 from strata.base.errors import Code, StrataError
-from strata.journal.memory import MemoryJournal
 from strata.train.core import ops
 from strata.train.core.inputs import CompleteRouted, RequeueRouted
 from strata.train.core.sampling import SampleOperation, SampleParams
 from strata.train.endpoints.publisher import MAX_FAILURES, SUSPECT, Publisher
 from strata.train.settings import load_settings
 from tests.shell.train_orchestrator.leaders import leading
+from tests.support.manual_clock import ManualClock
+from tests.support.memory_journal import MemoryJournal
 
 DIED = StrataError(Code.UNAVAILABLE, "it died", connected=True)
 DOWN = StrataError(Code.UNAVAILABLE, "it is down", connected=False)

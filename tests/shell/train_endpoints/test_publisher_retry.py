@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from strata.base.clock import ManualClock
-from strata.journal.memory import MemoryJournal
 from strata.train.core import ops
 from strata.train.endpoints.publisher import RETRY_S, Publisher
 from tests.shell.train_orchestrator.leaders import leading, settings_in
+from tests.support.manual_clock import ManualClock
+from tests.support.memory_journal import MemoryJournal
 
 
 async def test_a_task_that_ends_in_an_unforeseen_way_is_looked_at_again_after_a_pause(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from strata.base.clock import Clock, SystemClock
-from strata.journal.memory import MemoryJournal
 from strata.journal.replica import Replica
 from strata.train.core import model_options, ops
 from strata.train.core.client_commands import OpenSession, SubmitOperation
@@ -14,6 +13,7 @@ from strata.train.core.machine import TrainMachine
 from strata.train.core.state import Rules
 from strata.train.orchestrator.state_store import StateStore, TrainReplica
 from strata.train.settings import ServerSettings, load_settings
+from tests.support.memory_journal import MemoryJournal
 
 RUN = "s-train-0"
 

@@ -11,7 +11,6 @@ import pytest
 from strata.base import failpoint
 from strata.base.clock import SystemClock
 from strata.base.errors import Code
-from strata.journal.memory import MemoryJournal
 from strata.train.checkpoints import checkpoint
 from strata.train.checkpoints.checkpoint import CheckpointManifest
 from strata.train.core import client_commands, model_options, ops
@@ -22,6 +21,7 @@ from strata.train.settings import ServerSettings
 from strata.train.status import queries, views
 from tests.shell.train_orchestrator.leaders import leading, settings_in
 from tests.shell.train_orchestrator.stacks import Stack, running
+from tests.support.memory_journal import MemoryJournal
 
 SWEEP: Final = "sweep_s = 0.05\n"
 PATIENCE_S: Final = 30.0

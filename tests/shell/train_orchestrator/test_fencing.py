@@ -8,10 +8,10 @@ import pytest
 
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
-from strata.journal.memory import MemoryJournal
 from strata.train.orchestrator.maintenance.checkpoint_gc import CheckpointGc
 from strata.train.orchestrator.maintenance.compaction import Compaction
 from tests.shell.train_orchestrator.leaders import RUN, leading, settings_in, with_a_model
+from tests.support.memory_journal import MemoryJournal
 
 
 async def test_a_sweep_of_whoever_leads_no_more_takes_no_checkpoint(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import get_args
 
 from strata.base.clock import SystemClock
-from strata.journal.memory import MemoryJournal
 from strata.journal.replica import Replica
 from strata.train.core import model_options, ops
 from strata.train.core.client_commands import AbortOperation, OpenSession, SubmitOperation
@@ -25,6 +24,7 @@ from strata.train.payload import Payloads
 from strata.train.settings import ServerSettings, load_settings
 from strata.train.status import queries, views
 from strata.train.status.throughput import ThroughputEstimate
+from tests.support.memory_journal import MemoryJournal
 
 MODEL = "s:train:0"
 

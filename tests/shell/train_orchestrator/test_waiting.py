@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from strata.base.clock import ManualClock
 from strata.base.errors import Code, StrataError
 from strata.train.orchestrator.request_processor import RETRY_S, retry_unavailable
+from tests.support.manual_clock import ManualClock
 
 
 class Store:

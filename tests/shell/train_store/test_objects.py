@@ -18,7 +18,6 @@ import pytest
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.base.settings import process_environment
-from strata.journal.memory import MemoryJournal
 from strata.objects import Bucket
 from strata.train.checkpoints import checkpoint
 from strata.train.checkpoints.checkpoint import CheckpointManifest
@@ -30,6 +29,7 @@ from strata.train.peft.layers import ADAPTER, ADAPTER_CONFIG
 from strata.train.status import queries, views
 from tests.shell.train_orchestrator.leaders import RUN, leading, with_a_model
 from tests.shell.train_orchestrator.stacks import running
+from tests.support.memory_journal import MemoryJournal
 from tests.support.s3 import S3Server
 
 pytestmark = pytest.mark.proves(

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from strata.base.clock import ManualClock, SystemClock
+from strata.base.clock import SystemClock
 from strata.base.errors import StrataError
 from strata.base.secret import Secret
 from strata.coord.server.tokens import ALL_JOBS, Claims, TokenRole, Tokens
@@ -23,6 +23,7 @@ from strata.identity.sessions import IDLE_S, SESSION_S
 from strata.web.session import SessionCookie
 from tests.shell.coord.running import Running, in_process, register
 from tests.shell.web.browsing import HTML, SAME_ORIGIN
+from tests.support.manual_clock import ManualClock
 
 STRATA = str(Path(sys.executable).with_name("strata"))
 

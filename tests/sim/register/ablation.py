@@ -9,10 +9,10 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.journal.group_commit import Writer, WriterLimits
-from strata.journal.memory import HEADER, Frame, Led, MemoryJournal, StreamLog, decode_frame
 from strata.journal.port import Batch, Lead
 from tests.sim.register.core import Register, Reply, Request
 from tests.sim.register.node import RegisterReplica
+from tests.support.memory_journal import HEADER, Frame, Led, MemoryJournal, StreamLog, decode_frame
 
 
 class EpochNotChecked(MemoryJournal):

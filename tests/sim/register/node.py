@@ -8,10 +8,10 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.journal.group_commit import WriterLimits
-from strata.journal.memory import MemoryJournal
 from strata.journal.replica import Replica
 from tests.sim.register.core import Register, Reply, Request, State
 from tests.support.history import History
+from tests.support.memory_journal import MemoryJournal
 from tests.support.register_model import Add, CompareAndSet, Read, RegisterInput, Value, Write
 from tests.support.remote_journal import RemoteJournal, serve
 from tests.support.world import World

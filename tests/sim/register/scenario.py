@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
-from strata.journal.memory import MemoryJournal
 from tests.sim.register import ablation
 from tests.sim.register.core import Register
 from tests.sim.register.node import Client, RegisterReplica, run_journal, run_node
 from tests.support.history import History
 from tests.support.linearizable import Linearizable, check
+from tests.support.memory_journal import MemoryJournal
 from tests.support.register_model import Add, RegisterInput, RegisterModel, Value
 from tests.support.world import Faults, World
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from strata.journal.memory import Appended, Frame, MemoryJournal
 from strata.journal.port import Batch
 from strata.train.core import commands, facts, ops
 from strata.train.core.future import OperationFuture
@@ -13,6 +12,7 @@ from strata.train.core.sampling import SampleOperation
 from strata.train.core.scheduler import OPERATIONS_PER_QUANTUM
 from strata.train.core.state import Rules, queued_operation
 from tests.sim.train.wires import TrainWorld
+from tests.support.memory_journal import Appended, Frame, MemoryJournal
 
 
 @dataclass

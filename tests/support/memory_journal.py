@@ -1,4 +1,4 @@
-"""A journal in memory over a log of frames on a `Disk`, for tests, simulation and throwaway servers.
+"""A journal in memory over a log of frames on a `Disk`, for tests and simulation.
 
 The disk is where a simulation tears things: a frame that was not synced may be lost, or be there in part. Opening reads
 the frames, checks each and drops the torn tail, as a real log does. The small methods at the end of the class each are
