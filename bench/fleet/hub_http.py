@@ -163,7 +163,8 @@ async def _compare(
         judged = goal if case == "claim" or bare.is_hub else None
         report.add(f"http.{name}.{case}", unit, found, goal=judged, note=f"{what}; {note}")
         cost = Comparison(cpu_us[case, ours.pid][1:], cpu_us[case, bare.pid][1:], "lower")
-        report.add(f"http.{name}.{case}.cpu", "µs", cost, note="processor time of the server for each")
+        judged = goal if bare.is_hub else None
+        report.add(f"http.{name}.{case}.cpu", "µs", cost, goal=judged, note="processor time of the server for each")
 
 
 async def enrol(address: str, data: Path, count: int) -> list[Host]:
