@@ -113,6 +113,10 @@ class Connection(asyncio.Protocol):
         self._transport.write(head + b"%d\r\n\r\n" % len(body) + body)
         return self._reply
 
+    def close(self) -> None:
+        assert self._transport is not None
+        self._transport.close()
+
 
 class Load:
     def __init__(self) -> None:
@@ -149,7 +153,7 @@ class Load:
 
         async def poll(host: Host) -> None:
             nonlocal polls
-            connection = await self._connect(order.address, host, "polls")
+            connection = await self._keep_connection(order.address, host, "polls")
             while perf_counter() < until_s:
                 claim = b'{"claim_id":"stay-%d","wait_s":%f}' % (next(self._names), order.poll_s)
                 reply = await connection.send(_head("/v1/job/claim", host), claim)
@@ -157,7 +161,7 @@ class Load:
                 polls += 1
 
         async def beat(host: Host, number: int) -> None:
-            connection = await self._connect(order.address, host)
+            connection = await self._keep_connection(order.address, host)
             due_s = perf_counter() + order.beat_s * number / len(order.hosts)
             while perf_counter() < until_s:
                 await asyncio.sleep(due_s - perf_counter())
@@ -186,7 +190,7 @@ class Load:
         return len(replies) - len(fresh)
 
     async def _hold(self, address: str, host: Host, leases: int) -> None:
-        connection = await self._connect(address, host)
+        connection = await self._keep_connection(address, host)
         given = list[LeaseGiven]()
         while len(given) < leases:
             claim = msgspec.json.encode({"claim_id": f"hold-{next(self._names)}", "count": leases - len(given)})
@@ -201,8 +205,8 @@ class Load:
     async def _repeat(
         self, address: str, path: str, turns: Sequence[Sequence[Host]], seconds: float, body: Callable[[Host], bytes]
     ) -> list[bytes]:
-        """On one connection for each list of hosts, who take turns on it."""
-        connections = [await self._connect(address, hosts[0]) for hosts in turns]
+        """On a new connection for each list of hosts, who take turns on it: the server closes one that was idle."""
+        connections = [await _connect(address) for _ in turns]
         replies: list[bytes] = []
         until_s = perf_counter() + seconds
 
@@ -214,13 +218,20 @@ class Load:
 
         async with asyncio.timeout(seconds + WAIT_S):
             await asyncio.gather(*map(ask, turns, connections))
+        for connection in connections:
+            connection.close()
         return replies
 
-    async def _connect(self, address: str, host: Host, purpose: str = "") -> Connection:
+    async def _keep_connection(self, address: str, host: Host, purpose: str = "") -> Connection:
         key = (address, host.id, purpose)
         if key not in self._open:
-            _, self._open[key] = await asyncio.get_running_loop().create_unix_connection(Connection, address)
+            self._open[key] = await _connect(address)
         return self._open[key]
+
+
+async def _connect(address: str) -> Connection:
+    _, connection = await asyncio.get_running_loop().create_unix_connection(Connection, address)
+    return connection
 
 
 def _head(path: str, host: Host) -> bytes:
