@@ -40,11 +40,11 @@ from bench.interleave import Comparison, Measure, interleave
 from bench.percentiles import percentile
 from bench.report import Report
 from strata.base.clock import SystemClock
-from strata.fleet.claims import ClaimQueue
 from strata.fleet.core.amounts import Amounts, Capacity
 from strata.fleet.ports import Store
 from strata.fleet.records import Claim, JobLease, Renewal
-from strata.fleet.service import Fleet
+from strata.fleet.service.claims import ClaimQueue
+from strata.fleet.service.fleet import Fleet
 from tests.support.postgres import PostgresServer
 
 GOAL: Final = 0.8
@@ -135,7 +135,7 @@ class FleetClaimer:
 
     async def one(self) -> None:
         number = next(self._names)
-        leases = await self._fleet.claim(f"host_{number % FLEET}", f"f{number}")
+        leases = await self._fleet.claims.claim(f"host_{number % FLEET}", f"f{number}")
         assert len(leases) == 1, "the bench ran out of jobs"
 
 

@@ -15,9 +15,10 @@ from typing import Any, Final
 
 from strata.cli.main import main
 from strata.database import sqlite
-from strata.fleet import claims, service
 from strata.fleet.core import lease_status
 from strata.fleet.records import Claim, JobLease
+from strata.fleet.service import claims
+from strata.fleet.service import leases as lease_service
 from strata.fleet.store import leases
 
 PROGRAM: Final = (sys.executable, "-m", "soak.fleet_hub.ablation")
@@ -51,7 +52,7 @@ async def _no_report(*_: Any) -> None:
 
 
 SAFEGUARDS: Final[dict[str, tuple[Any, str, Any]]] = {
-    "a hub that was blind takes nothing away": (service, "may_expire_leases", lambda **_: True),
+    "a hub that was blind takes nothing away": (lease_service, "may_expire_leases", lambda **_: True),
     "a claim that is repeated takes no more": (claims.ClaimQueue, "submit", _claims_anew),
     "a repeated report gets the same answer": (leases, "_previous_report", _no_report),
     "a write is committed before it is confirmed": (sqlite.SqliteThread, "_run_group", _commits_late),

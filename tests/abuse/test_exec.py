@@ -291,7 +291,7 @@ async def _requested(site: Running) -> str:
     """The path of a command that Anna has requested in her own job."""
     spec = JobSpec(model="m")
     anna = Submitter(owner="anna")
-    await site.hub.context.fleet.apply(
+    await site.hub.context.fleet.jobs.apply(
         ApplyPlan(new={spec.id: spec}), "test", source="test", declared=False, submitter=anna
     )
     vera = await site.host("vera")

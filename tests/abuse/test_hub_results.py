@@ -317,7 +317,7 @@ async def test_a_host_cannot_read_the_state_of_a_server_for_another_job(site: Ru
     stored = msgspec.convert(reading(state)[way], TrainerSpec)
     spec, fleet = JobSpec(model="m"), site.hub.context.fleet
     plan = ApplyPlan(new={spec.id: spec}, trainers={"default": stored}, seen={"default": ""})
-    await fleet.apply(plan, "test", source="test")
+    await fleet.jobs.apply(plan, "test", source="test")
     host = await site.host("mallory")
     (lease,) = await host.claim("evil")
     assert lease.trainer == stored

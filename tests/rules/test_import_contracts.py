@@ -29,7 +29,7 @@ class Plant(NamedTuple):
 PLANTS: Final = (
     Plant("layers", "base/plant.py", "import strata.journal.port"),
     Plant("layers", "journal/port.py", "import strata.cli.main"),
-    Plant("layers", "fleet/service.py", "import strata.coord.server.service", also=("coord/server/service.py",)),
+    Plant("layers", "fleet/service/jobs.py", "import strata.coord.server.service", also=("coord/server/service.py",)),
     Plant("layers", "identity/keys.py", "import strata.journal.port"),
     Plant("layers", "journal/port.py", "import strata.identity", also=("identity/__init__.py",)),
     Plant("layers", "http/plant.py", "import strata.train.service", also=("train/service.py",)),
@@ -60,7 +60,7 @@ PLANTS: Final = (
     Plant("journal", "journal/port.py", "import strata.journal.sqlite", also=("journal/sqlite.py",)),
     Plant("journal", "journal/replica.py", "import strata.journal.sqlite", also=("journal/sqlite.py",)),
     Plant("torch", "train/orchestrator.py", "def later() -> None:\n    import torch.nn"),
-    Plant("psycopg", "fleet/service.py", "import psycopg"),
+    Plant("psycopg", "fleet/service/jobs.py", "import psycopg"),
     Plant("psycopg", "hub/compose.py", "from psycopg import AsyncConnection"),
     Plant("grpc", "coord/server/service.py", "import grpc"),
     Plant("grpc", "journal/port.py", "from google.protobuf import message"),

@@ -35,7 +35,7 @@ from strata.fleet.core.samples import FLEET, SamplePoint, average
 from strata.fleet.core.why import Why
 from strata.fleet.metric_history import MetricHistory
 from strata.fleet.records import AttemptRow, HostRow, JobFilter, JobLedger, JobRow, OwnerUsages, WaitingClass
-from strata.fleet.service import Fleet
+from strata.fleet.service.fleet import Fleet
 
 _log = log.get(__name__)
 OVERVIEW_S: Final = 5.0
@@ -218,7 +218,7 @@ class FleetHistory:
         self._latest = latest = await self._compute()
         if latest.at_s - self._sampled_at_s >= SAMPLE_S:
             self._sampled_at_s = latest.at_s
-            self._fleet.add_fleet_sample(latest.values())
+            self._fleet.samples.add_fleet(latest.values())
 
     async def overview(self, project: str = "") -> Overview:
         async with self._computing:
@@ -247,7 +247,7 @@ class FleetHistory:
         counts = await fleet.store.statistics.counts()
         waiting = await fleet.store.statistics.waiting_classes()
         first, longest_wait_s = _longest(waiting, now_s)
-        hosts = [view for view in await fleet.cached_hosts() if view.row.state != "left"]
+        hosts = [view for view in await fleet.hosts.views() if view.row.state != "left"]
         minutes = await fleet.store.samples.read(FLEET, 60, now_s - DAY_S)
         by_presence: dict[str, list[HostRow]] = {name: [] for name in get_args(Presence)}
         for view in hosts:
@@ -267,7 +267,7 @@ class FleetHistory:
             by_status=counts.by_status,
             longest_wait_s=longest_wait_s,
             longest_waiting=first,
-            cards=fleet.totals.cards,
+            cards=fleet.hosts.totals.cards,
             busy_cards=await self._count_busy_cards(now_s),
             goodput=share((await self.goodput("", 3600.0)).seconds),
             hosts={name: len(found) for name, found in by_presence.items()},
@@ -292,7 +292,7 @@ class FleetHistory:
         return found
 
     async def _check_unservable(self, waiting: Sequence[WaitingClass]) -> list[Attention]:
-        unserved = await self._fleet.unserved_classes([each.class_id for each in waiting])
+        unserved = await self._fleet.hosts.unserved_classes([each.class_id for each in waiting])
         found = []
         for each in [each for each in waiting if each.class_id in unserved][:_MAX_UNSERVABLE]:
             why = await self._why_unservable(each.first_job)
@@ -307,7 +307,7 @@ class FleetHistory:
         if known is None or now_s - known[0] > GOODPUT_S:
             if len(self._why) >= _MAX_CACHED:
                 self._why.clear()
-            known = self._why[job_id] = (now_s, await self._fleet.why(job_id))
+            known = self._why[job_id] = (now_s, await self._fleet.jobs.why(job_id))
         return known[1]
 
     async def _failed(self, now_s: float, project: str = "") -> list[FailedJob]:

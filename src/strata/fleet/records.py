@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from strata.database.events import EventFilter, EventPage, StoredEvent
 from strata.fleet.core.amounts import UNKNOWN, Amounts, Capacity, MoreMemory, Taken
 from strata.fleet.core.capability import Capability
-from strata.fleet.core.fair_share import OwnerShares
 from strata.fleet.core.goodput import AttemptTimes, LedgerEvent
 from strata.fleet.core.job import HELD, Cause, JobStatus
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 from strata.fleet.core.lease import ASLEEP
-from strata.fleet.core.ownership import OPERATOR, Submitter
-from strata.fleet.core.plan import ApplyPlan, ExistingJob, HostPolicy, RegisteredTrainer
-from strata.fleet.core.quota import OwnerUsage, Quota
+from strata.fleet.core.ownership import Submitter
+from strata.fleet.core.quota import OwnerUsage
 from strata.fleet.core.requirement import RequirementClass
-from strata.fleet.core.reservation import Reservation, ReservationPlan, ReservationPlanner
-from strata.fleet.core.samples import SamplePoint
 from strata.fleet.core.schedule import JobSchedule
 from strata.fleet.core.search import SearchSweep
 from strata.fleet.core.subscription import Subscription

@@ -36,7 +36,10 @@ from strata.fleet.http.leased_reads import LeasedReads
 from strata.fleet.hub_metrics import HubMetrics
 from strata.fleet.metric_history import MetricHistory, thin_streams
 from strata.fleet.overview import DAY_S, OVERVIEW_S, FleetHistory
-from strata.fleet.service import RESERVE_S, TICK_S, Fleet, FleetSettings
+from strata.fleet.service.claims import RESERVE_S
+from strata.fleet.service.fleet import Fleet
+from strata.fleet.service.leases import TICK_S
+from strata.fleet.service.state import FleetSettings
 from strata.fleet.streams import AttemptStreams
 from strata.http.auth_failures import AuthFailures
 from strata.http.body import BodyPace
@@ -302,11 +305,17 @@ def _loops(
             certificate.renew(context.clock.wall_s())
 
     loops = [
-        Loop(interval_s=TICK_S, run_once=context.fleet.tick, max_backoff_s=TICK_S),
+        Loop(interval_s=TICK_S, run_once=context.fleet.leases.tick, max_backoff_s=TICK_S),
+        Loop(interval_s=TICK_S, run_once=context.fleet.samples.run_once, max_backoff_s=TICK_S),
         Loop(interval_s=TICK_S, run_once=context.execs.run_once, max_backoff_s=TICK_S),
         Loop(interval_s=GAP_S, run_once=context.feed.run_once, max_backoff_s=TICK_S),
-        Loop(interval_s=RESERVE_S, run_once=context.fleet.plan_reservations, max_backoff_s=RESERVE_S, max_share=SHARE),
-        Loop(interval_s=IDLE_CHECK_S, run_once=context.fleet.choose_servers_to_end, max_backoff_s=IDLE_CHECK_S),
+        Loop(
+            interval_s=RESERVE_S,
+            run_once=context.fleet.claims.plan_reservations,
+            max_backoff_s=RESERVE_S,
+            max_share=SHARE,
+        ),
+        Loop(interval_s=IDLE_CHECK_S, run_once=context.fleet.servers.choose_to_end, max_backoff_s=IDLE_CHECK_S),
         Loop(interval_s=OVERVIEW_S, run_once=context.history.run_once, max_share=SHARE),
         Loop(interval_s=HOUR_S, run_once=renew_certificates),
         Loop(interval_s=USES_S, run_once=context.authenticator.write_uses),

@@ -28,7 +28,7 @@ from strata.fleet.core.ownership import Submitter, check_owners
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.schedule import JobSchedule, first_due_s, run_spec
 from strata.fleet.records import ScheduleRow, StoredSchedule
-from strata.fleet.service import Fleet
+from strata.fleet.service.fleet import Fleet
 from strata.identity.authenticate import is_valid_actor
 
 if TYPE_CHECKING:
@@ -257,7 +257,7 @@ class ScheduleRunner:
             return
         schedule = row.stored.schedule
         spec = run_spec(schedule, row.next_due_s).with_sandbox(self._require_sandbox)
-        note = "" if await self._fleet.find_job(spec.id) is not None else await self._queue(row, spec)
+        note = "" if await self._fleet.jobs.find(spec.id) is not None else await self._queue(row, spec)
         failpoint("fleet.schedule.queued")
         now_s = self._fleet.now_s()
         values = {
@@ -274,7 +274,7 @@ class ScheduleRunner:
 
     async def _queue(self, row: ScheduleRow, spec: JobSpec) -> str:
         """Says why the run is left out; empty if it is queued now."""
-        last = await self._fleet.find_job(row.last_job) if row.last_job else None
+        last = await self._fleet.jobs.find(row.last_job) if row.last_job else None
         if row.stored.schedule.overlap == "skip" and last is not None and last.status not in TERMINAL:
             return f"the run of {spec.due} was left out: the one of {last.spec.due} is {last.status}"
         plan = ApplyPlan(
@@ -284,7 +284,7 @@ class ScheduleRunner:
             pinned=row.stored.trainer,
         )
         try:
-            await self._fleet.apply(
+            await self._fleet.jobs.apply(
                 plan,
                 row.stored.actor,
                 source=f"schedule {row.name}",
@@ -292,7 +292,7 @@ class ScheduleRunner:
                 submitter=row.stored.submitter,
             )
         except StrataError as error:
-            if error.code is Code.CONFLICT and await self._fleet.find_job(spec.id) is not None:
+            if error.code is Code.CONFLICT and await self._fleet.jobs.find(spec.id) is not None:
                 return ""
             if error.code in _REFUSED:
                 return f"the run of {spec.due} was left out: {error.message}"

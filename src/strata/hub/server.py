@@ -94,7 +94,7 @@ async def serve(hub: Hub, settings: HubSettings, clock: Clock, listeners: Listen
         await serve_http(_config(hub, settings), listeners.sockets, stop, leaving=leaving)
         # Heartbeats since the last tick would be lost otherwise.
         with contextlib.suppress(StrataError):
-            await hub.context.fleet.flush_heartbeats()
+            await hub.context.fleet.hosts.flush_heartbeats()
         _log.info("hub_stopped")
     finally:
         for task in looping:

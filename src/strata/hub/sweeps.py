@@ -43,7 +43,7 @@ from strata.fleet.core.search import (
 from strata.fleet.core.sweep_plan import Point
 from strata.fleet.http.context import HubContext
 from strata.fleet.records import JobFilter, JobRow, StoredSweep
-from strata.fleet.service import Fleet
+from strata.fleet.service.fleet import Fleet
 from strata.hub.cursor_store import LEASE_S
 from strata.hub.search_study import propose, require_optuna
 from strata.hub.sweep_store import SweepChanges, SweepStore
@@ -107,13 +107,13 @@ class DeclaredSweeps:
         await self._set_stopped(project, name, actor, submitter, check)
         for row in await _jobs(self._fleet, project, name):
             if row.status is JobStatus.PENDING:
-                await self._fleet.cancel(row.id, STOPPED, actor)
+                await self._fleet.jobs.cancel(row.id, STOPPED, actor)
 
     async def resume(self, project: str, name: str, actor: str, submitter: Submitter) -> None:
         await self._set_stopped(project, name, actor, submitter)
         for row in await _jobs(self._fleet, project, name):
             if row.status is JobStatus.CANCELLED and row.reason == STOPPED:
-                await self._fleet.requeue(row.id, actor, submitter)
+                await self._fleet.jobs.requeue(row.id, actor, submitter)
 
     async def _set_stopped(
         self,
@@ -311,23 +311,23 @@ class SweepRunner:
         place = stored.project, stored.name
         for tries in range(TRIES):
             point = await asyncio.to_thread(propose, sweep.search, trials, number, tries)
-            if await self._fleet.find_job(self._spec(sweep, number, point).id) is not None:
+            if await self._fleet.jobs.find(self._spec(sweep, number, point).id) is not None:
                 continue
             point = await self._store.claim_trial(sweep, number, point)
             spec = self._spec(sweep, number, point)
-            there = await self._fleet.find_job(spec.id)
+            there = await self._fleet.jobs.find(spec.id)
             if there is not None and trial_number(sweep, there.spec) != number:
                 # The number was claimed by a hub that died, and since then the point became a job in another way.
                 number += 1
                 continue
             if there is None:
                 plan = ApplyPlan(project=spec.project, new={spec.id: spec}, pinned=stored.trainer)
-                await self._fleet.apply(
+                await self._fleet.jobs.apply(
                     plan, stored.actor, source=f"sweep {spec.sweep}", declared=False, submitter=stored.submitter
                 )
                 self._judged[spec.id] = (0, 0)
                 if await self._is_stopped(stored):
-                    await self._fleet.cancel(spec.id, STOPPED, "hub")
+                    await self._fleet.jobs.cancel(spec.id, STOPPED, "hub")
                     return None
             self._exhausted.discard(place)
             return Trial(number=number, point=point)
@@ -359,7 +359,7 @@ class SweepRunner:
             new = self._take_new_rungs(row, reached[row.id])
             reason = pruning_reason(new, others, halving, direction)
             if reason:
-                await self._fleet.cancel(row.id, reason, "hub")
+                await self._fleet.jobs.cancel(row.id, reason, "hub")
                 pruned = True
         return pruned
 

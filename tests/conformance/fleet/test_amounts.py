@@ -25,7 +25,7 @@ from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.requirement import Needs
 from strata.fleet.ports import Store
 from strata.fleet.records import Claim, HostRow, JobCompletion, JobFailure, JobLease, Renewal
-from strata.fleet.service import Fleet
+from strata.fleet.service.fleet import Fleet
 from strata.fleet.store.sqlite import tables
 from strata.fleet.store.sqlite.store import build_sqlite_store
 from tests.conformance.fleet.conftest import open_postgres
@@ -243,12 +243,12 @@ async def test_a_card_that_is_larger_than_needed_is_left_to_jobs_that_need_it(st
         gpus = (Gpu(name="card", vram_bytes=vram_gib * GIB, uuid=name),)
         capability = Capability(hostname=name, cuda="12.4", gpus=gpus, ram_bytes=64 * GIB, cores=8)
         host = HostRow(id=name, name=name, capability=capability, registered_at_s=fleet.now_s())
-        await fleet.register(host, "operator")
+        await fleet.hosts.register(host, "operator")
     for name in ("large", "small"):
-        claims[name] = asyncio.create_task(fleet.claim(name, "c1", wait_s=30))
+        claims[name] = asyncio.create_task(fleet.claims.claim(name, "c1", wait_s=30))
         await asyncio.wait([claims[name]], timeout=0.05)
     for model, vram_gib, taker in (("m20", 20, "small"), ("m60", 60, "large")):
         spec = job(model, needs=needs(min_vram_gib=vram_gib))
-        await fleet.apply(ApplyPlan(new={spec.id: spec}), "operator", source="test")
+        await fleet.jobs.apply(ApplyPlan(new={spec.id: spec}), "operator", source="test")
         (lease,) = await asyncio.wait_for(claims[taker], 20)
         assert (lease.host_id, lease.spec.model) == (taker, model)

@@ -14,7 +14,7 @@ from strata.fleet.core.jobspec import TrainerSpec
 from strata.fleet.core.plan import ApplyPlan, JobChange
 from strata.fleet.ports import Store
 from strata.fleet.records import Claim, JobCompletion, JobFailure, Renewal
-from strata.fleet.roster import FRESH_S, Roster
+from strata.fleet.service.roster import FRESH_S, Roster
 from strata.fleet.store.rows import encode
 from tests.conformance.fleet.fleet import LEASE_S, ROOMY, add, add_host, all_classes, claim, hold, job, needs, plan
 

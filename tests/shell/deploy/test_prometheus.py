@@ -87,7 +87,7 @@ async def test_the_hub_serves_what_the_page_lists(tmp_path: Path) -> None:
         assert [len(await host.claim(name)) for name in ("c1", "c2")] == [1, 0]
         beat = {"leases": [], "sample": {"cpu_use": 0.5, "cards": [{"card": "0", "use": 0.25}]}}
         assert (await host.http.post("/v1/heartbeats", json=beat)).status_code == 200
-        await hub.hub.context.fleet.flush_heartbeats()
+        await hub.hub.context.fleet.hosts.flush_heartbeats()
         viewer = await hub.with_role("viewer")
         assert (await (await hub.client()).get("/metrics")).status_code == 401
         families = assert_as_documented((await viewer.get("/metrics")).text, "strata_hub_")

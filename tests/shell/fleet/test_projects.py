@@ -19,7 +19,7 @@ from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.manifest import parse_manifest
 from strata.fleet.core.plan import ApplyOptions, ApplyPlan
 from strata.fleet.records import AttemptKey, HostRow, JobCompletion, JobFailure, JobLease
-from strata.fleet.service import Fleet
+from strata.fleet.service.fleet import Fleet
 from strata.fleet.store.sqlite.store import build_sqlite_store
 from strata.fleet.store.sqlite.tables import COMPONENT
 from tests.support.manual_clock import ManualClock
@@ -81,9 +81,9 @@ class World:
     async def apply(self, step: Apply) -> None:
         text = text_of(step)
         manifest = parse_manifest(text, "m").resolve()
-        made = await self.fleet.plan_manifest(manifest, ApplyOptions(retrain=step.retrain))
+        made = await self.fleet.jobs.plan_manifest(manifest, ApplyOptions(retrain=step.retrain))
         self.check_owner(made, step.project)
-        await self.fleet.apply(made, "operator", source="m")
+        await self.fleet.jobs.apply(made, "operator", source="m")
         digest = manifest.trainers["default"].digest
         takers = [change.job_id for change in made.changed if "trainer" in change.kinds]
         self.queued |= dict.fromkeys([*made.new, *made.requeued, *takers], digest)
@@ -95,7 +95,7 @@ class World:
     async def act(self, step: Act) -> None:
         if step.what == "claim":
             self.claims += 1
-            for lease in await self.fleet.claim("h", f"c{self.claims}"):
+            for lease in await self.fleet.claims.claim("h", f"c{self.claims}"):
                 self.given[lease.job_id, lease.epoch] = lease.trainer_digest
                 assert lease.trainer is not None
                 assert lease.trainer.digest == lease.trainer_digest == self.queued[lease.job_id]
@@ -112,11 +112,11 @@ class World:
         lease = self.held.pop(step.number % len(self.held))
         hold = AttemptKey("h", lease.job_id, lease.epoch)
         if step.what == "complete":
-            done = await self.fleet.complete(hold, JobCompletion())
+            done = await self.fleet.leases.complete(hold, JobCompletion())
             assert done.trainer_digest == lease.trainer_digest
             self.queued[lease.job_id] = lease.trainer_digest
         else:
-            await self.fleet.fail(hold, JobFailure(cause=Cause.USER_ERROR, error="x"))
+            await self.fleet.leases.fail(hold, JobFailure(cause=Cause.USER_ERROR, error="x"))
             await self.fleet.store.leases.release_backoffs(1e12)
 
     async def move(self, step: Act) -> None:
@@ -127,9 +127,9 @@ class World:
             return
         job_id = wanted[step.number % len(wanted)]
         if step.what == "requeue":
-            await self.fleet.requeue(job_id, "operator")
+            await self.fleet.jobs.requeue(job_id, "operator")
         else:
-            await self.fleet.cancel(job_id, "", "operator")
+            await self.fleet.jobs.cancel(job_id, "", "operator")
             self.held = [lease for lease in self.held if lease.job_id != job_id]
 
     async def check(self) -> None:
@@ -144,7 +144,7 @@ async def live(path: Path, history: list[Apply | Act]) -> None:
     try:
         world = World(Fleet(build_sqlite_store(thread), ManualClock(), chance=lambda: 0.5))
         host = HostRow(id="h", name="h", capability=Capability(hostname="h"), registered_at_s=0.0)
-        await world.fleet.register(host, "host:h")
+        await world.fleet.hosts.register(host, "host:h")
         for step in history:
             await (world.apply(step) if isinstance(step, Apply) else world.act(step))
             await world.check()

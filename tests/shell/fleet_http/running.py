@@ -96,7 +96,7 @@ class Running:
         return host
 
     async def add(self, *specs: JobSpec) -> list[str]:
-        await self.hub.context.fleet.apply(ApplyPlan(new={spec.id: spec for spec in specs}), "test", source="test")
+        await self.hub.context.fleet.jobs.apply(ApplyPlan(new={spec.id: spec for spec in specs}), "test", source="test")
         return [spec.id for spec in specs]
 
     async def close(self) -> None:

@@ -170,7 +170,7 @@ async def test_an_event_has_the_address_that_the_request_came_from(site: Running
     assert await recorded(operator, "key.made") == {"operator": "unix"}
     assert await recorded(anna, "job.created") == {"key": "127.0.0.1", "operator": ""}
     assert await recorded(await site.with_role("viewer"), "job.created") == {"key": "", "operator": ""}
-    await site.hub.context.fleet.tick()
+    await site.hub.context.fleet.leases.tick()
     await site.add(JobSpec(model="m"))
     assert (await recorded(operator, "job.created"))["test"] == ""
 

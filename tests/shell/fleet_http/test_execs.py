@@ -19,7 +19,7 @@ async def run_job(site: Running, host: HostClient, owner: str = "anna") -> Lease
     spec = JobSpec(model=f"of-{owner}")
     submitter = Submitter(owner=owner, operator=False)
     plan = ApplyPlan(new={spec.id: spec})
-    await site.hub.context.fleet.apply(plan, "test", source="test", declared=False, submitter=submitter)
+    await site.hub.context.fleet.jobs.apply(plan, "test", source="test", declared=False, submitter=submitter)
     (lease,) = await host.claim()
     await heartbeat(host, lease)
     return lease

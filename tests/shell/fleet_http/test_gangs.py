@@ -44,7 +44,7 @@ async def gangs(tmp_path: Path) -> AsyncIterator[Running]:
 
 async def member(site: Running, name: str = "a") -> tuple[HostClient, LeaseGiven]:
     host = await site.host(name)
-    await site.hub.context.fleet.plan_reservations()
+    await site.hub.context.fleet.claims.plan_reservations()
     (lease,) = await host.claim(f"c-{name}")
     return host, lease
 
@@ -91,7 +91,7 @@ async def test_a_heartbeat_renews_the_token_of_the_host_that_holds_the_lease(gan
     other = await gangs.host("b")
     verdict = await renew(other, lease, renew_token=True)
     assert (verdict.verdict, verdict.token) == ("stop", "")
-    await gangs.hub.context.fleet.cancel(lease.job_id, "", "test")
+    await gangs.hub.context.fleet.jobs.cancel(lease.job_id, "", "test")
     verdict = await renew(host, lease, renew_token=True)
     assert (verdict.verdict, verdict.cause, verdict.token) == ("stop", "ended", "")
 
@@ -164,7 +164,7 @@ async def test_who_holds_no_lease_of_the_gang_reads_none_of_its_parts(gangs: Run
     stranger = await gangs.host("stranger")
     assert refused(await find(stranger, lease, a=b"part"))[1] == Code.STALE.value
     assert refused(await stranger.http.get(f"/v1/chunk/{sha256_hex(b'part')}")) == (403, "forbidden")
-    await gangs.hub.context.fleet.cancel(lease.job_id, "", "test")
+    await gangs.hub.context.fleet.jobs.cancel(lease.job_id, "", "test")
     assert refused(await find(host, lease, a=b"part"))[1] == Code.STALE.value
 
 

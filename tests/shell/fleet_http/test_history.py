@@ -165,7 +165,7 @@ async def test_the_overview_says_what_needs_a_person(site: Running) -> None:
     fail = {"epoch": 1, "cause": "setup_error", "error": "no such program"}
     ok(await host.http.post(f"/v1/job/{bad.id}/fail", json=fail), Job)
     fleet = site.hub.context.fleet
-    await fleet.set_host_state(host.id, "quarantined", "three jobs failed on it", "hub")
+    await fleet.hosts.set_state(host.id, "quarantined", "three jobs failed on it", "hub")
     await site.hub.context.history.run_once()
     found = ok(await viewer.get("/v1/overview"), OverviewReply)
     by_kind = {each.kind: each for each in found.attention}

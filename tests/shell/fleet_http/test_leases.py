@@ -69,7 +69,7 @@ async def test_a_client_that_left_is_given_no_job(site: Running) -> None:
     await asyncio.wait([waiting], timeout=0.3)
     waiting.cancel()
     await asyncio.wait([waiting])
-    while len(site.hub.context.fleet._claims._pending):
+    while len(site.hub.context.fleet.claims._queue._pending):
         await turns()
     await asyncio.wait([asyncio.create_task(other.claim("nothing", wait_s=0.3))])
     (job_id,) = await site.add(JobSpec(model="m"))
@@ -181,7 +181,7 @@ async def test_labels_of_the_invitation_are_kept_apart_from_what_a_host_says(sit
     body = RegisterRequest(capability=_capability(labels={"rack": "z9", "own": "1"}))
     call: Any = HubCall(site.hub.context, Principal(CallerKind.HOST, "host_x", None), {}, None, None, None)  # type: ignore[arg-type]
     await register(call, body)
-    (row,) = [host for host in await site.hub.context.fleet.hosts() if host.id == "host_x"]
+    (row,) = [host for host in await site.hub.context.fleet.hosts.all() if host.id == "host_x"]
     assert row.labels == {"rack": "b4", "gpu": "true"}
     assert row.capability.labels == {"rack": "z9", "own": "1"}
     assert (row.name, row.pool) == ("x", "lab")
@@ -257,7 +257,7 @@ async def test_what_a_host_does_is_sampled_with_its_heartbeats(site: Running) ->
     host = await site.host("anna")
     sample = {"cpu_use": 0.5, "cards": [{"card": "GPU-0", "use": 0.25, "power_w": 100.0}]}
     ok(await host.http.post("/v1/heartbeats", json={"leases": [], "sample": sample}), HeartbeatsReply)
-    await site.hub.context.fleet.tick()
+    await site.hub.context.fleet.samples.run_once()
     reader = await site.operator()
     values = {"cpu_use": 0.5, "GPU-0/use": 0.25, "GPU-0/power_w": 100.0}
     assert ok(await reader.get("/v1/host/anna"), Host).sample == values

@@ -34,7 +34,9 @@ async def longest_pause_s(loop: Loop) -> float:
 
 async def test_leases_and_events_go_on_within_seconds_however_long_the_database_was_away(tmp_path: Path) -> None:
     async with open_hub(HubSettings(data=tmp_path, keep_free_bytes=0), SystemClock()) as hub:
-        awaited = [loop for loop in hub.loops if loop.run_once in (hub.context.fleet.tick, hub.context.feed.run_once)]
+        awaited = [
+            loop for loop in hub.loops if loop.run_once in (hub.context.fleet.leases.tick, hub.context.feed.run_once)
+        ]
         assert len(awaited) == 2
         for loop in awaited:
             assert await longest_pause_s(loop) < READY_S

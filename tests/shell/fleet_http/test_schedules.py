@@ -75,7 +75,7 @@ async def only(hub: Hub) -> ScheduleRow:
 
 async def finish(hub: Hub) -> None:
     for row in await runs(hub):
-        await hub.context.fleet.cancel(row.id, "", "operator")
+        await hub.context.fleet.jobs.cancel(row.id, "", "operator")
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
@@ -261,7 +261,9 @@ async def test_a_run_of_a_schedule_has_the_trainer_of_the_manifest_that_declared
         for command in ("hers", "others"):
             spec = TrainerSpec(name="t", command=(command,), directory="/code")
             manifest = JobManifest(source=f"{command}.toml", project="default", jobs={}, trainers={"t": spec})
-            await fleet.apply(await fleet.plan_manifest(manifest, seen, OPERATOR), "operator", source=manifest.source)
+            await fleet.jobs.apply(
+                await fleet.jobs.plan_manifest(manifest, seen, OPERATOR), "operator", source=manifest.source
+            )
             digests.append(spec.digest)
             if command == "hers":
                 schedule = JobSchedule(base=JobSpec(model="m", name="hourly", trainer="t"), cron="0 * * * *")

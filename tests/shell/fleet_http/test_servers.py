@@ -54,7 +54,7 @@ async def published(
 
 async def sleeping(site: Running, model: str = "tiny", submitter: Submitter = OPERATOR) -> str:
     job = await serve(site, model, submitter)
-    await site.hub.context.fleet.cancel(job, f"{ASLEEP}no request for 60 s", "hub")
+    await site.hub.context.fleet.jobs.cancel(job, f"{ASLEEP}no request for 60 s", "hub")
     return job
 
 
@@ -320,7 +320,7 @@ async def test_a_tokenizer_comes_from_the_server_that_is_ready(
         for name in ("a", "b"):
             job = await serve(site, name, path=tmp_path / "s" if name == ready else NOBODY, also=["shared"])
             if name != ready and state == "asleep":
-                await site.hub.context.fleet.cancel(job, f"{ASLEEP}no request for 60 s", "hub")
+                await site.hub.context.fleet.jobs.cancel(job, f"{ASLEEP}no request for 60 s", "hub")
         reply = await viewer.get("/hf/shared/resolve/main/tokenizer.json")
     assert (reply.status_code, reply.content) == (200, b"tokens")
 
@@ -367,20 +367,20 @@ async def heartbeat(host: HostClient, lease: LeaseGiven) -> LeaseVerdict:
 async def test_the_order_to_sleep_is_for_one_attempt_and_not_for_the_one_that_a_request_wakes(site: Running) -> None:
     host, lease = await published(site, IDLE)
     fleet = site.hub.context.fleet
-    await fleet.choose_servers_to_end()
+    await fleet.servers.choose_to_end()
     order = await heartbeat(host, lease)
     assert order.yield_as == "cancelled"
     ended = {"epoch": lease.epoch, "cause": "cancelled", "error": order.reason}
     ok(await host.http.post(f"/v1/job/{lease.job_id}/fail", json=ended), Job)
     assert (await row(site, lease.job_id)).state == "asleep"
-    await fleet.wake_server(lease.job_id, "hub", OPERATOR)
+    await fleet.jobs.wake_server(lease.job_id, "hub", OPERATOR)
     (again,) = await host.claim("c-again")
     assert (again.epoch, (await heartbeat(host, again)).yield_as) == (2, "")
 
 
 async def test_a_request_keeps_a_server_awake_whose_host_has_not_been_told_to_end_it(site: Running) -> None:
     host, lease = await published(site, IDLE)
-    await site.hub.context.fleet.choose_servers_to_end()
+    await site.hub.context.fleet.servers.choose_to_end()
     alice = await site.with_role("researcher")
     assert refused(await alice.get("/api/v1/status")) == (503, "unavailable"), "nobody listens there"
     assert (await heartbeat(host, lease)).yield_as == ""
@@ -391,7 +391,7 @@ async def test_a_server_that_falls_asleep_again_before_it_serves_is_woken_again(
     waiting = asyncio.create_task((await site.with_role("researcher")).get("/api/v1/status"))
     try:
         await until_pending(site, job, waiting)
-        await site.hub.context.fleet.cancel(job, f"{ASLEEP}no request for 60 s", "hub")
+        await site.hub.context.fleet.jobs.cancel(job, f"{ASLEEP}no request for 60 s", "hub")
         await until_pending(site, job, waiting)
     finally:
         waiting.cancel()

@@ -73,7 +73,7 @@ async def opened(data: Path) -> AsyncIterator[Site]:
         owners = [getattr(loop.run_once, "__self__", None) for loop in hub.loops]
         (runner,) = [each for each in owners if isinstance(each, SweepRunner)]
         row = HostRow(id=HOST, name="a", capability=Capability(hostname="h", slots=64), registered_at_s=0.0)
-        await hub.context.fleet.register(row, f"host:{HOST}")
+        await hub.context.fleet.hosts.register(row, f"host:{HOST}")
         yield Site(hub.context, runner)
 
 
@@ -135,9 +135,9 @@ class History:
     async def train(self, site: Site) -> None:
         await site.runner.run_once()
         fleet = site.context.fleet
-        for lease in await fleet.claim(HOST, f"c{next(self.claims)}", count=self.random.randint(1, 4)):
+        for lease in await fleet.claims.claim(HOST, f"c{next(self.claims)}", count=self.random.randint(1, 4)):
             held = AttemptKey(HOST, lease.job_id, lease.epoch)
-            await fleet.complete(held, JobCompletion(metrics={"loss": lease.spec.hyper.get("x", 0.0)}))
+            await fleet.leases.complete(held, JobCompletion(metrics={"loss": lease.spec.hyper.get("x", 0.0)}))
 
     async def stop(self, site: Site) -> None:
         name = self.random.choice(NAMES)

@@ -25,7 +25,7 @@ async def complete(site: Running, host: HostClient, values: dict[str, dict[str, 
         for lease in await host.claim(f"c{len(values)}"):
             key = AttemptKey(host.id, lease.job_id, lease.epoch)
             metrics = values.pop(lease.job_id)
-            await site.hub.context.fleet.complete(key, JobCompletion(metrics=metrics))
+            await site.hub.context.fleet.leases.complete(key, JobCompletion(metrics=metrics))
 
 
 async def test_a_sweep_shows_its_best_trial_by_the_metric_that_matters(site: Running) -> None:
@@ -92,7 +92,7 @@ async def test_a_search_shows_its_plan_its_objective_and_the_trials_that_were_pr
     kept, ended = await site.add(
         trial_spec(sweep, 0, {"x": 0.5, "y": 1}).with_sandbox({}), trial_spec(sweep, 1, {"x": 0.25, "y": 2})
     )
-    await context.fleet.cancel(ended, f"{PRUNED}: 0.1 at step 3 is not among the best 1 of 2 trials", "hub")
+    await context.fleet.jobs.cancel(ended, f"{PRUNED}: 0.1 at step 3 is not among the best 1 of 2 trials", "hub")
     await complete(site, await site.host("gpu-1"), {kept: {"reward": 3.0, "val_loss": 9.0}})
     shown = ok(await viewer.get("/v1/sweep/default/tune"), SweepReply)
     assert shown.axes == ("x", "y")

@@ -241,7 +241,7 @@ async def test_a_stopped_search_says_where_it_stopped_and_goes_on_when_it_is_res
     reply = ok(await operator.post("/v1/manifest", json=body), ManifestReply)
     assert reply.stopped == ("tune",), "its own manifest does not start it"
     ok(await operator.post("/v1/sweep/default/tune/stop"), SweepReply)
-    await site.hub.context.fleet.tick()
+    await site.hub.context.fleet.leases.tick()
     assert len(await jobs(site)) == len(rows)
     resumed = ok(await operator.post("/v1/sweep/default/tune/resume"), SweepReply).sweep
     assert (resumed.state, resumed.skipped) == ("running", 0)
@@ -348,7 +348,7 @@ async def test_a_sweep_with_a_broken_trial_says_why_and_does_not_hold_up_the_nex
     for lease in await host.claim("c", count=2):
         broken: Any = {"loss": "no number" if lease.spec.sweep == "bad" else 1.0}
         held = AttemptKey(host.id, lease.job_id, lease.epoch)
-        await site.hub.context.fleet.complete(held, JobCompletion(metrics=broken))
+        await site.hub.context.fleet.leases.complete(held, JobCompletion(metrics=broken))
     await wait_for_jobs(site, 2)
     assert await failures(site, "bad") == ["ValueError: could not convert string to float: 'no number'"]
 

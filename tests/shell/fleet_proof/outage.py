@@ -14,7 +14,8 @@ from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.capability import Capability
 from strata.fleet.records import AttemptKey, HostRow, JobCompletion, Renewal
-from strata.fleet.service import Fleet, FleetSettings
+from strata.fleet.service.fleet import Fleet
+from strata.fleet.service.state import FleetSettings
 from strata.fleet.store.store import FleetStore
 
 T = TypeVar("T")
@@ -39,7 +40,7 @@ class Hub:
 
     async def register(self, host_id: str) -> None:
         capability = Capability(hostname=host_id, slots=2)
-        await self.fleet.register(
+        await self.fleet.hosts.register(
             HostRow(id=host_id, name=host_id, capability=capability, registered_at_s=self.fleet.now_s()), "test"
         )
 
@@ -59,20 +60,20 @@ class Hub:
     async def tick(self) -> None:
         while not self.stopping:
             with suppress(StrataError):
-                await self.fleet.tick()
+                await self.fleet.leases.tick()
             await asyncio.sleep(TICK_S)
 
     async def work(self, host_id: str) -> None:
         """Claim and complete, one job after the other."""
         while not self.stopping:
             claim_id = f"c{next(self._names)}"
-            leases = await self.until_answered(lambda claim_id=claim_id: self.fleet.claim(host_id, claim_id))  # type: ignore[misc]
+            leases = await self.until_answered(lambda claim_id=claim_id: self.fleet.claims.claim(host_id, claim_id))  # type: ignore[misc]
             for lease in leases:
                 hold, done = (
                     AttemptKey(host_id, lease.job_id, lease.epoch),
                     JobCompletion(artifact=f"{host_id}.{claim_id}"),
                 )
-                row = await self.until_answered(lambda hold=hold, done=done: self.fleet.complete(hold, done))  # type: ignore[misc]
+                row = await self.until_answered(lambda hold=hold, done=done: self.fleet.leases.complete(hold, done))  # type: ignore[misc]
                 self.confirmed[row.id] = done.artifact
             if not leases:
                 await asyncio.sleep(TICK_S)
@@ -81,6 +82,6 @@ class Hub:
         """Renew what is held, as a host that trains for hours."""
         renewals = [Renewal(job_id=job_id, epoch=epoch, running=True) for job_id, epoch in epoch_of.items()]
         while not self.stopping:
-            renewed = await self.until_answered(lambda: self.fleet.renew(host_id, renewals))
+            renewed = await self.until_answered(lambda: self.fleet.leases.renew(host_id, renewals))
             assert {each.verdict for each in renewed} == {"held"}
             await asyncio.sleep(LEASE_S / 5)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from strata.fleet import service
 from strata.fleet.core.capability import Capability
 from strata.fleet.core.job import JobStatus
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.records import HostRow
-from strata.fleet.service import Fleet
+from strata.fleet.service import leases
+from strata.fleet.service.fleet import Fleet
 from tests.shell.fleet_proof.stores import open_sqlite
 from tests.support.manual_clock import ManualClock
 
@@ -23,13 +23,13 @@ async def status_after_a_restart(path: Path) -> JobStatus:
     store = await open_sqlite(path)
     first = Fleet(store, clock)
     host = HostRow(id="h", name="h", capability=Capability(hostname="h"), registered_at_s=first.now_s())
-    await first.register(host, "test")
+    await first.hosts.register(host, "test")
     spec = JobSpec(model="m")
-    await first.apply(ApplyPlan(new={spec.id: spec}), "test", source="test")
-    await first.claim("h", "c1")
+    await first.jobs.apply(ApplyPlan(new={spec.id: spec}), "test", source="test")
+    await first.claims.claim("h", "c1")
     await clock.advance(3600)
     second = Fleet(store, clock)
-    await second.tick()
+    await second.leases.tick()
     status = (await store.jobs.get(spec.id)).status
     await store.close()
     return status
@@ -40,5 +40,5 @@ async def test_a_hub_that_starts_gives_every_lease_a_full_term(tmp_path: Path) -
 
 
 async def test_a_hub_that_sweeps_blindly_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "may_expire_leases", lambda **_: True)
+    monkeypatch.setattr(leases, "may_expire_leases", lambda **_: True)
     assert await status_after_a_restart(tmp_path / "hub.db") is not JobStatus.CLAIMED

@@ -50,8 +50,8 @@ async def _at_work(hub: Hub) -> AsyncIterator[Hub]:
     for host in (*agents, "holder"):
         await hub.register(host)
     specs = [JobSpec(model="m", seed=number) for number in range(JOBS)]
-    await hub.fleet.apply(ApplyPlan(new={spec.id: spec for spec in specs}), "test", source="test")
-    held = {lease.job_id: lease.epoch for lease in await hub.fleet.claim("holder", "long", count=2)}
+    await hub.fleet.jobs.apply(ApplyPlan(new={spec.id: spec for spec in specs}), "test", source="test")
+    held = {lease.job_id: lease.epoch for lease in await hub.fleet.claims.claim("holder", "long", count=2)}
     async with asyncio.TaskGroup() as group:
         group.create_task(hub.tick())
         group.create_task(hub.hold("holder", held))

@@ -26,14 +26,16 @@ async def add_sweep(site: Running, host: HostClient, name: str = "lr", **spec: A
     )
     fleet = site.hub.context.fleet
     for id_ in ids[4:5]:
-        await fleet.cancel(id_, f"{PRUNED}: 2 at step 1 is not among the best 1 of 3 trials", "hub")
+        await fleet.jobs.cancel(id_, f"{PRUNED}: 2 at step 1 is not among the best 1 of 3 trials", "hub")
     losses = dict(zip(ids, (0.9, 0.5, 0.25, 0.4), strict=False))
     left = set(losses)
     while left:
         for lease in await host.claim(f"c-{name}-{len(left)}"):
             if lease.job_id in losses:
                 metrics = {"loss": losses[lease.job_id], "accuracy": 1 - losses[lease.job_id]}
-                await fleet.complete(AttemptKey(host.id, lease.job_id, lease.epoch), JobCompletion(metrics=metrics))
+                await fleet.leases.complete(
+                    AttemptKey(host.id, lease.job_id, lease.epoch), JobCompletion(metrics=metrics)
+                )
                 left.discard(lease.job_id)
     assert (await fleet.store.jobs.get(ids[0])).status is JobStatus.COMPLETED
     return ids

@@ -109,7 +109,7 @@ async def joined_host(site: Running) -> str:
 
     fleet = site.hub.context.fleet
     row = HostRow(id="host_1", name="gpu-1", capability=Capability(hostname="gpu-1"), registered_at_s=fleet.now_s())
-    return (await fleet.register(row, "host:host_1")).id
+    return (await fleet.hosts.register(row, "host:host_1")).id
 
 
 async def test_a_stopped_sweep_says_how_far_it_came(site: Running) -> None:
@@ -221,7 +221,7 @@ async def test_an_operator_invites_hosts_and_sets_quotas_and_sees_no_keys(safe_s
 async def test_events_come_newest_first_and_are_searched_by_kind_text_and_subject(site: Running) -> None:
     host = await site.host("gpu-1")
     ids = await site.add(*(JobSpec(model="m", seed=seed, name=f"job-{seed}") for seed in range(60)))
-    await site.hub.context.fleet.cancel(ids[0], "too slow", "operator")
+    await site.hub.context.fleet.jobs.cancel(ids[0], "too slow", "operator")
     browser = await log_in(site, "viewer")
     async with asyncio.timeout(60):
         while "too slow" not in (page := await browser.shows("/events?kind=job.*")):
@@ -248,7 +248,7 @@ async def test_an_event_names_its_host_and_shortens_the_ids_in_its_details(site:
     (lease,) = await host.claim()
     artifact = await add_artifact(site, b"model", job_id=job_id, epoch=lease.epoch)
     attempt = AttemptKey(host.id, job_id, lease.epoch)
-    await site.hub.context.fleet.complete(attempt, JobCompletion(artifact=artifact))
+    await site.hub.context.fleet.leases.complete(attempt, JobCompletion(artifact=artifact))
     browser = await log_in(site, "viewer")
     page = await browser.shows(f"/events?subject={job_id}&kind=job.completed")
     assert f'<span title="host:{host.id}">gpu-1</span>' in page
@@ -282,7 +282,7 @@ async def test_hostile_names_stay_text_on_every_page_of_the_fleet(site: Running)
                 for part in range(2)
             )
         )
-        await site.hub.context.fleet.complete(*await claimed(host))
+        await site.hub.context.fleet.leases.complete(*await claimed(host))
         await (await site.operator()).post(f"/v1/host/{host.id}/pause", json={"reason": hostile})
         artifact = await add_artifact(
             site, f"{number}".encode(), kind=ArtifactKind.RESULT, model=hostile, mode=hostile, job_id=job_id,

@@ -90,7 +90,7 @@ async def commit(call: HubCall, body: CommitRequest) -> CommitReply:
     )
     if held is not None and lineage.kind is ArtifactKind.CHECKPOINT:
         failpoint("fleet.checkpoint.before")
-        await context.fleet.record_checkpoint(held, done.artifact_id)
+        await context.fleet.leases.record_checkpoint(held, done.artifact_id)
         await _remove_old_copies(call, held, keep=done.artifact_id)
     return _commit_reply(done)
 

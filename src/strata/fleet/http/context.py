@@ -40,7 +40,7 @@ from strata.fleet.records import (
     StoredSubscription,
     StoredSweep,
 )
-from strata.fleet.service import Fleet
+from strata.fleet.service.fleet import Fleet
 from strata.fleet.streams import AttemptStreams
 from strata.http.body import BodyPace
 from strata.http.root import RootLimits
@@ -265,7 +265,7 @@ async def resolve_artifact_id(call: HubCall) -> str:
 async def resolve_host(call: HubCall) -> HostRow:
     """The host that the path names by its id or its name."""
     text = call.path["id"]
-    matches: Sequence[HostRow] = await call.context.fleet.find_hosts(text)
+    matches: Sequence[HostRow] = await call.context.fleet.hosts.find(text)
     # A name may have been used by a host that was revoked since: a host that has not left comes first.
     matches = [host for host in matches if host.id == text or host.state != "left"] or matches[-1:]
     if not matches:

@@ -53,7 +53,7 @@ async def _page_before(call: HubCall, query: EventsQuery) -> EventsReply:
     shown = tuple(_event(each, call) for each in page.events)
     hosts = {each.actor.removeprefix(_HOST) for each in shown if each.actor.startswith(_HOST)}
     hosts |= {host for each in shown if isinstance(host := each.body.get("host"), str)}
-    names = dict(await call.context.fleet.host_names(hosts)) if hosts else {}
+    names = dict(await call.context.fleet.hosts.names(hosts)) if hosts else {}
     keys, jobs = await _keys(call.context, shown), await _jobs(call.context, shown)
     return EventsReply(events=shown, cursor=page.before, more=bool(page.before), hosts=names, keys=keys, jobs=jobs)
 

@@ -91,7 +91,7 @@ async def goodput(call: HubCall) -> GoodputReply:
 async def fleet_goodput(call: HubCall, query: GoodputQuery) -> GoodputReply:
     """Returns where the time of all jobs went, or of those of a project, that a host had lately."""
     found = await call.context.history.goodput(query.project, query.span_s)
-    names = await call.context.fleet.host_names({each.host_id for _, each in found.interruptions})
+    names = await call.context.fleet.hosts.names({each.host_id for _, each in found.interruptions})
     return GoodputReply(
         seconds=dict(found.seconds),
         wall_s=sum(found.seconds.values()),
@@ -111,7 +111,7 @@ def _figure(overview: Overview, name: str, value: float | None) -> HistoryFigure
 async def _names(context: HubContext, attempts: Iterable[AttemptRow]) -> Mapping[str, str]:
     """Returns the names of the hosts of these attempts."""
     wanted = {each.host_id for each in attempts}
-    return {host.id: host.name for host_id in wanted for host in await context.fleet.find_hosts(host_id)}
+    return {host.id: host.name for host_id in wanted for host in await context.fleet.hosts.find(host_id)}
 
 
 def _mark(event: LedgerEvent, numbers: Mapping[int, int]) -> TimelineMark:

@@ -13,7 +13,7 @@ from strata.fleet.core.host_status import HostFacts, plan_action, policy_rules, 
 from strata.fleet.core.jobspec import HostSpec
 from strata.fleet.http.context import HubCall, HubContext, calling_host, resolve_host
 from strata.fleet.records import HostRow, JobOnHost
-from strata.fleet.service import HostView
+from strata.fleet.service.hosts import HostView
 from strata.fleet.wire.hosts import (
     Host,
     HostAmounts,
@@ -38,7 +38,7 @@ async def listed(call: HubCall) -> HostsReply:
     """All hosts that ever registered. A host sees itself."""
     context = call.context
     host = calling_host(call)
-    rows = [row for row in await context.fleet.hosts() if host in ("", row.id)]
+    rows = [row for row in await context.fleet.hosts.all() if host in ("", row.id)]
     return HostsReply(hosts=tuple(_host_reply(context, row) for row in rows))
 
 
@@ -51,7 +51,7 @@ async def show(call: HubCall) -> Host:
 async def samples(call: HubCall, query: SamplesQuery) -> SamplesReply:
     """Returns what a host did: use of its processors, memory and cards, temperature, power."""
     row = await resolve_host(call)
-    step_s, points = await call.context.fleet.samples(row.id, query.span_s, query.points)
+    step_s, points = await call.context.fleet.samples.read(row.id, query.span_s, query.points)
     shown = tuple(SampledPoint(at_s=point.at_s, values=dict(point.values)) for point in points)
     return SamplesReply(step_s=step_s, points=shown)
 
@@ -60,7 +60,7 @@ async def room(call: HubCall) -> HostRoom:
     """Returns what a host has for jobs, which jobs it has, and what is free beside them."""
     fleet = call.context.fleet
     row = await resolve_host(call)
-    capacity, held = await fleet.capacity(row.id), await _jobs_on(call.context, row.id)
+    capacity, held = await fleet.hosts.capacity(row.id), await _jobs_on(call.context, row.id)
     free = Room(capacity, [job.taken for job in held]).left
     return HostRoom(capacity=_amounts(capacity), free=_amounts(free), jobs=tuple(map(_job_reply, held)))
 
@@ -69,7 +69,7 @@ async def page(call: HubCall, query: HostsQuery) -> HostPageReply:
     """Hosts with their load, cards and jobs, a page at a time."""
     fleet = call.context.fleet
     search = query.search.casefold()
-    matches = [view for view in await fleet.cached_hosts() if not search or _matches(view.row, search)]
+    matches = [view for view in await fleet.hosts.views() if not search or _matches(view.row, search)]
     by_status = Counter[str](each.status for each in matches)
     chosen = [each for each in matches if query.status is None or each.status == query.status]
     if query.sort != "name":
@@ -83,7 +83,7 @@ async def page(call: HubCall, query: HostsQuery) -> HostPageReply:
 async def policy(call: HubCall) -> HostPolicyReply:
     """Returns what an operator has declared for a host, in words."""
     row = await resolve_host(call)
-    declared, quiet = await call.context.fleet.policy(row)
+    declared, quiet = await call.context.fleet.hosts.policy(row)
     spec = HostSpec(name=row.name) if declared is None else declared.spec
     return HostPolicyReply(
         project="" if declared is None else declared.project,
@@ -100,11 +100,11 @@ async def plan(call: HubCall, query: HostPlanQuery) -> HostPlanReply:
     row = await resolve_host(call)
     held = await _jobs_on(context, row.id)
     servers = [job for job in held if job.serving]
-    stranded = 0 if query.action == "resume" else await context.fleet.stranded_by(row.id)
+    stranded = 0 if query.action == "resume" else await context.fleet.hosts.stranded_by(row.id)
     facts = HostFacts(
         name=row.name,
         state=row.state,
-        presence=context.fleet.presence(_ago_s(context, row)),
+        presence=context.fleet.hosts.presence(_ago_s(context, row)),
         jobs=len(held) - len(servers),
         servers=len(servers),
         stranded=stranded,
@@ -148,15 +148,15 @@ async def revoke(call: HubCall, body: HostStateRequest) -> None:
     await context.identity.revoke_host(host_id, reason, call.actor, context.clock.wall_s())
     context.authenticator.invalidate()
     # A claim that waits was let in before; only the state of the host, in the claim's own transaction, stops it.
-    if any(host.id == host_id for host in await context.fleet.hosts()):
-        await context.fleet.set_host_state(host_id, "left", reason, call.actor)
+    if any(host.id == host_id for host in await context.fleet.hosts.all()):
+        await context.fleet.hosts.set_state(host_id, "left", reason, call.actor)
 
 
 async def _set(context: HubContext, call: HubCall, state: Literal["active", "draining", "paused"], reason: str) -> Host:
     row = await resolve_host(call)
     if row.state == "left":
         raise StrataError(Code.PRECONDITION, f"{row.name} has left", hint="it comes back with strata join")
-    return _host_reply(context, await context.fleet.set_host_state(row.id, state, reason, call.actor))
+    return _host_reply(context, await context.fleet.hosts.set_state(row.id, state, reason, call.actor))
 
 
 async def _resolve_enrolled_host(context: HubContext, call: HubCall) -> str:
@@ -177,7 +177,7 @@ def _sort_key(context: HubContext, sort: Literal["load", "seen"]) -> Callable[[H
 
 def _load(context: HubContext, host_id: str) -> float:
     """The use of its processors or of its busiest card; -1 if neither is known."""
-    sample = context.fleet.newest_sample(host_id)
+    sample = context.fleet.samples.newest(host_id)
     return max((value for name, value in sample.items() if name == "cpu_use" or name.endswith("/use")), default=-1.0)
 
 
@@ -188,7 +188,7 @@ def _matches(row: HostRow, search: str) -> bool:
 
 
 def _summary(context: HubContext, view: HostView, held: Sequence[JobOnHost]) -> HostSummary:
-    row, sample = view.row, context.fleet.newest_sample(view.row.id)
+    row, sample = view.row, context.fleet.samples.newest(view.row.id)
     taken: dict[str, float] = {}
     for job in held:
         for card in job.taken.cards:
@@ -260,6 +260,6 @@ def _host_reply(context: HubContext, row: HostRow) -> Host:
         registered_at_s=row.registered_at_s,
         seen_at_s=row.seen_at_s,
         seen_ago_s=ago_s,
-        presence=context.fleet.presence(ago_s),
-        sample=dict(context.fleet.newest_sample(row.id)),
+        presence=context.fleet.hosts.presence(ago_s),
+        sample=dict(context.fleet.samples.newest(row.id)),
     )

@@ -63,7 +63,7 @@ async def listed(call: HubCall, query: JobsQuery) -> JobsReply:
         jobs=tuple(shown),
         next=wanted.cursor_of(rows[-1]) if len(rows) == query.limit else "",
         by_status={} if host else dict(await context.history.counts(query.project)),
-        hosts={} if host else dict(await context.fleet.host_names({row.host_id for row in rows})),
+        hosts={} if host else dict(await context.fleet.hosts.names({row.host_id for row in rows})),
     )
 
 
@@ -90,7 +90,7 @@ async def show(call: HubCall) -> JobReply:
 async def why(call: HubCall) -> Why:
     """Returns why a job is not running, and the nearest fix."""
     context = call.context
-    return await context.fleet.why(await resolve_job_id(call))
+    return await context.fleet.jobs.why(await resolve_job_id(call))
 
 
 async def status(call: HubCall) -> StatusReply:
@@ -120,13 +120,13 @@ async def submit(call: HubCall, body: SubmitRequest) -> SubmitReply:
     for needed in spec.after:
         await context.fleet.store.jobs.get(needed)
     job_id = spec.id
-    new = await context.fleet.find_job(job_id) is None
+    new = await context.fleet.jobs.find(job_id) is None
     if new:
         await check_stored_bytes(call)
         submitter = submitter_of(call)
         superseded = await _superseded(context, spec, submitter)
         plan = ApplyPlan(project=spec.project, new={job_id: spec}, trainers=trainers, seen=seen, superseded=superseded)
-        await context.fleet.apply(plan, call.actor, source="submitted", declared=False, submitter=submitter)
+        await context.fleet.jobs.apply(plan, call.actor, source="submitted", declared=False, submitter=submitter)
     return SubmitReply(job=job_reply(await context.fleet.store.jobs.get(job_id)), new=new)
 
 
@@ -136,7 +136,7 @@ async def cancel(call: HubCall, body: CancelRequest) -> Job:
     context = call.context
     job_id = await resolve_job_id(call)
     await check_may_change(context, call, job_id)
-    return job_reply(await context.fleet.cancel(job_id, body.reason, call.actor))
+    return job_reply(await context.fleet.jobs.cancel(job_id, body.reason, call.actor))
 
 
 async def requeue(call: HubCall) -> Job:
@@ -146,7 +146,7 @@ async def requeue(call: HubCall) -> Job:
     job_id = await resolve_job_id(call)
     await check_may_change(context, call, job_id)
     await check_stored_bytes(call)
-    return job_reply(await context.fleet.requeue(job_id, call.actor, submitter_of(call)))
+    return job_reply(await context.fleet.jobs.requeue(job_id, call.actor, submitter_of(call)))
 
 
 async def archive(call: HubCall) -> Job:
@@ -154,7 +154,7 @@ async def archive(call: HubCall) -> Job:
     context = call.context
     job_id = await resolve_job_id(call)
     await check_may_change(context, call, job_id)
-    return job_reply(await context.fleet.archive(job_id, call.actor))
+    return job_reply(await context.fleet.jobs.archive(job_id, call.actor))
 
 
 async def check_may_change(context: HubContext, call: HubCall, job_id: str) -> None:

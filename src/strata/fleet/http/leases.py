@@ -63,7 +63,7 @@ async def register(call: HubCall, body: RegisterRequest) -> RegisterReply:
     identity = await context.identity.host(call.caller.require_host())
     if identity is None:
         raise StrataError(Code.NOT_FOUND, "this host is not enrolled", hint="strata join")
-    row = await context.fleet.register(
+    row = await context.fleet.hosts.register(
         HostRow(
             id=identity.id,
             name=identity.name,
@@ -90,9 +90,9 @@ async def claim(call: HubCall, body: ClaimRequest) -> ClaimReply:
     """Ask for jobs this host may take, and wait for some."""
     context = call.context
     host_id = call.caller.require_host()
-    leases = await context.fleet.claim(host_id, body.claim_id, count=body.count)
+    leases = await context.fleet.claims.claim(host_id, body.claim_id, count=body.count)
     if not leases and body.wait_s:
-        waiting = context.fleet.claim(host_id, body.claim_id, count=body.count, wait_s=body.wait_s)
+        waiting = context.fleet.claims.claim(host_id, body.claim_id, count=body.count, wait_s=body.wait_s)
         with context.hub_metrics.claims_waiting.track_inprogress():
             leases = await until_disconnect(call, context.stopping, waiting)
     context.hub_metrics.record_claim(len(leases))
@@ -105,9 +105,9 @@ async def heartbeats(call: HubCall, body: HeartbeatsRequest) -> HeartbeatsReply:
     context.hub_metrics.heartbeats.inc()
     if body.sample is not None:
         context.hub_metrics.samples.inc()
-        context.fleet.add_sample(call.caller.require_host(), body.sample)
+        context.fleet.samples.add(call.caller.require_host(), body.sample)
     if body.incarnation:
-        await context.fleet.observe_agent(call.caller.require_host(), body.incarnation)
+        await context.fleet.hosts.observe_agent(call.caller.require_host(), body.incarnation)
     renewals = [Renewal(job_id=each.job_id, epoch=each.epoch, running=each.running) for each in body.leases]
     verdicts = await _renew(context, call, renewals)
     due = {(each.job_id, each.epoch) for each in body.leases if each.renew_token}
@@ -135,7 +135,7 @@ async def complete(call: HubCall, body: CompleteRequest) -> Job:
     held = own_hold(call, job_id, body.epoch)
     artifact = await _resolve_upload(context, body.artifact, held)
     done = JobCompletion(artifact=artifact, metrics=body.metrics, facts=body.facts)
-    row = await context.fleet.complete(held, done)
+    row = await context.fleet.leases.complete(held, done)
     context.hub_metrics.attempts.labels("completed").inc()
     return job_reply(row)
 
@@ -145,7 +145,7 @@ async def fail(call: HubCall, body: FailRequest) -> Job:
     context = call.context
     job_id = await resolve_job_id(call)
     failure = JobFailure(cause=body.cause, error=body.error, facts=body.facts)
-    row = await context.fleet.fail(own_hold(call, job_id, body.epoch), failure)
+    row = await context.fleet.leases.fail(own_hold(call, job_id, body.epoch), failure)
     context.hub_metrics.attempts.labels(body.cause.value).inc()
     return job_reply(row)
 
@@ -167,7 +167,7 @@ async def publish(call: HubCall, body: PublishRequest) -> None:
     if address.startswith(TLS):
         # With the name that its certificate has to have: no other machine can be put in its place.
         address = f"{TLS}{serving_name(held.host_id)}@{address.removeprefix(TLS)}"
-    await context.fleet.publish_server(held, address, body.models)
+    await context.fleet.servers.publish(held, address, body.models)
 
 
 async def find_parts(call: HubCall, body: PartsRequest) -> PartsReply:
@@ -200,17 +200,17 @@ async def leave(call: HubCall) -> None:
     """This host goes for good: it gets no more jobs, and its credentials end."""
     context = call.context
     host_id = call.caller.require_host()
-    registered = {host.id for host in await context.fleet.hosts()}
+    registered = {host.id for host in await context.fleet.hosts.all()}
     if host_id in registered:
-        await context.fleet.set_host_state(host_id, "left", "it left", call.actor)
+        await context.fleet.hosts.set_state(host_id, "left", "it left", call.actor)
     await context.identity.revoke_host(host_id, "it left", call.actor, context.clock.wall_s())
     context.authenticator.invalidate()
 
 
 async def _renew(context: HubContext, call: HubCall, renewals: Sequence[Renewal]) -> Sequence[LeaseVerdict]:
-    renewed = await context.fleet.renew(call.caller.require_host(), renewals)
+    renewed = await context.fleet.leases.renew(call.caller.require_host(), renewals)
     now_s = context.fleet.now_s()
-    verdicts = [_verdict(each, now_s, context.fleet.yield_request(each.job_id, each.epoch)) for each in renewed]
+    verdicts = [_verdict(each, now_s, context.fleet.servers.yield_request(each.job_id, each.epoch)) for each in renewed]
     context.hub_metrics.leases_renewed.inc(len(verdicts))
     context.hub_metrics.leases_lost.inc(sum(each.verdict == "stop" for each in verdicts))
     return verdicts

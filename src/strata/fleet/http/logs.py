@@ -88,7 +88,7 @@ async def _append(context: HubContext, call: HubCall, name: Name, body: Upload, 
     if await context.attempts.host(context.fleet.store.jobs, job_id, query.epoch) != host_id:
         # An attempt of another host gets the same reply as none.
         raise StrataError(Code.NOT_FOUND, f"this host has no attempt of {job_id} with the epoch {query.epoch}")
-    context.fleet.touch_host(host_id)
+    context.fleet.hosts.touch(host_id)
     piece = b"".join([part async for part in body])
     size = await context.streams.append(job_id, query.epoch, name, query.offset, piece, last=query.last)
     context.appends.notify((job_id, query.epoch, name), None)

@@ -158,7 +158,7 @@ async def _apply(context: HubContext, call: HubCall, body: ManifestRequest) -> M
     options = ApplyOptions(accept=body.accept, retrain=body.retrain, take_over=body.take_over)
     submitter = submitter_of(call)
     due = await context.schedules.check(manifest.project, manifest.schedules, submitter)
-    plan = await context.fleet.plan_manifest(manifest, options, submitter)
+    plan = await context.fleet.jobs.plan_manifest(manifest, options, submitter)
     sweeps = _sweeps(manifest, plan, str(call.actor), submitter)
     stopped = await context.sweeps.check(sweeps, plan, manifest.source, take_over=body.take_over)
     new = {job_id: spec for job_id, spec in plan.new.items() if spec.sweep not in stopped}
@@ -169,7 +169,7 @@ async def _apply(context: HubContext, call: HubCall, body: ManifestRequest) -> M
         if body.schemas:
             schemas = {qualified_trainer(manifest.project, name): schema for name, schema in body.schemas.items()}
             await context.schemas.put_schemas(schemas)
-        await context.fleet.apply(plan, call.actor, source=manifest.source, submitter=submitter)
+        await context.fleet.jobs.apply(plan, call.actor, source=manifest.source, submitter=submitter)
         await context.sweeps.declare(sweeps, take_over=body.take_over)
         digests = _digests(plan)
         schedules = {

@@ -24,7 +24,7 @@ async def put(call: HubCall, query: SecretQuery, body: SecretRequest) -> None:
     if query.project:
         # A project without an owner becomes the caller's: else the next person to use it would get the value.
         plan, submitter = ApplyPlan(project=query.project), submitter_of(call)
-        await context.fleet.apply(plan, call.actor, source="secret", declared=False, submitter=submitter)
+        await context.fleet.jobs.apply(plan, call.actor, source="secret", declared=False, submitter=submitter)
     scope = await _scope(call, query)
     await context.secrets.put(scope, name, body.value, actor=call.actor, now_s=context.fleet.now_s())
 

@@ -203,7 +203,7 @@ async def send_opening(
 
 async def send(context: GatewayContext, server: ServerRow, request: ForwardedRequest, tenant: Tenant) -> RawReply:
     if tenant.role >= Role.RESEARCHER and context.fleet.now_s() - server.used_at_s > TOUCH_S:
-        await context.fleet.touch_server(server)
+        await context.fleet.servers.touch(server)
     key = context.front_key(server.job.id, server.epoch)
     async with _in_use(context, server, tenant):
         reply = await context.proxy.send(server.address, request, key=key, tenant=tenant)
@@ -221,7 +221,7 @@ async def _in_use(context: GatewayContext, server: ServerRow, tenant: Tenant) ->
             await asyncio.sleep(IN_USE_S)
             # The next one makes up for one that fails.
             with suppress(StrataError):
-                await context.fleet.touch_server(server)
+                await context.fleet.servers.touch(server)
 
     if tenant.role < Role.RESEARCHER:
         yield
@@ -309,7 +309,7 @@ async def _start_again(context: GatewayContext, server: ServerRow, tenant: Tenan
     operators = {key.name for key in await context.identity.keys() if key.role >= Role.OPERATOR}
     submitter = Submitter(owner=owner, operator=owner == OPERATOR.owner or owner in operators)
     try:
-        await context.fleet.wake_server(server.job.id, "hub", submitter)
+        await context.fleet.jobs.wake_server(server.job.id, "hub", submitter)
     except StrataError as error:
         if error.code is not Code.EXHAUSTED:
             raise
@@ -349,7 +349,7 @@ async def ask_all(call: GatewayCall, method: str, request: Callable[[str], tuple
             # Whoever sends a heartbeat that no server takes would lose the session without a word.
             raise refusal(content)
         if reply.status == 200 and method == "POST":
-            await context.fleet.touch_server(server)
+            await context.fleet.servers.touch(server)
         return replied
 
     rows = [row for row in await context.fleet.store.jobs.servers() if row.serving]

@@ -68,7 +68,7 @@ async def listed(call: GatewayCall) -> ServersReply:
     entries = [_entry(job, rows.get(job.id), each) for job, each in zip(shown, found, strict=True)]
     return ServersReply(
         servers=tuple(sorted(entries, key=lambda entry: (entry.label, entry.job_id))),
-        hosts=dict(await fleet.host_names({entry.host_id for entry in entries})),
+        hosts=dict(await fleet.hosts.names({entry.host_id for entry in entries})),
     )
 
 
