@@ -35,8 +35,9 @@ from strata.fleet.artifacts import files, tables
 from strata.fleet.artifacts.disk import DiskChunks
 from strata.fleet.artifacts.index import ArtifactIndex
 from strata.fleet.artifacts.manifest import CHUNK_BYTES, ArtifactChunk, ArtifactKind, ArtifactManifest, Lineage
-from strata.fleet.artifacts.service import Artifacts, Missing
+from strata.fleet.artifacts.service import Artifacts
 from strata.fleet.store.sqlite import tables as sqlite_tables
+from strata.fleet.wire.artifacts import MissingChunk
 
 PIECE: Final = 64 << 10
 AT_ONCE: Final = 4
@@ -147,7 +148,7 @@ async def upload(hub: Artifacts, manifest: ArtifactManifest, content: Mapping[st
     plan = await hub.plan(manifest.chunks(), OWNER)
     slots = asyncio.Semaphore(AT_ONCE)
 
-    async def put(each: Missing) -> None:
+    async def put(each: MissingChunk) -> None:
         async with slots:
             await hub.put_chunk(ArtifactChunk(each.digest, each.size), in_pieces(content[each.digest]), OWNER)
 

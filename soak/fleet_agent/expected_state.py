@@ -13,8 +13,9 @@ import msgspec
 
 from soak.fleet_agent.fleet import Operator, Plan
 from strata.fleet.core.job import Cause, JobStatus
+from strata.fleet.records import JobAttempt
 from strata.fleet.wire.events import FeedEvent
-from strata.fleet.wire.jobs import Job, JobAttempt, JobReply
+from strata.fleet.wire.jobs import Job, JobReply
 
 AllowedCauses = Mapping[tuple[str, int], Collection[Cause]]
 """By job and epoch, the causes with which that attempt may have ended."""

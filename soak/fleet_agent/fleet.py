@@ -16,20 +16,12 @@ from soak.trials import CampaignRequest
 from strata.fleet.client.hub_client import HubClient
 from strata.fleet.core.job import TERMINAL
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
+from strata.fleet.records import JobAttempt
 from strata.fleet.wire.artifacts import ArtifactReply, FileQuery
 from strata.fleet.wire.events import EventsQuery, EventsReply, FeedEvent
 from strata.fleet.wire.hosts import Host, HostsReply, HostStateRequest
 from strata.fleet.wire.identities import LocalHostReply, LocalHostRequest
-from strata.fleet.wire.jobs import (
-    CancelRequest,
-    Job,
-    JobAttempt,
-    JobReply,
-    JobsQuery,
-    JobsReply,
-    SubmitReply,
-    SubmitRequest,
-)
+from strata.fleet.wire.jobs import CancelRequest, Job, JobReply, JobsQuery, JobsReply, SubmitReply, SubmitRequest
 from strata.fleet.wire.streams import StreamQuery
 
 T = TypeVar("T")

@@ -15,9 +15,10 @@ from strata.base.errors import StrataError
 from strata.fleet.artifacts.manifest import ArtifactFile, ArtifactManifest
 from strata.fleet.client.hub_client import HubClient
 from strata.fleet.core.job import CHARGED, TERMINAL, Cause, JobEvent, JobStatus, advance
+from strata.fleet.records import JobAttempt
 from strata.fleet.wire.artifacts import FileQuery
 from strata.fleet.wire.events import EventsQuery, EventsReply, FeedEvent
-from strata.fleet.wire.jobs import Job, JobAttempt, JobReply, JobsQuery, JobsReply
+from strata.fleet.wire.jobs import Job, JobReply, JobsQuery, JobsReply
 from strata.fleet.wire.streams import StreamQuery
 
 DRAIN_S: Final = 90.0

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from strata.base.clock import SystemClock
-from strata.fleet.wire.artifacts import CommitReply, Made
+from strata.fleet.wire.artifacts import ArtifactRecord, CommitReply
 from strata.fleet.wire.manifests import ManifestReply
 from strata.fleet.wire.owners import QuotasReply, SubscriptionReply, SubscriptionsReply
 from strata.http.route import Route
@@ -60,7 +60,7 @@ async def test_the_data_of_a_name_is_never_another_owners(site: Running, tries: 
         refusal = await push(rob, "images", content, "2")
         assert (refused(refusal), "belongs to anna" in refusal.text) == ((403, "forbidden"), True)
     latest = {"model": "images", "kind": "data"}
-    made = ok(await rob.get("/v1/artifacts/latest", params=latest), Made)
+    made = ok(await rob.get("/v1/artifacts/latest", params=latest), ArtifactRecord)
     assert (made.artifact_id, made.owner) == (hers, "anna")
     ok(await push(rob, "mine", b"good"), CommitReply)
     ok(await push(anna, "images", b"better", "2"), CommitReply)
@@ -357,11 +357,11 @@ async def test_what_was_withdrawn_comes_back_for_its_owner_alone(site: Running, 
     tries(1)
     assert ok(await push(rob, "x", b"bad"), CommitReply).artifact_id == bad
     latest = {"model": "images", "kind": "data"}
-    assert ok(await rob.get("/v1/artifacts/latest", params=latest), Made).artifact_id == good
+    assert ok(await rob.get("/v1/artifacts/latest", params=latest), ArtifactRecord).artifact_id == good
     assert ok(await push(anna, "images", b"bad", "2"), CommitReply).new
-    assert ok(await rob.get("/v1/artifacts/latest", params=latest), Made).artifact_id == bad
+    assert ok(await rob.get("/v1/artifacts/latest", params=latest), ArtifactRecord).artifact_id == bad
     assert (await anna.delete(f"/v1/artifact/{bad}")).is_success
-    assert ok(await rob.get("/v1/artifacts/latest", params=latest), Made).artifact_id == good
+    assert ok(await rob.get("/v1/artifacts/latest", params=latest), ArtifactRecord).artifact_id == good
 
 
 @pytest.mark.parametrize("kind", ["data", "source"])

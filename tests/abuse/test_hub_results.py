@@ -14,7 +14,7 @@ from strata.base.digest import sha256_hex
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.records import JobFilter
-from strata.fleet.wire.artifacts import CommitReply, Made, MadeReply
+from strata.fleet.wire.artifacts import ArtifactRecord, ArtifactsReply, CommitReply
 from strata.fleet.wire.identities import CertificateReply, InviteReply
 from strata.fleet.wire.jobs import Job, JobsReply, SubmitReply
 from strata.fleet.wire.manifests import ManifestReply
@@ -86,7 +86,7 @@ async def chosen(site: Running, model: str = MODEL) -> list[int]:
     best = await viewer.get("/v1/artifacts/best", params={"model": model, "metric": "auc"})
     exported = [line for line in (await viewer.get("/v1/export/index.jsonl")).text.splitlines() if f'"{model}"' in line]
     ordered = ok(
-        await viewer.get("/v1/artifacts", params={"model": model, "metric": "auc", "kind": "result"}), MadeReply
+        await viewer.get("/v1/artifacts", params={"model": model, "metric": "auc", "kind": "result"}), ArtifactsReply
     )
     return [latest.status_code, best.status_code, len(exported), len(ordered.artifacts)]
 
@@ -122,7 +122,7 @@ async def test_a_source_is_no_result_whatever_it_claims(site: Running) -> None:
     reply, _ = await commit(researcher, b"forged", {"kind": "source", "model": MODEL, "metrics": SCORE})
     made = ok(reply, CommitReply)
     assert await chosen(site) == NONE
-    (row,) = ok(await researcher.get(f"/v1/artifact/{made.artifact_id}/lineage"), MadeReply).artifacts
+    (row,) = ok(await researcher.get(f"/v1/artifact/{made.artifact_id}/lineage"), ArtifactsReply).artifacts
     assert row.by == f"key:{researcher.headers['Authorization'].split('-')[1]}"
 
 
@@ -136,7 +136,7 @@ async def test_a_result_is_of_the_model_that_the_job_has(site: Running, tries: C
     job = await finish(host, model=MODEL, mode="other", metrics=SCORE, code="f" * 40, data="forged")
     assert await chosen(site) == NONE
     viewer = await site.with_role("viewer")
-    made = ok(await viewer.get("/v1/artifacts/latest", params={"model": "own"}), Made)
+    made = ok(await viewer.get("/v1/artifacts/latest", params={"model": "own"}), ArtifactRecord)
     assert (made.lineage.mode, made.lineage.code, made.lineage.data) == ("default", BUNDLE, "")
     assert (made.by, made.project, made.trainer_digest) == (f"host:{host.id}", "default", job.trainer_digest)
     tries(5)
@@ -260,7 +260,7 @@ async def test_a_job_cannot_name_the_state_of_a_server(site: Running, way: int, 
     state = await saved_server(site)
     evil = reading(state)[way]
     mallory = await site.with_role("researcher", "mallory")
-    listed = ok(await mallory.get("/v1/artifacts", params={"kind": "checkpoint"}), MadeReply)
+    listed = ok(await mallory.get("/v1/artifacts", params={"kind": "checkpoint"}), ArtifactsReply)
     assert [each.artifact_id for each in listed.artifacts] == [state], "its id is no secret"
     assert refused(await mallory.post("/v1/jobs", json={"spec": {"model": "m"}, "trainer": evil})) == (403, "forbidden")
     body = manifest("train.py", project="mine")

@@ -18,7 +18,7 @@ import msgspec
 
 from strata.base.atomic import write_file
 from strata.fleet.core.report import ProgressReport, parse_lines
-from strata.fleet.core.series import AttemptMetrics, AttemptProgress, CombinedSeries, ReportThinner, combine, progress
+from strata.fleet.core.series import AttemptMetrics, CombinedSeries, JobProgress, ReportThinner, combine, progress
 from strata.fleet.streams import AttemptStreams
 
 MAX_CACHED: Final = 200_000
@@ -36,7 +36,7 @@ class MetricHistory:
         self._streams = streams
         self._read: OrderedDict[tuple[str, int], AttemptMetrics] = OrderedDict()
         self._locks: dict[tuple[str, int], asyncio.Lock] = {}
-        self._progress: OrderedDict[tuple[str, int], tuple[int, AttemptProgress | None]] = OrderedDict()
+        self._progress: OrderedDict[tuple[str, int], tuple[int, JobProgress | None]] = OrderedDict()
 
     async def attempt(self, job_id: str, epoch: int) -> AttemptMetrics:
         """Returns what an attempt has reported until now."""
@@ -61,7 +61,7 @@ class MetricHistory:
     ) -> Sequence[CombinedSeries]:
         return combine([await self.attempt(job_id, epoch) for epoch in epochs], names, points)
 
-    async def progress(self, job_id: str, epoch: int) -> AttemptProgress | None:
+    async def progress(self, job_id: str, epoch: int) -> JobProgress | None:
         """Returns how far an attempt is, from the first and the last bytes of its stream: for lists of many jobs."""
         key = (job_id, epoch)
         size = await self._streams.size(job_id, epoch, "metrics")
@@ -72,7 +72,7 @@ class MetricHistory:
                 self._progress.popitem(last=False)
         return known[1]
 
-    async def _read_progress(self, job_id: str, epoch: int, size: int) -> AttemptProgress | None:
+    async def _read_progress(self, job_id: str, epoch: int, size: int) -> JobProgress | None:
         if not size:
             return None
         content = await self._streams.read(job_id, epoch, "metrics", 0, _ENDS)

@@ -16,7 +16,7 @@ from strata.base.loop import MAX_PACED_S
 from strata.database import event_kinds
 from strata.database.events import NEWEST, EventFilter
 from strata.fleet.core import attention
-from strata.fleet.core.attention import Attention, FailedJob, HubDisk, SilentHost
+from strata.fleet.core.attention import AttentionItem, FailedJob, HubDisk, SilentHost
 from strata.fleet.core.goodput import (
     PARTS,
     AttemptTimes,
@@ -72,7 +72,7 @@ class FleetGoodput:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overview:
     at_s: float
-    attention: Sequence[Attention]
+    attention: Sequence[AttentionItem]
     by_status: Mapping[str, int]
     longest_wait_s: float
     longest_waiting: str
@@ -152,7 +152,7 @@ class FleetHistory:
         ran_s = attempt.facts.get("ran_s")
         started = attempt.started_at_s is not None
         return AttemptTimes(
-            number=attempt.number,
+            number=attempt.attempt,
             epoch=attempt.epoch,
             host_id=attempt.host_id,
             claimed_at_s=attempt.claimed_at_s,
@@ -281,7 +281,7 @@ class FleetHistory:
             self._busy_cards = await self._fleet.store.statistics.held_cards()
         return self._busy_cards
 
-    async def _check_hosts(self, hosts: Iterable[HostRow], offline: Sequence[HostRow]) -> list[Attention]:
+    async def _check_hosts(self, hosts: Iterable[HostRow], offline: Sequence[HostRow]) -> list[AttentionItem]:
         silent = [SilentHost(host.id, host.name, host.seen_at_s) for host in offline]
         found = list(attention.check_silent(silent))
         for host in [each for each in hosts if each.state == "quarantined"][: attention.SHOWN]:
@@ -291,7 +291,7 @@ class FleetHistory:
             found.append(attention.check_quarantined(host.id, host.name, host.state_reason, since_s))
         return found
 
-    async def _check_unservable(self, waiting: Sequence[WaitingClass]) -> list[Attention]:
+    async def _check_unservable(self, waiting: Sequence[WaitingClass]) -> list[AttentionItem]:
         unserved = await self._fleet.hosts.unserved_classes([each.class_id for each in waiting])
         found = []
         for each in [each for each in waiting if each.class_id in unserved][:_MAX_UNSERVABLE]:

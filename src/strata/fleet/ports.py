@@ -29,13 +29,13 @@ from strata.fleet.records import (
     Claim,
     ClassRow,
     Counts,
+    HostJob,
     HostRow,
     JobCompletion,
     JobFailure,
     JobFilter,
     JobLease,
     JobLedger,
-    JobOnHost,
     JobRow,
     OwnerUsages,
     RefusedJob,
@@ -143,7 +143,7 @@ class HostStore(Protocol):
     async def held(self) -> Mapping[str, Sequence[Taken]]:
         """Returns what the leases that have not expired take, by host."""
 
-    async def jobs_on(self, host_ids: Sequence[str]) -> Mapping[str, Sequence[JobOnHost]]:
+    async def jobs_on(self, host_ids: Sequence[str]) -> Mapping[str, Sequence[HostJob]]:
         """The jobs of the leases that have not expired on these hosts, by host."""
 
     async def refusing(self) -> Collection[str]:

@@ -1,4 +1,7 @@
-"""The rows of the fleet's database as values, and what its ports take and return."""
+"""The rows of the fleet's database as values, and what its ports take and return.
+
+A value that people get as it is has one shape: the messages of `wire` contain it, or begin with its fields.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import msgspec
 from strata.fleet.core.amounts import UNKNOWN, Amounts, Capacity, MoreMemory, Taken
 from strata.fleet.core.capability import Capability
 from strata.fleet.core.goodput import AttemptTimes, LedgerEvent
+from strata.fleet.core.host_status import StoredState
 from strata.fleet.core.job import HELD, Cause, JobStatus
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 from strata.fleet.core.lease import ASLEEP
@@ -28,16 +32,17 @@ class ClassRow:
     requirement: RequirementClass
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobRow:
+class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What the rows of a job and the messages about it have in common."""
+
     id: str
-    spec: JobSpec
-    class_id: int
     status: JobStatus
+    spec: JobSpec
     epoch: int
-    """The fence: grows with every claim, and by a leap when the database is restored."""
-    attempts: int
-    """How many there were, which is the number of the last one; 0 when no host has claimed it yet."""
+    """The fence of what hosts write: grows with every claim, and by a leap when the database is restored. Not the
+    number of an attempt."""
+    attempt: int = 0
+    """The number of the last attempt, from 1; 0 when no host has claimed it yet."""
     created_at_s: float
     changed_at_s: float
     not_before_s: float = 0.0
@@ -62,16 +67,18 @@ class JobRow:
     superseded: bool = False
     """A later job has its name, and no manifest has it any more."""
     newer: int = 0
-    """How many later jobs of its project have its name; counted in lists only."""
+    """How many later jobs of its project have its name: `name@2` has one. Counted in lists only."""
+
+
+class JobRow(JobRecord, frozen=True, kw_only=True):
+    class_id: int
     seq: int = 0
     """Grows with every job that is queued for the first time."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptRow:
-    job_id: str
-    number: int
-    """1, 2, 3 … of its job: what people call it."""
+class JobAttempt(msgspec.Struct, frozen=True, kw_only=True):
+    attempt: int = 0
+    """Its number: 1, 2, 3 … of its job."""
     epoch: int
     """The fence of what its host writes."""
     host_id: str
@@ -84,10 +91,14 @@ class AttemptRow:
     artifact: str = ""
     checkpoint: str = ""
     """The artifact a later attempt may resume from."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = {}
     """Recorded by the agent for the lineage: code commit, lock hash, data digest, versions."""
     trainer_digest: str = ""
     """The trainer that the host was given for this attempt."""
+
+
+class AttemptRow(JobAttempt, frozen=True, kw_only=True):
+    job_id: str
     taken: Taken = UNKNOWN
     """What it has of its host, or had."""
 
@@ -218,24 +229,22 @@ class ServerRow:
         return "serving" if self.serving else "asleep" if self.asleep else ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostRow:
+class HostRow(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     name: str
     capability: Capability
     registered_at_s: float
-    state: Literal["active", "draining", "paused", "quarantined", "left"] = "active"
+    state: StoredState = "active"
     state_reason: str = ""
     seen_at_s: float = 0.0
     """The time of `host_beat`; heartbeats touch nothing else."""
     agent_version: str = ""
     pool: str = ""
-    labels: Mapping[str, str] = field(default_factory=dict)
-    """Labels of its invitation; those of its agent's settings are in `capability`."""
+    labels: dict[str, str] = {}
+    """Labels of its invitation; those of its agent's settings are in `capability`, and count for wishes only."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobOnHost:
+class HostJob(msgspec.Struct, frozen=True, kw_only=True):
     """A job that a host has, and the attempt there."""
 
     job_id: str
@@ -245,8 +254,9 @@ class JobOnHost:
     epoch: int
     claimed_at_s: float
     taken: Taken
+    """What it has of the host."""
     serving: bool = False
-    """It is a server, and this attempt serves."""
+    """It is a training server, and this attempt serves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -417,3 +427,8 @@ class ScheduleRow:
     """The id of the last run."""
     note: str = ""
     """Why the last run was not queued, or why it is paused; empty otherwise."""
+
+
+def fields_of(record: type[msgspec.Struct], row: msgspec.Struct) -> dict[str, Any]:
+    """Returns the fields of `record` as a row that extends it has them, for a message that extends it too."""
+    return {name: getattr(row, name) for name in record.__struct_fields__}

@@ -375,7 +375,7 @@ class SweepRunner:
     async def _rungs(self, sweep: SearchSweep, halving: Halving, row: JobRow) -> tuple[tuple[int, float], ...]:
         """Returns what the last attempt of a trial reported at the rungs that it reached."""
         (metric,) = sweep.search.objective
-        if not row.attempts:
+        if not row.attempt:
             return ()
         reader = self._readers.get((row.id, metric))
         if reader is None or reader.epoch != row.epoch:

@@ -20,18 +20,18 @@ from strata.fleet.client.hub_client import HubClient
 from strata.fleet.core.jobspec import DATASET, DataSource
 from strata.fleet.core.requirement import Label
 from strata.fleet.wire.artifacts import (
+    ArtifactRecord,
     ArtifactReply,
     ArtifactsQuery,
+    ArtifactsReply,
     CommitReply,
     CommitRequest,
     LatestQuery,
-    Made,
-    MadeReply,
 )
 from strata.fleet.wire.base import MAX_PAGE
 from strata.fleet.wire.identities import CallerReply
 
-ReportData: TypeAlias = Callable[[Made], None]
+ReportData: TypeAlias = Callable[[ArtifactRecord], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,17 +73,17 @@ def _check_name(client: HubClient, name: str) -> None:
         )
 
 
-def list_uploads(client: HubClient, name: str = "", limit: int = MAX_PAGE) -> tuple[Made, ...]:
+def list_uploads(client: HubClient, name: str = "", limit: int = MAX_PAGE) -> tuple[ArtifactRecord, ...]:
     """The newest first."""
     query = ArtifactsQuery(model=name, kind=ArtifactKind.DATA, limit=limit)
-    return client.call("GET", "/v1/artifacts", MadeReply, query=query).artifacts
+    return client.call("GET", "/v1/artifacts", ArtifactsReply, query=query).artifacts
 
 
-def find_data(client: HubClient, name: str) -> Made:
+def find_data(client: HubClient, name: str) -> ArtifactRecord:
     """The artifact that a name stands for; NOT_FOUND if nothing was uploaded under it."""
     query = LatestQuery(model=name, kind=ArtifactKind.DATA)
     try:
-        return client.call("GET", "/v1/artifacts/latest", Made, query=query)
+        return client.call("GET", "/v1/artifacts/latest", ArtifactRecord, query=query)
     except StrataError as error:
         if error.code is not Code.NOT_FOUND:
             raise

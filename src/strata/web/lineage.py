@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from strata.fleet.wire.artifacts import Made
+from strata.fleet.wire.artifacts import ArtifactRecord
 from strata.fleet.wire.sweeps import MetricObjective
 
 NODE_WIDTH: Final = 200
@@ -24,7 +24,7 @@ class GraphNode(NamedTuple):
     id: str
     x: int
     y: int
-    made: Made
+    made: ArtifactRecord
     title: str
     """What it is: model and mode, or the kind."""
     metric: str
@@ -48,9 +48,9 @@ class LineageGraph(NamedTuple):
     """Artifacts that are not drawn: those that are furthest away."""
 
 
-def draw_lineage(rows: Sequence[Made], current: str, objective: MetricObjective | None) -> LineageGraph:
+def draw_lineage(rows: Sequence[ArtifactRecord], current: str, objective: MetricObjective | None) -> LineageGraph:
     """`rows` come nearest first."""
-    made: dict[str, Made] = {}
+    made: dict[str, ArtifactRecord] = {}
     parents: dict[str, set[str]] = {}
     for row in rows:
         made.setdefault(row.artifact_id, row)
@@ -139,12 +139,12 @@ def _curve(start: tuple[int, int], end: tuple[int, int]) -> str:
     return f"M{x1} {y1}C{x1 + bend} {y1} {x2 - bend} {y2} {x2} {y2}"
 
 
-def _title(made: Made) -> str:
+def _title(made: ArtifactRecord) -> str:
     name = f"{made.lineage.model} {made.lineage.mode}".strip() if made.lineage.model else str(made.lineage.kind)
     return name if len(name) <= _TITLE else f"{name[: _TITLE - 1]}…"
 
 
-def _metric(made: Made, objective: MetricObjective | None) -> str:
+def _metric(made: ArtifactRecord, objective: MetricObjective | None) -> str:
     if objective is None or objective.metric not in made.lineage.metrics:
         return ""
     value = f"{made.lineage.metrics[objective.metric]:.4g}"

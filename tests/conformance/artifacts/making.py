@@ -21,10 +21,11 @@ from strata.fleet.artifacts.manifest import (
     ArtifactManifest,
     Lineage,
 )
-from strata.fleet.artifacts.ports import ChunkStore, CommitResult
+from strata.fleet.artifacts.ports import ChunkStore
 from strata.fleet.artifacts.service import Artifacts, once
 from strata.fleet.ports import Store
 from strata.fleet.records import AttemptKey, JobCompletion
+from strata.fleet.wire.artifacts import CommitReply
 from tests.conformance.fleet.fleet import add, add_host, claim, hold, job, marker
 from tests.support.feed import told_before
 from tests.support.manual_clock import ManualClock
@@ -102,12 +103,12 @@ async def send(place: Place, files: Mapping[str, bytes], owner: str = OWNER) -> 
 
 async def upload(
     place: Place, files: Mapping[str, bytes], lineage: Lineage = RESULT, hold: AttemptKey | None = None
-) -> CommitResult:
+) -> CommitReply:
     manifest = await send(place, files)
     return await place.artifacts.commit(manifest, lineage, f"host:{OWNER}", hold=hold)
 
 
-async def complete(place: Place, files: Mapping[str, bytes], lineage: Lineage = RESULT) -> CommitResult:
+async def complete(place: Place, files: Mapping[str, bytes], lineage: Lineage = RESULT) -> CommitReply:
     """The result of a job of its own, which it completes."""
     number = next(_jobs)
     await add_host(place.fleet)

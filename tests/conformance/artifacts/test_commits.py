@@ -286,7 +286,7 @@ async def test_what_cannot_be_a_chunk_is_refused_before_anything_is_stored(
 async def test_an_upload_that_was_sent_before_needs_nothing_sent_again(place: Place) -> None:
     await send(place, FILES)
     plan = await place.artifacts.plan(manifest_of(FILES).chunks(), "host_b")
-    assert (plan.missing, plan.stored) == ([], 3)
+    assert (plan.missing, plan.stored) == ((), 3)
 
 
 async def stored_for(place: Place, owner: str, limit: int | None, content: bytes) -> str:

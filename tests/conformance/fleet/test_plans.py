@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 
+import msgspec
 import pytest
 
 from strata.base.errors import Code
@@ -188,7 +188,8 @@ async def test_a_host_keeps_its_state_when_it_registers_again(store: Store) -> N
     await add_host(store)
     (before,) = await store.hosts.all()
     await store.hosts.set_state("host_a", "draining", "update", "operator", 2.0)
-    again = await store.hosts.register(replace(before, agent_version="2", registered_at_s=5.0), "host:host_a")
+    newer = msgspec.structs.replace(before, agent_version="2", registered_at_s=5.0)
+    again = await store.hosts.register(newer, "host:host_a")
     assert (again.state, again.state_reason, again.agent_version) == ("draining", "update", "2")
     await store.hosts.set_state("host_a", "left", "", "host:host_a", 6.0)
     assert (await store.hosts.register(before, "host:host_a")).state == "active"

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from strata.fleet.artifacts.manifest import ArtifactKind, Lineage
-from strata.fleet.artifacts.ports import LineageRow
 from strata.fleet.artifacts.retention import RetentionPolicy, choose_retained
+from strata.fleet.wire.artifacts import ArtifactRecord
 
 DAY_S = 86_400.0
 
 
-def row(seq: int, kind: ArtifactKind, *parents: str) -> LineageRow:
+def row(seq: int, kind: ArtifactKind, *parents: str) -> ArtifactRecord:
     lineage = Lineage(kind=kind, job_id=f"job{seq}", model="m", parents=parents)
-    return LineageRow(
-        id=f"lineage{seq}", seq=seq, artifact_id=artifact(seq), size=1, committed_at_s=0.0, lineage=lineage
+    return ArtifactRecord(
+        lineage_id=f"lineage{seq}", seq=seq, artifact_id=artifact(seq), size=1, committed_at_s=0.0, lineage=lineage
     )
 
 

@@ -16,7 +16,7 @@ from strata.cli.backup import without_password
 from strata.cli.exit_codes import ExitCode
 from strata.fleet.artifacts.manifest import ArtifactKind
 from strata.fleet.store.backup import EPOCHS
-from strata.fleet.wire.artifacts import ArtifactsQuery, MadeReply
+from strata.fleet.wire.artifacts import ArtifactsQuery, ArtifactsReply
 from strata.fleet.wire.events import EventsReply
 from strata.fleet.wire.leases import CompleteRequest
 from strata.hub.backup import restore
@@ -57,7 +57,7 @@ def test_a_running_hub_is_backed_up_and_comes_back_fenced(
     assert person.says("keys", "list", "-o", "json").value[0]["id"] == key["id"]
     assert hub.log(held.job_id, held.epoch) == "half way\n"
     query = ArtifactsQuery(kind=ArtifactKind.SOURCE)
-    (source,) = hub.operator.call("GET", "/v1/artifacts", MadeReply, query=query).artifacts
+    (source,) = hub.operator.call("GET", "/v1/artifacts", ArtifactsReply, query=query).artifacts
     assert hub.operator.fetch(f"/v1/artifact/{source.artifact_id}/bundle.tar.zst").content
 
 

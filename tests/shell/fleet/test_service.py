@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from strata.base.errors import Code, StrataError
@@ -781,6 +782,6 @@ async def test_a_host_that_has_joined_another_pool_runs_the_jobs_of_that_one(sit
     assert lease.spec.model == "lab"
     await site.fleet.leases.complete(hold(lease), JobCompletion(artifact="art1"))
     assert await site.fleet.claims.claim(desk.id, "c2") == []
-    await site.fleet.hosts.register(replace(desk, pool=""), "host:desk")
+    await site.fleet.hosts.register(msgspec.structs.replace(desk, pool=""), "host:desk")
     (lease,) = await site.fleet.claims.claim(desk.id, "c3")
     assert lease.spec.model == "any"

@@ -19,10 +19,11 @@ from strata.fleet.agent.identity import save_local
 from strata.fleet.client.hub_client import HubClient
 from strata.fleet.core.jobspec import JobSpec, TrainerSpec
 from strata.fleet.core.requirement import Needs
+from strata.fleet.records import JobAttempt
 from strata.fleet.wire.artifacts import FileQuery
 from strata.fleet.wire.hosts import HostsReply
 from strata.fleet.wire.identities import LocalHostReply, LocalHostRequest
-from strata.fleet.wire.jobs import CancelRequest, Job, JobAttempt, JobReply, SubmitReply, SubmitRequest
+from strata.fleet.wire.jobs import CancelRequest, Job, JobReply, SubmitReply, SubmitRequest
 from strata.fleet.wire.overview import HubHealth
 from strata.fleet.wire.streams import StreamQuery
 from tests.shell.fleet_agent.waiting import eventually

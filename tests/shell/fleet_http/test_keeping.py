@@ -10,7 +10,7 @@ import obstore
 from strata.base.digest import sha256_hex
 from strata.base.settings import Secret
 from strata.fleet.artifacts.retention import RetentionPolicy
-from strata.fleet.wire.artifacts import CommitReply, MadeReply
+from strata.fleet.wire.artifacts import ArtifactsReply, CommitReply
 from strata.hub.settings import BucketSettings
 from tests.shell.fleet_http.running import Running, ok, running
 from tests.support.s3 import S3Server
@@ -72,4 +72,4 @@ async def _commit(site: Running, content: bytes) -> None:
 
 async def _listed(site: Running) -> Sequence[str]:
     reply = await (await site.operator()).get("/v1/artifacts")
-    return [made.artifact_id for made in ok(reply, MadeReply).artifacts]
+    return [made.artifact_id for made in ok(reply, ArtifactsReply).artifacts]

@@ -11,7 +11,7 @@ import pytest
 from strata.base.digest import sha256_hex
 from strata.fleet.core.jobspec import JobSpec
 from strata.fleet.core.requirement import Needs
-from strata.fleet.wire.artifacts import ArtifactReply, CommitReply, MadeReply, MissingReply
+from strata.fleet.wire.artifacts import ArtifactReply, ArtifactsReply, CommitReply, MissingReply
 from strata.fleet.wire.hosts import Host, RegisterRequest, SamplesReply
 from strata.fleet.wire.jobs import Job, JobReply, JobsReply, SubmitReply
 from strata.fleet.wire.leases import HeartbeatsReply, LeaseVerdict
@@ -39,7 +39,7 @@ async def test_a_job_goes_from_a_claim_to_its_result(site: Running) -> None:
     again = ok(await host.http.post(f"/v1/job/{job_id}/complete", json=body), Job)
     assert again == done
     assert (await viewer.get(f"/v1/model/{sha}")).content == blob
-    (made,) = ok(await viewer.get("/v1/artifacts", params={"model": "gbt"}), MadeReply).artifacts
+    (made,) = ok(await viewer.get("/v1/artifacts", params={"model": "gbt"}), ArtifactsReply).artifacts
     assert (made.artifact_id, made.lineage.job_id, made.lineage.host_id) == (artifact, job_id, host.id)
     assert (made.by, made.project) == (f"host:{host.id}", "default")
 
@@ -226,7 +226,7 @@ async def test_chunks_that_are_missing_are_sent_and_committed(site: Running, siz
     assert found.manifest.files[0].path == "a/b.bin"
     got = await researcher.get(f"/v1/artifact/{done.artifact_id}/file", params={"path": "a/b.bin"})
     assert got.content == content
-    made = ok(await researcher.get(f"/v1/artifact/{done.artifact_id}/lineage"), MadeReply).artifacts[0]
+    made = ok(await researcher.get(f"/v1/artifact/{done.artifact_id}/lineage"), ArtifactsReply).artifacts[0]
     assert (made.lineage.job_id, made.lineage.host_id) == ("", "")
     bundle = await researcher.get(f"/v1/artifact/{done.artifact_id}/bundle.tar.zst")
     again = await researcher.get(f"/v1/artifact/{done.artifact_id}/bundle.tar.zst")

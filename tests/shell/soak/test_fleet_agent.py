@@ -13,8 +13,9 @@ from soak.fleet_agent.fleet import Plan
 from soak.trials import CampaignRequest, CampaignResult
 from strata.fleet.core.job import Cause, JobStatus
 from strata.fleet.core.jobspec import JobSpec
+from strata.fleet.records import JobAttempt
 from strata.fleet.wire.events import FeedEvent
-from strata.fleet.wire.jobs import Job, JobAttempt
+from strata.fleet.wire.jobs import Job
 from tests.support.busy import BUSY
 
 PLAN = Plan(steps=8, lines=3, every=4, tail=50)

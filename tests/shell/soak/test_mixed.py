@@ -13,7 +13,8 @@ from soak.mixed.expected_state import GangPlan, find_gang_problems, find_sweep_p
 from soak.mixed.programs.trial import loss
 from strata.fleet.core.job import JobStatus
 from strata.fleet.core.jobspec import JobSpec
-from strata.fleet.wire.jobs import Job, JobAttempt
+from strata.fleet.records import JobAttempt
+from strata.fleet.wire.jobs import Job
 
 PLAN = GangPlan(epochs=2, samples=4)
 LEDGER = ["1 0 0 0 2", "1 1 0 2 4", "2 1 0 2 4", "2 0 1 0 4"]

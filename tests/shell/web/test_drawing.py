@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from strata.fleet.artifacts.manifest import ArtifactKind, Lineage
 from strata.fleet.core.job import JobStatus
-from strata.fleet.wire.artifacts import Made
+from strata.fleet.wire.artifacts import ArtifactRecord
 from strata.fleet.wire.sweeps import SweepTrial
 from strata.web.lineage import MAX_NODES, NODE_HEIGHT, NODE_WIDTH, assign_columns, draw_lineage
 from strata.web.trial_plot import nice_ticks, plot_trials
@@ -20,12 +20,12 @@ def artifact_id(number: int) -> str:
     return f"artifact1_{number:064x}"
 
 
-def made(number: int, *parents: int, **metrics: float) -> Made:
+def made(number: int, *parents: int, **metrics: float) -> ArtifactRecord:
     lineage = Lineage(
         kind=ArtifactKind.RESULT, model=f"m{number}", metrics=metrics, parents=tuple(map(artifact_id, parents))
     )
     id_ = artifact_id(number)
-    return Made(artifact_id=id_, lineage_id=id_, seq=number, size=1, committed_at_s=1.0, lineage=lineage)
+    return ArtifactRecord(artifact_id=id_, lineage_id=id_, seq=number, size=1, committed_at_s=1.0, lineage=lineage)
 
 
 def test_each_artifact_is_right_of_what_it_was_made_from_and_none_overlap() -> None:

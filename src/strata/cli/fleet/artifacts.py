@@ -27,7 +27,7 @@ from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:
     from strata.fleet.client.hub_client import HubClient
-    from strata.fleet.wire.artifacts import ArtifactReply, Made
+    from strata.fleet.wire.artifacts import ArtifactRecord, ArtifactReply
 
 _LIST: Final = (
     Column("id"),
@@ -82,7 +82,7 @@ def list_artifacts(  # noqa: PLR0913 (the options of the command)
     """List artifacts, newest first; with JOB only those of that job."""
     with hub_client(context) as client:
         from strata.fleet.artifacts.manifest import ArtifactKind
-        from strata.fleet.wire.artifacts import ArtifactsQuery, MadeReply
+        from strata.fleet.wire.artifacts import ArtifactsQuery, ArtifactsReply
         from strata.fleet.wire.overview import StatusReply
 
         job_id = find_job(client, job).job.id if job else ""
@@ -95,7 +95,7 @@ def list_artifacts(  # noqa: PLR0913 (the options of the command)
             lowest=lowest,
             limit=limit,
         )
-        reply = client.call("GET", "/v1/artifacts", MadeReply, query=query)
+        reply = client.call("GET", "/v1/artifacts", ArtifactsReply, query=query)
     # Without --kind all rows are results, so the column is left out to make room for the metrics.
     columns = [column for column in _LIST if column.key != "kind" or kind != "result" or output is Format.WIDE]
     print_rows(output, columns, ((artifact_row(each), _shown(each, metric, now_s)) for each in reply.artifacts))
@@ -103,7 +103,7 @@ def list_artifacts(  # noqa: PLR0913 (the options of the command)
         print_error(f"strata: showing the first {limit} artifacts; use --limit for more")
 
 
-def artifact_row(made: Made) -> dict[str, Any]:
+def artifact_row(made: ArtifactRecord) -> dict[str, Any]:
     """An artifact as programs read it."""
     lineage = made.lineage
     return {
@@ -127,7 +127,7 @@ def artifact_row(made: Made) -> dict[str, Any]:
     }
 
 
-def _shown(made: Made, metric: str, now_s: float) -> dict[str, Any]:
+def _shown(made: ArtifactRecord, metric: str, now_s: float) -> dict[str, Any]:
     lineage = made.lineage
     ordered = sorted(lineage.metrics.items(), key=lambda each: (each[0] != metric, each[0]))
     metrics = ", ".join(f"{name} {value:.4g}" for name, value in ordered)

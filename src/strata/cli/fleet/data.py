@@ -24,7 +24,7 @@ from strata.cli.rows import Column
 from strata.cli.watch import watch_option
 
 if TYPE_CHECKING:
-    from strata.fleet.wire.artifacts import Made
+    from strata.fleet.wire.artifacts import ArtifactRecord
 
 _LIST: Final = (
     Column("name", cut=40),
@@ -66,7 +66,7 @@ def push(folder: Path, name: str | None, context: str | None) -> None:
     write(pushed.artifact_id)
 
 
-def print_data(made: Made) -> None:
+def print_data(made: ArtifactRecord) -> None:
     """Print whose bytes a name stands for now."""
     print_error(f"strata: {made.lineage.model} is {short_id(made.artifact_id)} of {made.owner or 'an unknown owner'}")
 
@@ -107,7 +107,7 @@ def list_data(name: str, context: str | None, output: Format) -> None:
         now_s = client.call("GET", "/v1/status", StatusReply).now_s
         uploads = list_uploads(client, name)
 
-    def row(made: Made) -> tuple[dict[str, Any], dict[str, Any]]:
+    def row(made: ArtifactRecord) -> tuple[dict[str, Any], dict[str, Any]]:
         value = {"name": made.lineage.model, "id": made.artifact_id, "owner": made.owner or None, "size": made.size}
         value |= {"by": made.by or None}
         shown = {

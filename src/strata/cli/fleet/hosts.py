@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
     from strata.fleet.core.amounts import Taken
     from strata.fleet.core.capability import Capability
-    from strata.fleet.wire.hosts import Host, HostAmounts, HostJob, HostRoom
+    from strata.fleet.wire.hosts import Host, HostAmounts, HostRoom
+from strata.fleet.records import HostJob
 
 _HOSTS: Final = (
     Column("host", cut=20),

@@ -20,8 +20,9 @@ import msgspec
 
 from strata.base.errors import Code, StrataError
 from strata.fleet.artifacts.manifest import ArtifactFile, ArtifactKind, ArtifactManifest
-from strata.fleet.artifacts.ports import LineageFilter, LineageRow
+from strata.fleet.artifacts.ports import LineageFilter
 from strata.fleet.artifacts.service import BLOB_PATH, Artifacts
+from strata.fleet.wire.artifacts import ArtifactRecord
 from strata.http.zstd import zstd
 
 LEVEL: Final = 3
@@ -94,7 +95,7 @@ async def bundle_digest(artifacts: Artifacts, artifact_id: str) -> str:
     return digest.hexdigest()
 
 
-def export_path(row: LineageRow) -> str:
+def export_path(row: ArtifactRecord) -> str:
     """Returns where the bundle of a result lies in the export."""
     made = row.lineage
     name = f"{_UNSAFE.sub('-', made.model) or 'model'}_{_UNSAFE.sub('-', made.mode) or 'default'}"
@@ -154,7 +155,7 @@ def _header(file: ArtifactFile) -> bytes:
     return entry.tobuf(tarfile.PAX_FORMAT, "utf-8", "strict")
 
 
-def _line(row: LineageRow, digest: str) -> IndexLine:
+def _line(row: ArtifactRecord, digest: str) -> IndexLine:
     made = row.lineage
     return IndexLine(
         artifact=row.artifact_id,

@@ -18,18 +18,11 @@ from strata.database.events import EventRecord, record
 from strata.database.transaction import Database, Transaction, Values
 from strata.fleet.artifacts import checks
 from strata.fleet.artifacts.manifest import ArtifactChunk, ArtifactKind, ArtifactManifest, Lineage
-from strata.fleet.artifacts.ports import (
-    ArtifactRow,
-    Commit,
-    CommitResult,
-    LineageFilter,
-    LineageRow,
-    Slot,
-    StorageUsage,
-)
+from strata.fleet.artifacts.ports import ArtifactRow, Commit, LineageFilter, Slot, StorageUsage
 from strata.fleet.artifacts.states import ChunkEvent, ChunkState, among, becomes
 from strata.fleet.core.job import TERMINAL, JobStatus
 from strata.fleet.core.quota import check_bytes
+from strata.fleet.wire.artifacts import ArtifactRecord, CommitReply
 
 _SLOT: Final = "number, digest, state, size"
 _ARTIFACT: Final = "id, manifest, size, committed_at, pinned, removed_at, owner, pinned_by"
@@ -171,7 +164,7 @@ class ArtifactIndex:
 
         await self._database.run(damage)
 
-    async def commit(self, commit: Commit, now_s: float) -> CommitResult:
+    async def commit(self, commit: Commit, now_s: float) -> CommitReply:
         """The artifact, its references and its lineage, if every chunk is there with the right size.
 
         PRECONDITION names the chunks that are missing. The same commit again gets the same answer, also when the
@@ -208,7 +201,7 @@ class ArtifactIndex:
         )
         return [id_ for (id_,) in rows]
 
-    async def lineages(self, wanted: LineageFilter) -> Sequence[LineageRow]:
+    async def lineages(self, wanted: LineageFilter) -> Sequence[ArtifactRecord]:
         return [_decode_lineage(row) for row in await self._database.rows(*_lineage_query(wanted))]
 
     async def referenced(self) -> Mapping[str, str]:
@@ -351,7 +344,7 @@ async def _shares(tx: Transaction, artifact_id: str, owner: str) -> checks.Share
     return checks.Shares(*await _one(tx, _SHARES, {"id": artifact_id, "owner": owner}))
 
 
-async def _commit(tx: Transaction, commit: Commit, now_s: float) -> CommitResult:
+async def _commit(tx: Transaction, commit: Commit, now_s: float) -> CommitReply:
     artifact_id = commit.manifest.id
     lineage_id = commit.lineage.id_for(artifact_id)
     if commit.account.limit is not None or commit.data_name:
@@ -367,7 +360,7 @@ async def _commit(tx: Transaction, commit: Commit, now_s: float) -> CommitResult
     await tx.lock(artifact_id)
     there = await _artifact(tx, artifact_id)
     if await _is_lineage_recorded(tx, lineage_id):
-        return CommitResult(artifact_id=artifact_id, lineage_id=lineage_id, new=False)
+        return CommitReply(artifact_id=artifact_id, lineage_id=lineage_id, new=False)
     wanted = commit.manifest.chunks()
     slots = await _slots(tx, list(wanted), lock=True)
     checks.check_chunks(wanted, slots.values())
@@ -402,7 +395,7 @@ async def _commit(tx: Transaction, commit: Commit, now_s: float) -> CommitResult
         insert = "INSERT INTO artifact_blob VALUES (:sha256, :artifact) ON CONFLICT DO NOTHING"
         await tx.execute(insert, {"sha256": commit.blob, "artifact": artifact_id})
     await record(tx, [_committed(commit, artifact_id, lineage_id, now_s)])
-    return CommitResult(artifact_id=artifact_id, lineage_id=lineage_id, new=True)
+    return CommitReply(artifact_id=artifact_id, lineage_id=lineage_id, new=True)
 
 
 async def _check_account(tx: Transaction, commit: Commit, added: int | None) -> None:
@@ -543,10 +536,10 @@ def _decode_artifact(row: Sequence[Any] | None, artifact_id: str) -> ArtifactRow
     )
 
 
-def _decode_lineage(row: Sequence[Any]) -> LineageRow:
+def _decode_lineage(row: Sequence[Any]) -> ArtifactRecord:
     id_, seq, artifact_id, size, committed, body, pinned, removed, actor, project, trainer_digest, owner = row
-    return LineageRow(
-        id=id_,
+    return ArtifactRecord(
+        lineage_id=id_,
         seq=seq,
         artifact_id=artifact_id,
         size=size,

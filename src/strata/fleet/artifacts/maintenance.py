@@ -16,9 +16,10 @@ from typing import Final
 from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.fleet.artifacts.manifest import ArtifactChunk
-from strata.fleet.artifacts.ports import GarbageCollected, LineageFilter, LineageRow, Slot
+from strata.fleet.artifacts.ports import GarbageCollected, LineageFilter, Slot
 from strata.fleet.artifacts.retention import RetentionChoice, RetentionPolicy, choose_retained
 from strata.fleet.artifacts.service import Artifacts
+from strata.fleet.wire.artifacts import ArtifactRecord
 
 _PAGE: Final = 1000
 _AT_ONCE: Final = 8
@@ -124,8 +125,8 @@ async def _delete(artifacts: Artifacts, slots: Sequence[Slot]) -> None:
     await asyncio.gather(*map(delete, slots))
 
 
-async def _lineage(artifacts: Artifacts) -> list[LineageRow]:
-    rows: list[LineageRow] = []
+async def _lineage(artifacts: Artifacts) -> list[ArtifactRecord]:
+    rows: list[ArtifactRecord] = []
     wanted = LineageFilter(limit=_PAGE)
     while page := await artifacts.index.lineages(wanted):
         rows += page

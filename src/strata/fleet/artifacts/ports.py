@@ -91,36 +91,6 @@ class ArtifactRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LineageRow:
-    id: str
-    seq: int
-    """Grows with each record, so the latest is the highest."""
-    artifact_id: str
-    size: int
-    committed_at_s: float
-    lineage: Lineage
-    pinned: str = ""
-    removed_at_s: float | None = None
-    """When it was withdrawn. Its artifact stays while another lineage needs it."""
-    by: str = ""
-    """Who committed it, as events name the caller."""
-    owner: str = ""
-    """The owner of the name, where it is data; else of the job that made it, or who committed it."""
-    project: str = ""
-    """The project of the job that made it; empty where none did."""
-    trainer_digest: str = ""
-    """The trainer of the attempt that made it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommitResult:
-    artifact_id: str
-    lineage_id: str
-    new: bool
-    """False when this very commit had been made before."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LineageFilter:
     artifact_ids: Sequence[str] = ()
     job_id: str = ""

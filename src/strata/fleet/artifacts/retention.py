@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from strata.fleet.artifacts.manifest import ArtifactKind, Lineage
-from strata.fleet.artifacts.ports import LineageRow
+from strata.fleet.wire.artifacts import ArtifactRecord
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -45,7 +45,7 @@ class RetentionChoice:
 
 
 def choose_retained(
-    rows: Sequence[LineageRow], referenced: Mapping[str, str], policy: RetentionPolicy, now_s: float
+    rows: Sequence[ArtifactRecord], referenced: Mapping[str, str], policy: RetentionPolicy, now_s: float
 ) -> RetentionChoice:
     """`rows` is the whole lineage of what is not removed."""
     newest = sorted(rows, key=lambda row: -row.seq)
@@ -66,7 +66,7 @@ _Reasons = Iterator[tuple[str, str]]
 """Artifacts, each with a reason to keep it. The first reason counts."""
 
 
-def _by_row(newest: Sequence[LineageRow], policy: RetentionPolicy, now_s: float) -> _Reasons:
+def _by_row(newest: Sequence[ArtifactRecord], policy: RetentionPolicy, now_s: float) -> _Reasons:
     for row in newest:
         if row.pinned:
             yield row.artifact_id, f"pinned: {row.pinned}"
@@ -82,7 +82,7 @@ def _by_job(referenced: Mapping[str, str], policy: RetentionPolicy) -> _Reasons:
             yield artifact_id, f"{why} of a job"
 
 
-def _by_number(newest: Sequence[LineageRow], policy: RetentionPolicy) -> _Reasons:
+def _by_number(newest: Sequence[ArtifactRecord], policy: RetentionPolicy) -> _Reasons:
     for group in _groups(newest, ArtifactKind.RESULT, lambda lineage: (lineage.model, lineage.mode)):
         yield from _first(group, policy.keep_last, "one of the latest")
         if policy.metric:
@@ -94,32 +94,32 @@ def _by_number(newest: Sequence[LineageRow], policy: RetentionPolicy) -> _Reason
 
 
 def _groups(
-    rows: Sequence[LineageRow], kind: ArtifactKind, key: Callable[[Lineage], Hashable]
-) -> Iterable[list[LineageRow]]:
-    groups: dict[Hashable, list[LineageRow]] = {}
+    rows: Sequence[ArtifactRecord], kind: ArtifactKind, key: Callable[[Lineage], Hashable]
+) -> Iterable[list[ArtifactRecord]]:
+    groups: dict[Hashable, list[ArtifactRecord]] = {}
     for row in rows:
         if row.lineage.kind is kind:
             groups.setdefault(key(row.lineage), []).append(row)
     return groups.values()
 
 
-def _best_first(rows: Sequence[LineageRow], policy: RetentionPolicy) -> list[LineageRow]:
+def _best_first(rows: Sequence[ArtifactRecord], policy: RetentionPolicy) -> list[ArtifactRecord]:
     sign = -1.0 if policy.best == "max" else 1.0
     measured = [row for row in rows if policy.metric in row.lineage.metrics]
     return sorted(measured, key=lambda row: (sign * row.lineage.metrics[policy.metric], -row.seq))
 
 
-def _first(rows: Sequence[LineageRow], number: int, why: str) -> _Reasons:
+def _first(rows: Sequence[ArtifactRecord], number: int, why: str) -> _Reasons:
     for row in _distinct(rows)[:number]:
         yield row.artifact_id, why
 
 
-def _distinct(rows: Sequence[LineageRow]) -> list[LineageRow]:
+def _distinct(rows: Sequence[ArtifactRecord]) -> list[ArtifactRecord]:
     """The first row of each artifact: the same bits from ten runs are one of the last five, not all of them."""
     return list({row.artifact_id: row for row in reversed(rows)}.values())[::-1]
 
 
-def _keep_parents(rows: Sequence[LineageRow], kept: dict[str, str]) -> None:
+def _keep_parents(rows: Sequence[ArtifactRecord], kept: dict[str, str]) -> None:
     parents: dict[str, set[str]] = {}
     for row in rows:
         parents.setdefault(row.artifact_id, set()).update(row.lineage.parents)

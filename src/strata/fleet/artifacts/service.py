@@ -42,15 +42,14 @@ from strata.fleet.artifacts.ports import (
     ArtifactRow,
     ChunkStore,
     Commit,
-    CommitResult,
     LineageFilter,
-    LineageRow,
     Signer,
     Slot,
     StorageAccount,
 )
 from strata.fleet.artifacts.states import PRESENT, ChunkState
 from strata.fleet.records import AttemptKey
+from strata.fleet.wire.artifacts import ArtifactRecord, CommitReply, MissingChunk, MissingReply
 
 GRACE_S: Final = 24 * 3600.0
 SIGNED_S: Final = 3600.0
@@ -58,23 +57,6 @@ BLOB_PATH: Final = "bundle.tar.zst"
 MAX_PLAN: Final = 200_000
 """Chunks that one plan may ask for: an artifact of the default limits has fewer."""
 _AT_ONCE: Final = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Missing:
-    digest: str
-    size: int
-    received: int = 0
-    """How much of it is there: send the rest, with this offset."""
-    url: str = ""
-    """Where to PUT it; empty: to the hub."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UploadPlan:
-    missing: Sequence[Missing]
-    stored: int
-    """How many of the chunks that were asked for are there already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +86,7 @@ class Artifacts:
         self.digesting = asyncio.Lock()
         """Held while a bundle is made for its digest alone: however many ask for all of them, one is made at a time."""
 
-    async def plan(self, wanted: Mapping[str, int], owner: str) -> UploadPlan:
+    async def plan(self, wanted: Mapping[str, int], owner: str) -> MissingReply:
         """Returns which of these chunks (digest to size) have to be sent. They stay for the grace, so there is time
         to."""
         _check_wanted(wanted)
@@ -113,7 +95,7 @@ class Artifacts:
         if self.chunks.signer is not None:
             missing = await self._adopt(self.chunks.signer, missing, slots, owner)
         await self._check_space(missing)
-        return UploadPlan(missing=await self._ways(missing, owner), stored=len(wanted) - len(missing))
+        return MissingReply(missing=tuple(await self._ways(missing, owner)), stored=len(wanted) - len(missing))
 
     async def put_chunk(self, chunk: ArtifactChunk, body: AsyncIterable[bytes], owner: str, *, offset: int = 0) -> None:
         """Verified, durable and known to the index when this returns; again, with the same bytes, is no harm.
@@ -136,7 +118,7 @@ class Artifacts:
         hold: AttemptKey | None = None,
         owner: str = "",
         account: StorageAccount = NO_ACCOUNT,
-    ) -> CommitResult:
+    ) -> CommitReply:
         """PRECONDITION with the list `missing` while chunks are. `owner` as in `plan`, if signed URLs were used.
 
         With a hold, the lineage's job, epoch and host are those of the hold, whatever the sender wrote.
@@ -155,7 +137,7 @@ class Artifacts:
         *,
         hold: AttemptKey | None = None,
         account: StorageAccount = NO_ACCOUNT,
-    ) -> CommitResult:
+    ) -> CommitReply:
         """One opaque file, verified as a whole and never opened: an artifact with the one file `bundle.tar.zst`.
 
         Memory holds one chunk of it. What was sent before is not stored again, but has to be sent again to be checked.
@@ -260,7 +242,7 @@ class Artifacts:
     async def withdraw(self, artifact_id: str, owner: str, reason: str, actor: str) -> bool:
         return await self.index.withdraw(check_artifact_id(artifact_id), owner, reason, actor, self.clock.wall_s())
 
-    async def latest(self, model: str, mode: str = "", *, kind: ArtifactKind = ArtifactKind.RESULT) -> LineageRow:
+    async def latest(self, model: str, mode: str = "", *, kind: ArtifactKind = ArtifactKind.RESULT) -> ArtifactRecord:
         """An empty mode is any mode. Of results those that completed their jobs, of checkpoints those of attempts."""
         wanted = LineageFilter(
             model=model,
@@ -272,7 +254,7 @@ class Artifacts:
         )
         return await self._first_lineage(wanted)
 
-    async def best(self, model: str, metric: str, mode: str = "", *, lowest: bool = False) -> LineageRow:
+    async def best(self, model: str, metric: str, mode: str = "", *, lowest: bool = False) -> ArtifactRecord:
         """The result of a completed job with the highest, or lowest, figure; of equals the latest."""
         wanted = LineageFilter(
             model=model,
@@ -285,36 +267,36 @@ class Artifacts:
         )
         return await self._first_lineage(wanted)
 
-    async def ancestry(self, artifact_id: str, *, limit: int = 1000) -> Sequence[LineageRow]:
+    async def ancestry(self, artifact_id: str, *, limit: int = 1000) -> Sequence[ArtifactRecord]:
         """Returns where it came from, and what that came from, and so on: each record once, nearest first.
 
         Of one distance, what was withdrawn comes last.
         """
-        found: dict[str, LineageRow] = {}
+        found: dict[str, ArtifactRecord] = {}
         seen: set[str] = set()
         asked = [check_artifact_id(artifact_id)]
         while asked and len(found) < limit:
             seen.update(asked)
             layer = await self.index.lineages(LineageFilter(artifact_ids=asked, removed=True, limit=limit))
-            found.update({row.id: row for row in sorted(layer, key=lambda row: row.removed_at_s is not None)})
+            found.update({row.lineage_id: row for row in sorted(layer, key=lambda row: row.removed_at_s is not None)})
             asked = sorted({parent for row in layer for parent in row.lineage.parents} - seen)
         if not found:
             raise StrataError(Code.NOT_FOUND, f"there is no artifact {artifact_id}")
         return list(found.values())[:limit]
 
-    async def descendants(self, artifact_id: str, *, limit: int = 1000) -> Sequence[LineageRow]:
+    async def descendants(self, artifact_id: str, *, limit: int = 1000) -> Sequence[ArtifactRecord]:
         """Returns what was made from it, and from that, and so on: each record once, nearest first."""
-        found: dict[str, LineageRow] = {}
+        found: dict[str, ArtifactRecord] = {}
         seen: set[str] = set()
         asked = [check_artifact_id(artifact_id)]
         while asked and len(found) < limit:
             seen.update(asked)
             layer = await self.index.lineages(LineageFilter(parents=asked, removed=True, limit=limit))
-            found.update({row.id: row for row in layer})
+            found.update({row.lineage_id: row for row in layer})
             asked = sorted({row.artifact_id for row in layer} - seen)
         return list(found.values())[:limit]
 
-    async def _first_lineage(self, wanted: LineageFilter) -> LineageRow:
+    async def _first_lineage(self, wanted: LineageFilter) -> ArtifactRecord:
         found = await self.index.lineages(wanted)
         if not found:
             by = f" with the metric {wanted.metric}" if wanted.metric else ""
@@ -356,7 +338,7 @@ class Artifacts:
             await self.index.stored(adopted, self.clock.wall_s())
         return [chunk for chunk, right in zip(missing, taken, strict=True) if not right]
 
-    async def _ways(self, missing: Sequence[ArtifactChunk], owner: str) -> list[Missing]:
+    async def _ways(self, missing: Sequence[ArtifactChunk], owner: str) -> list[MissingChunk]:
         digests = [chunk.digest for chunk in missing]
         signer = self.chunks.signer
         urls = (
@@ -364,7 +346,7 @@ class Artifacts:
         )
         received = await self.chunks.received(digests, owner)
         return [
-            Missing(
+            MissingChunk(
                 digest=chunk.digest,
                 size=chunk.size,
                 received=min(received.get(chunk.digest, 0), chunk.size),
@@ -383,7 +365,7 @@ class Artifacts:
                 hint="free some space, or collect artifacts that nobody needs",
             )
 
-    async def _commit(self, commit: Commit) -> CommitResult:
+    async def _commit(self, commit: Commit) -> CommitReply:
         if (hold := commit.hold) is not None:
             lineage = msgspec.structs.replace(
                 commit.lineage, job_id=hold.job_id, epoch=hold.epoch, host_id=hold.host_id

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final, Literal, NamedTuple
 
+import msgspec
+
 AttentionKind = Literal[
     "hub_disk", "lost_host", "quarantined_host", "unservable_jobs", "failed_job", "failed_jobs", "backlog"
 ]
@@ -23,15 +25,21 @@ span."""
 _MIB: Final = 1024 * 1024
 
 
-class Attention(NamedTuple):
+class AttentionItem(msgspec.Struct, frozen=True):
+    """Something that a person has to look at."""
+
     kind: AttentionKind
     what: str
     since_s: float
     why: str
     action: AttentionAction
+    """One thing to do about it, with `subject`."""
     fix: str
+    """The same in words."""
     subject: str = ""
+    """The id of the job or host."""
     jobs: int = 1
+    """How many it is about."""
 
 
 class HubDisk(NamedTuple):
@@ -41,14 +49,16 @@ class HubDisk(NamedTuple):
     """The last write to the database succeeded."""
 
 
-def check_disk(disk: HubDisk, now_s: float) -> Iterable[Attention]:
+def check_disk(disk: HubDisk, now_s: float) -> Iterable[AttentionItem]:
     if not disk.writable:
         why = f"a write to its database failed; {disk.free_bytes // _MIB} MiB are free"
-        yield Attention("hub_disk", "The hub cannot write", now_s, why, "free_disk", "free some space on its disk")
+        yield AttentionItem("hub_disk", "The hub cannot write", now_s, why, "free_disk", "free some space on its disk")
     elif disk.free_bytes < 2 * disk.keep_free_bytes:
         why = f"{disk.free_bytes // _MIB} MiB are free; below {disk.keep_free_bytes // _MIB} no artifact or log is kept"
         what = "The hub's disk is nearly full"
-        yield Attention("hub_disk", what, now_s, why, "free_disk", "remove artifacts, or free some space on its disk")
+        yield AttentionItem(
+            "hub_disk", what, now_s, why, "free_disk", "remove artifacts, or free some space on its disk"
+        )
 
 
 class SilentHost(NamedTuple):
@@ -57,9 +67,9 @@ class SilentHost(NamedTuple):
     seen_at_s: float
 
 
-def check_silent(hosts: Sequence[SilentHost]) -> Iterable[Attention]:
+def check_silent(hosts: Sequence[SilentHost]) -> Iterable[AttentionItem]:
     for each in sorted(hosts, key=lambda host: -host.seen_at_s)[:SHOWN]:
-        yield Attention(
+        yield AttentionItem(
             "lost_host",
             f"{each.name} does not answer",
             each.seen_at_s,
@@ -71,19 +81,19 @@ def check_silent(hosts: Sequence[SilentHost]) -> Iterable[Attention]:
     if len(hosts) > SHOWN:
         more = len(hosts) - SHOWN
         since_s = min(host.seen_at_s for host in hosts)
-        yield Attention(
+        yield AttentionItem(
             "lost_host", f"{more} more hosts do not answer", since_s, "", "show_host", "look at the list of hosts"
         )
 
 
-def check_quarantined(host_id: str, name: str, reason: str, since_s: float) -> Attention:
+def check_quarantined(host_id: str, name: str, reason: str, since_s: float) -> AttentionItem:
     fix = "mend the host, then resume it"
-    return Attention("quarantined_host", f"{name} is quarantined", since_s, reason, "resume_host", fix, host_id)
+    return AttentionItem("quarantined_host", f"{name} is quarantined", since_s, reason, "resume_host", fix, host_id)
 
 
-def check_unservable(job_id: str, label: str, jobs: int, since_s: float, headline: str, fix: str) -> Attention:
+def check_unservable(job_id: str, label: str, jobs: int, since_s: float, headline: str, fix: str) -> AttentionItem:
     what = f"{label} can run nowhere" if jobs == 1 else f"{label} and {jobs - 1} more jobs can run nowhere"
-    return Attention("unservable_jobs", what, since_s, headline, "show_job", fix or "change the job", job_id, jobs)
+    return AttentionItem("unservable_jobs", what, since_s, headline, "show_job", fix or "change the job", job_id, jobs)
 
 
 class FailedJob(NamedTuple):
@@ -93,21 +103,23 @@ class FailedJob(NamedTuple):
     reason: str
 
 
-def check_failed(failed: Sequence[FailedJob]) -> Iterable[Attention]:
+def check_failed(failed: Sequence[FailedJob]) -> Iterable[AttentionItem]:
     """Newest first, of the last day; archived ones are none."""
     for each in failed[:SHOWN]:
         reason = each.reason.strip().partition("\n")[0]
         fix = "look at its log, then requeue or archive it"
-        yield Attention("failed_job", f"{each.label} failed", each.at_s, reason, "show_job", fix, each.job_id)
+        yield AttentionItem("failed_job", f"{each.label} failed", each.at_s, reason, "show_job", fix, each.job_id)
     more = len(failed) - SHOWN
     if more > 0:
         what = f"{more} more jobs failed in the last day"
-        yield Attention("failed_jobs", what, failed[-1].at_s, "", "list_failed", "look at the failed jobs", jobs=more)
+        yield AttentionItem(
+            "failed_jobs", what, failed[-1].at_s, "", "list_failed", "look at the failed jobs", jobs=more
+        )
 
 
 def check_backlog(
     history: Sequence[tuple[float, float]], waiting: int, longest_wait_s: float, now_s: float
-) -> Iterable[Attention]:
+) -> Iterable[AttentionItem]:
     """`history` is how many jobs waited, and when, oldest first."""
     recent = [(at_s, jobs) for at_s, jobs in history if at_s >= now_s - BACKLOG_SPAN_S]
     if waiting < BACKLOG_JOBS or longest_wait_s < BACKLOG_WAIT_S or not recent:
@@ -119,4 +131,4 @@ def check_backlog(
     minutes = round(longest_wait_s / 60)
     why = f"{waiting} jobs wait, {round(least)} did then; the first has waited for {minutes} minutes"
     fix = "add hosts, or look at what holds the queue up"
-    yield Attention("backlog", "The queue grows", since_s, why, "list_waiting", fix, jobs=waiting)
+    yield AttentionItem("backlog", "The queue grows", since_s, why, "list_waiting", fix, jobs=waiting)

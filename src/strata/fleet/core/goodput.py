@@ -18,12 +18,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, get_args
 
+import msgspec
+
 from strata.database import event_kinds
 
 GoodputPart = Literal["waiting", "useful", "checkpoint", "detect", "restart", "rolled_back"]
 PARTS: Final[tuple[GoodputPart, ...]] = get_args(GoodputPart)
 JobPhase = Literal["queued", "prepare", "run", "upload", "silent"]
-"""What a job did at a moment, for people: `silent` is a host that does not answer."""
 LEDGER_EVENTS: Final = (
     event_kinds.JOB_CHECKPOINTED,
     event_kinds.JOB_EXPIRED,
@@ -76,13 +77,15 @@ class JobTimes:
     """A server has served whatever comes after: none of its work is lost."""
 
 
-class JobSegment(NamedTuple):
+class TimelineSegment(msgspec.Struct, frozen=True):
     """Segments of a job follow each other without a gap, but for the time between an end and a requeue."""
 
     from_s: float
     to_s: float
     part: GoodputPart
+    """What that time counts as."""
     phase: JobPhase
+    """What the job did: `silent` is a host that does not answer."""
     attempt: int
     """Its number; 0: no host had the job."""
 
@@ -107,7 +110,7 @@ class JobInterruption(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobGoodput:
-    segments: Sequence[JobSegment]
+    segments: Sequence[TimelineSegment]
     interruptions: Sequence[JobInterruption] = ()
 
     def seconds(self, from_s: float = float("-inf"), to_s: float = float("inf")) -> Mapping[GoodputPart, float]:
@@ -130,13 +133,13 @@ class _Writer:
 
     now_s: float
     until_s: float
-    segments: list[JobSegment] = field(default_factory=list)
+    segments: list[TimelineSegment] = field(default_factory=list)
 
     def add(self, to_s: float, part: GoodputPart, phase: JobPhase, attempt: int = 0) -> float:
         """Adds time up to `to_s`, and returns how long that is."""
         from_s, self.now_s = self.now_s, min(max(self.now_s, to_s), self.until_s)
         if self.now_s > from_s:
-            self.segments.append(JobSegment(from_s, self.now_s, part, phase, attempt))
+            self.segments.append(TimelineSegment(from_s, self.now_s, part, phase, attempt))
         return self.now_s - from_s
 
     def skip(self, to_s: float) -> None:

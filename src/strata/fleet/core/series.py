@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple, cast
 
+import msgspec
+
 from strata.fleet.core.report import (
     MAX_LINE_BYTES,
     CheckpointReport,
@@ -154,15 +156,17 @@ def combine(attempts: Sequence[AttemptMetrics], names: Iterable[str], limit: int
     return combined
 
 
-class AttemptProgress(NamedTuple):
+class JobProgress(msgspec.Struct, frozen=True):
     fraction: float
+    """The fraction, from 0 to 1."""
     note: str
     at_s: float
+    """When it was reported, by the clock of its host."""
     eta_s: float | None
-    """How long it takes from then on at the pace of this attempt; None: nothing to tell it from."""
+    """How long it takes from then on at the pace of this attempt; null: nothing to tell it from."""
 
 
-def progress(reports: Iterable[ProgressReport]) -> AttemptProgress | None:
+def progress(reports: Iterable[ProgressReport]) -> JobProgress | None:
     """Computes progress from the first and the last report of an attempt."""
     given = list(reports)
     if not given:
@@ -170,7 +174,7 @@ def progress(reports: Iterable[ProgressReport]) -> AttemptProgress | None:
     first, last = given[0], given[-1]
     done, took_s = last.fraction - first.fraction, last.at_s - first.at_s
     eta_s = (1 - last.fraction) * took_s / done if done > 0 and took_s > 0 else None
-    return AttemptProgress(last.fraction, last.note, last.at_s, eta_s)
+    return JobProgress(last.fraction, last.note, last.at_s, eta_s)
 
 
 class ReportThinner:

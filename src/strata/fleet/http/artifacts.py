@@ -11,15 +11,17 @@ from strata.base.errors import Code, StrataError
 from strata.base.failpoint import failpoint
 from strata.fleet.artifacts import export
 from strata.fleet.artifacts.manifest import ArtifactChunk, ArtifactKind, Lineage
-from strata.fleet.artifacts.ports import CommitResult, LineageFilter, LineageRow
+from strata.fleet.artifacts.ports import LineageFilter
 from strata.fleet.artifacts.service import BLOB_PATH
 from strata.fleet.core.objective import choose_objective
 from strata.fleet.http.context import HubCall, HubContext, calling_host, own_hold, resolve_artifact_id, submitter_of
 from strata.fleet.http.quotas import caller_account, check_stored_bytes, job_account
 from strata.fleet.records import AttemptKey
 from strata.fleet.wire.artifacts import (
+    ArtifactRecord,
     ArtifactReply,
     ArtifactsQuery,
+    ArtifactsReply,
     BestQuery,
     BlobQuery,
     ChunkQuery,
@@ -28,9 +30,6 @@ from strata.fleet.wire.artifacts import (
     FileQuery,
     LatestQuery,
     LineageQuery,
-    Made,
-    MadeReply,
-    MissingChunk,
     MissingReply,
     MissingRequest,
     PinRequest,
@@ -52,13 +51,7 @@ async def missing(call: HubCall, body: MissingRequest) -> MissingReply:
     if plan.missing and not calling_host(call):
         # Before the bytes are sent, and not only when they are committed.
         await check_stored_bytes(call, sum(each.size for each in plan.missing))
-    return MissingReply(
-        missing=tuple(
-            MissingChunk(digest=each.digest, size=each.size, received=each.received, url=each.url)
-            for each in plan.missing
-        ),
-        stored=plan.stored,
-    )
+    return plan
 
 
 async def put_chunk(call: HubCall, body: Upload, query: ChunkQuery) -> None:
@@ -92,7 +85,7 @@ async def commit(call: HubCall, body: CommitRequest) -> CommitReply:
         failpoint("fleet.checkpoint.before")
         await context.fleet.leases.record_checkpoint(held, done.artifact_id)
         await _remove_old_copies(call, held, keep=done.artifact_id)
-    return _commit_reply(done)
+    return done
 
 
 async def put_model(call: HubCall, body: Upload, query: BlobQuery) -> CommitReply:
@@ -101,9 +94,7 @@ async def put_model(call: HubCall, body: Upload, query: BlobQuery) -> CommitRepl
     held = own_hold(call, query.job_id, query.epoch)
     lineage = await _attempt_lineage(context, Lineage(kind=ArtifactKind.RESULT), held)
     account = await job_account(context, held.job_id)
-    return _commit_reply(
-        await context.artifacts.put_blob(call.path["id"], body, lineage, call.actor, hold=held, account=account)
-    )
+    return await context.artifacts.put_blob(call.path["id"], body, lineage, call.actor, hold=held, account=account)
 
 
 async def put_source(call: HubCall, body: Upload) -> CommitReply:
@@ -111,7 +102,7 @@ async def put_source(call: HubCall, body: Upload) -> CommitReply:
     context = call.context
     lineage = Lineage(kind=ArtifactKind.SOURCE)
     account = await caller_account(call)
-    return _commit_reply(await context.artifacts.put_blob(call.path["id"], body, lineage, call.actor, account=account))
+    return await context.artifacts.put_blob(call.path["id"], body, lineage, call.actor, account=account)
 
 
 async def get_model(call: HubCall) -> RawReply:
@@ -136,7 +127,7 @@ async def _blob(context: HubContext, call: HubCall) -> RawReply:
     return RawReply(context.artifacts.stream(file, 0, file.size), media_type=_BYTES, headers=headers)
 
 
-async def listed(call: HubCall, query: ArtifactsQuery) -> MadeReply:
+async def listed(call: HubCall, query: ArtifactsQuery) -> ArtifactsReply:
     """Artifacts and where they came from, the latest first; or the best, by a metric."""
     context = call.context
     if query.metric and query.before is not None:
@@ -157,19 +148,19 @@ async def listed(call: HubCall, query: ArtifactsQuery) -> MadeReply:
     )
     rows = await context.artifacts.index.lineages(wanted)
     more = rows[-1].seq if len(rows) == query.limit and not query.metric else None
-    return MadeReply(artifacts=tuple(map(_made_reply, rows)), next=more, objective=_objective(rows))
+    return ArtifactsReply(artifacts=tuple(rows), next=more, objective=_objective(rows))
 
 
-async def latest(call: HubCall, query: LatestQuery) -> Made:
+async def latest(call: HubCall, query: LatestQuery) -> ArtifactRecord:
     """The newest artifact of a model."""
     context = call.context
-    return _made_reply(await context.artifacts.latest(query.model, query.mode, kind=query.kind))
+    return await context.artifacts.latest(query.model, query.mode, kind=query.kind)
 
 
-async def best(call: HubCall, query: BestQuery) -> Made:
+async def best(call: HubCall, query: BestQuery) -> ArtifactRecord:
     """The result of a model with the highest, or lowest, figure."""
     context = call.context
-    return _made_reply(await context.artifacts.best(query.model, query.metric, query.mode, lowest=query.lowest))
+    return await context.artifacts.best(query.model, query.metric, query.mode, lowest=query.lowest)
 
 
 async def show(call: HubCall) -> ArtifactReply:
@@ -191,17 +182,19 @@ async def show(call: HubCall) -> ArtifactReply:
     )
 
 
-async def ancestry(call: HubCall, query: LineageQuery) -> MadeReply:
+async def ancestry(call: HubCall, query: LineageQuery) -> ArtifactsReply:
     """Returns where an artifact came from, and what that came from; or what was made from it as well."""
     context = call.context
     artifact_id = await resolve_artifact_id(call)
     rows = list(await context.artifacts.ancestry(artifact_id, limit=query.limit))
     if query.descendants:
-        known = {row.id for row in rows}
+        known = {row.lineage_id for row in rows}
         rows += [
-            each for each in await context.artifacts.descendants(artifact_id, limit=query.limit) if each.id not in known
+            each
+            for each in await context.artifacts.descendants(artifact_id, limit=query.limit)
+            if each.lineage_id not in known
         ]
-    return MadeReply(artifacts=tuple(map(_made_reply, rows)), objective=_objective(rows))
+    return ArtifactsReply(artifacts=tuple(rows), objective=_objective(rows))
 
 
 async def file(call: HubCall, query: FileQuery) -> RawReply:
@@ -322,27 +315,6 @@ async def _attempt_lineage(context: HubContext, given: Lineage, held: AttemptKey
     return msgspec.structs.replace(given, model=spec.model, mode=spec.mode, code=code[:256], data=spec.data[:256])
 
 
-def _commit_reply(done: CommitResult) -> CommitReply:
-    return CommitReply(artifact_id=done.artifact_id, lineage_id=done.lineage_id, new=done.new)
-
-
-def _objective(rows: Sequence[LineageRow]) -> MetricObjective | None:
+def _objective(rows: Sequence[ArtifactRecord]) -> MetricObjective | None:
     chosen = choose_objective(row.lineage.metrics for row in rows)
     return None if chosen is None else MetricObjective(metric=chosen.metric, direction=chosen.direction)
-
-
-def _made_reply(row: LineageRow) -> Made:
-    return Made(
-        artifact_id=row.artifact_id,
-        lineage_id=row.id,
-        seq=row.seq,
-        size=row.size,
-        committed_at_s=row.committed_at_s,
-        lineage=row.lineage,
-        pinned=row.pinned,
-        removed_at_s=row.removed_at_s,
-        by=row.by,
-        owner=row.owner,
-        project=row.project,
-        trainer_digest=row.trainer_digest,
-    )

@@ -17,9 +17,8 @@ from strata.fleet.wire.history import (
     Interruption,
     JobTimelineReply,
     TimelineMark,
-    TimelineSegment,
 )
-from strata.fleet.wire.overview import AttentionItem, HistoryFigure, OverviewQuery, OverviewReply
+from strata.fleet.wire.overview import HistoryFigure, OverviewQuery, OverviewReply
 
 _MARKED: Final = frozenset(
     {
@@ -40,7 +39,7 @@ async def overview(call: HubCall, query: OverviewQuery) -> OverviewReply:
     found = await call.context.history.overview(query.project)
     return OverviewReply(
         at_s=found.at_s,
-        attention=tuple(AttentionItem(**each._asdict()) for each in found.attention),
+        attention=tuple(found.attention),
         running=_figure(found, "running", found.running),
         waiting=_figure(found, "waiting", found.waiting),
         longest_wait_s=found.longest_wait_s,
@@ -59,13 +58,12 @@ async def timeline(call: HubCall) -> JobTimelineReply:
     job_id = await resolve_job_id(call)
     row, attempts = await context.fleet.store.jobs.get(job_id), await context.fleet.store.jobs.attempts(job_id)
     computed, events = await context.history.job(row, attempts)
-    numbers = {each.epoch: each.number for each in attempts}
+    numbers = {each.epoch: each.attempt for each in attempts}
     hosts = await _names(context, attempts)
-    segments = tuple(TimelineSegment(**each._asdict()) for each in computed.segments)
     return JobTimelineReply(
         from_s=row.created_at_s,
         to_s=computed.segments[-1].to_s if computed.segments else row.created_at_s,
-        segments=segments,
+        segments=tuple(computed.segments),
         marks=tuple(_mark(each, numbers) for each in events if each.kind in _MARKED),
         attempts=tuple(map(attempt_reply, attempts)),
         hosts=dict(hosts),

@@ -6,19 +6,20 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import msgspec
+
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.amounts import Capacity, Room
 from strata.fleet.core.capability import GIB
 from strata.fleet.core.host_status import HostFacts, plan_action, policy_rules, quiet_in_words
 from strata.fleet.core.jobspec import HostSpec
 from strata.fleet.http.context import HubCall, HubContext, calling_host, resolve_host
-from strata.fleet.records import HostRow, JobOnHost
+from strata.fleet.records import HostJob, HostRow
 from strata.fleet.service.hosts import HostView
 from strata.fleet.wire.hosts import (
     Host,
     HostAmounts,
     HostCard,
-    HostJob,
     HostPageReply,
     HostPlanQuery,
     HostPlanReply,
@@ -62,7 +63,7 @@ async def room(call: HubCall) -> HostRoom:
     row = await resolve_host(call)
     capacity, held = await fleet.hosts.capacity(row.id), await _jobs_on(call.context, row.id)
     free = Room(capacity, [job.taken for job in held]).left
-    return HostRoom(capacity=_amounts(capacity), free=_amounts(free), jobs=tuple(map(_job_reply, held)))
+    return HostRoom(capacity=_amounts(capacity), free=_amounts(free), jobs=tuple(held))
 
 
 async def page(call: HubCall, query: HostsQuery) -> HostPageReply:
@@ -116,8 +117,8 @@ async def plan(call: HubCall, query: HostPlanQuery) -> HostPlanReply:
         action=query.action,
         possible=planned.possible,
         effects=planned.effects,
-        ends=tuple(map(_job_reply, ends)),
-        stays=tuple(_job_reply(job) for job in held if job not in ends),
+        ends=tuple(ends),
+        stays=tuple(job for job in held if job not in ends),
         stranded=stranded if planned.possible else 0,
     )
 
@@ -182,12 +183,12 @@ def _load(context: HubContext, host_id: str) -> float:
 
 
 def _matches(row: HostRow, search: str) -> bool:
-    labels = (f"{name}={value}" for name, value in (row.capability.labels | dict(row.labels)).items())
+    labels = (f"{name}={value}" for name, value in (row.capability.labels | row.labels).items())
     cards = (gpu.name for gpu in row.capability.gpus)
     return any(search in text.casefold() for text in (row.name, row.id, row.pool, *labels, *cards))
 
 
-def _summary(context: HubContext, view: HostView, held: Sequence[JobOnHost]) -> HostSummary:
+def _summary(context: HubContext, view: HostView, held: Sequence[HostJob]) -> HostSummary:
     row, sample = view.row, context.fleet.samples.newest(view.row.id)
     taken: dict[str, float] = {}
     for job in held:
@@ -216,25 +217,12 @@ def _summary(context: HubContext, view: HostView, held: Sequence[JobOnHost]) -> 
             )
             for card, gpu in zip(ids, row.capability.gpus, strict=True)
         ),
-        jobs=tuple(map(_job_reply, held)),
+        jobs=tuple(held),
     )
 
 
-async def _jobs_on(context: HubContext, host_id: str) -> Sequence[JobOnHost]:
+async def _jobs_on(context: HubContext, host_id: str) -> Sequence[HostJob]:
     return (await context.fleet.store.hosts.jobs_on([host_id])).get(host_id, ())
-
-
-def _job_reply(job: JobOnHost) -> HostJob:
-    return HostJob(
-        job_id=job.job_id,
-        label=job.label,
-        owner=job.owner,
-        status=job.status,
-        epoch=job.epoch,
-        claimed_at_s=job.claimed_at_s,
-        taken=job.taken,
-        serving=job.serving,
-    )
 
 
 def _ago_s(context: HubContext, row: HostRow) -> float:
@@ -249,16 +237,7 @@ def _amounts(capacity: Capacity) -> HostAmounts:
 def _host_reply(context: HubContext, row: HostRow) -> Host:
     ago_s = _ago_s(context, row)
     return Host(
-        id=row.id,
-        name=row.name,
-        state=row.state,
-        state_reason=row.state_reason,
-        capability=row.capability,
-        pool=row.pool,
-        labels=dict(row.labels),
-        agent_version=row.agent_version,
-        registered_at_s=row.registered_at_s,
-        seen_at_s=row.seen_at_s,
+        **msgspec.structs.asdict(row),
         seen_ago_s=ago_s,
         presence=context.fleet.hosts.presence(ago_s),
         sample=dict(context.fleet.samples.newest(row.id)),

@@ -16,16 +16,14 @@ from strata.fleet.core.ownership import Submitter, check_owners
 from strata.fleet.core.plan import ApplyPlan
 from strata.fleet.core.why import Why
 from strata.fleet.http.context import HubCall, HubContext, calling_host, resolve_job_id, submitter_of
-from strata.fleet.http.logs import progress_reply
 from strata.fleet.http.quotas import check_stored_bytes
 from strata.fleet.http.secrets import check_secrets
 from strata.fleet.http.validation import Checkpoint
-from strata.fleet.records import AttemptRow, JobFilter, JobRow, ServerRow
+from strata.fleet.records import AttemptRow, JobAttempt, JobFilter, JobRecord, JobRow, ServerRow, fields_of
 from strata.fleet.wire.base import MAX_PAGE
 from strata.fleet.wire.jobs import (
     CancelRequest,
     Job,
-    JobAttempt,
     JobReply,
     JobsQuery,
     JobsReply,
@@ -70,8 +68,7 @@ async def listed(call: HubCall, query: JobsQuery) -> JobsReply:
 async def with_progress(context: HubContext, job: Job) -> Job:
     if job.status is not JobStatus.RUNNING:
         return job
-    progress = progress_reply(await context.metrics.progress(job.id, job.epoch))
-    return msgspec.structs.replace(job, progress=progress)
+    return msgspec.structs.replace(job, progress=await context.metrics.progress(job.id, job.epoch))
 
 
 async def show(call: HubCall) -> JobReply:
@@ -190,47 +187,11 @@ async def _servers(context: HubContext, rows: Sequence[JobRow]) -> Mapping[str, 
 
 
 def job_reply(row: JobRow, server: ServerRow | None = None) -> Job:
-    return Job(
-        id=row.id,
-        status=row.status,
-        spec=row.spec,
-        epoch=row.epoch,
-        attempt=row.attempts,
-        created_at_s=row.created_at_s,
-        changed_at_s=row.changed_at_s,
-        not_before_s=row.not_before_s,
-        host_id=row.host_id,
-        reason=row.reason,
-        artifact=row.artifact,
-        declared=row.declared,
-        orphaned=row.orphaned,
-        waits_for=row.waits_for,
-        trainer_digest=row.trainer_digest,
-        submitted_by=row.submitted_by,
-        owner=row.owner,
-        archived=row.archived,
-        superseded=row.superseded,
-        newer=row.newer,
-        serving="" if server is None else server.state,
-    )
+    return Job(**fields_of(JobRecord, row), serving="" if server is None else server.state)
 
 
 def attempt_reply(row: AttemptRow) -> JobAttempt:
-    return JobAttempt(
-        attempt=row.number,
-        epoch=row.epoch,
-        host_id=row.host_id,
-        claimed_at_s=row.claimed_at_s,
-        started_at_s=row.started_at_s,
-        ended_at_s=row.ended_at_s,
-        outcome=row.outcome,
-        cause=row.cause,
-        error=row.error,
-        artifact=row.artifact,
-        checkpoint=row.checkpoint,
-        facts=dict(row.facts),
-        trainer_digest=row.trainer_digest,
-    )
+    return JobAttempt(**fields_of(JobAttempt, row))
 
 
 async def _trainers(

@@ -7,11 +7,10 @@ from typing import Final
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.fleet.core.series import AttemptProgress, CombinedSeries
+from strata.fleet.core.series import CombinedSeries
 from strata.fleet.http.context import HubCall, HubContext, resolve_job_id
 from strata.fleet.records import AttemptRow
 from strata.fleet.streams import Name
-from strata.fleet.wire.jobs import JobProgress
 from strata.fleet.wire.streams import MetricSeries, MetricsQuery, MetricsReply, PieceQuery, PieceReply, StreamQuery
 from strata.http.disconnect import until_disconnect
 from strata.http.route import RawReply, Upload
@@ -61,8 +60,8 @@ async def _series(call: HubCall, query: MetricsQuery) -> MetricsReply:
     return MetricsReply(
         series=tuple(map(_plotted, series)),
         names=tuple(sorted(known)),
-        attempts=tuple(each.number for each in attempts),
-        progress=progress_reply(await history.progress(job_id, epochs[-1])) if epochs else None,
+        attempts=tuple(each.attempt for each in attempts),
+        progress=await history.progress(job_id, epochs[-1]) if epochs else None,
     )
 
 
@@ -76,10 +75,6 @@ def _plotted(series: CombinedSeries) -> MetricSeries:
         count=series.reported,
         not_finite=series.not_finite,
     )
-
-
-def progress_reply(progress: AttemptProgress | None) -> JobProgress | None:
-    return None if progress is None else JobProgress(**progress._asdict())
 
 
 async def _append(context: HubContext, call: HubCall, name: Name, body: Upload, query: PieceQuery) -> PieceReply:
@@ -108,7 +103,7 @@ async def _read(context: HubContext, call: HubCall, name: Name, query: StreamQue
             content, ended = await until_disconnect(call, context.stopping, _follow(context, attempt, name, query))
             await call.reauthenticate()
     headers = {
-        "X-Strata-Attempt": str(attempt.number if attempt else 0),
+        "X-Strata-Attempt": str(attempt.attempt if attempt else 0),
         "X-Strata-Offset": str(query.offset),
         "X-Strata-Next": str(query.offset + len(content)),
         "X-Strata-Ended": "true" if ended and not content else "false",
@@ -122,7 +117,7 @@ async def _attempt(context: HubContext, job_id: str, number: int) -> AttemptRow 
     attempts = await context.fleet.store.jobs.attempts(job_id)
     if not number:
         return attempts[-1] if attempts else None
-    match = next((each for each in attempts if each.number == number), None)
+    match = next((each for each in attempts if each.attempt == number), None)
     if match is None:
         raise StrataError(Code.NOT_FOUND, f"{job_id} has no attempt {number}")
     return match
@@ -132,7 +127,7 @@ async def _follow(context: HubContext, attempt: AttemptRow, name: Name, query: S
     until_s = context.clock.monotonic_s() + query.wait_s
     while True:
         with context.appends.subscribe((attempt.job_id, attempt.epoch, name)) as appended:
-            now = await _attempt(context, attempt.job_id, attempt.number)
+            now = await _attempt(context, attempt.job_id, attempt.attempt)
             content, ended = await _read_now(context, now or attempt, name, query)
             left_s = until_s - context.clock.monotonic_s()
             if content or ended or left_s <= 0:

@@ -236,7 +236,7 @@ def _is_pruned(trial: TrialRow) -> bool:
 
 async def _trial(context: HubContext, trial: TrialRow, job: JobRow) -> SweepTrial:
     metrics = trial.metrics
-    if trial.status is not JobStatus.COMPLETED and job.attempts:
+    if trial.status is not JobStatus.COMPLETED and job.attempt:
         metrics = await _last_reported(context, job)
     return SweepTrial(
         job_id=job.id,
@@ -247,7 +247,7 @@ async def _trial(context: HubContext, trial: TrialRow, job: JobRow) -> SweepTria
         metrics={name: value for name, value in metrics.items() if isfinite(value)},
         reason=job.reason,
         host_id=job.host_id,
-        attempt=job.attempts,
+        attempt=job.attempt,
         created_at_s=job.created_at_s,
         changed_at_s=job.changed_at_s,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Final
 
@@ -15,7 +14,7 @@ from strata.database.transaction import Database, Transaction
 from strata.fleet.core.amounts import Taken
 from strata.fleet.core.capability import Capability
 from strata.fleet.core.job import JobStatus
-from strata.fleet.records import HostRow, JobOnHost
+from strata.fleet.records import HostJob, HostRow
 from strata.fleet.store.queue import record
 from strata.fleet.store.rows import LEASED, decode_taken, encode
 
@@ -105,7 +104,7 @@ class HostTable:
             return host
         if host is None or before[:_SEEN] != row[:_SEEN] or before[_SEEN + 1 :] != row[_SEEN + 1 :]:
             return _decode_host(row)
-        return replace(host, seen_at_s=row[_SEEN])
+        return msgspec.structs.replace(host, seen_at_s=row[_SEEN])
 
     async def find(self, text: str) -> Sequence[HostRow]:
         select = f"{_SELECT} WHERE id = :text OR name = :text ORDER BY name, id"
@@ -139,13 +138,13 @@ class HostTable:
             held.setdefault(host_id, []).append(decode(taken))
         return held
 
-    async def jobs_on(self, host_ids: Sequence[str]) -> Mapping[str, Sequence[JobOnHost]]:
+    async def jobs_on(self, host_ids: Sequence[str]) -> Mapping[str, Sequence[HostJob]]:
         rows = await self._database.read(
             lambda tx: tx.rows(_JOBS_ON.format(host=_ON_HOST[tx.engine]), {"hosts": list(host_ids)})
         )
-        held: dict[str, list[JobOnHost]] = {}
+        held: dict[str, list[HostJob]] = {}
         for host_id, job_id, label, owner, status, epoch, claimed_at_s, taken, serving in rows:
-            job = JobOnHost(
+            job = HostJob(
                 job_id=job_id,
                 label=label,
                 owner=owner,

@@ -177,7 +177,7 @@ def _decode_attempt(row: Sequence[Any]) -> AttemptRow:
      trainer_digest, taken) = row  # fmt: skip
     return AttemptRow(
         job_id=job_id,
-        number=number,
+        attempt=number,
         epoch=epoch,
         host_id=host,
         claimed_at_s=claimed,

@@ -48,7 +48,7 @@ def decode_job(row: Sequence[Any]) -> JobRow:
         class_id=class_id,
         status=JobStatus(status),
         epoch=epoch,
-        attempts=attempts,
+        attempt=attempts,
         created_at_s=created,
         changed_at_s=changed,
         not_before_s=not_before,

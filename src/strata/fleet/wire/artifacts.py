@@ -58,28 +58,31 @@ class BlobQuery(Message, frozen=True, kw_only=True):
     epoch: Epoch
 
 
-class Made(HubReply, frozen=True, kw_only=True):
+class ArtifactRecord(HubReply, frozen=True, kw_only=True):
     """An artifact and where it came from."""
 
     artifact_id: str
     lineage_id: str
     seq: int
+    """Grows with each record, so the latest is the highest."""
     size: int
     committed_at_s: float
     lineage: Lineage
     pinned: str = ""
     removed_at_s: float | None = None
+    """When it was withdrawn. Its artifact stays while another lineage needs it."""
     by: str = ""
     """Who committed it: `host:…` for an attempt, `key:…` for a person."""
     owner: str = ""
-    """The owner of the name, where it is data; else of the job that made it, or of the bytes."""
+    """The owner of the name, where it is data; else of the job that made it, or who committed it."""
     project: str = ""
+    """The project of the job that made it; empty where none did."""
     trainer_digest: str = ""
     """The trainer of the attempt that made it."""
 
 
-class MadeReply(HubReply, frozen=True, kw_only=True):
-    artifacts: tuple[Made, ...]
+class ArtifactsReply(HubReply, frozen=True, kw_only=True):
+    artifacts: tuple[ArtifactRecord, ...]
     next: int | None = None
     """Give it as `before` for the next page; null at the end."""
     objective: MetricObjective | None = None

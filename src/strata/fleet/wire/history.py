@@ -7,20 +7,9 @@ from typing import Annotated
 import msgspec
 
 from strata.fleet.artifacts.manifest import Word
-from strata.fleet.core.goodput import GoodputPart, JobPhase
+from strata.fleet.core.goodput import GoodputPart, TimelineSegment
+from strata.fleet.records import JobAttempt
 from strata.fleet.wire.base import HubReply, Message
-from strata.fleet.wire.jobs import JobAttempt
-
-
-class TimelineSegment(HubReply, frozen=True, kw_only=True):
-    from_s: float
-    to_s: float
-    phase: JobPhase
-    """What the job did: `silent` is a host that does not answer."""
-    part: GoodputPart
-    """What that time counts as."""
-    attempt: int
-    """Its number; 0: no host had the job."""
 
 
 class TimelineMark(HubReply, frozen=True, kw_only=True):

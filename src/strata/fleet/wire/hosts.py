@@ -7,13 +7,10 @@ from typing import Annotated, Literal
 import msgspec
 
 from strata.fleet.artifacts.manifest import Word
-from strata.fleet.core.amounts import Taken
 from strata.fleet.core.capability import Capability
-from strata.fleet.core.host_status import HostAction, HostStatus
-from strata.fleet.core.job import JobStatus
+from strata.fleet.core.host_status import HostAction, HostStatus, Presence, StoredState
+from strata.fleet.records import HostJob, HostRow
 from strata.fleet.wire.base import HubReply, Message, Offset, Page, Reason, Text
-
-HostState = Literal["active", "draining", "paused", "quarantined", "left"]
 
 
 class RegisterRequest(Message, frozen=True, kw_only=True):
@@ -24,28 +21,17 @@ class RegisterRequest(Message, frozen=True, kw_only=True):
 class RegisterReply(HubReply, frozen=True, kw_only=True):
     host_id: str
     name: str
-    state: HostState
+    state: StoredState
     state_reason: str = ""
     lease_s: float
     """A lease that is not renewed for so long may go to somebody else."""
     renew_every_s: float
 
 
-class Host(HubReply, frozen=True, kw_only=True):
-    id: str
-    name: str
-    state: HostState
-    state_reason: str = ""
-    capability: Capability
-    labels: dict[str, str] = {}
-    """Labels of its invitation; those of its agent's settings are in `capability`, and count for wishes only."""
-    pool: str = ""
-    agent_version: str = ""
-    registered_at_s: float
-    seen_at_s: float
+class Host(HostRow, frozen=True, kw_only=True):
     seen_ago_s: float
     """Age by the hub's clock, at the time of the reply."""
-    presence: Literal["online", "suspect", "offline"]
+    presence: Presence
     sample: dict[str, float] = {}
     """What it did when its agent told this hub last; by name as in `/v1/host/{id}/samples`."""
 
@@ -57,19 +43,6 @@ class HostAmounts(HubReply, frozen=True, kw_only=True):
     """None: as many jobs as fit by their amounts."""
     cards: dict[str, float] = {}
     """The VRAM of each in GiB, by its UUID or its number."""
-
-
-class HostJob(HubReply, frozen=True, kw_only=True):
-    job_id: str
-    label: str
-    owner: str
-    status: JobStatus
-    epoch: int
-    claimed_at_s: float
-    taken: Taken
-    """What it has of the host."""
-    serving: bool = False
-    """It is a training server, and serves."""
 
 
 class HostRoom(HubReply, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from strata.fleet.artifacts.manifest import Word
-from strata.fleet.core.attention import AttentionAction, AttentionKind
+from strata.fleet.core.attention import AttentionItem
 from strata.fleet.wire.base import HubReply, Message
 
 
@@ -20,23 +20,6 @@ class StatusReply(HubReply, frozen=True, kw_only=True):
     hosts: int
     version: str
     now_s: float
-
-
-class AttentionItem(HubReply, frozen=True, kw_only=True):
-    """Something that a person has to look at."""
-
-    kind: AttentionKind
-    what: str
-    since_s: float
-    why: str
-    action: AttentionAction
-    """One thing to do about it, with `subject`."""
-    fix: str
-    """The same in words."""
-    subject: str = ""
-    """The id of the job or host."""
-    jobs: int = 1
-    """How many it is about."""
 
 
 class HistoryFigure(HubReply, frozen=True, kw_only=True):

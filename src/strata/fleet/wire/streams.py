@@ -6,8 +6,8 @@ from typing import Annotated
 
 import msgspec
 
+from strata.fleet.core.series import JobProgress
 from strata.fleet.wire.base import Epoch, HubReply, Message, Offset, WaitS
-from strata.fleet.wire.jobs import JobProgress
 
 
 class PieceQuery(Message, frozen=True, kw_only=True):

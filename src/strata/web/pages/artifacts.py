@@ -8,7 +8,7 @@ from urllib.parse import quote
 import msgspec
 
 from strata.fleet.artifacts.manifest import ArtifactKind
-from strata.fleet.wire.artifacts import ArtifactReply, MadeReply, PinRequest
+from strata.fleet.wire.artifacts import ArtifactReply, ArtifactsReply, PinRequest
 from strata.fleet.wire.hosts import Host
 from strata.fleet.wire.sweeps import MetricObjective
 from strata.http.route import KIB, RESEARCHER, VIEWER, Route
@@ -43,7 +43,7 @@ async def show_artifacts(page: Page, query: ArtifactsPageQuery) -> View:
     """Returns what was made, the newest first or the best by a metric."""
     reply = await page.get(
         "/v1/artifacts",
-        MadeReply,
+        ArtifactsReply,
         kind=query.kind if query.kind in KINDS else None,
         model=query.model,
         metric=query.metric,
@@ -69,7 +69,7 @@ async def show_artifacts(page: Page, query: ArtifactsPageQuery) -> View:
 async def show_artifact(page: Page, query: ArtifactPageQuery) -> View:
     """One artifact."""
     path = f"/v1/artifact/{page.path['id']}"
-    lineage = await page.get(f"{path}/lineage", MadeReply, descendants=True)
+    lineage = await page.get(f"{path}/lineage", ArtifactsReply, descendants=True)
     own = lineage.artifacts[0]
     metrics = sorted({name for made in lineage.artifacts for name in made.lineage.metrics})
     objective = lineage.objective

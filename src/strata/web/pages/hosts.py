@@ -10,11 +10,11 @@ import msgspec
 from strata.base.errors import Code, StrataError
 from strata.fleet.core.amounts import Taken
 from strata.fleet.core.host_status import HostAction
+from strata.fleet.records import HostJob
 from strata.fleet.wire.events import EventsReply
 from strata.fleet.wire.hosts import (
     Host,
     HostAmounts,
-    HostJob,
     HostPageReply,
     HostPlanReply,
     HostPolicyReply,

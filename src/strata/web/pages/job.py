@@ -13,10 +13,11 @@ import msgspec
 from strata.database import event_kinds
 from strata.fleet.core.job import HELD, TERMINAL, JobStatus
 from strata.fleet.core.why import Why
-from strata.fleet.wire.artifacts import MadeReply
+from strata.fleet.records import JobAttempt
+from strata.fleet.wire.artifacts import ArtifactsReply
 from strata.fleet.wire.events import EventsReply
 from strata.fleet.wire.history import GoodputReply, JobTimelineReply
-from strata.fleet.wire.jobs import CancelRequest, Job, JobAttempt, JobReply
+from strata.fleet.wire.jobs import CancelRequest, Job, JobReply
 from strata.fleet.wire.streams import MetricsReply
 from strata.http.route import KIB, MIB, RESEARCHER, VIEWER, RawReply, Route
 from strata.web.page import Form, Page, View
@@ -99,7 +100,7 @@ async def job(page: Page, query: JobPageQuery) -> View:
         page.get(f"{below}/timeline", JobTimelineReply),
         page.get(f"{below}/goodput", GoodputReply),
         page.get(f"{below}/metrics", MetricsReply, points=1),
-        page.get("/v1/artifacts", MadeReply, job_id=shown.id, limit=50),
+        page.get("/v1/artifacts", ArtifactsReply, job_id=shown.id, limit=50),
         page.get("/v1/events", EventsReply, subject=shown.id, before="newest", limit=EVENTS),
     )
     attempts, lanes = timeline.attempts, attempt_lanes(timeline)

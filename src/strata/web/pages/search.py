@@ -7,7 +7,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from strata.fleet.wire.artifacts import Made, MadeReply
+from strata.fleet.wire.artifacts import ArtifactRecord, ArtifactsReply
 from strata.fleet.wire.hosts import HostPageReply, HostSummary
 from strata.fleet.wire.jobs import Job, JobsReply
 from strata.http.route import VIEWER, Route
@@ -25,12 +25,12 @@ async def search(page: Page, query: SearchQuery) -> View:
     word = query.q.strip()
     jobs: tuple[Job, ...] = ()
     hosts: tuple[HostSummary, ...] = ()
-    artifacts: tuple[Made, ...] = ()
+    artifacts: tuple[ArtifactRecord, ...] = ()
     if word:
         found = await asyncio.gather(
             page.get("/v1/jobs", JobsReply, search=word, order="newest", limit=LIMIT),
             page.get("/v1/hosts", HostPageReply, search=word, limit=LIMIT),
-            page.get("/v1/artifacts", MadeReply, model=word, limit=LIMIT),
+            page.get("/v1/artifacts", ArtifactsReply, model=word, limit=LIMIT),
         )
         jobs, hosts, artifacts = found[0].jobs, found[1].hosts, found[2].artifacts
     return page.render("search.html", title="Search", word=word, jobs=jobs, hosts=hosts, artifacts=artifacts)
