@@ -122,7 +122,7 @@ def test_a_failed_shard_is_given_back_with_what_was_read_of_it() -> None:
 
 
 def test_a_command_is_carried_out_once_and_acknowledged_when_it_was() -> None:
-    commands = Commands(lambda: None)
+    commands = Commands(None)
     told = [pb.Command(command_id=1, kind=pb.COMMAND_KIND_RELOAD), pb.Command(command_id=2, kind=pb.COMMAND_KIND_DRAIN)]
     assert [each.command_id for each in commands.receive(told)] == [1, 2]
     assert commands.receive(told) == []

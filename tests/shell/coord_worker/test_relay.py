@@ -126,7 +126,7 @@ async def test_the_turn_of_a_relay_does_not_shorten_how_long_a_worker_waits_for_
     ):
         await traffic.until(lambda: traffic.batches.count(["a"]) >= 3)
         state = running.service.state
-        assert found._session._interval_s == interval_s(state, state.jobs["default"])
+        assert found._session.liveness.interval_s == interval_s(state, state.jobs["default"])
 
 
 async def test_hangs_and_stragglers_are_judged_by_the_same_progress_with_a_relay_and_without(path: Path) -> None:
@@ -229,7 +229,7 @@ async def test_a_worker_behind_a_relay_gets_the_successor_of_its_token(path: Pat
         worker(running, "a", relay=str(path), token=old) as found,
         asyncio.timeout(WITHIN_S),
     ):
-        while dict(found._session._link.metadata)["authorization"] == f"Bearer {old}":
+        while dict(found._session.link.metadata)["authorization"] == f"Bearer {old}":
             await asyncio.sleep(0.01)
 
 
@@ -243,7 +243,7 @@ async def test_a_worker_behind_a_relay_learns_from_the_coordinator_that_it_was_r
     ):
         await traffic.until(lambda: ["a"] in traffic.batches)
         await patiently(running.stub.RegisterWorker, pb.WorkerInfo(worker_id="a", incarnation="another"))
-        await traffic.until(lambda: found._session._failure is not None)
+        await traffic.until(lambda: found._session.failure is not None)
         with pytest.raises(StrataError, match="another one has registered"):
             await found.flush()
     assert traffic.single != []

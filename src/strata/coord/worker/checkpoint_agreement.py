@@ -34,33 +34,33 @@ class CheckpointAgreement:
 
     def promise(self, step: int) -> None:
         """Promises not to go past this step, unless it is finished; then the ack of the command without it refuses."""
-        finished = self._session.step
+        finished = self._session.liveness.step
         if self.step is not None:
             self.step = step if finished is not None and step > finished else 0
 
     async def is_reached(self) -> bool:
         """Says whether all ranks write a checkpoint of the step that is finished; waits if that is not known yet."""
         session = self._session
-        if session.step is not None:
-            self.asked.ask(session.step)
+        if session.liveness.step is not None:
+            self.asked.ask(session.liveness.step)
         if self.step is None:
             self.step = 0
             self._heartbeat_soon()
-        if self.step < (session.step or 0) and session.leases.capture is None:
+        if self.step < (session.liveness.step or 0) and session.leases.capture is None:
             # The program did not write the checkpoint: the coordinator names another step.
             self.step = 0
         until_s = session.clock.monotonic_s() + session.settings.patience_s
-        while self.step and self.step == session.step:
+        while self.step and self.step == session.liveness.step:
             session.check()
-            if self.reached == (session.generation, session.step):
+            if self.reached == (session.generation, session.liveness.step):
                 # The program writes its files now; the report of the checkpoint ends it.
-                session.status = pb.WORKER_STATUS_CHECKPOINTING
+                session.liveness.status = pb.WORKER_STATUS_CHECKPOINTING
                 return True
             if session.is_stale:
                 self.end()
                 break
             if session.clock.monotonic_s() > until_s:
-                message = f"whether step {session.step} is a checkpoint was not decided in time"
+                message = f"whether step {session.liveness.step} is a checkpoint was not decided in time"
                 raise StrataError(Code.UNAVAILABLE, message)
             self.changed.clear()
             with suppress(TimeoutError):

@@ -102,7 +102,7 @@ class CheckpointReporter:
         self.session.check()
         self.session.commands.take(CommandKind.CHECKPOINT_NOW)
         capture = self.session.leases.begin(self.session.ids.new("checkpoint"), step)
-        self.session.status = pb.WORKER_STATUS_CHECKPOINTING
+        self.session.liveness.status = pb.WORKER_STATUS_CHECKPOINTING
         return capture
 
     def give_up(self, capture: Capture) -> None:
@@ -158,7 +158,7 @@ class CheckpointReporter:
         session.leases.end(capture)
         if capture.step == session.agreement.step:
             session.agreement.end()
-        session.status = pb.WORKER_STATUS_TRAINING
+        session.liveness.status = pb.WORKER_STATUS_TRAINING
         if ack.drain:
             session.commands.drain()
         elif ack.generation_ends:

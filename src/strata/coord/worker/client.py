@@ -397,7 +397,7 @@ class AsyncWorker:
             await self._request_shards(dataset_id, epoch, 1, wait_s=0.0, grant=False)
         # A heartbeat may have found an eviction before this call; then nothing is left to ack, and nothing counts.
         self._session.check_failure()
-        self._session.check_leases()
+        self._session.leases.check()
 
     async def _flush_returned(self) -> None:
         """Returns leases beside the training loop, which may be slow, or hang: others wait for these leases."""
@@ -417,7 +417,7 @@ class AsyncWorker:
         def make() -> pb.BarrierRequest:
             return pb.BarrierRequest(
                 barrier_id=barrier_id,
-                step=self._session.step or 0,
+                step=self._session.liveness.step or 0,
                 expected_participants=expected,
                 job_id=self.job,
                 worker_id=self.worker_id,
@@ -442,7 +442,7 @@ class AsyncWorker:
         the slow one among workers that step together is found. Workers that meet at a barrier in every step need not
         pass it.
         """
-        self._session.report_step(number, self._step_clock.next(self._session.clock.monotonic_s(), compute_s))
+        self._session.liveness.report_step(number, self._step_clock.next(self._session.clock.monotonic_s(), compute_s))
         self._session.check()
 
     @asynccontextmanager
@@ -451,12 +451,12 @@ class AsyncWorker:
         its next step does not count as slow. The coordinator knows it when this returns, if it can be reached."""
         clock, steps = self._session.clock, self._step_clock
         steps.pause(clock.monotonic_s())
-        self._session.busy += 1
+        self._session.liveness.busy += 1
         try:
-            await self._session.announce()
+            await self._session.liveness.announce()
             yield
         finally:
-            self._session.busy -= 1
+            self._session.liveness.busy -= 1
             steps.resume(clock.monotonic_s())
 
     # Checkpoints
@@ -523,7 +523,7 @@ class AsyncWorker:
         What this worker held is void. If the checkpoint cannot be read, call again and name it as bad.
         """
         session = self._session
-        session.status = pb.WORKER_STATUS_RECOVERING
+        session.liveness.status = pb.WORKER_STATUS_RECOVERING
         await self._prefetch.stop()
         session.leases.clear()
         observed = self.generation
@@ -546,7 +546,7 @@ class AsyncWorker:
         session.leases.clear()
         session.adopt(reply.generation, reply.rank, reply.world_size)
         self._step_clock = StepClock()
-        session.step_times = StepTimes()
+        session.liveness.step_times = StepTimes()
         self._start_taken = True
         for dataset_id in self._datasets:
             await self._confirm(dataset_id)
@@ -557,18 +557,19 @@ class AsyncWorker:
 
     async def follow(self) -> None:
         """Go on in the current generation with what is held: right where nothing has to be undone."""
-        await self._session.follow()
+        await self._session.rejoin_generation()
+        self._session.check()
 
     @contextmanager
     def _reporting_status(
         self, status: pb.WorkerStatus.ValueType, *, then: pb.WorkerStatus.ValueType
     ) -> Iterator[None]:
         """A checkpoint under way shows through whatever else is done meanwhile."""
-        self._session.status = self._shown(status)
+        self._session.liveness.status = self._shown(status)
         try:
             yield
         finally:
-            self._session.status = self._shown(then)
+            self._session.liveness.status = self._shown(then)
 
     def _shown(self, status: pb.WorkerStatus.ValueType) -> pb.WorkerStatus.ValueType:
         return status if self._session.leases.capture is None else pb.WORKER_STATUS_CHECKPOINTING

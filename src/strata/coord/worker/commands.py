@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
+from strata.base import log
 from strata.coord.core.checkpoint_requests import AFTER, STEP
 from strata.coord.core.facts import IF_HUNG, CommandKind
 from strata.coord.pb import coordinator_pb2 as pb
 
 KINDS: Final = frozenset(kind.value for kind in CommandKind)
 """The kinds that this version knows; a later coordinator may send others."""
+
+_log = log.get(__name__)
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,8 @@ OnCommand = Callable[[Command], Awaitable[None] | None]
 class Commands:
     """`waiting` is for the training loop; the worker itself executes the others."""
 
-    on_drain: Callable[[], None]
+    drained: Path | None
+    """Where a worker that is drained puts a file with its process id as its name, if a launcher said so."""
     stopping: bool = False
     draining: bool = False
     waiting: list[Command] = field(default_factory=list)
@@ -56,9 +62,16 @@ class Commands:
 
     def drain(self) -> None:
         """This worker has to leave, and the others go on without it."""
-        if not self.draining:
-            self.draining = True
-            self.on_drain()
+        if self.draining:
+            return
+        self.draining = True
+        if self.drained is None:
+            return
+        try:
+            # At once, not when it leaves: its launcher may end it before.
+            (self.drained / str(os.getpid())).touch()
+        except OSError as error:
+            _log.warning("drain_not_marked", folder=str(self.drained), reason=str(error))
 
     def take(self, kind: CommandKind | None = None) -> list[Command]:
         """The pending ones, all or of one kind; taking a command acknowledges it."""

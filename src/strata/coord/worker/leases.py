@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from strata.base.errors import Code, StrataError
 from strata.coord.pb import coordinator_pb2 as pb
+from strata.coord.worker.reasons import lease_lost
 
 
 @dataclass(eq=False)
@@ -178,6 +179,10 @@ class LeaseTracker:
     def pop_lost(self) -> list[int]:
         lost, self._lost = self._lost, []
         return lost
+
+    def check(self) -> None:
+        if lost := self.pop_lost():
+            raise lease_lost(lost)
 
     def clear(self) -> None:
         """All workers rewind: the leases are void, and the training loop knows it."""

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Final
 
 from strata.base.errors import Code, StrataError
+from strata.coord.worker.settings import WorkerSettings
 
 
 class Reason(StrEnum):
@@ -48,11 +49,11 @@ def membership_changed(ours: int, current: int) -> StrataError:
     )
 
 
-def rank_differs(found: tuple[int, int], expected: tuple[int, int]) -> StrataError:
+def rank_differs(found: tuple[int, int], settings: WorkerSettings) -> StrataError:
     return StrataError(
         Code.STALE,
-        f"rank {found[0]} of {found[1]} workers in the generation is not rank {expected[0]} of {expected[1]},"
-        " as the launcher said",
+        f"rank {found[0]} of {found[1]} workers in the generation is not rank {settings.rank} of"
+        f" {settings.wait_for}, as the launcher said",
         hint="end this process: the launcher starts all ranks again",
         reason=Reason.RANK_DIFFERS.value,
     )

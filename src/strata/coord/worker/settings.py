@@ -87,6 +87,10 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
                 hint="set worker.tls.ca",
             )
 
+    def expects(self, rank: int, world_size: int) -> bool:
+        """Says whether this is the rank that a launcher gave this worker, if one did."""
+        return self.rank is None or (rank, world_size) == (self.rank, self.wait_for)
+
     @property
     def addresses(self) -> tuple[str, ...]:
         return tuple(each.strip() for each in self.address.split(",") if each.strip())
