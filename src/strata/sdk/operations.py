@@ -12,7 +12,7 @@ import httpx
 import msgspec
 
 from strata.base.errors import Code, StrataError
-from strata.sdk.flow import Flow, SendRequest, call_json, post, wait_result
+from strata.sdk.server_calls import SendRequest, post
 from strata.train.core import model_options, ops
 from strata.train.wire import native
 
@@ -91,12 +91,7 @@ class ClientOperation(Generic[T]):
     read: Callable[[httpx.Response], T]
     accept: str = "application/json"
 
-    def submit(self) -> Flow[str]:
-        future = yield from call_json(self.send)
-        return str(future["request_id"])
-
-    def result(self, request_id: str, timeout_s: float | None, poll_s: float | None) -> Flow[T]:
-        reply = yield from wait_result(request_id, self.accept, timeout_s=timeout_s, poll_s=poll_s)
+    def result(self, reply: httpx.Response) -> T:
         return self.read(_raise_failure(reply))
 
 
@@ -183,15 +178,14 @@ def logprobs_operation(sampler_id: str, seq: int, tokens: Sequence[int]) -> Clie
     return ClientOperation(post("/api/v1/asample", body), lambda reply: list(reply.json()["prompt_logprobs"]))
 
 
-def open_sampler(session_id: str, number: int, base_model: str | None, path: str | None) -> Flow[str]:
+def open_sampler_request(session_id: str, number: int, base_model: str | None, path: str | None) -> SendRequest:
     body = {
         "session_id": session_id,
         "sampling_session_seq_id": number,
         "base_model": base_model,
         "model_path": path,
     }
-    sampler = yield from call_json(post("/api/v1/create_sampling_session", body))
-    return str(sampler["sampling_session_id"])
+    return post("/api/v1/create_sampling_session", body)
 
 
 def _sample_body(sampler_id: str, seq: int, prompt: Sequence[int], params: SamplingParams) -> dict[str, Any]:

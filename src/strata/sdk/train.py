@@ -7,8 +7,7 @@
         print(done.result().loss)
         print(model.sampler().result().sample(tokens, max_tokens=8).result()[0].tokens)
 
-Every operation returns a future at once; the server does them in the order they were given. The requests are the flows
-of `strata.sdk.flow`.
+Every operation returns a future at once; the server does them in the order they were given.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Generic, Self, TypeVar, Unpack
+from typing import Any, Generic, Self, TypeVar, Unpack
 
 import httpx
 
@@ -29,7 +28,6 @@ from strata.base.unix_socket import SCHEME as UNIX
 from strata.base.unix_socket import connect_unix, lasting_path, parse_unix_address
 from strata.http import otel
 from strata.identity.tokens import is_scoped_key
-from strata.sdk.flow import Flow, Progress, SendRequest, call_json, post, run_flow
 from strata.sdk.operations import (
     ClientOperation,
     Datum,
@@ -41,13 +39,14 @@ from strata.sdk.operations import (
     create_model_operation,
     load_weights_operation,
     logprobs_operation,
-    open_sampler,
+    open_sampler_request,
     optim_step_operation,
     pass_operation,
     sample_operation,
     save_for_sampler_operation,
     save_weights_operation,
 )
+from strata.sdk.server_calls import Progress, ServerCalls, get, post
 from strata.train.core import model_options
 from strata.train.core.model_options import Schedule
 
@@ -112,10 +111,6 @@ def _read_key_file(file: Path) -> str:
             f"there is no key in {file.absolute()}: no training server has been started with that data folder",
             hint="first, in another terminal: strata serve CONFIG; it writes the key before it loads the model",
         ) from error
-
-
-PROGRESS_S: Final = 2.0
-"""How often progress is reported."""
 
 
 class Future(Generic[T]):
@@ -187,7 +182,8 @@ class Model:
 
     def report(self, **values: float) -> None:
         """Show what only this program knows, such as a reward, beside the loss of the next optimizer step."""
-        self._server.drive(_report(self.model_id, self._numbers.next, values))
+        body = {"values": values, "seq_id": self._numbers.next}
+        self._server.calls.json(post(f"/api/v1/training_runs/{self.model_id}/curves", body))
 
     def abort_gradients(self) -> Future[None]:
         """Throw away the gradients since the last step."""
@@ -196,8 +192,7 @@ class Model:
     def _submit(self, build: Callable[[int], ClientOperation[T]]) -> Future[T]:
         # A number counts as used only when its operation was accepted: one that was refused must not leave a gap.
         with self._lock:
-            operation = build(self._numbers.next)
-            future = Future(self._server, operation, self._server.drive(operation.submit()))
+            future = self._server.submit(build(self._numbers.next))
             self._numbers.use()
         return future
 
@@ -214,14 +209,11 @@ class Sampler:
         self, prompt: Sequence[int], num_samples: int = 1, **params: Unpack[SamplingParams]
     ) -> Future[Sequence[Sample]]:
         """Draw samples that continue a prompt."""
-        return self._submit(sample_operation(self.sampler_id, next(self._numbers), prompt, num_samples, params))
+        return self._server.submit(sample_operation(self.sampler_id, next(self._numbers), prompt, num_samples, params))
 
     def logprobs(self, tokens: Sequence[int]) -> Future[Sequence[float | None]]:
         """Returns the log probability of each token after those before it, so None for the first."""
-        return self._submit(logprobs_operation(self.sampler_id, next(self._numbers), tokens))
-
-    def _submit(self, operation: ClientOperation[T]) -> Future[T]:
-        return Future(self._server, operation, self._server.drive(operation.submit()))
+        return self._server.submit(logprobs_operation(self.sampler_id, next(self._numbers), tokens))
 
 
 class TrainingServer:
@@ -247,6 +239,7 @@ class TrainingServer:
         self._http = httpx.Client(
             base_url=_base_url(url), headers={"X-API-Key": key}, transport=transport, verify=_trusted(ca)
         )
+        self.calls = ServerCalls(self._http)
         self._progress = progress
         self._models = 0
         self._samplers = itertools.count()
@@ -254,7 +247,8 @@ class TrainingServer:
 
     def __enter__(self) -> Self:
         try:
-            self.session_id = self.drive(_open_session())
+            session = self.calls.json(post("/api/v1/create_session", {"tags": ["strata"], "sdk_version": "strata"}))
+            self.session_id = str(session["session_id"])
         except BaseException:
             self._http.close()
             raise
@@ -263,8 +257,10 @@ class TrainingServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        reason = {"type": "success" if error is None else "errored"}
+        detail = None if error is None else type(error).__name__
         try:
-            self.drive(_finish_session(self.session_id, error))
+            self.calls.json(post(f"/api/v1/sessions/{self.session_id}/finish", {"reason": reason, "detail": detail}))
         finally:
             self._http.close()
 
@@ -288,83 +284,51 @@ class TrainingServer:
             self.session_id, self._models, base_model, config, schedule=schedule, user_metadata=user_metadata
         )
         self._models += 1
-        return Model(self, self.wait(operation, self.drive(operation.submit()), None, None))
+        return Model(self, self.submit(operation).result())
 
     def load_model(self, path: str, *, optimizer: bool = True, user_metadata: Mapping[str, str] | None = None) -> Model:
         """A new model that goes on from a checkpoint."""
-        saved = self.drive(call_json(post("/api/v1/weights_info", {"tinker_path": path})))
+        saved = self.calls.json(post("/api/v1/weights_info", {"tinker_path": path}))
         model = self.create_model(saved["base_model"], user_metadata=user_metadata, **_lora_of(saved))
         model.load(path, optimizer=optimizer).result()
         return model
 
     def attach(self, model_id: str) -> Model:
         """A model that another client made, with the same key, and that still lives: go on after what it has sent."""
-        found, taken = self.drive(_model_state(model_id))
-        self._samplers = itertools.count(found)
-        return Model(self, model_id, taken)
+        model = self.calls.json(get(f"/api/v1/models/{model_id}"))
+        if model["unloaded"]:
+            raise StrataError(Code.GONE, f"model {model_id!r} was unloaded")
+        session = self.calls.json(get(f"/api/v1/sessions/{model['session_id']}"))
+        used = [int(number) for each in session["sampler_ids"] if (number := each.rpartition(":")[2]).isdecimal()]
+        self._samplers = itertools.count(max(used, default=-1) + 1)
+        return Model(self, model_id, SequenceNumbers(model["next_seq_id"], model["taken_seq_ids"]))
 
     def sessions(self) -> Sequence[Mapping[str, Any]]:
         """All sessions of this key, the newest first: `session_id`, `opened_at`, `finished`, `models`."""
-        return self.drive(_sessions())
+        listed: Sequence[Mapping[str, Any]] = self.calls.json(get("/api/v1/session_info"))["sessions"]
+        return listed
 
     def close_session(self, session_id: str) -> None:
         """End a session whose client has ended; its models are unloaded after the operations accepted for them."""
-        self.drive(call_json(post("/api/v1/kill_session", {"session_id": session_id})))
+        self.calls.json(post("/api/v1/kill_session", {"session_id": session_id}))
 
     def sampler(self, base_model: str | None = None, *, path: str | None = None) -> Sampler:
         """Makes a sampler of the base, or of saved weights."""
-        flow = open_sampler(self.session_id, self.count_sampler(), base_model, path)
-        return Sampler(self, self.drive(flow))
+        request = open_sampler_request(self.session_id, self.count_sampler(), base_model, path)
+        return Sampler(self, str(self.calls.json(request)["sampling_session_id"]))
 
     def count_sampler(self) -> int:
         """The number of the next sampler of this session."""
         return next(self._samplers)
 
-    def drive(self, flow: Flow[T], progress: Progress | None = None) -> T:
-        return run_flow(flow, self._http, progress)
+    def submit(self, operation: ClientOperation[T]) -> Future[T]:
+        return Future(self, operation, str(self.calls.json(operation.send)["request_id"]))
 
     def wait(
         self, operation: ClientOperation[T], request_id: str, timeout_s: float | None, progress: Progress | None
     ) -> T:
-        report = progress or self._progress
-        return self.drive(operation.result(request_id, timeout_s, PROGRESS_S if report else None), report)
-
-
-def _model_state(model_id: str) -> Flow[tuple[int, SequenceNumbers]]:
-    """Returns the state of a model that another client made: the first number for a sampler of its session, and those
-    for operations."""
-    model = yield from call_json(_get(f"/api/v1/models/{model_id}"))
-    if model["unloaded"]:
-        raise StrataError(Code.GONE, f"model {model_id!r} was unloaded")
-    session = yield from call_json(_get(f"/api/v1/sessions/{model['session_id']}"))
-    used = [int(number) for each in session["sampler_ids"] if (number := each.rpartition(":")[2]).isdecimal()]
-    return max(used, default=-1) + 1, SequenceNumbers(model["next_seq_id"], model["taken_seq_ids"])
-
-
-def _report(model_id: str, seq: int, values: Mapping[str, float]) -> Flow[None]:
-    body = {"values": dict(values), "seq_id": seq}
-    yield from call_json(post(f"/api/v1/training_runs/{model_id}/curves", body))
-
-
-def _sessions() -> Flow[Sequence[Mapping[str, Any]]]:
-    found = yield from call_json(_get("/api/v1/session_info"))
-    listed: Sequence[Mapping[str, Any]] = found["sessions"]
-    return listed
-
-
-def _get(path: str) -> SendRequest:
-    return SendRequest("GET", path, b"", {"Accept": "application/json"})
-
-
-def _open_session() -> Flow[str]:
-    session = yield from call_json(post("/api/v1/create_session", {"tags": ["strata"], "sdk_version": "strata"}))
-    return str(session["session_id"])
-
-
-def _finish_session(session_id: str, error: BaseException | None) -> Flow[None]:
-    reason = {"type": "success" if error is None else "errored"}
-    detail = None if error is None else type(error).__name__
-    yield from call_json(post(f"/api/v1/sessions/{session_id}/finish", {"reason": reason, "detail": detail}))
+        reply = self.calls.wait_result(request_id, operation.accept, timeout_s, progress or self._progress)
+        return operation.result(reply)
 
 
 def _lora_of(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 import pytest
@@ -19,11 +19,9 @@ import pytest
 from strata.base.clock import SystemClock
 from strata.base.errors import Code, StrataError
 from strata.identity.ca import Authority
-from strata.sdk import flow as flows
 from strata.sdk.train import Datum, TrainingServer
 from tests.shell.train_api.test_protocol import BASE, Server, listening, served
 
-T = TypeVar("T")
 BATCH = [Datum([1, 2, 3], [2, 3, 4]), Datum([5, 6], [6, 7], weights=[0.5, -1.0])]
 
 
@@ -146,54 +144,6 @@ async def test_a_failed_operation_is_raised_in_words_and_the_next_one_goes_on(se
 
     async with listening(server.root) as url:
         await asyncio.to_thread(fail, url, server.alice.key)
-
-
-def played(flow: flows.Flow[T], replies: list[Any]) -> tuple[T, list[flows.Step]]:
-    """Drive a flow with what the network did, and note what it did."""
-    steps: list[flows.Step] = []
-    received: flows.Received = None
-    left = iter(replies)
-    while True:
-        try:
-            step = flow.send(received)
-        except StopIteration as end:
-            return end.value, steps
-        steps.append(step)
-        received = next(left) if isinstance(step, flows.SendRequest) else None
-
-
-def reply(status: int, **more: Any) -> httpx.Response:
-    return httpx.Response(status, **more)
-
-
-def test_a_server_that_is_away_or_busy_is_asked_again_with_growing_pauses() -> None:
-    gone = httpx.ConnectError("refused")
-    busy = reply(429, headers={"retry-after": "3"})
-    answers = [gone, gone, busy, reply(503), reply(200, json={"a": 1})]
-    found, steps = played(flows.call_json(flows.post("/x", {})), answers)
-    assert found == {"a": 1}
-    pauses = [each.seconds for each in steps if isinstance(each, flows.Pause)]
-    # Half of the back-off is by chance, and so is a quarter beyond what the server asked for.
-    for pause_s, (least_s, most_s) in zip(pauses, [(0.05, 0.1), (0.1, 0.2), (3.0, 3.75), (0.4, 0.8)], strict=True):
-        assert least_s <= pause_s <= most_s
-    sent = {each.content for each in steps if isinstance(each, flows.SendRequest)}
-    assert len(sent) == 1
-
-
-def test_patience_ends() -> None:
-    with pytest.raises(StrataError) as given_up:
-        played(flows.call_json(flows.post("/x", {})), [httpx.ReadError("broken")] * 1000)
-    assert given_up.value.code is Code.UNAVAILABLE
-
-
-def test_a_result_is_asked_for_until_it_is_there() -> None:
-    waiting = reply(408, json={"type": "try_again", "queue_state_reason": "2nd in queue"})
-    found, steps = played(
-        flows.wait_result("f", "application/json", timeout_s=None, poll_s=None), [waiting, waiting, reply(200, json={})]
-    )
-    assert found.status_code == 200
-    assert [each.reason for each in steps if isinstance(each, flows.ReportProgress)] == ["2nd in queue"] * 2
-    assert not [each for each in steps if isinstance(each, flows.Pause)]
 
 
 def test_the_sdk_imports_nothing_of_the_servers() -> None:
