@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Hashable
-from types import TracebackType
 from typing import Generic, TypeVar
 
 Value = TypeVar("Value")
@@ -111,9 +110,7 @@ class _Subscription(Generic[Value]):
         self._entered += 1
         return self.notification
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._entered -= 1
         if not self._entered and self._subscriptions.get(self._key) is self:
             del self._subscriptions[self._key]

@@ -10,7 +10,7 @@ import click
 
 from strata.base.errors import Code, StrataError
 from strata.base.secret import Secret, read_secret
-from strata.cli.fleet.client import complete_contexts
+from strata.cli.fleet.client import complete_contexts, format_count
 from strata.cli.output import Format, output_option, print_error
 from strata.cli.rows import Column, Rows
 
@@ -119,8 +119,8 @@ def _describe_server(client: HubClient) -> str:
         if error.code is not Code.NOT_FOUND:
             raise
         server = client.call("GET", "/api/v1/status", ServerStatus)
-        return f"a server that trains {server.base_model}, {_count(server.models, 'model')}"
-    return f"{_count(hub.hosts, 'host')}, {_count(sum(hub.by_status.values()), 'job')}"
+        return f"a server that trains {server.base_model}, {format_count(server.models, 'model')}"
+    return f"{format_count(hub.hosts, 'host')}, {format_count(sum(hub.by_status.values()), 'job')}"
 
 
 def _authority(url: str, pin: str | None, file: Path | None) -> bytes | None:
@@ -150,7 +150,3 @@ def _ask_token() -> Secret:
     if not text.strip():
         raise StrataError(Code.INVALID, "there is no token", hint="pass --token-file FILE, or write it to stdin")
     return Secret(text.strip())
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import Final
@@ -10,13 +9,11 @@ from typing import Final
 import click
 
 from strata.base.errors import Code, StrataError
-from strata.cli.options import config_option, configure_log, log_format_option
+from strata.cli.options import config_option, configure_log, log_format_option, read_duration
 from strata.cli.output import print_error, redact, write
 
 OWN_COMMAND: Final = (sys.executable, "-c", "from strata.cli.main import main; main()", "coordinator")
 """The command line by which other commands start a coordinator for themselves."""
-_UNITS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
-_DURATION: Final = re.compile(r"(\d+)([smhd])")
 
 
 def _or_before(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
@@ -101,10 +98,16 @@ def _run(config: Path | None, flags: dict[str, str | None]) -> None:
     help="What the token may do.",
 )
 @click.option(
-    "--ttl", default="24h", show_default=True, metavar="TIME", help="Time until the token expires: 90s, 30m, 24h, 7d."
+    "--ttl",
+    type=read_duration,
+    default="24h",
+    show_default=True,
+    metavar="TIME",
+    help="Time until the token expires: 90s, 30m, 24h, 7d.",
 )
 @click.option(
     "--renew-for",
+    type=read_duration,
     default="30d",
     show_default=True,
     metavar="TIME",
@@ -113,7 +116,7 @@ def _run(config: Path | None, flags: dict[str, str | None]) -> None:
 @click.option(
     "--id", "revoke_id", metavar="NAME", help="Id to revoke the token by (default: a new one, printed to stderr)."
 )
-def token(config: Path | None, revoke_id: str | None, **wanted: str) -> None:
+def token(config: Path | None, revoke_id: str | None, ttl: float, renew_for: float, **wanted: str) -> None:
     """Print a token for workers or operators of a job.
 
     A running worker gets a new token before its own expires, for the time given by --renew-for.
@@ -127,7 +130,9 @@ def token(config: Path | None, revoke_id: str | None, **wanted: str) -> None:
     from strata.coord.server.tokens import Claims, TokenRole, Tokens
     from strata.coord.settings import SECTION, CoordinatorSettings
 
-    ttl_s, renew_s = _seconds(wanted["ttl"]), _seconds(wanted["renew_for"], least=0)
+    if ttl <= 0:
+        raise click.BadParameter("a token is valid for some time", param_hint="--ttl")
+    ttl_s, renew_s = round(ttl), round(renew_for)
     secret = load(CoordinatorSettings, section=SECTION, file=config, flags={}).token_secret
     if secret is None:
         raise StrataError(
@@ -208,10 +213,3 @@ def dashboard(config: Path | None, listen: str, address: str | None, tls_ca: str
     settings = load(CoordinatorSettings, section=SECTION, file=config, flags={})
     tls = None if tls_ca is None else Tls(ca=Path(tls_ca))
     run(settings, listen, address or settings.listen, tls, lambda line: print_error(f"strata coordinator: {line}"))
-
-
-def _seconds(ttl: str, least: int = 1) -> int:
-    found = _DURATION.fullmatch(ttl)
-    if found is None or int(found[1]) < least:
-        raise StrataError(Code.INVALID, f"{ttl!r} is not a time", hint="write 90s, 30m, 24h or 7d")
-    return int(found[1]) * _UNITS[found[2]]

@@ -46,3 +46,21 @@ def configure_log(form: log.Format | None, level: str) -> None:
 
     style = form or ("console" if sys.stderr.isatty() else "json")
     log.configure(style, level, colour=log.colour_wanted(sys.stderr, no_color=no_color()))
+
+
+def read_duration(text: str) -> float:
+    """Reads `90s`, `30m`, `2h` or `7d`, as seconds."""
+    from strata.fleet.core.schedule import parse_duration
+
+    duration = parse_duration(text)
+    if duration is None:
+        raise click.BadParameter(f"{text!r} is not a time: write 90s, 30m, 2h or 7d")
+    return duration.total_seconds()
+
+
+def read_pair(text: str) -> tuple[str, str]:
+    """Reads `NAME=VALUE`."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise click.BadParameter(f"{text!r} is not NAME=VALUE")
+    return name, value

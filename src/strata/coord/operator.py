@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
-from types import TracebackType
 from typing import Annotated, Any, Final, Self, TypeAlias
 
 import grpc
@@ -85,34 +84,6 @@ class CommandReceipt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobSettings:
-    """Settings of one job. None: as the coordinator is configured, or, of a job that exists, unchanged."""
-
-    min_workers: int | None = None
-    max_workers: int | None = None
-    heartbeat_interval_s: float | None = None
-    missed_heartbeats: int | None = None
-    reconnect_grace_s: float | None = None
-    parameters: Mapping[str, str] = field(default_factory=dict)
-
-    def fields(self) -> dict[str, Any]:
-        """Returns the fields of the contract that are set."""
-        found = {
-            "min_workers": self.min_workers,
-            "max_workers": self.max_workers,
-            "heartbeat_interval_ms": _ms(self.heartbeat_interval_s),
-            "missed_heartbeats": self.missed_heartbeats,
-            "reconnect_grace_ms": _ms(self.reconnect_grace_s),
-        }
-        given = {name: value for name, value in found.items() if value is not None}
-        return {**given, "training_parameters": dict(self.parameters)}
-
-
-def _ms(seconds: float | None) -> int | None:
-    return None if seconds is None else round(seconds * 1000)
-
-
-@dataclass(frozen=True, kw_only=True)
 class WorkerPage:
     """Selects the workers of a job to describe."""
 
@@ -138,9 +109,7 @@ class Operator:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._link.close()
 
     async def job(self, history: int = 0) -> JobView:
@@ -227,12 +196,14 @@ class Operator:
         found = await self._call(lambda stub: stub.ListJobs, pb.ListJobsRequest())
         return tuple(map(summary_view, found.jobs))
 
-    async def create(self, settings: JobSettings) -> JobSummaryView:
-        request = pb.CreateJobRequest(**settings.fields())
+    async def create(self, **fields: Any) -> JobSummaryView:
+        """Create the job with these fields of the contract; others are as the coordinator is configured."""
+        request = pb.CreateJobRequest(**fields)
         return summary_view((await self._call(lambda stub: stub.CreateJob, request)).job)
 
-    async def update(self, settings: JobSettings) -> JobSummaryView:
-        request = pb.UpdateJobRequest(**settings.fields())
+    async def update(self, **fields: Any) -> JobSummaryView:
+        """Change these fields of the contract; others stay."""
+        request = pb.UpdateJobRequest(**fields)
         return summary_view((await self._call(lambda stub: stub.UpdateJob, request)).job)
 
     async def reset(self) -> JobSummaryView:
@@ -321,7 +292,7 @@ def changed_view(before: JobView, change: pb.JobChange) -> JobView:
     }
     part = msgspec.convert({**_EMPTY, **values}, JobView)
     workers = {each.worker_id: each for each in before.workers}
-    workers.update((each.worker_id, worker_view(each)) for each in change.job.workers)
+    workers.update((each.worker_id, msgspec.convert(message_to_dict(each), WorkerView)) for each in change.job.workers)
     found = {name: getattr(part, name) for name in values}
     return msgspec.structs.replace(before, **found, workers=tuple(sorted(workers.values(), key=_place)))
 
@@ -336,10 +307,6 @@ _EMPTY: Final[Mapping[str, Any]] = {
     "refused_commands": (),
     "training_parameters": {},
 }
-
-
-def worker_view(message: pb.WorkerState) -> WorkerView:
-    return msgspec.convert(message_to_dict(message), WorkerView)
 
 
 def _spans(times: Sequence[int], states: bytes) -> list[LaneSpanView]:

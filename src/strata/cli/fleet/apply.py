@@ -87,7 +87,8 @@ def apply(  # noqa: PLR0913 (the options of the command)
         prepared.check_hyper(_schemas(prepared, trainers))
         plan = _send(client, prepared, options, dry_run=True)
         if not dry_run:
-            if _needs_confirmation(plan) and not yes and sys.stdin.isatty() and sys.stderr.isatty():
+            changes = plan.changed or plan.orphaned or plan.requeued
+            if changes and not yes and sys.stdin.isatty() and sys.stderr.isatty():
                 _show_changes(plan)
                 click.confirm(f"{plan.summary}\nApply?", default=True, abort=True, err=True)
             # Fetched again: while the confirmation was open, another apply may have replaced a trainer and its source.
@@ -164,11 +165,6 @@ def _upload(client: HubClient, prepared: PreparedManifest, trainers: dict[str, T
             there.add(bundle.sha256)
             what = f"{format_count(bundle.files, 'file')}, {format_bytes(len(bundle.content))}"
             print_error(f"strata: sent the source of trainer {name} ({what})")
-
-
-def _needs_confirmation(plan: ManifestReply) -> bool:
-    """Says whether the plan needs a confirmation: it changes existing jobs."""
-    return bool(plan.changed or plan.orphaned or plan.requeued)
 
 
 def _show_changes(plan: ManifestReply) -> None:

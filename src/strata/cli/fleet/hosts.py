@@ -116,7 +116,7 @@ def show_host(host: str, context: str | None, output: Format) -> None:
         write(f"{name:10}{printable(value)}")
     if room.jobs:
         write("")
-        print_rows(output, _JOBS, ((_held_row(job), _held_shown(job, now_s)) for job in room.jobs))
+        print_rows(output, _JOBS, (_held(job, now_s) for job in room.jobs))
 
 
 def _host_lines(host: Host, room: HostRoom) -> Iterator[tuple[str, str]]:
@@ -183,13 +183,11 @@ def _card_uses(sample: dict[str, float], card: str) -> Iterator[str]:
             yield text.format(sample[f"{card}/{name}"])
 
 
-def _held_row(job: HostJob) -> dict[str, Any]:
-    return {"id": job.job_id, "job": job.label, "owner": job.owner}
-
-
-def _held_shown(job: HostJob, now_s: float) -> dict[str, Any]:
-    age = format_duration(now_s - job.claimed_at_s)
-    return {"id": short_id(job.job_id), "takes": _describe_taken(job.taken), "age": age}
+def _held(job: HostJob, now_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A job of the host as JSON has it, and what tables show differently."""
+    shown = {"id": short_id(job.job_id), "takes": _describe_taken(job.taken)}
+    shown["age"] = format_duration(now_s - job.claimed_at_s)
+    return {"id": job.job_id, "job": job.label, "owner": job.owner}, shown
 
 
 def _describe_taken(taken: Taken) -> str:

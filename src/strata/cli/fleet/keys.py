@@ -54,7 +54,7 @@ def create(*, name: str, role: str, days: float | None, owner: bool, context: st
         body = msgspec.convert(wanted, HubKeyRequest)
         made = client.call_once("POST", "/v1/keys", HubKeyReply, body=body)
     if output.for_programs:
-        print_data(_row(made.key) | {"secret": made.secret}, output)
+        print_data(msgspec.structs.asdict(made.key) | {"secret": made.secret}, output)
         return
     print_error(f"strata: key {made.key.id} for {name}, {role}; the secret is shown only now")
     write(made.secret)
@@ -70,7 +70,9 @@ def list_keys(context: str | None, output: Format) -> None:
         from strata.fleet.wire.identities import KeysReply
 
         listed = client.call("GET", "/v1/keys", KeysReply).keys
-    print_rows(output, _KEYS, ((_row(key), _shown(key)) for key in listed))
+    from msgspec.structs import asdict
+
+    print_rows(output, _KEYS, ((asdict(key), _shown(key)) for key in listed))
 
 
 @keys.command()
@@ -92,17 +94,6 @@ def revoke(key: str, context: str | None) -> None:
             raise StrataError(code, f"{word} with {key[:80]!r}", hint="strata keys list")
         client.call("POST", f"/v1/key/{exact[0].id}/revoke", type(None))
     print_error(f"strata: the key {exact[0].id} ({exact[0].name}) is revoked")
-
-
-def _row(key: HubKey) -> dict[str, Any]:
-    return {
-        "id": key.id,
-        "name": key.name,
-        "role": key.role,
-        "made_at_s": key.made_at_s,
-        "expires_at_s": key.expires_at_s,
-        "revoked_at_s": key.revoked_at_s,
-    }
 
 
 def _shown(key: HubKey) -> dict[str, Any]:

@@ -80,7 +80,8 @@ def metrics(  # noqa: PLR0913 (the options of the command)
         from strata.fleet.core.objective import direction_of
 
         rows = _sorted(rows, sort, lowest=direction_of(sort) == "minimize" if lowest is None else lowest)
-    _show(rows, sort, _varied(rows) if _are_one_sweep(chosen) else {}, output)
+    one_sweep = len({job.spec.sweep for job in chosen}) == 1 and bool(chosen[0].spec.sweep)
+    _show(rows, sort, _varied(rows) if one_sweep else {}, output)
 
 
 def _chosen(client: HubClient, texts: tuple[str, ...], sweep: str, model: str) -> list[Job]:
@@ -91,10 +92,6 @@ def _chosen(client: HubClient, texts: tuple[str, ...], sweep: str, model: str) -
         return [find_job(client, text).job for text in texts]
     jobs = all_jobs(client, JobsQuery(status=(JobStatus.COMPLETED,), sweep=sweep, model=model))
     return sorted(jobs, key=lambda job: _natural(job.spec.label))
-
-
-def _are_one_sweep(jobs: Sequence[Job]) -> bool:
-    return len({job.spec.sweep for job in jobs}) == 1 and bool(jobs[0].spec.sweep)
 
 
 def _sorted(rows: list[dict[str, Any]], metric: str, *, lowest: bool) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import click
 from strata.cli.completion import complete_hosts, complete_jobs
 from strata.cli.exit_codes import ExitCode
 from strata.cli.fleet.client import error_line, find_job, format_bytes, format_count, hub_client, hub_option, short_id
+from strata.cli.options import read_duration, read_pair
 from strata.cli.output import print_error, printable, write
 
 if TYPE_CHECKING:
@@ -17,16 +18,6 @@ if TYPE_CHECKING:
     from strata.fleet.core.schedule import StartTime
 
 _ENDS = {"completed": ExitCode.OK, "failed": ExitCode.FAILED, "cancelled": ExitCode.CANCELLED}
-
-
-def _read_duration(text: str) -> float:
-    """Reads `90s`, `30m`, `2h` or `7d`, as seconds."""
-    from strata.fleet.core.schedule import parse_duration
-
-    duration = parse_duration(text)
-    if duration is None:
-        raise click.BadParameter(f"{text!r} is not a time: write 90s, 30m, 2h or 7d")
-    return duration.total_seconds()
 
 
 def _read_start(text: str) -> StartTime:
@@ -44,14 +35,6 @@ def _read_start(text: str) -> StartTime:
         return parse_start(start)
     except StrataError as error:
         raise click.BadParameter(error.message) from None
-
-
-def _read_pair(text: str) -> tuple[str, str]:
-    """Reads `NAME=VALUE`."""
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise click.BadParameter(f"{name!r} is not NAME=VALUE")
-    return name, value
 
 
 _COUNT: Final = click.IntRange(min=0)
@@ -75,7 +58,7 @@ _NEEDS: Final = (
 )
 @click.option("--image", metavar="IMAGE", help="Run in this OCI image, on a host with podman or apptainer.")
 @click.option("--python", metavar="VERSION", help="Python of the environment, such as 3.12.")
-@click.option("--env", type=_read_pair, multiple=True, metavar="NAME=VALUE", help="Set a variable; repeatable.")
+@click.option("--env", type=read_pair, multiple=True, metavar="NAME=VALUE", help="Set a variable; repeatable.")
 @click.option(
     "--secret", "secrets", multiple=True, metavar="NAME", help="Pass the secret NAME of 'strata secrets'; repeatable."
 )
@@ -105,7 +88,7 @@ _NEEDS: Final = (
 @click.option(
     "--label",
     "require_labels",
-    type=_read_pair,
+    type=read_pair,
     multiple=True,
     metavar="NAME=VALUE",
     help="Require a host with this label; '*' is any value; repeatable.",
@@ -124,7 +107,7 @@ _NEEDS: Final = (
     help="Run COMMAND again after an error of its own, up to N times (default: 0, with --detach 2).",
 )
 @click.option(
-    "--timeout", "timeout_s", type=_read_duration, metavar="TIME", help="End an attempt after TIME: 90s, 30m, 2h."
+    "--timeout", "timeout_s", type=read_duration, metavar="TIME", help="End an attempt after TIME: 90s, 30m, 2h."
 )
 @click.option("--priority", type=int, help="Jobs with a higher priority run first (default 0).")
 @click.option(

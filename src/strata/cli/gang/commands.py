@@ -16,13 +16,13 @@ from strata.cli.gang.screen import screen
 from strata.cli.gang.watch import follow
 from strata.cli.groups import DefaultGroup
 from strata.cli.layout import print_once
-from strata.cli.options import FILE, combine, config_option
+from strata.cli.options import FILE, combine, config_option, read_pair
 from strata.cli.output import Format, output_option, print_error
 from strata.cli.rows import Column, Rows
 from strata.cli.watch import check_watched, watch_flag, watch_option
 
 if TYPE_CHECKING:
-    from strata.coord.operator import CommandReceipt, JobSettings, Operator, OperatorSettings
+    from strata.coord.operator import CommandReceipt, Operator, OperatorSettings
     from strata.coord.view import JobSummaryView, JobView, WorkerView
 
 T = TypeVar("T")
@@ -188,13 +188,26 @@ def list_jobs(output: Format, **given: Any) -> None:
     _show_jobs(_ask(None, given, lambda operator: operator.jobs()), output)
 
 
+def _to_ms(_ctx: click.Context, _param: click.Parameter, seconds: float | None) -> int | None:
+    return None if seconds is None else round(seconds * 1000)
+
+
+_JOB_FIELDS: Final = (
+    "min_workers",
+    "max_workers",
+    "heartbeat_interval_ms",
+    "missed_heartbeats",
+    "reconnect_grace_ms",
+)
+"""Options that are fields of the contract."""
 settings_options: Final = combine(
     click.option("--min", "min_workers", type=click.IntRange(min=1), metavar="N", help="Start with N workers."),
     click.option("--max", "max_workers", type=click.IntRange(min=1), metavar="N", help="Accept at most N workers."),
     click.option(
         "--heartbeat",
-        "heartbeat_interval_s",
+        "heartbeat_interval_ms",
         type=click.FloatRange(min=0.001),
+        callback=_to_ms,
         metavar="SECONDS",
         help="Interval of heartbeats.",
     ),
@@ -207,32 +220,28 @@ settings_options: Final = combine(
     ),
     click.option(
         "--reconnect-grace",
-        "reconnect_grace_s",
+        "reconnect_grace_ms",
         type=click.FloatRange(min=0),
+        callback=_to_ms,
         metavar="SECONDS",
         help="Evict a worker whose connection is broken for SECONDS.",
     ),
     click.option(
-        "--param", "parameters", multiple=True, metavar="NAME=VALUE", help="Set a training parameter; repeatable."
+        "--param",
+        "training_parameters",
+        type=read_pair,
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="Set a training parameter; repeatable.",
     ),
 )
 """Settings of one job; passed to the command together with the options of the connection."""
-_JOB_SETTINGS: Final = ("min_workers", "max_workers", "heartbeat_interval_s", "missed_heartbeats", "reconnect_grace_s")
 
 
-def _take_settings(given: dict[str, Any]) -> JobSettings:
-    """Takes the settings of a job out of the options, which keep those of the connection."""
-    from strata.coord.operator import JobSettings
-
-    parameters = _pairs("--param", given.pop("parameters"))
-    return JobSettings(parameters=parameters, **{name: given.pop(name) for name in _JOB_SETTINGS})
-
-
-def _pairs(option: str, pairs: Iterable[str]) -> dict[str, str]:
-    wrong = [each for each in pairs if "=" not in each]
-    if wrong:
-        raise click.UsageError(f"{option} {wrong[0]} is not NAME=VALUE")
-    return dict(each.split("=", 1) for each in pairs)
+def _take_settings(given: dict[str, Any]) -> dict[str, Any]:
+    """Takes the settings of a job that are given out of the options, which keep those of the connection."""
+    settings = {name: value for name in _JOB_FIELDS if (value := given.pop(name)) is not None}
+    return {**settings, "training_parameters": dict(given.pop("training_parameters"))}
 
 
 @gang.command()
@@ -247,7 +256,7 @@ def create(job: str, output: Format, **given: Any) -> None:
     """
     require("grpc", extra="worker")
     settings = _take_settings(given)
-    _show_jobs([_ask(job, given, lambda operator: operator.create(settings))], output)
+    _show_jobs([_ask(job, given, lambda operator: operator.create(**settings))], output)
 
 
 @gang.command()
@@ -262,7 +271,7 @@ def update(job: str, output: Format, **given: Any) -> None:
     """
     require("grpc", extra="worker")
     settings = _take_settings(given)
-    _show_jobs([_ask(job, given, lambda operator: operator.update(settings))], output)
+    _show_jobs([_ask(job, given, lambda operator: operator.update(**settings))], output)
 
 
 @gang.command()
@@ -288,7 +297,12 @@ def delete(job: str, **given: Any) -> None:
 
 
 _arguments_option: Final = click.option(
-    "--argument", "arguments", multiple=True, metavar="NAME=VALUE", help="Give the program an argument; repeatable."
+    "--argument",
+    "arguments",
+    type=read_pair,
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Give the program an argument; repeatable.",
 )
 
 
@@ -323,7 +337,7 @@ def _order(name: str, kind: str, text: str, *, ends_work: bool, until_gone: bool
         output: Format,
         **given: Any,
     ) -> None:
-        pairs = _pairs("--argument", given.pop("arguments", ()))
+        pairs = dict(given.pop("arguments", ()))
         if workers and all_workers:
             raise click.UsageError("name workers or use --all, not both")
         if ends_work and not (workers or all_workers):
