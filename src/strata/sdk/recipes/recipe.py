@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal, get_args, get_type_hints
 
 import msgspec
 
@@ -196,20 +196,11 @@ KINDS: Final[Mapping[RecipeKind, str]] = {
     "distill": "Distillation: learn from another model, on its answers or on your own.",
 }
 _SECTIONS: Final[Mapping[str, type[msgspec.Struct]]] = {
-    "model": RecipeModel,
-    "data": RecipeData,
-    "train": RecipeTraining,
-    "eval": RecipeEvaluation,
-    "output": RecipeOutput,
-    "server": RecipeServer,
-    "parallel": ParallelSettings,
-    "dpo": RecipePreference,
-    "sampling": RecipeSampling,
-    "grpo": RecipeReinforcement,
-    "reward": RecipeReward,
-    "teacher": RecipeTeacher,
-    "distill": RecipeDistillation,
+    name: next(each for each in (*get_args(kind), kind) if isinstance(each, type) and each is not type(None))
+    for name, kind in get_type_hints(Recipe).items()
+    if name != "kind"
 }
+"""Every section with its struct, without the None of one that may be left out."""
 _OF_KINDS: Final[Mapping[str, Collection[str]]] = {
     "dpo": ("dpo",),
     "sampling": ("grpo", "distill"),
@@ -336,11 +327,6 @@ def recipe_settings(recipe: Recipe) -> dict[str, Any]:
     for name in ("url", "key_file"):
         values["server"].pop(name)
     values["teacher"].pop("key_file")
-    # Records of before these were compared do not have them.
-    if not recipe.teacher.url:
-        values["teacher"].pop("url")
-    if recipe.parallel == ParallelSettings():
-        values.pop("parallel")
     return {
         f"{section}.{key}": value
         for section, table in values.items()

@@ -79,7 +79,8 @@ async def remove_endpoint(call: ApiCall, body: bodies.RemoveEndpointBody) -> Non
 
 async def list_endpoints(call: ApiCall) -> replies.EndpointsReply:
     """The engines, whether they are reachable, and which weights they have."""
-    return replies.endpoints_of(await call.request(queries.ListEndpoints(), views.EndpointList))
+    found = await call.request(queries.ListEndpoints(), views.EndpointList)
+    return replies.EndpointsReply(endpoints=found.endpoints)
 
 
 async def sync_weights(call: ApiCall, body: bodies.SyncWeightsBody) -> ops.SyncWeights:

@@ -72,14 +72,10 @@ def _count_by_tenant(state: TrainState) -> defaultdict[str, Counter[str]]:
     for model in resident_models(state):
         counts[model.tenant]["models"] += 1
     for future in _existing(state, (each for one in state.dispatches.values() for each in one.future_ids)):
-        counts[future.tenant]["running"] += not is_sampling(state, future)
+        counts[future.tenant]["running"] += future.future_id not in state.sampling
     for future in _existing(state, [*state.waiting, *state.sampling, *state.routed]):
         counts[future.tenant]["samples"] += 1
     return counts
-
-
-def is_sampling(state: TrainState, future: OperationFuture) -> bool:
-    return future.future_id in state.sampling
 
 
 def _existing(state: TrainState, future_ids: Iterable[str]) -> Iterator[OperationFuture]:

@@ -116,12 +116,10 @@ class RolloutStore:
             self._drop_oldest(max(self._sizes, key=lambda name: self._sizes[name]))
 
     def expire(self, now_s: float) -> None:
+        expired_s = now_s - self._limits.ttl_s
         for tenant in list(self._by_tenant):
-            while (own := self._by_tenant.get(tenant)) and self._is_expired(next(iter(own.values())), now_s):
+            while (own := self._by_tenant.get(tenant)) and next(iter(own.values())).summary.at_s <= expired_s:
                 self._drop_oldest(tenant)
-
-    def _is_expired(self, rollout: KeptRollout, now_s: float) -> bool:
-        return rollout.summary.at_s + self._limits.ttl_s <= now_s
 
     def _drop_oldest(self, tenant: str) -> None:
         own = self._by_tenant[tenant]

@@ -481,25 +481,9 @@ def session_summary(
     )
 
 
-class EndpointReply(msgspec.Struct, frozen=True, kw_only=True):
-    name: str
-    url: str
-    address: str
-    engine: str
-    added_at_s: float
-    reachable: bool
-    message: str
-    versions: Sequence[str]
-    published: Sequence[str]
-
-
 class EndpointsReply(msgspec.Struct, frozen=True, kw_only=True):
-    endpoints: Sequence[EndpointReply]
+    endpoints: Sequence[views.EndpointView]
 
 
 class EndpointAddedReply(msgspec.Struct, frozen=True, kw_only=True):
     name: str
-
-
-def endpoints_of(found: views.EndpointList) -> EndpointsReply:
-    return EndpointsReply(endpoints=[EndpointReply(**msgspec.structs.asdict(each)) for each in found.endpoints])
