@@ -18,8 +18,6 @@ ENTROPY_BYTES: Final = 10
 _ALPHABET: Final = "0123456789abcdefghjkmnpqrstvwxyz"
 _PAIRS: Final = tuple(first + second for first in _ALPHABET for second in _ALPHABET)
 _PREFIX: Final = re.compile(r"[a-z]+(?:_[a-z]+)*")
-# 26 characters carry 130 bits, an id 128: the first character never exceeds 7.
-_SORTABLE: Final = re.compile(f"[0-7][{_ALPHABET}]{{25}}")
 _HASH: Final = re.compile(r"[0-9a-f]{64}")
 _ENTROPY_BITS: Final = 8 * ENTROPY_BYTES
 _MAX_MS: Final = 2**48 - 1
@@ -28,21 +26,6 @@ _LISTED_CANDIDATES: Final = 5
 
 class WallClock(Protocol):
     def wall_s(self) -> float: ...
-
-
-def make_id(prefix: str, wall_s: float, entropy: bytes) -> str:
-    """`prefix_` and 26 lower-case Crockford base32 characters: 48 bits of milliseconds, then 80 bits of entropy."""
-    if len(entropy) != ENTROPY_BYTES:
-        raise StrataError(Code.INVALID, f"an id takes {ENTROPY_BYTES} bytes of entropy, not {len(entropy)}")
-    return _encode_id(_checked_prefix(prefix), _milliseconds(wall_s) << _ENTROPY_BITS | int.from_bytes(entropy))
-
-
-def check_id(prefix: str, text: str) -> str:
-    """`text` if `make_id` could have made it with this prefix; the one spelling only, so ids compare as strings."""
-    head, _, tail = text.rpartition("_")
-    if head != _checked_prefix(prefix) or not _SORTABLE.fullmatch(tail):
-        raise StrataError(Code.INVALID, f'{text!r} is not an id of the form "{prefix}_" and 26 base32 characters')
-    return text
 
 
 def content_id(prefix: str, version: int, value: Any) -> str:
@@ -81,7 +64,10 @@ def resolve_prefix(text: str, known: Iterable[str]) -> str:
 
 
 class Ids:
-    """Makes ids that grow within one process, also when the wall clock stands still or steps back."""
+    """Makes ids that grow within one process, also when the wall clock stands still or steps back.
+
+    An id is a prefix and 26 lower-case Crockford base32 characters: 48 bits of milliseconds, then 80 bits of entropy.
+    """
 
     def __init__(self, clock: WallClock, entropy: Callable[[int], bytes] = os.urandom) -> None:
         self._clock = clock

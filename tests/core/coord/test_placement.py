@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from strata.base.digest import sha256_hex
 from strata.base.errors import Code, StrataError
-from strata.coord.core.placement import BucketAssignment, Moves, Scheme, buckets_for, decode, place
+from strata.coord.core.placement import BucketAssignment, Moves, Scheme, decode, place
 
 GPUS: Final = (1, 2, 4, 8)
 HUNDRED: Final = {f"w{number:03}": float(GPUS[number % 4]) for number in range(100)}
@@ -303,11 +303,6 @@ def test_the_reason_says_what_moved_and_why() -> None:
     )
 
 
-@pytest.mark.parametrize(("workers", "expected"), [(0, 4096), (1, 4096), (512, 4096), (513, 8192), (1000, 8192)])
-def test_buckets_are_a_power_of_two_and_at_least_eight_for_each_worker(workers: int, expected: int) -> None:
-    assert buckets_for(workers) == expected
-
-
 def test_what_has_no_meaning_is_refused() -> None:
     before, _ = place(16, {"a": 1})
     for code, refused in (
@@ -323,7 +318,6 @@ def test_what_has_no_meaning_is_refused() -> None:
         (Code.INVALID, lambda: place(16, {"a": 1}, bound=-0.1)),
         (Code.INVALID, lambda: before.owner_of(16)),
         (Code.INVALID, lambda: before.owner_of(-1)),
-        (Code.INVALID, lambda: buckets_for(-1)),
     ):
         with pytest.raises(StrataError) as error:
             refused()

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from strata.base.atomic import write_json
@@ -18,7 +17,7 @@ from strata.base.private import private_folder
 from strata.fleet.agent import supervised, supervisor
 from strata.fleet.agent.attempt_folder import JobUser, find_job_user
 from strata.fleet.agent.file_lock import try_lock
-from strata.fleet.agent.supervised import ChildExit, LimitsSpec, SupervisorLost, SupervisorSpec
+from strata.fleet.agent.supervised import ChildExit, SupervisorLost, SupervisorSpec
 from tests.shell.fleet_agent.waiting import eventually, is_alive
 
 SLEEP = "import time; print('up', flush=True); time.sleep(300)"
@@ -236,8 +235,3 @@ def test_a_job_that_runs_as_somebody_else_cannot_read_what_is_the_agents(trial: 
     trial.start(code, command=["/usr/bin/python3", "-c", code], uid=owner.uid, gid=owner.gid, groups=owner.groups)
     assert trial.exit().status == 0, trial.log()
     assert trial.log().splitlines() == [f"{owner.uid} {owner.gid} {list(owner.groups)}", "refused"]
-
-
-def test_the_specification_of_a_job_that_an_earlier_agent_started_can_be_read() -> None:
-    limits = msgspec.json.decode(b'{"disk_bytes":5,"disk_folder":"/attempt"}', type=LimitsSpec)
-    assert (limits.disk_bytes, limits.disk_folders) == (5, ())

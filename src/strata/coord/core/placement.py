@@ -38,11 +38,9 @@ import msgspec
 import numpy as np
 
 from strata.base.errors import Code, StrataError
-from strata.coord.core.facts import DEFAULT_BUCKETS
 from strata.coord.core.permutation import mix_all
 from strata.coord.core.rendezvous import GOLDEN, Draft, Ints, bucket_keys, name_key
 
-BUCKETS_PER_WORKER: Final = 8
 DEFAULT_BOUND: Final = 0.05
 RING_POINTS: Final = 150
 """Points on the ring for a weight of 1."""
@@ -137,13 +135,6 @@ class Moves:
             f"{self.moved} of {self.buckets} buckets moved: {self.orphaned} had no worker, "
             f"{self.shed} were over the bound, {self.taken} went to workers that joined or gained weight"
         )
-
-
-def buckets_for(expected_workers: int) -> int:
-    """A power of two, at least 8 for each worker: with fewer, whole buckets are too coarse for a 5 % bound."""
-    if expected_workers < 0:
-        raise StrataError(Code.INVALID, f"{expected_workers} workers cannot be expected")
-    return max(DEFAULT_BUCKETS, 1 << (BUCKETS_PER_WORKER * expected_workers - 1).bit_length())
 
 
 def place(

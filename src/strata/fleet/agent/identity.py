@@ -25,7 +25,6 @@ from strata.fleet.wire.identities import CertificateReply, RenewRequest
 from strata.identity.renewal import HOST_PART, needs_renewal
 
 FOLDER: Final = "identity"
-RETRY_RENEWAL_S: Final = 300.0
 
 
 class Membership(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

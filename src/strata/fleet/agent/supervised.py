@@ -42,8 +42,6 @@ class LimitsSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     disk_bytes: int = 0
     disk_folders: Sequence[str] = ()
     """What counts: the folder of the attempt and, of a server, that of its data."""
-    disk_folder: str = ""
-    """Not used: in the file of a job that an agent of 0.1 has started."""
     groups: Sequence[str] = ()
     """Control groups of this job alone, which its supervisor creates and removes."""
     watch_memory: bool = False
