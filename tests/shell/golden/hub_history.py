@@ -23,6 +23,9 @@ from strata.fleet.artifacts.manifest import ArtifactKind
 from strata.fleet.core.manifest import parse_manifest
 from strata.hub.compose import hub_id
 from strata.hub.cursor_store import CursorStore
+from strata.hub.disk import DiskGuard
+from strata.hub.schedules import ScheduleRunner
+from strata.hub.sweeps import SweepRunner
 from strata.identity.records import HostIdentity
 from strata.identity.tokens import hash_secret, spell_host_secret
 from tests.conformance.artifacts.making import manifest_of
@@ -384,17 +387,17 @@ async def _lose(history: History) -> None:
     await history.operator.post(f"/v1/host/{history.host_ids['pi']}/pause", {"reason": "it is moved"})
     # The first round finds out that the job is stuck.
     for _ in range(2):
-        await site.run_once("Fleet.plan_reservations")
+        await site.hub.context.fleet.claims.plan_reservations()
 
 
 async def _keep_house(history: History) -> None:
     """What the hub does by itself: trials of a sweep, a run of a schedule, figures, and cursors of its readers."""
     site = history.site
-    await site.run_once("SweepRunner.run_once")
-    await site.run_once("ScheduleRunner.run_once")
-    await site.run_once("FleetHistory.run_once")
-    await site.run_once("DiskGuard.run_once")
-    await site.run_once("Authenticator.write_uses")
+    await site.run_loop(SweepRunner)
+    await site.run_loop(ScheduleRunner)
+    await site.hub.context.history.run_once()
+    await site.run_loop(DiskGuard)
+    await site.hub.context.authenticator.write_uses()
     cursors = site.hub.context.schemas
     assert isinstance(cursors, CursorStore)
     # The database's own clock says how long this lease runs, and its holder has the name of the machine.

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import httpx
 from starlette.types import Receive, Scope, Send
@@ -20,6 +20,10 @@ from tests.support.manual_clock import ManualClock
 
 FOLDER_ID: Final = "golden"
 COORDINATOR: Final = GangCoordinatorSettings(address="127.0.0.1:7070")
+
+
+class RunsOnce(Protocol):
+    async def run_once(self) -> None: ...
 
 
 @dataclass
@@ -74,17 +78,17 @@ class Site:
         )
         return Caller(await self.stack.enter_async_context(client))
 
-    async def run_once(self, name: str) -> None:
-        """One round of the loop of this name, such as `Fleet.tick`."""
+    async def run_loop(self, kind: type[RunsOnce]) -> None:
+        """One round of the loop that an object of this kind runs."""
         for loop in self.hub.loops:
-            if getattr(loop.run_once, "__qualname__", "") == name:
-                await loop.run_once()
-                return
-        raise LookupError(name)
+            owner = getattr(loop.run_once, "__self__", None)
+            if isinstance(owner, kind):
+                await owner.run_once()
 
     async def advance(self, seconds: float) -> None:
         await self.clock.advance(seconds)
-        await self.run_once("Fleet.tick")
+        await self.hub.context.fleet.leases.tick()
+        await self.hub.context.fleet.samples.run_once()
 
     async def describe(self) -> dict[str, Any]:
         """Says what the database means, in words and numbers that a later version has to say as well."""
