@@ -82,7 +82,7 @@ def is_live(output: Format) -> bool:
 
 
 def live_rows(output: Format) -> int | None:
-    """How high a view may be that is repeated on a screen; None where it is printed once, or in a pipe."""
+    """Returns how high a view may be on a live screen; None where it is printed once, or in a pipe."""
     return console().height - 1 if is_collecting() and is_live(output) else None
 
 

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from strata.fleet.core.amounts import Taken
     from strata.fleet.core.capability import Capability
+    from strata.fleet.records import HostJob
     from strata.fleet.wire.hosts import Host, HostAmounts, HostRoom
-from strata.fleet.records import HostJob
 
 _HOSTS: Final = (
     Column("host", cut=20),

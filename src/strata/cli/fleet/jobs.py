@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
     from strata.fleet.client.hub_client import HubClient
     from strata.fleet.core.jobspec import JobSpec
+    from strata.fleet.records import JobAttempt
     from strata.fleet.wire.hosts import Host
     from strata.fleet.wire.jobs import Job
-from strata.fleet.records import JobAttempt
 
 STATUSES: Final = ("pending", "claimed", "running", "completed", "failed", "cancelled")
 FAILURES: Final = 10

@@ -21,8 +21,8 @@ from strata.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
     from strata.fleet.client.hub_client import HubClient
+    from strata.fleet.records import JobAttempt
     from strata.fleet.wire.jobs import JobReply
-from strata.fleet.records import JobAttempt
 
 IDLE_S: Final = 5.0
 """When nothing changed for so long, check whether a host can run the jobs at all."""

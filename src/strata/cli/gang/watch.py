@@ -46,7 +46,7 @@ async def _each(states: AsyncIterator[JobView | ConnectionLost], show: Callable[
 
 
 class Lines:
-    """At first how the job stands, then a line for each change, with its time."""
+    """Prints how the job stands at first, then a line for each change, with its time."""
 
     def __init__(self) -> None:
         self._changes = GangChanges()
